@@ -1,4 +1,4 @@
-"""Messages that arrive at a server of grpc.aio, whose event loop has other things to do."""
+"""Messages that arrive at a grpc.aio server while its event loop is busy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OneMethod(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ty
         return self._handler
 
 
-def test_a_message_that_arrives_while_the_loop_is_busy_needs_no_slot() -> None:
+async def test_message_that_arrives_while_the_loop_is_busy_needs_no_slot() -> None:
     is_reading, is_sent = Event(), Event()
     slots = ReceiveSlots(1, 1, idle_s=60)
     assert slots.try_acquire()  # the only one
@@ -47,14 +47,11 @@ def test_a_message_that_arrives_while_the_loop_is_busy_needs_no_slot() -> None:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             return bytes(channel.stream_unary(METHOD)(send_messages(), timeout=TIMEOUT_S))
 
-    async def serve() -> bytes:
-        server = grpc.aio.server()
-        server.add_generic_rpc_handlers((OneMethod(handle),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        try:
-            return await asyncio.to_thread(call, port)
-        finally:
-            await server.stop(0)
-
-    assert asyncio.run(serve()) == b"in time"
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((OneMethod(handle),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        assert await asyncio.to_thread(call, port) == b"in time"
+    finally:
+        await server.stop(0)

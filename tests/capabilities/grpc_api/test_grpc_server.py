@@ -85,7 +85,7 @@ def served_certificate(port: int) -> str:
     return ssl.get_server_certificate((HOST, port))
 
 
-def test_grpc_is_served_with_the_certificate_of_https_and_a_new_one_is_used(
+def test_grpc_uses_the_certificate_of_https_and_its_replacement(
     triton: Triton, tmp_path: Path
 ) -> None:
     authority = trustme.CA()
@@ -107,7 +107,7 @@ def test_grpc_is_served_with_the_certificate_of_https_and_a_new_one_is_used(
         assert infer_over_tls(command.address, credentials)
 
 
-def test_both_apis_require_the_certificate_of_a_client(triton: Triton, tmp_path: Path) -> None:
+def test_both_apis_require_a_client_certificate(triton: Triton, tmp_path: Path) -> None:
     authority, clients = trustme.CA(), trustme.CA()
     write_pair(authority, tmp_path)
     (tmp_path / "clients.pem").write_bytes(authority_pem(clients))
@@ -155,27 +155,19 @@ def workers_on(command: Serving) -> set[int]:
     }
 
 
-def test_a_port_that_is_in_use_is_named(triton: Triton) -> None:
+def test_unusable_grpc_port_ends_the_start_with_its_number(triton: Triton) -> None:
     taken = str(triton.options.grpc_port)
     with Serving(triton, grpc_port=taken) as command:
         assert command.end() == 1
         line = f"port {taken} cannot be used (address already in use)"
         assert f"{line}; choose another with GATEWAY_GRPC_PORT" in command.output
-
-
-def test_one_port_for_both_apis_is_refused(triton: Triton) -> None:
     (port,) = free_ports(1)
-    with Command(
-        "serve",
-        "--port",
-        str(port),
-        environment={"GATEWAY_TRITON_URLS": url_of(triton), "GATEWAY_GRPC_PORT": str(port)},
-    ) as command:
+    with Serving(triton, "--port", str(port), grpc_port=str(port)) as command:
         assert command.end() == 1
         assert f"--port and GATEWAY_GRPC_PORT both use port {port}" in command.output
 
 
-def test_without_a_port_nothing_of_grpc_is_imported() -> None:
+def test_gateway_without_a_grpc_port_imports_no_grpc_server() -> None:
     names = "[name for name in sys.modules if 'grpc_server' in name]"
     code = f"import sys, gateway.app, gateway.launch; print({names})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -193,39 +185,7 @@ def test_up_serves_grpc(tmp_path: Path) -> None:
             assert result.as_numpy("Y").tolist() == [1.5, 2.5]
 
 
-@pytest.mark.long
-def test_idle_replicas_get_equal_shares_and_a_busy_one_less(tmp_path: Path) -> None:
-    """All calls come on one connection, which a ClusterIP would pin to one replica."""
-    (port,) = free_ports(1)
-    with fleet_of(tmp_path, 3, grpc_port=str(port)) as fleet:
-        busy, *idle = (triton.address for triton in fleet.tritons)
-        done = threading.Event()
-        occupier = threading.Thread(target=occupy, args=(fleet.tritons[0], done))
-        occupier.start()
-        try:
-            before = fleet.served()
-            with grpc.insecure_channel(f"{HOST}:{port}") as channel:
-                infer = channel.unary_unary(INFER)
-                for _ in range(40):
-                    calls = [infer.future(REQUEST, timeout=TIMEOUT_S) for _ in range(15)]
-                    assert all(call.result() for call in calls)
-            shares = {at: count - before[at] for at, count in fleet.served().items()}
-        finally:
-            done.set()
-            occupier.join()
-        assert sum(shares.values()) >= 600
-        assert shares[busy] < min(shares[at] for at in idle)
-        assert max(shares[at] for at in idle) < 1.5 * min(shares[at] for at in idle)
-
-
-def occupy(triton: Triton, done: threading.Event) -> None:
-    """Keep the model of one Triton busy, behind the gateway's back."""
-    address = f"{HOST}:{triton.options.grpc_port}"
-    while not done.is_set():
-        call_bytes(address, INFER, echo_request(-0.1, 0))
-
-
-def test_a_replica_without_grpc_is_avoided(tmp_path: Path) -> None:
+def test_replica_without_grpc_gets_no_calls_and_stays_in_the_fleet(tmp_path: Path) -> None:
     """Its HTTP works, so that it stays in the fleet."""
     port, closed = free_ports(2)
     with fleet_of(tmp_path, 2) as fleet:
@@ -262,7 +222,7 @@ def ready_replicas(client: httpx.Client) -> int:
     return sum(each["models"].get("echo") == "READY" for each in replicas)
 
 
-def test_a_full_queue_is_resource_exhausted_and_says_when_to_retry(triton: Triton) -> None:
+def test_full_queue_is_resource_exhausted_with_a_retry_delay(triton: Triton) -> None:
     limits = {"max_inflight": "1", "max_model_inflight": "1", "max_queue": "1"}
     with Serving(triton, **limits) as command:
         command.wait_for("serving")
@@ -276,7 +236,7 @@ def test_a_full_queue_is_resource_exhausted_and_says_when_to_retry(triton: Trito
             assert dict(full.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
 
 
-def test_a_revoked_key_ends_a_stream(triton: Triton, tmp_path: Path) -> None:
+def test_revoked_key_ends_a_stream(triton: Triton, tmp_path: Path) -> None:
     path = written(tmp_path / "keys.yaml", [entry(INFER_KEY, "infer"), entry(ADMIN, "admin")])
     with Serving(triton, keys_file=str(path)) as command:
         command.wait_for("serving")
@@ -294,22 +254,6 @@ def test_a_revoked_key_ends_a_stream(triton: Triton, tmp_path: Path) -> None:
             assert "unknown key" in str(outcomes.get(timeout=TIMEOUT_S)[1])
 
 
-def test_a_trace_goes_through_to_the_replica(triton: Triton) -> None:
-    parent = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
-    with (
-        collecting() as collector,
-        Serving(triton, otlp_endpoint=collector.url, log_format="json") as command,
-    ):
-        command.wait_for("serving")
-        metadata = [("traceparent", parent)]
-        assert call_bytes(command.address, INFER, REQUEST, metadata=metadata)
-        line = json.loads(command.wait_for("ModelInfer 200"))
-        assert line["trace_id"] == "0123456789abcdef0123456789abcdef"
-        wait_until(lambda: len(collector.of(line["trace_id"])) == 2)
-        spans = collector.of(line["trace_id"])
-        assert spans["triton"].parent_span_id == spans[f"POST {INFER}"].span_id
-
-
 class MetadataRecorder(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Answers every call with an empty message, and records the metadata of inferences."""
 
@@ -322,10 +266,9 @@ class MetadataRecorder(grpc.GenericRpcHandler):  # type: ignore[misc]
         return grpc.unary_unary_rpc_method_handler(lambda _message, _context: b"")
 
 
-@pytest.mark.long
-def test_the_state_of_a_trace_goes_through_to_the_replica(triton: Triton) -> None:
+def test_trace_continues_in_the_gateway_and_its_replica(triton: Triton) -> None:
     trace, parent = "0123456789abcdef" * 2, "0123456789abcdef"
-    carried = [("traceparent", f"00-{trace}-{parent}-01"), ("tracestate", "vendor=1")]
+    metadata = [("traceparent", f"00-{trace}-{parent}-01"), ("tracestate", "vendor=1")]
     recorder = MetadataRecorder()
     replica = grpc.server(ThreadPoolExecutor(1), handlers=[recorder])
     url = f"http://{triton.address}?grpc={replica.add_insecure_port(f'{HOST}:0')}"
@@ -333,15 +276,17 @@ def test_the_state_of_a_trace_goes_through_to_the_replica(triton: Triton) -> Non
     try:
         with (
             collecting() as collector,
-            grpc_gateway(url, otlp_endpoint=collector.url) as served,
+            grpc_gateway(url, otlp_endpoint=collector.url, log_format="json") as served,
         ):
-            call_bytes(served.address, INFER, REQUEST, metadata=carried)
-            wait_until(lambda: "triton" in collector.of(trace))
-            attempt = collector.of(trace)["triton"].span_id.hex()
+            call_bytes(served.address, INFER, REQUEST, metadata=metadata)
+            assert json.loads(served.command.wait_for("ModelInfer 200"))["trace_id"] == trace
+            wait_until(lambda: len(collector.of(trace)) == 2)
+            spans = collector.of(trace)
     finally:
         replica.stop(None).wait()
+    assert spans["triton"].parent_span_id == spans[f"POST {INFER}"].span_id
     received = recorder.metadata.get(timeout=TIMEOUT_S)
-    assert received["traceparent"] == f"00-{trace}-{attempt}-01"
+    assert received["traceparent"] == f"00-{trace}-{spans['triton'].span_id.hex()}-01"
     assert received["tracestate"] == "vendor=1"
 
 
@@ -384,7 +329,7 @@ class EndlessInferences(grpc.GenericRpcHandler):  # type: ignore[misc]
         return b""
 
 
-def test_a_cancelled_call_is_cancelled_in_a_safe_triton_at_once(triton: Triton) -> None:
+def test_cancelled_call_is_cancelled_at_once_in_a_triton_that_survives_it(triton: Triton) -> None:
     endless = EndlessInferences()
     replica = grpc.server(ThreadPoolExecutor(4), handlers=[endless])
     url = f"http://{triton.address}?grpc={replica.add_insecure_port(f'{HOST}:0')}"
@@ -411,7 +356,7 @@ def cancel_inference(channel: grpc.Channel, method: str, endless: EndlessInferen
     return endless.cancelled.get(timeout=TIMEOUT_S) - began
 
 
-def test_connections_above_the_limit_are_refused(triton: Triton) -> None:
+def test_connection_above_the_limit_is_refused(triton: Triton) -> None:
     with Serving(triton, max_connections="3") as command:
         command.wait_for("serving")
         with ExitStack() as stack:

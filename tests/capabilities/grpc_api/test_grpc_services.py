@@ -56,15 +56,19 @@ def check(channel: grpc.Channel, service: str = "") -> int:
     return int(stub.Check(request, timeout=TIMEOUT_S).status)
 
 
-def test_health_is_that_of_the_fleet(channel: grpc.Channel) -> None:
+def test_health_is_that_of_the_fleet_or_the_service_is_unknown(channel: grpc.Channel) -> None:
     for service in ("", SERVICE.removeprefix("/"), "grpc.health.v1.Health"):
         assert check(channel, service) == SERVING
     with pytest.raises(grpc.RpcError) as caught:
         check(channel, "no.such.Service")
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    request = health_pb2.HealthCheckRequest(service="no.such.Service")
+    watch = HealthStub(channel).Watch(request, timeout=TIMEOUT_S)
+    assert next(watch).status == SERVICE_UNKNOWN
+    watch.cancel()
 
 
-def test_a_watch_follows_the_fleet(tmp_path: Path) -> None:
+def test_watch_follows_the_fleet(tmp_path: Path) -> None:
     write_echo(tmp_path, "echo")
     with Triton(tmp_path, "echo") as triton:
         triton.wait()
@@ -80,14 +84,7 @@ def test_a_watch_follows_the_fleet(tmp_path: Path) -> None:
             assert check(channel) == NOT_SERVING
 
 
-def test_a_watch_of_an_unknown_service_says_so(channel: grpc.Channel) -> None:
-    stub = HealthStub(channel)
-    watch = stub.Watch(health_pb2.HealthCheckRequest(service="no"), timeout=TIMEOUT_S)
-    assert next(watch).status == SERVICE_UNKNOWN
-    watch.cancel()
-
-
-def test_the_described_health_service_is_the_standard_one() -> None:
+def test_described_health_service_equals_the_standard_one() -> None:
     standard = health_pb2.DESCRIPTOR
     ours = text_format.Parse(HEALTH_FILE, descriptor_pb2.FileDescriptorProto())
     for message in ours.message_type:
@@ -100,12 +97,22 @@ def test_the_described_health_service_is_the_standard_one() -> None:
         assert methods[method.name].server_streaming == method.server_streaming
 
 
-def test_a_model_is_called_through_reflection(channel: grpc.Channel) -> None:
-    """As grpcurl does: without any proto file."""
+def test_reflection_describes_all_methods_so_that_a_model_can_be_called(
+    channel: grpc.Channel,
+) -> None:
+    """As grpcurl does it: without any proto file."""
     database = ProtoReflectionDescriptorDatabase(channel)
-    assert set(database.get_services()) == {SERVICE.removeprefix("/"), "grpc.health.v1.Health"}
+    name = SERVICE.removeprefix("/")
+    assert set(database.get_services()) == {name, "grpc.health.v1.Health"}
     pool = descriptor_pool.DescriptorPool(database)
-    method = pool.FindServiceByName(SERVICE.removeprefix("/")).FindMethodByName("ModelInfer")
+    service = pool.FindServiceByName(name)
+    original = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+    assert [each.name for each in service.methods] == [each.name for each in original.methods]
+    health = pool.FindServiceByName("grpc.health.v1.Health")
+    assert sorted(health.methods_by_name) == ["Check", "Watch"]
+    with pytest.raises(KeyError):
+        pool.FindServiceByName("no.such.Service")
+    method = service.FindMethodByName("ModelInfer")
     request = message_factory.GetMessageClass(method.input_type)(model_name="echo")
     request.inputs.add(name="X", datatype="FP32", shape=[2])
     request.inputs[0].contents.fp32_contents.extend([1.5, 2.5])
@@ -115,20 +122,3 @@ def test_a_model_is_called_through_reflection(channel: grpc.Channel) -> None:
         message_factory.GetMessageClass(method.output_type).FromString,
     )(request, timeout=TIMEOUT_S)
     assert np.frombuffer(response.raw_output_contents[0], np.float32).tolist() == [1.5, 2.5]
-
-
-def test_reflection_describes_all_of_tritons_methods(channel: grpc.Channel) -> None:
-    pool = descriptor_pool.DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
-    name = SERVICE.removeprefix("/")
-    ours, theirs = (
-        [method.name for method in service.methods]
-        for service in (
-            pool.FindServiceByName(name),
-            service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
-        )
-    )
-    assert ours == theirs
-    health = pool.FindServiceByName("grpc.health.v1.Health")
-    assert sorted(health.methods_by_name) == ["Check", "Watch"]
-    with pytest.raises(KeyError):
-        pool.FindServiceByName("no.such.Service")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
@@ -98,7 +98,9 @@ def test_models_with_one_response_answer_in_the_order_of_the_requests(served: Gr
     assert got == [f"{letter}{number}" for number in range(40) for letter in "sp"]
 
 
-def test_a_decoupled_model_answers_as_directly(served: GrpcGateway, triton: EmbeddedTriton) -> None:
+def test_decoupled_model_answers_as_triton_does(
+    served: GrpcGateway, triton: EmbeddedTriton
+) -> None:
     answers = []
     for address in (served.address, f"127.0.0.1:{triton.options.grpc_port}"):
         with open_stream(address) as stream:
@@ -119,7 +121,7 @@ def test_a_decoupled_model_answers_as_directly(served: GrpcGateway, triton: Embe
     assert answers[0] == answers[1] == [*[("t", 2, False)] * 3, ("t", 0, True)]
 
 
-def test_the_responses_of_a_decoupled_model_arrive_as_they_are_made(served: GrpcGateway) -> None:
+def test_responses_of_a_decoupled_model_arrive_as_they_are_made(served: GrpcGateway) -> None:
     with open_stream(served.address) as stream:
         stream.send("ticking", *ticks(3, 0.3))
         stream.send("plain_FP32", fp32(1, shape=(1, 1)), request_id="quick")
@@ -128,7 +130,7 @@ def test_the_responses_of_a_decoupled_model_arrive_as_they_are_made(served: Grpc
     assert received[3][1] - received[1][1] > 0.25
 
 
-def test_a_response_that_waits_for_another_holds_no_slot_of_its_model(
+def test_response_that_waits_for_another_holds_no_slot_of_its_model(
     triton: EmbeddedTriton,
 ) -> None:
     limits = {"max_model_inflight": "1", "max_queue": "0", "connect_timeout_s": "10"}
@@ -153,50 +155,42 @@ def test_a_response_that_waits_for_another_holds_no_slot_of_its_model(
         assert stream.outcomes.empty()
 
 
-def test_an_error_of_a_request_is_a_message_and_the_stream_continues(served: GrpcGateway) -> None:
-    with open_stream(served.address) as stream:
-        for model, words in (
-            ("no_such_model", "unknown model: 'no_such_model'"),
-            ("failing", "boom"),
-            ("", "names no model"),
-        ):
-            stream.send(model, fp32(1, shape=(1, 1)))
-            with pytest.raises(InferenceServerException, match=words) as caught:
-                stream.receive()
-            assert "/" not in str(caught.value).replace("/v1/models", "")
-        stream.send("plain_FP32", fp32(4, shape=(1, 1)))
-        assert stream.receive().as_numpy("Y").tolist() == [[4]]
-
-
-def test_an_error_message_has_the_id_of_its_request(served: GrpcGateway) -> None:
+def test_failed_request_gets_an_error_with_its_id_and_the_stream_continues(
+    served: GrpcGateway,
+) -> None:
+    served_request = service_pb2.ModelInferRequest(model_name="plain_FP32", id="served")
+    served_request.inputs.add(name="X", datatype="FP32", shape=[1, 1])
+    served_request.raw_input_contents.append(np.float32(4).tobytes())
+    failing = service_pb2.ModelInferRequest(model_name="failing", id="failing")
+    failing.inputs.add(name="X", datatype="FP32", shape=[1, 1])
+    failing.raw_input_contents.append(np.float32(1).tobytes())
     requests = [
-        service_pb2.ModelInferRequest(model_name="no_such_model", id="mine").SerializeToString(),
+        service_pb2.ModelInferRequest(model_name="no_such_model", id="unknown").SerializeToString(),
+        failing.SerializeToString(),
+        service_pb2.ModelInferRequest(id="unnamed").SerializeToString(),
         b"\xff\xff",
+        served_request.SerializeToString(),
     ]
     with grpc.insecure_channel(served.address) as channel:
         messages = list(channel.stream_stream(STREAM)(iter(requests), timeout=TIMEOUT_S))
     responses = [service_pb2.ModelStreamInferResponse.FromString(each) for each in messages]
-    assert responses[0].infer_response.id == "mine"
-    assert "not a valid protobuf message" in responses[1].error_message
-
-
-def test_sequences_count_in_order_on_one_stream(served: GrpcGateway) -> None:
-    with open_stream(served.address) as stream:
-        for step in range(10):
-            for sequence in (1001, "named-sequence"):
-                stream.send(
-                    "counting",
-                    int32(1),
-                    request_id=str(sequence),
-                    sequence_id=sequence,
-                    sequence_start=step == 0,
-                    sequence_end=step == 9,
-                )
-        counts: dict[str, list[int]] = {}
-        for _ in range(20):
-            result = stream.receive()
-            counts.setdefault(result.get_response().id, []).append(result.as_numpy("COUNT").item())
-    assert counts == {"1001": list(range(1, 11)), "named-sequence": list(range(1, 11))}
+    ids = [each.infer_response.id for each in responses]
+    assert ids == ["unknown", "failing", "unnamed", "", "served"]
+    errors = [each.error_message for each in responses]
+    for words, error in zip(
+        (
+            "unknown model: 'no_such_model'",
+            "boom",
+            "names no model",
+            "not a valid protobuf message",
+        ),
+        errors,
+        strict=False,
+    ):
+        assert words in error
+        assert "/" not in error.replace("/v1/models", "")
+    assert not errors[-1]
+    assert np.frombuffer(responses[-1].infer_response.raw_output_contents[0], np.float32) == 4
 
 
 def test_sequences_of_one_stream_stay_on_their_replicas(
@@ -209,7 +203,7 @@ def test_sequences_of_one_stream_stay_on_their_replicas(
         open_stream(gateway.address) as stream,
     ):
         wait_until(lambda: ready_replicas(gateway) == 2)
-        sequences = range(5001, 5013)
+        sequences = (*range(5001, 5012), "named-sequence")
         for step in range(6):
             for sequence in sequences:
                 stream.send(
@@ -237,73 +231,59 @@ def ready_replicas(gateway: GrpcGateway) -> int:
     return sum(each["models"].get("counting") == "READY" for each in replicas)
 
 
-def test_a_step_of_an_unknown_sequence_says_so(served: GrpcGateway) -> None:
+def test_step_of_an_unknown_sequence_is_refused(served: GrpcGateway) -> None:
     with open_stream(served.address) as stream:
         stream.send("counting", int32(1), sequence_id=4711)
         with pytest.raises(InferenceServerException, match=r"sequence 4711 .* is not running"):
             stream.receive()
 
 
-# Cancellation: the model writes down how its inferences end.
+ENDLESS = fp32(600, name="SECONDS", shape=(1, 1))
 
 
-def waiting(seconds: float) -> triton_grpc.InferInput:
-    return fp32(seconds, name="SECONDS", shape=(1, 1))
-
-
-def forget_ends(folder: Path) -> None:
-    for note in ("started", "ends"):
-        (folder / "cancellable" / note).unlink(missing_ok=True)
-
-
-def wait_for_begin(folder: Path) -> None:
-    wait_until((folder / "cancellable" / "started").exists)
-
-
-def cancelled_after(folder: Path) -> float:
-    """Wait for the end of the only inference; return after how many seconds it was cancelled."""
-    ends = folder / "cancellable" / "ends"
-    wait_until(lambda: ends.exists() and ends.read_text().endswith("\n"))
-    ((how, seconds, _),) = (line.split() for line in ends.read_text().splitlines())
-    assert how == "cancelled"
-    return float(seconds)
-
-
-def test_a_cancelled_call_stops_in_triton(served: GrpcGateway, folder: Path) -> None:
-    forget_ends(folder)
+def cancel_call(gateway: GrpcGateway, wait_for_start: Callable[[], object]) -> None:
     outcomes: Queue[Outcome] = Queue()
-    with triton_grpc.InferenceServerClient(served.address) as client:
+    with triton_grpc.InferenceServerClient(gateway.address) as client:
         call = client.async_infer(
-            "cancellable", [waiting(600)], lambda result, error: outcomes.put((result, error))
+            "cancellable", [ENDLESS], lambda result, error: outcomes.put((result, error))
         )
-        wait_for_begin(folder)
+        wait_for_start()
         call.cancel()
-        assert cancelled_after(folder) < 60
         assert "CANCELLED" in str(outcomes.get(timeout=TIMEOUT_S)[1])
 
 
-def test_the_deadline_of_the_client_stops_a_call_in_triton(
-    served: GrpcGateway, folder: Path
-) -> None:
-    forget_ends(folder)
-    with triton_grpc.InferenceServerClient(served.address) as client:
-        code, _ = failure(client.infer, "cancellable", [waiting(600)], client_timeout=1.0)
+def cancel_stream(gateway: GrpcGateway, wait_for_start: Callable[[], object]) -> None:
+    with open_stream(gateway.address) as stream:
+        stream.send("cancellable", ENDLESS)
+        wait_for_start()
+
+
+def exceed_deadline_of_the_call(gateway: GrpcGateway, _: Callable[[], object]) -> None:
+    with triton_grpc.InferenceServerClient(gateway.address) as client:
+        code, _message = failure(client.infer, "cancellable", [ENDLESS], client_timeout=1.0)
         assert code == "DEADLINE_EXCEEDED"
-        assert cancelled_after(folder) < 60
 
 
-def test_a_cancelled_stream_stops_its_requests_in_triton(served: GrpcGateway, folder: Path) -> None:
-    forget_ends(folder)
-    with open_stream(served.address) as stream:
-        stream.send("cancellable", waiting(600))
-        wait_for_begin(folder)
-    assert cancelled_after(folder) < 60
-
-
-def test_a_timeout_in_the_metadata_ends_a_request(served: GrpcGateway, folder: Path) -> None:
-    forget_ends(folder)
-    with triton_grpc.InferenceServerClient(served.address) as client:
+def exceed_timeout_of_the_metadata(gateway: GrpcGateway, _: Callable[[], object]) -> None:
+    with triton_grpc.InferenceServerClient(gateway.address) as client:
         headers = {"x-request-timeout": "0.5"}
-        code, message = failure(client.infer, "cancellable", [waiting(600)], headers=headers)
+        code, message = failure(client.infer, "cancellable", [ENDLESS], headers=headers)
         assert (code, "no response within 0.5 s" in message) == ("DEADLINE_EXCEEDED", True)
-    assert cancelled_after(folder) < 60
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [cancel_call, cancel_stream, exceed_deadline_of_the_call, exceed_timeout_of_the_metadata],
+)
+def test_inference_stops_in_triton_when_its_caller_leaves(
+    served: GrpcGateway, folder: Path, leave: Callable[[GrpcGateway, Callable[[], object]], None]
+) -> None:
+    """The model writes to files that an inference started, and how it ended after how many seconds."""
+    started, ends = (folder / "cancellable" / name for name in ("started", "ends"))
+    for file in (started, ends):
+        file.unlink(missing_ok=True)
+    leave(served, lambda: wait_until(started.exists))
+    wait_until(lambda: ends.exists() and ends.read_text().endswith("\n"))
+    ((outcome, seconds, _),) = (line.split() for line in ends.read_text().splitlines())
+    assert outcome == "cancelled"
+    assert float(seconds) < 60

@@ -29,7 +29,7 @@ def infer(
     return str(answer.get_response().model_version)
 
 
-def test_labels_and_splits_mean_the_same_over_grpc(tmp_path: Path) -> None:
+def test_labels_and_splits_choose_the_version_of_a_call(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with (
         Triton(write_versions(tmp_path / "models"), NAME) as triton,
@@ -57,7 +57,7 @@ def test_labels_and_splits_mean_the_same_over_grpc(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_first_call_loads_a_model_on_demand(tmp_path: Path) -> None:
+def test_first_call_loads_a_model_on_demand(tmp_path: Path) -> None:
     (port,), models = free_ports(1), model_names(2)
     with (
         tritons_with(tmp_path, 1, models) as tritons,

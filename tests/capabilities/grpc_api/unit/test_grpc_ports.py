@@ -11,7 +11,7 @@ from gateway.launch import GRPC_PORT, GRPC_PORT_SETTING, choose_grpc_settings
 HOST = "127.0.0.77"  # whose ports no server of the tests uses
 
 
-def test_up_serves_grpc_on_tritons_usual_port_if_it_is_free(
+def test_up_chooses_tritons_usual_grpc_port_if_it_is_free_and_not_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(GRPC_PORT_SETTING, raising=False)
@@ -19,9 +19,6 @@ def test_up_serves_grpc_on_tritons_usual_port_if_it_is_free(
     assert choose_grpc_settings(HOST, [8000, GRPC_PORT]) == {}
     with socket.create_server((HOST, GRPC_PORT)):
         assert choose_grpc_settings(HOST, [8000, 9001]) == {}
-
-
-def test_up_leaves_the_port_to_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("0", "9100"):
         monkeypatch.setenv(GRPC_PORT_SETTING, value)
         assert choose_grpc_settings(HOST, [8000, 9001]) == {}

@@ -1,8 +1,9 @@
-"""Clients without a key, or with too many calls, at the gRPC front end. Refusing them needs no Triton."""
+"""Limits of the gRPC front end for any client, with and without a key; they need no Triton."""
 
 from __future__ import annotations
 
 import gzip
+import itertools
 from collections.abc import Iterator
 from queue import Queue
 
@@ -38,7 +39,7 @@ KEY = (("x-api-key", keys.INFER),)
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrpcGateway]:
-    file = tmp_path_factory.mktemp("strangers") / "keys.yaml"
+    file = tmp_path_factory.mktemp("grpc-limits") / "keys.yaml"
     keys.written(file, keys.ENTRIES)
     (port,) = free_ports(1)
     limits = {
@@ -55,12 +56,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrpcGateway]:
 @pytest.mark.fault(
     "large messages of thousands of fields, or none, to the health service and reflection"
 )
-@pytest.mark.parametrize("size", [6 << 10, 4 << 20])
-def test_short_messages_of_many_fields_are_refused(served: GrpcGateway, size: int) -> None:
+def test_message_of_thousands_of_fields_is_refused(served: GrpcGateway) -> None:
     """Millions of small fields would be searched on the event loop."""
-    message = UNKNOWN_FIELD * (size // len(UNKNOWN_FIELD))
+    limits = ((CHECK, 1024), (WATCH, 1024), (REFLECTION, 4096))
     with grpc.insecure_channel(served.address) as channel:
-        for method, limit in ((CHECK, 1024), (WATCH, 1024), (REFLECTION, 4096)):
+        for size, (method, limit) in itertools.product((6 << 10, 4 << 20), limits):
+            message = UNKNOWN_FIELD * (size // len(UNKNOWN_FIELD))
             call = channel.stream_stream(method)
             responses = call(iter([message]), timeout=TIMEOUT_S, metadata=KEY)
             assert failure(list, responses) == (
@@ -72,7 +73,7 @@ def test_short_messages_of_many_fields_are_refused(served: GrpcGateway, size: in
 @pytest.mark.fault(
     "gRPC calls without a key that send large or compressed messages, none, or thousands"
 )
-def test_the_messages_of_strangers_are_not_read(served: GrpcGateway) -> None:
+def test_message_without_a_key_is_not_read(served: GrpcGateway) -> None:
     bomb = gzip.compress(bytes(64 << 20))
     with Http2Connection(served.address) as client:
         stream = client.start_call(CHECK, grpc_encoding="gzip")
@@ -88,7 +89,7 @@ def test_the_messages_of_strangers_are_not_read(served: GrpcGateway) -> None:
 @pytest.mark.fault(
     "large messages of thousands of fields, or none, to the health service and reflection"
 )
-def test_a_silent_call_of_a_short_message_ends_soon(served: GrpcGateway) -> None:
+def test_silent_call_of_a_service_method_ends_soon(served: GrpcGateway) -> None:
     with Http2Connection(served.address) as client:
         for method in (CHECK, REFLECTION):
             client.start_call(method, x_request_timeout="300", x_api_key=keys.INFER)
@@ -98,7 +99,7 @@ def test_a_silent_call_of_a_short_message_ends_soon(served: GrpcGateway) -> None
 @pytest.mark.fault(
     "gRPC calls without a key that send large or compressed messages, none, or thousands"
 )
-def test_calls_that_watch_the_health_are_limited(served: GrpcGateway) -> None:
+def test_number_of_health_watches_is_limited(served: GrpcGateway) -> None:
     with Http2Connection(served.address) as first, Http2Connection(served.address) as second:
         for client in (first, second):
             client.send(*(client.call(WATCH) for _ in range(MAX_WATCHES // 2)))
@@ -110,7 +111,7 @@ def test_calls_that_watch_the_health_are_limited(served: GrpcGateway) -> None:
 
 
 @pytest.mark.fault("gRPC streams with thousands of requests in progress, or idle after large ones")
-def test_idle_streams_hold_no_message() -> None:
+def test_idle_stream_holds_no_message() -> None:
     (port,) = free_ports(1)
     request = service_pb2.ModelInferRequest(
         model_name="absent", raw_input_contents=[bytes(40 << 20)]
@@ -135,7 +136,7 @@ def test_idle_streams_hold_no_message() -> None:
 
 
 @pytest.mark.fault("gRPC messages over the limit, compressed ones that decompress beyond it, large")
-def test_compressed_messages_can_be_refused() -> None:
+def test_setting_refuses_compressed_messages() -> None:
     (port,) = free_ports(1)
     with grpc_gateway(f"http://127.0.0.1:{port}", grpc_compression="false") as served:
         code, text = failure(
@@ -147,7 +148,7 @@ def test_compressed_messages_can_be_refused() -> None:
 
 
 @pytest.mark.fault("one client holds gRPC calls open, on any number of connections")
-def test_one_client_cannot_hold_calls_without_limit() -> None:
+def test_calls_of_one_client_are_limited_over_all_its_connections() -> None:
     (port,) = free_ports(1)
     limits = {"max_connections_per_client": str(CALLS_PER_CLIENT)}
     with grpc_gateway(f"http://127.0.0.1:{port}", **limits) as served:
