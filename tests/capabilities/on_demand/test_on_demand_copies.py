@@ -48,9 +48,7 @@ def count_copies(three: list[Triton]) -> int:
 
 
 @pytest.mark.long
-def test_a_busy_model_gets_copies_which_go_when_it_is_idle(
-    three: list[Triton], tmp_path: Path
-) -> None:
+def test_busy_model_gets_copies_until_it_is_idle(three: list[Triton], tmp_path: Path) -> None:
     with (
         fleet_with(three, tmp_path, "{min: 1, max: 3}", max_loaded_models="1") as fleet,
         ThreadPoolExecutor(CLIENTS) as pool,
@@ -75,9 +73,7 @@ def test_a_busy_model_gets_copies_which_go_when_it_is_idle(
         assert evictions(fleet) == 0
 
 
-def test_a_model_has_the_copies_that_the_models_file_asks_for(
-    three: list[Triton], tmp_path: Path
-) -> None:
+def test_model_has_the_copies_of_the_models_file(three: list[Triton], tmp_path: Path) -> None:
     with fleet_with(three, tmp_path, "2") as fleet:
         assert fleet.infer("model00").status_code == 200
         wait_until(lambda: count_copies(three) == 2)
@@ -86,7 +82,7 @@ def test_a_model_has_the_copies_that_the_models_file_asks_for(
 
 
 @pytest.mark.long
-def test_a_gateway_without_requests_keeps_the_copies_that_another_needs(
+def test_gateway_without_requests_keeps_the_copies_that_another_needs(
     three: list[Triton], tmp_path: Path
 ) -> None:
     with (
@@ -96,8 +92,8 @@ def test_a_gateway_without_requests_keeps_the_copies_that_another_needs(
         wait_until(lambda: count_copies(three) == 2)
         models_file = str(tmp_path / "models.yaml")
         with on_demand_gateway(three, models_file=models_file, state="none:") as idle:
-            begun = len(statuses)
-            wait_until(lambda: len(statuses) > begun + 40)
+            count_before = len(statuses)
+            wait_until(lambda: len(statuses) > count_before + 40)
             assert evictions(idle, "copies") == 0
             assert count_copies(three) == 2
         assert set(statuses) == {200}
@@ -105,7 +101,7 @@ def test_a_gateway_without_requests_keeps_the_copies_that_another_needs(
 
 @pytest.mark.long
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_cordoned_copy_is_replaced_and_the_number_restored_afterwards(
+def test_cordoned_copy_is_replaced_until_it_is_uncordoned(
     three: list[Triton], tmp_path: Path, count: int
 ) -> None:
     with fleet_with(three, tmp_path, str(count)) as fleet:

@@ -22,7 +22,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
         yield triton
 
 
-def test_an_ensemble_brings_its_parts_and_they_stay_while_it_does(one: Triton) -> None:
+def test_parts_of_an_ensemble_are_loaded_and_kept_with_it(one: Triton) -> None:
     with on_demand_fleet([one], max_loaded_models="4") as fleet:
         assert fleet.infer("chain").json()["outputs"] == {"Y": [1, 2]}
         assert list_held(one) == CHAIN
@@ -42,7 +42,7 @@ def test_an_ensemble_brings_its_parts_and_they_stay_while_it_does(one: Triton) -
 
 
 @pytest.mark.long
-def test_parts_that_match_no_pattern_go_after_their_ensemble(one: Triton) -> None:
+def test_parts_that_match_no_pattern_are_unloaded_after_their_ensemble(one: Triton) -> None:
     patterns = "chain,late,foreign"
     with on_demand_fleet([one], patterns, max_loaded_models="3", idle_unload_s="2") as fleet:
         assert fleet.infer("echo").json()["code"] == "MODEL_NOT_READY"
@@ -55,7 +55,7 @@ def test_parts_that_match_no_pattern_go_after_their_ensemble(one: Triton) -> Non
 
 
 @pytest.mark.long
-def test_an_ensemble_whose_parts_are_not_known_yet_is_brought_within_the_budget(
+def test_first_load_of_an_ensemble_is_brought_within_the_budget(
     one: Triton,
 ) -> None:
     with on_demand_fleet([one], max_loaded_models="3") as fleet:
@@ -83,7 +83,7 @@ def use_until_idle(fleet: Fleet, model: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("load", [load_through_the_api, load_in_place])
-def test_a_new_part_of_a_served_ensemble_is_not_idle(
+def test_new_part_of_a_served_ensemble_is_not_idle(
     one: Triton, tmp_path: Path, load: Callable[[Fleet], None]
 ) -> None:
     models_file = tmp_path / "models.yaml"

@@ -1,4 +1,4 @@
-"""docs/on-demand.md, followed to the letter with three small models."""
+"""The walkthrough of docs/on-demand.md, with three small models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DOCUMENT = ROOT / "docs" / ON_DEMAND
 
 
 @pytest.mark.long
-def test_the_walkthrough_prints_what_it_says(tmp_path: Path) -> None:
+def test_walkthrough_prints_what_the_document_says(tmp_path: Path) -> None:
     text = DOCUMENT.read_text()
     (script,) = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
     (flags,) = re.findall(r'make run ARGS="(.*)"', text)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import base64
 import os
 import subprocess
 from typing import Any
@@ -55,22 +53,13 @@ def test_openais_client_gets_the_vectors_that_infer_gives(
     assert np.array_equal(np.array([each.embedding for each in as_numbers.data], "f4"), expected)
 
 
-def test_openais_asynchronous_client_gets_a_vector_for_one_text(demo: httpx.Client) -> None:
-    async def embed_one() -> list[float]:
-        async with openai.AsyncOpenAI(base_url=f"{demo.base_url}/v1", api_key="none") as client:
-            response = await client.embeddings.create(model=MODEL, input=TEXTS[0])
-            return response.data[0].embedding
-
-    assert np.linalg.norm(asyncio.run(embed_one())) == pytest.approx(1, abs=1e-3)
-
-
 def test_openais_client_lists_and_describes_models(client: openai.OpenAI) -> None:
     assert MODEL in [model.id for model in client.models.list()]
     model = client.models.retrieve(MODEL)
     assert (model.id, model.object, model.owned_by) == (MODEL, "model", "triton")
 
 
-def test_openais_client_raises_its_own_errors(client: openai.OpenAI) -> None:
+def test_openais_client_raises_its_own_errors(client: openai.OpenAI, demo: httpx.Client) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         client.embeddings.create(model="nobody", input="a text")
     assert unknown.value.code == "MODEL_NOT_FOUND"
@@ -78,10 +67,13 @@ def test_openais_client_raises_its_own_errors(client: openai.OpenAI) -> None:
         client.embeddings.create(model="text_core", input="a text")
     with pytest.raises(openai.BadRequestError, match="check_embedding_ctx_length=False"):
         client.embeddings.create(model=MODEL, input=[1, 2, 3])
+    for body in (b"", b"[]", b"{", b'"text"'):
+        response = demo.post("/v1/embeddings", content=body)
+        assert error_of(response)[:2] == (400, "MALFORMED_REQUEST")
 
 
 @any_names
-def test_a_batch_larger_than_the_models_keeps_its_order(zoo: Zoo) -> None:
+def test_batch_larger_than_the_models_keeps_its_order(zoo: Zoo) -> None:
     texts = ["x" * (number % 10) for number in range(2048)]
     found = vectors_of(embed(zoo, "vectors", input=texts))
     assert found == [[-(len(text) + n) for n in range(1, 5)] for text in texts]
@@ -91,7 +83,7 @@ def test_a_batch_larger_than_the_models_keeps_its_order(zoo: Zoo) -> None:
 
 
 @pytest.mark.long
-def test_the_config_chooses_among_several_outputs(zoo: Zoo) -> None:
+def test_config_chooses_among_several_outputs(zoo: Zoo) -> None:
     assert vectors_of(embed(zoo, "vectors", input="ab")) == [[-3, -4, -5, -6]]
     assert vectors_of(embed(zoo, "plain_vectors", input=["ab", ""])) == [[3, 4, 5, 6], [1, 2, 3, 4]]
     status, code, message = error_of(embed(zoo, "two_vectors", input="ab"))
@@ -99,12 +91,7 @@ def test_the_config_chooses_among_several_outputs(zoo: Zoo) -> None:
     assert "2 floating-point outputs" in message
 
 
-def test_base64_is_little_endian_fp32(zoo: Zoo) -> None:
-    (text,) = vectors_of(embed(zoo, "vectors", input="ab", encoding_format="base64"))
-    assert np.frombuffer(base64.b64decode(text), "<f4").tolist() == [-3, -4, -5, -6]
-
-
-def test_vectors_are_shortened_where_the_config_allows_it(zoo: Zoo) -> None:
+def test_vectors_are_shortened_if_the_config_allows_it(zoo: Zoo) -> None:
     (vector,) = vectors_of(embed(zoo, "vectors", input="ab", dimensions=2))
     assert vector == pytest.approx([-0.6, -0.8])
     assert vectors_of(embed(zoo, "vectors", input="ab", dimensions=4)) == [[-3, -4, -5, -6]]
@@ -133,18 +120,12 @@ def test_vectors_are_shortened_where_the_config_allows_it(zoo: Zoo) -> None:
         ("vectors", {"input": "a", "model": "../x"}, 404, "unknown model"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_openais_shape(
+def test_invalid_embeddings_request_is_refused_in_openais_format(
     zoo: Zoo, model: str, document: dict[str, Any], status: int, words: str
 ) -> None:
     found, _, message = error_of(embed(zoo, model, **document))
     assert found == status
     assert words in message
-
-
-def test_a_body_that_is_no_object_is_refused(zoo: Zoo) -> None:
-    for body in (b"", b"[]", b"{", b'"text"'):
-        response = zoo.client.post("/v1/embeddings", content=body)
-        assert error_of(response)[:2] == (400, "MALFORMED_REQUEST")
 
 
 def test_large_bodies_are_read_outside_the_event_loop(zoo: Zoo) -> None:
@@ -177,12 +158,12 @@ def test_documents_are_ranked_by_a_model_with_two_texts(zoo: Zoo) -> None:
     "document",
     [{}, {"documents": []}, {"documents": ["a"], "top_n": 0}, {"documents": ["a"], "query": ""}],
 )
-def test_an_invalid_ranking_request_is_refused(zoo: Zoo, document: dict[str, Any]) -> None:
+def test_invalid_ranking_request_is_refused(zoo: Zoo, document: dict[str, Any]) -> None:
     response = rank(zoo, **document)
     assert (response.status_code, response.json()["code"]) == (400, "MALFORMED_REQUEST")
 
 
-def test_a_query_that_would_be_multiplied_beyond_the_body_limit_is_refused(
+def test_query_that_would_be_multiplied_beyond_the_body_limit_is_refused(
     zoo: Zoo,
 ) -> None:
     response = rank(zoo, query="q" * (1 << 20), documents=["d"] * 100)
@@ -245,7 +226,7 @@ vectors = [each["embedding"] for each in answer.data]
 
 @pytest.mark.skipif(not CLIENTS.exists(), reason="the clients are missing; run: make clients")
 @pytest.mark.parametrize("name", CLIENT_PROGRAMS)
-def test_clients_of_openais_api_work_unmodified(demo: httpx.Client, name: str) -> None:
+def test_client_library_of_openais_api_works_unmodified(demo: httpx.Client, name: str) -> None:
     values = f"MODEL, URL, TEXTS = {MODEL!r}, '{demo.base_url}/v1', {TEXTS!r}\n"
     program = f"{values}{CLIENT_PROGRAMS[name]}print(len(vectors), len(vectors[0]))"
     ended = subprocess.run(

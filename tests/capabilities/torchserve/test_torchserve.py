@@ -189,7 +189,9 @@ def assert_fits(value: Any, expected: Any) -> None:
 
 
 @pytest.mark.long
-def test_the_curls_of_torchserves_documents(addresses: Addresses, tmp_path: Path) -> None:
+def test_curl_commands_of_torchserves_documents_get_its_responses(
+    addresses: Addresses, tmp_path: Path
+) -> None:
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
     places = {"i": addresses.inference, "m": addresses.management}
@@ -218,7 +220,7 @@ def error_of(response: httpx.Response) -> tuple[int, str, str]:
     return error["code"], error["type"], error["message"]
 
 
-def test_without_the_setting_the_paths_do_not_exist(triton: EmbeddedTriton) -> None:
+def test_paths_do_not_exist_without_the_setting(triton: EmbeddedTriton) -> None:
     with gateway_before(triton.options.url) as client:
         for route in router.routes:
             assert isinstance(route, APIRoute)
@@ -234,7 +236,7 @@ def test_without_the_setting_the_paths_do_not_exist(triton: EmbeddedTriton) -> N
         ]
 
 
-def test_without_the_setting_nothing_of_it_is_imported() -> None:
+def test_dialect_is_not_imported_without_the_setting() -> None:
     program = (
         "import sys; from gateway.app import create_app; from gateway.settings import Settings;"
         "create_app(Settings(state='memory:'));"
@@ -244,7 +246,7 @@ def test_without_the_setting_nothing_of_it_is_imported() -> None:
     assert ended.stdout == b"[]\n"
 
 
-def test_an_unknown_dialect_is_refused_at_the_start(triton: EmbeddedTriton) -> None:
+def test_unknown_dialect_is_refused_at_the_start(triton: EmbeddedTriton) -> None:
     with (
         pytest.raises(AssertionError, match="GATEWAY_DIALECTS"),
         gateway_before(triton.options.url, dialects="torchserv"),
@@ -261,15 +263,17 @@ def npy(array: np.ndarray, folder: Path) -> bytes:
     return (folder / "array.npy").read_bytes()
 
 
-def test_a_body_without_a_type_is_recognized_by_its_first_bytes(
+def test_body_without_a_type_is_recognized_by_its_first_bytes(
     client: httpx.Client, tmp_path: Path
 ) -> None:
     as_png, as_npy = encoded(picture()), npy(picture(), tmp_path)
-    for body in (as_png, as_npy):
-        for method in ("PUT", "POST"):
-            response = client.request(method, "/predictions/pictures", content=body)
-            assert response.status_code == 200, response.text
-            assert response.json()["Y"] == picture().tolist()
+    for body in (as_png, as_npy, iter(bytes([byte]) for byte in as_png)):
+        response = client.put("/predictions/pictures", content=body)
+        assert response.status_code == 200, response.text
+        assert response.json()["Y"] == picture().tolist()
+    headers = {"Expect": "100-continue"}
+    response = client.post("/predictions/pictures", content=as_png, headers=headers)
+    assert response.json()["Y"] == picture().tolist()
     for body in (b'{"data": [1, 2]}', b" [1, 2]"):
         assert client.put("/predictions/numbers", content=body).json() == [1, 2]
         assert client.put("/predictions/text", content=body).content == body
@@ -279,20 +283,7 @@ def test_a_body_without_a_type_is_recognized_by_its_first_bytes(
     assert error_of(compressed)[0] == 400
 
 
-def test_the_first_bytes_may_come_one_by_one(client: httpx.Client) -> None:
-    def pieces() -> Iterator[bytes]:
-        for byte in encoded(picture()):
-            yield bytes([byte])
-
-    response = client.put("/predictions/pictures", content=pieces())
-    assert response.json()["Y"] == picture().tolist()
-    waiting = client.put(
-        "/predictions/pictures", content=encoded(picture()), headers={"Expect": "100-continue"}
-    )
-    assert waiting.json()["Y"] == picture().tolist()
-
-
-def test_what_curl_sends_by_default_is_json_or_refused(client: httpx.Client) -> None:
+def test_default_content_type_of_curl_is_read_as_json_or_refused(client: httpx.Client) -> None:
     form = {"Content-Type": "application/x-www-form-urlencoded"}
     sent = client.post("/predictions/numbers", content=b'{"data": [3]}', headers=form)
     assert sent.json() == [3]
@@ -306,18 +297,15 @@ def test_json_is_a_value_or_values_by_name(client: httpx.Client) -> None:
     batch = client.post("/predictions/classes", json={"data": [[1, 0, 0], [0, 0, 2]]})
     assert next(iter(batch.json()[0])) == "cat"
     assert batch.json()[1]["a bird"] == 2
+    numbers = list(range(100_000))
+    assert client.put("/predictions/numbers", json={"data": numbers}).json() == numbers
     status, _, message = error_of(client.post("/predictions/pair", json={"data": [1, 2]}))
     assert status == 422
     assert "inputs are A (INT32 [2]) and B" in message
     assert error_of(client.post("/predictions/pair", content=b"{broken"))[0] == 400
 
 
-def test_large_json_is_decoded_in_a_process(client: httpx.Client) -> None:
-    numbers = list(range(100_000))
-    assert client.put("/predictions/numbers", json={"data": numbers}).json() == numbers
-
-
-def test_an_output_of_one_file_is_the_file(client: httpx.Client) -> None:
+def test_output_of_one_file_is_the_file(client: httpx.Client) -> None:
     response = client.put("/predictions/picture", json=5)
     assert response.headers["content-type"] == "image/png"
     assert response.content.startswith(b"\x89PNG")
@@ -328,7 +316,7 @@ def test_an_output_of_one_file_is_the_file(client: httpx.Client) -> None:
         assert answer.headers["content-security-policy"] == "sandbox; default-src 'none'"
 
 
-def test_the_default_version_answers_requests_without_one(client: httpx.Client) -> None:
+def test_default_version_answers_requests_without_one(client: httpx.Client) -> None:
     assert client.put("/models/text/1.0/set-default").status_code == 200
     response = client.put("/predictions/text", content=b"a")
     assert response.headers["x-model-version"] == "1"
@@ -340,7 +328,7 @@ def test_the_default_version_answers_requests_without_one(client: httpx.Client) 
     )
 
 
-def test_what_triton_does_otherwise_is_said(client: httpx.Client) -> None:
+def test_unsupported_request_says_what_triton_does_instead(client: httpx.Client) -> None:
     for path in ("/models/text", "/models/text/1.0"):
         status, kind, message = error_of(client.put(path, params={"min_worker": 3}))
         assert (status, kind) == (501, "InternalServerException")
@@ -357,7 +345,7 @@ def test_what_triton_does_otherwise_is_said(client: httpx.Client) -> None:
     assert "dynamic_batching" in loaded.json()["status"]
 
 
-def test_a_model_of_the_repository_is_loaded_and_unloaded(client: httpx.Client) -> None:
+def test_model_of_the_repository_is_loaded_and_unloaded(client: httpx.Client) -> None:
     assert client.post("/models", params={"model_name": "never_loaded"}).status_code == 200
     assert client.put("/predictions/never_loaded", json=[1, 2]).json() == [1, 2]
     names = [each["modelName"] for each in client.get("/models").json()["models"]]
@@ -370,7 +358,14 @@ def test_a_model_of_the_repository_is_loaded_and_unloaded(client: httpx.Client) 
     )
 
 
-def test_errors_have_torchserves_shape(client: httpx.Client) -> None:
+def test_paths_and_errors_are_described_and_errors_have_torchserves_format(
+    client: httpx.Client,
+) -> None:
+    document = client.get("/openapi.json").json()
+    assert "TorchServeError" in document["components"]["schemas"]
+    for route in router.routes:
+        assert isinstance(route, APIRoute)
+        assert route.path in document["paths"]
     refused = client.get("/predictions/text")
     message = "this path supports only POST and PUT"
     assert error_of(refused) == (405, "MethodNotAllowedException", message)
@@ -380,19 +375,11 @@ def test_errors_have_torchserves_shape(client: httpx.Client) -> None:
     assert client.get("/modelsx").json()["code"] == "NOT_FOUND"
 
 
-def test_a_fleet_that_is_not_ready_is_unhealthy() -> None:
+def test_fleet_that_is_not_ready_is_unhealthy() -> None:
     with gateway_before(f"http://127.0.0.1:{free_ports(1)[0]}", **DIALECTS) as client:
         response = client.get("/ping")
     assert (response.status_code, response.json()) == (503, {"status": "Unhealthy"})
     assert response.headers["retry-after"] == "1"
-
-
-def test_the_paths_are_described(client: httpx.Client) -> None:
-    document = client.get("/openapi.json").json()
-    for route in router.routes:
-        assert isinstance(route, APIRoute)
-        assert route.path in document["paths"]
-    assert "TorchServeError" in document["components"]["schemas"]
 
 
 # Whose each route is, and its status for who may call it; nothing is changed here.

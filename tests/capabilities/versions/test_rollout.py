@@ -71,7 +71,7 @@ def client(shared: httpx.Client, repository: Path) -> httpx.Client:
 
 @contextmanager
 def traffic(client: httpx.Client) -> Iterator[None]:
-    """Clients that know nothing of versions."""
+    """Requests without a version."""
     done = threading.Event()
 
     def send() -> None:
@@ -112,7 +112,7 @@ def default_label(client: httpx.Client) -> dict[str, object]:
     return {key: label[key] for key in ("version", "versions", "sticky") if key in label}
 
 
-def test_a_label_is_moved_step_by_step(client: httpx.Client) -> None:
+def test_rollout_moves_a_label_step_by_step(client: httpx.Client) -> None:
     client.put(f"{LABELS}/default", json={"version": "1", "sticky": "key"}).raise_for_status()
     with traffic(client):
         status, printed, error = roll_out(
@@ -126,7 +126,7 @@ def test_a_label_is_moved_step_by_step(client: httpx.Client) -> None:
     assert client.post(INFER, json=V2_BODY).json()["model_version"] == "2"
 
 
-def test_a_version_that_fails_is_taken_back(client: httpx.Client, repository: Path) -> None:
+def test_rollout_goes_back_if_the_version_fails(client: httpx.Client, repository: Path) -> None:
     set_behaviour(repository, 2, fail_every=10)
     with traffic(client):
         status, printed, error = roll_out(
@@ -140,7 +140,7 @@ def test_a_version_that_fails_is_taken_back(client: httpx.Client, repository: Pa
 
 
 @pytest.mark.long
-def test_a_version_that_is_slow_is_taken_back(client: httpx.Client, repository: Path) -> None:
+def test_rollout_goes_back_if_the_version_is_slow(client: httpx.Client, repository: Path) -> None:
     set_behaviour(repository, 3, sleep_s=0.4)
     limits = ("--max-p99", "200ms", "--min-requests", "10")
     with traffic(client):
@@ -154,7 +154,9 @@ def test_a_version_that_is_slow_is_taken_back(client: httpx.Client, repository: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_rollout_goes_back(client: httpx.Client, number: signal.Signals) -> None:
+def test_rollout_goes_back_if_it_is_interrupted(
+    client: httpx.Client, number: signal.Signals
+) -> None:
     running = start(client, "--from", "1", "--to", "2", "--steps", "50", "--every", "600")
     wait_until(lambda: default_label(client) == {"versions": {"1": 50, "2": 50}})
     running.send_signal(number)
@@ -165,7 +167,7 @@ def test_an_interrupted_rollout_goes_back(client: httpx.Client, number: signal.S
 
 
 @pytest.mark.long
-def test_a_rollout_goes_back_whatever_fails_and_tries_until_it_can(
+def test_rollout_retries_to_go_back_until_it_can(
     client: httpx.Client, triton: Triton, tmp_path: Path
 ) -> None:
     allowed, watcher = entry(ADMIN, "admin"), entry(METRICS, "metrics")
@@ -193,15 +195,12 @@ def test_a_rollout_goes_back_whatever_fails_and_tries_until_it_can(
         assert default_label(own) == {"version": "1"}
 
 
-def test_a_rollout_that_cannot_begin_changes_nothing(client: httpx.Client) -> None:
+def test_rollout_that_cannot_begin_changes_no_label(client: httpx.Client) -> None:
     status, _, error = roll_out(client, "--from", "1", "--to", "9")
     assert status == 1
     assert "version 9" in error
     assert "is back" not in error
     assert client.get(f"{LABELS}/default").status_code == 404
-
-
-def test_a_label_of_other_versions_is_left_alone(client: httpx.Client) -> None:
     client.put(f"{LABELS}/default", json={"version": "3"}).raise_for_status()
     status, _, error = roll_out(client, "--from", "1", "--to", "2")
     assert status == 1
@@ -219,7 +218,7 @@ class OtherServer(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_server_that_is_not_a_gateway_is_reported() -> None:
+def test_server_that_is_not_a_gateway_is_reported() -> None:
     plan = RolloutPlan(NAME, "default", "1", "2", [100], 1.0, RolloutLimits())
     with ThreadingHTTPServer(("127.0.0.1", 0), OtherServer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -251,14 +250,14 @@ def counted(count: int, failed: int = 0, *, slow: int = 0) -> ModelTraffic:
         (counted(100), 0.006, ""),
     ],
 )
-def test_a_limit_that_is_exceeded_is_named(new: ModelTraffic, old_p99_s: float, words: str) -> None:
+def test_exceeded_limit_is_named(new: ModelTraffic, old_p99_s: float, words: str) -> None:
     limits = RolloutLimits(max_p99_s=0.5, max_p99_ratio=2)
     violation = find_violation(VersionTraffic(ModelTraffic(), new, old_p99_s), limits)
     assert words in violation
     assert bool(words) == bool(violation)
 
 
-def test_the_counts_of_a_gateway_that_restarted_begin_again() -> None:
+def test_counts_of_a_restarted_gateway_begin_again() -> None:
     before, after = VersionTraffic(counted(50), counted(9, 3)), VersionTraffic(counted(60))
     assert after.is_reset_after(before)
     assert not before.is_reset_after(before)
@@ -266,7 +265,7 @@ def test_the_counts_of_a_gateway_that_restarted_begin_again() -> None:
     assert counted(9, 4).subtract(counted(5, 3)).failed == 1
 
 
-def test_a_quantile_is_interpolated_like_prometheus_does() -> None:
+def test_quantile_is_interpolated_as_by_prometheus() -> None:
     assert compute_p99_s(ModelTraffic()) == inf
     assert compute_p99_s(counted(100)) == pytest.approx(0.0099)
     assert compute_p99_s(counted(100, slow=99)) == pytest.approx(0.99, rel=0.01)
@@ -275,7 +274,7 @@ def test_a_quantile_is_interpolated_like_prometheus_does() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "5,5", "50,25", "101", "a", "5,,10", "5.5"])
-def test_steps_are_rising_percentages(text: str) -> None:
+def test_steps_must_be_rising_percentages(text: str) -> None:
     assert parse_steps("5,25,100") == [5, 25, 100]
     with pytest.raises(UsageError, match="rising percentages"):
         parse_steps(text)

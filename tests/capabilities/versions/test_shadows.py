@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,12 +24,9 @@ from gateway.fleet.shadows import ShadowRunner
 from gateway.metrics import Metrics
 from gateway.settings import Settings
 from gateway.version_labels import Shadow, VersionLabel
-from tests.support.load import closed_loop, p99_ms, statuses_of
-from tests.support.load import post as post_request
-from tests.support.measurements import assert_number, forget_peaks, peak_bytes
+from tests.support.measurements import forget_peaks, peak_bytes
 from tests.support.servers import Command, Triton, gateway
 from tests.support.versioned import (
-    LABELS,
     NAME,
     V1_BODY,
     V2_BODY,
@@ -43,7 +39,6 @@ from tests.support.wait import wait_until
 QUICK = {"poll_interval_s": "0.1", "connect_timeout_s": "10", "max_shadow_bytes": "200000"}
 V1, V2 = f"/v1/models/{NAME}/versions/stable", f"/v2/models/{NAME}/versions/stable"
 TEXTS = "texts"
-ROUNDS, CLIENTS, REQUESTS_PER_ROUND = 12, 8, 1500
 Results = dict[str, float]
 
 
@@ -118,7 +113,7 @@ def post(
     return send
 
 
-def test_a_copy_is_compared_however_the_request_came(client: httpx.Client) -> None:
+def test_copy_of_a_request_of_any_format_is_compared(client: httpx.Client) -> None:
     put(client)
     tensor = triton_http.InferInput("X", [1, 2], "FP32")
     tensor.set_data_from_numpy(np.array([[1, 2]], np.float32))
@@ -151,7 +146,7 @@ def test_a_copy_is_compared_however_the_request_came(client: httpx.Client) -> No
         ({"fail_every": 1}, "failed"),
     ],
 )
-def test_other_results_are_counted_as_what_they_are(
+def test_other_result_is_counted_by_its_kind(
     client: httpx.Client, repository: Path, behaviour: Any, result: str
 ) -> None:
     put(client)
@@ -160,9 +155,7 @@ def test_other_results_are_counted_as_what_they_are(
     assert results_of(client, 2, post(client, f"{V1}/infer", V1_BODY)) == {result: 2}
 
 
-def test_a_difference_is_logged_with_its_request_and_not_every_one(
-    repository: Path, tmp_path: Path
-) -> None:
+def test_first_difference_is_logged_with_its_request(repository: Path, tmp_path: Path) -> None:
     with Triton(repository, NAME) as triton:
         triton.wait()
         settings = {**QUICK, "log_format": "json", "log_level": "warning"}
@@ -178,7 +171,7 @@ def test_a_difference_is_logged_with_its_request_and_not_every_one(
             assert sum("shadow version 2" in each for each in command.lines) == 1
 
 
-def test_a_share_of_the_requests_is_copied(client: httpx.Client) -> None:
+def test_percentage_of_the_requests_is_copied(client: httpx.Client) -> None:
     put(client, percent=25)
     before = read_results(client)
     send = post(client, f"{V2}/infer", V2_BODY)
@@ -189,7 +182,7 @@ def test_a_share_of_the_requests_is_copied(client: httpx.Client) -> None:
     assert subtract(read_results(client), before) == {"equal": 10}
 
 
-def test_a_large_body_is_copied_up_to_the_limit(client: httpx.Client) -> None:
+def test_large_body_is_copied_up_to_the_limit(client: httpx.Client) -> None:
     put(client)
     for count, result in ((20_000, "equal"), (60_000, "dropped")):
         values = np.ones((1, count), np.float32)
@@ -217,31 +210,11 @@ def test_texts_of_any_length_are_compared_in_little_memory(
     forget_peaks(pid)
     before = peak_bytes(pid)
     assert results_of(client, 1, post(client, path, body)) == {"equal": 1}
-    grown = (peak_bytes(pid) - before) / (1 << 20)
-    print(f"comparing texts of 46 KB takes {grown:.1f} MiB")
-    assert grown < 64
+    assert peak_bytes(pid) < before + (64 << 20)
     # What is larger when it is inflated is not compared.
     body = {"X": ["a" * 250_000]}
     send = post(client, path, body, headers={"Accept-Encoding": "gzip"})
     assert results_of(client, 1, send) == {"dropped": 1}
-
-
-def test_streams_and_other_versions_are_not_copied(client: httpx.Client) -> None:
-    put(client)
-    before = read_results(client)
-    with client.stream("POST", f"{V2}/generate_stream", json={"X": 1.0}) as answer:
-        assert answer.status_code == 200
-        answer.read()
-    headers = {"Accept": "text/event-stream"}
-    assert client.post(f"{V1}/infer", json=V1_BODY, headers=headers).status_code == 200
-    for version in ("1", "2"):
-        path = f"/v2/models/{NAME}/versions/{version}/infer"
-        assert client.post(path, json=V2_BODY).status_code == 200
-    assert client.get(f"{V2}/ready").status_code == 200
-    # The copy of one more request is the only one.
-    post(client, f"{V2}/infer", V2_BODY)()
-    wait_until(lambda: subtract(read_results(client), before))
-    assert subtract(read_results(client), before) == {"equal": 1}
 
 
 def count_inferences(client: httpx.Client, version: int) -> int:
@@ -280,7 +253,7 @@ SEQUENCES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", SEQUENCES)
-def test_a_sequence_is_never_copied(client: httpx.Client, kind: str) -> None:
+def test_sequence_is_never_copied(client: httpx.Client, kind: str) -> None:
     put(client)
     path, options = SEQUENCES[kind]
     primary, shadow = count_inferences(client, 1), count_inferences(client, 2)
@@ -294,20 +267,28 @@ def test_a_sequence_is_never_copied(client: httpx.Client, kind: str) -> None:
     wait_until(lambda: count_inferences(client, 2) == shadow + 1)
 
 
-@pytest.mark.parametrize("accept", ["text/event-stream", "application/x-ndjson"])
-def test_a_stream_is_never_copied(client: httpx.Client, accept: str) -> None:
+def test_stream_read_or_request_of_another_version_is_never_copied(client: httpx.Client) -> None:
     put(client)
-    shadow = count_inferences(client, 2)
-    for path, body in ((f"{V1}/infer", V1_BODY), (f"{V2}/generate_stream", {"X": 1.0})):
-        answer = client.post(path, json=body, headers={"Accept": accept})
-        assert answer.status_code == 200, answer.text
+    before = read_results(client)
+    numbered = [f"/v2/models/{NAME}/versions/{version}/infer" for version in ("1", "2")]
+    primary, shadow = count_inferences(client, 1), count_inferences(client, 2)
+    for accept in ("text/event-stream", "application/x-ndjson"):
+        for path, body in ((f"{V1}/infer", V1_BODY), (f"{V2}/generate_stream", {"X": 1.0})):
+            answer = client.post(path, json=body, headers={"Accept": accept})
+            assert answer.status_code == 200, answer.text
+    for path in numbered:
+        assert client.post(path, json=V2_BODY).status_code == 200
+    assert client.get(f"{V2}/ready").status_code == 200
+    # The copy of one more request is the only one, and is sent after all others.
     assert results_of(client, 1, post(client, f"{V2}/infer", V2_BODY)) == {"equal": 1}
-    wait_until(lambda: count_inferences(client, 2) == shadow + 1)
+    assert subtract(read_results(client), before) == {"equal": 1}
+    wait_until(lambda: count_inferences(client, 1) == primary + 6)
+    wait_until(lambda: count_inferences(client, 2) == shadow + 2)
 
 
 @pytest.mark.long
 @pytest.mark.fault("a shadow version hangs, fails or responds differently")
-def test_a_slow_shadow_delays_no_request(client: httpx.Client, repository: Path) -> None:
+def test_slow_shadow_delays_no_request(client: httpx.Client, repository: Path) -> None:
     put(client)
     set_behaviour(repository, 2, sleep_s=3)
     before = read_results(client)
@@ -319,38 +300,6 @@ def test_a_slow_shadow_delays_no_request(client: httpx.Client, repository: Path)
     assert set(added) <= {"dropped"}
     assert added["dropped"] >= 16
     wait_until(lambda: sum(subtract(read_results(client), before).values()) == 20)
-
-
-@pytest.mark.fault("a shadow version hangs, fails or responds differently")
-@pytest.mark.soak
-def test_a_shadow_at_full_load_does_not_change_the_p99(client: httpx.Client) -> None:
-    """Rounds with and without the shadow alternate, so that both have the same neighbours."""
-    port = client.base_url.port
-    assert port is not None
-    wire = post_request(f"{V2}/infer", json.dumps(V2_BODY).encode())
-    before = read_results(client)
-    p99s_ms: dict[bool, list[float]] = {False: [], True: []}
-    for number in range(1 + 2 * ROUNDS):
-        has_shadow = number % 2 == 1
-        if has_shadow:
-            put(client)
-        else:
-            client.put(f"{LABELS}/stable", json={"version": "1"}).raise_for_status()
-        samples = closed_loop(port, [wire], CLIENTS, REQUESTS_PER_ROUND)
-        assert set(statuses_of(samples)) == {200}
-        if number:  # the first round warms up
-            p99s_ms[has_shadow].append(p99_ms(samples))
-    results = subtract(read_results(client), before)
-    ratios = sorted(
-        shadowed / alone for shadowed, alone in zip(p99s_ms[True], p99s_ms[False], strict=True)
-    )
-    for name, values in (("with", p99s_ms[True]), ("without", p99s_ms[False])):
-        print(f"p99 {name} a shadow, in ms:", *(f"{each:.1f}" for each in values))
-    print(f"ratios: {ratios[0]:.2f} to {ratios[-1]:.2f}; copies: {results}")
-    copied = sum(count for result, count in results.items() if result != "dropped")
-    assert 0 < copied <= 0.011 * ROUNDS * REQUESTS_PER_ROUND + 8
-    median = statistics.median(ratios)
-    assert_number("p99 with a shadow, relative to without", median, at_most=1.05)
 
 
 # The comparison.
@@ -408,10 +357,10 @@ async def count_copies(slots: int, percent: float, *, waits: bool = False) -> in
 
 
 @pytest.mark.fault("a shadow version hangs, fails or responds differently")
-def test_a_busy_gateway_copies_one_percent_and_one_at_its_limit_none() -> None:
-    assert asyncio.run(count_copies(1, 100)) == 1000
-    assert asyncio.run(count_copies(1, 10)) == 100
-    assert asyncio.run(count_copies(2, 100)) == 11
-    assert asyncio.run(count_copies(32, 100)) == 11
-    assert asyncio.run(count_copies(32, 1)) == 10
-    assert asyncio.run(count_copies(32, 100, waits=True)) == 0
+async def test_busy_gateway_copies_one_percent_and_one_at_its_limit_none() -> None:
+    assert await count_copies(1, 100) == 1000
+    assert await count_copies(1, 10) == 100
+    assert await count_copies(2, 100) == 11
+    assert await count_copies(32, 100) == 11
+    assert await count_copies(32, 1) == 10
+    assert await count_copies(32, 100, waits=True) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import OrderedDict
 from collections.abc import Iterable
 
 import pytest
@@ -33,6 +32,7 @@ from gateway.fleet.on_demand_plan import (
     update_load_time,
     update_mean_demand,
 )
+from tests.support.on_demand import count_lru_loads
 
 NAMES = [f"m{number}" for number in range(8)]
 SIZES = st.integers(0, 20)
@@ -75,35 +75,9 @@ def held_after(
     return {**wanted, **held}
 
 
-@given(MODELS, WANTED, BUDGETS)
-def test_victims_are_free_and_needed_by_nothing_that_stays(
-    models: tuple[LoadedModel, ...], wanted: dict[str, int], budget: ModelBudget
-) -> None:
-    replica = ReplicaLoad("a", models)
-    victims = plan_victims(replica, wanted, budget)
-    if victims is None:
-        return
-    names = {victim.name for victim in victims}
-    assert len(names) == len(victims)
-    staying = [model for model in models if model.name not in names]
-    needed = {part for model in staying for part in model.parts} | wanted.keys()
-    assert not names & needed
-    assert {victim.eviction for victim in victims} <= {Eviction.FREE}
-    assert budget.allows(held_after(replica, wanted, names).values())
-    # Each of them is necessary: with any one back, the budget or an ensemble's parts would be violated.
-    for victim in victims:
-        others = names - {victim.name}
-        fits = budget.allows(held_after(replica, wanted, others).values())
-        assert not fits or victim.parts & others
-
-
-@given(MODELS, WANTED, BUDGETS)
-def test_without_a_plan_even_all_that_can_be_evicted_makes_no_room(
-    models: tuple[LoadedModel, ...], wanted: dict[str, int], budget: ModelBudget
-) -> None:
-    replica = ReplicaLoad("a", models)
-    if plan_victims(replica, wanted, budget) is not None:
-        return
+def evict_all_free(
+    models: tuple[LoadedModel, ...], wanted: dict[str, int]
+) -> tuple[LoadedModel, ...]:
     held = {model.name: model for model in models}
     while True:
         needed = {part for model in held.values() for part in model.parts} | wanted.keys()
@@ -113,14 +87,36 @@ def test_without_a_plan_even_all_that_can_be_evicted_makes_no_room(
             if model.eviction is Eviction.FREE and name not in needed
         ]
         if not free:
-            break
+            return tuple(held.values())
         del held[free[0]]
-    remaining = ReplicaLoad("a", tuple(held.values()))
-    assert not budget.allows(held_after(remaining, wanted, ()).values())
+
+
+@given(MODELS, WANTED, BUDGETS)
+def test_victims_are_free_unneeded_and_no_more_than_necessary(
+    models: tuple[LoadedModel, ...], wanted: dict[str, int], budget: ModelBudget
+) -> None:
+    replica = ReplicaLoad("a", models)
+    victims = plan_victims(replica, wanted, budget)
+    if victims is None:  # even the eviction of all that is free makes no room
+        remaining = ReplicaLoad("a", evict_all_free(models, wanted))
+        assert not budget.allows(held_after(remaining, wanted, ()).values())
+        return
+    names = {victim.name for victim in victims}
+    assert len(names) == len(victims)
+    staying = [model for model in models if model.name not in names]
+    needed = {part for model in staying for part in model.parts} | wanted.keys()
+    assert not names & needed
+    assert {victim.eviction for victim in victims} <= {Eviction.FREE}
+    assert budget.allows(held_after(replica, wanted, names).values())
+    # With any one of them back, the budget or an ensemble's parts would be violated.
+    for victim in victims:
+        others = names - {victim.name}
+        fits = budget.allows(held_after(replica, wanted, others).values())
+        assert not fits or victim.parts & others
 
 
 @given(st.lists(MODELS, min_size=1, max_size=3), WANTED, BUDGETS)
-def test_a_load_goes_to_a_replica_with_room_or_to_the_oldest_victims(
+def test_load_goes_to_a_replica_with_room_or_with_the_oldest_victims(
     fleet: list[tuple[LoadedModel, ...]], wanted: dict[str, int], budget: ModelBudget
 ) -> None:
     replicas = [ReplicaLoad(f"r{number}", models) for number, models in enumerate(fleet)]
@@ -146,7 +142,7 @@ def test_a_load_goes_to_a_replica_with_room_or_to_the_oldest_victims(
 
 
 @given(MODELS, BUDGETS)
-def test_an_exceeded_budget_is_met_or_nothing_more_can_be_evicted(
+def test_exceeded_budget_is_met_or_nothing_more_can_be_evicted(
     models: tuple[LoadedModel, ...], budget: ModelBudget
 ) -> None:
     victims = set(plan_excess(ReplicaLoad("a", models), budget))
@@ -174,23 +170,28 @@ def test_idle_models_are_old_and_their_ensembles_idle_as_well(
         assert not by_name[name].parts & set(idle[:number])
 
 
-def test_models_that_wait_does_not_free_are_told_from_those_in_use() -> None:
-    budget, wanted = ModelBudget(1), {"new": 0}
-    used = ReplicaLoad("a", (LoadedModel("old", eviction=Eviction.BUSY),))
-    pinned = ReplicaLoad("a", (LoadedModel("kept", eviction=Eviction.NEVER),))
-    assert choose_placement([used], wanted, budget) == NoPlacement(("old",), is_final=False)
-    assert choose_placement([pinned], wanted, budget) == NoPlacement(("kept",), is_final=True)
-    assert choose_placement([], wanted, budget) == NoPlacement((), is_final=True)
+@pytest.mark.parametrize(
+    ("models", "placement"),
+    [
+        ([LoadedModel("old", eviction=Eviction.BUSY)], NoPlacement(("old",), is_final=False)),
+        ([LoadedModel("kept", eviction=Eviction.NEVER)], NoPlacement(("kept",), is_final=True)),
+        ([LoadedModel("part", 10)], Placement("a")),
+        (None, NoPlacement((), is_final=True)),
+    ],
+    ids=["a model in use", "a model of the API", "a part of the model itself", "no replica"],
+)
+def test_placement_says_whether_waiting_makes_room(
+    models: list[LoadedModel] | None, placement: Placement | NoPlacement
+) -> None:
+    fleet = [] if models is None else [ReplicaLoad("a", tuple(models))]
+    assert choose_placement(fleet, {"part": 10}, ModelBudget(1, 10)) == placement
 
 
-def test_a_part_that_is_loaded_already_costs_nothing_again() -> None:
-    replica = ReplicaLoad("a", (LoadedModel("part", 10),))
-    wanted = {"chain": 0, "part": 10}
-    assert choose_placement([replica], wanted, ModelBudget(2, 10)) == Placement("a")
-
-
-def test_the_facts_of_a_model_are_in_its_config() -> None:
-    assert parse_model_facts({}) == parse_model_facts(None) == ModelFacts()
+@pytest.mark.fault(
+    "a response is valid HTTP but not a Triton response: JSON of other types, shapes and"
+)
+def test_facts_of_a_model_are_read_from_its_config_or_unknown() -> None:
+    """One replica's answer must not end the loads of all models."""
     config = {
         "parameters": {"gateway.memory_mb": {"string_value": " 512 "}},
         "ensemble_scheduling": {"step": [{"model_name": "a"}, {"model_name": "b"}]},
@@ -199,27 +200,19 @@ def test_the_facts_of_a_model_are_in_its_config() -> None:
     for wrong in ("-1", "many", "1e9", "9" * 99, "٣"):
         config = {"parameters": {"gateway.memory_mb": {"string_value": wrong}}}
         assert parse_model_facts(config).memory_mb is None
-
-
-@pytest.mark.fault(
-    "a response is valid HTTP but not a Triton response: JSON of other types, shapes and"
-)
-@pytest.mark.parametrize(
-    "config",
-    [
+    for invalid in (
+        {},
+        None,
         [1],
         {"parameters": []},
         {"parameters": {"gateway.memory_mb": [1]}},
         {"ensemble_scheduling": {"step": 1}},
         {"ensemble_scheduling": {"step": [1]}},
-    ],
-)
-def test_a_config_that_is_none_says_nothing(config: object) -> None:
-    """One replica's answer must not end the loads of all models."""
-    assert parse_model_facts(config) == ModelFacts()
+    ):
+        assert parse_model_facts(invalid) == ModelFacts()
 
 
-def test_an_ensemble_of_ensembles_has_the_parts_of_both() -> None:
+def test_ensemble_of_ensembles_has_the_parts_of_both() -> None:
     facts = {
         "outer": ModelFacts(parts=frozenset(("inner", "last"))),
         "inner": ModelFacts(parts=frozenset(("first", "outer"))),  # a circle ends, too
@@ -228,7 +221,7 @@ def test_an_ensemble_of_ensembles_has_the_parts_of_both() -> None:
     assert find_all_parts("unknown", facts) == frozenset()
 
 
-def test_a_client_is_told_to_come_back_when_the_load_will_be_done() -> None:
+def test_retry_delay_is_the_expected_rest_of_the_load() -> None:
     assert compute_retry_after_s(None, 0) == 5
     assert compute_retry_after_s(6.2, 2) == 5
     assert compute_retry_after_s(6.2, 60) == 1
@@ -250,24 +243,18 @@ def test_copies_stay_within_their_limits_and_change_by_one(
     assert target <= max(copies, limits.maximum)
 
 
-@pytest.mark.parametrize("demand", [0, 1, 3, 9, 40])
-def test_copies_settle_under_a_steady_demand(demand: int) -> None:
-    limits, copies, mean, changes = CopyLimits(1, 4), 1, 0.0, []
+@pytest.mark.parametrize(
+    ("copies", "demand", "settled"),
+    [(1, 0, 1), (1, 1, 1), (1, 3, 1), (1, 9, 3), (1, 40, 4), (4, 0, 1)],
+)
+def test_copies_settle_under_a_steady_demand(copies: int, demand: int, settled: int) -> None:
+    limits, mean = CopyLimits(1, 4), 10.0 * (copies - 1)
+    history = [copies]
     for _ in range(200):
         mean = update_mean_demand(mean, demand)
-        if (target := plan_copies(mean, copies, limits)) != copies:
-            changes.append(target)
-            copies = target
-    assert copies == {0: 1, 1: 1, 3: 1, 9: 3, 40: 4}[demand]
-    assert changes == sorted(changes)  # none is loaded in vain
-
-
-def test_a_copy_goes_when_its_demand_is_gone() -> None:
-    limits, copies, mean = CopyLimits(1, 4), 4, 40.0
-    for _ in range(60):
-        mean = update_mean_demand(mean, 0)
-        copies = plan_copies(mean, copies, limits)
-    assert copies == 1
+        history.append(plan_copies(mean, history[-1], limits))
+    assert history[-1] == settled
+    assert history == sorted(history, reverse=settled < copies)  # none is loaded in vain
 
 
 # A simulation of one trace: the loads of this policy, and of a plain LRU with all slots in one place.
@@ -295,19 +282,6 @@ def simulate_policy(trace: Iterable[str], replicas: int, slots: int) -> int:
     return loads
 
 
-def simulate_lru(trace: Iterable[str], slots: int) -> int:
-    held: OrderedDict[str, None] = OrderedDict()
-    loads = 0
-    for model in trace:
-        if model not in held:
-            loads += 1
-            if len(held) == slots:
-                held.popitem(last=False)
-        held[model] = None
-        held.move_to_end(model)
-    return loads
-
-
 def zipf_trace(length: int, models: int, seed: int) -> list[str]:
     weights = [1 / (rank + 1) for rank in range(models)]
     names = [f"m{number}" for number in range(models)]
@@ -316,17 +290,12 @@ def zipf_trace(length: int, models: int, seed: int) -> list[str]:
 
 @pytest.mark.parametrize(("replicas", "slots", "models"), [(3, 4, 12), (3, 2, 12), (2, 4, 40)])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_fleet_loads_as_rarely_as_one_lru_cache(
+def test_fleet_loads_as_rarely_as_one_lru_cache(
     replicas: int, slots: int, models: int, seed: int
 ) -> None:
     trace = zipf_trace(3000, models, seed)
     loads = simulate_policy(trace, replicas, slots)
-    assert loads == simulate_lru(trace, replicas * slots)
-
-
-def test_the_simulation_evicts_in_the_order_of_use() -> None:
-    assert simulate_policy(["a", "b", "a", "c", "a", "b"], 1, 2) == 4
-    assert simulate_lru(["a", "b", "a", "c", "a", "b"], 2) == 4
+    assert loads == count_lru_loads(trace, replicas * slots)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +308,7 @@ def test_the_simulation_evicts_in_the_order_of_use() -> None:
         (None, 0),
     ],
 )
-def test_the_last_inference_is_the_one_of_any_version(document: object, timestamp_ms: int) -> None:
+def test_last_inference_is_the_latest_of_all_versions(document: object, timestamp_ms: int) -> None:
     assert parse_last_inference(document) == timestamp_ms
 
 
@@ -354,14 +323,14 @@ def test_the_last_inference_is_the_one_of_any_version(document: object, timestam
         (LastInference(0, -math.inf), 1, 50.0),
     ],
 )
-def test_the_clock_of_a_replica_is_trusted_at_the_first_look_only(
+def test_clock_of_a_replica_is_trusted_at_the_first_look_only(
     known: LastInference | None, timestamp_ms: int, at: float
 ) -> None:
     found = update_last_inference(known, timestamp_ms, now=50.0, wall_clock_s=1000.0)
     assert found == LastInference(timestamp_ms, at)
 
 
-def test_a_copy_is_removable_unless_it_is_in_use_or_a_part() -> None:
+def test_copy_is_removable_unless_it_is_in_use_or_a_part() -> None:
     ensemble = LoadedModel("ensemble", parts=frozenset({"part"}))
     busy = LoadedModel("busy", eviction=Eviction.BUSY)
     replica = ReplicaLoad("r", (ensemble, busy, LoadedModel("part"), LoadedModel("free")))

@@ -41,7 +41,7 @@ def test_any_run_as_long_as_the_sum_of_the_shares_is_exact(
 
 
 @given(st.integers(1, 1_000_000), st.integers(1, 1_000_000), st.integers(1, 2000))
-def test_of_two_versions_neither_is_ever_a_whole_request_off(
+def test_split_of_two_versions_is_never_a_whole_request_off(
     first: int, second: int, count: int
 ) -> None:
     rotation = WeightedRotation({"1": first, "2": second})
@@ -49,13 +49,8 @@ def test_of_two_versions_neither_is_ever_a_whole_request_off(
     assert abs(chosen["1"] - count * first / (first + second)) <= 1
 
 
-def test_ninety_percent_of_ten_thousand_requests_are_nine_thousand() -> None:
-    rotation = WeightedRotation({"1": 90, "2": 10})
-    assert Counter(rotation.choose() for _ in range(10_000)) == {"1": 9000, "2": 1000}
-
-
 @given(st.floats(0.01, 100), st.integers(1, 3000))
-def test_a_percentage_is_never_a_whole_event_off(percent: float, count: int) -> None:
+def test_percentage_is_never_a_whole_event_off(percent: float, count: int) -> None:
     counter = PercentCounter(percent)
     selected = sum(counter.is_next_selected() for _ in range(count))
     assert abs(selected - count * percent / 100) <= 1
@@ -69,14 +64,14 @@ def test_keys_are_split_like_requests(shares: dict[str, int]) -> None:
 
 
 @given(SHARES, st.text())
-def test_a_key_keeps_its_version(shares: dict[str, int], key: str) -> None:
+def test_key_keeps_its_version(shares: dict[str, int], key: str) -> None:
     chosen = choose_version_by_key(shares, key)
     assert chosen in shares
     assert choose_version_by_key(dict(reversed(shares.items())), key) == chosen
 
 
 @given(SHARES, st.integers(1, 1_000_000), st.text(), st.data())
-def test_a_key_changes_its_version_only_for_one_that_grows(
+def test_key_changes_its_version_only_for_one_that_grows(
     shares: dict[str, int], more: int, key: str, data: st.DataObject
 ) -> None:
     growing = data.draw(st.sampled_from(sorted(shares)))
@@ -96,7 +91,7 @@ def test_only_keys_of_a_missing_version_get_another(
     assert after == before if before != missing else after in rest
 
 
-def test_the_largest_share_decides_for_requests_that_are_no_inferences() -> None:
+def test_largest_share_decides_for_reads() -> None:
     assert find_largest_share({"1": 10, "2": 80, "3": 10}) == "2"
     assert find_largest_share({"1": 50, "2": 50}) == "1"
 
@@ -110,7 +105,7 @@ LABELS = st.builds(
 
 
 @given(LABELS)
-def test_a_label_is_read_as_it_was_written(label: VersionLabel) -> None:
+def test_label_is_read_as_it_was_written(label: VersionLabel) -> None:
     read = parse_label(label.to_dict())
     assert read == (
         label
@@ -134,7 +129,7 @@ def test_a_label_is_read_as_it_was_written(label: VersionLabel) -> None:
         ),
     ],
 )
-def test_a_label_is_a_version_or_shares_of_versions(document: Any, label: VersionLabel) -> None:
+def test_label_is_a_version_or_shares_of_versions(document: Any, label: VersionLabel) -> None:
     assert parse_label(document) == label
     assert list(parse_label(document).shares) == list(label.shares)
 
@@ -165,18 +160,15 @@ def test_a_label_is_a_version_or_shares_of_versions(document: Any, label: Versio
         ({"version": "1", "shadow": {"version": "2", "rate": 1}}, "no key 'rate'"),
     ],
 )
-def test_an_invalid_label_is_refused_with_what_is_valid(document: Any, message: str) -> None:
+def test_invalid_label_is_refused_with_what_is_valid(document: Any, message: str) -> None:
     with pytest.raises(InvalidLabel, match=message):
         parse_label(document)
 
 
-@pytest.mark.parametrize("name", ["stable", "canary-2", "a", "v_2", "a" * 63])
-def test_a_lower_case_word_is_a_label(name: str) -> None:
-    check_label_name(name)
-    assert is_label_name(name)
-
-
-@pytest.mark.parametrize("name", ["", "2", "2nd", "Stable", "sta ble", "a" * 64, "é", "-a", "a\n"])
-def test_digits_and_capitals_are_no_label(name: str) -> None:
-    with pytest.raises(InvalidLabel, match="begins with a letter"):
-        check_label_name(name)
+def test_label_name_begins_with_a_lower_case_letter() -> None:
+    for valid in ("stable", "canary-2", "a", "v_2", "a" * 63):
+        check_label_name(valid)
+        assert is_label_name(valid)
+    for invalid in ("", "2", "2nd", "Stable", "sta ble", "a" * 64, "é", "-a", "a\n"):
+        with pytest.raises(InvalidLabel, match="begins with a letter"):
+            check_label_name(invalid)
