@@ -1,4 +1,4 @@
-"""Who may call what: real keys, a real gateway, the real tritonserver. Every route has its row here."""
+"""Authentication and authorization with keys: each route has a row in a table here."""
 
 from __future__ import annotations
 
@@ -191,29 +191,20 @@ def routes() -> Iterator[tuple[str, str]]:
             yield method, route.path
 
 
-def test_every_route_has_its_row() -> None:
-    rows = {(row.method, row.path) for row in ROWS}
-    assert not set(routes()) - rows
-
-
-def test_every_rule_of_what_is_passed_has_its_row() -> None:
+def test_table_has_every_route() -> None:
+    assert not set(routes()) - {(row.method, row.path) for row in ROWS}
     for rule in ROUTE_RULES:
-        assert any(rule.pattern.fullmatch(filled(row.path, "m")) for row in ROWS), (
-            rule.pattern.pattern
-        )
-
-
-def test_what_is_open_is_in_the_table() -> None:
-    assert {row.path for row in ROWS if row.whose == FREE} == PUBLIC_PATHS | {
-        f"{prefix}{{name:path}}" for prefix in PUBLIC_PATH_PREFIXES
-    }
+        pattern = rule.pattern
+        assert any(pattern.fullmatch(filled(row.path, "m")) for row in ROWS), pattern.pattern
+    public_prefixes = {f"{prefix}{{name:path}}" for prefix in PUBLIC_PATH_PREFIXES}
+    assert {row.path for row in ROWS if row.whose == FREE} == PUBLIC_PATHS | public_prefixes
 
 
 @pytest.mark.fault(
     "no key, a key of another role, a key that lacks a character, a key that is revoked"
 )
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.method} {row.path}")
-def test_each_role_may_do_what_it_is_for(client: httpx.Client, row: Row) -> None:
+def test_route_serves_only_the_roles_of_its_row(client: httpx.Client, row: Row) -> None:
     # The ensemble needs text_core: nothing is unloaded here.
     model = "text_core" if row.path.endswith("load") else "text_ensemble"
     for key in ("", "tgw_nobody", INFER, METRICS, ADMIN):
@@ -247,13 +238,13 @@ def assert_refused(answer: httpx.Response, status: int, code: str) -> None:
     assert not any(secret in answer.text for secret in SECRETS)
 
 
-def test_what_is_open_tells_nothing_of_the_inside(client: httpx.Client) -> None:
+def test_readiness_has_details_only_for_administrators(client: httpx.Client) -> None:
     for key in ("", "tgw_nobody", INFER, METRICS):
         assert client.get("/readyz", headers=bearer(key)).json() == {"ready": True}
     assert client.get("/readyz", headers=bearer(ADMIN)).json()["replicas"]
 
 
-def test_a_path_that_only_looks_open_is_not(client: httpx.Client) -> None:
+def test_path_that_resembles_a_public_one_needs_a_key(client: httpx.Client) -> None:
     for path in (
         "/livez/",
         "/livez%0a",
@@ -275,7 +266,7 @@ def test_a_path_that_only_looks_open_is_not(client: httpx.Client) -> None:
         assert ask(port_of(client), "GET", path, headers).status in (403, 404), path
 
 
-def test_a_model_in_the_body_is_one_that_the_key_may_use(client: httpx.Client) -> None:
+def test_model_in_the_body_is_404_unless_the_key_sees_it(client: httpx.Client) -> None:
     for path, document in (
         ("/v1/embeddings", {"input": "a text"}),
         ("/v1/rerank", {"query": "a", "documents": ["b"]}),
@@ -294,7 +285,7 @@ def test_a_model_in_the_body_is_one_that_the_key_may_use(client: httpx.Client) -
 # Keys as they come.
 
 
-def test_a_key_comes_in_either_header(client: httpx.Client) -> None:
+def test_key_is_accepted_in_either_header(client: httpx.Client) -> None:
     good: list[dict[str, str]] = [
         {"X-API-Key": INFER},
         {"Authorization": f"bearer {INFER}"},
@@ -312,7 +303,7 @@ def basic(password: str, user: str = "anybody") -> str:
     return f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"
 
 
-def test_the_password_of_basic_credentials_is_a_key(client: httpx.Client) -> None:
+def test_basic_password_is_accepted_as_a_key(client: httpx.Client) -> None:
     """As tritonclient's plugin sends it; the user's name plays no part."""
     with triton_http.InferenceServerClient(f"127.0.0.1:{port_of(client)}") as triton:
         triton.register_plugin(BasicAuth("anybody", INFER))
@@ -326,20 +317,19 @@ def test_the_password_of_basic_credentials_is_a_key(client: httpx.Client) -> Non
         assert client.get("/v1/models", headers=headers).status_code == 200
 
 
-@pytest.mark.parametrize("header", ["Origin", "Sec-Fetch-Site"])
-def test_basic_credentials_of_a_browser_are_no_key(client: httpx.Client, header: str) -> None:
-    """A browser would send them for the page of another origin as well."""
-    value = "https://evil.example" if header == "Origin" else "cross-site"
-    headers = {"Authorization": basic(ADMIN), header: value}
-    refused = client.post("/v2/repository/index", headers=headers)
-    assert_refused(refused, 401, "UNAUTHENTICATED")
-    assert client.get("/v1/models", headers=bearer(INFER) | {header: value}).status_code == 200
+def test_basic_password_of_a_browser_is_no_key(client: httpx.Client) -> None:
+    """A browser would send it for the page of another origin as well."""
+    for header, value in (("Origin", "https://evil.example"), ("Sec-Fetch-Site", "cross-site")):
+        headers = {"Authorization": basic(ADMIN), header: value}
+        refused = client.post("/v2/repository/index", headers=headers)
+        assert_refused(refused, 401, "UNAUTHENTICATED")
+        assert client.get("/v1/models", headers=bearer(INFER) | {header: value}).status_code == 200
 
 
 @pytest.mark.fault(
     "no key, a key of another role, a key that lacks a character, a key that is revoked"
 )
-def test_what_is_no_key_of_anybodys_is_401(client: httpx.Client) -> None:
+def test_key_that_is_unknown_or_ambiguous_is_401(client: httpx.Client) -> None:
     port = port_of(client)
     bad: list[list[tuple[str, str]]] = [
         [("X-API-Key", INFER[:-1])],
@@ -370,14 +360,14 @@ def test_what_is_no_key_of_anybodys_is_401(client: httpx.Client) -> None:
     ]
     for headers in bad:
         for path in ("/v1/models", "/v2/models/core"):
-            got = ask(port, "GET", path, headers)
-            assert got.status == 401, headers
-            assert json.loads(got.body)["code"] == "UNAUTHENTICATED"
-            assert b"tgw_" not in got.body
+            answer = ask(port, "GET", path, headers)
+            assert answer.status == 401, headers
+            assert json.loads(answer.body)["code"] == "UNAUTHENTICATED"
+            assert b"tgw_" not in answer.body
     assert ask(port, "GET", f"/v1/models?api_key={INFER}").status == 401
 
 
-def test_a_body_that_nobody_may_send_does_not_disturb_what_follows(client: httpx.Client) -> None:
+def test_body_of_a_refused_request_leaves_the_connection_usable(client: httpx.Client) -> None:
     for _ in range(3):
         refused = client.post("/v2/models/core/infer", content=b"x" * 300_000)
         assert refused.status_code == 401
@@ -387,7 +377,7 @@ def test_a_body_that_nobody_may_send_does_not_disturb_what_follows(client: httpx
 # Models.
 
 
-def test_every_listing_has_only_what_the_key_sees(client: httpx.Client) -> None:
+def test_listings_have_only_what_the_key_sees(client: httpx.Client) -> None:
     def get(path: str, key: str) -> Any:
         return client.get(path, headers=bearer(key)).json()
 
@@ -402,15 +392,13 @@ def test_every_listing_has_only_what_the_key_sees(client: httpx.Client) -> None:
     (replica,) = get("/v1/replicas", TEXTS_ADMIN)["replicas"]
     assert set(replica["models"]) == TEXT_MODELS
     assert len(get("/v1/models", ADMIN)["models"]) == 8
-
-
-def test_addresses_are_for_administrators(client: httpx.Client) -> None:
-    assert "127.0.0.1" not in client.get("/v1/models", headers=bearer(INFER)).text
-    assert "replicas" in client.get("/v1/models", headers=bearer(ADMIN)).json()["models"][0]
+    # Addresses are for administrators.
+    assert "127.0.0.1" not in str(get("/v1/models", INFER))
+    assert "replicas" in get("/v1/models", ADMIN)["models"][0]
 
 
 @pytest.mark.fault("a model outside the key's patterns, however it is spelled")
-def test_a_model_that_the_key_does_not_see_is_as_unknown_as_one_that_is_not(
+def test_model_that_the_key_does_not_see_is_404_as_an_unknown_one(
     client: httpx.Client,
 ) -> None:
     rows = [row for row in ROWS if "{model}" in row.path]
@@ -433,7 +421,7 @@ def test_a_model_that_the_key_does_not_see_is_as_unknown_as_one_that_is_not(
         assert unknown.replace("none", "…") == hidden.replace("core", "…")
 
 
-def test_what_concerns_every_model_is_for_who_sees_every_model(client: httpx.Client) -> None:
+def test_routes_about_all_models_are_403_for_a_key_with_patterns(client: httpx.Client) -> None:
     for method, path in (
         ("GET", "/v2/models/stats"),
         ("GET", "/v2/logging"),
@@ -446,7 +434,7 @@ def test_what_concerns_every_model_is_for_who_sees_every_model(client: httpx.Cli
 
 
 @pytest.mark.fault("a model outside the key's patterns, however it is spelled")
-def test_odd_names_are_no_way_around_the_patterns(client: httpx.Client) -> None:
+def test_names_in_odd_spellings_do_not_evade_the_patterns(client: httpx.Client) -> None:
     port = port_of(client)
     for path in (
         "/v2/models/%63ore",
@@ -473,34 +461,33 @@ def test_odd_names_are_no_way_around_the_patterns(client: httpx.Client) -> None:
         "/v1/models/..",
         "/v2%2Fmodels%2Fcore",
     ):
-        got = ask(port, "GET", path, [("X-API-Key", TEXTS)])
-        assert got.status == 404, (path, got)
+        answer = ask(port, "GET", path, [("X-API-Key", TEXTS)])
+        assert answer.status == 404, (path, answer)
     for verb in ("load", "unload"):
         for model in ("core", "%63ore", "text_%2f..%2fcore", "text_core%252f", "..", "core%0a"):
             path = f"/v2/repository/models/{model}/{verb}"
             for way in (path, path.replace("/v2/", "/v2%2F", 1)):
-                got = ask(port, "POST", way, [("X-API-Key", TEXTS_ADMIN)])
-                assert got.status == 404, (way, got)
+                answer = ask(port, "POST", way, [("X-API-Key", TEXTS_ADMIN)])
+                assert answer.status == 404, (way, answer)
+
+
+GLOBS = st.lists(st.text("ab*?[]!-^\\", min_size=1, max_size=9), min_size=1)
 
 
 @PROPERTY
-@given(st.lists(st.text("ab*?[]!-^\\", min_size=1, max_size=9), min_size=1), st.text("ab-^!]"))
-def test_any_pattern_is_a_pattern(globs: list[str], name: str) -> None:
-    assert Caller("x", models=tuple(globs)).can_see(name) in (True, False)
+@given(GLOBS, st.text("ab-^!]") | st.text(min_size=1, max_size=30))
+def test_key_with_any_patterns_sees_no_name_that_a_path_must_quote(
+    globs: list[str], name: str
+) -> None:
+    for models in (tuple(globs), ("a*", "[!b]*")):
+        if Caller("x", models=models).can_see(name):
+            assert name.isascii()
+            assert name.isprintable()
+            assert not set(name) & set('%/\\?#"<>[]{}|^` ')
+            assert name not in (".", "..")
 
 
-@PROPERTY
-@given(st.text(min_size=1, max_size=30))
-def test_a_key_with_patterns_sees_no_name_that_a_path_would_have_to_quote(name: str) -> None:
-    caller = Caller("x", models=("a*", "[!b]*"))
-    if caller.can_see(name):
-        assert name.isascii()
-        assert name.isprintable()
-        assert not set(name) & set('%/\\?#"<>[]{}|^` ')
-        assert name not in (".", "..")
-
-
-def test_what_was_matched_is_kept_in_bounds() -> None:
+def test_visibility_cache_is_bounded() -> None:
     caller = Caller("x", models=("a*",))
     for number in range(5000):
         assert caller.can_see(f"a{number}")
@@ -537,7 +524,7 @@ def managed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 PART, OTHER = bearer("tgw_part-secret"), bearer("tgw_other-secret")
 
 
-def test_an_unload_reaches_and_names_only_what_the_key_sees(managed: Fleet) -> None:
+def test_unload_reaches_and_names_only_what_the_key_sees(managed: Fleet) -> None:
     both = managed.unload("chain", headers=PART, json={"parameters": {"unload_dependents": True}})
     assert_refused(both, 403, "FORBIDDEN")
     needed = managed.unload("other", headers=bearer(ADMIN))
@@ -547,11 +534,11 @@ def test_an_unload_reaches_and_names_only_what_the_key_sees(managed: Fleet) -> N
     unseen = managed.unload("other", headers=OTHER)
     assert unseen.status_code == 409
     assert "chain" not in unseen.text
-    begun = managed.unload("other", headers={**OTHER, "Prefer": "respond-async"})
-    assert begun.status_code == 202
+    accepted = managed.unload("other", headers={**OTHER, "Prefer": "respond-async"})
+    assert accepted.status_code == 202
 
     def operation(headers: dict[str, str]) -> httpx.Response:
-        return managed.client.get(begun.headers["location"], headers=headers)
+        return managed.client.get(accepted.headers["location"], headers=headers)
 
     wait_until(lambda: operation(OTHER).json()["operation"] == "failed")
     assert "chain" not in operation(OTHER).text
@@ -574,62 +561,59 @@ def config_of(fleet: Fleet, model: str) -> Any:
     return httpx.get(url, timeout=60).json()
 
 
-def test_an_administrators_upload_takes_effect_on_triton(managed: Fleet) -> None:
+def test_load_with_config_and_code_takes_effect_on_triton(managed: Fleet) -> None:
     assert config_of(managed, "echo")["max_batch_size"] == 0
-    upload = {"parameters": {"config": json.dumps(ECHO_CONFIG)}}
-    loaded = managed.load("echo", json=upload, headers=bearer(ADMIN))
+    with_config = {"parameters": {"config": json.dumps(ECHO_CONFIG)}}
+    loaded = managed.load("echo", json=with_config, headers=bearer(ADMIN))
     assert loaded.status_code == 200, loaded.text
     assert config_of(managed, "echo")["max_batch_size"] == 4
     described = managed.client.get("/v1/models/echo", headers=bearer(INFER)).json()
     assert described["max_batch_size"] == 4
 
-
-def test_uploaded_files_run_and_may_be_larger_than_other_loads(managed: Fleet) -> None:
     code = ECHO.replace('"Y", value', '"Y", value * 3') + "#" * 1_500_000
-    upload = {
+    with_code = {
         "parameters": {
             "config": json.dumps({**ECHO_CONFIG, "name": "late", "max_batch_size": 0}),
             "file:1/model.py": base64.b64encode(code.encode()).decode(),
         }
     }
-    assert len(json.dumps(upload)) > 1 << 20
-    loaded = managed.load("late", json=upload, headers=bearer(ADMIN))
+    assert len(json.dumps(with_code)) > 1 << 20  # the limit of other loads
+    loaded = managed.load("late", json=with_code, headers=bearer(ADMIN))
     assert loaded.status_code == 200, loaded.text
     assert managed.infer("late", headers=bearer(INFER)).json()["outputs"] == {"Y": [3, 6]}
-    nowhere = managed.load("brought", json=upload, headers=bearer(ADMIN))
-    assert_refused(nowhere, 404, "MODEL_NOT_FOUND")
-    too_large = {"parameters": {"file:1/x": "A" * 5_000_000}}
-    refused = managed.load("late", json=too_large, headers=bearer(ADMIN))
-    assert_refused(refused, 413, "TOO_LARGE")
+    unknown = managed.load("unknown", json=with_code, headers=bearer(ADMIN))
+    assert_refused(unknown, 404, "MODEL_NOT_FOUND")
 
 
 @pytest.mark.fault("a load that includes code, without permission")
-def test_what_is_no_file_of_the_model_is_not_brought(managed: Fleet) -> None:
+def test_load_with_code_is_refused_unless_the_key_may_and_the_paths_are_valid(
+    managed: Fleet,
+) -> None:
+    def load(parameters: dict[str, str], headers: dict[str, str]) -> httpx.Response:
+        return managed.load("echo", json={"parameters": parameters}, headers=headers)
+
     for name in ("file:../x", "file:/etc/x", "file:1/../../x", "file:", "file:a//b", "other", ""):
-        answer = managed.load("echo", json={"parameters": {name: "AAAA"}}, headers=bearer(ADMIN))
-        assert_refused(answer, 400, "MALFORMED_REQUEST")
-
-
-@pytest.mark.fault("a load that includes code, without permission")
-def test_who_does_not_see_all_models_brings_no_code(managed: Fleet) -> None:
+        assert_refused(load({name: "AAAA"}, bearer(ADMIN)), 400, "MALFORMED_REQUEST")
     for name in ("config", "file:1/model.py"):
-        answer = managed.load("echo", json={"parameters": {name: "AAAA"}}, headers=PART)
-        assert_refused(answer, 403, "FORBIDDEN")
-    large = {"parameters": {"config": "A" * 1_500_000}}
-    assert_refused(managed.load("echo", json=large, headers=PART), 413, "TOO_LARGE")
-    large_unload = managed.unload("echo", json=large, headers=bearer(ADMIN))
-    assert_refused(large_unload, 413, "TOO_LARGE")
-    config = managed.unload("echo", json={"parameters": {"config": "{}"}}, headers=bearer(ADMIN))
-    assert_refused(config, 403, "FORBIDDEN")
+        assert_refused(load({name: "AAAA"}, PART), 403, "FORBIDDEN")  # sees only some models
+    assert_refused(load({"file:1/x": "A" * 5_000_000}, bearer(ADMIN)), 413, "TOO_LARGE")
+    assert_refused(load({"config": "A" * 1_500_000}, PART), 413, "TOO_LARGE")
+    for config, status, code in (("{}", 403, "FORBIDDEN"), ("A" * 1_500_000, 413, "TOO_LARGE")):
+        document = {"parameters": {"config": config}}
+        answer = managed.unload("echo", json=document, headers=bearer(ADMIN))
+        assert_refused(answer, status, code)
 
 
 @pytest.mark.fault("a load that includes code, without permission")
-def test_without_the_setting_nobody_brings_code(client: httpx.Client, demo: httpx.Client) -> None:
-    for who, headers in ((client, bearer(ADMIN)), (demo, {})):
+def test_load_with_code_is_403_without_the_setting(
+    client: httpx.Client, demo: httpx.Client
+) -> None:
+    for caller, headers in ((client, bearer(ADMIN)), (demo, {})):
         for name in ("config", "file:1/model.py"):
             url = "/v2/repository/models/text_core/load"
-            answer = who.post(url, json={"parameters": {name: "AAAA"}}, headers=headers)
+            answer = caller.post(url, json={"parameters": {name: "AAAA"}}, headers=headers)
             assert_refused(answer, 403, "FORBIDDEN")
+            assert "GATEWAY_MODEL_UPLOADS=code" in answer.json()["error"]
 
 
 # The file, as it changes.
@@ -649,7 +633,7 @@ def status(client: httpx.Client, key: str) -> int:
 @pytest.mark.fault(
     "no key, a key of another role, a key that lacks a character, a key that is revoked"
 )
-def test_a_key_is_revoked_while_it_is_in_use_and_a_broken_file_changes_nothing(
+def test_keys_file_that_changes_takes_effect_unless_it_is_invalid(
     demo_triton: EmbeddedTriton, tmp_path: Path
 ) -> None:
     path = written(tmp_path / "keys.yaml", ENTRIES)
@@ -674,7 +658,7 @@ def test_a_key_is_revoked_while_it_is_in_use_and_a_broken_file_changes_nothing(
         assert "tgw_" not in command.output
 
 
-def test_kubernetes_swaps_a_link_above_the_file(
+def test_keys_file_behind_a_replaced_link_is_read_again(
     demo_triton: EmbeddedTriton, tmp_path: Path
 ) -> None:
     for name, key in (("..1", INFER), ("..2", ADMIN)):
@@ -693,7 +677,9 @@ def test_kubernetes_swaps_a_link_above_the_file(
 
 
 @pytest.mark.long
-def test_every_worker_reads_the_file_again(demo_triton: EmbeddedTriton, tmp_path: Path) -> None:
+def test_keys_file_is_read_again_by_every_worker(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
     path = written(tmp_path / "keys.yaml", ENTRIES)
     (port,) = free_ports(1)
     environment = {
@@ -748,7 +734,7 @@ BAD: dict[str, str] = {
 
 
 @pytest.mark.parametrize("text", BAD.values(), ids=BAD.keys())
-def test_a_bad_file_is_refused_in_a_sentence_that_tells_none_of_it(text: str) -> None:
+def test_keys_file_that_is_invalid_is_refused_without_quoting_it(text: str) -> None:
     with pytest.raises(BadKeysFile) as caught:
         parse_keys(text)
     sentence = str(caught.value)
@@ -760,12 +746,12 @@ def test_a_bad_file_is_refused_in_a_sentence_that_tells_none_of_it(text: str) ->
 
 @PROPERTY
 @given(st.text(max_size=200) | st.text("keys:[]{}\n-! *&'\"name", max_size=80))
-def test_whatever_stands_in_a_file_it_is_read_or_refused(text: str) -> None:
+def test_keys_file_with_any_text_is_read_or_refused(text: str) -> None:
     with suppress(BadKeysFile):
         parse_keys(text)
 
 
-def test_a_broken_file_at_the_start_ends_the_gateway(tmp_path: Path) -> None:
+def test_gateway_does_not_start_with_an_invalid_keys_file(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     path.write_bytes(b"keys: [\xff]")
     with ExitStack() as stack:
@@ -780,7 +766,7 @@ def test_a_broken_file_at_the_start_ends_the_gateway(tmp_path: Path) -> None:
             assert len(command.lines) == 1
 
 
-def test_who_listens_to_the_world_without_keys_is_warned(
+def test_gateway_warns_if_it_listens_on_every_address_without_keys(
     demo_triton: EmbeddedTriton, tmp_path: Path
 ) -> None:
     path = written(tmp_path / "keys.yaml", ENTRIES)
@@ -805,32 +791,6 @@ def test_who_listens_to_the_world_without_keys_is_warned(
         assert warnings == (host == "0.0.0.0" and not keys_file), (host, keys_file)
 
 
-@pytest.mark.fault(
-    "no key, a key of another role, a key that lacks a character, a key that is revoked"
-)
-def test_without_keys_administration_is_for_who_is_here_and_speaks_for_nobody_else(
-    demo: httpx.Client,
-) -> None:
-    own = str(demo.base_url).rstrip("/")
-    for headers, expected in (
-        ({}, 404),
-        ({"Origin": own}, 404),
-        ({"Origin": "http://localhost:8080"}, 403),
-        ({"Authorization": "Bearer tgw_any"}, 404),
-        ({"X-Forwarded-For": "127.0.0.1"}, 403),
-        ({"Forwarded": "for=127.0.0.1"}, 403),
-        ({"X-Real-IP": "127.0.0.1"}, 403),
-        ({"Via": "1.1 nginx"}, 403),
-        ({"Origin": "https://evil.example"}, 403),
-        ({"Origin": "null"}, 403),
-        ({"Origin": "http://[::1"}, 403),
-        ({"Origin": "http://localhost.evil.example"}, 403),
-    ):
-        answer = demo.post("/v2/repository/models/none/load", headers=headers)
-        assert answer.status_code == expected, headers
-        assert demo.get("/v1/models", headers=headers).status_code == 200
-
-
 # Keys go nowhere.
 
 TRICKS: list[list[tuple[str, str]]] = [
@@ -845,72 +805,40 @@ TRICKS: list[list[tuple[str, str]]] = [
 
 
 @pytest.mark.fault("keys in requests that fail, `Connection` headers that name the key's header")
-def test_no_key_reaches_triton_or_a_log_line_or_a_metric(tmp_path: Path) -> None:
-    path = written(tmp_path / "keys.yaml", ENTRIES)
-    settings = {"log_level": "debug", "log_format": "json"}
-    with (
-        fake_triton() as fake,
-        gateway_with(path, f"http://127.0.0.1:{fake.port}", **settings) as (client, command),
-    ):
-        port = port_of(client)
-        for headers in TRICKS:
-            for method, target in (
-                ("GET", "/v2/models/m"),
-                ("POST", "/v2/models/m/infer"),
-                ("GET", "/v1/models/m"),
-                ("POST", "/v1/models/m/infer"),
-            ):
-                body = b'{"inputs": [1]}' if method == "POST" else b""
-                assert ask(port, method, target, headers, body).status not in (401, 403, 500)
-        ask(port, "POST", "/v2/models/m/infer", [("X-API-Key", INFER + "x")], b"{}")
-        seen = []
-        while not fake.requests.empty():
-            seen.append(b"".join(fake.requests.get()).lower())
-        assert len(seen) >= 4 * len(TRICKS)
-        for request in seen:
-            assert b"secret" not in request
-            assert basic(INFER).encode().lower() not in request
-            assert b"x-api-key" not in request
-            assert b"authorization" not in request
-        page = client.get("/metrics", headers=bearer(METRICS)).text
-        wait_until(lambda: "GET /metrics 200" in command.output)
-        assert "secret" not in page
-        assert "secret" not in command.output
-        lines = [json.loads(line) for line in command.lines if line.startswith("{")]
-        assert {"infer", "metrics", ""} <= {line["key"] for line in lines if "key" in line}
-
-
-@pytest.mark.fault("keys in requests that fail, `Connection` headers that name the key's header")
-def test_no_key_is_in_a_trace(tmp_path: Path) -> None:
+def test_keys_reach_neither_triton_nor_logs_nor_metrics_nor_traces(tmp_path: Path) -> None:
     path = written(tmp_path / "keys.yaml", ENTRIES)
     with collecting() as collector:
+        settings = {"log_level": "debug", "log_format": "json", "otlp_endpoint": collector.url}
         with (
             fake_triton() as fake,
-            gateway_with(path, f"http://127.0.0.1:{fake.port}", otlp_endpoint=collector.url) as (
-                client,
-                _,
-            ),
+            gateway_with(path, f"http://127.0.0.1:{fake.port}", **settings) as (client, command),
         ):
+            port = port_of(client)
             for headers in TRICKS:
-                ask(port_of(client), "GET", "/v2/models/m", headers)
-            ask(port_of(client), "GET", "/v2/models/m", [("X-API-Key", "tgw_wrong-secret")])
+                for method, target in (
+                    ("GET", "/v2/models/m"),
+                    ("POST", "/v2/models/m/infer"),
+                    ("GET", "/v1/models/m"),
+                    ("POST", "/v1/models/m/infer"),
+                ):
+                    body = b'{"inputs": [1]}' if method == "POST" else b""
+                    assert ask(port, method, target, headers, body).status not in (401, 403, 500)
+            ask(port, "POST", "/v2/models/m/infer", [("X-API-Key", INFER + "x")], b"{}")
+            requests = []
+            while not fake.requests.empty():
+                requests.append(b"".join(fake.requests.get()).lower())
+            page = client.get("/metrics", headers=bearer(METRICS)).text
+            wait_until(lambda: "GET /metrics 200" in command.output)
         wait_until(lambda: len(collector.spans) > len(TRICKS))
-        assert "secret" not in str(collector.spans)
-
-
-def test_the_log_tells_whose_key_it_was(guarded: tuple[httpx.Client, Command]) -> None:
-    client, command = guarded
-    for number, key in enumerate((INFER, TEXTS, "tgw_nobody")):
-        headers = {"X-Request-ID": f"whose-{number}", **bearer(key)}
-        client.get("/v2/models/core", headers=headers)
-
-    def keys() -> dict[str, str]:
-        lines = [json.loads(line) for line in list(command.lines) if "duration_ms" in line]
-        return {line["request_id"]: line["key"] for line in lines}
-
-    wait_until(lambda: "whose-2" in keys())
-    assert [keys()[f"whose-{number}"] for number in range(3)] == ["infer", "texts", ""]
-    assert not any(secret in command.output for secret in SECRETS)
+        spans = str(collector.spans)
+    assert len(requests) >= 4 * len(TRICKS)
+    for request in requests:
+        for words in (b"secret", basic(INFER).encode().lower(), b"x-api-key", b"authorization"):
+            assert words not in request
+    for text in (page, command.output, spans):
+        assert "secret" not in text
+    lines = [json.loads(line) for line in command.lines if line.startswith("{")]
+    assert {"infer", "metrics", ""} <= {line["key"] for line in lines if "key" in line}
 
 
 # The command line.
@@ -920,7 +848,7 @@ def key_command(*arguments: str, **environment: str) -> subprocess.CompletedProc
     return run_gateway("key", *arguments, environment={**os.environ, **environment})
 
 
-def test_a_key_is_made_listed_used_and_revoked_by_the_command_line(
+def test_key_command_creates_lists_and_revokes_keys(
     demo_triton: EmbeddedTriton, tmp_path: Path
 ) -> None:
     path = tmp_path / "keys.yaml"
@@ -953,7 +881,7 @@ def test_a_key_is_made_listed_used_and_revoked_by_the_command_line(
         wait_until(lambda: status(client, key) == 401)
 
 
-def test_what_the_command_line_cannot_do_it_says_in_a_sentence(tmp_path: Path) -> None:
+def test_key_command_that_fails_prints_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     add_key(path, "shop", [Role.infer], ["*"], None)
     before = path.read_text()
@@ -996,7 +924,7 @@ keys:
 """
 
 
-def test_what_else_stands_in_the_file_stays(tmp_path: Path) -> None:
+def test_keys_file_keeps_its_comments_when_a_key_is_added_or_removed(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     hashes = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("shop", "ops")}
     path.write_text(COMMENTED.format(**hashes))
@@ -1012,7 +940,7 @@ def test_what_else_stands_in_the_file_stays(tmp_path: Path) -> None:
     assert read_keys_file(path) == {}
 
 
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
+def test_keys_file_that_is_a_link_stays_one(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     real = tmp_path / "real" / "keys.yaml"
     link = tmp_path / "keys.yaml"
@@ -1023,7 +951,7 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     assert [caller.name for caller in read_keys_file(real).values()] == ["a", "b"]
 
 
-def test_keys_that_are_made_at_the_same_time_are_all_there(tmp_path: Path) -> None:
+def test_keys_that_are_added_concurrently_are_all_kept(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     code = (
         "import sys; from pathlib import Path; from gateway.keys import Role, add_key\n"
@@ -1031,26 +959,26 @@ def test_keys_that_are_made_at_the_same_time_are_all_there(tmp_path: Path) -> No
     )
     running = [
         subprocess.Popen([sys.executable, "-c", code, str(path), str(number)], cwd=ROOT)
-        for number in range(4)
+        for number in range(2)
     ]
-    assert [process.wait(60) for process in running] == [0] * 4
-    assert len(read_keys_file(path)) == 40
+    assert [process.wait(60) for process in running] == [0] * 2
+    assert len(read_keys_file(path)) == 20
 
 
 NAMES = st.from_regex(r"\A[a-z][a-z0-9.@:/+-]{0,8}\Z")
-GLOBS = st.lists(st.text(min_size=1, max_size=10), min_size=1, max_size=3)
+ANY_GLOBS = st.lists(st.text(min_size=1, max_size=10), min_size=1, max_size=3)
 
 
 @settings(PROPERTY, max_examples=10)
 @given(
     st.lists(
-        st.tuples(NAMES, st.lists(st.sampled_from(Role), min_size=1, max_size=3), GLOBS),
+        st.tuples(NAMES, st.lists(st.sampled_from(Role), min_size=1, max_size=3), ANY_GLOBS),
         min_size=1,
         max_size=5,
         unique_by=lambda made: made[0],
     )
 )
-def test_whatever_is_made_is_there_until_it_is_revoked(
+def test_key_of_any_name_is_listed_until_it_is_removed(
     tmp_path_factory: pytest.TempPathFactory, made: list[tuple[str, list[Role], list[str]]]
 ) -> None:
     path = tmp_path_factory.mktemp("made") / "keys.yaml"

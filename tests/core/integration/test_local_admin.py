@@ -109,6 +109,8 @@ def test_what_a_proxy_passes_on_is_nobodys_here(client: httpx.Client, header: st
     [
         ({"Origin": EVIL}, "another origin"),
         ({"Origin": "null"}, "another origin"),
+        ({"Origin": "http://[::1"}, "another origin"),
+        ({"Origin": "http://localhost.evil.example"}, "another origin"),
         ({"Origin": "http://localhost:1"}, "another origin"),
         ({"Origin": "http://127.0.0.1"}, "another origin"),
         ({"Sec-Fetch-Site": "cross-site"}, "another origin"),
