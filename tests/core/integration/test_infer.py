@@ -32,11 +32,11 @@ def npy(array: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def loaded(body: bytes) -> Any:
+def load_numpy(body: bytes) -> Any:
     return np.load(io.BytesIO(body), allow_pickle=False)
 
 
-def same(one: np.ndarray, other: np.ndarray) -> bool:
+def is_same(one: np.ndarray, other: np.ndarray) -> bool:
     """Bit for bit; NaN included."""
     return (
         one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
@@ -76,142 +76,112 @@ def arrays(datatype: str, batched: bool, *, in_json: bool) -> st.SearchStrategy[
 @pytest.mark.parametrize("datatype", DATATYPES)
 @PROPERTY
 @given(data=st.data())
-def test_any_array_comes_back_identical_through_json(
+def test_array_is_returned_unchanged_as_json(
     zoo: Zoo, datatype: str, kind: str, data: st.DataObject
 ) -> None:
     array = data.draw(arrays(datatype, kind == "batched", in_json=True))
     values = array.astype(np.float64).tolist() if datatype == "BF16" else array.tolist()
     answer = zoo.outputs(zoo.infer(f"{kind}_{datatype}", {"X": values}))["Y"]
-    assert same(np.array(answer, array.dtype).reshape(array.shape), array) or answer == values
+    assert is_same(np.array(answer, array.dtype).reshape(array.shape), array) or answer == values
 
 
-@pytest.mark.parametrize("kind", ["batched", "plain"])
+@pytest.mark.parametrize(
+    ("zoo", "kind"),
+    [("as written", "plain"), pytest.param("renamed", "batched", marks=pytest.mark.long)],
+    indirect=["zoo"],
+    scope="session",
+)
 @pytest.mark.parametrize("datatype", DATATYPES)
 @PROPERTY
 @given(data=st.data())
-@any_names
-def test_any_array_comes_back_identical_through_npy(
+def test_array_is_returned_unchanged_as_npy(
     zoo: Zoo, datatype: str, kind: str, data: st.DataObject
 ) -> None:
     array = data.draw(arrays(datatype, kind == "batched", in_json=False))
     response = zoo.post(f"{kind}_{datatype}", content=npy(array), headers=NPY)
     assert response.status_code == 200, response.text
-    answer = loaded(response.content)
+    answer = load_numpy(response.content)
     if datatype == "BYTES":
         assert answer.astype("S5").tolist() == array.tolist()
     elif datatype == "BF16":
-        assert same(answer.view(ml_dtypes.bfloat16), array)
+        assert is_same(answer.view(ml_dtypes.bfloat16), array)
     else:
-        assert same(answer, array)
+        assert is_same(answer, array)
 
 
 # The batch dimension.
 
 
-def test_a_batch_dimension_is_added_and_taken_away_again(zoo: Zoo) -> None:
-    one, batch = [[1.0, 2.0], [3.0, 4.0]], [[[1.0, 2.0]], [[3.0, 4.0]]]
-    assert zoo.outputs(zoo.infer("batched_FP32", one)) == {"Y": one}
-    assert zoo.outputs(zoo.infer("batched_FP32", batch)) == {"Y": batch}
-
-
-def test_of_single_values_a_list_is_a_batch(zoo: Zoo) -> None:
-    assert zoo.outputs(zoo.infer("single_BYTES", "a")) == {"Y": "a"}
-    assert zoo.outputs(zoo.infer("single_BYTES", ["a"])) == {"Y": ["a"]}
-    assert zoo.outputs(zoo.infer("single_BYTES", ["a", "b", "c"])) == {"Y": ["a", "b", "c"]}
-    assert zoo.outputs(zoo.infer("single_BYTES", [["a"], ["b"]])) == {"Y": ["a", "b"]}
-    assert zoo.outputs(zoo.infer("single_INT32", 5)) == {"Y": 5}
-    assert zoo.outputs(zoo.infer("single_INT32", [5, 6])) == {"Y": [5, 6]}
-
-
-def test_a_model_without_a_batch_dimension_gets_none(zoo: Zoo) -> None:
-    assert zoo.outputs(zoo.infer("plain_single_BYTES", "a")) == {"Y": ["a"]}
-    assert zoo.outputs(zoo.infer("plain_vector_FP32", [1, 2, 3])) == {"Y": [1, 2, 3]}
-    assert zoo.outputs(zoo.infer("plain_vector_FP32", 7)) == {"Y": [7]}
+def test_batch_dimension_is_added_and_removed_as_the_model_needs(
+    zoo: Zoo, subtests: pytest.Subtests
+) -> None:
+    one = [[1.0, 2.0], [3.0, 4.0]]
+    batch = [[[1.0, 2.0]], [[3.0, 4.0]]]
+    for model, inputs, outputs in (
+        ("batched_FP32", one, one),
+        ("batched_FP32", batch, batch),
+        # Of single values, a list is a batch.
+        ("single_BYTES", "a", "a"),
+        ("single_BYTES", ["a"], ["a"]),
+        ("single_BYTES", ["a", "b", "c"], ["a", "b", "c"]),
+        ("single_BYTES", [["a"], ["b"]], ["a", "b"]),
+        ("single_INT32", 5, 5),
+        ("single_INT32", [5, 6], [5, 6]),
+        # A model without a batch dimension.
+        ("plain_single_BYTES", "a", ["a"]),
+        ("plain_vector_FP32", [1, 2, 3], [1, 2, 3]),
+        ("plain_vector_FP32", 7, [7]),
+    ):
+        with subtests.test(f"{model} {inputs}"):
+            assert zoo.outputs(zoo.infer(model, inputs)) == {"Y": outputs}
 
 
 @any_names
-def test_a_batch_above_the_models_is_cut_and_joined_in_order(zoo: Zoo) -> None:
+def test_batch_above_the_models_maximum_is_split_and_joined_in_order(zoo: Zoo) -> None:
     for count in (8, 9, 16, 33):
         values = list(range(count))
         assert zoo.outputs(zoo.infer("single_INT32", values)) == {"Y": values}
 
 
-def test_an_error_in_a_cut_batch_says_where(zoo: Zoo) -> None:
+def test_error_in_a_split_batch_names_its_part(zoo: Zoo) -> None:
     values = ["INVALID_ARG:the third is bad"] * 10
     response = zoo.infer("refusing", values)
     assert_error(response, 422, "REFUSED_BY_MODEL", "the third is bad")
     assert "in the part of the batch with items" in response.json()["error"]
 
 
-def test_32_files_in_one_form_are_32_answers_in_order(zoo: Zoo) -> None:
-    files = [("any", (f"{number}.txt", str(number))) for number in range(32)]
+@pytest.mark.fault("forms that are truncated or have 2,000 fields, a file called ../../etc/passwd")
+def test_files_and_texts_of_a_form_are_a_batch_in_order(zoo: Zoo) -> None:
+    files = [("any", (f"../../{number}", str(number))) for number in range(32)]
     expected = [str(number) for number in range(32)]
     assert zoo.outputs(zoo.post("single_BYTES", files=files)) == {"Y": expected}
-
-
-def test_texts_of_a_form_are_a_batch_too(zoo: Zoo) -> None:
     fields = [(zoo.names.tensor("X"), (None, text)) for text in ("first", "second")]
     assert zoo.outputs(zoo.post("single_BYTES", files=fields)) == {"Y": ["first", "second"]}
-
-
-def test_batches_of_different_sizes_do_not_fit(zoo: Zoo) -> None:
-    response = zoo.infer("pair", {"A": [[1, 2], [3, 4]], "B": [1, 2]})
-    assert_error(response, 422, "DOES_NOT_FIT_MODEL", "different batch sizes")
-
-
-@pytest.mark.fault(
-    "tensors with missing, unknown or duplicate inputs, ragged, of a wrong type, count"
-)
-def test_an_empty_batch_does_not_fit(zoo: Zoo) -> None:
-    assert_error(zoo.infer("single_BYTES", []), 422, "DOES_NOT_FIT_MODEL", "an empty batch")
-    response = zoo.post("batched_FP32", content=npy(np.zeros((0, 2, 2), np.float32)), headers=NPY)
-    assert_error(response, 422, "DOES_NOT_FIT_MODEL", "an empty batch")
-
-
-def test_dimensions_of_size_zero_pass(zoo: Zoo) -> None:
-    response = zoo.post("batched_INT16", content=npy(np.zeros((2, 0, 3), np.int16)), headers=NPY)
-    assert loaded(response.content).shape == (2, 0, 3)
 
 
 # Names.
 
 
 @any_names
-def test_several_inputs_go_by_name(zoo: Zoo) -> None:
-    outputs = zoo.outputs(zoo.infer("pair", {"A": [1, 2], "B": [3, 4]}))
-    assert outputs == {"SUM": [4, 6], "PRODUCT": [3, 8]}
+def test_inputs_and_outputs_are_matched_by_name(zoo: Zoo) -> None:
+    a, b, product = map(zoo.names.tensor, ("A", "B", "PRODUCT"))
+    outputs = {"SUM": [4, 6], "PRODUCT": [3, 8]}
+    inputs = {"A": [1, 2], "B": [3, 4]}
+    assert zoo.outputs(zoo.infer("pair", inputs)) == outputs
+    selected = zoo.outputs(zoo.infer("pair", inputs, outputs=[product]))
+    assert selected == {"PRODUCT": [3, 8]}
 
+    fields = {a: "[1, 2]", b: "[3, 4]"}
+    files = [(name, (None, value, "application/json")) for name, value in fields.items()]
+    assert zoo.outputs(zoo.post("pair", files=files)) == outputs
 
-@any_names
-def test_only_the_requested_outputs_come(zoo: Zoo) -> None:
-    wanted = [zoo.names.tensor("PRODUCT")]
-    response = zoo.infer("pair", {"A": [1, 2], "B": [3, 4]}, outputs=wanted)
-    assert zoo.outputs(response) == {"PRODUCT": [3, 8]}
-
-
-@pytest.mark.fault(
-    "tensors with missing, unknown or duplicate inputs, ragged, of a wrong type, count"
-)
-@pytest.mark.parametrize(
-    ("inputs", "words"),
-    [
-        ({"A": [1, 2]}, "is missing"),
-        ({"A": [1, 2], "B": [3, 4], "C": [5, 6]}, "has no input"),
-        ([1, 2], "without an input name"),
-    ],
-)
-@any_names
-def test_names_that_do_not_fit_are_answered_with_those_that_do(
-    zoo: Zoo, inputs: Any, words: str
-) -> None:
-    response = zoo.infer("pair", inputs)
-    assert_error(response, 422, "DOES_NOT_FIT_MODEL", words)
-    assert f"{zoo.names.tensor('A')} (INT32 [2])" in response.json()["error"]
-
-
-def test_an_unknown_output_does_not_fit(zoo: Zoo) -> None:
-    response = zoo.infer("pair", {"A": [1, 2], "B": [3, 4]}, outputs=["nothing"])
-    assert_error(response, 422, "DOES_NOT_FIT_MODEL", "no output 'nothing'")
+    file = io.BytesIO()
+    arrays: dict[str, Any] = {a: np.array([1, 2], np.int32), b: np.array([3, 4], np.int64)}
+    np.savez(file, **arrays)
+    headers = {"Content-Type": "application/x-npz", "Accept": "application/x-npz"}
+    response = zoo.post("pair", content=file.getvalue(), headers=headers)
+    assert response.status_code == 200, response.text
+    assert load_numpy(response.content)[product].tolist() == [3, 8]
 
 
 @any_names
@@ -222,29 +192,42 @@ def test_optional_inputs_may_be_missing(zoo: Zoo) -> None:
     assert zoo.outputs(zoo.infer("optional", both)) == {"Y": [3.5, 6.5]}
 
 
+@pytest.mark.fault(
+    "tensors with missing, unknown or duplicate inputs, ragged, of a wrong type, count"
+)
 @any_names
-def test_a_form_goes_by_name_too(zoo: Zoo) -> None:
-    fields = {zoo.names.tensor("A"): "[1, 2]", zoo.names.tensor("B"): "[3, 4]"}
-    files = [(name, (None, value, "application/json")) for name, value in fields.items()]
-    assert zoo.outputs(zoo.post("pair", files=files))["SUM"] == [4, 6]
-
-
-@any_names
-def test_an_archive_of_numpy_goes_by_name(zoo: Zoo) -> None:
-    file = io.BytesIO()
-    arrays: dict[str, Any] = {
-        zoo.names.tensor("A"): np.array([1, 2], np.int32),
-        zoo.names.tensor("B"): np.array([3, 4], np.int64),
-    }
-    np.savez(file, **arrays)
-    headers = {"Content-Type": "application/x-npz", "Accept": "application/x-npz"}
-    response = zoo.post("pair", content=file.getvalue(), headers=headers)
-    assert response.status_code == 200, response.text
-    answer = loaded(response.content)
-    assert answer[zoo.names.tensor("PRODUCT")].tolist() == [3, 8]
+def test_names_that_do_not_fit_the_model_are_refused_with_those_that_do(
+    zoo: Zoo, subtests: pytest.Subtests
+) -> None:
+    pair = {"A": [1, 2], "B": [3, 4]}
+    mismatches: list[tuple[Any, str]] = [
+        ({"A": [1, 2]}, "is missing"),
+        ({**pair, "C": [5, 6]}, "has no input"),
+        ([1, 2], "without an input name"),
+    ]
+    for inputs, words in mismatches:
+        with subtests.test(words):
+            response = zoo.infer("pair", inputs)
+            assert_error(response, 422, "DOES_NOT_FIT_MODEL", words)
+            assert f"{zoo.names.tensor('A')} (INT32 [2])" in response.json()["error"]
+    response = zoo.infer("pair", pair, outputs=["nothing"])
+    assert_error(response, 422, "DOES_NOT_FIT_MODEL", "no output 'nothing'")
 
 
 # Values that do not fit.
+
+
+@pytest.mark.fault(
+    "tensors with missing, unknown or duplicate inputs, ragged, of a wrong type, count"
+)
+def test_batch_that_is_empty_or_of_different_sizes_is_refused(zoo: Zoo) -> None:
+    empty = npy(np.zeros((0, 2, 2), np.float32))
+    for response, words in (
+        (zoo.infer("pair", {"A": [[1, 2], [3, 4]], "B": [1, 2]}), "different batch sizes"),
+        (zoo.infer("single_BYTES", []), "an empty batch"),
+        (zoo.post("batched_FP32", content=empty, headers=NPY), "an empty batch"),
+    ):
+        assert_error(response, 422, "DOES_NOT_FIT_MODEL", words)
 
 
 @pytest.mark.fault(
@@ -277,21 +260,26 @@ def test_an_archive_of_numpy_goes_by_name(zoo: Zoo) -> None:
         ("vector_FP32", {"b64": "AAAA"}, "the input's shape is not an image shape"),
     ],
 )
-def test_a_value_that_does_not_fit_is_named(zoo: Zoo, model: str, value: Any, words: str) -> None:
+def test_json_value_that_does_not_fit_is_named(
+    zoo: Zoo, model: str, value: Any, words: str
+) -> None:
     response = zoo.infer(model, {"X": value})
     assert_error(response, 422, "DOES_NOT_FIT_MODEL", words)
     datatype = model.rpartition("_")[2]
-    assert f"input '{zoo.names.tensor('X')}' expects" in response.json()["error"]
-    assert f"({datatype} [" in response.json()["error"]
-    assert "e.g." in response.json()["error"]
+    sentence = response.json()["error"]
+    for expected in (
+        f"input '{zoo.names.tensor('X')}' expects",
+        f"({datatype} [",
+        "e.g.",
+    ):
+        assert expected in sentence
 
 
 @pytest.mark.fault(
     "tensors with missing, unknown or duplicate inputs, ragged, of a wrong type, count"
 )
-@pytest.mark.parametrize(
-    ("model", "array", "words"),
-    [
+def test_array_that_would_be_changed_is_refused(zoo: Zoo, subtests: pytest.Subtests) -> None:
+    for model, array, words in (
         ("plain_INT32", np.array([[1.5]]), "1.5, which INT32 cannot represent exactly"),
         ("plain_INT32", np.array([[np.nan]]), "nan, which INT32 cannot represent exactly"),
         ("plain_INT64", np.array([[2.0**63]]), "cannot represent exactly"),
@@ -305,36 +293,31 @@ def test_a_value_that_does_not_fit_is_named(zoo: Zoo, model: str, value: Any, wo
         ("plain_FP32", np.array([[1j]]), "an array of dtype complex128"),
         ("plain_FP32", np.array([["a"]]), "an array of dtype <U1"),
         ("plain_BYTES", np.array([[1]]), "an array of dtype int64"),
-    ],
-)
-def test_an_array_that_would_be_changed_is_refused(
-    zoo: Zoo, model: str, array: np.ndarray, words: str
+    ):
+        with subtests.test(f"{array.dtype} to {model}"):
+            response = zoo.post(model, content=npy(array), headers=NPY)
+            assert_error(response, 422, "DOES_NOT_FIT_MODEL", words)
+
+
+def test_array_of_another_type_is_converted_if_nothing_is_lost(
+    zoo: Zoo, subtests: pytest.Subtests
 ) -> None:
-    response = zoo.post(model, content=npy(array), headers=NPY)
-    assert_error(response, 422, "DOES_NOT_FIT_MODEL", words)
-
-
-@pytest.mark.parametrize("datatype", [name for name in NUMERIC if name not in ("BOOL", "FP16")])
-def test_an_array_of_another_type_is_converted_when_nothing_is_lost(
-    zoo: Zoo, datatype: str
-) -> None:
-    for dtype in (np.int64, np.float64, np.uint8, np.dtype(">i4"), np.dtype(">f4")):
-        array = np.asfortranarray(np.array([[1, 2, 3], [4, 5, 6]], dtype))
-        response = zoo.post(f"plain_{datatype}", content=npy(array), headers=NPY)
-        assert response.status_code == 200, response.text
-        assert loaded(response.content).tolist() == [[1, 2, 3], [4, 5, 6]]
-
-
-def test_not_a_number_is_a_floating_point_value(zoo: Zoo) -> None:
-    """JSON has no way to send it; arrays are taken as they are, and an answer names what JSON lacks."""
-    assert zoo.outputs(zoo.infer("not_finite", 1))["Y"] == ["NaN", "Infinity", "-Infinity", 1.5]
+    values = [[1, 2, 3], [4, 5, 6]]
+    for datatype in NUMERIC:
+        for dtype in (np.int64, np.float64, np.uint8, np.dtype(">i4"), np.dtype(">f4")):
+            if datatype not in ("BOOL", "FP16"):
+                with subtests.test(f"{np.dtype(dtype)} to {datatype}"):
+                    array = np.asfortranarray(np.array(values, dtype))
+                    response = zoo.post(f"plain_{datatype}", content=npy(array), headers=NPY)
+                    assert response.status_code == 200, response.text
+                    assert load_numpy(response.content).tolist() == values
 
 
 # Bytes and texts.
 
 
 @pytest.mark.fault("texts that are empty, of 1 MB, with NUL, combining marks, emoji")
-def test_bytes_pass_as_they_are(zoo: Zoo) -> None:
+def test_bytes_are_passed_unchanged(zoo: Zoo) -> None:
     blob = bytes(range(256))
     encoded = base64.b64encode(blob).decode()
     headers = {"Content-Type": "application/octet-stream"}
@@ -352,90 +335,90 @@ def test_bytes_pass_as_they_are(zoo: Zoo) -> None:
 
 
 @pytest.mark.fault("texts that are empty, of 1 MB, with NUL, combining marks, emoji")
-@pytest.mark.parametrize("text", ["", "\0", "nul\0inside", "e\u0301", "안녕 ☕🙂", "x" * 1_000_000])
-def test_texts_pass_as_utf8(zoo: Zoo, text: str) -> None:
-    assert zoo.outputs(zoo.infer("single_BYTES", text)) == {"Y": text}
-    headers = {"Content-Type": "text/plain; charset=utf-8"}
-    assert zoo.outputs(zoo.post("single_BYTES", content=text.encode(), headers=headers)) == {
-        "Y": text
-    }
-
-
-def test_a_text_in_another_charset_is_understood(zoo: Zoo) -> None:
+def test_texts_are_passed_unchanged(zoo: Zoo) -> None:
+    for text in ("", "\0", "nul\0inside", "e\u0301", "안녕 ☕🙂", "x" * 1_000_000):
+        assert zoo.outputs(zoo.infer("single_BYTES", text)) == {"Y": text}
+        headers = {"Content-Type": "text/plain; charset=utf-8"}
+        response = zoo.post("single_BYTES", content=text.encode(), headers=headers)
+        assert zoo.outputs(response) == {"Y": text}
     headers = {"Content-Type": "text/plain; charset=latin-1"}
     response = zoo.post("single_BYTES", content="Größe".encode("latin-1"), headers=headers)
     assert zoo.outputs(response) == {"Y": "Größe"}
 
 
+def test_body_without_a_content_type_is_text_if_the_model_expects_text(zoo: Zoo) -> None:
+    def send(model: str, body: bytes) -> httpx.Response:
+        request = httpx.Request("POST", f"{zoo.client.base_url}{zoo.path(model)}", content=body)
+        assert "content-type" not in request.headers
+        return zoo.client.send(request)
+
+    assert zoo.outputs(send("single_BYTES", b"a text"))["Y"] == "a text"
+    refused = send("single_INT32", b"7")
+    assert_error(refused, 415, "UNSUPPORTED_BODY", "Content-Type is missing")
+
+
+# Responses.
+
+
 @any_names
-def test_an_output_that_is_not_utf8_is_base64(zoo: Zoo) -> None:
-    expected = base64.b64encode(b"\xff\xfeabc").decode()
-    assert zoo.outputs(zoo.infer("not_utf8", "abc")) == {"Y": {"b64": expected}}
+def test_output_that_json_cannot_represent_is_encoded(zoo: Zoo) -> None:
+    for model, value, expected in (
+        ("not_utf8", "abc", {"b64": base64.b64encode(b"\xff\xfeabc").decode()}),
+        ("json", "abc", {"got": "abc"}),  # declared to be JSON
+        ("not_finite", 1, ["NaN", "Infinity", "-Infinity", 1.5]),
+    ):
+        assert zoo.outputs(zoo.infer(model, value))["Y"] == expected
 
 
-def test_an_output_declared_to_be_json_is_parsed(zoo: Zoo) -> None:
-    assert zoo.outputs(zoo.infer("json", "abc")) == {"Y": {"got": "abc"}}
-
-
-def test_bytes_with_a_nul_at_the_end_do_not_go_into_a_numpy_file(zoo: Zoo) -> None:
-    """NumPy's fixed-width bytes would lose it."""
-    body = {"inputs": {"b64": base64.b64encode(b"a\0").decode()}}
-    response = zoo.post("single_BYTES", json=body, headers={"Accept": "application/x-npy"})
-    assert_error(response, 406, "NOT_ACCEPTABLE", "application/json")
-
-
-# Answers.
-
-
-def test_an_image_out_of_a_model_can_be_had_raw(zoo: Zoo) -> None:
+def test_accept_header_chooses_the_format_of_the_response(zoo: Zoo) -> None:
     for accept in ("image/png", "image/*", "application/octet-stream", "text/html, image/*;q=0.5"):
         response = zoo.post("picture", json={"inputs": 5}, headers={"Accept": accept})
         assert response.status_code == 200, response.text
         assert response.headers["content-type"] == "image/png"
         assert response.content.startswith(b"\x89PNG")
     assert "b64" in zoo.outputs(zoo.infer("picture", 5))["PNG"]
-
-
-def test_several_raw_images_have_no_one_body(zoo: Zoo) -> None:
-    response = zoo.post("picture", json={"inputs": [5, 6]}, headers={"Accept": "image/png"})
-    assert_error(response, 406, "NOT_ACCEPTABLE", "application/json")
-
-
-@pytest.mark.fault("an `Accept` header that nothing satisfies")
-def test_an_accept_that_nothing_satisfies_is_406(zoo: Zoo) -> None:
-    for accept in ("text/html", "application/json;q=0", "image/png"):
-        response = zoo.post("single_BYTES", json={"inputs": "a"}, headers={"Accept": accept})
-        assert_error(response, 406, "NOT_ACCEPTABLE", "application/json")
-
-
-def test_accept_goes_by_preference(zoo: Zoo) -> None:
     accept = "application/json;q=0.5, application/x-npz;q=0.9, text/html"
-    response = zoo.post(
-        "pair", json={"inputs": zoo.named({"A": [1, 2], "B": [1, 2]})}, headers={"Accept": accept}
-    )
+    body = {"inputs": zoo.named({"A": [1, 2], "B": [1, 2]})}
+    response = zoo.post("pair", json=body, headers={"Accept": accept})
     assert response.headers["content-type"] == "application/x-npz"
 
 
-@any_names
-def test_classification_gives_labels(zoo: Zoo) -> None:
-    response = zoo.infer("classes", {"X": [0.1, 0.7, 0.2]}, parameters={"classification": 2})
-    assert zoo.outputs(response)["SCORES"] == [
-        {"score": pytest.approx(0.7), "index": 1, "label": LABELS[1]},
-        {"score": pytest.approx(0.2), "index": 2, "label": LABELS[2]},
-    ]
-
-
-@pytest.mark.parametrize(
-    "parameters",
-    [{"classification": -1}, {"classification": "two"}, {"timeout": "soon"}, {"triton_x": 1}],
-)
-def test_parameters_that_cannot_be_are_422(zoo: Zoo, parameters: dict[str, Any]) -> None:
-    response = zoo.infer("classes", {"X": [0.1, 0.7, 0.2]}, parameters=parameters)
-    assert_error(response, 422, "DOES_NOT_FIT_MODEL", next(iter(parameters)))
+@pytest.mark.fault("an `Accept` header that nothing satisfies")
+def test_accept_header_that_cannot_be_satisfied_is_406(zoo: Zoo) -> None:
+    ends_with_nul = {"b64": base64.b64encode(b"a\0").decode()}
+    for model, value, accept in (
+        ("single_BYTES", "a", "text/html"),
+        ("single_BYTES", "a", "application/json;q=0"),
+        ("single_BYTES", "a", "image/png"),
+        ("single_BYTES", ends_with_nul, "application/x-npy"),  # NumPy would lose the NUL
+        ("picture", [5, 6], "image/png"),  # several images are not one body
+    ):
+        response = zoo.post(model, json={"inputs": value}, headers={"Accept": accept})
+        assert_error(response, 406, "NOT_ACCEPTABLE", "application/json")
 
 
 @any_names
-def test_a_dry_run_tells_the_tensors_and_sends_nothing(zoo: Zoo) -> None:
+def test_classification_is_requested_by_parameter_query_or_config(zoo: Zoo) -> None:
+    inputs = zoo.named({"X": [0.1, 0.7, 0.2]})
+    first = {"score": pytest.approx(0.7), "index": 1, "label": LABELS[1]}
+    second = {"score": pytest.approx(0.2), "index": 2, "label": LABELS[2]}
+    array = npy(np.array([[0.1, 0.7, 0.2]], np.float32))
+    as_npy = {"Content-Type": "application/x-npy"}
+    two = {"inputs": inputs, "parameters": {"classification": 2}}
+    for model in ("classes", "labelled"):
+        assert zoo.outputs(zoo.post(model, json=two))["SCORES"] == [first, second]
+    response = zoo.post("classes", "/infer?classification=1", content=array, headers=as_npy)
+    assert zoo.outputs(response)["SCORES"] == [[first]]
+    # The config of this model requests one class.
+    assert zoo.outputs(zoo.post("labelled", json={"inputs": inputs}))["SCORES"] == [first]
+    for path, parameters in (("/infer?classification=0", {}), ("/infer", {"classification": 0})):
+        document = {"inputs": inputs, "parameters": parameters}
+        scores = zoo.outputs(zoo.post("labelled", path, json=document))["SCORES"]
+        assert scores == pytest.approx([0.1, 0.7, 0.2])
+
+
+@any_names
+def test_dry_run_describes_the_tensors_and_sends_nothing(zoo: Zoo) -> None:
     response = zoo.post("failing", "/infer?dry_run=true", json={"inputs": 1.5})
     assert response.json()["inputs"] == [
         {
@@ -448,92 +431,54 @@ def test_a_dry_run_tells_the_tensors_and_sends_nothing(zoo: Zoo) -> None:
     ]
 
 
-def test_the_requests_id_comes_back(zoo: Zoo) -> None:
-    response = zoo.infer("single_BYTES", "a", id="mine")
-    assert response.json()["id"] == "mine"
+def test_id_of_the_request_is_in_the_response(zoo: Zoo) -> None:
+    assert zoo.infer("single_BYTES", "a", id="mine").json()["id"] == "mine"
 
 
-# Parameters in the query.
-
-
-def test_the_number_of_classes_may_be_in_the_query_with_any_body(zoo: Zoo) -> None:
-    array = np.array([[0.1, 0.7, 0.2]], np.float32)
-    file = io.BytesIO()
-    np.save(file, array)
-    headers = {"Content-Type": "application/x-npy"}
-    response = zoo.post(
-        "classes", "/infer?classification=1", content=file.getvalue(), headers=headers
-    )
-    assert zoo.outputs(response)["SCORES"] == [
-        [{"score": pytest.approx(0.7), "index": 1, "label": LABELS[1]}]
-    ]
-
-
-def test_the_models_config_may_ask_for_classes(zoo: Zoo) -> None:
-    best = {"score": pytest.approx(0.7), "index": 1, "label": LABELS[1]}
-    inputs = zoo.named({"X": [0.1, 0.7, 0.2]})
-    response = zoo.post("labelled", json={"inputs": inputs})
-    assert zoo.outputs(response)["SCORES"] == [best]
-    for path, parameters in (
-        ("/infer?classification=0", {}),
-        ("/infer", {"classification": 0}),
-    ):
-        document = {"inputs": inputs, "parameters": parameters}
-        scores = zoo.outputs(zoo.post("labelled", path, json=document))["SCORES"]
-        assert scores == pytest.approx([0.1, 0.7, 0.2])
-    two = zoo.post("labelled", json={"inputs": inputs, "parameters": {"classification": 2}})
-    assert len(zoo.outputs(two)["SCORES"]) == 2
+# Parameters.
 
 
 @pytest.mark.parametrize(
-    ("query", "words"),
+    ("query", "parameters", "status", "words"),
     [
-        ("dryrun=true", "unknown query parameter 'dryrun'; did you mean dry_run?"),
-        ("classifications=2", "did you mean classification?"),
-        ("x=1", "unknown query parameter 'x'"),
+        ("", {"classification": -1}, 422, "classification"),
+        ("", {"classification": "two"}, 422, "classification"),
+        ("", {"timeout": "soon"}, 422, "timeout"),
+        ("", {"triton_x": 1}, 422, "triton_x"),
+        ("", {"time_out": 5}, 400, "did you mean timeout?"),
+        ("dryrun=true", {}, 400, "unknown query parameter 'dryrun'; did you mean dry_run?"),
+        ("classifications=2", {}, 400, "did you mean classification?"),
+        ("x=1", {}, 400, "unknown query parameter 'x'"),
     ],
 )
-def test_an_unknown_query_parameter_is_refused(zoo: Zoo, query: str, words: str) -> None:
-    response = zoo.post("single_BYTES", f"/infer?{query}", json={"inputs": "a"})
-    assert_error(response, 400, "MALFORMED_REQUEST", words)
+def test_parameter_that_is_invalid_or_misspelt_is_refused(
+    zoo: Zoo, query: str, parameters: dict[str, Any], status: int, words: str
+) -> None:
+    document = {"inputs": zoo.named({"X": [0.1, 0.7, 0.2]}), "parameters": parameters}
+    response = zoo.post("classes", f"/infer?{query}", json=document)
+    assert_error(
+        response, status, "MALFORMED_REQUEST" if status == 400 else "DOES_NOT_FIT_MODEL", words
+    )
 
 
-def test_a_query_on_tritons_own_paths_is_ignored_as_by_triton(zoo: Zoo) -> None:
+def test_parameter_of_a_model_and_query_of_a_triton_path_are_accepted(zoo: Zoo) -> None:
+    assert zoo.infer("single_BYTES", "a", parameters={"temperature": 5}).status_code == 200
     assert zoo.client.post("/v2/repository/index?unknown=1").status_code == 200
 
 
-def test_a_misspelt_parameter_is_refused_and_a_models_own_is_not(zoo: Zoo) -> None:
-    response = zoo.infer("single_BYTES", "a", parameters={"time_out": 5})
-    assert_error(response, 400, "MALFORMED_REQUEST", "did you mean timeout?")
-    assert zoo.infer("single_BYTES", "a", parameters={"temperature": 5}).status_code == 200
-
-
-def test_a_body_without_a_type_is_the_text_of_a_model_of_texts(zoo: Zoo) -> None:
-    text = "a text, as curl -X POST -T sends it"
-    path = zoo.path("single_BYTES")
-    request = httpx.Request("POST", f"{zoo.client.base_url}{path}", content=text.encode())
-    assert "content-type" not in request.headers
-    assert zoo.outputs(zoo.client.send(request))["Y"] == text
-    numbers = zoo.path("single_INT32")
-    request = httpx.Request("POST", f"{zoo.client.base_url}{numbers}", content=b"7")
-    assert_error(zoo.client.send(request), 415, "UNSUPPORTED_BODY", "Content-Type is missing")
-
-
-# What a model's fault tells.
+# Errors of models.
 
 
 @pytest.mark.fault("exceptions provoked in a model")
 @any_names
-def test_an_exception_in_a_model_tells_its_reason_and_nothing_else(zoo: Zoo) -> None:
+def test_error_of_a_model_has_its_status_and_only_its_reason(
+    zoo: Zoo, subtests: pytest.Subtests
+) -> None:
     response = zoo.infer("failing", 1)
     assert_error(response, 500, "MODEL_FAULT", "boom")
-    for leaked in ("/srv", "deadbeef", "model.py", "execute"):
-        assert leaked not in response.json()["error"]
-
-
-@pytest.mark.parametrize(
-    ("code", "status", "name"),
-    [
+    for internal in ("/srv", "deadbeef", "model.py", "execute"):
+        assert internal not in response.json()["error"]
+    for code, status, name in (
         ("INVALID_ARG", 422, "REFUSED_BY_MODEL"),
         ("NOT_FOUND", 404, "NOT_FOUND"),
         ("UNAVAILABLE", 503, "UNAVAILABLE"),
@@ -541,16 +486,13 @@ def test_an_exception_in_a_model_tells_its_reason_and_nothing_else(zoo: Zoo) -> 
         ("ALREADY_EXISTS", 422, "REFUSED_BY_MODEL"),
         ("UNKNOWN", 422, "REFUSED_BY_MODEL"),
         ("INTERNAL", 500, "MODEL_FAULT"),
-    ],
-)
-def test_a_models_own_error_has_its_status_and_its_words(
-    zoo: Zoo, code: str, status: int, name: str
-) -> None:
-    response = zoo.infer("refusing", f"{code}:the moon is in the way")
-    assert_error(response, status, name, "the moon is in the way")
+    ):
+        with subtests.test(code):
+            response = zoo.infer("refusing", f"{code}:the moon is in the way")
+            assert_error(response, status, name, "the moon is in the way")
 
 
-def test_a_mismatch_of_the_clients_own_does_not_read_the_metadata_again(zoo: Zoo) -> None:
+def test_mismatch_of_a_client_does_not_read_the_metadata_again(zoo: Zoo) -> None:
     """Each reading would be two requests to Triton; one is due every two seconds in any case."""
 
     def attempts() -> float:
@@ -566,8 +508,11 @@ def test_a_mismatch_of_the_clients_own_does_not_read_the_metadata_again(zoo: Zoo
     assert attempts() - before < 50
 
 
+# Deadlines.
+
+
 @any_names
-def test_a_deadline_that_passes_is_504(zoo: Zoo) -> None:
+def test_deadline_that_passes_is_504(zoo: Zoo) -> None:
     """The model would take a minute; no other test uses it."""
     headers = {"X-Request-Timeout": "0.3"}
     response = zoo.post("patient", json={"inputs": 60.0}, headers=headers)
@@ -575,73 +520,73 @@ def test_a_deadline_that_passes_is_504(zoo: Zoo) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sent", ["half", "chunk", "nothing"])
+@pytest.mark.parametrize(
+    ("framing", "body"),
+    [
+        ("Content-Length: 200000", b"x" * 100_000),
+        ("Transfer-Encoding: chunked", b"186a0\r\n" + b"x" * 100_000 + b"\r\n"),
+        ("Content-Length: 100\r\nExpect: 100-continue", b""),
+    ],
+    ids=["half of the body", "a chunk", "nothing"],
+)
 @pytest.mark.parametrize("content_type", ["text/plain", "multipart/form-data; boundary=b"])
-def test_a_deadline_that_passes_before_the_body_is_complete_is_504(
-    zoo: Zoo, content_type: str, sent: str
+def test_deadline_that_passes_before_the_body_is_complete_is_504(
+    zoo: Zoo, content_type: str, framing: str, body: bytes
 ) -> None:
-    framing, body = {
-        "half": ("Content-Length: 200000", b"x" * 100_000),
-        "chunk": ("Transfer-Encoding: chunked", b"186a0\r\n" + b"x" * 100_000 + b"\r\n"),
-        "nothing": ("Content-Length: 100\r\nExpect: 100-continue", b""),
-    }[sent]
     head = (
         f"POST {zoo.path('single_BYTES')} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
         f"X-Request-Timeout: 0.3\r\nContent-Type: {content_type}\r\n{framing}\r\n\r\n"
     )
-    answer = raw_answer(zoo, head.encode() + body)
-    answer = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 504 ")
-    assert b'"code":"DEADLINE_PASSED"' in answer
+    response = send_bytes(zoo, head.encode() + body)
+    response = response.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    assert response.startswith(b"HTTP/1.1 504 ")
+    assert b'"code":"DEADLINE_PASSED"' in response
 
 
 @pytest.mark.fault("deadlines of 0, −1, `abc`, 1e9 s")
-@pytest.mark.parametrize("deadline", ["0", "-1", "abc", "nan", "inf"])
-def test_a_deadline_that_cannot_be_is_400(zoo: Zoo, deadline: str) -> None:
-    headers = {"X-Request-Timeout": deadline}
-    response = zoo.post("single_BYTES", json={"inputs": "a"}, headers=headers)
-    assert_error(response, 400, "MALFORMED_REQUEST", "X-Request-Timeout")
+def test_deadline_that_is_invalid_is_400_and_one_that_is_too_long_is_lowered(zoo: Zoo) -> None:
+    def infer(deadline: str) -> httpx.Response:
+        headers = {"X-Request-Timeout": deadline}
+        return zoo.post("single_BYTES", json={"inputs": "a"}, headers=headers)
+
+    for deadline in ("0", "-1", "abc", "nan", "inf"):
+        assert_error(infer(deadline), 400, "MALFORMED_REQUEST", "X-Request-Timeout")
+    assert infer("1e9").status_code == 200
 
 
-@pytest.mark.fault("deadlines of 0, −1, `abc`, 1e9 s")
-def test_a_deadline_that_is_too_long_is_clamped(zoo: Zoo) -> None:
-    response = zoo.post("single_BYTES", json={"inputs": "a"}, headers={"X-Request-Timeout": "1e9"})
-    assert response.status_code == 200
-
-
-# KServe's V1 dialect.
+# KServe's V1 protocol.
 
 
 @any_names
-def test_rows_become_predictions(zoo: Zoo) -> None:
-    def predictions(model: str, instances: Any) -> Any:
-        response = zoo.post(model, ":predict", json={"instances": instances})
-        assert response.status_code == 200, response.text
-        return response.json()["predictions"]
-
-    assert predictions("single_BYTES", ["a", "b"]) == ["a", "b"]
-    assert predictions("single_BYTES", ["a"]) == ["a"]
-    assert predictions("single_BYTES", [{"b64": "YQ=="}]) == ["a"]
-    assert predictions("single_INT32", list(range(20))) == list(range(20))
-    assert predictions("vector_FP32", [[1, 2], [3, 4]]) == [[1, 2], [3, 4]]
-    assert predictions("plain_vector_FP32", [[1, 2], [3, 4, 5]]) == [[1, 2], [3, 4, 5]]
-    assert predictions("plain_FP32", [[1, 2], [3, 4]]) == [[1, 2], [3, 4]]
+def test_predict_takes_rows_and_columns(zoo: Zoo, subtests: pytest.Subtests) -> None:
     rows = [zoo.named({"A": [1, 2], "B": [3, 4]}), zoo.named({"A": [0, 0], "B": [5, 6]})]
-    assert predictions("pair", rows) == [
+    predictions = [
         zoo.named({"SUM": [4, 6], "PRODUCT": [3, 8]}),
         zoo.named({"SUM": [5, 6], "PRODUCT": [0, 0]}),
     ]
-
-
-def test_columns_become_outputs(zoo: Zoo) -> None:
-    def outputs(model: str, inputs: Any) -> Any:
-        response = zoo.post(model, ":predict", json={"inputs": inputs})
-        assert response.status_code == 200, response.text
-        return response.json()["outputs"]
-
-    assert outputs("vector_FP32", [[1, 2], [3, 4]]) == [[1, 2], [3, 4]]
-    columns = zoo.named({"A": [[1, 2]], "B": [[3, 4]]})
-    assert outputs("pair", columns) == zoo.named({"SUM": [[4, 6]], "PRODUCT": [[3, 8]]})
+    table: list[tuple[str, str, Any, Any]] = [
+        ("single_BYTES", "instances", ["a", "b"], ["a", "b"]),
+        ("single_BYTES", "instances", ["a"], ["a"]),
+        ("single_BYTES", "instances", [{"b64": "YQ=="}], ["a"]),
+        ("single_INT32", "instances", list(range(20)), list(range(20))),
+        ("vector_FP32", "instances", [[1, 2], [3, 4]], [[1, 2], [3, 4]]),
+        ("plain_vector_FP32", "instances", [[1, 2], [3, 4, 5]], [[1, 2], [3, 4, 5]]),
+        ("plain_FP32", "instances", [[1, 2], [3, 4]], [[1, 2], [3, 4]]),
+        ("pair", "instances", rows, predictions),
+        ("vector_FP32", "inputs", [[1, 2], [3, 4]], [[1, 2], [3, 4]]),
+        (
+            "pair",
+            "inputs",
+            zoo.named({"A": [[1, 2]], "B": [[3, 4]]}),
+            zoo.named({"SUM": [[4, 6]], "PRODUCT": [[3, 8]]}),
+        ),
+    ]
+    for model, field, inputs, expected in table:
+        with subtests.test(f"{model} {field} {inputs}"):
+            response = zoo.post(model, ":predict", json={field: inputs})
+            assert response.status_code == 200, response.text
+            key = "predictions" if field == "instances" else "outputs"
+            assert response.json()[key] == expected
 
 
 @pytest.mark.parametrize(
@@ -655,7 +600,7 @@ def test_columns_become_outputs(zoo: Zoo) -> None:
         ({"instances": ["a", 1]}, 422, "the number '1'"),
     ],
 )
-def test_a_bad_prediction_request_says_what_is_wrong(
+def test_predict_request_that_is_invalid_is_refused(
     zoo: Zoo, body: Any, status: int, words: str
 ) -> None:
     response = zoo.post("single_BYTES", ":predict", json=body)
@@ -663,228 +608,137 @@ def test_a_bad_prediction_request_says_what_is_wrong(
     assert words in response.json()["error"]
 
 
-# Bodies that are not what they say.
+# Bodies that cannot be read.
 
 
 @pytest.mark.fault("JSON with NaN, 1e999, a lone surrogate, invalid UTF-8, a depth of 100,000, an")
-@pytest.mark.parametrize(
-    "body",
-    [
+def test_json_that_is_invalid_is_400(zoo: Zoo, subtests: pytest.Subtests) -> None:
+    for body in (
         b"", b"null", b"[]", b"5", b"{}", b"{", b'{"inputs": NaN}', b'{"inputs": 1e999}',
         b'{"inputs": "\\ud800"}', b'{"inputs": "\xff"}', b'{"inputs": 1, "more": 2}',
         b'{"inputs": {"b64": "***"}}', b'{"inputs": {"b64": "data:image/png;base64"}}',
         b'{"inputs": "a", "outputs": "Y"}', b'{"inputs": "a", "parameters": []}',
         b'{"inputs": "a", "id": 5}', b"[" * 100_000, b'{"inputs":' + b"[" * 90 + b"]" * 90 + b"}",
-    ],
-)  # fmt: skip
-def test_json_that_is_none_is_400(zoo: Zoo, body: bytes) -> None:
-    response = zoo.post("single_BYTES", content=body, headers={"Content-Type": "application/json"})
-    assert response.status_code == 400, response.text
-    assert response.json()["code"] == "MALFORMED_REQUEST"
-
-
-@pytest.mark.fault("JSON with NaN, 1e999, a lone surrogate, invalid UTF-8, a depth of 100,000, an")
-def test_an_integer_of_5000_digits_does_no_harm(zoo: Zoo) -> None:
-    body = b'{"inputs": ' + b"9" * 5000 + b"}"
-    response = zoo.post("single_INT32", content=body, headers={"Content-Type": "application/json"})
-    assert response.status_code in (400, 422)
+        b'{"inputs": ' + b"9" * 5000 + b"}",
+    ):  # fmt: skip
+        with subtests.test(repr(body[:40])):
+            headers = {"Content-Type": "application/json"}
+            response = zoo.post("single_INT32", content=body, headers=headers)
+            assert_error(response, 400, "MALFORMED_REQUEST")
 
 
 def form(*parts: bytes, end: bytes = b"--b--\r\n") -> bytes:
     return b"".join(b"--b\r\n" + part + b"\r\n" for part in parts) + end
 
 
-FIELD = b'Content-Disposition: form-data; name="x"\r\n\r\nvalue'
-
-
-@pytest.mark.fault("forms that are truncated or have 2,000 fields, a file called ../../etc/passwd")
-@pytest.mark.parametrize(
-    ("content_type", "body", "status"),
-    [
-        ("multipart/form-data", form(FIELD), 400),
-        ("multipart/form-data; boundary=b", form(FIELD, end=b""), 400),
-        ("multipart/form-data; boundary=b", form(FIELD)[:30], 400),
-        ("multipart/form-data; boundary=b", b"", 400),
-        ("multipart/form-data; boundary=b", b"garbage", 400),
-        ("multipart/form-data; boundary=b", form(b"\r\nno headers"), 400),
-        ("multipart/form-data; boundary=b", form(b"Content-Disposition: form-data\r\n\r\nx"), 400),
-        ("multipart/form-data; boundary=b", form(*[FIELD] * 129), 413),
-        ("multipart/form-data; boundary=b", form(*[FIELD] * 2000), 413),
-        ("multipart/form-data; boundary=b", form(), 422),
-    ],
-)
-def test_a_form_that_is_none(zoo: Zoo, content_type: str, body: bytes, status: int) -> None:
-    response = zoo.post("single_BYTES", content=body, headers={"Content-Type": content_type})
-    assert response.status_code == status, response.text
-
-
-@pytest.mark.fault("forms that are truncated or have 2,000 fields, a file called ../../etc/passwd")
-def test_a_file_name_is_only_a_name(zoo: Zoo) -> None:
-    files = {"x": ("../../etc/passwd", b"harmless")}
-    assert zoo.outputs(zoo.post("single_BYTES", files=files)) == {"Y": "harmless"}
-
-
-def header_of(shape: str, descr: str = "'<f4'") -> bytes:
-    header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}".encode()
-    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
-
-
-@pytest.mark.fault("NumPy files with pickles, or that claim 10 GB")
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"", b"\x93NUMPY", b"not numpy", npy(np.zeros(3))[:-1], npy(np.zeros(3)) + b"x",
-        header_of("(100000, 100000)"), header_of("(-1,)"), header_of("(1,)", "'|O'") + b"x" * 8,
-        header_of("(1,)", "'<U1', __import__('os')"), header_of("((1,),)"), header_of("(1e3,)"),
-    ],
-)  # fmt: skip
-def test_a_numpy_file_that_is_none_is_400(zoo: Zoo, body: bytes) -> None:
-    response = zoo.post("plain_FP32", content=body, headers={"Content-Type": "application/x-npy"})
-    assert_error(response, 400, "MALFORMED_REQUEST", ".npy")
-
-
-@pytest.mark.fault("NumPy files with pickles, or that claim 10 GB")
-def test_pickles_are_not_taken(zoo: Zoo) -> None:
-    file = io.BytesIO()
-    np.save(file, np.array([{"a": 1}], object), allow_pickle=True)
-    response = zoo.post(
-        "plain_FP32", content=file.getvalue(), headers={"Content-Type": "application/x-npy"}
-    )
-    assert_error(response, 400, "MALFORMED_REQUEST", "pickled")
-
-
-@pytest.mark.fault("NumPy files with pickles, or that claim 10 GB")
-def test_an_archive_that_inflates_beyond_the_limit_is_413(zoo: Zoo) -> None:
+def npz_of_zeros() -> bytes:
     file = io.BytesIO()
     np.savez_compressed(file, X=np.zeros(20_000_000, np.float32))
-    response = zoo.post(
-        "plain_FP32", content=file.getvalue(), headers={"Content-Type": "application/x-npz"}
-    )
-    assert_error(response, 413, "TOO_LARGE", "inflates")
+    return file.getvalue()
 
 
+def npy_with_pickle() -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.array([{"a": 1}], object), allow_pickle=True)
+    return file.getvalue()
+
+
+@pytest.mark.fault("forms that are truncated or have 2,000 fields, a file called ../../etc/passwd")
 @pytest.mark.fault("NumPy files with pickles, or that claim 10 GB")
-def test_an_archive_that_is_none_is_400(zoo: Zoo) -> None:
-    response = zoo.post(
-        "plain_FP32", content=b"PK nothing", headers={"Content-Type": "application/x-npz"}
-    )
-    assert_error(response, 400, "MALFORMED_REQUEST", ".npz")
-
-
-def test_a_compressed_body_is_inflated(zoo: Zoo) -> None:
-    headers = {"Content-Type": "text/plain", "Content-Encoding": "gzip"}
-    response = zoo.post("single_BYTES", content=gzip.compress(b"hello"), headers=headers)
-    assert zoo.outputs(response) == {"Y": "hello"}
-
-
 @pytest.mark.fault("invalid gzip, or 10 MB of gzip that decompress to 10 GB")
-def test_a_compressed_body_that_is_none_is_400_and_a_bomb_413(zoo: Zoo) -> None:
-    headers = {"Content-Type": "text/plain", "Content-Encoding": "gzip"}
-    for body in (b"plain", gzip.compress(b"hello")[:-9], b""):
-        response = zoo.post("single_BYTES", content=body, headers=headers)
-        assert_error(
-            response,
-            400,
-            "MALFORMED_REQUEST",
-            "compressed" if body[:1] != b"p" else "Content-Encoding",
-        )
-    bomb = gzip.compress(bytes(100 << 20))
-    assert_error(zoo.post("single_BYTES", content=bomb, headers=headers), 413, "TOO_LARGE", "limit")
-    headers["Content-Encoding"] = "br"
-    assert_error(
-        zoo.post("single_BYTES", content=b"x", headers=headers), 415, "UNSUPPORTED_BODY", "gzip"
-    )
+def test_body_that_is_not_of_its_type_is_refused(zoo: Zoo, subtests: pytest.Subtests) -> None:
+    """One of each kind that the unit tests of the parsers have many of."""
+    field = b'Content-Disposition: form-data; name="x"\r\n\r\nvalue'
+    malformed = (400, "MALFORMED_REQUEST")
+    too_large = (413, "TOO_LARGE")
+    unsupported = (415, "UNSUPPORTED_BODY")
+    form_type = "multipart/form-data; boundary=b"
+    npy_type, npz_type = "application/x-npy", "application/x-npz"
+    gzipped = "text/plain with gzip"
+    zipped = gzip.compress(b"hello")
+    for name, content_type, body, (status, code), words in (
+        ("a form without a boundary", "multipart/form-data", form(field), malformed, ""),
+        ("a form that is truncated", form_type, form(field, end=b""), malformed, ""),
+        ("a form of 2,000 fields", form_type, form(*[field] * 2000), too_large, ""),
+        ("a form of no fields", form_type, form(), (422, "DOES_NOT_FIT_MODEL"), ""),
+        ("an empty array", npy_type, b"", malformed, ".npy"),
+        ("a truncated array", npy_type, npy(np.zeros(3))[:-1], malformed, ".npy"),
+        ("a pickle", npy_type, npy_with_pickle(), malformed, "pickled"),
+        ("no archive", npz_type, b"PK nothing", malformed, ".npz"),
+        ("an archive that inflates to 80 MB", npz_type, npz_of_zeros(), too_large, "inflates"),
+        ("no gzip", gzipped, b"plain", malformed, "Content-Encoding"),
+        ("truncated gzip", gzipped, zipped[:-9], malformed, "compressed"),
+        ("empty gzip", gzipped, b"", malformed, "compressed"),
+        ("zeros after gzip", gzipped, zipped + bytes(1 << 20), malformed, "Content-Encoding"),
+        ("gzip of 100 MiB", gzipped, gzip.compress(bytes(100 << 20)), too_large, "limit"),
+        ("an unknown encoding", "text/plain with br", b"x", unsupported, "gzip"),
+        ("HTML", "text/html", b"x", unsupported, "application/json"),
+        ("curl's default", "application/x-www-form-urlencoded", b"x", unsupported, "-H 'Content-Type: …'"),
+        ("no media type", "x", b"x", unsupported, "application/json"),
+    ):  # fmt: skip
+        with subtests.test(name):
+            media_type, _, encoding = content_type.partition(" with ")
+            headers = {"Content-Type": media_type}
+            if encoding:
+                headers["Content-Encoding"] = encoding
+            model = "plain_FP32" if "np" in media_type else "single_BYTES"
+            response = zoo.post(model, content=body, headers=headers)
+            assert_error(response, status, code, words)
 
 
-def test_several_gzip_members_are_one_body_and_garbage_is_none(zoo: Zoo) -> None:
+def test_body_that_is_compressed_is_inflated(zoo: Zoo) -> None:
     headers = {"Content-Type": "text/plain", "Content-Encoding": "gzip"}
     body = gzip.compress(b"one, ") + gzip.compress(b"two")
     assert zoo.outputs(zoo.post("single_BYTES", content=body, headers=headers)) == {"Y": "one, two"}
-    garbage = gzip.compress(b"one") + bytes(1 << 20)
-    response = zoo.post("single_BYTES", content=garbage, headers=headers)
-    assert_error(response, 400, "MALFORMED_REQUEST", "Content-Encoding")
 
 
-def raw_answer(zoo: Zoo, request: bytes) -> bytes:
-    """All that the gateway answers to these bytes, until it closes."""
+def send_bytes(zoo: Zoo, request: bytes) -> bytes:
+    """Send these bytes, and return all that the gateway sends until it closes the connection."""
     url = zoo.client.base_url
     with socket.create_connection((url.host, url.port or 80), 60) as connection:
         connection.sendall(request)
-        answer = b""
+        response = b""
         while data := connection.recv(65536):
-            answer += data
-    return answer
+            response += data
+    return response
 
 
 @pytest.mark.fault("request smuggling through nginx, in upgrades, in trailers")
-def test_an_upgrade_is_refused_before_its_body_is_taken_for_a_request(zoo: Zoo) -> None:
+def test_upgrade_is_refused_and_its_body_not_taken_for_a_request(zoo: Zoo) -> None:
     path = zoo.path("single_BYTES")
     request = (
         f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
         "Content-Type: text/plain\r\nContent-Length: 40\r\n\r\nGET /livez HTTP/1.1\r\nHost: smuggled\r\n\r\n"
     )
-    answer = raw_answer(zoo, request.encode())
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert answer.count(b"HTTP/1.1") == 1
-    assert b'"code":"MALFORMED_REQUEST"' in answer
-
-
-def test_what_is_no_http_is_answered_in_the_same_shape(zoo: Zoo) -> None:
-    answer = raw_answer(zoo, b"NONSENSE\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert b'"code":"MALFORMED_REQUEST"' in answer
-
-
-@pytest.mark.fault("request smuggling through nginx, in upgrades, in trailers")
-def test_trailers_do_not_become_headers(zoo: Zoo) -> None:
-    request = (
-        f"POST {zoo.path('single_BYTES')} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
-        "Content-Type: text/plain\r\nConnection: close\r\n\r\n"
-        "5\r\nhello\r\n0\r\nX-Request-Timeout: never\r\nX-Request-ID: trailing\r\n\r\n"
-    )
-    answer = raw_answer(zoo, request.encode())
-    assert answer.startswith(b"HTTP/1.1 200 ")
-    assert b"trailing" not in answer
+    response = send_bytes(zoo, request.encode())
+    assert response.startswith(b"HTTP/1.1 400 ")
+    assert response.count(b"HTTP/1.1") == 1
+    assert b'"code":"MALFORMED_REQUEST"' in response
 
 
 @pytest.mark.fault("bodies over the limit, with a length or chunked")
-def test_a_body_over_the_limit_is_413_before_it_is_read(zoo: Zoo) -> None:
-    url, path = zoo.client.base_url, zoo.path("single_BYTES")
+def test_body_over_the_limit_is_413_before_all_of_it_is_read(zoo: Zoo) -> None:
+    url = zoo.client.base_url
+    path = zoo.path("single_BYTES")
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\n"
     with socket.create_connection((url.host, url.port or 80), 60) as connection:
         connection.sendall(f"{head}Content-Length: {(64 << 20) + 1}\r\n\r\n".encode())
-        answer = b""
-        while b"TOO_LARGE" not in answer and (data := connection.recv(4096)):
-            answer += data
-    assert answer.startswith(b"HTTP/1.1 413 ")
-    assert b"TOO_LARGE" in answer
-
-
-@pytest.mark.fault("bodies over the limit, with a length or chunked")
-def test_a_chunked_body_over_the_limit_is_413_at_the_limit(zoo: Zoo) -> None:
+        response = b""
+        while b"TOO_LARGE" not in response and (data := connection.recv(4096)):
+            response += data
+    assert response.startswith(b"HTTP/1.1 413 ")
+    assert b"TOO_LARGE" in response
     chunks = (bytes(1 << 20) for _ in range(65))
-    response = zoo.post("single_BYTES", content=chunks, headers={"Content-Type": "text/plain"})
-    assert_error(response, 413, "TOO_LARGE", "limit")
-
-
-@pytest.mark.parametrize("content_type", ["text/html", "application/x-www-form-urlencoded", "x"])
-def test_a_body_of_another_type_is_415(zoo: Zoo, content_type: str) -> None:
-    headers = {"Content-Type": content_type}
-    response = zoo.post("single_BYTES", content=b"x", headers=headers)
-    assert_error(response, 415, "UNSUPPORTED_BODY", "application/json")
+    chunked = zoo.post("single_BYTES", content=chunks, headers={"Content-Type": "text/plain"})
+    assert_error(chunked, 413, "TOO_LARGE", "limit")
 
 
 @pytest.mark.fault("names with ../, %00, CR and LF, of 300 characters; invalid versions")
-@pytest.mark.parametrize(
-    "name", ["..%2f..%2fv2%2frepository", "%00", "%0d%0aX: y", "x" * 300, "%F0%9F%99%82"]
-)
-def test_a_name_that_is_none_is_404(zoo: Zoo, name: str) -> None:
-    response = zoo.client.post(f"/v1/models/{name}/infer", json={"inputs": 1})
-    assert response.status_code == 404, response.text
-    assert response.json()["code"] in ("MODEL_NOT_FOUND", "NOT_FOUND")
-
-
-# What a model says of itself.
+def test_model_name_that_is_invalid_is_404(zoo: Zoo) -> None:
+    for name in ("..%2f..%2fv2%2frepository", "%00", "%0d%0aX: y", "x" * 300, "%F0%9F%99%82"):
+        response = zoo.client.post(f"/v1/models/{name}/infer", json={"inputs": 1})
+        assert response.status_code == 404, response.text
+        assert response.json()["code"] in ("MODEL_NOT_FOUND", "NOT_FOUND")
 
 
 # A request with a query is served by the framework, any other by the same handler without it.
@@ -909,25 +763,21 @@ def comparable(response: httpx.Response) -> tuple[int, Any, dict[str, str]]:
     return response.status_code, document, headers
 
 
-@pytest.mark.parametrize("request_name", JSON_REQUESTS)
-@pytest.mark.parametrize("verb", VERBS)
-def test_both_ways_to_a_handler_answer_alike(zoo: Zoo, verb: str, request_name: str) -> None:
-    options = {"method": "POST", **JSON_REQUESTS[request_name]}
-    path = zoo.path("batched_FP32", verb)
-    answers = [comparable(zoo.client.request(url=url, **options)) for url in (path, f"{path}?&")]
-    assert answers[0] == answers[1]
-    assert answers[0][0] in (200, 400, 404, 405, 415, 422)
-
-
-def test_both_ways_know_the_same_models(zoo: Zoo) -> None:
+def test_request_is_answered_alike_with_and_without_the_framework(
+    zoo: Zoo, subtests: pytest.Subtests
+) -> None:
     for verb in VERBS:
-        path = f"/v1/models/nothing-like-it{verb}"
-        answers = [comparable(zoo.client.post(url)) for url in (path, f"{path}?&")]
-        assert answers[0] == answers[1]
-        assert answers[0][0] == 404
+        requests = [(zoo.path("batched_FP32", verb), request) for request in JSON_REQUESTS.values()]
+        requests.append((f"/v1/models/nothing-like-it{verb}", {}))
+        for path, request in requests:
+            with subtests.test(f"{path} {request}"):
+                options = {"method": "POST", **request}
+                direct = comparable(zoo.client.request(url=path, **options))
+                assert direct == comparable(zoo.client.request(url=f"{path}?&", **options))
+                assert direct[0] in (200, 400, 404, 405, 415, 422)
 
 
-def test_every_inference_in_the_description_is_served_without_the_framework(zoo: Zoo) -> None:
+def test_every_inference_of_the_openapi_document_is_served_without_the_framework(zoo: Zoo) -> None:
     paths = zoo.client.get("/openapi.json").json()["paths"]
     described = {
         path for path, item in paths.items() if "inference" in str(item.get("post", {}).get("tags"))
