@@ -1,4 +1,4 @@
-"""The fleet's objects before more replicas than a machine has room for: simulated ones, in their place."""
+"""The fleet's classes with simulated replicas, of which a machine has room for a hundred."""
 
 from __future__ import annotations
 
@@ -12,22 +12,13 @@ import socket
 import statistics
 import time
 from collections import Counter
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
 from gateway.errors import (
     BadUpstream,
@@ -69,16 +60,6 @@ NEVER_S = 3600.0
 NAME = "tritons.example"
 
 
-def on_uvloop(scenario: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """What the gateway runs on."""
-
-    @functools.wraps(scenario)
-    def test(*arguments: Any, **named: Any) -> None:
-        uvloop.run(scenario(*arguments, **named))
-
-    return test
-
-
 class SkippingLoop(asyncio.SelectorEventLoop):
     """An event loop whose clock can be put forward; between that it goes on as any other."""
 
@@ -91,19 +72,9 @@ class SkippingLoop(asyncio.SelectorEventLoop):
         self._skipped_s += seconds
 
 
-def with_skips(scenario: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """On a loop that the scenario may put forward, with `skip`."""
-
-    @functools.wraps(scenario)
-    def test(*arguments: Any, **named: Any) -> None:
-        loop = SkippingLoop()
-        try:
-            loop.run_until_complete(scenario(*arguments, **named))
-            loop.run_until_complete(loop.shutdown_asyncgens())
-        finally:
-            loop.close()
-
-    return test
+with_skips = pytest.mark.parametrize(
+    "anyio_backend", [pytest.param(("asyncio", {"loop_factory": SkippingLoop}), id="skipping")]
+)
 
 
 def skip(seconds: float) -> None:
@@ -120,11 +91,6 @@ async def skip_until(condition: Callable[[], bool], step_s: float = 0.05) -> Non
         return condition()
 
     await wait_until_async(check)
-
-
-def say(line: str) -> None:
-    """A number that was seen; pytest -rP shows it."""
-    print(line)
 
 
 def watching(
@@ -179,12 +145,12 @@ def declaring(path: Path, text: str) -> ModelsFile:
     return ModelsFile(path)
 
 
-# The callers.
+# Callers.
 
 
 @functools.lru_cache(16)
 def dispatcher_of(pool: ReplicaPool) -> Dispatcher:
-    """The one of this pool, which remembers what it sent."""
+    """Return the dispatcher of a pool, which remembers what it sent."""
     return Dispatcher(pool)
 
 
@@ -221,14 +187,14 @@ class Load:
 
 
 async def at_once(pool: ReplicaPool, count: int, timeout_s: float = TIMEOUT_S) -> Load:
-    """Of so many, every replica gets some: all are chosen for before the first answer."""
+    """Send requests concurrently: all replicas are chosen before the first response."""
     found = Load()
     await asyncio.gather(*(found.ask(pool, timeout_s) for _ in range(count)))
     return found
 
 
 async def in_turns(pool: ReplicaPool, count: int, callers: int = 1) -> Load:
-    """As many requests of some callers, each of whom waits for an answer before the next request."""
+    """Send requests from callers that each wait for a response before the next request."""
     found = Load()
 
     async def call() -> None:
@@ -254,7 +220,7 @@ def is_back(pool: ReplicaPool, fake: SimulatedTriton) -> Callable[[], bool]:
 
 
 def counted(pool: ReplicaPool, sample: str, **labels: str) -> float:
-    """Over all other labels."""
+    """Sum a metric's sample over all other labels."""
     pool.metrics.flush()
     found = (each for metric in pool.metrics.collect() for each in metric.samples)
     return sum(
@@ -283,11 +249,10 @@ async def kill(pool: ReplicaPool, fake: SimulatedTriton) -> None:
     )
 
 
-# What it costs.
+# Costs.
 
 
-@on_uvloop
-async def test_choosing_a_replica_costs_no_more_in_a_large_fleet_than_in_a_small_one() -> None:
+async def test_choice_of_a_replica_costs_the_same_in_a_large_fleet() -> None:
     names = [f"model_{number}" for number in range(MODELS)]
 
     async def calls_in(count: int) -> tuple[int, int]:
@@ -300,13 +265,11 @@ async def test_choosing_a_replica_costs_no_more_in_a_large_fleet_than_in_a_small
             return again, count_calls(lambda: [pool.update_candidates(name, "") for name in names])
 
     small, large = await calls_in(10), await calls_in(REPLICAS)
-    say(f"calls for {MODELS} models, again and anew: {small} of 10, {large} of {REPLICAS} replicas")
     assert large[0] == small[0]
     assert large[1] <= REPLICAS / 10 * small[1]
 
 
-@on_uvloop
-async def test_looking_at_a_hundred_replicas_reads_only_what_has_changed() -> None:
+async def test_probes_of_a_hundred_replicas_read_only_the_index_that_changed() -> None:
     names = [f"model_{number}" for number in range(MODELS)]
     began = time.perf_counter()
     async with simulated_replicas(REPLICAS, names) as fakes, over(fakes, POLL_S) as pool:
@@ -315,17 +278,16 @@ async def test_looking_at_a_hundred_replicas_reads_only_what_has_changed() -> No
         fakes[0].models["model_7"] = False
         # A probe that was in progress may have read the index before the change.
         await wait_until_async(lambda: not replica_of(pool, fakes[0]).index.is_ready("model_7"))
-        read_again = [
+        changed = [
             str(address)
             for address, replica in pool.replicas.items()
             if replica.index is not before[address]
         ]
-        assert read_again == [str(fakes[0].address)]
-        looks = {fake.requests["index"] for fake in fakes}
-        most = (
-            3 + (time.perf_counter() - began) / POLL_S
-        )  # at the start, by refresh, and at a change
-        assert 2 <= min(looks) <= max(looks) <= most
+        assert changed == [str(fakes[0].address)]
+        probes = {fake.requests["index"] for fake in fakes}
+        # At the start, by refresh, and at a change.
+        most = 3 + (time.perf_counter() - began) / POLL_S
+        assert 2 <= min(probes) <= max(probes) <= most
         assert states(pool)[HealthState.UP] == REPLICAS
 
 
@@ -333,8 +295,7 @@ async def test_looking_at_a_hundred_replicas_reads_only_what_has_changed() -> No
 @pytest.mark.fault(
     "a replica's repository index takes longer than a probe, as with many models in a"
 )
-@on_uvloop
-async def test_a_replica_with_a_slow_index_is_up_and_its_index_is_read_seldom() -> None:
+async def test_replica_with_a_slow_index_is_up_and_its_index_is_read_rarely() -> None:
     """Triton lists its repository for each index: in a bucket, that takes seconds for dozens of models."""
     async with simulated_replicas(1, ["a"]) as (fake,):
         fake.index_s = 1.2 * PROBE_TIMEOUT_S
@@ -347,9 +308,6 @@ async def test_a_replica_with_a_slow_index_is_up_and_its_index_is_read_seldom() 
                 await asyncio.sleep(0.1)
                 assert states(pool) == {HealthState.UP: 1}
                 assert is_up()
-            say(
-                f"in 3 s, {fake.requests['index'] - read} indexes and {fake.requests['live']} probes"
-            )
             assert fake.requests["index"] - read <= 2
             assert fake.requests["live"] >= 2
             # What contradicts the index lets it be read at once, and once.
@@ -369,8 +327,7 @@ async def test_a_replica_with_a_slow_index_is_up_and_its_index_is_read_seldom() 
 
 @pytest.mark.long
 @pytest.mark.fault("a replica lists more than 50,000 models")
-@on_uvloop
-async def test_a_slow_index_that_becomes_invalid_makes_a_live_replica_unavailable() -> None:
+async def test_replica_with_a_slow_and_invalid_index_is_unavailable() -> None:
     async with simulated_replicas(1, ["a"]) as (fake,):
         fake.index_s = SLOW_INDEX_S
         async with over([fake]) as pool:
@@ -391,24 +348,22 @@ async def test_a_slow_index_that_becomes_invalid_makes_a_live_replica_unavailabl
 @pytest.mark.fault(
     "a flood of requests for the repository index, each of which probes every replica"
 )
-@on_uvloop
-async def test_calls_for_the_index_share_the_probes_that_they_wait_for() -> None:
+async def test_concurrent_calls_for_the_index_share_their_probes() -> None:
     async with simulated_replicas(2, ["a"]) as fakes, over(fakes, NEVER_S) as pool:
         before = fakes[0].requests["index"]
         first = asyncio.create_task(pool.monitor.probe_all())
-        await asyncio.sleep(0)  # it has begun
+        await asyncio.sleep(0)  # lets it start
         fakes[0].models["new"] = True
         cancelled, *others = (asyncio.create_task(pool.monitor.probe_all()) for _ in range(100))
         await asyncio.sleep(0)
         cancelled.cancel()
         await asyncio.gather(first, *others)
-        say(f"100 calls at the same time cost {fakes[0].requests['index'] - before} probes")
         assert fakes[0].requests["index"] - before <= 3
         assert all(replica.index.models for replica in pool.replicas.values())
         assert pool.has_model("new")  # as after any of the calls
 
 
-def test_planning_costs_as_much_for_each_model_however_many_there_are() -> None:
+def test_plan_of_a_replica_costs_the_same_per_model() -> None:
     def plan(models: int) -> int:
         said = [{"name": f"model_{n}", "version": "1", "state": "READY"} for n in range(models)]
         index = parse_index(said)
@@ -418,12 +373,10 @@ def test_planning_costs_as_much_for_each_model_however_many_there_are() -> None:
         return count_calls(lambda: list(plan_actions(wishes, index, loads)))
 
     few, many = plan(MODELS), plan(10 * MODELS)
-    say(f"planning for a replica with {MODELS} models: {few} calls, with ten times as many: {many}")
     assert many <= 10 * few
 
 
-@on_uvloop
-async def test_a_pool_leaves_nothing_behind() -> None:
+async def test_pool_that_is_closed_leaves_no_task_or_connection() -> None:
     before = asyncio.all_tasks()
     async with simulated_replicas(3) as fakes:
         async with over(fakes) as pool, managing(pool):
@@ -432,20 +385,20 @@ async def test_a_pool_leaves_nothing_behind() -> None:
         await wait_until_async(lambda: not any(fake.connections for fake in fakes))
 
 
-# Who there is.
+# Replicas that join and leave.
 
 
 @dataclass
 class Names:
-    """What a name stands for, as the tests say."""
+    """A DNS server with one name, whose answers the tests set."""
 
     hosts: list[str] = field(default_factory=list)
     error: OSError | None = None
-    asked: int = 0
+    lookups: int = 0
 
     async def __call__(self, name: str) -> list[str]:
         assert name == NAME
-        self.asked += 1
+        self.lookups += 1
         if self.error is not None:
             raise self.error
         return self.hosts
@@ -459,8 +412,7 @@ class Names:
 
 
 @pytest.mark.fault("DNS returns new addresses, none, or an error")
-@on_uvloop
-async def test_a_new_replica_gets_its_models_with_nobody_doing_anything() -> None:
+async def test_replica_that_joins_gets_the_loaded_models() -> None:
     async with simulated_replicas(3, ["a", "b", "c"]) as fakes:
         for fake in fakes:
             fake.models = dict.fromkeys(fake.models, False)
@@ -473,15 +425,14 @@ async def test_a_new_replica_gets_its_models_with_nobody_doing_anything() -> Non
                 assert len(document["replicas"]) == 2
             assert fakes[1].models == {"a": True, "b": True, "c": False}
             names.hosts = [fake.host for fake in fakes]
-            took_s = await wait_until_async(lambda: fakes[2].models == fakes[1].models)
+            await wait_until_async(lambda: fakes[2].models == fakes[1].models)
             await wait_until_async(lambda: replica_of(pool, fakes[2]).index.is_ready("b"))
-            say(f"a new replica had its models after {took_s:.1f} s")
             await asyncio.gather(*(infer(pool, "b") for _ in range(60)))
             assert all(fake.inferences["b"] > 10 for fake in fakes)
 
 
 @with_skips
-async def test_a_replica_that_restarts_gets_its_models_again_and_loses_what_was_unloaded() -> None:
+async def test_replica_that_restarts_gets_the_models_of_the_fleet() -> None:
     async with (
         simulated_replicas(2, ["a", "b"]) as fakes,
         over(fakes) as pool,
@@ -508,16 +459,15 @@ async def restart(pools: Sequence[ReplicaPool], fake: SimulatedTriton) -> None:
     await fake.start()
 
 
-async def several_looks(fake: SimulatedTriton, gateways: int) -> None:
-    """Wait until gateways have looked at a replica for a few of their rounds."""
-    looks = fake.requests["index"] + 3 * gateways * RECONCILE_INTERVAL_S / POLL_S
-    await wait_until_async(lambda: fake.requests["index"] > looks)
+async def several_probes(fake: SimulatedTriton, gateways: int) -> None:
+    """Wait until gateways have probed a replica in a few of their rounds."""
+    probes = fake.requests["index"] + 3 * gateways * RECONCILE_INTERVAL_S / POLL_S
+    await wait_until_async(lambda: fake.requests["index"] > probes)
 
 
 @pytest.mark.fault("a gateway exits in the middle of a load, or a Triton misses one")
 @pytest.mark.parametrize("by", ["leader", "another"])
-@on_uvloop
-async def test_a_load_that_a_replica_missed_is_made_good(tmp_path: Path, by: str) -> None:
+async def test_load_that_a_replica_missed_is_repeated_there(tmp_path: Path, by: str) -> None:
     """The replica has the model all the while, but an older version of it."""
     state = f"file://{tmp_path}/state.json"
     async with simulated_replicas(3) as fakes, over(fakes) as first, over(fakes) as second:
@@ -540,8 +490,7 @@ async def test_a_load_that_a_replica_missed_is_made_good(tmp_path: Path, by: str
 
 
 @pytest.mark.fault("a gateway exits in the middle of a load, or a Triton misses one")
-@on_uvloop
-async def test_a_load_that_a_gateway_did_not_finish_is_finished_by_the_next(tmp_path: Path) -> None:
+async def test_load_that_a_gateway_did_not_finish_is_finished_by_the_next(tmp_path: Path) -> None:
     state = f"file://{tmp_path}/state.json"
     async with simulated_replicas(3) as fakes, over(fakes) as pool:
         async with managing(pool, state=state) as ended:
@@ -568,8 +517,7 @@ async def test_a_load_that_a_gateway_did_not_finish_is_finished_by_the_next(tmp_
 
 @pytest.mark.long
 @pytest.mark.fault("the gateway is killed or restarted during a staged load")
-@on_uvloop
-async def test_a_staged_load_that_a_gateway_did_not_finish_is_not_finished_by_the_next(
+async def test_staged_load_that_a_gateway_did_not_finish_is_undone_by_the_next(
     tmp_path: Path,
 ) -> None:
     state = f"file://{tmp_path}/state.json"
@@ -584,20 +532,19 @@ async def test_a_staged_load_that_a_gateway_did_not_finish_is_not_finished_by_th
         fakes[1].load_s = 0
         async with managing(pool, state=state) as following:
             assert following.state.desired_models == before
-            # Whatever was begun is undone.
+            # What it had started is undone.
             await wait_until_async(
                 lambda: (
                     [fake.requests["load"] for fake in fakes[:2]] == [3, 3]
                     and not following.outdated_replicas("m")
                 )
             )
-            await several_looks(fakes[2], 1)
+            await several_probes(fakes[2], 1)
             assert fakes[2].requests["load"] == 1
 
 
 @pytest.mark.parametrize("state", ["none:", "file"])
-@on_uvloop
-async def test_a_staged_load_changes_no_replica_unless_it_can_be_recorded(
+async def test_staged_load_that_cannot_be_recorded_changes_no_replica(
     tmp_path: Path, state: str
 ) -> None:
     url = state if state == "none:" else f"file://{tmp_path}/folder/state.json"
@@ -613,8 +560,7 @@ async def test_a_staged_load_changes_no_replica_unless_it_can_be_recorded(
         assert not any(fake.requests["load"] for fake in fakes)
 
 
-@on_uvloop
-async def test_a_replica_that_restarts_gets_the_config_that_was_loaded(tmp_path: Path) -> None:
+async def test_replica_that_restarts_gets_the_parameters_of_the_last_load(tmp_path: Path) -> None:
     """Triton loads its models at its start, and knows nothing of other parameters."""
     state = f"file://{tmp_path}/state.json"
     async with (
@@ -633,8 +579,7 @@ async def test_a_replica_that_restarts_gets_the_config_that_was_loaded(tmp_path:
 
 @pytest.mark.long
 @pytest.mark.fault("a gateway exits in the middle of a load, or a Triton misses one")
-@on_uvloop
-async def test_gateways_that_load_at_once_come_to_rest(tmp_path: Path) -> None:
+async def test_gateways_that_load_a_model_concurrently_stop_loading_it(tmp_path: Path) -> None:
     state = f"file://{tmp_path}/state.json"
     async with simulated_replicas(3, load_s=0.01) as fakes, contextlib.AsyncExitStack() as stack:
         repositories = [
@@ -646,18 +591,17 @@ async def test_gateways_that_load_at_once_come_to_rest(tmp_path: Path) -> None:
         for _ in range(5):
             await asyncio.gather(*(repository.load("m", {}) for repository in repositories))
         # Which of several concurrent loads was the last is unknown: a round may need one more.
-        await several_looks(fakes[0], 3)
+        await several_probes(fakes[0], 3)
         await wait_until_async(
             lambda: not any(each.outdated_replicas("m") for each in repositories)
         )
         loads = [fake.requests["load"] for fake in fakes]
-        await several_looks(fakes[0], 3)
+        await several_probes(fakes[0], 3)
         assert [fake.requests["load"] for fake in fakes] == loads
         assert max(loads) <= 3 * 5 + 5  # at most one more in each round
 
 
-@on_uvloop
-async def test_a_refused_load_does_not_undo_a_later_one_of_another_gateway(tmp_path: Path) -> None:
+async def test_load_that_fails_does_not_undo_a_later_one_of_another_gateway(tmp_path: Path) -> None:
     state = f"file://{tmp_path}/state.json"
     async with (
         simulated_replicas(2) as fakes,
@@ -683,8 +627,7 @@ async def test_a_refused_load_does_not_undo_a_later_one_of_another_gateway(tmp_p
 
 
 @pytest.mark.long
-@on_uvloop
-async def test_gateways_that_share_no_state_refuse_changes() -> None:
+async def test_loads_are_409_if_gateways_share_no_state() -> None:
     async with (
         simulated_replicas(2) as fakes,
         over(fakes) as first,
@@ -697,12 +640,11 @@ async def test_gateways_that_share_no_state_refuse_changes() -> None:
                 with pytest.raises(Conflict, match="GATEWAY_STATE is none:") as refused:
                     await change
                 assert (refused.value.status, refused.value.code) == (409, "STATE_NOT_SHARED")
-        await several_looks(fakes[0], 2)
+        await several_probes(fakes[0], 2)
         assert not any(fake.requests["load"] or fake.requests["unload"] for fake in fakes)
 
 
-@on_uvloop
-async def test_unloading_a_model_that_is_in_no_repository_forgets_it(tmp_path: Path) -> None:
+async def test_unload_of_a_model_in_no_repository_forgets_it(tmp_path: Path) -> None:
     state = f"file://{tmp_path}/state.json"
     async with (
         simulated_replicas(2) as fakes,
@@ -722,7 +664,7 @@ async def test_unloading_a_model_that_is_in_no_repository_forgets_it(tmp_path: P
 
 
 @with_skips
-async def test_declared_models_are_loaded_wherever_they_are_missing(tmp_path: Path) -> None:
+async def test_declared_models_are_loaded_where_they_are_missing(tmp_path: Path) -> None:
     path = tmp_path / "models.yaml"
     file = declaring(path, "models: [a]")
     async with simulated_replicas(3, ["a", "b"]) as fakes, over(fakes) as pool:
@@ -737,7 +679,7 @@ async def test_declared_models_are_loaded_wherever_they_are_missing(tmp_path: Pa
 
 @pytest.mark.fault("a misspelled or slow model is added to the models file")
 @with_skips
-async def test_what_is_declared_while_the_gateway_runs_counts_once_it_was_ready(
+async def test_model_declared_at_runtime_affects_readiness_once_it_was_ready(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "models.yaml"
@@ -763,7 +705,7 @@ async def test_what_is_declared_while_the_gateway_runs_counts_once_it_was_ready(
 
 
 @with_skips
-async def test_a_declared_model_that_cannot_be_loaded_is_tried_more_and_more_rarely(
+async def test_declared_model_that_cannot_be_loaded_is_tried_with_backoff(
     tmp_path: Path,
 ) -> None:
     file = declaring(tmp_path / "models.yaml", "models: [nowhere, m]")
@@ -775,7 +717,6 @@ async def test_a_declared_model_that_cannot_be_loaded_is_tried_more_and_more_rar
         await skip_until(lambda: all(len(fake.loads_at) > 3 for fake in fakes))
         for fake in fakes:
             pauses_s = [after - before for before, after in itertools.pairwise(fake.loads_at)]
-            say(f"tried again after {[f'{pause_s:.1f} s' for pause_s in pauses_s]}")
             assert all(
                 pause_s >= INITIAL_BACKOFF_S * 2**number for number, pause_s in enumerate(pauses_s)
             )
@@ -784,40 +725,36 @@ async def test_a_declared_model_that_cannot_be_loaded_is_tried_more_and_more_rar
 
 
 @pytest.mark.fault("DNS returns new addresses, none, or an error")
-@on_uvloop
-async def test_an_address_that_is_gone_gets_nothing_more() -> None:
+async def test_address_that_leaves_the_dns_finishes_its_requests_and_leaves_nothing() -> None:
     async with simulated_replicas(3) as fakes:
+        leaving = fakes[0]
         names = Names([fake.host for fake in fakes])
-        async with names.pool(fakes[0], poll_s=0.1) as pool:
+        async with names.pool(leaving, poll_s=0.1) as pool, managing(pool) as repository:
             assert states(pool)[HealthState.UP] == 3
-            names.hosts = [fake.host for fake in fakes[1:]]
-            await wait_until_async(lambda: len(pool.replicas) == 2)
-            await wait_until_async(lambda: not fakes[0].connections)
-            before = fakes[0].requests.copy()
-            looks = fakes[1].requests["index"]
-            assert not (await at_once(pool, 50)).errors
-            await wait_until_async(lambda: fakes[1].requests["index"] > looks + 2)
-            assert fakes[0].requests == before
-
-
-@on_uvloop
-async def test_of_addresses_that_come_and_go_nothing_stays() -> None:
-    async with simulated_replicas(3) as fakes:
-        names = Names([fake.host for fake in fakes])
-        async with names.pool(fakes[0]) as pool, managing(pool) as repository:
-            assert not (await at_once(pool, 20)).errors
             await repository.load("m", {})
-            gone = replica_of(pool, fakes[0]).name
-            assert gone in replicas_in_metrics(pool)
+            name = replica_of(pool, leaving).name
+            leaving.holds = True
+            first = Load()
+            asking = [asyncio.create_task(first.ask(pool)) for _ in range(20)]
+            await wait_until_async(lambda: sum(fake.inferences["m"] for fake in fakes) == 20)
+            assert leaving.inferences["m"] > 0
+            assert name in replicas_in_metrics(pool)
             names.hosts = [fake.host for fake in fakes[1:]]
             await wait_until_async(lambda: len(pool.replicas) == 2)
-            await wait_until_async(lambda: gone not in repository.state.loads)
-            assert gone not in replicas_in_metrics(pool)
-            assert len(replicas_in_metrics(pool)) == 2
+            leaving.release()
+            await asyncio.wait(asking)
+            assert not first.errors
+            await wait_until_async(lambda: not leaving.connections)
+            requests = leaving.requests.copy()
+            probes = fakes[1].requests["index"]
+            assert not (await at_once(pool, 50)).errors
+            await wait_until_async(lambda: fakes[1].requests["index"] > probes + 2)
+            assert leaving.requests == requests
+            await wait_until_async(lambda: name not in repository.state.loads)
+            assert replicas_in_metrics(pool) == {replica_of(pool, fake).name for fake in fakes[1:]}
 
 
-@on_uvloop
-async def test_a_cordon_ends_when_the_address_leaves_and_not_when_its_process_does() -> None:
+async def test_cordon_ends_when_the_address_leaves_and_not_when_the_replica_restarts() -> None:
     async with simulated_replicas(3) as fakes:
         names = Names([fake.host for fake in fakes])
         async with names.pool(fakes[0]) as pool, managing(pool) as repository:
@@ -839,11 +776,18 @@ async def test_a_cordon_ends_when_the_address_leaves_and_not_when_its_process_do
             await wait_until_async(lambda: len(pool.replicas) == 3)
             await wait_until_async(is_in(pool, fakes[0], HealthState.UP))
             assert pool.cordoned == {restarting}
+            # A replica that is absent can be uncordoned.
+            absent = "127.0.9.9:8000"
+            await repository.state.set_cordon(absent, is_cordoned=True)
+            pool.set_cordoned(repository.state.cordoned)
+            assert (await maintenance.uncordon(absent)).is_finished
+            assert pool.cordoned == {restarting}
+            with pytest.raises(UnknownReplica):
+                await maintenance.uncordon(absent)
 
 
 @pytest.mark.parametrize("gateways", [1, 2])
-@on_uvloop
-async def test_cordons_at_once_leave_a_replica_that_serves(tmp_path: Path, gateways: int) -> None:
+async def test_concurrent_cordons_leave_one_replica_serving(tmp_path: Path, gateways: int) -> None:
     state = f"file://{tmp_path}/state.json"
     async with simulated_replicas(2) as fakes, contextlib.AsyncExitStack() as stack:
         callers = []
@@ -865,7 +809,7 @@ async def test_cordons_at_once_leave_a_replica_that_serves(tmp_path: Path, gatew
 
 @pytest.mark.long
 @with_skips
-async def test_the_state_of_a_replica_that_nobody_saw_leave_is_deleted_later(
+async def test_state_of_a_replica_that_was_never_seen_is_deleted_later(
     tmp_path: Path,
 ) -> None:
     state, gone = f"file://{tmp_path}/state.json", "127.0.9.9:8000"
@@ -890,20 +834,7 @@ async def test_the_state_of_a_replica_that_nobody_saw_leave_is_deleted_later(
     await store.close()
 
 
-@on_uvloop
-async def test_a_replica_that_is_absent_can_be_uncordoned() -> None:
-    async with simulated_replicas(2) as fakes, over(fakes) as pool, managing(pool) as repository:
-        maintenance = Maintenance(pool, dispatcher_of(pool), repository.state)
-        await repository.state.set_cordon("127.0.9.9:8000", is_cordoned=True)
-        pool.set_cordoned(repository.state.cordoned)
-        assert (await maintenance.uncordon("127.0.9.9:8000")).is_finished
-        assert pool.cordoned == frozenset()
-        with pytest.raises(UnknownReplica):
-            await maintenance.uncordon("127.0.9.9:8000")
-
-
-@on_uvloop
-async def test_statistics_that_cannot_be_read_are_no_inference() -> None:
+async def test_statistics_that_cannot_be_read_keep_the_last_known_time() -> None:
     async with simulated_replicas(1) as fakes, over(fakes) as pool:
         times, replica = InferenceTimes(), replica_of(pool, fakes[0])
         fakes[0].last_inference_ms = int(time.time() * 1000) - 60_000
@@ -921,27 +852,7 @@ def replicas_in_metrics(pool: ReplicaPool) -> set[str]:
     return {sample.labels["replica"] for sample in samples if "replica" in sample.labels}
 
 
-@on_uvloop
-async def test_what_is_under_way_at_an_address_that_is_gone_comes_to_its_end() -> None:
-    async with simulated_replicas(1) as (fake,):
-        fake.holds = True
-        names = Names([fake.host])
-        async with names.pool(fake) as pool:
-            asking = asyncio.create_task(infer(pool))
-            await wait_until_async(lambda: fake.inferences["m"])
-            names.hosts = ["127.0.1.9"]
-            await wait_until_async(
-                lambda: [address.host for address in pool.replicas] == ["127.0.1.9"]
-            )
-            assert not asking.done()
-            fake.release()
-            await asking
-            # Its series are gone as well.
-            assert {name.split(":")[0] for name in replicas_in_metrics(pool)} == {"127.0.1.9"}
-
-
-@on_uvloop
-async def test_a_load_on_an_address_that_is_gone_is_not_waited_for() -> None:
+async def test_load_does_not_wait_for_an_address_that_left() -> None:
     async with simulated_replicas(2) as fakes:
         for fake in fakes:
             fake.models["m"] = False
@@ -951,104 +862,84 @@ async def test_a_load_on_an_address_that_is_gone_is_not_waited_for() -> None:
             loading = asyncio.create_task(repository.load("m", {}))
             await wait_until_async(lambda: fakes[0].requests["load"] and fakes[1].models["m"])
             names.hosts = [fakes[1].host]
-            with pytest.raises(GatewayError) as told:
+            with pytest.raises(GatewayError) as refused:
                 await asyncio.wait_for(loading, TIMEOUT_S)
-            assert told.value.status == 502
+            assert refused.value.status == 502
             assert (await repository.load("m", {})).to_dict()["state"] == "READY"
 
 
 @pytest.mark.fault("DNS returns new addresses, none, or an error")
-@on_uvloop
-async def test_a_name_that_cannot_be_looked_up_keeps_what_it_stood_for() -> None:
+async def test_dns_error_keeps_the_known_addresses_and_is_tried_again() -> None:
     async with simulated_replicas(3) as fakes:
-        names = Names([fake.host for fake in fakes[:2]])
+        names = Names(error=OSError("NXDOMAIN"))
         async with names.pool(fakes[0]) as pool:
+            with pytest.raises(NoReplica):
+                await infer(pool)
+            names.error = None
+            names.hosts = [fake.host for fake in fakes[:2]]
+            await wait_until_async(lambda: states(pool) == {HealthState.UP: 2})
             for error, hosts in ((OSError("SERVFAIL"), ["127.0.1.9"]), (None, list[str]())):
-                names.error, names.hosts = error, hosts
-                names.asked = 0
-                await wait_until_async(lambda: names.asked > 2)
+                names.error = error
+                names.hosts = hosts
+                names.lookups = 0
+                await wait_until_async(lambda: names.lookups > 2)
                 assert states(pool) == {HealthState.UP: 2}
                 assert not (await at_once(pool, 20)).errors
             names.hosts = [fake.host for fake in fakes]
             await wait_until_async(lambda: states(pool) == {HealthState.UP: 3})
 
 
-@pytest.mark.fault("DNS returns new addresses, none, or an error")
-@on_uvloop
-async def test_a_name_that_stands_for_nothing_at_the_start_is_looked_up_again() -> None:
-    async with simulated_replicas(1) as (fake,):
-        names = Names(error=OSError("NXDOMAIN"))
-        async with names.pool(fake) as pool:
-            with pytest.raises(NoReplica):
-                await infer(pool)
-            names.error, names.hosts = None, [fake.host]
-            await wait_until_async(lambda: states(pool) == {HealthState.UP: 1})
-            await infer(pool)
-
-
-# What it survives.
-
-
-async def shares(
-    pool: ReplicaPool, fakes: Sequence[SimulatedTriton], callers: int, count: int
-) -> list[float]:
-    """The parts of the requests that each replica gets from callers who wait for their answers."""
-    for fake in fakes:
-        fake.inferences.clear()
-    assert not (await in_turns(pool, count, callers)).errors
-    seen = [fake.inferences["m"] for fake in fakes]
-    found = [number / sum(seen) for number in seen]
-    say(f"{callers} callers: " + ", ".join(f"{share:.1%}" for share in found))
-    return found
+# Load balancing and failures.
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("callers", [1, 2, 8, 32])
-@on_uvloop
-async def test_equal_replicas_get_equal_shares(callers: int) -> None:
-    async with simulated_replicas(3, delay_s=0.001) as fakes, over(fakes) as pool:
-        found = await shares(pool, fakes, callers, 1536)
-    assert all(abs(share - 1 / 3) < 0.05 for share in found)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("callers", [1, 8])
-@on_uvloop
-async def test_a_replica_whose_first_answers_are_slow_gets_its_share(callers: int) -> None:
-    async with simulated_replicas(3, delay_s=0.001) as fakes, over(fakes) as pool:
-        fakes[0].cold_s = 0.5
+@pytest.mark.parametrize(
+    ("delays_s", "cold_s", "callers"),
+    [
+        pytest.param([0.001] * 3, 0.0, 1, id="equal"),
+        pytest.param([0.001] * 3, 0.0, 2, id="equal-2-callers"),
+        pytest.param([0.001] * 3, 0.0, 8, id="equal-8-callers"),
+        pytest.param([0.001] * 3, 0.0, 32, id="equal-32-callers"),
+        pytest.param([0.001] * 3, 0.5, 1, id="one-is-cold"),
+        pytest.param([0.001] * 3, 0.5, 8, id="one-is-cold-8-callers"),
+        pytest.param([0.01, 0.01, 0.03, 0.1], 0.0, 16, id="different"),
+    ],
+)
+async def test_requests_are_shared_by_the_speed_of_the_replicas(
+    delays_s: list[float], cold_s: float, callers: int
+) -> None:
+    """A slow first response changes no share."""
+    async with simulated_replicas(len(delays_s)) as fakes, over(fakes) as pool:
+        for fake, delay_s in zip(fakes, delays_s, strict=True):
+            fake.delay_s = delay_s
+        fakes[0].cold_s = cold_s
         while fakes[0].cold_s:
             await in_turns(pool, 64, callers)
-        found = await shares(pool, fakes, callers, 1536)
-    assert all(abs(share - 1 / 3) < 0.05 for share in found)
-
-
-@pytest.mark.long
-@on_uvloop
-async def test_slower_replicas_get_less_and_each_gets_some() -> None:
-    async with simulated_replicas(4) as fakes, over(fakes) as pool:
-        for fake, delay_s in zip(fakes, (0.01, 0.01, 0.03, 0.1), strict=True):
-            fake.delay_s = delay_s
-        one, other, slower, slowest = await shares(pool, fakes, 16, 3000)
-    assert abs(one - other) < 0.1
-    assert min(one, other) > slower > slowest > 0
+        for fake in fakes:
+            fake.inferences.clear()
+        assert not (await in_turns(pool, 1536, callers)).errors
+        counts = [fake.inferences["m"] for fake in fakes]
+    shares = [count / sum(counts) for count in counts]
+    assert shares[0] == pytest.approx(shares[1], abs=0.1)
+    if len(set(delays_s)) == 1:
+        assert shares == pytest.approx([1 / len(fakes)] * len(fakes), abs=0.05)
+    else:
+        one, other, slower, slowest = shares
+        assert min(one, other) > slower > slowest > 0
 
 
 @pytest.mark.fault("a Triton becomes 500 ms slower than the others")
-@on_uvloop
-async def test_a_slow_replica_gets_little_and_costs_the_callers_little() -> None:
+async def test_replica_that_is_much_slower_gets_few_requests() -> None:
     async with simulated_replicas(3, delay_s=0.005) as fakes, over(fakes) as pool:
         fakes[0].delay_s = 0.505
         # Until its first answers are there, nothing tells it from the others.
         first, found = await at_once(pool, 6), await in_turns(pool, 194, callers=2)
         slow = fakes[0].inferences["m"]
-        say(f"the slow one got {slow} of 200; p99 of the later ones {found.p99_s * 1000:.0f} ms")
         assert not first.errors + found.errors
         assert 0 < slow < 200 / 3 / 4
 
 
-@on_uvloop
-async def test_a_replica_that_is_slow_no_more_gets_its_share_again() -> None:
+async def test_replica_that_is_no_longer_slow_gets_its_share_again() -> None:
     async with simulated_replicas(3, delay_s=0.04) as fakes, over(fakes, poll_s=0.05) as pool:
         pace = replica_of(pool, fakes[0]).latency
         fakes[0].delay_s = 0.3
@@ -1062,8 +953,7 @@ async def test_a_replica_that_is_slow_no_more_gets_its_share_again() -> None:
 
 
 @pytest.mark.fault("a Triton cannot be connected to: refused, dropped, reset")
-@on_uvloop
-async def test_a_refused_connection_is_not_the_callers_business() -> None:
+async def test_connection_that_is_refused_is_retried_on_another_replica() -> None:
     async with simulated_replicas(3) as fakes, over(fakes, poll_s=NEVER_S) as pool:
         assert not (await at_once(pool, 20)).errors
         await kill(pool, fakes[0])
@@ -1090,8 +980,7 @@ def black_hole(address: ReplicaAddress) -> Iterator[None]:
 
 
 @pytest.mark.fault("a Triton cannot be connected to: refused, dropped, reset")
-@on_uvloop
-async def test_a_black_hole_costs_a_few_callers_half_a_second_and_then_nobody_anything() -> None:
+async def test_replica_that_drops_connections_costs_the_connect_timeout_until_it_is_slow() -> None:
     async with (
         simulated_replicas(3) as fakes,
         watching([fake.address for fake in fakes], 0.1, connect_timeout_s=0.5) as pool,
@@ -1099,7 +988,6 @@ async def test_a_black_hole_costs_a_few_callers_half_a_second_and_then_nobody_an
         await fakes[0].stop()
         with black_hole(fakes[0].address):
             first = await at_once(pool, 20)
-            say(f"the slowest of the first took {max(first.took_s):.2f} s")
             assert not first.errors
             assert max(first.took_s) > 0.49
             assert 0 < refusals(pool, fakes[0]) < 10
@@ -1113,8 +1001,7 @@ async def test_a_black_hole_costs_a_few_callers_half_a_second_and_then_nobody_an
 
 
 @pytest.mark.fault("a Triton accepts requests and never responds")
-@on_uvloop
-async def test_a_replica_that_accepts_and_never_answers_is_left_alone() -> None:
+async def test_replica_that_never_answers_costs_only_the_requests_that_it_has() -> None:
     async with simulated_replicas(3) as fakes, over(fakes, poll_s=0.1) as pool:
         fakes[0].hangs = True
         first = Load()
@@ -1141,7 +1028,7 @@ async def test_a_replica_that_accepts_and_never_answers_is_left_alone() -> None:
 
 
 @with_skips
-async def test_where_all_replicas_fail_no_more_than_half_are_ejected_until_they_are_well() -> None:
+async def test_at_most_half_of_the_replicas_are_ejected_until_they_recover() -> None:
     async with (
         simulated_replicas(10, garbles=True) as fakes,
         over(fakes, poll_s=NEVER_S) as pool,
@@ -1168,8 +1055,7 @@ async def test_where_all_replicas_fail_no_more_than_half_are_ejected_until_they_
         assert all(fake.inferences["m"] for fake in ejected)
 
 
-@on_uvloop
-async def test_an_ejected_replica_is_asked_where_no_other_is_left() -> None:
+async def test_ejected_replica_serves_if_no_other_is_available() -> None:
     async with simulated_replicas(2) as fakes, over(fakes, poll_s=NEVER_S) as pool:
         fakes[0].garbles = True
         while not states(pool)[HealthState.EJECTED]:
@@ -1179,8 +1065,7 @@ async def test_an_ejected_replica_is_asked_where_no_other_is_left() -> None:
         assert not (await in_turns(pool, 20)).errors
 
 
-@on_uvloop
-async def test_short_deadlines_do_not_eject_a_replica_that_is_well() -> None:
+async def test_short_deadlines_do_not_eject_a_healthy_replica() -> None:
     async with (
         simulated_replicas(4, delay_s=30) as fakes,
         over(fakes, poll_s=1) as pool,
@@ -1192,33 +1077,24 @@ async def test_short_deadlines_do_not_eject_a_replica_that_is_well() -> None:
         assert states(pool) == {HealthState.UP: 4}
 
 
-@on_uvloop
-async def test_a_model_that_was_unloaded_behind_our_back_is_asked_elsewhere_at_once() -> None:
-    async with simulated_replicas(3) as fakes, over(fakes, poll_s=NEVER_S) as pool:
+async def test_model_that_one_replica_unloads_itself_is_served_by_the_others_at_once() -> None:
+    names = ["m", "other"]
+    async with simulated_replicas(3, names) as fakes, over(fakes, poll_s=NEVER_S) as pool:
         fakes[0].models["m"] = False
         while not fakes[0].inferences["m"]:
             assert not (await at_once(pool, 2)).errors  # two go to different replicas
         assert not (await at_once(pool, 50)).errors
         assert fakes[0].inferences["m"] == 1
         assert not replica_of(pool, fakes[0]).index.is_ready("m")
-        # It is looked at again.
+        # Its index is read again.
         await wait_until_async(lambda: replica_of(pool, fakes[0]).raw_index)
         assert replica_of(pool, fakes[0]).index.model_state("m").reason == "unloaded"
-
-
-@on_uvloop
-async def test_other_models_are_asked_on_a_replica_that_lost_one() -> None:
-    async with simulated_replicas(2, ["m", "other"]) as fakes, over(fakes) as pool:
-        fakes[0].models["m"] = False
-        for _ in range(10):
-            await infer(pool)
-        assert fakes[0].inferences["m"] <= 1
-        await asyncio.gather(*(infer(pool, "other") for _ in range(40)))
+        # It serves its other models.
+        await asyncio.gather(*(infer(pool, "other") for _ in range(60)))
         assert fakes[0].inferences["other"] > 10
 
 
-@on_uvloop
-async def test_retries_do_not_double_the_load_of_a_fleet_that_refuses_everything() -> None:
+async def test_retries_are_bounded_if_every_replica_refuses() -> None:
     async with simulated_replicas(4, denies=True) as fakes, over(fakes, poll_s=0.05) as pool:
         for _ in range(10):
             found = await at_once(pool, 40)
@@ -1228,22 +1104,20 @@ async def test_retries_do_not_double_the_load_of_a_fleet_that_refuses_everything
                 lambda: all(each.index.is_ready("m") for each in pool.replicas.values())
             )
         sent = sum(fake.inferences["m"] for fake in fakes)
-        say(f"400 requests became {sent}")
         assert 400 < sent <= 1.2 * 400 + 10
 
 
 @pytest.mark.fault("a load reaches two of three Tritons")
-@on_uvloop
-async def test_a_load_that_one_of_three_cannot_take_is_told_of_and_made_up_for() -> None:
+async def test_load_that_reaches_two_of_three_replicas_is_502_and_completed_later() -> None:
     async with simulated_replicas(3, ["a"]) as fakes, over(fakes) as pool:
         for fake in fakes:
             fake.models["a"] = False
         await fakes[2].stop()
         async with managing(pool) as repository:
-            with pytest.raises(GatewayError) as told:
+            with pytest.raises(GatewayError) as refused:
                 await repository.load("a", {})
-            report: Any = told.value.report
-            assert (told.value.status, told.value.code) == (502, "PARTLY_DONE")
+            report: Any = refused.value.report
+            assert (refused.value.status, refused.value.code) == (502, "PARTLY_DONE")
             assert {found["state"] for found in report["replicas"].values()} == {
                 "READY",
                 "UNREACHABLE",
@@ -1256,8 +1130,7 @@ async def test_a_load_that_one_of_three_cannot_take_is_told_of_and_made_up_for()
 
 
 @pytest.mark.fault("fifty concurrent loads and unloads of one model")
-@on_uvloop
-async def test_many_loads_and_unloads_of_a_model_follow_one_another() -> None:
+async def test_concurrent_loads_and_unloads_of_a_model_run_one_after_the_other() -> None:
     async with (
         simulated_replicas(2, ["a"], load_s=0.02) as fakes,
         over(fakes) as pool,
@@ -1273,8 +1146,7 @@ async def test_many_loads_and_unloads_of_a_model_follow_one_another() -> None:
         assert all(fake.models == {"a": True} for fake in fakes)
 
 
-@on_uvloop
-async def test_an_index_that_is_none_costs_its_replica_and_nobody_else() -> None:
+async def test_index_that_is_invalid_makes_only_its_replica_unavailable() -> None:
     hostile = [b"", b"{}", b"[1]", b'[{"name":"m","version":' + b"[" * 900 + b"]" * 900 + b"}]"]
     async with simulated_replicas(3) as fakes, over(fakes, poll_s=0.05) as pool:
         for body in hostile:
