@@ -1,4 +1,4 @@
-"""The upstream client against a replica that is scripted byte by byte, on asyncio's loop and on uvloop's."""
+"""The upstream client against a replica that is scripted byte by byte."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
@@ -37,13 +37,6 @@ MIB = 1 << 20
 PATIENCE_S = 60.0  # guards against a hang, and is no expectation
 EMPTY = (b"content-length", b"0")
 CHUNKED = (b"transfer-encoding", b"chunked")
-
-Run = Callable[[Coroutine[Any, Any, None]], None]
-
-
-@pytest.fixture
-def run() -> Run:
-    return uvloop.run
 
 
 # The replica.
@@ -122,6 +115,7 @@ class Replica:
 
     def __init__(self, script: Script) -> None:
         self._script = script
+        self._tasks_before = asyncio.all_tasks()
         self.tasks: set[asyncio.Task[None]] = set()
         self.peers: list[Peer] = []
         self.served_by: list[Peer] = []  # in the order of the requests
@@ -143,8 +137,8 @@ class Replica:
             writer.close()
 
     def has_all_tasks(self) -> bool:
-        """Every task is the replica's, or the test itself: the client has none."""
-        return asyncio.all_tasks() - self.tasks == {asyncio.current_task()}
+        """Whether every new task is the replica's: the client has none."""
+        return asyncio.all_tasks() - self.tasks <= self._tasks_before
 
     @asynccontextmanager
     async def listening(self, host: str) -> AsyncIterator[int]:
@@ -172,7 +166,7 @@ async def before(
     faults: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
     replica = Replica(script)
-    async with replica.listening(host) as port:
+    async with no_task_left(), replica.listening(host) as port:
         upstream = HttpClient(
             host, port, connect_timeout_s=connect_timeout_s, idle_timeout_s=idle_s
         )
@@ -180,7 +174,6 @@ async def before(
             yield upstream, replica
         finally:
             upstream.close()
-    await wait_until_async(no_task_is_left)
     assert faults == []
 
 
@@ -202,8 +195,24 @@ async def settled(measure: Callable[[], int]) -> int:
     return last
 
 
-def no_task_is_left() -> bool:
-    return asyncio.all_tasks() <= {asyncio.current_task()}
+@asynccontextmanager
+async def no_task_left() -> AsyncIterator[None]:
+    """Wait at the end until every task that was created meanwhile has ended."""
+    before = asyncio.all_tasks()
+    yield
+    await wait_until_async(lambda: asyncio.all_tasks() <= before)
+
+
+@asynccontextmanager
+async def unconnected_client(
+    port: int, connect_timeout_s: float = PATIENCE_S
+) -> AsyncIterator[HttpClient]:
+    """A client of a port at which no replica serves; it leaves no task."""
+    async with no_task_left():
+        with closing(
+            HttpClient("127.0.0.1", port, connect_timeout_s=connect_timeout_s)
+        ) as upstream:
+            yield upstream
 
 
 def plain(body: bytes, *more: bytes) -> bytes:
@@ -373,7 +382,7 @@ TELLINGS = {
 }
 
 
-def test_repeated_answers_on_one_connection_are_read_as_any_others(run: Run) -> None:
+async def test_repeated_responses_are_read_like_others() -> None:
     lasting = [telling for telling in TELLINGS.values() if telling.reused]
     other = Telling(plain(b"HELLO"), b"HELLO", of_length(b"HELLO"))
     told = [each for telling in [*lasting, other] for each in (telling,) * 3]
@@ -384,19 +393,16 @@ def test_repeated_answers_on_one_connection_are_read_as_any_others(run: Run) -> 
             await peer.asked()
             await telling.tell(peer)
 
-    async def scene() -> None:
-        async with before(tell_all) as (upstream, replica):
-            replies = [await get(upstream) for _ in told]
-            assert replies == [telling.read_as() for telling in told]
-            assert replies[0].headers is replies[1].headers  # the header is not parsed again
-            assert len(replica.peers) == 1
-
-    run(scene())
+    async with before(tell_all) as (upstream, replica):
+        replies = [await get(upstream) for _ in told]
+        assert replies == [telling.read_as() for telling in told]
+        assert replies[0].headers is replies[1].headers  # the header is not parsed again
+        assert len(replica.peers) == 1
 
 
 @pytest.mark.fault("a response arrives byte by byte")
 @pytest.mark.parametrize("name", TELLINGS)
-def test_an_answer_is_read_the_same_wherever_it_is_cut(run: Run, name: str) -> None:
+async def test_response_is_read_the_same_wherever_it_is_cut(name: str) -> None:
     telling = TELLINGS[name]
     every_byte = tuple(range(1, len(telling.wire)))
     cuttings = [(), *((cut,) for cut in every_byte), every_byte]
@@ -409,37 +415,12 @@ def test_an_answer_is_read_the_same_wherever_it_is_cut(run: Run, name: str) -> N
             if telling.closes:
                 return
 
-    async def scene() -> None:
-        async with before(serve) as (upstream, replica):
-            for number, cuts in enumerate(cuttings):
-                reply = await get(upstream)
-                assert reply == telling.read_as(), cuts
-                assert len(replica.peers) == (1 if telling.reused else number + 1), cuts
-            assert next(coming, None) is None
-
-    run(scene())
-
-
-@pytest.mark.parametrize("name", ["trailers", "one trailer"])
-def test_a_trailer_never_becomes_a_header_of_this_answer_or_the_next(run: Run, name: str) -> None:
-    async def serve(peer: Peer) -> None:
-        while True:
-            asked = await peer.asked()
-            if asked.target == b"/trailers":
-                await TELLINGS[name].tell(peer)
-            else:
-                await peer.say(plain(asked.target))
-
-    async def scene() -> None:
-        async with before(serve) as (upstream, replica):
-            answer = await upstream.send(b"GET", b"/trailers", [EMPTY], timeout_s=PATIENCE_S)
-            await wait_until_async(lambda: answer.is_complete)
-            assert answer.headers == [CHUNKED]
-            assert await answer.read() == b"hello"
-            answer.close()
-            await still_serves(upstream, replica, on_connection=len(replica.peers))
-
-    run(scene())
+    async with before(serve) as (upstream, replica):
+        for number, cuts in enumerate(cuttings):
+            reply = await get(upstream)
+            assert reply == telling.read_as(), cuts
+            assert len(replica.peers) == (1 if telling.reused else number + 1), cuts
+        assert next(coming, None) is None
 
 
 TOKEN = "!#$%&'*+-.^_`|~0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -454,7 +435,6 @@ names = (
 values = st.text(
     [chr(code) for code in (*range(0x20, 0x7F), *range(0x80, 0x100))], max_size=30
 ).map(lambda text: text.strip().encode("latin-1"))
-PROPERTY = settings(max_examples=100, deadline=None)
 
 
 @st.composite
@@ -485,9 +465,8 @@ def tellings(draw: st.DrawFn) -> tuple[Telling, list[int]]:
     return telling, sorted(draw(st.sets(st.integers(1, len(wire) - 1), max_size=8)))
 
 
-@PROPERTY
 @given(st.lists(tellings(), min_size=1, max_size=6))
-def test_any_answer_cut_anywhere_is_read_and_its_connection_reused_when_it_may_be(
+def test_drawn_response_cut_anywhere_is_read_and_connection_reused(
     story: list[tuple[Telling, list[int]]],
 ) -> None:
     coming = iter(story)
@@ -500,7 +479,7 @@ def test_any_answer_cut_anywhere_is_read_and_its_connection_reused_when_it_may_b
             if telling.closes:
                 return
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with before(serve) as (upstream, replica):
             connections = 1
             for telling, _ in story:
@@ -508,14 +487,14 @@ def test_any_answer_cut_anywhere_is_read_and_its_connection_reused_when_it_may_b
                 assert len(replica.peers) == connections
                 connections += not telling.reused
 
-    uvloop.run(scene())
+    uvloop.run(scenario())
 
 
 # What the replica is sent.
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 20_000], ids="{} bytes".format)
-def test_a_small_request_comes_in_one_piece_and_byte_for_byte(run: Run, size: int) -> None:
+async def test_small_request_is_sent_in_one_packet(size: int) -> None:
     body = random.Random(size).randbytes(size)
     pieces: list[bytes] = []
     packets: list[int] = []
@@ -526,27 +505,24 @@ def test_a_small_request_comes_in_one_piece_and_byte_for_byte(run: Run, size: in
             packets.append(peer.packets())
             await peer.say(plain(b"ok"))
 
-    async def scene() -> None:
-        async with before(serve) as (upstream, replica):
-            for headers in ([], [(b"x-a", b"b"), (b"X-Caf\xe9", b"\xff")]):
-                reply = await upstream.request(
-                    b"POST", b"/v2/a%20b?c=%00", body, headers, timeout_s=PATIENCE_S
-                )
-                assert reply.body == b"ok"
-            _, port = replica.peers[0].writer.get_extra_info("sockname")
-            head = b"POST /v2/a%%20b?c=%%00 HTTP/1.1\r\nhost: 127.0.0.1:%d\r\n" % port
-            head += b"content-length: %d\r\n" % size
-            assert pieces == [
-                head + b"\r\n" + body,
-                head + b"x-a: b\r\nX-Caf\xe9: \xff\r\n\r\n" + body,
-            ]
-            assert packets == [1, 2]
-
-    run(scene())
+    async with before(serve) as (upstream, replica):
+        for headers in ([], [(b"x-a", b"b"), (b"X-Caf\xe9", b"\xff")]):
+            reply = await upstream.request(
+                b"POST", b"/v2/a%20b?c=%00", body, headers, timeout_s=PATIENCE_S
+            )
+            assert reply.body == b"ok"
+        _, port = replica.peers[0].writer.get_extra_info("sockname")
+        head = b"POST /v2/a%%20b?c=%%00 HTTP/1.1\r\nhost: 127.0.0.1:%d\r\n" % port
+        head += b"content-length: %d\r\n" % size
+        assert pieces == [
+            head + b"\r\n" + body,
+            head + b"x-a: b\r\nX-Caf\xe9: \xff\r\n\r\n" + body,
+        ]
+        assert packets == [1, 2]
 
 
 @pytest.mark.parametrize("size", [64 * 1024 - 1, 64 * 1024, 5 * MIB], ids="{} bytes".format)
-def test_a_large_request_comes_whole(run: Run, size: int) -> None:
+async def test_large_request_is_sent_completely(size: int) -> None:
     body = random.Random(size).randbytes(size)
     came: list[Asked] = []
 
@@ -555,15 +531,12 @@ def test_a_large_request_comes_whole(run: Run, size: int) -> None:
             came.append(await peer.asked())
             await peer.say(plain(b"ok"))
 
-    async def scene() -> None:
-        async with before(serve) as (upstream, replica):
-            for _ in range(2):
-                reply = await upstream.request(b"POST", b"/", body, timeout_s=PATIENCE_S)
-                assert reply.body == b"ok"
-            assert [asked.body == body for asked in came] == [True, True]
-            assert len(replica.peers) == 1
-
-    run(scene())
+    async with before(serve) as (upstream, replica):
+        for _ in range(2):
+            reply = await upstream.request(b"POST", b"/", body, timeout_s=PATIENCE_S)
+            assert reply.body == b"ok"
+        assert [asked.body == body for asked in came] == [True, True]
+        assert len(replica.peers) == 1
 
 
 async def each(*pieces: bytes) -> AsyncIterator[bytes]:
@@ -584,8 +557,8 @@ STREAMS = {
 
 @pytest.mark.parametrize("pieces", STREAMS.values(), ids=STREAMS)
 @pytest.mark.parametrize("framing", ["length", "chunks"])
-def test_a_streamed_body_is_framed_as_its_headers_say(
-    run: Run, framing: str, pieces: tuple[bytes, ...]
+async def test_streamed_body_is_framed_as_its_headers_say(
+    framing: str, pieces: tuple[bytes, ...]
 ) -> None:
     body = b"".join(pieces)
     given_pieces = [piece for piece in pieces if piece]
@@ -604,71 +577,60 @@ def test_a_streamed_body_is_framed_as_its_headers_say(
             await turns(10)  # the answer to nothing must not overtake it
             await peer.say(plain(b"yes" if came == expected else b"no"))
 
-    async def scene() -> None:
-        async with before(serve) as (upstream, replica):
-            for _ in range(3):
-                answer = await upstream.send(
-                    b"POST",
-                    b"/infer",
-                    [header, (b"x-a", b"b")],
-                    each(*pieces),
-                    timeout_s=PATIENCE_S,
-                )
-                assert await answer.read() == b"yes"
-                answer.close()
-            assert len(replica.peers) == 1
-
-    run(scene())
+    async with before(serve) as (upstream, replica):
+        for _ in range(3):
+            answer = await upstream.send(
+                b"POST",
+                b"/infer",
+                [header, (b"x-a", b"b")],
+                each(*pieces),
+                timeout_s=PATIENCE_S,
+            )
+            assert await answer.read() == b"yes"
+            answer.close()
+        assert len(replica.peers) == 1
 
 
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
-def test_the_host_header_names_the_replica_as_a_url_would(run: Run, host: str, shown: str) -> None:
+async def test_host_header_is_address_of_replica(host: str, shown: str) -> None:
     heads: list[bytes] = []
 
     async def serve(peer: Peer) -> None:
         heads.append((await peer.asked()).head)
         await peer.say(plain(b"ok"))
 
-    async def scene() -> None:
-        async with before(serve, host=host) as (upstream, replica):
-            assert (await get(upstream)).body == b"ok"
-            port = replica.peers[0].writer.get_extra_info("sockname")[1]
-            assert re.findall(rb"(?i)host: (.*)\r\n", heads[0]) == [f"{shown}:{port}".encode()]
-
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         try:
             probe.bind((host, 0))
         except OSError:
             pytest.skip(f"this machine has no {host}")
-    run(scene())
+    async with before(serve, host=host) as (upstream, replica):
+        assert (await get(upstream)).body == b"ok"
+        port = replica.peers[0].writer.get_extra_info("sockname")[1]
+        assert re.findall(rb"(?i)host: (.*)\r\n", heads[0]) == [f"{shown}:{port}".encode()]
 
 
 # The pool.
 
 
-def test_as_many_connections_are_kept_as_were_needed_at_once_and_the_latest_is_used_first(
-    run: Run,
-) -> None:
-    async def scene() -> None:
-        async with before(orderly) as (upstream, replica):
-            for _ in range(3):
-                replies = await asyncio.gather(*(get(upstream, b"/%d" % i) for i in range(8)))
-                assert [reply.body for reply in replies] == [b"/%d" % i for i in range(8)]
-                assert len(replica.peers) == 8
-            last = replica.served_by[-1]
-            for _ in range(5):
-                await still_serves(upstream, replica, on_connection=8)
-                assert replica.served_by[-1] is last
-            for number in range(5):
-                reply = await upstream.request(b"GET", b"/", timeout_s=PATIENCE_S, fresh=True)
-                assert reply.body == b"/"
-                assert len(replica.peers) == 9 + number
-            # A fresh connection was asked for to see that one comes about; it is not kept.
-            await still_serves(upstream, replica, on_connection=13)
+async def test_pool_keeps_connections_and_uses_latest_first() -> None:
+    async with before(orderly) as (upstream, replica):
+        for _ in range(3):
+            replies = await asyncio.gather(*(get(upstream, b"/%d" % i) for i in range(8)))
+            assert [reply.body for reply in replies] == [b"/%d" % i for i in range(8)]
+            assert len(replica.peers) == 8
+        last = replica.served_by[-1]
+        for _ in range(5):
+            await still_serves(upstream, replica, on_connection=8)
             assert replica.served_by[-1] is last
-            assert not any(peer.closed for peer in replica.peers[:8])
-
-    run(scene())
+        for number in range(5):
+            reply = await upstream.request(b"GET", b"/", timeout_s=PATIENCE_S, fresh=True)
+            assert reply.body == b"/"
+            assert len(replica.peers) == 9 + number
+        # A fresh connection was asked for to see that one comes about; it is not kept.
+        await still_serves(upstream, replica, on_connection=13)
+        assert replica.served_by[-1] is last
+        assert not any(peer.closed for peer in replica.peers[:8])
 
 
 # Answers that come before the request is complete.
@@ -677,8 +639,8 @@ def test_as_many_connections_are_kept_as_were_needed_at_once_and_the_latest_is_u
 @pytest.mark.parametrize("then", ["reads on", "stops reading", "closes its side"])
 @pytest.mark.parametrize("framing", ["length", "chunks"])
 @pytest.mark.parametrize("status", [413, 200])
-def test_an_early_answer_is_given_and_ends_the_sending_and_the_connection(
-    run: Run, status: int, framing: str, then: str
+async def test_early_response_ends_request_and_connection(
+    status: int, framing: str, then: str
 ) -> None:
     given_back = asyncio.Event()
     given_out = 0
@@ -701,42 +663,36 @@ def test_an_early_answer_is_given_and_ends_the_sending_and_the_connection(
             yield b"x" * 65_536
             await asyncio.sleep(0)
 
-    async def scene() -> None:
-        async with before(first(serve)) as (upstream, replica):
-            header = (b"content-length", b"%d" % (1 << 40)) if framing == "length" else CHUNKED
-            answer = await upstream.send(b"POST", b"/", [header], body(), timeout_s=PATIENCE_S)
-            assert answer.status == status
-            await wait_until_async(lambda: answer.is_complete)
-            await turns(20)
-            assert await answer.read() == b"early"
-            assert answer.is_complete
-            answer.close()
-            answer.close()
-            assert await answer.next_chunk() == b""
-            await wait_until_async(replica.has_all_tasks)
-            given_out_at_the_end = given_out
-            await turns(20)
-            assert given_out == given_out_at_the_end > 0
-            given_back.set()
-            await wait_until_async(lambda: replica.peers[0].closed)
-            await still_serves(upstream, replica, on_connection=2)
-
-    run(scene())
+    async with before(first(serve)) as (upstream, replica):
+        header = (b"content-length", b"%d" % (1 << 40)) if framing == "length" else CHUNKED
+        answer = await upstream.send(b"POST", b"/", [header], body(), timeout_s=PATIENCE_S)
+        assert answer.status == status
+        await wait_until_async(lambda: answer.is_complete)
+        await turns(20)
+        assert await answer.read() == b"early"
+        assert answer.is_complete
+        answer.close()
+        answer.close()
+        assert await answer.next_chunk() == b""
+        await wait_until_async(replica.has_all_tasks)
+        given_out_at_the_end = given_out
+        await turns(20)
+        assert given_out == given_out_at_the_end > 0
+        given_back.set()
+        await wait_until_async(lambda: replica.peers[0].closed)
+        await still_serves(upstream, replica, on_connection=2)
 
 
-def test_a_connection_that_still_holds_an_unsent_body_is_not_used_again(run: Run) -> None:
+async def test_connection_with_unsent_body_is_not_reused() -> None:
     async def serve(peer: Peer) -> None:
         await peer.reader.readuntil(b"\r\n\r\n")
         await peer.say(b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\n\r\nno")
         await asyncio.sleep(PATIENCE_S)  # reads no more
 
-    async def scene() -> None:
-        async with before(first(serve)) as (upstream, replica):
-            reply = await upstream.request(b"POST", b"/", bytes(64 * MIB), timeout_s=PATIENCE_S)
-            assert (reply.status, reply.body) == (413, b"no")
-            await still_serves(upstream, replica, on_connection=2)
-
-    run(scene())
+    async with before(first(serve)) as (upstream, replica):
+        reply = await upstream.request(b"POST", b"/", bytes(64 * MIB), timeout_s=PATIENCE_S)
+        assert (reply.status, reply.body) == (413, b"no")
+        await still_serves(upstream, replica, on_connection=2)
 
 
 class ClientLeft(Exception):
@@ -744,7 +700,7 @@ class ClientLeft(Exception):
 
 
 @pytest.mark.parametrize("when", ["before the answer", "in the middle of the answer"])
-def test_an_error_of_the_body_ends_the_exchange_with_that_error(run: Run, when: str) -> None:
+async def test_error_of_request_body_is_raised_and_ends_request(when: str) -> None:
     answered = asyncio.Event()
     came: list[bytes] = []
 
@@ -762,25 +718,22 @@ def test_an_error_of_the_body_ends_the_exchange_with_that_error(run: Run, when: 
         await (answered.wait() if when == "in the middle of the answer" else turns(20))
         raise ClientLeft
 
-    async def scene() -> None:
-        async with before(first(serve)) as (upstream, replica):
-            sending = upstream.send(b"POST", b"/", [CHUNKED], body(), timeout_s=PATIENCE_S)
-            if when == "before the answer":
-                with pytest.raises(ClientLeft):
-                    await sending
-            else:
-                answer = await sending
-                assert await answer.next_chunk() == b"hello"
-                answered.set()
-                with pytest.raises(ClientLeft):
-                    await answer.next_chunk()
-                answer.close()
-            await wait_until_async(lambda: replica.peers[0].closed)
-            # Without its last chunk the request is visibly incomplete, and is not executed.
-            assert b"".join(came) == b"5\r\nhello\r\n"
-            await still_serves(upstream, replica, on_connection=2)
-
-    run(scene())
+    async with before(first(serve)) as (upstream, replica):
+        sending = upstream.send(b"POST", b"/", [CHUNKED], body(), timeout_s=PATIENCE_S)
+        if when == "before the answer":
+            with pytest.raises(ClientLeft):
+                await sending
+        else:
+            answer = await sending
+            assert await answer.next_chunk() == b"hello"
+            answered.set()
+            with pytest.raises(ClientLeft):
+                await answer.next_chunk()
+            answer.close()
+        await wait_until_async(lambda: replica.peers[0].closed)
+        # Without its last chunk the request is visibly incomplete, and is not executed.
+        assert b"".join(came) == b"5\r\nhello\r\n"
+        await still_serves(upstream, replica, on_connection=2)
 
 
 # What a replica does wrong.
@@ -809,9 +762,7 @@ CUT_OFF = {
 
 @pytest.mark.parametrize("by", ["closing", "a reset"])
 @pytest.mark.parametrize("wire", CUT_OFF.values(), ids=CUT_OFF)
-def test_an_answer_that_is_cut_off_is_an_error_and_its_connection_is_left(
-    run: Run, wire: bytes, by: str
-) -> None:
+async def test_truncated_response_is_bad_upstream(wire: bytes, by: str) -> None:
     came: list[Asked] = []
 
     async def serve(peer: Peer) -> None:
@@ -820,33 +771,27 @@ def test_an_answer_that_is_cut_off_is_an_error_and_its_connection_is_left(
         if by == "a reset":
             peer.reset()
 
-    async def scene() -> None:
-        async with before(first(serve)) as (upstream, replica):
-            with pytest.raises(BadUpstream, match="closed the connection before"):
-                await upstream.request(b"POST", b"/", b"body", timeout_s=PATIENCE_S)
-            await still_serves(upstream, replica, on_connection=2)
-            assert [asked.body for asked in came] == [b"body"]
-
-    run(scene())
+    async with before(first(serve)) as (upstream, replica):
+        with pytest.raises(BadUpstream, match="closed the connection before"):
+            await upstream.request(b"POST", b"/", b"body", timeout_s=PATIENCE_S)
+        await still_serves(upstream, replica, on_connection=2)
+        assert [asked.body for asked in came] == [b"body"]
 
 
-def test_an_answer_until_close_that_ends_by_a_reset_is_an_error(run: Run) -> None:
+async def test_response_without_length_ended_by_reset_is_bad_upstream() -> None:
     async def serve(peer: Peer) -> None:
         await peer.asked()
         await peer.say(HEAD + b"\r\nhello")
         peer.reset()
 
-    async def scene() -> None:
-        async with before(first(serve)) as (upstream, replica):
-            answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
-            assert await answer.next_chunk() == b"hello"
-            with pytest.raises(BadUpstream):
-                await answer.next_chunk()
-            assert not answer.is_complete
-            answer.close()
-            await still_serves(upstream, replica, on_connection=2)
-
-    run(scene())
+    async with before(first(serve)) as (upstream, replica):
+        answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
+        assert await answer.next_chunk() == b"hello"
+        with pytest.raises(BadUpstream):
+            await answer.next_chunk()
+        assert not answer.is_complete
+        answer.close()
+        await still_serves(upstream, replica, on_connection=2)
 
 
 NONSENSE = {
@@ -888,79 +833,60 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("wire", NONSENSE.values(), ids=NONSENSE)
-def test_an_answer_that_is_not_http_is_an_error_and_its_connection_is_closed_at_once(
-    run: Run, wire: bytes
+async def test_response_that_is_not_http_is_bad_upstream_and_closes_connection(
+    wire: bytes,
 ) -> None:
     async def serve(peer: Peer) -> None:
         await peer.asked()
         await peer.say(wire)
         await peer.gone()
 
-    async def scene() -> None:
-        async with before(first(serve)) as (upstream, replica):
-            with pytest.raises(BadUpstream, match=r"not HTTP/1\.1"):
-                await get(upstream)
-            await wait_until_async(lambda: replica.peers[0].closed)
-            await still_serves(upstream, replica, on_connection=2)
-
-    run(scene())
+    async with before(first(serve)) as (upstream, replica):
+        with pytest.raises(BadUpstream, match=r"not HTTP/1\.1"):
+            await get(upstream)
+        await wait_until_async(lambda: replica.peers[0].closed)
+        await still_serves(upstream, replica, on_connection=2)
 
 
-def test_two_hundred_headers_are_taken(run: Run) -> None:
+LARGE_HEADER = plain(b"ok", b"X-A: " + b"a" * 10_000)
+# For each: the pieces of one response, its headers, and its body.
+WITHIN_LIMITS = {
+    "200 headers": (
+        [plain(b"ok", *[b"a: b"] * 199)],
+        [*of_length(b"ok"), *[(b"a", b"b")] * 199],
+        b"ok",
+    ),
+    "a header of 10,000 bytes": (
+        [LARGE_HEADER[:10_000], LARGE_HEADER[10_000:]],
+        [*of_length(b"ok"), (b"x-a", b"a" * 10_000)],
+        b"ok",
+    ),
+    # A stream of hours has more bytes in its chunk sizes than a header may have.
+    "300 KB of chunk sizes": (
+        [HEAD_CHUNKED, *[b"1;" + b"a" * 1000 + b"\r\n", b"x\r\n"] * 300, b"0\r\n\r\n"],
+        [CHUNKED],
+        b"x" * 300,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN_LIMITS)
+async def test_limits_of_headers_apply_to_each_response_alone(name: str) -> None:
+    pieces, headers, body = WITHIN_LIMITS[name]
+
     async def serve(peer: Peer) -> None:
         while True:
             await peer.asked()
-            await peer.say(plain(b"ok", *[b"a: b"] * 199))
+            await peer.say(*pieces)
 
-    async def scene() -> None:
-        async with before(serve) as (upstream, replica):
-            for _ in range(3):
-                reply = await get(upstream)
-                assert reply.body == b"ok"
-                assert reply.headers == [*of_length(b"ok"), *[(b"a", b"b")] * 199]
-            assert len(replica.peers) == 1
-
-    run(scene())
-
-
-def test_large_heads_on_one_connection_are_not_added_up(run: Run) -> None:
-    wire = plain(b"ok", b"X-A: " + b"a" * 10_000)
-
-    async def serve(peer: Peer) -> None:
-        while True:
-            await peer.asked()
-            await peer.say(wire[:10_000], wire[10_000:])
-
-    async def scene() -> None:
-        async with before(serve) as (upstream, replica):
-            for _ in range(50):
-                reply = await get(upstream)
-                assert (reply.body, len(reply.header(b"x-a"))) == (b"ok", 10_000)
-            assert len(replica.peers) == 1
-
-    run(scene())
-
-
-def test_what_frames_the_chunks_of_a_long_answer_is_not_added_up(run: Run) -> None:
-    """A stream of hours has more bytes in its chunk sizes than a head may have."""
-    size_line = b"1;" + b"a" * 1000 + b"\r\n"
-
-    async def serve(peer: Peer) -> None:
-        await peer.asked()
-        await peer.say(HEAD_CHUNKED, *[size_line, b"x\r\n"] * 300, b"0\r\n\r\n")
-        await orderly(peer)
-
-    async def scene() -> None:
-        async with before(serve) as (upstream, replica):
-            reply = await get(upstream)
-            assert (reply.headers, reply.body) == ([CHUNKED], b"x" * 300)
-            await still_serves(upstream, replica, on_connection=1)
-
-    run(scene())
+    async with before(serve) as (upstream, replica):
+        for _ in range(10):
+            assert await get(upstream) == CompleteResponse(200, headers, body)
+        assert len(replica.peers) == 1
 
 
 @pytest.mark.parametrize("start", [HEAD, HEAD_CHUNKED + b"0\r\n"], ids=["head", "trailers"])
-def test_a_header_without_end_is_refused_before_it_fills_the_memory(run: Run, start: bytes) -> None:
+async def test_endless_response_header_is_bad_upstream_before_memory_fills(start: bytes) -> None:
     said = 0
 
     async def serve(peer: Peer) -> None:
@@ -971,14 +897,11 @@ def test_a_header_without_end_is_refused_before_it_fills_the_memory(run: Run, st
             await peer.say(b"a" * 65_536)
             said += 65_536
 
-    async def scene() -> None:
-        async with before(first(serve)) as (upstream, replica):
-            with pytest.raises(BadUpstream):
-                await get(upstream)
-            assert said < 8 * MIB
-            await still_serves(upstream, replica, on_connection=2)
-
-    run(scene())
+    async with before(first(serve)) as (upstream, replica):
+        with pytest.raises(BadUpstream):
+            await get(upstream)
+        assert said < 8 * MIB
+        await still_serves(upstream, replica, on_connection=2)
 
 
 # What comes although nobody asked for it.
@@ -996,7 +919,7 @@ SPARE = {
 
 @pytest.mark.parametrize("spare", SPARE.values(), ids=SPARE)
 @pytest.mark.parametrize("when", ["with the answer", "before it is read", "when it is idle"])
-def test_what_nobody_asked_for_is_nobodys_answer(run: Run, when: str, spare: bytes) -> None:
+async def test_unsolicited_data_is_never_read_as_a_response(when: str, spare: bytes) -> None:
     idle, told = asyncio.Event(), asyncio.Event()
 
     async def serve(peer: Peer) -> None:
@@ -1013,69 +936,60 @@ def test_what_nobody_asked_for_is_nobodys_answer(run: Run, when: str, spare: byt
         told.set()
         await peer.gone()
 
-    async def scene() -> None:
-        async with before(first(serve)) as (upstream, replica):
-            answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
-            if when == "before it is read":
-                await told.wait()
-                await turns(20)
-            assert await answer.read() == b"mine"
-            assert answer.headers == list(of_length(b"mine"))
-            answer.close()
-            if when == "when it is idle":
-                await turns(20)
-                assert not replica.peers[0].closed
-                idle.set()
-                await wait_until_async(lambda: replica.peers[0].closed)
-            await still_serves(upstream, replica, on_connection=2)
+    async with before(first(serve)) as (upstream, replica):
+        answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
+        if when == "before it is read":
+            await told.wait()
+            await turns(20)
+        assert await answer.read() == b"mine"
+        assert answer.headers == list(of_length(b"mine"))
+        answer.close()
+        if when == "when it is idle":
+            await turns(20)
+            assert not replica.peers[0].closed
+            idle.set()
             await wait_until_async(lambda: replica.peers[0].closed)
-
-    run(scene())
+        await still_serves(upstream, replica, on_connection=2)
+        await wait_until_async(lambda: replica.peers[0].closed)
 
 
 # Giving an answer back.
 
 
 @pytest.mark.parametrize("size", [0, 5, 200_000, 300_000, 400_000], ids="{} bytes".format)
-def test_an_answer_left_unread_does_not_spoil_the_next(run: Run, size: int) -> None:
+async def test_response_closed_unread_does_not_affect_the_next(size: int) -> None:
     async def serve(peer: Peer) -> None:
         await peer.asked()
         await peer.say(plain(b"x" * size))
         await orderly(peer)
 
-    async def scene() -> None:
-        async with before(serve) as (upstream, replica):
-            answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
-            await turns(50)
-            # Whole or not, it may be left; only a whole one may leave its connection to others.
-            whole = answer.is_complete
-            answer.close()
-            await wait_until_async(lambda: whole or replica.peers[0].closed)
-            for _ in range(3):
-                reply = await outcome(get(upstream, b"/a"))
-                assert isinstance(reply, CompleteResponse)
-                assert reply.body in (b"/a", b"x" * size)
-            assert len(replica.peers) <= 2
-
-    run(scene())
+    async with before(serve) as (upstream, replica):
+        answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
+        await turns(50)
+        # Whole or not, it may be left; only a whole one may leave its connection to others.
+        whole = answer.is_complete
+        answer.close()
+        await wait_until_async(lambda: whole or replica.peers[0].closed)
+        for _ in range(3):
+            reply = await outcome(get(upstream, b"/a"))
+            assert isinstance(reply, CompleteResponse)
+            assert reply.body in (b"/a", b"x" * size)
+        assert len(replica.peers) <= 2
 
 
-def test_an_answer_left_in_its_middle_closes_its_connection(run: Run) -> None:
+async def test_response_closed_in_its_middle_closes_connection() -> None:
     async def serve(peer: Peer) -> None:
         await peer.asked()
         await peer.say(HEAD + b"Content-Length: 10\r\n\r\nhello")
         await peer.gone()
 
-    async def scene() -> None:
-        async with before(first(serve)) as (upstream, replica):
-            answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
-            assert await answer.next_chunk() == b"hello"
-            assert not answer.is_complete
-            answer.close()
-            await wait_until_async(lambda: replica.peers[0].closed)
-            await still_serves(upstream, replica, on_connection=2)
-
-    run(scene())
+    async with before(first(serve)) as (upstream, replica):
+        answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
+        assert await answer.next_chunk() == b"hello"
+        assert not answer.is_complete
+        answer.close()
+        await wait_until_async(lambda: replica.peers[0].closed)
+        await still_serves(upstream, replica, on_connection=2)
 
 
 # Connections that close.
@@ -1083,8 +997,8 @@ def test_an_answer_left_in_its_middle_closes_its_connection(run: Run) -> None:
 
 @pytest.mark.fault("Triton closes an idle connection while it is being reused")
 @pytest.mark.parametrize("by", ["closing", "a reset"])
-def test_a_connection_that_closes_as_it_is_reused_runs_its_request_at_most_once(
-    run: Run, by: str
+async def test_request_on_connection_that_closes_runs_at_most_once(
+    by: str,
 ) -> None:
     """Every order of the two that a few turns of the loop can make."""
     seen: Counter[bytes] = Counter()
@@ -1098,30 +1012,27 @@ def test_a_connection_that_closes_as_it_is_reused_runs_its_request_at_most_once(
         if by == "a reset":
             peer.reset()
 
-    async def scene() -> None:
-        async with before(serve) as (upstream, _):
-            for server_turns in range(8):
-                for client_turns in range(8):
-                    one = b"/one-%d-%d" % (server_turns, client_turns)
-                    two = b"/two-0-%d-%d" % (server_turns, client_turns)
-                    reply = await upstream.request(b"POST", one, timeout_s=PATIENCE_S, fresh=True)
-                    assert reply.body == one
-                    await turns(client_turns)
-                    second = await outcome(
-                        upstream.request(b"POST", two, b"body", timeout_s=PATIENCE_S)
-                    )
-                    if isinstance(second, CompleteResponse):
-                        assert (second.status, second.body, seen[two]) == (200, two, 1)
-                        outcomes["answered"] += 1
-                    else:
-                        assert second in (BadUpstream, RequestNotSent)
-                        assert seen[two] == 0 if second is RequestNotSent else seen[two] <= 1
-                        outcomes["failed"] += 1
-            assert set(seen.values()) == {1}
-            assert outcomes.total() == 64
-            assert outcomes["answered"], outcomes
-
-    run(scene())
+    async with before(serve) as (upstream, _):
+        for server_turns in range(8):
+            for client_turns in range(8):
+                one = b"/one-%d-%d" % (server_turns, client_turns)
+                two = b"/two-0-%d-%d" % (server_turns, client_turns)
+                reply = await upstream.request(b"POST", one, timeout_s=PATIENCE_S, fresh=True)
+                assert reply.body == one
+                await turns(client_turns)
+                second = await outcome(
+                    upstream.request(b"POST", two, b"body", timeout_s=PATIENCE_S)
+                )
+                if isinstance(second, CompleteResponse):
+                    assert (second.status, second.body, seen[two]) == (200, two, 1)
+                    outcomes["answered"] += 1
+                else:
+                    assert second in (BadUpstream, RequestNotSent)
+                    assert seen[two] == 0 if second is RequestNotSent else seen[two] <= 1
+                    outcomes["failed"] += 1
+        assert set(seen.values()) == {1}
+        assert outcomes.total() == 64
+        assert outcomes["answered"], outcomes
 
 
 @contextmanager
@@ -1159,19 +1070,12 @@ def accepting(serve: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("treatment", ["closes", "resets", "talks first"])
-def test_a_connection_that_ends_as_soon_as_it_is_made_fails_at_once(
-    run: Run, treatment: str
-) -> None:
-    async def scene() -> None:
-        upstream = HttpClient("127.0.0.1", port, connect_timeout_s=PATIENCE_S)
-        for number in range(40):
-            failure = await outcome(get(upstream))
-            assert failure in (RequestNotSent, BadUpstream), number
-        upstream.close()
-        await wait_until_async(no_task_is_left)
-
+async def test_request_fails_if_replica_closes_every_connection(treatment: str) -> None:
     with crowd(treatment) as port:
-        run(scene())
+        async with unconnected_client(port) as upstream:
+            for number in range(40):
+                failure = await outcome(get(upstream))
+                assert failure in (RequestNotSent, BadUpstream), number
 
 
 # Deadlines.
@@ -1225,27 +1129,25 @@ STOPS: dict[str, Script] = {
 
 
 @pytest.mark.parametrize("script", STOPS.values(), ids=STOPS)
-def test_an_answer_that_is_not_complete_in_time_is_given_up_at_its_deadline(
-    run: Run, script: Script
-) -> None:
-    async def scene() -> None:
+def test_incomplete_response_raises_at_its_deadline(script: Script) -> None:
+    async def scenario() -> None:
         async with before(first(script)) as (upstream, replica):
             with takes_at_least(0.15), pytest.raises(DeadlinePassed, match=r"0\.15 s"):
                 await get(upstream, timeout_s=0.15)
             await wait_until_async(lambda: replica.peers[0].closed)
             await still_serves(upstream, replica, on_connection=2)
 
-    retry_when_late(lambda pace: run(pace.watch(scene())), 0.05)
+    retry_when_late(lambda pace: uvloop.run(pace.watch(scenario())), 0.05)
 
 
-def test_each_request_on_a_connection_has_its_own_deadline(run: Run) -> None:
+def test_each_request_of_a_connection_has_its_own_deadline() -> None:
     async def serve(peer: Peer) -> None:
         while True:
             asked = await peer.asked()
             await asyncio.sleep(float(asked.target[1:]))
             await peer.say(plain(asked.target))
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with before(serve) as (upstream, replica):
             long_s, short_s = PATIENCE_S, 0.15
             for wait, timeout_s in (
@@ -1263,11 +1165,11 @@ def test_each_request_on_a_connection_has_its_own_deadline(run: Run) -> None:
             assert (await get(upstream, b"/0.2", long_s)).body == b"/0.2"
             assert len(replica.peers) == 2
 
-    retry_when_late(lambda pace: run(pace.watch(scene())), 0.05)
+    retry_when_late(lambda pace: uvloop.run(pace.watch(scenario())), 0.05)
 
 
-def test_a_deadline_that_passes_when_the_answer_is_there_means_nothing(run: Run) -> None:
-    async def scene() -> None:
+def test_deadline_after_complete_response_has_no_effect() -> None:
+    async def scenario() -> None:
         async with before(orderly) as (upstream, replica):
             answer = await upstream.send(b"GET", b"/late", [EMPTY], timeout_s=0.1)
             await asyncio.sleep(0.2)
@@ -1278,10 +1180,10 @@ def test_a_deadline_that_passes_when_the_answer_is_there_means_nothing(run: Run)
             await asyncio.sleep(0.2)  # idle
             await still_serves(upstream, replica, on_connection=1)
 
-    retry_when_late(lambda pace: run(pace.watch(scene())), 0.05)
+    retry_when_late(lambda pace: uvloop.run(pace.watch(scenario())), 0.05)
 
 
-def test_the_deadline_moves_when_more_time_is_allowed_or_less(run: Run) -> None:
+def test_set_timeout_moves_the_deadline() -> None:
     async def serve(peer: Peer) -> None:
         await peer.asked()
         await peer.say(HEAD + b"Content-Length: 10\r\n\r\n1")
@@ -1289,7 +1191,7 @@ def test_the_deadline_moves_when_more_time_is_allowed_or_less(run: Run) -> None:
         await peer.say(b"2")
         await peer.gone()
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with before(first(serve)) as (upstream, replica):
             answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=0.15)
             assert await answer.next_chunk() == b"1"
@@ -1303,7 +1205,7 @@ def test_the_deadline_moves_when_more_time_is_allowed_or_less(run: Run) -> None:
             await wait_until_async(lambda: replica.peers[0].closed)
             await still_serves(upstream, replica, on_connection=2)
 
-    retry_when_late(lambda pace: run(pace.watch(scene())), 0.05)
+    retry_when_late(lambda pace: uvloop.run(pace.watch(scenario())), 0.05)
 
 
 async def endless() -> AsyncIterator[bytes]:
@@ -1317,10 +1219,10 @@ async def stalled() -> AsyncIterator[bytes]:
 
 
 @pytest.mark.parametrize("body", [endless, stalled])
-def test_the_deadline_holds_while_the_body_is_on_its_way(
-    run: Run, body: Callable[[], AsyncIterator[bytes]]
+def test_deadline_applies_while_request_body_is_sent(
+    body: Callable[[], AsyncIterator[bytes]],
 ) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         gave_up = asyncio.Event()
 
         async def read_later(peer: Peer) -> None:
@@ -1335,19 +1237,14 @@ def test_the_deadline_holds_while_the_body_is_on_its_way(
             await still_serves(upstream, replica, on_connection=2)
             await wait_until_async(lambda: replica.peers[0].closed)
 
-    retry_when_late(lambda pace: run(pace.watch(scene())), 0.05)
+    retry_when_late(lambda pace: uvloop.run(pace.watch(scenario())), 0.05)
 
 
-def test_a_refused_connection_says_at_once_that_nothing_was_sent(run: Run) -> None:
-    async def scene() -> None:
-        upstream = HttpClient("127.0.0.1", free_ports(1)[0], connect_timeout_s=PATIENCE_S)
+async def test_request_to_closed_port_fails_at_once_as_not_sent() -> None:
+    async with unconnected_client(free_ports(1)[0]) as upstream:
         with pytest.raises(RequestNotSent, match=r": the replica cannot be reached$") as refusal:
             await get(upstream)
         assert refusal.value.is_refused
-        upstream.close()
-        await wait_until_async(no_task_is_left)
-
-    run(scene())
 
 
 @contextmanager
@@ -1371,36 +1268,29 @@ def blackhole() -> Iterator[int]:
     ("connect_timeout_s", "timeout_s", "error"),
     [(0.2, PATIENCE_S, RequestNotSent), (PATIENCE_S, 0.2, DeadlinePassed)],
 )
-def test_a_connection_that_is_never_made_is_given_up_at_the_limit_that_comes_first(
-    run: Run, connect_timeout_s: float, timeout_s: float, error: type[GatewayError]
+async def test_connecting_ends_at_the_earlier_of_its_limits(
+    connect_timeout_s: float, timeout_s: float, error: type[GatewayError]
 ) -> None:
-    async def scene() -> None:
-        upstream = HttpClient("127.0.0.1", port, connect_timeout_s=connect_timeout_s)
-        with takes_at_least(0.2), pytest.raises(error):
-            await get(upstream, timeout_s=timeout_s)
-        upstream.close()
-        await wait_until_async(no_task_is_left)
-
     with blackhole() as port:
-        run(scene())
+        async with unconnected_client(port, connect_timeout_s) as upstream:
+            with takes_at_least(0.2), pytest.raises(error):
+                await get(upstream, timeout_s=timeout_s)
 
 
-def test_unreachable_openai_servers_share_one_deadline(run: Run) -> None:
-    async def scene() -> None:
-        options = Settings(connect_timeout_s=0.2)
-        addresses = [parse_replica_url(f"http://127.0.0.1:{port}") for port in ports]
-        # With a deadline for each, no server would be reached within 0.6 s, which is another error.
-        with (
-            closing(OpenAIServers(addresses, options, None)) as servers,
-            takes_at_least(0.3),
-            pytest.raises(DeadlinePassed, match=r"within 0\.3 s"),
-        ):
-            await servers.send(b"/v1/completions", [], b"", 0.3)
-        await wait_until_async(no_task_is_left)
-
+async def test_unreachable_openai_servers_share_one_deadline() -> None:
+    options = Settings(connect_timeout_s=0.2)
     with blackhole() as first, blackhole() as second, blackhole() as third:
-        ports = first, second, third
-        run(scene())
+        addresses = [
+            parse_replica_url(f"http://127.0.0.1:{port}") for port in (first, second, third)
+        ]
+        # With a deadline for each, no server would be reached within 0.6 s, which is another error.
+        async with no_task_left():
+            with (
+                closing(OpenAIServers(addresses, options, None)) as servers,
+                takes_at_least(0.3),
+                pytest.raises(DeadlinePassed, match=r"within 0\.3 s"),
+            ):
+                await servers.send(b"/v1/completions", [], b"", 0.3)
 
 
 # Back-pressure.
@@ -1420,8 +1310,8 @@ def memory_below(limit: int) -> Iterator[Callable[[], int]]:
 
 
 @pytest.mark.parametrize("framing", ["length", "chunks"])
-def test_an_answer_that_is_not_read_is_held_back_and_complete_when_it_is(
-    run: Run, framing: str
+async def test_unread_response_is_not_buffered(
+    framing: str,
 ) -> None:
     piece, count, said = bytes(range(256)) * 256, 1024, 0
     chunk = piece if framing == "length" else b"%x\r\n%b\r\n" % (len(piece), piece)
@@ -1439,28 +1329,25 @@ def test_an_answer_that_is_not_read_is_held_back_and_complete_when_it_is(
             await peer.say(b"0\r\n\r\n")
         await orderly(peer)
 
-    async def scene() -> None:
-        async with before(serve) as (upstream, replica):
-            with memory_below(2 * MIB) as held:
-                answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
-                stopped_at = await settled(lambda: said)
-                assert 0 < stopped_at < count
-                assert held() < 2 * MIB
-                read = 0
-                while data := await answer.next_chunk():
-                    start = read % 256
-                    assert data == (piece * (len(data) // len(piece) + 2))[start:][: len(data)]
-                    read += len(data)
-                assert read == len(piece) * count
-            answer.close()
-            await still_serves(upstream, replica, on_connection=1)
-
-    run(scene())
+    async with before(serve) as (upstream, replica):
+        with memory_below(2 * MIB) as held:
+            answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
+            stopped_at = await settled(lambda: said)
+            assert 0 < stopped_at < count
+            assert held() < 2 * MIB
+            read = 0
+            while data := await answer.next_chunk():
+                start = read % 256
+                assert data == (piece * (len(data) // len(piece) + 2))[start:][: len(data)]
+                read += len(data)
+            assert read == len(piece) * count
+        answer.close()
+        await still_serves(upstream, replica, on_connection=1)
 
 
 @pytest.mark.parametrize("framing", ["length", "chunks"])
-def test_a_body_that_the_replica_does_not_read_is_held_back_and_complete_when_it_does(
-    run: Run, framing: str
+async def test_request_body_that_replica_does_not_read_is_not_buffered(
+    framing: str,
 ) -> None:
     piece, count, given_out = bytes(65_536), 1024, 0
     reads = asyncio.Event()
@@ -1484,31 +1371,28 @@ def test_a_body_that_the_replica_does_not_read_is_held_back_and_complete_when_it
         await peer.say(plain(head[:6]))
         await orderly(peer)
 
-    async def scene() -> None:
-        async with before(serve) as (upstream, replica):
-            header = of_length(piece * count)[0] if framing == "length" else CHUNKED
-            request = upstream.send(b"POST", b"/", [header], body(), timeout_s=PATIENCE_S)
-            with memory_below(8 * MIB) as held:
-                sending = asyncio.create_task(request)
-                stopped_at = await settled(lambda: given_out)
-                assert 0 < stopped_at < count * 3 // 4
-                # The replica's reader is in this process too, and holds up to twice its own limit.
-                assert held() < 2 * MIB + 2 * MIB
-                reads.set()
-                answer = await sending
-            assert given_out == count
-            assert await answer.read() == b"POST /"
-            answer.close()
-            await still_serves(upstream, replica, on_connection=1)
-
-    run(scene())
+    async with before(serve) as (upstream, replica):
+        header = of_length(piece * count)[0] if framing == "length" else CHUNKED
+        request = upstream.send(b"POST", b"/", [header], body(), timeout_s=PATIENCE_S)
+        with memory_below(8 * MIB) as held:
+            sending = asyncio.create_task(request)
+            stopped_at = await settled(lambda: given_out)
+            assert 0 < stopped_at < count * 3 // 4
+            # The replica's reader is in this process too, and holds up to twice its own limit.
+            assert held() < 2 * MIB + 2 * MIB
+            reads.set()
+            answer = await sending
+        assert given_out == count
+        assert await answer.read() == b"POST /"
+        answer.close()
+        await still_serves(upstream, replica, on_connection=1)
 
 
 # Idle connections, closing, cancelling.
 
 
-def test_idle_connections_are_closed_when_their_time_is_over(run: Run) -> None:
-    async def scene() -> None:
+def test_idle_connections_are_closed_after_their_timeout() -> None:
+    async def scenario() -> None:
         async with before(orderly, idle_s=0.2) as (upstream, replica):
             await asyncio.gather(*(get(upstream) for _ in range(8)))
             while sum(not peer.closed for peer in replica.peers) > 1:  # the one that is used stays
@@ -1518,24 +1402,19 @@ def test_idle_connections_are_closed_when_their_time_is_over(run: Run) -> None:
                 await wait_until_async(lambda: all(peer.closed for peer in replica.peers))
             await still_serves(upstream, replica, on_connection=9)
 
-    retry_when_late(lambda pace: run(pace.watch(scene())), 0.05)
+    retry_when_late(lambda pace: uvloop.run(pace.watch(scenario())), 0.05)
 
 
-def test_a_connection_that_was_idle_too_long_is_not_used_even_if_nobody_has_swept(
-    run: Run,
-) -> None:
-    async def scene() -> None:
-        async with before(orderly, idle_s=0.1) as (upstream, replica):
-            await get(upstream)
-            time.sleep(0.15)  # noqa: ASYNC251 - the loop is busy: no timer of it can fire
-            await still_serves(upstream, replica, on_connection=2)
-            await wait_until_async(lambda: replica.peers[0].closed)
-
-    run(scene())
+async def test_expired_connection_is_not_reused_by_a_busy_loop() -> None:
+    async with before(orderly, idle_s=0.1) as (upstream, replica):
+        await get(upstream)
+        time.sleep(0.15)  # noqa: ASYNC251 - the loop is busy: no timer of it can fire
+        await still_serves(upstream, replica, on_connection=2)
+        await wait_until_async(lambda: replica.peers[0].closed)
 
 
 @pytest.mark.long
-def test_connections_that_are_gone_are_forgotten_long_before_their_deadlines(run: Run) -> None:
+async def test_closed_connections_are_freed_before_their_deadlines() -> None:
     there_were = connections_in_memory()
 
     async def serve(peer: Peer) -> None:
@@ -1545,18 +1424,15 @@ def test_connections_that_are_gone_are_forgotten_long_before_their_deadlines(run
         else:
             await peer.say(plain(b"ok", b"Connection: close")[: int(asked.target[1:])])
 
-    async def scene() -> None:
-        async with before(serve, idle_s=0.2) as (upstream, _):
-            whole = len(plain(b"ok", b"Connection: close"))
-            targets = [b"/whole", b"/%d" % whole, b"/%d" % (whole - 1), b"/0"] * 5
-            outcomes = [await outcome(get(upstream, target, 300.0)) for target in targets]
-            assert sum(isinstance(reply, CompleteResponse) for reply in outcomes) >= 5
-            assert sum(reply is BadUpstream for reply in outcomes) >= 10
-            del outcomes
-            await asyncio.sleep(0.25)  # the idle are closed
-            await wait_until_async(lambda: connections_in_memory() == there_were)
-
-    run(scene())
+    async with before(serve, idle_s=0.2) as (upstream, _):
+        whole = len(plain(b"ok", b"Connection: close"))
+        targets = [b"/whole", b"/%d" % whole, b"/%d" % (whole - 1), b"/0"] * 5
+        outcomes = [await outcome(get(upstream, target, 300.0)) for target in targets]
+        assert sum(isinstance(reply, CompleteResponse) for reply in outcomes) >= 5
+        assert sum(reply is BadUpstream for reply in outcomes) >= 10
+        del outcomes
+        await asyncio.sleep(0.25)  # the idle are closed
+        await wait_until_async(lambda: connections_in_memory() == there_were)
 
 
 def connections_in_memory() -> int:
@@ -1564,9 +1440,7 @@ def connections_in_memory() -> int:
     return sum(type(thing) is UpstreamConnection for thing in gc.get_objects())
 
 
-def test_closing_closes_the_idle_at_once_and_the_busy_at_the_end_of_their_answers(
-    run: Run,
-) -> None:
+async def test_close_closes_idle_connections_at_once_and_busy_ones_later() -> None:
     go_on = asyncio.Event()
 
     async def serve(peer: Peer) -> None:
@@ -1577,20 +1451,17 @@ def test_closing_closes_the_idle_at_once_and_the_busy_at_the_end_of_their_answer
         await peer.say(b"ow")
         await peer.gone()
 
-    async def scene() -> None:
-        async with before(serve) as (upstream, replica):
-            await asyncio.gather(*(get(upstream) for _ in range(4)))
-            answer = await upstream.send(b"GET", b"/slow", [EMPTY], timeout_s=PATIENCE_S)
-            upstream.close()
-            await wait_until_async(lambda: sum(peer.closed for peer in replica.peers) == 3)
-            go_on.set()
-            assert await answer.read() == b"slow"
-            assert sum(peer.closed for peer in replica.peers) == 3
-            answer.close()
-            await wait_until_async(lambda: all(peer.closed for peer in replica.peers))
-            upstream.close()
-
-    run(scene())
+    async with before(serve) as (upstream, replica):
+        await asyncio.gather(*(get(upstream) for _ in range(4)))
+        answer = await upstream.send(b"GET", b"/slow", [EMPTY], timeout_s=PATIENCE_S)
+        upstream.close()
+        await wait_until_async(lambda: sum(peer.closed for peer in replica.peers) == 3)
+        go_on.set()
+        assert await answer.read() == b"slow"
+        assert sum(peer.closed for peer in replica.peers) == 3
+        answer.close()
+        await wait_until_async(lambda: all(peer.closed for peer in replica.peers))
+        upstream.close()
 
 
 async def cancel(task: asyncio.Task[Any]) -> None:
@@ -1600,8 +1471,8 @@ async def cancel(task: asyncio.Task[Any]) -> None:
 
 
 @pytest.mark.parametrize("waiting_for", ["the head", "the body", "the replica to read", "its body"])
-def test_a_request_that_is_cancelled_closes_its_connection_and_leaves_nothing(
-    run: Run, waiting_for: str
+async def test_cancelled_request_closes_its_connection(
+    waiting_for: str,
 ) -> None:
     cancelled = asyncio.Event()
     given_out = 0
@@ -1620,37 +1491,29 @@ def test_a_request_that_is_cancelled_closes_its_connection_and_leaves_nothing(
             given_out += 1
             yield piece
 
-    async def scene() -> None:
-        async with before(first(serve)) as (upstream, replica):
-            request: Coroutine[Any, Any, UpstreamResponse | CompleteResponse] = get(upstream)
-            if waiting_for in ("the replica to read", "its body"):
-                request.close()
-                request = upstream.send(b"POST", b"/", [CHUNKED], body(), timeout_s=PATIENCE_S)
-            task = asyncio.create_task(request)
-            await wait_until_async(lambda: replica.peers)
-            await settled(lambda: given_out)
-            assert not task.done()
-            assert len(replica.peers) == 1
-            await cancel(task)
-            cancelled.set()
-            await wait_until_async(replica.has_all_tasks)
-            await wait_until_async(lambda: replica.peers[0].closed)
-            await still_serves(upstream, replica, on_connection=2)
-
-    run(scene())
-
-
-def test_a_request_that_is_cancelled_while_it_connects_leaves_nothing(run: Run) -> None:
-    async def scene() -> None:
-        upstream = HttpClient("127.0.0.1", port, connect_timeout_s=PATIENCE_S)
-        task = asyncio.create_task(get(upstream))
-        await turns(20)
+    async with before(first(serve)) as (upstream, replica):
+        request: Coroutine[Any, Any, UpstreamResponse | CompleteResponse] = get(upstream)
+        if waiting_for in ("the replica to read", "its body"):
+            request.close()
+            request = upstream.send(b"POST", b"/", [CHUNKED], body(), timeout_s=PATIENCE_S)
+        task = asyncio.create_task(request)
+        await wait_until_async(lambda: replica.peers)
+        await settled(lambda: given_out)
+        assert not task.done()
+        assert len(replica.peers) == 1
         await cancel(task)
-        upstream.close()
-        await wait_until_async(no_task_is_left)
+        cancelled.set()
+        await wait_until_async(replica.has_all_tasks)
+        await wait_until_async(lambda: replica.peers[0].closed)
+        await still_serves(upstream, replica, on_connection=2)
 
+
+async def test_request_cancelled_while_connecting_leaves_no_task() -> None:
     with blackhole() as port:
-        run(scene())
+        async with unconnected_client(port) as upstream:
+            task = asyncio.create_task(get(upstream))
+            await turns(20)
+            await cancel(task)
 
 
 # All of it at once.
@@ -1725,20 +1588,21 @@ class Rush:
             answer.close()
 
 
+@pytest.mark.long
 @pytest.mark.fault(
     "a response is garbage, truncated, of the wrong length, or followed by another one"
 )
-def test_ten_thousand_requests_are_answered_with_their_own_answers_or_fail_cleanly() -> None:
+def test_ten_thousand_requests_get_their_own_responses() -> None:
     rush = Rush()
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with before(rush.serve) as (upstream, replica):
             numbers = iter(range(rush.count))
             clients = [rush.client(upstream, numbers) for _ in range(rush.at_a_time)]
             await asyncio.gather(*clients)
             assert len(replica.peers) < rush.count / 5  # connections are reused all the same
 
-    uvloop.run(scene())
+    uvloop.run(scenario())
     assert rush.outcomes.total() == rush.count
     assert rush.outcomes["answered"] > 0.85 * rush.count
     assert 0 < rush.outcomes["failed"] < 0.1 * rush.count
