@@ -46,10 +46,12 @@ test: $(VENV)/.dev models examples .pytest_cache/compiled ## Run the tests of ev
 	@$(PYTEST) -m "not long and not soak and not containers" $(ARGS)
 
 test-long: $(VENV)/.dev models examples .pytest_cache/compiled ## Run the other tests: full tables, simulations, fuzzing, all documents
-	@$(PYTEST) -m "long and not soak and not containers" $(ARGS)
+	@$(PYTEST) -m "long and not soak and not containers" --hypothesis-profile=long $(ARGS)
 
 test-all: test test-long ## Run both
 
+# Each process collects these tests in 8 s, so that few processes are faster.
+test-unit: JOBS := 2
 test-unit: $(VENV)/.dev models ## Run the tests that start no process (40 s)
 	@$(PYTEST) -m "not long and not soak" $(wildcard tests/core/unit tests/*/*/unit tests/project/unit) $(ARGS)
 

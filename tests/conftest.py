@@ -28,13 +28,14 @@ os.environ["SSL_CERT_DIR"] = ssl.get_default_verify_paths().openssl_capath
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 # A slow machine is no fault of what is tested. The same examples every time: a change is not refused
-# for what it did not touch. `--hypothesis-profile=random` draws new ones.
+# for what it did not touch. `--hypothesis-profile=random` draws new ones, and `make test-long` more.
 settings.register_profile(
     "random", max_examples=300, deadline=None, suppress_health_check=list(HealthCheck)
 )
 settings.register_profile(
-    "tests", settings.get_profile("random"), derandomize=True, max_examples=25
+    "long", settings.get_profile("random"), derandomize=True, max_examples=100
 )
+settings.register_profile("tests", settings.get_profile("long"), max_examples=10)
 settings.load_profile("tests")
 
 

@@ -29,7 +29,7 @@ RESULTS: Final = Path(__file__).with_name("results.yaml")
 SURVIVED: Final = "survived"
 LANES: Final = {
     "make test": ("-m", "not long and not soak and not containers"),
-    "make test-long": ("-m", "long and not soak and not containers"),
+    "make test-long": ("-m", "long and not soak and not containers", "--hypothesis-profile=long"),
 }
 PARALLEL: Final = ("-n", "4", "--dist", "loadgroup")
 # Built files that tests need and git ignores.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.fleet.models_file import ModelsFile
@@ -212,11 +212,6 @@ class SharedStateContract:
     """Of a state of several processes, as far as one process can have their views of it."""
 
     @given(wishes=WISHES)
-    @settings(
-        max_examples=30,
-        deadline=None,
-        suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
-    )
     async def test_any_wish_of_any_model_is_read_as_it_was_kept(
         self, shared: Fresh, wishes: dict[str, DesiredModel]
     ) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.exposition.encoder import PageFormat, encode_page
@@ -376,7 +376,6 @@ def expected(page: str, replica: str) -> Iterator[tuple[object, ...]]:
         yield name, frozenset({**told, "replica": replica}.items()), value
 
 
-@settings(deadline=None)
 @given(st.lists(PAGES, min_size=1, max_size=3))
 @example([line("g1", {"x": '} 1 # {x="'}, 1)])
 @example([line("g1", {"x": "\u2028\x85\r\x1c\\n\n\\"}, 1)])
@@ -391,7 +390,6 @@ def test_the_merged_page_has_the_samples_of_all(pages: list[str]) -> None:
     assert Counter({(str(name).removesuffix("_total"), *rest) for name, *rest in found}) == unnamed
 
 
-@settings(deadline=None)
 @given(PAGES)
 def test_a_page_that_was_written_is_written_again_the_same(page: str) -> None:
     once = alone(page)
@@ -406,7 +404,6 @@ OTHER_VALUES = st.sampled_from(
 ENDS = re.compile(r" [^ \n]+$", re.MULTILINE)
 
 
-@settings(deadline=None)
 @given(PAGES, st.lists(st.lists(OTHER_VALUES, min_size=1), min_size=1, max_size=4))
 def test_the_next_page_of_a_server_is_read_as_if_it_were_the_first(
     page: str, values: list[list[str]]

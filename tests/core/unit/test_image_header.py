@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -324,7 +324,6 @@ def mutated_files(draw: st.DrawFn) -> bytes:
 @pytest.mark.fault(
     "images, NumPy files, archives and forms that contradict themselves, or are small"
 )
-@settings(max_examples=300, deadline=None)
 @given(mutated_files())
 def test_a_mutated_file_is_decoded_or_refused_with_a_sentence(data: bytes) -> None:
     limits = PayloadLimits(max_image_pixels=100_000)
@@ -335,7 +334,6 @@ def test_a_mutated_file_is_decoded_or_refused_with_a_sentence(data: bytes) -> No
             decode_image(image, spec, "X")
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.sampled_from([b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF"]), st.binary(max_size=300))
 def test_any_bytes_are_an_image_or_refused_with_a_sentence(start: bytes, data: bytes) -> None:
     with suppress(GatewayError):

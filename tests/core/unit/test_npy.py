@@ -7,7 +7,7 @@ from contextlib import suppress
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import GatewayError, MalformedRequest
@@ -134,14 +134,12 @@ def mutated_files(draw: st.DrawFn) -> bytes:
 @pytest.mark.fault(
     "images, NumPy files, archives and forms that contradict themselves, or are small"
 )
-@settings(max_examples=300, deadline=None)
 @given(mutated_files(), st.sampled_from(MODELS))
 def test_a_mutated_file_is_converted_or_refused_with_a_sentence(data: bytes, model: object) -> None:
     with suppress(GatewayError):
         to_inputs(read_payload(data, NPY, PayloadLimits()), model, PayloadLimits())  # type: ignore[arg-type]
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="{}()':, 0123456789TrueFalsdcihp_on<f4\\\"", max_size=80))
 def test_any_header_is_read_or_malformed(header: str) -> None:
     with suppress(MalformedRequest):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import MalformedRequest, TooLarge
@@ -127,7 +127,7 @@ def test_one_budget_bounds_what_all_of_it_inflates_to() -> None:
 
 @pytest.mark.parametrize("size", [100, 2**32 - 1])
 def test_a_bomb_takes_no_more_memory_than_its_budget(size: int) -> None:
-    bomb = claiming_size(archive([("x.npy", npy(np.zeros(100 * MIB, np.uint8)))]), size)
+    bomb = claiming_size(archive([("x.npy", npy(np.zeros(30 * MIB, np.uint8)))]), size)
     tracemalloc.start()
     with pytest.raises((TooLarge, MalformedRequest)):
         read(bomb, 8 * MIB)
@@ -145,7 +145,6 @@ SOUND = [
 @pytest.mark.fault(
     "images, NumPy files, archives and forms that contradict themselves, or are small"
 )
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_mutated_archive_is_read_or_refused_with_a_sentence(data: st.DataObject) -> None:
     mutated = bytearray(data.draw(st.sampled_from(SOUND)))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -244,7 +244,6 @@ def chunks_of(draw: st.DrawFn, body: bytes) -> bytes:
     return sized + b"0\r\n" + b"".join(b"%b: %b\r\n" % each for each in trailers) + b"\r\n"
 
 
-@settings(deadline=None, max_examples=80)
 @given(st.lists(tellings(), min_size=1, max_size=4), st.data())
 def test_any_requests_in_any_pieces_are_answered_in_their_order(
     house: Stage, told: list[Telling], data: st.DataObject

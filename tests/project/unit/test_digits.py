@@ -51,6 +51,7 @@ def test_drawn_digits_on_any_paper_are_recognised() -> None:
     assert drawn_accuracy(300) >= 0.97
 
 
+@pytest.mark.long
 def test_fonts_that_were_not_trained_on_are_recognised() -> None:
     accuracies = printed_accuracies()
     assert len(accuracies) == 9
@@ -215,7 +216,7 @@ def test_cmyk_becomes_rgb() -> None:
     np.testing.assert_allclose(red.astype(int), [255, 0, 0], atol=6)
 
 
-@pytest.mark.parametrize("side", [5_001, 9_000, 14_000])
+@pytest.mark.parametrize("side", [5_001, 9_000])
 def test_too_many_pixels_are_refused_before_they_are_decoded(side: int) -> None:
     buffer = BytesIO()
     Image.new("1", (side, side)).save(buffer, "PNG")
@@ -250,7 +251,7 @@ def test_damaged_bytes_never_raise_anything_but_a_picture_error(ink: Any) -> Non
     rng = np.random.default_rng(5)
     valid = [encoded(digit(6, size=(60, 80)), form) for form in ("JPEG", "PNG", "WEBP")]
     outcomes = set()
-    for round_ in range(600):
+    for round_ in range(150):
         data = bytearray(valid[round_ % 3])
         for _ in range(int(rng.integers(1, 6))):
             data[rng.integers(len(data))] = rng.integers(256)
