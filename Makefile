@@ -64,7 +64,7 @@ durations: $(VENV)/.dev models examples
 	-@$(BIN)/python -m pytest -n 0 --collect-only -qq > /dev/null 2>&1
 	@mkdir -p $(@D) && touch $@
 
-# Run by hand before tests are deleted; ARGS="NAME …" seeds single faults.
+# Run by hand before tests are deleted; ARGS="NAME …" seeds single faults, ARGS=--quick runs the likely tests only.
 mutants: $(VENV)/.dev models examples ## Seed faults and report which tests notice them (2.5 hours)
 	@$(BIN)/python -m tests.mutants $(ARGS)
 

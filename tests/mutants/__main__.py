@@ -1,9 +1,13 @@
 """`make mutants`: apply each seeded fault to a copy, and find the first lane of tests that notices it.
 
-The faults are in faults.yaml, the outcome in results.yaml: the lane and the test that failed first. A run
-goes on where the last one ended; ARGS="--again" starts anew, ARGS="NAME …" runs single faults. The test
-that noticed a fault last time is tried first, then the unit tests of the module, `make test`, and
-`make test-long`. Takes about 2.5 hours on two cores, so it is run by hand before tests are deleted.
+The faults are in faults.yaml, the outcomes in results.yaml: the lane, and a test that fails with the fault
+and passes without it. A run goes on where the last one ended; ARGS="--again" starts anew, ARGS="NAME …" runs
+single faults. The test that noticed a fault last time is tried first, then the unit tests of the module,
+`make test`, and `make test-long`. All of this takes about 2.5 hours on two cores.
+
+Who adds a fault and knows which tests should notice it writes an entry with an empty lane and these tests as
+candidates into results.yaml. ARGS="--quick" tries only the candidates, or the test of last time, and the unit
+tests; a fault that these miss stays without a lane.
 """
 
 from __future__ import annotations
@@ -15,11 +19,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypedDict
 
 import yaml
 
@@ -51,16 +56,22 @@ class Fault:
     new: str
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The lane that noticed a fault, or `SURVIVED`, and the test that failed first."""
+class Outcome(TypedDict):
+    """The lane that noticed a fault, or `SURVIVED`, and the test that did.
+
+    Without a lane, the tests are the candidates of the next run.
+    """
 
     lane: str
-    test: str
+    tests: list[str]
 
 
 def read_faults() -> list[Fault]:
     return [Fault(**row) for row in yaml.safe_load(TABLE.read_text())]
+
+
+def read_results() -> dict[str, Outcome]:
+    return yaml.safe_load(RESULTS.read_text()) or {}
 
 
 def find_file(fault: Fault, root: Path = ROOT) -> Path:
@@ -90,6 +101,17 @@ def copy_of_project() -> Iterator[Path]:
         yield copy
 
 
+@contextmanager
+def seed(fault: Fault, copy: Path) -> Iterator[None]:
+    path = find_file(fault, copy)
+    text = path.read_text()
+    path.write_text(text.replace(fault.old, fault.new))
+    try:
+        yield
+    finally:
+        path.write_text(text)
+
+
 def run_tests(copy: Path, *arguments: str) -> str:
     """Return the first test that failed; empty if all passed."""
     command = [str(copy / ".venv/bin/python"), "-m", "pytest", "-x", "-q", *arguments]
@@ -98,15 +120,30 @@ def run_tests(copy: Path, *arguments: str) -> str:
     result = subprocess.run(
         command, cwd=copy, env=environment, capture_output=True, text=True, check=False
     )
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*)?(?:@| - |$)", result.stdout, re.M)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*)?(?:@| - |$).*", result.stdout, re.M)
     if failed is None and result.returncode not in (0, 5):  # 5: no test was selected
         raise RuntimeError(f"pytest ended with {result.returncode}:\n{result.stdout[-3000:]}")
-    return failed[1] if failed else ""
+    if failed is None:
+        return ""
+    print("   ", failed[0][:200], flush=True)
+    return failed[1]
 
 
-def find_unit_tests(copy: Path, mutated: Path) -> list[str]:
-    """Return the files of unit tests that import the module."""
-    module = ".".join(mutated.relative_to(copy).with_suffix("").parts)
+def find_failing_test(copy: Path, fault: Fault, selection: Sequence[str], *arguments: str) -> str:
+    """Return a test that fails with the fault, also alone, and passes without it; empty if none does."""
+    unrelated: list[str] = []  # tests that fail because of the load, or also without the fault
+    while True:
+        with seed(fault, copy):
+            test = run_tests(copy, *arguments, *selection, *unrelated)
+            is_failing_alone = test and run_tests(copy, "-n0", *selection, test)
+        if not test or (is_failing_alone and not run_tests(copy, "-n0", *selection, test)):
+            return test
+        unrelated.append(f"--deselect={test}")
+
+
+def find_unit_tests(fault: Fault, copy: Path) -> list[str]:
+    """Return the files of unit tests that import the module of the fault."""
+    module = ".".join(find_file(fault, copy).relative_to(copy).with_suffix("").parts)
     importing = re.compile(rf"\b{re.escape(module)}\b")
     files = (copy / "tests").glob("**/unit/test_*.py")
     return sorted(
@@ -114,32 +151,29 @@ def find_unit_tests(copy: Path, mutated: Path) -> list[str]:
     )
 
 
-def try_fault(copy: Path, fault: Fault, known_test: str) -> Outcome:
-    path = find_file(fault, copy)
-    text = path.read_text()
-    path.write_text(text.replace(fault.old, fault.new))
-    try:
-        if (copy / known_test.partition("::")[0]).is_file() and run_tests(copy, "-n0", known_test):
-            lane = "unit" if "/unit/" in known_test else find_lane(copy, known_test)
-            return Outcome(lane, known_test)
-        unit_tests = find_unit_tests(copy, path)
-        if unit_tests and (test := run_tests(copy, "-n0", *LANES["make test"], *unit_tests)):
-            return Outcome("unit", test)
-        for lane, selection in LANES.items():
-            unrelated: list[str] = []  # tests that fail because of the load, and not alone
-            while test := run_tests(copy, *PARALLEL, *selection, *unrelated):
-                if run_tests(copy, "-n0", *selection, test):
-                    return Outcome(lane, test)
-                unrelated.append(f"--deselect={test}")
-        return Outcome(SURVIVED, "")
-    finally:
-        path.write_text(text)
+def has_test(copy: Path, test: str) -> bool:
+    """Whether the file has the function, or the class, which may inherit its tests."""
+    path, *names = test.split("::")
+    return (copy / path).is_file() and all(name in (copy / path).read_text() for name in names[:1])
 
 
-def find_lane(copy: Path, test: str) -> str:
-    """Return the lane of a test that fails."""
-    failed = run_tests(copy, "-n0", *LANES["make test"], test)
-    return "make test" if failed else "make test-long"
+def try_fault(
+    copy: Path, fault: Fault, candidates: Sequence[str], *, is_quick: bool = False
+) -> Outcome:
+    known = [test for test in candidates if has_test(copy, test)]
+    few = [
+        (lane, tests) for tests in (known, find_unit_tests(fault, copy)) for lane in LANES if tests
+    ]
+    attempts = [(lane, ["-n0", *tests]) for lane, tests in few]
+    if not is_quick:
+        attempts += [(lane, list(PARALLEL)) for lane in LANES]
+    for lane, arguments in attempts:
+        if test := find_failing_test(copy, fault, LANES[lane], *arguments):
+            is_unit = "/unit/" in test and lane == "make test"
+            return Outcome(lane="unit" if is_unit else lane, tests=[test])
+    if is_quick:
+        return Outcome(lane="", tests=list(candidates))
+    return Outcome(lane=SURVIVED, tests=[])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -147,23 +181,34 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="make mutants", description="Seed faults.")
     parser.add_argument("names", nargs="*", help="the faults; all without names")
     parser.add_argument("--again", action="store_true", help="also those that have a result")
+    parser.add_argument("--quick", action="store_true", help="only candidates and unit tests")
     options = parser.parse_args(arguments)
-    results: dict[str, dict[str, str]] = yaml.safe_load(RESULTS.read_text()) or {}
-    faults = [each for each in read_faults() if not options.names or each.name in options.names]
+    faults = read_faults()
     with copy_of_project() as copy:
         for number, fault in enumerate(faults, 1):
-            known = results.get(fault.name, {})
-            if known.get("lane") and not (options.again or options.names):
+            known = read_results().get(fault.name, Outcome(lane="", tests=[]))
+            is_done = known["lane"] and not options.again
+            if fault.name not in options.names if options.names else is_done:
                 continue
-            outcome = try_fault(copy, fault, known.get("test", ""))
-            results[fault.name] = {"lane": outcome.lane, "test": outcome.test}
+            outcome = try_fault(copy, fault, known["tests"], is_quick=options.quick)
+            print(f"{number}/{len(faults)} {fault.name}:", *outcome.values(), flush=True)
+            results = {**read_results(), fault.name: outcome}
             RESULTS.write_text(yaml.safe_dump(dict(sorted(results.items()))))
-            print(f"{number}/{len(faults)} {fault.name}: {outcome.lane} {outcome.test}", flush=True)
-    survivors = [name for name, each in results.items() if each["lane"] == SURVIVED]
-    print(
-        f"{len(results) - len(survivors)} noticed, {len(survivors)} survived", *survivors, sep="\n"
+    return report(faults, read_results())
+
+
+def report(faults: Sequence[Fault], results: Mapping[str, Outcome]) -> int:
+    """Print a table of areas and lanes. Return 0 if every fault was noticed."""
+    lanes = ("unit", *LANES, SURVIVED, "unknown")
+    found = Counter(
+        (area, results[fault.name]["lane"] or "unknown" if fault.name in results else "unknown")
+        for fault in faults
+        for area in (fault.area, "all")
     )
-    return int(bool(survivors))
+    print("", *lanes, sep="\t")
+    for area in (*dict.fromkeys(fault.area for fault in faults), "all"):
+        print(area, *(found[area, lane] for lane in lanes), sep="\t")
+    return int(any(found["all", lane] for lane in (SURVIVED, "unknown")))
 
 
 if __name__ == "__main__":

@@ -223,10 +223,11 @@ class Strangers:
 
 
 FLAG = replace(identity("flag", "BOOL", (1,), 8), hints={"example.X": "true"})
+JSON = replace(identity("json", "BYTES", (1,), 8), hints={"content_type.Y": "application/json"})
 
 
 def kept() -> list[Model]:
-    return [TICKING, COUNTING, FLAG, *(model for model in MODELS if model.name in KEPT)]
+    return [TICKING, COUNTING, FLAG, JSON, *(model for model in MODELS if model.name in KEPT)]
 
 
 @pytest.fixture(scope="module")
@@ -616,6 +617,17 @@ def test_markup_in_an_answer_is_a_text(page: browser.Page, strangers: Strangers)
     page.find("textarea").send_keys(Keys.CONTROL, Keys.ENTER)
     assert "<img src=x" in page.see(".text-output", "onerror")
     assert not page.all("#response-body img")
+
+
+@needs_browser
+def test_the_inside_of_a_deep_answer_is_shown_as_json(
+    page: browser.Page, strangers: Strangers
+) -> None:
+    page.open(strangers.url, strangers.fragment("json"), key=INFER)
+    page.type("textarea", '{"a": ' * 10 + '"deepest"' + "}" * 10)
+    page.click("#infer")
+    page.click(f"{strangers.output('Y')} summary")
+    page.see(f"{strangers.output('Y')} pre", "deepest")
 
 
 @needs_browser

@@ -22,7 +22,7 @@ import tritonclient.grpc as triton_grpc
 
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.model_zoo.zoo import AS_WRITTEN, Zoo
-from tests.support.servers import Command, free_ports, gateway
+from tests.support.servers import Command, free_ports, gateway, gateway_before
 from tests.support.wait import TIMEOUT_S, lengthening, wait_until
 
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
@@ -326,6 +326,20 @@ def test_a_reader_that_sleeps_holds_the_stream_back_and_not_the_memory(
     print(f"grown by {max(grown):.1f} MiB")
     assert max(grown) < 16
     wait_until(lambda: in_flight(client) == 0)
+
+
+@pytest.mark.parametrize("accept", [EVENTS, LINES])
+def test_a_stream_that_has_ended_holds_no_place(zoo_triton: EmbeddedTriton, accept: str) -> None:
+    with gateway_before(zoo_triton.options.url, max_model_inflight="1", max_queue="0") as client:
+        Zoo(client, AS_WRITTEN).load("ticking")
+
+        def is_served() -> bool:
+            with streaming(client, ticks(1), accept) as answer:
+                answer.read()
+            return answer.status_code == 200
+
+        for _ in range(3):
+            wait_until(is_served)
 
 
 def test_without_grpc_it_is_said_and_the_replica_goes_on_serving(

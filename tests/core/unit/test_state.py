@@ -187,6 +187,16 @@ def test_a_file_that_is_damaged_later_is_not_written_over(tmp_path: Path, damage
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("damaged", [b"", b'{"a:8000": true}', b"[8000]", b'[["a:8000"]]'])
+async def test_a_damaged_list_of_cordons_is_told(tmp_path: Path, damaged: bytes) -> None:
+    path = tmp_path / "state.json"
+    async with opened(f"file://{path}") as (kept,):
+        await kept.set_cordon("a:8000", is_cordoned=True)
+        (tmp_path / "state.json.cordons").write_bytes(damaged)
+        with pytest.raises(StateUnavailable, match="read: the state file is damaged"):
+            await kept.read_cordons()
+
+
 def test_a_file_that_is_taken_away_is_a_state_with_nothing_in_it(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(f"file://{path}") as (kept,):

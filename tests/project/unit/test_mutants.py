@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.mutants.__main__ import ROOT, read_faults
+from tests.mutants.__main__ import LANES, ROOT, SURVIVED, read_faults, read_results
 
 
 def test_each_fault_changes_one_place() -> None:
@@ -22,3 +22,9 @@ def test_there_are_sixty_faults_of_different_names() -> None:
     names = Counter(each.name for each in read_faults())
     assert len(names) >= 60
     assert names.most_common(1)[0][1] == 1
+
+
+def test_each_result_is_of_a_fault_and_a_lane() -> None:
+    results = read_results()
+    assert set(results) <= {each.name for each in read_faults()}
+    assert {each["lane"] for each in results.values()} <= {"", "unit", *LANES, SURVIVED}
