@@ -1,0 +1,130 @@
+"""The files of the page at / and of the API description, as the gateway serves them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.support.servers import ROOT, gateway_before
+
+STATIC = ROOT / "gateway" / "static"
+AXE = ROOT / "tests" / "data" / "axe-core" / "axe.min.js"
+VENDORED = (
+    *sorted(STATIC.glob("vendor/uPlot.*min.*")),
+    *(STATIC / "docs" / name for name in ("swagger-ui-bundle.js", "swagger-ui.css")),
+    AXE,
+)
+BROWSER = {"Accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    """A gateway whose Triton is not there."""
+    with gateway_before("http://127.0.0.1:1") as client:
+        yield client
+
+
+def test_page_and_all_files_that_it_names_are_served_and_are_no_part_of_the_api(
+    client: httpx.Client,
+) -> None:
+    page = client.get("/", headers=BROWSER)
+    assert page.status_code == 200
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    names = re.findall(r'(?:src|href)="(/static/[^"]+)"', page.text)
+    assert len(names) >= 4
+    for name in names:
+        assert client.get(name).status_code == 200, name
+    for path in STATIC.rglob("*.js"):
+        script = client.get(f"/static/{path.relative_to(STATIC)}")
+        assert script.headers["content-type"] == "text/javascript; charset=utf-8"
+        assert script.content == path.read_bytes()
+    assert client.get("/docs/docs.js").headers["content-type"].startswith("text/javascript")
+    paths = client.get("/openapi.json").json()["paths"]
+    assert not [path for path in paths if path == "/" or path.startswith("/static")]
+
+
+@pytest.mark.parametrize("path", ["/", "/static/page.css"])
+def test_file_that_the_browser_has_is_not_sent_again(client: httpx.Client, path: str) -> None:
+    first = client.get(path, headers=BROWSER)
+    assert first.headers["cache-control"] == "no-cache"
+    again = client.get(
+        path, headers={**BROWSER, "If-None-Match": f'"other", W/{first.headers["etag"]}'}
+    )
+    assert again.status_code == 304
+    assert not again.content
+    assert again.headers["etag"] == first.headers["etag"]
+    other = client.get(path, headers={**BROWSER, "If-None-Match": '"other"'})
+    assert other.status_code == 200
+    head = client.head(path, headers=BROWSER)
+    assert head.status_code == 200
+    assert head.headers["content-length"] == first.headers["content-length"]
+
+
+def test_headers_forbid_inline_scripts_and_other_origins(client: httpx.Client) -> None:
+    headers = client.get("/", headers=BROWSER).headers
+    policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+    assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+    assert "unsafe" not in headers["content-security-policy"]
+    assert "http" not in headers["content-security-policy"]
+    assert len(headers.get_list("content-security-policy")) == 1
+    assert headers["x-frame-options"] == "DENY"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("name", ["none.js", "../main.js", "%2e%2e/errors.py", "", "vendor"])
+@pytest.mark.parametrize("folder", ["/static", "/docs"])
+def test_other_path_below_the_folders_of_the_page_is_not_found(
+    client: httpx.Client, folder: str, name: str
+) -> None:
+    answer = client.get(f"{folder}/{name}")
+    assert answer.status_code == 404
+    assert answer.json()["code"] == "NOT_FOUND"
+
+
+@pytest.mark.parametrize("accept", ["*/*", "application/json", "", "text/html;q=0, */*", "text/*"])
+def test_client_that_is_no_browser_gets_the_liveness_document(
+    client: httpx.Client, accept: str
+) -> None:
+    answer = client.get("/", headers={"Accept": accept})
+    assert (answer.status_code, answer.json()) == (200, {"status": "alive"})
+    assert answer.headers["content-type"] == "application/json"
+    page = client.get("/", headers=BROWSER)
+    assert answer.headers["vary"] == page.headers["vary"] == "Accept"
+    not_modified = client.get(
+        "/", headers={"Accept": accept, "If-None-Match": page.headers["etag"]}
+    )
+    assert not_modified.json() == {"status": "alive"}
+
+
+def test_page_can_be_switched_off() -> None:
+    with gateway_before("http://127.0.0.1:1", page="false") as client:
+        for headers in ({}, BROWSER):
+            answer = client.get("/", headers=headers)
+            assert (answer.status_code, answer.json()) == (200, {"status": "alive"})
+        assert client.get("/static/main.js").status_code == 404
+        assert client.get("/livez").status_code == 200
+
+
+def test_vendored_files_are_as_published() -> None:
+    documented = (ROOT / "docs" / "dependencies.md").read_text()
+    assert len(VENDORED) == 5
+    for path in VENDORED:
+        assert hashlib.sha256(path.read_bytes()).hexdigest() in documented, path
+    assert "MIT License" in (STATIC / "vendor" / "uPlot.LICENSE.txt").read_text()
+    assert "Apache License" in (STATIC / "docs" / "swagger-ui.LICENSE.txt").read_text()
+    assert "Mozilla Public License" in (AXE.parent / "LICENSE").read_text()
+
+
+def test_scripts_of_the_page_never_make_markup_of_text() -> None:
+    """Chromium would refuse these (`require-trusted-types-for`); other browsers may not."""
+    ways = re.compile(
+        r"\b(innerHTML|outerHTML|insertAdjacentHTML|srcdoc|eval|Function)\b|document\.write"
+    )
+    for path in STATIC.glob("*.js"):
+        assert not ways.search(path.read_text()), path.name
