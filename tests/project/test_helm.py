@@ -1,4 +1,4 @@
-"""The Helm chart makes the objects of k8s/, and refuses values that do not fit together."""
+"""The Helm chart: it renders the objects of k8s/, and refuses invalid values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import yaml
 
 from deploy.helm import chart
 from gateway import __version__
-from gateway.settings import Settings
 from tests.support.gateway_forks import run_gateway
 from tests.support.helm import CHART, EXAMPLES, Values, comparable, render_chart, run_helm
-from tests.support.kubernetes_schemas import CUSTOM, KUBERNETES, check_custom, complaints
-from tests.support.manifests import VARIANTS, Manifests
+from tests.support.kubernetes_schemas import CUSTOM, KUBERNETES, complaints
+from tests.support.manifests import Manifests
 from tests.support.servers import free_ports
 
 CPU_ONLY: Values = {"triton": {"cpuOnly": {"enabled": True}}}
@@ -117,36 +116,27 @@ SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 UNKNOWN = "additional properties"
 
 
-@pytest.mark.parametrize("component", COMPONENTS)
-def test_the_chart_makes_the_objects_of_each_component(component: str) -> None:
-    assert comparable(render_chart(COMPONENTS[component])) == comparable(
-        Manifests.of("base", *REQUIRED.get(component, ()), component)
-    )
-
-
-@pytest.mark.parametrize(("variant", "values"), [("base", {}), ("dev", DEV), ("prod", PROD)])
-def test_the_chart_makes_the_objects_of_base_and_overlays(variant: str, values: Values) -> None:
-    namespace = "triton-gateway-dev" if variant == "dev" else "triton-gateway"
-    ours = comparable(render_chart(values, namespace=namespace))
-    theirs = comparable(Manifests.of(variant))
-    assert ours.keys() == theirs.keys()
-    for name, resource in theirs.items():
-        assert ours[name] == resource, name
-
-
-def test_every_component_of_kustomize_has_its_values() -> None:
+def test_chart_renders_the_objects_of_kustomize(subtests: pytest.Subtests) -> None:
     components = {path.name for path in (CHART.parents[2] / "k8s" / "components").iterdir()}
     assert components == COMPONENTS.keys()
-    assert {"base", "dev", "prod"} <= VARIANTS.keys()
+    for component, values in COMPONENTS.items():
+        with subtests.test(component):
+            expected = Manifests.of("base", *REQUIRED.get(component, ()), component)
+            assert comparable(render_chart(values)) == comparable(expected)
+    for variant, values in {"base": {}, "dev": DEV, "prod": PROD}.items():
+        with subtests.test(variant):
+            namespace = "triton-gateway-dev" if variant == "dev" else "triton-gateway"
+            rendered = render_chart(values, namespace=namespace)
+            assert comparable(rendered) == comparable(Manifests.of(variant))
 
 
 @pytest.mark.parametrize("name", VALUE_SETS)
-def test_kubernetes_knows_every_field_of_a_value_set(name: str) -> None:
+def test_value_set_renders_valid_objects(name: str) -> None:
     check_objects(render_chart(VALUE_SETS[name]))
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_kubernetes_knows_every_field_of_an_example(example: Path) -> None:
+def test_example_renders_valid_objects(example: Path) -> None:
     check_objects(render_chart(None, "-f", example))
 
 
@@ -158,12 +148,6 @@ def check_objects(made: Manifests) -> None:
     for resource in made.resources:
         labels = resource["metadata"]["labels"]
         assert labels["app.kubernetes.io/managed-by"] == "Helm"
-
-
-def test_custom_resources_of_the_chart_fit_their_schemas() -> None:
-    custom = [each for each in render_chart(PROD).resources if each["kind"] in CUSTOM]
-    assert {each["kind"] for each in custom} == CUSTOM
-    assert check_custom(custom) == ""
 
 
 @pytest.mark.parametrize(
@@ -194,20 +178,19 @@ def test_custom_resources_of_the_chart_fit_their_schemas() -> None:
         ({"redis": {"enabled": True, "externalUrl": "redis://a:1/0"}}, "not both"),
     ],
 )
-def test_values_that_cannot_work_are_refused(values: Values, message: str) -> None:
+def test_invalid_values_are_refused(values: Values, message: str) -> None:
     ended = run_helm("template", "x", CHART, values=values)
     assert ended.returncode != 0
     assert message in ended.stderr
 
 
-def test_the_chart_passes_helms_strict_lint() -> None:
+def test_chart_passes_the_strict_lint_and_its_files_are_current() -> None:
     ended = run_helm("lint", "--strict", CHART)
     assert ended.returncode == 0, ended.stdout
-
-
-def test_the_generated_files_of_the_chart_are_current() -> None:
     for path, content in chart.files().items():
         assert path.read_text() == content, f"{path.name}: make manifests"
+    document = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (document["version"], document["appVersion"]) == (__version__, __version__)
 
 
 def documented_paths(schema: dict[str, Any], prefix: str = "") -> set[str]:
@@ -236,18 +219,7 @@ def test_every_value_has_a_description_and_a_schema() -> None:
         chart.get_value(values, path)
 
 
-def test_the_versions_of_the_chart_are_the_gateways() -> None:
-    document = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert (document["version"], document["appVersion"]) == (__version__, __version__)
-
-
-def test_settings_of_the_chart_are_settings_of_the_gateway() -> None:
-    known = {f"GATEWAY_{name.upper()}" for name in Settings.model_fields}
-    data = render_chart().get("ConfigMap", "triton-gateway-settings")["data"]
-    assert data.keys() <= known
-
-
-def test_an_upgrade_changes_only_what_the_values_change() -> None:
+def test_upgrade_changes_only_the_objects_of_changed_values() -> None:
     """A rollout is caused by changed settings, not by changed models, which the gateways reload."""
     before = comparable(render_chart(PROD))
     models = comparable(render_chart({**PROD, "models": ["ensemble"]}))
@@ -267,7 +239,7 @@ def test_an_upgrade_changes_only_what_the_values_change() -> None:
     }
 
 
-def test_selectors_never_change_because_kubernetes_forbids_it() -> None:
+def test_selectors_are_the_same_for_all_values() -> None:
     def selectors(values: Values) -> dict[str, Any]:
         return {
             each["metadata"]["name"]: each["spec"]["selector"]
@@ -279,7 +251,7 @@ def test_selectors_never_change_because_kubernetes_forbids_it() -> None:
 
 
 @pytest.mark.long
-def test_the_test_of_the_chart_asks_whether_the_models_are_ready(demo: httpx.Client) -> None:
+def test_chart_test_checks_that_the_models_are_ready(demo: httpx.Client) -> None:
     pod = render_chart().get("Pod", "triton-gateway-test")
     assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
     (container,) = pod["spec"]["containers"]
@@ -303,55 +275,62 @@ def notes(values: Values) -> str:
     return ended.stdout.partition("NOTES:")[2]
 
 
-def test_the_notes_name_the_secrets_that_are_missing() -> None:
+def test_notes_name_the_missing_secrets() -> None:
     written = notes(PROD)
     for secret in ("triton-gateway-keys", "triton-gateway-redis", "triton-gateway-metrics-key"):
         assert f"kubectl -n vision create secret generic {secret} " in written
     assert "WARNING" not in written
 
 
-def test_without_policies_the_notes_warn_and_there_are_none() -> None:
-    values: Values = {"networkPolicy": {"enabled": False}}
-    assert "WARNING: without NetworkPolicies" in notes(values)
-    assert not render_chart(values).kind("NetworkPolicy")
+ROUTE_FROM_ZERO: Values = {
+    "keda": {"enabled": True, "scaleToZero": True},
+    "redis": ENABLED,
+    "gatewayApi": ENABLED,
+}
+OUTSIDE: Values = {
+    "gateway": {
+        "settings": {
+            "GATEWAY_OTLP_ENDPOINT": "http://collector:4318",
+            "GATEWAY_OPENAI_URLS": "http://vllm:8000",
+            "GATEWAY_REPOSITORY": "s3://models/prod",
+        }
+    },
+    "redis": {"externalUrl": "rediss://redis.example.com:6379/0", "secretName": ""},
+}
 
 
-def test_the_notes_warn_of_a_route_that_ends_requests_before_a_triton_is_up() -> None:
-    route = {
-        "keda": {"enabled": True, "scaleToZero": True},
-        "redis": ENABLED,
-        "gatewayApi": ENABLED,
-    }
-    assert "WARNING: with keda.scaleToZero" in notes(route)
-    assert "WARNING" not in notes({**route, "gatewayApi": {"enabled": True, "timeout": "315s"}})
-
-
-def test_the_notes_name_what_the_policies_keep_the_gateways_from() -> None:
-    settings = {
-        "GATEWAY_OTLP_ENDPOINT": "http://collector:4318",
-        "GATEWAY_OPENAI_URLS": "http://vllm:8000",
-        "GATEWAY_REPOSITORY": "s3://models/prod",
-    }
-    values: Values = {
-        "gateway": {"settings": settings},
-        "redis": {"externalUrl": "rediss://redis.example.com:6379/0", "secretName": ""},
-    }
+@pytest.mark.parametrize(
+    ("values", "warnings"),
+    [
+        ({"networkPolicy": {"enabled": False}}, ["WARNING: without NetworkPolicies"]),
+        (ROUTE_FROM_ZERO, ["WARNING: with keda.scaleToZero"]),
+        ({**ROUTE_FROM_ZERO, "gatewayApi": {"enabled": True, "timeout": "315s"}}, []),
+        (
+            OUTSIDE,
+            [
+                f"the gateways cannot reach {name}: allow it in networkPolicy.gatewayEgress"
+                for name in (*OUTSIDE["gateway"]["settings"], "redis.externalUrl")
+            ],
+        ),
+        ({**OUTSIDE, **EGRESS}, []),
+        ({"gateway": {"settings": {"GATEWAY_REPOSITORY": "/models"}}}, []),
+    ],
+    ids=[
+        "no policies",
+        "a route that ends requests before a Triton is up",
+        "a route that waits",
+        "addresses that the policies close",
+        "addresses that they open",
+        "a folder",
+    ],
+)
+def test_notes_warn_of_what_the_values_break(values: Values, warnings: list[str]) -> None:
     written = notes(values)
-    for name in (*settings, "redis.externalUrl"):
-        assert (
-            f"the gateways cannot reach {name}: allow it in networkPolicy.gatewayEgress" in written
-        )
-    assert "WARNING" not in notes({**values, **EGRESS})
-    assert "WARNING" not in notes({"gateway": {"settings": {"GATEWAY_REPOSITORY": "/models"}}})
+    assert ("WARNING" in written) == bool(warnings)
+    assert [each for each in warnings if each not in written] == []
 
 
-def test_a_namespace_of_its_own_reaches_the_query_of_the_scaling() -> None:
-    (scaling,) = render_chart({"keda": ENABLED}, namespace="vision").kind("ScaledObject")
-    for trigger in scaling["spec"]["triggers"]:
-        assert 'namespace="vision"' in trigger["metadata"]["query"]
-
-
-def test_dns_of_openshift_and_a_monitoring_namespace_are_values() -> None:
+def test_dns_ports_and_the_monitoring_namespace_are_values() -> None:
     made = render_chart(
         {"networkPolicy": {"dnsPorts": [53, 5353]}, "monitoring": {"namespace": "observability"}}
     )

@@ -31,7 +31,7 @@ def render_triton(**values: Any) -> Manifests:
 
 
 @pytest.mark.parametrize("kind", REMOTE)
-def test_triton_reads_a_bucket_with_the_credentials_of_a_secret(kind: str) -> None:
+def test_triton_reads_a_bucket_with_a_secret_or_a_cloud_identity(kind: str) -> None:
     repository = {"type": kind, "url": REMOTE[kind], "secretName": "store"}
     made = render_triton(repository=repository)
     container = triton(made)
@@ -45,14 +45,12 @@ def test_triton_reads_a_bucket_with_the_credentials_of_a_secret(kind: str) -> No
     assert made.selected(policy["podSelector"]["matchLabels"])[0]["metadata"]["name"] == "triton"
     opened = {port["port"] for rule in policy["egress"] for port in rule["ports"]}
     assert opened == {443, 53}
-
-
-def test_the_identity_of_a_cloud_replaces_the_secret() -> None:
-    notes = {"iam.gke.io/gcp-service-account": "models@project.iam.gserviceaccount.com"}
-    repository = {"type": "gcs", "url": REMOTE["gcs"]}
-    made = render_triton(repository=repository, serviceAccountAnnotations=notes)
+    # The identity of a cloud replaces the secret.
+    annotations = {"iam.gke.io/gcp-service-account": "models@project.iam.gserviceaccount.com"}
+    repository = {"type": kind, "url": REMOTE[kind]}
+    made = render_triton(repository=repository, serviceAccountAnnotations=annotations)
     assert "envFrom" not in triton(made)
-    assert made.get("ServiceAccount", "triton")["metadata"]["annotations"] == notes
+    assert made.get("ServiceAccount", "triton")["metadata"]["annotations"] == annotations
 
 
 def test_triton_reads_a_folder_of_a_claim() -> None:
@@ -68,21 +66,18 @@ def test_triton_reads_a_folder_of_a_claim() -> None:
 
 
 @pytest.mark.parametrize(
-    "resource", ["nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-3g.20gb"]
+    "resource", ["nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-3g.20gb", ""]
 )
-def test_a_gpu_a_share_or_a_mig_device_is_requested(resource: str) -> None:
-    resources = triton(render_triton(gpu={"resource": resource, "count": 2}))["resources"]
+def test_requested_gpus_are_those_of_the_values(resource: str) -> None:
+    gpu = {"resource": resource, "count": 2} if resource else {"count": 0}
+    resources = triton(render_triton(gpu=gpu))["resources"]
     # Kubernetes requires that requests and limits of extended resources are equal.
-    assert resources["requests"][resource] == resources["limits"][resource] == "2"
-    assert {name for name in resources["limits"] if "/" in name} == {resource}
+    for kind in ("requests", "limits"):
+        extended = {name: count for name, count in resources[kind].items() if "/" in name}
+        assert extended == ({resource: "2"} if resource else {})
 
 
-def test_no_gpu_is_requested_where_none_is_wanted() -> None:
-    for made in (render_triton(gpu={"count": 0}), render_triton(cpuOnly=ENABLED)):
-        assert "nvidia.com" not in str(triton(made)["resources"])
-
-
-def test_tritons_are_placed_on_the_nodes_that_the_values_name() -> None:
+def test_tritons_are_placed_on_the_nodes_of_the_values() -> None:
     placement: Values = {
         "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-L4"},
         "tolerations": [{"key": "gpu", "operator": "Exists"}],
@@ -93,7 +88,7 @@ def test_tritons_are_placed_on_the_nodes_that_the_values_name() -> None:
     assert {name: pod[name] for name in placement} == placement
 
 
-def test_pods_are_spread_over_nodes_and_gateways_over_zones_too() -> None:
+def test_pods_are_spread_over_nodes_and_gateways_over_zones() -> None:
     made = render_chart()
     spread = {
         name: [each["topologyKey"] for each in made.pod(name)["topologySpreadConstraints"]]
@@ -103,7 +98,7 @@ def test_pods_are_spread_over_nodes_and_gateways_over_zones_too() -> None:
     assert spread == {"triton": [host], "triton-gateway": [host, zone]}
 
 
-def test_the_labels_that_an_operator_selects_are_values() -> None:
+def test_labels_for_the_prometheus_operator_are_values() -> None:
     labels = {"release": "prom", "team": "ml"}
     made = render_chart({"monitoring": {**ENABLED, "labels": labels, "keySecretName": ""}})
     for resource in made.kind("PodMonitor", "PrometheusRule"):
@@ -112,12 +107,13 @@ def test_the_labels_that_an_operator_selects_are_values() -> None:
     assert "authorization" not in monitor["spec"]["podMetricsEndpoints"][0]
 
 
-def test_the_address_of_prometheus_and_the_namespace_of_keda_are_values() -> None:
+def test_addresses_of_prometheus_and_keda_are_values() -> None:
     address = "http://prometheus.observability.svc:9090"
     keda = {**ENABLED, "scaleToZero": True, "prometheusAddress": address, "namespace": "scaling"}
     made = render_chart({"keda": keda, "redis": ENABLED}, namespace="vision")
     (scaling,) = made.kind("ScaledObject")
     metadata = [each["metadata"] for each in scaling["spec"]["triggers"]]
+    assert all('namespace="vision"' in each["query"] for each in metadata[:2])
     assert [each["serverAddress"] for each in metadata[:2]] == [address, address]
     assert metadata[2]["scalerAddress"] == "triton-gateway-scaler.vision.svc:9091"
     (rule,) = made.get("NetworkPolicy", "triton-gateway-scaler")["spec"]["ingress"]
@@ -125,7 +121,7 @@ def test_the_address_of_prometheus_and_the_namespace_of_keda_are_values() -> Non
     assert source["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "scaling"}
 
 
-def test_tritons_that_exist_are_reached_through_the_policy() -> None:
+def test_existing_tritons_are_reached_through_the_policy() -> None:
     (example,) = (path for path in EXAMPLES if path.stem == "existing-triton")
     values = yaml.safe_load(example.read_text())
     made = render_chart(None, "-f", example)
@@ -137,7 +133,7 @@ def test_tritons_that_exist_are_reached_through_the_policy() -> None:
     assert {port["port"] for port in rule["ports"]} == {8000, 8001, 8002}
 
 
-def test_the_three_nodes_of_the_example_have_one_triton_each() -> None:
+def test_three_nodes_of_the_example_have_one_triton_each() -> None:
     (example,) = (path for path in EXAMPLES if path.stem == "three-gpu-nodes")
     made = render_chart(None, "-f", example)
     deployment = made.get("Deployment", "triton")
@@ -150,7 +146,7 @@ def test_the_three_nodes_of_the_example_have_one_triton_each() -> None:
     assert made.selected(term["labelSelector"]["matchLabels"]) == [deployment]
 
 
-def test_the_commands_of_the_examples_create_the_keys_of_the_tenants(tmp_path: Path) -> None:
+def test_commands_of_the_example_create_the_keys_of_the_tenants(tmp_path: Path) -> None:
     text = (CHART / "examples" / "several-tenants.yaml").read_text()
     commands = [
         line.removeprefix("#   triton-gateway ")

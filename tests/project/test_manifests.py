@@ -1,11 +1,10 @@
-"""k8s/ holds together: schemas of three Kubernetes versions, and the rules that no schema knows."""
+"""The manifests of k8s/: schemas of three Kubernetes versions, and rules that no schema has."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,13 +31,13 @@ from tests.support.manifests import (
     containers,
     ports,
     quantity,
-    text,
 )
 from tests.support.servers import ROOT
+from tests.support.tools import program
 from tests.support.wait import TIMEOUT_S
 
 GATEWAY, TRITON = "triton-gateway", "triton"
-# Where they are kept apart from what a cluster's users may read.
+# Secrets that the user of the manifests creates.
 SECRETS_OF_USERS = {
     "triton-gateway-keys",
     "triton-gateway-metrics-key",
@@ -60,20 +59,20 @@ def prod() -> Manifests:
 # Schemas
 
 
-@pytest.mark.parametrize("version", KUBERNETES)
-def test_kubernetes_knows_every_field(made: Manifests, version: str) -> None:
+def test_every_object_fits_the_schemas_of_kubernetes(made: Manifests) -> None:
     known = [resource for resource in made.resources if resource["kind"] not in CUSTOM]
     assert known
-    assert [each for resource in known for each in complaints(resource, version)] == []
+    for version in KUBERNETES:
+        assert [each for resource in known for each in complaints(resource, version)] == []
 
 
-@pytest.mark.parametrize("version", KUBERNETES)
-def test_a_field_that_kubernetes_does_not_know_would_be_found(version: str) -> None:
+def test_schema_check_finds_unknown_fields_and_kinds() -> None:
     service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "s"}}
-    assert complaints({**service, "spec": {"ports": [{"port": 80}]}}, version) == []
-    assert complaints({**service, "spec": {"ports": [{"prot": 80}]}}, version)
-    with pytest.raises(AssertionError, match="has no Servise"):
-        complaints({**service, "kind": "Servise"}, version)
+    for version in KUBERNETES:
+        assert complaints({**service, "spec": {"ports": [{"port": 80}]}}, version) == []
+        assert complaints({**service, "spec": {"ports": [{"prot": 80}]}}, version)
+        with pytest.raises(AssertionError, match="has no Servise"):
+            complaints({**service, "kind": "Servise"}, version)
 
 
 STREAMS_AND_READINESS = ("ModelStreamInfer", "ServerReady")
@@ -83,12 +82,12 @@ PRIVATE_METHODS = ("Repository", "TraceSetting", "LogSettings", "SystemShared", 
 def test_custom_resources_fit_their_schemas(prod: Manifests) -> None:
     custom = [resource for resource in prod.resources if resource["kind"] in CUSTOM]
     assert {resource["kind"] for resource in custom} == CUSTOM
-    assert check_custom(custom) == ""
-    complaints = check_custom([{**resource, "spec": "none"} for resource in custom])
-    assert {line.partition(" ")[0] for line in complaints.splitlines()} >= CUSTOM
+    assert check_custom([*custom, *Manifests.of("from zero").kind("ScaledObject")]) == ""
+    found = check_custom([{**resource, "spec": "none"} for resource in custom])
+    assert {line.partition(" ")[0] for line in found.splitlines()} >= CUSTOM
 
 
-# What belongs together
+# References between objects
 
 
 def test_every_selector_selects_pods(made: Manifests) -> None:
@@ -107,44 +106,38 @@ def test_every_selector_selects_pods(made: Manifests) -> None:
 
 
 def scaled(made: Manifests) -> Iterator[tuple[Resource, int]]:
-    """What is scaled, and to how many at least."""
+    """The workloads that something scales, and the least number of their pods."""
     for resource in made.kind("HorizontalPodAutoscaler", "ScaledObject"):
         spec = resource["spec"]
         target = made.get("Deployment", spec["scaleTargetRef"]["name"])
         yield target, spec.get("minReplicas") or spec["minReplicaCount"]
 
 
-def test_what_is_scaled_is_not_set_back_by_an_apply(made: Manifests) -> None:
-    targets = [target["metadata"]["name"] for target, _ in scaled(made)]
-    assert len(targets) == len(set(targets))
+def test_number_of_pods_is_set_by_a_scaler_or_by_the_manifest_alone(made: Manifests) -> None:
+    least = {target["metadata"]["name"]: number for target, number in scaled(made)}
+    assert len(least) == len([*scaled(made)])
     for workload in made.workloads:
         name = workload["metadata"]["name"]
-        assert ("replicas" in workload["spec"]) == (name not in targets), name
-
-
-def test_there_are_two_gateways_or_more_where_there_is_more_than_one_node(made: Manifests) -> None:
-    least = {target["metadata"]["name"]: least for target, least in scaled(made)}
+        assert ("replicas" in workload["spec"]) == (name not in least), name
+    # One gateway is enough for the single node of a laptop.
     assert least.get(GATEWAY, 1) == (1 if made.variant == "dev" else 2)
 
 
-def test_a_disruption_budget_lets_a_node_be_drained(made: Manifests) -> None:
-    least = {target["metadata"]["name"]: least for target, least in scaled(made)}
+def test_disruption_budget_lets_a_node_be_drained_and_keeps_the_last_ready_triton(
+    made: Manifests,
+) -> None:
+    least = {target["metadata"]["name"]: number for target, number in scaled(made)}
     for budget in made.kind("PodDisruptionBudget"):
         (workload,) = made.selected(budget["spec"]["selector"]["matchLabels"])
         replicas = least.get(workload["metadata"]["name"], workload["spec"].get("replicas"))
         allowed = budget["spec"].get("maxUnavailable", 0)
         assert allowed or budget["spec"]["minAvailable"] < replicas
+    triton = made.get("PodDisruptionBudget", TRITON)["spec"]
+    assert triton["maxUnavailable"] == 1
+    assert triton["unhealthyPodEvictionPolicy"] == "IfHealthyBudget"
 
 
-def test_a_triton_that_is_not_ready_is_not_evicted_beside_another(made: Manifests) -> None:
-    budget = made.get("PodDisruptionBudget", TRITON)["spec"]
-    assert (budget["maxUnavailable"], budget["unhealthyPodEvictionPolicy"]) == (
-        1,
-        "IfHealthyBudget",
-    )
-
-
-def test_every_named_port_exists(made: Manifests) -> None:
+def test_every_port_that_is_named_exists(made: Manifests) -> None:
     for service in made.kind("Service"):
         for workload in made.selected(service["spec"]["selector"]):
             for port in service["spec"]["ports"]:
@@ -174,7 +167,7 @@ def test_policies_name_the_ports_that_are_used(made: Manifests) -> None:
                 assert {port["port"] for port in rule["ports"]} == {*ports(target).values()}
 
 
-def test_what_is_mounted_or_read_is_there(made: Manifests) -> None:
+def test_everything_that_is_mounted_or_read_exists(made: Manifests) -> None:
     maps = {resource["metadata"]["name"] for resource in made.kind("ConfigMap")}
     accounts = {resource["metadata"]["name"] for resource in made.kind("ServiceAccount")}
     for workload in made.workloads:
@@ -206,7 +199,7 @@ def test_what_is_mounted_or_read_is_there(made: Manifests) -> None:
         assert {*secrets} <= SECRETS_OF_USERS
 
 
-def test_no_component_is_forgotten_by_these_tests() -> None:
+def test_variants_cover_every_component_and_overlay() -> None:
     folders = {path.name for path in (K8S / "components").iterdir()}
     overlays = "".join(
         (K8S / "overlays" / name / "kustomization.yaml").read_text() for name in ("dev", "prod")
@@ -217,7 +210,7 @@ def test_no_component_is_forgotten_by_these_tests() -> None:
     assert {path.name for path in (K8S / "overlays").iterdir()} <= VARIANTS.keys()
 
 
-# Safe
+# Security
 
 
 def test_every_pod_is_confined(made: Manifests) -> None:
@@ -238,24 +231,28 @@ def test_every_pod_is_confined(made: Manifests) -> None:
         assert account["automountServiceAccountToken"] is False
 
 
-def test_every_container_says_what_it_needs(made: Manifests) -> None:
+def test_every_container_has_limits_and_a_pinned_image(made: Manifests) -> None:
     for workload in made.workloads:
         for container in containers(workload["spec"]["template"]["spec"]):
             resources = container["resources"]
-            assert {"cpu", "memory"} <= resources["requests"].keys()
-            assert quantity(resources["limits"]["memory"]) >= quantity(
-                resources["requests"]["memory"]
-            )
-
-
-def test_no_image_is_whatever_is_newest(made: Manifests) -> None:
-    for workload in made.workloads:
-        for container in containers(workload["spec"]["template"]["spec"]):
+            requests, limits = resources["requests"], resources["limits"]
+            assert {"cpu", "memory"} <= requests.keys()
+            assert quantity(limits["memory"]) >= quantity(requests["memory"])
             image = container["image"].rpartition("/")[2]
             assert "@sha256:" in image or (":" in image and not image.endswith(":latest"))
 
 
-def test_triton_is_reached_by_the_gateways_and_the_monitoring_only(made: Manifests) -> None:
+def test_policies_cover_every_pod_and_let_only_gateways_and_monitoring_reach_triton(
+    made: Manifests,
+) -> None:
+    for workload in made.workloads:
+        directions = {
+            direction
+            for policy in made.kind("NetworkPolicy")
+            if workload in made.selected(policy["spec"]["podSelector"]["matchLabels"])
+            for direction in policy["spec"]["policyTypes"]
+        }
+        assert directions == {"Ingress", "Egress"}
     (policy,) = (each for each in made.kind("NetworkPolicy") if each["metadata"]["name"] == TRITON)
     assert {*policy["spec"]["policyTypes"]} == {"Ingress", "Egress"}
     peers = {}
@@ -273,18 +270,7 @@ def test_triton_is_reached_by_the_gateways_and_the_monitoring_only(made: Manifes
     assert not [each for each in made.kind("Service") if "type" in each["spec"]]
 
 
-def test_every_pod_is_behind_a_policy_of_both_directions(made: Manifests) -> None:
-    for workload in made.workloads:
-        directions = {
-            direction
-            for policy in made.kind("NetworkPolicy")
-            if workload in made.selected(policy["spec"]["podSelector"]["matchLabels"])
-            for direction in policy["spec"]["policyTypes"]
-        }
-        assert directions == {"Ingress", "Egress"}
-
-
-def test_whoever_looks_up_names_reaches_dns_wherever_it_is(made: Manifests) -> None:
+def test_pods_that_look_up_names_reach_any_dns(made: Manifests) -> None:
     """NodeLocal DNSCache is no pod that a selector could select."""
     looking = {GATEWAY: True, TRITON: made.variant == "s3 and ingress"}
     for name, looks_up in looking.items():
@@ -300,7 +286,7 @@ def test_whoever_looks_up_names_reaches_dns_wherever_it_is(made: Manifests) -> N
         assert ({(53, "UDP"), (53, "TCP")} <= anywhere) == looks_up
 
 
-def test_one_component_opens_the_way_to_what_is_not_ours() -> None:
+def test_egress_component_opens_redis_and_the_collector() -> None:
     made = Manifests.of("s3 and ingress")
     policy = made.get("NetworkPolicy", "triton-gateway-egress")["spec"]
     assert [
@@ -317,27 +303,25 @@ def test_one_component_opens_the_way_to_what_is_not_ours() -> None:
     assert "namespaceSelector" in collector
 
 
-def test_administration_and_metrics_are_not_shown_to_the_outside(made: Manifests) -> None:
+def test_routes_open_inference_alone(made: Manifests) -> None:
     for ingress in made.kind("Ingress"):
         for rule in ingress["spec"]["rules"]:
-            open_paths([(path["pathType"], path["path"]) for path in rule["http"]["paths"]])
+            check_paths([(path["pathType"], path["path"]) for path in rule["http"]["paths"]])
     for route in made.kind("HTTPRoute"):
         for rule in route["spec"]["rules"]:
-            open_paths(
+            check_paths(
                 [(match["path"]["type"], match["path"]["value"]) for match in rule["matches"]]
             )
+    for route in made.kind("GRPCRoute"):
+        (rule,) = route["spec"]["rules"]
+        methods = {match["method"]["method"] for match in rule["matches"]}
+        assert {match["method"]["service"] for match in rule["matches"]} == {GRPC_SERVICE[1:]}
+        assert {"ModelInfer", "ModelStreamInfer"} < methods
+        assert methods <= {*TRITON_METHODS, *STREAMS_AND_READINESS}
+        assert not any(method.startswith(PRIVATE_METHODS) for method in methods)
 
 
-def test_only_inference_over_grpc_is_shown_to_the_outside(prod: Manifests) -> None:
-    (route,) = prod.kind("GRPCRoute")
-    (rule,) = route["spec"]["rules"]
-    methods = {match["method"]["method"] for match in rule["matches"]}
-    assert {match["method"]["service"] for match in rule["matches"]} == {GRPC_SERVICE[1:]}
-    assert {"ModelInfer", "ModelStreamInfer"} < methods <= {*TRITON_METHODS, *STREAMS_AND_READINESS}
-    assert not any(method.startswith(PRIVATE_METHODS) for method in methods)
-
-
-def test_grpc_is_served_where_the_services_say(made: Manifests) -> None:
+def test_services_and_routes_name_the_port_of_grpc(made: Manifests) -> None:
     port = settings_of(made).grpc_port
     services = [
         (service, each)
@@ -359,7 +343,7 @@ def test_grpc_is_served_where_the_services_say(made: Manifests) -> None:
     )
 
 
-def open_paths(paths: list[tuple[str, str]]) -> None:
+def check_paths(paths: list[tuple[str, str]]) -> None:
     assert paths
     closed = ("/metrics", "/v2/repository/index", "/v2/logging", "/v1/replicas", "/v1/operations/1")
     for kind, path in paths:
@@ -368,7 +352,7 @@ def open_paths(paths: list[tuple[str, str]]) -> None:
             assert kind == "Exact" or not f"{private}/".startswith(f"{path.rstrip('/')}/")
 
 
-def test_the_example_of_the_keys_can_be_read(tmp_path: Path) -> None:
+def test_example_of_the_keys_can_be_read(tmp_path: Path) -> None:
     secret = yaml.safe_load((K8S / "base" / "keys.example.yaml").read_text())
     (tmp_path / "keys.yaml").write_text(secret["stringData"]["keys.yaml"])
     assert {key.name for key in read_keys_file(tmp_path / "keys.yaml").values()} == {
@@ -380,13 +364,7 @@ def test_the_example_of_the_keys_can_be_read(tmp_path: Path) -> None:
     assert volumes["keys"]["secret"]["secretName"] == secret["metadata"]["name"]
 
 
-def test_keys_are_asked_for_but_on_a_laptop(made: Manifests) -> None:
-    (container,) = made.pod(GATEWAY)["containers"]
-    given = {each["name"] for each in container.get("env") or []}
-    assert ("GATEWAY_KEYS_FILE" in given) == (made.variant != "dev")
-
-
-# In time
+# Settings, deadlines and probes
 
 
 def settings_of(made: Manifests) -> Settings:
@@ -396,10 +374,12 @@ def settings_of(made: Manifests) -> Settings:
     )
 
 
-def test_every_setting_is_one_of_the_gateways(made: Manifests) -> None:
+def test_settings_are_known_complete_and_have_keys_except_on_a_laptop(made: Manifests) -> None:
     known = {f"GATEWAY_{name.upper()}" for name in Settings.model_fields}
     (container,) = made.pod(GATEWAY)["containers"]
-    assert {each["name"] for each in container.get("env") or []} <= known | {"REDIS_PASSWORD"}
+    given = {each["name"] for each in container.get("env") or []}
+    assert given <= known | {"REDIS_PASSWORD"}
+    assert ("GATEWAY_KEYS_FILE" in given) == (made.variant != "dev")
     assert made.settings().keys() <= known
     # What the manifests count on stands there, whatever the defaults will be.
     assert made.settings().keys() >= {
@@ -416,7 +396,7 @@ def test_every_setting_is_one_of_the_gateways(made: Manifests) -> None:
     }
 
 
-def test_several_gateways_share_their_state_or_take_no_changes(made: Manifests) -> None:
+def test_several_gateways_share_their_state_or_accept_no_changes(made: Manifests) -> None:
     """Each with a memory of its own, they would undo each other's loads without end."""
     (container,) = made.pod(GATEWAY)["containers"]
     given = {each["name"]: each.get("value") for each in container.get("env") or []}
@@ -427,7 +407,7 @@ def test_several_gateways_share_their_state_or_take_no_changes(made: Manifests) 
     )
 
 
-def test_the_gateway_looks_for_triton_where_it_is(made: Manifests) -> None:
+def test_gateway_finds_triton_by_its_service(made: Manifests) -> None:
     service = made.get("Service", TRITON)
     assert service["spec"]["publishNotReadyAddresses"] is True
     http = {port["name"]: port["port"] for port in service["spec"]["ports"]}["http"]
@@ -436,7 +416,7 @@ def test_the_gateway_looks_for_triton_where_it_is(made: Manifests) -> None:
     assert ports(workload) == {"http": 8000, "grpc": 8001, "metrics": 8002}
 
 
-def test_a_pod_that_goes_has_time_for_its_longest_request(made: Manifests) -> None:
+def test_terminating_pod_has_time_for_its_longest_request(made: Manifests) -> None:
     settings, pod = settings_of(made), made.pod(GATEWAY)
     (container,) = pod["containers"]
     waits_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
@@ -457,7 +437,7 @@ def test_a_pod_that_goes_has_time_for_its_longest_request(made: Manifests) -> No
     assert given or words[0] == "triton"  # the embedded one's is fixed
 
 
-def test_who_stands_before_the_gateway_waits_longer_and_lets_as_much_through(
+def test_routes_wait_longer_than_the_gateway_and_pass_its_largest_body(
     made: Manifests,
 ) -> None:
     settings = settings_of(made)
@@ -479,7 +459,7 @@ def probes(container: Resource) -> dict[str, Any]:
     return {name: probe for name, probe in container.items() if name.endswith("Probe")}
 
 
-def test_living_and_being_ready_are_two_questions(made: Manifests) -> None:
+def test_probes_ask_for_liveness_and_readiness_separately(made: Manifests) -> None:
     for workload in made.workloads:
         for container in workload["spec"]["template"]["spec"]["containers"]:
             found = probes(container)
@@ -503,10 +483,10 @@ def test_shared_memory_fits_into_the_limit(made: Manifests) -> None:
     assert {"name": "shm", "mountPath": "/dev/shm"} in triton["volumeMounts"]
 
 
-# Models and rules
+# Models, monitoring and scaling
 
 
-def test_the_models_of_the_models_file_are_there_and_loaded_at_the_start(made: Manifests) -> None:
+def test_models_of_the_models_file_exist_and_are_loaded_at_the_start(made: Manifests) -> None:
     declared = parse_models_file(
         made.get("ConfigMap", "triton-gateway-models")["data"]["models.yaml"]
     )
@@ -517,7 +497,7 @@ def test_the_models_of_the_models_file_are_there_and_loaded_at_the_start(made: M
 
 
 @pytest.mark.long
-def test_a_triton_is_ready_with_the_models_of_its_start_whatever_else_loads(
+def test_triton_is_ready_with_the_models_of_its_start(
     made: Manifests, demo_triton: EmbeddedTriton
 ) -> None:
     (container,) = made.pod(TRITON)["containers"]
@@ -536,52 +516,45 @@ def test_a_triton_is_ready_with_the_models_of_its_start_whatever_else_loads(
         assert (run.returncode == 0) == is_ready
 
 
-def test_models_and_keys_can_change_while_a_gateway_runs(made: Manifests) -> None:
+def test_models_and_keys_can_change_without_new_pods(made: Manifests) -> None:
     (container,) = made.pod(GATEWAY)["containers"]
     assert not [mount for mount in container["volumeMounts"] if "subPath" in mount]
     assert made.has("ConfigMap", "triton-gateway-models")  # under its own name, without a hash
     assert not made.has("ConfigMap", "triton-gateway-settings")  # which makes new pods
 
 
-def test_the_operator_gets_the_rules_of_deploy_monitoring() -> None:
-    written = K8S / "components" / "monitoring" / "rules.yaml"
-    assert written.read_text() == prometheusrule.text(), "make manifests"
-
-
-def test_the_dashboard_is_the_one_of_deploy_monitoring(prod: Manifests) -> None:
+def test_rules_and_dashboard_are_those_of_deploy_monitoring(prod: Manifests) -> None:
+    rules = K8S / "components" / "monitoring" / "rules.yaml"
+    assert rules.read_text() == prometheusrule.text(), "make manifests"
     data = prod.get("ConfigMap", "triton-gateway-dashboard")["data"]
-    shown = (ROOT / "deploy" / "monitoring" / "dashboard.json").read_text()
-    assert data == {"triton-gateway.json": shown}
+    dashboard = (ROOT / "deploy" / "monitoring" / "dashboard.json").read_text()
+    assert data == {"triton-gateway.json": dashboard}
 
 
-def test_triton_is_scaled_by_what_waits_in_each_pod(prod: Manifests, tmp_path: Path) -> None:
+def test_triton_is_scaled_by_the_requests_that_wait_and_not_in_without_metrics(
+    prod: Manifests, tmp_path: Path
+) -> None:
+    (namespace,) = prod.kind("Namespace")
+    assert namespace["metadata"]["name"] == "triton-gateway"
     (scaling,) = prod.kind("ScaledObject")
-    queries = [trigger["metadata"]["query"] for trigger in scaling["spec"]["triggers"]]
-    assert len(queries) == 2
+    spec = scaling["spec"]
+    assert len(spec["triggers"]) == 2
+    queries = [trigger["metadata"]["query"] for trigger in spec["triggers"]]
     for query in queries:
         assert query.startswith("sum(max by (namespace, replica, model, version) (")
         assert 'namespace="triton-gateway"' in query
-    (namespace,) = prod.kind("Namespace")
-    assert namespace["metadata"]["name"] == "triton-gateway"
-    if shutil.which("promtool"):
-        rules = [{"record": f"q:{number}", "expr": query} for number, query in enumerate(queries)]
-        (tmp_path / "queries.yml").write_text(
-            yaml.safe_dump({"groups": [{"name": "keda", "rules": rules}]})
-        )
-        subprocess.run(["promtool", "check", "rules", tmp_path / "queries.yml"], check=True)
-
-
-def test_triton_is_not_scaled_in_because_nobody_can_measure(prod: Manifests) -> None:
-    (scaling,) = prod.kind("ScaledObject")
-    spec = scaling["spec"]
+    rules = [{"record": f"q:{number}", "expr": query} for number, query in enumerate(queries)]
+    file = tmp_path / "queries.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "keda", "rules": rules}]}))
+    subprocess.run([program("promtool"), "check", "rules", str(file)], check=True)
     assert spec["fallback"]["behavior"] == "currentReplicasIfHigher"
     assert spec["fallback"]["replicas"] >= spec["minReplicaCount"]
     for trigger in spec["triggers"]:
         assert trigger["metadata"]["ignoreNullValues"] == "false"
-        assert trigger.get("metricType", "AverageValue") == "AverageValue"  # what a fallback is for
+        assert trigger.get("metricType", "AverageValue") == "AverageValue"  # for the fallback
 
 
-def test_a_fleet_that_scales_to_zero_is_woken_by_the_requests_that_wait() -> None:
+def test_fleet_scaled_to_zero_is_woken_by_held_requests() -> None:
     made = Manifests.of("from zero")
     (scaling,) = made.kind("ScaledObject")
     assert scaling["spec"]["minReplicaCount"] == 0
@@ -601,20 +574,22 @@ def test_a_fleet_that_scales_to_zero_is_woken_by_the_requests_that_wait() -> Non
     assert source["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "keda"}
 
 
-def test_the_scaling_to_zero_fits_its_schema() -> None:
-    (scaling,) = Manifests.of("from zero").kind("ScaledObject")
-    assert check_custom([scaling]) == ""
-
-
-def test_the_operator_of_kube_prometheus_stack_finds_what_is_for_it(made: Manifests) -> None:
+def test_prometheus_operator_finds_its_objects_and_the_job_has_the_name_of_the_alerts(
+    made: Manifests,
+) -> None:
     label = "kube-prometheus-stack"
     for resource in made.kind("PodMonitor", "ServiceMonitor", "PrometheusRule"):
         assert resource["metadata"]["labels"]["release"] == label
     others = [each for each in made.resources if each["kind"] not in CUSTOM]
     assert not [each for each in others if "release" in each["metadata"].get("labels", {})]
+    for monitor in made.kind("PodMonitor"):
+        (workload,) = made.selected(monitor["spec"]["selector"]["matchLabels"])
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        assert labels[monitor["spec"]["jobLabel"]] == GATEWAY
+        assert f'up{{job="{GATEWAY}"}}' in str(made.kind("PrometheusRule"))
 
 
-def test_the_patches_that_the_overlay_suggests_can_be_taken(tmp_path: Path) -> None:
+def test_patches_that_the_overlay_suggests_can_be_applied(tmp_path: Path) -> None:
     overlay = (K8S / "overlays" / "prod" / "kustomization.yaml").read_text()
     document = yaml.safe_load(overlay)
     suggested = re.sub(r"^# ?", "", overlay[overlay.index("# patches:") :], flags=re.MULTILINE)
@@ -633,11 +608,3 @@ def test_the_patches_that_the_overlay_suggests_can_be_taken(tmp_path: Path) -> N
         each for each in made if each["kind"] == "Deployment" and each["metadata"]["name"] == TRITON
     )
     assert triton["spec"]["strategy"]["rollingUpdate"]["maxSurge"] == 0
-
-
-def test_prometheus_gives_the_job_the_name_that_the_alerts_ask_for(prod: Manifests) -> None:
-    (monitor,) = prod.kind("PodMonitor")
-    (workload,) = prod.selected(monitor["spec"]["selector"]["matchLabels"])
-    labels = workload["spec"]["template"]["metadata"]["labels"]
-    assert f'job="{labels[monitor["spec"]["jobLabel"]]}"' in text("prod")
-    assert 'up{job="triton-gateway"}' in text("prod")

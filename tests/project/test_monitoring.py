@@ -1,4 +1,4 @@
-"""deploy/monitoring holds together: promtool takes it, it names what there is, every alert is tried."""
+"""deploy/monitoring: promtool accepts it, it names existing metrics, and every alert is tested."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
 from deploy.monitoring import prometheusrule
-from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.servers import ROOT
+from tests.support.tools import TRITON, program
 from tests.support.wait import TIMEOUT_S
 
 FOLDER = ROOT / "deploy" / "monitoring"
 RULES = ("rules.yml", "alerts.yml")
 RULE_TESTS = ("rules_test.yml", "alerts_test.yml")
 
-# What enumerations of labels may say.
+# The values of labels that have a fixed set of them.
 VALUES = {
     ("gateway_request_duration_seconds", "status"): {"2xx", "3xx", "4xx", "5xx", "499"},
     ("gateway_request_duration_seconds", "code"): {"500", "502", "503", "504"},
@@ -71,12 +70,9 @@ NAME = re.compile(r"(?<![\w:.])([a-zA-Z_:][\w:]*)(?!\s*\(|[\w:])")
 
 
 def promtool(*arguments: str, folder: Path = FOLDER) -> str:
-    """What it prints; a complaint of its is a failure."""
-    if shutil.which("promtool") is None:
-        pytest.fail("promtool is missing: apt-get install prometheus", pytrace=False)
-    run = subprocess.run(
-        ["promtool", *arguments], cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+    """Run promtool in a folder, without complaints; return what it prints."""
+    command = [program("promtool"), *arguments]
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
 
@@ -148,6 +144,12 @@ def names_in(expression: str) -> set[str]:
     return {name for name in NAME.findall(bare) if name.lower() not in KEYWORDS}
 
 
+def groups_in(expression: str) -> set[str]:
+    """The labels that an expression groups by."""
+    listed = (labels.split(",") for labels in GROUPING.findall(expression))
+    return {label.strip() for labels in listed for label in labels if label.strip()}
+
+
 def selectors_in(expression: str) -> Iterator[tuple[str, str, str, str]]:
     """Metric, label, operator and value of each condition."""
     for name, conditions in SELECTOR.findall(expression):
@@ -156,42 +158,40 @@ def selectors_in(expression: str) -> Iterator[tuple[str, str, str, str]]:
 
 
 @pytest.fixture(scope="module")
-def known(demo_triton: EmbeddedTriton) -> dict[str, frozenset[str]]:
-    """Every metric that there is, and its labels: Triton's as a real one shows them, plus `replica`."""
-    port = demo_triton.options.metrics_port
-    page = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=TIMEOUT_S).text
+def known() -> dict[str, frozenset[str]]:
+    """The labels of every metric: those of a recorded page of Triton have `replica`."""
     triton: dict[str, frozenset[str]] = {}
-    for name, labels in re.findall(r"^(nv_\w+)(?:\{(.*)\})? ", page, re.MULTILINE):
+    for name, labels in re.findall(r"^(nv_\w+)(?:\{(.*)\})? ", TRITON, re.MULTILINE):
         triton[name] = triton.get(name, frozenset()) | {"replica", *re.findall(r'(\w+)="', labels)}
     own = dict(own_metrics())
     assert len(own) > 20
     return {**own, **triton, **GPU, **PROMETHEUS}
 
 
-def test_prometheus_takes_the_configuration_and_its_rules() -> None:
+def test_prometheus_accepts_every_configuration_and_expression(tmp_path: Path) -> None:
     promtool("check", "config", "prometheus.yml")
     promtool("check", "rules", *RULES)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("file", RULE_TESTS)
-def test_the_rules_compute_and_the_alerts_fire_as_their_tests_say(file: str) -> None:
-    assert "SUCCESS" in promtool("test", "rules", file)
-
-
-def test_every_expression_of_the_dashboard_can_be_parsed(tmp_path: Path) -> None:
+    assert sorted(set(RECORDED)) == sorted(RECORDED)
+    for name in ("compose/prometheus.yml", "monitoring/rules.yml", "monitoring/alerts.yml"):
+        shutil.copy(ROOT / "deploy" / name, tmp_path)
+    promtool("check", "config", "prometheus.yml", folder=tmp_path)
     rules = [
         {"record": f"panel:{number}", "expr": expression}
         for number, (_, expression) in enumerate(in_the_dashboard())
     ]
     document = {"groups": [{"name": "dashboard", "rules": rules}]}
     (tmp_path / "dashboard.yml").write_text(yaml.safe_dump(document))
-    assert f"{len(rules)} rules found" in promtool(
-        "check", "rules", "dashboard.yml", folder=tmp_path
-    )
+    printed = promtool("check", "rules", "dashboard.yml", folder=tmp_path)
+    assert f"{len(rules)} rules found" in printed
 
 
-def test_an_expression_is_read_for_its_metrics() -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("file", RULE_TESTS)
+def test_rules_and_alerts_pass_their_tests_of_promtool(file: str) -> None:
+    assert "SUCCESS" in promtool("test", "rules", file)
+
+
+def test_metrics_and_selectors_of_an_expression_are_found() -> None:
     text = 'sum by (m, le) (rate(a_total{x="b or c"}[5m])) / on (job) group_left () d:e offset 1h > 1e6 and f'
     assert names_in(text) == {"a_total", "d:e", "f"}
     assert names_in('{__name__=~"g|h", job="x"}') == {"g", "h"}
@@ -202,60 +202,27 @@ def test_an_expression_is_read_for_its_metrics() -> None:
     ]
 
 
-def test_only_metrics_that_there_are_are_named(known: dict[str, frozenset[str]]) -> None:
-    unknown = {
-        place: names - known.keys() - {*RECORDED}
-        for place, expression in EXPRESSIONS
-        if (names := names_in(expression)) - known.keys() - {*RECORDED}
-    }
-    assert not unknown
-    assert all(
-        names_in(expression) or expression.startswith("vector(") for _, expression in EXPRESSIONS
-    )
-
-
-def test_only_labels_that_a_metric_has_are_asked_for(known: dict[str, frozenset[str]]) -> None:
-    wrong = [
-        (place, name, label)
-        for place, expression in EXPRESSIONS
-        for name, label, _, _ in selectors_in(expression)
-        if name in known and label not in known[name] | FROM_THE_TARGET
-    ]
-    assert not wrong
-
-
-def test_only_groups_by_labels_that_one_of_the_metrics_has(
-    known: dict[str, frozenset[str]],
+def test_expression_uses_only_existing_metrics_labels_and_values(
+    known: dict[str, frozenset[str]], subtests: pytest.Subtests
 ) -> None:
-    wrong = []
     for place, expression in EXPRESSIONS:
-        names = names_in(expression)
-        if any(name in RECORDED for name in names):
-            continue  # its labels are those of its own expression
-        labels = FROM_THE_TARGET.union(*(known[name] for name in names))
-        for listed in GROUPING.findall(expression):
-            asked = {label.strip() for label in listed.split(",") if label.strip()}
-            wrong += [(place, label) for label in asked - labels]
-    assert not wrong
-
-
-def test_only_values_that_a_label_can_have_are_asked_for() -> None:
-    wrong = [
-        (place, name, label, value)
-        for place, expression in EXPRESSIONS
-        for name, label, _, value in selectors_in(expression)
-        for (metric, of), values in VALUES.items()
-        if name.startswith(metric) and label == of and not {*value.split("|")} <= values
-    ]
-    assert not wrong
-
-
-def test_nothing_is_recorded_twice() -> None:
-    assert sorted(set(RECORDED)) == sorted(RECORDED)
+        with subtests.test(place):
+            names = names_in(expression)
+            assert names or expression.startswith("vector(")
+            assert names - known.keys() - {*RECORDED} == set()
+            for name, label, _, value in selectors_in(expression):
+                assert name not in known or label in known[name] | FROM_THE_TARGET
+                for (metric, enumerated), values in VALUES.items():
+                    if name.startswith(metric) and label == enumerated:
+                        assert {*value.split("|")} <= values
+            if not names & {*RECORDED}:  # whose labels are those of their own expressions
+                assert groups_in(expression) <= FROM_THE_TARGET.union(
+                    *(known[name] for name in names)
+                )
 
 
 @pytest.mark.parametrize("name", ALERTS)
-def test_an_alert_says_what_is_wrong_in_a_sentence_and_where_help_is(name: str) -> None:
+def test_alert_has_a_severity_two_sentences_and_a_runbook(name: str) -> None:
     alert = ALERTS[name]
     assert alert["labels"]["severity"] in ("critical", "warning")
     assert alert["annotations"].keys() == {"summary", "description", "runbook", "runbook_url"}
@@ -267,7 +234,7 @@ def test_an_alert_says_what_is_wrong_in_a_sentence_and_where_help_is(name: str) 
     assert alert["annotations"]["runbook_url"] == f"{placeholder}/monitoring.md#{name.lower()}"
 
 
-def test_runbooks_can_be_where_one_reads_them() -> None:
+def test_address_of_the_runbooks_can_be_replaced() -> None:
     text = (FOLDER / "alerts.yml").read_text()
     replaced = yaml.safe_load(prometheusrule.replace_runbooks(text, "https://git.local/docs/"))
     urls = {
@@ -278,48 +245,33 @@ def test_runbooks_can_be_where_one_reads_them() -> None:
     assert urls == {name: f"https://git.local/docs/monitoring.md#{name.lower()}" for name in ALERTS}
 
 
-def test_every_alert_has_its_paragraph_and_there_is_no_other() -> None:
-    text = (ROOT / "docs" / "monitoring.md").read_text()
-    sections = re.findall(r"^### (\w+)\n\n(.+?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)
-    assert {name for name, _ in sections} == ALERTS.keys()
-    short = [name for name, paragraph in sections if len(paragraph) < 150]
-    assert not short
-
-
-@pytest.mark.parametrize("name", ALERTS)
-def test_every_alert_has_a_case_that_fires_and_one_that_is_silent(name: str) -> None:
-    """Two silent ones: the healthy fleet's, and one of its own."""
+def test_every_alert_has_a_case_that_fires_and_two_that_are_silent() -> None:
+    """The silent ones are the healthy fleet's, and one of its own."""
     tests = yaml.safe_load((FOLDER / "alerts_test.yml").read_text())["tests"]
     cases = [
-        bool(case.get("exp_alerts"))
+        (case["alertname"], bool(case.get("exp_alerts")))
         for test in tests
         for case in test["alert_rule_test"]
-        if case["alertname"] == name
     ]
-    assert cases.count(True) >= 1
-    assert cases.count(False) >= 2
+    assert {name for name, _ in cases} == ALERTS.keys()
+    assert [name for name in ALERTS if cases.count((name, True)) < 1] == []
+    assert [name for name in ALERTS if cases.count((name, False)) < 2] == []
 
 
-def test_the_tests_of_the_alerts_are_of_alerts_that_there_are() -> None:
-    tests = yaml.safe_load((FOLDER / "alerts_test.yml").read_text())["tests"]
-    named = {case["alertname"] for test in tests for case in test["alert_rule_test"]}
-    assert named == ALERTS.keys()
+def test_documents_name_every_alert_and_existing_panels() -> None:
+    monitoring = (ROOT / "docs" / "monitoring.md").read_text()
+    sections = re.findall(r"^### (\w+)\n\n(.+?)(?=^#|\Z)", monitoring, re.MULTILINE | re.DOTALL)
+    assert {name for name, _ in sections} == ALERTS.keys()
+    assert [name for name, paragraph in sections if len(paragraph) < 150] == []
+    deploy = (ROOT / "docs" / "deploy.md").read_text()
+    linked = re.findall(r"\[(\w+)\]\(monitoring\.md#(\w+)\)", deploy)
+    assert dict(linked) == {alert: alert.lower() for alert in ALERTS}
+    panels = set(re.findall(r"(?<!\*)\*([A-Z][^*\n]+)\*(?!\*)", monitoring)) - {"All"}
+    assert len(panels) > 10
+    assert panels <= {panel["title"] for panel in PANELS}
 
 
-@pytest.mark.parametrize("what", ["id", "title"])
-def test_panels_have_a_number_and_a_title_of_their_own(what: str) -> None:
-    found = [panel[what] for panel in DASHBOARD["panels"]]
-    assert sorted(set(found)) == sorted(found)
-
-
-def test_the_panels_that_the_runbook_names_are_there() -> None:
-    text = (ROOT / "docs" / "monitoring.md").read_text()
-    named = set(re.findall(r"(?<!\*)\*([A-Z][^*\n]+)\*(?!\*)", text)) - {"All"}
-    assert len(named) > 10
-    assert named <= {panel["title"] for panel in PANELS}
-
-
-def test_panels_do_not_lie_upon_each_other() -> None:
+def test_panels_do_not_overlap() -> None:
     places = [(panel["title"], panel["gridPos"]) for panel in DASHBOARD["panels"]]
     for title, at in places:
         assert 0 <= at["x"] < at["x"] + at["w"] <= 24, title
@@ -333,18 +285,21 @@ def test_panels_do_not_lie_upon_each_other() -> None:
         assert apart, f"{one!r} and {other!r}"
 
 
-@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
-def test_a_panel_says_what_it_shows(panel: dict[str, Any]) -> None:
-    assert panel["title"]
-    assert panel["description"].endswith(".")
-    assert panel["fieldConfig"]["defaults"]["unit"]
-    assert panel["type"] in {"heatmap", "stat", "state-timeline", "timeseries"}, "no plugins"
-    assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-    references = [target["refId"] for target in panel["targets"]]
-    assert sorted(set(references)) == sorted(references)
+def test_every_panel_is_described_and_its_id_and_title_are_unique() -> None:
+    for unique in ("id", "title"):
+        found = [panel[unique] for panel in DASHBOARD["panels"]]
+        assert sorted(set(found)) == sorted(found)
+    for panel in PANELS:
+        title = panel["title"]
+        assert panel["description"].endswith("."), title
+        assert panel["fieldConfig"]["defaults"]["unit"], title
+        assert panel["type"] in {"heatmap", "stat", "state-timeline", "timeseries"}, "no plugins"
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}, title
+        references = [target["refId"] for target in panel["targets"]]
+        assert sorted(set(references)) == sorted(references), title
 
 
-def test_the_dashboard_can_be_narrowed() -> None:
+def test_variables_of_the_dashboard_select_models_and_replicas() -> None:
     variables = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
     assert variables["datasource"]["type"] == "datasource"
     assert DASHBOARD["schemaVersion"] >= 39
@@ -358,9 +313,3 @@ def test_the_dashboard_can_be_narrowed() -> None:
             if name.startswith(metrics) and f"${variable}" not in conditions
         ]
         assert not loose
-
-
-def test_deploying_says_of_every_alert_where_to_look() -> None:
-    text = (ROOT / "docs" / "deploy.md").read_text()
-    linked = re.findall(r"\[(\w+)\]\(monitoring\.md#(\w+)\)", text)
-    assert dict(linked) == {alert: alert.lower() for alert in ALERTS}

@@ -1,10 +1,11 @@
-"""What the Helm chart makes of values, as Python objects."""
+"""The objects that the Helm chart renders from values, as Python objects."""
 
 from __future__ import annotations
 
 import json
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,17 @@ def run_helm(*args: str | Path, values: Values | None = None) -> subprocess.Comp
 def render_chart(
     values: Values | None = None, *args: str | Path, namespace: str = "triton-gateway"
 ) -> Manifests:
-    ended = run_helm(
-        "template", "triton-gateway", CHART, "-n", namespace, *args, values=values or {}
-    )
-    assert ended.returncode == 0, ended.stderr
-    documents = [each for each in yaml.load_all(ended.stdout, yaml.CSafeLoader) if each]
+    text = _render_text(json.dumps(values or {}), args, namespace)
+    documents = [each for each in yaml.load_all(text, yaml.CSafeLoader) if each]
     return Manifests("chart", tuple(documents))
+
+
+@cache  # tests have most of their values in common
+def _render_text(values: str, args: tuple[str | Path, ...], namespace: str) -> str:
+    command = ("template", "triton-gateway", CHART, "-n", namespace, *args)
+    ended = run_helm(*command, values=json.loads(values))
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
 
 
 def without_origin(resource: Resource) -> Resource:
