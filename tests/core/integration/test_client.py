@@ -1,4 +1,4 @@
-"""The commands for who uses a gateway, as processes, before the real gateway and the real tritonserver."""
+"""The commands that use a gateway, as processes, with the real gateway and the real tritonserver."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ALL = TEXTS, IMAGES, NUMBERS, PAUSES, TICKS = [NAMES.model(name) for name in MOD
 
 @dataclass(frozen=True)
 class Gateway:
-    """What the commands are told of it, by their environment."""
+    """A gateway as the environment of the commands names it."""
 
     url: str
     key: str = ADMIN
@@ -59,7 +59,7 @@ class Gateway:
         return run_gateway(*arguments, environment=self.environment, given=given)
 
     def fails(self, status: int, *arguments: str | Path) -> str:
-        """Its sentence, which is all that it says."""
+        """Return the sentence that a command prints, and nothing else, when it fails."""
         ended = self.run(*arguments)
         assert (ended.returncode, ended.stdout) == (status, ""), ended
         (sentence,) = ended.stderr.splitlines()
@@ -129,36 +129,32 @@ def image_files(folder: Path, count: int, broken: int) -> list[Path]:
     return paths
 
 
-@pytest.mark.long
-def test_a_folder_of_which_some_files_are_broken(gateway: Gateway, tmp_path: Path) -> None:
-    paths = image_files(tmp_path / "images", 1000, broken=10)
-    ended = gateway.run("infer", IMAGES, tmp_path / "images")
-    assert ended.returncode == 1
-    assert names_of(ended.stdout) == [str(path) for path in paths]
-    for number, record in enumerate(records(ended.stdout)):
-        if number % 100 == 7:
-            assert record["code"] == "BAD_IMAGE"
-        else:
-            assert np.unique(max(record["outputs"].values(), key=str)).tolist() == [number % 251]
-    summary, *listed = ended.stderr.splitlines()
-    assert summary.startswith("990 succeeded, 10 failed")
-    assert len(listed) == 10
-    assert listed[0].startswith(f"  {paths[7]}: ")
-
-
-def test_in_batches_only_what_is_broken_fails(gateway: Gateway, tmp_path: Path) -> None:
+def test_folder_with_broken_files_fails_only_these_in_batches_or_alone(
+    gateway: Gateway, tmp_path: Path
+) -> None:
     paths = image_files(tmp_path / "images", 50, broken=2)
     paths[3].unlink()
     paths[3].symlink_to("nowhere")
     alone = gateway.run("infer", IMAGES, tmp_path / "images")
+    assert alone.returncode == 1
+    assert names_of(alone.stdout) == [str(path) for path in paths]
+    codes = {3: "UNREADABLE", 7: "BAD_IMAGE", 32: "BAD_IMAGE"}
+    for number, record in enumerate(records(alone.stdout)):
+        if number in codes:
+            assert record["code"] == codes[number]
+        else:
+            assert np.unique(max(record["outputs"].values(), key=str)).tolist() == [number]
+    summary, *listed = alone.stderr.splitlines()
+    assert summary.startswith("47 succeeded, 3 failed")
+    assert len(listed) == 3
+    assert listed[1].startswith(f"  {paths[7]}: ")
     batched = gateway.run("infer", IMAGES, tmp_path / "images", "--batch", "8")
-    assert batched.returncode == 1
-    assert batched.stdout == alone.stdout
-    failed = [record["code"] for record in records(batched.stdout) if "error" in record]
-    assert failed == ["UNREADABLE", "BAD_IMAGE", "BAD_IMAGE"]
+    assert (batched.returncode, batched.stdout) == (1, alone.stdout)
 
 
-def test_interrupted_and_resumed_is_the_whole(gateway: Gateway, tmp_path: Path) -> None:
+def test_infer_that_is_interrupted_is_completed_by_resuming(
+    gateway: Gateway, tmp_path: Path
+) -> None:
     """It would need a minute and a half for all of them the first time, and is interrupted after twenty."""
     folder, quick = tmp_path / "pauses", [number * 1e-5 for number in range(200)]
     paths = pause_files(folder, [*quick[:20], *(0.5 + pause_s for pause_s in quick[20:])])
@@ -191,7 +187,7 @@ def test_interrupted_and_resumed_is_the_whole(gateway: Gateway, tmp_path: Path) 
     assert pauses == pytest.approx(quick, abs=1e-6)
 
 
-def test_resuming_asks_again_for_what_failed_and_for_what_was_cut_off(
+def test_resume_repeats_inputs_that_failed_or_were_cut_off(
     gateway: Gateway, tmp_path: Path
 ) -> None:
     paths = text_files(tmp_path, 4)
@@ -209,7 +205,7 @@ def test_resuming_asks_again_for_what_failed_and_for_what_was_cut_off(
     assert "its columns are not input, " in gateway.fails(2, *arguments, "--resume")
 
 
-def test_lines_of_standard_input_are_answered_as_they_come(gateway: Gateway) -> None:
+def test_lines_of_standard_input_are_answered_as_they_arrive(gateway: Gateway) -> None:
     running = gateway.start(
         "infer", TEXTS, "-", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -225,7 +221,7 @@ def test_lines_of_standard_input_are_answered_as_they_come(gateway: Gateway) -> 
     assert (running.returncode, message[:22]) == (0, b"4 succeeded, 0 failed,")
 
 
-def test_interrupted_while_it_waits_for_a_line(gateway: Gateway) -> None:
+def test_infer_that_waits_for_a_line_ends_at_a_signal(gateway: Gateway) -> None:
     running = gateway.start(
         "infer", TEXTS, "-", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -239,9 +235,7 @@ def test_interrupted_while_it_waits_for_a_line(gateway: Gateway) -> None:
     assert running.returncode == 143
 
 
-def test_pipes_are_read_where_they_are_named_and_nowhere_else(
-    gateway: Gateway, tmp_path: Path
-) -> None:
+def test_pipes_are_read_only_if_they_are_named(gateway: Gateway, tmp_path: Path) -> None:
     text_files(tmp_path, 2)
     os.mkfifo(pipe := tmp_path / "0" / "pipe.txt")
     listed = [f"{tmp_path}/0/0000.txt", f"{tmp_path}/1/0001.txt"]
@@ -256,7 +250,7 @@ def test_pipes_are_read_where_they_are_named_and_nowhere_else(
 
 
 @pytest.mark.parametrize(("flag", "signals"), [("--batch=1", 2), ("--lines", 1)])
-def test_a_pipe_that_nobody_writes_to_does_not_keep_it_from_its_end(
+def test_infer_that_waits_for_a_pipe_ends_at_a_signal(
     gateway: Gateway, tmp_path: Path, flag: str, signals: int
 ) -> None:
     (path,) = text_files(tmp_path, 1)
@@ -283,7 +277,7 @@ def is_pending(pid: int, number: int) -> bool:
     return bool(int(pending, 16) >> (number - 1) & 1)
 
 
-def test_who_reads_no_further_ends_it(gateway: Gateway, tmp_path: Path) -> None:
+def test_infer_ends_if_its_output_is_closed(gateway: Gateway, tmp_path: Path) -> None:
     (tmp_path / "many.txt").write_text("a line\n" * 3000)
     running = gateway.start(
         "infer", TEXTS, tmp_path / "many.txt", "--lines", "--format", "csv",
@@ -299,7 +293,7 @@ def test_who_reads_no_further_ends_it(gateway: Gateway, tmp_path: Path) -> None:
     running.stderr.close()
 
 
-def test_every_kind_of_input(gateway: Gateway, tmp_path: Path) -> None:
+def test_inputs_of_every_kind_are_read(gateway: Gateway, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array([1.5, 2], np.float32))
     (tmp_path / "b.json").write_text('{"inputs": [3, 4]}')
     np.savez(tmp_path / "c.npz", np.array([5], np.float32))
@@ -313,7 +307,9 @@ def test_every_kind_of_input(gateway: Gateway, tmp_path: Path) -> None:
     assert [value_of(record) for record in records(texts.stdout)] == ["-x", 'a,\n"b"']
 
 
-def test_a_model_that_answers_several_times(gateway: Gateway, tmp_path: Path) -> None:
+def test_model_with_several_responses_has_them_in_one_record(
+    gateway: Gateway, tmp_path: Path
+) -> None:
     counts = {"three.json": 3, "none.json": 0, "fails.json": -2}
     for name, count in counts.items():
         inputs = {NAMES.tensor("COUNT"): count, NAMES.tensor("SECONDS"): 0.0}
@@ -337,7 +333,7 @@ def test_a_model_that_answers_several_times(gateway: Gateway, tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_before_a_gateway_that_is_not_ready_and_puts_off_what_it_is_asked(
+def test_infer_retries_what_an_overloaded_gateway_refuses(
     triton: EmbeddedTriton, tmp_path: Path
 ) -> None:
     """A stream holds the only place until each request was put off.
@@ -394,30 +390,31 @@ def refusals(client: httpx.Client) -> float:
     return float(count)
 
 
-def test_what_cannot_be_is_said_before_anything_is_sent(gateway: Gateway, tmp_path: Path) -> None:
-    assert "no such file or folder" in gateway.fails(2, "infer", TEXTS, tmp_path / "nothing*.png")
-    assert "nothing to infer" in gateway.fails(2, "infer", TEXTS)
-    assert "has no batch dimension" in gateway.fails(
-        2, "infer", NUMBERS, "--text", "a", "--batch", "2"
-    )
-    assert "--output FILE" in gateway.fails(2, "infer", TEXTS, "--text", "a", "--resume")
-
-
-def test_a_wrong_key_and_one_that_may_not(gateway: Gateway) -> None:
-    wrong, weak = Gateway(gateway.url, "tgw_wrong"), Gateway(gateway.url, WEAK)
-    sentence = wrong.fails(4, "infer", TEXTS, "--text", "a")
-    assert "key" in sentence
-    assert "tgw_wrong" not in sentence
-    assert "use --key KEY" in Gateway(gateway.url, "").fails(4, "models")
-    assert weak.fails(4, "load", TEXTS)
-
-
-def test_nobody_listens(gateway: Gateway) -> None:
-    (port,) = free_ports(1)
-    nobody = f"http://127.0.0.1:{port}"
-    sentence = gateway.fails(3, "infer", TEXTS, "--text", "a", "--url", nobody)
-    assert sentence.startswith(f"cannot reach the gateway at {nobody}: ")
-    assert "is not a valid gateway URL" in gateway.fails(2, "models", "--url", "ftp://there")
+def test_command_that_fails_prints_one_sentence_and_has_its_exit_status(
+    gateway: Gateway, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    wrong_key = Gateway(gateway.url, "tgw_wrong")
+    infer_key = Gateway(gateway.url, WEAK)
+    no_key = Gateway(gateway.url, "")
+    unreachable = f"http://127.0.0.1:{free_ports(1)[0]}"
+    one = (TEXTS, "--text", "a")
+    two = (NUMBERS, "--text", "a", "--batch", "2")
+    table: list[tuple[Gateway, int, tuple[str | Path, ...], str]] = [
+        (gateway, 2, ("infer", TEXTS, tmp_path / "nothing*.png"), "no such file or folder"),
+        (gateway, 2, ("infer", TEXTS), "nothing to infer"),
+        (gateway, 2, ("infer", *two), "has no batch dimension"),
+        (gateway, 2, ("infer", *one, "--resume"), "--output FILE"),
+        (gateway, 2, ("models", "--url", "ftp://there"), "is not a valid gateway URL"),
+        (gateway, 3, ("infer", *one, "--url", unreachable), f"cannot reach the gateway at {unreachable}: "),
+        (wrong_key, 4, ("infer", *one), "key"),
+        (no_key, 4, ("models",), "use --key KEY"),
+        (infer_key, 4, ("load", TEXTS), "admin"),
+    ]  # fmt: skip
+    for caller, status, arguments, words in table:
+        with subtests.test(words):
+            sentence = caller.fails(status, *arguments)
+            assert words in sentence
+            assert "tgw_wrong" not in sentence
 
 
 class OpenAIServer(BaseHTTPRequestHandler):
@@ -434,7 +431,7 @@ class OpenAIServer(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_server_that_is_not_a_gateway(gateway: Gateway) -> None:
+def test_server_that_is_not_a_gateway_is_named(gateway: Gateway) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), OpenAIServer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
@@ -448,7 +445,7 @@ def test_a_server_that_is_not_a_gateway(gateway: Gateway) -> None:
 
 
 @pytest.mark.long
-def test_models_and_replicas_as_tables_and_as_json(
+def test_models_and_replicas_are_listed_as_tables_or_json(
     gateway: Gateway, triton: EmbeddedTriton
 ) -> None:
     assert re.search(rf"^{TEXTS} +yes +1 READY ", gateway.run("models").stdout, re.MULTILINE)
@@ -460,7 +457,7 @@ def test_models_and_replicas_as_tables_and_as_json(
     assert json.loads(gateway.run("replicas", "--json").stdout)[0]["address"] == address
 
 
-def test_loading_and_unloading_and_that_it_is_ready(
+def test_load_unload_and_ready_report_each_replica(
     gateway: Gateway, triton: EmbeddedTriton
 ) -> None:
     address = f"127.0.0.1:{triton.options.http_port}"
@@ -478,7 +475,7 @@ def test_loading_and_unloading_and_that_it_is_ready(
     assert json.loads(gateway.run("ready", "--json").stdout)["ready"] is True
 
 
-def test_the_curl_line_works_as_it_is_printed(gateway: Gateway) -> None:
+def test_curl_line_works_as_printed(gateway: Gateway) -> None:
     line = gateway.run("curl", TEXTS).stdout
     assert ADMIN not in line
     answer = subprocess.run(
@@ -488,7 +485,7 @@ def test_the_curl_line_works_as_it_is_printed(gateway: Gateway) -> None:
 
 
 @pytest.mark.long
-def test_a_measurement(gateway: Gateway) -> None:
+def test_bench_reports_each_level_as_table_or_json(gateway: Gateway) -> None:
     brief = ("--seconds", "0.1", "--concurrency", "1,3")
     ended = gateway.run("bench", TEXTS, *brief)
     assert ended.returncode == 0, ended.stderr
@@ -516,7 +513,7 @@ def seen_until(terminal: int, words: bytes) -> bytes:
     return shown
 
 
-def test_the_live_view_in_a_terminal(gateway: Gateway) -> None:
+def test_top_shows_the_fleet_in_a_terminal(gateway: Gateway) -> None:
     mine, its = pty.openpty()
     running = gateway.start("top", "--interval", "0.1", stdin=its, stdout=its, stderr=its)
     try:
@@ -534,7 +531,7 @@ def test_the_live_view_in_a_terminal(gateway: Gateway) -> None:
     assert TEXTS in gateway.run("top").stdout
 
 
-def test_how_far_it_is_is_shown_in_a_terminal_only(gateway: Gateway, tmp_path: Path) -> None:
+def test_progress_is_shown_only_in_a_terminal(gateway: Gateway, tmp_path: Path) -> None:
     pause_files(tmp_path, [0.1] * 4)
     mine, its = pty.openpty()
     running = gateway.start("infer", PAUSES, tmp_path, stdout=subprocess.PIPE, stderr=its)
@@ -556,29 +553,30 @@ async def numbers(count: int) -> AsyncIterator[int]:
         yield number
 
 
-def test_outcomes_keep_their_order_and_no_more_than_asked_for_are_under_way() -> None:
+async def test_executor_keeps_the_order_and_runs_at_most_its_number_of_jobs() -> None:
     draw = random.Random(3)
     delays_s = [draw.choice((0, 0.001, 0.01)) for _ in range(300)]
     written: list[int] = []
-    under_way = most = 0
+    running = 0
+    most = 0
 
     async def do(number: int) -> int:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
         await asyncio.sleep(delays_s[number])
-        under_way -= 1
+        running -= 1
         return number
 
     async def write(outcomes: list[int]) -> None:
         written.extend(outcomes)
 
-    asyncio.run(OrderedExecutor(do, write, 7).run(numbers(300)))
+    await OrderedExecutor(do, write, 7).run(numbers(300))
     assert written == list(range(300))
     assert most == 7
 
 
-async def test_stopped_it_waits_for_what_is_under_way() -> None:
+async def test_executor_that_is_stopped_finishes_its_running_jobs() -> None:
     """The first job ends after the stop, which is while another is done."""
     written: list[int] = []
     stopped = asyncio.Event()
@@ -599,7 +597,7 @@ async def test_stopped_it_waits_for_what_is_under_way() -> None:
     assert written == list(range(len(written)))
 
 
-async def test_stopped_twice_it_writes_what_was_done_and_waits_for_nothing() -> None:
+async def test_executor_that_is_stopped_twice_writes_only_finished_jobs() -> None:
     written: list[int] = []
 
     async def do(number: int) -> int:
@@ -618,19 +616,23 @@ async def test_stopped_twice_it_writes_what_was_done_and_waits_for_nothing() -> 
     assert written == [0, 2, 3, 5]
 
 
-def test_the_shell_completes_every_command() -> None:
-    question = {
-        "_TRITON_GATEWAY_COMPLETE": "complete_bash",
-        "COMP_WORDS": "triton-gateway ",
-        "COMP_CWORD": "1",
-    }
-    ended = subprocess.run(
-        command(), env={**os.environ, **question}, capture_output=True, text=True, timeout=60
-    )
-    assert {"up", "serve", "key", "infer", "models", "top", "bench"} <= set(ended.stdout.split())
+@pytest.mark.long
+def test_shell_completes_commands_and_names_of_models(gateway: Gateway) -> None:
+    commands = {"up", "serve", "key", "infer", "models", "top", "bench"}
+    assert commands <= set(complete("triton-gateway "))
+    assert set(complete("triton-gateway describe ", **gateway.environment)) >= set(ALL)
+    assert complete(f"triton-gateway infer {TEXTS[:-1]}", **gateway.environment) == [TEXTS]
+    nobody = {"TRITON_GATEWAY_URL": "http://127.0.0.1:9"}
+    words = f"triton-gateway load --url {gateway.url} --key {ADMIN} {TEXTS[:-1]}"
+    assert complete(words, **nobody) == [TEXTS]
+    # Without a gateway or a valid key there is nothing to complete, and no error.
+    assert complete("triton-gateway describe ", **nobody) == []
+    wrong_key = {"TRITON_GATEWAY_URL": gateway.url, "TRITON_GATEWAY_KEY": "tgw_wrong"}
+    assert complete("triton-gateway describe ", **wrong_key) == []
 
 
 def complete(words: str, **environment: str) -> list[str]:
+    """Return what the shell offers after these words, without an error of the command."""
     question = {
         "_TRITON_GATEWAY_COMPLETE": "complete_bash",
         "COMP_WORDS": words,
@@ -647,24 +649,7 @@ def complete(words: str, **environment: str) -> list[str]:
     return ended.stdout.split()
 
 
-@pytest.mark.long
-def test_the_shell_completes_names_of_models(gateway: Gateway) -> None:
-    assert set(complete("triton-gateway describe ", **gateway.environment)) >= set(ALL)
-    assert complete(f"triton-gateway infer {TEXTS[:-1]}", **gateway.environment) == [TEXTS]
-    by_flag = complete(
-        f"triton-gateway load --url {gateway.url} --key {ADMIN} {TEXTS[:-1]}",
-        TRITON_GATEWAY_URL="http://127.0.0.1:9",
-    )
-    assert by_flag == [TEXTS]
-
-
-def test_completion_without_a_gateway_says_nothing(gateway: Gateway) -> None:
-    assert complete("triton-gateway describe ", TRITON_GATEWAY_URL="http://127.0.0.1:9") == []
-    wrong_key = {"TRITON_GATEWAY_URL": gateway.url, "TRITON_GATEWAY_KEY": "tgw_wrong"}
-    assert complete("triton-gateway describe ", **wrong_key) == []
-
-
-def test_a_model_is_described_with_a_request_that_works(gateway: Gateway) -> None:
+def test_describe_prints_a_request_that_works(gateway: Gateway) -> None:
     ended = gateway.run("describe", NUMBERS)
     assert ended.returncode == 0, ended.stderr
     assert ADMIN not in ended.stdout
@@ -684,7 +669,7 @@ def test_a_model_is_described_with_a_request_that_works(gateway: Gateway) -> Non
     assert "not found" in gateway.fails(1, "describe", "nothing").lower()
 
 
-def test_the_help_groups_the_commands_and_gives_examples() -> None:
+def test_help_groups_the_commands_and_gives_examples() -> None:
     def show_help(*arguments: str) -> str:
         return run_gateway(*arguments, "--help").stdout
 
@@ -707,7 +692,9 @@ def test_the_help_groups_the_commands_and_gives_examples() -> None:
         "models --url http://127.0.0.1:9",
     ],
 )
-def test_who_serves_nothing_does_not_import_the_server(arguments: str, tmp_path: Path) -> None:
+def test_command_that_serves_nothing_does_not_import_the_server(
+    arguments: str, tmp_path: Path
+) -> None:
     server = {"fastapi", "starlette", "grpc", "tritonclient", "numpy", "uvicorn"}
     program = (
         "import atexit, sys\n"
@@ -728,7 +715,7 @@ def test_who_serves_nothing_does_not_import_the_server(arguments: str, tmp_path:
     assert ended.stderr.splitlines()[-1] == "imported"
 
 
-def test_every_exit_status_is_documented() -> None:
+def test_exit_statuses_are_all_documented() -> None:
     rows = re.findall(r"^\| (\d+) \| ", (ROOT / "docs/cli.md").read_text(), re.MULTILINE)
     family: list[type[errors.ClientError]] = [
         errors.ClientError,
