@@ -18,31 +18,19 @@ from tests.support.exposition_pages import (
 from tests.support.tools import TRITON, check_with_promtool
 
 
-@pytest.mark.parametrize(("first", "second"), [(first, second) for first, second, _ in CLASHES])
-def test_what_is_left_of_pages_that_differ_can_be_read(first: str, second: str) -> None:
-    check_with_promtool(merged(first, second))
+def test_promtool_reads_merged_pages_that_clash(subtests: pytest.Subtests) -> None:
+    pages = {f"clash {number}": merged(one, two) for number, (one, two, _) in enumerate(CLASHES)}
+    pages["a replica that uses names of the gateway"] = merged(NOT_THE_GATEWAYS, own=OWN)
+    pages["two families of one name"] = merged(TWO_OF_A_NAME, TWO_OF_A_NAME)
+    pages["an escaped help text"] = alone(ESCAPED_HELP)
+    for name, page in pages.items():
+        with subtests.test(name):
+            check_with_promtool(page)
 
 
-def test_what_is_left_of_a_page_that_speaks_for_the_gateway_can_be_read() -> None:
-    check_with_promtool(merged(NOT_THE_GATEWAYS, own=OWN))
-
-
-def test_two_families_of_one_name_can_be_read() -> None:
-    check_with_promtool(merged(TWO_OF_A_NAME, TWO_OF_A_NAME))
-
-
-def test_escaped_help_can_be_read() -> None:
-    check_with_promtool(alone(ESCAPED_HELP))
-
-
-def test_labels_with_anything_in_them_can_be_read() -> None:
-    values = [chr(code) for code in range(1, 0x300)] + [
-        "\u2028",
-        "\\",
-        '"} 1 # {',
-        "\U0001f9ed",
-        "",
-    ]
+def test_promtool_reads_labels_with_any_characters() -> None:
+    values = [chr(code) for code in range(1, 0x300)]
+    values += ["\u2028", "\\", '"} 1 # {', "\U0001f9ed", ""]
     page = "# HELP a_bytes It.\n# TYPE a_bytes gauge\n" + "".join(
         line("a_bytes", {"x": value}, 1) for value in values
     )
@@ -50,7 +38,7 @@ def test_labels_with_anything_in_them_can_be_read() -> None:
     assert samples(merged(page)).total() == len(values)
 
 
-def test_of_a_fleets_page_only_tritons_names_are_odd() -> None:
+def test_promtool_objects_only_to_names_of_triton() -> None:
     names = {each.split()[2] for each in TRITON.splitlines() if each.startswith("# TYPE")}
     complaints = check_with_promtool(merged(TRITON, TRITON, TRITON))
     assert complaints == check_with_promtool(TRITON)

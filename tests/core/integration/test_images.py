@@ -6,7 +6,7 @@ import base64
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from statistics import median
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,50 +21,43 @@ RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 PICTURE = np.arange(6 * 4 * 3, dtype=np.uint8).reshape(6, 4, 3) * 3
 
 
-def seen(zoo: Zoo, model: str, *images: bytes) -> np.ndarray:
-    """What the model got."""
+def convert(zoo: Zoo, model: str, *images: bytes) -> np.ndarray:
+    """Return what the model received."""
     files = [("any", ("picture", image, "image/png")) for image in images]
     outputs = zoo.outputs(zoo.post(model, files=files))
     return np.array(outputs["Y"])
 
 
-@pytest.mark.long
-def test_channels_first(zoo: Zoo) -> None:
-    for model in ("nchw", "nchw_guessed"):
-        assert seen(zoo, model, encoded(PICTURE)).tolist() == PICTURE.transpose(2, 0, 1).tolist()
-
-
-def test_channels_last(zoo: Zoo) -> None:
-    assert seen(zoo, "nhwc", encoded(PICTURE)).tolist() == PICTURE.tolist()
-
-
-def test_an_image_of_any_size_keeps_its_own(zoo: Zoo) -> None:
-    assert seen(zoo, "nhwc_free", encoded(PICTURE[:5])).tolist() == PICTURE[:5].tolist()
-    assert seen(zoo, "nchw_free", encoded(PICTURE[:, :3])).shape == (3, 6, 3)
-
-
-def test_a_model_with_a_batch_dimension_of_its_own(zoo: Zoo) -> None:
-    assert seen(zoo, "own_batch", encoded(PICTURE)).tolist() == [
-        PICTURE.transpose(2, 0, 1).tolist()
-    ]
-    twice = seen(zoo, "free_batch", encoded(PICTURE), encoded(PICTURE[::-1].copy()))
+def test_image_has_the_shape_that_the_model_expects(zoo: Zoo) -> None:
+    channels_first = PICTURE.transpose(2, 0, 1)
+    wide, narrow = PICTURE[:5], PICTURE[:, :3]
+    for model, picture, expected in (
+        ("nchw", PICTURE, channels_first),
+        ("nchw_guessed", PICTURE, channels_first),
+        ("nhwc", PICTURE, PICTURE),
+        ("nhwc_free", wide, wide),
+        ("nchw_free", narrow, narrow.transpose(2, 0, 1)),
+        ("own_batch", PICTURE, channels_first[None]),  # the batch is a dimension of the model
+    ):
+        assert convert(zoo, model, encoded(picture.copy())).tolist() == expected.tolist(), model
+    twice = convert(zoo, "free_batch", encoded(PICTURE), encoded(PICTURE[::-1].copy()))
     assert twice.tolist() == [PICTURE.tolist(), PICTURE[::-1].tolist()]
 
 
-def test_several_images_are_a_batch(zoo: Zoo) -> None:
+def test_images_of_one_size_are_a_batch(zoo: Zoo) -> None:
     images = [encoded(np.roll(PICTURE, shift)) for shift in range(20)]
-    got = seen(zoo, "nhwc", *images)
-    assert got.tolist() == [np.roll(PICTURE, shift).tolist() for shift in range(20)]
+    converted = convert(zoo, "nhwc", *images)
+    assert converted.tolist() == [np.roll(PICTURE, shift).tolist() for shift in range(20)]
 
 
-def test_images_of_different_sizes_are_no_batch(zoo: Zoo) -> None:
+def test_images_of_different_sizes_are_refused(zoo: Zoo) -> None:
     files = [("x", ("a", encoded(PICTURE))), ("x", ("b", encoded(PICTURE[:5])))]
     assert_error(zoo.post("nhwc_free", files=files), 422, "DOES_NOT_FIT_MODEL", "different shapes")
     both = [{"b64": base64.b64encode(data).decode()} for _, (_, data) in files]
     assert_error(zoo.infer("nhwc_free", both), 422, "DOES_NOT_FIT_MODEL", "different sizes")
 
 
-def test_images_in_json(zoo: Zoo) -> None:
+def test_images_as_base64_in_json_are_converted(zoo: Zoo) -> None:
     value = base64.b64encode(encoded(PICTURE)).decode()
     for given in ({"b64": value}, f"data:image/png;base64,{value}"):
         assert zoo.outputs(zoo.infer("nhwc", given))["Y"] == PICTURE.tolist()
@@ -74,122 +67,109 @@ def test_images_in_json(zoo: Zoo) -> None:
     assert rows[0][zoo.names.tensor("Y")] == PICTURE.tolist()
 
 
-def test_colours_are_in_the_order_red_green_blue(zoo: Zoo) -> None:
+def test_colours_are_red_green_blue(zoo: Zoo) -> None:
     for colour in (RED, GREEN, BLUE):
         for kind in ("PNG", "WEBP"):
             picture = encoded(Image.new("RGB", (4, 6), colour), kind, lossless=True)
-            assert seen(zoo, "nchw", picture)[:, 0, 0].tolist() == list(colour)
+            assert convert(zoo, "nchw", picture)[:, 0, 0].tolist() == list(colour)
         jpeg = encoded(Image.new("RGB", (4, 6), colour), "JPEG", quality=100)
-        assert np.abs(seen(zoo, "nchw", jpeg)[:, 3, 2] - colour).max() <= 3
+        assert np.abs(convert(zoo, "nchw", jpeg)[:, 3, 2] - colour).max() <= 3
 
 
 @pytest.mark.fault("CMYK, palettes with transparency, 16-bit grayscale, EXIF orientation")
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation_is_applied(zoo: Zoo, orientation: int) -> None:
+def test_exif_orientation_is_applied(zoo: Zoo) -> None:
     """The stored picture is turned so that, upright, its corners are the same for all eight."""
     upright = Image.new("RGB", (40, 60), WHITE)
     upright.paste(RED, (0, 0, 20, 30))
     upright.paste(GREEN, (20, 0, 40, 30))
     upright.paste(BLUE, (0, 30, 20, 60))
-    undo = {
-        2: [Image.Transpose.FLIP_LEFT_RIGHT],
-        3: [Image.Transpose.ROTATE_180],
-        4: [Image.Transpose.FLIP_TOP_BOTTOM],
-        5: [Image.Transpose.TRANSPOSE],
-        6: [Image.Transpose.ROTATE_90],
-        7: [Image.Transpose.TRANSVERSE],
-        8: [Image.Transpose.ROTATE_270],
+    inverse = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_90,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_270,
     }
-    stored = upright
-    for turn in undo.get(orientation, []):
-        stored = stored.transpose(turn)
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    for kind, options in (
-        ("JPEG", {"quality": 98, "subsampling": 0}),
-        ("PNG", {}),
-        ("WEBP", {"lossless": True}),
-    ):
-        got = seen(zoo, "nhwc_free", encoded(stored, kind, exif=exif, **options))
-        assert got.shape == (60, 40, 3)
-        corners = [got[5, 5], got[5, 35], got[55, 5], got[55, 35]]
+    jpeg = {"quality": 98, "subsampling": 0}
+    table: list[tuple[int, str, dict[str, Any]]] = [(n, "JPEG", jpeg) for n in range(1, 9)]
+    table += [(6, "PNG", {}), (6, "WEBP", {"lossless": True})]
+    for orientation, kind, options in table:
+        turn = inverse.get(orientation)
+        stored = upright if turn is None else upright.transpose(turn)
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        picture = encoded(stored, kind, exif=exif, **options)
+        converted = convert(zoo, "nhwc_free", picture)
+        assert converted.shape == (60, 40, 3)
+        corners = [converted[5, 5], converted[5, 35], converted[55, 5], converted[55, 35]]
         for corner, colour in zip(corners, (RED, GREEN, BLUE, WHITE), strict=True):
-            assert np.abs(corner - np.array(colour)).max() <= 12, (kind, corner, colour)
-        small = seen(zoo, "nhwc", encoded(stored, kind, exif=exif, **options))
-        assert small[0, 0].argmax() == 0
-        assert small[0, 3].argmax() == 1
-        assert small[5, 0].argmax() == 2
+            assert np.abs(corner - np.array(colour)).max() <= 12, (orientation, kind, corner)
+        resized = convert(zoo, "nhwc", picture)
+        assert [resized[at].argmax() for at in ((0, 0), (0, 3), (5, 0))] == [0, 1, 2]
 
 
 @pytest.mark.fault("CMYK, palettes with transparency, 16-bit grayscale, EXIF orientation")
-def test_sixteen_bits_are_scaled_and_not_clipped(zoo: Zoo) -> None:
+def test_image_of_16_bits_is_scaled_and_not_clipped(zoo: Zoo) -> None:
     deep = np.array([[0, 257, 25700], [32896, 51400, 65535]], np.uint16)
-    got = seen(zoo, "grey_nchw", encoded(Image.fromarray(deep)))
-    assert got.tolist() == [[[0, 1, 100], [128, 200, 255]]]
-    assert seen(zoo, "nhwc_free", encoded(Image.fromarray(deep)))[1, 2].tolist() == list(WHITE)
+    converted = convert(zoo, "grey_nchw", encoded(Image.fromarray(deep)))
+    assert converted.tolist() == [[[0, 1, 100], [128, 200, 255]]]
+    assert convert(zoo, "nhwc_free", encoded(Image.fromarray(deep)))[1, 2].tolist() == list(WHITE)
 
 
-def test_transparency_is_laid_on_white(zoo: Zoo) -> None:
+@pytest.mark.fault("CMYK, palettes with transparency, 16-bit grayscale, EXIF orientation")
+def test_transparency_becomes_white(zoo: Zoo) -> None:
     rgba = np.zeros((6, 4, 4), np.uint8)
     rgba[:, :2] = (255, 0, 0, 255)
     rgba[:, 2:] = (0, 0, 0, 0)
-    got = seen(zoo, "nhwc", encoded(rgba))
-    assert got[0, 0].tolist() == list(RED)
-    assert got[0, 3].tolist() == list(WHITE)
-    assert seen(zoo, "rgba", encoded(rgba)).tolist() == rgba.tolist()
-    assert seen(zoo, "rgba", encoded(PICTURE))[0, 0].tolist() == [0, 3, 6, 255]
+    palette = Image.new("P", (4, 6), 1)
+    palette.putpalette([*RED, *BLUE])
+    palette.paste(0, (0, 0, 2, 6))
+    for picture in (encoded(rgba), encoded(palette, transparency=1)):
+        converted = convert(zoo, "nhwc", picture)
+        assert converted[0, 0].tolist() == list(RED)
+        assert converted[0, 3].tolist() == list(WHITE)
+    assert convert(zoo, "nhwc", encoded(palette))[0, 3].tolist() == list(BLUE)
+    # A model with four channels gets it.
+    assert convert(zoo, "rgba", encoded(rgba)).tolist() == rgba.tolist()
+    assert convert(zoo, "rgba", encoded(PICTURE))[0, 0].tolist() == [0, 3, 6, 255]
 
 
 @pytest.mark.fault("CMYK, palettes with transparency, 16-bit grayscale, EXIF orientation")
-def test_a_palette_with_transparency(zoo: Zoo) -> None:
-    image = Image.new("P", (4, 6), 1)
-    image.putpalette([*RED, *BLUE])
-    image.paste(0, (0, 0, 2, 6))
-    got = seen(zoo, "nhwc", encoded(image, transparency=1))
-    assert got[0, 0].tolist() == list(RED)
-    assert got[0, 3].tolist() == list(WHITE)
-    opaque = seen(zoo, "nhwc", encoded(image))
-    assert opaque[0, 3].tolist() == list(BLUE)
-
-
-@pytest.mark.fault("CMYK, palettes with transparency, 16-bit grayscale, EXIF orientation")
-def test_cmyk_grey_and_black_and_white(zoo: Zoo) -> None:
+def test_cmyk_and_grey_images_are_converted(zoo: Zoo) -> None:
     cmyk = encoded(Image.new("RGB", (4, 6), RED).convert("CMYK"), "JPEG", quality=100)
-    assert np.abs(seen(zoo, "nhwc", cmyk)[3, 2] - RED).max() <= 4
-    assert seen(zoo, "nhwc", encoded(Image.new("L", (4, 6), 77)))[0, 0].tolist() == [77, 77, 77]
-    assert seen(zoo, "nhwc", encoded(Image.new("1", (4, 6), 1)))[0, 0].tolist() == list(WHITE)
-    weights = seen(zoo, "grey_nchw", encoded(Image.new("RGB", (4, 6), GREEN)))
-    assert weights[0, 0, 0] == pytest.approx(150, abs=1)
-    assert seen(zoo, "grey_plain", encoded(Image.new("L", (3, 2), 9))).tolist() == [[9] * 3] * 2
+    assert np.abs(convert(zoo, "nhwc", cmyk)[3, 2] - RED).max() <= 4
+    assert convert(zoo, "nhwc", encoded(Image.new("L", (4, 6), 77)))[0, 0].tolist() == [77, 77, 77]
+    assert convert(zoo, "nhwc", encoded(Image.new("1", (4, 6), 1)))[0, 0].tolist() == list(WHITE)
+    converted = convert(zoo, "grey_nchw", encoded(Image.new("RGB", (4, 6), GREEN)))
+    assert converted[0, 0, 0] == pytest.approx(150, abs=1)
+    assert convert(zoo, "grey_plain", encoded(Image.new("L", (3, 2), 9))).tolist() == [[9] * 3] * 2
 
 
-def test_an_image_is_resized_to_a_fixed_size(zoo: Zoo) -> None:
+def test_image_is_resized_to_the_size_of_the_model(zoo: Zoo) -> None:
     large = Image.new("RGB", (400, 600), RED)
     large.paste(BLUE, (200, 0, 400, 600))
     for kind in ("PNG", "JPEG", "WEBP"):
-        got = seen(zoo, "nhwc", encoded(large, kind))
-        assert got.shape == (6, 4, 3)
-        assert np.abs(got[3, 0] - RED).max() <= 6
-        assert np.abs(got[3, 3] - BLUE).max() <= 6
+        converted = convert(zoo, "nhwc", encoded(large, kind))
+        assert converted.shape == (6, 4, 3)
+        assert np.abs(converted[3, 0] - RED).max() <= 6
+        assert np.abs(converted[3, 3] - BLUE).max() <= 6
 
 
 @any_names
-def test_hints_scale_images(zoo: Zoo) -> None:
+def test_hints_scale_images_and_not_arrays(zoo: Zoo) -> None:
     first = PICTURE.transpose(2, 0, 1)
-    assert np.allclose(seen(zoo, "unit", encoded(PICTURE)), first / 255, atol=1e-6)
-    assert np.allclose(seen(zoo, "centred", encoded(PICTURE)), PICTURE / 127.5 - 1, atol=1e-6)
+    assert np.allclose(convert(zoo, "unit", encoded(PICTURE)), first / 255, atol=1e-6)
+    assert np.allclose(convert(zoo, "centred", encoded(PICTURE)), PICTURE / 127.5 - 1, atol=1e-6)
     mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
     expected = (first / 255 - mean[:, None, None]) / std[:, None, None]
-    assert np.allclose(seen(zoo, "standard", encoded(PICTURE)), expected, atol=1e-5)
+    assert np.allclose(convert(zoo, "standard", encoded(PICTURE)), expected, atol=1e-5)
+    assert zoo.outputs(zoo.infer("standard", first.tolist()))["Y"] == first.tolist()
 
 
-def test_hints_leave_arrays_as_they_are(zoo: Zoo) -> None:
-    array = PICTURE.transpose(2, 0, 1).tolist()
-    assert zoo.outputs(zoo.infer("standard", array))["Y"] == array
-
-
-def test_datatypes_of_images(zoo: Zoo) -> None:
-    assert seen(zoo, "half", encoded(PICTURE)).tolist() == PICTURE.transpose(2, 0, 1).tolist()
+def test_image_is_converted_to_the_datatype_or_refused(zoo: Zoo) -> None:
+    assert convert(zoo, "half", encoded(PICTURE)).tolist() == PICTURE.transpose(2, 0, 1).tolist()
     response = zoo.post("signed", content=encoded(PICTURE), headers={"Content-Type": "image/png"})
     assert_error(response, 422, "DOES_NOT_FIT_MODEL", "do not fit; set gateway.scale")
 
@@ -212,41 +192,33 @@ def png_of(width: int, height: int) -> bytes:
 @pytest.mark.fault(
     "images that are invalid, truncated, of another format, or claim 13,000 × 13,000"
 )
-@pytest.mark.parametrize(
-    ("body", "status", "code", "words"),
-    [
-        (b"", 422, "BAD_IMAGE", "is empty"),
-        (b"<html></html>", 422, "BAD_IMAGE", "not a JPEG, PNG or WebP image"),
-        (
-            encoded(Image.new("RGB", (9, 9)), "GIF"),
-            422,
-            "BAD_IMAGE",
-            "not a JPEG, PNG or WebP image",
-        ),
-        (
-            encoded(Image.new("RGB", (9, 9)), "BMP"),
-            422,
-            "BAD_IMAGE",
-            "not a JPEG, PNG or WebP image",
-        ),
-        (encoded(Image.effect_noise((99, 99), 50), "JPEG")[:-400], 422, "BAD_IMAGE", "truncated"),
-        (encoded(Image.effect_noise((99, 99), 50))[:-400], 422, "BAD_IMAGE", "truncated"),
-        (encoded(Image.effect_noise((99, 99), 50), "WEBP")[:-400], 422, "BAD_IMAGE", "damaged"),
-        (encoded(PICTURE)[:20], 422, "BAD_IMAGE", "damaged"),
-        (png_of(13_000, 13_000), 413, "TOO_LARGE", "13000 × 13000 pixels"),
-        (png_of(20_000, 10), 413, "TOO_LARGE", "16384 pixels per side"),
-        (png_of(100, 100), 422, "BAD_IMAGE", "truncated"),
-    ],
-)
-def test_an_image_that_is_none(zoo: Zoo, body: bytes, status: int, code: str, words: str) -> None:
-    response = zoo.post("nhwc", content=body, headers={"Content-Type": "image/png"})
-    assert_error(response, status, code, words)
-    assert f"'{zoo.names.tensor('X')}'" in response.json()["error"]
+def test_image_that_is_invalid_or_too_large_is_refused(zoo: Zoo, subtests: pytest.Subtests) -> None:
+    blank = Image.new("RGB", (9, 9))
+    noise = Image.effect_noise((99, 99), 50)
+    of_other_format = "not a JPEG, PNG or WebP image"
+    for name, body, code, words in (
+        ("empty", b"", "BAD_IMAGE", "is empty"),
+        ("HTML", b"<html></html>", "BAD_IMAGE", of_other_format),
+        ("GIF", encoded(blank, "GIF"), "BAD_IMAGE", of_other_format),
+        ("BMP", encoded(blank, "BMP"), "BAD_IMAGE", of_other_format),
+        ("truncated JPEG", encoded(noise, "JPEG")[:-400], "BAD_IMAGE", "truncated"),
+        ("truncated PNG", encoded(noise)[:-400], "BAD_IMAGE", "truncated"),
+        ("truncated WebP", encoded(noise, "WEBP")[:-400], "BAD_IMAGE", "damaged"),
+        ("truncated header", encoded(PICTURE)[:20], "BAD_IMAGE", "damaged"),
+        ("too many pixels", png_of(13_000, 13_000), "TOO_LARGE", "13000 × 13000 pixels"),
+        ("too wide", png_of(20_000, 10), "TOO_LARGE", "16384 pixels per side"),
+        ("larger than its data", png_of(100, 100), "BAD_IMAGE", "truncated"),
+    ):
+        with subtests.test(name):
+            headers = {"Content-Type": "image/png"}
+            response = zoo.post("nhwc", content=body, headers=headers)
+            assert_error(response, 413 if code == "TOO_LARGE" else 422, code, words)
+            assert f"'{zoo.names.tensor('X')}'" in response.json()["error"]
 
 
 @pytest.mark.long
 @pytest.mark.fault("32 images of 25 megapixels at once")
-def test_large_images_do_not_hold_up_others(zoo: Zoo) -> None:
+def test_large_images_do_not_delay_other_requests(zoo: Zoo) -> None:
     """Decoding is off the event loop, and bounded: 8 images of 24 megapixels at once.
 
     On the loop, there would be one or two answers to others for each image.
@@ -259,14 +231,12 @@ def test_large_images_do_not_hold_up_others(zoo: Zoo) -> None:
         headers = {"Content-Type": "image/png"}
         return zoo.post("nhwc", content=large, headers=headers).status_code
 
-    waits = []
+    others = 0
     with ThreadPoolExecutor(count) as pool:
         posts = [pool.submit(post) for _ in range(count)]
         while not all(one.done() for one in posts):
-            began = time.monotonic()
             assert zoo.client.get("/livez").status_code == 200
-            waits.append(time.monotonic() - began)
+            others += 1
             time.sleep(0.005)
     assert [one.result() for one in posts] == [200] * count
-    print(f"{len(waits)} answers to others meanwhile, each in {median(waits) * 1e3:.1f} ms")
-    assert len(waits) > 3 * count
+    assert others > 3 * count
