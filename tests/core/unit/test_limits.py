@@ -21,84 +21,72 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def test_who_comes_first_goes_first_and_nobody_goes_beyond_the_total() -> None:
-    async def scenario() -> None:
-        budget, order = WeightedSemaphore(10), list[str]()
+async def test_who_comes_first_goes_first_and_nobody_goes_beyond_the_total() -> None:
+    budget, order = WeightedSemaphore(10), list[str]()
 
-        async def taking(name: str, weight: int) -> int:
-            taken = await budget.acquire(weight)
-            order.append(name)
-            return taken
+    async def taking(name: str, weight: int) -> int:
+        taken = await budget.acquire(weight)
+        order.append(name)
+        return taken
 
-        assert await taking("a", 6) == 6
-        large = asyncio.create_task(taking("b", 1000))
-        small = asyncio.create_task(taking("c", 1))
-        await settled()
-        assert order == ["a"]  # c would fit, but b came before
-        budget.release(6)
-        assert await large == 10
-        assert not small.done()
-        budget.release(10)
-        assert await small == 1
-        assert order == ["a", "b", "c"]
-
-    asyncio.run(scenario())
+    assert await taking("a", 6) == 6
+    large = asyncio.create_task(taking("b", 1000))
+    small = asyncio.create_task(taking("c", 1))
+    await settled()
+    assert order == ["a"]  # c would fit, but b came before
+    budget.release(6)
+    assert await large == 10
+    assert not small.done()
+    budget.release(10)
+    assert await small == 1
+    assert order == ["a", "b", "c"]
 
 
-def test_who_leaves_the_queue_lets_the_next_one_go() -> None:
-    async def scenario() -> None:
-        budget = WeightedSemaphore(10)
-        await budget.acquire(6)
-        large, small = (
-            asyncio.create_task(budget.acquire(8)),
-            asyncio.create_task(budget.acquire(4)),
-        )
-        await settled()
-        large.cancel()
-        assert await asyncio.wait_for(small, TIMEOUT_S) == 4
-        with pytest.raises(asyncio.CancelledError):
-            await large
-        budget.release(6)
-        budget.release(4)
-        assert await asyncio.wait_for(budget.acquire(10), TIMEOUT_S) == 10
-
-    asyncio.run(scenario())
+async def test_who_leaves_the_queue_lets_the_next_one_go() -> None:
+    budget = WeightedSemaphore(10)
+    await budget.acquire(6)
+    large, small = (
+        asyncio.create_task(budget.acquire(8)),
+        asyncio.create_task(budget.acquire(4)),
+    )
+    await settled()
+    large.cancel()
+    assert await asyncio.wait_for(small, TIMEOUT_S) == 4
+    with pytest.raises(asyncio.CancelledError):
+        await large
+    budget.release(6)
+    budget.release(4)
+    assert await asyncio.wait_for(budget.acquire(10), TIMEOUT_S) == 10
 
 
-def test_pixels_count_until_the_thread_has_ended_even_if_nobody_waits() -> None:
-    async def scenario() -> None:
-        decoders = DecodeExecutor(workers=1, max_pixels_in_flight=10, metrics=Metrics())
-        go, began = threading.Event(), threading.Event()
+async def test_pixels_count_until_the_thread_has_ended_even_if_nobody_waits() -> None:
+    decoders = DecodeExecutor(workers=1, max_pixels_in_flight=10, metrics=Metrics())
+    go, began = threading.Event(), threading.Event()
 
-        def work() -> str:
-            began.set()
-            go.wait(TIMEOUT_S)
-            return "done"
+    def work() -> str:
+        began.set()
+        go.wait(TIMEOUT_S)
+        return "done"
 
-        first = asyncio.create_task(decoders.run_in_thread(10, work))
-        await asyncio.to_thread(began.wait, TIMEOUT_S)
-        first.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        second = asyncio.create_task(decoders.run_in_thread(10, lambda: "second"))
-        await settled()
-        assert not second.done()
-        go.set()
-        assert await asyncio.wait_for(second, TIMEOUT_S) == "second"
-        await decoders.close()
-
-    asyncio.run(scenario())
+    first = asyncio.create_task(decoders.run_in_thread(10, work))
+    await asyncio.to_thread(began.wait, TIMEOUT_S)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    second = asyncio.create_task(decoders.run_in_thread(10, lambda: "second"))
+    await settled()
+    assert not second.done()
+    go.set()
+    assert await asyncio.wait_for(second, TIMEOUT_S) == "second"
+    await decoders.close()
 
 
-def test_an_error_in_a_thread_reaches_who_waits() -> None:
-    async def scenario() -> None:
-        decoders = DecodeExecutor(workers=1, max_pixels_in_flight=10, metrics=Metrics())
-        with pytest.raises(ZeroDivisionError):
-            await decoders.run_in_thread(10, lambda: 1 // 0)
-        assert await decoders.run_in_thread(10, lambda: 5) == 5
-        await decoders.close()
-
-    asyncio.run(scenario())
+async def test_an_error_in_a_thread_reaches_who_waits() -> None:
+    decoders = DecodeExecutor(workers=1, max_pixels_in_flight=10, metrics=Metrics())
+    with pytest.raises(ZeroDivisionError):
+        await decoders.run_in_thread(10, lambda: 1 // 0)
+    assert await decoders.run_in_thread(10, lambda: 5) == 5
+    await decoders.close()
 
 
 # The gate.
@@ -121,152 +109,125 @@ async def enters_at_once(door: AdmissionQueue, model: str) -> None:
     await task
 
 
-def test_one_model_cannot_take_every_place() -> None:
-    async def scenario() -> None:
-        door = gate()
-        assert [door.try_acquire("a") for _ in range(4)] == [True, True, True, False]
-        assert door.try_acquire("b")
-        assert not door.try_acquire("c")
-        door.release("b")
-        assert door.try_acquire("c")
-
-    asyncio.run(scenario())
+async def test_one_model_cannot_take_every_place() -> None:
+    door = gate()
+    assert [door.try_acquire("a") for _ in range(4)] == [True, True, True, False]
+    assert door.try_acquire("b")
+    assert not door.try_acquire("c")
+    door.release("b")
+    assert door.try_acquire("c")
 
 
-def test_who_waits_is_let_in_by_turns_of_the_models() -> None:
-    async def scenario() -> None:
-        door = gate(places=1, per_model=1, queue=8)
-        assert door.try_acquire("a")
-        order: list[str] = []
+async def test_who_waits_is_let_in_by_turns_of_the_models() -> None:
+    door = gate(places=1, per_model=1, queue=8)
+    assert door.try_acquire("a")
+    order: list[str] = []
 
-        async def served(model: str) -> None:
-            await door.acquire(model, TIMEOUT_S)
-            order.append(model)
-            await settled()
-            door.release(model)
+    async def served(model: str) -> None:
+        await door.acquire(model, TIMEOUT_S)
+        order.append(model)
+        await settled()
+        door.release(model)
 
-        tasks = []
-        for model in ("a", "a", "a", "b", "c"):
-            tasks.append(asyncio.create_task(served(model)))
-            await settled()
-        door.release("a")
-        await asyncio.gather(*tasks)
-        assert order == ["a", "b", "c", "a", "a"]
-        assert (door.running, door.waiting) == (0, 0)
-
-    asyncio.run(scenario())
+    tasks = []
+    for model in ("a", "a", "a", "b", "c"):
+        tasks.append(asyncio.create_task(served(model)))
+        await settled()
+    door.release("a")
+    await asyncio.gather(*tasks)
+    assert order == ["a", "b", "c", "a", "a"]
+    assert (door.running, door.waiting) == (0, 0)
 
 
-def test_of_one_model_two_callers_are_let_in_by_turns() -> None:
-    async def scenario() -> None:
-        door = gate(places=1, per_model=1, queue=8)
-        assert door.try_acquire("m")
-        noisy = [await waiting(door, "m", "noisy") for _ in range(3)]
-        other = await waiting(door, "m", "other")
-        for done in (1, 1, 2, 3):
-            door.release("m")
-            await settled()
-            assert sum(task.done() for task in noisy) == done
-        assert other.done()
-
-    asyncio.run(scenario())
+async def test_of_one_model_two_callers_are_let_in_by_turns() -> None:
+    door = gate(places=1, per_model=1, queue=8)
+    assert door.try_acquire("m")
+    noisy = [await waiting(door, "m", "noisy") for _ in range(3)]
+    other = await waiting(door, "m", "other")
+    for done in (1, 1, 2, 3):
+        door.release("m")
+        await settled()
+        assert sum(task.done() for task in noisy) == done
+    assert other.done()
 
 
-def test_a_full_queue_says_so_at_once() -> None:
-    async def scenario() -> None:
-        door = gate(places=1, per_model=1, queue=4)
-        assert door.try_acquire("a")
-        tasks = [await waiting(door, "a") for _ in range(2)]
-        with pytest.raises(AdmissionQueueFull, match="'a'") as refused:
-            await door.acquire("a", TIMEOUT_S)
-        assert (refused.value.status, refused.value.headers) == (429, {"Retry-After": "1"})
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert (door.running, door.waiting) == (1, 0)
-
-    asyncio.run(scenario())
+async def test_a_full_queue_says_so_at_once() -> None:
+    door = gate(places=1, per_model=1, queue=4)
+    assert door.try_acquire("a")
+    tasks = [await waiting(door, "a") for _ in range(2)]
+    with pytest.raises(AdmissionQueueFull, match="'a'") as refused:
+        await door.acquire("a", TIMEOUT_S)
+    assert (refused.value.status, refused.value.headers) == (429, {"Retry-After": "1"})
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert (door.running, door.waiting) == (1, 0)
 
 
 @pytest.mark.parametrize("others", [("b", ""), ("a", "another")], ids=["model", "caller"])
-def test_a_crowd_leaves_room_in_the_queue_for_who_comes_later(others: tuple[str, str]) -> None:
-    async def scenario() -> None:
-        door = gate(places=1, per_model=1, queue=8)
-        assert door.try_acquire("a")
-        crowd = [await waiting(door, "a", "noisy") for _ in range(20)]
-        late = [await waiting(door, *others) for _ in range(20)]
-        assert sum(not task.done() for task in crowd) == 4
-        assert sum(not task.done() for task in late) == 2
-        assert all(
-            isinstance(task.exception(), AdmissionQueueFull) for task in crowd + late if task.done()
-        )
-        for task in crowd + late:
-            task.cancel()
-        await asyncio.gather(*crowd, *late, return_exceptions=True)
-
-    asyncio.run(scenario())
+async def test_a_crowd_leaves_room_in_the_queue_for_who_comes_later(others: tuple[str, str]) -> None:
+    door = gate(places=1, per_model=1, queue=8)
+    assert door.try_acquire("a")
+    crowd = [await waiting(door, "a", "noisy") for _ in range(20)]
+    late = [await waiting(door, *others) for _ in range(20)]
+    assert sum(not task.done() for task in crowd) == 4
+    assert sum(not task.done() for task in late) == 2
+    assert all(
+        isinstance(task.exception(), AdmissionQueueFull) for task in crowd + late if task.done()
+    )
+    for task in crowd + late:
+        task.cancel()
+    await asyncio.gather(*crowd, *late, return_exceptions=True)
 
 
-def test_a_model_whose_queue_is_full_costs_another_nothing() -> None:
-    async def scenario() -> None:
-        door = gate(places=4, per_model=2, queue=1)
+async def test_a_model_whose_queue_is_full_costs_another_nothing() -> None:
+    door = gate(places=4, per_model=2, queue=1)
+    assert door.try_acquire("a")
+    assert door.try_acquire("a")
+    stuck = await waiting(door, "a")
+    await enters_at_once(door, "b")
+    assert door.try_acquire("b")
+    stuck.cancel()
+
+
+async def test_who_waits_for_a_model_without_places_does_not_hold_up_another() -> None:
+    door = gate(places=4, per_model=2, queue=4)
+    assert door.try_acquire("a")
+    assert door.try_acquire("a")
+    stuck = await waiting(door, "a")
+    assert not stuck.done()
+    await enters_at_once(door, "b")
+    door.release("a")
+    await asyncio.wait_for(stuck, TIMEOUT_S)
+    assert (door.running, door.waiting) == (3, 0)
+
+
+async def test_the_queue_of_one_model_does_not_crowd_another() -> None:
+    door = gate(places=4, per_model=2, queue=4)
+    assert not door.is_busy
+    for _ in range(2):
         assert door.try_acquire("a")
-        assert door.try_acquire("a")
-        stuck = await waiting(door, "a")
-        await enters_at_once(door, "b")
+    stuck = await waiting(door, "a")
+    assert door.is_busy
+    assert door.is_crowded("a")
+    assert not door.is_crowded("b")
+    for _ in range(2):
         assert door.try_acquire("b")
-        stuck.cancel()
-
-    asyncio.run(scenario())
-
-
-def test_who_waits_for_a_model_without_places_does_not_hold_up_another() -> None:
-    async def scenario() -> None:
-        door = gate(places=4, per_model=2, queue=4)
-        assert door.try_acquire("a")
-        assert door.try_acquire("a")
-        stuck = await waiting(door, "a")
-        assert not stuck.done()
-        await enters_at_once(door, "b")
-        door.release("a")
-        await asyncio.wait_for(stuck, TIMEOUT_S)
-        assert (door.running, door.waiting) == (3, 0)
-
-    asyncio.run(scenario())
+    assert door.is_crowded("b")
+    late = await waiting(door, "c")  # no place is left for its first request
+    assert door.is_crowded("c")
+    for task in (stuck, late):
+        task.cancel()
 
 
-def test_the_queue_of_one_model_does_not_crowd_another() -> None:
-    async def scenario() -> None:
-        door = gate(places=4, per_model=2, queue=4)
-        assert not door.is_busy
-        for _ in range(2):
-            assert door.try_acquire("a")
-        stuck = await waiting(door, "a")
-        assert door.is_busy
-        assert door.is_crowded("a")
-        assert not door.is_crowded("b")
-        for _ in range(2):
-            assert door.try_acquire("b")
-        assert door.is_crowded("b")
-        late = await waiting(door, "c")  # no place is left for its first request
-        assert door.is_crowded("c")
-        for task in (stuck, late):
-            task.cancel()
-
-    asyncio.run(scenario())
-
-
-def test_a_deadline_that_passes_in_the_queue_is_504_and_leaves_nothing() -> None:
-    async def scenario() -> None:
-        door = gate(places=1, per_model=1)
-        assert door.try_acquire("a")
-        with pytest.raises(DeadlinePassed):
-            await door.acquire("a", 0.05)
-        assert (door.running, door.waiting) == (1, 0)
-        door.release("a")
-        assert door.try_acquire("a")
-
-    asyncio.run(scenario())
+async def test_a_deadline_that_passes_in_the_queue_is_504_and_leaves_nothing() -> None:
+    door = gate(places=1, per_model=1)
+    assert door.try_acquire("a")
+    with pytest.raises(DeadlinePassed):
+        await door.acquire("a", 0.05)
+    assert (door.running, door.waiting) == (1, 0)
+    door.release("a")
+    assert door.try_acquire("a")
 
 
 CALLS = st.tuples(
@@ -275,33 +236,30 @@ CALLS = st.tuples(
 
 
 @given(st.lists(CALLS))
-def test_places_are_never_lost_or_given_twice(steps: list[tuple[str, str, str]]) -> None:
-    async def scenario() -> None:
-        door = gate(places=3, per_model=2, queue=6)
-        held: list[str] = []
-        tasks: list[tuple[str, asyncio.Task[float]]] = []
-        for model, caller, step in steps:
-            if step == "enter":
-                tasks.append((model, asyncio.create_task(door.acquire(model, TIMEOUT_S, caller))))
-            elif step == "leave" and held:
-                door.release(held.pop())
-            elif step == "cancel" and tasks:
-                tasks.pop()[1].cancel()
-            await settled()
-            for name, task in [pair for pair in tasks if pair[1].done()]:
-                tasks.remove((name, task))
-                if task.exception() is None:
-                    held.append(name)
-            assert door.running == len(held) <= 3
-            assert door.waiting == len(tasks) <= 6
-            assert all(held.count(name) <= 2 for name in "abc")
-            # Whoever waits could not be let in: there is no place, or none of that model.
-            assert len(held) == 3 or all(held.count(name) == 2 for name, _ in tasks)
-        for _, task in tasks:
-            task.cancel()
-        await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
-        for name in held:
-            door.release(name)
-        assert (door.running, door.waiting) == (0, 0)
-
-    asyncio.run(scenario())
+async def test_places_are_never_lost_or_given_twice(steps: list[tuple[str, str, str]]) -> None:
+    door = gate(places=3, per_model=2, queue=6)
+    held: list[str] = []
+    tasks: list[tuple[str, asyncio.Task[float]]] = []
+    for model, caller, step in steps:
+        if step == "enter":
+            tasks.append((model, asyncio.create_task(door.acquire(model, TIMEOUT_S, caller))))
+        elif step == "leave" and held:
+            door.release(held.pop())
+        elif step == "cancel" and tasks:
+            tasks.pop()[1].cancel()
+        await settled()
+        for name, task in [pair for pair in tasks if pair[1].done()]:
+            tasks.remove((name, task))
+            if task.exception() is None:
+                held.append(name)
+        assert door.running == len(held) <= 3
+        assert door.waiting == len(tasks) <= 6
+        assert all(held.count(name) <= 2 for name in "abc")
+        # Whoever waits could not be let in: there is no place, or none of that model.
+        assert len(held) == 3 or all(held.count(name) == 2 for name, _ in tasks)
+    for _, task in tasks:
+        task.cancel()
+    await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
+    for name in held:
+        door.release(name)
+    assert (door.running, door.waiting) == (0, 0)

@@ -96,14 +96,11 @@ def mode(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
-def test_the_file_and_its_folder_are_for_this_user_only(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with opened(f"file://{tmp_path}/new/folder/state.json") as (kept,):
-            await kept.set_desired_model("core", DesiredModel(True, {"config": "a secret"}))
-            await kept.record_operation(ID, {"state": "running"})
-            assert await is_leader(kept)
-
-    asyncio.run(scenario())
+async def test_the_file_and_its_folder_are_for_this_user_only(tmp_path: Path) -> None:
+    async with opened(f"file://{tmp_path}/new/folder/state.json") as (kept,):
+        await kept.set_desired_model("core", DesiredModel(True, {"config": "a secret"}))
+        await kept.record_operation(ID, {"state": "running"})
+        assert await is_leader(kept)
     folder = tmp_path / "new" / "folder"
     assert mode(folder) == mode(folder / "state.json.operations") == 0o700
     assert {mode(path) for path in folder.rglob("*") if path.is_file()} == {0o600}
@@ -112,32 +109,26 @@ def test_the_file_and_its_folder_are_for_this_user_only(tmp_path: Path) -> None:
     assert document == {"format": 1, "revision": 1, "models": {"core": wish}}
 
 
-def test_a_state_that_is_not_used_yet_or_no_more_holds_no_file_open(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with opened(url, 2) as (kept, _):
-            await kept.set_desired_model("core", LOADED)
-            await kept.read_desired_models()
-            assert await is_leader(kept)
-            assert held()
-
+async def test_a_state_that_is_not_used_yet_or_no_more_holds_no_file_open(tmp_path: Path) -> None:
     def held() -> list[str]:
         links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
         return [name for name in map(os.readlink, links) if name.startswith(str(tmp_path))]
 
     url = f"file://{tmp_path}/state.json"
-    asyncio.run(scenario())
+    async with opened(url, 2) as (kept, _):
+        await kept.set_desired_model("core", LOADED)
+        await kept.read_desired_models()
+        assert await is_leader(kept)
+        assert held()
     unused = open_state_store(url)
     assert unused
     assert not held()
 
 
-def test_a_path_may_hold_what_a_url_must_quote(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with opened(f"file://localhost{quote(str(path))}") as (kept,):
-            await kept.set_desired_model("core", LOADED)
-
+async def test_a_path_may_hold_what_a_url_must_quote(tmp_path: Path) -> None:
     path = tmp_path / "what? #1 & 100% ü" / "state.json"
-    asyncio.run(scenario())
+    async with opened(f"file://localhost{quote(str(path))}") as (kept,):
+        await kept.set_desired_model("core", LOADED)
     assert path.exists()
 
 
@@ -168,47 +159,31 @@ def test_a_damaged_file_is_told_and_left_alone(tmp_path: Path, damage: str) -> N
 
 @pytest.mark.fault("the state file is damaged, cannot be written, or its disk is full")
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_a_file_that_is_damaged_later_is_not_written_over(tmp_path: Path, damage: str) -> None:
-    async def scenario() -> None:
-        async with opened(f"file://{path}") as (kept,):
-            await kept.set_desired_model("core", LOADED)
-            await kept.read_desired_models()
-            whole = path.read_bytes()
-            path.write_bytes(DAMAGED[damage])
-            with pytest.raises(StateUnavailable, match="read: the state file is damaged"):
-                await kept.read_desired_models()
-            with pytest.raises(StateUnavailable, match="written: the state file is damaged"):
-                await kept.set_desired_model("core", UNLOADED)
-            assert path.read_bytes() == DAMAGED[damage]
-            path.write_bytes(whole)
-            assert await kept.read_desired_models() == {"core": DesiredModel(True, {}, 1)}
-
-    path = tmp_path / "state.json"
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("damaged", [b"", b'{"a:8000": true}', b"[8000]", b'[["a:8000"]]'])
-async def test_a_damaged_list_of_cordons_is_told(tmp_path: Path, damaged: bytes) -> None:
+async def test_a_file_that_is_damaged_later_is_not_written_over(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "state.json"
     async with opened(f"file://{path}") as (kept,):
-        await kept.set_cordon("a:8000", is_cordoned=True)
-        (tmp_path / "state.json.cordons").write_bytes(damaged)
+        await kept.set_desired_model("core", LOADED)
+        await kept.read_desired_models()
+        whole = path.read_bytes()
+        path.write_bytes(DAMAGED[damage])
         with pytest.raises(StateUnavailable, match="read: the state file is damaged"):
-            await kept.read_cordons()
-
-
-def test_a_file_that_is_taken_away_is_a_state_with_nothing_in_it(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with opened(f"file://{path}") as (kept,):
-            await kept.set_desired_model("core", LOADED)
             await kept.read_desired_models()
-            path.unlink()
-            assert await kept.read_desired_models() == {}
-            await kept.set_desired_model("text_core", LOADED)
-            assert list(await kept.read_desired_models()) == ["text_core"]
+        with pytest.raises(StateUnavailable, match="written: the state file is damaged"):
+            await kept.set_desired_model("core", UNLOADED)
+        assert path.read_bytes() == DAMAGED[damage]
+        path.write_bytes(whole)
+        assert await kept.read_desired_models() == {"core": DesiredModel(True, {}, 1)}
 
+
+async def test_a_file_that_is_taken_away_is_a_state_with_nothing_in_it(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
-    asyncio.run(scenario())
+    async with opened(f"file://{path}") as (kept,):
+        await kept.set_desired_model("core", LOADED)
+        await kept.read_desired_models()
+        path.unlink()
+        assert await kept.read_desired_models() == {}
+        await kept.set_desired_model("text_core", LOADED)
+        assert list(await kept.read_desired_models()) == ["text_core"]
 
 
 @pytest.mark.parametrize("below", ["state.json", "deeper/state.json"])
@@ -226,41 +201,35 @@ def test_a_folder_in_place_of_the_file_is_told(tmp_path: Path) -> None:
         open_state_store(f"file://{tmp_path}")
 
 
-def test_a_folder_that_is_lost_later_loses_nothing(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with opened(f"file://{folder}/state.json", 2) as (kept, other):
-            await kept.set_desired_model("core", LOADED)
-            assert await is_leader(kept)
-            folder.rename(tmp_path / "elsewhere")
-            folder.touch()
-            for change in (kept.set_desired_model("core", UNLOADED), kept.record_operation(ID, {})):
-                with pytest.raises(StateUnavailable, match="written: not a directory"):
-                    await change
-            for question in (kept.read_desired_models(), kept.read_operation(ID)):
-                with pytest.raises(StateUnavailable, match="read: not a directory"):
-                    await question
-            assert await is_leader(kept)
-            assert await is_leader(other)
-            folder.unlink()
-            (tmp_path / "elsewhere").rename(folder)
-            assert await kept.read_desired_models() == {"core": DesiredModel(True, {}, 1)}
-            assert [await is_leader(kept), await is_leader(other)] == [True, False]
-
+async def test_a_folder_that_is_lost_later_loses_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
-    asyncio.run(scenario())
+    async with opened(f"file://{folder}/state.json", 2) as (kept, other):
+        await kept.set_desired_model("core", LOADED)
+        assert await is_leader(kept)
+        folder.rename(tmp_path / "elsewhere")
+        folder.touch()
+        for change in (kept.set_desired_model("core", UNLOADED), kept.record_operation(ID, {})):
+            with pytest.raises(StateUnavailable, match="written: not a directory"):
+                await change
+        for question in (kept.read_desired_models(), kept.read_operation(ID)):
+            with pytest.raises(StateUnavailable, match="read: not a directory"):
+                await question
+        assert await is_leader(kept)
+        assert await is_leader(other)
+        folder.unlink()
+        (tmp_path / "elsewhere").rename(folder)
+        assert await kept.read_desired_models() == {"core": DesiredModel(True, {}, 1)}
+        assert [await is_leader(kept), await is_leader(other)] == [True, False]
 
 
-def test_every_change_is_seen_however_quickly_it_follows_another(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with opened(f"file://{tmp_path}/state.json", 2) as (writer, reader):
-            for turn in range(1000, 1050):
-                await writer.set_desired_model("core", DesiredModel(True, {"turn": turn}))
-                assert (await reader.read_desired_models())["core"].parameters == {"turn": turn}
-
-    asyncio.run(scenario())
+async def test_every_change_is_seen_however_quickly_it_follows_another(tmp_path: Path) -> None:
+    async with opened(f"file://{tmp_path}/state.json", 2) as (writer, reader):
+        for turn in range(1000, 1050):
+            await writer.set_desired_model("core", DesiredModel(True, {"turn": turn}))
+            assert (await reader.read_desired_models())["core"].parameters == {"turn": turn}
 
 
-def test_a_file_of_the_same_size_and_time_is_not_taken_for_the_one_that_was_read(
+async def test_a_file_of_the_same_size_and_time_is_not_taken_for_the_one_that_was_read(
     tmp_path: Path,
 ) -> None:
     """As two changes within a tick of the clock are, when the second gets the inode of the first."""
@@ -272,59 +241,47 @@ def test_a_file_of_the_same_size_and_time_is_not_taken_for_the_one_that_was_read
         os.utime(new, (1e9, 1e9))
         new.replace(path)
 
-    async def scenario() -> None:
-        async with opened(f"file://{path}") as (kept,):
-            for revision in range(1000, 1100, 2):
-                change(revision)
-                change(revision + 1)
-                assert (await kept.read_desired_models())["core"].revision == revision + 1
-
     path, new = tmp_path / "state.json", tmp_path / "new"
-    asyncio.run(scenario())
+    async with opened(f"file://{path}") as (kept,):
+        for revision in range(1000, 1100, 2):
+            change(revision)
+            change(revision + 1)
+            assert (await kept.read_desired_models())["core"].revision == revision + 1
 
 
-def test_who_waits_for_the_lock_waits_beside_the_loop_and_not_for_ever(tmp_path: Path) -> None:
+async def test_who_waits_for_the_lock_waits_beside_the_loop_and_not_for_ever(tmp_path: Path) -> None:
     """It takes the 3 s for which a lock is waited for."""
 
-    async def scenario() -> None:
-        async with opened(f"file://{tmp_path}/state.json") as (kept,):
-            with (tmp_path / "state.json.lock").open() as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                waiting = asyncio.create_task(kept.set_desired_model("core", LOADED))
-                for _ in range(20):  # turns of the loop, which nothing holds up
-                    await asyncio.sleep(0)
-                    assert not waiting.done()
-                with pytest.raises(StateUnavailable, match="another process holds its lock"):
-                    await waiting
-            await kept.set_desired_model("core", LOADED)
-
-    asyncio.run(scenario())
+    async with opened(f"file://{tmp_path}/state.json") as (kept,):
+        with (tmp_path / "state.json.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            waiting = asyncio.create_task(kept.set_desired_model("core", LOADED))
+            for _ in range(20):  # turns of the loop, which nothing holds up
+                await asyncio.sleep(0)
+                assert not waiting.done()
+            with pytest.raises(StateUnavailable, match="another process holds its lock"):
+                await waiting
+        await kept.set_desired_model("core", LOADED)
 
 
-def test_a_lock_file_that_is_removed_gives_the_lead_to_one(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with opened(f"file://{tmp_path}/state.json", 3) as several:
-            assert await is_leader(several[0])
-            (lease,) = (tmp_path / "state.json.leases").iterdir()
-            lease.unlink()
-            assert await is_leader(several[1])
-            assert [await is_leader(kept) for kept in several] == [False, True, False]
-
-    asyncio.run(scenario())
+async def test_a_lock_file_that_is_removed_gives_the_lead_to_one(tmp_path: Path) -> None:
+    async with opened(f"file://{tmp_path}/state.json", 3) as several:
+        assert await is_leader(several[0])
+        (lease,) = (tmp_path / "state.json.leases").iterdir()
+        lease.unlink()
+        assert await is_leader(several[1])
+        assert [await is_leader(kept) for kept in several] == [False, True, False]
 
 
-def test_operations_of_more_than_an_hour_ago_are_removed(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with opened(f"file://{tmp_path}/state.json") as (kept,):
-            for number in range(3):
-                await kept.record_operation(f"{number:032}", {"number": number})
-            folder = tmp_path / "state.json.operations"
-            ages_s = {"0" * 32: 3700, f"{1:032}": 3500}
-            for name, age_s in ages_s.items():
-                os.utime(folder / f"{name}.json", (time.time() - age_s,) * 2)
-            await kept.record_operation(ID, {})
-            assert await kept.read_operation("0" * 32) is None
-            assert await kept.read_operation(f"{1:032}") == {"number": 1}
-            assert len(list(folder.iterdir())) == 3
-
-    asyncio.run(scenario())
+async def test_operations_of_more_than_an_hour_ago_are_removed(tmp_path: Path) -> None:
+    async with opened(f"file://{tmp_path}/state.json") as (kept,):
+        for number in range(3):
+            await kept.record_operation(f"{number:032}", {"number": number})
+        folder = tmp_path / "state.json.operations"
+        ages_s = {"0" * 32: 3700, f"{1:032}": 3500}
+        for name, age_s in ages_s.items():
+            os.utime(folder / f"{name}.json", (time.time() - age_s,) * 2)
+        await kept.record_operation(ID, {})
+        assert await kept.read_operation("0" * 32) is None
+        assert await kept.read_operation(f"{1:032}") == {"number": 1}
+        assert len(list(folder.iterdir())) == 3
