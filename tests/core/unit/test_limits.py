@@ -21,7 +21,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_who_comes_first_goes_first_and_nobody_goes_beyond_the_total() -> None:
+async def test_semaphore_is_fifo_and_limits_the_total() -> None:
     budget, order = WeightedSemaphore(10), list[str]()
 
     async def taking(name: str, weight: int) -> int:
@@ -42,7 +42,7 @@ async def test_who_comes_first_goes_first_and_nobody_goes_beyond_the_total() -> 
     assert order == ["a", "b", "c"]
 
 
-async def test_who_leaves_the_queue_lets_the_next_one_go() -> None:
+async def test_cancelled_acquire_lets_the_next_one_continue() -> None:
     budget = WeightedSemaphore(10)
     await budget.acquire(6)
     large, small = (
@@ -59,7 +59,7 @@ async def test_who_leaves_the_queue_lets_the_next_one_go() -> None:
     assert await asyncio.wait_for(budget.acquire(10), TIMEOUT_S) == 10
 
 
-async def test_pixels_count_until_the_thread_has_ended_even_if_nobody_waits() -> None:
+async def test_pixels_of_a_cancelled_decoding_count_until_its_thread_ends() -> None:
     decoders = DecodeExecutor(workers=1, max_pixels_in_flight=10, metrics=Metrics())
     go, began = threading.Event(), threading.Event()
 
@@ -81,7 +81,7 @@ async def test_pixels_count_until_the_thread_has_ended_even_if_nobody_waits() ->
     await decoders.close()
 
 
-async def test_an_error_in_a_thread_reaches_who_waits() -> None:
+async def test_error_in_a_decoding_thread_is_raised() -> None:
     decoders = DecodeExecutor(workers=1, max_pixels_in_flight=10, metrics=Metrics())
     with pytest.raises(ZeroDivisionError):
         await decoders.run_in_thread(10, lambda: 1 // 0)
@@ -118,7 +118,7 @@ async def test_one_model_cannot_take_every_place() -> None:
     assert door.try_acquire("c")
 
 
-async def test_who_waits_is_let_in_by_turns_of_the_models() -> None:
+async def test_models_are_admitted_in_turn() -> None:
     door = gate(places=1, per_model=1, queue=8)
     assert door.try_acquire("a")
     order: list[str] = []
@@ -139,7 +139,7 @@ async def test_who_waits_is_let_in_by_turns_of_the_models() -> None:
     assert (door.running, door.waiting) == (0, 0)
 
 
-async def test_of_one_model_two_callers_are_let_in_by_turns() -> None:
+async def test_callers_of_one_model_are_admitted_in_turn() -> None:
     door = gate(places=1, per_model=1, queue=8)
     assert door.try_acquire("m")
     noisy = [await waiting(door, "m", "noisy") for _ in range(3)]
@@ -151,7 +151,7 @@ async def test_of_one_model_two_callers_are_let_in_by_turns() -> None:
     assert other.done()
 
 
-async def test_a_full_queue_says_so_at_once() -> None:
+async def test_full_queue_is_refused_with_429() -> None:
     door = gate(places=1, per_model=1, queue=4)
     assert door.try_acquire("a")
     tasks = [await waiting(door, "a") for _ in range(2)]
@@ -165,7 +165,7 @@ async def test_a_full_queue_says_so_at_once() -> None:
 
 
 @pytest.mark.parametrize("others", [("b", ""), ("a", "another")], ids=["model", "caller"])
-async def test_a_crowd_leaves_room_in_the_queue_for_who_comes_later(others: tuple[str, str]) -> None:
+async def test_queue_keeps_room_for_other_models_and_callers(others: tuple[str, str]) -> None:
     door = gate(places=1, per_model=1, queue=8)
     assert door.try_acquire("a")
     crowd = [await waiting(door, "a", "noisy") for _ in range(20)]
@@ -180,18 +180,9 @@ async def test_a_crowd_leaves_room_in_the_queue_for_who_comes_later(others: tupl
     await asyncio.gather(*crowd, *late, return_exceptions=True)
 
 
-async def test_a_model_whose_queue_is_full_costs_another_nothing() -> None:
-    door = gate(places=4, per_model=2, queue=1)
-    assert door.try_acquire("a")
-    assert door.try_acquire("a")
-    stuck = await waiting(door, "a")
-    await enters_at_once(door, "b")
-    assert door.try_acquire("b")
-    stuck.cancel()
-
-
-async def test_who_waits_for_a_model_without_places_does_not_hold_up_another() -> None:
-    door = gate(places=4, per_model=2, queue=4)
+@pytest.mark.parametrize("queue", [1, 4], ids=["full queue", "queue with room"])
+async def test_requests_that_wait_for_one_model_do_not_delay_another(queue: int) -> None:
+    door = gate(places=4, per_model=2, queue=queue)
     assert door.try_acquire("a")
     assert door.try_acquire("a")
     stuck = await waiting(door, "a")
@@ -202,7 +193,7 @@ async def test_who_waits_for_a_model_without_places_does_not_hold_up_another() -
     assert (door.running, door.waiting) == (3, 0)
 
 
-async def test_the_queue_of_one_model_does_not_crowd_another() -> None:
+async def test_queue_of_one_model_does_not_crowd_another() -> None:
     door = gate(places=4, per_model=2, queue=4)
     assert not door.is_busy
     for _ in range(2):
@@ -220,7 +211,7 @@ async def test_the_queue_of_one_model_does_not_crowd_another() -> None:
         task.cancel()
 
 
-async def test_a_deadline_that_passes_in_the_queue_is_504_and_leaves_nothing() -> None:
+async def test_deadline_in_the_queue_raises_and_leaves_nothing() -> None:
     door = gate(places=1, per_model=1)
     assert door.try_acquire("a")
     with pytest.raises(DeadlinePassed):
