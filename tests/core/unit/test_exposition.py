@@ -36,7 +36,7 @@ from tests.support.tools import TRITON, of_models
 # One page.
 
 
-def test_every_line_of_a_tritons_page_stays_as_it_is_but_for_the_label() -> None:
+def test_page_of_triton_gets_the_label_replica_and_own_page_does_not() -> None:
     expected = []
     for written in TRITON.splitlines():
         if written.startswith("#"):
@@ -46,106 +46,95 @@ def test_every_line_of_a_tritons_page_stays_as_it_is_but_for_the_label() -> None
         else:
             expected.append(written.replace(" ", '{replica="r0"} ', 1))
     assert merged(TRITON).splitlines() == expected
-
-
-def test_the_gateways_own_page_has_no_label_added() -> None:
     assert alone(TRITON) == TRITON
 
 
-def test_a_label_that_is_already_called_replica_is_renamed_as_prometheus_does() -> None:
+def test_label_replica_is_escaped_and_an_existing_one_renamed() -> None:
     assert 'a{replica="r0",exported_replica="x"} 1\n' in merged('a{replica="x"} 1\n')
     both = 'a{exported_replica="y",replica="x"} 1\n'
     assert 'a{replica="r0",exported_replica="y",exported_exported_replica="x"} 1\n' in merged(both)
-
-
-def test_a_replicas_address_is_escaped() -> None:
     families = parse_families(["a 1"], 'x"\\\n')
     assert "".join(encode_page(families, PageFormat.PROMETHEUS_TEXT)).endswith(
         'a{replica="x\\"\\\\\\n"} 1\n'
     )
 
 
-@pytest.mark.parametrize(
-    ("line", "written"),
-    [
-        ("a 1", "a 1"),
-        ("a  1  ", "a 1"),
-        ("\ta\t1", "a 1"),
-        ("a{} 1", "a 1"),
-        ('a{x="1"}2', 'a{x="1"} 2'),
-        ('a { x = "1" , y="2", } 3', 'a{x="1",y="2"} 3'),
-        ('a{x="} 5",y="{"} 3', 'a{x="} 5",y="{"} 3'),
-        ('a{x="\\"} 7 # {"} 3', 'a{x="\\"} 7 # {"} 3'),
-        ('a{x="\\\\"} 3', 'a{x="\\\\"} 3'),
-        ('a{x=" \u2028\x85\x0c\r "} 3', 'a{x=" \u2028\x85\x0c\r "} 3'),
-        ("a:b_1 00012", "a:b_1 00012"),
-        ("a 1.50000", "a 1.50000"),
-        ("a -1e+09", "a -1e+09"),
-        ("a .5 -12", "a .5 -12"),
-        ("a Nan", "a Nan"),
-        ("a +Inf", "a +Inf"),
-        ("a -infinity 1700000000000", "a -infinity 1700000000000"),
-        ('a_total 1 # {id="x"} 0.5', "a_total 1"),
-    ],
+SAMPLES = (
+    ("a 1", "a 1"),
+    ("a  1  ", "a 1"),
+    ("\ta\t1", "a 1"),
+    ("a{} 1", "a 1"),
+    ('a{x="1"}2', 'a{x="1"} 2'),
+    ('a { x = "1" , y="2", } 3', 'a{x="1",y="2"} 3'),
+    ('a{x="} 5",y="{"} 3', 'a{x="} 5",y="{"} 3'),
+    ('a{x="\\"} 7 # {"} 3', 'a{x="\\"} 7 # {"} 3'),
+    ('a{x="\\\\"} 3', 'a{x="\\\\"} 3'),
+    ('a{x=" \u2028\x85\x0c\r "} 3', 'a{x=" \u2028\x85\x0c\r "} 3'),
+    ("a:b_1 00012", "a:b_1 00012"),
+    ("a 1.50000", "a 1.50000"),
+    ("a -1e+09", "a -1e+09"),
+    ("a .5 -12", "a .5 -12"),
+    ("a Nan", "a Nan"),
+    ("a +Inf", "a +Inf"),
+    ("a -infinity 1700000000000", "a -infinity 1700000000000"),
+    ('a_total 1 # {id="x"} 0.5', "a_total 1"),
 )
-def test_a_sample_keeps_its_value_and_its_time(line: str, written: str) -> None:
-    page = alone(f"# a comment\n\n \n{line}\n")
-    assert page.splitlines()[-1] == written or page.endswith(f"\n{written}\n")
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "<html>\n",
-        '{"error": "not found"}\n',
-        "a\n",
-        "a one\n",
-        "a 1",
-        "a 1 2 3\n",
-        "a 1 1.5\n",
-        "a 1\r\n",
-        "1a 1\n",
-        "a-b 1\n",
-        "a{x=1} 1\n",
-        'a{x="1" 1\n',
-        'a{x="1"y="2"} 1\n',
-        'a{x="1",,y="2"} 1\n',
-        'a{x="1\n',
-        'a{x="\\q"} 1\n',
-        'a{x="1",x="2"} 1\n',
-        'a{__name__="b"} 1\n',
-        'a{x-y="1"} 1\n',
-        'a{x="1"}} 1\n',
-        '{"a.b",x="1"} 1\n',
-        'a 1 # {x="1} 1\n',
-        "a 1_000\n",
-        "a 0x10\n",
-        "a ١\n",
-        "a -nan\n",
-        "a 1e999\n",
-        "a 1" + 400 * "0" + ".\n",
-        "a \n",
-        'a{x="1"}\n',
-        'a{x="\0"} 1\n',
-        "# TYPE a\na 1\n",
-        "# TYPE a number\na 1\n",
-        "# TYPE a-b gauge\n",
-        "a 1\n# TYPE a gauge\n",
-        "# TYPE a gauge\n# TYPE a counter\n",
-        "a{" + 70_000 * "x" + "\n",
-    ],
+def test_sample_keeps_its_value_and_time(subtests: pytest.Subtests) -> None:
+    for sample, written in SAMPLES:
+        with subtests.test(sample):
+            page = alone(f"# a comment\n\n \n{sample}\n")
+            assert page.splitlines()[-1] == written or page.endswith(f"\n{written}\n")
+
+
+INVALID_PAGES = (
+    "<html>\n",
+    '{"error": "not found"}\n',
+    "a\n",
+    "a one\n",
+    "a 1",
+    "a 1 2 3\n",
+    "a 1 1.5\n",
+    "a 1\r\n",
+    "1a 1\n",
+    "a-b 1\n",
+    "a{x=1} 1\n",
+    'a{x="1" 1\n',
+    'a{x="1"y="2"} 1\n',
+    'a{x="1",,y="2"} 1\n',
+    'a{x="1\n',
+    'a{x="\\q"} 1\n',
+    'a{x="1",x="2"} 1\n',
+    'a{__name__="b"} 1\n',
+    'a{x-y="1"} 1\n',
+    'a{x="1"}} 1\n',
+    '{"a.b",x="1"} 1\n',
+    'a 1 # {x="1} 1\n',
+    "a 1_000\n",
+    "a 0x10\n",
+    "a ١\n",
+    "a -nan\n",
+    "a 1e999\n",
+    "a 1" + 400 * "0" + ".\n",
+    "a \n",
+    'a{x="1"}\n',
+    'a{x="\0"} 1\n',
+    "# TYPE a\na 1\n",
+    "# TYPE a number\na 1\n",
+    "# TYPE a-b gauge\n",
+    "a 1\n# TYPE a gauge\n",
+    "# TYPE a gauge\n# TYPE a counter\n",
+    "a{" + 70_000 * "x" + "\n",
 )
-def test_a_page_with_a_line_that_prometheus_would_refuse_is_none(page: str) -> None:
-    with pytest.raises(InvalidExposition):
-        alone(page)
 
 
-def test_bytes_that_are_no_text_are_no_page() -> None:
+def test_page_that_prometheus_refuses_is_invalid(subtests: pytest.Subtests) -> None:
+    for page in INVALID_PAGES:
+        with subtests.test(page[:40]), pytest.raises(InvalidExposition):
+            alone(page)
     with pytest.raises(InvalidExposition, match="UTF-8"):
         decode_page(b"a 1\n\xff\n")
-
-
-def test_what_is_wrong_is_said_with_its_line() -> None:
     with pytest.raises(InvalidExposition, match="line 3: invalid value"):
         alone("# HELP a b\na 1\na x\n")
 
@@ -160,7 +149,7 @@ def test_what_is_wrong_is_said_with_its_line() -> None:
     ],
     ids=["a name", "escapes", "labels", "braces"],
 )
-def test_a_hostile_line_costs_no_more_than_its_length(line_of: Callable[[int], str]) -> None:
+def test_cost_of_an_invalid_line_is_linear(line_of: Callable[[int], str]) -> None:
     """One of 64,000 characters is read to its end, and a longer one is not."""
 
     def reading(size: int) -> Callable[[], None]:
@@ -179,7 +168,7 @@ def test_a_hostile_line_costs_no_more_than_its_length(line_of: Callable[[int], s
 # Several pages.
 
 
-def test_families_are_whole_and_described_once() -> None:
+def test_merged_families_are_complete_and_described_once() -> None:
     page = merged(TRITON, TRITON, TRITON, own="# TYPE gateway_x gauge\ngateway_x 1\n")
     described = [line.split()[1:3] for line in page.splitlines() if line.startswith("#")]
     assert len({tuple(words) for words in described}) == len(described)
@@ -192,7 +181,7 @@ def test_families_are_whole_and_described_once() -> None:
     assert families[0] == "gateway_x"
 
 
-def test_what_only_one_page_has_is_there_and_the_first_description_holds() -> None:
+def test_merged_page_keeps_families_of_one_page_and_the_first_description() -> None:
     page = merged(
         "# TYPE a gauge\na 1\n", "# HELP a It.\n# TYPE a gauge\n# TYPE b gauge\nb 2\na 3\n"
     )
@@ -206,7 +195,7 @@ def is_read_in_both_forms(*pages: str, own: str = "") -> bool:
 
 
 @pytest.mark.parametrize(("first", "second", "lost"), CLASHES)
-def test_a_family_that_means_something_else_on_a_later_page_is_left_out_there(
+def test_family_that_contradicts_an_earlier_page_is_left_out(
     first: str, second: str, lost: list[str]
 ) -> None:
     assert left_out("", first, second) == ({"r1": lost} if lost else {})
@@ -216,12 +205,10 @@ def test_a_family_that_means_something_else_on_a_later_page_is_left_out_there(
         assert f'\n{name}{{replica="r1"' not in page
 
 
-def test_a_replica_cannot_speak_for_the_gateway() -> None:
+def test_family_of_the_gateway_or_of_an_earlier_name_wins() -> None:
     assert left_out(OWN, NOT_THE_GATEWAYS) == {"r0": ["gateway_scrape_up"]}
     assert is_read_in_both_forms(NOT_THE_GATEWAYS, own=OWN)
-
-
-def test_a_name_that_two_families_of_one_page_have_is_the_firsts() -> None:
+    # Two families of one page have the same name.
     assert left_out("", TWO_OF_A_NAME, TWO_OF_A_NAME) == {}
     assert is_read_in_both_forms(TWO_OF_A_NAME, TWO_OF_A_NAME)
     assert samples(merged(TWO_OF_A_NAME)).total() == 5
@@ -230,7 +217,7 @@ def test_a_name_that_two_families_of_one_page_have_is_the_firsts() -> None:
 # OpenMetrics.
 
 
-def test_in_openmetrics_a_counter_without_total_is_of_unknown_type_and_keeps_its_name() -> None:
+def test_openmetrics_counter_without_total_is_of_unknown_type() -> None:
     page = merged(TRITON, form=PageFormat.OPEN_METRICS)
     assert page.endswith("\n# EOF\n")
     assert "# TYPE nv_inference_request_success unknown\n" in page
@@ -238,9 +225,11 @@ def test_in_openmetrics_a_counter_without_total_is_of_unknown_type_and_keeps_its
     classic = samples(merged(TRITON))
     as_read = {(str(name).removesuffix("_total"), *rest) for name, *rest in classic}
     assert set(samples(page, PageFormat.OPEN_METRICS)) == as_read
+    page = "# TYPE _total counter\n_total 1\n"
+    assert alone(page, PageFormat.OPEN_METRICS) == "# TYPE _total unknown\n_total 1\n# EOF\n"
 
 
-def test_in_openmetrics_a_counters_family_drops_total_and_has_its_creation_time() -> None:
+def test_openmetrics_counter_family_drops_total_and_has_creation_time() -> None:
     own = (
         "# HELP g_x_total What it is.\n# TYPE g_x_total counter\n"
         'g_x_total{a="1"} 1\ng_x_total{a="2"} 2\n'
@@ -254,7 +243,7 @@ def test_in_openmetrics_a_counters_family_drops_total_and_has_its_creation_time(
     )
 
 
-def test_in_openmetrics_what_belongs_to_one_metric_stands_together() -> None:
+def test_openmetrics_groups_the_samples_of_a_metric() -> None:
     """As several workers' metrics do not, when they are added up."""
     own = "# TYPE h histogram\n" + "".join(
         f'h_{part}{{x="{x}"{le}}} 1\n'
@@ -288,7 +277,7 @@ def test_in_openmetrics_what_belongs_to_one_metric_stands_together() -> None:
         ("# TYPE s summary\ns_sum 1\ns_count 1\n", {"s": "summary"}),
     ],
 )
-def test_in_openmetrics_a_type_whose_names_clash_is_unknown(
+def test_openmetrics_type_whose_names_clash_is_unknown(
     page: str, types: dict[str, str | None]
 ) -> None:
     out = alone(page, PageFormat.OPEN_METRICS)
@@ -297,12 +286,7 @@ def test_in_openmetrics_a_type_whose_names_clash_is_unknown(
     assert samples(out, PageFormat.OPEN_METRICS).total() == samples(page).total()
 
 
-def test_in_openmetrics_a_counter_that_is_called_total_is_of_unknown_type() -> None:
-    page = "# TYPE _total counter\n_total 1\n"
-    assert alone(page, PageFormat.OPEN_METRICS) == "# TYPE _total unknown\n_total 1\n# EOF\n"
-
-
-def test_in_openmetrics_times_are_seconds_and_exemplars_stay_where_they_may() -> None:
+def test_openmetrics_times_are_seconds_and_exemplars_stay_at_counters() -> None:
     page = (
         '# TYPE a_total counter\na_total 1 1700000000123 # {id="} # {"} 0.5 17.25\n'
         '# TYPE b gauge\nb 1 -5 # {id="x"} 0.5\n'
@@ -313,7 +297,7 @@ def test_in_openmetrics_times_are_seconds_and_exemplars_stay_where_they_may() ->
     assert "#" not in alone(page).splitlines()[1]
 
 
-def test_in_openmetrics_help_and_unit_are_as_it_wants_them() -> None:
+def test_openmetrics_help_is_escaped_and_unit_kept() -> None:
     page = alone(ESCAPED_HELP, PageFormat.OPEN_METRICS)
     (metric, _) = families_of(page, PageFormat.OPEN_METRICS)
     assert metric.documentation == 'A "quote", a \\ and a \n, and what is \no \\"escape\\'
@@ -379,7 +363,7 @@ def expected(page: str, replica: str) -> Iterator[tuple[object, ...]]:
 @given(st.lists(PAGES, min_size=1, max_size=3))
 @example([line("g1", {"x": '} 1 # {x="'}, 1)])
 @example([line("g1", {"x": "\u2028\x85\r\x1c\\n\n\\"}, 1)])
-def test_the_merged_page_has_the_samples_of_all(pages: list[str]) -> None:
+def test_merged_page_has_the_samples_of_all_pages(pages: list[str]) -> None:
     union = Counter(
         sample for number, page in enumerate(pages) for sample in expected(page, f"r{number}")
     )
@@ -388,12 +372,9 @@ def test_the_merged_page_has_the_samples_of_all(pages: list[str]) -> None:
     unnamed = Counter({(str(name).removesuffix("_total"), *rest) for name, *rest in union})
     found = samples(merged(*pages, form=PageFormat.OPEN_METRICS), PageFormat.OPEN_METRICS)
     assert Counter({(str(name).removesuffix("_total"), *rest) for name, *rest in found}) == unnamed
-
-
-@given(PAGES)
-def test_a_page_that_was_written_is_written_again_the_same(page: str) -> None:
-    once = alone(page)
-    assert alone(once) == once
+    for page in pages:
+        once = alone(page)
+        assert alone(once) == once
 
 
 # One server's pages, one after the other.
@@ -405,9 +386,7 @@ ENDS = re.compile(r" [^ \n]+$", re.MULTILINE)
 
 
 @given(PAGES, st.lists(st.lists(OTHER_VALUES, min_size=1), min_size=1, max_size=4))
-def test_the_next_page_of_a_server_is_read_as_if_it_were_the_first(
-    page: str, values: list[list[str]]
-) -> None:
+def test_next_page_of_a_server_is_parsed_like_the_first(page: str, values: list[list[str]]) -> None:
     layout = PageCache()
     assert layout.parse_page(page.encode(), "r0") == whole(page, "r0")
     for drawn in values:
@@ -430,7 +409,7 @@ def outcome(reading: Callable[[], Families]) -> Families | str:
         return str(exc)
 
 
-def test_only_the_values_of_the_next_page_are_read() -> None:
+def test_next_page_of_the_same_layout_is_not_parsed_line_by_line() -> None:
     page = of_models(200)
     layout = PageCache()
     layout.parse_page(page, "r0")
@@ -452,14 +431,14 @@ def test_only_the_values_of_the_next_page_are_read() -> None:
         "a 5\n# 5\n", "# a 5\na 6\n", "a{x=\"b 5\"} 5\n", "a 5\n\n\nb 6\n", "a  5\n b 6\n", "",
     ],
 )  # fmt: skip
-def test_a_number_that_is_no_value_is_not_taken_for_one(page: str) -> None:
+def test_numbers_outside_values_may_change_in_the_next_page(page: str) -> None:
     layout = PageCache()
     for text in (page, page, page.replace("5", "8"), page.replace("6", "9"), page):
         assert layout.parse_page(text.encode(), "r0") == whole(text, "r0")
 
 
 @pytest.mark.parametrize("form", list(PageFormat))
-def test_a_page_costs_no_more_than_its_length(form: PageFormat) -> None:
+def test_cost_of_merging_is_linear(form: PageFormat) -> None:
     """Three replicas with up to 200 models."""
 
     def merging(models: int) -> Callable[[], int]:
