@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from starlette.types import Scope
 
@@ -103,21 +103,17 @@ READS = st.sampled_from(
 @given(
     st.lists(READS, max_size=8).map(lambda reads: [each for read in reads for each in (read,) * 2])
 )
-def test_repeated_requests_are_read_as_any_others(reads: list[bytes]) -> None:
-    recorder, others = Recorder(), Recorder()
+@example([GET + GET[:2], GET[2:], GET[2:]])
+@example([POST[:-2], POST[-2:] + GET, POST[-2:] + GET])
+def test_repeated_reads_are_parsed_like_single_bytes(reads: list[bytes]) -> None:
+    recorder = Recorder()
+    others = Recorder()
     code = recorder.feed(*reads)
     assert code == others.feed(*(b"%c" % byte for read in reads for byte in read))
     assert recorder.events == others.events
 
 
-@pytest.mark.parametrize(
-    "reads", [(GET + GET[:2], GET[2:], GET[2:]), (POST[:-2], POST[-2:] + GET, POST[-2:] + GET)]
-)
-def test_a_read_that_began_within_a_request_is_no_header_to_repeat(reads: list[bytes]) -> None:
-    assert Recorder().feed(*reads) == "MALFORMED_REQUEST"
-
-
-def test_a_repeated_header_is_not_parsed() -> None:
+def test_repeated_header_is_not_parsed_again() -> None:
     recorder = Recorder()
     assert recorder.feed(POST, POST, POST.replace(b"hello", b"HELLO")) == ""
     (first, *_), (second, *_), (third, *_) = recorder.events[::2]
@@ -127,7 +123,7 @@ def test_a_repeated_header_is_not_parsed() -> None:
 
 
 @pytest.mark.parametrize("wire", [*REQUESTS.values(), *UNAMBIGUOUS.values()])
-def test_the_events_are_the_same_wherever_the_bytes_are_cut(wire: bytes) -> None:
+def test_events_are_the_same_wherever_the_bytes_are_cut(wire: bytes) -> None:
     whole = Recorder()
     assert whole.feed(wire) == ""
     assert len(whole.events) >= 2
@@ -137,15 +133,16 @@ def test_the_events_are_the_same_wherever_the_bytes_are_cut(wire: bytes) -> None
         assert recorder.events == whole.events, pieces
 
 
-@pytest.mark.parametrize("name", AMBIGUOUS)
-def test_an_ambiguous_request_is_rejected_wherever_it_is_cut(name: str) -> None:
-    for pieces in cut_everywhere(AMBIGUOUS[name]):
-        recorder = Recorder()
-        assert recorder.feed(*pieces, GET) == "MALFORMED_REQUEST", pieces
-        assert not any(isinstance(event, bytes) for event in recorder.events)
+def test_ambiguous_request_is_rejected_wherever_it_is_cut(subtests: pytest.Subtests) -> None:
+    for name, wire in AMBIGUOUS.items():
+        with subtests.test(name):
+            for pieces in cut_everywhere(wire):
+                recorder = Recorder()
+                assert recorder.feed(*pieces, GET) == "MALFORMED_REQUEST", pieces
+                assert not any(isinstance(event, bytes) for event in recorder.events)
 
 
-def test_the_scope_says_what_the_header_says() -> None:
+def test_scope_has_the_values_of_the_header() -> None:
     recorder = Recorder()
     assert recorder.feed(REQUESTS["a length"]) == ""
     (scope, keep_alive, expects_continue), body, *_ = recorder.events
@@ -164,14 +161,14 @@ def test_the_scope_says_what_the_header_says() -> None:
     assert (keep_alive, expects_continue, body) == (True, False, b"hello")
 
 
-def test_the_parser_tells_whether_a_request_is_incomplete() -> None:
+def test_feed_returns_whether_a_request_is_incomplete() -> None:
     parser = Recorder().parser
     data = (b"\r\n", b"POST / HT", b"TP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nbo", b"d", b"y")
     assert [parser.feed(piece) for piece in data] == [False, True, True, True, False]
     assert parser.content_length == 4
 
 
-def test_pipelined_requests_are_parsed_while_few_of_them_wait() -> None:
+def test_pipelined_requests_are_parsed_while_few_wait() -> None:
     recorder = Recorder()
     parser = recorder.parser
     parser.pending = LIMITS.max_pipelined
@@ -191,9 +188,7 @@ def test_pipelined_requests_are_parsed_while_few_of_them_wait() -> None:
         ({"max_header_fields": 16}, GET[:-2] + b"X: y\r\n" * 17, "HEADER_TOO_LARGE"),
     ],
 )
-def test_a_header_without_an_end_is_rejected(
-    limits: dict[str, int], wire: bytes, code: str
-) -> None:
+def test_endless_header_is_rejected(limits: dict[str, int], wire: bytes, code: str) -> None:
     for size in (7, len(wire)):
         pieces = [wire[at : at + size] for at in range(0, len(wire), size)]
         recorder = Recorder(replace(LIMITS, **limits))
@@ -201,13 +196,10 @@ def test_a_header_without_an_end_is_rejected(
         assert recorder.events == []
 
 
-def test_an_error_of_the_receiver_rejects_the_request() -> None:
+def test_parser_stops_after_an_error_of_its_receiver_or_its_close() -> None:
     recorder = Recorder(allowed=2)
     assert recorder.feed(GET + GET) == "TOO_MANY_CONNECTIONS"
     assert len(recorder.events) == 2
-
-
-def test_a_closed_parser_ignores_all_data() -> None:
     recorder = Recorder()
     assert recorder.feed(GET[:9]) == ""
     recorder.parser.close()
@@ -241,15 +233,16 @@ def first_due(deadlines: Deadlines, until_s: float = 200, **state: Any) -> tuple
     return None, 0
 
 
-def test_a_new_connection_has_less_time_than_one_that_was_used() -> None:
+def test_new_connection_has_less_time_than_a_used_one() -> None:
     assert first_due(opened(), is_idle=True) == (Due.IDLE, 10)
     assert first_due(opened(is_reserved=True), is_idle=True) == (Due.IDLE, 1)
     assert first_due(used(), is_idle=True) == (Due.IDLE, KEEP_ALIVE_S)
     assert first_due(used()) == (None, 0)  # it answers a request
 
 
-def test_a_header_has_to_be_complete_in_time() -> None:
-    first, later = opened(), used()
+def test_header_is_due_after_its_timeout_unless_reading_is_paused() -> None:
+    first = opened()
+    later = used()
     for deadlines, due_s in ((first, 10), (later, 16)):  # the first one since the start
         for second in (6, 7, 8):
             end = deadlines.receive_header(OPENED_AT + second)
@@ -257,16 +250,13 @@ def test_a_header_has_to_be_complete_in_time() -> None:
         assert first_due(deadlines, is_idle=True) == (Due.HEADER, due_s)
     later.end_receiving()
     assert first_due(later, is_idle=True) == (Due.IDLE, KEEP_ALIVE_S)
+    paused = used()
+    paused.receive_header(OPENED_AT)
+    assert first_due(paused, is_paused=True) == (None, 0)
+    assert first_due(paused, 300)[0] is Due.HEADER
 
 
-def test_a_header_is_not_due_while_the_client_cannot_send() -> None:
-    deadlines = used()
-    deadlines.receive_header(OPENED_AT)
-    assert first_due(deadlines, is_paused=True) == (None, 0)
-    assert first_due(deadlines, 300)[0] is Due.HEADER
-
-
-def test_a_body_keeps_an_average_rate_with_a_grace() -> None:
+def test_body_is_due_below_an_average_rate_unless_reading_is_paused() -> None:
     deadlines = opened()
     for second, size, remaining_s in (
         (0, 1 << 30, 10),  # the first part does not count
@@ -281,9 +271,6 @@ def test_a_body_keeps_an_average_rate_with_a_grace() -> None:
         due, next_check_at = deadlines.check(now)
         assert due is (None if remaining_s else Due.BODY)
         assert next_check_at == now + max(remaining_s, 0.25)
-
-
-def test_a_body_is_not_due_while_the_client_waits() -> None:
     deadlines = opened()
     deadlines.receive_body(OPENED_AT, 0, is_paused=True)
     for second in range(0, 100, 5):
@@ -293,7 +280,7 @@ def test_a_body_is_not_due_while_the_client_waits() -> None:
     assert deadlines.check(OPENED_AT + 110)[0] is Due.BODY
 
 
-def test_a_response_is_read_at_an_average_rate_with_a_grace() -> None:
+def test_response_is_due_below_an_average_rate() -> None:
     deadlines = used()
     deadlines.start_sending(OPENED_AT, 100 * 1024)
     assert deadlines.check(OPENED_AT + 20, unwritten_bytes=95 * 1024)[1] == OPENED_AT + 35
@@ -302,14 +289,10 @@ def test_a_response_is_read_at_an_average_rate_with_a_grace() -> None:
     assert first_due(deadlines) == (None, 0)
 
 
-def test_a_closing_connection_waits_only_for_its_response_to_be_read() -> None:
-    deadlines = opened()
-    assert first_due(deadlines, is_idle=True, is_closing=True) == (Due.RESPONSE, 30)
-
-
-def test_a_rejected_client_has_time_to_read_why() -> None:
-    deadlines = opened()
-    deadlines.receive_header(OPENED_AT)
-    deadlines.end_receiving()
-    deadlines.start_linger(OPENED_AT)
-    assert first_due(deadlines, is_idle=True) == (Due.LINGER, 1)
+def test_closing_connection_waits_for_its_client_to_read() -> None:
+    assert first_due(opened(), is_idle=True, is_closing=True) == (Due.RESPONSE, 30)
+    rejected = opened()
+    rejected.receive_header(OPENED_AT)
+    rejected.end_receiving()
+    rejected.start_linger(OPENED_AT)
+    assert first_due(rejected, is_idle=True) == (Due.LINGER, 1)
