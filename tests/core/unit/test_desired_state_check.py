@@ -33,7 +33,7 @@ NEITHER: list[dict[str, Any]] = [
 
 @pytest.mark.fault("somebody writes code into the state, in its file or in Redis")
 @pytest.mark.parametrize("parameters", CODE)
-def test_code_is_ignored_by_name_unless_uploading_is_allowed(parameters: dict[str, Any]) -> None:
+def test_code_is_ignored_unless_uploads_are_allowed(parameters: dict[str, Any]) -> None:
     wishes = {**PLAIN, "evil": DesiredModel(True, parameters, 4)}
     found, ignored = filter_uploads(wishes, can_upload=False)
     assert found == PLAIN
@@ -42,22 +42,17 @@ def test_code_is_ignored_by_name_unless_uploading_is_allowed(parameters: dict[st
     assert filter_uploads(wishes, can_upload=True) == (wishes, {})
 
 
-@pytest.mark.parametrize("parameters", NEITHER)
-def test_what_no_load_may_bring_is_ignored_in_any_case(parameters: dict[str, Any]) -> None:
-    wishes = {**PLAIN, "odd": DesiredModel(True, parameters, 4)}
-    for uploads in (False, True):
-        found, ignored = filter_uploads(wishes, can_upload=uploads)
-        assert (found, list(ignored)) == (PLAIN, ["odd"])
+def test_invalid_parameters_and_names_are_always_ignored() -> None:
+    names = ("", "..", "../a", "a/b", "a\\b", "%2e%2e%2fa", "a\0", "a\n")
+    invalid = [("odd", DesiredModel(True, parameters, 4)) for parameters in NEITHER]
+    invalid += [(name, DesiredModel(True, {}, 4)) for name in names]
+    for name, wish in invalid:
+        for can_upload in (False, True):
+            found, ignored = filter_uploads({**PLAIN, name: wish}, can_upload=can_upload)
+            assert (found, list(ignored)) == (PLAIN, [name])
 
 
-@pytest.mark.parametrize("name", ["", "..", "../a", "a/b", "a\\b", "%2e%2e%2fa", "a\0", "a\n"])
-def test_a_name_that_is_a_path_or_unprintable_is_ignored(name: str) -> None:
-    wishes = {**PLAIN, name: DesiredModel(True, {}, 4)}
-    found, ignored = filter_uploads(wishes, can_upload=True)
-    assert (found, list(ignored)) == (PLAIN, [name])
-
-
-def test_the_check_is_the_one_of_a_call() -> None:
+def test_load_parameters_are_checked_like_those_of_the_state() -> None:
     for parameters in CODE:
         check_load_parameters(parameters, can_upload=True)
         with pytest.raises(Forbidden):
@@ -67,18 +62,12 @@ def test_the_check_is_the_one_of_a_call() -> None:
             check_load_parameters(parameters, can_upload=True)
 
 
-def test_a_declared_model_keeps_its_declaration_where_the_state_is_ignored() -> None:
+def test_declaration_applies_if_the_state_has_no_parameters_or_is_ignored() -> None:
     declared = {"evil": DeclaredModel("evil", (), {"max_batch_size": 4})}
     found, _ = filter_uploads({"evil": DesiredModel(True, CODE[0], 4)}, can_upload=False)
+    parameters = {"config": {"max_batch_size": 4}}
     assert merge_declared_models(found, declared) == {
-        "evil": DesiredModel(
-            True, {"config": {"max_batch_size": 4}}, 0, declared["evil"].config_digest
-        )
+        "evil": DesiredModel(True, parameters, 0, declared["evil"].config_digest)
     }
-
-
-def test_a_declared_model_that_was_loaded_without_parameters_has_those_of_its_declaration() -> None:
-    declared = {"a": DeclaredModel("a", (), {"max_batch_size": 4})}
-    assert merge_declared_models({"a": DesiredModel(True, {}, 1)}, declared)["a"].parameters == {
-        "config": {"max_batch_size": 4}
-    }
+    loaded = {"evil": DesiredModel(True, {}, 1)}
+    assert merge_declared_models(loaded, declared)["evil"].parameters == parameters

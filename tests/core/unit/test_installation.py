@@ -22,30 +22,24 @@ from gateway.embedded.installation import (
 WORKS = HostPlatform("Linux", "x86_64", "CPython", "3.11", ("glibc", "2.36"))
 
 
-@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12"])
-def test_three_pythons_work(python: str) -> None:
-    check_platform(replace(WORKS, python=python))
-
-
-@pytest.mark.parametrize(
-    ("here", "words"),
-    [
+def test_unsupported_platform_is_explained() -> None:
+    for python in ("3.10", "3.11", "3.12"):
+        check_platform(replace(WORKS, python=python))
+    for platform, words in (
         (replace(WORKS, system="Darwin", machine="arm64"), "Linux x86-64 only"),
         (replace(WORKS, machine="aarch64"), "Linux x86-64 only"),
         (replace(WORKS, python="3.13"), "CPython 3.10 to 3.12"),
         (replace(WORKS, implementation="PyPy"), "CPython 3.10 to 3.12"),
         (replace(WORKS, libc=("glibc", "2.31")), "glibc 2.35 or newer, not glibc 2.31"),
         (replace(WORKS, libc=("", "")), "glibc 2.35 or newer, not this libc"),
-    ],
-)
-def test_elsewhere_it_says_what_works(here: HostPlatform, words: str) -> None:
-    with pytest.raises(CannotInstall) as caught:
-        check_platform(here)
-    assert words in str(caught.value)
-    assert "Docker" in str(caught.value)
+    ):
+        with pytest.raises(CannotInstall) as caught:
+            check_platform(platform)
+        assert words in str(caught.value)
+        assert "Docker" in str(caught.value)
 
 
-def test_a_python_without_a_shared_library_is_told_what_to_install(tmp_path: Path) -> None:
+def test_missing_libpython_is_explained(tmp_path: Path) -> None:
     with pytest.raises(CannotInstall, match="apt-get install libpython3"):
         find_libpython([tmp_path])
     assert find_libpython(library_folders()).is_dir()
@@ -54,7 +48,7 @@ def test_a_python_without_a_shared_library_is_told_what_to_install(tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "odd"), [("my cache", "a space"), ("c\u00e2che", "\u00e2"), ("a(b)", r"\( and \)")]
 )
-def test_a_cache_that_the_python_backend_cannot_be_started_from_is_named(
+def test_cache_path_with_unsupported_characters_is_explained(
     monkeypatch: pytest.MonkeyPatch, name: str, odd: str
 ) -> None:
     monkeypatch.setenv("TRITON_GATEWAY_CACHE", f"/{name}")
@@ -74,7 +68,7 @@ def test_a_cache_that_the_python_backend_cannot_be_started_from_is_named(
         ("", "no error message"),
     ],
 )
-def test_pips_complaint_becomes_a_sentence(stderr: str, words: str) -> None:
+def test_error_of_pip_is_explained(stderr: str, words: str) -> None:
     assert words in explain_pip_failure(stderr)
 
 
@@ -91,7 +85,7 @@ LOCKS = [
 
 
 @pytest.mark.parametrize("name", LOCKS)
-def test_every_lock_has_hashes_and_no_address(name: str) -> None:
+def test_lock_file_has_hashes_and_no_address(name: str) -> None:
     lock = find_lock_file(name).read_text()
     pins = [line for line in lock.splitlines() if "==" in line]
     assert pins

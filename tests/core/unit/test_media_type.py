@@ -40,14 +40,14 @@ TOKENS = st.text(string.ascii_lowercase + string.digits + "-._", min_size=1, max
         (";a=b", "", {"a": "b"}),
     ],
 )
-def test_a_header_is_a_value_and_parameters(
+def test_header_is_parsed_as_value_and_parameters(
     header: str, value: str, parameters: dict[str, str]
 ) -> None:
     assert parse_header_parameters(header) == (value, parameters)
 
 
 @given(TOKENS, st.dictionaries(TOKENS, st.text(max_size=20), max_size=5))
-def test_what_is_quoted_is_read_back(value: str, parameters: dict[str, str]) -> None:
+def test_quoted_parameters_are_read_back(value: str, parameters: dict[str, str]) -> None:
     def quote(text: str) -> str:
         escaped = text.replace("\\", "\\\\").replace('"', '\\"')
         return f'"{escaped}"'
@@ -57,26 +57,23 @@ def test_what_is_quoted_is_read_back(value: str, parameters: dict[str, str]) -> 
 
 
 @given(st.text(alphabet='ab;="\\ ,/\t', max_size=60))
-def test_no_header_does_any_harm(header: str) -> None:
+def test_drawn_header_is_parsed(header: str) -> None:
     value, parameters = parse_header_parameters(header)
     assert ";" not in value
     assert all(parameters)
 
 
-def test_a_content_type_has_a_length_that_types_have() -> None:
+def test_lengths_of_content_type_and_accept_are_limited() -> None:
     longest = "text/plain; a=".ljust(MAX_CONTENT_TYPE_CHARS, "b")
     assert parse_content_type(longest)[0] == "text/plain"
     with pytest.raises(UnsupportedBody, match="send a Content-Type of at most 1024 bytes"):
         parse_content_type(longest + "b")
-
-
-def test_an_accept_header_has_a_length_that_they_have() -> None:
     assert list_accepted_types("a/a;q=0.1, b/b" + ", " * 100) == ["b/b", "a/a"]
     assert len(parse_accept("a," * (MAX_ACCEPT_CHARS // 2))) == MAX_ACCEPT_CHARS // 2
     with pytest.raises(MalformedRequest, match="longer than 2048 characters"):
         parse_accept("a" * (MAX_ACCEPT_CHARS + 1))
 
 
-@pytest.mark.parametrize("quality", ["1" * 2000, "nan", "inf", "-1", "1e999", '"', ""])
-def test_a_quality_that_is_none_does_no_harm(quality: str) -> None:
-    list_accepted_types(f"a/a;q={quality}, b/b;q=0.5")
+def test_invalid_quality_in_accept_raises_nothing() -> None:
+    for quality in ("1" * 2000, "nan", "inf", "-1", "1e999", '"', ""):
+        list_accepted_types(f"a/a;q={quality}, b/b;q=0.5")

@@ -21,28 +21,20 @@ def budget(mib: int = 64) -> MemoryBudget:
     return MemoryBudget(mib * MIB, Metrics().shed)
 
 
-def test_released_memory_can_be_taken_again() -> None:
+def test_released_memory_can_be_charged_again_and_a_refused_charge_takes_none() -> None:
     memory = budget()
     for _ in range(3):
         charge = MemoryCharge(memory)
         charge.add(20 * MIB)
         charge.add(20 * MIB)
+        refused = MemoryCharge(memory)
+        with pytest.raises(MemoryBudgetExceeded) as raised:
+            refused.add(20 * MIB)
+        assert (raised.value.status_code, raised.value.headers) == (429, {"Retry-After": "1"})
         assert memory.used_bytes == 40 * MIB
+        refused.release()
         charge.release()
         assert memory.used_bytes == 0
-
-
-def test_a_refused_charge_takes_nothing() -> None:
-    memory = budget()
-    first, second = MemoryCharge(memory), MemoryCharge(memory)
-    first.add(40 * MIB)
-    with pytest.raises(MemoryBudgetExceeded) as refused:
-        second.add(20 * MIB)
-    assert (refused.value.status_code, refused.value.headers) == (429, {"Retry-After": "1"})
-    assert memory.used_bytes == 40 * MIB
-    second.release()
-    first.release()
-    assert memory.used_bytes == 0
 
 
 def test_large_requests_leave_room_for_small_ones() -> None:
@@ -56,7 +48,7 @@ def test_large_requests_leave_room_for_small_ones() -> None:
         small.add(1)  # it is a large one now
 
 
-def test_a_request_that_can_never_fit_is_too_large() -> None:
+def test_request_above_the_budget_is_too_large() -> None:
     with pytest.raises(TooLarge, match="GATEWAY_MAX_BYTES_IN_FLIGHT"):
         MemoryCharge(budget()).add(49 * MIB)
 
@@ -76,5 +68,5 @@ def test_refusals_for_memory_are_counted() -> None:
     assert samples["memory"] == 1
 
 
-def test_the_memory_limit_is_at_most_what_the_machine_has() -> None:
+def test_memory_limit_is_at_most_that_of_the_machine() -> None:
     assert 64 * MIB < memory_limit_bytes() < 1 << 50

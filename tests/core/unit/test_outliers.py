@@ -43,26 +43,20 @@ class Fleet:
         return {each.name for each in self.replicas if self.detector.list_models(each.name)}
 
 
-def test_a_replica_that_fails_while_others_serve_gets_a_trial_every_ten_seconds() -> None:
+def test_replicas_that_fail_while_others_serve_are_outliers() -> None:
     fleet = Fleet({"b"})
     assert fleet.send(300) == 5
     assert fleet.outliers == {"b"}
-    assert fleet.send(5000) == 5  # in fifty seconds
-
-
-def test_two_replicas_of_three_that_fail_are_outliers() -> None:
+    assert fleet.send(5000) == 5  # in fifty seconds: one trial in ten
     fleet = Fleet({"a", "b"})
     assert fleet.send(300) <= 20
     assert fleet.outliers == {"a", "b"}
-
-
-def test_a_model_that_fails_everywhere_has_no_outlier() -> None:
     fleet = Fleet({"a", "b", "c"})
     fleet.send(300)
     assert not fleet.outliers
 
 
-def test_an_outlier_that_succeeds_three_times_gets_its_share_again() -> None:
+def test_outlier_that_succeeds_three_times_gets_its_share_again() -> None:
     fleet = Fleet({"b"})
     fleet.send(300)
     fleet.failing.clear()
@@ -72,7 +66,7 @@ def test_an_outlier_that_succeeds_three_times_gets_its_share_again() -> None:
     assert not fleet.detector.is_tracked("m")
 
 
-def test_an_outlier_whose_triton_was_started_again_is_none() -> None:
+def test_restarted_replica_is_no_outlier() -> None:
     fleet = Fleet({"b"})
     fleet.send(300)
     fleet.replicas[1].up_since = fleet.now + 1
