@@ -892,7 +892,7 @@ def test_100_is_not_sent_without_a_body_nor_with_http_1_0(
 ) -> None:
     with stage.client() as client:
         client.say(head)
-        assert not body or client.is_told_nothing()
+        assert not body or client.receives_nothing()
         client.say(body)
         answer = client.answer()
         assert (answer.status, answer.body) == (200, body)

@@ -275,3 +275,13 @@ async def test_operations_are_removed_after_an_hour(tmp_path: Path) -> None:
         assert await kept.read_operation("0" * 32) is None
         assert await kept.read_operation(f"{1:032}") == {"number": 1}
         assert len(list(folder.iterdir())) == 3
+
+
+@pytest.mark.parametrize("damaged", [b"", b'{"a:8000": true}', b"[8000]", b'[["a:8000"]]'])
+async def test_damaged_list_of_cordons_is_an_error(tmp_path: Path, damaged: bytes) -> None:
+    path = tmp_path / "state.json"
+    async with opened(f"file://{path}") as (kept,):
+        await kept.set_cordon("a:8000", is_cordoned=True)
+        (tmp_path / "state.json.cordons").write_bytes(damaged)
+        with pytest.raises(StateUnavailable, match="read: the state file is damaged"):
+            await kept.read_cordons()
