@@ -112,7 +112,9 @@ def ready(target: Target, json: JsonOption = False) -> None:
     if json:
         tables.print_json(readiness)
     elif readiness["ready"]:
-        typer.echo("ready")
+        missing = ", ".join(readiness.get("missing") or {})
+        but = f", but {missing} cannot be served" if missing else ""
+        typer.echo(escape_unprintable(f"ready{but}"))
     if not readiness["ready"]:
         raise ClientError(explain_not_ready(readiness))
 

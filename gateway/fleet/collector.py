@@ -76,6 +76,10 @@ class FleetCollector(Collector):
             "gateway_model_ready_replicas", "Number of replicas on which the model is ready."
         )
         declared = model_gauge("gateway_model_declared", "1 for each model in the models file.")
+        missing = model_gauge(
+            "gateway_model_missing",
+            "1 while the declared model is ready on fewer than GATEWAY_READY_QUORUM replicas.",
+        )
         skew = model_gauge(
             "gateway_model_version_skew", "1 while replicas serve different versions of the model."
         )
@@ -87,9 +91,11 @@ class FleetCollector(Collector):
             count.add_metric([name], ready[name])
             skew.add_metric([name], len(versions.get(name, ())) > 1)
             outdated.add_metric([name], len(self._repository.outdated_replicas(name)))
+        missing_models = self._repository.readiness.find_missing_models()
         for name in sorted(self._repository.state.declared_models):
             declared.add_metric([name], 1)
-        yield from (count, declared, skew, outdated)
+            missing.add_metric([name], name in missing_models)
+        yield from (count, declared, missing, skew, outdated)
 
 
 class OnDemandCollector(Collector):

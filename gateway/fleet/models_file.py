@@ -1,4 +1,4 @@
-"""The models file. Readiness requires the models that it declares, and the API cannot unload them."""
+"""The models file. Readiness waits for the models that it declares, and the API cannot unload them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from gateway.messages import CommandError
 from gateway.names import VERSION_NUMBER
 from gateway.version_labels import InvalidLabel, ModelLabels, check_label_name, parse_label
 
-MODEL_KEYS: Final = frozenset(("name", "versions", "config", "labels", "on_demand", "replicas"))
+MODEL_KEYS: Final = frozenset(
+    ("name", "versions", "config", "labels", "required", "on_demand", "replicas")
+)
 
 
 class BadModelsFile(CommandError):
@@ -28,7 +30,8 @@ class BadModelsFile(CommandError):
 class DeclaredModel:
     """A model that must be served; without `versions`, any version is sufficient.
 
-    With `copies` it is loaded on demand instead.
+    A gateway that cannot serve a model that `is_always_required` is not ready. With `copies`, a model is
+    loaded on demand instead.
     """
 
     name: str
@@ -36,6 +39,7 @@ class DeclaredModel:
     config: Mapping[str, Any] | str | None = None
     labels: ModelLabels = field(default_factory=dict)
     copies: CopyLimits | None = None
+    is_always_required: bool = False
 
     @property
     def load_parameters(self) -> dict[str, Any]:
@@ -91,7 +95,7 @@ def parse_declared_model(entry: Any) -> DeclaredModel:
     if unknown := set(entry) - MODEL_KEYS:
         raise BadModelsFile(
             f"model {entry['name']!r} has an unknown key {min(map(str, unknown))!r}; "
-            "valid keys are name, versions, config, labels, on_demand and replicas"
+            "valid keys are name, versions, config, labels, required, on_demand and replicas"
         )
     versions = entry.get("versions") or []
     if not isinstance(versions, list) or not all(
@@ -103,7 +107,9 @@ def parse_declared_model(entry: Any) -> DeclaredModel:
         raise BadModelsFile(f"config of model {entry['name']!r} must be an object")
     labels = parse_declared_labels(entry["name"], entry.get("labels") or {})
     versions = tuple(str(version) for version in versions)
-    return DeclaredModel(entry["name"], versions, config, labels, parse_copy_limits(entry))
+    copies = parse_copy_limits(entry)
+    is_required = parse_required(entry)
+    return DeclaredModel(entry["name"], versions, config, labels, copies, is_required)
 
 
 def parse_declared_labels(model: str, labels: Any) -> ModelLabels:
@@ -119,6 +125,18 @@ def parse_declared_labels(model: str, labels: Any) -> ModelLabels:
             raise BadModelsFile(f"label {str(name)!r} of model {model!r}: {exc}") from None
         declared[str(name)] = label
     return declared
+
+
+def parse_required(entry: Mapping[str, Any]) -> bool:
+    """Return whether a gateway that cannot serve the model is not ready."""
+    name = entry["name"]
+    if "required" not in entry:
+        return False
+    if entry["required"] != "always":
+        raise BadModelsFile(f"required of model {name!r} must be always, or be left out")
+    if entry.get("on_demand"):
+        raise BadModelsFile(f"model {name!r} has required, which on_demand: true does not permit")
+    return True
 
 
 def parse_copy_limits(entry: Mapping[str, Any]) -> CopyLimits | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 from time import monotonic
@@ -17,7 +17,7 @@ from gateway.fleet.shared_state import SharedState
 
 
 class ReadinessMonitor:
-    """The readiness of this gateway. A model is required once it was ready, or from the start."""
+    """The readiness of this gateway. A model is expected from the start, or once it was ready."""
 
     def __init__(
         self, pool: ReplicaPool, state: SharedState, quorum: int, hold_s: float = 0.0
@@ -27,12 +27,19 @@ class ReadinessMonitor:
         self._quorum = quorum
         self._hold_s = hold_s
         self._asleep_at = -inf
-        self._required_models = dict(state.declared_models)
+        self._was_ready = False
+        self._expected_models = dict(state.declared_models)
 
     def check(self, *, is_draining: bool) -> Readiness:
-        statuses, declared = self._list_statuses(), self._state.declared_models
-        required, quorum = self._required_models, self._quorum
-        readiness = check_readiness(statuses, declared, required, quorum, is_draining=is_draining)
+        readiness = check_readiness(
+            self._list_statuses(),
+            self._state.declared_models,
+            self._expected_models,
+            self._quorum,
+            was_ready=self._was_ready,
+            is_draining=is_draining,
+        )
+        self._was_ready = self._was_ready or readiness.is_ready
         if is_draining or not self._update_sleep():
             return readiness
         sleep = {} if self._pool.has_live_replica else {"asleep": True}
@@ -45,13 +52,21 @@ class ReadinessMonitor:
             self._asleep_at = now
         return now - self._asleep_at < self._hold_s
 
-    def update_required_models(self) -> None:
+    def update(self) -> None:
+        """Note what is ready. Follows every change of that, and of the models file."""
         self._update_sleep()
         declared = self._state.declared_models
-        if self._required_models != declared:
-            self._required_models = update_required_models(
-                self._required_models, declared, self._list_statuses(), self._quorum
+        if self._expected_models != declared:
+            self._expected_models = update_expected_models(
+                self._expected_models, declared, self._list_statuses(), self._quorum
             )
+        if not self._was_ready:
+            self.check(is_draining=False)
+
+    def find_missing_models(self) -> Collection[str]:
+        """Return the declared models that are ready on fewer replicas than the quorum."""
+        declared = self._state.declared_models
+        return find_unready_models(self._list_statuses(), declared, self._quorum).keys()
 
     def _list_statuses(self) -> list[ReplicaStatus]:
         return [
@@ -92,21 +107,24 @@ class Readiness:
 def check_readiness(
     replicas: Collection[ReplicaStatus],
     declared: Mapping[str, DeclaredModel],
-    required: Mapping[str, DeclaredModel],
+    expected: Mapping[str, DeclaredModel],
     quorum: int,
     *,
+    was_ready: bool,
     is_draining: bool,
 ) -> Readiness:
     """Return whether requests can be served.
 
-    At least one replica must be usable, and every required model ready on `quorum` replicas, or on all if
-    there are fewer. Declared models that are not required are `pending` until they are ready.
+    At least one replica must be usable, and every expected model ready on `quorum` replicas, or on all if
+    there are fewer; a gateway that `was_ready` needs less. Declared models that are not expected are
+    `pending` until they are ready.
     """
-    missing = find_unready_models(replicas, required, quorum)
-    optional = {name: model for name, model in declared.items() if required.get(name) != model}
-    pending = find_unready_models(replicas, optional, quorum)
-    alive = any(replica.is_usable for replica in replicas)
-    ready = alive and not missing and not is_draining
+    missing = find_unready_models(replicas, expected, quorum)
+    added = {name: model for name, model in declared.items() if expected.get(name) != model}
+    pending = find_unready_models(replicas, added, quorum)
+    usable = [replica for replica in replicas if replica.is_usable]
+    has_enough = not missing or (was_ready and is_tolerable(missing, expected, usable))
+    ready = bool(usable) and has_enough and not is_draining
     document: dict[str, Any] = {"ready": ready}
     if is_draining:
         document["draining"] = True
@@ -138,19 +156,40 @@ def find_unready_models(
     return unready
 
 
-def update_required_models(
-    required: Mapping[str, DeclaredModel],
+def update_expected_models(
+    expected: Mapping[str, DeclaredModel],
     declared: Mapping[str, DeclaredModel],
     replicas: Collection[ReplicaStatus],
     quorum: int,
 ) -> dict[str, DeclaredModel]:
-    """Return the models that readiness requires from now on: each declared model as it was last ready.
+    """Return the models that are expected from now on: each declared model as it was last ready.
 
-    Models or versions that are added to the models file must not make a running gateway unready.
+    What is added to the models file, `required: always` included, must not make a running gateway unready.
+    What is removed from it applies at once.
     """
     unready = find_unready_models(replicas, declared, quorum)
-    ready = {name: model for name, model in declared.items() if name not in unready}
-    return {name: model for name, model in required.items() if name in declared} | ready
+    updated = {}
+    for name, model in declared.items():
+        if name not in unready:
+            updated[name] = model
+        elif name in expected:
+            is_required = expected[name].is_always_required and model.is_always_required
+            updated[name] = replace(expected[name], is_always_required=is_required)
+    return updated
+
+
+def is_tolerable(
+    missing: Collection[str],
+    expected: Mapping[str, DeclaredModel],
+    usable: Collection[ReplicaStatus],
+) -> bool:
+    """Return whether a gateway that was ready stays so without the missing models.
+
+    All gateways see the same replicas, so that a model that breaks would take all of them out of service.
+    """
+    if any(expected[name].is_always_required for name in missing):
+        return False
+    return any(has_model(replica.index, model) for replica in usable for model in expected.values())
 
 
 def has_model(index: Index, model: DeclaredModel) -> bool:

@@ -94,7 +94,7 @@ class Reconciler:
     async def _reconcile(self) -> None:
         await self._state.refresh()
         self._pool.set_cordoned(self._state.cordoned)
-        self._readiness.update_required_models()
+        self._readiness.update()
         self.is_leader = await self._state.renew_lease(LEADER_LEASE)
         await self._forget_removed_replicas()
         if self.is_leader:

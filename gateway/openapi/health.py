@@ -25,7 +25,9 @@ READINESS_SCHEMA = build_object_schema(
         },
         "replicas": build_map_schema(STRING_SCHEMA, "State of each replica, by address."),
         "missing": build_map_schema(
-            REASONS_SCHEMA, "Required models that are not ready, with the reason on each replica."
+            REASONS_SCHEMA,
+            "Declared models that are not ready on the quorum, with the reason on each replica. A gateway "
+            "that was ready stays so while it can serve others, unless one has `required: always`.",
         ),
         "pending": build_map_schema(
             REASONS_SCHEMA,

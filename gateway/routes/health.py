@@ -29,9 +29,11 @@ async def livez() -> dict[str, Any]:
 
 @router.get("/readyz", operation_id="readyz", summary="Readiness", responses=READINESS_RESPONSES)
 async def readyz(request: Request, services: ServicesForAnyCaller) -> Response:
-    """Return 200 if a replica is live and every required model is ready, else 503 with what is missing.
+    """Return 200 if requests can be served, else 503; with the declared models that are missing.
 
-    Models are required if they were declared when the gateway started, or declared later and ready since.
+    A gateway becomes ready when each model that was declared at its start is ready on the quorum. It stays
+    ready until it drains, no replica is usable, none of these models can be served, or one with
+    `required: always` cannot.
     Callers without the right to see the fleet get only `ready` and `asleep`.
     """
     readiness = services.repository.readiness.check(is_draining=request.state.drain.is_draining)

@@ -47,9 +47,11 @@ class FleetSettings(BaseModel):
     generates a secret."""
     models_file: Path | None = None
     """YAML file that declares the models that must be served: models: [NAME, …]. The gateway keeps them
-    loaded, and /readyz waits for them."""
+    loaded, and /readyz waits for them. With {name: NAME, required: always}, /readyz also fails when the model
+    does later."""
     ready_quorum: int = Field(1, gt=0)
-    """Number of replicas on which each declared model must be ready for /readyz to succeed."""
+    """Number of replicas on which each declared model must be ready before /readyz succeeds, and those with
+    required: always from then on."""
     repository: str = ""
     """Where the Tritons read their models, and where uploaded models are stored: a folder, file:///models, or
     a bucket, s3://BUCKET/PREFIX or s3://https://HOST:PORT/BUCKET/PREFIX, which requires triton-gateway[s3].

@@ -694,6 +694,10 @@ async def test_model_declared_at_runtime_affects_readiness_once_it_was_ready(
                 assert found.is_ready, found.document
                 return set(found.document.get("pending", ()))
 
+            def missing() -> set[str]:
+                found = repository.readiness.check(is_draining=False)
+                return set(found.document.get("missing", ()))
+
             path.write_text("models: [a, slow, misspelt]")
             await skip_until(lambda: pending() == {"slow", "misspelt"})
             await skip_until(lambda: pending() == {"misspelt"})
@@ -701,7 +705,37 @@ async def test_model_declared_at_runtime_affects_readiness_once_it_was_ready(
             for fake in fakes:
                 fake.load_s = NEVER_S  # it is not loaded again before both were seen without it
                 fake.models["slow"] = False
-            await skip_until(lambda: not repository.readiness.check(is_draining=False).is_ready)
+            await skip_until(lambda: pending() == {"misspelt"} and missing() == {"slow"})
+
+
+@pytest.mark.fault("the file of a declared model breaks")
+@with_skips
+async def test_a_gateway_becomes_ready_with_all_declared_models_and_stays_so_with_one(
+    tmp_path: Path,
+) -> None:
+    file = declaring(tmp_path / "models.yaml", "models: [a, b]")
+    async with simulated_replicas(2, ["a", "b"], load_s=NEVER_S) as fakes:
+
+        def set_models(**are_ready: bool) -> None:
+            for fake in fakes:
+                fake.models.update(are_ready)
+
+        set_models(b=False)
+        async with over(fakes) as pool, managing(pool, file) as repository:
+
+            def state() -> tuple[bool, set[str]]:
+                found = repository.readiness.check(is_draining=False)
+                return found.is_ready, set(found.document.get("missing", ()))
+
+            await skip_until(lambda: state() == (False, {"b"}))
+            set_models(b=True)
+            await skip_until(lambda: state() == (True, set()))
+            set_models(b=False)
+            await skip_until(lambda: state() == (True, {"b"}))
+            set_models(a=False)
+            await skip_until(lambda: state() == (False, {"a", "b"}))
+            set_models(b=True)
+            await skip_until(lambda: state() == (True, {"a"}))
 
 
 @with_skips

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.support.fleet import BODY, QUICK, Quick, repository
+from tests.support.fleet import BODY, QUICK, Quick, fleet_of, repository, url_of
 from tests.support.gateway_forks import run_gateway
+from tests.support.metrics import metric
 from tests.support.redis_server import RedisServer
 from tests.support.servers import Triton, gateway
 from tests.support.wait import wait_until
@@ -40,6 +43,59 @@ def test_declared_models_are_loaded_awaited_and_protected(tmp_path: Path) -> Non
             wait_until(lambda: "pending" not in client.get("/readyz").json())
             declared.write_text("models: []\n")
             wait_until(lambda: client.post("/v2/repository/models/echo/unload").is_success)
+
+
+@pytest.mark.long
+@pytest.mark.fault("the file of a declared model breaks")
+def test_gateways_stay_ready_without_a_broken_model_that_is_not_always_required(
+    tmp_path: Path,
+) -> None:
+    declared, marked = tmp_path / "models.yaml", tmp_path / "marked.yaml"
+    load = ("echo", "other", "late")
+    declared.write_text("models: [echo, other, late]\n")
+    marked.write_text("models: [echo, other, {name: late, required: always}]\n")
+    with (
+        fleet_of(tmp_path, 2, load=load, models_file=str(declared), **QUICK) as fleet,
+        gateway(*map(url_of, fleet.tritons), models_file=str(marked), **QUICK) as (strict, _),
+    ):
+
+        def wait_for(client: httpx.Client, status: int, *missing: str) -> None:
+            def is_reached() -> bool:
+                response = client.get("/readyz")
+                found = (response.status_code, *response.json().get("missing", ()))
+                return found == (status, *missing)
+
+            wait_until(is_reached)
+
+        def is_back(address: str) -> bool:
+            assert fleet.client.get("/readyz").status_code == 200
+            replicas = fleet.client.get("/v1/replicas").json()["replicas"]
+            (models,) = (each["models"] for each in replicas if each["address"] == address)
+            return {models.get("echo"), models.get("other")} == {"READY"}
+
+        for client in (fleet.client, strict):
+            wait_for(client, 200)
+        for triton in fleet.tritons:
+            (triton.repository / "late" / "1" / "model.py").write_text("import nonesuch\n")
+        for triton in fleet.tritons:
+            triton.kill()
+            triton.options = replace(triton.options, exit_on_error=False)
+            wait_until(lambda: "DOWN" in fleet.replicas().values())
+            triton.start()
+            triton.wait()
+            wait_until(partial(is_back, triton.address))
+        wait_for(strict, 503, "late")
+        wait_for(fleet.client, 200, "late")
+        # There is no reason while the model is tried again.
+        wait_until(lambda: "nonesuch" in fleet.client.get("/readyz").text)
+        for client in (fleet.client, strict):
+            assert metric(client, 'gateway_model_missing{model="late"}') == 1
+            assert metric(client, 'gateway_model_missing{model="echo"}') == 0
+            assert client.post("/v1/models/echo/infer", json=BODY).status_code == 200
+        told = run_gateway("ready", "--url", str(fleet.client.base_url))
+        assert (told.returncode, told.stdout) == (0, "ready, but late cannot be served\n")
+        marked.write_text("models: [echo, other, late]\n")
+        wait_for(strict, 200, "late")
 
 
 def test_a_models_file_that_cannot_be_read_ends_the_start_with_a_sentence(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ from gateway.fleet.readiness import (
     Readiness,
     ReplicaStatus,
     check_readiness,
-    update_required_models,
+    update_expected_models,
 )
 from gateway.fleet.reconcile_plan import (
     Backoff,
@@ -565,6 +565,10 @@ def test_merged_index_has_what_is_ready_on_every_replica(indexes: dict[str, Inde
         ("models: [{name: a, config: '{}'}]", {"a": DeclaredModel("a", (), "{}")}),
         ("models: [{name: a, on_demand: false}]", {"a": DeclaredModel("a")}),
         (
+            "models: [{name: a, required: always}]",
+            {"a": DeclaredModel("a", is_always_required=True)},
+        ),
+        (
             "models: [{name: a, on_demand: true}]",
             {"a": DeclaredModel("a", copies=CopyLimits(1, 1))},
         ),
@@ -628,6 +632,11 @@ CONFIG_BOMB = "models:\n- name: m\n  config:\n    k0: &a0 [x, x]\n" + "".join(
         "models: [{name: a, versions: [1.5]}]",
         "models: [{name: a, versions: ['²']}]",
         "models: [{name: a, config: 7}]",
+        "models: [{name: a, required: true}]",
+        "models: [{name: a, required: never}]",
+        "models: [{name: a, required: }]",
+        "models: [{name: a, required: [always]}]",
+        "models: [{name: a, required: always, on_demand: true}]",
         "models: [{name: a, on_demand: 1}]",
         "models: [{name: a, on_demand: true, versions: [1]}]",
         "models: [{name: a, replicas: 2}]",
@@ -884,10 +893,13 @@ def ready_with(
     *replicas: ReplicaStatus,
     declared: Sequence[DeclaredModel] = (),
     quorum: int = 1,
+    was_ready: bool = False,
     draining: bool = False,
 ) -> Readiness:
     models = {model.name: model for model in declared}
-    return check_readiness(replicas, models, models, quorum, is_draining=draining)
+    return check_readiness(
+        replicas, models, models, quorum, was_ready=was_ready, is_draining=draining
+    )
 
 
 def test_gateway_is_ready_with_one_live_replica_unless_it_drains() -> None:
@@ -954,33 +966,96 @@ def test_declared_versions_must_be_ready_on_the_same_replica() -> None:
     assert not ready_with(both, one, declared=declared, quorum=2).is_ready
 
 
-def test_changed_declaration_is_required_once_it_was_ready() -> None:
-    m = {"m": DeclaredModel("m")}
-    added = {"m": DeclaredModel("m"), "added": DeclaredModel("added")}
+M, REQUIRED_M = DeclaredModel("m"), DeclaredModel("m", is_always_required=True)
+OTHER, REQUIRED_OTHER = DeclaredModel("other"), DeclaredModel("other", is_always_required=True)
+
+
+@pytest.mark.parametrize(
+    ("declared", "quorum", "replicas", "ready"),
+    [
+        ([M, OTHER], 1, [seen("a", other=READY)], True),
+        ([M, OTHER], 1, [seen("a", other=READY), seen("b", other=READY)], True),
+        ([M, OTHER], 2, [seen("a", other=READY), seen("b")], True),  # on any replica is enough
+        ([M, OTHER], 1, [seen("a")], False),  # none can be served
+        ([M, OTHER], 1, [seen("a", HealthState.DOWN, other=READY), seen("b")], False),
+        ([M, OTHER], 1, [seen("a", HealthState.DOWN, m=READY, other=READY)], False),
+        ([M, OTHER], 1, [], False),
+        ([REQUIRED_M, OTHER], 1, [seen("a", other=READY)], False),
+        ([M, REQUIRED_OTHER], 1, [seen("a", other=READY)], True),
+        ([M, REQUIRED_OTHER], 2, [seen("a", m=READY, other=READY), seen("b", m=READY)], False),
+        ([M, REQUIRED_OTHER], 2, [seen("a", other=READY), seen("b", other=READY)], True),
+        ([REQUIRED_M, REQUIRED_OTHER], 1, [seen("a", m=READY)], False),
+    ],
+)
+def test_a_gateway_that_was_ready_needs_the_always_required_models_and_one(
+    declared: Sequence[DeclaredModel],
+    quorum: int,
+    replicas: Sequence[ReplicaStatus],
+    ready: bool,
+) -> None:
+    found = ready_with(*replicas, declared=declared, quorum=quorum, was_ready=True)
+    assert found.is_ready == found.document["ready"] == ready
+    if any(replica.is_usable for replica in replicas):
+        assert found.document["missing"]
+    assert not ready_with(*replicas, declared=declared, quorum=quorum).is_ready
+    assert not ready_with(
+        *replicas, declared=declared, quorum=quorum, was_ready=True, draining=True
+    ).is_ready
+
+
+def test_the_model_of_a_cordoned_replica_only_is_not_served() -> None:
+    cordoned = replace(seen("a", m=READY, other=READY), is_cordoned=True)
+    assert ready_with(cordoned, seen("b", m=READY), declared=[M, OTHER], was_ready=True).is_ready
+    assert not ready_with(cordoned, seen("b"), declared=[M, OTHER], was_ready=True).is_ready
+
+
+def check_expected(
+    replicas: Sequence[ReplicaStatus],
+    declared: Mapping[str, DeclaredModel],
+    expected: Mapping[str, DeclaredModel],
+) -> Readiness:
+    """Return the readiness of a gateway that was ready."""
+    return check_readiness(replicas, declared, expected, 1, was_ready=True, is_draining=False)
+
+
+@pytest.mark.parametrize("added_model", [DeclaredModel("added"), REQUIRED_OTHER])
+def test_a_declared_model_is_expected_once_it_was_ready(added_model: DeclaredModel) -> None:
+    m, added = {"m": M}, {"m": M, added_model.name: added_model}
     without = [seen("a", m=READY)]
-    loaded = [seen("a", m=READY, added=READY)]
-    assert update_required_models(m, added, without, 1) == m
-    found = check_readiness(without, added, m, 1, is_draining=False)
+    index = Index({name: {"1": VersionState(READY)} for name in added})
+    loaded = [ReplicaStatus("a", HealthState.UP, index)]
+    assert update_expected_models(m, added, without, 1) == m
+    found = check_expected(without, added, m)
     assert found.is_ready
     assert found.document["pending"] == {
-        "added": {"a": "UNAVAILABLE: not in this replica's repository"}
+        added_model.name: {"a": "UNAVAILABLE: not in this replica's repository"}
     }
-    assert update_required_models(m, added, loaded, 1) == added
-    assert update_required_models(m, added, loaded, 2) == added  # on all, if there are fewer
-    assert update_required_models(m, added, [*loaded, *without], 2) == m
-    found = check_readiness(without, added, added, 1, is_draining=False)
-    assert not found.is_ready
+    assert update_expected_models(m, added, loaded, 1) == added
+    assert update_expected_models(m, added, loaded, 2) == added  # on all, if there are fewer
+    assert update_expected_models(m, added, [*loaded, *without], 2) == m
+    found = check_expected(without, added, added)
+    assert found.is_ready == (not added_model.is_always_required)
     assert "pending" not in found.document
-    assert update_required_models(added, m, without, 1) == m
-    # Other versions of a model.
-    old = {"m": DeclaredModel("m", ("1",))}
-    new = {"m": DeclaredModel("m", ("2",))}
+    assert list(found.document["missing"]) == [added_model.name]
+    assert update_expected_models(added, m, without, 1) == m
+
+
+def test_other_versions_of_a_declared_model_are_expected_once_they_were_ready() -> None:
+    old, new = {"m": DeclaredModel("m", ("1",))}, {"m": DeclaredModel("m", ("2",))}
     only_old = [ReplicaStatus("a", HealthState.UP, versions_of(v1=READY))]
     both = [ReplicaStatus("a", HealthState.UP, versions_of(v1=READY, v2=READY))]
-    assert update_required_models(old, new, only_old, 1) == old
-    assert check_readiness(only_old, new, old, 1, is_draining=False).is_ready
-    assert not check_readiness([seen("a")], new, old, 1, is_draining=False).is_ready
-    assert update_required_models(old, new, both, 1) == new
+    assert update_expected_models(old, new, only_old, 1) == old
+    assert check_expected(only_old, new, old).is_ready
+    assert not check_expected([seen("a")], new, old).is_ready
+    assert update_expected_models(old, new, both, 1) == new
+
+
+def test_a_model_is_always_required_once_it_was_ready_and_until_the_mark_is_removed() -> None:
+    without, loaded = [seen("a", other=READY)], [seen("a", other=READY, m=READY)]
+    plain, marked = {"m": M, "other": OTHER}, {"m": REQUIRED_M, "other": OTHER}
+    assert update_expected_models(plain, marked, without, 1) == plain
+    assert update_expected_models(plain, marked, loaded, 1) == marked
+    assert update_expected_models(marked, plain, without, 1) == plain
 
 
 REPLICAS = st.lists(
@@ -992,7 +1067,9 @@ REPLICAS = st.lists(
 def test_readiness_is_explained_or_complete(
     replicas: list[ReplicaStatus], declared: dict[str, DeclaredModel], quorum: int, draining: bool
 ) -> None:
-    found = check_readiness(replicas, declared, declared, quorum, is_draining=draining)
+    found = check_readiness(
+        replicas, declared, declared, quorum, was_ready=False, is_draining=draining
+    )
     assert orjson.loads(orjson.dumps(found.document)) == found.document
     alive = [replica for replica in replicas if replica.state <= HealthState.EJECTED]
     reasons = not alive or "missing" in found.document or "draining" in found.document
