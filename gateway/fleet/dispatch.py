@@ -302,9 +302,9 @@ class Dispatcher:
     ) -> GatewayError:
         """Update what is known of the replica, and return the error for the client.
 
-        `DeadlinePassed` names the timeout of the request instead of that of the attempt. `UnknownModel` is
-        replaced with `ModelNotReady` if the model is in the repository but not loaded: Triton's message is
-        the same for both.
+        `DeadlinePassed` names the timeout of the request instead of that of the attempt. The indexes decide
+        between `UnknownModel` and `ModelNotReady`: Triton's messages are the same for a model that is not
+        loaded and one that is not in its repository, or was there once.
         """
         target = call.target
         pool, model, version = self._pool, target.model, target.version
@@ -314,9 +314,12 @@ class Dispatcher:
             if isinstance(error, DeadlinePassed) and not call.is_idempotent:
                 return DeadlinePassed(target.timeout_s)
             return error
-        if (
+        is_known = pool.has_model(model)
+        if isinstance(error, ModelNotReady) and not is_known:
+            error = target.not_found_error(model, version)
+        elif (
             isinstance(error, UnknownModel)
-            and pool.has_model(model)
+            and is_known
             and (not pool.is_ready(model) or pool.has_model(model, version))
         ):
             error = ModelNotReady(model, version)

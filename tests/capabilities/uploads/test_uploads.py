@@ -27,7 +27,7 @@ from onnx import TensorProto, helper
 
 from tests.support import network
 from tests.support.errors import assert_error
-from tests.support.fleet import Load, write_echo
+from tests.support.fleet import BODY, V2_BODY, Load, write_echo
 from tests.support.gateway_forks import run_gateway
 from tests.support.keys import ADMIN, bearer, entry, written
 from tests.support.measurements import assert_number
@@ -191,6 +191,9 @@ def test_versions_and_models_are_removed(place: FolderPlace) -> None:
     assert all(model["name"] != "gone" for model in place.client.get("/v1/models").json()["models"])
     again = place.client.delete("/v1/models/gone")
     assert_error(again, 404, "MODEL_NOT_FOUND", "'gone' is not found")
+    for path, body in (("/v1/models/gone/infer", BODY), ("/v2/models/gone/infer", V2_BODY)):
+        inference = place.client.post(path, json=body)
+        assert_error(inference, 404, "MODEL_NOT_FOUND", "'gone' is not found")
     assert hidden(place.repository) == []
 
 
