@@ -33,7 +33,7 @@ OWN_ENV := triton_repo_examples/own_env/python_env
 # The processes that the tests start would otherwise compile the gateway again and again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test test-long test-all test-unit durations mutants rerun-failed soak containers page check fmt
+.PHONY: help run test test-long test-all test-unit durations mutants rerun-failed soak chaos containers page check fmt
 .PHONY: clients bench bench-count bench-peers resnet50 manifests interface site dist workflows audit crds lock clean models examples
 
 help: ## List the commands
@@ -76,6 +76,10 @@ rerun-failed: $(VENV)/.dev ## Run the tests that failed in the last run again, a
 soak: $(VENV)/.dev models ## Run for an hour: measure faults, mutate bytes, send hostile requests
 	@TRITON_GATEWAY_COMPARE_NUMBERS=1 $(BIN)/python -m pytest -n 0 -s -m "soak or fault" --hypothesis-profile=random $(ARGS)
 	@$(BIN)/python -m tests.soak
+
+# The same seed gives the same choices; ARGS="--without upload,flush" leaves some out. Stops at the first violation.
+chaos: $(VENV)/.dev ## Kill, pause and change a fleet at random, and check every promise; SEED=1 STEPS=50
+	@$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 # Build and run the images without a registry or a cluster; reports missing tools.
 containers: $(VENV)/.dev ## Build and run the images without a registry

@@ -273,6 +273,49 @@ class Command:
         assert not faults, f"it failed:\n{self.output}"
 
 
+class GatewayProcess:
+    """A gateway that a test ends and starts again as it likes, always on the same port."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        (self.port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._environment = environment
+        self._command: Command | None = None
+        self._earlier_lines: list[str] = []
+
+    @property
+    def lines(self) -> list[str]:
+        """Everything that it has written, also before it was started again."""
+        return [*self._earlier_lines, *(self._command.lines if self._command else ())]
+
+    @property
+    def pid(self) -> int:
+        assert self._command is not None
+        return self._command.pid
+
+    def start(self) -> None:
+        self._command = Command("serve", "--port", str(self.port), environment=self._environment)
+        self._command.wait_for("serving")
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Without a word; nothing happens to one that has ended."""
+        if self._command is not None:
+            kill_server_of(self._command.process.pid)
+        self.stop()
+
+    def stop(self) -> None:
+        if self._command is not None:
+            command = self._command
+            self._command = None
+            try:
+                command.__exit__(None)
+            finally:
+                self._earlier_lines += command.lines
+
+
 @contextmanager
 def gateway(*urls: str, **settings: str) -> Iterator[tuple[httpx.Client, Command]]:
     """`triton-gateway serve` before these Tritons: a client of it, and the process."""

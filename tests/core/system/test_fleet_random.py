@@ -26,7 +26,7 @@ import pytest
 from tests.support.fleet import QUICK, V2_BODY, write_echo
 from tests.support.measurements import assert_number
 from tests.support.redis_server import RedisServer
-from tests.support.servers import Command, Triton, free_ports
+from tests.support.servers import GatewayProcess, Triton
 from tests.support.wait import TIMEOUT_S, wait_until
 
 SEED = os.environ.get("TRITON_GATEWAY_FLEET_SEED")
@@ -40,38 +40,11 @@ ABSENT = frozenset[str]()
 
 
 @dataclass
-class Gateway:
-    """A gateway that is killed and started again, always on the same port."""
-
-    url: str
-    environment: dict[str, str]
-    command: Command | None = None
-
-    def start(self) -> None:
-        port = self.url.rpartition(":")[2]
-        self.command = Command("serve", "--port", port, environment=self.environment)
-        self.command.wait_for("serving")
-
-    def signal(self, number: int) -> None:
-        assert self.command is not None
-        os.kill(self.command.pid, number)
-
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        self.stop()
-
-    def stop(self) -> None:
-        if self.command is not None:
-            command, self.command = self.command, None
-            command.__exit__(None)
-
-
-@dataclass
 class Fleet:
     repository: Path
     redis: RedisServer
     tritons: list[Triton]
-    gateways: list[Gateway]
+    gateways: list[GatewayProcess]
     # What was asked for last; the newest version is served of what is loaded.
     loaded: dict[str, bool] = field(default_factory=dict)
     newest: dict[str, int] = field(default_factory=dict)
@@ -85,7 +58,7 @@ class Fleet:
         shutil.copytree(folder / "1", folder / f".{self.newest[model]}")
         (folder / f".{self.newest[model]}").rename(folder / str(self.newest[model]))
 
-    def ask(self, gateway: Gateway, model: str, load: bool) -> bool:
+    def ask(self, gateway: GatewayProcess, model: str, load: bool) -> bool:
         """Load or unload; whether the answer says that it is done everywhere, or will be."""
         verb = "load" if load else "unload"
         with suppress(httpx.HTTPError, ValueError):
@@ -137,7 +110,7 @@ class Changes:
 class SteadyClient:
     """Asks for a model that nobody touches, by one gateway and, if that fails, once by the other."""
 
-    def __init__(self, gateways: list[Gateway]) -> None:
+    def __init__(self, gateways: list[GatewayProcess]) -> None:
         self.answered = 0
         self.failed: list[str] = []
         self._gateways = gateways
@@ -186,9 +159,7 @@ def fleet(folder: Path) -> Iterator[Fleet]:
             "GATEWAY_STATE": redis.url(),
             "GATEWAY_SHUTDOWN_S": "1",
         }
-        gateways = [
-            Gateway(f"http://127.0.0.1:{port}", dict(environment)) for port in free_ports(2)
-        ]
+        gateways = [GatewayProcess(environment) for _ in range(2)]
         for gateway in gateways:
             gateway.start()
             stack.callback(gateway.stop)
@@ -265,7 +236,7 @@ DISTURBANCES: tuple[Disturbance, ...] = (
 )
 
 
-def truth(gateway: Gateway) -> dict[str, Any]:
+def truth(gateway: GatewayProcess) -> dict[str, Any]:
     """What a gateway says of each model."""
     with suppress(httpx.HTTPError, KeyError):
         listed = httpx.get(f"{gateway.url}/v1/models", timeout=TIMEOUT_S).json()["models"]

@@ -1,0 +1,167 @@
+"""A run: steps of faults and changes, after each of which the fleet must become as acknowledged."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+from tests.chaos.actions import Action, Response, draw_step
+from tests.chaos.answers import RIVAL, Violation, describe, judge
+from tests.chaos.checks import find_differences, find_log_faults
+from tests.chaos.fleet import GATEWAYS, MODELS, Failure, Fleet, start_fleet
+from tests.chaos.world import LOADED, UNLOADED, Model, World, list_possible_worlds
+from tests.support.keys import ADMIN, bearer
+from tests.support.wait import TIMEOUT_S
+
+SETTLE_S: Final = 15.0  # from the end of a step until the fleet is as acknowledged
+GRACE_S: Final = 3.0  # after a fault, in which a request may fail
+HOLD_S: Final = 1.0  # in which the fleet must stay as it is
+LOOK_PAUSE_S: Final = 0.2
+TAIL_LINES: Final = 40
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """A fault, and when it ran."""
+
+    target: str
+    began: float
+    ended: float
+
+    def excuses(self, failure: Failure, grace_s: float) -> bool:
+        is_concerned = self.target.startswith("replica") or self.target == failure.gateway
+        is_late = failure.began > self.ended + grace_s
+        return is_concerned and not is_late and failure.ended >= self.began
+
+
+@dataclass
+class Run:
+    """The steps so far. `patience` multiplies the times, for a machine that is busy."""
+
+    fleet: Fleet
+    pool: ThreadPoolExecutor
+    patience: float
+    world: World
+    slowest_s: float = 0.0
+    _last_targets: list[str] = field(default_factory=list)
+    _interruptions: list[Interruption] = field(default_factory=list)
+
+    def take_step(self, actions: Sequence[Action]) -> str:
+        """Return what happened. Raises `Violation`."""
+        began = time.monotonic()
+        running = [self.pool.submit(act, self.fleet, action) for action in actions]
+        responses = [each.result() for each in running]
+        self.fleet.start_killed()
+        targets = [action.target for action in actions if action.target]
+        ended = time.monotonic()
+        self._interruptions += [Interruption(target, began, ended) for target in targets]
+        happened = "; ".join(map(describe, actions, responses))
+        try:
+            settled_s = self.settle(self._find_worlds(actions, responses))
+            self._check_background()
+            if lines := find_log_faults(self.fleet):
+                raise Violation("in a log: " + "; ".join(lines))
+        except Violation as exc:
+            raise Violation(f"{happened}\n{exc}") from None
+        self._last_targets = targets
+        self.slowest_s = max(self.slowest_s, settled_s)
+        return f"{happened}: settled in {settled_s:.1f} s"
+
+    def _find_worlds(
+        self, actions: Sequence[Action], responses: Sequence[Response | None]
+    ) -> list[World]:
+        """Return the worlds that are possible after the answers. Raises `Violation`."""
+        models = [action.model for action in actions if action.model]
+        causes = [action.target for action in actions] + self._last_targets
+        causes += [RIVAL] * (len(set(models)) < len(models))
+        answers = [
+            judge(action, response, causes)
+            for action, response in zip(actions, responses, strict=True)
+            if action.effect is not None
+        ]
+        worlds = list_possible_worlds(self.world, answers)
+        if not worlds:
+            raise Violation(f"the answers do not follow from {self.world}")
+        return worlds
+
+    def settle(self, possible: Sequence[World]) -> float:
+        """Wait until the fleet is in one of these worlds, and stays so; return the seconds until it was."""
+        began = time.monotonic()
+        since: float | None = None
+        while since is None or time.monotonic() - since < HOLD_S:
+            now = time.monotonic()
+            differences: list[list[str]] = []
+            for world in possible:
+                differences.append(find_differences(self.fleet, world))
+                if not differences[-1]:
+                    self.world = world
+                    since = now if since is None else since
+                    break
+            else:
+                since = None
+                if now - began > SETTLE_S * self.patience:
+                    nearest: list[str] = min(differences, key=len)
+                    sentences = "\n".join(nearest)
+                    raise Violation(f"not settled after {now - began:.0f} s:\n{sentences}")
+            time.sleep(LOOK_PAUSE_S)
+        return since - began
+
+    def _check_background(self) -> None:
+        grace_s = GRACE_S * self.patience
+        for failure in list(self.fleet.background.failures):
+            if not any(each.excuses(failure, grace_s) for each in self._interruptions):
+                took_s = failure.ended - failure.began
+                raise Violation(
+                    f"an inference through {failure.gateway} failed outside of a fault, after "
+                    f"{took_s:.1f} s: {failure.reason}"
+                )
+
+
+def act(fleet: Fleet, action: Action) -> Response | None:
+    time.sleep(action.delay_s)
+    return action.run(fleet)
+
+
+def start_models(fleet: Fleet) -> World:
+    """Load the first of the models that change, and unload the others; return the first world."""
+    models: dict[str, Model] = {}
+    for name in MODELS:
+        verb, wish = ("unload", UNLOADED) if models else ("load", LOADED)
+        url = f"{fleet.gateways[GATEWAYS[0]].url}/v2/repository/models/{name}/{verb}"
+        httpx.post(url, headers=bearer(ADMIN), timeout=TIMEOUT_S).raise_for_status()
+        models[name] = Model(wish, {1: 0})
+    return World(models)
+
+
+def run(
+    folder: Path,
+    seed: int,
+    steps: int,
+    *,
+    excluded: Collection[str] = (),
+    patience: float = 1.0,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Raises `Violation` after the first step that breaks a rule."""
+    # The pool is left after the fleet, whose end ends what it waits for.
+    with ThreadPoolExecutor(2) as pool, start_fleet(folder) as fleet:
+        run = Run(fleet, pool, patience, start_models(fleet))
+        run.settle([run.world])
+        for number in range(1, steps + 1):
+            try:
+                happened = run.take_step(draw_step(seed, number, excluded))
+            except Violation as exc:
+                for name, gateway in fleet.gateways.items():
+                    say("\n  ".join([f"the last lines of {name}:", *gateway.lines[-TAIL_LINES:]]))
+                raise Violation(f"SEED={seed} step {number}: {exc}") from None
+            say(f"step {number}: {happened}")
+        counts = " and ".join(
+            f"{count} through {at}" for at, count in fleet.background.answered.items()
+        )
+        say(f"the slowest step settled in {run.slowest_s:.1f} s; inferences answered: {counts}")

@@ -1,0 +1,171 @@
+"""The fleet as the gateways acknowledged it, as values: what each change makes of it, and which fleets are
+possible after changes of which some overlapped or were not answered. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from itertools import permutations
+
+LOADED, UNLOADED, NO_WISH = "loaded", "unloaded", ""  # as in `GET /v1/models`
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that changes: its desired state, the number that each version adds, and its labels."""
+
+    wish: str = NO_WISH
+    versions: Mapping[int, int] = field(default_factory=dict)
+    labels: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def served(self) -> Mapping[int, int]:
+        return self.versions if self.wish == LOADED else {}
+
+
+@dataclass(frozen=True)
+class World:
+    models: Mapping[str, Model]
+    is_cordoned: bool = False  # replica 0
+    has_extra_model: bool = False  # in the models file
+    has_extra_key: bool = False  # in the keys file
+
+
+@dataclass(frozen=True)
+class Details:
+    """What the seed chose for a change; each change uses some of it."""
+
+    model: str
+    version: int
+    label: str
+    number: int
+
+
+# The world after a change, or the code of the error with which a gateway must refuse it.
+Effect = Callable[[World, Details], "World | str"]
+ModelEffect = Callable[[Model, Details], "Model | str"]
+
+
+def of_model(effect: ModelEffect) -> Effect:
+    """Apply an effect to the model of a change."""
+
+    def apply(world: World, details: Details) -> World | str:
+        model = effect(world.models[details.model], details)
+        if isinstance(model, str):
+            return model
+        return replace(world, models={**world.models, details.model: model})
+
+    return apply
+
+
+@of_model
+def load(model: Model, _: Details) -> Model | str:
+    return replace(model, wish=LOADED) if model.versions else "MODEL_NOT_FOUND"
+
+
+@of_model
+def unload(model: Model, _: Details) -> Model | str:
+    return replace(model, wish=UNLOADED) if model.versions else "MODEL_NOT_FOUND"
+
+
+@of_model
+def upload(model: Model, details: Details) -> Model:
+    """As the next version."""
+    version = max(model.versions, default=0) + 1
+    return replace(model, wish=LOADED, versions={**model.versions, version: details.number})
+
+
+@of_model
+def upload_version(model: Model, details: Details) -> Model:
+    return replace(model, wish=LOADED, versions={**model.versions, details.version: details.number})
+
+
+@of_model
+def upload_broken(model: Model, _: Details) -> str:
+    return "LOAD_FAILED"
+
+
+@of_model
+def delete(model: Model, _: Details) -> Model | str:
+    return Model() if model.versions else "MODEL_NOT_FOUND"
+
+
+@of_model
+def delete_version(model: Model, details: Details) -> Model | str:
+    if details.version not in model.versions:
+        return "MODEL_NOT_FOUND"
+    left = {key: number for key, number in model.versions.items() if key != details.version}
+    return replace(model, versions=left) if left else "CONFLICT"
+
+
+@of_model
+def set_label(model: Model, details: Details) -> Model | str:
+    if details.version not in model.served:
+        return "VERSION_NOT_READY" if model.versions else "MODEL_NOT_FOUND"
+    return replace(model, labels={**model.labels, details.label: details.version})
+
+
+@of_model
+def delete_label(model: Model, details: Details) -> Model | str:
+    if details.label not in model.labels:
+        return "LABEL_NOT_FOUND" if model.versions else "MODEL_NOT_FOUND"
+    left = {key: version for key, version in model.labels.items() if key != details.label}
+    return replace(model, labels=left)
+
+
+def cordon(world: World, _: Details) -> World:
+    return replace(world, is_cordoned=True)
+
+
+def uncordon(world: World, _: Details) -> World:
+    return replace(world, is_cordoned=False)
+
+
+def keep(world: World, _: Details) -> World:
+    return world
+
+
+class Outcome(Enum):
+    done = auto()  # acknowledged
+    partly_done = auto()  # acknowledged as well: the gateways finish it
+    refused = auto()  # must not be applied
+    unknown = auto()  # no answer: either is right
+
+
+# An effect with its details.
+WorldEffect = Callable[[World], "World | str"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is known of a change. A refusal that a fault or another change explains is excused."""
+
+    effect: WorldEffect
+    outcome: Outcome
+    code: str = ""
+    is_excused: bool = False
+    partial_effect: WorldEffect | None = None  # right as well, if it is partly done
+
+    def list_next_worlds(self, world: World) -> list[World]:
+        """Return the worlds that are possible if this change came next; none if it was not answered so."""
+        after = self.effect(world)
+        if self.outcome is Outcome.refused:
+            return [world] if self.is_excused or after == self.code else []
+        found = [after]
+        if self.outcome is Outcome.unknown:
+            found.append(world)
+        if self.outcome is Outcome.partly_done and self.partial_effect is not None:
+            found.append(self.partial_effect(world))
+        return [each for each in found if isinstance(each, World)]
+
+
+def list_possible_worlds(before: World, answers: Sequence[Answer]) -> list[World]:
+    """Return the worlds after these changes in any order; none if no order explains all answers."""
+    possible: list[World] = []
+    for order in permutations(answers):
+        worlds = [before]
+        for answer in order:
+            worlds = [after for world in worlds for after in answer.list_next_worlds(world)]
+        possible += [world for world in worlds if world not in possible]
+    return possible

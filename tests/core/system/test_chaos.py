@@ -1,0 +1,19 @@
+"""A few steps of `make chaos`: a real fleet that is disturbed and changed at random keeps its promises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.run import run
+
+SEED, STEPS = 1, 12
+PATIENCE = 4.0  # other tests run meanwhile
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_fleet_is_as_acknowledged_after_random_faults_and_changes(tmp_path: Path) -> None:
+    """Takes long: each step waits until the fleet has settled."""
+    run(tmp_path, SEED, STEPS, patience=PATIENCE)
