@@ -36,7 +36,7 @@ from tests.support.keys import ADMIN, bearer
 from tests.support.wait import TIMEOUT_S
 
 FILES, DISK = "files", "gateway disk"
-VERSIONS, LABELS = (1, 2, 3), ("stable", "canary")
+VERSIONS, LABELS = (1, 2), ("stable", "canary")
 BROKEN_NUMBER: Final = -1
 Response = httpx.Response | httpx.HTTPError
 
@@ -227,7 +227,7 @@ CHANGES: Final[list[Row]] = [
     call("delete", "DELETE", MODEL, world.delete, partial_effect=world.unload),
     call("delete", "DELETE", VERSION, world.delete_version),
     call(
-        "label",
+        "put label",
         "PUT",
         LABEL,
         world.set_label,
@@ -259,4 +259,4 @@ def draw_step(seed: int, number: int, excluded: Collection[str] = ()) -> list[Ac
         areas = [each.area for each in actions if each.area]
         is_excluded = any(word in each.text for word in excluded for each in actions)
         if len(areas) == len(set(areas)) and not is_excluded:
-            return [replace(each, delay_s=round(draw.uniform(0, 0.5), 2)) for each in actions]
+            return [replace(each, delay_s=round(draw.uniform(0, 0.3), 2)) for each in actions]
