@@ -155,6 +155,7 @@ def check_objects(made: Manifests) -> None:
     [
         ({"gatway": {}}, UNKNOWN),
         ({"triton": {"gpus": 1}}, UNKNOWN),
+        ({"models": [{"name": "a", "required": "yes"}]}, "value must be 'always'"),
         ({"triton": {"gpu": {"count": "one"}}}, "got string, want integer"),
         ({"gateway": {"image": {"tag": "latest"}}}, "'not' failed"),
         ({"gateway": {"settings": {"GATEWAY_LOG_LEVEL": 3}}}, "want string"),

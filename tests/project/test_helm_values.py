@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gateway.fleet.models_file import parse_models_file
 from gateway.keys import read_keys_file
 from tests.support.gateway_forks import run_gateway
 from tests.support.helm import CHART, EXAMPLES, Values, render_chart
@@ -51,6 +52,20 @@ def test_triton_reads_a_bucket_with_a_secret_or_a_cloud_identity(kind: str) -> N
     made = render_triton(repository=repository, serviceAccountAnnotations=annotations)
     assert "envFrom" not in triton(made)
     assert made.get("ServiceAccount", "triton")["metadata"]["annotations"] == annotations
+
+
+def test_a_model_with_a_mark_is_declared_with_it_and_loaded_by_its_name() -> None:
+    models = ["text_ensemble", {"name": "ensemble", "required": "always"}]
+    made = render_chart({"models": models})
+    text = made.get("ConfigMap", "triton-gateway-models")["data"]["models.yaml"]
+    declared = parse_models_file(text)
+    assert declared.keys() == {"ensemble", "text_ensemble"}
+    assert declared["ensemble"].is_always_required
+    names = ["text_ensemble", "ensemble"]
+    container = triton(made)
+    loaded = [word for word in container["args"] if word.startswith("--load-model=")]
+    assert loaded == [f"--load-model={name}" for name in names]
+    assert container["readinessProbe"]["exec"]["command"][-2:] == names
 
 
 def test_triton_reads_a_folder_of_a_claim() -> None:

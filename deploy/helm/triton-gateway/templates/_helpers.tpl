@@ -21,6 +21,11 @@ helm.sh/chart: {{ $root.Chart.Name }}-{{ $root.Chart.Version | replace "+" "_" }
 {{- end -}}
 {{- end -}}
 
+{{/* Name of an item of `models`. */}}
+{{- define "triton-gateway.modelName" -}}
+{{ if kindIs "map" . }}{{ .name }}{{ else }}{{ . }}{{ end }}
+{{- end -}}
+
 {{- define "triton-gateway.confined" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
