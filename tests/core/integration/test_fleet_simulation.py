@@ -512,7 +512,7 @@ async def test_load_that_a_gateway_did_not_finish_is_finished_by_the_next(tmp_pa
                     and not following.outdated_replicas("m")
                 )
             )
-            assert not following.loader.load_errors
+            assert not following.loader.list_errors()
 
 
 @pytest.mark.long
@@ -654,7 +654,7 @@ async def test_unload_of_a_model_in_no_repository_forgets_it(tmp_path: Path) -> 
         await repository.load("m", {})
         for fake in fakes:
             del fake.models["m"]
-        await wait_until_async(lambda: "m" in repository.loader.load_errors)
+        await wait_until_async(lambda: "m" in repository.loader.list_errors())
         report = (await repository.unload("m", {})).to_dict()
         assert report["state"] == "UNAVAILABLE"
         assert len(report["replicas"]) == 2
@@ -754,7 +754,7 @@ async def test_declared_model_that_cannot_be_loaded_is_tried_with_backoff(
             assert all(
                 pause_s >= INITIAL_BACKOFF_S * 2**number for number, pause_s in enumerate(pauses_s)
             )
-        assert "failed to poll" in repository.loader.load_errors["nowhere"]
+        assert "failed to poll" in repository.loader.list_errors()["nowhere"]
         await infer(pool)
 
 

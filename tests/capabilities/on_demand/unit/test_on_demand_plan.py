@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 from collections.abc import Iterable
 
 import pytest
@@ -200,7 +201,7 @@ def test_facts_of_a_model_are_read_from_its_config_or_unknown() -> None:
     for wrong in ("-1", "many", "1e9", "9" * 99, "٣"):
         config = {"parameters": {"gateway.memory_mb": {"string_value": wrong}}}
         assert parse_model_facts(config).memory_mb is None
-    for invalid in (
+    documents: tuple[Any, ...] = (
         {},
         None,
         [1],
@@ -208,8 +209,9 @@ def test_facts_of_a_model_are_read_from_its_config_or_unknown() -> None:
         {"parameters": {"gateway.memory_mb": [1]}},
         {"ensemble_scheduling": {"step": 1}},
         {"ensemble_scheduling": {"step": [1]}},
-    ):
-        assert parse_model_facts(invalid) == ModelFacts()
+    )
+    for document in documents:
+        assert parse_model_facts(document) == ModelFacts()
 
 
 def test_ensemble_of_ensembles_has_the_parts_of_both() -> None:
