@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given
