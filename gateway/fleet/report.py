@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ class Outcome:
 
     state: str
     error: GatewayError | None = None
+    is_in_progress: bool = False  # the replica still loads or unloads the model after the deadline
 
     def to_dict(self) -> dict[str, str]:
         document = {"state": self.state}
@@ -48,12 +49,16 @@ class OperationReport:
         return next((each for each in errors if isinstance(each, ModelControlModeConflict)), None)
 
     @property
+    def answers(self) -> list[GatewayError]:
+        """The errors of replicas that were reached, and said why they do not do it."""
+        return [each for each in self.errors.values() if not isinstance(each, TRANSPORT_ERRORS)]
+
+    @property
     def is_refused(self) -> bool:
-        """Return whether the operation failed on every replica, and retries are pointless."""
-        errors = self.errors
-        all_reached = not any(isinstance(error, TRANSPORT_ERRORS) for error in errors.values())
-        is_final = all_reached or self.control_mode_error is not None
-        return len(errors) == len(self.outcomes) and is_final
+        """Return whether no replica has done it. What may still be done after the deadline is not refused."""
+        outcomes = self.outcomes.values()
+        is_in_progress = any(each.is_in_progress for each in outcomes) and not self.answers
+        return len(self.errors) == len(outcomes) and not is_in_progress
 
     def to_dict(self) -> dict[str, Any]:
         failed = [outcome.state for outcome in self.outcomes.values() if outcome.error is not None]
@@ -64,20 +69,24 @@ class OperationReport:
         return {"model": self.model, "state": state, "replicas": replicas}
 
     def build_error(self) -> GatewayError:
-        errors = self.errors
-        if self.is_refused:
-            error = self.control_mode_error or self._combine_errors(list(errors.values()))
-        else:
-            error = PartialFailure(self)
+        error = self._build_refusal() if self.is_refused else PartialFailure(self)
         error.report = self.to_dict()
         return error
 
-    def _combine_errors(self, errors: Sequence[GatewayError]) -> GatewayError:
-        first = errors[0]
-        if all(type(error) is type(first) for error in errors):
-            return first
-        failures = (error for error in errors if isinstance(error, LoadFailed))
-        return next(failures, None) or LoadFailed(self.model, first.detail, self.action)
+    def _build_refusal(self) -> GatewayError:
+        """Return the error that says most: of a replica that was reached, and about the model itself."""
+        answers = self.answers
+        if self.control_mode_error is not None:
+            return self.control_mode_error
+        if answers:
+            return next((each for each in answers if isinstance(each, LoadFailed)), answers[0])
+        address, first = next(iter(self.errors.items()))
+        refusal = copy(first)
+        refusal.detail = (
+            f"model {quote_text(self.model)} is {self.action}ed on 0 of {len(self.errors)} replicas, and "
+            f"nothing is changed; error on {address}: {first.detail}"
+        )
+        return refusal
 
 
 class PartialFailure(BadUpstream):

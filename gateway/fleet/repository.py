@@ -20,6 +20,7 @@ from gateway.admission import AdmissionQueue
 from gateway.errors import (
     ChangeInProgress,
     Conflict,
+    DeadlinePassed,
     GatewayError,
     UnknownModel,
     UnknownModelToLoad,
@@ -284,7 +285,7 @@ class Repository:
     async def _conclude(
         self, report: OperationReport, before: DesiredModel | None, revision: int
     ) -> OperationReport:
-        """Revert the desired state if every replica refused. Raises the report's error."""
+        """Restore the desired state if no replica has done it. Raises the report's error."""
         if report.is_refused:
             with suppress(ChangeInProgress):  # a later change stays
                 await self._set_desired_model(report.model, before, revision)
@@ -321,8 +322,11 @@ class Repository:
         except GatewayError as exc:
             state = replica.index.model_state(action.model).state
             is_reachable = self._pool.is_reachable(replica) and self._pool.is_responsive(replica)
+            is_changing = is_reachable and replica.index.is_changing(action.model)
             report.outcomes[replica.name] = Outcome(
-                state if is_reachable else REPLICA_UNREACHABLE, exc
+                state if is_reachable else REPLICA_UNREACHABLE,
+                exc,
+                is_in_progress=is_changing and isinstance(exc, DeadlinePassed),
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -71,6 +71,38 @@ class Place:
         assert answer.status_code == 200, answer.text
         values: list[float] = answer.json()["outputs"]["Y"]
         return values
+
+
+@dataclass
+class FolderPlace(Place):
+    """A repository in a folder."""
+
+    repository: Path
+
+    def versions(self, model: str) -> list[str]:
+        found = (self.repository / model).iterdir()
+        return sorted(path.name for path in found if path.is_dir())
+
+
+@contextmanager
+def folder_place(folder: Path, **more: str) -> Iterator[FolderPlace]:
+    repository = folder / "models"
+    repository.mkdir()
+    settings = {
+        "repository": f"file://{repository}",
+        "model_uploads": "artifacts",
+        "state": f"file://{folder}/state.json",
+        "poll_interval_s": "0.1",
+        "connect_timeout_s": "10",
+        **more,
+    }
+    with ExitStack() as stack:
+        tritons = [stack.enter_context(triton_of(repository)) for _ in range(2)]
+        for triton in tritons:
+            triton.wait()
+        urls = [triton.options.url for triton in tritons]
+        client, command = stack.enter_context(gateway(*urls, **settings))
+        yield FolderPlace(tritons, client, command, settings, repository)
 
 
 def triton_of(repository: Path | str) -> Triton:

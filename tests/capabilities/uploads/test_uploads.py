@@ -16,7 +16,6 @@ import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +30,17 @@ from tests.support.fleet import BODY, V2_BODY, Load, write_echo
 from tests.support.gateway_forks import run_gateway
 from tests.support.keys import ADMIN, bearer, entry, written
 from tests.support.measurements import assert_number
-from tests.support.servers import Command, gateway, gateway_before
+from tests.support.servers import Command, gateway_before
 from tests.support.uploads import (
     FIRST,
     MIB,
     SECOND,
     UNKNOWN_OPERATOR,
-    Place,
+    FolderPlace,
     adding,
+    folder_place,
     listed_states,
     padded,
-    triton_of,
 )
 from tests.support.wait import TIMEOUT_S, wait_until
 
@@ -54,36 +53,10 @@ def hidden(repository: Path) -> list[str]:
     return [name for name in names if not name.endswith("lock")]
 
 
-@dataclass
-class FolderPlace(Place):
-    """A repository in a folder."""
-
-    repository: Path
-
-    def versions(self, model: str) -> list[str]:
-        found = (self.repository / model).iterdir()
-        return sorted(path.name for path in found if path.is_dir())
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderPlace]:
-    folder = tmp_path_factory.mktemp("uploads")
-    repository = folder / "models"
-    repository.mkdir()
-    settings = {
-        "repository": f"file://{repository}",
-        "model_uploads": "artifacts",
-        "state": f"file://{folder}/state.json",
-        "poll_interval_s": "0.1",
-        "connect_timeout_s": "10",
-    }
-    with ExitStack() as stack:
-        tritons = [stack.enter_context(triton_of(repository)) for _ in range(2)]
-        for triton in tritons:
-            triton.wait()
-        urls = [triton.options.url for triton in tritons]
-        client, command = stack.enter_context(gateway(*urls, **settings))
-        yield FolderPlace(tritons, client, command, settings, repository)
+    with folder_place(tmp_path_factory.mktemp("uploads")) as place:
+        yield place
 
 
 def test_one_curl_serves_a_model_and_the_next_its_next_version(

@@ -10,9 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.errors import ModelControlModeConflict
+from gateway.errors import DeadlinePassed, ModelControlModeConflict
 from gateway.fleet.report import OperationReport, Outcome
 from gateway.http_client.connection import RequestNotSent
+from gateway.triton.error_mapping import LoadFailed
 from tests.support.fleet import write_echo
 from tests.support.up import Up
 from tests.support.wait import TIMEOUT_S, wait_until
@@ -136,6 +137,8 @@ def test_mode_none_takes_no_calls_either(tmp_path: Path) -> None:
 DOWN = Outcome("UNREACHABLE", RequestNotSent("it refuses"))
 MODE = Outcome("READY", ModelControlModeConflict())
 DONE = Outcome("READY")
+BROKEN = Outcome("UNAVAILABLE", LoadFailed("echo", "the weights are damaged"))
+SLOW = Outcome("LOADING", DeadlinePassed(300), is_in_progress=True)
 
 
 @pytest.mark.parametrize(
@@ -144,10 +147,14 @@ DONE = Outcome("READY")
         ((MODE, MODE), True, "MODEL_CONTROL_MODE"),
         ((DOWN, MODE), True, "MODEL_CONTROL_MODE"),
         ((DONE, MODE), False, "PARTLY_DONE"),
-        ((DOWN, DOWN), False, "PARTLY_DONE"),
+        ((DONE, BROKEN), False, "PARTLY_DONE"),
+        ((DOWN, BROKEN), True, "LOAD_FAILED"),
+        ((SLOW, BROKEN), True, "LOAD_FAILED"),
+        ((DOWN, SLOW), False, "PARTLY_DONE"),
+        ((DOWN, DOWN), True, "UNAVAILABLE"),
     ],
 )
-def test_the_mode_of_one_speaks_for_those_that_could_not_be_asked(
+def test_an_operation_that_no_replica_has_done_is_refused_with_the_answer_of_one(
     outcomes: tuple[Outcome, ...], refused: bool, code: str
 ) -> None:
     report = OperationReport("echo", True, len(outcomes), dict(zip("ab", outcomes, strict=True)))

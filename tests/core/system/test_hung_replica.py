@@ -69,3 +69,16 @@ def test_an_unload_reaches_the_others_at_once_and_the_replica_that_hung_later(
     assert response.json()["replicas"][hung]["state"] == "UNREACHABLE"
     fleet.tritons[0].signal(signal.SIGCONT)
     assert wait_until(lambda: set(fleet.states("other").values()) == {"UNAVAILABLE"}) <= 15
+
+
+@pytest.mark.fault("a replica accepts connections and never answers, while models")
+def test_a_load_that_the_others_refuse_is_not_repeated_when_the_replica_goes_on(
+    fleet: Fleet, hung: str
+) -> None:
+    fleet.write_model("damaged", trouble="damaged")
+    refused = measure(fleet.load("damaged"), 9)
+    assert (refused.status_code, refused.json()["code"]) == (422, "LOAD_FAILED"), refused.text
+    assert refused.json()["replicas"][hung]["state"] == "UNREACHABLE"
+    models = fleet.client.get("/v1/models").json()["models"]
+    (damaged,) = (model for model in models if model["name"] == "damaged")
+    assert "wished" not in damaged
