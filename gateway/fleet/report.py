@@ -34,6 +34,7 @@ class OperationReport:
     is_load: bool
     replica_count: int
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    is_desired: bool = True  # so that the reconciler completes what was done on some replicas only
 
     @property
     def action(self) -> str:
@@ -95,7 +96,8 @@ class PartialFailure(BadUpstream):
     def __init__(self, report: OperationReport) -> None:
         errors, count = report.errors, len(report.outcomes)
         address, error = next(iter(errors.items()))
+        advice = "the gateway keeps retrying" if report.is_desired else "repeat the call"
         super().__init__(
             f"model {quote_text(report.model)} is {report.action}ed on {count - len(errors)} of {count} "
-            f"replicas; the gateway keeps retrying; error on {address}: {error.detail}"
+            f"replicas; {advice}; error on {address}: {error.detail}"
         )

@@ -159,3 +159,14 @@ def test_an_operation_that_no_replica_has_done_is_refused_with_the_answer_of_one
 ) -> None:
     report = OperationReport("echo", True, len(outcomes), dict(zip("ab", outcomes, strict=True)))
     assert (report.is_refused, report.build_error().code) == (refused, code)
+
+
+@pytest.mark.parametrize(
+    ("is_desired", "advice"), [(True, "the gateway keeps retrying"), (False, "repeat the call")]
+)
+def test_partial_failure_promises_retries_only_of_what_is_desired(
+    is_desired: bool, advice: str
+) -> None:
+    outcomes = {"a": Outcome("UNAVAILABLE"), "b": DOWN}
+    report = OperationReport("echo", False, 2, outcomes, is_desired=is_desired)
+    assert f"unloaded on 1 of 2 replicas; {advice}; " in report.build_error().detail
