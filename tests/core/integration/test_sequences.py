@@ -1,4 +1,4 @@
-"""All requests of a sequence go to the replica that has its state, or are told that it is lost."""
+"""All requests of a sequence go to the replica that has its state, or get an error if it is lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ V1, V2 = f"/v1/models/{COUNTING.name}/infer", f"/v2/models/{COUNTING.name}/infer
 ONE = np.array([[1]], np.int32)
 
 
-# Which replica.
+# The choice of a replica.
 
 
 class Named(NamedTuple):
@@ -41,7 +41,7 @@ def named(*names: str) -> list[Named]:
 
 
 class Table:
-    """The table before replicas that come and go, with a clock that is set by hand."""
+    """A router of replicas that join and leave, with a clock that is set by hand."""
 
     def __init__(self, *names: str, most: int = 1000) -> None:
         self.now = 0.0
@@ -58,14 +58,16 @@ class Table:
         return chosen
 
 
-def test_tables_that_know_nothing_of_each_other_choose_alike_and_evenly() -> None:
+def test_routers_without_shared_state_choose_the_same_replicas_evenly() -> None:
     one, other = Table("a", "b", "c"), Table("c", "a", "b")
     chosen = [one.start(number) for number in range(900)]
     assert [other.go_on(number) for number in range(900)] == chosen
     assert min(Counter(chosen).values()) > 200
+    # A number and a text are two sequences.
+    assert [one.start(n) for n in range(20)] != [one.start(str(n)) for n in range(20)]
 
 
-def test_a_replica_that_joins_takes_a_share_of_those_that_start_and_none_that_run() -> None:
+def test_replica_that_joins_takes_no_running_sequence() -> None:
     table = Table("a", "b", "c")
     before = [table.start(number) for number in range(400)]
     table.replicas += named("d")
@@ -76,7 +78,7 @@ def test_a_replica_that_joins_takes_a_share_of_those_that_start_and_none_that_ru
     assert 50 < len(moved) < 150
 
 
-def test_a_sequence_whose_replica_is_gone_is_not_running_until_it_starts_again() -> None:
+def test_sequence_whose_replica_left_must_start_again() -> None:
     table = Table("a", "b")
     lost = table.start(7)
     (kept,) = table.replicas = [each for each in table.replicas if each.name != lost]
@@ -90,7 +92,7 @@ def test_a_sequence_whose_replica_is_gone_is_not_running_until_it_starts_again()
     assert table.go_on(7) == kept.name
 
 
-def test_what_ends_is_idle_or_too_many_is_forgotten() -> None:
+def test_sequences_that_ended_are_idle_or_too_many_are_forgotten() -> None:
     table = Table("a", "b", most=10)
     table.start(1)
     table.go_on(1, end=True)
@@ -106,35 +108,21 @@ def test_what_ends_is_idle_or_too_many_is_forgotten() -> None:
     assert len(table.sequences) == 10
 
 
-def test_a_number_and_a_text_are_two_sequences() -> None:
-    table = Table(*"abcdefgh")
-    assert [table.start(n) for n in range(20)] != [table.start(str(n)) for n in range(20)]
+# Names of steps.
 
 
-# How it is named.
-
-
-@pytest.mark.parametrize(
-    ("parameters", "step"),
-    [
+def test_parameters_name_the_step_of_a_sequence_or_are_refused() -> None:
+    steps: list[tuple[dict[str, Any], SequenceStep | None]] = [
         ({}, None),
         ({"sequence_id": 0}, None),
         ({"priority": 1}, None),
         ({"sequence_id": 7}, SequenceStep(7)),
-        (
-            {"sequence_id": 2**64 - 1, "sequence_start": True},
-            SequenceStep(2**64 - 1, is_start=True),
-        ),
+        ({"sequence_id": 2**64 - 1, "sequence_start": True}, SequenceStep(2**64 - 1, is_start=True)),
         ({"sequence_id": "é", "sequence_end": True}, SequenceStep("é", is_end=True)),
-    ],
-)
-def test_parameters_name_a_step(parameters: dict[str, Any], step: SequenceStep | None) -> None:
-    assert parse_sequence_parameters(parameters) == step
-
-
-@pytest.mark.parametrize(
-    "parameters",
-    [
+    ]  # fmt: skip
+    for parameters, step in steps:
+        assert parse_sequence_parameters(parameters) == step
+    invalid: list[dict[str, Any]] = [
         {"sequence_id": -1},
         {"sequence_id": 2**64},
         {"sequence_id": 1.0},
@@ -144,40 +132,29 @@ def test_parameters_name_a_step(parameters: dict[str, Any], step: SequenceStep |
         {"sequence_id": 7, "sequence_end": "yes"},
         {"sequence_start": True},
         {"sequence_id": "", "sequence_end": True},
-    ],
-)
-def test_parameters_that_name_none_are_refused(parameters: dict[str, Any]) -> None:
-    with pytest.raises(InputMismatch, match="sequence"):
-        parse_sequence_parameters(parameters)
+    ]
+    for parameters in invalid:
+        with pytest.raises(InputMismatch, match="sequence"):
+            parse_sequence_parameters(parameters)
 
 
-@pytest.mark.parametrize(
-    ("headers", "step"),
-    [
-        ((None, None), None),
-        (("7", None), SequenceStep(7)),
-        (("7", "start"), SequenceStep(7, is_start=True)),
-        (("a-b", " END ,"), SequenceStep("a-b", is_end=True)),
-        ((str(2**64 - 1), "start, end"), SequenceStep(2**64 - 1, is_start=True, is_end=True)),
-    ],
-)
-def test_headers_name_a_step(
-    headers: tuple[str | None, str | None], step: SequenceStep | None
-) -> None:
-    assert parse_sequence_headers(*headers) == step
+def test_headers_name_the_step_of_a_sequence_or_are_refused() -> None:
+    steps: list[tuple[str | None, str | None, SequenceStep | None]] = [
+        (None, None, None),
+        ("7", None, SequenceStep(7)),
+        ("7", "start", SequenceStep(7, is_start=True)),
+        ("a-b", " END ,", SequenceStep("a-b", is_end=True)),
+        (str(2**64 - 1), "start, end", SequenceStep(2**64 - 1, is_start=True, is_end=True)),
+    ]
+    for sequence_id, flags, step in steps:
+        assert parse_sequence_headers(sequence_id, flags) == step
+    ids = ("", "0", str(2**64), "x" * 129, "1" * 5000, "\xe9", "a\tb")
+    for headers in ((None, "start"), ("7", "begin"), *((each, None) for each in ids)):
+        with pytest.raises(MalformedRequest, match="X-Sequence"):
+            parse_sequence_headers(*headers)
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [(None, "start"), ("", None), ("0", None), (str(2**64), None), ("x" * 129, None),
-     ("1" * 5000, None), ("\xe9", None), ("a\tb", None), ("7", "begin")],
-)  # fmt: skip
-def test_headers_that_name_none_are_refused(headers: tuple[str | None, str | None]) -> None:
-    with pytest.raises(MalformedRequest, match="X-Sequence"):
-        parse_sequence_headers(*headers)
-
-
-# Before real replicas.
+# Real replicas.
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +196,7 @@ def on_how_many(client: httpx.Client) -> int:
     )
 
 
-class Seen(NamedTuple):
+class Count(NamedTuple):
     """The count of a sequence, and the process that keeps it; or why there is none."""
 
     status: int
@@ -228,16 +205,16 @@ class Seen(NamedTuple):
     code: str = ""
 
 
-def seen(answer: httpx.Response) -> Seen:
+def read_count(answer: httpx.Response) -> Count:
     if answer.status_code != 200:
-        return Seen(answer.status_code, code=answer.json()["code"])
+        return Count(answer.status_code, code=answer.json()["code"])
     text = answer.text
     if text.startswith("id:"):
         text = text.split("data: ", 1)[1].split("\n")[0]
     outputs = json.loads(text)["outputs"]
     if isinstance(outputs, list):
         outputs = {output["name"]: output["data"] for output in outputs}
-    return Seen(200, *(np.ravel(outputs[name])[0].item() for name in ("COUNT", "PROCESS")))
+    return Count(200, *(np.ravel(outputs[name])[0].item() for name in ("COUNT", "PROCESS")))
 
 
 def parameters(step: SequenceStep) -> dict[str, Any]:
@@ -247,8 +224,8 @@ def parameters(step: SequenceStep) -> dict[str, Any]:
 
 def headers(step: SequenceStep) -> dict[str, str]:
     flags = [flag for flag in ("start", "end") if getattr(step, f"is_{flag}")]
-    said = {"X-Sequence-ID": str(step.sequence_id)}
-    return {**said, "X-Sequence": ", ".join(flags)} if flags else said
+    named = {"X-Sequence-ID": str(step.sequence_id)}
+    return {**named, "X-Sequence": ", ".join(flags)} if flags else named
 
 
 def tensor(*, binary: bool) -> triton_http.InferInput:
@@ -258,7 +235,7 @@ def tensor(*, binary: bool) -> triton_http.InferInput:
 
 
 def passed(step: SequenceStep, *, binary: bool) -> dict[str, Any]:
-    """As Triton's own client says it."""
+    """Build a request as Triton's own client does."""
     body, length = triton_http.InferenceServerClient.generate_request_body(
         [tensor(binary=binary)],
         outputs=[
@@ -294,39 +271,35 @@ WAYS: dict[str, Callable[[SequenceStep], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def ask(client: httpx.Client, step: SequenceStep, way: str = "parameters") -> Seen:
-    return seen(client.post(**WAYS[way](step)))
+def ask(client: httpx.Client, step: SequenceStep, way: str = "parameters") -> Count:
+    return read_count(client.post(**WAYS[way](step)))
 
 
-def test_fifty_sequences_that_mingle_keep_their_counts_and_their_replica(
+async def test_concurrent_sequences_keep_their_counts_and_their_replica(
     client: httpx.Client,
 ) -> None:
-    drawn, ways = random.Random(7), itertools.cycle(WAYS)
+    drawn = random.Random(7)
+    ways = itertools.cycle(WAYS)
     steps = 6
 
-    async def one(across: httpx.AsyncClient, sequence_id: int | str) -> list[Seen]:
-        found = []
+    async def run(across: httpx.AsyncClient, sequence_id: int | str) -> list[Count]:
+        counts = []
         for number in range(steps):
             step = SequenceStep(sequence_id, is_start=number == 0, is_end=number == steps - 1)
-            found.append(seen(await across.post(**WAYS[next(ways)](step))))
+            counts.append(read_count(await across.post(**WAYS[next(ways)](step))))
             await asyncio.sleep(drawn.random() / 50)
-        return found
+        return counts
 
-    async def all_of_them() -> list[list[Seen]]:
-        ids = [*range(1, 26), *(f"speaker {number}" for number in range(25))]
-        async with httpx.AsyncClient(base_url=client.base_url, timeout=TIMEOUT_S) as across:
-            return await asyncio.gather(*(one(across, each) for each in ids))
-
-    found = asyncio.run(all_of_them())
-    for told in found:
-        assert [each.number for each in told] == list(range(1, steps + 1)), told
-        assert len({each.process for each in told}) == 1
-    shares = Counter(told[0].process for told in found)
-    print(shares)
-    assert len(shares) == 2
+    ids = [*range(1, 26), *(f"speaker {number}" for number in range(25))]
+    async with httpx.AsyncClient(base_url=client.base_url, timeout=TIMEOUT_S) as across:
+        sequences = await asyncio.gather(*(run(across, each) for each in ids))
+    for counts in sequences:
+        assert [each.number for each in counts] == list(range(1, steps + 1)), counts
+        assert len({each.process for each in counts}) == 1
+    assert len({counts[0].process for counts in sequences}) == 2
 
 
-def send_padded(client: httpx.Client, step: SequenceStep, size: int, **options: Any) -> Seen:
+def send_padded(client: httpx.Client, step: SequenceStep, size: int, **options: Any) -> Count:
     """Send JSON of about so many bytes, of which the sequence is the last, in two pieces."""
     document = {
         "inputs": [{"name": "X", "shape": [1, 1], "datatype": "INT32", "data": [1]}],
@@ -339,48 +312,41 @@ def send_padded(client: httpx.Client, step: SequenceStep, size: int, **options: 
         time.sleep(0.02)
         yield body[-40:]
 
-    return seen(client.post(V2, content=pieces(), **options))
+    return read_count(client.post(V2, content=pieces(), **options))
 
 
-@pytest.mark.parametrize("size", [10_000, 90_000, 120_000])
-def test_a_sequence_is_found_wherever_the_json_names_it(client: httpx.Client, size: int) -> None:
-    steps = [SequenceStep(f"long {size}", is_start=number == 0) for number in range(8)]
-    found = [send_padded(client, step, size) for step in steps]
-    assert [each.number for each in found] == list(range(1, 9)), found
-    assert len({each.process for each in found}) == 1
-
-
-def test_a_step_too_large_to_be_searched_must_name_its_sequence_in_a_header(
-    client: httpx.Client,
-) -> None:
+def test_sequence_is_found_anywhere_in_the_json_up_to_its_limit(client: httpx.Client) -> None:
+    for size in (10_000, 90_000, 120_000):
+        steps = [SequenceStep(f"long {size}", is_start=number == 0) for number in range(8)]
+        counts = [send_padded(client, step, size) for step in steps]
+        assert [each.number for each in counts] == list(range(1, 9)), counts
+        assert len({each.process for each in counts}) == 1
+    # A larger body must name its sequence in a header.
     step = SequenceStep("too long", is_start=True, is_end=True)
-    assert send_padded(client, step, 200_000) == Seen(422, code="DOES_NOT_FIT_MODEL")
+    assert send_padded(client, step, 200_000) == Count(422, code="DOES_NOT_FIT_MODEL")
     assert send_padded(client, step, 200_000, headers=headers(step)).number == 1
 
 
-def test_another_gateway_goes_on_with_what_this_one_began(
-    client: httpx.Client, urls: list[str]
-) -> None:
+def test_another_gateway_continues_the_sequences(client: httpx.Client, urls: list[str]) -> None:
     ids = [f"call {number}" for number in range(12)]
-    begun = [ask(client, SequenceStep(each, is_start=True)) for each in ids]
+    started = [ask(client, SequenceStep(each, is_start=True)) for each in ids]
     with gateway_before(*reversed(urls), connect_timeout_s="10") as other:
         wait_until(lambda: on_how_many(other) == 2)
         for way in ("parameters", "passed on, both"):
-            gone_on = [ask(other, SequenceStep(each), way) for each in ids]
-            assert [each.process for each in gone_on] == [each.process for each in begun]
-    assert {each.number for each in gone_on} == {3}
+            continued = [ask(other, SequenceStep(each), way) for each in ids]
+            assert [each.process for each in continued] == [each.process for each in started]
+    assert {each.number for each in continued} == {3}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_was_never_started_or_has_ended_is_said(client: httpx.Client, way: str) -> None:
-    assert ask(client, SequenceStep(f"unheard of {way}"), way) == Seen(
-        409, code="SEQUENCE_NOT_RUNNING"
-    )
-    assert ask(client, SequenceStep(way, is_start=True, is_end=True), way).number == 1
-    assert ask(client, SequenceStep(way), way) == Seen(409, code="SEQUENCE_NOT_RUNNING")
+def test_sequence_that_is_not_running_is_409_however_it_is_named(client: httpx.Client) -> None:
+    not_running = Count(409, code="SEQUENCE_NOT_RUNNING")
+    for way in WAYS:
+        assert ask(client, SequenceStep(f"unheard of {way}"), way) == not_running
+        assert ask(client, SequenceStep(way, is_start=True, is_end=True), way).number == 1
+        assert ask(client, SequenceStep(way), way) == not_running
 
 
-def test_a_replica_that_joins_takes_no_sequence_that_runs_and_one_that_dies_ends_its_own(
+def test_sequences_stay_when_a_replica_joins_and_end_when_theirs_dies(
     client: httpx.Client, tritons: list[Triton]
 ) -> None:
     ids = [f"visit {number}" for number in range(24)]
@@ -395,7 +361,7 @@ def test_a_replica_that_joins_takes_no_sequence_that_runs_and_one_that_dies_ends
         # It saw none of them start: the new replica would draw a share of them.
         ways = itertools.cycle(["parameters", "a stream", "passed on, JSON", "passed on, both"])
         assert {each: ask(other, SequenceStep(each), next(ways)).process for each in ids} == before
-        assert ask(other, SequenceStep("unheard of"), "headers") == Seen(
+        assert ask(other, SequenceStep("unheard of"), "headers") == Count(
             409, code="SEQUENCE_NOT_RUNNING"
         )
     after = {each: ask(client, SequenceStep(f"new {each}", is_start=True)).process for each in ids}
@@ -404,48 +370,34 @@ def test_a_replica_that_joins_takes_no_sequence_that_runs_and_one_that_dies_ends
     tritons[2].kill()
     wait_until(lambda: on_how_many(client) == 2)
     for each in ids:
-        told = ask(client, SequenceStep(f"new {each}"))
+        count = ask(client, SequenceStep(f"new {each}"))
         if after[each] == joined:
-            assert told == Seen(409, code="SEQUENCE_NOT_RUNNING")
+            assert count == Count(409, code="SEQUENCE_NOT_RUNNING")
             assert ask(client, SequenceStep(f"new {each}", is_start=True)).number == 1
             assert ask(client, SequenceStep(f"new {each}")).number == 2
         else:
-            assert told == Seen(200, 2, after[each])
+            assert count == Count(200, 2, after[each])
     assert {each: ask(client, SequenceStep(each)).process for each in ids} == before
 
 
-@pytest.mark.parametrize(
-    ("request_", "status"),
-    [
-        ({"json": {"inputs": [1]}, "headers": {"X-Sequence": "start"}}, 400),
-        ({"json": {"inputs": [1]}, "headers": {"X-Sequence-ID": "0"}}, 400),
-        ({"json": {"inputs": [1], "parameters": {"sequence_id": -1}}}, 422),
-        (
-            {
-                "json": {"inputs": [1], "parameters": {"sequence_id": 5}},
-                "headers": {"X-Sequence-ID": "5"},
-            },
-            400,
-        ),
-        (
-            {
-                "json": {"inputs": [1] * 9},
-                "headers": {"X-Sequence-ID": "5", "X-Sequence": "start"},
-            },
-            422,
-        ),
-    ],
-    ids=["no id", "zero", "negative", "named twice", "cut"],
-)
-def test_what_names_no_step_is_refused(
-    client: httpx.Client, request_: dict[str, Any], status: int
+def test_request_that_names_no_valid_step_is_refused(
+    client: httpx.Client, subtests: pytest.Subtests
 ) -> None:
-    answer = client.post(V1, **request_)
-    assert answer.status_code == status
-    assert "equence" in answer.json()["error"]
-
-
-def test_what_is_passed_on_is_refused_for_its_headers_alone(client: httpx.Client) -> None:
-    request = passed(SequenceStep(7, is_start=True), binary=True)
-    answer = client.post(**request | {"headers": {**request["headers"], "X-Sequence": "start"}})
-    assert (answer.status_code, answer.json()["code"]) == (400, "MALFORMED_REQUEST")
+    named = {"inputs": [1], "parameters": {"sequence_id": 5}}
+    start = {"X-Sequence-ID": "5", "X-Sequence": "start"}
+    one = {"inputs": [1]}
+    passed_on = passed(SequenceStep(7, is_start=True), binary=True)
+    passed_on["headers"]["X-Sequence"] = "start"
+    requests: dict[str, tuple[dict[str, Any], int]] = {
+        "no id": ({"url": V1, "json": one, "headers": {"X-Sequence": "start"}}, 400),
+        "zero": ({"url": V1, "json": one, "headers": {"X-Sequence-ID": "0"}}, 400),
+        "negative": ({"url": V1, "json": {**named, "parameters": {"sequence_id": -1}}}, 422),
+        "named twice": ({"url": V1, "json": named, "headers": {"X-Sequence-ID": "5"}}, 400),
+        "split": ({"url": V1, "json": {"inputs": [1] * 9}, "headers": start}, 422),
+        "passed on without an id": (passed_on, 400),
+    }
+    for name, (request, status) in requests.items():
+        with subtests.test(name):
+            answer = client.post(**request)
+            assert answer.status_code == status
+            assert "equence" in answer.json()["error"]

@@ -1,4 +1,4 @@
-"""A model's answers as they are made, through gRPC, on a real tritonserver."""
+"""Streams of a model's responses as they are made, through gRPC, on a real tritonserver."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import psutil
 import pytest
-import tritonclient.grpc as triton_grpc
 
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.model_zoo.zoo import AS_WRITTEN, Zoo
@@ -68,7 +66,7 @@ def streaming(
 
 
 def parse_events(text: str) -> list[tuple[str, str, Any]]:
-    """The events: name, id, data."""
+    """Return the name, id and data of each event."""
     found = []
     for event in text.split("\n\n")[:-1]:
         fields = dict(line.split(": ", 1) for line in event.split("\n"))
@@ -89,27 +87,22 @@ def request_of(body: object) -> bytes:
 
 
 class Notes:
-    """What the model has written down, since these notes were made."""
+    """What the model has written since this was created."""
 
     def __init__(self, folder: Path) -> None:
-        self._started, self._cancelled = (
-            folder / "ticking" / name for name in ("started", "cancelled")
-        )
+        self._started = folder / "ticking" / "begun"
+        self._cancelled = folder / "ticking" / "cancelled"
         for note in (self._started, self._cancelled):
             note.unlink(missing_ok=True)
 
-    def started(self) -> bool:
+    def has_started(self) -> bool:
         return self._started.exists()
 
-    def cancelled(self) -> bool:
+    def is_cancelled(self) -> bool:
         return self._cancelled.exists() and self._cancelled.read_text().endswith("\n")
 
-    @property
-    def cancelled_at(self) -> float:
-        return float(self._cancelled.read_text().split()[1])
 
-
-def test_what_a_decoupled_model_says_of_itself_works_as_pasted(client: httpx.Client) -> None:
+def test_examples_of_a_decoupled_model_work_as_pasted(client: httpx.Client) -> None:
     described = client.get("/v1/models/ticking").json()
     line = shlex.split(described["curl"])
     pasted = subprocess.run(line, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
@@ -120,7 +113,7 @@ def test_what_a_decoupled_model_says_of_itself_works_as_pasted(client: httpx.Cli
     assert "'NUMBER'" in printed.stdout
 
 
-def test_each_answer_is_an_event_as_it_is_made(client: httpx.Client) -> None:
+def test_each_response_is_an_event_as_soon_as_it_is_made(client: httpx.Client) -> None:
     for pause_s in lengthening(0.05):
         arrived_at, text = [], ""
         with streaming(client, ticks(5, pause_s)) as answer:
@@ -144,40 +137,14 @@ def test_each_answer_is_an_event_as_it_is_made(client: httpx.Client) -> None:
     raise AssertionError("no event arrived before the next one was made")
 
 
-def test_the_same_as_lines(client: httpx.Client) -> None:
+def test_each_response_is_a_line_if_the_client_accepts_ndjson(client: httpx.Client) -> None:
     with streaming(client, ticks(3), LINES) as answer:
         assert answer.headers["content-type"].startswith(LINES)
         lines = [json.loads(line) for line in answer.iter_lines()]
     assert [line["outputs"]["NUMBER"] for line in lines] == [[0], [1], [2]]
 
 
-def test_the_first_event_is_as_from_triton_itself(
-    client: httpx.Client, zoo_triton: EmbeddedTriton
-) -> None:
-    with streaming(client, ticks(1)) as answer:
-        pieces = answer.iter_text()
-        ((_, _, data),) = parse_events(next(pieces))
-        assert "end" in "".join(pieces)  # whoever leaves at the very end races with it in Triton
-    assert data["outputs"]["NUMBER"] == first_of(zoo_triton).as_numpy("NUMBER").tolist()
-
-
-def first_of(triton: EmbeddedTriton) -> triton_grpc.InferResult:
-    """The first response that Triton's own client has."""
-    arrived: list[triton_grpc.InferResult] = []
-    inputs = []
-    for name, kind, value in (("COUNT", "INT32", np.int32(1)), ("SECONDS", "FP32", np.float32(0))):
-        tensor = triton_grpc.InferInput(name, [1], kind)
-        inputs.append(tensor.set_data_from_numpy(np.array([value])))
-    with triton_grpc.InferenceServerClient(f"127.0.0.1:{triton.options.grpc_port}") as direct:
-        direct.is_server_live()
-        direct.start_stream(lambda result, error: arrived.append(result))
-        direct.async_stream_infer("ticking", inputs)
-        wait_until(lambda: arrived)
-        direct.stop_stream()
-    return arrived[0]
-
-
-def test_a_failure_in_the_middle_is_an_event_and_the_end_follows(client: httpx.Client) -> None:
+def test_error_after_responses_is_an_event_before_the_end(client: httpx.Client) -> None:
     with streaming(client, ticks(-2)) as answer:
         events = parse_events(answer.read().decode())
     assert [name for name, _, _ in events] == ["", "", "error", "end"]
@@ -191,26 +158,30 @@ def test_a_failure_in_the_middle_is_an_event_and_the_end_follows(client: httpx.C
     assert [line.get("code", "") for line in lines] == ["", "", "MODEL_FAULT"]
 
 
-@pytest.mark.parametrize(
-    ("model", "body", "status", "code"),
-    [
-        ("failing", {"inputs": {"X": [1.5]}}, 500, "MODEL_FAULT"),
-        ("none", ticks(1), 404, "MODEL_NOT_FOUND"),
-        ("ticking", {"inputs": {"COUNT": [1]}}, 422, "DOES_NOT_FIT_MODEL"),
-        ("ticking", {"inputs": {"COUNT": ["x"], "SECONDS": [1]}}, 422, "DOES_NOT_FIT_MODEL"),
-        ("ticking", "nonsense", 400, "MALFORMED_REQUEST"),
-    ],
-)
-@pytest.mark.parametrize("accept", [EVENTS, LINES])
-def test_what_fails_before_the_first_answer_is_an_answer_like_any_other(
-    client: httpx.Client, model: str, body: object, status: int, code: str, accept: str
+def test_error_before_the_first_response_is_no_stream(
+    client: httpx.Client, subtests: pytest.Subtests
 ) -> None:
-    with streaming(client, body, accept, f"/v1/models/{model}/infer") as answer:
-        answer.read()
-    assert (answer.status_code, answer.json()["code"]) == (status, code)
+    wrong = {"inputs": {"COUNT": ["x"], "SECONDS": [1]}}
+    incomplete = {"inputs": {"COUNT": [1]}}
+    too_many = {"inputs": {"SECONDS": [0] * 100}}
+    table: list[tuple[str, object, int, str, str]] = [
+        ("failing", {"inputs": {"X": [1.5]}}, 500, "MODEL_FAULT", "boom"),
+        ("none", ticks(1), 404, "MODEL_NOT_FOUND", "none"),
+        ("ticking", incomplete, 422, "DOES_NOT_FIT_MODEL", "SECONDS"),
+        ("ticking", wrong, 422, "DOES_NOT_FIT_MODEL", "COUNT"),
+        ("ticking", "nonsense", 400, "MALFORMED_REQUEST", ""),
+        ("sleeping", too_many, 422, "DOES_NOT_FIT_MODEL", "at most"),
+    ]
+    for accept in (EVENTS, LINES):
+        for model, body, status, code, words in table:
+            with subtests.test(f"{model} {code} {accept}"):
+                with streaming(client, body, accept, f"/v1/models/{model}/infer") as answer:
+                    answer.read()
+                assert (answer.status_code, answer.json()["code"]) == (status, code)
+                assert words in answer.json()["error"]
 
 
-def test_any_model_may_be_streamed(client: httpx.Client) -> None:
+def test_model_with_one_response_is_streamed(client: httpx.Client) -> None:
     path = "/v1/models/single_BYTES/infer"
     with client.stream(
         "POST", path, content="a text", headers={"Accept": EVENTS, "Content-Type": "text/plain"}
@@ -221,50 +192,36 @@ def test_any_model_may_be_streamed(client: httpx.Client) -> None:
     ]  # fmt: skip
 
 
-def test_a_batch_that_the_model_does_not_take_at_once_is_not_streamed(client: httpx.Client) -> None:
-    body = {"inputs": {"SECONDS": [0] * 100}}
-    with streaming(client, body, path="/v1/models/sleeping/infer") as answer:
-        answer.read()
-    assert answer.status_code == 422
-    assert "at most" in answer.json()["error"]
-
-
-@pytest.mark.parametrize(
-    "path", [PATH, "/v2/models/ticking/infer"], ids=["friendly", "passed through"]
-)
-def test_who_does_not_stream_a_model_that_answers_several_times_is_told_how(
-    client: httpx.Client, path: str
+def test_decoupled_model_without_a_stream_is_422_with_the_header_to_send(
+    client: httpx.Client,
 ) -> None:
     inputs = [
         {"name": "COUNT", "shape": [1], "datatype": "INT32", "data": [1]},
         {"name": "SECONDS", "shape": [1], "datatype": "FP32", "data": [0]},
     ]
-    answer = client.post(path, json={"inputs": inputs} if "v2" in path else ticks(1))
-    assert answer.status_code == 422
-    assert "Accept: text/event-stream" in answer.json()["error"]
+    for path, body in ((PATH, ticks(1)), ("/v2/models/ticking/infer", {"inputs": inputs})):
+        answer = client.post(path, json=body)
+        assert answer.status_code == 422
+        assert "Accept: text/event-stream" in answer.json()["error"]
 
 
 @pytest.mark.fault("a client disconnects")
-@pytest.mark.parametrize("started", [True, False], ids=["in the middle", "before the first"])
-def test_who_leaves_cancels_the_inference(
-    client: httpx.Client, folder: Path, started: bool
+@pytest.mark.parametrize("has_started", [True, False], ids=["in the middle", "before the first"])
+def test_client_that_disconnects_cancels_the_stream(
+    client: httpx.Client, folder: Path, has_started: bool
 ) -> None:
     notes = Notes(folder)
     with socket.create_connection(address_of(client), TIMEOUT_S) as connection:
-        connection.sendall(request_of(ticks(300, 0.1 if started else 0.5)))
-        if started:
+        connection.sendall(request_of(ticks(300, 0.1 if has_started else 0.5)))
+        if has_started:
             assert connection.recv(10)
         else:
-            wait_until(notes.started)
-        left = time.time()
-    wait_until(notes.cancelled)  # which is so only of one that is not at its end
-    print(f"seen by the model after {notes.cancelled_at - left:.2f} s")
+            wait_until(notes.has_started)
+    wait_until(notes.is_cancelled)  # which is so only of a stream that did not end
     wait_until(lambda: in_flight(client) == 0)
 
 
-def test_a_deadline_is_for_each_answer_and_cancels_when_it_passes(
-    client: httpx.Client, folder: Path
-) -> None:
+def test_deadline_applies_to_each_response_and_cancels(client: httpx.Client, folder: Path) -> None:
     for pause_s in lengthening(0.1):  # all of it takes longer than the deadline
         headers = {"X-Request-Timeout": str(3 * pause_s)}
         with streaming(client, ticks(4, pause_s), **headers) as answer:
@@ -279,34 +236,28 @@ def test_a_deadline_is_for_each_answer_and_cancels_when_it_passes(
         with streaming(client, ticks(4, 5 * deadline_s), **headers) as answer:
             answer.read()
         assert (answer.status_code, answer.json()["code"]) == (504, "DEADLINE_PASSED")
-        if notes.started():  # in time, on this machine
+        if notes.has_started():  # in time, on this machine
             break
-    wait_until(notes.cancelled)
+    wait_until(notes.is_cancelled)
 
 
-def test_a_hundred_streams_of_a_hundred_events_lose_mix_and_turn_nothing(
-    client: httpx.Client,
-) -> None:
-    async def one(across: httpx.AsyncClient) -> list[Any]:
-        headers = {"Accept": EVENTS}
-        answer = await across.post(PATH, json=ticks(100), headers=headers)
-        identity = answer.headers["x-request-id"]
+async def test_concurrent_streams_keep_their_events_and_their_order(client: httpx.Client) -> None:
+    async def run(across: httpx.AsyncClient) -> list[Any]:
+        answer = await across.post(PATH, json=ticks(100), headers={"Accept": EVENTS})
         events = parse_events(answer.text)
-        assert {data["id"] for _, _, data in events[:-1]} == {identity}
+        assert {data["id"] for _, _, data in events[:-1]} == {answer.headers["x-request-id"]}
         assert events[-1][0] == "end"
         return [data["outputs"]["NUMBER"][0] for _, _, data in events[:-1]]
 
-    async def all_of_them() -> list[list[Any]]:
-        limits = httpx.Limits(max_connections=100)
-        url = str(client.base_url)
-        async with httpx.AsyncClient(base_url=url, limits=limits, timeout=TIMEOUT_S) as across:
-            return await asyncio.gather(*(one(across) for _ in range(100)))
-
-    assert asyncio.run(all_of_them()) == [list(range(100))] * 100
+    limits = httpx.Limits(max_connections=100)
+    url = str(client.base_url)
+    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=TIMEOUT_S) as across:
+        streams = await asyncio.gather(*(run(across) for _ in range(100)))
+    assert streams == [list(range(100))] * 100
 
 
 @pytest.mark.long
-def test_a_reader_that_sleeps_holds_the_stream_back_and_not_the_memory(
+def test_client_that_does_not_read_pauses_the_stream(
     served: tuple[httpx.Client, Command],
 ) -> None:
     """Takes as long as Triton's and gRPC's windows take to fill, which is some seconds."""
@@ -323,26 +274,11 @@ def test_a_reader_that_sleeps_holds_the_stream_back_and_not_the_memory(
             time.sleep(0.1)
             grown.append((process.memory_info().rss - before) / 2**20)
             spent.append(sum(process.cpu_times()[:2]))
-    print(f"grown by {max(grown):.1f} MiB")
     assert max(grown) < 16
     wait_until(lambda: in_flight(client) == 0)
 
 
-@pytest.mark.parametrize("accept", [EVENTS, LINES])
-def test_a_stream_that_has_ended_holds_no_place(zoo_triton: EmbeddedTriton, accept: str) -> None:
-    with gateway_before(zoo_triton.options.url, max_model_inflight="1", max_queue="0") as client:
-        Zoo(client, AS_WRITTEN).load("ticking")
-
-        def is_served() -> bool:
-            with streaming(client, ticks(1), accept) as answer:
-                answer.read()
-            return answer.status_code == 200
-
-        for _ in range(3):
-            wait_until(is_served)
-
-
-def test_without_grpc_it_is_said_and_the_replica_goes_on_serving(
+def test_stream_without_grpc_is_an_error_and_the_replica_stays_up(
     zoo_triton: EmbeddedTriton,
 ) -> None:
     (closed,) = free_ports(1)
@@ -361,7 +297,7 @@ def test_without_grpc_it_is_said_and_the_replica_goes_on_serving(
         assert client.get("/readyz").status_code == 200
 
 
-def test_no_connection_is_left_that_a_stopping_triton_would_wait_for(
+def test_stream_leaves_no_connection_to_triton(
     served: tuple[httpx.Client, Command], zoo_triton: EmbeddedTriton
 ) -> None:
     client, command = served
