@@ -183,12 +183,20 @@ def call(
     return draw_call
 
 
-def pack_model(number: int) -> Mapping[str, Any]:
+def pack_model(details: Details) -> Mapping[str, Any]:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         archive.writestr("config.pbtxt", ADDING_CONFIG)
-        archive.writestr("1/model.py", format_source(number))
+        archive.writestr("1/model.py", format_source(details.number))
     return {"content": packed.getvalue()}
+
+
+def pack_broken_model(details: Details) -> Mapping[str, Any]:
+    return pack_model(replace(details, number=BROKEN_NUMBER))
+
+
+def write_label(details: Details) -> Mapping[str, Any]:
+    return {"json": {"version": str(details.version)}}
 
 
 def edit(write: Callable[..., None], what: str) -> Row:
@@ -219,20 +227,14 @@ CHANGES: Final[list[Row]] = [
     call("load", "POST", LOAD, world.load),
     call("staged load", "POST", LOAD, world.load, lambda _: STAGED),
     call("unload", "POST", UNLOAD, world.unload),
-    call("upload", "PUT", MODEL, world.upload, lambda each: pack_model(each.number)),
-    call("upload", "PUT", VERSION, world.upload_version, lambda each: pack_model(each.number)),
-    call("broken upload", "PUT", MODEL, world.upload_broken, lambda _: pack_model(BROKEN_NUMBER)),
-    call("broken upload", "PUT", VERSION, world.upload_broken, lambda _: pack_model(BROKEN_NUMBER)),
+    # Twice, so that the models are there more often than not.
+    *[call("upload", "PUT", MODEL, world.upload, pack_model)] * 2,
+    *[call("upload", "PUT", VERSION, world.upload_version, pack_model)] * 2,
+    call("broken upload", "PUT", VERSION, world.upload_broken, pack_broken_model),
     # Partly done, a deletion unloads the model, and the files may stay.
     call("delete", "DELETE", MODEL, world.delete, partial_effect=world.unload),
     call("delete", "DELETE", VERSION, world.delete_version),
-    call(
-        "put label",
-        "PUT",
-        LABEL,
-        world.set_label,
-        lambda each: {"json": {"version": str(each.version)}},
-    ),
+    call("put label", "PUT", LABEL, world.set_label, write_label),
     call("delete label", "DELETE", LABEL, world.delete_label),
     call("cordon", "POST", CORDON, world.cordon, models=("",)),
     call("uncordon", "POST", UNCORDON, world.uncordon, models=("",)),
