@@ -48,7 +48,7 @@ class Model:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.path = f"/v1/models/{name}"
-        self._starts = folder / name / "begun"
+        self._starts = folder / name / "started"
         self._ends = folder / name / "ends"
         for note in (self._starts, self._ends):
             note.unlink(missing_ok=True)

@@ -90,7 +90,7 @@ class Notes:
     """What the model has written since this was created."""
 
     def __init__(self, folder: Path) -> None:
-        self._started = folder / "ticking" / "begun"
+        self._started = folder / "ticking" / "started"
         self._cancelled = folder / "ticking" / "cancelled"
         for note in (self._started, self._cancelled):
             note.unlink(missing_ok=True)

@@ -288,6 +288,12 @@ def test_the_headers_of_a_tar_file_are_bounded() -> None:
         contents(data, ".tar.gz", max_entries=1_000)
 
 
+def test_a_zip_file_whose_content_was_changed_is_refused(tmp_path: Path) -> None:
+    data = zipped({"1/labels.txt": b"cat\ndog"}, zipfile.ZIP_STORED)
+    with pytest.raises(InvalidModelFile, match="size or checksum of an entry is wrong"):
+        stored(tmp_path, data.replace(b"dog", b"dig"), ".zip")
+
+
 @pytest.mark.parametrize("kind", ["zip", "tar.gz", "tar"])
 @given(place=st.integers(0, 1 << 30), value=st.integers(0, 255), cut=st.booleans())
 def test_a_damaged_archive_is_read_or_refused_with_a_sentence(
