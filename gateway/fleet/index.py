@@ -92,11 +92,11 @@ class Index:
     def _model_states(self) -> Mapping[str, VersionState]:
         return {name: find_best_state(versions.values()) for name, versions in self.models.items()}
 
-    def is_loading(self, model: str) -> bool:
-        return any(version.state == LOADING for version in self.models.get(model, {}).values())
-
     def is_changing(self, model: str) -> bool:
         return model in self.changing_models
+
+    def is_loading(self, model: str) -> bool:
+        return any(version.state == LOADING for version in self.models.get(model, {}).values())
 
     def is_unloaded(self, model: str) -> bool:
         versions = self.models.get(model, {})

@@ -218,15 +218,22 @@ class ModelLoader:
         await self._send_action(replica, action)
         await self._wait_for_index(replica, action)
 
+    def is_loading(self, replica: Replica, model: str) -> bool:
+        """Return whether the replica loads the model, by its index or by what gateways have begun.
+
+        While Triton loads a version again that is ready, its index does not show it.
+        """
+        load = self._state.loads.get(replica.name, {}).get(model, "")
+        is_begun = is_in_progress(load) and self._state.store.is_available
+        return is_begun or replica.index.is_loading(model)
+
     async def _wait_for_load(self, replica: Replica, action: ModelAction) -> None:
         """Wait until no load of the model is in progress: some Tritons do not survive an unload then."""
         model = action.model
         with anyio.move_on_after(self._load_timeout_s):
             while True:
                 await self._state.refresh_loads()
-                load = self._state.loads.get(replica.name, {}).get(model, "")
-                is_started = is_in_progress(load) and self._state.store.is_available
-                if not is_started and not replica.index.is_loading(model):
+                if not self.is_loading(replica, model):
                     return
                 await asyncio.sleep(ACTION_POLL_S)
                 await self._pool.monitor.probe(replica)

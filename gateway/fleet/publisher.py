@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -52,11 +52,14 @@ class ModelPublisher:
         return await self._tasks.run_audited("upload", model, work)
 
     async def remove_model(self, model: str, is_visible: VisibilityCheck) -> None:
-        """Unload a model from every replica, and remove its files. Raises `UnknownModel`."""
+        """Unload a model from every replica, and remove its files. Raises `UnknownModel` or `Conflict`."""
         await self._tasks.run_audited("removal", model, self._remove_model(model, is_visible))
 
     async def remove_version(self, model: str, version: int) -> None:
-        """Remove a version, and reload the model. Raises `UnknownModel`, or `Conflict` for the last one."""
+        """Remove a version, and reload the model.
+
+        Raises `UnknownModel`, or `Conflict` for the last one and while the model is being loaded.
+        """
         await self._tasks.run_audited("removal", model, self._remove_version(model, version))
 
     async def _recover(self) -> None:
@@ -102,7 +105,10 @@ class ModelPublisher:
             existing = await files.run(files.list_versions, model)
             upload = built.assign_version(version, max(existing, default=0) + 1)
             await files.run(files.check_upload, upload)
-            change = await files.run(files.install, model, upload)
+            async with AsyncExitStack() as stack:
+                if not upload.versions.keys().isdisjoint(existing):
+                    await stack.enter_async_context(self._repository.pause_loads(model))
+                change = await files.run(files.install, model, upload)
             await self._apply(model, change, load=load)
             return upload
 
@@ -115,21 +121,31 @@ class ModelPublisher:
             await self.files.run(change.commit)
             raise
         except GatewayError:
-            await self.files.run(change.revert)
+            await self._revert(model, change)
             raise
         except BaseException:
             change.revert()  # in place: a cancelled task cannot wait
             raise
         await self.files.run(change.commit)
 
+    async def _revert(self, model: str, change: ModelChange) -> None:
+        """Revert a change that no replica could load; one that came back may be loading it now."""
+        async with AsyncExitStack() as stack:
+            with suppress(Conflict):
+                await stack.enter_async_context(self._repository.pause_loads(model))
+            await self.files.run(change.revert)
+
     async def _remove_model(self, model: str, is_visible: VisibilityCheck) -> None:
         files = self.files
         async with self._lock_model(model):
             if not await files.run(files.has_model, model):
                 raise UnknownModel(model)
+            async with self._repository.pause_loads(model):
+                pass  # before anything is changed: a load may take longer than the wait
             with suppress(UnknownModel):  # the Tritons do not know it
                 await self._repository.unload(model, {}, is_visible)
-            await files.run(files.remove_model, model)
+            async with self._repository.pause_loads(model):
+                await files.run(files.remove_model, model)
             await self._repository.forget(model)
             with suppress(GatewayError):
                 await self._repository.read_indexes()  # without the model
@@ -144,5 +160,6 @@ class ModelPublisher:
                 raise Conflict(
                     f"version {version} is the only one of model {quote_text(model)}; remove the model"
                 )
-            change = await files.run(files.remove_version, model, version)
+            async with self._repository.pause_loads(model):
+                change = await files.run(files.remove_version, model, version)
             await self._apply(model, change, load=self._repository.is_wanted(model))

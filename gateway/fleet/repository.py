@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Any, Final
+
+import anyio
 
 from gateway.admission import AdmissionQueue
 from gateway.errors import (
@@ -28,7 +30,7 @@ from gateway.errors import (
 from gateway.fleet.activation import ModelActivator
 from gateway.fleet.index import READY, UNAVAILABLE, Index, model_names
 from gateway.fleet.load_parameters import STAGED, UNLOAD_DEPENDENTS
-from gateway.fleet.loader import ModelLoader
+from gateway.fleet.loader import ACTION_POLL_S, ModelLoader
 from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.on_demand import OnDemandLoader
 from gateway.fleet.on_demand_models import OnDemandModels
@@ -53,6 +55,7 @@ log = logging.getLogger(__name__)
 
 REPLICA_UNREACHABLE: Final = "UNREACHABLE"
 MAX_INDEX_WAIT_S: Final = 2.0  # for replicas that stop answering, or whose index is slow
+MAX_LOAD_WAIT_S: Final = 30.0  # of a change of a model's files, for loads of the model in progress
 MAX_ACTION_DELAY_S: Final = 0.9  # of a load or unload, unless no index is known to have the model
 
 VisibilityCheck = Callable[[str], bool]
@@ -160,6 +163,37 @@ class Repository:
             if model in self.state.desired_models:
                 await self._set_desired_model(model, None, known_revision)
             self.loader.forget_error(model)
+
+    @asynccontextmanager
+    async def pause_loads(self, model: str) -> AsyncIterator[None]:
+        """Wait until no replica that answers loads the model, and start no load of it in the block.
+
+        A Triton whose files are moved during a load may never end it. Raises `ChangeInProgress`.
+        """
+        max_wait_s = min(MAX_LOAD_WAIT_S, self._settings.load_timeout_s)
+        loading: list[str] = []
+        async with AsyncExitStack() as stack:
+            with anyio.move_on_after(max_wait_s) as wait:
+                await stack.enter_async_context(self._lock_model(model))
+                while loading := await self._find_loading_replicas(model):  # noqa: ASYNC110 - they tell the end
+                    await asyncio.sleep(ACTION_POLL_S)
+            if wait.cancelled_caught:
+                change = f"a load on {join_names(loading)} is in progress" if loading else ""
+                raise ChangeInProgress(model, change or self.state.describe_change(model))
+            yield
+
+    async def _find_loading_replicas(self, model: str) -> list[str]:
+        """Return the replicas that load the model, and answer."""
+        pool = self._pool
+        await pool.monitor.probe_all()
+        await self.state.refresh_loads()
+        return [
+            replica.name
+            for replica in pool.replicas.values()
+            if pool.is_reachable(replica)
+            and pool.is_responsive(replica)
+            and self.loader.is_loading(replica, model)
+        ]
 
     def is_wanted(self, model: str) -> bool:
         """Return whether a replica has the model ready, or should have it."""

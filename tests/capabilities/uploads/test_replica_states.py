@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.support.fleet import ECHO, post_to, write_echo
 from tests.support.servers import Triton
 from tests.support.uploads import (
     FIRST,
@@ -88,3 +91,62 @@ def test_an_upload_that_reaches_no_replica_changes_nothing(place: FolderPlace) -
     wait_until(lambda: listed_states(place.client, "unreached") == ["READY", "READY"])
     assert place.infer("unreached") == [2, 3]
     assert place.client.put("/v1/models/unreached", content=SECOND).json()["version"] == "2"
+
+
+# While it is held, it says so.
+HELD = ECHO.replace(
+    'if trouble == "hold":', 'if trouble == "hold":\n            open(place + "-begun", "w")'
+)
+
+
+@pytest.mark.fault("a model or a version is removed or replaced while a replica loads the model")
+@pytest.mark.parametrize(
+    "is_ready", [False, pytest.param(True, marks=pytest.mark.long)], ids=["new", "again"]
+)
+def test_files_stay_until_no_replica_loads_the_model(place: FolderPlace, is_ready: bool) -> None:
+    """At first longer than a gateway waits for it, then not.
+
+    Something else than the gateways loads a new version. A version that is ready stays so in the index, while
+    another gateway loads it again.
+    """
+    model = f"held-{is_ready}"
+    folder, loading = place.repository / model, place.tritons[1]
+    path, load_path = f"/v1/models/{model}", f"/v2/repository/models/{model}/load"
+    write_echo(place.repository, model)
+    assert place.client.post(load_path).status_code == 200
+    shutil.copytree(folder / "1", folder / "2")
+    if is_ready:
+        assert place.client.post(load_path).status_code == 200
+    (folder / "2" / "model.py").write_text(HELD)
+    trouble = folder / "trouble"
+    trouble.write_text("hold")
+    files = sorted(folder.rglob("*.p*"))
+    settings = {"model_uploads": "code", "load_timeout_s": "2"}
+    with ThreadPoolExecutor() as pool, place.another_gateway(**settings) as (hasty, _):
+        if is_ready:
+            load = pool.submit(place.client.post, load_path)
+        else:
+            load = pool.submit(post_to, loading, f"models/{model}/load")
+        try:
+            wait_until((folder / "trouble-begun").exists)
+            for method, changed in (
+                ("DELETE", f"{path}/versions/2"),
+                ("DELETE", path),
+                ("PUT", f"{path}/versions/2?filename=model.py"),
+            ):
+                refused = hasty.request(method, changed, content=ECHO)
+                assert (refused.status_code, refused.json()["code"]) == (
+                    409,
+                    "CHANGE_IN_PROGRESS",
+                ), changed
+                assert "a load on " in refused.json()["error"]
+                assert loading.address in refused.json()["error"]
+                assert sorted(folder.rglob("*.p*")) == files
+            removal = pool.submit(place.client.delete, f"{path}/versions/2")
+        finally:
+            trouble.unlink()
+        assert load.result().status_code == 200
+    assert removal.result().json() == {"model": model, "version": "2"}
+    assert place.versions(model) == ["1"]
+    assert place.infer(f"{model}/versions/1") == [1, 2]
+    assert place.client.delete(path).status_code == 200

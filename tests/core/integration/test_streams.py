@@ -20,7 +20,7 @@ import pytest
 
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.model_zoo.zoo import AS_WRITTEN, Zoo
-from tests.support.servers import Command, free_ports, gateway, gateway_before
+from tests.support.servers import Command, free_ports, gateway
 from tests.support.wait import TIMEOUT_S, lengthening, wait_until
 
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
