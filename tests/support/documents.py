@@ -28,8 +28,8 @@ INTERPRETERS = {
 READMES = sorted(ROOT.glob("triton_repo_examples/*/README.md"))
 
 
-# Their examples are about models that they make; tests/system runs them: test_bring_your_model.py and
-# test_on_demand_walkthrough.py.
+# Their examples are about models that they make: test_bring_your_model.py and test_on_demand_walkthrough.py
+# run them.
 OWN_SERVER = "bring-your-model.md"
 ON_DEMAND = "on-demand.md"
 # Its examples are about a model of `triton_repo_examples`, and about completions: test_examples.py and

@@ -1,4 +1,4 @@
-"""What every state does: run by the tests of each kind of it, which say where a fresh one is."""
+"""The contract of every state store; the tests of each kind provide a fixture that makes a new one."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ LOADED, UNLOADED = DesiredModel(True), DesiredModel(False)
 @asynccontextmanager
 async def opened(url: str, count: int = 1) -> AsyncIterator[list[StateStore]]:
     """This many processes' views of one state, as far as one process can have them."""
-    kept = [open_state_store(url) for _ in range(count)]
+    store = [open_state_store(url) for _ in range(count)]
     try:
-        yield kept
+        yield store
     finally:
-        for one in kept:
+        for one in store:
             await one.close()
 
 
@@ -55,7 +55,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=8,
 )
-WISHES = st.dictionaries(
+DESIRED_MODELS = st.dictionaries(
     st.text(),
     st.builds(DesiredModel, st.booleans(), st.dictionaries(st.text(), JSON, max_size=3)),
     max_size=5,
@@ -70,159 +70,161 @@ def known(loads: Loads) -> dict[str, dict[str, str]]:
 class StateContract:
     """Of any state; `fresh` is a fixture of the module that runs it."""
 
-    async def test_a_forgotten_wish_is_gone(self, fresh: Fresh) -> None:
-        async with opened(fresh()) as (kept,):
-            await kept.set_desired_model("core", LOADED)
-            await kept.set_desired_model("text_core", UNLOADED)
-            await kept.set_desired_model("core", None)
-            await kept.set_desired_model("nobody knows it", None)
-            assert list(await kept.read_desired_models()) == ["text_core"]
+    async def test_deleted_desired_model_is_not_read(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (store,):
+            await store.set_desired_model("core", LOADED)
+            await store.set_desired_model("text_core", UNLOADED)
+            await store.set_desired_model("core", None)
+            await store.set_desired_model("nobody knows it", None)
+            assert list(await store.read_desired_models()) == ["text_core"]
 
-    async def test_a_wish_that_is_repeated_has_a_higher_revision(self, fresh: Fresh) -> None:
-        async with opened(fresh()) as (kept,):
+    async def test_repeated_desired_model_has_a_higher_revision(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (store,):
             given = []
-            for wish in (LOADED, LOADED, None, LOADED, UNLOADED):
-                given.append(await kept.set_desired_model("core", wish))
-                found = (await kept.read_desired_models()).get("core")
-                assert found == (wish and replace(wish, revision=given[-1]))
+            for desired in (LOADED, LOADED, None, LOADED, UNLOADED):
+                given.append(await store.set_desired_model("core", desired))
+                found = (await store.read_desired_models()).get("core")
+                assert found == (desired and replace(desired, revision=given[-1]))
             assert given == sorted(set(given))
 
-    async def test_a_wish_that_has_a_revision_keeps_it(self, fresh: Fresh) -> None:
-        async with opened(fresh()) as (kept,):
-            await kept.set_desired_model("core", LOADED)
-            before = (await kept.read_desired_models())["core"]
-            await kept.set_desired_model("core", UNLOADED)
-            await kept.set_desired_model("core", before)
-            assert (await kept.read_desired_models())["core"] == before
-            assert await kept.set_desired_model("core", LOADED) > before.revision
+    async def test_desired_model_with_a_revision_keeps_it(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (store,):
+            await store.set_desired_model("core", LOADED)
+            before = (await store.read_desired_models())["core"]
+            await store.set_desired_model("core", UNLOADED)
+            await store.set_desired_model("core", before)
+            assert (await store.read_desired_models())["core"] == before
+            assert await store.set_desired_model("core", LOADED) > before.revision
 
-    async def test_a_wish_that_another_replaced_is_not_reverted(self, fresh: Fresh) -> None:
-        async with opened(fresh()) as (kept,):
-            assert await kept.set_desired_model("core", UNLOADED, 1) == 0
-            assert await kept.read_desired_models() == {}
-            first = await kept.set_desired_model("core", UNLOADED, 0)
-            second = await kept.set_desired_model("core", LOADED, first)
+    async def test_change_that_expects_an_old_revision_is_refused(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (store,):
+            assert await store.set_desired_model("core", UNLOADED, 1) == 0
+            assert await store.read_desired_models() == {}
+            first = await store.set_desired_model("core", UNLOADED, 0)
+            second = await store.set_desired_model("core", LOADED, first)
             for reverted in (None, UNLOADED):
                 for expected in (0, first):
-                    assert await kept.set_desired_model("core", reverted, expected) == 0
-            found = await kept.read_desired_models()
+                    assert await store.set_desired_model("core", reverted, expected) == 0
+            found = await store.read_desired_models()
             assert found == {"core": replace(LOADED, revision=second)}
-            assert await kept.set_desired_model("core", None, second)
-            assert await kept.read_desired_models() == {}
+            assert await store.set_desired_model("core", None, second)
+            assert await store.read_desired_models() == {}
 
-    async def test_a_load_is_under_way_and_then_confirmed(self, fresh: Fresh) -> None:
-        async with opened(fresh()) as (kept,):
-            assert await kept.read_loads() == {}
-            token, before = await kept.begin_load("a:8000", "core")
+    async def test_load_is_in_progress_until_it_is_confirmed(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (store,):
+            assert await store.read_loads() == {}
+            token, before = await store.begin_load("a:8000", "core")
             assert before == ""
-            assert await kept.read_loads() == {"a:8000": {"core": token}}
+            assert await store.read_loads() == {"a:8000": {"core": token}}
             assert is_in_progress(token)
             for _ in range(2):  # again, if the response to the first was lost
-                await kept.end_load("a:8000", "core", token, "7")
-                assert await kept.read_loads() == {"a:8000": {"core": "7"}}
-            token, before = await kept.begin_load("a:8000", "core")
+                await store.end_load("a:8000", "core", token, "7")
+                assert await store.read_loads() == {"a:8000": {"core": "7"}}
+            token, before = await store.begin_load("a:8000", "core")
             assert before == "7"
-            await kept.end_load("a:8000", "core", token, "")
-            assert known(await kept.read_loads()) == {}
+            await store.end_load("a:8000", "core", token, "")
+            assert known(await store.read_loads()) == {}
 
-    async def test_of_two_loads_at_once_nobody_knows_which_came_last(self, fresh: Fresh) -> None:
-        async with opened(fresh()) as (kept,):
-            first, _ = await kept.begin_load("a:8000", "core")
-            second, before = await kept.begin_load("a:8000", "core")
+    async def test_result_of_two_concurrent_loads_is_unknown(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (store,):
+            first, _ = await store.begin_load("a:8000", "core")
+            second, before = await store.begin_load("a:8000", "core")
             assert before == ""
-            await kept.end_load("a:8000", "core", second, "8")
-            assert await kept.read_loads() == {"a:8000": {"core": "8"}}
-            await kept.end_load("a:8000", "core", first, "7")
-            assert known(await kept.read_loads()) == {}
+            await store.end_load("a:8000", "core", second, "8")
+            assert await store.read_loads() == {"a:8000": {"core": "8"}}
+            await store.end_load("a:8000", "core", first, "7")
+            assert known(await store.read_loads()) == {}
 
-    async def test_what_a_replica_confirmed_is_forgotten_with_it(self, fresh: Fresh) -> None:
-        async with opened(fresh()) as (kept,):
+    async def test_loads_of_a_removed_replica_are_forgotten(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (store,):
             for replica in ("a:8000", "b:8000"):
                 for model in ("core", "[::1]", 'é"\0'):
-                    token, _ = await kept.begin_load(replica, model)
-                    await kept.end_load(replica, model, token, "1")
-            await kept.forget_loads("a:8000")
-            await kept.forget_loads("c:8000")
-            assert known(await kept.read_loads()) == {
+                    token, _ = await store.begin_load(replica, model)
+                    await store.end_load(replica, model, token, "1")
+            await store.forget_loads("a:8000")
+            await store.forget_loads("c:8000")
+            assert known(await store.read_loads()) == {
                 "b:8000": {"core": "1", "[::1]": "1", 'é"\0': "1"}
             }
 
-    async def test_a_cordon_lasts_until_it_is_ended(self, fresh: Fresh) -> None:
-        async with opened(fresh()) as (kept,):
-            assert await kept.read_cordons() == frozenset()
+    async def test_cordon_lasts_until_it_is_ended(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (store,):
+            assert await store.read_cordons() == frozenset()
             for name in ("a:8000", "[::1]:8000", "a:8000"):
-                await kept.set_cordon(name, is_cordoned=True)
-            assert await kept.read_cordons() == {"a:8000", "[::1]:8000"}
+                await store.set_cordon(name, is_cordoned=True)
+            assert await store.read_cordons() == {"a:8000", "[::1]:8000"}
             for name in ("a:8000", "unknown:1"):
-                await kept.set_cordon(name, is_cordoned=False)
-            assert await kept.read_cordons() == {"[::1]:8000"}
+                await store.set_cordon(name, is_cordoned=False)
+            assert await store.read_cordons() == {"[::1]:8000"}
 
-    async def test_an_operation_is_read_as_it_was_last_recorded(self, fresh: Fresh) -> None:
-        async with opened(fresh()) as (kept,):
-            assert await kept.read_operation(ID) is None
-            await kept.record_operation(ID, {"state": "running", "replicas": {}})
+    async def test_operation_is_read_as_it_was_last_recorded(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (store,):
+            assert await store.read_operation(ID) is None
+            await store.record_operation(ID, {"state": "running", "replicas": {}})
             last = {"state": "succeeded", "replicas": {"a:8000": "READY"}}
-            await kept.record_operation(ID, last)
-            assert await kept.read_operation(ID) == last
-            assert await kept.read_operation(ID[::-1]) is None
+            await store.record_operation(ID, last)
+            assert await store.read_operation(ID) == last
+            assert await store.read_operation(ID[::-1]) is None
+            invalid_ids = (
+                "",
+                "../state",
+                "A" * 32,
+                "0" * 31,
+                f"{ID}\n",
+                f"{ID}/x",
+                "٣" * 32,
+                "\0" * 32,
+            )
+            for invalid in invalid_ids:
+                assert await store.read_operation(invalid) is None
 
-    @pytest.mark.parametrize(
-        "name", ["", "../state", "A" * 32, "0" * 31, f"{ID}\n", f"{ID}/x", "٣" * 32, "\0" * 32]
-    )
-    async def test_what_is_no_id_of_an_operation_is_not_looked_for(
-        self, fresh: Fresh, name: str
-    ) -> None:
-        async with opened(fresh()) as (kept,):
-            assert await kept.read_operation(name) is None
-
-    async def test_a_label_is_kept_until_it_is_deleted(self, fresh: Fresh) -> None:
-        async with opened(fresh()) as (kept,):
-            assert await kept.read_labels() == {}
-            await kept.set_desired_model("core", LOADED)
-            await kept.set_label("core", "stable", STABLE)
-            await kept.set_label("core", "canary", STABLE)
-            await kept.set_label("core", "canary", CANARY)
-            await kept.set_label('é"\0', "stable", CANARY)
-            labels = await kept.read_labels()
+    async def test_label_is_stored_until_it_is_deleted(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (store,):
+            assert await store.read_labels() == {}
+            await store.set_desired_model("core", LOADED)
+            await store.set_label("core", "stable", STABLE)
+            await store.set_label("core", "canary", STABLE)
+            await store.set_label("core", "canary", CANARY)
+            await store.set_label('é"\0', "stable", CANARY)
+            labels = await store.read_labels()
             core = {"stable": STABLE, "canary": CANARY}
             assert labels == {"core": core, 'é"\0': {"stable": CANARY}}
             assert list(labels["core"]["canary"].shares) == ["9", "10"]
-            await kept.set_label("core", "stable", None)
-            await kept.set_label("core", "nobody knows it", None)
-            await kept.set_label('é"\0', "stable", None)
-            assert await kept.read_labels() == {"core": {"canary": CANARY}}
-            assert list(await kept.read_desired_models()) == ["core"]
+            await store.set_label("core", "stable", None)
+            await store.set_label("core", "nobody knows it", None)
+            await store.set_label('é"\0', "stable", None)
+            assert await store.read_labels() == {"core": {"canary": CANARY}}
+            assert list(await store.read_desired_models()) == ["core"]
 
-    async def test_who_is_alone_has_any_lease(self, fresh: Fresh) -> None:
-        async with opened(fresh()) as (kept,):
-            assert await kept.acquire_lease("replica:a")
-            assert await kept.acquire_lease("replica:a")  # renewed
-            assert await kept.acquire_lease("replica:b")
-            await kept.release_lease("replica:a")
-            await kept.release_lease("never taken")
-            assert await kept.acquire_lease("replica:a")
-            assert await kept.exchange_reports({"own": 1}) == []
-
-    async def test_who_is_alone_leads(self, fresh: Fresh) -> None:
-        async with opened(fresh()) as (one,):
-            assert [await is_leader(one), await is_leader(one)] == [True, True]
+    async def test_single_process_gets_any_lease_and_leads(self, fresh: Fresh) -> None:
+        async with opened(fresh()) as (store,):
+            assert await store.acquire_lease("replica:a")
+            assert await store.acquire_lease("replica:a")  # renewed
+            assert await store.acquire_lease("replica:b")
+            await store.release_lease("replica:a")
+            await store.release_lease("never taken")
+            assert await store.acquire_lease("replica:a")
+            assert await store.exchange_reports({"own": 1}) == []
+            assert [await is_leader(store), await is_leader(store)] == [True, True]
 
 
 class SharedStateContract:
     """Of a state of several processes, as far as one process can have their views of it."""
 
-    @given(wishes=WISHES)
-    async def test_any_wish_of_any_model_is_read_as_it_was_kept(
-        self, shared: Fresh, wishes: dict[str, DesiredModel]
+    @given(desired_models=DESIRED_MODELS)
+    async def test_any_desired_model_is_read_as_it_was_stored(
+        self, shared: Fresh, desired_models: dict[str, DesiredModel]
     ) -> None:
         async with opened(shared(), 2) as (one, other):
-            for model, wish in wishes.items():
-                await one.set_desired_model(model, wish)
-            for kept in (one, other):
-                found = await kept.read_desired_models()
-                assert {name: replace(wish, revision=0) for name, wish in found.items()} == wishes
+            for model, desired in desired_models.items():
+                await one.set_desired_model(model, desired)
+            for store in (one, other):
+                found = await store.read_desired_models()
+                assert {
+                    name: replace(desired, revision=0) for name, desired in found.items()
+                } == desired_models
 
-    async def test_a_load_of_a_process_that_ended_is_not_under_way(self, shared: Fresh) -> None:
+    async def test_load_of_an_ended_process_is_not_in_progress(self, shared: Fresh) -> None:
         url = shared()
         async with opened(url) as (one,):
             async with opened(url) as (other,):
@@ -237,7 +239,7 @@ class SharedStateContract:
             await one.forget_loads("a:8000")
             assert await one.read_loads() == {"b:8000": {"core": "3"}}
 
-    async def test_what_one_keeps_another_reads(self, shared: Fresh) -> None:
+    async def test_changes_of_one_process_are_read_by_another(self, shared: Fresh) -> None:
         async with opened(shared(), 2) as (one, other):
             assert await other.read_desired_models() == {}
             await one.set_desired_model("core", DesiredModel(True, {"config": "{}"}))
@@ -246,9 +248,6 @@ class SharedStateContract:
             assert await other.read_cordons() == {"a:8000"}
             assert await other.read_desired_models() == await one.read_desired_models()
             assert await other.read_operation(ID) == {"state": "running"}
-
-    async def test_a_label_that_one_sets_another_reads(self, shared: Fresh) -> None:
-        async with opened(shared(), 2) as (one, other):
             assert await other.read_labels() == {}
             await one.set_label("core", "stable", STABLE)
             await other.set_label("core", "canary", CANARY)
@@ -257,7 +256,7 @@ class SharedStateContract:
             found = await one.read_labels()
             assert await one.read_labels() is found
 
-    async def test_what_has_not_changed_is_not_read_again(self, shared: Fresh) -> None:
+    async def test_unchanged_desired_models_are_not_read_again(self, shared: Fresh) -> None:
         async with opened(shared(), 2) as (writer, reader):
             await writer.set_desired_model("core", LOADED)
             found = await reader.read_desired_models()
@@ -265,7 +264,7 @@ class SharedStateContract:
             await writer.set_desired_model("core", LOADED)
             assert await reader.read_desired_models() is not found
 
-    async def test_a_lease_is_one_process_s_until_it_is_given_back_or_closes(
+    async def test_lease_belongs_to_one_process_until_it_releases_it_or_closes(
         self, shared: Fresh
     ) -> None:
         url = shared()
@@ -281,7 +280,7 @@ class SharedStateContract:
             await wait_until_async(lambda: first.acquire_lease("replica:a"))
 
     @pytest.mark.long
-    async def test_each_process_reads_the_last_reports_of_the_others_until_they_expire(
+    async def test_reports_of_other_processes_are_read_until_they_expire(
         self, shared: Fresh
     ) -> None:
         async with opened(shared(), 3) as (first, second, third):
@@ -294,18 +293,16 @@ class SharedStateContract:
             await second.exchange_reports({"of": "second"})
             assert await third.exchange_reports({}) == [{"of": "second"}]
 
-    async def test_exactly_one_of_several_leads_and_another_once_it_closes(
-        self, shared: Fresh
-    ) -> None:
+    async def test_one_process_leads_until_it_closes(self, shared: Fresh) -> None:
         url = shared()
         async with opened(url, 3) as several:
             async with opened(url) as (first,):
                 assert await is_leader(first)
                 for _ in range(3):
-                    assert not any([await is_leader(kept) for kept in several])
+                    assert not any([await is_leader(store) for store in several])
                     assert await is_leader(first)
             for _ in range(3):
-                assert [await is_leader(kept) for kept in several] == [
+                assert [await is_leader(store) for store in several] == [
                     True,
                     False,
                     False,
