@@ -1,4 +1,4 @@
-"""docs/bring-your-model.md, followed to the letter with a small network, and its pipeline for ImageNet."""
+"""The steps of docs/bring-your-model.md with a small network, and its pipeline for ImageNet."""
 
 from __future__ import annotations
 
@@ -80,24 +80,24 @@ def standardised(picture: Image.Image) -> network.Floats:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("document", "command", "answer"), list(examples([DOCUMENT])))
-def test_an_example_prints_what_the_document_says(
-    brought: httpx.Client, document: str, command: str, answer: str
+def test_examples_print_what_the_document_says(
+    brought: httpx.Client, subtests: pytest.Subtests
 ) -> None:
-    assert_prints(brought, command, answer)
+    found = list(examples([DOCUMENT]))
+    assert len(found) >= 5
+    for _, command, answer in found:
+        with subtests.test(command):
+            assert_prints(brought, command, answer)
 
 
-def test_the_document_has_steps_and_examples() -> None:
-    assert len(blocks("sh")) >= 2
-    assert len(list(examples([DOCUMENT]))) >= 5
+def test_configs_for_a_gpu_are_valid() -> None:
+    configs = blocks("protobuf")
+    assert configs
+    for config in configs:
+        text_format.Parse(config, ModelConfig())
 
 
-@pytest.mark.parametrize("config", blocks("protobuf"))
-def test_triton_can_read_the_configs_that_need_a_gpu(config: str) -> None:
-    text_format.Parse(config, ModelConfig())
-
-
-def test_the_pipeline_serves_another_network_by_its_config_values_alone(
+def test_pipeline_serves_another_network_by_its_config_alone(
     brought: httpx.Client,
 ) -> None:
     body = png(330, 250)
@@ -113,7 +113,7 @@ def test_the_pipeline_serves_another_network_by_its_config_values_alone(
     assert [entry["probability"] for entry in answer] == pytest.approx(shares[best], abs=1e-3)
 
 
-def test_no_config_is_needed_for_shapes_and_batches(brought: httpx.Client) -> None:
+def test_network_without_a_config_has_its_shapes_and_batches(brought: httpx.Client) -> None:
     described = brought.get("/v1/models/mine").json()
     assert described["max_batch_size"] == 4
     assert [tensor["shape"] for tensor in described["inputs"]] == [[3, 224, 224]]
@@ -125,7 +125,7 @@ def test_no_config_is_needed_for_shapes_and_batches(brought: httpx.Client) -> No
     np.testing.assert_allclose(np.load(io.BytesIO(response.content)), expected, rtol=1e-4, atol=0.1)
 
 
-def test_hints_say_how_pictures_are_scaled(brought: httpx.Client) -> None:
+def test_hints_decide_how_pictures_are_scaled(brought: httpx.Client) -> None:
     body = png(224, 224)
     response = brought.post("/v1/models/photos/infer", content=body, headers=NPY)
     assert response.status_code == 200, response.text
@@ -133,19 +133,7 @@ def test_hints_say_how_pictures_are_scaled(brought: httpx.Client) -> None:
     np.testing.assert_allclose(np.load(io.BytesIO(response.content)), expected, atol=1e-3)
 
 
-def test_many_pictures_are_answered_as_each_alone(brought: httpx.Client) -> None:
-    bodies = [png(224, 224), png(300, 200), png(200, 300)]
-    files = [("image", (f"{number}.png", body)) for number, body in enumerate(bodies)]
-    response = brought.post(
-        "/v1/models/photos/infer", files=files, headers={"Accept": NPY["Accept"]}
-    )
-    together = np.load(io.BytesIO(response.content))
-    for body, expected in zip(bodies, together, strict=True):
-        alone = brought.post("/v1/models/photos/infer", content=body, headers=NPY)
-        np.testing.assert_allclose(np.load(io.BytesIO(alone.content)), expected, atol=1e-4)
-
-
-def test_a_network_of_texts_without_a_batch_needs_no_more_config(brought: httpx.Client) -> None:
+def test_network_of_texts_without_a_batch_needs_no_config(brought: httpx.Client) -> None:
     inputs = {"words": ["ein Wort", "말", ""], "numbers": [[1, 2, 3], [4, 5, 6]]}
     response = brought.post("/v1/models/texts/infer", json={"inputs": inputs})
     assert response.status_code == 200, response.text
@@ -158,28 +146,24 @@ def parsed(config: Path) -> ModelConfig:
     return found
 
 
-@pytest.mark.parametrize("model", ["preprocessing", "core", "postprocessing", "ensemble"])
-def test_nothing_but_shapes_and_parameters_differs_from_the_digits(
-    folder: Path, model: str
+def test_pipeline_differs_from_that_of_the_digits_in_shapes_and_parameters_alone(
+    folder: Path,
 ) -> None:
-    ours, theirs = parsed(REPOSITORY / model / CONFIG), parsed(folder / model / CONFIG)
-    for config in (ours, theirs):
-        config.ClearField("parameters")
-        for tensor in [*config.input, *config.output]:
-            tensor.ClearField("dims")
-    assert ours == theirs
-
-
-def test_the_code_of_the_pipeline_is_the_same(folder: Path) -> None:
+    for model in ("preprocessing", "core", "postprocessing", "ensemble"):
+        ours, theirs = parsed(REPOSITORY / model / CONFIG), parsed(folder / model / CONFIG)
+        for config in (ours, theirs):
+            config.ClearField("parameters")
+            for tensor in [*config.input, *config.output]:
+                tensor.ClearField("dims")
+        assert ours == theirs
     for model in ("preprocessing", "postprocessing"):
         code = sorted((REPOSITORY / model / "1").glob("*.py"))
         assert code
-        assert all(
-            (folder / model / "1" / file.name).read_bytes() == file.read_bytes() for file in code
-        )
+        for file in code:
+            assert (folder / model / "1" / file.name).read_bytes() == file.read_bytes()
         assert not any(file.is_symlink() for file in (folder / model / "1").iterdir())
 
 
-def test_a_config_that_says_something_else_is_not_changed_by_half() -> None:
+def test_unexpected_config_is_refused_unchanged() -> None:
     with pytest.raises(ConfigError, match=r"core/config\.pbtxt must contain"):
         changed("dims: [ 3 ]", {"dims: [ 10 ]": "dims: [ 1000 ]"}, "core/config.pbtxt")

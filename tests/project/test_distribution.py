@@ -51,11 +51,16 @@ def tracked(*folders: str) -> set[str]:
     return {name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()}
 
 
-def test_the_wheel_has_one_top_level_package_with_the_demonstration_as_data(built: Path) -> None:
+def test_wheel_has_its_metadata_and_one_package_with_the_demonstration_as_data(built: Path) -> None:
     with zipfile.ZipFile(built / WHEEL) as wheel:
         names = set(wheel.namelist())
-    metadata = f"triton_gateway-{__version__}.dist-info"
-    assert {name.partition("/")[0] for name in names} == {"gateway", metadata}
+        folder = f"triton_gateway-{__version__}.dist-info"
+        metadata = message_from_bytes(wheel.read(f"{folder}/METADATA"))
+    assert (metadata["Name"], metadata["Version"]) == ("triton-gateway", __version__)
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert set(metadata.get_all("Provides-Extra", [])) >= {"redis", "otel"}
+    assert {name.partition("/")[0] for name in names} == {"gateway", folder}
     packaged = {
         name.removeprefix("gateway/demonstration/")
         for name in names
@@ -68,7 +73,7 @@ def test_the_wheel_has_one_top_level_package_with_the_demonstration_as_data(buil
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 
-def test_a_build_is_reproducible_also_from_the_sdist(built: Path, tmp_path: Path) -> None:
+def test_build_is_reproducible_and_equals_that_of_the_sdist(built: Path, tmp_path: Path) -> None:
     again = build(ROOT, tmp_path / "again")
     assert [digest(again / name) for name in (WHEEL, SDIST)] == [
         digest(built / name) for name in (WHEEL, SDIST)
@@ -77,16 +82,6 @@ def test_a_build_is_reproducible_also_from_the_sdist(built: Path, tmp_path: Path
         sdist.extractall(tmp_path, filter="data")
     from_sdist = build(tmp_path / SDIST.removesuffix(".tar.gz"), tmp_path / "third", "-t", "wheel")
     assert digest(from_sdist / WHEEL) == digest(built / WHEEL)
-
-
-def test_the_metadata_is_what_an_index_shows(built: Path) -> None:
-    with zipfile.ZipFile(built / WHEEL) as wheel:
-        raw = wheel.read(f"triton_gateway-{__version__}.dist-info/METADATA")
-    metadata = message_from_bytes(raw)
-    assert (metadata["Name"], metadata["Version"]) == ("triton-gateway", __version__)
-    assert metadata["Description-Content-Type"] == "text/markdown"
-    assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra", [])) >= {"redis", "otel"}
 
 
 @pytest.fixture
@@ -123,7 +118,7 @@ def installed(built: Path, tmp_path: Path) -> Iterator[Command]:
 
 
 @pytest.mark.long
-def test_an_installed_wheel_serves_the_demonstration_without_a_checkout(installed: Command) -> None:
+def test_installed_wheel_serves_the_demonstration_without_a_checkout(installed: Command) -> None:
     line = next(line for line in installed.lines if "ready after" in line)
     url = line.partition("on ")[2].split()[0]
     commands = [each for each in examples([ROOT / "README.md"]) if each[1].startswith("curl ")]

@@ -1,4 +1,4 @@
-"""The documents tell the truth: their commands are run, and their tables compared with the code."""
+"""The documents: their commands are run, and their tables compared with the code."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ OF_THEIR_OWN_MODELS = (OWN_SERVER, ON_DEMAND, LANGUAGE_MODELS)
 OF_THE_DEMO = [path for path in DOCUMENTS if path.name not in OF_THEIR_OWN_MODELS]
 
 
-@pytest.mark.parametrize(("document", "command", "answer"), list(examples(OF_THE_DEMO)))
-def test_an_example_prints_what_the_document_says(
-    demo: httpx.Client, document: str, command: str, answer: str
+def test_examples_print_what_the_documents_say(
+    demo: httpx.Client, subtests: pytest.Subtests
 ) -> None:
-    assert_prints(demo, command, answer)
+    assert len(list(examples([ROOT / "README.md"]))) >= 5
+    for document, command, answer in examples(OF_THE_DEMO):
+        with subtests.test(document, command=command):
+            assert_prints(demo, command, answer)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("document", "language", "program"), list(programs(OF_THE_DEMO)))
-def test_a_program_in_a_tab_prints_its_comment(
-    demo: httpx.Client, document: str, language: str, program: str
+def test_programs_in_tabs_print_their_comments(
+    demo: httpx.Client, subtests: pytest.Subtests
 ) -> None:
-    interpreter = INTERPRETERS[language][0]
-    if shutil.which(interpreter) is None:
-        pytest.skip(f"{interpreter} is not installed; the gate installs it with npm")
-    assert_prints_its_comment(demo, language, program)
-
-
-def test_there_are_examples() -> None:
-    assert len(list(examples([ROOT / "README.md"]))) >= 5
-    assert len(list(programs(OF_THE_DEMO))) >= 8
+    found = list(programs(OF_THE_DEMO))
+    assert len(found) >= 8
+    for document, language, program in found:
+        with subtests.test(document, language=language):
+            interpreter = INTERPRETERS[language][0]
+            if shutil.which(interpreter) is None:
+                pytest.skip(f"{interpreter} is not installed; the gate installs it with npm")
+            assert_prints_its_comment(demo, language, program)
 
 
 def family(error: type[errors.GatewayError]) -> Iterator[type[errors.GatewayError]]:
@@ -61,7 +61,7 @@ def family(error: type[errors.GatewayError]) -> Iterator[type[errors.GatewayErro
         yield from family(special)
 
 
-def test_every_error_is_documented_and_no_other() -> None:
+def test_documented_errors_are_those_of_the_gateway() -> None:
     rows = re.findall(
         r"^\| (\d{3}) \| `(\w+)` \|", (ROOT / "docs/errors.md").read_text(), re.MULTILINE
     )
@@ -71,7 +71,7 @@ def test_every_error_is_documented_and_no_other() -> None:
     assert documented == known
 
 
-def test_every_setting_is_documented_and_no_other() -> None:
+def test_documented_settings_are_those_of_the_gateway() -> None:
     rows = re.findall(
         r"^\| `GATEWAY_(\w+)` \| `?([^|]*?)`? \| (.*) \|$",
         (ROOT / "docs/settings.md").read_text(),
@@ -117,16 +117,17 @@ def read_section(path: Path, anchor: str) -> str:
     raise AssertionError(f"{path} has no section {anchor}")
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_a_newcomer_finds_a_task_from_the_readme_with_one_link(task: str) -> None:
+def test_readme_links_each_task_to_a_section_that_explains_it(subtests: pytest.Subtests) -> None:
     readme = (ROOT / "README.md").read_text()
-    ((target, anchor),) = re.findall(
-        rf"^\| {re.escape(task)} \| \[[^\]]*\]\(([^)#]*)#([^)]*)\)", readme, re.MULTILINE
-    )
-    assert TASKS[task] in read_section(ROOT / target, anchor)
+    for task, words in TASKS.items():
+        with subtests.test(task):
+            ((target, anchor),) = re.findall(
+                rf"^\| {re.escape(task)} \| \[[^\]]*\]\(([^)#]*)#([^)]*)\)", readme, re.MULTILINE
+            )
+            assert words in read_section(ROOT / target, anchor)
 
 
-def test_links_between_documents_lead_somewhere() -> None:
+def test_links_between_documents_lead_to_files_and_headings() -> None:
     for path in [*DOCUMENTS, *READMES, *ROOT.glob("*.md")]:
         for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", path.read_text()):
             found = path.parent / target if target else path
@@ -134,7 +135,7 @@ def test_links_between_documents_lead_somewhere() -> None:
             assert not anchor or anchor in heading_anchors(found), f"{path}: {target}#{anchor}"
 
 
-def test_every_own_metric_is_documented_and_no_other(demo: httpx.Client) -> None:
+def test_documented_metrics_are_those_of_the_gateway(demo: httpx.Client) -> None:
     rows = re.findall(
         r"^\| `(gateway_\w+)` \| (\w+) \| [^|]* \| (.*) \|$",
         (ROOT / "docs/metrics.md").read_text(),
@@ -147,7 +148,7 @@ def test_every_own_metric_is_documented_and_no_other(demo: httpx.Client) -> None
     assert documented == {name: (kind, texts[name]) for name, kind in kinds.items()}
 
 
-def test_every_file_that_the_architecture_names_is_there() -> None:
+def test_files_that_the_architecture_names_exist() -> None:
     files = ["/" + path.relative_to(ROOT).as_posix() for path in ROOT.glob("gateway/**/*")]
     files += ["/" + path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/**/*.py")]
     text = (ROOT / "docs/architecture.md").read_text()
@@ -164,7 +165,7 @@ def read_table(markdown: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.split(" | ")] for row in rows[2:]]
 
 
-def test_what_was_verified_and_what_did_not_run_is_listed() -> None:
+def test_verification_lists_commands_and_what_did_not_run() -> None:
     section = read_section(ROOT / "docs" / "deploy.md", "verification")
     verified, _, missing = section.partition("\n### Not run\n")
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -180,7 +181,7 @@ def test_what_was_verified_and_what_did_not_run_is_listed() -> None:
         assert all(row), row
 
 
-def test_the_table_of_triton_releases_names_what_is_tested_and_what_is_not(
+def test_table_of_triton_releases_names_the_tested_one(
     demo: httpx.Client,
 ) -> None:
     rows = read_table(read_section(ROOT / "docs" / "stability.md", "triton-releases"))

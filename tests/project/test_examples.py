@@ -8,7 +8,6 @@ import shlex
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -43,7 +42,7 @@ PAGE = ROOT / "docs" / LANGUAGE_MODELS
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 TEXT = {"Content-Type": "text/plain"}
 MANY_STEPS = 931386509544713451  # needs 2,283: more than any other number below 10¹⁸
-# Of what nobody waits for.
+# Requests whose responses take minutes.
 LONG_COUNT = {"inputs": {"FROM": 9000, "SECONDS": 0.1}}
 LONG_TEXT = {"text_input": "the sea", "max_tokens": 58, "stream": True}
 GIVES_UP = 28  # curl's status when its `-m` is over
@@ -55,12 +54,12 @@ ERRORS = re.findall(
 
 
 class Log:
-    """What Triton says."""
+    """The lines that Triton writes."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def hear(self, line: str) -> None:
+    def add(self, line: str) -> None:
         self.lines.append(line)
 
     def wait_for(self, words: str, skip: int) -> None:
@@ -82,8 +81,8 @@ def triton(log: Log, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embed
     config = folder / "slow_tokens" / "config.pbtxt"
     slow = config.read_text().replace('"tokens"', '"slow_tokens"').replace('"0.05"', '"0.75"')
     config.write_text(slow)
-    # Started so that the log has every line that Triton writes, which are few until a test wants more.
-    with triton_with((REPOSITORY, folder), (LOAD_ALL,), (), log_verbose=1, say=log.hear) as triton:
+    # The log is verbose from the start, and reduced until a test needs it.
+    with triton_with((REPOSITORY, folder), (LOAD_ALL,), (), log_verbose=1, say=log.add) as triton:
         log_requests(triton, False)
         yield triton
 
@@ -111,7 +110,7 @@ def infer(client: httpx.Client, model: str, inputs: Any, **parameters: Any) -> A
 
 @pytest.mark.long
 @pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.parent.name)
-def test_a_readme_prints_what_it_says(client: httpx.Client, readme: Path) -> None:
+def test_commands_of_a_readme_print_what_it_says(client: httpx.Client, readme: Path) -> None:
     """In their order: they may build on one another."""
     commands = list(examples([readme]))
     assert commands
@@ -125,53 +124,44 @@ def test_a_readme_prints_what_it_says(client: httpx.Client, readme: Path) -> Non
         assert matches(answer, run.stdout.strip()), run.stdout
 
 
-def test_the_commands_for_language_models_print_what_the_page_says(client: httpx.Client) -> None:
+def test_commands_and_program_for_language_models_print_what_the_document_says(
+    client: httpx.Client, triton: EmbeddedTriton
+) -> None:
     commands = [each for each in examples([PAGE]) if COMPLETIONS not in each[1]]
     assert len(commands) == 3
     for _, command, answer in commands:
         assert_prints(client, command, answer)
-
-
-def test_the_program_for_language_models_prints_its_comment(triton: EmbeddedTriton) -> None:
     (program,) = python_programs(PAGE)
     with grpc_gateway(triton.options.url) as gateway:
         source = program.replace("localhost:8001", gateway.address)
         assert_prints_its_comment(gateway.http, "Python", source)
 
 
-def test_every_model_has_a_readme_and_a_row_in_the_overview() -> None:
+def test_every_model_has_a_readme_a_row_in_the_overview_and_a_valid_config() -> None:
     overview = (ROOT / "docs/examples.md").read_text()
     assert sorted(re.findall(r"^\| \[(\w+)\]\(", overview, re.MULTILINE)) == MODELS
     assert [readme.parent.name for readme in READMES] == MODELS
-
-
-def test_every_config_is_one_that_the_official_image_reads() -> None:
-    read = []
+    names = []
     for path in REPOSITORY.glob("*/**/*.pbtxt"):
         config = text_format.Parse(path.read_text(), ModelConfig())
         assert (config.name, config.backend) == (path.relative_to(REPOSITORY).parts[0], "python")
-        read.append(config.name)
-    assert sorted([*read, "auto_config"]) == MODELS
+        names.append(config.name)
+    assert sorted([*names, "auto_config"]) == MODELS
 
 
-@pytest.mark.parametrize(("error", "status", "code"), ERRORS)
-def test_an_error_of_a_model_becomes_the_status_that_the_readme_says(
-    client: httpx.Client, error: str, status: str, code: str
-) -> None:
-    answer = client.post("/v1/models/errors/infer", content=error, headers=TEXT)
-    assert (answer.status_code, answer.json()["code"]) == (int(status), code)
-    streamed = client.post(
-        "/v1/models/errors/infer", content=error, headers={**TEXT, "Accept": EVENTS}
-    )
-    expected = (500, "MODEL_FAULT") if error == "RAISE" else (422, "REFUSED_BY_MODEL")
-    assert (streamed.status_code, streamed.json()["code"]) == expected
-
-
-def test_the_readme_says_it_of_every_error_there_is(client: httpx.Client) -> None:
+def test_errors_of_a_model_have_the_statuses_of_its_readme(client: httpx.Client) -> None:
     answer = client.post("/v1/models/errors/infer", content="which", headers=TEXT)
     named = set(re.findall(r"[A-Z_]{4,}", answer.json()["error"])) - {"CODE"}
-    assert len(named) == 9
     assert named == {error for error, _, _ in ERRORS}
+    assert len(named) == 9
+    for error, status, code in ERRORS:
+        answer = client.post("/v1/models/errors/infer", content=error, headers=TEXT)
+        assert (answer.status_code, answer.json()["code"]) == (int(status), code)
+        streamed = client.post(
+            "/v1/models/errors/infer", content=error, headers={**TEXT, "Accept": EVENTS}
+        )
+        expected = (500, "MODEL_FAULT") if error == "RAISE" else (422, "REFUSED_BY_MODEL")
+        assert (streamed.status_code, streamed.json()["code"]) == expected
 
 
 @pytest.mark.long
@@ -185,7 +175,7 @@ def test_the_readme_says_it_of_every_error_there_is(client: httpx.Client) -> Non
     ],
     ids=["events", "lines", "text as events", "generate_stream"],
 )
-def test_answers_arrive_as_they_are_made(
+def test_streamed_responses_arrive_as_they_are_made(
     client: httpx.Client, path: str, accept: str, body: object
 ) -> None:
     """The client would not wait until all are made: of the text that takes 43 s."""
@@ -195,7 +185,7 @@ def test_answers_arrive_as_they_are_made(
         assert len(list(islice(lines, 2))) == 2
 
 
-def test_one_instance_counts_for_many_at_the_same_time(client: httpx.Client) -> None:
+def test_one_instance_serves_many_streams_concurrently(client: httpx.Client) -> None:
     """Beside counts that take a quarter of an hour, and are given up then."""
     url, headers = "/v1/models/countdown/infer", {"Accept": LINES}
 
@@ -224,10 +214,10 @@ def test_one_instance_counts_for_many_at_the_same_time(client: httpx.Client) -> 
         ("cancellable", [9000], "application/json"),
     ],
 )
-def test_who_leaves_ends_the_work(
+def test_disconnected_client_cancels_the_inference(
     client: httpx.Client, triton: EmbeddedTriton, log: Log, model: str, inputs: object, accept: str
 ) -> None:
-    """Of minutes; the log says when it began, and that it was given up."""
+    """The log says that an inference of minutes began, and that it was cancelled."""
     body = json.dumps({"inputs": inputs}).encode()
     head = (
         f"POST /v1/models/{model}/infer HTTP/1.1\r\nHost: x\r\nAccept: {accept}\r\n"
@@ -240,12 +230,10 @@ def test_who_leaves_ends_the_work(
         connection.sendall(head.encode() + body)
         log.wait_for(f"model {model}, instance {model}_0, executing 1 requests", skip)
     log_requests(triton, False)
-    left = time.monotonic()
     log.wait_for(f"{model}: cancelled", skip)
-    print(f"{model} saw it after {time.monotonic() - left:.2f} s")
 
 
-def test_two_sequences_do_not_mix(client: httpx.Client) -> None:
+def test_two_sequences_have_separate_states(client: httpx.Client) -> None:
     def add(sequence: int, value: int, **parameters: bool) -> Any:
         return infer(client, "counter", value, sequence_id=sequence, **parameters)
 
@@ -259,7 +247,7 @@ def test_two_sequences_do_not_mix(client: httpx.Client) -> None:
     assert (answer.status_code, answer.json()["code"]) == (409, "SEQUENCE_NOT_RUNNING")
 
 
-def test_a_short_request_does_not_wait_for_the_long_ones_that_it_shares_executions_with(
+def test_short_request_overtakes_long_ones_in_shared_executions(
     client: httpx.Client,
 ) -> None:
     def executions() -> float:
@@ -290,7 +278,7 @@ def test_each_request_of_a_batch_gets_its_own_rows(client: httpx.Client) -> None
     assert raised == [[text.upper() for text in rows] for rows in texts]
 
 
-def test_a_version_that_is_named_answers_and_the_latest_if_none_is(client: httpx.Client) -> None:
+def test_named_version_answers_or_else_the_latest(client: httpx.Client) -> None:
     answers = {
         path: client.post(f"/v1/models/versions{path}/infer", content="Ada", headers=TEXT)
         for path in ("", "/versions/1", "/versions/2", "/versions/3")
@@ -301,7 +289,7 @@ def test_a_version_that_is_named_answers_and_the_latest_if_none_is(client: httpx
     assert client.get("/v1/models/versions").json()["versions"] == ["1", "2"]
 
 
-def test_a_model_finalizes_when_it_is_unloaded(client: httpx.Client, log: Log) -> None:
+def test_model_finalizes_when_it_is_unloaded(client: httpx.Client, log: Log) -> None:
     skip = len(log.lines)
     assert client.post("/v2/repository/models/add/unload").status_code == 200
     log.wait_for("add: finalized", skip)
@@ -309,7 +297,7 @@ def test_a_model_finalizes_when_it_is_unloaded(client: httpx.Client, log: Log) -
     assert infer(client, "add", {"INPUT0": [1] * 4, "INPUT1": [2] * 4}) == [3] * 4
 
 
-def test_a_missing_environment_is_said_in_the_words_of_the_readme(tmp_path: Path) -> None:
+def test_missing_environment_is_reported_in_the_words_of_the_readme(tmp_path: Path) -> None:
     model = REPOSITORY / "own_env"
     shutil.copytree(model, tmp_path / "own_env", ignore=shutil.ignore_patterns("python_env"))
     with pytest.raises(CannotStart) as raised, triton_on_free_ports(tmp_path, auto_complete=True):

@@ -92,7 +92,7 @@ def test_requested_gpus_are_those_of_the_values(resource: str) -> None:
         assert extended == ({resource: "2"} if resource else {})
 
 
-def test_tritons_are_placed_on_the_nodes_of_the_values() -> None:
+def test_tritons_are_placed_on_the_nodes_of_the_values_and_pods_are_spread() -> None:
     placement: Values = {
         "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-L4"},
         "tolerations": [{"key": "gpu", "operator": "Exists"}],
@@ -101,9 +101,6 @@ def test_tritons_are_placed_on_the_nodes_of_the_values() -> None:
     }
     pod = render_triton(**placement).pod("triton")
     assert {name: pod[name] for name in placement} == placement
-
-
-def test_pods_are_spread_over_nodes_and_gateways_over_zones() -> None:
     made = render_chart()
     spread = {
         name: [each["topologyKey"] for each in made.pod(name)["topologySpreadConstraints"]]
@@ -113,27 +110,37 @@ def test_pods_are_spread_over_nodes_and_gateways_over_zones() -> None:
     assert spread == {"triton": [host], "triton-gateway": [host, zone]}
 
 
-def test_labels_for_the_prometheus_operator_are_values() -> None:
+def test_labels_addresses_and_namespaces_of_other_programs_are_values() -> None:
     labels = {"release": "prom", "team": "ml"}
-    made = render_chart({"monitoring": {**ENABLED, "labels": labels, "keySecretName": ""}})
+    monitoring = {**ENABLED, "labels": labels, "keySecretName": "", "namespace": "observability"}
+    address = "http://prometheus.observability.svc:9090"
+    keda = {**ENABLED, "scaleToZero": True, "prometheusAddress": address, "namespace": "scaling"}
+    made = render_chart(
+        {
+            "monitoring": monitoring,
+            "keda": keda,
+            "redis": ENABLED,
+            "networkPolicy": {"dnsPorts": [53, 5353]},  # those of OpenShift
+        },
+        namespace="vision",
+    )
     for resource in made.kind("PodMonitor", "PrometheusRule"):
         assert labels.items() <= resource["metadata"]["labels"].items()
     (monitor,) = made.kind("PodMonitor")
     assert "authorization" not in monitor["spec"]["podMetricsEndpoints"][0]
-
-
-def test_addresses_of_prometheus_and_keda_are_values() -> None:
-    address = "http://prometheus.observability.svc:9090"
-    keda = {**ENABLED, "scaleToZero": True, "prometheusAddress": address, "namespace": "scaling"}
-    made = render_chart({"keda": keda, "redis": ENABLED}, namespace="vision")
     (scaling,) = made.kind("ScaledObject")
     metadata = [each["metadata"] for each in scaling["spec"]["triggers"]]
-    assert all('namespace="vision"' in each["query"] for each in metadata[:2])
     assert [each["serverAddress"] for each in metadata[:2]] == [address, address]
+    assert all('namespace="vision"' in each["query"] for each in metadata[:2])
     assert metadata[2]["scalerAddress"] == "triton-gateway-scaler.vision.svc:9091"
     (rule,) = made.get("NetworkPolicy", "triton-gateway-scaler")["spec"]["ingress"]
     (source,) = rule["from"]
     assert source["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "scaling"}
+    egress = made.get("NetworkPolicy", "triton-gateway")["spec"]["egress"]
+    anywhere = {port["port"] for rule in egress if "to" not in rule for port in rule["ports"]}
+    assert anywhere == {53, 5353}
+    ingress = made.get("NetworkPolicy", "triton")["spec"]["ingress"]
+    assert "observability" in str(ingress)
 
 
 def test_existing_tritons_are_reached_through_the_policy() -> None:

@@ -271,21 +271,7 @@ def test_documents_name_every_alert_and_existing_panels() -> None:
     assert panels <= {panel["title"] for panel in PANELS}
 
 
-def test_panels_do_not_overlap() -> None:
-    places = [(panel["title"], panel["gridPos"]) for panel in DASHBOARD["panels"]]
-    for title, at in places:
-        assert 0 <= at["x"] < at["x"] + at["w"] <= 24, title
-    for (one, a), (other, b) in itertools.combinations(places, 2):
-        apart = (
-            a["x"] + a["w"] <= b["x"]
-            or b["x"] + b["w"] <= a["x"]
-            or a["y"] + a["h"] <= b["y"]
-            or b["y"] + b["h"] <= a["y"]
-        )
-        assert apart, f"{one!r} and {other!r}"
-
-
-def test_every_panel_is_described_and_its_id_and_title_are_unique() -> None:
+def test_every_panel_has_a_description_and_an_id_a_title_and_a_place_of_its_own() -> None:
     for unique in ("id", "title"):
         found = [panel[unique] for panel in DASHBOARD["panels"]]
         assert sorted(set(found)) == sorted(found)
@@ -297,6 +283,17 @@ def test_every_panel_is_described_and_its_id_and_title_are_unique() -> None:
         assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}, title
         references = [target["refId"] for target in panel["targets"]]
         assert sorted(set(references)) == sorted(references), title
+    places = [(panel["title"], panel["gridPos"]) for panel in DASHBOARD["panels"]]
+    for title, at in places:
+        assert 0 <= at["x"] < at["x"] + at["w"] <= 24, title
+    for (one, a), (other, b) in itertools.combinations(places, 2):
+        apart = (
+            a["x"] + a["w"] <= b["x"]
+            or b["x"] + b["w"] <= a["x"]
+            or a["y"] + a["h"] <= b["y"]
+            or b["y"] + b["h"] <= a["y"]
+        )
+        assert apart, f"{one!r} and {other!r}"
 
 
 def test_variables_of_the_dashboard_select_models_and_replicas() -> None:

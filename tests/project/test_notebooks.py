@@ -19,6 +19,9 @@ from deploy.site.notebooks import (
 )
 from tests.support.servers import ROOT, gateway_before, triton_with
 
+# The notebooks about the models of the demonstration.
+DEMONSTRATION = ("classification", "embeddings")
+
 
 @pytest.fixture(scope="module")
 def examples_gateway() -> Iterator[httpx.Client]:
@@ -37,23 +40,19 @@ def assert_prints_what_is_recorded(name: str, gateway: httpx.Client) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["classification", "embeddings"])
-def test_a_notebook_about_the_demonstration_prints_what_is_recorded(
+@pytest.mark.parametrize("name", DEMONSTRATION)
+def test_notebook_about_the_demonstration_prints_what_is_recorded(
     demo: httpx.Client, name: str
 ) -> None:
     assert_prints_what_is_recorded(name, demo)
 
 
-def test_the_notebook_about_streams_prints_what_is_recorded(examples_gateway: httpx.Client) -> None:
+def test_notebook_about_streams_prints_what_is_recorded(examples_gateway: httpx.Client) -> None:
     assert_prints_what_is_recorded("streaming", examples_gateway)
 
 
-def test_every_notebook_is_run() -> None:
-    found = {path.stem for path in NOTEBOOKS.glob("*.ipynb")}
-    assert found == {"classification", "embeddings", "streaming"}
-
-
-def test_a_page_shows_the_text_the_code_and_what_it_prints(tmp_path: Path) -> None:
+def test_page_of_a_notebook_shows_text_code_and_output(tmp_path: Path) -> None:
+    assert {path.stem for path in NOTEBOOKS.glob("*.ipynb")} == {*DEMONSTRATION, "streaming"}
     notebook = {
         "cells": [
             {"cell_type": "markdown", "source": ["# Title\n", "text"]},

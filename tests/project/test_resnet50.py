@@ -85,7 +85,7 @@ def array(response: httpx.Response) -> NDArray[np.float32]:
     return loaded
 
 
-def test_a_curl_gives_the_labels_that_pytorch_gives(
+def test_served_model_gives_the_labels_of_pytorch(
     resnet50: httpx.Client, repository: Path, picture: Path, tmp_path: Path
 ) -> None:
     body = picture.read_bytes()
@@ -107,7 +107,6 @@ def test_a_curl_gives_the_labels_that_pytorch_gives(
     )
     cosine = found @ scores / np.linalg.norm(found) / np.linalg.norm(scores)
     error = np.abs(found - scores).max() / np.abs(scores).max()
-    print(f"pixels {differences.mean():.4f}, cosine {cosine:.9f}, error {error:.2e}")
     assert differences.mean() < 0.02
     assert cosine > 0.999999
     assert error < 1e-4
@@ -122,14 +121,22 @@ def test_a_curl_gives_the_labels_that_pytorch_gives(
     assert [entry["label"] for entry in result["predictions"]] == [labels[index] for index in best]
 
 
-def test_exporting_again_gives_the_same_bytes(repository: Path, tmp_path: Path) -> None:
-    assert export(tmp_path / "again", "none").returncode == 0
+def test_second_export_and_export_of_saved_weights_give_the_same_bytes(
+    repository: Path, tmp_path: Path
+) -> None:
     graph = (repository / "core/1/model.onnx").read_bytes()
-    assert (tmp_path / "again/core/1/model.onnx").read_bytes() == graph
     assert b"site-packages" not in graph, "the exporter's notes name files of this machine"
+    save = "import sys, torch; from models.export_resnet50 import source\n"
+    save += "torch.save(source('none').network.state_dict(), sys.argv[1])"
+    saved = tmp_path / "mine.pth"
+    assert torch_python("-c", save, saved).returncode == 0
+    for number, weights in enumerate(("none", str(saved))):
+        run = export(tmp_path / f"out{number}", weights)
+        assert run.returncode == 0, run.stderr
+        assert (tmp_path / f"out{number}/core/1/model.onnx").read_bytes() == graph
 
 
-def test_weights_from_a_file_are_checked_before_they_are_read(tmp_path: Path) -> None:
+def test_invalid_weights_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
     missing = export(tmp_path / "out", str(tmp_path / "missing.pth"))
     assert missing.returncode == 1
     assert f"cannot read {tmp_path / 'missing.pth'}: No such file" in missing.stderr
@@ -143,15 +150,3 @@ def test_weights_from_a_file_are_checked_before_they_are_read(tmp_path: Path) ->
         assert sentence in run.stderr
         assert "Traceback" not in run.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_weights_that_were_saved_are_those_that_are_exported(
-    repository: Path, tmp_path: Path
-) -> None:
-    save = "import sys, torch; from models.export_resnet50 import source\n"
-    save += "torch.save(source('none').network.state_dict(), sys.argv[1])"
-    assert torch_python("-c", save, tmp_path / "mine.pth").returncode == 0
-    run = export(tmp_path / "out", str(tmp_path / "mine.pth"))
-    assert run.returncode == 0, run.stderr
-    graph = (repository / "core/1/model.onnx").read_bytes()
-    assert (tmp_path / "out/core/1/model.onnx").read_bytes() == graph

@@ -155,42 +155,34 @@ def test_response_that_waits_for_another_holds_no_slot_of_its_model(
         assert stream.outcomes.empty()
 
 
+def request_bytes(model: str) -> bytes:
+    request = service_pb2.ModelInferRequest(model_name=model, id=f"for {model}")
+    request.inputs.add(name="X", datatype="FP32", shape=[1, 1])
+    request.raw_input_contents.append(np.float32(4).tobytes())
+    return bytes(request.SerializeToString())
+
+
 def test_failed_request_gets_an_error_with_its_id_and_the_stream_continues(
     served: GrpcGateway,
 ) -> None:
-    served_request = service_pb2.ModelInferRequest(model_name="plain_FP32", id="served")
-    served_request.inputs.add(name="X", datatype="FP32", shape=[1, 1])
-    served_request.raw_input_contents.append(np.float32(4).tobytes())
-    failing = service_pb2.ModelInferRequest(model_name="failing", id="failing")
-    failing.inputs.add(name="X", datatype="FP32", shape=[1, 1])
-    failing.raw_input_contents.append(np.float32(1).tobytes())
-    requests = [
-        service_pb2.ModelInferRequest(model_name="no_such_model", id="unknown").SerializeToString(),
-        failing.SerializeToString(),
-        service_pb2.ModelInferRequest(id="unnamed").SerializeToString(),
-        b"\xff\xff",
-        served_request.SerializeToString(),
-    ]
+    failures = {
+        "no_such_model": "unknown model: 'no_such_model'",
+        "failing": "boom",
+        "": "names no model",
+    }
+    requests = [*map(request_bytes, failures), b"\xff\xff", request_bytes("plain_FP32")]
     with grpc.insecure_channel(served.address) as channel:
         messages = list(channel.stream_stream(STREAM)(iter(requests), timeout=TIMEOUT_S))
     responses = [service_pb2.ModelStreamInferResponse.FromString(each) for each in messages]
-    ids = [each.infer_response.id for each in responses]
-    assert ids == ["unknown", "failing", "unnamed", "", "served"]
-    errors = [each.error_message for each in responses]
-    for words, error in zip(
-        (
-            "unknown model: 'no_such_model'",
-            "boom",
-            "names no model",
-            "not a valid protobuf message",
-        ),
-        errors,
-        strict=False,
-    ):
-        assert words in error
-        assert "/" not in error.replace("/v1/models", "")
-    assert not errors[-1]
-    assert np.frombuffer(responses[-1].infer_response.raw_output_contents[0], np.float32) == 4
+    *failed, malformed, last = responses
+    for (model, words), response in zip(failures.items(), failed, strict=True):
+        assert response.infer_response.id == f"for {model}"
+        assert words in response.error_message
+        assert "/" not in response.error_message.replace("/v1/models", "")
+    assert "not a valid protobuf message" in malformed.error_message
+    assert not last.error_message
+    assert last.infer_response.id == "for plain_FP32"
+    assert np.frombuffer(last.infer_response.raw_output_contents[0], np.float32) == 4
 
 
 def test_sequences_of_one_stream_stay_on_their_replicas(
