@@ -177,7 +177,7 @@ def test_line_is_drawn_with_the_keyboard(page: browser.Page, demo_url: str) -> N
     assert best_label(page) == "1"
 
 
-def test_image_is_chosen_or_dropped(page: browser.Page, demo_url: str) -> None:
+def test_image_is_chosen_dropped_or_pasted(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url, "#try/ensemble")
     page.click("input[value=file]")
     assert page.all("input[type=file][accept='image/*'][capture]")  # shown where fingers point
@@ -190,18 +190,13 @@ def test_image_is_chosen_or_dropped(page: browser.Page, demo_url: str) -> None:
     page.click("#infer")
     page.until(lambda: page.text("#response-body .scores tbody th") == "7", "a seven")
     assert r"--data-binary '@it'\''s a seven.png'" in page.text("#curl")
-
-
-def test_image_is_pasted(page: browser.Page, demo_url: str) -> None:
-    page.open(demo_url, "#try/ensemble")
-    page.find("canvas")
     page.clipboard(allowed=True)
     page.copy_image((IMAGES / "seven.png").read_bytes())
     page.type("body", Keys.CONTROL + "v")
     page.see(".drop", "image.png")
     page.click("#infer")
+    page.see("#curl", "@image.png -H 'Content-Type: image/png'")
     assert best_label(page) == "7"
-    assert "@image.png -H 'Content-Type: image/png'" in page.text("#curl")
 
 
 def test_curl_command_is_copied(page: browser.Page, demo_url: str) -> None:

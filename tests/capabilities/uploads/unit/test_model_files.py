@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import io
@@ -116,7 +115,7 @@ CONTENTS = {
 
 
 @pytest.mark.parametrize("name", CONTENTS)
-def test_a_kind_is_recognized_by_its_content(name: str) -> None:
+def test_kind_is_recognized_by_its_content(name: str) -> None:
     content, suffix = CONTENTS[name]
     assert identify_content(io.BytesIO(content), len(content)) == suffix
 
@@ -135,7 +134,7 @@ def test_random_bytes_are_not_a_network(content: bytes) -> None:
         (b"nothing", "", "not a model of a known kind"),
     ],
 )
-def test_a_name_that_contradicts_the_content_is_refused(
+def test_name_that_contradicts_the_content_is_refused(
     content: bytes, name: str, words: str
 ) -> None:
     with pytest.raises(InvalidModelFile, match=words):
@@ -156,29 +155,21 @@ def test_a_name_that_contradicts_the_content_is_refused(
         (["configs/a.pbtxt", "model.onnx"], ["configs/a.pbtxt"], ["model.onnx"]),
     ],
 )
-def test_each_file_gets_its_place(names: list[str], shared: list[str], version: list[str]) -> None:
+def test_each_file_belongs_to_the_model_or_a_version(
+    names: list[str], shared: list[str], version: list[str]
+) -> None:
     found = arrange_entries(names).values()
     assert sorted(place.path for place in found if place.version is None) == sorted(shared)
     assert sorted(place.path for place in found if place.version is not None) == sorted(version)
 
 
 @pytest.mark.parametrize("name", ["..", ".hidden", "a/b", "a b", "ü", "", "x" * 129, "a\n", "-a"])
-def test_a_name_that_a_folder_should_not_have_is_refused(name: str) -> None:
+def test_invalid_name_of_a_model_is_refused(name: str) -> None:
     with pytest.raises(MalformedRequest):
         check_storable_name(name)
 
 
 # Archives.
-
-
-def contents(data: bytes, suffix: str, **limits: int) -> dict[str, bytes]:
-    file = io.BytesIO(data)
-    if suffix == ".zip":
-        raise AssertionError("a ZIP file is read from the file system")
-    bounds = ArchiveLimits(**{"max_bytes": MIB, **limits})
-    return {
-        name: b"".join(map(bytes, pieces)) for name, pieces in read_archive(file, suffix, bounds)
-    }
 
 
 def stored(folder: Path, data: bytes, suffix: str, **limits: int) -> dict[str, bytes]:
@@ -204,7 +195,7 @@ ARCHIVES: dict[str, tuple[Callable[[dict[str, bytes]], bytes], str]] = {
 
 
 @pytest.mark.parametrize("kind", ARCHIVES)
-def test_an_archive_is_read_as_it_was_written(tmp_path: Path, kind: str) -> None:
+def test_archive_is_read_as_it_was_written(tmp_path: Path, kind: str) -> None:
     write, suffix = ARCHIVES[kind]
     ignored = {"__MACOSX/._a": b"junk", "a/.DS_Store": b"junk"}
     assert stored(tmp_path, write({**FOLDER, **ignored}), suffix) == FOLDER
@@ -216,36 +207,40 @@ def test_an_archive_is_read_as_it_was_written(tmp_path: Path, kind: str) -> None
     ["../evil", "/etc/evil", "a/../../evil", "a//b", "a\\..\\b", "a/./b", "a\x1bb", "b/" * 20 + "c",
      "x" * 250, ".triton-gateway-0-1"],
 )  # fmt: skip
-def test_a_path_out_of_the_folder_is_refused(tmp_path: Path, kind: str, name: str) -> None:
+def test_path_outside_of_the_folder_is_refused(tmp_path: Path, kind: str, name: str) -> None:
     write, suffix = ARCHIVES[kind]
     with pytest.raises(InvalidModelFile, match="path"):
         stored(tmp_path, write({name: b"x"}), suffix)
 
 
-@pytest.mark.parametrize("kind", [b"1", b"2", b"3", b"4", b"6", b"S"])
-def test_links_and_devices_of_a_tar_file_are_refused(tmp_path: Path, kind: bytes) -> None:
+def tar_entry(kind: bytes) -> bytes:
     entry = tarfile.TarInfo("a/link")
     entry.type, entry.linkname = kind, "/etc/passwd"
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as archive:
         archive.addfile(entry)
-    with pytest.raises(InvalidModelFile, match="neither a file nor a folder"):
-        stored(tmp_path, file.getvalue(), ".tar")
+    return file.getvalue()
 
 
-@pytest.mark.parametrize("mode", [0o120777, 0o020666, 0o010666])
-def test_links_and_devices_of_a_zip_file_are_refused(tmp_path: Path, mode: int) -> None:
+def zip_entry(mode: int) -> bytes:
     entry = zipfile.ZipInfo("a/link")
     entry.external_attr = mode << 16
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(entry, "/etc/passwd")
-    with pytest.raises(InvalidModelFile, match="neither a file nor a folder"):
-        stored(tmp_path, file.getvalue(), ".zip")
+    return file.getvalue()
+
+
+def test_archive_with_links_or_devices_is_refused(tmp_path: Path) -> None:
+    archives = [(tar_entry(kind), ".tar") for kind in (b"1", b"2", b"3", b"4", b"6", b"S")]
+    archives += [(zip_entry(mode), ".zip") for mode in (0o120777, 0o020666, 0o010666)]
+    for data, suffix in archives:
+        with pytest.raises(InvalidModelFile, match="neither a file nor a folder"):
+            stored(tmp_path, data, suffix)
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar.gz", "tar"])
-def test_a_bomb_is_stopped_at_the_limit(tmp_path: Path, kind: str) -> None:
+def test_archive_that_inflates_beyond_the_limit_is_refused(tmp_path: Path, kind: str) -> None:
     write, suffix = ARCHIVES[kind]
     with pytest.raises(TooLarge, match="inflates to more than"):
         stored(tmp_path, write({"a": b"\0" * (2 * MIB)}), suffix)
@@ -272,23 +267,25 @@ def pax(content: bytes) -> bytes:
     ],
     ids=range(6),
 )
-def test_a_malformed_header_of_a_tar_file_is_refused(header: bytes, words: str) -> None:
+def test_malformed_header_of_a_tar_file_is_refused(
+    tmp_path: Path, header: bytes, words: str
+) -> None:
     with pytest.raises(InvalidModelFile, match=words):
-        contents(pax(header), ".tar")
+        stored(tmp_path, pax(header), ".tar")
 
 
-def test_the_headers_of_a_tar_file_are_bounded() -> None:
+def test_headers_of_a_tar_file_are_limited(tmp_path: Path) -> None:
     record = pax(b"6 a=b\n" * 10_000)
     with pytest.raises(InvalidModelFile, match="extended headers are too long"):
-        contents(record * 80, ".tar")
+        stored(tmp_path, record * 80, ".tar")
     many = zlib.compressobj(wbits=31)
     empty = tarfile.TarInfo("a").tobuf(tarfile.USTAR_FORMAT)
     data = many.compress(empty * 1_001) + many.flush()
     with pytest.raises(TooLarge, match="entries"):
-        contents(data, ".tar.gz", max_entries=1_000)
+        stored(tmp_path, data, ".tar.gz", max_entries=1_000)
 
 
-def test_a_zip_file_whose_content_was_changed_is_refused(tmp_path: Path) -> None:
+def test_zip_file_whose_content_was_changed_is_refused(tmp_path: Path) -> None:
     data = zipped({"1/labels.txt": b"cat\ndog"}, zipfile.ZIP_STORED)
     with pytest.raises(InvalidModelFile, match="size or checksum of an entry is wrong"):
         stored(tmp_path, data.replace(b"dog", b"dig"), ".zip")
@@ -296,7 +293,7 @@ def test_a_zip_file_whose_content_was_changed_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["zip", "tar.gz", "tar"])
 @given(place=st.integers(0, 1 << 30), value=st.integers(0, 255), cut=st.booleans())
-def test_a_damaged_archive_is_read_or_refused_with_a_sentence(
+def test_damaged_archive_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, kind: str, place: int, value: int, cut: bool
 ) -> None:
     write, suffix = ARCHIVES[kind]
@@ -331,22 +328,18 @@ REFUSED_FOLDERS: list[tuple[dict[str, bytes], str]] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED_FOLDERS)))
-def test_an_archive_that_is_no_model_of_data_is_refused(staging: Staging, number: int) -> None:
-    files, words = REFUSED_FOLDERS[number]
-    with pytest.raises(InvalidModelFile, match=words):
-        upload(staging, received(staging, zipped(files)))
-
-
-def test_two_entries_of_one_name_are_refused(staging: Staging) -> None:
+def test_archive_that_is_no_model_of_data_is_refused(
+    staging: Staging, subtests: pytest.Subtests
+) -> None:
     entry = tarred({"1/model.onnx": ONNX}, "w").rstrip(b"\0")
-    padded = entry + b"\0" * (-len(entry) % 512)
-    twice = padded + tarred({"1/model.onnx": ONNX}, "w")
-    with pytest.raises(InvalidModelFile, match="twice"):
-        upload(staging, received(staging, twice))
+    twice = entry + b"\0" * (-len(entry) % 512) + tarred({"1/model.onnx": ONNX}, "w")
+    archives = [(zipped(files), words) for files, words in REFUSED_FOLDERS]
+    for archive, words in [*archives, (twice, "twice")]:
+        with subtests.test(words), pytest.raises(InvalidModelFile, match=words):
+            upload(staging, received(staging, archive))
 
 
-def test_code_is_accepted_where_it_is_allowed(staging: Staging) -> None:
+def test_code_is_accepted_if_it_is_allowed(staging: Staging) -> None:
     config = (
         b'backend: "python"\nparameters { key: "EXECUTION_ENV_PATH" value { string_value: "/x" } }'
     )
@@ -356,7 +349,9 @@ def test_code_is_accepted_where_it_is_allowed(staging: Staging) -> None:
     assert config_of(found) == config.decode()
 
 
-def test_several_versions_keep_their_numbers_and_a_single_one_gets_its(staging: Staging) -> None:
+def test_several_versions_keep_their_numbers_and_a_single_one_gets_the_next(
+    staging: Staging,
+) -> None:
     files = {"m/3/model.onnx": ONNX, "m/12/any.onnx": ONNX, "m/config.pbtxt": b""}
     found = upload(staging, received(staging, tarred(files)))
     assert {number: set(each) for number, each in found.versions.items()} == {
@@ -374,7 +369,7 @@ def test_several_versions_keep_their_numbers_and_a_single_one_gets_its(staging: 
 # Single files and forms.
 
 
-def test_a_single_file_gets_its_name_and_a_config(staging: Staging) -> None:
+def test_single_file_gets_its_name_and_a_config(staging: Staging) -> None:
     found = upload(staging, received(staging, ONNX))
     assert set(found.versions[NEXT_VERSION]) == {"model.onnx"}
     assert config_of(found) == 'backend: "onnxruntime"\n'
@@ -382,7 +377,7 @@ def test_a_single_file_gets_its_name_and_a_config(staging: Staging) -> None:
     assert found.size == len(ONNX)
 
 
-def test_an_existing_config_is_kept_and_compared(staging: Staging) -> None:
+def test_existing_config_is_kept_and_compared(staging: Staging) -> None:
     existing = b'backend: "onnxruntime" default_model_filename: "net.onnx"'
     found = upload(staging, received(staging, ONNX), existing=existing)
     assert set(found.versions[NEXT_VERSION]) == {"net.onnx"}
@@ -392,7 +387,7 @@ def test_an_existing_config_is_kept_and_compared(staging: Staging) -> None:
             upload(staging, received(staging, ONNX), existing=other)
 
 
-def test_a_form_carries_config_and_labels(staging: Staging) -> None:
+def test_form_has_a_config_and_labels(staging: Staging) -> None:
     for config in (LABELED, b'{"output": [{"name": "Y", "label_filename": "classes.txt"}]}'):
         found = upload(
             staging,
@@ -471,7 +466,7 @@ def test_labels_that_belong_to_no_output_need_a_config(
 
 
 @given(st.binary(max_size=64), st.integers(0, len(ONNX)), st.booleans())
-def test_no_bytes_in_a_graph_raise_anything_else(noise: bytes, place: int, cut: bool) -> None:
+def test_any_bytes_of_a_graph_are_read_or_refused(noise: bytes, place: int, cut: bool) -> None:
     content = ONNX[:place] + noise + (b"" if cut else ONNX[place:])
     refusal = None
     try:
@@ -490,8 +485,18 @@ def test_weights_beside_a_model_keep_their_names(staging: Staging) -> None:
     assert set(found.versions[NEXT_VERSION]) == {"model.xml", "model.bin"}
 
 
+USUAL_CONFIG = b"""
+    backend: "onnxruntime" max_batch_size: 8 dynamic_batching { }
+    input { name: "/layer/X" data_type: TYPE_FP32 dims: [ -1 ] }
+    output { name: "/layer/Y" data_type: TYPE_FP32 dims: [ -1 ] label_filename: "labels.txt" }
+    parameters { key: "gateway.content_type.Y" value { string_value: "application/json" } }
+    parameters { key: "intra_op_thread_count" value { string_value: "2" } }
+    version_policy { latest { num_versions: 2 } }
+"""
+
+
 @pytest.mark.parametrize("name", ["model.pt", "model.pt2", "model.py"])
-def test_a_kind_that_needs_a_config_says_so(staging: Staging, name: str) -> None:
+def test_kind_that_needs_a_config_is_refused_without_one(staging: Staging, name: str) -> None:
     with pytest.raises(InvalidModelFile, match="accepts data only"):
         upload(staging, received(staging, b"x", name))
     with pytest.raises(InvalidModelFile, match="a config is required"):
@@ -519,26 +524,15 @@ def test_a_kind_that_needs_a_config_says_so(staging: Staging, name: str) -> None
         ),
     ],
 )
-def test_a_config_that_runs_code_or_reads_files_is_refused(config: str, words: str) -> None:
+def test_config_that_runs_code_or_reads_files_is_refused(config: str, words: str) -> None:
+    check_data_config(parse_model_config(USUAL_CONFIG, allow_unknown_fields=False))
     parsed = parse_model_config(config.encode(), allow_unknown_fields=False)
     with pytest.raises(InvalidModelFile, match=words):
         check_data_config(parsed)
 
 
-def test_a_usual_config_is_accepted() -> None:
-    config = b"""
-    backend: "onnxruntime" max_batch_size: 8 dynamic_batching { }
-    input { name: "/layer/X" data_type: TYPE_FP32 dims: [ -1 ] }
-    output { name: "/layer/Y" data_type: TYPE_FP32 dims: [ -1 ] label_filename: "labels.txt" }
-    parameters { key: "gateway.content_type.Y" value { string_value: "application/json" } }
-    parameters { key: "intra_op_thread_count" value { string_value: "2" } }
-    version_policy { latest { num_versions: 2 } }
-    """
-    check_data_config(parse_model_config(config, allow_unknown_fields=False))
-
-
 @pytest.mark.parametrize("size", [1, 7, 4096])
-def test_a_form_is_read_in_pieces_of_any_size(staging: Staging, size: int) -> None:
+def test_form_is_read_in_pieces_of_any_size(staging: Staging, size: int) -> None:
     model = b"\r\n--other\r\n--" * 1000
     parts = {"config": LABELED, 'model"; filename="folder/ä.onnx': model}
     body = b"".join(
@@ -556,7 +550,7 @@ def test_a_form_is_read_in_pieces_of_any_size(staging: Staging, size: int) -> No
     assert form.digest == hashlib.sha256(body).digest()
 
 
-def test_a_form_with_another_field_or_without_an_end_is_refused(staging: Staging) -> None:
+def test_form_with_another_field_or_without_an_end_is_refused(staging: Staging) -> None:
     form = FormBody(staging, "multipart/form-data; boundary=b")
     with pytest.raises(MalformedRequest, match="fields of an upload"):
         form.feed(b'--b\r\nContent-Disposition: form-data; name="other"\r\n\r\nx\r\n--b--\r\n')
@@ -566,7 +560,7 @@ def test_a_form_with_another_field_or_without_an_end_is_refused(staging: Staging
         form.finish()
 
 
-def test_a_digest_is_read_or_refused() -> None:
+def test_digest_header_is_read_or_refused() -> None:
     digest = hashlib.sha256(b"x").digest()
     encoded = base64.b64encode(digest).decode()
     assert parse_sha256_digest(f"sha-512=:AAAA:, sha-256=:{encoded}:") == digest
@@ -586,7 +580,7 @@ def tree(folder: Path) -> dict[str, str]:
     }
 
 
-def test_a_change_can_be_reverted_or_committed(tmp_path: Path) -> None:
+def test_change_can_be_reverted_or_committed(tmp_path: Path) -> None:
     folder, numbers = tmp_path / "mine", count()
     (folder / "1").mkdir(parents=True)
     (folder / "1" / "model.onnx").write_text("old")
@@ -615,7 +609,7 @@ def test_a_change_can_be_reverted_or_committed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_committed", [False, True])
-def test_the_change_of_a_killed_process_is_reverted_if_it_was_not_committed(
+def test_uncommitted_change_of_a_killed_process_is_reverted(
     tmp_path: Path, is_committed: bool
 ) -> None:
     numbers = count()
@@ -649,7 +643,7 @@ def test_the_change_of_a_killed_process_is_reverted_if_it_was_not_committed(
     assert tree(tmp_path) == before
 
 
-def test_the_next_start_removes_leftovers_of_dead_processes_only(tmp_path: Path) -> None:
+def test_next_start_removes_leftovers_of_dead_processes_alone(tmp_path: Path) -> None:
     dead, alive = (FolderStore(tmp_path, can_write=True) for _ in range(2))
     orphan = dead.create_staging().write_file(b"half").path
     kept = alive.create_staging().write_file(b"half").path
@@ -660,23 +654,19 @@ def test_the_next_start_removes_leftovers_of_dead_processes_only(tmp_path: Path)
     assert kept.exists()
 
 
-def test_a_model_whose_folder_is_a_link_is_not_changed(tmp_path: Path) -> None:
+async def test_model_whose_folder_is_a_link_is_not_changed(tmp_path: Path) -> None:
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     root.mkdir()
     elsewhere.mkdir()
     (root / "linked").symlink_to(elsewhere)
     store = FolderStore(root, can_write=True)
-
-    async def lock() -> None:
+    with pytest.raises(Conflict, match="symbolic link"):
         async with store.lock_model("linked"):
             pass
-
-    with pytest.raises(Conflict, match="symbolic link"):
-        asyncio.run(lock())
     store.close()
 
 
-def test_a_folder_of_a_living_process_is_not_removed(
+def test_folder_of_a_running_process_is_not_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
