@@ -38,7 +38,7 @@ def read_lines(descriptor: int, until: str) -> list[str]:
     return [line.decode().rstrip("\n") for line in lines]
 
 
-def test_lines_come_whole_and_in_their_order() -> None:
+def test_lines_are_complete_and_in_order() -> None:
     with pipe() as (reading, writing):
         writer = LineWriter(writing)
         for number in range(2000):
@@ -51,7 +51,7 @@ def test_lines_come_whole_and_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_who_does_not_read_costs_lines_which_are_counted_and_said_in_their_place(
+def test_lines_for_a_slow_reader_are_dropped_counted_and_reported(
     blocking: bool,
 ) -> None:
     with pipe(blocking=blocking) as (reading, writing):
@@ -78,7 +78,7 @@ def test_who_does_not_read_costs_lines_which_are_counted_and_said_in_their_place
     assert set(told) <= {format_dropped_notice(number) for number in range(count)}
 
 
-def test_the_notice_comes_by_itself_when_nothing_more_is_said() -> None:
+def test_notice_is_written_without_another_line() -> None:
     with pipe() as (reading, writing):
         writer = LineWriter(writing, max_bytes=1000)
         while not writer.dropped_count:
@@ -88,14 +88,16 @@ def test_the_notice_comes_by_itself_when_nothing_more_is_said() -> None:
         )
 
 
-def test_a_line_larger_than_the_queue_is_written_where_there_is_room() -> None:
+def test_line_larger_than_the_queue_and_half_a_character_are_written() -> None:
     with pipe() as (reading, writing):
         writer = LineWriter(writing, max_bytes=10)
         writer.enqueue(f"{LINE}\n")
         assert read_lines(reading, "x") == [LINE]
+        writer.enqueue("a\udc80b\n")
+        assert read_lines(reading, "a") == [r"a\udc80b"]
 
 
-def test_a_reader_that_is_gone_stops_nothing() -> None:
+def test_closed_reader_blocks_nothing() -> None:
     with pipe() as (reading, writing):
         writer = LineWriter(writing)
         os.close(reading)
@@ -105,7 +107,7 @@ def test_a_reader_that_is_gone_stops_nothing() -> None:
         assert writer.dropped_count == 10
 
 
-def test_what_several_threads_say_is_all_there() -> None:
+def test_lines_of_several_threads_are_complete() -> None:
     with pipe() as (reading, writing):
         writer = LineWriter(writing)
 
@@ -126,13 +128,7 @@ def test_what_several_threads_say_is_all_there() -> None:
         assert own == [f"{name} {number}" for number in range(300)]
 
 
-def test_a_half_character_is_written_as_an_escape() -> None:
-    with pipe() as (reading, writing):
-        LineWriter(writing).enqueue("a\udc80b\n")
-        assert read_lines(reading, "a") == [r"a\udc80b"]
-
-
-def test_a_writer_whose_thread_fails_goes_on_and_counts_the_failure() -> None:
+def test_failure_of_the_writing_thread_is_counted_and_it_goes_on() -> None:
     failures: list[int] = []
 
     def fail_once(count: int) -> str:

@@ -45,7 +45,7 @@ SOUND = {
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_a_body_is_its_parts(name: str) -> None:
+def test_form_is_parsed_as_its_parts(name: str) -> None:
     body, contents = SOUND[name]
     assert [bytes(part.content) for part in parse(body)] == contents
     one_by_one = parse(body, list(range(1, len(body))))
@@ -53,7 +53,7 @@ def test_a_body_is_its_parts(name: str) -> None:
 
 
 @given(st.lists(st.binary(max_size=300), max_size=5), st.lists(st.integers(0, 1500), max_size=20))
-def test_the_pieces_make_no_difference(contents: list[bytes], cuts: list[int]) -> None:
+def test_drawn_form_is_parsed_in_any_pieces(contents: list[bytes], cuts: list[int]) -> None:
     body = form(*map(field, contents))
     if any(b"\r\n--b" in b"\r\n" + content for content in contents):
         return
@@ -62,7 +62,7 @@ def test_the_pieces_make_no_difference(contents: list[bytes], cuts: list[int]) -
 
 
 @pytest.mark.parametrize("piece_bytes", [60_000, 1 << 22])
-def test_parts_of_any_size_may_follow_one_another(piece_bytes: int) -> None:
+def test_parts_of_any_size_may_follow_each_other(piece_bytes: int) -> None:
     """A part may be copied out of the buffer, or take it."""
     sizes = [10, MAX_COPIED_PART_BYTES, 0, MAX_COPIED_PART_BYTES + 1, 70_000, 2, 3_000_000]
     contents = [bytes([65 + number]) * size for number, size in enumerate(sizes)]
@@ -71,7 +71,7 @@ def test_parts_of_any_size_may_follow_one_another(piece_bytes: int) -> None:
     assert [bytes(part.content) for part in parts] == contents
 
 
-def test_what_a_client_library_sends_is_read() -> None:
+def test_forms_of_other_libraries_are_read() -> None:
     files: dict[str, Any] = {
         "é": ('ü".png', b"\0\xff\r\n", "image/png"),
         "text": (None, "hello ☕"),
@@ -80,9 +80,6 @@ def test_what_a_client_library_sends_is_read() -> None:
     payload = read_payload(request.read(), request.headers["content-type"], PayloadLimits())
     assert [part.value for part in payload.parts["é"]] == [b"\0\xff\r\n"]
     assert payload.parts["text"][0].value == "hello ☕"
-
-
-def test_what_a_mail_library_writes_is_read() -> None:
     part = EmailMessage()
     part["Content-Disposition"] = 'form-data; name="X"'
     part["Content-Type"] = 'text/plain; charset="iso-8859-1"'
@@ -91,48 +88,43 @@ def test_what_a_mail_library_writes_is_read() -> None:
     assert payload.parts["X"][0].value == "é"
 
 
-@pytest.mark.fault(
-    "images, NumPy files, archives and forms that contradict themselves, or are small"
+INVALID_PARTS: tuple[tuple[bytes, type[GatewayError], str], ...] = (
+    (b"X: " + b"y" * 9000 + b"\r\n\r\n", TooLarge, "a header of more than 8192 bytes"),
+    (b"X: y\r\n" * 17 + b"\r\n", TooLarge, "more than 16 header fields"),
+    (b"no colon\r\n\r\n", MalformedRequest, "malformed header field"),
+    (b" folded: x\r\n\r\n", MalformedRequest, "malformed header field"),
+    (b"\r\nx", MalformedRequest, "has no name"),
+    (b"Content-Disposition: form-data\r\n\r\nx", MalformedRequest, "has no name"),
+    (
+        b'Content-Disposition: form-data; name="\xff"\r\n\r\nx',
+        MalformedRequest,
+        "not valid UTF-8",
+    ),
 )
-@pytest.mark.parametrize(
-    ("part", "error", "words"),
-    [
-        (b"X: " + b"y" * 9000 + b"\r\n\r\n", TooLarge, "a header of more than 8192 bytes"),
-        (b"X: y\r\n" * 17 + b"\r\n", TooLarge, "more than 16 header fields"),
-        (b"no colon\r\n\r\n", MalformedRequest, "malformed header field"),
-        (b" folded: x\r\n\r\n", MalformedRequest, "malformed header field"),
-        (b"\r\nx", MalformedRequest, "has no name"),
-        (b"Content-Disposition: form-data\r\n\r\nx", MalformedRequest, "has no name"),
-        (
-            b'Content-Disposition: form-data; name="\xff"\r\n\r\nx',
-            MalformedRequest,
-            "not valid UTF-8",
-        ),
-    ],
+INVALID_TYPES = (
+    ("multipart/form-data", "has no boundary"),
+    ('multipart/form-data; boundary=""', "has no boundary"),
+    (f"multipart/form-data; boundary={'b' * 257}", "boundary is too long"),
+    ("multipart/form-data; boundary=other", "ends before its closing boundary"),
 )
-def test_a_part_that_is_none_is_refused(part: bytes, error: type[GatewayError], words: str) -> None:
-    with pytest.raises(error, match=words):
-        read_payload(form(part), TYPE, PayloadLimits())
-
-
-@pytest.mark.parametrize(
-    ("content_type", "words"),
-    [
-        ("multipart/form-data", "has no boundary"),
-        ('multipart/form-data; boundary=""', "has no boundary"),
-        (f"multipart/form-data; boundary={'b' * 257}", "boundary is too long"),
-        ("multipart/form-data; boundary=other", "ends before its closing boundary"),
-    ],
-)
-def test_a_boundary_that_is_none_is_malformed(content_type: str, words: str) -> None:
-    with pytest.raises(MalformedRequest, match=words):
-        read_payload(form(field(b"x")), content_type, PayloadLimits())
 
 
 @pytest.mark.fault(
     "images, NumPy files, archives and forms that contradict themselves, or are small"
 )
-def test_a_header_is_refused_while_it_comes() -> None:
+def test_invalid_part_or_boundary_is_refused() -> None:
+    for part, error, words in INVALID_PARTS:
+        with pytest.raises(error, match=words):
+            read_payload(form(part), TYPE, PayloadLimits())
+    for content_type, words in INVALID_TYPES:
+        with pytest.raises(MalformedRequest, match=words):
+            read_payload(form(field(b"x")), content_type, PayloadLimits())
+
+
+@pytest.mark.fault(
+    "images, NumPy files, archives and forms that contradict themselves, or are small"
+)
+def test_limits_of_a_form_apply_while_it_arrives() -> None:
     parser = MultipartParser("b", 128)
     fed = 0
     with suppress(TooLarge):
@@ -140,16 +132,13 @@ def test_a_header_is_refused_while_it_comes() -> None:
             fed += len(piece)
             list(parser.feed(piece))
     assert 8192 < fed < 10_000
-
-
-def test_parts_are_counted_when_they_begin() -> None:
     limited = MultipartForm(TYPE, PayloadLimits(max_parts=3))
     with pytest.raises(TooLarge, match="more than 3 parts"):
         limited.feed(form(*[field(b"x")] * 4))
 
 
 @given(st.text(alphabet='b-\r\n \t:X;"=', max_size=200))
-def test_any_body_is_parts_or_refused(body: str) -> None:
+def test_drawn_body_is_parsed_or_refused_in_any_pieces(body: str) -> None:
     whole: list[bytes] | str
     try:
         whole = [bytes(part.content) for part in MultipartParser("b", 128).feed(body.encode())]

@@ -41,73 +41,60 @@ HEADERS = [
 ]
 
 
-@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
-@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype} {array.shape}")
-def test_what_numpy_writes_is_read_back(array: np.ndarray, version: tuple[int, int]) -> None:
-    read = read_npy(npy(array, version))
-    assert (read.dtype, read.shape) == (array.dtype, array.shape)
-    assert read.tobytes() == array.tobytes()
+def test_files_of_numpy_and_other_programs_are_read() -> None:
+    for array in ARRAYS:
+        for version in ((1, 0), (2, 0), (3, 0)):
+            read = read_npy(npy(array, version))
+            assert (read.dtype, read.shape) == (array.dtype, array.shape)
+            assert read.tobytes() == array.tobytes()
+    for header in HEADERS:
+        file = npy_with(header, np.array([1, 2], np.float32).tobytes())
+        assert read_npy(file).tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("header", HEADERS)
-def test_what_other_programs_write_is_read_too(header: bytes) -> None:
-    assert read_npy(npy_with(header, np.array([1, 2], np.float32).tobytes())).tolist() == [1, 2]
+INVALID_HEADERS = (
+    b"",
+    b"{}",
+    b"{'descr': '<f4', 'fortran_order': False}",
+    b"{'descr': '<f4', 'fortran_order': False, 'shape': (2,), 'more': ()}",
+    b"{'descr': '<f4', 'descr': '<f4', 'fortran_order': False, 'shape': (2,)}",
+    b"{'descr': '<f4' 'fortran_order': False, 'shape': (2,)}",
+    b"{'descr': True, 'fortran_order': False, 'shape': (2,)}",
+    b"{'descr': '<f4', 'fortran_order': 0, 'shape': (2,)}",
+    b"{'descr': '<f4', 'fortran_order': False, 'shape': '2'}",
+    b"{'descr': '<f4', 'fortran_order': False, 'shape': (2)}",
+    b"{'descr': '<f4', 'fortran_order': False, 'shape': (,2)}",
+    b"{'descr': '<f4', 'fortran_order': False, 'shape': (1 2,)}",
+    b"{'descr': '<f4', 'fortran_order': False, 'shape': (-2,)}",
+    b"{'descr': '<f4', 'fortran_order': False, 'shape': (2,)} + {}",
+    b"{'descr': 'float32', 'fortran_order': False, 'shape': (2,)}",
+    b"{'descr': '<f16', 'fortran_order': False, 'shape': (2,)}",
+    b"{'descr': '<M8[s]', 'fortran_order': False, 'shape': (1,)}",
+    b"{'descr': '|S9999999999', 'fortran_order': False, 'shape': (0,)}",
+)
 
 
 @pytest.mark.fault(
     "images, NumPy files, archives and forms that contradict themselves, or are small"
 )
-@pytest.mark.parametrize("name", NPY_HEADERS)
-def test_a_hostile_header_is_malformed(name: str) -> None:
-    with pytest.raises(MalformedRequest, match=r"\.npy "):
-        read_npy(NPY_HEADERS[name])
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"",
-        b"{}",
-        b"{'descr': '<f4', 'fortran_order': False}",
-        b"{'descr': '<f4', 'fortran_order': False, 'shape': (2,), 'more': ()}",
-        b"{'descr': '<f4', 'descr': '<f4', 'fortran_order': False, 'shape': (2,)}",
-        b"{'descr': '<f4' 'fortran_order': False, 'shape': (2,)}",
-        b"{'descr': True, 'fortran_order': False, 'shape': (2,)}",
-        b"{'descr': '<f4', 'fortran_order': 0, 'shape': (2,)}",
-        b"{'descr': '<f4', 'fortran_order': False, 'shape': '2'}",
-        b"{'descr': '<f4', 'fortran_order': False, 'shape': (2)}",
-        b"{'descr': '<f4', 'fortran_order': False, 'shape': (,2)}",
-        b"{'descr': '<f4', 'fortran_order': False, 'shape': (1 2,)}",
-        b"{'descr': '<f4', 'fortran_order': False, 'shape': (-2,)}",
-        b"{'descr': '<f4', 'fortran_order': False, 'shape': (2,)} + {}",
-        b"{'descr': 'float32', 'fortran_order': False, 'shape': (2,)}",
-        b"{'descr': '<f16', 'fortran_order': False, 'shape': (2,)}",
-        b"{'descr': '<M8[s]', 'fortran_order': False, 'shape': (1,)}",
-        b"{'descr': '|S9999999999', 'fortran_order': False, 'shape': (0,)}",
-    ],
-)
-def test_a_header_that_is_none_is_malformed(header: bytes) -> None:
-    with pytest.raises(MalformedRequest, match=r"\.npy "):
-        read_npy(npy_with(header, bytes(8)))
-
-
-def test_a_file_has_the_size_that_it_claims() -> None:
-    whole = npy(np.zeros(3, np.float32))
-    for data in (whole[:-1], whole + b"x", whole[:5], whole[:9], whole[:20], b""):
-        with pytest.raises(MalformedRequest, match=r"\.npy "):
-            read_npy(data)
+def test_invalid_file_is_malformed(subtests: pytest.Subtests) -> None:
+    complete = npy(np.zeros(3, np.float32))
+    truncated = [complete[:length] for length in (-1, 5, 9, 20, 0)]
+    files = [*NPY_HEADERS.values(), *truncated, complete + b"x"]
+    files += [npy_with(header, bytes(8)) for header in INVALID_HEADERS]
+    for file in files:
+        with subtests.test(str(file[:100])), pytest.raises(MalformedRequest, match=r"\.npy "):
+            read_npy(file)
     with pytest.raises(
         MalformedRequest, match="declares 10000000000 × 4 bytes of data; the file has 0"
     ):
         read_npy(npy_of("(100000, 100000)"))
 
 
-def test_the_array_is_a_view_of_the_file() -> None:
+def test_array_takes_no_memory_beside_its_file() -> None:
     data = npy(np.zeros(1000))
     assert np.shares_memory(read_npy(data), np.frombuffer(data, np.uint8))
-
-
-def test_an_array_without_elements_takes_no_memory_of_its_width() -> None:
+    # No elements, however wide.
     assert read_npy(npy_of("(0,)", "'|S999999999'")).nbytes == 0
 
 
@@ -135,12 +122,12 @@ def mutated_files(draw: st.DrawFn) -> bytes:
     "images, NumPy files, archives and forms that contradict themselves, or are small"
 )
 @given(mutated_files(), st.sampled_from(MODELS))
-def test_a_mutated_file_is_converted_or_refused_with_a_sentence(data: bytes, model: object) -> None:
+def test_mutated_file_is_converted_or_refused(data: bytes, model: object) -> None:
     with suppress(GatewayError):
         to_inputs(read_payload(data, NPY, PayloadLimits()), model, PayloadLimits())  # type: ignore[arg-type]
 
 
 @given(st.text(alphabet="{}()':, 0123456789TrueFalsdcihp_on<f4\\\"", max_size=80))
-def test_any_header_is_read_or_malformed(header: str) -> None:
+def test_drawn_header_is_read_or_malformed(header: str) -> None:
     with suppress(MalformedRequest):
         read_npy(npy_with(header.encode(), bytes(4)))

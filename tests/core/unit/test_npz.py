@@ -35,7 +35,7 @@ def read(data: bytes, limit: int = LIMIT) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 @pytest.mark.parametrize("is_file", [True, False])
-def test_what_numpy_writes_is_read_back(save: object, is_file: bool, tmp_path: Path) -> None:
+def test_archive_of_numpy_is_read(save: object, is_file: bool, tmp_path: Path) -> None:
     file = tmp_path / "a.npz" if is_file else io.BytesIO()
     save(file, **ARRAYS)  # type: ignore[operator]
     arrays = read(file.read_bytes() if isinstance(file, Path) else file.getvalue())
@@ -44,8 +44,8 @@ def test_what_numpy_writes_is_read_back(save: object, is_file: bool, tmp_path: P
         assert np.array_equal(array, ARRAYS[name])
 
 
-def test_what_is_written_to_a_pipe_is_read_back() -> None:
-    """Its local headers have no sizes: these stand behind the data."""
+def test_archives_without_sizes_or_entries_are_read() -> None:
+    """The local headers of what is written to a pipe have no sizes: these stand behind the data."""
 
     class Pipe(io.BytesIO):
         def seekable(self) -> bool:
@@ -63,9 +63,6 @@ def test_what_is_written_to_a_pipe_is_read_back() -> None:
         "x": 1225,
         "y": 1225,
     }
-
-
-def test_an_archive_of_nothing_holds_nothing() -> None:
     assert read(archive([])) == {}
 
 
@@ -106,7 +103,7 @@ MALFORMED = {
     "images, NumPy files, archives and forms that contradict themselves, or are small"
 )
 @pytest.mark.parametrize("name", MALFORMED)
-def test_what_contradicts_itself_is_malformed(name: str) -> None:
+def test_invalid_archive_is_malformed(name: str) -> None:
     data, words = MALFORMED[name]
     with pytest.raises(MalformedRequest, match=words):
         read(data)
@@ -115,7 +112,7 @@ def test_what_contradicts_itself_is_malformed(name: str) -> None:
 @pytest.mark.fault(
     "images, NumPy files, archives and forms that contradict themselves, or are small"
 )
-def test_one_budget_bounds_what_all_of_it_inflates_to() -> None:
+def test_inflated_bytes_and_arrays_of_an_archive_are_limited() -> None:
     data = archive((f"{number}.npy", npy(np.zeros(MIB, np.uint8))) for number in range(10))
     assert len(read(data)) == 10
     assert len(data) < 20_000
@@ -126,7 +123,7 @@ def test_one_budget_bounds_what_all_of_it_inflates_to() -> None:
 
 
 @pytest.mark.parametrize("size", [100, 2**32 - 1])
-def test_a_bomb_takes_no_more_memory_than_its_budget(size: int) -> None:
+def test_memory_for_a_zip_bomb_is_limited(size: int) -> None:
     bomb = claiming_size(archive([("x.npy", npy(np.zeros(30 * MIB, np.uint8)))]), size)
     tracemalloc.start()
     with pytest.raises((TooLarge, MalformedRequest)):
@@ -146,7 +143,7 @@ SOUND = [
     "images, NumPy files, archives and forms that contradict themselves, or are small"
 )
 @given(st.data())
-def test_a_mutated_archive_is_read_or_refused_with_a_sentence(data: st.DataObject) -> None:
+def test_mutated_archive_is_read_or_refused(data: st.DataObject) -> None:
     mutated = bytearray(data.draw(st.sampled_from(SOUND)))
     for _ in range(data.draw(st.integers(1, 5))):
         at = data.draw(st.integers(0, len(mutated) - 1))
