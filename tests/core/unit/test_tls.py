@@ -79,13 +79,17 @@ async def asked(context: ssl.SSLContext, settings: Settings) -> CompleteResponse
             upstream.close()
 
 
-def test_a_replica_is_trusted_by_its_authority(authority: trustme.CA, files: Path) -> None:
+async def test_replica_is_trusted_by_its_authority(authority: trustme.CA, files: Path) -> None:
     context = server_context(authority, name="127.0.0.1", wants_client=False)
-    reply = asyncio.run(asked(context, Settings(triton_ca_file=files / "ca.pem")))
+    reply = await asked(context, Settings(triton_ca_file=files / "ca.pem"))
     assert (reply.status, reply.body) == (200, b"hello")
+    # A plain address needs no TLS.
+    assert create_tls_context(Settings(), [parse_replica_url("http://127.0.0.1:8000")]) is None
 
 
-def test_a_replica_of_another_name_or_authority_is_not(authority: trustme.CA, files: Path) -> None:
+async def test_replica_of_another_name_or_authority_is_not_trusted(
+    authority: trustme.CA, files: Path
+) -> None:
     trusting = Settings(triton_ca_file=files / "ca.pem")
     for context, settings in (
         (server_context(authority, name="other.example", wants_client=False), trusting),
@@ -93,44 +97,33 @@ def test_a_replica_of_another_name_or_authority_is_not(authority: trustme.CA, fi
         (server_context(authority, name="127.0.0.1", wants_client=False), Settings()),
     ):
         with pytest.raises(GatewayError, match="cannot be reached") as caught:
-            asyncio.run(asked(context, settings))
+            await asked(context, settings)
         assert caught.value.status == 503
 
 
-def test_the_gateway_shows_its_own_certificate(authority: trustme.CA, files: Path) -> None:
+async def test_gateway_sends_its_own_certificate(authority: trustme.CA, files: Path) -> None:
     context = server_context(authority, name="127.0.0.1", wants_client=True)
     settings = Settings(
         triton_ca_file=files / "ca.pem",
         triton_cert_file=files / "gateway.pem",
         triton_key_file=files / "gateway.key",
     )
-    assert asyncio.run(asked(context, settings)).body == b"hello"
+    assert (await asked(context, settings)).body == b"hello"
     with pytest.raises(GatewayError):
-        asyncio.run(asked(context, Settings(triton_ca_file=files / "ca.pem")))
+        await asked(context, Settings(triton_ca_file=files / "ca.pem"))
 
 
-def test_a_server_of_completions_may_have_tls_that_no_replica_has(
-    authority: trustme.CA, files: Path
-) -> None:
-    async def complete() -> tuple[int, bytes]:
-        async with serving(server_context(authority, name="127.0.0.1", wants_client=False)) as url:
-            settings = Settings(
-                openai_urls=(url,), triton_ca_file=files / "ca.pem", state="memory:"
-            )
-            components = build_components(settings)
-            servers = OpenAIServers(components.openai_addresses, settings, components.tls)
-            with closing(servers):
-                response = await servers.send(b"/v1/completions", [], b"", TIMEOUT_S)
-                with closing(response):
-                    return response.status, await response.next_chunk()
-
-    assert asyncio.run(complete()) == (200, b"hello")
+async def test_openai_server_may_have_tls(authority: trustme.CA, files: Path) -> None:
+    async with serving(server_context(authority, name="127.0.0.1", wants_client=False)) as url:
+        settings = Settings(openai_urls=(url,), triton_ca_file=files / "ca.pem", state="memory:")
+        components = build_components(settings)
+        servers = OpenAIServers(components.openai_addresses, settings, components.tls)
+        with closing(servers):
+            response = await servers.send(b"/v1/completions", [], b"", TIMEOUT_S)
+            with closing(response):
+                assert (response.status, await response.next_chunk()) == (200, b"hello")
 
 
-def test_an_invalid_address_of_a_server_of_completions_is_reported_before_the_start() -> None:
+def test_invalid_address_of_openai_server_is_reported_before_the_start() -> None:
     with pytest.raises(BadAddress, match="ftp"):
         build_components(Settings(openai_urls=("ftp://127.0.0.1",), state="memory:"))
-
-
-def test_plain_addresses_need_no_tls() -> None:
-    assert create_tls_context(Settings(), [parse_replica_url("http://127.0.0.1:8000")]) is None
