@@ -38,7 +38,7 @@ def nested(depth: int) -> Any:
 
 
 @pytest.mark.parametrize("depth", [33, 62, 63, 64])
-def test_more_dimensions_than_numpy_has_do_not_fit(depth: int) -> None:
+def test_more_dimensions_than_numpy_supports_are_refused(depth: int) -> None:
     part = field(json_of(nested(depth))[11:-1], headers=[f"Content-Type: {JSON}"])
     repeated = read_payload(form(part, part), "multipart/form-data; boundary=b", PayloadLimits())
     tensor = {"name": "X", "datatype": "INT32", "shape": [-1]}
@@ -49,7 +49,7 @@ def test_more_dimensions_than_numpy_has_do_not_fit(depth: int) -> None:
             to_inputs(repeated, model, PayloadLimits())
 
 
-def test_a_requests_images_become_no_more_pixels_than_one_may_have() -> None:
+def test_pixels_of_all_images_of_a_request_are_limited() -> None:
     for shape, most in (([-1, 8, 8, 3], 10 * 64), ([-1, -1, -1, 3], 10 * 256)):
         assert len(convert([png()] * 10, "FP32", shape, max_image_pixels=most).arrays["X"]) == 10
         with pytest.raises(TooLarge, match="the 11 images for input 'X' decode to"):
@@ -72,7 +72,7 @@ SMALL_VALUES: list[Any] = [
 ]  # fmt: skip
 
 
-def test_what_images_become_is_known_before_they_are_decoded() -> None:
+def test_size_of_decoded_images_is_known_before_decoding() -> None:
     for shape, datatype, size in (
         ([-1, 8, 8, 3], "FP32", 2 * 8 * 8 * 3 * 4),
         ([-1, -1, -1, 4], "UINT8", 2 * 16 * 16 * 4),
@@ -93,13 +93,13 @@ def test_what_images_become_is_known_before_they_are_decoded() -> None:
 @pytest.mark.fault(
     "images, NumPy files, archives and forms that contradict themselves, or are small"
 )
-def test_many_tiny_images_are_refused_before_they_are_decoded() -> None:
+def test_number_of_images_is_limited_before_decoding() -> None:
     tiny = png(1, 1)
     with pytest.raises(TooLarge, match="accepts at most 4096 images per request; got 4097"):
         convert([tiny] * 4097, "FP32", [-1, 1, 1, 3])
 
 
-def test_a_batch_becomes_no_more_than_1000_inferences() -> None:
+def test_batch_is_split_into_at_most_1000_inferences() -> None:
     for count, pieces in ((8000, 1000), (7999, 1000), (8, 1)):
         whole = InferInputs({"X": np.zeros((count, 1))}, count, is_batched=True)
         assert len(list(whole.split(8))) == pieces
@@ -107,13 +107,15 @@ def test_a_batch_becomes_no_more_than_1000_inferences() -> None:
         list(InferInputs({"X": np.zeros((8001, 1))}, 8001, is_batched=True).split(8))
 
 
-def test_what_is_large_is_known_without_looking_at_all_of_it() -> None:
+def test_size_of_values_is_estimated_from_a_part() -> None:
     assert all(estimate_value_bytes(value) > LARGE_ARRAY_BYTES for value in LARGE_VALUES)
     assert all(estimate_value_bytes(value) < 1000 for value in SMALL_VALUES)
 
 
 @pytest.mark.parametrize("charset", sorted(SUPPORTED_CODECS))
-def test_a_long_text_is_the_same_in_pieces(charset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_text_is_decoded_the_same_in_pieces(
+    charset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def read(body: bytes) -> str:
         try:
             (part,) = read_payload(body, f"text/plain; charset={charset}", PayloadLimits()).parts[

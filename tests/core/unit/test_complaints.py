@@ -101,7 +101,9 @@ STACK = "\n\nAt:\n  /srv/models/x/1/model.py(12): execute\n"
         (418, "a teapot", 502, "BAD_UPSTREAM"),
     ],
 )
-def test_status_and_words_decide(status: int, text: str, expected: int, code: str) -> None:
+def test_error_of_triton_is_mapped_by_status_and_words(
+    status: int, text: str, expected: int, code: str
+) -> None:
     error = map_triton_error(status, orjson.dumps({"error": text}), RequestTarget("m", "", 1.0))
     assert (error.status, error.code) == (expected, code)
     assert "model.py" not in error.detail
@@ -110,7 +112,7 @@ def test_status_and_words_decide(status: int, text: str, expected: int, code: st
 @pytest.mark.parametrize(
     "body", [b"", b"null", b"[]", b'{"error": 5}', b"<html>", b'{"error": ""}']
 )
-def test_a_body_that_is_no_complaint_still_has_a_sentence(body: bytes) -> None:
+def test_response_without_an_error_message_is_explained(body: bytes) -> None:
     for status in (400, 404, 500, 503):
         assert map_triton_error(status, body, RequestTarget("m")).detail
 
@@ -134,14 +136,14 @@ def test_a_body_that_is_no_complaint_still_has_a_sentence(body: bytes) -> None:
         ("ipv4:10.0.0.7:8001: Failed to connect", "Failed to connect"),
     ],
 )  # fmt: skip
-def test_what_helps_nobody_is_scrubbed(text: str, told: str) -> None:
+def test_paths_addresses_and_stacks_are_removed_from_messages(text: str, told: str) -> None:
     assert sanitize_message(text) == told
 
 
 @pytest.mark.parametrize(
     "part", ["\n", "\n ", "model ", "input ", "At:\n", "/a", "in ensemble '", "0x", "a://", "ipv4:"]
 )
-def test_no_text_of_a_clients_making_costs_more_than_its_length(part: str) -> None:
+def test_cost_of_a_message_is_linear(part: str) -> None:
     """Triton's errors quote input names and ids: each pattern must be linear, or what it reads short."""
 
     def reading(size: int) -> Callable[[], None]:
@@ -171,7 +173,7 @@ def test_no_text_of_a_clients_making_costs_more_than_its_length(part: str) -> No
         ("anything else", "REFUSED_BY_MODEL"),
     ],
 )
-def test_an_error_in_a_stream_has_a_code(text: str, code: str) -> None:
+def test_error_in_a_stream_has_a_code(text: str, code: str) -> None:
     event = orjson.loads(sanitize_event(b"data: " + orjson.dumps({"error": text}) + b"\n\n"))
     assert event["code"] == code
     assert text.endswith(event["error"])

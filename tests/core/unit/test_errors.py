@@ -1,8 +1,7 @@
-"""What an exception becomes that is nobody's sentence."""
+"""Responses to unexpected exceptions."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 import weakref
@@ -17,12 +16,12 @@ from gateway.error_responses import render_error
 from gateway.errors import MalformedRequest
 
 
-def test_too_little_memory_is_503_and_no_fault_of_the_gateways(
+async def test_memory_error_is_answered_with_503(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     request = Request({"type": "http", "path": "/", "request_id": "r"})
     with caplog.at_level(logging.INFO):
-        response = asyncio.run(render_error(request, MemoryError()))
+        response = await render_error(request, MemoryError())
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     body = orjson.loads(response.body)
     assert (body["code"], body["request_id"]) == ("OUT_OF_MEMORY", "r")
@@ -35,7 +34,7 @@ def test_too_little_memory_is_503_and_no_fault_of_the_gateways(
     )  # else the server logs it as a fault of the application
 
 
-def test_an_error_that_was_answered_holds_no_request() -> None:
+async def test_answered_error_does_not_keep_the_request() -> None:
     """Its traceback would hold the frames, and with them the body, until the garbage collector comes."""
 
     class Body:
@@ -58,7 +57,7 @@ def test_an_error_that_was_answered_holds_no_request() -> None:
     held = weakref.ref(body)
     gc.disable()
     try:
-        assert asyncio.run(answer(body)).status_code == 400
+        assert (await answer(body)).status_code == 400
         del body
         assert held() is None
     finally:

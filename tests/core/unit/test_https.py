@@ -60,7 +60,7 @@ def https(tls: dict[str, Any]) -> Iterator[Stage]:
         yield stage
 
 
-def test_https_is_spoken_and_nothing_else(https: Stage, authority: trustme.CA) -> None:
+def test_https_is_served_and_http_is_not(https: Stage, authority: trustme.CA) -> None:
     schemes: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,7 +102,7 @@ def tls_client(stage: Stage, authority: trustme.CA) -> Iterator[Client]:
         yield Client(stage, connection)
 
 
-def test_refusals_reach_clients_over_tls_too(tls: dict[str, Any], authority: trustme.CA) -> None:
+def test_rejections_are_sent_over_tls(tls: dict[str, Any], authority: trustme.CA) -> None:
     with Stage(**tls, **FAST) as hasty:
 
         def stop_in_the_header(pace: Pace) -> None:
@@ -121,7 +121,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> int:
     return caplog.text.count("the last valid version stays in use")
 
 
-def test_a_new_certificate_is_shown_to_new_connections_and_a_broken_one_is_not(
+def test_new_certificate_is_used_and_a_broken_one_is_not(
     https: Stage, authority: trustme.CA, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def shows(name: str) -> Callable[[], bool]:

@@ -133,7 +133,7 @@ def test_image_is_turned_by_its_exif_orientation() -> None:
         turn = Image.Exif()
         turn[0x0112] = orientation
         data = encoded(PICTURE, exif=turn)
-        upright = Image.open(io.BytesIO(data))
+        upright: Image.Image = Image.open(io.BytesIO(data))
         if transpose is not None:
             upright = upright.transpose(transpose)
         assert np.array_equal(read_pixels(data), np.asarray(upright)), orientation

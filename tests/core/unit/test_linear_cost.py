@@ -193,12 +193,11 @@ def cost_s(parser: Parser, data: Any, enough_s: float = 0.0) -> float:
 @pytest.mark.long
 @pytest.mark.fault("headers, texts, values and files that make a parser rescan its input")
 @pytest.mark.parametrize("parser", PARSERS, ids=[parser.name for parser in PARSERS])
-def test_the_cost_is_linear(parser: Parser) -> None:
+def test_cost_of_a_parser_is_linear(parser: Parser) -> None:
     costs = [cost_s(parser, parser.build(size)) for size in SIZES[:2]]
     most_s = MOST * max(costs[1], LEAST_S)
     costs.append(cost_s(parser, parser.build(SIZES[2]), enough_s=most_s / 2))
     shown = ", ".join(
         f"{size // KIB} KiB {cost * 1e6:.0f} µs" for size, cost in zip(SIZES, costs, strict=True)
     )
-    print(f"{parser.name}: {shown}")
     assert costs[2] <= most_s, shown

@@ -271,22 +271,15 @@ def least_seconds(parser: Parser, size: int, enough_s: float) -> float:
     return cpu_s(parse, ROUNDS, enough_s)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def head_of_table() -> None:
-    print(f"\n{'':34}" + "".join(f"{size >> 10:>8} KiB" for size in SIZES) + "  ns a byte")
-
-
 @pytest.mark.long
 @pytest.mark.fault("250 KiB made to be expensive to inspect")
 @pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.name)
-def test_the_cost_grows_as_the_bytes_do(parser: Parser) -> None:
+def test_cost_of_a_parser_grows_with_its_bytes(parser: Parser) -> None:
     """Eight times the bytes never cost much more than eight times as much."""
     seconds: list[float] = []
     for size, before in zip(SIZES, (0, *SIZES), strict=False):
         most_s = SLACK * size / before * seconds[-1] + NOISE_S if before else 0.0
         seconds.append(least_seconds(parser, size, most_s / 2 if size == SIZES[-1] else 0.0))
-    shown = "".join(f"{second * 1e3:>9.2f} ms" for second in seconds)
-    print(f"{parser.name:34}{shown}  {seconds[-1] / SIZES[-1] * 1e9:9.1f}")
     for number in range(len(SIZES) - 1):
         ratio = SIZES[number + 1] / SIZES[number]
         assert seconds[number + 1] < SLACK * ratio * seconds[number] + NOISE_S

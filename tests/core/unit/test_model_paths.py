@@ -27,7 +27,7 @@ def write_file(path: Path, text: str = "") -> Path:
         ("../up/net-3_b.onnx", "net-3_b"),
     ],
 )
-def test_a_file_is_a_model_of_its_name(tmp_path: Path, file: str, name: str) -> None:
+def test_file_is_served_as_a_model_of_its_name(tmp_path: Path, file: str, name: str) -> None:
     graph = write_file(tmp_path / file, "a graph")
     with resolve_model_paths([graph]) as (repository,):
         (linked,) = Path(repository).rglob("model.onnx")
@@ -37,7 +37,7 @@ def test_a_file_is_a_model_of_its_name(tmp_path: Path, file: str, name: str) -> 
     assert graph.exists()
 
 
-def test_repositories_stay_and_models_share_one(tmp_path: Path) -> None:
+def test_repositories_are_kept_and_models_share_a_temporary_one(tmp_path: Path) -> None:
     graph = write_file(tmp_path / "net.onnx")
     configured = write_file(tmp_path / "a" / "configured" / "config.pbtxt").parent
     versioned = write_file(tmp_path / "b" / "versioned" / "3" / "model.onnx").parents[1]
@@ -62,7 +62,7 @@ def test_repositories_stay_and_models_share_one(tmp_path: Path) -> None:
         (("a/net.onnx", "b/net.onnx"), "a/net.onnx and .*b/net.onnx would both be served as net; rename"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_served_is_refused(
+def test_path_that_cannot_be_served_is_refused(
     tmp_path: Path, files: tuple[str, ...], sentence: str
 ) -> None:
     paths = [tmp_path / file for file in files]
@@ -70,4 +70,4 @@ def test_what_cannot_be_served_is_refused(
         if path.stem != "missing":
             write_file(path)
     with pytest.raises(CannotStart, match=sentence), resolve_model_paths(paths):
-        pytest.fail("it was accepted")
+        pytest.fail("the paths were accepted")

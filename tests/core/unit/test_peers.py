@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel is a
         (socket.AF_INET6, "::", "127.0.0.1"),  # seen as ::ffff:127.0.0.1
     ],
 )
-def test_an_open_connection_is_its_users_and_a_closed_one_nobodys(
+def test_peer_of_an_open_connection_has_its_user_and_a_closed_one_none(
     family: socket.AddressFamily, listen: str, connect: str
 ) -> None:
     assert can_identify_peers()
@@ -35,7 +35,4 @@ def test_an_open_connection_is_its_users_and_a_closed_one_nobodys(
             client.close()  # a socket without a process reads as root's
             assert find_peer_uid(*ends) is None
     assert find_peer_uid(*ends) is None
-
-
-def test_a_connection_that_there_is_not_is_nobodys() -> None:
     assert find_peer_uid(("127.0.0.1", 1), ("127.0.0.1", 2)) is None

@@ -26,13 +26,13 @@ def assert_harmless(text: str) -> None:
     assert [line for line in text.split("\n") if not line.isprintable()] == []
 
 
-def test_what_a_person_can_read_stays_and_all_else_is_escaped() -> None:
+def test_unprintable_characters_are_escaped_and_others_kept() -> None:
     assert escape_unprintable(EVIL) == SHOWN
     assert escape_unprintable(HARMLESS) == HARMLESS
 
 
 @given(st.text())
-def test_nothing_is_left_that_is_not_printable_and_json_means_the_same(text: str) -> None:
+def test_drawn_text_becomes_printable_and_json_keeps_its_meaning(text: str) -> None:
     assert escape_unprintable(text).isprintable()
     raw = orjson.dumps({"text": text, text: [text]}).decode()
     assert_harmless(escape_unprintable_json(raw))
@@ -49,7 +49,7 @@ def record(message: str, **extra: str) -> logging.LogRecord:
 
 
 @pytest.mark.fault("terminal control sequences in the output of a model, a Triton or a gateway")
-def test_a_line_of_the_log_is_one_line_and_a_traceback_is_none_of_it() -> None:
+def test_log_line_is_one_line_and_traceback_is_indented() -> None:
     written = ConsoleFormatter().format(record(EVIL, model=EVIL))
     assert_harmless(written)
     first, *more = written.split("\n")
@@ -62,7 +62,7 @@ def test_a_line_of_the_log_is_one_line_and_a_traceback_is_none_of_it() -> None:
 
 
 @pytest.mark.fault("terminal control sequences in the output of a model, a Triton or a gateway")
-def test_what_triton_says_is_said_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_of_triton_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
         f"I0101 12:00:00.000000 1 model.cc:1] {EVIL}",
         f"E0101 12:00:00.000000 1 model.cc:1] failed to load 'm' version 1: {EVIL}",
@@ -76,7 +76,7 @@ def test_what_triton_says_is_said_escaped(capsys: pytest.CaptureFixture[str]) ->
     assert_harmless(capsys.readouterr().err)
 
 
-def test_tables_and_json_of_the_command_line_are_harmless(
+def test_tables_and_json_of_commands_are_escaped(
     capsysbinary: pytest.CaptureFixture[bytes],
 ) -> None:
     tables.print_table(("MODEL", "WHY"), [(EVIL, EVIL)])
@@ -88,7 +88,7 @@ def test_tables_and_json_of_the_command_line_are_harmless(
     assert orjson.loads(f"[{told}") == [{"model": EVIL}]
 
 
-def test_records_are_harmless_and_in_a_file_unchanged() -> None:
+def test_records_are_escaped_for_a_terminal_and_unchanged_in_a_file() -> None:
     found = Record(EVIL, {"OUT": EVIL})
     line = JsonLinesWriter().encode_record(found)
     assert_harmless(line.decode())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
 
@@ -28,10 +27,10 @@ class Clock:
         return self.now
 
 
-def ask(rates: RateLimiter, per_second: float = 5) -> str:
-    """What one request gets: nothing, or the Retry-After of its refusal."""
+async def ask(rates: RateLimiter, per_second: float = 5) -> str:
+    """Return the Retry-After of a refused request; empty if it was accepted."""
     try:
-        asyncio.run(rates.count_request("shop", per_second))
+        await rates.count_request("shop", per_second)
     except RateLimitExceeded as exc:
         return str((exc.headers or {})["Retry-After"])
     return ""
@@ -39,28 +38,28 @@ def ask(rates: RateLimiter, per_second: float = 5) -> str:
 
 @pytest.mark.fault("the clock is set back or forward by an hour, on the gateway or in Redis")
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0, -86400.0 * 365])
-def test_the_time_of_day_may_be_set_and_locks_nobody_out(
+async def test_change_of_the_time_of_day_does_not_change_rates(
     monkeypatch: pytest.MonkeyPatch, jump_s: float
 ) -> None:
     clock = Clock()
     rates = RateLimiter(Metrics(), clock=clock)
-    assert [ask(rates) for _ in range(6)] == ["", "", "", "", "", "1"]
+    assert [await ask(rates) for _ in range(6)] == ["", "", "", "", "", "1"]
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + jump_s)
-    assert ask(rates) == "1"
+    assert await ask(rates) == "1"
     clock.now += 1.01
-    assert [ask(rates) for _ in range(6)] == ["", "", "", "", "", "1"]
+    assert [await ask(rates) for _ in range(6)] == ["", "", "", "", "", "1"]
 
 
-def test_a_refusal_says_when_there_is_room() -> None:
+async def test_retry_after_is_the_time_until_the_next_request() -> None:
     clock = Clock()
     rates = RateLimiter(Metrics(), clock=clock)
-    assert ask(rates, 0.1) == ""
+    assert await ask(rates, 0.1) == ""
     for later_s, wait in ((0, "10"), (2.5, "8"), (7.4, "3"), (9.9, "1")):
         clock.now = 1000 + later_s
-        assert ask(rates, 0.1) == wait
+        assert await ask(rates, 0.1) == wait
     clock.now = 1010.0
-    assert ask(rates, 0.1) == ""
+    assert await ask(rates, 0.1) == ""
 
 
 # Of differences of floating-point numbers.
@@ -71,7 +70,7 @@ ROUNDING = 1e-9
     st.lists(st.floats(0, 3), max_size=60),
     st.sampled_from([0.5, 1, 2.5, 7]),
 )
-def test_no_window_has_more_than_its_requests_and_none_is_refused_without_need(
+def test_drawn_requests_are_refused_only_above_the_rate(
     pauses: list[float], per_second: float
 ) -> None:
     clock, window = Clock(0.0), create_rate_window(per_second)
@@ -90,7 +89,7 @@ def test_no_window_has_more_than_its_requests_and_none_is_refused_without_need(
             assert wait_s == max(recent[0] + length_s - clock.now, MIN_RATE_WAIT_S)
 
 
-def test_what_is_kept_is_no_more_than_a_windows_requests() -> None:
+def test_window_keeps_only_the_times_of_its_requests() -> None:
     clock, window = Clock(), create_rate_window(100_000)
     windows = LocalRateWindows(clock)
     for _ in range(30_000):

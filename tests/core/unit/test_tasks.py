@@ -12,7 +12,7 @@ from gateway.metrics import Metrics
 from gateway.tasks import cancel_tasks, repeat
 
 
-async def test_a_background_loop_goes_on_after_an_unexpected_error(
+async def test_background_loop_continues_after_an_unexpected_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     steps: list[int] = []
