@@ -11,12 +11,13 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
+import anyio
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
@@ -25,6 +26,7 @@ from gateway.config_files import WatchedFile
 from gateway.messages import CommandError
 from gateway.protocol.clients import ClientRegistry
 from gateway.protocol.connection import HttpProtocol
+from gateway.protocol.deadlines import LAST_REQUEST_S
 from gateway.protocol.limits import ProtocolLimits
 from gateway.settings import Settings
 from gateway.settings.server import describe_os_errors, load_authority, load_certificate
@@ -96,7 +98,59 @@ class ServerCertificate:
 
 
 class GatewayServer(uvicorn.Server):
-    """A uvicorn server that calls `on_ready` when it listens."""
+    """A uvicorn server that answers the connections that wait when it stops."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            for server in self.servers:
+                for listener in server.sockets:
+                    limit_unsent_bytes(listener.fileno())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if not self.force_exit:
+            await self._accept_waiting()
+        await super().shutdown(sockets)
+        if self.force_exit:
+            # uvicorn leaves the rest to the end of the loop, which cancels the services while they close.
+            for task in self.server_state.tasks:
+                task.cancel()
+            await self.lifespan.shutdown()
+
+    async def _accept_waiting(self) -> None:
+        """Stop listening. The kernel resets connections that wait when a listening socket is closed."""
+        # uvloop's sockets have no accept.
+        listeners = [
+            socket.socket(fileno=os.dup(each.fileno()))
+            for server in self.servers
+            for each in server.sockets
+        ]
+        for server in self.servers:
+            server.close()
+        accepted = [
+            connection
+            for listener in listeners
+            for connection in accept_and_close(listener, self.config.backlog)
+        ]
+        # Nothing tells which of the connections accepted before are in their TLS handshake.
+        handshake_s = 0.0 if self.config.ssl is None else LAST_REQUEST_S
+        await asyncio.gather(asyncio.sleep(handshake_s), *map(self._open_connection, accepted))
+
+    async def _open_connection(self, connection: socket.socket) -> None:
+        """Serve an accepted connection. Give up if its TLS handshake fails or takes long."""
+        protocol = partial(
+            cast("Callable[..., asyncio.Protocol]", self.config.http_protocol_class),
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        loop = asyncio.get_running_loop()
+        with anyio.move_on_after(LAST_REQUEST_S), suppress(OSError):
+            await loop.connect_accepted_socket(protocol, connection, ssl=self.config.ssl)
+
+
+class CommandServer(GatewayServer):
+    """The server of a command that serves in its own process; it calls `on_ready` when it listens."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -112,18 +166,17 @@ class GatewayServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            for server in self.servers:
-                for listener in server.sockets:
-                    limit_unsent_bytes(listener.fileno())
             self._on_ready()
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
-        if self.force_exit:
-            # uvicorn leaves the rest to the end of the loop, which cancels the services while they close.
-            for task in self.server_state.tasks:
-                task.cancel()
-            await self.lifespan.shutdown()
+
+def accept_and_close(listener: socket.socket, limit: int) -> list[socket.socket]:
+    """Accept connections until none waits, or no descriptor is left, and close the socket at once."""
+    accepted = []
+    listener.setblocking(False)
+    with listener, suppress(OSError):
+        for _ in range(limit):
+            accepted.append(listener.accept()[0])  # noqa: PERF401 - an error leaves those before it
+    return accepted
 
 
 def limit_unsent_bytes(descriptor: int) -> None:
@@ -191,5 +244,5 @@ def create_uvicorn_config(
 
 def create_server(
     app: ASGIApp, settings: Settings, host: str, port: int, on_ready: Callable[[], None]
-) -> GatewayServer:
-    return GatewayServer(create_uvicorn_config(app, settings, host, port), on_ready)
+) -> CommandServer:
+    return CommandServer(create_uvicorn_config(app, settings, host, port), on_ready)

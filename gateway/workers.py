@@ -20,11 +20,15 @@ from gateway import logs
 from gateway.memory import MIN_BUDGET_BYTES, default_budget_bytes
 from gateway.metrics import record_replaced_worker
 from gateway.process_exit import CLOSE_TIMEOUT_S, KERNEL_KILL_GRACE_S, report_exit_status
-from gateway.server import create_uvicorn_config
+from gateway.server import GatewayServer, create_uvicorn_config
 from gateway.settings import Settings
-from gateway.uvicorn_compat import fork_workers
+from gateway.uvicorn_compat import WorkerProcess, fork_workers
 
 log = logging.getLogger(__name__)
+
+
+class GatewayWorker(WorkerProcess):
+    server_class = GatewayServer
 
 
 class WorkerSupervisor(Multiprocess):
@@ -117,7 +121,7 @@ def run_workers(
             os.environ["GATEWAY_MAX_BYTES_IN_FLIGHT"] = str(max(share, MIN_BUDGET_BYTES))
         # No process that forks may have threads, and nothing here multiplies matrices.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        context = fork_workers("gateway.fork_server")
+        context = fork_workers("gateway.fork_server", GatewayWorker)
         check = context.Process(target=check_settings)  # reports errors once, not in each worker
         check.start()
         check.join()

@@ -63,6 +63,7 @@ class HttpProtocol(asyncio.Protocol):
         self.drain_waiter: asyncio.Future[None] | None = None
         self._is_reading = True
         self._is_refused = False
+        self._is_stopping = False
         self._timer: asyncio.TimerHandle | None = None
         self._next_check_at = math.inf
 
@@ -128,7 +129,7 @@ class HttpProtocol(asyncio.Protocol):
             if scope["raw_path"] not in HEALTH_PATHS:
                 raise TooManyConnections
             keep_alive = False
-        if self._drain is not None and self._drain.is_draining:
+        if self._is_stopping or (self._drain is not None and self._drain.is_draining):
             keep_alive = False
         scope["state"] = self._app_state.copy()
         cycle = self._receiving_cycle = RequestCycle(self, scope, keep_alive, expects_continue)
@@ -224,11 +225,14 @@ class HttpProtocol(asyncio.Protocol):
         self._schedule_check(self._deadlines.start_linger(now))
 
     def shutdown(self) -> None:
-        """Close the connection after the current request."""
-        if self._current_cycle is None:
-            self._close()
-        else:
+        """Close the connection after the current request, or after one that may be on its way."""
+        if self._current_cycle is not None:
             self._current_cycle.keep_alive = False
+        elif self._deadlines.is_receiving:
+            self._is_stopping = True
+            self._schedule_check(self._deadlines.limit_last_request(self.loop.time()))
+        else:
+            self._close()
 
     def _start_cycle(self, cycle: RequestCycle) -> None:
         turn = self._clients.enqueue_refused(self.loop) if self._was_last_refused else None

@@ -11,6 +11,7 @@ from gateway.protocol.limits import ProtocolLimits
 MIN_CHECK_INTERVAL_S: Final = 0.25
 RESERVED_HEADER_TIMEOUT_S: Final = 1.0
 CLOSE_LINGER_S: Final = 1.0
+LAST_REQUEST_S: Final = 1.0  # for a request that may be on its way when the server stops
 
 
 class Due(Enum):
@@ -82,6 +83,14 @@ class Deadlines:
         self.is_receiving = False
         self._opened_at = None
         self._header_end = self._body_end = inf
+
+    def limit_last_request(self, now: float) -> float:
+        """Record that the server stops before a header is complete; return the deadline of the header."""
+        self.idle_since = self._opened_at = now
+        self._header_timeout_s = min(self._header_timeout_s, LAST_REQUEST_S)
+        if self._header_end < inf:
+            self._header_end = min(self._header_end, self.idle_end)
+        return self.idle_end
 
     def start_sending(self, now: float, unwritten_bytes: int) -> float:
         """Record how much of its responses the client has not read; return the deadline."""

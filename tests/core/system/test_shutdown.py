@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -20,6 +20,7 @@ from tests.support.servers import Command, Triton, free_ports
 from tests.support.wait import TIMEOUT_S, wait_until
 
 FOR_EVER = 600.0
+CONNECTING_CLIENTS = 32
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +117,55 @@ def ends_in_order(triton: Triton, arguments: tuple[str, ...], drain_s: float) ->
         assert command.end() == 0
     print(f"{sum(load.statuses.values())} inferences and a slow one")
     return True
+
+
+@pytest.mark.fault("SIGTERM while clients keep connecting")
+@pytest.mark.parametrize("arguments", [(), ("--workers", "2")], ids=["one process", "two workers"])
+def test_connections_that_wait_when_it_stops_are_served(arguments: tuple[str, ...]) -> None:
+    (port,) = free_ports(1)
+    environment = {"GATEWAY_TRITON_URLS": "127.0.0.1:9", "GATEWAY_LOG_LEVEL": "warning"}
+    with (
+        Command("serve", "--port", str(port), *arguments, environment=environment) as command,
+        ThreadPoolExecutor(CONNECTING_CLIENTS) as pool,
+    ):
+        command.wait_for("serving")
+        clients = [ConnectingClient(port) for _ in range(CONNECTING_CLIENTS)]
+        running = [pool.submit(client.run) for client in clients]
+        wait_until(lambda: all(client.answered > 2 for client in clients))
+        os.kill(command.pid, signal.SIGTERM)
+        for each in running:
+            each.result()
+        assert command.end() == 0
+    lost = sum(client.lost for client in clients)
+    print(f"{lost} of {sum(client.answered for client in clients)} requests are lost")
+    # The handshake of a connection may be half done when the listening socket is closed.
+    assert lost <= 2
+
+
+class ConnectingClient:
+    """Sends one request on each connection until it is refused."""
+
+    def __init__(self, port: int) -> None:
+        self.answered = 0
+        self.lost = 0
+        self._address = ("127.0.0.1", port)
+
+    def run(self) -> None:
+        with suppress(ConnectionRefusedError):
+            while True:
+                if self._send_request():
+                    self.answered += 1
+                else:
+                    self.lost += 1
+
+    def _send_request(self) -> bool:
+        """Return whether it was answered. Raises `ConnectionRefusedError`."""
+        try:
+            with socket.create_connection(self._address, TIMEOUT_S) as connection:
+                connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                return connection.recv(100).startswith(b"HTTP/1.1 200 ")
+        except (ConnectionResetError, BrokenPipeError):
+            return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

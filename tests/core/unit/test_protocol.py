@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.protocol.connection import HttpProtocol
+from gateway.protocol.deadlines import LAST_REQUEST_S
 from tests.support.http_server import (
     ENOUGH,
     GET,
@@ -32,6 +33,7 @@ from tests.support.http_server import (
     LIKE_A_REQUEST,
     MIB,
     PATIENCE_S,
+    TOO_SLOW,
     Answer,
     Asked,
     Client,
@@ -45,11 +47,12 @@ from tests.support.http_server import (
     length,
     part,
     read,
+    refused,
     say,
     start,
     turns,
 )
-from tests.support.wait import wait_until
+from tests.support.wait import Pace, retry_when_late, wait_until
 
 # The server.
 
@@ -1646,6 +1649,7 @@ def stopping(app: ASGIApp, **given: Any) -> Iterator[tuple[Stage, Callable[[], N
 
 
 def test_stopping_server_closes_idle_connections_and_reads_begun_bodies() -> None:
+    """One whose first request may be on its way, or is incomplete, has a second for it."""
     with (
         stopping(echo) as (stage, stop),
         stage.client() as silent,
@@ -1660,7 +1664,9 @@ def test_stopping_server_closes_idle_connections_and_reads_begun_bodies() -> Non
         invalid.say(BROKEN_CHUNKS)
         stage.settle()
         stop()
-        assert [client.rest() for client in (silent, idle, begun)] == [b"", b"", b""]
+        assert idle.rest() == b""
+        assert refused(begun) == TOO_SLOW
+        assert silent.rest() == b""
         sending.say(b"l", b"o")
         answer = sending.answer()
         assert (answer.body, answer.header(b"connection")) == (b"hello", b"close")
@@ -1668,6 +1674,27 @@ def test_stopping_server_closes_idle_connections_and_reads_begun_bodies() -> Non
         invalid.say(b"zz\r\n")
         assert invalid.answer().error.startswith(NOT_HTTP)
         assert invalid.rest() == b""
+
+
+def test_request_on_its_way_is_answered_when_the_server_stops() -> None:
+    def finish_requests(pace: Pace) -> None:
+        with (
+            stopping(echo) as (stage, stop),
+            stage.client() as silent,
+            stage.client() as begun,
+        ):
+            begun.say(GET[:5])
+            pace.restart()
+            stop()
+            silent.say(GET)
+            begun.say(GET[5:])
+            pace.mark()
+            for client in (silent, begun):
+                answer = client.answer()
+                assert (answer.status, answer.header(b"connection")) == (200, b"close")
+                assert client.rest() == b""
+
+    retry_when_late(finish_requests, LAST_REQUEST_S / 2)
 
 
 def test_stopping_server_completes_the_request_of_each_connection() -> None:
