@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
+import anyio
+
 from gateway.errors import RequestTooSlow
 from gateway.memory import MemoryBudgetExceeded
 
@@ -84,48 +86,38 @@ class SlowTimer:
 
 
 class MessageReader:
-    """Receives one message. A timer, and no task of its own, ends what takes too long."""
+    """Receives one message. A cancel scope, and no task of its own, ends what takes too long."""
 
     def __init__(self, context: Any, slots: ReceiveSlots, timeout_s: float) -> None:
         self._context = context
         self._slots = slots
         self._timeout_s = timeout_s
         self._has_slot = False
-        self._failure: Exception | None = None
-        self._task: asyncio.Task[Any] | None = None
-        self._timer: asyncio.TimerHandle | SlowTimer | None = None
+        self._failure: Exception = RequestTooSlow()
+        self._scope = anyio.CancelScope()
 
     async def read(self) -> Any:
         """Return the message or EOF. Raises `RequestTooSlow`, or `MemoryBudgetExceeded` without a slot."""
-        self._task = asyncio.current_task()
-        self._timer = SlowTimer(min(FAST_RECEIVE_S, self._timeout_s), self._take_slot)
+        timer = SlowTimer(min(FAST_RECEIVE_S, self._timeout_s), self._take_slot)
         try:
-            return await self._context.read()
-        except asyncio.CancelledError:
-            if self._failure is None:
-                raise
-            raise self._failure from None
+            with self._scope:
+                return await self._context.read()
         finally:
-            if self._timer is not None:
-                self._timer.cancel()
+            timer.cancel()
             if self._has_slot:
                 self._slots.release()
+        raise self._failure
 
     def _take_slot(self) -> None:
         try:
             self._slots.acquire()
         except MemoryBudgetExceeded as exc:
-            self._stop(exc)
+            self._failure = exc
+            self._scope.cancel()
             return
         self._has_slot = True
         remaining_s = max(self._timeout_s - FAST_RECEIVE_S, 0)
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(remaining_s, self._stop, RequestTooSlow())
-
-    def _stop(self, failure: Exception) -> None:
-        self._failure = failure
-        if self._task is not None:
-            self._task.cancel()
+        self._scope.deadline = asyncio.get_running_loop().time() + remaining_s
 
 
 @dataclass(eq=False, repr=False)

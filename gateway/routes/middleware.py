@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from time import perf_counter
 from typing import NamedTuple
@@ -87,8 +86,6 @@ class GatewayMiddleware:
                 status = await self._call_framework(scope, receive, send, info)
         except (Unauthenticated, Forbidden, RateLimitExceeded) as exc:
             status = await send_refusal(scope, receive, send, exc)
-        except asyncio.CancelledError:
-            log.debug("the client disconnected")  # the server cancels the request then
         finally:
             if info.charge is not None:
                 info.charge.release()

@@ -9,6 +9,7 @@ from threading import Event
 from typing import Any
 
 import grpc
+import pytest
 
 from gateway.grpc_server.receive import FAST_RECEIVE_S, MessageReader, ReceiveSlots
 from tests.support.wait import TIMEOUT_S
@@ -22,6 +23,28 @@ class OneMethod(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ty
 
     def service(self, _: Any) -> Any:
         return self._handler
+
+
+class AbandonedCall:
+    """The context of a call that is cancelled, by its client, when its reader stops to wait."""
+
+    async def read(self) -> None:
+        message = asyncio.get_running_loop().create_future()
+        call = asyncio.current_task()
+        assert call is not None
+        message.add_done_callback(lambda _: call.cancel())  # before the task is woken
+        await message
+
+
+@pytest.mark.parametrize("free_slots", [1, 0], ids=["at its deadline", "without a slot"])
+async def test_call_cancelled_at_its_deadline_stays_cancelled(free_slots: int) -> None:
+    slots = ReceiveSlots(1, 1, idle_s=60)
+    if not free_slots:
+        slots.acquire()
+    reading = asyncio.create_task(MessageReader(AbandonedCall(), slots, FAST_RECEIVE_S / 10).read())
+    await asyncio.wait([reading])
+    assert reading.cancelled()
+    assert slots.try_acquire() == free_slots
 
 
 async def test_message_that_arrives_while_the_loop_is_busy_needs_no_slot() -> None:

@@ -7,6 +7,8 @@ import json
 import random
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -20,7 +22,11 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+from fastapi import FastAPI
 
+from gateway.components import build_components, run_services
+from gateway.routes.middleware import GatewayMiddleware
+from gateway.settings import Settings
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.signature import build_signature
 from gateway.triton.error_mapping import RequestTarget
@@ -29,7 +35,7 @@ from gateway.triton.grpc.messages import encode_grpc_request
 from gateway.triton.grpc.unary import send_bytes
 from gateway.triton.inference import InferRequest
 from tests.support.model_zoo.zoo import CANCELLABLE, PATIENT, Names, write_repository
-from tests.support.servers import Command, Triton, free_ports, gateway
+from tests.support.servers import ROOT, Command, Triton, free_ports, gateway
 from tests.support.wait import TIMEOUT_S, lengthening, wait_until, wait_until_async
 
 NAMED = replace(PATIENT, name="named_by_a_glob")
@@ -329,3 +335,56 @@ def test_inference_that_may_have_run_is_not_sent_again(
             assert 0 < cut_off < 4
             assert set(statuses) <= {200, 502}
             assert len(asked.ends()) == 4 - cut_off
+
+
+def test_a_cancelled_request_stays_cancelled() -> None:
+    # In a process of its own, because the services tune the interpreter.
+    program = f"from {__name__} import cancel_request; print(cancel_request())"
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert result.stdout.strip() == "True", result.stderr
+
+
+def cancel_request() -> bool:
+    """Return whether the task of a request that is cancelled ends as cancelled."""
+
+    async def run() -> bool:
+        framework = FastAPI()
+        has_begun = asyncio.Event()
+
+        @framework.get("/wait")
+        async def wait() -> None:
+            has_begun.set()
+            await asyncio.Event().wait()
+
+        settings = Settings(state="memory:", triton_urls=("127.0.0.1:9",))
+        middleware = GatewayMiddleware(framework)
+        async with run_services(settings, build_components(settings)) as services:
+            middleware.services = services
+            request = asyncio.create_task(middleware(SCOPE, receive_nothing, send_nothing))
+            await has_begun.wait()
+            request.cancel()
+            await asyncio.wait([request])
+        return request.cancelled()
+
+    return asyncio.run(run())
+
+
+SCOPE: dict[str, Any] = {
+    "type": "http",
+    "http_version": "1.1",
+    "method": "GET",
+    "scheme": "http",
+    "path": "/wait",
+    "raw_path": b"/wait",
+    "query_string": b"",
+    "headers": [(b"host", b"localhost")],
+}
+
+
+async def receive_nothing() -> dict[str, Any]:
+    return {"type": "http.request"}
+
+
+async def send_nothing(_: Any) -> None:
+    pass
