@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,26 +12,22 @@ import pytest
 
 from tests.support.framing import AMBIGUOUS, UNAMBIGUOUS
 from tests.support.http_server import HOST, MIB, PATIENCE_S, Stage
+from tests.support.nginx import run_nginx
 from tests.support.servers import free_ports
 from tests.support.wait import wait_until
 
 # A request that does not come whole is given up soon, so that every connection comes to its end.
 NGINX = """
-worker_processes 1; daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log;
-events {{ worker_connections 256; }}
-http {{
-    access_log {folder}/access.log combined buffer=1 flush=1s; client_body_temp_path {folder}/body;
-    proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u;
-    scgi_temp_path {folder}/s; proxy_request_buffering off; underscores_in_headers on;
-    client_header_timeout 300ms; client_body_timeout 300ms;
-    upstream gateway {{ server 127.0.0.1:{upstream}; keepalive 4; }}
-    log_format statuses "$upstream_status";
-    access_log {folder}/statuses.log statuses;
-    server {{
-        listen 127.0.0.1:{port};
-        location / {{ proxy_pass http://gateway; proxy_http_version 1.1;
-            proxy_set_header Connection ""; proxy_set_header Host $http_host; }}
-    }}
+access_log FOLDER/access.log combined buffer=1 flush=1s;
+proxy_request_buffering off; underscores_in_headers on;
+client_header_timeout 300ms; client_body_timeout 300ms;
+upstream gateway {{ server 127.0.0.1:{upstream}; keepalive 4; }}
+log_format statuses "$upstream_status";
+access_log FOLDER/statuses.log statuses;
+server {{
+    listen 127.0.0.1:{port};
+    location / {{ proxy_pass http://gateway; proxy_http_version 1.1;
+        proxy_set_header Connection ""; proxy_set_header Host $http_host; }}
 }}
 """
 
@@ -64,29 +57,12 @@ class Proxy:
 
 @pytest.fixture(scope="module")
 def proxy() -> Iterator[Proxy]:
-    binary = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
-    if binary is None:
-        pytest.skip("nginx is missing: apt-get install nginx")
     (port,) = free_ports(1)
-    with Stage() as server, tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        config = folder / "nginx.conf"
-        config.write_text(NGINX.format(folder=folder, port=port, upstream=server.port))
-        with (
-            (folder / "start.log").open("wb") as log,
-            subprocess.Popen([binary, "-p", folder, "-c", config], stderr=log) as running,
-        ):
-            try:
-                wait_until(lambda: connects(port))
-                yield Proxy(server, port, folder / "statuses.log")
-            finally:
-                running.terminate()
-
-
-def connects(port: int) -> bool:
-    with suppress(OSError), socket.create_connection((HOST, port), PATIENCE_S):
-        return True
-    return False
+    with (
+        Stage() as server,
+        run_nginx(port, NGINX.format(port=port, upstream=server.port)) as folder,
+    ):
+        yield Proxy(server, port, folder / "statuses.log")
 
 
 @pytest.mark.fault("request smuggling through nginx, in upgrades, in trailers")

@@ -7,16 +7,18 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
 from tests.support.fleet import QUICK, Load, repository
-from tests.support.servers import Command, Triton, free_ports
+from tests.support.nginx import run_nginx
+from tests.support.servers import ROOT, Command, Triton, free_ports
 from tests.support.wait import TIMEOUT_S, wait_until
 
 FOR_EVER = 600.0
@@ -117,6 +119,56 @@ def ends_in_order(triton: Triton, arguments: tuple[str, ...], drain_s: float) ->
         assert command.end() == 0
     print(f"{sum(load.statuses.values())} inferences and a slow one")
     return True
+
+
+@pytest.mark.fault("SIGTERM under load, rolling restarts")
+def test_no_request_is_lost_while_gateways_behind_nginx_are_replaced(triton: Triton) -> None:
+    """With the directives of the Ingress: an nginx that does not know which gateway is ready."""
+    port, *gateway_ports = free_ports(3)
+    environment = {f"GATEWAY_{name.upper()}": str(value) for name, value in QUICK.items()}
+    # A new gateway holds requests until it has seen its Triton.
+    environment |= {"GATEWAY_HOLD_S": "30", "GATEWAY_DRAIN_S": "1"}
+    environment |= {"GATEWAY_TRITON_URLS": triton.options.url}
+
+    def start(gateway_port: int) -> Command:
+        arguments = ("serve", "--port", str(gateway_port))
+        command = stack.enter_context(Command(*arguments, environment=environment))
+        command.wait_for("serving")
+        return command
+
+    with ExitStack() as stack:
+        commands = {each: start(each) for each in gateway_ports}
+        stack.enter_context(run_nginx(port, configure_nginx(port, gateway_ports)))
+        with Load(f"http://127.0.0.1:{port}", clients=8, model="other") as load:
+            for gateway_port, command in commands.items():
+                load.wait_for_more(50)
+                os.kill(command.pid, signal.SIGTERM)
+                assert command.end() == 0
+                load.wait_for_more(50)
+                start(gateway_port)
+            load.wait_for_more(50)
+        assert set(load.statuses) == {200}
+
+
+def configure_nginx(port: int, gateway_ports: Sequence[int]) -> str:
+    """Return directives as ingress-nginx writes them for the annotations of the Ingress."""
+    ingress = yaml.safe_load((ROOT / "k8s/components/ingress/ingress.yaml").read_text())
+    notes = {
+        name.rpartition("/")[2]: value for name, value in ingress["metadata"]["annotations"].items()
+    }
+    size = notes.pop("proxy-body-size")
+    directives = [f"{name.replace('-', '_')} {value};" for name, value in notes.items()]
+    servers = [f"server 127.0.0.1:{each} max_fails=0;" for each in gateway_ports]
+    return f"""
+    access_log off; client_max_body_size {size};
+    upstream gateways {{ {" ".join(servers)} keepalive 8; }}
+    server {{
+        listen 127.0.0.1:{port};
+        {" ".join(directives)}
+        proxy_http_version 1.1; proxy_set_header Connection "";
+        location / {{ proxy_pass http://gateways; }}
+    }}
+    """
 
 
 @pytest.mark.fault("SIGTERM while clients keep connecting")

@@ -1,0 +1,52 @@
+"""A real nginx."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.support.wait import TIMEOUT_S, wait_until
+
+CONFIG = """
+worker_processes 1; daemon off; pid FOLDER/nginx.pid; error_log FOLDER/error.log;
+events { worker_connections 256; }
+http {
+    client_body_temp_path FOLDER/body; proxy_temp_path FOLDER/proxy; fastcgi_temp_path FOLDER/f;
+    uwsgi_temp_path FOLDER/u; scgi_temp_path FOLDER/s;
+    HTTP
+}
+"""
+
+
+@contextmanager
+def run_nginx(port: int, http: str) -> Iterator[Path]:
+    """Run an nginx with these directives, in which FOLDER means its folder; return the folder."""
+    binary = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+    if binary is None:
+        pytest.skip("nginx is missing: apt-get install nginx")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = folder / "nginx.conf"
+        config.write_text(CONFIG.replace("HTTP", http).replace("FOLDER", name))
+        with (
+            (folder / "start.log").open("wb") as log,
+            subprocess.Popen([binary, "-p", folder, "-c", config], stderr=log) as running,
+        ):
+            try:
+                wait_until(lambda: connects(port))
+                yield folder
+            finally:
+                running.terminate()
+
+
+def connects(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), TIMEOUT_S):
+        return True
+    return False
