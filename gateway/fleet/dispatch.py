@@ -302,9 +302,9 @@ class Dispatcher:
     ) -> GatewayError:
         """Update what is known of the replica, and return the error for the client.
 
-        `DeadlinePassed` names the timeout of the request instead of that of the attempt. The indexes decide
-        between `UnknownModel` and `ModelNotReady`: Triton's messages are the same for a model that is not
-        loaded and one that is not in its repository, or was there once.
+        `DeadlinePassed` names the timeout of the request instead of that of the attempt. `UnknownModel` is
+        replaced with `ModelNotReady` if the model is in the repository but not loaded, and the other way
+        round if its files are removed: Triton's messages do not tell which.
         """
         target = call.target
         pool, model, version = self._pool, target.model, target.version
@@ -315,14 +315,19 @@ class Dispatcher:
                 return DeadlinePassed(target.timeout_s)
             return error
         is_known = pool.has_model(model)
-        if isinstance(error, ModelNotReady) and not is_known:
-            error = target.not_found_error(model, version)
-        elif (
+        if (
             isinstance(error, UnknownModel)
             and is_known
             and (not pool.is_ready(model) or pool.has_model(model, version))
         ):
             error = ModelNotReady(model, version)
+        elif (
+            isinstance(error, ModelNotReady)
+            and not (is_known or target.is_health_check)
+            and replica.is_index_valid
+        ):
+            # Triton remembers the models that it has unloaded or failed to load, and its index does not.
+            error = target.not_found_error(model, version)
         if isinstance(error, (ModelNotReady, UnknownModel)):
             pool.mark_unloaded(replica, model, version)
         if is_replica_failure(error) and not call.is_idempotent:

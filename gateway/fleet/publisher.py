@@ -134,6 +134,15 @@ class ModelPublisher:
             with suppress(Conflict):
                 await stack.enter_async_context(self._repository.pause_loads(model))
             await self.files.run(change.revert)
+        with suppress(GatewayError):  # the caller gets that of the load
+            if not await self.files.run(self.files.has_model, model):
+                await self._forget(model)
+
+    async def _forget(self, model: str) -> None:
+        """Forget a model that has no files any longer, so that its name is unknown."""
+        await self._repository.forget(model)
+        with suppress(GatewayError):
+            await self._repository.read_indexes()
 
     async def _remove_model(self, model: str, is_visible: VisibilityCheck) -> None:
         files = self.files
@@ -146,9 +155,7 @@ class ModelPublisher:
                 await self._repository.unload(model, {}, is_visible)
             async with self._repository.pause_loads(model):
                 await files.run(files.remove_model, model)
-            await self._repository.forget(model)
-            with suppress(GatewayError):
-                await self._repository.read_indexes()  # without the model
+            await self._forget(model)
 
     async def _remove_version(self, model: str, version: int) -> None:
         files = self.files

@@ -6,10 +6,15 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
+import httpx
 import pytest
+import tritonclient.grpc as triton_grpc
 
-from tests.support.fleet import ECHO, post_to, write_echo
+from tests.support.fleet import BODY, ECHO, V2_BODY, post_to, write_echo
+from tests.support.grpc_gateway import failure, fp32, grpc_gateway
 from tests.support.servers import Triton
 from tests.support.uploads import (
     FIRST,
@@ -150,3 +155,68 @@ def test_files_stay_until_no_replica_loads_the_model(place: FolderPlace, is_read
     assert place.versions(model) == ["1"]
     assert place.infer(f"{model}/versions/1") == [1, 2]
     assert place.client.delete(path).status_code == 200
+
+
+@pytest.mark.fault(
+    "a model is removed, or its first version cannot be loaded, and clients use its name"
+)
+def test_a_model_without_files_is_as_unknown_as_any_other_name(place: FolderPlace) -> None:
+    """Through two gateways that share their state, and again as before after another upload."""
+    names = {"failed": UNKNOWN_OPERATOR, "removed": FIRST}
+    urls = [triton.options.url for triton in place.tritons]
+    with grpc_gateway(*urls, **place.settings) as other:
+        clients = {place.client: "", other.http: other.address}
+        for model, content in names.items():
+            put = place.client.put(f"/v1/models/{model}", content=content)
+            assert put.status_code == {UNKNOWN_OPERATOR: 422, FIRST: 201}[content], put.text
+        wait_until(lambda: place.infer("removed", other.http) == [2, 3])
+        assert place.client.delete("/v1/models/removed").status_code == 200
+        for model in names:
+            for client, grpc_address in clients.items():
+                expected = answers_of("never", client, grpc_address)
+                assert expected["POST /v1/models/NAME/infer"][:2] == (404, "MODEL_NOT_FOUND")
+                wait_until(lambda: answers_of(model, client, grpc_address) == expected)  # noqa: B023
+            assert place.client.put(f"/v1/models/{model}", content=SECOND).status_code == 201
+            for client in clients:
+                wait_until(lambda: place.infer(model, client) == [3, 4])  # noqa: B023
+
+
+def answers_of(model: str, client: httpx.Client, grpc_address: str) -> dict[str, tuple[Any, ...]]:
+    """The errors of requests to a model by HTTP and gRPC, without its name."""
+    answers: dict[str, tuple[Any, ...]] = {}
+    v1, v2 = "/v1/models/NAME", "/v2/models/NAME"
+    stream = {"Accept": "text/event-stream"}
+    for method, path, headers in (
+        ("POST", f"{v1}/infer", {}),
+        ("POST", f"{v1}/infer", stream),
+        ("GET", v1, {}),
+        ("POST", f"{v2}/infer", {}),
+        ("POST", f"{v2}/versions/1/infer", {}),
+        ("POST", f"{v2}/generate", {}),
+        ("POST", f"{v2}/generate_stream", {}),
+        ("GET", v2, {}),
+        ("GET", f"{v2}/config", {}),
+        ("GET", f"{v2}/stats", {}),
+        ("GET", f"{v2}/ready", {}),
+    ):
+        body = BODY if path.startswith(v1) else V2_BODY
+        answer = client.request(method, path.replace("NAME", model), json=body, headers=headers)
+        assert answer.is_error, answer.text
+        error = answer.json()["error"].replace(model, "NAME")
+        answers[" ".join((method, path, *headers))] = (
+            answer.status_code,
+            answer.json()["code"],
+            error,
+        )
+    if grpc_address:
+        with triton_grpc.InferenceServerClient(grpc_address) as grpc:
+            answers["ready"] = (grpc.is_model_ready(model),)
+            calls = {
+                "metadata": partial(grpc.get_model_metadata, model),
+                "config": partial(grpc.get_model_config, model),
+                "infer": partial(grpc.infer, model, [fp32(1, 2)]),
+            }
+            for name, call in calls.items():
+                status, message = failure(call)
+                answers[name] = status, message.replace(model, "NAME")
+    return answers

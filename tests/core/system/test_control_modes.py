@@ -92,7 +92,7 @@ def test_a_model_comes_and_goes_without_a_call(
     (tmp_path / "late").rename(repository / "late")
     wait_until(lambda: status() == 200)
     (repository / "late").rename(tmp_path / "late")
-    wait_until(lambda: status() == 503 and "late" not in models(polling))
+    wait_until(lambda: status() == 404 and "late" not in models(polling))
 
 
 @pytest.mark.parametrize("verb", VERBS)
