@@ -34,7 +34,7 @@ class OperationReport:
     is_load: bool
     replica_count: int
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    is_desired: bool = True  # so that the reconciler completes what was done on some replicas only
+    is_retried: bool = True  # by the reconciler, on the replicas that failed
 
     @property
     def action(self) -> str:
@@ -96,8 +96,8 @@ class PartialFailure(BadUpstream):
     def __init__(self, report: OperationReport) -> None:
         errors, count = report.errors, len(report.outcomes)
         address, error = next(iter(errors.items()))
-        advice = "the gateway keeps retrying" if report.is_desired else "repeat the call"
+        next_step = "the gateway keeps retrying" if report.is_retried else "repeat the call"
         super().__init__(
             f"model {quote_text(report.model)} is {report.action}ed on {count - len(errors)} of {count} "
-            f"replicas; {advice}; error on {address}: {error.detail}"
+            f"replicas; {next_step}; error on {address}: {error.detail}"
         )

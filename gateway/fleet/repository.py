@@ -276,10 +276,10 @@ class Repository:
             ):
                 raise ModelNeeded(model, dependents, is_visible)
             before = self.state.desired_models.get(model)
-            # Without the desired state, the next request loads an on-demand model again.
-            is_on_demand = self.on_demand_models.matches(model)
-            desired = None if is_on_demand else DesiredModel(False, {})
-            report.is_desired = not is_on_demand
+            # Without the desired state, the next request loads an on-demand model again, and the reconciler
+            # leaves it alone.
+            report.is_retried = not self.on_demand_models.matches(model)
+            desired = DesiredModel(False, {}) if report.is_retried else None
             revision = await self._set_desired_model(model, desired, known_revision)
             accepted = {UNLOAD_DEPENDENTS: True} if with_dependents else {}
             await self._run_on_replicas(report, ModelAction(model, False, accepted), {})

@@ -208,6 +208,22 @@ def test_model_in_use_or_loaded_by_the_api_is_never_evicted(three: list[Triton])
         assert fleet.infer("model00").status_code == 200
 
 
+def test_an_unload_that_a_replica_missed_is_not_retried_and_says_so(three: list[Triton]) -> None:
+    """The reconciler leaves models on demand alone."""
+    with on_demand_fleet(three) as fleet:
+        assert fleet.infer("model00").status_code == 200
+        (holder,) = (triton for triton in three if "model00" in list_held(triton))
+        holder.signal(signal.SIGSTOP)
+        try:
+            unloaded = fleet.unload("model00")
+        finally:
+            holder.signal(signal.SIGCONT)
+        assert (unloaded.status_code, unloaded.json()["code"]) == (502, "PARTLY_DONE")
+        assert "is unloaded on 2 of 3 replicas; repeat the call; error on" in unloaded.text
+        wait_until(lambda: fleet.unload("model00").status_code == 200)
+        assert "model00" not in list_held(holder)
+
+
 @pytest.mark.long
 def test_unloaded_model_is_described_without_another_load(three: list[Triton]) -> None:
     with on_demand_fleet(three) as fleet:

@@ -162,11 +162,11 @@ def test_an_operation_that_no_replica_has_done_is_refused_with_the_answer_of_one
 
 
 @pytest.mark.parametrize(
-    ("is_desired", "advice"), [(True, "the gateway keeps retrying"), (False, "repeat the call")]
+    ("is_retried", "advice"), [(True, "the gateway keeps retrying"), (False, "repeat the call")]
 )
-def test_partial_failure_promises_retries_only_of_what_is_desired(
-    is_desired: bool, advice: str
+def test_partial_failure_promises_retries_only_of_what_is_retried(
+    is_retried: bool, advice: str
 ) -> None:
     outcomes = {"a": Outcome("UNAVAILABLE"), "b": DOWN}
-    report = OperationReport("echo", False, 2, outcomes, is_desired=is_desired)
+    report = OperationReport("echo", False, 2, outcomes, is_retried=is_retried)
     assert f"unloaded on 1 of 2 replicas; {advice}; " in report.build_error().detail
