@@ -84,10 +84,13 @@ def create_redis_client(server: RedisServer) -> Any:
 
 
 def redis_exceptions() -> tuple[type[Exception], ...]:
-    """Return the exceptions of a failed command."""
+    """Return the exceptions of a failed command.
+
+    uvloop raises `RuntimeError` for a write to a connection that was reset since the last one.
+    """
     from redis.exceptions import RedisError  # noqa: PLC0415 - an optional dependency
 
-    return (RedisError, OSError, UnicodeError, asyncio.TimeoutError)
+    return (RedisError, OSError, UnicodeError, RuntimeError, asyncio.TimeoutError)
 
 
 class RedisConnection:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
+import struct
+import threading
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -221,6 +224,37 @@ async def test_what_answers_and_is_no_redis_is_told() -> None:
         with pytest.raises(StateUnavailable, match="the server is not Redis"):
             await kept.read_desired_models()
         assert await is_leader(kept)
+
+
+@contextmanager
+def resetting_server() -> Iterator[str]:
+    """A server that resets each connection after its first response."""
+
+    def serve() -> None:
+        with suppress(OSError):  # until the listener is shut down
+            while True:
+                with listener.accept()[0] as connection:
+                    connection.recv(1000)
+                    connection.send(b"+OK\r\n")
+                    linger = struct.pack("ii", 1, 0)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"redis://:password@127.0.0.1:{listener.getsockname()[1]}/1"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+async def test_a_connection_that_is_reset_while_it_is_made_is_an_outage() -> None:
+    with resetting_server() as url:
+        async with opened(url) as (kept,):
+            for _ in range(20):
+                with pytest.raises(StateUnavailable, match="Redis is unreachable"):
+                    await kept.read_desired_models()
 
 
 async def test_connections_that_redis_has_closed_are_made_again(server: RedisServer) -> None:
