@@ -17,6 +17,8 @@ from tests.support.servers import FAULTS, GatewayProcess, Triton
 # Each request has a connection of its own, because the processes are killed.
 CLIENT = httpx.Client(verify=False, timeout=10.0, limits=httpx.Limits(max_keepalive_connections=0))
 
+LOG_LINES = 80  # of a traceback
+
 
 def find_differences(fleet: Fleet, world: World) -> list[str]:
     """Return how the fleet differs from a world; what costs most is looked at last."""
@@ -162,12 +164,11 @@ def check_leftovers(fleet: Fleet) -> Iterator[str]:
     yield from compare("temporary files", [name for name in left if not name.endswith("lock")], [])
 
 
-def find_log_faults(fleet: Fleet) -> list[str]:
-    """Lines of the gateways' logs that are always a fault of theirs."""
+def find_log_fault(fleet: Fleet) -> str:
+    """Return the first lines in the gateways' logs that are always a fault of theirs, with what follows."""
     words = (*FAULTS, "Traceback")
-    return [
-        f"{name}: {line}"
-        for name, gateway in fleet.gateways.items()
-        for line in gateway.lines
-        if any(word in line for word in words)
-    ]
+    for name, gateway in fleet.gateways.items():
+        for number, line in enumerate(gateway.lines):
+            if any(word in line for word in words):
+                return "\n".join([f"{name} logged:", *gateway.lines[number : number + LOG_LINES]])
+    return ""

@@ -49,7 +49,6 @@ class TritonPythonModel:
 """
 ADDING_CONFIG = CONFIG.format(dims=2, instances=1) + "version_policy { all { } }\n"
 
-BROKEN_NUMBER = -1  # of a model that cannot be loaded
 PAUSE_S = 0.05  # of the background
 
 Process = Triton | GatewayProcess | RedisServer

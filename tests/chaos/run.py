@@ -13,7 +13,7 @@ import httpx
 
 from tests.chaos.actions import Action, Response, draw_step
 from tests.chaos.answers import RIVAL, Violation, describe, judge
-from tests.chaos.checks import find_differences, find_log_faults
+from tests.chaos.checks import find_differences, find_log_fault
 from tests.chaos.fleet import GATEWAYS, MODELS, Failure, Fleet, start_fleet
 from tests.chaos.world import LOADED, UNLOADED, Model, World, list_possible_worlds
 from tests.support.keys import ADMIN, bearer
@@ -65,8 +65,8 @@ class Run:
         try:
             settled_s = self.settle(self._find_worlds(actions, responses))
             self._check_background()
-            if lines := find_log_faults(self.fleet):
-                raise Violation("in a log: " + "; ".join(lines))
+            if logged := find_log_fault(self.fleet):
+                raise Violation(logged)
         except Violation as exc:
             raise Violation(f"{happened}\n{exc}") from None
         self._last_targets = targets
@@ -87,7 +87,8 @@ class Run:
         ]
         worlds = list_possible_worlds(self.world, answers)
         if not worlds:
-            raise Violation(f"the answers do not follow from {self.world}")
+            told = [each.text for each in responses if isinstance(each, httpx.Response)]
+            raise Violation("\n".join([f"the answers do not follow from {self.world}:", *told]))
         return worlds
 
     def settle(self, possible: Sequence[World]) -> float:
