@@ -8,7 +8,7 @@ import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Final, TypeVar, cast
 
@@ -47,7 +47,8 @@ class DecodeProcess:
     async def start(cls, max_memory_bytes: int) -> DecodeProcess:
         local, remote = socket.socketpair()
         local.setblocking(False)
-        with remote:
+        with ExitStack() as connection, remote:
+            connection.callback(local.close)  # if it is cancelled: the process exits then
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-c", "from gateway.decoding.worker import main; main()"),
                 *(str(remote.fileno()), str(max_memory_bytes)),
@@ -57,6 +58,7 @@ class DecodeProcess:
                 pass_fds=(remote.fileno(),),
                 start_new_session=True,  # Ctrl-C must not interrupt decoding while the gateway drains
             )
+            connection.pop_all()
         return cls(process, local)
 
     async def call(
