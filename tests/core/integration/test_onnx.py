@@ -1,6 +1,6 @@
 """ONNX files on the embedded Triton: every network answers as onnxruntime itself does.
 
-One tritonserver serves all of them, behind a gateway. Their configs are those of Triton's C++ backend.
+One tritonserver serves them, behind a gateway. Their configs are those of Triton's C++ backend.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.external_data_helper import set_external_data
 from tritonclient.utils import np_to_triton_dtype
 
-from gateway.embedded.options import LOAD_ALL
 from gateway.embedded.supervisor import EmbeddedTriton, prepare_installation
 from tests.support.guards import child_of
 from tests.support.model_folders import write_model_folder
@@ -329,7 +328,6 @@ NETWORKS = [
     ),
 ]  # fmt: skip
 SEQUENCE = NETWORKS[-1]
-INDEPENDENT = NETWORKS[:-1]
 
 
 def from_the_future() -> bytes:
@@ -420,11 +418,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def triton(repository: Path) -> Iterator[EmbeddedTriton]:
-    # Most of the time that Triton takes for a model is waiting.
-    arguments = ["--model-load-thread-count=12"]
+    """A tritonserver without a model: each test loads what it uses."""
     options = replace(
-        triton_with((repository,), [LOAD_ALL], arguments).options,
-        exit_on_error=False,
+        triton_with((repository,), arguments=["--model-load-thread-count=12"]).options,
         backend_configs=(f"onnxruntime,default-max-batch-size={DEFAULT_MAX_BATCH_SIZE}",),
     )
     with BriefTriton(options) as server:
@@ -458,55 +454,81 @@ def shape_for_triton(values: Array, is_batching: bool) -> Array:
     return values.reshape(*values.shape, 1) if values.ndim == is_batching else values
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("network", INDEPENDENT, ids=lambda network: network.name)
-def test_it_answers_as_onnxruntime(
-    repository: Path, client: triton_http.InferenceServerClient, network: Network
-) -> None:
-    is_batching = network.max_batch_size > 0
-    inputs = {
-        name: shape_for_triton(np.asarray(values), is_batching)
-        for name, values in network.inputs.items()
-    }
-    result = infer(client, network.name, inputs)
-    for name, expected in network.expected(repository).items():
-        values = result.as_numpy(name)
-        assert values.shape == shape_for_triton(np.asarray(expected), is_batching).shape
-        if values.dtype == np.object_:
-            assert [text.decode() for text in values.ravel()] == np.ravel(expected).tolist()
-        else:
-            assert values.dtype == expected.dtype
-            np.testing.assert_allclose(values.ravel(), np.ravel(expected), rtol=1e-6)
+def load(server: httpx.URL | str, *names: str) -> list[httpx.Response]:
+    """Load models at the same time: most of what Triton takes for one is waiting."""
+    urls = [f"{str(server).rstrip('/')}/v2/repository/models/{name}/load" for name in names]
+    with ThreadPoolExecutor(12) as threads:
+        return list(threads.map(lambda url: httpx.post(url, timeout=600), urls))
 
 
-@pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.name)
-def test_its_config_is_completed_from_the_graph(
-    client: triton_http.InferenceServerClient, network: Network
-) -> None:
-    config = client.get_model_config(network.name)
+def check_config(config: Mapping[str, Any], network: Network) -> None:
+    is_sequence = network is SEQUENCE
     assert config["backend"] == "onnxruntime"
     assert config["max_batch_size"] == network.max_batch_size
-    is_sequence = network is SEQUENCE
     assert ("dynamic_batching" in config) == (network.max_batch_size > 1 and not is_sequence)
     tensors = {tensor["name"]: tensor["dims"] for tensor in [*config["input"], *config["output"]]}
     assert {name: list(map(int, tensors[name])) for name in network.dims} == network.dims
     assert not is_sequence or "START" not in tensors
 
 
-def test_each_version_runs_its_own_file(client: triton_http.InferenceServerClient) -> None:
+@pytest.mark.parametrize(
+    "networks",
+    [
+        pytest.param(NETWORKS[:2], id="two"),
+        pytest.param(NETWORKS, id="all", marks=pytest.mark.long),
+    ],
+)
+def test_networks_are_completed_and_answer_as_onnxruntime(
+    repository: Path,
+    triton: EmbeddedTriton,
+    client: triton_http.InferenceServerClient,
+    networks: list[Network],
+    subtests: pytest.Subtests,
+) -> None:
+    loads = load(f"http://{triton.options.address}", *(network.name for network in networks))
+    for network, loaded in zip(networks, loads, strict=True):
+        with subtests.test(network.name):
+            assert loaded.status_code == 200, loaded.text
+            check_config(client.get_model_config(network.name), network)
+            if network is SEQUENCE:
+                continue
+            is_batching = network.max_batch_size > 0
+            inputs = {
+                name: shape_for_triton(np.asarray(values), is_batching)
+                for name, values in network.inputs.items()
+            }
+            result = infer(client, network.name, inputs)
+            for name, expected in network.expected(repository).items():
+                values = result.as_numpy(name)
+                assert values.shape == shape_for_triton(np.asarray(expected), is_batching).shape
+                if values.dtype == np.object_:
+                    assert [text.decode() for text in values.ravel()] == np.ravel(expected).tolist()
+                else:
+                    assert values.dtype == expected.dtype
+                    np.testing.assert_allclose(values.ravel(), np.ravel(expected), rtol=1e-6)
+
+
+def test_version_runs_its_own_file(
+    gateway: httpx.Client, client: triton_http.InferenceServerClient
+) -> None:
+    load(gateway.base_url, "versions")
     for version, factor in (("1", 2), ("3", 3), ("", 3)):
         result = infer(client, "versions", {"x": FLOATS}, model_version=version)
         np.testing.assert_array_equal(result.as_numpy("y"), FLOATS * np.float32(factor))
 
 
-def test_an_optional_input_replaces_its_default(client: triton_http.InferenceServerClient) -> None:
+def test_optional_input_replaces_its_default(
+    gateway: httpx.Client, client: triton_http.InferenceServerClient
+) -> None:
+    load(gateway.base_url, "optional")
     result = infer(client, "optional", {"x": FLOATS[0], "offset": np.array([1], np.float32)})
     np.testing.assert_array_equal(result.as_numpy("y"), FLOATS[0] + np.float32(1))
 
 
-def test_a_sequence_gives_the_graph_its_control_inputs(
-    client: triton_http.InferenceServerClient,
+def test_sequence_gives_the_graph_its_control_inputs(
+    gateway: httpx.Client, client: triton_http.InferenceServerClient
 ) -> None:
+    load(gateway.base_url, "sequence")
     one = np.ones((1, 1), np.float32)
     steps = [
         infer(
@@ -519,6 +541,7 @@ def test_a_sequence_gives_the_graph_its_control_inputs(
 
 
 def test_labels_name_the_best_scores(gateway: httpx.Client) -> None:
+    load(gateway.base_url, "configured")
     body = {"inputs": [[1, 9, 3, 7]], "parameters": {"classification": 2}}
     response = gateway.post("/v1/models/configured/infer", json=body)
     assert response.status_code == 200, response.text
@@ -533,17 +556,19 @@ def count_threads(triton: EmbeddedTriton, instance: str) -> int:
     return stub.num_threads()
 
 
-def test_the_number_of_threads_is_that_of_the_config(
-    triton: EmbeddedTriton, client: triton_http.InferenceServerClient
+def test_number_of_threads_is_that_of_the_config(
+    triton: EmbeddedTriton, gateway: httpx.Client, client: triton_http.InferenceServerClient
 ) -> None:
+    load(gateway.base_url, "configured", "platform")
     for model in ("configured", "platform"):
         infer(client, model, {"x": FLOATS})
     assert count_threads(triton, "configured_0_0") == count_threads(triton, "platform_0_0") + 4
 
 
-def test_requests_at_the_same_time_share_runs_and_a_bad_one_fails_alone(
+def test_concurrent_requests_share_runs_and_an_invalid_one_fails_alone(
     gateway: httpx.Client, client: triton_http.InferenceServerClient
 ) -> None:
+    load(gateway.base_url, "lookup")
     rows = np.random.default_rng(6).integers(0, 10, (200, 3, 2))
     rows[::20] = 99  # not a row of the table
     table = np.arange(40, dtype=np.float32).reshape(10, 4)
@@ -574,38 +599,41 @@ def test_requests_at_the_same_time_share_runs_and_a_bad_one_fails_alone(
     wait_until(runs_are_shared)
 
 
-def test_a_string_that_is_not_utf_8_is_refused(gateway: httpx.Client) -> None:
+def test_string_that_is_not_utf_8_is_refused(gateway: httpx.Client) -> None:
+    load(gateway.base_url, "labelled")
     body = {"inputs": {"words": [[{"b64": "/w=="}]]}}
     response = gateway.post("/v1/models/labelled/infer", json=body)
     assert response.status_code == 422, response.text
     assert response.json()["error"] == "a string in the request is not valid UTF-8"
 
 
-@pytest.fixture(scope="module")
-def reasons(gateway: httpx.Client) -> dict[str, str]:
-    """The reasons for which versions are not ready, by model, as the gateway reports them."""
-    models = gateway.get("/v1/models").json()["models"]
-    return {
-        model["name"]: str([version.get("reason") for version in model["versions"]])
-        for model in models
-    }
-
-
-@pytest.mark.parametrize("model", WRONG, ids=lambda model: model.name)
-def test_a_model_that_cannot_be_served_is_refused_in_a_sentence(
-    reasons: Mapping[str, str], model: Wrong
-) -> None:
-    reason = reasons[model.name]
-    assert model.sentence in reason
-    for internal in ("model.py", "TritonModelException", "/"):
-        assert internal not in reason
-
-
-def test_a_load_fails_with_the_same_sentence(gateway: httpx.Client) -> None:
-    response = gateway.post("/v2/repository/models/text/load")
+def test_load_that_fails_is_422_with_the_reason(gateway: httpx.Client) -> None:
+    (response,) = load(gateway.base_url, "text")
     assert response.status_code == 422
     sentence = "failed to load 'text': model.onnx is not an ONNX file, or it is incomplete"
     assert response.json()["error"] == sentence
+
+
+@pytest.mark.long
+def test_models_that_cannot_be_served_have_the_reason_in_the_list(
+    triton: EmbeddedTriton, gateway: httpx.Client, subtests: pytest.Subtests
+) -> None:
+    def read_reasons() -> dict[str, str]:
+        models = gateway.get("/v1/models").json()["models"]
+        return {
+            model["name"]: str([version.get("reason") for version in model["versions"]])
+            for model in models
+        }
+
+    load(f"http://{triton.options.address}", *(model.name for model in WRONG))
+    names = {model.name for model in WRONG}
+    wait_until(lambda: all(read_reasons().get(name, "[]") != "[]" for name in names))
+    reasons = read_reasons()
+    for model in WRONG:
+        with subtests.test(model.name):
+            assert model.sentence in reasons[model.name]
+            for internal in ("model.py", "TritonModelException", "/"):
+                assert internal not in reasons[model.name]
 
 
 # What the backend makes of configs for GPUs, which the machines of the tests lack.
@@ -637,18 +665,14 @@ def test_accelerators_become_execution_providers_with_their_options() -> None:
     }
     config = {"optimization": {"execution_accelerators": accelerators}, "parameters": parameters}
     installation = prepare_installation([], print)
-    run = subprocess.run(
-        [
-            installation.models_bin / "python",
-            "-c",
-            LIST_PROVIDERS,
-            installation.backends / "python",
-        ],
-        input=json.dumps([(config, "GPU", 2), (config, "CPU", 0), ({}, "GPU", 1)]),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command: list[str | Path] = [
+        installation.models_bin / "python",
+        "-c",
+        LIST_PROVIDERS,
+        installation.backends / "python",
+    ]
+    cases = json.dumps([(config, "GPU", 2), (config, "CPU", 0), ({}, "GPU", 1)])
+    run = subprocess.run(command, input=cases, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
     on_gpu, on_cpu, default = json.loads(run.stdout)
     assert list(on_gpu) == [
