@@ -426,6 +426,8 @@ def test_routes_about_all_models_are_403_for_a_key_with_patterns(client: httpx.C
         ("GET", "/v2/models/stats"),
         ("GET", "/v2/logging"),
         ("POST", "/v2/trace/setting"),
+        ("PUT", "/v1/log-level"),
+        ("POST", "/v1/replicas/a:1/cordon"),
         ("GET", "/metrics"),
     ):
         for key in (TEXTS, TEXTS_ADMIN):

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -241,27 +240,6 @@ def test_inference_that_is_cancelled_leaves_no_connection_to_triton(
         assert connected()
     asked.wait_for_ends()
     wait_until(lambda: not connected())
-
-
-@pytest.mark.soak
-def test_tritonserver_survives_cancellations_as_responses_are_made(
-    client: httpx.Client, triton: Triton
-) -> None:
-    drawn, pid = random.Random(7), triton.pid
-    path = f"/v1/models/{CANCELLABLE.name}/infer"
-
-    def many() -> None:
-        for _ in range(150):
-            with suppress(OSError), asking(client, path, waiting(0.02)):
-                time.sleep(max(drawn.gauss(0.03, 0.01), 0))
-
-    leavers = [threading.Thread(target=many) for _ in range(4)]
-    for leaver in leavers:
-        leaver.start()
-    for leaver in leavers:
-        leaver.join()
-    assert triton.pid == pid
-    assert ready(client, CANCELLABLE.name)
 
 
 LEAVERS, CALLS = 16, 50_000

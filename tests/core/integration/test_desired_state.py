@@ -1,4 +1,4 @@
-"""A state that somebody else has written to: what it wishes is done, but the code in it is not run."""
+"""A state that somebody else wrote: its models are loaded, but the code in it does not run."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def ready(client: httpx.Client, model: str) -> bool:
 @pytest.mark.long
 @pytest.mark.fault("somebody writes code into the state, in its file or in Redis")
 @pytest.mark.parametrize("where", ["a file", "Redis"])
-def test_code_in_the_state_is_not_run_and_the_model_is_named(
+def test_code_in_the_state_is_ignored_and_logged(
     triton: EmbeddedTriton, redis: RedisServer, tmp_path: Path, where: str
 ) -> None:
     state = file_state(tmp_path) if where == "a file" else redis_state(redis)
     with gateway(triton.options.url, state=state) as (client, command):
-        told = command.wait_for("desired state of model late is ignored")
-        assert "GATEWAY_MODEL_UPLOADS=code" in told
+        line = command.wait_for("desired state of model late is ignored")
+        assert "GATEWAY_MODEL_UPLOADS=code" in line
         wait_until(lambda: ready(client, "other"))
         assert "loading model other" in command.output
         assert "loading model late" not in command.output
@@ -94,7 +94,9 @@ def test_code_in_the_state_is_not_run_and_the_model_is_named(
     assert command.output.count("of model late is ignored") == 1
 
 
-def test_where_uploading_is_allowed_it_is(triton: EmbeddedTriton, tmp_path: Path) -> None:
+def test_code_in_the_state_runs_if_uploads_are_allowed(
+    triton: EmbeddedTriton, tmp_path: Path
+) -> None:
     state = file_state(tmp_path)
     with gateway(triton.options.url, state=state, allow_model_upload="true") as (client, _):
         wait_until(lambda: ready(client, "late"))

@@ -39,7 +39,9 @@ def examine(
     return ended.returncode, {each["check"]: each for each in json.loads(ended.stdout)}
 
 
-def test_a_healthy_environment_passes_every_check(triton: EmbeddedTriton, tmp_path: Path) -> None:
+def test_doctor_finds_no_problem_in_a_healthy_environment(
+    triton: EmbeddedTriton, tmp_path: Path
+) -> None:
     keys = written(tmp_path / "keys.yaml", [entry("tgw_a-key-of-the-test", "infer")])
     (tmp_path / "models.yaml").write_text("models: [digits]\n")
     (port,) = free_ports(1)
@@ -72,7 +74,7 @@ def test_a_healthy_environment_passes_every_check(triton: EmbeddedTriton, tmp_pa
     ]
 
 
-def test_everything_that_is_wrong_is_said_with_what_to_do(tmp_path: Path) -> None:
+def test_doctor_names_each_problem_and_its_remedy(tmp_path: Path) -> None:
     (tmp_path / "models.yaml").write_text("model: [digits]\n")
     (tmp_path / "state.json").write_text("no state")
     (port,) = free_ports(1)
@@ -96,13 +98,13 @@ def test_everything_that_is_wrong_is_said_with_what_to_do(tmp_path: Path) -> Non
     assert not (tmp_path / "cache").exists()  # it changes nothing
 
 
-def test_an_invalid_setting_is_named() -> None:
+def test_doctor_names_an_invalid_setting() -> None:
     status, found = examine(GATEWAY_POLL_INTERVAL_S="never")
     assert status == 1
     assert "GATEWAY_POLL_INTERVAL_S cannot be 'never'" in found["settings"]["message"]
 
 
-def test_the_port_may_belong_to_a_gateway_and_to_nothing_else(triton: EmbeddedTriton) -> None:
+def test_doctor_accepts_only_a_gateway_on_the_port(triton: EmbeddedTriton) -> None:
     with gateway_before(triton.options.url) as client:
         _, found = examine("--port", client.base_url.port or 0)
         assert found["port"]["status"] == "ok"
@@ -112,7 +114,7 @@ def test_the_port_may_belong_to_a_gateway_and_to_nothing_else(triton: EmbeddedTr
     assert "not a gateway" in found["port"]["message"]
 
 
-def test_a_replica_that_is_no_triton_is_told_from_one_that_is_away(
+def test_doctor_distinguishes_no_triton_from_an_unreachable_one(
     triton: EmbeddedTriton,
 ) -> None:
     status, found = examine(GATEWAY_TRITON_URLS=f"http://127.0.0.1:{triton.options.metrics_port}")

@@ -111,7 +111,7 @@ def infer_v2(text: str) -> dict[str, Any]:
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/models/moody/infer", "/v2/models/moody/infer"])
-def test_what_a_model_says_is_not_taken_for_tritons_own_words(
+def test_error_of_a_model_is_not_taken_for_one_of_triton(
     client: httpx.Client, folders: list[Path], path: str, text: str, status: int, code: str
 ) -> None:
     before = count_runs(folders)
@@ -121,7 +121,7 @@ def test_what_a_model_says_is_not_taken_for_tritons_own_words(
     assert client.post("/v1/models/moody/infer", json={"inputs": "fine"}).status_code == 200
 
 
-def test_rows_after_one_that_fails_are_not_run_and_hold_no_memory(
+def test_rows_after_one_that_fails_do_not_run_and_hold_no_memory(
     client: httpx.Client, folders: list[Path]
 ) -> None:
     before = count_runs(folders)
@@ -133,9 +133,7 @@ def test_rows_after_one_that_fails_are_not_run_and_hold_no_memory(
 
 
 @pytest.mark.parametrize("accept", ["application/json", "application/x-npy"])
-def test_texts_without_the_dimension_of_the_batch_are_rendered(
-    client: httpx.Client, accept: str
-) -> None:
+def test_texts_without_the_batch_dimension_are_rendered(client: httpx.Client, accept: str) -> None:
     answer = client.post("/v1/models/flat/infer", json={"inputs": "x"}, headers={"Accept": accept})
     assert answer.status_code == 200, answer.text
     if accept == "application/json":

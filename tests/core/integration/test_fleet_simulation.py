@@ -20,18 +20,11 @@ from typing import Any
 
 import pytest
 
-from gateway.errors import (
-    BadUpstream,
-    Conflict,
-    DeadlinePassed,
-    GatewayError,
-    ModelNotReady,
-    UnknownModel,
-)
+from gateway.errors import Conflict, DeadlinePassed, GatewayError, ModelNotReady, UnknownModel
 from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.discovery import DnsName
 from gateway.fleet.dispatch import Dispatcher
-from gateway.fleet.health import EJECTION_S, SLOW_INDEX_S, HealthState
+from gateway.fleet.health import SLOW_INDEX_S, HealthState
 from gateway.fleet.index import parse_index
 from gateway.fleet.inference_times import InferenceTimes
 from gateway.fleet.maintenance import Maintenance, UnknownReplica
@@ -973,19 +966,6 @@ async def test_replica_that_is_much_slower_gets_few_requests() -> None:
         assert 0 < slow < 200 / 3 / 4
 
 
-async def test_replica_that_is_no_longer_slow_gets_its_share_again() -> None:
-    async with simulated_replicas(3, delay_s=0.04) as fakes, over(fakes, poll_s=0.05) as pool:
-        pace = replica_of(pool, fakes[0]).latency
-        fakes[0].delay_s = 0.3
-        while pace.ratio < 1.5:
-            await at_once(pool, 3)
-        fakes[0].delay_s = 0.04
-        await wait_until_async(lambda: pace.ratio < 1.4)
-        fakes[0].inferences.clear()
-        await at_once(pool, 90)
-        assert fakes[0].inferences["m"] > 90 / 3 / 2
-
-
 @pytest.mark.fault("a Triton cannot be connected to: refused, dropped, reset")
 async def test_connection_that_is_refused_is_retried_on_another_replica() -> None:
     async with simulated_replicas(3) as fakes, over(fakes, poll_s=NEVER_S) as pool:
@@ -1059,34 +1039,6 @@ async def test_replica_that_never_answers_costs_only_the_requests_that_it_has() 
         assert fakes[0].inferences["m"] == hung
         fakes[0].hangs = False
         await wait_until_async(is_back(pool, fakes[0]))
-
-
-@with_skips
-async def test_at_most_half_of_the_replicas_are_ejected_until_they_recover() -> None:
-    async with (
-        simulated_replicas(10, garbles=True) as fakes,
-        over(fakes, poll_s=NEVER_S) as pool,
-    ):
-        for _ in range(30):
-            found = await at_once(pool, 10)
-            assert {type(error) for error in found.errors} == {BadUpstream}
-            assert len(found.errors) == 10  # each may have run: none is retried
-            assert states(pool)[HealthState.EJECTED] <= 5
-        skip(EJECTION_S)
-        await wait_until_async(lambda: states(pool) == {HealthState.UP: 10})
-        while states(pool)[HealthState.EJECTED] < 5:
-            await at_once(pool, 10)
-        ejected = [fake for fake in fakes if is_in(pool, fake, HealthState.EJECTED)()]
-        for fake in fakes:
-            fake.garbles = False
-            fake.inferences.clear()
-        assert not (await at_once(pool, 60)).errors
-        assert not any(fake.inferences["m"] for fake in ejected)
-        skip(2 * EJECTION_S)  # as long as a second ejection lasts
-        await wait_until_async(lambda: states(pool) == {HealthState.UP: 10})
-        await asyncio.sleep(0.01)
-        assert not (await at_once(pool, 200)).errors
-        assert all(fake.inferences["m"] for fake in ejected)
 
 
 async def test_ejected_replica_serves_if_no_other_is_available() -> None:

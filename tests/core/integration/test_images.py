@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -214,29 +212,3 @@ def test_image_that_is_invalid_or_too_large_is_refused(zoo: Zoo, subtests: pytes
             response = zoo.post("nhwc", content=body, headers=headers)
             assert_error(response, 413 if code == "TOO_LARGE" else 422, code, words)
             assert f"'{zoo.names.tensor('X')}'" in response.json()["error"]
-
-
-@pytest.mark.long
-@pytest.mark.fault("32 images of 25 megapixels at once")
-def test_large_images_do_not_delay_other_requests(zoo: Zoo) -> None:
-    """Decoding is off the event loop, and bounded: 8 images of 24 megapixels at once.
-
-    On the loop, there would be one or two answers to others for each image.
-    """
-    count = 8
-    large = encoded(Image.new("RGB", (6000, 4000), RED))
-    zoo.load("nhwc")
-
-    def post() -> int:
-        headers = {"Content-Type": "image/png"}
-        return zoo.post("nhwc", content=large, headers=headers).status_code
-
-    others = 0
-    with ThreadPoolExecutor(count) as pool:
-        posts = [pool.submit(post) for _ in range(count)]
-        while not all(one.done() for one in posts):
-            assert zoo.client.get("/livez").status_code == 200
-            others += 1
-            time.sleep(0.005)
-    assert [one.result() for one in posts] == [200] * count
-    assert others > 3 * count

@@ -50,7 +50,7 @@ def run_within(most_bytes: int, work: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_a_body_is_not_joined_when_it_is_complete() -> None:
+def test_request_body_is_read_into_one_buffer() -> None:
     remaining = SIZE_BYTES
 
     async def receive() -> Message:
@@ -77,7 +77,7 @@ def answer_large(listening: socket.socket) -> None:
         connection.sendall(bytes(SIZE_BYTES))
 
 
-def test_a_response_is_not_joined_when_it_is_complete() -> None:
+def test_response_body_is_read_into_one_buffer() -> None:
     async def request() -> None:
         client = HttpClient("127.0.0.1", port, max_answer_bytes=SIZE_BYTES)
         response = await client.request(b"GET", b"/", b"", timeout_s=TIMEOUT_S)
@@ -93,7 +93,7 @@ def test_a_response_is_not_joined_when_it_is_complete() -> None:
 
 
 @pytest.mark.parametrize("work", [bytes.upper, bytes.split])
-def test_a_body_is_not_copied_on_its_way_to_a_process_and_back(
+def test_body_is_not_copied_to_a_decoding_process_and_back(
     work: Callable[[bytes], bytes | list[bytes]],
 ) -> None:
     """It comes back as it is or in a list."""
@@ -108,7 +108,7 @@ def test_a_body_is_not_copied_on_its_way_to_a_process_and_back(
     run_within(MOST_FOR_ONE_BYTES, decode)
 
 
-def test_arrays_of_texts_keep_their_shape_and_values() -> None:
+def test_arrays_of_texts_are_packed_as_one_frame() -> None:
     """They are one frame: unpickling each of them would hold the GIL."""
     texts = build_bytes_array([b"", b"a" * MIB, *[b"text"] * 9998]).reshape(5000, 2)
     others = np.array([None, "text"], object)
@@ -120,7 +120,7 @@ def test_arrays_of_texts_keep_their_shape_and_values() -> None:
     assert empty.shape == (0, 2)
 
 
-def test_a_large_file_of_a_form_is_copied_in_pieces() -> None:
+def test_copied_bytes_are_equal_and_not_copied_twice() -> None:
     content = bytearray(b"0123456789") * (8 * MIB // 10)
     assert copy_bytes(content) == content
     assert copy_bytes(memoryview(content)[1:3]) == b"12"

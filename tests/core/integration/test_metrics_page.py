@@ -23,9 +23,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.exposition.encoder import PageFormat
 from gateway.routes.metrics import parse_scrape_timeout
 from gateway.services import MAX_METRICS_PAGES
+from tests.support.exposition_pages import (
+    CLASHES,
+    ESCAPED_HELP,
+    NOT_THE_GATEWAYS,
+    OWN,
+    TWO_OF_A_NAME,
+    alone,
+    merged,
+)
+from tests.support.exposition_pages import line as write_line
+from tests.support.exposition_pages import samples as count_samples
 from tests.support.fleet import Fleet, fleet_of, repository
 from tests.support.servers import Triton, free_ports, gateway
-from tests.support.tools import check_with_promtool, program
+from tests.support.tools import TRITON, check_with_promtool, program
 from tests.support.wait import TIMEOUT_S, wait_until
 
 OPEN_METRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
@@ -100,20 +111,6 @@ class Server:
             self._http.shutdown()
             self._http.server_close()
             self._thread.join()
-
-
-class InClassicForm(Server):
-    """The gateway's page for a Prometheus that would else ask for OpenMetrics."""
-
-    def __init__(self, base_url: str) -> None:
-        super().__init__()
-        self._base_url = base_url
-
-    def get(self) -> bytes:
-        accept = {"accept": "text/plain"}
-        answer = httpx.get(f"{self._base_url}/metrics", headers=accept, timeout=TIMEOUT_S)
-        assert answer.headers["content-type"] == self.content_type
-        return answer.content
 
 
 Key = tuple[str, frozenset[tuple[str, str]]]
@@ -250,6 +247,36 @@ def test_page_is_compressed_if_the_client_accepts_gzip(three: Fleet) -> None:
         assert answer.headers.get("content-encoding") == ("gzip" if is_compressed else None)
         page = (gzip.decompress(body) if is_compressed else body).decode()
         assert counters(page) == of_all(three.tritons)
+
+
+# Merged pages.
+
+
+def test_promtool_reads_merged_pages_that_clash(subtests: pytest.Subtests) -> None:
+    pages = {f"clash {number}": merged(one, two) for number, (one, two, _) in enumerate(CLASHES)}
+    pages["a replica that uses names of the gateway"] = merged(NOT_THE_GATEWAYS, own=OWN)
+    pages["two families of one name"] = merged(TWO_OF_A_NAME, TWO_OF_A_NAME)
+    pages["an escaped help text"] = alone(ESCAPED_HELP)
+    for name, page in pages.items():
+        with subtests.test(name):
+            check_with_promtool(page)
+
+
+def test_promtool_reads_labels_with_any_characters() -> None:
+    values = [chr(code) for code in range(1, 0x300)]
+    values += ["\u2028", "\\", '"} 1 # {', "\U0001f9ed", ""]
+    page = "# HELP a_bytes It.\n# TYPE a_bytes gauge\n" + "".join(
+        write_line("a_bytes", {"x": value}, 1) for value in values
+    )
+    assert check_with_promtool(merged(page, page)) == []
+    assert count_samples(merged(page)).total() == len(values)
+
+
+def test_promtool_objects_in_a_merged_page_only_to_names_of_triton() -> None:
+    names = {each.split()[2] for each in TRITON.splitlines() if each.startswith("# TYPE")}
+    complaints = check_with_promtool(merged(TRITON, TRITON, TRITON))
+    assert complaints == check_with_promtool(TRITON)
+    assert {complaint.split()[0] for complaint in complaints} <= names
 
 
 # Replicas that misbehave.
@@ -467,52 +494,37 @@ def starting_prometheus(
     odd: tuple[list[Server], str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Prometheus]:
-    """It scrapes the gateways in OpenMetrics, as it asks for; and in the classic form."""
-    gateways = {
-        "gateway": f"{three.client.base_url.host}:{three.client.base_url.port}",
-        "odd": odd[1],
-    }
-    folder = tmp_path_factory.mktemp("prometheus")
-    with ExitStack() as stack:
-        targets = dict(gateways)
-        for job, address in gateways.items():
-            targets[f"{job} classic"] = stack.enter_context(
-                InClassicForm(f"http://{address}")
-            ).address
-        yield stack.enter_context(Prometheus(folder, targets))
+    """It scrapes the gateways in OpenMetrics, for which it asks; promtool reads the other format."""
+    address = f"{three.client.base_url.host}:{three.client.base_url.port}"
+    targets = {"gateway": address, "odd": odd[1]}
+    with Prometheus(tmp_path_factory.mktemp("prometheus"), targets) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def prometheus(starting_prometheus: Prometheus) -> Prometheus:
     running = starting_prometheus
     wait_until(running.answers)
-    wait_until(lambda: running.healthy() == {"gateway", "odd", "gateway classic", "odd classic"})
+    wait_until(lambda: running.healthy() == {"gateway", "odd"})
     return running
 
 
-@pytest.mark.parametrize("job", ["gateway", "gateway classic"])
-def test_prometheus_reads_the_page(three: Fleet, prometheus: Prometheus, job: str) -> None:
-    wait_until(lambda: prometheus.query(job, "nv_inference.*") == of_all(three.tritons))
+def test_prometheus_reads_the_page(three: Fleet, prometheus: Prometheus) -> None:
+    wait_until(lambda: prometheus.query("gateway", "nv_inference.*") == of_all(three.tritons))
     assert prometheus.complaints() == []
-    wait_until(lambda: set(prometheus.query(job, "gateway_scrape_up").values()) == {1.0})
-    infer = f'job="{job}",route="/v1/models/{{model}}/infer"'
+    wait_until(lambda: set(prometheus.query("gateway", "gateway_scrape_up").values()) == {1.0})
+    infer = 'job="gateway",route="/v1/models/{model}/infer"'
     counts = prometheus.ask(
         "query", query=f"sum by (model) (gateway_request_duration_seconds_count{{{infer}}})"
     )
     found = {series["metric"]["model"]: float(series["value"][1]) for series in counts["result"]}
     assert found == INFERENCES
-    if job == "gateway classic":
-        known = prometheus.ask("targets/metadata", match_target=f'{{job="{job}"}}')
-        types = {metric["metric"]: metric["type"] for metric in known}
-        assert types["nv_inference_request_success"] == "counter"
-        assert types["gateway_request_duration_seconds"] == "histogram"
 
 
-@pytest.mark.parametrize("job", ["odd", "odd classic"])
 def test_prometheus_reads_labels_with_any_characters(
-    odd: tuple[list[Server], str], prometheus: Prometheus, job: str
+    odd: tuple[list[Server], str], prometheus: Prometheus
 ) -> None:
-    series = [dict(labels) for _, labels in prometheus.query(job, "odd_bytes")]
+    series = [dict(labels) for _, labels in prometheus.query("odd", "odd_bytes")]
     assert len(series) == 2 * len(ODD)
     assert {labels.get("x", "") for labels in series} == set(ODD)
     assert {labels.get("exported_replica", "") for labels in series} == set(ODD)

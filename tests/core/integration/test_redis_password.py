@@ -70,7 +70,7 @@ def listens(port: int) -> bool:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", COMMANDS)
-def test_redis_asks_for_the_password_and_shows_it_nowhere(name: str, tmp_path: Path) -> None:
+def test_redis_requires_the_password_and_does_not_show_it(name: str, tmp_path: Path) -> None:
     with started(COMMANDS[name](), tmp_path) as (running, port):
         with redis.Redis(port=port) as nobody, pytest.raises(redis.exceptions.AuthenticationError):
             nobody.hset("triton-gateway:wishes", "m", "{}")
@@ -99,14 +99,14 @@ async def kept(port: int) -> None:
         await bad.close()
 
 
-def test_compose_does_not_start_without_a_password_and_says_where_it_belongs() -> None:
+def test_compose_requires_a_password() -> None:
     wanted = re.compile(r"\$\{REDIS_PASSWORD:\?[^}]*\.env[^}]*docs/deploy\.md[^}]*\}")
     state = COMPOSE["gateway"]["environment"]["GATEWAY_STATE"]
     assert wanted.sub("P", state) == "redis://:P@redis:6379/0"
     assert wanted.fullmatch(COMPOSE["redis"]["environment"][VARIABLE])
 
 
-def test_the_pods_read_the_same_secret() -> None:
+def test_pods_read_the_same_secret() -> None:
     made = Manifests.of("prod")
     (gateway,) = made.pod("triton-gateway")["containers"]
     (server,) = made.pod("redis")["containers"]

@@ -11,7 +11,7 @@ MAX_FUNCTIONS = 22
 MAX_MODULES = 10
 
 
-def test_a_request_passes_few_functions_and_modules() -> None:
+def test_request_passes_few_functions_and_modules() -> None:
     command = [sys.executable, "-m", "tests.support.request_walk"]
     walk = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     functions = [line.split() for line in walk.splitlines()]

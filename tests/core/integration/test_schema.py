@@ -1,4 +1,4 @@
-"""What the API says of itself is true: schemathesis asks everything that /openapi.json declares, and more.
+"""The OpenAPI documents are true: schemathesis sends all that they declare, and more.
 
 A long run, different every time: `SCHEMA_EXAMPLES=300 make test-long ARGS="-k test_schema"`.
 """
@@ -280,7 +280,7 @@ def ask_everything(operation: Operation, ask: Callable[[Case], None]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("label", LABELS)
-def test_an_operation_does_what_the_document_says(
+def test_operation_does_what_the_document_says(
     service: Service, whole: schemathesis.BaseSchema, label: str
 ) -> None:
     operation = whole.find_operation_by_label(label)
@@ -296,7 +296,7 @@ def test_an_operation_does_what_the_document_says(
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", SERVING)
-def test_a_model_does_what_its_own_document_says(service: Service, model: str) -> None:
+def test_model_does_what_its_own_document_says(service: Service, model: str) -> None:
     schema = service.schema(f"/v1/models/{model}/openapi.json")
     (result,) = schema.get_all_operations()
     assert isinstance(result, Ok)
@@ -314,7 +314,9 @@ def test_a_model_does_what_its_own_document_says(service: Service, model: str) -
     ask_everything(operation, ask)
 
 
-def test_what_has_begun_can_be_looked_at(service: Service, whole: schemathesis.BaseSchema) -> None:
+def test_operation_in_the_background_can_be_read_by_the_links(
+    service: Service, whole: schemathesis.BaseSchema
+) -> None:
     """Along the document's links."""
     seen: set[tuple[str, int]] = set()
 
@@ -348,7 +350,7 @@ def test_what_has_begun_can_be_looked_at(service: Service, whole: schemathesis.B
     assert wanted <= seen, sorted(seen)
 
 
-def test_the_document_is_valid(service: Service) -> None:
+def test_documents_are_valid_openapi(service: Service) -> None:
     documents = [
         service.document(),
         *(service.document(f"/v1/models/{m}/openapi.json") for m in SERVING),
@@ -374,7 +376,7 @@ def schemas(node: Any) -> Iterator[dict[str, Any]]:
                 yield from schemas(value)
 
 
-def test_every_operation_can_be_read_and_called_by_its_name(service: Service) -> None:
+def test_operations_have_names_summaries_and_tags(service: Service) -> None:
     operations = [
         operation for path in service.document()["paths"].values() for operation in path.values()
     ]
@@ -403,7 +405,7 @@ def test_every_operation_can_be_read_and_called_by_its_name(service: Service) ->
         ),
     ],
 )
-def test_a_switch_that_is_neither_on_nor_off_is_refused(
+def test_flag_that_is_neither_true_nor_false_is_400(
     service: Service, path: str, body: dict[str, Any], words: str
 ) -> None:
     assert_error(service.client.post(path, json=body), 400, "MALFORMED_REQUEST", words)

@@ -327,17 +327,6 @@ def test_sequence_is_found_anywhere_in_the_json_up_to_its_limit(client: httpx.Cl
     assert send_padded(client, step, 200_000, headers=headers(step)).number == 1
 
 
-def test_another_gateway_continues_the_sequences(client: httpx.Client, urls: list[str]) -> None:
-    ids = [f"call {number}" for number in range(12)]
-    started = [ask(client, SequenceStep(each, is_start=True)) for each in ids]
-    with gateway_before(*reversed(urls), connect_timeout_s="10") as other:
-        wait_until(lambda: on_how_many(other) == 2)
-        for way in ("parameters", "passed on, both"):
-            continued = [ask(other, SequenceStep(each), way) for each in ids]
-            assert [each.process for each in continued] == [each.process for each in started]
-    assert {each.number for each in continued} == {3}
-
-
 def test_sequence_that_is_not_running_is_409_however_it_is_named(client: httpx.Client) -> None:
     not_running = Count(409, code="SEQUENCE_NOT_RUNNING")
     for way in WAYS:

@@ -1,4 +1,4 @@
-"""`triton-gateway serve` as a process: what it says at its start, and what it survives."""
+"""`triton-gateway serve` as a process: its start, HTTPS and file descriptors."""
 
 from __future__ import annotations
 
@@ -22,48 +22,23 @@ from tests.support.wait import TIMEOUT_S, wait_until
 NO_TRITON = {"GATEWAY_TRITON_URLS": "http://127.0.0.1:9"}
 
 
-@pytest.fixture
-def authority() -> trustme.CA:
-    return trustme.CA()
-
-
-def test_a_misspelt_setting_is_warned_of_in_the_log_at_the_start(tmp_path: Path) -> None:
+def test_invalid_settings_are_reported_once_at_the_start(tmp_path: Path) -> None:
+    """By the gateway, and not by each worker."""
     environment = {
+        **NO_TRITON,
         "GATEWAY_MAX_BODY_BYTE": "5",
-        "GATEWAY_KEYS_FILE": str(tmp_path / "none.yaml"),  # so that it ends at once
+        "GATEWAY_KEYS_FILE": str(tmp_path / "none.yaml"),
     }
-    with Command("serve", environment=environment) as serve:
-        assert serve.end() == 1
-    assert "did you mean GATEWAY_MAX_BODY_BYTES?" in serve.output
-
-
-def test_a_pair_that_does_not_fit_keeps_the_gateway_from_starting(
-    tmp_path: Path, authority: trustme.CA
-) -> None:
-    write_pair(authority, tmp_path)
-    other = tmp_path / "other"
-    other.mkdir()
-    write_pair(authority, other)
-    environment = {
-        "GATEWAY_TLS_CERT_FILE": str(tmp_path / "cert.pem"),
-        "GATEWAY_TLS_KEY_FILE": str(other / "key.pem"),
-    }
-    with Command("serve", "--port", str(free_ports(1)[0]), environment=environment) as serve:
-        serve.wait_for("GATEWAY_TLS_KEY_FILE cannot be")
-        assert serve.end() == 1
-    assert "Traceback" not in serve.output
-
-
-def test_an_invalid_setting_is_reported_once_and_not_by_each_worker(tmp_path: Path) -> None:
-    environment = {**NO_TRITON, "GATEWAY_KEYS_FILE": str(tmp_path / "none.yaml")}
     arguments = ("serve", "--port", str(free_ports(1)[0]), "--workers", "2")
     with Command(*arguments, environment=environment) as serve:
         assert serve.end() == 1
+    assert serve.output.count("did you mean GATEWAY_MAX_BODY_BYTES?") == 1
     assert serve.output.count("none.yaml") == 1
     assert "Traceback" not in serve.output
 
 
-def test_workers_speak_https(tmp_path: Path, authority: trustme.CA) -> None:
+def test_workers_serve_https(tmp_path: Path) -> None:
+    authority = trustme.CA()
     write_pair(authority, tmp_path)
     (port,) = free_ports(1)
     environment = {
@@ -79,8 +54,8 @@ def test_workers_speak_https(tmp_path: Path, authority: trustme.CA) -> None:
 
 
 @pytest.mark.fault("no file descriptors are left")
-def test_it_sheds_and_recovers_when_there_are_no_descriptors() -> None:
-    """A real gateway that may open 256 files, and 400 who want a connection."""
+def test_connections_are_refused_while_there_are_no_file_descriptors() -> None:
+    """A real gateway that may open 256 files, and 400 connections."""
     (port,) = free_ports(1)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
@@ -108,7 +83,6 @@ def flood(command: Command, port: int) -> None:
         before, start = sum(process.cpu_times()[:2]), time.monotonic()
         time.sleep(1)
         spent = (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - start)
-        print(f"{spent:.3f} of a core while connections are shed")
         assert spent < 0.5  # it does not spin
         assert process.num_fds() < 256
         wait_until(lambda: is_answered(port, "/livez"))
@@ -121,7 +95,7 @@ def is_answered(port: int, path: str) -> bool:
     return False
 
 
-def test_who_asks_first_for_the_description_of_the_api_holds_up_nobody() -> None:
+def test_first_openapi_document_delays_no_other_request() -> None:
     """It takes half a second to build, and needs no key."""
     (nobody,) = free_ports(1)
     with gateway_before(f"http://127.0.0.1:{nobody}") as client, ExitStack() as stack:

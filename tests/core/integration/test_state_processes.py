@@ -1,4 +1,4 @@
-"""The state in processes that are several, are killed, may not write or have no room left."""
+"""The state with several processes, killed ones, and ones without permission or disk space."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -38,7 +37,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @contextmanager
 def program(body: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Another process that does this, in an async function; gone afterwards."""
+    """Run this in an async function of another process, which is killed at the end."""
     lines = textwrap.indent(body.strip(), "    ")
     imports = "import asyncio, os, resource, sys\nfrom gateway.state.store import *"
     with subprocess.Popen(
@@ -58,7 +57,7 @@ def program(body: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def said(process: subprocess.Popen[str]) -> str:
+def read_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
@@ -71,7 +70,7 @@ while True:
 """
 
 
-async def test_when_the_leader_is_killed_another_leads_within_seconds(url: str) -> None:
+async def test_leader_that_is_killed_is_replaced_within_seconds(url: str) -> None:
     """In Redis it takes the 5 s until the lease has lapsed."""
     async with opened(url, 2) as several:
 
@@ -81,7 +80,7 @@ async def test_when_the_leader_is_killed_another_leads_within_seconds(url: str) 
             return any(led)
 
         with program(LEADER, url) as leader:
-            assert said(leader) == "True"
+            assert read_line(leader) == "True"
             assert not await led()
             leader.kill()
             await wait_until_async(led)
@@ -97,7 +96,7 @@ await kept.close()
 """
 
 
-async def test_no_change_is_lost_when_several_processes_make_them(url: str) -> None:
+async def test_concurrent_changes_of_several_processes_are_all_kept(url: str) -> None:
     with ExitStack() as writing:
         writers = [writing.enter_context(program(WRITER, url, name, "20")) for name in "abcd"]
         assert [writer.wait(TIMEOUT_S) for writer in writers] == [0] * 4
@@ -111,7 +110,7 @@ async def test_no_change_is_lost_when_several_processes_make_them(url: str) -> N
         assert await kept.set_desired_model("last", LOADED) == 2 * 4 * 20 + 1
 
 
-ANYBODY = """
+OPEN_AS_ANOTHER_USER = """
 if os.getuid() == 0:
     os.setuid(65534)
 try:
@@ -121,26 +120,26 @@ except BadState as exc:
 """
 
 
-@pytest.mark.parametrize("used_before", [False, True])
-def test_a_folder_where_this_user_may_not_write_is_told(used_before: bool) -> None:
+def test_state_file_without_permission_is_an_error_that_names_it() -> None:
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if used_before:
-            (folder / "state.json.lock").touch()
-            (folder / "state.json.lock").chmod(0o666)
-        folder.chmod(0o555)
-        with program(ANYBODY, f"file://{folder}/state.json") as other:
-            assert "state.json cannot be used (permission denied); it needs a folder" in said(other)
-        folder.chmod(0o755)
+        path = Path(name) / "state.json"
+        lock = path.with_suffix(".json.lock")
 
+        def open_as_another_user() -> str:
+            with program(OPEN_AS_ANOTHER_USER, f"file://{path}") as other:
+                return read_line(other)
 
-def test_a_file_that_this_user_may_not_read_is_told() -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        folder.chmod(0o777)
-        (folder / "state.json").touch(0)
-        with program(ANYBODY, f"file://{folder}/state.json") as other:
-            assert "state.json cannot be used (permission denied)" in said(other)
+        needs_folder = "state.json cannot be used (permission denied); it needs a folder"
+        path.parent.chmod(0o555)
+        assert needs_folder in open_as_another_user()
+        path.parent.chmod(0o755)
+        lock.touch()
+        lock.chmod(0o666)
+        path.parent.chmod(0o555)
+        assert needs_folder in open_as_another_user()
+        path.parent.chmod(0o777)
+        path.touch(0)
+        assert "state.json cannot be used (permission denied)" in open_as_another_user()
 
 
 FULL = """
@@ -165,18 +164,18 @@ await kept.close()
 
 
 @pytest.mark.fault("the state file is damaged, cannot be written, or its disk is full")
-def test_a_disk_that_is_full_loses_nothing_that_was_kept(tmp_path: Path) -> None:
+def test_full_disk_refuses_changes_and_keeps_the_state(tmp_path: Path) -> None:
     with program(FULL, f"file://{tmp_path}/state.json") as writer:
         for _ in range(2):
-            assert said(writer) == (
+            assert read_line(writer) == (
                 "503 STATE_UNAVAILABLE the desired state cannot be written: file too large"
             )
-        assert said(writer) == "['core'] None"
+        assert read_line(writer) == "['core'] None"
         names = {path.name for path in tmp_path.rglob("*")}
         assert names == {f"state.json{end}" for end in ("", ".lock", ".operations")}
         assert writer.stdin is not None
         writer.stdin.close()
-        assert said(writer) == "['core', 'small'] {'small': 1}"
+        assert read_line(writer) == "['core', 'small'] {'small': 1}"
         assert writer.wait(TIMEOUT_S) == 0
 
 
@@ -191,23 +190,20 @@ while True:
 
 
 @pytest.mark.fault("the state file is damaged, cannot be written, or its disk is full")
-def test_a_process_killed_while_it_writes_leaves_a_whole_file(tmp_path: Path) -> None:
-    async def scenario() -> None:
+async def test_process_killed_while_it_writes_leaves_a_valid_file(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/state.json"
+    for pause_s in (0.0, 0.001, 0.003, 0.007):
+        with program(ENDLESS, url) as writer:
+            turn = int(read_line(writer)) - 1
+            await asyncio.sleep(pause_s)
         async with opened(url) as (kept,):
             wish = (await kept.read_desired_models())["core"]
             assert wish.parameters["turn"] >= turn
             await kept.set_desired_model("text_core", LOADED)
             await kept.set_desired_model("core", None)
 
-    url = f"file://{tmp_path}/state.json"
-    for pause_s in (0.0, 0.001, 0.003, 0.007):
-        with program(ENDLESS, url) as writer:
-            turn = int(said(writer)) - 1
-            time.sleep(pause_s)
-        asyncio.run(scenario())
 
-
-def test_without_the_extra_it_is_told_what_to_install(tmp_path: Path) -> None:
+def test_redis_without_its_extra_names_the_package_to_install(tmp_path: Path) -> None:
     """In an environment that is this one, less redis."""
     installed = Path(redis.__file__).parents[1]
     for path in installed.iterdir():

@@ -1,4 +1,4 @@
-"""Traces: OpenTelemetry's own SDK, and a collector of the test's that keeps what it is sent."""
+"""Traces of OpenTelemetry's own SDK, with a collector that keeps the spans."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def attributes(span: Span) -> dict[str, str | int]:
     return {item.key: item.value.string_value or item.value.int_value for item in span.attributes}
 
 
-def test_a_request_is_a_span_of_the_callers_trace_with_its_steps_below(
+def test_request_is_a_span_of_the_trace_of_its_caller(
     traced: tuple[httpx.Client, Collector],
 ) -> None:
     client, collector = traced
@@ -71,16 +71,16 @@ def test_a_request_is_a_span_of_the_callers_trace_with_its_steps_below(
     assert server.parent_span_id.hex() == PARENT
     assert triton.parent_span_id == server.span_id
     assert (server.kind, triton.kind) == (2, 3)  # SERVER, CLIENT
-    told = attributes(server)
-    assert told["triton.model"] == "ensemble"
-    assert told["http.response.status_code"] == 200
-    assert told["request.id"] == answer.headers["x-request-id"]
+    fields = attributes(server)
+    assert fields["triton.model"] == "ensemble"
+    assert fields["http.response.status_code"] == 200
+    assert fields["request.id"] == answer.headers["x-request-id"]
     assert attributes(triton)["http.response.status_code"] == 200
     assert server.start_time_unix_nano <= triton.start_time_unix_nano
     assert triton.end_time_unix_nano <= server.end_time_unix_nano
 
 
-def test_what_goes_over_grpc_is_a_step_as_well(
+def test_request_over_grpc_has_a_span_of_its_upstream_call(
     traced: tuple[httpx.Client, Collector], demo_triton: EmbeddedTriton
 ) -> None:
     client, collector = traced
@@ -98,12 +98,12 @@ def test_what_goes_over_grpc_is_a_step_as_well(
     wait_until(lambda: len(collector.of(trace)) >= 2)
     spans = collector.of(trace)
     assert spans["triton"].parent_span_id == spans["POST /v1/models/{model}/infer"].span_id
-    told = attributes(spans["triton"])
-    assert told["server.address"] == "127.0.0.1"
-    assert told["server.port"] == demo_triton.options.grpc_port
+    fields = attributes(spans["triton"])
+    assert fields["server.address"] == "127.0.0.1"
+    assert fields["server.port"] == demo_triton.options.grpc_port
 
 
-def test_a_request_without_a_trace_begins_one_and_failures_are_marked(
+def test_request_without_a_trace_starts_one(
     traced: tuple[httpx.Client, Collector],
 ) -> None:
     client, collector = traced
@@ -150,7 +150,9 @@ def test_spans_have_the_attributes_of_the_semantic_conventions(
     assert ("error.type" in server) == (answer.status_code >= 500)
 
 
-def test_a_failure_has_its_type(traced: tuple[httpx.Client, Collector]) -> None:
+def test_span_of_a_failed_request_has_the_type_of_the_error(
+    traced: tuple[httpx.Client, Collector],
+) -> None:
     client, collector = traced
     trace = "33" * 16
     text = "The ship left the harbour at dawn. " * 40
@@ -175,20 +177,18 @@ def test_a_failure_has_its_type(traced: tuple[httpx.Client, Collector]) -> None:
     assert attributes(collector.of(trace)["decode"])["error.type"] == "BAD_IMAGE"
 
 
-@pytest.mark.parametrize(
-    "path", ["/livez", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready"]
-)
-def test_probes_are_not_traced(traced: tuple[httpx.Client, Collector], path: str) -> None:
+def test_probes_are_not_traced(traced: tuple[httpx.Client, Collector]) -> None:
     client, collector = traced
-    probe, after = secrets.token_hex(16), secrets.token_hex(16)
-    for trace, asked in ((probe, path), (after, "/v2")):
+    probes = ("/livez", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready")
+    traces = {path: secrets.token_hex(16) for path in (*probes, "/v2")}
+    for path, trace in traces.items():
         headers = {"traceparent": f"00-{trace}-{PARENT}-01"}
-        assert client.get(asked, headers=headers).status_code == 200
-    wait_until(lambda: "GET /v2" in collector.of(after))  # spans are sent in their order
-    assert not collector.of(probe)
+        assert client.get(path, headers=headers).status_code == 200
+    wait_until(lambda: "GET /v2" in collector.of(traces["/v2"]))  # spans are sent in their order
+    assert not any(collector.of(traces[path]) for path in probes)
 
 
-def test_a_warning_in_the_log_has_the_ids_of_its_trace(
+def test_log_lines_have_the_ids_of_their_trace(
     traced_and_logged: tuple[httpx.Client, Collector, Command],
 ) -> None:
     client, collector, command = traced_and_logged
@@ -208,8 +208,8 @@ def test_a_warning_in_the_log_has_the_ids_of_its_trace(
     assert {(line["trace_id"], line["span_id"]) for line in lines} == {(trace, span)}
 
 
-def test_triton_is_handed_the_trace_with_the_attempt_as_its_parent() -> None:
-    def asked(fake: Fake) -> str:
+def test_triton_receives_the_trace_with_the_attempt_as_parent() -> None:
+    def read_head(fake: Fake) -> str:
         head, _ = fake.requests.get(timeout=TIMEOUT_S)
         return head.decode().lower()
 
@@ -217,19 +217,19 @@ def test_triton_is_handed_the_trace_with_the_attempt_as_its_parent() -> None:
         url = f"http://127.0.0.1:{fake.port}"
         with gateway(url, otlp_endpoint=collector.url) as (client, _):
             client.get("/v2", headers=CARRIED)
-            head = asked(fake)
+            head = read_head(fake)
             wait_until(lambda: "triton" in collector.of(TRACE))
             attempt = collector.of(TRACE)["triton"].span_id.hex()
         assert f"traceparent: 00-{TRACE}-{attempt}-01" in head
         assert "tracestate: vendor=1" in head
         with gateway(url) as (client, _):  # without traces of its own it hands on the caller's
             client.get("/v2", headers=CARRIED)
-            assert f"traceparent: 00-{TRACE}-{PARENT}-01" in asked(fake)
+            assert f"traceparent: 00-{TRACE}-{PARENT}-01" in read_head(fake)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("silent", [False, True], ids=["away", "silent"])
-def test_a_collector_that_takes_nothing_costs_nobody_anything(
+def test_collector_that_is_unavailable_delays_neither_requests_nor_shutdown(
     demo_triton: EmbeddedTriton, monkeypatch: pytest.MonkeyPatch, silent: bool
 ) -> None:
     """Nor does the gateway wait for it at its end, however patient OpenTelemetry is."""
@@ -244,7 +244,7 @@ def test_a_collector_that_takes_nothing_costs_nobody_anything(
             assert command.end(TIMEOUT_S) == 0
 
 
-def test_without_an_endpoint_nothing_of_opentelemetry_is_imported() -> None:
+def test_opentelemetry_sdk_is_not_imported_without_an_endpoint() -> None:
     look = (
         "import sys, gateway.app as app; from gateway.settings import Settings; "
         "app.create_app(Settings(state='memory:')); "
