@@ -185,7 +185,7 @@ class Repository:
     async def _find_loading_replicas(self, model: str) -> list[str]:
         """Return the replicas that load the model, and answer."""
         pool = self._pool
-        await pool.monitor.probe_all()
+        await pool.monitor.probe_all(MAX_INDEX_WAIT_S)
         await self.state.refresh_loads()
         return [
             replica.name
