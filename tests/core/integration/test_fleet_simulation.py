@@ -44,6 +44,7 @@ from gateway.state.store import open_state_store
 from gateway.triton.error_mapping import LoadFailed, RequestTarget
 from tests.support.calls import count_calls
 from tests.support.simulated_replicas import SimulatedTriton, simulated_replicas
+from tests.support.state_contract import opened
 from tests.support.wait import TIMEOUT_S, wait_until_async
 
 REPLICAS, MODELS = 100, 200
@@ -600,13 +601,14 @@ async def test_refused_load_does_not_undo_a_later_change_of_another_gateway(tmp_
         simulated_replicas(2) as fakes,
         over(fakes) as pool,
         managing(pool, state=state) as repository,
+        opened(state) as (other_gateway,),
     ):
         for fake in fakes:
             fake.refuses_loads = True
         loading = asyncio.create_task(repository.load("m", {}))
         await wait_until_async(lambda: all(fake.held for fake in fakes))
         # As another gateway does that gets the lease while this one is stopped.
-        await open_state_store(state).set_desired_model("m", DesiredModel(True))
+        await other_gateway.set_desired_model("m", DesiredModel(True))
         for fake in fakes:
             fake.release()
         with pytest.raises(LoadFailed):
