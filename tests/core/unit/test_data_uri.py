@@ -38,20 +38,8 @@ def test_base64_is_decoded_in_both_alphabets_with_and_without_padding() -> None:
 @pytest.mark.usefixtures("piece")
 def test_invalid_base64_or_data_uri_is_malformed() -> None:
     for text in (
-        *(
-            "a",
-            "aaaaa",
-            "a===",
-            "=aaa",
-            "aa=a",
-            "aa==aaaa",
-            "aaaa====",
-            "aa*a",
-            "aa**aa**",
-            "é",
-            "aaaa\0",
-        ),
-        *("☕" * 9, "aaaaaaa=aaaaaaaa", "=" * 20),
+        *("a", "aaaaa", "a===", "=aaa", "aa=a", "aa==aaaa", "aaaa====", "aa*a", "é", "aaaa\0"),
+        *("aaaa****", "☕" * 9, "aaaaaaa=aaaaaaaa", "=" * 20),
     ):
         for value in (text, f"data:;base64,{text}"):
             with pytest.raises(MalformedRequest, match="not valid base64"):
