@@ -168,7 +168,7 @@ ROWS = (
     Row("POST", "/v2/systemsharedmemory/region/any/register", INFERENCE, 403),
     Row("GET", "/v2/nothing", INFERENCE, 404),
 )  # fmt: skip
-# A key of no use for inference is told that there is nothing, or that it is shut, like any other.
+# A key without a role for inference gets the same error as any other.
 WITHOUT_ROLE = {"/nothing": 404, "/v2/nothing": 404}
 
 

@@ -186,7 +186,7 @@ def test_batch_that_is_split_is_cancelled_in_all_its_parts(
     answer = client.post(f"{asked.path}/infer", json=waiting(*seconds))
     assert answer.json()["outputs"]["Y"] == pytest.approx(seconds)
     assert [how for how, _ in asked.wait_for_ends(pieces)] == ["finished"] * pieces
-    # They run one after the other; those that have not begun never do, or end at once.
+    # They run one after the other; those that have not started never do, or end at once.
     with asking(client, f"{asked.path}/infer", waiting(*[LONG_S] * 10)):
         wait_until(lambda: asked.count_starts() > pieces)
     asked.wait_for_ends(pieces + 1)
