@@ -1185,11 +1185,20 @@ def test_offer_of_http_2_is_declined_and_request_answered(stage: Stage, body: st
         assert client.rest() == b""
 
 
+def test_invalid_body_of_a_waiting_request_closes_connection_before_it(stage: Stage) -> None:
+    work = stage.app = Work()
+    with stage.client() as client:
+        client.say(GET + GET + BROKEN_CHUNKS + b"zz\r\n")
+        assert begins(work)
+        stage.let(work.may_end)
+        assert [client.answer().header(b"connection") for _ in range(2)] == [b"", b"close"]
+        assert client.rest() == b""
+
+
 INVALID_LATER = {
     "noise": GARBAGE["noise"],
     "a length and chunks": GARBAGE["a length and chunks"],
     "an encoding without an end": GARBAGE["an encoding without an end"],
-    "a body that breaks off": BROKEN_CHUNKS + b"zz\r\n",
     **UPGRADES,
 }
 
