@@ -34,7 +34,8 @@ def gateways(triton: Triton, tmp_path: Path) -> Iterator[list[httpx.Client]]:
     """Two gateways that share their state in Redis."""
     with ExitStack() as stack:
         redis = stack.enter_context(RedisServer(tmp_path))
-        started = (gateway(triton.options.url, state=redis.url(), **QUICK) for _ in range(2))
+        state = redis.url()
+        started = (gateway(triton.options.url, state=state, **QUICK) for _ in range(2))
         yield [stack.enter_context(each)[0] for each in started]
 
 
