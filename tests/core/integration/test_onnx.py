@@ -627,7 +627,8 @@ def test_models_that_cannot_be_served_have_the_reason_in_the_list(
 
     load(f"http://{triton.options.address}", *(model.name for model in WRONG))
     names = {model.name for model in WRONG}
-    wait_until(lambda: all(read_reasons().get(name, "[]") != "[]" for name in names))
+    no_reason = ("[]", "[None]")  # unknown, or being loaded
+    wait_until(lambda: all(read_reasons().get(name, "[]") not in no_reason for name in names))
     reasons = read_reasons()
     for model in WRONG:
         with subtests.test(model.name):
