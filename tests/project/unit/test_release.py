@@ -25,7 +25,7 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 RELEASE: dict[Any, Any] = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
 
 
-def test_the_bill_of_materials_lists_exactly_the_lock() -> None:
+def test_sbom_of_the_lock_lists_exactly_its_packages() -> None:
     sbom = build_sbom(LOCK, "3.11")
     listed = {component["purl"] for component in sbom["components"]}
     locked = re.findall(r"^(\S+)==(\S+) ;(.*)$", LOCK, re.MULTILINE)
@@ -39,27 +39,24 @@ def test_the_bill_of_materials_lists_exactly_the_lock() -> None:
     hashes = [entry["content"] for part in sbom["components"] for entry in part["hashes"]]
     assert set(hashes) <= set(re.findall(r"--hash=sha256:(\w{64})", LOCK))
     assert all(part["hashes"] for part in sbom["components"])
-
-
-def test_the_bill_of_materials_has_what_the_gateway_requires() -> None:
-    listed = {package.name for package in read_lock(LOCK, "3.11")}
     required = {
         canonicalize_name(re.split(r"[\[<>=;! ]", text)[0])
         for text in metadata.requires("triton-gateway") or ()
         if "extra ==" not in text
     }
     assert len(required) > 15
-    assert required <= listed
+    assert required <= {package.name for package in read_lock(LOCK, "3.11")}
+    assert required <= {component["name"] for component in sbom["components"]}
 
 
-def test_another_python_has_other_packages() -> None:
+def test_read_lock_for_another_python_gives_other_packages() -> None:
     text = "a==1 ; python_full_version < '3.11' \\\n    --hash=sha256:" + "0" * 64 + "\nb==2\n"
     assert [package.name for package in read_lock(text, "3.10")] == ["a", "b"]
     assert [package.name for package in read_lock(text, "3.11")] == ["b"]
     assert read_lock(text, "3.10")[0].hashes == ("0" * 64,)
 
 
-def test_the_bill_of_materials_is_reproducible_and_well_formed() -> None:
+def test_sbom_built_twice_is_the_same_and_well_formed() -> None:
     first, second = build_sbom(LOCK, "3.11"), build_sbom(LOCK, "3.11")
     assert json.dumps(first) == json.dumps(second)
     assert first["serialNumber"] != build_sbom(LOCK, "3.12")["serialNumber"]
@@ -70,7 +67,7 @@ def test_the_bill_of_materials_is_reproducible_and_well_formed() -> None:
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
-def test_every_action_is_pinned_by_its_commit(workflow: Path) -> None:
+def test_workflow_pins_every_action_by_its_commit(workflow: Path) -> None:
     uses = re.findall(r"uses: (\S+)(.*)", workflow.read_text())
     assert uses
     for action, comment in uses:
@@ -78,7 +75,7 @@ def test_every_action_is_pinned_by_its_commit(workflow: Path) -> None:
         assert re.fullmatch(r" # v\d+\.\d+\.\d+", comment), action
 
 
-def test_a_release_has_the_rights_that_each_job_needs() -> None:
+def test_release_job_has_only_the_rights_that_it_needs() -> None:
     assert RELEASE["permissions"] == {}
     rights = {name: job["permissions"] for name, job in RELEASE["jobs"].items()}
     assert rights["packages"] == {"contents": "read"}
@@ -103,45 +100,29 @@ def script(job: str) -> str:
     return "\n".join(step["run"].strip() for step in steps if "run" in step)
 
 
-def test_a_release_has_the_bill_of_materials_and_comes_after_all_else() -> None:
+def test_release_of_a_version_publishes_its_packages_and_its_site_before_itself() -> None:
+    """The site's script has run by hand, in a clone, with a folder instead of the remote repository."""
+    assert RELEASE[True] == {"push": {"tags": ["v[0-9]+.[0-9]+.[0-9]+"]}}  # YAML 1.1 reads `on` so
     assert "deploy.sbom requirements/image.txt" in MAKEFILE
     assert "make dist" in script("packages")
     assert "rm -f dist/*.json" in script("pypi")  # no package of an index
+    assert "provider: mike" in (ROOT / "mkdocs.yml").read_text()
+    lines = script("site").split("\n")
+    assert lines.index("make site PYTHON=python") == 0
+    assert 'mike deploy --update-aliases "${version%.*}" latest' in lines
+    assert lines[-1] == 'git push "$remote" gh-pages'
     assert 'gh release create "$GITHUB_REF_NAME" dist/* ' in script("release")
     assert set(RELEASE["jobs"]["release"]["needs"]) == {"pypi", "tags", "site"}
 
 
-def test_the_gate_builds_and_checks_what_a_release_publishes() -> None:
+def test_gate_builds_and_checks_what_a_release_publishes() -> None:
     (targets,) = re.findall(r"^run_part make .* --output-sync (.*)$", GATE, re.MULTILINE)
     assert {"check", "site", "dist", "workflows"} <= set(targets.split())
     assert re.search(r"^\t@\S+ -m twine check --strict dist/\*$", MAKEFILE, re.MULTILINE)
     assert re.search(r"^\t@\S+/zizmor --offline --quiet \.github$", MAKEFILE, re.MULTILINE)
 
 
-def test_a_release_adds_a_version_to_the_site() -> None:
-    """The script, in a clone, with a folder instead of the remote repository, has run by hand."""
-    assert "provider: mike" in (ROOT / "mkdocs.yml").read_text()
-    lines = script("site").split("\n")
-    assert lines.index("make site PYTHON=python") == 0
-    assert 'mike deploy --update-aliases "${version%.*}" latest' in lines
-    assert lines[-1] == 'git push "$remote" gh-pages'
-
-
-def test_a_release_runs_for_tags_of_versions_only() -> None:
-    assert RELEASE[True] == {"push": {"tags": ["v[0-9]+.[0-9]+.[0-9]+"]}}  # YAML 1.1 reads `on` so
-    images = {
-        (each["target"], each["architecture"], each["runner"].endswith("-arm"))
-        for each in RELEASE["jobs"]["images"]["strategy"]["matrix"]["include"]
-    }
-    assert images == {
-        ("gateway", "amd64", False),
-        ("gateway", "arm64", True),
-        ("embedded", "amd64", False),
-    }
-
-
-def test_the_version_comes_from_one_place() -> None:
-    """Other files repeat it; none may be forgotten."""
+def test_version_in_every_file_is_that_of_the_package() -> None:
     places = {
         "Dockerfile": rf"^ARG VERSION={re.escape(__version__)}$",
         "deploy/helm/triton-gateway/Chart.yaml": rf"^appVersion: {re.escape(__version__)}$",
@@ -164,15 +145,23 @@ def test_the_version_comes_from_one_place() -> None:
     assert {tag for _, tag in found} == {__version__}
 
 
-def test_published_images_have_the_names_of_the_documents_and_of_the_chart() -> None:
+def test_release_publishes_the_images_that_the_documents_and_the_chart_name() -> None:
     base = "ghcr.io/triton-gateway/triton-gateway"
     document = (ROOT / "docs" / "deploy.md").read_text()
-    name = RELEASE["jobs"]["images"]["env"]["IMAGE"]
-    assert name.startswith("ghcr.io/${{ github.repository }}")
+    job = RELEASE["jobs"]["images"]
+    assert job["env"]["IMAGE"].startswith("ghcr.io/${{ github.repository }}")
+    built = job["strategy"]["matrix"]["include"]
+    assert {
+        (each["target"], each["architecture"], each["runner"].endswith("-arm")) for each in built
+    } == {
+        ("gateway", "amd64", False),
+        ("gateway", "arm64", True),
+        ("embedded", "amd64", False),
+    }
     annotations = yaml.safe_load((CHART / "Chart.yaml").read_text())["annotations"]
     published = {
         f"{base}{'' if each['target'] == 'gateway' else '-' + each['target']}:{__version__}"
-        for each in RELEASE["jobs"]["images"]["strategy"]["matrix"]["include"]
+        for each in built
     }
     listed = yaml.safe_load(annotations["artifacthub.io/images"])
     assert {each["image"] for each in listed} == published
@@ -181,7 +170,7 @@ def test_published_images_have_the_names_of_the_documents_and_of_the_chart() -> 
     assert '"oci://ghcr.io/$GITHUB_REPOSITORY_OWNER/charts"' in script("tags")
 
 
-def test_artifact_hub_reads_the_annotations_of_the_chart() -> None:
+def test_chart_has_the_annotations_that_artifact_hub_reads() -> None:
     """As https://artifacthub.io/docs/topics/annotations/helm/ defines them."""
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     annotations = chart["annotations"]
