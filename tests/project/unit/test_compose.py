@@ -30,15 +30,23 @@ def stage(name: str) -> str:
     return re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
 
 
-def test_every_service_is_confined_and_of_an_exact_version() -> None:
-    for name, service in SERVICES.items():
-        assert service["read_only"] is True, name
-        assert service["cap_drop"] == ["ALL"], name
-        assert service["security_opt"] == ["no-new-privileges:true"], name
-        assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+[\w.-]*", service["image"]), name
+@pytest.mark.parametrize("name", SERVICES)
+def test_service_has_an_exact_version_its_mounts_and_no_rights(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+[\w.-]*", service["image"])
+    for volume in service.get("volumes", []):
+        source = re.sub(r"^\$\{\w+:-(.*?)\}", r"\1", volume).partition(":")[0]
+        if source.startswith("."):
+            assert (ROOT / source).is_file(), source
+            assert volume.endswith(":ro")
+        else:
+            assert source in COMPOSE["volumes"]
 
 
-def test_only_the_gateway_and_the_monitoring_can_be_reached_and_from_this_machine() -> None:
+def test_services_publish_only_the_gateway_and_the_monitoring_to_this_machine() -> None:
     published = {name for name, service in SERVICES.items() if "ports" in service}
     assert published == {"gateway", "prometheus", "grafana"}
     for name in published:
@@ -48,7 +56,7 @@ def test_only_the_gateway_and_the_monitoring_can_be_reached_and_from_this_machin
         assert list(SERVICES[name]["networks"]) == ["back"]
 
 
-def test_a_profile_adds_one_triton_which_the_gateway_finds_by_its_name() -> None:
+def test_profile_adds_one_triton_which_the_gateway_finds_by_its_name() -> None:
     profiles = {
         name: service["profiles"] for name, service in SERVICES.items() if "profiles" in service
     }
@@ -63,7 +71,7 @@ def test_a_profile_adds_one_triton_which_the_gateway_finds_by_its_name() -> None
     assert re.findall(r"--load-model=(\S+)", words) == list(declared)
 
 
-def test_every_setting_is_one_and_a_stop_waits_for_the_longest_request() -> None:
+def test_gateway_has_known_settings_and_stops_after_the_longest_request() -> None:
     given = SERVICES["gateway"]["environment"]
     known = {f"GATEWAY_{name.upper()}" for name in Settings.model_fields}
     assert given.keys() <= known
@@ -78,25 +86,11 @@ def test_every_setting_is_one_and_a_stop_waits_for_the_longest_request() -> None
     assert settings.max_request_timeout_s < int(exit_s) < seconds(triton["stop_grace_period"])
 
 
-def test_what_is_mounted_is_there() -> None:
-    for service in SERVICES.values():
-        for volume in service.get("volumes", []):
-            source = re.sub(r"^\$\{\w+:-(.*?)\}", r"\1", volume).partition(":")[0]
-            if source.startswith("."):
-                assert (ROOT / source).is_file(), source
-                assert volume.endswith(":ro")
-            else:
-                assert source in COMPOSE["volumes"]
-
-
-def test_prometheus_has_the_rules_and_the_job_of_the_monitoring() -> None:
+def test_monitoring_has_the_rules_the_job_and_the_dashboard_of_the_repository() -> None:
     known = yaml.safe_load((ROOT / "deploy/monitoring/prometheus.yml").read_text())
     ours = yaml.safe_load((ROOT / "deploy/compose/prometheus.yml").read_text())
     assert ours["rule_files"] == known["rule_files"]
     assert ours["scrape_configs"][0]["job_name"] == known["scrape_configs"][0]["job_name"]
-
-
-def test_grafana_finds_its_dashboard_and_prometheus() -> None:
     folder = ROOT / "deploy" / "compose" / "grafana"
     (source,) = yaml.safe_load((folder / "datasource.yml").read_text())["datasources"]
     assert source["url"] == "http://prometheus:9090"
@@ -110,7 +104,7 @@ def test_grafana_finds_its_dashboard_and_prometheus() -> None:
 # The Dockerfile
 
 
-def test_a_base_is_an_argument_of_an_exact_version() -> None:
+def test_dockerfile_base_is_an_argument_of_an_exact_version() -> None:
     arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", DOCKERFILE, re.MULTILINE))
     outside = {base for base, _ in STAGES} - {name for _, name in STAGES}
     assert outside == {"${PYTHON_IMAGE}", "${GATEWAY_IMAGE}", "${TRITON_IMAGE}"}
@@ -127,7 +121,7 @@ def test_a_base_is_an_argument_of_an_exact_version() -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_an_image_is_labelled_runs_as_nobody_special_and_tells_its_health(image: str) -> None:
+def test_image_has_its_labels_an_ordinary_user_and_a_health_check(image: str) -> None:
     text = stage(image)
     labels = dict(re.findall(r'org\.opencontainers\.image\.([\w.]+)="([^"]*)"', text))
     assert labels.keys() == {
@@ -144,20 +138,17 @@ def test_an_image_is_labelled_runs_as_nobody_special_and_tells_its_health(image:
     assert "\nSTOPSIGNAL SIGTERM\n" in text
 
 
-def test_images_of_ours_run_nothing_while_they_are_built() -> None:
-    """What needs a shell, pip or the network happens in stages that are thrown away."""
+def test_dockerfile_installs_what_is_locked_by_its_hash_in_stages_that_are_thrown_away() -> None:
     for image in ("gateway", "embedded"):
+        # What needs a shell, pip or the network belongs to a stage that no image contains.
         assert not re.search(r"^(RUN|ADD)\b", stage(image), re.MULTILINE)
-
-
-def test_whatever_is_installed_is_locked_by_its_hash() -> None:
     commands = re.sub(r"\\\n", " ", DOCKERFILE)
     for words in re.findall(r"-m pip (?:--python \S+ )?install ([^&\n]*)", commands):
         assert "--require-hashes" in words or "--no-index" in words, words
         assert "--no-deps" in words
 
 
-def test_nothing_goes_to_the_builder_but_what_it_copies() -> None:
+def test_dockerignore_allows_only_what_the_dockerfile_copies() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     rules = [line for line in lines if line and not line.startswith("#")]
     assert rules[0] == "*"
