@@ -65,40 +65,44 @@ def cosines(one: Vectors, other: Vectors) -> NDArray[np.float64]:
     return np.einsum("ij,ij->i", one, other) / lengths  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("answer", REFERENCE, ids=lambda answer: answer["name"])
-def test_a_text_alone_is_embedded_as_by_pytorch(
-    session: onnxruntime.InferenceSession, answer: dict[str, Any]
+NAMES = [answer["name"] for answer in REFERENCE]
+ALL = list(range(len(REFERENCE)))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    # The mixed batch is without the longest text, to which all would be padded.
+    [*([number] for number in ALL), ALL[:-1]],
+    ids=[*NAMES, "mixed batch"],
+)
+def test_model_embeds_a_batch_as_pytorch_does(
+    session: onnxruntime.InferenceSession, batch: list[int]
 ) -> None:
-    found = embed(session, [answer["input_ids"]])
-    expected = np.array([answer["embedding"]], np.float32)
-    assert cosines(found, expected)[0] >= 0.999999
-    assert np.linalg.norm(found) == pytest.approx(1, abs=1e-6)
-
-
-def test_a_mixed_batch_is_embedded_as_by_pytorch(session: onnxruntime.InferenceSession) -> None:
-    found = embed(session, ROWS[:-1])  # without the longest one, to which all would be padded
-    assert found.shape == EXPECTED[:-1].shape
+    found, expected = embed(session, [ROWS[number] for number in batch]), EXPECTED[batch]
+    assert found.shape == expected.shape
     assert found.dtype == np.float32
-    assert cosines(found, EXPECTED[:-1]).min() >= 0.999999
+    assert cosines(found, expected).min() >= 0.999999
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=0, atol=1e-6)
 
 
-@pytest.mark.long
-def test_an_answer_does_not_depend_on_its_neighbours(session: onnxruntime.InferenceSession) -> None:
-    alone = np.concatenate([embed(session, [row]) for row in ROWS])
-    together = embed(session, ROWS)
-    backwards = embed(session, ROWS[::-1])[::-1]
-    np.testing.assert_allclose(together, alone, rtol=0, atol=1e-6)
-    np.testing.assert_allclose(backwards, alone, rtol=0, atol=1e-6)
+@pytest.mark.parametrize(
+    ("rows", "length"),
+    [
+        pytest.param(ROWS, 0, id="together", marks=pytest.mark.long),
+        pytest.param(ROWS[::-1], 0, id="backwards", marks=pytest.mark.long),
+        *(pytest.param(ROWS[:1], length, id=f"padded to {length}") for length in (16, 48, 256)),
+    ],
+)
+def test_model_given_neighbours_or_padding_embeds_as_without(
+    session: onnxruntime.InferenceSession, rows: list[list[int]], length: int
+) -> None:
+    alone = np.concatenate([embed(session, [row]) for row in rows])
+    np.testing.assert_allclose(embed(session, rows, length), alone, rtol=0, atol=1e-6)
 
 
-def test_padding_changes_nothing(session: onnxruntime.InferenceSession) -> None:
-    row = ROWS[0]
-    padded = [embed(session, [row], length) for length in (16, 48, 256)]
-    for found in padded:
-        np.testing.assert_allclose(found, embed(session, [row]), rtol=0, atol=1e-6)
-
-
-def test_paraphrases_are_closer_than_strangers(session: onnxruntime.InferenceSession) -> None:
+def test_model_given_a_paraphrase_finds_it_closer_than_another_text(
+    session: onnxruntime.InferenceSession,
+) -> None:
     rows = {answer["name"]: answer["input_ids"] for answer in REFERENCE}
     found = embed(session, [rows["ordinary"], rows["paraphrase"], rows["unrelated"]])
     paraphrase, stranger = cosines(found[[0, 0]], found[1:])
@@ -110,7 +114,7 @@ def encoder(**settings: Any) -> Any:
     return tokens.TextEncoder(TOKENIZER_FOLDER, tokens.Settings(**settings))
 
 
-def test_the_pipeline_makes_the_reference_tokens() -> None:
+def test_encoder_given_the_reference_texts_makes_their_tokens() -> None:
     texts = [answer["text"].encode() for answer in REFERENCE]
     ids, mask = encoder().rows(texts)
     assert [row[: kept.sum()].tolist() for row, kept in zip(ids, mask, strict=True)] == ROWS
@@ -119,7 +123,7 @@ def test_the_pipeline_makes_the_reference_tokens() -> None:
 @pytest.mark.parametrize(
     ("text", "length"), [("", 16), ("word " * 13, 16), ("word " * 15, 48), ("word " * 99, 256)]
 )
-def test_a_row_is_padded_to_the_next_of_the_lengths(text: str, length: int) -> None:
+def test_encoder_pads_a_row_to_the_next_of_the_lengths(text: str, length: int) -> None:
     ids, mask = encoder(padded_lengths=(16, 48)).rows([text.encode()])
     assert ids.shape == mask.shape == (1, length)
     assert not ids[mask == 0].any()
@@ -138,7 +142,7 @@ def test_a_row_is_padded_to_the_next_of_the_lengths(text: str, length: int) -> N
     ],
     ids=["words", "long word", "no spaces", "punctuation", "accents", "late start", "cut word"],
 )
-def test_the_head_of_a_long_text_gives_the_tokens_of_the_whole(text: str) -> None:
+def test_encoder_given_a_long_text_makes_the_tokens_of_the_whole(text: str) -> None:
     whole = Tokenizer.from_file(str(TOKENIZER_FOLDER / "tokenizer.json"))
     whole.no_padding()
     whole.enable_truncation(256)
@@ -155,7 +159,7 @@ def test_the_head_of_a_long_text_gives_the_tokens_of_the_whole(text: str) -> Non
         ([b"1", b"123456789", b"2"], "text 2 of 3 has 9 bytes; the limit is 8 bytes"),
     ],
 )
-def test_a_bad_text_is_refused_in_one_sentence(texts: list[bytes], message: str) -> None:
+def test_encoder_given_a_bad_text_says_what_is_wrong(texts: list[bytes], message: str) -> None:
     with pytest.raises(tokens.TextError) as caught:
         encoder(max_text_bytes=8).rows(texts)
     assert str(caught.value) == message
@@ -179,20 +183,22 @@ def test_a_bad_text_is_refused_in_one_sentence(texts: list[bytes], message: str)
         ),
     ],
 )
-def test_a_senseless_parameter_fails_the_load(parameters: dict[str, str], message: str) -> None:
+def test_encoder_with_a_wrong_parameter_fails_to_load(
+    parameters: dict[str, str], message: str
+) -> None:
     config = {"parameters": {name: {"string_value": text} for name, text in parameters.items()}}
     with pytest.raises(tokens.ParameterError) as caught:
         tokens.TextEncoder(TOKENIZER_FOLDER, tokens.settings_of(config))
     assert str(caught.value) == message
 
 
-def test_parameters_of_the_gateway_and_of_triton_are_left_alone() -> None:
+def test_settings_ignore_parameters_of_the_gateway_and_of_triton() -> None:
     others = {"gateway.content_type.TEXT": "text/plain", "EXECUTION_ENV_PATH": "env"}
     config = {"parameters": {name: {"string_value": text} for name, text in others.items()}}
     assert tokens.settings_of(config) == tokens.Settings()
 
 
-def test_an_embedding_can_be_shortened_and_brought_back_to_length_one() -> None:
+def test_finish_with_a_size_shortens_an_embedding_and_normalises_it() -> None:
     finish = embeddings.Finish(size=100, normalize=True)
     found = finish(np.concatenate([EXPECTED, np.zeros_like(EXPECTED[:1])]))
     assert found.shape == (len(EXPECTED) + 1, 100)
