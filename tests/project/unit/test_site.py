@@ -21,14 +21,18 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_every_page_is_in_the_navigation(pages: Path) -> None:
+def test_site_has_every_document_and_notebook_as_a_page(pages: Path) -> None:
     listed = re.findall(r"^ +- ([\w/-]+\.md)$", CONFIG.partition("\nnav:\n")[2], re.MULTILINE)
     written = {path.relative_to(pages).as_posix() for path in pages.glob("**/*.md")}
     assert set(listed) == written, "nav in mkdocs.yml lists every page"
     assert len(listed) == len(written)
+    for notebook in (ROOT / "docs" / "notebooks").glob("*.ipynb"):
+        text = (pages / "notebooks" / notebook.with_suffix(".md").name).read_text()
+        assert text.endswith(f"]({notebook.name})\n")
+    assert "](notebooks/streaming.md)" in (pages / "index.md").read_text()
 
 
-def test_programs_in_three_languages_are_tabs(pages: Path) -> None:
+def test_page_with_a_program_in_three_languages_has_tabs(pages: Path) -> None:
     text = (pages / "quick-start.md").read_text()
     tabs = re.findall(r'^=== "(\w+)"\n\n    ```(\w+)\n', text, re.MULTILINE)
     assert tabs == [("curl", "console"), ("Python", "python"), ("JavaScript", "js")]
@@ -47,17 +51,14 @@ DRAWN = {
 }
 
 
-@pytest.mark.parametrize("page", DRAWN)
-def test_a_page_draws_its_subject(pages: Path, page: str) -> None:
-    (diagram,) = read_diagrams(pages / f"{page}.md")
-    assert [word for word in DRAWN[page] if word not in diagram] == []
-
-
 def read_diagrams(page: Path) -> list[str]:
     return re.findall(r"^```mermaid\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_every_node_of_a_diagram_has_a_text_and_an_edge(pages: Path) -> None:
+def test_diagram_names_its_subject_and_each_node_has_a_text_and_an_edge(pages: Path) -> None:
+    for page, words in DRAWN.items():
+        (diagram,) = read_diagrams(pages / f"{page}.md")
+        assert [word for word in words if word not in diagram] == [], page
     found = [diagram for page in pages.glob("**/*.md") for diagram in read_diagrams(page)]
     assert len(found) >= 10
     for diagram in found:
@@ -76,14 +77,7 @@ def test_every_node_of_a_diagram_has_a_text_and_an_edge(pages: Path) -> None:
         assert connected <= named | groups, diagram
 
 
-def test_notebooks_are_pages(pages: Path) -> None:
-    for notebook in (ROOT / "docs" / "notebooks").glob("*.ipynb"):
-        text = (pages / "notebooks" / notebook.with_suffix(".md").name).read_text()
-        assert text.endswith(f"]({notebook.name})\n")
-    assert "](notebooks/streaming.md)" in (pages / "index.md").read_text()
-
-
-def test_links_out_of_the_documents_lead_to_files_of_the_repository(pages: Path) -> None:
+def test_link_out_of_the_documents_leads_to_a_file_of_the_repository(pages: Path) -> None:
     found = set()
     for page in pages.glob("**/*.md"):
         text = page.read_text()
@@ -94,7 +88,7 @@ def test_links_out_of_the_documents_lead_to_files_of_the_repository(pages: Path)
     assert [path for path in found if not (ROOT / path).exists()] == []
 
 
-def test_the_page_of_the_api_has_every_operation_and_status(pages: Path) -> None:
+def test_page_of_the_api_has_every_operation_and_status(pages: Path) -> None:
     text = (pages / "api.md").read_text()
     document = json.loads((ROOT / "docs" / "openapi.json").read_text())
     for path, methods in document["paths"].items():
@@ -107,7 +101,7 @@ def test_the_page_of_the_api_has_every_operation_and_status(pages: Path) -> None
                 assert f"\n| {status} | " in section
 
 
-def test_broken_links_fail_the_build() -> None:
+def test_build_of_the_site_is_strict_about_links() -> None:
     """`--quiet` would hide warnings from `--strict`."""
     makefile = (ROOT / "Makefile").read_text()
     assert "mkdocs build --strict\n" in makefile
