@@ -128,7 +128,7 @@ class ChangeInProgress(Conflict):
 
     def __init__(self, model: str, change: str) -> None:
         super().__init__(
-            f"model {quote_text(model)} is being changed by another call: {change}; "
+            f"another call changes model {quote_text(model)}, or has changed it meanwhile: {change}; "
             "try again when that has ended"
         )
 

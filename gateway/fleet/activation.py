@@ -256,7 +256,7 @@ class ModelActivator:
 
     def _record_failure(self, model: str, error: LoadFailed) -> None:
         failure = self._failures.get(model, Backoff())
-        self._failures[model] = failure.with_failure(perf_counter(), error.reason)
+        self._failures[model] = failure.with_repetition(perf_counter(), error.reason)
 
 
 def build_load_error(model: str, reason: str) -> LoadFailed:

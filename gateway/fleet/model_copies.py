@@ -79,7 +79,7 @@ class ModelCopies:
                 await self._loader.load(model, placement.replica, is_copy=True)
         except GatewayError:  # the loader has logged it
             backoff = self._backoffs.get(model, Backoff())
-            self._backoffs[model] = backoff.with_failure(perf_counter())
+            self._backoffs[model] = backoff.with_repetition(perf_counter())
         else:
             self._backoffs.pop(model, None)
 

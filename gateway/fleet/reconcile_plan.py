@@ -98,20 +98,20 @@ def is_outdated(desired: DesiredModel, confirmed_load: str) -> bool:
 
 @dataclass(frozen=True)
 class Backoff:
-    """The time before which a failed action is not repeated."""
+    """The time before which an action is not repeated. It grows with each repetition."""
 
-    failures: int = 0
+    repetitions: int = 0
     not_before: float = 0.0
     reason: str = ""  # of the last failure
 
-    def with_failure(self, now: float, reason: str = "") -> Backoff:
-        doublings = min(self.failures, MAX_BACKOFF_DOUBLINGS)
+    def with_repetition(self, now: float, reason: str = "") -> Backoff:
+        doublings = min(self.repetitions, MAX_BACKOFF_DOUBLINGS)
         pause_s = min(INITIAL_BACKOFF_S * 2**doublings, MAX_BACKOFF_S)
-        return Backoff(self.failures + 1, now + pause_s, reason)
+        return Backoff(self.repetitions + 1, now + pause_s, reason)
 
 
 def with_correction(corrections: Backoff | None, now: float) -> Backoff:
-    """Count a successful action; its failures are those that something else undid soon afterwards."""
+    """Count a successful action as a repetition if something else has undone the last one soon."""
     if corrections is None or now > corrections.not_before + CORRECTION_MEMORY_S:
         return Backoff(0, now)
-    return corrections.with_failure(now)
+    return corrections.with_repetition(now)

@@ -145,7 +145,7 @@ class Reconciler:
         """Return what this gateway knows."""
         conflicts: dict[str, list[str]] = {}
         for (replica, model), corrections in self._corrections.items():
-            if corrections.failures >= CONFLICT_CORRECTIONS:
+            if corrections.repetitions >= CONFLICT_CORRECTIONS:
                 conflicts.setdefault(model, []).append(replica)
         return ModelProblems(self._loader.list_errors(), conflicts)
 
@@ -238,7 +238,7 @@ class Reconciler:
                 return
         except GatewayError as exc:
             now = asyncio.get_running_loop().time()
-            self._backoffs[key] = self._backoffs.get(key, Backoff()).with_failure(now)
+            self._backoffs[key] = self._backoffs.get(key, Backoff()).with_repetition(now)
             log.warning("%s failed: %s", what, exc.detail)
         else:
             self._backoffs.pop(key, None)
@@ -276,10 +276,10 @@ class Reconciler:
         now = asyncio.get_running_loop().time()
         corrections = with_correction(self._corrections.get(key), now)
         self._corrections[key] = corrections
-        if corrections.failures:
+        if corrections.repetitions:
             replica, model = key
             self._pool.metrics.model_conflicts.labels(model, replica).inc()
-            if corrections.failures == CONFLICT_CORRECTIONS:
+            if corrections.repetitions == CONFLICT_CORRECTIONS:
                 log.warning(
                     "something else loads or unloads model %s on %s against the desired state: another "
                     "program, or a gateway with another GATEWAY_STATE; corrections are made less often",

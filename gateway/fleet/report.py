@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,13 +80,20 @@ class OperationReport:
             return self.control_mode_error
         if answers:
             return next((each for each in answers if isinstance(each, LoadFailed)), answers[0])
-        address, first = next(iter(self.errors.items()))
-        refusal = copy(first)
-        refusal.detail = (
-            f"model {quote_text(self.model)} is {self.action}ed on 0 of {len(self.errors)} replicas, and "
-            f"nothing is changed; error on {address}: {first.detail}"
+        return NothingDone(self)
+
+
+class NothingDone(BadUpstream):
+    """No replica could be reached. The error of the first gives the status and the code."""
+
+    def __init__(self, report: OperationReport) -> None:
+        address, first = next(iter(report.errors.items()))
+        self.status, self.code = first.status, first.code  # type: ignore[misc]
+        super().__init__(
+            f"model {quote_text(report.model)} is {report.action}ed on 0 of {len(report.errors)} replicas, "
+            f"and nothing is changed; error on {address}: {first.detail}",
+            headers=dict(first.headers or {}),
         )
-        return refusal
 
 
 class PartialFailure(BadUpstream):

@@ -874,8 +874,8 @@ def test_ready_model_is_loaded_again_if_its_last_load_is_unconfirmed_or_outdated
 @given(st.integers(0, 5000))
 @example(1024)
 def test_backoff_doubles_up_to_five_minutes(failures: int) -> None:
-    backoff = replace(Backoff(), failures=failures).with_failure(1000)
-    assert backoff.failures == failures + 1
+    backoff = replace(Backoff(), repetitions=failures).with_repetition(1000)
+    assert backoff.repetitions == failures + 1
     assert backoff.not_before == 1000 + min(2.0 ** min(failures, 20), 300)
 
 

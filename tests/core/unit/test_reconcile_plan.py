@@ -17,6 +17,6 @@ def test_corrections_that_are_undone_at_once_are_made_less_and_less_often() -> N
 
 def test_a_correction_that_lasted_is_forgotten() -> None:
     corrections = with_correction(with_correction(None, 1000), 1001)
-    assert corrections.failures == 1
+    assert corrections.repetitions == 1
     later = corrections.not_before + CORRECTION_MEMORY_S + 1
     assert with_correction(corrections, later) == Backoff(0, later)
