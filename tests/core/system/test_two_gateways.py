@@ -73,12 +73,13 @@ def test_a_change_of_a_model_waits_for_that_of_another_gateway_and_then_fails(
 
 
 @pytest.mark.fault("a model is loaded and unloaded at once, through two gateways")
+@pytest.mark.parametrize("races", [4, pytest.param(200, marks=pytest.mark.soak)])
 def test_loads_and_unloads_that_race_through_two_gateways_take_effect_in_turn(
-    triton: Triton, gateways: list[httpx.Client]
+    triton: Triton, gateways: list[httpx.Client], races: int
 ) -> None:
     statuses: Counter[tuple[int, str]] = Counter()
     with ThreadPoolExecutor(2) as pool:
-        for _ in range(4):
+        for _ in range(races):
             for response in pool.map(
                 lambda client, path: client.post(path), gateways, (LOAD, UNLOAD)
             ):
