@@ -44,7 +44,7 @@ MODELS = (
 
 @dataclass
 class Report:
-    """What became of the hostile requests."""
+    """The outcomes of the hostile requests."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)

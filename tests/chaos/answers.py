@@ -72,7 +72,7 @@ def check_error(action: Action, document: Mapping[str, Any]) -> None:
 
 
 def describe(action: Action, response: Response | None) -> str:
-    """What was done, and the answer to a call."""
+    """Return a description of an action and of the response to it."""
     if isinstance(response, httpx.Response):
         code = "" if response.is_success else f" {response.json().get('code')}"
         return f"{action.text}: {response.status_code}{code}"

@@ -1,4 +1,4 @@
-"""What the fleet is like: each check yields a sentence for every difference from a world."""
+"""Checks of the fleet: each yields a sentence for every difference from a world."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def compare(what: str, seen: object, expected: object) -> Iterator[str]:
 
 
 def check_replica(triton: Triton, world: World) -> Iterator[str]:
-    """What a Triton itself says it serves, and what its models answer."""
+    """Check the models that a Triton itself lists, and their outputs."""
     url = f"http://{triton.address}/v2"
     ready: dict[str, set[str]] = {}
     for entry in CLIENT.post(f"{url}/repository/index").json():
@@ -81,7 +81,7 @@ def list_models(gateway: GatewayProcess) -> dict[str, dict[str, Any]]:
 
 
 def check_lists(fleet: Fleet, gateway: GatewayProcess, world: World) -> Iterator[str]:
-    """What a gateway lists: desired states, labels, the state on each replica, and cordons."""
+    """Check the lists of a gateway: desired states, labels, the state on each replica, and cordons."""
     listed = list_models(gateway)
     first, *others = [triton.address for triton in fleet.replicas.values()]
     in_service = others if world.is_cordoned else [first, *others]
@@ -106,7 +106,7 @@ def check_lists(fleet: Fleet, gateway: GatewayProcess, world: World) -> Iterator
 
 
 def check_answers(gateway: GatewayProcess, world: World) -> Iterator[str]:
-    """What a gateway answers to inferences, and the files that it lists."""
+    """Check the responses of a gateway to inferences, and the files that it lists."""
     for name, model in world.models.items():
         path = f"/v1/models/{name}"
         yield from compare(name, infer(gateway, path), expected_answer(model))

@@ -196,5 +196,5 @@ def start_fleet(folder: Path) -> Iterator[Fleet]:
 
 
 def is_ready(gateway: GatewayProcess) -> bool:
-    """Whether the declared models are loaded."""
+    """Return whether the declared models are loaded."""
     return httpx.get(f"{gateway.url}/readyz", timeout=TIMEOUT_S).is_success

@@ -34,7 +34,7 @@ class World:
 
 @dataclass(frozen=True)
 class Details:
-    """What the seed chose for a change; each change uses some of it."""
+    """The details that the seed chose for a change; each change uses some of them."""
 
     model: str
     version: int
@@ -71,7 +71,7 @@ def unload(model: Model, _: Details) -> Model | str:
 
 @of_model
 def upload(model: Model, details: Details) -> Model:
-    """As the next version."""
+    """Upload the next version."""
     version = max(model.versions, default=0) + 1
     return replace(model, wish=LOADED, versions={**model.versions, version: details.number})
 
@@ -139,7 +139,7 @@ WorldEffect = Callable[[World], "World | str"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What is known of a change. A refusal that a fault or another change explains is excused."""
+    """The known outcome of a change. A refusal that a fault or another change explains is excused."""
 
     effect: WorldEffect
     outcome: Outcome

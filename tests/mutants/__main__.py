@@ -152,7 +152,7 @@ def find_unit_tests(fault: Fault, copy: Path) -> list[str]:
 
 
 def has_test(copy: Path, test: str) -> bool:
-    """Whether the file has the function, or the class, which may inherit its tests."""
+    """Return whether the file has the function, or the class, which may inherit its tests."""
     path, *names = test.partition("[")[0].split("::")
     return (copy / path).is_file() and all(name in (copy / path).read_text() for name in names[:1])
 

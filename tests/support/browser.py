@@ -49,7 +49,7 @@ class Page:
 
     def __init__(self, driver: webdriver.Chrome) -> None:
         self.driver = driver
-        self.refusals: set[int] = set()  # that a test provokes: the console tells them
+        self.refusals: set[int] = set()  # statuses that a test provokes, which the console reports
         self.origin = ""
 
     def open(self, origin: str, fragment: str = "", key: str = "") -> None:
@@ -70,7 +70,7 @@ class Page:
         return self.driver.execute_script(script, *arguments)
 
     def module(self, name: str, function: str, *given: Any) -> Any:
-        """What the function makes of one of the page's modules; it sees `given`."""
+        """Return the result of a function of one of the page's modules, which gets `given`."""
         return self.driver.execute_async_script(
             f"const given = [...arguments], done = given.pop();"
             f"import('/static/{name}').then({function}).then(done, (error) => done(String(error)));",
@@ -78,7 +78,7 @@ class Page:
         )
 
     def find(self, css: str) -> WebElement:
-        """As soon as it is shown."""
+        """Return the element as soon as it is shown."""
         return self.until(
             lambda: next((one for one in self.all(css) if one.is_displayed()), None), css
         )
@@ -101,7 +101,7 @@ class Page:
             return cast(T, wait.until(lambda _: condition()))
         except WebDriverException as exc:
             shown = self.driver.find_element(By.TAG_NAME, "body").text
-            raise AssertionError(f"it never came: {what}\n{shown}\n{self.console()}") from exc
+            raise AssertionError(f"it did not appear: {what}\n{shown}\n{self.console()}") from exc
 
     def click(self, css: str) -> None:
         self.find(css).click()
@@ -110,7 +110,7 @@ class Page:
         self.find(css).send_keys(text)
 
     def drag(self, css: str, *points: tuple[int, int]) -> None:
-        """With the mouse down from the first to the last, as seen from the middle."""
+        """Drag the mouse through points relative to the middle of the element."""
         element = self.find(css)
         chain = ActionChains(self.driver, duration=30)
         chain.move_to_element_with_offset(element, *points[0]).click_and_hold()
@@ -119,11 +119,11 @@ class Page:
         chain.release().perform()
 
     def console(self) -> list[str]:
-        """What the console complained of, without the refusals that a test provoked."""
+        """Return the warnings and errors of the console, without the refusals that a test provoked."""
         expected = tuple(f"status of {status}" for status in self.refusals)
         entries = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
-        said = [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
-        return [line for line in said if not any(words in line for words in expected)]
+        lines = [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
+        return [line for line in lines if not any(words in line for words in expected)]
 
     def origins(self) -> set[str]:
         """The origins of all requests since the last call."""
@@ -135,7 +135,7 @@ class Page:
         return {"/".join(url.split("/")[:3]) for url in urls if url.startswith(("http", "ws"))}
 
     def clipboard(self, *, allowed: bool) -> None:
-        """Whether this page may read and write it. What the user copies and pastes needs no permission."""
+        """Set whether this page may read and write the clipboard; its user always may copy and paste."""
         for name in ("clipboard-read", "clipboard-write"):
             setting = "granted" if allowed else "denied"
             how = {"permission": {"name": name}, "setting": setting, "origin": self.origin}

@@ -1,4 +1,4 @@
-"""How much work something is, as a number that is the same on every machine."""
+"""The amount of work as a number that is the same on every machine."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Engine:
         pytest.skip("podman can use neither overlay nor vfs for its storage here")
 
     def run(self, *command: str, timeout_s: float = 120) -> str:
-        """What it prints; its complaint when it fails."""
+        """Run a command, and return its output; fail with its error message."""
         run = subprocess.run(
             command, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=timeout_s
         )
@@ -118,7 +118,7 @@ class Engine:
 
     @contextmanager
     def container(self, image: str, options: Sequence[str], *arguments: str) -> Iterator[Container]:
-        """As the manifests have it: nothing of the root can be written, and no capability is left."""
+        """Run a container as the manifests do: with a read-only root and no capabilities."""
         confined = (
             "--read-only",
             "--cap-drop=ALL",
@@ -135,7 +135,7 @@ class Engine:
 
     @contextmanager
     def pods(self, manifest: Path) -> Iterator[None]:
-        """Of Deployments and ConfigMaps, on this machine's own network."""
+        """Run the pods of Deployments and ConfigMaps, in the network of this machine."""
         play = ("podman", "play", "kube")
         self.run(*play, "--network=host", str(manifest))
         try:

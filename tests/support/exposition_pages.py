@@ -63,7 +63,7 @@ def alone(page: str, form: PageFormat = PageFormat.PROMETHEUS_TEXT) -> str:
 def samples(
     page: str, form: PageFormat = PageFormat.PROMETHEUS_TEXT
 ) -> Counter[tuple[object, ...]]:
-    """As Prometheus' client reads them."""
+    """Return the samples as Prometheus' client reads them."""
     return Counter(key(sample) for family in families_of(page, form) for sample in family.samples)
 
 

@@ -129,7 +129,7 @@ def ask(port: int, *request: Any) -> RawResponse:
 
 
 # The fake's answers by what stands in the target; any other is answered whole.
-FAKE_BODY = b'{"said":"by the fake"}'
+FAKE_BODY = b'{"name":"a fake"}'
 
 
 WHOLE = (
@@ -171,7 +171,7 @@ class Fake:
         default_factory=queue.Queue
     )  # recorded before the bodies arrive
     requests: queue.Queue[tuple[bytes, bytes]] = field(default_factory=queue.Queue)
-    chunks: queue.Queue[int] = field(default_factory=queue.Queue)  # how many each body came in
+    chunks: queue.Queue[int] = field(default_factory=queue.Queue)  # the number of each body
     # When a connection ended that had half a request, or half an answer.
     aborted: queue.Queue[float] = field(default_factory=queue.Queue)
 

@@ -32,7 +32,7 @@ FOREVER_S = 1e6
 
 
 class End(Enum):
-    """How a connection ends."""
+    """The way in which a connection ends."""
 
     CLOSED = "closed"
     HALF = "half closed"  # nothing more comes, but what is sent is still read
@@ -41,7 +41,7 @@ class End(Enum):
 
 @dataclass(frozen=True)
 class Fault:
-    """What becomes of one answer. The default is: nothing."""
+    """The fault of one response. The default is none."""
 
     delay_s: float = 0.0  # before its first byte; `math.inf`: it never comes
     edit: Callable[[bytes], bytes] | None = None  # its head, and what of the body came with it
@@ -108,7 +108,7 @@ class Line:
         self.faults: list[Fault] = []  # of each request
 
     async def run(self) -> None:
-        """Until either side has closed it."""
+        """Run until either side has closed the connection."""
         ways = [asyncio.create_task(way) for way in (self._requests(), self._answers())]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -145,7 +145,7 @@ class Line:
         self._near.end(end)
 
     async def _next(self) -> bytes:
-        """What the server says next; nothing when it, or our patience, is at its end."""
+        """Return the next bytes of the server; empty if it has ended or the wait is over."""
         idle_s = math.inf if self._asking or not self.faults else self.faults[-1].idle_s
         if idle_s == math.inf:
             return await self._far.read()
@@ -161,7 +161,7 @@ class Line:
         return fault.edit(data) if fault.edit else data
 
     async def _pass_on(self, data: bytes, fault: Fault) -> bool:
-        """Whether the answer goes on after this."""
+        """Send data; return whether the response continues."""
         left = memoryview(data)
         while left and self._answered < fault.ends_after:
             size = int(min(len(left), fault.piece_bytes, fault.ends_after - self._answered))
@@ -211,7 +211,7 @@ class Proxy:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """Nobody listens, and the connections that there were are closed."""
+        """Within, connections are refused, and the existing ones closed."""
         self._do(self._shut())
         try:
             yield
@@ -220,7 +220,7 @@ class Proxy:
 
     @contextmanager
     def swallowing(self) -> Iterator[None]:
-        """Connections are neither accepted nor refused: the queue of a socket that nobody serves is full."""
+        """Within, connections are neither accepted nor refused: the queue of the listening socket is full."""
         with self.refusing(), ExitStack() as stack:
             listening = stack.enter_context(socket.socket())
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -245,7 +245,7 @@ class Proxy:
             self._hangs_up = False
 
     def reused_after(self, fault: Fault) -> int:
-        """On how many connections a request followed one with this fault."""
+        """Return the number of connections on which a request followed one with this fault."""
         return sum(fault in line.faults[:-1] for line in self.lines)
 
     # What it does.

@@ -154,7 +154,7 @@ class Fleet:
         return {replica["address"]: replica["state"] for replica in found}
 
     def states(self, model: str) -> dict[str, str]:
-        """Of a model by what each Triton itself says."""
+        """Return the state of a model on each Triton, as that Triton reports it."""
         found = {}
         for triton in self.tritons:
             index = post_to(triton, "index").json()
@@ -163,7 +163,7 @@ class Fleet:
         return found
 
     def served(self, model: str = "echo") -> dict[str, int]:
-        """How many inferences of a model each Triton counts."""
+        """Return the number of inferences of a model that each Triton has counted."""
         found = {}
         for triton in self.tritons:
             url = f"http://{triton.address}/v2/models/{model}/stats"
@@ -260,7 +260,7 @@ class Load:
         return [each for each in list(self.sent) if each.began >= began]
 
     def wait_for_more(self, count: int = 200) -> list[Sent]:
-        """As many that begin now or later, once they are answered."""
+        """Return so many requests that begin now or later, when they are answered."""
         now = time.monotonic()
         wait_until(lambda: len(self.since(now)) >= count or self._failed())
         return self.since(now)
@@ -275,6 +275,6 @@ class Load:
 
 
 def replica_states(fleet: Fleet, model: str) -> dict[str, str]:
-    """Of a model, by what the gateway knows of each Triton."""
+    """Return the state of a model on each Triton, as the gateway knows it."""
     found = fleet.client.get("/v1/replicas").json()["replicas"]
     return {replica["address"]: replica["models"][model] for replica in found}

@@ -86,7 +86,7 @@ def send_request(url: str, number: int) -> httpx.Response:
 
 
 class WaitingClients:
-    """Many connections with one request each, in one event loop, to each gateway in turn."""
+    """Connections with one request each, in one event loop, to each gateway in turn."""
 
     def __init__(self, *urls: str) -> None:
         self._urls = cycle([httpx.URL(url) for url in urls])

@@ -37,7 +37,7 @@ class Target:
 
 @dataclass
 class Findings:
-    """What was found in one target."""
+    """The findings of one target."""
 
     calls: int = 0
     refused: int = 0

@@ -31,7 +31,7 @@ class Frame(NamedTuple):
 
 
 class Http2Connection:
-    """One connection to a gRPC server."""
+    """A connection to a gRPC server."""
 
     def __init__(self, address: str, source: str = "") -> None:
         host, _, port = address.rpartition(":")

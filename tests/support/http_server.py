@@ -149,7 +149,7 @@ class Stage:
         self.loop.call_soon_threadsafe(event.set)
 
     def settled(self, measure: Callable[[], int]) -> int:
-        """What the measure shows when it does not change any more."""
+        """Return the value of the measure when it no longer changes."""
         seen, last = 0, -1
         while seen < 20:
             seen, last = (seen + 1 if measure() == last else 0), measure()
@@ -169,7 +169,7 @@ class Stage:
 
 
 class Faults(logging.Handler):
-    """What the protocol logs."""
+    """Collects the log records of the protocol."""
 
     def __init__(self, faults: list[str]) -> None:
         super().__init__(logging.WARNING)
@@ -245,7 +245,7 @@ class Client:
         return data[:-2]
 
     def rest(self) -> bytes:
-        """What comes until the server closes, or cuts, the connection."""
+        """Return the bytes that arrive until the server closes or resets the connection."""
         with suppress(ConnectionResetError, EOFError):
             while True:
                 self._more()

@@ -45,7 +45,7 @@ ENTRIES = [
 
 
 def written(path: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
-    """In one step, as Kubernetes and `key create` do."""
+    """Replace the file atomically, as Kubernetes and `key create` do."""
     fresh = path.with_suffix(".fresh")
     fresh.write_text(yaml.safe_dump({"keys": list(entries)}))
     return fresh.replace(path)

@@ -24,7 +24,7 @@ CUSTOM = {"GRPCRoute", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRout
 
 @cache
 def schema_of(version: str, name: str) -> Any:
-    """As kubernetes-validate --strict finds it; None for a kind that it does not know."""
+    """Return the schema that kubernetes-validate --strict uses; None for an unknown kind."""
     folder = files("kubernetes_validate") / "kubernetes-json-schema" / f"v{version}.0-local-strict"
     path = folder / f"{name}.json"
     return json.loads(path.read_text()) if path.is_file() else None

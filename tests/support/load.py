@@ -36,7 +36,7 @@ class Answer(NamedTuple):
 
 
 class Connection:
-    """One that is kept alive. Raw, so that whoever measures costs little."""
+    """A connection that is kept alive, with little overhead for the measurement."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -50,7 +50,7 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """As far as is known: the server has not said that it closes it, and has not done so."""
+        """Return whether the server has neither announced that it closes the connection, nor closed it."""
         return self._kept and not self._reader.at_eof()
 
     def say(self, wire: bytes) -> None:
@@ -214,7 +214,7 @@ class OpenLoop:
         self._process.join()
 
     def samples(self) -> list[Sample]:
-        """One of each request, when all are answered."""
+        """Return a sample of each request, when all are answered."""
         assert self._samples.poll(self._most_s + 2 * TIMEOUT_S)
         return cast("list[Sample]", self._samples.recv())
 

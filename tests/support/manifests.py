@@ -1,4 +1,4 @@
-"""What kustomize makes of k8s/, as Python objects."""
+"""The output of kustomize for k8s/, as Python objects."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Manifests:
 
     @classmethod
     def of(cls, variant: str, *components: str) -> Manifests:
-        """What an overlay or the base makes; with components, those instead of the variant's."""
+        """Build an overlay or the base; given components replace those of the variant."""
         return cls(variant, tuple(yaml.load_all(text(variant, *components), yaml.CSafeLoader)))
 
     def kind(self, *kinds: str) -> list[Resource]:

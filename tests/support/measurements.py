@@ -1,4 +1,4 @@
-"""Numbers that tests measure: always printed, and compared with their limits by `make soak` alone."""
+"""Numbers that tests measure: printed by `make soak`, which alone compares them with their limits."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def weights() -> Floats:
 
 
 def scores(picture: Floats) -> Floats:
-    """What `classifier` answers, [1000], for a picture [3, 224, 224]: of where each colour is."""
+    """Return the scores [1000] of `classifier` for a picture [3, 224, 224], by where each colour is."""
     side = SIZE // FIELDS
     means = picture.reshape(3, FIELDS, side, FIELDS, side).mean(axis=(2, 4))
     result: Floats = means.ravel() @ weights()

@@ -28,7 +28,7 @@ class RedisServer(GuardedServer):
         super().__init__(port, command)
 
     def url(self, **options: str) -> str:
-        """With keys of its own, so that the tests do not meet."""
+        """Return an address with a prefix of its own, so that tests share no keys."""
         query = "&".join(f"{name}={quote(value)}" for name, value in options.items())
         return f"redis://127.0.0.1:{self.port}/0?prefix={uuid4()}:&{query}".rstrip("&")
 

@@ -1,8 +1,9 @@
-"""Real servers for the tests, each gone when its test is, even if the tests themselves are killed."""
+"""Real servers for the tests, each ended with its test, even if the tests themselves are killed."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import pty
 import random
@@ -31,6 +32,7 @@ from tests.support.wait import TIMEOUT_S, wait_until
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+LOGGER = logging.getLogger(__name__)  # pytest shows its lines if a test fails
 ROOT = Path(__file__).parents[2]
 MOST_RESERVED = 100  # ports, by each process of the tests
 
@@ -43,7 +45,7 @@ FAULTS = (
 
 
 def _numbers() -> Iterator[int]:
-    """Below those that the system gives to clients, and other ones in each process of the tests."""
+    """Yield ports below those that the system gives to clients, different in each process of the tests."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
     numbers = range(12_000 + 2_000 * worker, 14_000 + 2_000 * worker)
     start = random.randrange(len(numbers))
@@ -71,7 +73,7 @@ def reserve(port: int) -> None:
 
 
 def free_ports(count: int, *further: int) -> list[int]:
-    """Ports that nobody listens on, nor on those `further` up, and that were not given away lately."""
+    """Return unused ports, which are also unused `further` up, and were not returned recently."""
     with ExitStack() as stack:
 
         def hold(port: int) -> int:
@@ -100,7 +102,7 @@ def triton_on_free_ports(
     auto_complete: bool = False,
     say: Callable[[str], None] = print_message,
 ) -> EmbeddedTriton:
-    """One with these models, or all; their configs leave nothing out, or `auto_complete` is set."""
+    """Return a Triton with these models, or all; their configs are complete, or `auto_complete` is set."""
     return triton_with(
         (repository,), load or (LOAD_ALL,), () if auto_complete else COMPLETE_CONFIGS, say=say
     )
@@ -114,7 +116,7 @@ def triton_with(
     log_verbose: int = 0,
     say: Callable[[str], None] = print_message,
 ) -> EmbeddedTriton:
-    """One that starts with these models and no other."""
+    """Return a Triton that starts with these models and no other."""
     http, grpc, metrics = free_ports(3)
     options = TritonOptions(
         tuple(repositories),
@@ -129,7 +131,7 @@ def triton_with(
 
 
 class BriefTriton(EmbeddedTriton):
-    """Without the three or four seconds in which a Triton that nobody needs any more says good-bye."""
+    """A Triton that is killed at the end, because its regular exit takes three or four seconds."""
 
     def request_stop(self) -> None:
         super().request_stop()
@@ -166,7 +168,7 @@ class Command:
         self._guarded = guarded
         reading, writing = pty.openpty() if on_terminal else os.pipe()
         self._output = os.fdopen(reading, "rb")  # the thread that reads it closes it
-        # What a test loads is not for the next one, unless it says so.
+        # No state is kept for the next test by default.
         environment = {
             **os.environ,
             "GATEWAY_STATE": "memory:",
@@ -197,8 +199,8 @@ class Command:
             )
         os.close(writing)
         self.lines: list[str] = []
-        self._deaf = False
-        self._said = threading.Condition()
+        self._is_closed = False
+        self._lines_changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         if not unread:
             self.read()
@@ -211,13 +213,13 @@ class Command:
         # A terminal ends with an error of its reader.
         with self._output as output, suppress(OSError):
             for raw in output:
-                if self._deaf:
+                if self._is_closed:
                     break
-                with self._said:
+                with self._lines_changed:
                     self.lines.append(raw.decode(errors="replace").rstrip())
-                    self._said.notify_all()
-        with self._said:
-            self._said.notify_all()
+                    self._lines_changed.notify_all()
+        with self._lines_changed:
+            self._lines_changed.notify_all()
 
     @property
     def pid(self) -> int:
@@ -234,25 +236,25 @@ class Command:
         return "\n".join(self.lines)
 
     def wait_for(self, words: str, timeout_s: float = TIMEOUT_S) -> str:
-        """The first line with these words."""
+        """Return the first line with these words."""
         deadline = time.monotonic() + timeout_s
         seen = 0
-        with self._said:
+        with self._lines_changed:
             while True:
                 for line in self.lines[seen:]:
                     if words in line:
                         return line
                 seen = len(self.lines)
                 ended = not self._reader.is_alive()
-                if ended or not self._said.wait(deadline - time.monotonic()):
-                    raise AssertionError(f"it never said {words!r}:\n{self.output}")
+                if ended or not self._lines_changed.wait(deadline - time.monotonic()):
+                    raise AssertionError(f"it did not print {words!r}:\n{self.output}")
 
     def stop_reading(self) -> None:
         """Close our end of its output, at the next line that it writes."""
-        self._deaf = True
+        self._is_closed = True
 
     def end(self, timeout_s: float = TIMEOUT_S) -> int:
-        """Wait for the command's own end; its exit status."""
+        """Wait for the command's own end; return its exit status."""
         status = self.process.wait(timeout_s)
         if self._reader.ident is None:
             self.read()
@@ -267,7 +269,7 @@ class Command:
         self.process.stdin.close()
         self.end()
         if kind is not None:
-            print(self.output)
+            LOGGER.warning("output of the command:\n%s", self.output)
         # Whatever a test does to it: nothing is the gateway's own fault.
         faults = [line for line in self.lines if any(words in line for words in FAULTS)]
         assert not faults, f"it failed:\n{self.output}"
@@ -301,7 +303,7 @@ class GatewayProcess:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Without a word; nothing happens to one that has ended."""
+        """Send SIGKILL, unless it has ended."""
         if self._command is not None:
             kill_server_of(self._command.process.pid)
         self.stop()
@@ -363,7 +365,7 @@ class Triton:
 
     @property
     def pid(self) -> int:
-        """Of the server itself."""
+        """The process id of the server itself."""
         assert self._guard is not None
         return child_of(self._guard.pid)
 
@@ -380,7 +382,7 @@ class Triton:
         )
 
     def wait(self) -> None:
-        """Until it serves."""
+        """Wait until it serves."""
         wait_until(self._serves)
 
     def _serves(self) -> bool:
@@ -394,12 +396,12 @@ class Triton:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Without a word."""
+        """Send SIGKILL."""
         self.signal(signal.SIGKILL)
         self.end()
 
     def end(self) -> None:
-        """Until nothing is left of it."""
+        """Wait until no process of it is left."""
         if self._guard is not None:
             assert self._guard.stdin is not None
             self._guard.stdin.close()

@@ -57,7 +57,7 @@ class SimulatedTriton:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """As when its process dies."""
+        """Stop it like a process that dies."""
         if self._server is not None:
             self._server.close()
             for transport in list(self.connections):
@@ -126,7 +126,7 @@ class SimulatedTriton:
 
 
 class _Conversation(asyncio.Protocol):
-    """As much HTTP as the gateway needs of a replica."""
+    """The part of HTTP that the gateway needs of a replica."""
 
     def __init__(self, triton: SimulatedTriton, loop: asyncio.AbstractEventLoop) -> None:
         self._triton = triton

@@ -32,7 +32,7 @@ LOADED, UNLOADED = DesiredModel(True), DesiredModel(False)
 
 @asynccontextmanager
 async def opened(url: str, count: int = 1) -> AsyncIterator[list[StateStore]]:
-    """This many processes' views of one state, as far as one process can have them."""
+    """Open stores of one state, like so many processes would."""
     store = [open_state_store(url) for _ in range(count)]
     try:
         yield store
@@ -68,7 +68,7 @@ def known(loads: Loads) -> dict[str, dict[str, str]]:
 
 
 class StateContract:
-    """Of any state; `fresh` is a fixture of the module that runs it."""
+    """Tests of any state; `fresh` is a fixture of the module that runs them."""
 
     async def test_deleted_desired_model_is_not_read(self, fresh: Fresh) -> None:
         async with opened(fresh()) as (store,):
@@ -209,7 +209,7 @@ class StateContract:
 
 
 class SharedStateContract:
-    """Of a state of several processes, as far as one process can have their views of it."""
+    """Tests of a state of several processes, as far as one process can have their views of it."""
 
     @given(desired_models=DESIRED_MODELS)
     async def test_any_desired_model_is_read_as_it_was_stored(

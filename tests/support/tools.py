@@ -14,7 +14,7 @@ TRITON = (ROOT / "tests/data/triton_metrics.txt").read_text()
 
 
 def program(name: str, package: str = "prometheus") -> str:
-    """Where it is installed."""
+    """Return the path of an installed program."""
     path = shutil.which(name)
     if path is None:
         pytest.fail(f"this test needs {name}: apt-get install {package}", pytrace=False)

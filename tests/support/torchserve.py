@@ -57,7 +57,7 @@ class Addresses(NamedTuple):
 
 
 def write_archive(folder: Path, file: str, model: str, version: str) -> None:
-    """As torch-model-archiver writes it."""
+    """Write an archive as torch-model-archiver does."""
     described = {"modelName": model, "handler": "handler.py", "modelVersion": version}
     manifest = {"runtime": "python", "model": described, "archiverVersion": "0.12.0"}
     with zipfile.ZipFile(folder / file, "w") as archive:

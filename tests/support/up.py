@@ -38,7 +38,7 @@ class TritonPythonModel:
 
 
 def holding(place: Path) -> str:
-    """For `initialize`: wait for as long as there is this file, which is there from now on."""
+    """Create a file; return code for `initialize` that waits while the file exists."""
     place.touch()
     return f"while os.path.exists({str(place)!r}): time.sleep(0.01)"
 
@@ -128,7 +128,7 @@ def listeners(processes: Iterable[psutil.Process]) -> dict[psutil.Process, set[i
 
 
 def named(name: str, processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those of this name that run still."""
+    """Return the running processes of this name."""
     found = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -155,7 +155,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def ports(server: psutil.Process) -> set[int]:
-    """Those that it listens on."""
+    """Return the ports on which it listens."""
     connections = server.net_connections("tcp")
     return {found.laddr.port for found in connections if found.status == psutil.CONN_LISTEN}
 

@@ -27,7 +27,7 @@ def identity(inputs: Sequence[Array]) -> Sequence[Array]:
 
 
 def means(inputs: Sequence[Array]) -> Sequence[Array]:
-    """Of an image: each channel's mean, and the image itself, both as FP32."""
+    """Return the mean of each channel of an image, and the image itself, both as FP32."""
     image = inputs[0].astype(np.float32)
     return [image.mean(axis=tuple(range(1, image.ndim))).reshape(-1, 1), image]
 
@@ -37,7 +37,7 @@ def arithmetic(inputs: Sequence[Array]) -> Sequence[Array]:
 
 
 def sum_and_difference(inputs: Sequence[Array]) -> Sequence[Array]:
-    """Of numbers, or of texts that are written numbers."""
+    """Return the sum and difference of numbers, or of texts that contain numbers."""
     if inputs[0].dtype != object:
         return [inputs[0] + inputs[1], inputs[0] - inputs[1]]
     first, second = (each.astype(np.int64) for each in inputs)
@@ -109,7 +109,7 @@ def token_vectors(inputs: Sequence[Array]) -> Sequence[Array]:
 
 
 def common_letters(inputs: Sequence[Array]) -> Sequence[Array]:
-    """How many different letters the two texts of a row share."""
+    """Return the number of different letters that the two texts of a row share."""
     shared = [len({*first} & {*second}) for (first,), (second,) in zip(*inputs, strict=True)]
     return [np.array(shared, np.float32).reshape(-1, 1)]
 
@@ -170,7 +170,7 @@ class TritonPythonModel:
         sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def count(self, request: Any) -> Any:
-        """How many requests of its sequence there were since it was started; and whose count it is."""
+        """Return the number of requests of the sequence since its start, and who counted them."""
         sequence, flags = request.correlation_id(), request.flags()
         if flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START:
             self.counts[sequence] = 0
@@ -181,7 +181,7 @@ class TritonPythonModel:
         return self.made([[count]], [[os.getpid()]])
 
     def wait(self, request: Any) -> Any:
-        """For SECONDS, or until it is cancelled; a file says which, after how long, and when."""
+        """Wait for SECONDS, or until it is cancelled; write to a file which, after how long, and when."""
         self.note_begin()
         given = pb_utils.get_input_tensor_by_name(request, self.inputs[0]).as_numpy()
         began, seconds = time.time(), float(given.max())

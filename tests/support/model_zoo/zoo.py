@@ -207,7 +207,7 @@ class Names:
         return self._tensors.get(drawn, drawn)
 
     def _name(self, kind: str, name: str, letters: str) -> str:
-        """Whatever was drawn for others."""
+        """Draw a name, independently of the other names."""
         if self._seed is None:
             return name
         drawing = random.Random(f"{self._seed} {kind} {name}")
