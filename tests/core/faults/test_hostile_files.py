@@ -249,7 +249,7 @@ def served(zoo_triton: EmbeddedTriton) -> Iterator[tuple[httpx.Client, Command]]
     "images, NumPy files, archives and forms that contradict themselves, or are small"
 )
 @pytest.mark.parametrize("attack", ATTACKS, ids=[attack.name for attack in ATTACKS])
-def test_a_hostile_file_is_refused_or_served_while_others_are_answered(
+def test_hostile_file_is_refused_or_served_and_delays_no_other_request(
     served: tuple[httpx.Client, Command], attack: Attack
 ) -> None:
     client, command = served
@@ -271,7 +271,6 @@ def test_a_hostile_file_is_refused_or_served_while_others_are_answered(
             most = max(most, memory_bytes(command.pid))
             time.sleep(0.02)
         answers = [call.result() for call in calls]
-    print(f"{attack.name}: {len(body)} bytes, {answers[0].status_code}")
     assert_number("two of them", time.monotonic() - began, "s", at_most=5)
     assert_number("the slowest /livez", max(waits) * 1000, "ms", at_most=250)
     assert_number("more memory", (most - before) / MIB, "MiB", at_most=1000)
@@ -282,7 +281,7 @@ def test_a_hostile_file_is_refused_or_served_while_others_are_answered(
 @pytest.mark.fault(
     "images, NumPy files, archives and forms that contradict themselves, or are small"
 )
-def test_instances_that_are_an_inference_each_are_bounded(
+def test_number_of_instances_that_need_an_inference_each_is_limited(
     served: tuple[httpx.Client, Command],
 ) -> None:
     client, _ = served

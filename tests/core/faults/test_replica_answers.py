@@ -1,4 +1,4 @@
-"""Whatever a replica answers, the gateway answers 502 at most, and holds no more of it than it may."""
+"""Invalid responses of a replica: the gateway answers 502, and its memory stays bounded."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Replica(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def replica() -> Iterator[str]:
-    """The address of one whose answers a test sets."""
+    """The address of a replica whose responses a test sets."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Replica)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -142,23 +142,23 @@ def infer(client: httpx.Client, model: str, accept: str = "application/json") ->
     "a response is valid HTTP but not a Triton response: JSON of other types, shapes and"
 )
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_an_inference_that_cannot_be_read_is_502(
+def test_unreadable_inference_response_is_502(
     served: tuple[httpx.Client, psutil.Process], name: str
 ) -> None:
     client, _ = served
     Replica.answers = {"m": UNREADABLE[name]}
     for accept in ("application/json", "application/octet-stream", "application/x-npz"):
-        got = infer(client, "m", accept)
+        response = infer(client, "m", accept)
         if name == "numbers in place of texts" and accept != "application/octet-stream":
-            assert got.status_code == 200
+            assert response.status_code == 200
         else:
-            assert_error(got, 502, "BAD_UPSTREAM", "replica")
+            assert_error(response, 502, "BAD_UPSTREAM", "replica")
 
 
 @pytest.mark.fault(
     "a response is valid HTTP but not a Triton response: JSON of other types, shapes and"
 )
-def test_texts_in_json_are_read_as_such(served: tuple[httpx.Client, psutil.Process]) -> None:
+def test_texts_in_a_json_response_are_read(served: tuple[httpx.Client, psutil.Process]) -> None:
     client, _ = served
     Replica.answers = {"m": {"model_version": "1", "outputs": [{**TEXT, "data": ["caf\u00e9"]}]}}
     assert infer(client, "m").json()["outputs"] == {"Y": ["caf\u00e9"]}
@@ -170,7 +170,7 @@ def test_texts_in_json_are_read_as_such(served: tuple[httpx.Client, psutil.Proce
 )
 @pytest.mark.parametrize("name", METADATAS)
 @pytest.mark.parametrize("what", ["metadata", "config"])
-def test_metadata_that_cannot_be_read_is_502(
+def test_unreadable_metadata_or_config_is_502(
     served: tuple[httpx.Client, psutil.Process], what: str, name: str
 ) -> None:
     client, _ = served
@@ -184,15 +184,15 @@ def test_metadata_that_cannot_be_read_is_502(
 
 @pytest.mark.fault("a response does not end, or is larger than the limit")
 @pytest.mark.parametrize("what", ["metadata", "config", "inference"])
-def test_an_answer_without_an_end_is_502_and_not_kept(
+def test_endless_response_is_502_and_not_kept_in_memory(
     served: tuple[httpx.Client, psutil.Process], what: str
 ) -> None:
     client, process = served
     model = f"endless-{what}"
     Replica.answers = {model if what == "inference" else f"{what} {model}": ...}
     before = process.memory_info().rss
-    got = infer(client, model)
-    assert_error(got, 502, "BAD_UPSTREAM", "exceeds the limit of")
+    response = infer(client, model)
+    assert_error(response, 502, "BAD_UPSTREAM", "exceeds the limit of")
     assert process.memory_info().rss - before < 400 * MIB
     Replica.answers = {"m": {"outputs": [{**TEXT, "data": ["a"]}]}}
     assert infer(client, "m").status_code == 200
@@ -203,10 +203,10 @@ def list_ready(count: int) -> list[dict[str, str]]:
 
 
 @pytest.mark.fault("a replica lists more than 50,000 models")
-def test_an_index_of_too_many_models_is_not_used(
+def test_index_with_too_many_models_is_ignored(
     served: tuple[httpx.Client, psutil.Process],
 ) -> None:
-    """One of 350,000 entries took seconds of the event loop."""
+    """An index of 350,000 entries took seconds of the event loop."""
     client, _ = served
 
     def read_replica() -> Any:
@@ -236,7 +236,7 @@ class InvalidMessages(grpc.GenericRpcHandler):  # type: ignore[misc]
 @pytest.mark.fault(
     "a response is valid HTTP but not a Triton response: JSON of other types, shapes and"
 )
-def test_a_message_of_a_stream_that_cannot_be_read_is_502(replica: str) -> None:
+def test_unreadable_message_of_a_stream_is_502(replica: str) -> None:
     Replica.answers = {"config m": {"model_transaction_policy": {"decoupled": True}}}
     server = grpc.server(ThreadPoolExecutor(1), handlers=[InvalidMessages()])
     url = f"{replica}?grpc={server.add_insecure_port('127.0.0.1:0')}"

@@ -115,8 +115,8 @@ def faked() -> Iterator[tuple[Fake, int]]:
 
 
 @pytest.fixture(autouse=True)
-def lives(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever a test sent to the real Triton, it serves afterwards, and is the same process."""
+def assert_alive(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Assert after each test that the real Triton serves, and is the same process."""
     if "triton" not in request.fixturenames:
         yield
         return
@@ -138,11 +138,13 @@ def recorded(fake: Fake) -> tuple[dict[str, list[str]], bytes]:
     return headers, body
 
 
-def assert_refused(fake: Fake, got: RawResponse, status: int, code: str, words: str = "") -> None:
-    """In our words; and Triton never had a whole request."""
-    told = json.loads(got.body)
-    assert (got.status, told["code"]) == (status, code), told
-    assert words in told["error"]
+def assert_refused(
+    fake: Fake, response: RawResponse, status: int, code: str, words: str = ""
+) -> None:
+    """Assert that the gateway refuses a request itself, and that Triton never received a whole one."""
+    document = json.loads(response.body)
+    assert (response.status, document["code"]) == (status, code), document
+    assert words in document["error"]
     with pytest.raises(queue.Empty):
         fake.requests.get(timeout=0.05)
 
@@ -152,7 +154,7 @@ def pieces(body: bytes, size: int = 1000) -> Iterator[bytes]:
         yield body[start : start + size]
 
 
-# A form's type.
+# The content type of a form.
 
 FORMS = [
     FORM,
@@ -169,7 +171,7 @@ FORMS = [
 @pytest.mark.fault("requests that crash a Triton or keep it busy for minutes: a form content type")
 @pytest.mark.parametrize("content_type", FORMS)
 @pytest.mark.parametrize(("method", "path"), PATHS)
-def test_a_forms_type_is_never_sent_on(
+def test_form_content_type_never_reaches_triton(
     faked: tuple[Fake, int], method: str, path: str, content_type: str
 ) -> None:
     fake, gateway = faked
@@ -187,7 +189,7 @@ def test_a_forms_type_is_never_sent_on(
 
 @pytest.mark.fault("requests that crash a Triton or keep it busy for minutes: a form content type")
 @pytest.mark.parametrize("content_type", ["application/json", "text/x", "multipart/form-data; a=b"])
-def test_any_other_type_is(faked: tuple[Fake, int], content_type: str) -> None:
+def test_other_content_types_reach_triton(faked: tuple[Fake, int], content_type: str) -> None:
     fake, gateway = faked
     assert (
         ask(gateway, "POST", INFER, [("Content-Type", content_type)], GOOD_JSON).body == FAKE_BODY
@@ -197,19 +199,19 @@ def test_any_other_type_is(faked: tuple[Fake, int], content_type: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.fault("requests that crash a Triton or keep it busy for minutes: a form content type")
-def test_an_inference_of_megabytes_by_curls_default_works(
+def test_large_inference_with_the_default_content_type_of_curl_is_served(
     client: httpx.Client, triton: Triton
 ) -> None:
-    """tritonserver 2.51 ends with SIGSEGV at some 4 MB of a form, wherever it is sent to."""
+    """tritonserver 2.51 ends with SIGSEGV at some 4 MB of a form, on any path."""
     tensor = np.arange(3 * MIB, dtype=np.float32)
     headers = {"Content-Type": FORM, "Inference-Header-Content-Length": "0"}
-    got = client.post(INFER, content=tensor.tobytes(), headers=headers)
-    length = int(got.headers["Inference-Header-Content-Length"])
-    assert got.content[length:] == tensor.tobytes()
+    response = client.post(INFER, content=tensor.tobytes(), headers=headers)
+    length = int(response.headers["Inference-Header-Content-Length"])
+    assert response.content[length:] == tensor.tobytes()
     given = {**GOOD["inputs"][0], "shape": [600_000], "data": [float(n) for n in range(600_000)]}
     body = json.dumps({"inputs": [given]})
-    got = client.post(INFER, content=body, headers={"Content-Type": FORM})
-    assert got.json()["outputs"][0]["shape"] == [600_000]
+    response = client.post(INFER, content=body, headers={"Content-Type": FORM})
+    assert response.json()["outputs"][0]["shape"] == [600_000]
     for method, path in PATHS:
         client.request(method, path, content=b"a" * 5 * MIB, headers={"Content-Type": FORM})
 
@@ -226,7 +228,7 @@ HEADER_LENGTHS = [
 @pytest.mark.fault("requests that crash a Triton or keep it busy for minutes: a form content type")
 @pytest.mark.parametrize("value", HEADER_LENGTHS, ids=lambda value: value[:12])
 @pytest.mark.parametrize("way", ["whole", "in pieces", "compressed"])
-def test_a_length_of_the_json_that_is_none_reaches_nobody(
+def test_invalid_inference_header_length_never_reaches_triton(
     faked: tuple[Fake, int], value: str, way: str
 ) -> None:
     fake, gateway = faked
@@ -236,25 +238,29 @@ def test_a_length_of_the_json_that_is_none_reaches_nobody(
         body = gzip.compress(body)
         headers.append(("Content-Encoding", "gzip"))
     for path in (INFER, GENERATE):
-        got = ask(gateway, "POST", path, headers, pieces(body) if way == "in pieces" else body)
-        assert_refused(fake, got, 400, "MALFORMED_REQUEST", "inference header size")
+        response = ask(gateway, "POST", path, headers, pieces(body) if way == "in pieces" else body)
+        assert_refused(fake, response, 400, "MALFORMED_REQUEST", "inference header size")
 
 
 @pytest.mark.fault("requests that crash a Triton or keep it busy for minutes: a form content type")
-def test_one_that_is_more_than_the_body_has_reaches_nobody(faked: tuple[Fake, int]) -> None:
+def test_inference_header_length_above_the_body_never_reaches_triton(
+    faked: tuple[Fake, int],
+) -> None:
     fake, gateway = faked
     for value, passes in ((len(GOOD_JSON), True), (0, True), (len(GOOD_JSON) + 1, False)):
-        got = ask(
+        response = ask(
             gateway, "POST", INFER, [("Inference-Header-Content-Length", str(value))], GOOD_JSON
         )
         if passes:
             assert recorded(fake)[0]["inference-header-content-length"] == [str(value)]
         else:
-            assert_refused(fake, got, 400, "MALFORMED_REQUEST", f"{len(GOOD_JSON)} bytes")
+            assert_refused(fake, response, 400, "MALFORMED_REQUEST", f"{len(GOOD_JSON)} bytes")
 
 
 @pytest.mark.fault("requests that crash a Triton or keep it busy for minutes: a form content type")
-def test_what_is_screened_is_what_triton_reads(faked: tuple[Fake, int]) -> None:
+def test_json_that_triton_reads_is_screened_despite_misleading_headers(
+    faked: tuple[Fake, int],
+) -> None:
     """Neither a `Connection` nor a path that Triton reads otherwise hides JSON as a binary part."""
     fake, gateway = faked
     name, deep = "Inference-Header-Content-Length", b"[" * 60_000
@@ -262,8 +268,8 @@ def test_what_is_screened_is_what_triton_reads(faked: tuple[Fake, int]) -> None:
     assert ask(gateway, "POST", INFER, headers, b"{}  " + deep).body == FAKE_BODY
     assert recorded(fake)[0][name.lower()] == ["4"]
     for path in (GENERATE, f"{GENERATE}_stream"):
-        got = ask(gateway, "POST", path, [(name, "0")], deep)
-        assert_refused(fake, got, 400, "MALFORMED_REQUEST", "nested deeper")
+        response = ask(gateway, "POST", path, [(name, "0")], deep)
+        assert_refused(fake, response, 400, "MALFORMED_REQUEST", "nested deeper")
 
 
 # Many keys.
@@ -295,7 +301,7 @@ def object_with(count: int, key_bytes: int = 1) -> dict[str, int]:
     ],
     ids=["generate", "long keys", "nested", "parameters", "objects", "settings"],
 )
-def test_more_keys_than_triton_reads_in_a_moment_reach_nobody(
+def test_json_with_too_many_or_too_long_keys_never_reaches_triton(
     faked: tuple[Fake, int], path: str, good: dict[str, Any], bad: dict[str, Any], way: str
 ) -> None:
     fake, gateway = faked
@@ -304,17 +310,19 @@ def test_more_keys_than_triton_reads_in_a_moment_reach_nobody(
         headers = []
         if way == "compressed":
             body, headers = gzip.compress(body), [("Content-Encoding", "gzip")]
-        got = ask(gateway, "POST", path, headers, pieces(body) if way == "in pieces" else body)
+        response = ask(gateway, "POST", path, headers, pieces(body) if way == "in pieces" else body)
         if passes:
             assert json.loads(recorded(fake)[1]) == document
         else:
-            assert_refused(fake, got, 400, "MALFORMED_REQUEST", "key")
+            assert_refused(fake, response, 400, "MALFORMED_REQUEST", "key")
 
 
 @pytest.mark.fault("requests that crash a Triton or keep it busy for minutes: a form content type")
-def test_the_keys_that_pass_cost_triton_little(client: httpx.Client, triton: Triton) -> None:
-    """The longest of the names, the most often, in the order that costs it most: a second would be a
-    hundred times as much as was measured."""
+def test_most_expensive_keys_that_pass_cost_triton_less_than_a_second(
+    client: httpx.Client, triton: Triton
+) -> None:
+    """The longest names, as often as allowed, in the most expensive order: a second is a hundred times the
+    measured time."""
     tritons = psutil.Process(triton.pid)
     half = GENERATE_RULES.total_keys // 2
     names = ",".join(f'"{key:0{MAX_KEY_BYTES}}":1' for key in range(half - 2))
@@ -330,7 +338,7 @@ def test_the_keys_that_pass_cost_triton_little(client: httpx.Client, triton: Tri
 
 
 @pytest.mark.fault("requests that crash a Triton or keep it busy for minutes: a form content type")
-def test_a_parameter_of_v1_has_no_longer_name(client: httpx.Client, triton: Triton) -> None:
+def test_name_of_a_v1_parameter_is_limited(client: httpx.Client, triton: Triton) -> None:
     for length, status in ((MAX_KEY_BYTES, 200), (MAX_KEY_BYTES + 1, 400)):
         body = {"inputs": [1.5], "parameters": {"p" * length: 1}}
         assert client.post("/v1/models/echo/infer", json=body).status_code == status
@@ -340,7 +348,7 @@ def test_a_parameter_of_v1_has_no_longer_name(client: httpx.Client, triton: Trit
 
 
 @pytest.mark.fault("requests that crash a Triton or keep it busy for minutes: a form content type")
-def test_small_pieces_reach_triton_as_large_ones(faked: tuple[Fake, int]) -> None:
+def test_small_chunks_reach_triton_as_large_ones(faked: tuple[Fake, int]) -> None:
     """tritonserver 2.51 keeps 1 KB of each chunk, and a million of them end it."""
     fake, gateway = faked
     count = 20_000
@@ -352,24 +360,23 @@ def test_small_pieces_reach_triton_as_large_ones(faked: tuple[Fake, int]) -> Non
             wire.socket.sendall(b"4\r\nabcd\r\n")
         wire.socket.sendall(b"0\r\n\r\n")
         assert wire.read("POST").body == FAKE_BODY
-    # The gateway reads what a model takes, now and then: that has no body.
-    # The gateway reads what a model takes, now and then: that has no body.
+    # The gateway's own requests for metadata have no body.
     assert next(filter(None, (recorded(fake)[1] for _ in range(count)))) == b"abcd" * count
-    if not fake.chunks.empty():  # else all of it was there before it was sent on, in one piece
+    if not fake.chunks.empty():  # else all of it had arrived, and was sent in one piece
         assert fake.chunks.get() <= 4 * count // 32_768 + 1
 
 
 @pytest.mark.fault("requests that crash a Triton or keep it busy for minutes: a form content type")
-def test_a_piece_is_not_kept_back_once_the_body_is_whole(client: httpx.Client) -> None:
+def test_last_chunk_of_a_complete_body_reaches_triton(client: httpx.Client) -> None:
     for size in (1, 1000, 40_000, 70_000):
         values = np.ones(size, np.float32).tobytes()
-        got = client.post(
+        response = client.post(
             INFER,
             content=pieces(values, 999),
             headers={"Inference-Header-Content-Length": "0"},
         )
-        assert got.status_code == 200
-        assert got.content.endswith(values)
+        assert response.status_code == 200
+        assert response.content.endswith(values)
 
 
 # Compression.
@@ -391,33 +398,33 @@ COMPRESSED: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
 @pytest.mark.parametrize("way", COMPRESSED)
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("size", [10, 5 * MIB])
-def test_triton_gets_a_compressed_body_inflated(
+def test_compressed_body_is_inflated_for_triton(
     faked: tuple[Fake, int], way: str, chunked: bool, size: int
 ) -> None:
-    """So it screens what Triton reads, whatever the two make of a header or of several members."""
+    """The gateway screens what Triton reads, even if they disagree on a header or on several members."""
     fake, gateway = faked
     encoding, compress = COMPRESSED[way]
     if way == "members":
         size = min(size, 70_000)
     body = GOOD_JSON + b" " * size
     sent = compress(body)
-    got = ask(
+    response = ask(
         gateway, "POST", INFER, [("Content-Encoding", encoding)], pieces(sent) if chunked else sent
     )
-    assert got.body == FAKE_BODY
-    headers, arrived = recorded(fake)
-    assert arrived == body
+    assert response.body == FAKE_BODY
+    headers, received = recorded(fake)
+    assert received == body
     assert "content-encoding" not in headers
     framing = headers.get("content-length") or headers["transfer-encoding"]
     assert framing in ([str(len(body))], ["chunked"])
 
 
 @pytest.mark.fault("requests that crash a Triton or keep it busy for minutes: a form content type")
-def test_an_encoding_that_triton_does_not_have_is_415(faked: tuple[Fake, int]) -> None:
+def test_content_encoding_that_triton_lacks_is_415(faked: tuple[Fake, int]) -> None:
     fake, gateway = faked
     for encoding in ("br", "gzip, gzip", "zstd", "compress"):
-        got = ask(gateway, "POST", INFER, [("Content-Encoding", encoding)], GOOD_JSON)
-        assert_refused(fake, got, 415, "UNSUPPORTED_BODY", "gzip")
+        response = ask(gateway, "POST", INFER, [("Content-Encoding", encoding)], GOOD_JSON)
+        assert_refused(fake, response, 415, "UNSUPPORTED_BODY", "gzip")
     for encoding in ("identity", "Identity"):
         assert (
             ask(gateway, "POST", INFER, [("Content-Encoding", encoding)], GOOD_JSON).body
@@ -427,7 +434,7 @@ def test_an_encoding_that_triton_does_not_have_is_415(faked: tuple[Fake, int]) -
 
 
 @pytest.mark.fault("requests that crash a Triton or keep it busy for minutes: a form content type")
-def test_a_refused_compressed_body_leaves_no_memory_behind(
+def test_refused_compressed_body_leaks_no_memory_in_triton(
     client: httpx.Client, triton: Triton
 ) -> None:
     """tritonserver up to 2.68 never frees what it inflated of such a request."""
@@ -461,20 +468,20 @@ ACCEPTED = {
 
 @pytest.mark.fault("requests that crash a Triton or keep it busy for minutes: a form content type")
 @pytest.mark.parametrize("value", ACCEPTED)
-def test_accept_encoding_has_no_weight_that_is_no_number(
+def test_invalid_weight_in_accept_encoding_is_removed(
     faked: tuple[Fake, int], client: httpx.Client, triton: Triton, value: str
 ) -> None:
-    """One of 1e999 ends tritonserver 2.51, on any request of an inference."""
+    """A weight of 1e999 ends tritonserver 2.51, in any inference request."""
     fake, gateway = faked
     assert ask(gateway, "POST", INFER, [("Accept-Encoding", value)], GOOD_JSON).body == FAKE_BODY
     sent = recorded(fake)[0].get("accept-encoding", [""])
     assert sent == [ACCEPTED[value]]
-    got = client.post(INFER, json=GOOD, headers={"Accept-Encoding": value})
-    assert got.json()["outputs"][0]["data"] == [1.5, 2.5]
+    response = client.post(INFER, json=GOOD, headers={"Accept-Encoding": value})
+    assert response.json()["outputs"][0]["data"] == [1.5, 2.5]
 
 
 @pytest.mark.fault("requests that crash a Triton or keep it busy for minutes: a form content type")
-def test_a_header_does_not_become_a_parameter_of_tritons_own(faked: tuple[Fake, int]) -> None:
+def test_header_named_like_a_parameter_of_triton_is_removed(faked: tuple[Fake, int]) -> None:
     fake, gateway = faked
     names = [
         "sequence_id", "Sequence_Start", "sequence_end", "Priority", "timeout", "headers",
@@ -484,18 +491,18 @@ def test_a_header_does_not_become_a_parameter_of_tritons_own(faked: tuple[Fake, 
     assert set(recorded(fake)[0]) & {name.lower() for name in names} == {"triton-other", "timeouts"}
 
 
-# Answers.
+# Responses.
 
 
 @pytest.mark.fault("a model or a replica returns pages, cookies, redirects")
-def test_an_answer_changes_nothing_in_a_browser(faked: tuple[Fake, int]) -> None:
+def test_response_headers_that_affect_a_browser_are_removed(faked: tuple[Fake, int]) -> None:
     fake, gateway = faked
-    got = ask(gateway, "GET", "/v2/models/browsers")
+    response = ask(gateway, "GET", "/v2/models/browsers")
     assert recorded(fake)
-    assert {name for name, _ in got.headers} == {
+    assert {name for name, _ in response.headers} == {
         "content-type", "content-length", "x-kept", "x-content-type-options", "x-request-id",
     }  # fmt: skip
-    assert got.header("x-content-type-options") == "nosniff"
+    assert response.header("x-content-type-options") == "nosniff"
     for target in ("/v2/nowhere", "/v2/models/browsers%2F/x", "/v1/nowhere"):
         assert ask(gateway, "GET", target).header("x-content-type-options") == "nosniff"
 
@@ -507,17 +514,17 @@ SCRIPT = "<script>alert(document.domain)</script>"
 @pytest.mark.parametrize(
     ("model", "attached"), [("html", "attachment"), ("svg", "attachment"), ("plain", None)]
 )
-def test_a_page_that_a_model_answers_runs_no_script_here(
+def test_page_that_a_model_returns_runs_no_script(
     client: httpx.Client, model: str, attached: str | None
 ) -> None:
-    got = client.post(
+    response = client.post(
         f"/v1/models/{model}/infer",
         content=SCRIPT,
         headers={"Content-Type": "text/plain", "Accept": "text/html, image/*, text/plain"},
     )
-    assert got.text == SCRIPT
-    assert got.headers.get("content-disposition") == attached
-    for answer in (got, client.get("/v1/models"), client.get("/v1/models/nobody")):
+    assert response.text == SCRIPT
+    assert response.headers.get("content-disposition") == attached
+    for answer in (response, client.get("/v1/models"), client.get("/v1/models/nobody")):
         policy = answer.headers.get_list("content-security-policy")
         assert policy == ["sandbox; default-src 'none'"]
         assert answer.headers["x-content-type-options"] == "nosniff"
@@ -526,7 +533,7 @@ def test_a_page_that_a_model_answers_runs_no_script_here(
 
 # Names and versions.
 
-NO_VERSIONS = [
+INVALID_VERSIONS = [
     "a",
     "1a",
     "-1",
@@ -538,7 +545,7 @@ NO_VERSIONS = [
     "9" * 20,
     "%D9%A1",
 ]
-NO_NAMES = [
+INVALID_NAMES = [
     ".", "..", "%2e", "%2E%2e", "a%2Fb", "a%2fb", "..%2F..%2Fsecret", "a%5Cb", "a%00b", "a%0d%0ab", "a%7Fb",
     "%252e%252e", "a%252Fb", "a%255cb", "a%250Ab",
 ]  # fmt: skip
@@ -546,24 +553,24 @@ NO_NAMES = [
 
 @pytest.mark.long
 @pytest.mark.fault("names and versions that another server would decode into another path")
-@pytest.mark.parametrize("version", NO_VERSIONS)
+@pytest.mark.parametrize("version", INVALID_VERSIONS)
 @pytest.mark.parametrize("rest", ["", "/infer", "/config", "/ready"])
-def test_what_is_no_version_reaches_nobody(
+def test_invalid_version_never_reaches_triton(
     faked: tuple[Fake, int], version: str, rest: str
 ) -> None:
     fake, gateway = faked
     method = "POST" if rest == "/infer" else "GET"
-    got = ask(gateway, method, f"/v2/models/echo/versions/{version}{rest}")
-    assert_refused(fake, got, 404, json.loads(got.body)["code"])
+    response = ask(gateway, method, f"/v2/models/echo/versions/{version}{rest}")
+    assert_refused(fake, response, 404, json.loads(response.body)["code"])
     if unquote(version) != "1":  # /v1 decodes its paths
-        got = ask(gateway, "GET", f"/v1/models/echo/versions/{version}")
-        assert_refused(fake, got, 404, json.loads(got.body)["code"])
+        response = ask(gateway, "GET", f"/v1/models/echo/versions/{version}")
+        assert_refused(fake, response, 404, json.loads(response.body)["code"])
 
 
 @pytest.mark.long
 @pytest.mark.fault("names and versions that another server would decode into another path")
-@pytest.mark.parametrize("name", NO_NAMES)
-def test_what_is_no_name_of_a_model_reaches_nobody(faked: tuple[Fake, int], name: str) -> None:
+@pytest.mark.parametrize("name", INVALID_NAMES)
+def test_invalid_model_name_never_reaches_triton(faked: tuple[Fake, int], name: str) -> None:
     fake, gateway = faked
     for method, target in (
         ("POST", f"/v2/models/{name}/infer"),
@@ -574,12 +581,12 @@ def test_what_is_no_name_of_a_model_reaches_nobody(faked: tuple[Fake, int], name
         ("POST", f"/v1/models/{name}/infer"),
         ("POST", f"/v2/repository/models/{name}/load"),
     ):
-        got = ask(gateway, method, target, [], b"{}" if method == "POST" else b"")
-        assert_refused(fake, got, 404, json.loads(got.body)["code"])
+        response = ask(gateway, method, target, [], b"{}" if method == "POST" else b"")
+        assert_refused(fake, response, 404, json.loads(response.body)["code"])
 
 
 @pytest.mark.fault("names and versions that another server would decode into another path")
-def test_a_version_is_the_same_however_many_zeros_it_has(
+def test_version_with_leading_zeros_is_the_same_version(
     faked: tuple[Fake, int], client: httpx.Client, triton: Triton
 ) -> None:
     fake, gateway = faked
@@ -591,22 +598,24 @@ def test_a_version_is_the_same_however_many_zeros_it_has(
         assert (
             client.post(f"/v2/models/echo/versions/{version}/infer", json=GOOD).status_code == 200
         )
-        got = client.post(f"/v1/models/echo/versions/{version}/infer", json={"inputs": [1.5]})
-        assert got.json()["version"] == "1"
-        got = client.post(f"/v1/models/echo/versions/{version}:predict", json={"inputs": [1.5]})
-        assert got.json() == {"outputs": [1.5]}
+        response = client.post(f"/v1/models/echo/versions/{version}/infer", json={"inputs": [1.5]})
+        assert response.json()["version"] == "1"
+        response = client.post(
+            f"/v1/models/echo/versions/{version}:predict", json={"inputs": [1.5]}
+        )
+        assert response.json() == {"outputs": [1.5]}
     page = client.get("/metrics").text
     assert 'version="1"' in page
     assert 'version="01"' not in page
     assert 'version="0001"' not in page
 
 
-# Large answers.
+# Large responses.
 
 
 @pytest.mark.fault("a response does not end, or is larger than the limit")
 @pytest.mark.parametrize("wire", ["HTTP", "gRPC"])
-def test_an_answer_that_is_too_large_to_hold_is_502_and_costs_nobody_else(
+def test_response_above_the_limit_is_502_and_the_replica_stays_up(
     triton: Triton, wire: str, client: httpx.Client
 ) -> None:
     settings = {"max_answer_bytes": "100000"} | (
@@ -614,10 +623,10 @@ def test_an_answer_that_is_too_large_to_hold_is_502_and_costs_nobody_else(
     )
     with gateway_before(triton.options.url, **settings) as limited:
         for _ in range(8):
-            got = limited.post("/v1/models/echo/infer", json={"inputs": [1.5] * 30_000})
-            assert_error(got, 502, "BAD_UPSTREAM", "exceeds the limit of 100000 bytes")
-            got = limited.post("/v1/models/echo/infer", json={"inputs": [1.5] * 20_000})
-            assert got.status_code == 200
+            response = limited.post("/v1/models/echo/infer", json={"inputs": [1.5] * 30_000})
+            assert_error(response, 502, "BAD_UPSTREAM", "exceeds the limit of 100000 bytes")
+            response = limited.post("/v1/models/echo/infer", json={"inputs": [1.5] * 20_000})
+            assert response.status_code == 200
         events = limited.post(
             "/v1/models/echo/infer",
             json={"inputs": [1.5] * 30_000},
@@ -649,7 +658,7 @@ COSTLY = {
 
 @pytest.mark.fault("250 KiB made to be expensive to inspect")
 @pytest.mark.parametrize("way", ["whole", "compressed"])
-def test_a_hostile_body_costs_the_gateway_milliseconds(
+def test_body_that_is_expensive_to_inspect_costs_little(
     repository: Path, triton: Triton, client: httpx.Client, way: str
 ) -> None:
     """250 KiB of them took 35 seconds of the event loop; all of them together take a fraction of one."""
@@ -659,6 +668,6 @@ def test_a_hostile_body_costs_the_gateway_milliseconds(
         for name, body in COSTLY.items():
             headers = {"Content-Encoding": "gzip"} if way == "compressed" else {}
             content = gzip.compress(body) if way == "compressed" else body
-            got = other.post("/v2/models/x/infer", content=content, headers=headers)
-            assert got.status_code in (400, 404, 422), name
+            response = other.post("/v2/models/x/infer", content=content, headers=headers)
+            assert response.status_code in (400, 404, 422), name
         assert sum(process.cpu_times()[:2]) - before < 5

@@ -90,7 +90,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 @pytest.mark.fault("requests that once blocked the whole process: unfinished shapes, archives that")
 @pytest.mark.parametrize("name", ATTACKS)
-def test_a_hostile_request_is_refused_and_the_next_one_served(target: Target, name: str) -> None:
+def test_hostile_request_is_refused_and_the_next_one_is_served(target: Target, name: str) -> None:
     attack = ATTACKS[name]
     fields = dict(field.split(": ", 1) for field in attack.headers)
     answer = target.client.post(
@@ -174,7 +174,9 @@ def measure(target: Target) -> Latencies:
 @pytest.mark.soak
 @pytest.mark.parametrize("connections", [1, 16])
 @pytest.mark.parametrize("name", ATTACKS)
-def test_hostile_requests_stall_nobody(target: Target, name: str, connections: int) -> None:
+def test_hostile_requests_do_not_delay_other_requests(
+    target: Target, name: str, connections: int
+) -> None:
     """Takes a while: others are measured before and during each attack.
 
     The attacker, the load and Triton share the machine's CPUs with the gateway. What they take from each
@@ -187,11 +189,8 @@ def test_hostile_requests_stall_nobody(target: Target, name: str, connections: i
             seen_during.append(measure(target))
             memory = max(memory, target.family()[0].memory_info().rss)
         assert set(statuses) <= set(map(str, REFUSALS)), statuses
-        print(f"{connections} connections: {dict(statuses)}")
     before, during = take_medians(seen_before), take_medians(seen_during)
     contention = max(during.direct / before.direct, 1)
-    print(f"p99 of another model, times the usual: {during.infer / before.infer:.1f}")
-    print(f"p99 of another model without the gateway, times the usual: {contention:.1f}")
     most_ms = max(3 * before.infer * contention, MIN_LIMIT_MS)
     assert_number("p99 of /livez", during.livez, "ms", at_most=100)
     assert_number("p99 of another model", during.infer, "ms", at_most=most_ms)
@@ -209,7 +208,7 @@ def shed_for_memory(client: httpx.Client) -> float:
 
 
 @pytest.mark.fault("large uploads that never end")
-def test_uploads_that_fill_the_budget_leave_small_requests_alone(
+def test_uploads_that_fill_the_memory_budget_do_not_block_small_requests(
     target: Target, tmp_path: Path
 ) -> None:
     """Large bodies that never end hold memory, until the budget refuses the next one."""
@@ -251,7 +250,7 @@ def test_uploads_that_fill_the_budget_leave_small_requests_alone(
 
 
 @pytest.mark.fault("the description of a model whose inputs have millions of values")
-def test_a_model_with_large_tensors_is_described_at_little_cost(target: Target) -> None:
+def test_description_of_a_model_with_large_tensors_takes_little_memory(target: Target) -> None:
     """Its examples had all values of an input: of 50 million, they took 15 s and 600 MiB."""
     path = "/v1/models/signals"
     wait_until(lambda: target.client.get(path).status_code == 200)

@@ -41,7 +41,7 @@ def alone(running: Fleet) -> Iterator[Fleet]:
 
 
 @pytest.mark.fault("the only Triton is killed under load")
-def test_killing_the_only_triton_under_load_gives_503_until_it_is_back(alone: Fleet) -> None:
+def test_only_triton_that_is_killed_under_load_gives_503_until_it_is_back(alone: Fleet) -> None:
     (triton,) = alone.tritons
     with Load(str(alone.client.base_url), clients=CLIENTS) as load:
         load.wait_for_more()
@@ -53,7 +53,6 @@ def test_killing_the_only_triton_under_load_gives_503_until_it_is_back(alone: Fl
         triton.wait()
         back_s = wait_until(lambda: alone.infer().status_code == 200)
         served = load.wait_for_more()
-    print(f"{dict(load.statuses)}")
     assert alive.status_code == 200
     assert_error(refused, 503, "NO_REPLICA", "no Triton is reachable")
     assert refused.headers["retry-after"] == "1"
@@ -68,7 +67,7 @@ def test_killing_the_only_triton_under_load_gives_503_until_it_is_back(alone: Fl
 
 
 @pytest.mark.fault("a model's queue in Triton is full")
-def test_a_full_queue_of_a_model_is_429_and_other_models_are_served(alone: Fleet) -> None:
+def test_full_queue_of_a_model_is_429_and_other_models_are_served(alone: Fleet) -> None:
     folder = alone.tritons[0].repository / "crowded"
     write_echo(folder.parent, "crowded")
     config = folder / "config.pbtxt"
@@ -90,7 +89,6 @@ def test_a_full_queue_of_a_model_is_429_and_other_models_are_served(alone: Fleet
             hold.unlink()
         answers = [call.result() for call in calls]
     statuses = Counter(answer.status_code for answer in answers)
-    print(f"{dict(statuses)}")
     assert set(statuses) == {200, 429}
     assert statuses[200] <= PLACES
     for answer in answers:
@@ -103,7 +101,7 @@ def test_a_full_queue_of_a_model_is_429_and_other_models_are_served(alone: Fleet
 
 
 @pytest.mark.fault("a model is unloaded without the gateway's knowledge")
-def test_a_model_unloaded_behind_the_gateways_back_is_503_and_others_are_served(
+def test_model_unloaded_directly_in_triton_is_503_and_others_are_served(
     alone: Fleet,
 ) -> None:
     (triton,) = alone.tritons
@@ -147,7 +145,7 @@ SPOILED = (spoil_config, spoil_backend, remove_version, raise_at_the_start)
 
 
 @pytest.mark.fault("a load fails: an invalid config, no version, an exception at startup")
-def test_a_load_that_fails_is_422_without_secrets_and_the_version_that_served_goes_on(
+def test_failed_load_is_an_error_without_secrets_and_the_old_version_serves(
     alone: Fleet,
 ) -> None:
     repository = alone.tritons[0].repository
@@ -156,9 +154,7 @@ def test_a_load_that_fails_is_422_without_secrets_and_the_version_that_served_go
     for spoil in SPOILED:
         spoil(folder)
         refused = alone.load("echo")
-        reason = refused.json()["error"]
-        print(f"{spoil.__name__}: {refused.status_code} {refused.json()['code']}: {reason[:90]}")
-        assert refused.status_code in (422, 502)
+        assert refused.status_code in (422, 502), spoil.__name__
         assert not re.search(rf"{repository}|/opt/secret|Traceback|\.cc|0x", refused.text)
         assert alone.infer().status_code == 200
         for path, content in kept.items():

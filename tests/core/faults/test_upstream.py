@@ -1,4 +1,4 @@
-"""Faults between the gateway and Triton: a real Triton behind proxies that spoil, and the real gateway."""
+"""Faults between the gateway and Triton: a real Triton behind proxies that add faults, and the gateway."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from tests.support.load import (
     LOG_WARNINGS,
     Sample,
     closed_loop,
-    p99_ms,
     post,
     slowest_ms,
     statuses_of,
@@ -83,7 +82,7 @@ def gateway_before(behind: Behind, count: int, **settings: str) -> Iterator[Flee
 
 
 def ready(fleet: Fleet) -> int:
-    """How many replicas /readyz calls ready."""
+    """Return the number of ready replicas in /readyz."""
     return list(fleet.client.get("/readyz").json()["replicas"].values()).count("ready")
 
 
@@ -100,7 +99,7 @@ def two(behind: Behind) -> Iterator[Fleet]:
 
 
 def send(fleet: Fleet, count: int) -> list[Sample]:
-    """So many inferences by a few clients."""
+    """Send so many inferences by a few clients."""
     return closed_loop(port_of(fleet.client), [ECHO_V2], CLIENTS, count)
 
 
@@ -108,7 +107,7 @@ def v2(values: list[float]) -> dict[str, Any]:
     return {"inputs": [{"name": "X", "datatype": "FP32", "shape": [len(values)], "data": values}]}
 
 
-# Answers that are none.
+# Invalid responses.
 
 LENGTH = rb"\r\ncontent-length: (\d+)"  # and not the inference header's
 
@@ -118,7 +117,7 @@ def edited(pattern: bytes, by: bytes | Callable[[re.Match[bytes]], bytes]) -> Fa
 
 
 def of_length(change: int) -> Fault:
-    """Whose Content-Length is wrong by so many bytes; then it is closed."""
+    """Add a number to the Content-Length, and close the connection after the response."""
     fault = edited(LENGTH, lambda found: b"\r\nContent-Length: %d" % (int(found[1]) + change))
     return Fault(edit=fault.edit, idle_s=0.02)
 
@@ -132,10 +131,10 @@ def head_only(answer: bytes) -> bytes:
 
 
 BAD = "502"
-CUT = "cut off"  # what flows through has begun when it fails: nobody can take it for whole
-AS_SAID = "as long as it said"
-# What is spoilt, how, and how it ends for a client of /v2; for one of /v1 each of them is 502.
-SPOILT = {
+CUT = "cut off"  # its head was relayed before the failure, so that the client must see an incomplete body
+SHORT = "as short as its length"
+# The fault of each response, and its outcome for a client of /v2; the outcome of each for /v1 is 502.
+FAULTS = {
     "garbage": (Fault(edit=lambda _: b"\x16\x03\x01 no HTTP at all\r\n\r\n"), BAD),
     "HTML and no head": (Fault(edit=lambda _: b"<html>\r\n\r\n</html>"), BAD),
     "a status that is none": (edited(rb"HTTP/1.1 200", b"HTTP/1.1 999999"), BAD),
@@ -151,59 +150,55 @@ SPOILT = {
     "a body cut, half closed": (cut(End.HALF), CUT),
     "a body cut, reset": (cut(End.RESET), CUT),
     "a length too large": (of_length(+5), CUT),
-    "a length too small": (of_length(-5), AS_SAID),
+    "a length too small": (of_length(-5), SHORT),
     "a length that is none": (edited(LENGTH, b"\r\nContent-Length: many"), BAD),
     "two lengths": (edited(LENGTH, rb"\g<0>\r\nContent-Length: 3"), BAD),
     "a length and chunks": (
         edited(LENGTH, rb"\g<0>\r\nTransfer-Encoding: chunked"), BAD,
     ),
 }  # fmt: skip
-DOORS = {
+APIS = {
     "/v1": ("/v1/models/echo/infer", {"inputs": {"X": [1, 2]}}),
     "/v2": ("/v2/models/echo/infer", v2([1, 2])),
 }
 
 
-def outcome(fleet: Fleet, door: str, length: int) -> str:
-    path, body = DOORS[door]
+def outcome(fleet: Fleet, api: str, length: int) -> str:
+    path, body = APIS[api]
     try:
         answer = fleet.client.post(path, json=body, headers=PLAIN)
     except httpx.RemoteProtocolError:
         return CUT
     if answer.status_code == 200:
-        return AS_SAID if len(answer.content) == length - 5 else answer.text
-    told = answer.json()
-    assert list(told) == ["error", "code", "request_id"]
-    assert (told["code"], told["request_id"]) == ("BAD_UPSTREAM", answer.headers["x-request-id"])
+        return SHORT if len(answer.content) == length - 5 else answer.text
+    error = answer.json()
+    assert list(error) == ["error", "code", "request_id"]
+    assert (error["code"], error["request_id"]) == ("BAD_UPSTREAM", answer.headers["x-request-id"])
     return str(answer.status_code)
 
 
 @pytest.mark.fault(
     "a response is garbage, truncated, of the wrong length, or followed by another one"
 )
-@pytest.mark.parametrize("door", DOORS)
-def test_a_spoilt_answer_is_502_or_cut_and_its_connection_is_not_used_again(
-    behind: Behind, one: Fleet, door: str
+@pytest.mark.parametrize("api", APIS)
+def test_invalid_response_is_502_or_truncated_and_its_connection_is_closed(
+    behind: Behind, one: Fleet, api: str
 ) -> None:
-    proxy, (path, body) = behind.proxies[0], DOORS[door]
+    proxy = behind.proxies[0]
+    path, body = APIS[api]
     whole = one.client.post(path, json=body, headers=PLAIN)
-    seen: Counter[str] = Counter()
-    for name, (fault, of_v2) in SPOILT.items():
-        asked = one.served()
+    for name, (fault, v2_outcome) in FAULTS.items():
+        before = one.served()
         with proxy.having(always(fault, INFER)):
-            told = outcome(one, door, len(whole.content))
-        assert told == (BAD if door == "/v1" else of_v2), name
-        seen[told] += 1
+            found = outcome(one, api, len(whole.content))
+        assert found == (BAD if api == "/v1" else v2_outcome), name
         for _ in range(3):
             after = one.client.post(path, json=body, headers=PLAIN)
             assert after.status_code == 200, name
             assert after.content[-20:] == whole.content[-20:]
         assert proxy.reused_after(fault) == 0, name
-        times = sum(one.served().values()) - sum(asked.values())
+        times = sum(one.served().values()) - sum(before.values())
         assert times <= 4, f"{name}: one request and three ran {times} times"
-    print(
-        f"{door}: of {len(SPOILT)} ways to spoil an answer {dict(seen)}; 0 connections used again"
-    )
 
 
 @pytest.mark.fault("a response arrives byte by byte")
@@ -212,7 +207,7 @@ def test_a_spoilt_answer_is_502_or_cut_and_its_connection_is_not_used_again(
     [Fault(piece_bytes=1), Fault(piece_bytes=7), Fault(piece_bytes=1000, bytes_per_s=50_000)],
     ids=["byte by byte", "in sevens", "slowly"],
 )
-def test_an_answer_in_pieces_is_right_byte_for_byte(
+def test_response_that_arrives_in_pieces_is_the_same_byte_for_byte(
     behind: Behind, one: Fleet, fault: Fault
 ) -> None:
     values = [float(number) for number in range(1500)]
@@ -223,11 +218,8 @@ def test_an_answer_in_pieces_is_right_byte_for_byte(
         timeout=TIMEOUT_S,
     )
     with behind.proxies[0].having(always(fault, INFER)):
-        began = time.monotonic()
         passed = one.client.post(PATH, json=v2(values), headers=PLAIN)
-        took_s = time.monotonic() - began
         made = one.client.post("/v1/models/echo/infer", json={"inputs": {"X": values}})
-    print(f"{len(passed.content)} bytes, all of them right, in {took_s:.2f} s")
     assert (passed.status_code, passed.content) == (200, direct.content)
     assert made.json()["outputs"]["Y"] == values
 
@@ -236,9 +228,7 @@ def test_an_answer_in_pieces_is_right_byte_for_byte(
 
 
 @pytest.mark.fault("Triton closes an idle connection while it is being reused")
-def test_a_connection_that_closes_as_it_is_reused_runs_nothing_twice(
-    behind: Behind, one: Fleet
-) -> None:
+def test_request_on_a_connection_that_closes_is_not_run_twice(behind: Behind, one: Fleet) -> None:
     """The first close when they were idle for 3 ms, and may be used again after 2 to 4; the others close
     as they are used again."""
     proxy, seen, passed = behind.proxies[0], Counter[int](), Counter[bytes]()
@@ -260,8 +250,6 @@ def test_a_connection_that_closes_as_it_is_reused_runs_nothing_twice(
             time.sleep(0.002 + 0.002 * random.random())
     ran = sum(one.served().values()) - served
     reused = {fault.end.value: proxy.reused_after(fault) for fault in sure}
-    print(f"{dict(seen)}; {proxy.reused_after(hasty)} connections served twice or more, ", end="")
-    print(f"{reused} as they were used again; no request ran twice")
     assert set(seen) == {200, 502}
     assert seen[200] <= ran <= 300
     assert max(passed.values()) == 1
@@ -280,7 +268,7 @@ class Rush:
     chance: random.Random = field(default_factory=lambda: random.Random(17))
 
     def script(self, request: bytes) -> Fault:
-        """Most answers come in pieces; some are cut, or followed by one that nobody asked for."""
+        """Send most responses in pieces; truncate some, or add an unsolicited response."""
         if (found := re.search(rb"x-request-id: (n\d+)", request)) is None:
             return NO_FAULT
         self.passed[found[1]] += 1
@@ -293,7 +281,7 @@ class Rush:
         return Fault(piece_bytes=pieces)
 
     async def ask(self, session: aiohttp.ClientSession, number: int) -> str:
-        """Whose answer came to the request with this number."""
+        """Return whose response the request with this number received."""
         values = [float(number)] * (1 + number % 40)
         headers = {"X-Request-ID": f"n{number}"}
         try:
@@ -323,12 +311,10 @@ class Rush:
 @pytest.mark.fault(
     "a response is garbage, truncated, of the wrong length, or followed by another one"
 )
-def test_every_answer_goes_to_its_own_request(behind: Behind, one: Fleet) -> None:
+def test_response_reaches_only_its_own_request(behind: Behind, one: Fleet) -> None:
     rush, proxy = Rush(), behind.proxies[0]
     with proxy.having(rush.script):
         asyncio.run(rush.run(str(one.client.base_url)))
-    opened = sum(any(fault is not NO_FAULT for fault in line.faults) for line in proxy.lines)
-    print(f"{rush.count} requests over {opened} connections: {dict(rush.seen)}, 0 mixed up")
     assert rush.seen["another's"] == 0
     assert set(rush.seen) <= {"own", "502", CUT}
     assert rush.seen["own"] > 0.9 * rush.count
@@ -340,10 +326,10 @@ def test_every_answer_goes_to_its_own_request(behind: Behind, one: Fleet) -> Non
 
 
 @pytest.mark.fault("a Triton becomes 500 ms slower than the others")
-def test_a_replica_that_is_500_ms_slower_gets_a_quarter_of_its_share(
+def test_replica_that_is_500_ms_slower_gets_less_than_half_of_its_share(
     behind: Behind, two: Fleet
 ) -> None:
-    """Whoever chose by chance would give it half, however fast the machine is."""
+    """A random choice would give it half, however fast the machine is."""
     usual = send(two, 100)
     with behind.proxies[0].having(always(Fault(delay_s=0.5), INFER)):
         learning = send(two, 100)
@@ -353,7 +339,6 @@ def test_a_replica_that_is_500_ms_slower_gets_a_quarter_of_its_share(
             proxy.requests[INFER] - count
             for proxy, count in zip(behind.proxies, before, strict=True)
         )
-    print(f"p99 {p99_ms(samples):.0f} ms, {p99_ms(usual):.0f} ms without a slow one")
     assert set(statuses_of([*usual, *learning, *samples])) == {200}
     assert slow + other == 400
     assert slow < 100
@@ -361,7 +346,7 @@ def test_a_replica_that_is_500_ms_slower_gets_a_quarter_of_its_share(
 
 
 def attempts(fleet: Fleet, proxy: Proxy) -> float:
-    """How often the gateway has asked this replica for an inference, or tried to."""
+    """Return how many inferences the gateway has sent, or tried to send, to this replica."""
     page = fleet.client.get("/metrics").text
     sample = rf'^gateway_upstream_attempts_total{{.*:{proxy.port}".*}} (\S+)$'
     return sum(map(float, re.findall(sample, page, re.M)))
@@ -377,7 +362,7 @@ WAYS: dict[str, tuple[Callable[[Proxy], AbstractContextManager[None]], int, floa
 
 @pytest.mark.fault("a Triton cannot be connected to: refused, dropped, reset")
 @pytest.mark.parametrize("way", WAYS)
-def test_a_replica_that_cannot_be_reached_costs_the_connect_timeout_and_then_nothing(
+def test_unreachable_replica_costs_the_connect_timeout_and_then_nothing(
     behind: Behind, way: str
 ) -> None:
     """Without that timeout a request would wait for its deadline, and be 504."""
@@ -388,17 +373,13 @@ def test_a_replica_that_cannot_be_reached_costs_the_connect_timeout_and_then_not
         with does(proxy):
             for _ in range(2):  # then it has seen that its idle connections there are closed
                 fleet.client.get("/livez")
-            tried = attempts(fleet, proxy)
             first = send(fleet, 150)
             wait_until(lambda: ready(fleet) == 1)
-            tried_first = attempts(fleet, proxy) - tried
+            tried = attempts(fleet, proxy)
             later = send(fleet, 60)
-            tried_later = attempts(fleet, proxy) - tried - tried_first
-        back_s = wait_until(lambda: ready(fleet) == 2)
+            tried_later = attempts(fleet, proxy) - tried
+        wait_until(lambda: ready(fleet) == 2)
     statuses = statuses_of(first)
-    print(f"it {way}: {dict(statuses)} with {tried_first:.0f} attempts, ", end="")
-    print(f"later {dict(statuses_of(later))} with {tried_later:.0f}; ", end="")
-    print(f"it is ready {back_s:.1f} s after it can be reached")
     assert set(statuses) <= {200, 502}
     assert statuses[502] <= most_failures
     assert set(statuses_of(later)) == {200}
@@ -408,7 +389,7 @@ def test_a_replica_that_cannot_be_reached_costs_the_connect_timeout_and_then_not
 
 
 @pytest.mark.fault("a Triton accepts requests and never responds")
-def test_a_replica_that_accepts_and_never_answers_costs_its_requests_their_deadline(
+def test_replica_that_never_responds_costs_only_its_requests_their_deadline(
     behind: Behind, two: Fleet
 ) -> None:
     """All have the same deadline; only the silent replica lets it pass."""
@@ -429,15 +410,13 @@ def test_a_replica_that_accepts_and_never_answers_costs_its_requests_their_deadl
         samples = list[Sample]()
         while not held:
             samples += closed_loop(port, [wire(number) for number in range(12)], 12, 12)
-        left_s = wait_until(lambda: ready(two) == 1)
+        wait_until(lambda: ready(two) == 1)
         passed = silent.requests[INFER]
         later = send(two, 40)
         assert silent.requests[INFER] == passed
     late, well = (
         [each.took_s for each in samples if each.status == status] for status in (504, 200)
     )
-    print(f"{len(late)} of {len(samples)} waited {min(late):.2f} to {max(late):.2f} s; ", end="")
-    print(f"{left_s:.1f} s later 0 of {len(later)}")
     assert len(late) == len(held) > 0
     assert len(well) == len(samples) - len(held)
     assert min(late) > deadline_s - 0.1
