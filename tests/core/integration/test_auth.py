@@ -304,7 +304,7 @@ def basic(password: str, user: str = "anybody") -> str:
 
 
 def test_basic_password_is_accepted_as_a_key(client: httpx.Client) -> None:
-    """As tritonclient's plugin sends it; the user's name plays no part."""
+    """tritonclient's plugin sends keys like this; the user's name is ignored."""
     with triton_http.InferenceServerClient(f"127.0.0.1:{port_of(client)}") as triton:
         triton.register_plugin(BasicAuth("anybody", INFER))
         assert triton.get_model_metadata("text_core")["name"] == "text_core"
@@ -694,7 +694,7 @@ def test_keys_file_is_read_again_by_every_worker(
         headers = [("X-API-Key", INFER)]
 
         def statuses() -> set[int]:
-            """Of connections of their own; it listens before a worker is up."""
+            """Return the statuses of new connections; the port is open before a worker is up."""
             return {ask(port, "GET", "/v1/models", headers).status for _ in range(20)}
 
         assert statuses() == {200}

@@ -49,7 +49,7 @@ DIALECTS = {"infer": "inputs", "predict": "instances"}
 
 
 class Model:
-    """What the inferences of a model have written since this was created."""
+    """The notes that the inferences of a model have written since this was created."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.path = f"/v1/models/{name}"
@@ -115,7 +115,7 @@ def count_replicas(client: httpx.Client, model: str) -> int:
 
 
 def outstanding(client: httpx.Client) -> float:
-    """How many requests the gateway waits for, by its metrics."""
+    """Return the number of requests sent to replicas and not answered, by the metrics."""
     page = client.get("/metrics").text
     found = re.findall(r"^gateway_upstream_outstanding\{.*\} (\S+)$", page, re.MULTILINE)
     return sum(map(float, found))
@@ -315,7 +315,7 @@ def test_inference_that_may_have_run_is_not_sent_again(
             assert len(asked.ends()) == 4 - cut_off
 
 
-def test_a_cancelled_request_stays_cancelled() -> None:
+def test_request_that_is_cancelled_stays_cancelled() -> None:
     # In a process of its own, because the services tune the interpreter.
     program = f"from {__name__} import cancel_request; print(cancel_request())"
     command = [sys.executable, "-c", program]

@@ -72,7 +72,7 @@ def command(*arguments: str | Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTriton]:
-    """One of its own: what is listed is compared, and a model is unloaded."""
+    """A Triton of this module alone, because its models are listed and unloaded."""
     folder = tmp_path_factory.mktemp("models")
     write_repository(folder, NAMES, [model for model in SHARED if model.name in MODELS])
     with triton_on_free_ports(folder) as triton:
@@ -101,7 +101,7 @@ def value_of(record: Mapping[str, Any]) -> Any:
 
 
 def text_files(folder: Path, count: int) -> list[Path]:
-    """In folders of their own, so that their order is not that of their creation."""
+    """Write files in separate folders, so that their order is not that of their creation."""
     paths = [folder / str(number % 3) / f"{number:04}.txt" for number in range(count)]
     for path in paths:
         path.parent.mkdir(exist_ok=True, parents=True)
@@ -110,7 +110,7 @@ def text_files(folder: Path, count: int) -> list[Path]:
 
 
 def pause_files(folder: Path, seconds: Sequence[float]) -> list[Path]:
-    """One for each pause of a model, in the order in which they are read."""
+    """Write a file for each pause of a model, in the order in which they are read."""
     paths = sorted(folder / str(number % 3) / f"{number:04}.json" for number in range(len(seconds)))
     for path, pause_s in zip(paths, seconds, strict=True):
         path.parent.mkdir(exist_ok=True, parents=True)
@@ -271,7 +271,7 @@ def test_infer_that_waits_for_a_pipe_ends_at_a_signal(
 
 
 def is_pending(pid: int, number: int) -> bool:
-    """Whether the process has not taken the signal yet."""
+    """Return whether the process has not handled the signal yet."""
     status = Path(f"/proc/{pid}/status").read_text()
     (pending,) = re.findall(r"^ShdPnd:\s+(\w+)$", status, re.MULTILINE)
     return bool(int(pending, 16) >> (number - 1) & 1)
@@ -384,7 +384,7 @@ def test_infer_retries_what_an_overloaded_gateway_refuses(
 
 
 def refusals(client: httpx.Client) -> float:
-    """How many requests found no place."""
+    """Return the number of requests that were refused for lack of a slot."""
     page = client.get("/metrics").text
     (count,) = re.findall(r'^gateway_requests_shed_total\{reason="queue_full"\} (\S+)$', page, re.M)
     return float(count)
@@ -500,7 +500,7 @@ def test_bench_reports_each_level_as_table_or_json(gateway: Gateway) -> None:
 
 
 def seen_until(terminal: int, words: bytes) -> bytes:
-    """What is shown in a terminal, until these words are."""
+    """Return the output of a terminal up to these words."""
     shown = b""
 
     def all_is_shown() -> bool:

@@ -56,7 +56,7 @@ def gateway(triton: EmbeddedTriton) -> Iterator[httpx.Client]:
 
 @pytest.fixture(params=["triton", "gateway"])
 def address(request: pytest.FixtureRequest, triton: EmbeddedTriton, gateway: httpx.Client) -> str:
-    """Of the real Triton, where the calls must pass as well, and of the gateway before it."""
+    """The address of the real Triton, where the calls must pass as well, and of the gateway before it."""
     return (
         triton.options.address
         if request.param == "triton"
@@ -131,8 +131,8 @@ async def test_simple_http_aio_infer_client(address: str) -> None:
 
 def test_simple_http_async_infer_client(address: str) -> None:
     with triton_http.InferenceServerClient(address, concurrency=2) as client:
-        begun = [client.async_infer(**request(outputs=outputs())) for _ in range(2)]
-        for result in begun:
+        started = [client.async_infer(**request(outputs=outputs())) for _ in range(2)]
+        for result in started:
             assert_sum_and_difference(result.get_result())
 
 
@@ -193,7 +193,9 @@ def test_reuse_infer_objects_client(client: triton_http.InferenceServerClient) -
 
 
 @pytest.mark.parametrize("path", ["", "/config", "/versions/1", "/trace/setting", "/stats"])
-def test_a_model_that_is_not_loaded_is_not_called_unknown(gateway: httpx.Client, path: str) -> None:
+def test_model_that_is_not_loaded_is_503_and_an_unknown_one_404(
+    gateway: httpx.Client, path: str
+) -> None:
     answer = gateway.get(f"/v2/models/never_loaded{path}")
     assert (answer.status_code, answer.json()["code"]) == (503, "MODEL_NOT_READY")
     assert "unknown" not in answer.text
@@ -203,7 +205,7 @@ def test_a_model_that_is_not_loaded_is_not_called_unknown(gateway: httpx.Client,
     assert unknown.json()["error"].startswith("Request for unknown model")
 
 
-def test_an_unknown_version_of_a_loaded_model_is_unknown(gateway: httpx.Client) -> None:
+def test_unknown_version_of_a_loaded_model_is_404(gateway: httpx.Client) -> None:
     answer = gateway.get("/v2/models/simple/versions/9")
     assert answer.json()["code"] == "MODEL_NOT_FOUND"
     words = "Request for unknown model: 'simple' version 9 is not found"

@@ -1,4 +1,4 @@
-"""What the README promises, on the real tritonserver with the models of triton_repo."""
+"""The promises of the README, with the real tritonserver and the models of triton_repo."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ async def infer(pool: ReplicaPool, model: str = "m", timeout_s: float = TIMEOUT_
 
 @dataclass
 class Load:
-    """What callers experienced."""
+    """The outcomes of the callers' requests."""
 
     took_s: list[float] = field(default_factory=list)
     errors: list[GatewayError] = field(default_factory=list)
@@ -250,7 +250,7 @@ async def test_choice_of_a_replica_costs_the_same_in_a_large_fleet() -> None:
     names = [f"model_{number}" for number in range(MODELS)]
 
     async def calls_in(count: int) -> tuple[int, int]:
-        """To choose for each model, again and anew."""
+        """Count the calls to choose a replica for each model, repeatedly and for the first time."""
         async with simulated_replicas(count, names) as fakes, over(fakes, NEVER_S) as pool:
             await wait_until_async(lambda: states(pool)[HealthState.UP] == count)
             again = count_calls(
@@ -359,9 +359,9 @@ async def test_concurrent_calls_for_the_index_share_their_probes() -> None:
 
 def test_plan_of_a_replica_costs_the_same_per_model() -> None:
     def plan(models: int) -> int:
-        said = [{"name": f"model_{n}", "version": "1", "state": "READY"} for n in range(models)]
-        index = parse_index(said)
-        wishes = {entry["name"]: DesiredModel(True, revision=1) for entry in said}
+        entries = [{"name": f"model_{n}", "version": "1", "state": "READY"} for n in range(models)]
+        index = parse_index(entries)
+        wishes = {entry["name"]: DesiredModel(True, revision=1) for entry in entries}
         loads = dict.fromkeys(wishes, "1")
         assert not list(plan_actions(wishes, index, loads))
         return count_calls(lambda: list(plan_actions(wishes, index, loads)))
@@ -701,7 +701,7 @@ async def test_model_declared_at_runtime_affects_readiness_once_it_was_ready(
 
 @pytest.mark.fault("the file of a declared model breaks")
 @with_skips
-async def test_a_gateway_becomes_ready_with_all_declared_models_and_stays_so_with_one(
+async def test_gateway_becomes_ready_with_all_declared_models_and_stays_so_with_one(
     tmp_path: Path,
 ) -> None:
     file = declaring(tmp_path / "models.yaml", "models: [a, b]")

@@ -647,7 +647,7 @@ def npy_with_pickle() -> bytes:
 @pytest.mark.fault("NumPy files with pickles, or that claim 10 GB")
 @pytest.mark.fault("invalid gzip, or 10 MB of gzip that decompress to 10 GB")
 def test_body_that_is_not_of_its_type_is_refused(zoo: Zoo, subtests: pytest.Subtests) -> None:
-    """One of each kind that the unit tests of the parsers have many of."""
+    """One body of each kind; the unit tests of the parsers have more."""
     field = b'Content-Disposition: form-data; name="x"\r\n\r\nvalue'
     malformed = (400, "MALFORMED_REQUEST")
     too_large = (413, "TOO_LARGE")

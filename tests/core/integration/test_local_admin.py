@@ -1,4 +1,4 @@
-"""Without keys: only local programs administer, and only known hosts are served."""
+"""A gateway without keys: only local programs administer, and only known hosts are served."""
 
 from __future__ import annotations
 

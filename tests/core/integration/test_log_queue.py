@@ -1,4 +1,4 @@
-"""Standard error is a pipe that nobody reads: requests are answered, lines are dropped and counted."""
+"""Standard error is a pipe that is not read: requests are answered, lines are dropped and counted."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ ODD = ["", "\\", '"', "a\nb", '"} 1 # {x="', "\u2028\x85", "\U0001f9ed"]
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Three real Tritons after some traffic, which nobody adds to."""
+    """Three real Tritons after some traffic, with no requests during the tests."""
     with fleet_of(tmp_path_factory.mktemp("three"), 3) as fleet:
         for model, count in INFERENCES.items():
             for _ in range(count):
@@ -122,7 +122,7 @@ parse_open_metrics: Callable[[str], Iterator[Metric]] = (
 
 
 def samples(page: str) -> dict[Key, float]:
-    """As Prometheus' client reads the classic form, but for the names: it renames counters."""
+    """Read the classic format like Prometheus' client, which renames counters."""
     found = {}
     for line in page.splitlines():
         if line and not line.startswith("#"):
@@ -159,7 +159,7 @@ def page_of(triton: Triton) -> str:
 
 
 def counters(page: str) -> dict[Key, float]:
-    """What does not change while nobody asks for an inference."""
+    """Return the samples that change only with inferences."""
     return {key: value for key, value in samples(page).items() if key[0].startswith("nv_inference")}
 
 
@@ -470,7 +470,7 @@ class Prometheus:
 
 
 def odd_page() -> bytes:
-    """With labels that are hard to read, and others called as the gateway's own."""
+    """Build a page with labels that are hard to parse, and some named like the gateway's own."""
     lines = ['# HELP odd_bytes It\'s "odd".', "# TYPE odd_bytes gauge"]
     escapes = {"\\": "\\\\", '"': '\\"', "\n": "\\n"}
     for number, text in enumerate(ODD):

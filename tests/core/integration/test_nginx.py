@@ -41,7 +41,7 @@ class Proxy:
     log: Path
 
     def converse(self, wire: bytes) -> bytes:
-        """What comes on a new connection until nginx closes it."""
+        """Return what is received on a new connection until nginx closes it."""
         received = b""
         address = HOST, self.port
         with suppress(ConnectionError), socket.create_connection(address, PATIENCE_S) as connection:
@@ -50,8 +50,8 @@ class Proxy:
                 received += data
         return received
 
-    def passed_on(self) -> int:
-        """How many requests it passed on that the server answered with 200."""
+    def count_passed(self) -> int:
+        """Return the number of requests that nginx passed and the server answered with 200."""
         return self.log.read_text().split().count("200")
 
 
@@ -68,16 +68,16 @@ def proxy() -> Iterator[Proxy]:
 @pytest.mark.fault("request smuggling through nginx, in upgrades, in trailers")
 @pytest.mark.parametrize("name", [*AMBIGUOUS, *UNAMBIGUOUS])
 def test_nginx_and_the_server_count_the_same_requests(proxy: Proxy, name: str) -> None:
-    """Whatever nginx makes of it: what it passed on and had answered is what was asked, no more."""
-    asked, before = proxy.server.asked, proxy.passed_on()
+    """The server answers exactly the requests that nginx passed, however nginx read the bytes."""
+    asked, before = proxy.server.asked, proxy.count_passed()
     asked.clear()
     last = b"GET /%b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     proxy.converse({**AMBIGUOUS, **UNAMBIGUOUS}[name] + last % b"second")
-    # Whatever was left on a connection to the server would be the answer to this.
+    # Bytes left on a connection to the server would be taken for the response to this request.
     assert b"x-target: /third\r\n" in proxy.converse(last % b"third")
     paths = [each.path for each in asked]
-    wait_until(lambda: proxy.passed_on() - before >= len(asked))
-    assert proxy.passed_on() - before == len(asked)
+    wait_until(lambda: proxy.count_passed() - before >= len(asked))
+    assert proxy.count_passed() - before == len(asked)
     assert paths.count("/third") == 1
     assert set(paths) <= {"/", "/second", "/third"}
     assert "/smuggled" not in paths

@@ -37,7 +37,7 @@ def client(fresh: tuple[httpx.Client, Command]) -> httpx.Client:
 
 
 def samples(client: httpx.Client, name: str) -> dict[tuple[tuple[str, str], ...], float]:
-    """Of one metric, by its labels."""
+    """Return the samples of a metric, by their labels."""
     found = {}
     for line in client.get("/metrics").text.splitlines():
         match = SAMPLE.match(line)
@@ -233,7 +233,7 @@ def test_access_line_of_an_abandoned_inference_has_the_upstream_time(
 
 
 def test_head_has_the_headers_of_get_without_the_body(client: httpx.Client) -> None:
-    """Of whatever answers GET (RFC 9110, section 9.1)."""
+    """Every resource that supports GET supports HEAD (RFC 9110, section 9.1)."""
     for path in ("/livez", "/readyz", "/metrics", "/v1/models", "/v1/models/core", "/openapi.json"):
         head, whole = client.head(path), client.get(path)
         assert (head.status_code, head.content) == (200, b""), path

@@ -582,7 +582,7 @@ def test_concurrent_requests_share_runs_and_an_invalid_one_fails_alone(
         return statistics["execution_count"], statistics["inference_count"] // 3
 
     def runs_are_shared() -> bool:
-        """On a busy machine, requests may happen to come one after the other."""
+        """Return whether requests shared a run, which they may not on a busy machine."""
         runs_before, requests_before = count_runs_and_requests()
         with ThreadPoolExecutor(16) as threads:
             answers = list(threads.map(post, rows))

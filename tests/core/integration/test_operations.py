@@ -132,11 +132,11 @@ def test_gateway_that_runs_applies_an_imported_state(
     with gateway_before(demo_triton.options.url, state=url, log_level="error") as client:
         assert state("import", "-", "--state", url, given=json.dumps(document)).returncode == 0
 
-        def wished() -> dict[str, str]:
+        def read_desired_models() -> dict[str, str]:
             models = client.get("/v1/models").json()["models"]
             return {each["name"]: each["wished"] for each in models if "wished" in each}
 
-        wait_until(lambda: wished() == {"absent": "loaded"})
+        wait_until(lambda: read_desired_models() == {"absent": "loaded"})
 
 
 @pytest.mark.fault("thousands of labels and of operations in the background, long names of load")

@@ -64,7 +64,7 @@ def test_window_of_any_rate_is_bounded(per_second: float) -> None:
 
 
 def most_in(took_s: float, amount: int, window_s: float = 1) -> int:
-    """How many requests may be admitted in so many seconds."""
+    """Return the most requests that may be admitted in so many seconds."""
     return amount * (int(took_s / window_s) + 1)
 
 

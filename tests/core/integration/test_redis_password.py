@@ -29,7 +29,7 @@ COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["s
 
 
 def compose_command() -> list[str]:
-    """As Compose gives it to the container: two dollars are one."""
+    """Return the command as Compose passes it to the container, where $$ is $."""
     return [word.replace("$$", "$") for word in COMPOSE["redis"]["command"]]
 
 

@@ -1,4 +1,4 @@
-"""How far a request is followed from its handler until it is written to the replica."""
+"""The number of functions and modules between a handler and the write to the replica."""
 
 from __future__ import annotations
 

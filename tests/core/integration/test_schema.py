@@ -142,7 +142,7 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def is_fine_beside_its_inputs(case: Case) -> bool:
-    """More values are understood than are described: one without its list, or by a name of one's own."""
+    """Return whether a body is valid but for its inputs, which are accepted in more forms than described."""
     if not isinstance(case.body, dict) or "inputs" not in case.body:
         return False
     (body,) = (body for body in case.operation.body if body.media_type == JSON)
@@ -207,7 +207,7 @@ def service(
 
 
 def settle(case: Case) -> None:
-    """Of what was drawn, half becomes what there is: a model, its version, values that fit it."""
+    """Replace half of the drawn values by existing ones: a model, its version, values that fit it."""
     models: Sequence[str] = [MANAGED.name] if "repository" in case.path else SERVING
     if case.method in ("PUT", "DELETE") or "files" in case.path:
         models = STORED

@@ -23,7 +23,7 @@ NO_TRITON = {"GATEWAY_TRITON_URLS": "http://127.0.0.1:9"}
 
 
 def test_invalid_settings_are_reported_once_at_the_start(tmp_path: Path) -> None:
-    """By the gateway, and not by each worker."""
+    """The gateway reports them, and not each worker."""
     environment = {
         **NO_TRITON,
         "GATEWAY_MAX_BODY_BYTE": "5",

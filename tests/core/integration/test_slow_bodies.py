@@ -1,4 +1,4 @@
-"""A body that trickles holds none of the places that inferences take."""
+"""A slow body takes none of the slots of inferences."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ V2_BODY = {"inputs": [{"name": "TEXT", "shape": [1, 1], "datatype": "BYTES", "da
 
 
 @pytest.fixture(scope="module")
-def one_place(demo_triton: EmbeddedTriton) -> Iterator[httpx.Client]:
-    """A gateway with one place for each model, and none to wait for it."""
+def one_slot(demo_triton: EmbeddedTriton) -> Iterator[httpx.Client]:
+    """A gateway with one slot for each model, and no queue."""
     settings = {"max_model_inflight": "1", "max_queue": "0", "body_stall_s": "600"}
     with gateway_before(demo_triton.options.url, **settings) as client:
         yield client
@@ -31,12 +31,10 @@ def one_place(demo_triton: EmbeddedTriton) -> Iterator[httpx.Client]:
         ("/v2/models/text_ensemble/infer", V2_BODY),
     ],
 )
-def test_a_body_that_trickles_holds_no_place(
-    one_place: httpx.Client, target: str, body: object
-) -> None:
-    url = one_place.base_url
+def test_slow_body_holds_no_slot(one_slot: httpx.Client, target: str, body: object) -> None:
+    url = one_slot.base_url
     with socket.create_connection((url.host, url.port or 80), TIMEOUT_S) as slow:
         head = f"POST {target} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         slow.sendall(f"{head}Content-Length: 20\r\n\r\n{{".encode())
         for _ in range(5):
-            assert one_place.post(target, json=body).status_code == 200
+            assert one_slot.post(target, json=body).status_code == 200

@@ -28,7 +28,7 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSer
 
 @pytest.fixture(params=["file", "redis"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The address of a state that nobody has used."""
+    """The address of an unused state."""
     if request.param == "file":
         return f"file://{tmp_path}/state.json"
     server: RedisServer = request.getfixturevalue("server")
@@ -71,7 +71,7 @@ while True:
 
 
 async def test_leader_that_is_killed_is_replaced_within_seconds(url: str) -> None:
-    """In Redis it takes the 5 s until the lease has lapsed."""
+    """In Redis it takes the 5 s until the lease expires."""
     async with opened(url, 2) as several:
 
         async def led() -> bool:
@@ -204,7 +204,7 @@ async def test_process_killed_while_it_writes_leaves_a_valid_file(tmp_path: Path
 
 
 def test_redis_without_its_extra_names_the_package_to_install(tmp_path: Path) -> None:
-    """In an environment that is this one, less redis."""
+    """The environment is this one without redis."""
     installed = Path(redis.__file__).parents[1]
     for path in installed.iterdir():
         if path.name != "redis":

@@ -38,7 +38,7 @@ def served(zoo_triton: EmbeddedTriton) -> Iterator[tuple[httpx.Client, Command]]
 
 @pytest.fixture(scope="module")
 def folder(zoo_triton: EmbeddedTriton) -> Path:
-    """Where the models write their notes."""
+    """Return the folder in which the models write their notes."""
     return Path(zoo_triton.options.model_repositories[0])
 
 
@@ -79,7 +79,7 @@ def address_of(client: httpx.Client) -> tuple[str, int]:
 
 
 def request_of(body: object) -> bytes:
-    """As it is on the wire."""
+    """Return the bytes of the request."""
     content = json.dumps(body).encode()
     lines = [f"POST {PATH} HTTP/1.1", "Host: x", f"Accept: {EVENTS}"]
     lines += ["Content-Type: application/json", f"Content-Length: {len(content)}", "", ""]
@@ -87,7 +87,7 @@ def request_of(body: object) -> bytes:
 
 
 class Notes:
-    """What the model has written since this was created."""
+    """The notes that the model has written since this was created."""
 
     def __init__(self, folder: Path) -> None:
         self._started = folder / "ticking" / "started"

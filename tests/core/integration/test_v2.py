@@ -60,12 +60,9 @@ MODELS = (
 MIB = 1 << 20
 
 
-# What speaks HTTP here: a connection that shows every byte, and a Triton that records what it got.
-
-
 @dataclass(frozen=True)
-class Doors:
-    """The same Triton by two ports."""
+class Ports:
+    """The ports of a Triton and of the gateway before it."""
 
     triton: int
     gateway: int
@@ -76,17 +73,17 @@ class Doors:
 
 
 @pytest.fixture(scope="module")
-def doors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
+def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
     folder = tmp_path_factory.mktemp("v2")
     write_repository(folder, Names(), MODELS)
     with triton_on_free_ports(folder) as triton, gateway_before(triton.options.url) as client:
-        yield Doors(triton.options.http_port, port_of(client), triton.options.url)
+        yield Ports(triton.options.http_port, port_of(client), triton.options.url)
 
 
 @pytest.fixture(scope="module")
-def limited(doors: Doors) -> Iterator[int]:
+def limited(ports: Ports) -> Iterator[int]:
     """The port of a gateway before the same Triton that takes bodies of a megabyte."""
-    with gateway_before(doors.url, max_body_bytes="1000000") as client:
+    with gateway_before(ports.url, max_body_bytes="1000000") as client:
         yield port_of(client)
 
 
@@ -104,22 +101,23 @@ def faked(shared_fake: tuple[Fake, int]) -> tuple[Fake, int]:
     return shared_fake
 
 
-def assert_error(got: RawResponse, status: int, code: str) -> str:
-    """The shape of every error; its sentence."""
-    assert got.status == status, got.body
-    assert got.header("content-type") == "application/json"
-    told = json.loads(got.body)
-    assert told.keys() == {"error", "code", "request_id"}
-    assert told["code"] == code
-    assert told["request_id"] == got.header("x-request-id") != ""
-    assert got.body == serialize_error(told["error"], told["code"], told["request_id"])
-    assert_tells_nothing_of_the_inside(told["error"])
-    return str(told["error"])
+def assert_error(response: RawResponse, status: int, code: str) -> str:
+    """Assert that it is an error of the gateway; return its message."""
+    assert response.status == status, response.body
+    assert response.header("content-type") == "application/json"
+    document = json.loads(response.body)
+    assert document.keys() == {"error", "code", "request_id"}
+    message = str(document["error"])
+    assert document["code"] == code
+    assert document["request_id"] == response.header("x-request-id") != ""
+    assert response.body == serialize_error(message, code, document["request_id"])
+    assert_no_internals(message)
+    return message
 
 
-def assert_tells_nothing_of_the_inside(sentence: str) -> None:
-    assert sentence
-    assert not re.search(r"/srv|/tmp|\.py|Traceback|At:|0x|shm|\n|^\{", sentence), sentence
+def assert_no_internals(message: str) -> None:
+    assert message
+    assert not re.search(r"/srv|/tmp|\.py|Traceback|At:|0x|shm|\n|^\{", message), message
 
 
 # Triton's own Python client, both kinds of it.
@@ -151,7 +149,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 
 
 def steady(answer: Any) -> Any:
-    """Without times and counts, which an unload puts back to nothing."""
+    """Remove times and counts, which an unload resets."""
     if isinstance(answer, dict):
         return {name: steady(value) for name, value in answer.items()}
     if isinstance(answer, list):
@@ -281,15 +279,15 @@ async def by_the_aio_client(port: int) -> tuple[list[Any], dict[str, Any], dict[
 
 
 @pytest.mark.parametrize("kind", ["sync", "aio"])
-def test_triton_client_gets_the_same_results_through_the_gateway(doors: Doors, kind: str) -> None:
+def test_triton_client_gets_the_same_results_through_the_gateway(ports: Ports, kind: str) -> None:
     def through(port: int) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
         if kind == "sync":
             return by_the_sync_client(port)
         return asyncio.run(by_the_aio_client(port))
 
-    direct, (calls, results, failures) = through(doors.triton), through(doors.gateway)
-    for (name, arguments), expected, got in zip(CALLS, direct[0], calls, strict=True):
-        assert got == expected, (name, arguments)
+    direct, (calls, results, failures) = through(ports.triton), through(ports.gateway)
+    for (name, arguments), expected, found in zip(CALLS, direct[0], calls, strict=True):
+        assert found == expected, (name, arguments)
     for name, expected in direct[1].items():
         assert results[name] == expected, name
     assert results["mixed"][0]["id"] == "my own/id"
@@ -300,25 +298,25 @@ def test_triton_client_gets_the_same_results_through_the_gateway(doors: Doors, k
         assert isinstance(direct[2][name], InferenceServerException)
         assert failures[name].status() == status, (name, failures[name])
         assert words in failures[name].message(), name
-        assert_tells_nothing_of_the_inside(failures[name].message())
+        assert_no_internals(failures[name].message())
 
 
-def test_shared_memory_is_listed_as_empty_and_cannot_be_registered(doors: Doors) -> None:
+def test_shared_memory_is_listed_as_empty_and_cannot_be_registered(ports: Ports) -> None:
     for kind in ("system", "cuda"):
         base = f"/v2/{kind}sharedmemory"
         for method, path in (
             ("GET", "/status"), ("POST", "/unregister"), ("POST", "/region/mine/unregister"),
         ):  # fmt: skip
-            direct, through = doors.both(method, base + path)
+            direct, through = ports.both(method, base + path)
             assert through.content == direct.content
             assert through.header("content-length") == direct.header("content-length")
-        region = ask(doors.gateway, "GET", f"{base}/region/mine/status")
+        region = ask(ports.gateway, "GET", f"{base}/region/mine/status")
         assert (region.status, region.body) == (200, b"[]")
         for method, path in (("POST", "/status"), ("GET", "/unregister")):
-            direct, through = doors.both(method, base + path)
+            direct, through = ports.both(method, base + path)
             assert through.status == direct.status
             assert_error(through, 405, "METHOD_NOT_ALLOWED")
-    with triton_http.InferenceServerClient(f"127.0.0.1:{doors.gateway}") as client:
+    with triton_http.InferenceServerClient(f"127.0.0.1:{ports.gateway}") as client:
         for register, arguments in (
             (client.register_system_shared_memory, ("mine", "/mine", 4)),
             (client.register_cuda_shared_memory, ("mine", b"handle", 0, 4)),
@@ -342,7 +340,7 @@ SLICES = [PAIR_JSON[i : i + 7] for i in range(0, len(PAIR_JSON), 7)]
 
 
 def binary(model_input: str, array: np.ndarray) -> tuple[Headers, bytes]:
-    """A request in the binary extension, and its header."""
+    """Return the headers and the body of a request in the binary extension."""
     body, length = triton_http.InferenceServerClient.generate_request_body(
         [tensor(model_input, array)]
     )
@@ -387,24 +385,25 @@ EXCHANGES: list[tuple[str, str, Headers, bytes | list[bytes]]] = [
 ]  # fmt: skip
 
 
-def test_response_is_the_same_byte_for_byte(doors: Doors) -> None:
-    with Wire(doors.triton) as triton, Wire(doors.gateway) as gateway:
+def test_response_is_the_same_byte_for_byte(ports: Ports) -> None:
+    with Wire(ports.triton) as triton, Wire(ports.gateway) as gateway:
         for exchange in EXCHANGES:
-            direct, got = triton.ask(*exchange), gateway.ask(*exchange)
+            direct = triton.ask(*exchange)
+            response = gateway.ask(*exchange)
             assert direct.status == 200, (exchange[:3], direct)
-            assert got.content == direct.content, exchange[:3]
-            assert re.fullmatch("[0-9a-f]{32}", got.header("x-request-id"))
-            if direct.header("content-length"):
-                assert got.header("content-length") == direct.header("content-length"), exchange[:3]
+            length = direct.header("content-length")
+            assert response.content == direct.content, exchange[:3]
+            assert re.fullmatch("[0-9a-f]{32}", response.header("x-request-id"))
+            assert not length or response.header("content-length") == length, exchange[:3]
 
 
-def test_head_has_no_body_and_leaves_the_connection_usable(doors: Doors) -> None:
+def test_head_has_no_body_and_leaves_the_connection_usable(ports: Ports) -> None:
     targets = [
         "/v2", "/v2/health/live", "/v2/models/pair", "/v2/models/pair/config", "/v2/models/stats"
     ]  # fmt: skip
-    with Wire(doors.gateway) as wire:
+    with Wire(ports.gateway) as wire:
         for target in targets:
-            whole = ask(doors.triton, "GET", target)
+            whole = ask(ports.triton, "GET", target)
             head = wire.ask("HEAD", target)
             assert head.content == (200, whole.content[1], b"")
             assert head.header("content-length") == whole.header("content-length")
@@ -416,20 +415,20 @@ def test_head_has_no_body_and_leaves_the_connection_usable(doors: Doors) -> None
 
 
 @pytest.mark.fault("a client does not read its response")
-def test_tensors_of_16_mib_are_streamed_and_not_held(doors: Doors) -> None:
+def test_tensors_of_16_mib_are_streamed_and_not_held(ports: Ports) -> None:
     large = np.arange(4 * MIB, dtype=np.float32)
     headers, body = binary("X", large)
     pieces = [body[i : i + MIB] for i in range(0, len(body), MIB)]
     raw = [("Inference-Header-Content-Length", "0")]
     target = "/v2/models/wide/infer"
-    expected = ask(doors.triton, "POST", target, headers, body)
+    expected = ask(ports.triton, "POST", target, headers, body)
     assert expected.body.endswith(large.tobytes())
-    before = peak_bytes(process_listening_at(doors.gateway))
+    before = peak_bytes(process_listening_at(ports.gateway))
     requests = [(headers, body), (headers, pieces), (headers, body), (raw, [large.tobytes()])]
     with ThreadPoolExecutor(len(requests)) as pool:
-        asked = [pool.submit(ask, doors.gateway, "POST", target, *request) for request in requests]
+        asked = [pool.submit(ask, ports.gateway, "POST", target, *request) for request in requests]
         assert [future.result().content == expected.content for future in asked] == [True] * 4
-    grown = peak_bytes(process_listening_at(doors.gateway)) - before
+    grown = peak_bytes(process_listening_at(ports.gateway)) - before
     assert grown < 16 * MIB, f"128 MiB flowed through; held at once: {grown / MIB:.0f} MiB"
 
 
@@ -448,9 +447,9 @@ def peak_bytes(process: psutil.Process) -> int:
 # Streams.
 
 
-def test_events_arrive_as_they_are_made(doors: Doors) -> None:
+def test_events_of_a_stream_are_passed_as_they_are_produced(ports: Ports) -> None:
     def events(port: int, pause_s: float) -> Iterator[tuple[float, Any]]:
-        """When each arrived, and its data."""
+        """Yield the time of each event, and its data."""
         url = f"http://127.0.0.1:{port}/v2/models/ticking/generate_stream"
         asked = {"COUNT": 4, "SECONDS": pause_s}
         with httpx.stream("POST", url, json=asked, timeout=TIMEOUT_S) as response:
@@ -461,13 +460,13 @@ def test_events_arrive_as_they_are_made(doors: Doors) -> None:
                     yield time.time(), json.loads(line.removeprefix("data: "))
 
     one = b'{"COUNT": 1, "SECONDS": 0}'
-    direct, through = doors.both("POST", "/v2/models/ticking/generate_stream", [], one)
+    direct, through = ports.both("POST", "/v2/models/ticking/generate_stream", [], one)
     direct_type = direct.header("content-type")
     assert direct_type.startswith("text/event-stream")
     assert through.content[:2] == direct.content[:2]
-    assert [event["NUMBER"] for _, event in events(doors.triton, 0)] == [0, 1, 2, 3]
+    assert [event["NUMBER"] for _, event in events(ports.triton, 0)] == [0, 1, 2, 3]
     for pause_s in lengthening(0.05):
-        arrived = list(events(doors.gateway, pause_s))
+        arrived = list(events(ports.gateway, pause_s))
         assert [event["NUMBER"] for _, event in arrived] == [0, 1, 2, 3]
         if all(at < following["MADE"] for (at, _), (_, following) in pairwise(arrived)):
             return
@@ -475,39 +474,43 @@ def test_events_arrive_as_they_are_made(doors: Doors) -> None:
 
 
 @pytest.mark.fault("exceptions provoked in a model")
-def test_error_of_a_stream_is_an_event_without_internals(doors: Doors) -> None:
+def test_error_of_a_stream_is_an_event_without_internals(ports: Ports) -> None:
     target, body = "/v2/models/ticking/generate_stream", b'{"COUNT": -2, "SECONDS": 0}'
-    got = ask(doors.gateway, "POST", target, [], body)
-    *good, bad = [json.loads(e.removeprefix(b"data: ")) for e in got.body.split(b"\n\n") if e]
+    response = ask(ports.gateway, "POST", target, [], body)
+    events = filter(None, response.body.split(b"\n\n"))
+    *good, bad = [json.loads(event.removeprefix(b"data: ")) for event in events]
     assert [event["NUMBER"] for event in good] == [0, 1]
     assert "boom" in bad["error"]
-    assert_tells_nothing_of_the_inside(bad["error"])
+    assert_no_internals(bad["error"])
 
     # If it is the first event, the stream has an error's status, as Triton's own.
-    direct, got = doors.both("POST", "/v2/models/failing/generate_stream", [], b'{"X": 1}')
+    direct, response = ports.both("POST", "/v2/models/failing/generate_stream", [], b'{"X": 1}')
     assert direct.body.startswith(b'data: {"error":')
     assert direct.body.endswith(b"\n\n")
-    assert got.header("content-type") == direct.header("content-type")
-    assert (direct.status, got.status) == (400, 500)  # a model's fault is no fault of the request
-    event = json.loads(got.body.removeprefix(b"data: "))
-    assert got.body == b"data: %b\n\n" % serialize_error(
+    assert response.header("content-type") == direct.header("content-type")
+    assert direct.status == 400
+    assert response.status == 500  # because it is a fault of the model, not of the request
+    event = json.loads(response.body.removeprefix(b"data: "))
+    assert response.body == b"data: %b\n\n" % serialize_error(
         event["error"], event["code"], event["request_id"]
     )
     assert event["code"] == "MODEL_FAULT"
-    assert event["request_id"] == got.header("x-request-id")
+    assert event["request_id"] == response.header("x-request-id")
     assert "boom 1.0" in event["error"]
-    assert_tells_nothing_of_the_inside(event["error"])
+    assert_no_internals(event["error"])
 
     # A request that is refused before there is a stream gets JSON from Triton, too.
     for target, body in (
         ("/v2/models/nobody/generate_stream", b"{}"),
         ("/v2/models/failing/generate_stream", b'{"Z": 1}'),
     ):
-        direct, got = doors.both("POST", target, [], body)
-        assert got.header("content-type") == direct.header("content-type") == "application/json"
+        direct, response = ports.both("POST", target, [], body)
+        assert (
+            response.header("content-type") == direct.header("content-type") == "application/json"
+        )
 
 
-# What does not pass.
+# Requests that are refused.
 
 SPELLINGS = [
     "/v2/%73ystemsharedmemory/status",
@@ -532,8 +535,8 @@ PLAIN = [
     "http://somewhere/v2/systemsharedmemory/region/mine/register",
     "/v2/systemsharedmemory/region/mine/register?a=b",
 ]
-# What the gateway answers itself.
-OWN = [
+# Answered by the gateway itself.
+ANSWERED = [
     f"/v2/{kind}sharedmemory{rest}"
     for kind in ("system", "cuda")
     for rest in ("/status", "/region/mine/status", "/unregister", "/region/mine/unregister?a=b")
@@ -546,7 +549,7 @@ def test_shared_memory_in_any_spelling_never_reaches_triton(
 ) -> None:
     fake, gateway = faked
     with Wire(gateway) as wire:
-        for target in OWN:
+        for target in ANSWERED:
             method = "POST" if "unregister" in target else "GET"
             assert wire.ask(method, target, [], b"{}" * (method == "POST")).status == 200
         for target in PLAIN:
@@ -556,9 +559,9 @@ def test_shared_memory_in_any_spelling_never_reaches_triton(
             assert (wire.ask("HEAD", target).status, wire.ask("POST", target).status) == (403, 403)
         for target in SPELLINGS:
             for method in ("GET", "POST"):
-                got = wire.ask(method, target)
-                assert got.status in (400, 403, 404), (method, target)
-                assert json.loads(got.body).keys() == {"error", "code", "request_id"}
+                response = wire.ask(method, target)
+                assert response.status in (400, 403, 404), (method, target)
+                assert json.loads(response.body).keys() == {"error", "code", "request_id"}
         assert fake.requests.empty()
         assert wire.ask("GET", "/v2").body == FAKE_BODY
     assert fake.requests.get(timeout=TIMEOUT_S)[0].startswith(b"GET /v2 ")
@@ -566,7 +569,7 @@ def test_shared_memory_in_any_spelling_never_reaches_triton(
 
 @pytest.mark.fault("names with ../, %00, CR and LF, of 300 characters; invalid versions")
 def test_error_has_the_status_and_code_of_the_gateway(
-    doors: Doors, subtests: pytest.Subtests
+    ports: Ports, subtests: pytest.Subtests
 ) -> None:
     infer = "/v2/models/pair/infer"
     body, large = b"{}", bytes(3 * MIB)
@@ -606,12 +609,12 @@ def test_error_has_the_status_and_code_of_the_gateway(
         (("POST", "/v2/models/failing/infer", [], one), fault, "", "boom 1.0"),
         (("POST", "/v2/models/failing/generate", [], b'{"X": 1}'), fault, "", "boom 1.0"),
     ]  # fmt: skip
-    with Wire(doors.gateway) as wire:  # one connection: a refusal leaves nothing of the body behind
+    with Wire(ports.gateway) as wire:  # one connection: a refusal leaves nothing of the body behind
         for request, (status, code), allow, words in table:
             with subtests.test(f"{request[0]} {request[1]}"):
-                got = wire.ask(*request)
-                assert words in assert_error(got, status, code)
-                assert got.header("allow") == allow
+                response = wire.ask(*request)
+                assert words in assert_error(response, status, code)
+                assert response.header("allow") == allow
                 assert wire.ask("GET", "/v2/health/live").status == 200
 
 
@@ -625,10 +628,10 @@ def test_body_over_the_limit_is_413_with_a_length_or_chunked(limited: int) -> No
     for body, status in (
         (bytes(1_000_000), 200), (bytes(1_000_001), 413), (pieces(10), 200), (pieces(11), 413),
     ):  # fmt: skip
-        got = ask(limited, "POST", target, headers, body)
-        assert got.status == status
+        response = ask(limited, "POST", target, headers, body)
+        assert response.status == status
         if status == 413:
-            assert "1000000 bytes" in assert_error(got, 413, "TOO_LARGE")
+            assert "1000000 bytes" in assert_error(response, 413, "TOO_LARGE")
 
 
 TAKING_BODIES = [
@@ -639,27 +642,27 @@ TAKING_BODIES = [
 ]  # fmt: skip
 
 
-def test_content_encoding_that_triton_lacks_is_415_on_every_route(doors: Doors) -> None:
-    with Wire(doors.gateway) as wire:
+def test_content_encoding_that_triton_lacks_is_415_on_every_route(ports: Ports) -> None:
+    with Wire(ports.gateway) as wire:
         for target in TAKING_BODIES:
             for encoding, body in (("br", PAIR_JSON), ("gzip, br", SLICES)):
-                got = wire.ask("POST", target, [("Content-Encoding", encoding)], body)
-                sentence = assert_error(got, 415, "UNSUPPORTED_BODY")
+                response = wire.ask("POST", target, [("Content-Encoding", encoding)], body)
+                sentence = assert_error(response, 415, "UNSUPPORTED_BODY")
                 assert f"Content-Encoding '{encoding}'" in sentence
-                assert got.header("accept-encoding") == "gzip, deflate"
+                assert response.header("accept-encoding") == "gzip, deflate"
         assert wire.ask("GET", "/v2/models/pair/ready").status == 200  # nothing was unloaded
 
 
-def test_body_that_does_not_match_its_content_encoding_is_400(doors: Doors) -> None:
+def test_body_that_does_not_match_its_content_encoding_is_400(ports: Ports) -> None:
     target = "/v2/models/pair/infer"
     headers = [("Content-Encoding", "gzip")]
     for body in (b"plain", gzip.compress(b"cut short")[:-9], gzip.compress(b"x") + b"more"):
-        got = ask(doors.gateway, "POST", target, headers, body)
-        sentence = assert_error(got, 400, "MALFORMED_REQUEST")
+        response = ask(ports.gateway, "POST", target, headers, body)
+        sentence = assert_error(response, 400, "MALFORMED_REQUEST")
         assert "compressed" in sentence or "Content-Encoding" in sentence
     twice = [*headers, ("Content-Encoding", "identity")]
-    got = ask(doors.gateway, "POST", target, twice, gzip.compress(PAIR_JSON))
-    assert "more than one Content-Encoding" in assert_error(got, 400, "MALFORMED_REQUEST")
+    response = ask(ports.gateway, "POST", target, twice, gzip.compress(PAIR_JSON))
+    assert "more than one Content-Encoding" in assert_error(response, 400, "MALFORMED_REQUEST")
 
 
 COMPRESSED: dict[str, Callable[[bytes], bytes]] = {
@@ -680,12 +683,12 @@ def test_body_that_inflates_beyond_the_limit_is_413(limited: int, way: str) -> N
     for size in (1_000_001, 20_000_000):
         body = compress(bytes(size))
         for sent in (body, pieces_of(body)):
-            got = ask(limited, "POST", target, headers, sent)
-            assert "1000000 bytes" in assert_error(got, 413, "TOO_LARGE")
+            response = ask(limited, "POST", target, headers, sent)
+            assert "1000000 bytes" in assert_error(response, 413, "TOO_LARGE")
     text = compress(PAIR_JSON)
     for sent in (text, pieces_of(text)):
-        got = ask(limited, "POST", "/v2/models/pair/infer", headers[1:], sent)
-        assert got.status == 200
+        response = ask(limited, "POST", "/v2/models/pair/infer", headers[1:], sent)
+        assert response.status == 200
 
 
 def pieces_of(body: bytes) -> Iterator[bytes]:
@@ -736,14 +739,14 @@ def test_request_headers_for_triton_are_passed_and_no_others(faked: tuple[Fake, 
     passed = [f"{name.lower()}: {value}" for name, value in PASSED]
     for body, framings in bodies:
         assert ask(gateway, "POST", target, [*PASSED, *STOPPED], body).body == FAKE_BODY
-        head, got = fake.requests.get(timeout=TIMEOUT_S)
+        head, received = fake.requests.get(timeout=TIMEOUT_S)
         first, *lines = head.decode("latin-1").splitlines()
         assert first == f"POST {target} HTTP/1.1"
         assert [line for line in lines if line in passed] == passed
         host, framing = (line for line in lines if line not in passed)
         assert host == f"host: 127.0.0.1:{fake.port}"
         assert framing in framings
-        assert got == (body if isinstance(body, bytes) else b"".join(body))
+        assert received == (body if isinstance(body, bytes) else b"".join(body))
 
 
 def test_request_that_is_repeated_reaches_triton_unchanged(faked: tuple[Fake, int]) -> None:
@@ -757,9 +760,9 @@ def test_request_that_is_repeated_reaches_triton_unchanged(faked: tuple[Fake, in
             ids = set()
             for _ in range(4):
                 wire.socket.sendall(request)
-                got = wire.read()
-                assert got.status == 200
-                ids.add(got.header("x-request-id"))
+                response = wire.read()
+                assert response.status == 200
+                ids.add(response.header("x-request-id"))
         assert len(ids) == 4
         first, *others = [fake.requests.get(timeout=TIMEOUT_S) for _ in range(4)]
         assert others == [first] * 3
@@ -767,9 +770,9 @@ def test_request_that_is_repeated_reaches_triton_unchanged(faked: tuple[Fake, in
 
 def test_response_headers_of_triton_are_passed_unchanged(faked: tuple[Fake, int]) -> None:
     fake, gateway = faked
-    got = ask(gateway, "GET", "/v2/models/odd")
+    response = ask(gateway, "GET", "/v2/models/odd")
     assert fake.requests.get(timeout=TIMEOUT_S)[0].startswith(b"GET /v2/models/odd ")
-    assert got.headers[:-1] == [
+    assert response.headers[:-1] == [
         ("x-two", "first"),
         ("x-odd", "caf\xe9 \xff"),
         ("x-two", "second"),
@@ -777,10 +780,10 @@ def test_response_headers_of_triton_are_passed_unchanged(faked: tuple[Fake, int]
         ("server", "a fake"),
         ("x-content-type-options", "nosniff"),
     ]
-    assert got.headers[-1][0] == "x-request-id"
+    assert response.headers[-1][0] == "x-request-id"
 
 
-# Those who leave.
+# Clients that disconnect.
 
 
 def before_the_answer(wire: Wire) -> None:
@@ -794,10 +797,11 @@ def in_the_middle_of_the_answer(wire: Wire) -> None:
 
 def in_the_middle_of_the_events(wire: Wire) -> None:
     wire.send("POST", "/v2/models/events/generate_stream", [], b"{}")
-    seen = b""
-    while b"data: one" not in seen:
-        seen += (got := wire.socket.recv(65536))
-        assert got, seen
+    received = b""
+    while b"data: one" not in received:
+        data = wire.socket.recv(65536)
+        assert data, received
+        received += data
 
 
 def in_the_middle_of_the_body(wire: Wire) -> None:
