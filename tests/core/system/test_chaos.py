@@ -15,6 +15,6 @@ PATIENCE = 4.0  # other tests run meanwhile
 @pytest.mark.long
 @pytest.mark.fault("a gateway, Redis or a Triton is killed or paused while models are loaded and")
 @pytest.mark.timeout(900)
-def test_a_fleet_is_as_acknowledged_after_random_faults_and_changes(tmp_path: Path) -> None:
+def test_fleet_is_as_acknowledged_after_random_faults_and_changes(tmp_path: Path) -> None:
     """Takes long: each step waits until the fleet has settled."""
     run(tmp_path, SEED, STEPS, patience=PATIENCE)

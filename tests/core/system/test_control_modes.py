@@ -67,7 +67,7 @@ def models(up: Up) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_a_model_of_another_shape_is_served_without_a_call(
+def test_polled_model_that_changes_its_shape_is_served(
     polling: Polling, repository: Path, tmp_path: Path
 ) -> None:
     assert infer(polling, 1, 2).json()["outputs"] == {"Y": [1, 2]}
@@ -81,7 +81,7 @@ def test_a_model_of_another_shape_is_served_without_a_call(
     assert "[3]" in refused.json()["error"]
 
 
-def test_a_model_comes_and_goes_without_a_call(
+def test_polled_model_appears_and_disappears(
     polling: Polling, repository: Path, tmp_path: Path
 ) -> None:
     def status() -> int:
@@ -96,7 +96,9 @@ def test_a_model_comes_and_goes_without_a_call(
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_call_is_409_and_changes_nothing_that_is_wished(polling: Polling, verb: str) -> None:
+def test_load_or_unload_in_poll_mode_is_409_and_changes_no_desired_state(
+    polling: Polling, verb: str
+) -> None:
     refused = manage(polling, verb)
     assert status_and_code(refused) == REFUSED
     assert "model control mode poll" in refused.json()["error"]
@@ -106,16 +108,16 @@ def test_a_call_is_409_and_changes_nothing_that_is_wished(polling: Polling, verb
     assert "error" not in found
 
 
-def test_a_call_that_nobody_waits_for_tells_it_in_its_operation(polling: Polling) -> None:
-    begun = manage(polling, "load", headers={"Prefer": "respond-async"})
-    assert begun.status_code == 202
-    place = begun.headers["location"]
-    wait_until(lambda: polling.get(place).json()["operation"] != "running")
-    operation = polling.get(place).json()
+def test_asynchronous_load_in_poll_mode_fails_in_its_operation(polling: Polling) -> None:
+    started = manage(polling, "load", headers={"Prefer": "respond-async"})
+    assert started.status_code == 202
+    location = started.headers["location"]
+    wait_until(lambda: polling.get(location).json()["operation"] != "running")
+    operation = polling.get(location).json()
     assert (operation["operation"], operation["code"]) == ("failed", "MODEL_CONTROL_MODE")
 
 
-def test_what_is_declared_and_not_there_is_asked_for_once(polling: Polling) -> None:
+def test_missing_declared_model_in_poll_mode_is_requested_once(polling: Polling) -> None:
     polling.wait_for(f"loading model absent on {polling.triton} failed")
     # It would have tried again by then: the reconciler's first pause is 1 s.
     wait_until(lambda: time.monotonic() > polling.ready_at + 1.5)
@@ -126,7 +128,7 @@ def test_what_is_declared_and_not_there_is_asked_for_once(polling: Polling) -> N
     assert list(missing) == ["absent"]
 
 
-def test_mode_none_takes_no_calls_either(tmp_path: Path) -> None:
+def test_load_and_unload_in_mode_none_are_409(tmp_path: Path) -> None:
     write_echo(tmp_path, "free")
     with Up(tmp_path, "--model-control", "none") as up:
         up.wait_for("ready after")
@@ -154,7 +156,7 @@ SLOW = Outcome("LOADING", DeadlinePassed(300), is_in_progress=True)
         ((DOWN, DOWN), True, "UNAVAILABLE"),
     ],
 )
-def test_an_operation_that_no_replica_has_done_is_refused_with_the_answer_of_one(
+def test_operation_without_any_success_is_refused_with_the_error_of_a_replica(
     outcomes: tuple[Outcome, ...], refused: bool, code: str
 ) -> None:
     report = OperationReport("echo", True, len(outcomes), dict(zip("ab", outcomes, strict=True)))

@@ -1,4 +1,4 @@
-"""A Triton whose management only its gateway may call: the embedded one, and one of an operator's."""
+"""A Triton whose management only its gateway may call: the embedded one, or one with a configured secret."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.servers import free_ports, gateway
 from tests.support.up import Up
 from tests.support.wait import wait_until
 
-OWN = "team-secret=0123456789abcdef-own"
+SECRET_SETTING = "team-secret=0123456789abcdef-own"
 CODE = base64.b64encode(b"raise RuntimeError('code of a web page')").decode()
 # What a page of another origin can send without being asked anything before: a plain POST.
 PLAIN = {"Content-Type": "text/plain", "Origin": "https://evil.example"}
@@ -68,16 +68,16 @@ def grpc_port(server: psutil.Process) -> int:
     return next(int(word.removeprefix(flag)) for word in server.cmdline() if word.startswith(flag))
 
 
-def refused_by(triton: str) -> list[int]:
-    """The statuses of what only a gateway may ask."""
-    asked = (
+def restricted_statuses(triton: str) -> list[int]:
+    """Return the statuses of the requests that only a gateway may send."""
+    responses = (
         httpx.request(method, f"http://{triton}{path}", content=body, headers=PLAIN)
         for method, path, body in RESTRICTED
     )
-    return [answer.status_code for answer in asked]
+    return [response.status_code for response in responses]
 
 
-def manages(url: str) -> None:
+def assert_manages(url: str) -> None:
     """Assert that the gateway's own management works, and the administrator's view of Triton's settings."""
     for verb in ("unload", "load"):
         answer = httpx.post(f"{url}/v2/repository/models/other/{verb}", timeout=60)
@@ -89,18 +89,18 @@ def manages(url: str) -> None:
 
 
 @pytest.mark.fault("a web page asks the embedded Triton directly to load code")
-def test_a_page_or_another_user_manages_nothing_and_the_gateway_does(up: Up) -> None:
+def test_management_of_the_embedded_triton_is_403_except_for_the_gateway(up: Up) -> None:
     for triton in up.tritons:
-        assert refused_by(triton) == [403] * len(RESTRICTED)
+        assert restricted_statuses(triton) == [403] * len(RESTRICTED)
         direct = httpx.post(f"http://{triton}/v2/models/echo/infer", json=V2_BODY)
         assert direct.status_code == 200
-    manages(up.url)
+    assert_manages(up.url)
 
 
 @pytest.mark.fault("a web page asks the embedded Triton directly to load code")
-def test_grpc_is_closed_as_well(up: Up) -> None:
-    async def asked(port: int) -> list[str]:
-        seen = []
+def test_management_over_grpc_is_restricted(up: Up) -> None:
+    async def collect_errors(port: int) -> list[str]:
+        errors = []
         async with InferenceServerClient(f"127.0.0.1:{port}") as triton:
             assert await triton.is_server_live()
             for call in (
@@ -112,15 +112,15 @@ def test_grpc_is_closed_as_well(up: Up) -> None:
             ):
                 with pytest.raises(InferenceServerException) as refused:
                     await call
-                seen.append(str(refused.value.message()))
-        return seen
+                errors.append(str(refused.value.message()))
+        return errors
 
     for server in up.servers():
-        for sentence in asyncio.run(asked(grpc_port(server))):
-            assert "restricted" in sentence
+        for error in asyncio.run(collect_errors(grpc_port(server))):
+            assert "restricted" in error
 
 
-def test_the_secret_is_in_no_output_and_in_no_command_line_of_ours(up: Up) -> None:
+def test_secret_is_in_no_output_and_no_command_line_of_the_gateway(up: Up) -> None:
     servers = up.servers()
     secrets = {secret_of(server) for server in servers}
     assert len(secrets) == 1
@@ -136,17 +136,17 @@ def test_the_secret_is_in_no_output_and_in_no_command_line_of_ours(up: Up) -> No
 
 @pytest.mark.long
 @pytest.mark.fault("a web page asks the embedded Triton directly to load code")
-def test_a_triton_that_is_started_again_is_restricted_again(up: Up) -> None:
+def test_restarted_triton_is_restricted_again(up: Up) -> None:
     up.servers()[0].kill()
     up.wait_for("Triton is ready again")
     wait_until(lambda: httpx.get(f"{up.url}/v1/replicas").text.count('"UP"') == 2)
-    assert refused_by(up.tritons[0]) == [403] * len(RESTRICTED)
-    manages(up.url)
+    assert restricted_statuses(up.tritons[0]) == [403] * len(RESTRICTED)
+    assert_manages(up.url)
 
 
 @dataclass
-class Own:
-    """`triton-gateway triton` alone, with a secret of an operator's."""
+class StandaloneTriton:
+    """`triton-gateway triton`, with a configured secret."""
 
     up: Up
 
@@ -161,27 +161,31 @@ class Own:
 
 
 @pytest.fixture(scope="module")
-def own(repository: Path) -> Iterator[Own]:
-    environment = {"GATEWAY_TRITON_RESTRICTED_API": OWN}
+def standalone(repository: Path) -> Iterator[StandaloneTriton]:
+    environment = {"GATEWAY_TRITON_RESTRICTED_API": SECRET_SETTING}
     running = Up(repository, command="triton", environment=environment)
     with running:
         running.wait_for("Triton is ready")
         assert "load code into Triton" not in running.output
-        yield Own(running)
+        yield StandaloneTriton(running)
 
 
 @pytest.mark.long
-def test_a_gateway_with_an_operators_secret_manages_its_triton(own: Own) -> None:
-    assert refused_by(own.up.triton) == [403] * len(RESTRICTED)
-    with gateway(own.url(), triton_restricted_api=OWN, log_level="debug") as (client, command):
-        manages(str(client.base_url))
-    secret = OWN.partition("=")[2]
-    assert secret not in command.output + own.up.output
+def test_gateway_with_the_configured_secret_manages_its_triton(
+    standalone: StandaloneTriton,
+) -> None:
+    assert restricted_statuses(standalone.up.triton) == [403] * len(RESTRICTED)
+    settings = {"triton_restricted_api": SECRET_SETTING, "log_level": "debug"}
+    with gateway(standalone.url(), **settings) as (client, command):
+        assert_manages(str(client.base_url))
+    secret = SECRET_SETTING.partition("=")[2]
+    assert secret not in command.output + standalone.up.output
 
 
-def test_over_http_it_is_sent_too_where_grpc_cannot_be_reached(own: Own) -> None:
+def test_secret_is_sent_over_http_if_grpc_is_unreachable(standalone: StandaloneTriton) -> None:
     (nobody,) = free_ports(1)
-    with gateway(own.url(grpc=nobody), triton_restricted_api=OWN) as (client, command):
+    url = standalone.url(grpc=nobody)
+    with gateway(url, triton_restricted_api=SECRET_SETTING) as (client, command):
         assert client.post("/v2/repository/models/other/load").status_code == 200
         command.wait_for("managing models over HTTP")
 
@@ -189,24 +193,24 @@ def test_over_http_it_is_sent_too_where_grpc_cannot_be_reached(own: Own) -> None
 @pytest.mark.parametrize(
     "settings", [{}, {"triton_restricted_api": "team-secret=another-secret-0"}]
 )
-def test_a_gateway_without_the_secret_says_which_setting_is_missing(
-    own: Own, settings: dict[str, str]
+def test_gateway_without_the_secret_names_the_missing_setting(
+    standalone: StandaloneTriton, settings: dict[str, str]
 ) -> None:
-    with gateway(own.url(), **settings) as (client, command):
-        said = "check GATEWAY_TRITON_RESTRICTED_API"
-        wait_until(lambda: said in client.get("/readyz").text)
+    with gateway(standalone.url(), **settings) as (client, command):
+        advice = "check GATEWAY_TRITON_RESTRICTED_API"
+        wait_until(lambda: advice in client.get("/readyz").text)
         assert "another-secret" not in command.output
 
 
-def test_triton_alone_says_what_restricts_it(repository: Path) -> None:
+def test_triton_command_names_the_setting_that_restricts_it(repository: Path) -> None:
     with Up(repository, command="triton") as triton:
         triton.wait_for("Triton is ready")
-    told = triton.wait_for("load code into Triton")
-    assert "GATEWAY_TRITON_RESTRICTED_API=KEY=SECRET" in told
+    line = triton.wait_for("load code into Triton")
+    assert "GATEWAY_TRITON_RESTRICTED_API=KEY=SECRET" in line
 
 
 @pytest.mark.parametrize("flag", ["--http-restricted-api", "--grpc-restricted-protocol"])
-def test_the_flag_of_tritons_own_is_refused(repository: Path, flag: str) -> None:
+def test_restricted_api_flag_of_triton_is_refused(repository: Path, flag: str) -> None:
     with Up(repository, "--triton-arg", f"{flag}=inference:a=b") as up:
         assert up.end() == 1
     assert "GATEWAY_TRITON_RESTRICTED_API" in up.lines[-1]
@@ -222,7 +226,7 @@ def test_the_flag_of_tritons_own_is_refused(repository: Path, flag: str) -> None
         "=x",
     ],
 )
-def test_a_value_that_cannot_be_is_refused_and_not_repeated(
+def test_invalid_secret_is_refused_and_not_repeated(
     monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     monkeypatch.setenv("GATEWAY_TRITON_RESTRICTED_API", value)
@@ -233,8 +237,8 @@ def test_a_value_that_cannot_be_is_refused_and_not_repeated(
     assert value not in sentence
 
 
-def test_neither_the_settings_nor_the_parsed_value_show_the_secret() -> None:
-    values: dict[str, Any] = {"triton_restricted_api": OWN}
+def test_settings_and_the_parsed_value_do_not_show_the_secret() -> None:
+    values: dict[str, Any] = {"triton_restricted_api": SECRET_SETTING}
     settings = Settings(**values)
     assert "0123456789" not in f"{settings!r} {settings} {settings.model_dump()}"
     parsed = read_restricted_api(settings)

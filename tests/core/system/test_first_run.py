@@ -1,4 +1,4 @@
-"""The first minutes of a newcomer: what `make run` refuses, prints and logs on a terminal."""
+"""The first minutes of a newcomer: what `make run` refuses, prints and logs in a terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def paste(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.long
-def test_on_a_terminal_it_says_what_to_open_and_lines_are_short(tmp_path: Path) -> None:
+def test_terminal_output_names_the_page_and_has_short_lines(tmp_path: Path) -> None:
     write_model(tmp_path)
     with Up(tmp_path, on_terminal=True) as up:
         up.wait_for("press Ctrl-C to stop")
@@ -42,19 +42,19 @@ def test_on_a_terminal_it_says_what_to_open_and_lines_are_short(tmp_path: Path) 
         answer = paste(up.wait_for("paste:"))
         assert json.loads(answer.stdout)["model"] == "echo"
         assert re.fullmatch(r"[\d:]{8} POST echo 200 \d+ ms", up.wait_for(" POST "))
-        begun = len(up.lines)
+        start = len(up.lines)
         for path in ("/", "/v1/models", "/v1/replicas", "/metrics", "/v2/models/echo"):
             assert up.get(path).is_success  # as an open page does
         assert up.get("/nothing").status_code == 404
         failed = up.wait_for("404")
         assert re.fullmatch(r"[\d:]{8} GET /nothing 404 \d+ ms request_id=\S+", failed)
-        assert up.lines[begun:] == [failed]
+        assert up.lines[start:] == [failed]
         os.kill(up.pid, signal.SIGINT)
         up.wait_for("stopping; press Ctrl-C again")
         assert up.end() == 130
 
 
-def test_the_pasted_request_takes_the_key_from_the_shell(tmp_path: Path) -> None:
+def test_printed_request_reads_the_key_from_the_shell(tmp_path: Path) -> None:
     write_model(tmp_path / "models")
     keys = written(tmp_path / "keys.yaml", [entry(KEY, "infer")])
     with Up(tmp_path / "models", environment={"GATEWAY_KEYS_FILE": str(keys)}) as up:
@@ -62,7 +62,7 @@ def test_the_pasted_request_takes_the_key_from_the_shell(tmp_path: Path) -> None
         assert json.loads(answer.stdout)["model"] == "echo"
 
 
-def test_in_a_pipe_every_request_is_a_whole_line(tmp_path: Path) -> None:
+def test_output_to_a_pipe_has_all_fields_of_a_request(tmp_path: Path) -> None:
     write_model(tmp_path)
     with Up(tmp_path) as up:
         up.wait_for("paste:")
@@ -72,7 +72,7 @@ def test_in_a_pipe_every_request_is_a_whole_line(tmp_path: Path) -> None:
         assert "request_id=" in line
 
 
-def test_without_the_page_nothing_is_to_be_opened(tmp_path: Path) -> None:
+def test_output_without_the_page_names_no_page(tmp_path: Path) -> None:
     write_model(tmp_path)
     with Up(tmp_path, environment={"GATEWAY_PAGE": "false"}) as up:
         up.wait_for("paste:")

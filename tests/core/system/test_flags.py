@@ -1,4 +1,4 @@
-"""What `triton-gateway up` and `triton-gateway triton` pass on to Triton, and what they refuse to."""
+"""What `triton-gateway up` and `triton-gateway triton` pass to Triton, and what they refuse."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.support.up import Up, write_model
 from tests.support.wait import TIMEOUT_S
 
 
-def test_what_is_passed_on_arrives(tmp_path: Path) -> None:
-    """And a model that fails at the start does not end it, where one says so."""
+def test_flags_are_passed_to_triton(tmp_path: Path) -> None:
+    """With --no-exit-on-error, a model that fails at the start does not end it."""
     write_model(tmp_path)
     (tmp_path / "bad" / "1").mkdir(parents=True)
     (tmp_path / "bad" / "config.pbtxt").write_text((tmp_path / "echo/config.pbtxt").read_text())
@@ -51,7 +51,7 @@ def test_what_is_passed_on_arrives(tmp_path: Path) -> None:
         up.wait_for("no weights here")
 
 
-# What is refused, before anything is started.
+# Refused before anything is started.
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_is_passed_on_arrives(tmp_path: Path) -> None:
         ("--log-file=/tmp/x", "the gateway reads the reasons of failures from the log"),
     ],
 )
-def test_an_argument_that_is_ours_to_say_is_refused(
+def test_triton_argument_that_the_gateway_sets_is_refused(
     tmp_path: Path, argument: str, why: str
 ) -> None:
     with pytest.raises(CannotStart) as refused:
@@ -76,7 +76,7 @@ def test_an_argument_that_is_ours_to_say_is_refused(
 
 
 @pytest.mark.parametrize("argument", ["--id=x", "--model-load-thread-count=1", "http-port", "--"])
-def test_any_other_argument_is_taken(tmp_path: Path, argument: str) -> None:
+def test_other_triton_argument_is_accepted(tmp_path: Path, argument: str) -> None:
     TritonOptions((tmp_path,), extra_arguments=(argument,)).validate()
 
 
@@ -98,14 +98,14 @@ def test_any_other_argument_is_taken(tmp_path: Path, argument: str) -> None:
         ),
     ],
 )
-def test_what_does_not_go_together_is_said(
+def test_options_that_contradict_each_other_are_refused(
     tmp_path: Path, options: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(CannotStart, match=why):
         TritonOptions((tmp_path,), **options).validate()
 
 
-def test_an_address_that_triton_cannot_read_is_said(tmp_path: Path) -> None:
+def test_repository_address_that_triton_cannot_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CannotStart, match="s3://, gs:// and as://"):
         TritonOptions((tmp_path, "hdfs://x/y")).validate()
     TritonOptions((tmp_path, "s3://bucket/x", "gs://bucket/x", "as://account/x")).validate()
@@ -119,7 +119,7 @@ def test_an_address_that_triton_cannot_read_is_said(tmp_path: Path) -> None:
         (("alpha", "beta"), ["beta"], ("alpha",)),
     ],
 )
-def test_models_on_demand_are_not_loaded_at_the_start(
+def test_on_demand_models_are_not_loaded_at_the_start(
     tmp_path: Path, load: tuple[str, ...], patterns: list[str], started: tuple[str, ...]
 ) -> None:
     for name in ("alpha", "beta"):
@@ -128,7 +128,7 @@ def test_models_on_demand_are_not_loaded_at_the_start(
     assert options.load_models == started
 
 
-def test_models_on_demand_need_a_repository_that_can_be_listed(tmp_path: Path) -> None:
+def test_on_demand_models_require_a_repository_that_can_be_listed(tmp_path: Path) -> None:
     remote = TritonOptions(("s3://bucket/models",), ("*",))
     assert exclude_startup_models(remote, ["*"]).load_models == ()
     with pytest.raises(CannotStart, match="name those to load at startup with --load"):
@@ -138,7 +138,7 @@ def test_models_on_demand_need_a_repository_that_can_be_listed(tmp_path: Path) -
         exclude_startup_models(polled, ["*"])
 
 
-def test_a_refusal_is_one_sentence_of_the_command(tmp_path: Path) -> None:
+def test_refused_argument_is_reported_in_one_sentence(tmp_path: Path) -> None:
     with Up(tmp_path, "--triton-arg", "--grpc-address=0.0.0.0") as up:
         assert up.end() == 1
     refused = "--triton-arg does not accept --grpc-address=0.0.0.0: the embedded Triton listens on 127.0.0.1"
@@ -149,12 +149,12 @@ def test_a_refusal_is_one_sentence_of_the_command(tmp_path: Path) -> None:
 
 
 class Bucket(BaseHTTPRequestHandler):
-    """As much of S3 as reading takes: HEAD, GET, and GET ?list-type=2, of the files in a folder."""
+    """The part of S3 that reading needs: HEAD, GET, and GET ?list-type=2, of the files in a folder."""
 
     protocol_version = "HTTP/1.1"
 
     def __init__(self, folder: Path | None, *arguments: Any) -> None:
-        self.folder = folder  # None: nobody may read it
+        self.folder = folder  # None: every request is refused
         super().__init__(*arguments)
 
     def read(self) -> None:
@@ -197,7 +197,7 @@ def listing(folder: Path, prefix: str) -> bytes:
 
 @contextmanager
 def bucket_of(folder: Path | None) -> Iterator[str]:
-    """Where Triton finds it."""
+    """Yield the address of the bucket."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Bucket, folder)) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"s3://127.0.0.1:{server.server_port}/bucket/models"
@@ -213,7 +213,7 @@ CREDENTIALS = {
 
 
 @pytest.mark.long
-def test_models_come_out_of_an_object_store(tmp_path: Path) -> None:
+def test_models_are_read_from_an_object_store(tmp_path: Path) -> None:
     write_model(tmp_path / "models")
     with (
         bucket_of(tmp_path) as address,
@@ -225,7 +225,7 @@ def test_models_come_out_of_an_object_store(tmp_path: Path) -> None:
         assert httpx.get(url, timeout=TIMEOUT_S).status_code == 200
 
 
-def test_an_object_store_that_does_not_let_triton_in_is_named() -> None:
+def test_object_store_that_rejects_triton_is_named() -> None:
     with (
         bucket_of(None) as address,
         Up(address, command="triton", environment=CREDENTIALS) as triton,
@@ -235,7 +235,7 @@ def test_an_object_store_that_does_not_let_triton_in_is_named() -> None:
     assert "Check account credentials" in triton.lines[-1]
 
 
-# What is said.
+# Log lines.
 
 FAILS = (
     'E1121 15:25:32.216984 23132 backend_model.cc:692] "ERROR: Failed to create instance: no weights"',
@@ -243,12 +243,12 @@ FAILS = (
 )
 
 
-def test_a_model_that_fails_again_at_every_poll_is_told_of_once() -> None:
-    chatter = LogFilter()
-    assert [chatter.filter_line(line) is None for line in FAILS * 3] == [False] * 2 + [True] * 4
+def test_model_that_fails_at_every_poll_is_logged_once() -> None:
+    log_filter = LogFilter()
+    assert [log_filter.filter_line(line) is None for line in FAILS * 3] == [False] * 2 + [True] * 4
     loaded = "I1121 15:25:33.839000 23132 model_lifecycle.cc:839] \"successfully loaded 'bad'\""
-    assert chatter.filter_line(loaded)
-    assert chatter.filter_line(FAILS[1]) == "Triton: failed to load 'bad': no weights"
+    assert log_filter.filter_line(loaded)
+    assert log_filter.filter_line(FAILS[1]) == "Triton: failed to load 'bad': no weights"
 
 
 @pytest.mark.parametrize(
@@ -264,20 +264,20 @@ def test_a_model_that_fails_again_at_every_poll_is_told_of_once() -> None:
         ),
     ],
 )
-def test_a_failure_comes_with_advice(reason: str, advice: str) -> None:
+def test_failed_load_is_logged_with_advice(reason: str, advice: str) -> None:
     line = f"E1121 15:25:33.839000 23132 model_lifecycle.cc:642] \"failed to load 'a' version 1: {reason}\""
     assert LogFilter().filter_line(line) == f"Triton: failed to load 'a': {reason}; {advice}"
 
 
 @pytest.mark.parametrize("command", ["up", "triton"])
-def test_the_help_has_tritons_flags(command: str) -> None:
-    told = CliRunner().invoke(root_cli, [command, "--help"], env={"COLUMNS": "200"}).output
+def test_help_lists_the_flags_for_triton(command: str) -> None:
+    shown = CliRunner().invoke(root_cli, [command, "--help"], env={"COLUMNS": "200"}).output
     for flag in ("--triton-arg", "--poll-secs", "--no-exit-on-error", "--triton-http-port"):
-        assert flag in told
-    assert ("--replicas" in told) == (command == "up")
+        assert flag in shown
+    assert ("--replicas" in shown) == (command == "up")
 
 
-def test_every_flag_is_documented_and_no_other() -> None:
+def test_documented_flags_are_those_of_the_command() -> None:
     rows = re.findall(r"^\| `(--.*?)` \|", (ROOT / "docs/embedded.md").read_text(), re.MULTILINE)
     documented = {flag.strip("`") for row in rows for flag in re.split(r"`?, `?", row)}
     up = typer.main.get_command(root_cli).commands["up"]  # type: ignore[attr-defined]

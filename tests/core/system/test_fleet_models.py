@@ -1,4 +1,4 @@
-"""Models are managed on the whole fleet: three real tritonservers behind the gateway, none of which ends."""
+"""Models are managed on the whole fleet: three real tritonservers behind the gateway, all of which run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.wait import wait_until
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    # One thread: whoever holds it up holds up all that is asked over HTTP.
+    # One thread, so that a request that blocks it blocks all HTTP requests to this Triton.
     one_thread = ("--http-thread-count=1",)
     with fleet_of(tmp_path_factory.mktemp("three"), 3, arguments=one_thread, **QUICK) as fleet:
         yield fleet
@@ -32,12 +32,12 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture
 def three(running: Fleet) -> Iterator[Fleet]:
-    """Each test begins with `echo` and `other` on all three, and has what else it needs by its own name."""
+    """Each test begins with `echo` and `other` on all three, and names its other models differently."""
     yield running
     running.restore()
 
 
-def test_one_call_loads_and_unloads_on_every_replica(three: Fleet) -> None:
+def test_load_and_unload_take_effect_on_every_replica(three: Fleet) -> None:
     addresses = {triton.address for triton in three.tritons}
     for _ in range(2):
         assert three.unload("echo").status_code == 200
@@ -52,7 +52,7 @@ def test_one_call_loads_and_unloads_on_every_replica(three: Fleet) -> None:
             assert three.infer().json()["outputs"] == {"Y": [1, 2]}
 
 
-def test_the_client_of_triton_manages_the_fleet(three: Fleet) -> None:
+def test_triton_client_manages_the_models_of_the_fleet(three: Fleet) -> None:
     address = str(three.client.base_url).removeprefix("http://").rstrip("/")
     with triton_http.InferenceServerClient(address) as client:
 
@@ -71,9 +71,9 @@ def test_the_client_of_triton_manages_the_fleet(three: Fleet) -> None:
         assert set(three.states("late").values()) == {"UNAVAILABLE"}
 
 
-def test_the_index_has_the_worst_state_and_that_of_each_replica(three: Fleet) -> None:
+def test_index_has_the_worst_state_and_that_of_each_replica(three: Fleet) -> None:
     first, *others = three.tritons
-    for triton in others:  # not by the API, so that nobody makes the first like them
+    for triton in others:  # not by the API, so that the reconciler does not load it on the first
         load_behind(triton, "foreign")
 
     def entry(query: str = "") -> Any:
@@ -90,14 +90,14 @@ def test_the_index_has_the_worst_state_and_that_of_each_replica(three: Fleet) ->
     names = {entry["name"] for entry in ready}
     assert names >= {"echo", "other"}
     assert "foreign" not in names  # which is ready on two of three
-    for _ in range(20):  # sent only to where it is
+    for _ in range(20):  # sent only to the replicas that have it
         assert three.infer("foreign").status_code == 200
     for triton in others:
         unload_behind(triton, "foreign")
     wait_until(lambda: "READY" not in replica_states(three, "foreign").values())
 
 
-def test_an_unknown_model_is_404_and_nothing_is_kept_of_it(three: Fleet) -> None:
+def test_load_of_an_unknown_model_is_404_and_not_stored(three: Fleet) -> None:
     for call in (three.load, three.unload):
         refused = call("nobody")
         assert refused.status_code == 404
@@ -105,7 +105,7 @@ def test_an_unknown_model_is_404_and_nothing_is_kept_of_it(three: Fleet) -> None
     assert "nobody" not in three.client.get("/v1/models").text
 
 
-def test_a_step_of_an_ensemble_is_unloaded_only_with_the_ensemble(three: Fleet) -> None:
+def test_step_of_an_ensemble_is_unloaded_only_with_the_ensemble(three: Fleet) -> None:
     assert three.load("chain").status_code == 200
     assert three.infer("chain").json()["outputs"] == {"Y": [1, 2]}
     refused = three.unload("other")
@@ -119,7 +119,7 @@ def test_a_step_of_an_ensemble_is_unloaded_only_with_the_ensemble(three: Fleet) 
 
 
 @pytest.mark.fault("a load reaches two of three Tritons")
-def test_a_load_that_fails_on_one_replica_is_reported_routed_around_and_made_good(
+def test_load_that_fails_on_one_replica_is_reported_and_repeated_there(
     three: Fleet,
 ) -> None:
     last, trouble = three.tritons[-1], three.write_model("damaged")[-1]
@@ -138,40 +138,33 @@ def test_a_load_that_fails_on_one_replica_is_reported_routed_around_and_made_goo
 
 
 @pytest.mark.fault("a model takes long to load")
-def test_a_slow_load_disturbs_no_other_model(three: Fleet) -> None:
-    """The load lasts until the others have been served: one that held them up would be 504."""
+def test_slow_load_does_not_delay_other_models(three: Fleet) -> None:
+    """The load lasts until the others have been served: a load that blocked them would be 504."""
     troubles = three.write_model("slow", "hold")
-    took_s = []
-
-    def infer(_: int) -> int:
-        answer = three.infer()
-        took_s.append(answer.elapsed.total_seconds())
-        return answer.status_code
-
     with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(16) as others:
         loading = pool.submit(three.load, "slow")
         wait_until(lambda: set(three.states("slow").values()) == {"LOADING"})
         for _ in range(5):
             assert three.client.get("/livez").status_code == 200
-            assert set(others.map(infer, range(32))) == {200}
+            inferences = [others.submit(three.infer) for _ in range(32)]
+            assert {each.result().status_code for each in inferences} == {200}
         assert not loading.done()
         for trouble in troubles:
             trouble.unlink()
         assert loading.result().status_code == 200
-    print(f"the slowest inference took {max(took_s) * 1000:.0f} ms")
 
 
-def test_an_asynchronous_load_says_where_its_end_is_told(three: Fleet) -> None:
+def test_asynchronous_load_has_an_operation_with_its_result(three: Fleet) -> None:
     troubles = three.write_model("awaited", "hold")
-    begun = three.load("awaited", headers={"Prefer": "respond-async"})
-    assert begun.status_code == 202
-    place = begun.headers["location"]
-    first = three.client.get(place).json()
+    started = three.load("awaited", headers={"Prefer": "respond-async"})
+    assert started.status_code == 202
+    location = started.headers["location"]
+    first = three.client.get(location).json()
     assert (first["operation"], first["action"], first["model"]) == ("running", "load", "awaited")
     for trouble in troubles:
         trouble.unlink()
-    wait_until(lambda: three.client.get(place).json()["operation"] != "running")
-    last = three.client.get(place).json()
+    wait_until(lambda: three.client.get(location).json()["operation"] != "running")
+    last = three.client.get(location).json()
     assert last["operation"] == "succeeded"
     assert {found["state"] for found in last["replicas"].values()} == {"READY"}
     failing = three.load("nobody", headers={"Prefer": "respond-async"}).headers["location"]
@@ -181,7 +174,7 @@ def test_an_asynchronous_load_says_where_its_end_is_told(three: Fleet) -> None:
 
 
 @pytest.mark.fault("fifty concurrent loads and unloads of one model")
-def test_fifty_calls_for_one_model_end_as_the_last_of_them_says(three: Fleet) -> None:
+def test_fifty_concurrent_changes_of_a_model_end_with_the_desired_state(three: Fleet) -> None:
     """An ensemble, because nothing is started for it: each call takes milliseconds."""
 
     def call(number: int) -> int:
@@ -192,13 +185,13 @@ def test_fifty_calls_for_one_model_end_as_the_last_of_them_says(three: Fleet) ->
     with ThreadPoolExecutor(50) as pool:
         assert set(pool.map(call, range(50))) == {200}
     models = three.client.get("/v1/models").json()["models"]
-    wished = next(model["wished"] for model in models if model["name"] == "chain")
-    state = "READY" if wished == "loaded" else "UNAVAILABLE"
+    desired = next(model["wished"] for model in models if model["name"] == "chain")
+    state = "READY" if desired == "loaded" else "UNAVAILABLE"
     assert set(three.states("chain").values()) == {state}
 
 
 @pytest.mark.fault("a model is unloaded without the gateway's knowledge")
-def test_a_model_unloaded_behind_our_back_costs_no_request(three: Fleet) -> None:
+def test_model_unloaded_directly_on_a_replica_fails_no_request(three: Fleet) -> None:
     for triton in three.tritons:
         load_behind(triton, "foreign")
     wait_until(lambda: set(replica_states(three, "foreign").values()) == {"READY"})
@@ -209,7 +202,7 @@ def test_a_model_unloaded_behind_our_back_costs_no_request(three: Fleet) -> None
     unload_behind(three.tritons[2], "foreign")
 
 
-def test_the_state_of_a_replica_can_be_seen(three: Fleet) -> None:
+def test_replicas_are_listed_with_their_state_and_models(three: Fleet) -> None:
     assert three.client.post("/v1/models/echo/infer", json=BODY).status_code == 200
     found = three.client.get("/v1/replicas").json()["replicas"]
     assert {replica["address"] for replica in found} == {t.address for t in three.tritons}

@@ -1,4 +1,4 @@
-"""What is declared, and what is kept of loads and unloads: a real tritonserver behind the gateway."""
+"""Declared models, and the stored state of loads and unloads: a real tritonserver behind the gateway."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ def test_gateways_stay_ready_without_a_broken_model_that_is_not_always_required(
             assert metric(client, 'gateway_model_missing{model="late"}') == 1
             assert metric(client, 'gateway_model_missing{model="echo"}') == 0
             assert client.post("/v1/models/echo/infer", json=BODY).status_code == 200
-        told = run_gateway("ready", "--url", str(fleet.client.base_url))
-        assert (told.returncode, told.stdout) == (0, "ready, but late cannot be served\n")
+        run = run_gateway("ready", "--url", str(fleet.client.base_url))
+        assert (run.returncode, run.stdout) == (0, "ready, but late cannot be served\n")
         marked.write_text("models: [echo, other, late]\n")
         wait_for(strict, 200, "late")
 
 
-def test_a_models_file_that_cannot_be_read_ends_the_start_with_a_sentence(tmp_path: Path) -> None:
+def test_invalid_models_file_ends_the_start_with_one_sentence(tmp_path: Path) -> None:
     declared = tmp_path / "models.yaml"
     declared.write_text("models: {}")
     environment = {"GATEWAY_MODELS_FILE": str(declared), "GATEWAY_STATE": "memory:", "PATH": ""}
@@ -108,7 +108,7 @@ def test_a_models_file_that_cannot_be_read_ends_the_start_with_a_sentence(tmp_pa
     assert "Traceback" not in ended.stderr
 
 
-def test_what_was_loaded_survives_the_gateway_and_triton(tmp_path: Path) -> None:
+def test_desired_models_survive_restarts_of_the_gateway_and_triton(tmp_path: Path) -> None:
     state = f"file://{tmp_path}/state/state.json"
     with Triton(repository(tmp_path / "models"), "echo") as triton:
         triton.wait()
@@ -125,8 +125,8 @@ def test_what_was_loaded_survives_the_gateway_and_triton(tmp_path: Path) -> None
         triton.kill()
         triton.start()
         triton.wait()
-        told: Quick = {**QUICK, "log_level": "info"}
-        with gateway(triton.options.url, state=state, **told) as (client, command):
+        settings: Quick = {**QUICK, "log_level": "info"}
+        with gateway(triton.options.url, state=state, **settings) as (client, command):
             command.wait_for("restored desired state: load 'other'; unload 'echo'")
             listed = {model["name"]: model for model in client.get("/v1/models").json()["models"]}
             assert (listed["other"]["wished"], listed["other"]["ready"]) == ("loaded", False)
@@ -150,7 +150,7 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.mark.long
 @pytest.mark.fault("Redis goes away and comes back")
-def test_two_gateways_share_their_wishes_in_redis(tmp_path: Path, redis: RedisServer) -> None:
+def test_two_gateways_share_the_desired_models_in_redis(tmp_path: Path, redis: RedisServer) -> None:
     with Triton(repository(tmp_path / "models"), "echo") as triton:
         triton.wait()
         url, state = triton.options.url, redis.url()
@@ -160,15 +160,15 @@ def test_two_gateways_share_their_wishes_in_redis(tmp_path: Path, redis: RedisSe
         ):
             assert one.post("/v2/repository/models/other/load").status_code == 200
 
-            def wished(client: httpx.Client) -> dict[str, str]:
+            def read_desired_models(client: httpx.Client) -> dict[str, str]:
                 models = client.get("/v1/models").json()["models"]
                 return {model["name"]: model["wished"] for model in models if "wished" in model}
 
-            wait_until(lambda: wished(other) == {"other": "loaded"})
-            begun = one.post(
+            wait_until(lambda: read_desired_models(other) == {"other": "loaded"})
+            location = one.post(
                 "/v2/repository/models/late/load", headers={"Prefer": "respond-async"}
             ).headers["location"]
-            wait_until(lambda: other.get(begun).json().get("operation") == "succeeded")
+            wait_until(lambda: other.get(location).json().get("operation") == "succeeded")
             redis.stop()
             refused = one.post("/v2/repository/models/late/unload")
             assert (refused.status_code, refused.json()["code"]) == (503, "STATE_UNAVAILABLE")

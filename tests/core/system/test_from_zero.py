@@ -40,7 +40,7 @@ def has_held(fleet: Sleeping, count: int) -> bool:
 
 
 @pytest.mark.fault("no Triton is up, with `GATEWAY_HOLD_S`")
-def test_a_hundred_requests_wait_for_the_first_replica(tmp_path: Path) -> None:
+def test_requests_wait_for_the_first_replica(tmp_path: Path) -> None:
     with sleeping_fleet(tmp_path) as fleet, ThreadPoolExecutor(COUNT) as pool:
         ready = fleet.client.get("/readyz")
         assert ready.status_code == 200
@@ -52,7 +52,6 @@ def test_a_hundred_requests_wait_for_the_first_replica(tmp_path: Path) -> None:
         wait_until(lambda: count_held(fleet) == COUNT)
         fleet.triton.start()
         statuses = Counter(answer.result().status_code for answer in answers)
-        print(f"{statuses[200]} of {COUNT} answered")
         assert statuses == {200: COUNT}
         assert count_held(fleet) == 0
         wait_until(lambda: "asleep" not in fleet.client.get("/readyz").json())
@@ -61,7 +60,7 @@ def test_a_hundred_requests_wait_for_the_first_replica(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.fault("no Triton is up, with `GATEWAY_HOLD_S`")
-def test_requests_that_waited_in_vain_are_503(tmp_path: Path) -> None:
+def test_requests_without_a_replica_are_503_after_the_hold_time(tmp_path: Path) -> None:
     with sleeping_fleet(tmp_path, hold_s="1") as fleet:
         refused = [send_request(str(fleet.client.base_url).rstrip("/"), each) for each in range(3)]
         assert {answer.status_code for answer in refused} == {503}
@@ -69,7 +68,7 @@ def test_requests_that_waited_in_vain_are_503(tmp_path: Path) -> None:
         assert all(int(answer.headers["Retry-After"]) >= 1 for answer in refused)
 
 
-def test_without_the_setting_no_request_waits(tmp_path: Path) -> None:
+def test_requests_without_a_hold_time_are_503_at_once(tmp_path: Path) -> None:
     with sleeping_fleet(tmp_path, hold_s="0") as fleet:
         assert fleet.client.get("/readyz").status_code == 503
         refused = send_request(str(fleet.client.base_url).rstrip("/"), 2)
@@ -78,7 +77,7 @@ def test_without_the_setting_no_request_waits(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.fault("no Triton is up, with `GATEWAY_HOLD_S`")
-def test_more_requests_than_places_are_429(tmp_path: Path) -> None:
+def test_requests_above_the_queue_limit_are_429(tmp_path: Path) -> None:
     with sleeping_fleet(tmp_path, max_queue="5") as fleet, ThreadPoolExecutor(20) as pool:
         url = str(fleet.client.base_url).rstrip("/")
         answers = [pool.submit(send_request, url, number) for number in range(20)]
@@ -116,21 +115,16 @@ def test_waiting_requests_take_little_memory(tmp_path: Path, count: int) -> None
             for one in fleets:
                 await wait_until_async(partial(asyncio.to_thread, has_held, one, each))
             for process, size in zip(processes, before, strict=True):
-                grown = process.memory_info().rss - size
-                print(
-                    f"{each} waiting requests: {grown / each / 1024:.1f} KiB each, "
-                    f"{process.memory_info().rss >> 20} MiB in total"
-                )
-                assert grown < each * MAX_BYTES_PER_REQUEST
+                grown = (process.memory_info().rss - size) / each
+                assert grown < MAX_BYTES_PER_REQUEST, f"{grown / 1024:.1f} KiB for each request"
             fleet.triton.start()
 
         asyncio.run(clients.run(each * gateways, start_triton))
-        print(f"answers: {Counter(clients.statuses)}")
         assert Counter(clients.statuses) == {200: each * gateways}
 
 
 @pytest.mark.long
-def test_the_body_of_a_waiting_request_is_not_read(tmp_path: Path) -> None:
+def test_body_of_a_waiting_request_is_not_read(tmp_path: Path) -> None:
     size, count = 32 << 20, 8
     with sleeping_fleet(tmp_path, max_body_bytes=str(size)) as fleet:
         process = psutil.Process(fleet.command.pid)
@@ -147,7 +141,6 @@ def test_the_body_of_a_waiting_request_is_not_read(tmp_path: Path) -> None:
             wait_until(lambda: count_held(fleet) == count)
             wait_until(lambda: process.cpu_percent(0.5) < 50)
             grown = process.memory_info().rss - before
-            print(f"{count} waiting bodies of {size >> 20} MiB: {grown / 2**20:.1f} MiB")
-            assert grown < size
+            assert grown < size, f"{count} waiting bodies: {grown / 2**20:.1f} MiB"
             fleet.triton.start()
             assert {answer.result() for answer in answers} <= {400, 415, 422}

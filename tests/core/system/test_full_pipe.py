@@ -1,4 +1,4 @@
-"""`triton-gateway up`, whose standard error is a pipe that nobody reads: Triton's log fills it in no time."""
+"""`triton-gateway up`, whose standard error is a pipe that is not read: Triton's log fills it quickly."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.support.servers import ROOT, free_ports
 from tests.support.up import wait_for_end, write_model
 from tests.support.wait import wait_until
 
-INFERENCES = 400  # of which each makes Triton say 2 KB
+INFERENCES = 400  # each makes Triton log 2 KB
 
 
 @contextmanager
 def unread(repository: Path, command: str) -> Iterator[tuple[subprocess.Popen[bytes], str, str]]:
-    """The process, and where the gateway and its Triton are."""
+    """Yield the process, and the addresses of the gateway and its Triton."""
     gateway, http, grpc, metrics = free_ports(4)
     flags = [
         "--triton-http-port",
@@ -46,7 +46,7 @@ def unread(repository: Path, command: str) -> Iterator[tuple[subprocess.Popen[by
         try:
             yield process, f"http://127.0.0.1:{gateway}", f"http://127.0.0.1:{http}"
         finally:
-            process.kill()  # the guard then ends what is below
+            process.kill()  # the guard then ends its children
 
 
 def serves(url: str) -> bool:
@@ -58,14 +58,16 @@ def serves(url: str) -> bool:
 @pytest.mark.long
 @pytest.mark.fault("standard error is a pipe that nobody reads")
 @pytest.mark.parametrize("command", ["up", "triton"])
-def test_triton_serves_on_and_everything_ends(tmp_path: Path, command: str) -> None:
+def test_triton_serves_and_all_processes_end_if_the_log_is_not_read(
+    tmp_path: Path, command: str
+) -> None:
     """Takes long: a server is started, and each inference writes until the pipe is full."""
     write_model(tmp_path, "pass")
     with unread(tmp_path, command) as (process, gateway, triton):
-        asked = gateway if command == "up" else triton
-        wait_until(lambda: serves(asked))
+        url = gateway if command == "up" else triton
+        wait_until(lambda: serves(url))
         body = {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [2], "data": [1, 2]}]}
-        with httpx.Client(base_url=asked, timeout=30) as client:
+        with httpx.Client(base_url=url, timeout=30) as client:
             for _ in range(INFERENCES):
                 assert client.post("/v2/models/echo/infer", json=body).status_code == 200
             family = psutil.Process(process.pid).children(recursive=True)

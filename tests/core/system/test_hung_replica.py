@@ -37,7 +37,7 @@ def measure(response: httpx.Response, max_s: float) -> httpx.Response:
 
 
 @pytest.mark.fault("a replica accepts connections and never answers, while models")
-def test_the_index_and_labels_do_not_wait_for_a_replica_that_hangs(fleet: Fleet, hung: str) -> None:
+def test_index_and_labels_do_not_wait_for_a_hung_replica(fleet: Fleet, hung: str) -> None:
     for _ in range(3):
         measure(fleet.client.post("/v2/repository/index"), 3).raise_for_status()
     path = "/v1/models/echo/labels/stable"
@@ -47,7 +47,7 @@ def test_the_index_and_labels_do_not_wait_for_a_replica_that_hangs(fleet: Fleet,
 
 @pytest.mark.fault("a replica accepts connections and never answers, while models")
 @pytest.mark.parametrize("body", [{}, STAGED], ids=["load", "staged load"])
-def test_a_load_reaches_the_others_at_once_and_the_replica_that_hung_later(
+def test_load_reaches_the_others_at_once_and_a_hung_replica_later(
     fleet: Fleet, hung: str, body: dict[str, object]
 ) -> None:
     response = measure(fleet.load("late", json=body), 6)
@@ -62,7 +62,7 @@ def test_a_load_reaches_the_others_at_once_and_the_replica_that_hung_later(
 
 
 @pytest.mark.fault("a replica accepts connections and never answers, while models")
-def test_an_unload_reaches_the_others_at_once_and_the_replica_that_hung_later(
+def test_unload_reaches_the_others_at_once_and_a_hung_replica_later(
     fleet: Fleet, hung: str
 ) -> None:
     response = measure(fleet.unload("other"), 6)
@@ -72,7 +72,7 @@ def test_an_unload_reaches_the_others_at_once_and_the_replica_that_hung_later(
 
 
 @pytest.mark.fault("a replica accepts connections and never answers, while models")
-def test_a_load_that_the_others_refuse_is_not_repeated_when_the_replica_goes_on(
+def test_load_that_the_others_refuse_is_not_repeated_on_a_hung_replica(
     fleet: Fleet, hung: str
 ) -> None:
     fleet.write_model("damaged", trouble="damaged")

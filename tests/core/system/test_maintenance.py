@@ -37,7 +37,7 @@ class Pair:
         return self.client.post(f"/v1/replicas/{address}/{action}", **more)
 
     def served(self, model: str = "echo") -> list[int]:
-        """How many inferences each Triton counts."""
+        """Return the number of inferences that each Triton has counted."""
         found = []
         for triton in self.tritons:
             url = f"http://{triton.address}/v2/models/{model}/stats"
@@ -94,7 +94,7 @@ def run_command(pair: Pair, *words: str) -> subprocess.CompletedProcess[str]:
     return run_gateway("replicas", *words, "--url", str(pair.client.base_url))
 
 
-def test_a_cordoned_replica_gets_no_new_requests_from_any_gateway(pair: Pair) -> None:
+def test_cordoned_replica_gets_no_new_requests_from_any_gateway(pair: Pair) -> None:
     first, _ = pair.tritons
     result = pair.call("cordon", first.address)
     assert result.status_code == 200
@@ -122,7 +122,7 @@ def test_a_cordoned_replica_gets_no_new_requests_from_any_gateway(pair: Pair) ->
     wait_until(is_used)
 
 
-def test_a_drain_waits_for_the_requests_that_run(pair: Pair) -> None:
+def test_drain_waits_for_running_requests(pair: Pair) -> None:
     first, second = pair.tritons
     (first.repository / "echo" / "hold").touch()
     pair.call("cordon", second.address)
@@ -150,7 +150,7 @@ def test_a_drain_waits_for_the_requests_that_run(pair: Pair) -> None:
 
 
 @pytest.mark.long
-def test_a_drain_waits_for_the_requests_of_another_gateway(pair: Pair) -> None:
+def test_drain_waits_for_running_requests_of_another_gateway(pair: Pair) -> None:
     first, second = pair.tritons
     hold = first.repository / "echo" / "hold"
     (first.repository / "echo" / "held").unlink(missing_ok=True)
@@ -198,7 +198,7 @@ def cordon_replica_with_sequences(pair: Pair) -> str:
 
 
 @pytest.mark.long
-def test_a_drain_lets_sequences_finish(pair: Pair) -> None:
+def test_drain_lets_sequences_finish(pair: Pair) -> None:
     processes = start_sequences(pair.client, "speaker")
     first = cordon_replica_with_sequences(pair)
     refused = pair.call("drain", first, headers={"X-Request-Timeout": "3"})
@@ -214,7 +214,7 @@ def test_a_drain_lets_sequences_finish(pair: Pair) -> None:
     assert len(later) == 1
 
 
-def test_a_gateway_that_must_guess_finds_a_sequence_on_a_cordoned_replica(pair: Pair) -> None:
+def test_gateway_that_did_not_start_a_sequence_finds_it_on_a_cordoned_replica(pair: Pair) -> None:
     processes = start_sequences(pair.client, "guessed")
     first = pair.tritons[0].address
     pair.call("cordon", first)
@@ -230,7 +230,7 @@ def state_on(triton: Triton, model: str = COUNTING.name) -> str:
 
 @pytest.mark.long
 @pytest.mark.parametrize("patterns", ["", COUNTING.name])
-def test_sequences_go_on_where_only_a_cordoned_replica_has_the_model(
+def test_sequences_continue_if_only_a_cordoned_replica_has_the_model(
     pair: Pair, tmp_path: Path, patterns: str
 ) -> None:
     first, second = pair.tritons
@@ -267,7 +267,7 @@ def test_sequences_go_on_where_only_a_cordoned_replica_has_the_model(
     load_behind(second, COUNTING.name)
 
 
-def test_a_label_means_no_version_that_only_a_cordoned_replica_has(pair: Pair) -> None:
+def test_label_skips_a_version_that_only_a_cordoned_replica_has(pair: Pair) -> None:
     first = pair.tritons[0].address
     for label, versions in (("canary", {"1": 50, "2": 50}), ("next", {"2": 1})):
         path = f"{LABELS}/{label}"
@@ -288,7 +288,7 @@ def test_a_label_means_no_version_that_only_a_cordoned_replica_has(pair: Pair) -
         assert pair.client.delete(f"{LABELS}/{label}").status_code == 200
 
 
-def test_the_last_replica_and_unknown_ones_cannot_be_cordoned(pair: Pair) -> None:
+def test_last_or_unknown_replica_cannot_be_cordoned(pair: Pair) -> None:
     first, second = (triton.address for triton in pair.tritons)
     assert pair.call("cordon", first).status_code == 200
     refused = pair.call("cordon", second)
@@ -299,7 +299,7 @@ def test_the_last_replica_and_unknown_ones_cannot_be_cordoned(pair: Pair) -> Non
         assert (unknown.status_code, unknown.json()["code"]) == (404, "REPLICA_NOT_FOUND")
 
 
-def test_the_commands_cordon_list_and_uncordon(pair: Pair) -> None:
+def test_commands_cordon_list_and_uncordon_a_replica(pair: Pair) -> None:
     first = pair.tritons[0].address
     assert run_command(pair, "cordon", first).returncode == 0
     listed = run_command(pair).stdout
@@ -310,7 +310,7 @@ def test_the_commands_cordon_list_and_uncordon(pair: Pair) -> None:
     assert "write --url after drain" in ended.stderr
 
 
-def test_a_cordon_outlives_the_gateways(pair: Pair, tmp_path: Path) -> None:
+def test_cordon_survives_a_restart_of_the_gateway(pair: Pair, tmp_path: Path) -> None:
     urls = [triton.options.url for triton in pair.tritons]
     first = pair.tritons[0].address
     state = f"file://{tmp_path}/state.json"
@@ -321,7 +321,7 @@ def test_a_cordon_outlives_the_gateways(pair: Pair, tmp_path: Path) -> None:
             assert cordoned(client) == {first}
 
 
-def test_gateways_without_a_shared_state_refuse_a_cordon(pair: Pair) -> None:
+def test_cordon_without_a_shared_state_is_refused(pair: Pair) -> None:
     urls = [triton.options.url for triton in pair.tritons]
     with gateway(*urls, state="none:", **QUICK) as (client, _):
         refused = client.post(f"/v1/replicas/{pair.tritons[0].address}/cordon")

@@ -1,4 +1,4 @@
-"""What the server does below the application, on real connections."""
+"""The HTTP server below the application, on real connections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEEP_ALIVE_S = 2
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.URL]:
-    """Before a Triton without a model."""
+    """A gateway before a Triton without a model."""
     with Triton(tmp_path_factory.mktemp("models")) as triton:
         triton.wait()
         with gateway_before(triton.options.url, keep_alive_s=str(KEEP_ALIVE_S)) as client:
@@ -38,13 +38,13 @@ def answers(connection: socket.socket) -> bool:
     return False
 
 
-def test_an_idle_connection_is_closed_in_time_and_a_busy_one_is_not(server: httpx.URL) -> None:
-    """Once more, where the machine was so slow that the busy one was idle, too."""
+def test_idle_connection_is_closed_and_a_busy_one_is_not(server: httpx.URL) -> None:
+    """Try again if the machine was so slow that the busy connection was idle, too."""
     assert any(busy_outlives_idle(server) for _ in range(10))
 
 
 def busy_outlives_idle(server: httpx.URL) -> bool:
-    """Whether it was busy all the time; then it was not closed, and the idle one was."""
+    """Return whether one was busy all the time; then only the idle one was closed."""
     with connection_to(server) as busy, connection_to(server) as idle:
         assert answers(busy)
         assert answers(idle)

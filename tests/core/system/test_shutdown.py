@@ -1,4 +1,4 @@
-"""SIGTERM: unready first, then quiet, then gone; and nobody who was being served notices."""
+"""SIGTERM: the gateway becomes unready, drains and exits; no request in progress is lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.nginx import run_nginx
 from tests.support.servers import ROOT, Command, Triton, free_ports
 from tests.support.wait import TIMEOUT_S, wait_until
 
-FOR_EVER = 600.0
+FOREVER_S = 600.0
 CONNECTING_CLIENTS = 32
 
 
@@ -49,7 +49,7 @@ def is_ready(url: str) -> bool:
 
 
 def refuses(url: str) -> bool:
-    """Whether nobody listens there any more."""
+    """Return whether no server listens there any more."""
     address = httpx.URL(url)
     try:
         socket.create_connection((address.host, address.port or 80), TIMEOUT_S).close()
@@ -59,7 +59,7 @@ def refuses(url: str) -> bool:
 
 
 def infer_slowly(url: str) -> httpx.Response:
-    """An inference that takes as long as `held` lasts."""
+    """Send an inference that takes as long as `held` lasts."""
     tensor = {"name": "X", "datatype": "FP32", "shape": [2], "data": [-1000, 0]}
     path = f"{url}/v2/models/echo/infer"
     return httpx.post(path, json={"inputs": [tensor]}, timeout=TIMEOUT_S)
@@ -67,63 +67,62 @@ def infer_slowly(url: str) -> httpx.Response:
 
 @contextmanager
 def held(triton: Triton) -> Iterator[Path]:
-    """Within, `echo` does not answer slow inferences; the file that it writes when it has one."""
-    hold, begun = (triton.repository / "echo" / name for name in ("hold", "held"))
+    """Within, `echo` holds slow inferences; yield the file that it writes when it has one."""
+    hold, started = (triton.repository / "echo" / name for name in ("hold", "held"))
     hold.touch()
-    begun.unlink(missing_ok=True)
+    started.unlink(missing_ok=True)
     try:
-        yield begun
+        yield started
     finally:
         hold.unlink(missing_ok=True)
 
 
 @pytest.mark.fault("SIGTERM under load, rolling restarts")
 @pytest.mark.parametrize("arguments", [(), ("--workers", "2")], ids=["one process", "two workers"])
-def test_it_says_that_it_is_not_ready_finishes_what_it_has_and_ends_with_0(
+def test_sigterm_makes_a_gateway_unready_until_its_requests_are_finished(
     triton: Triton, arguments: tuple[str, ...]
 ) -> None:
-    """On a machine where the clients do not notice during the drain, that is longer."""
+    """The drain is longer if the machine is so slow that the clients did not notice it in time."""
     assert any(ends_in_order(triton, arguments, drain_s) for drain_s in (1, 5, 30))
 
 
 def ends_in_order(triton: Triton, arguments: tuple[str, ...], drain_s: float) -> bool:
-    """Whether the clients had gone elsewhere before the drain was over; then all had their answers."""
+    """Return whether the clients had stopped before the drain was over; then all had their responses."""
     with (
         ThreadPoolExecutor(1) as pool,
         serve(triton, *arguments, drain_s=drain_s) as (command, url),
-        held(triton) as begun,
+        held(triton) as started,
     ):
-        asked = math.inf
+        signalled_at = math.inf
         try:
             with Load(url, clients=4, model="other") as load:
                 load.wait_for_more(100)
-                asked = time.monotonic()
+                signalled_at = time.monotonic()
                 os.kill(command.pid, signal.SIGTERM)
                 wait_until(lambda: not is_ready(url))
-                # It is still there, for those who have not noticed yet.
+                # It still serves clients that have not noticed yet.
                 load.wait_for_more(8)
                 slow = pool.submit(infer_slowly, url)
-                wait_until(lambda: begun.exists() or slow.done())
+                wait_until(lambda: started.exists() or slow.done())
         except httpx.HTTPError:
-            if time.monotonic() - asked < drain_s:
+            if time.monotonic() - signalled_at < drain_s:
                 raise
-        if time.monotonic() - asked > drain_s:
+        if time.monotonic() - signalled_at > drain_s:
             return False
         assert set(load.statuses) == {200}
         wait_until(lambda: refuses(url))
-        assert time.monotonic() - asked > drain_s - 0.1
+        assert time.monotonic() - signalled_at > drain_s - 0.1
         assert command.process.poll() is None
         assert not slow.done()
         (triton.repository / "echo" / "hold").unlink()
         assert slow.result().status_code == 200
         assert command.end() == 0
-    print(f"{sum(load.statuses.values())} inferences and a slow one")
     return True
 
 
 @pytest.mark.fault("SIGTERM under load, rolling restarts")
-def test_no_request_is_lost_while_gateways_behind_nginx_are_replaced(triton: Triton) -> None:
-    """With the directives of the Ingress: an nginx that does not know which gateway is ready."""
+def test_replacement_of_gateways_behind_nginx_loses_no_request(triton: Triton) -> None:
+    """nginx has the directives of the Ingress, and does not know which gateway is ready."""
     port, *gateway_ports = free_ports(3)
     environment = {f"GATEWAY_{name.upper()}": str(value) for name, value in QUICK.items()}
     # A new gateway holds requests until it has seen its Triton.
@@ -173,7 +172,7 @@ def configure_nginx(port: int, gateway_ports: Sequence[int]) -> str:
 
 @pytest.mark.fault("SIGTERM while clients keep connecting")
 @pytest.mark.parametrize("arguments", [(), ("--workers", "2")], ids=["one process", "two workers"])
-def test_connections_that_wait_when_it_stops_are_served(arguments: tuple[str, ...]) -> None:
+def test_connections_that_wait_for_accept_at_sigterm_are_served(arguments: tuple[str, ...]) -> None:
     (port,) = free_ports(1)
     environment = {"GATEWAY_TRITON_URLS": "127.0.0.1:9", "GATEWAY_LOG_LEVEL": "warning"}
     with (
@@ -189,9 +188,8 @@ def test_connections_that_wait_when_it_stops_are_served(arguments: tuple[str, ..
             each.result()
         assert command.end() == 0
     lost = sum(client.lost for client in clients)
-    print(f"{lost} of {sum(client.answered for client in clients)} requests are lost")
     # The handshake of a connection may be half done when the listening socket is closed.
-    assert lost <= 2
+    assert lost <= 2, f"of {sum(client.answered for client in clients)} requests"
 
 
 class ConnectingClient:
@@ -221,15 +219,15 @@ class ConnectingClient:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_it_at_once(triton: Triton, number: signal.Signals) -> None:
-    """It waits neither for the end of the drain nor for what is under way: neither ever comes."""
+def test_second_signal_ends_the_gateway_at_once(triton: Triton, number: signal.Signals) -> None:
+    """It waits neither for the end of the drain nor for the running request, which would take forever."""
     with (
         ThreadPoolExecutor(1) as pool,
-        serve(triton, drain_s=FOR_EVER) as (command, url),
-        held(triton) as begun,
+        serve(triton, drain_s=FOREVER_S) as (command, url),
+        held(triton) as started,
     ):
         slow = pool.submit(infer_slowly, url)
-        wait_until(begun.exists)
+        wait_until(started.exists)
         os.kill(command.pid, number)
         wait_until(lambda: refuses(url) if number == signal.SIGINT else not is_ready(url))
         os.kill(command.pid, number)
@@ -239,11 +237,11 @@ def test_a_second_signal_ends_it_at_once(triton: Triton, number: signal.Signals)
         assert "Traceback" not in command.output
 
 
-def test_while_it_drains_it_says_so_and_closes_connections_after_their_answers(
+def test_draining_gateway_is_unready_and_closes_connections_after_responses(
     triton: Triton,
 ) -> None:
     with (
-        serve(triton, drain_s=FOR_EVER) as (command, url),
+        serve(triton, drain_s=FOREVER_S) as (command, url),
         httpx.Client(base_url=url, timeout=TIMEOUT_S) as client,
     ):
         assert "connection" not in client.get("/livez").headers

@@ -55,7 +55,7 @@ def operation_of(fleet: Fleet, location: str) -> dict[str, Any]:
     return document
 
 
-def test_a_staged_load_takes_one_replica_after_the_other(fleet: Fleet) -> None:
+def test_staged_load_takes_one_replica_after_the_other(fleet: Fleet) -> None:
     held = trouble_at(fleet, "steps", 1, "hold")
     headers = {"Prefer": "respond-async"}
     answer = fleet.load("steps", json=STAGED, headers=headers)
@@ -78,7 +78,7 @@ def test_a_staged_load_takes_one_replica_after_the_other(fleet: Fleet) -> None:
 
 
 @pytest.mark.fault("a staged load fails on a replica")
-def test_a_failure_stops_a_staged_load_and_says_where(fleet: Fleet) -> None:
+def test_staged_load_that_fails_stops_and_names_the_replica(fleet: Fleet) -> None:
     trouble_at(fleet, "stopped", 1, "missing")
     second = fleet.tritons[in_order(fleet)[1]].address
     answer = fleet.load("stopped", json=STAGED)
@@ -96,7 +96,7 @@ def test_a_failure_stops_a_staged_load_and_says_where(fleet: Fleet) -> None:
 
 
 @pytest.mark.fault("a staged load fails on a replica")
-def test_what_is_loaded_keeps_serving_while_a_staged_load_fails(fleet: Fleet) -> None:
+def test_loaded_model_keeps_serving_if_a_staged_load_fails(fleet: Fleet) -> None:
     fleet.write_model("served")
     assert fleet.load("served").status_code == 200
     trouble_at(fleet, "served", 0, "missing")
@@ -112,7 +112,7 @@ def test_what_is_loaded_keeps_serving_while_a_staged_load_fails(fleet: Fleet) ->
 
 
 @pytest.mark.fault("the gateway is killed or restarted during a staged load")
-def test_a_gateway_that_is_killed_during_a_staged_load_leaves_the_rest_as_it_was(
+def test_staged_load_of_a_killed_gateway_leaves_the_other_replicas_unchanged(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     held = trouble_at(fleet, "unfinished", 1, "hold")
@@ -145,14 +145,14 @@ def write_probe(fleet: Fleet, model: str, probe: Any) -> None:
         config.write_text(f"{config.read_text()}\n{entry}")
 
 
-def test_each_replica_gets_the_probe_of_the_models_config(fleet: Fleet) -> None:
+def test_staged_load_sends_the_probe_of_the_config_to_each_replica(fleet: Fleet) -> None:
     write_probe(fleet, "probed", PROBE)
     assert fleet.load("probed", json=STAGED).status_code == 200
     assert set(fleet.served("probed").values()) == {1}
 
 
 @pytest.mark.fault("a staged load fails on a replica")
-def test_a_probe_that_fails_stops_the_load(fleet: Fleet) -> None:
+def test_staged_load_stops_if_the_probe_fails(fleet: Fleet) -> None:
     write_probe(fleet, "wrong", {"inputs": [{**PROBE["inputs"][0], "shape": [3]}]})
     answer = fleet.load("wrong", json=STAGED)
     assert answer.json()["code"] == "STAGED_LOAD_FAILED"
@@ -171,21 +171,20 @@ def test_a_probe_that_fails_stops_the_load(fleet: Fleet) -> None:
         ({"parameters": {"classification": 1}}, "classification"),
     ],
 )
-def test_a_probe_that_could_harm_triton_is_not_sent(
+def test_probe_that_could_crash_triton_is_not_sent(
     fleet: Fleet, entry: dict[str, Any], words: str
 ) -> None:
-    """Whoever may upload data only may write the probe of a config."""
+    """A key that may upload only data may write the probe of a config."""
     write_probe(fleet, "harmful", {"inputs": [{**PROBE["inputs"][0], **entry}]})
     before = [triton.pid for triton in fleet.tritons]
     answer = fleet.load("harmful", json=STAGED)
     assert answer.json()["code"] == "STAGED_LOAD_FAILED"
     assert words in answer.json()["error"]
-    print(answer.json()["error"])
     assert [triton.pid for triton in fleet.tritons] == before
     fleet.unload("harmful")
 
 
 @pytest.mark.parametrize("value", [1, "true", None])
-def test_staged_is_true_or_false(fleet: Fleet, value: Any) -> None:
+def test_staged_parameter_that_is_not_a_boolean_is_400(fleet: Fleet, value: Any) -> None:
     answer = fleet.load("echo", json={"parameters": {"staged": value}})
     assert_error(answer, 400, "MALFORMED_REQUEST", "staged must be true or false")

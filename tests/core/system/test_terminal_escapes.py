@@ -1,4 +1,4 @@
-"""A model and a gateway that speak to the terminal: what `up` and the command line print is harmless."""
+"""Terminal escapes of a model, Triton or a gateway: `up` and the commands print them escaped."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.support.up import Up, write_model
 EVIL = "\x1b[2J\x1b]0;owned\x07\r\x9b31m\u202eback"
 MARKS = ("\x1b", "\x07", "\r", "\x9b", "\u202e")
 
-# Written by Triton's process itself, and what Triton repeats of the model's exception.
-SPEAKS = f"""
+# Written by Triton's process itself, not through Triton's log.
+WRITES = f"""
         for number in (1, 2):
             os.write(number, ({EVIL!r} + " on descriptor " + str(number) + chr(10)).encode())
 """
@@ -28,8 +28,8 @@ def assert_harmless(text: str) -> None:
 
 
 @pytest.mark.fault("terminal control sequences in the output of a model, a Triton or a gateway")
-def test_what_models_and_triton_say_is_escaped(tmp_path: Path) -> None:
-    write_model(tmp_path, SPEAKS.strip())
+def test_terminal_escapes_in_the_output_of_models_and_triton_are_escaped(tmp_path: Path) -> None:
+    write_model(tmp_path, WRITES.strip())
     with Up(tmp_path, "--log-verbose", "1") as up:
         up.wait_for("ready after")
         assert r"\x1b[2J" in up.wait_for("on descriptor 1")
@@ -39,7 +39,9 @@ def test_what_models_and_triton_say_is_escaped(tmp_path: Path) -> None:
 
 @pytest.mark.fault("terminal control sequences in the output of a model, a Triton or a gateway")
 @pytest.mark.parametrize("flag", ["--exit-on-error", "--no-exit-on-error"])
-def test_why_a_model_fails_is_escaped(tmp_path: Path, flag: str) -> None:
+def test_terminal_escapes_in_the_reason_of_a_failed_load_are_escaped(
+    tmp_path: Path, flag: str
+) -> None:
     write_model(tmp_path, f"raise ValueError({EVIL!r} + ' in the reason')")
     with Up(tmp_path, flag) as up:
         up.wait_for("in the reason")
@@ -72,7 +74,7 @@ ANSWERS = {
 
 
 class Hostile(BaseHTTPRequestHandler):
-    """A gateway that answers every call with what it should, in words that speak to a terminal."""
+    """A gateway whose responses are valid, with terminal escapes in every string."""
 
     def answer(self) -> None:
         replicas = {"model": EVIL, "replicas": {EVIL: VERSION | {"reason": EVIL}}}
@@ -121,7 +123,9 @@ def hostile() -> Iterator[str]:
     ],
     ids=" ".join,
 )
-def test_what_a_gateway_answers_is_escaped(hostile: str, arguments: list[str], shown: str) -> None:
+def test_terminal_escapes_in_responses_of_a_gateway_are_escaped(
+    hostile: str, arguments: list[str], shown: str
+) -> None:
     run = run_gateway(*arguments, "--url", hostile)
     assert_harmless(run.stdout)
     assert_harmless(run.stderr)

@@ -53,13 +53,13 @@ def wait_for_error(client: httpx.Client, model: str, *, is_reported: bool) -> No
 
 
 @pytest.mark.fault("a model is loaded and unloaded at once, through two gateways")
-def test_a_change_of_a_model_waits_for_that_of_another_gateway_and_then_fails(
+def test_change_of_a_model_waits_for_that_of_another_gateway_and_then_fails(
     triton: Triton, gateways: list[httpx.Client]
 ) -> None:
     one, other = gateways
     trouble = triton.repository / "late" / "trouble"
     trouble.write_text("hold")
-    begun = one.post(LOAD, headers={"Prefer": "respond-async"}).headers["location"]
+    location = one.post(LOAD, headers={"Prefer": "respond-async"}).headers["location"]
     wait_for_model(other, "wished", "loaded")
     for response in (
         other.post(UNLOAD),
@@ -68,13 +68,13 @@ def test_a_change_of_a_model_waits_for_that_of_another_gateway_and_then_fails(
         assert_error(response, 409, "CHANGE_IN_PROGRESS")
         assert f"a load on {triton.address} is in progress" in response.json()["error"]
     trouble.unlink()
-    wait_until(lambda: one.get(begun).json()["operation"] == "succeeded")
+    wait_until(lambda: one.get(location).json()["operation"] == "succeeded")
     assert other.post(UNLOAD).status_code == 200
 
 
 @pytest.mark.fault("a model is loaded and unloaded at once, through two gateways")
 @pytest.mark.parametrize("races", [4, pytest.param(200, marks=pytest.mark.soak)])
-def test_loads_and_unloads_that_race_through_two_gateways_take_effect_in_turn(
+def test_concurrent_loads_and_unloads_through_two_gateways_take_effect_in_turn(
     triton: Triton, gateways: list[httpx.Client], races: int
 ) -> None:
     statuses: Counter[tuple[int, str]] = Counter()
@@ -86,9 +86,9 @@ def test_loads_and_unloads_that_race_through_two_gateways_take_effect_in_turn(
                 statuses[response.status_code, response.json().get("code", "")] += 1
             for client in gateways:
                 client.post("/v2/repository/index")
-            wished = {str(read_model(client)["wished"]) for client in gateways}
-            assert len(wished) == 1
-            wait_for_model(gateways[0], "ready", wished == {"loaded"})
+            desired = {str(read_model(client)["wished"]) for client in gateways}
+            assert len(desired) == 1
+            wait_for_model(gateways[0], "ready", desired == {"loaded"})
     assert statuses.keys() <= {(200, ""), (409, "CHANGE_IN_PROGRESS")}
     assert httpx.get(f"http://{triton.address}/v2/health/live").status_code == 200
 
@@ -112,12 +112,12 @@ def test_gateways_with_separate_states_correct_a_model_less_and_less_often(
             wait_for_model(client, "conflicts", [triton.address])
             series = f'gateway_model_conflicts_total{{model="late",replica="{triton.address}"}}'
             assert metric(client, series) >= 1
-        # A change through the API of a gateway counts as a new wish.
+        # A change through the API of a gateway counts as a new desired state.
         assert clients[0].post(LOAD).status_code == 200
         wait_for_model(clients[0], "conflicts", None)
 
 
-def test_the_error_of_a_load_is_reported_by_all_gateways_until_the_model_is_loaded(
+def test_error_of_a_load_is_reported_by_all_gateways_until_the_model_is_loaded(
     triton: Triton, gateways: list[httpx.Client]
 ) -> None:
     trouble = triton.repository / "foreign" / "trouble"

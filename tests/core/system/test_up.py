@@ -1,4 +1,4 @@
-"""`triton-gateway up` as a process: one command, clear sentences, and nothing left when it ends."""
+"""`triton-gateway up` as a process: one command, clear messages, and no process left when it ends."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def repository(tmp_path: Path) -> Path:
 
 
 def lives(triton: str) -> bool:
-    """Whether the Triton at this address serves its model."""
+    """Return whether the Triton at this address serves its model."""
     url = f"http://{triton}/v2/models/echo/ready"
     return httpx.get(url, timeout=TIMEOUT_S).status_code == 200
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_however_it_ends_nothing_is_left(repository: Path, number: signal.Signals) -> None:
+def test_up_leaves_no_process_after_any_signal(repository: Path, number: signal.Signals) -> None:
     # Without the tests' own guard, which would clean up in its place.
     with Up(repository, guarded=False) as up:
         up.wait_for("ready after")
@@ -44,7 +44,9 @@ def test_however_it_ends_nothing_is_left(repository: Path, number: signal.Signal
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_it_ends_while_triton_is_still_starting(repository: Path, number: signal.Signals) -> None:
+def test_up_ends_at_a_signal_while_triton_is_starting(
+    repository: Path, number: signal.Signals
+) -> None:
     write_model(repository, "time.sleep(600)")
     # Without the tests' own guard, which would clean up in its place.
     with Up(repository, guarded=False) as up:
@@ -55,7 +57,7 @@ def test_it_ends_while_triton_is_still_starting(repository: Path, number: signal
 
 
 @pytest.mark.long
-def test_a_second_interrupt_ends_it_at_once(repository: Path) -> None:
+def test_second_interrupt_ends_up_at_once(repository: Path) -> None:
     with Up(repository) as up:
         up.wait_for("ready after")
         port = httpx.URL(up.url).port or 0
@@ -71,9 +73,7 @@ def test_a_second_interrupt_ends_it_at_once(repository: Path) -> None:
 
 
 @pytest.mark.fault("the only Triton is killed under load")
-def test_a_killed_triton_is_503_at_once_and_then_started_again(
-    repository: Path, tmp_path: Path
-) -> None:
+def test_killed_triton_is_503_at_once_and_is_restarted(repository: Path, tmp_path: Path) -> None:
     with Up(repository) as up:
         up.wait_for("ready after")
         hold = tmp_path / "hold"
@@ -93,17 +93,17 @@ def test_a_killed_triton_is_503_at_once_and_then_started_again(
 
 
 def assert_serves_again(up: Up) -> None:
-    """Until then it is 503: the gateway looks for a lost Triton a few times a second."""
+    """Wait until it serves, and is 503 before: the gateway probes a lost Triton a few times a second."""
 
     def serves() -> bool:
         status = up.infer().status_code
         assert status in {200, 503}
         return status == 200
 
-    print(f"the gateway served {wait_until(serves):.2f} s after its Triton")
+    wait_until(serves)
 
 
-def test_a_killed_guard_is_replaced_too(repository: Path) -> None:
+def test_killed_guard_is_replaced(repository: Path) -> None:
     with Up(repository) as up:
         up.wait_for("ready after")
         before = up.family()[1:]
@@ -113,7 +113,7 @@ def test_a_killed_guard_is_replaced_too(repository: Path) -> None:
         assert_serves_again(up)
 
 
-def test_a_triton_that_cannot_be_started_again_ends_it_with_the_reason(repository: Path) -> None:
+def test_triton_that_cannot_be_restarted_ends_up_with_the_reason(repository: Path) -> None:
     with Up(repository) as up:
         up.wait_for("ready after")
         write_model(repository, "raise ValueError('the weights are gone')")
@@ -123,14 +123,14 @@ def test_a_triton_that_cannot_be_started_again_ends_it_with_the_reason(repositor
         assert "the weights are gone" in up.lines[-1]
 
 
-def test_a_model_that_does_not_load_ends_it_with_tritons_reason(repository: Path) -> None:
+def test_model_that_does_not_load_ends_up_with_the_reason_of_triton(repository: Path) -> None:
     write_model(repository, "raise ValueError('no weights here')")
     with Up(repository) as up:
         assert up.end() == 1
     assert up.lines[-1] == "triton-gateway: Triton could not load echo: no weights here"
 
 
-def test_a_model_that_takes_longer_than_it_may_ends_it(repository: Path) -> None:
+def test_model_that_exceeds_the_start_timeout_ends_up(repository: Path) -> None:
     write_model(repository, "time.sleep(600)")
     with Up(repository, "--start-timeout", "1") as up:
         assert up.end() == 1
@@ -139,7 +139,7 @@ def test_a_model_that_takes_longer_than_it_may_ends_it(repository: Path) -> None
     )
 
 
-def test_a_model_that_is_not_there_ends_it_with_its_name(repository: Path) -> None:
+def test_missing_model_ends_up_with_its_name(repository: Path) -> None:
     with Up(repository, "--load", "nobody") as up:
         assert up.end() == 1
     assert "nobody" in up.lines[-1]
@@ -148,7 +148,7 @@ def test_a_model_that_is_not_there_ends_it_with_its_name(repository: Path) -> No
 @pytest.mark.parametrize(
     "flag", ["--port", "--triton-http-port", "--triton-grpc-port", "--triton-metrics-port"]
 )
-def test_a_port_in_use_is_named_with_its_flag(repository: Path, flag: str) -> None:
+def test_port_in_use_is_named_with_its_flag(repository: Path, flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         with Up(repository, flag, str(port)) as up:
@@ -158,7 +158,7 @@ def test_a_port_in_use_is_named_with_its_flag(repository: Path, flag: str) -> No
     ]
 
 
-def test_no_model_repository_is_said(tmp_path: Path) -> None:
+def test_missing_model_repository_is_named_with_its_flag(tmp_path: Path) -> None:
     with Up(tmp_path / "nowhere") as up:
         assert up.end() == 1
     assert "model repository not found" in up.lines[-1]
@@ -166,7 +166,9 @@ def test_no_model_repository_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["my models", "a&b", "a;b", "$a", "a'b", "(a)", "a*", "\u00e9"])
-def test_a_path_that_the_python_backend_cannot_take_is_named(tmp_path: Path, name: str) -> None:
+def test_path_that_the_python_backend_does_not_support_is_refused(
+    tmp_path: Path, name: str
+) -> None:
     odd, plain = tmp_path / name, tmp_path / "plain"
     write_model(odd)
     with pytest.raises(CannotStart, match="cannot run a model at") as refused:
@@ -187,7 +189,7 @@ def test_a_path_that_the_python_backend_cannot_take_is_named(tmp_path: Path, nam
     TritonOptions((tmp_path / "link",), load_models=("*",)).validate()
 
 
-def test_such_a_path_is_said_at_once_and_a_link_to_it_serves(tmp_path: Path) -> None:
+def test_unsupported_path_is_reported_at_once_and_a_link_to_it_is_served(tmp_path: Path) -> None:
     odd, link = tmp_path / "my models", tmp_path / "a-_.+@=,%:~^!#b"
     write_model(odd)
     with Up(odd) as up:
@@ -200,7 +202,7 @@ def test_such_a_path_is_said_at_once_and_a_link_to_it_serves(tmp_path: Path) -> 
         assert up.infer().json()["outputs"] == {"OUT": [1.5, 2.5]}
 
 
-def test_a_path_of_a_model_without_a_stub_may_be_any(tmp_path: Path) -> None:
+def test_path_with_a_space_is_accepted_for_models_that_need_no_stub(tmp_path: Path) -> None:
     odd = tmp_path / "my models"
     write_model(odd)
     config = odd / "echo" / "config.pbtxt"
@@ -219,7 +221,7 @@ def test_a_path_of_a_model_without_a_stub_may_be_any(tmp_path: Path) -> None:
             TritonOptions((odd,), load_models=("*",)).validate()
 
 
-def test_a_file_name_that_the_stub_cannot_take_is_named(tmp_path: Path) -> None:
+def test_file_name_that_the_stub_does_not_support_is_refused(tmp_path: Path) -> None:
     (tmp_path / "net" / "1").mkdir(parents=True)
     config = tmp_path / "net" / "config.pbtxt"
     config.write_text('default_model_filename: "my net.onnx" backend: "onnxruntime"')
@@ -227,7 +229,7 @@ def test_a_file_name_that_the_stub_cannot_take_is_named(tmp_path: Path) -> None:
         TritonOptions((tmp_path,), load_models=("*",)).validate()
 
 
-def test_files_folders_and_repositories_are_served_at_once(
+def test_files_folders_and_repositories_are_served_together(
     repository: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("given")
@@ -241,7 +243,7 @@ def test_files_folders_and_repositories_are_served_at_once(
     paths = [str(path) for path in (file, texts, repository)]
     environment = {"TMPDIR": str(temporary)}
     with Up(None, *paths, auto_complete=True, environment=environment) as up:
-        print(up.wait_for("ready after"))
+        up.wait_for("ready after")
         assert up.infer().json()["outputs"] == {"OUT": [1.5, 2.5]}
         body = {"inputs": {"words": ["a"], "numbers": [[1], [2]]}}
         answer = httpx.post(f"{up.url}/v1/models/texts/infer", json=body, timeout=TIMEOUT_S)
@@ -256,7 +258,7 @@ def test_files_folders_and_repositories_are_served_at_once(
 
 
 @pytest.mark.parametrize("command", ["up", "triton"])
-def test_a_file_that_is_not_a_model_is_named(tmp_path: Path, command: str) -> None:
+def test_file_that_is_not_a_model_is_named(tmp_path: Path, command: str) -> None:
     (tmp_path / "net.onnx").write_text("a letter")
     with Up(None, str(tmp_path / "net.onnx"), command=command, auto_complete=True) as up:
         assert up.end() == 1
@@ -264,7 +266,7 @@ def test_a_file_that_is_not_a_model_is_named(tmp_path: Path, command: str) -> No
     assert up.lines[-1] == f"triton-gateway: {sentence}"
 
 
-def test_triton_alone(repository: Path) -> None:
+def test_triton_command_serves_and_leaves_no_process(repository: Path) -> None:
     with Up(repository, command="triton") as triton:
         triton.wait_for("Triton is ready")
         assert lives(triton.triton)
@@ -273,8 +275,8 @@ def test_triton_alone(repository: Path) -> None:
         assert triton.end() == 130
 
 
-def test_triton_alone_listens_where_it_is_told(repository: Path) -> None:
-    """Elsewhere than on 127.0.0.1, where gateways of other machines can reach it."""
+def test_triton_command_listens_on_the_given_host(repository: Path) -> None:
+    """An address other than 127.0.0.1, where gateways of other machines can reach it."""
     with Up(repository, "--host", "127.0.0.2", command="triton") as triton:
         triton.wait_for("Triton is ready")
         assert lives(triton.triton.replace("127.0.0.1", "127.0.0.2"))
@@ -284,7 +286,7 @@ def test_triton_alone_listens_where_it_is_told(repository: Path) -> None:
 
 
 @pytest.mark.long
-def test_triton_alone_ends_when_its_server_does_not_come_back(repository: Path) -> None:
+def test_triton_command_ends_if_its_server_cannot_be_restarted(repository: Path) -> None:
     with Up(repository, command="triton") as triton:
         triton.wait_for("Triton is ready")
         write_model(repository, "raise ValueError('the weights are gone')")
@@ -294,7 +296,7 @@ def test_triton_alone_ends_when_its_server_does_not_come_back(repository: Path) 
 
 
 @pytest.mark.long
-def test_it_goes_on_when_nobody_reads_what_it_says(repository: Path) -> None:
+def test_up_continues_if_its_output_is_not_read(repository: Path) -> None:
     with Up(repository, guarded=False) as up:
         up.wait_for("ready after")
         up.stop_reading()
@@ -306,14 +308,16 @@ def test_it_goes_on_when_nobody_reads_what_it_says(repository: Path) -> None:
             os.kill(up.pid, signal.SIGTERM)
 
 
-def test_two_flags_with_one_port_are_named(repository: Path) -> None:
+def test_flags_with_the_same_port_are_named(repository: Path) -> None:
     with Up(repository, "--port", "9999", "--triton-grpc-port", "9999") as up:
         assert up.end() == 1
     assert "--port and --triton-grpc-port both use port 9999" in up.lines[-1]
 
 
 @pytest.mark.long
-def test_without_a_network_the_first_start_says_so(tmp_path: Path, repository: Path) -> None:
+def test_first_start_without_a_network_names_the_package_index(
+    tmp_path: Path, repository: Path
+) -> None:
     (closed,) = free_ports(1)
     environment = {
         "TRITON_GATEWAY_CACHE": str(tmp_path / "cache"),
@@ -332,7 +336,7 @@ def test_without_a_network_the_first_start_says_so(tmp_path: Path, repository: P
     assert not [path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]
 
 
-def test_another_python_is_told_which_ones_work(tmp_path: Path) -> None:
+def test_unsupported_python_is_refused_with_the_supported_versions(tmp_path: Path) -> None:
     """The check comes before anything else, so that a Python too new says it by itself."""
     found = sorted(Path.home().glob(".pyenv/versions/3.1[3-9].*/bin/python"))
     found += [
@@ -348,13 +352,13 @@ def test_another_python_is_told_which_ones_work(tmp_path: Path) -> None:
     assert "Docker" in run.stdout
 
 
-def test_a_wrong_setting_is_named() -> None:
+def test_invalid_setting_is_named() -> None:
     with Command("serve", environment={"GATEWAY_MAX_BODY_BYTES": "many"}) as serve:
         assert serve.end() == 1
     assert "GATEWAY_MAX_BODY_BYTES cannot be 'many'" in serve.lines[-1]
 
 
-def test_a_wrong_address_is_named() -> None:
+def test_invalid_address_of_a_triton_is_named() -> None:
     with Command("serve", environment={"GATEWAY_TRITON_URLS": "ftp://x"}) as serve:
         assert serve.end() == 1
     assert "'ftp://x' is not a valid address" in serve.lines[-1]

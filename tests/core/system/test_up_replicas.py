@@ -34,7 +34,9 @@ def lives(up: Up) -> bool:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_all_are_there_and_nothing_is_left_of_any(tmp_path: Path, number: signal.Signals) -> None:
+def test_up_starts_all_replicas_and_leaves_no_process(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     write_model(tmp_path)
     # Without the tests' own guard, which would clean up in its place.
     with Up(tmp_path, guarded=False, replicas=2) as up:
@@ -53,7 +55,7 @@ def test_all_are_there_and_nothing_is_left_of_any(tmp_path: Path, number: signal
 
 
 @pytest.mark.long
-def test_the_gateway_goes_on_with_the_rest_until_none_is_left(tmp_path: Path) -> None:
+def test_up_continues_with_the_other_replicas_until_none_is_left(tmp_path: Path) -> None:
     write_model(tmp_path)
     with Up(tmp_path, replicas=2) as up:
         up.wait_for("ready after")
@@ -77,7 +79,7 @@ def test_the_gateway_goes_on_with_the_rest_until_none_is_left(tmp_path: Path) ->
         assert up.lines[-1].startswith(f"triton-gateway: {second}: Triton cannot be restarted")
 
 
-def test_one_that_does_not_start_ends_all_with_its_reason(tmp_path: Path) -> None:
+def test_replica_that_does_not_start_ends_up_with_its_reason(tmp_path: Path) -> None:
     write_model(tmp_path, SECOND_FAILS.format(folder=str(tmp_path / "first")))
     with Up(tmp_path, replicas=2) as up:
         assert up.end() == 1
@@ -87,7 +89,7 @@ def test_one_that_does_not_start_ends_all_with_its_reason(tmp_path: Path) -> Non
     }
 
 
-def test_all_end_while_they_are_still_starting(tmp_path: Path) -> None:
+def test_up_ends_all_replicas_while_they_are_starting(tmp_path: Path) -> None:
     write_model(tmp_path, "time.sleep(600)")
     with Up(tmp_path, replicas=2) as up:
         wait_until(lambda: len(up.stubs()) == 2)
@@ -97,7 +99,7 @@ def test_all_end_while_they_are_still_starting(tmp_path: Path) -> None:
         assert up.end() == 143
 
 
-def test_a_port_of_a_further_one_in_use_is_named(tmp_path: Path) -> None:
+def test_port_in_use_of_another_replica_is_named(tmp_path: Path) -> None:
     (port,) = free_ports(1, 100)
     with (
         socket.create_server(("127.0.0.1", port + 100)),
@@ -125,7 +127,7 @@ def test_a_port_of_a_further_one_in_use_is_named(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_ports_that_cannot_be_are_named(
+def test_conflicting_or_invalid_ports_of_replicas_are_named(
     tmp_path: Path, flags: tuple[str, ...], complaint: str
 ) -> None:
     with Up(tmp_path, *flags, replicas=2) as up:

@@ -21,7 +21,7 @@ from tests.support.wait import TIMEOUT_S, wait_until
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Command, str]]:
-    """Before a Triton with a model that is not loaded."""
+    """A gateway with two workers before a Triton with a model that is not loaded."""
     (port,) = free_ports(1)
     arguments = ("serve", "--port", str(port), "--workers", "2")
     models = tmp_path_factory.mktemp("models")
@@ -38,8 +38,8 @@ def get(url: str) -> httpx.Response:
     return httpx.get(url, timeout=TIMEOUT_S)
 
 
-def requests(url: str) -> float:
-    """How many to Triton's own API are counted."""
+def count_requests(url: str) -> float:
+    """Return the counted requests of /v2/health/live."""
     samples = [
         line
         for line in get(f"{url}/metrics").text.splitlines()
@@ -48,24 +48,24 @@ def requests(url: str) -> float:
     return sum(float(line.split()[-1]) for line in samples if 'route="/v2/health/live"' in line)
 
 
-def test_the_metrics_of_the_workers_add_up(pair: tuple[Command, str]) -> None:
+def test_metrics_are_the_sum_of_all_workers(pair: tuple[Command, str]) -> None:
     _, url = pair
-    before = requests(url)
+    before = count_requests(url)
     for _ in range(60):  # a connection each, so that both workers get some
         assert get(f"{url}/v2/health/live").status_code == 200
-    wait_until(lambda: requests(url) >= before + 60)  # the other worker's are a second behind
-    assert requests(url) == before + 60
+    wait_until(lambda: count_requests(url) >= before + 60)  # the other worker's are a second behind
+    assert count_requests(url) == before + 60
     page = get(f"{url}/metrics").text
     kinds = [line for line in page.splitlines() if line.startswith("# TYPE")]
     assert len(kinds) == len(set(kinds))
 
 
-def test_what_one_worker_loads_the_others_know(pair: tuple[Command, str]) -> None:
-    """Though nothing is kept on a disk: GATEWAY_STATE is memory: here."""
+def test_load_through_one_worker_is_known_to_the_others(pair: tuple[Command, str]) -> None:
+    """Although GATEWAY_STATE is memory: here, and nothing is stored on a disk."""
     _, url = pair
 
-    def told() -> list[tuple[str, bool]]:
-        """By a connection each, so that both workers are asked."""
+    def read_states() -> list[tuple[str, bool]]:
+        """Use a connection for each request, so that both workers get some."""
         answers = [get(f"{url}/v1/models").json()["models"][0] for _ in range(20)]
         return [(model.get("wished", ""), "behind" in model) for model in answers]
 
@@ -74,13 +74,13 @@ def test_what_one_worker_loads_the_others_know(pair: tuple[Command, str]) -> Non
         return httpx.post(url_of_call, timeout=TIMEOUT_S).status_code
 
     assert change("load") == 200
-    wait_until(lambda: told() == [("loaded", False)] * 20)
+    wait_until(lambda: read_states() == [("loaded", False)] * 20)
     assert change("unload") == 200
-    wait_until(lambda: told() == [("unloaded", False)] * 20)
+    wait_until(lambda: read_states() == [("unloaded", False)] * 20)
 
 
 @pytest.mark.fault("a worker process is killed")
-def test_a_killed_worker_is_replaced_while_the_other_serves(pair: tuple[Command, str]) -> None:
+def test_killed_worker_is_replaced_while_the_other_serves(pair: tuple[Command, str]) -> None:
     command, url = pair
     wait_until(lambda: len(workers(command)) == 2)
     killed = workers(command)[0]
@@ -99,8 +99,8 @@ def test_a_killed_worker_is_replaced_while_the_other_serves(pair: tuple[Command,
     wait_until(lambda: "gateway_workers_replaced_total 1.0" in get(f"{url}/metrics").text)
 
 
-def test_it_serves_when_a_worker_does_and_not_before(tmp_path: Path) -> None:
-    """The keys file is a pipe, so that whoever reads it waits for the test."""
+def test_gateway_reports_serving_only_when_a_worker_serves(tmp_path: Path) -> None:
+    """The keys file is a pipe, so that its reader waits for the test."""
     (port,) = free_ports(1)
     keys, good = tmp_path / "keys.yaml", written(tmp_path / "good.yaml", ENTRIES)
     os.mkfifo(keys)
@@ -111,7 +111,7 @@ def test_it_serves_when_a_worker_does_and_not_before(tmp_path: Path) -> None:
         wait_until(lambda: len(workers(command)) == 2)
         with keys.open("w") as pipe:
             assert "serving" not in command.output
-            good.replace(keys)  # for whoever comes later
+            good.replace(keys)  # for later readers
             pipe.write(keys.read_text())
         command.wait_for("serving")
         assert get(f"http://127.0.0.1:{port}/livez").status_code == 200
@@ -124,12 +124,11 @@ def test_workers_share_the_memory_of_their_imports(pair: tuple[Command, str]) ->
     assert server.num_threads() == 1  # a fork of a process with threads can deadlock
     for worker in workers(command):
         sizes = worker.memory_full_info()
-        assert sizes.uss < sizes.rss / 2
-        print(f"{sizes.pss / 1e6:.0f} MB of {sizes.rss / 1e6:.0f} MB")
+        assert sizes.uss < sizes.rss / 2, sizes
 
 
 @pytest.mark.long
-def test_a_signal_to_every_process_stops_them_as_one_to_the_supervisor_does() -> None:
+def test_signal_to_every_process_stops_all_workers_cleanly() -> None:
     """A service manager sends SIGTERM to each, and Ctrl-C reaches the group of the terminal."""
     for number, status in ((signal.SIGTERM, 0), (signal.SIGINT, 0)):
         with serving_pair() as (command, _):
@@ -145,7 +144,7 @@ def test_a_signal_to_every_process_stops_them_as_one_to_the_supervisor_does() ->
 @pytest.mark.fault(
     "the supervisor of the workers is killed, or the process that they are forked from"
 )
-def test_the_workers_stop_when_their_supervisor_is_killed() -> None:
+def test_workers_stop_if_their_supervisor_is_killed() -> None:
     # A guard would kill the workers as well, and sometimes before they could end by themselves.
     with serving_pair(guarded=False) as (command, _):
         started = processes(command)
@@ -157,7 +156,7 @@ def test_the_workers_stop_when_their_supervisor_is_killed() -> None:
 @pytest.mark.fault(
     "the supervisor of the workers is killed, or the process that they are forked from"
 )
-def test_workers_are_replaced_after_the_process_they_are_forked_from_is_killed() -> None:
+def test_workers_are_replaced_if_the_fork_server_is_killed() -> None:
     with serving_pair() as (command, url):
         killed = fork_server(command)
         assert killed is not None
@@ -180,7 +179,7 @@ def serving_pair(*, guarded: bool = True) -> Iterator[tuple[Command, str]]:
 
 
 def processes(command: Command) -> list[psutil.Process]:
-    """The command and all its descendants."""
+    """Return the command and all its descendants."""
     process = psutil.Process(command.pid)
     return [process, *process.children(recursive=True)]
 
