@@ -69,7 +69,7 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Page]:
 
 @pytest.fixture
 def page(tab: browser.Page) -> Iterator[browser.Page]:
-    """Whatever a test does: no complaint in the console, and no request to anybody else."""
+    """Assert after each test that the console has no warnings, and that no other server was called."""
     tab.refusals = set()
     tab.dark(False)
     yield tab
@@ -124,7 +124,7 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Name
 
 @pytest.fixture(scope="module")
 def demo_url(triton: tuple[str, Names]) -> Iterator[str]:
-    """Of a gateway that wants no keys."""
+    """The address of a gateway without keys."""
     with gateway_before(triton[0]) as client:
         yield str(client.base_url)
 
@@ -613,7 +613,7 @@ def test_several_images_are_one_request_with_a_result_beside_each(
 
 
 def run_programs(page: browser.Page, folder: Path, key: str = "") -> Iterator[str]:
-    """What the code of each tab prints, run beside the files that it names."""
+    """Run the code of each tab beside the files that it names, and yield its output."""
     languages = {"curl": ["bash"], "python": [sys.executable], "javascript": ["node"]}
     for language, program in languages.items():
         if shutil.which(program[0]) is None:
@@ -1009,7 +1009,7 @@ def infer_with(renamed: RenamedModels) -> None:
 
 
 def faults(page: browser.Page, *rules: str) -> list[str]:
-    """By axe-core, by all its rules or these: what is serious or critical, and where."""
+    """Return the serious and critical findings of axe-core, by all its rules or these."""
     page.run(f"if (!window.axe) {{ {AXE.read_text()} }}")
     found = page.driver.execute_async_script(
         """

@@ -28,11 +28,11 @@ LOAD, UNLOAD, DELETE = apply(world.load), apply(world.unload), apply(world.delet
 BROKEN_UPLOAD = apply(world.upload_broken)
 
 
-def test_a_change_that_was_done_leaves_one_world() -> None:
+def test_acknowledged_change_leaves_one_world() -> None:
     assert list_possible_worlds(LOADED, [Answer(UNLOAD, Outcome.done)]) == [UNLOADED]
 
 
-def test_a_change_without_an_answer_leaves_both_worlds() -> None:
+def test_change_without_a_response_leaves_both_worlds() -> None:
     unknown = Answer(UNLOAD, Outcome.unknown)
     assert list_possible_worlds(LOADED, [unknown]) == [UNLOADED, LOADED]
 
@@ -42,7 +42,7 @@ def test_overlapping_changes_may_come_in_any_order() -> None:
     assert list_possible_worlds(LOADED, both) == [UNLOADED, LOADED]
 
 
-def test_a_refusal_must_follow_from_the_world_or_be_excused() -> None:
+def test_refusal_must_follow_from_the_world_or_be_excused() -> None:
     refused = Answer(LOAD, Outcome.refused, "MODEL_NOT_FOUND")
     assert list_possible_worlds(LOADED, [refused]) == []
     assert list_possible_worlds(GONE, [refused]) == [GONE]
@@ -50,13 +50,13 @@ def test_a_refusal_must_follow_from_the_world_or_be_excused() -> None:
     assert list_possible_worlds(UNLOADED, [excused]) == [UNLOADED]
 
 
-def test_a_refusal_tells_the_order_of_overlapping_changes() -> None:
+def test_refusal_shows_the_order_of_overlapping_changes() -> None:
     """The load that did not find the model came after its deletion."""
     answers = [Answer(DELETE, Outcome.done), Answer(LOAD, Outcome.refused, "MODEL_NOT_FOUND")]
     assert list_possible_worlds(LOADED, answers) == [GONE]
 
 
-def test_a_broken_upload_must_not_be_acknowledged() -> None:
+def test_broken_upload_must_not_be_acknowledged() -> None:
     assert list_possible_worlds(LOADED, [Answer(BROKEN_UPLOAD, Outcome.partly_done)]) == []
     refused = Answer(BROKEN_UPLOAD, Outcome.refused, "LOAD_FAILED")
     assert list_possible_worlds(LOADED, [refused]) == [LOADED]

@@ -119,7 +119,7 @@ def test_response_without_an_error_message_is_explained(body: bytes) -> None:
 
 @pytest.mark.fault("exceptions provoked in a model")
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("in ensemble 'e', no ink found", "no ink found"),
         ("[request id: 5] batch-size must be <= 8", "batch-size must be <= 8"),
@@ -136,8 +136,8 @@ def test_response_without_an_error_message_is_explained(body: bytes) -> None:
         ("ipv4:10.0.0.7:8001: Failed to connect", "Failed to connect"),
     ],
 )  # fmt: skip
-def test_paths_addresses_and_stacks_are_removed_from_messages(text: str, told: str) -> None:
-    assert sanitize_message(text) == told
+def test_paths_addresses_and_stacks_are_removed_from_messages(text: str, expected: str) -> None:
+    assert sanitize_message(text) == expected
 
 
 @pytest.mark.parametrize(

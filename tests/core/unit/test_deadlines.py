@@ -1,4 +1,4 @@
-"""How long clients are waited for, while they send and while they read."""
+"""Deadlines of clients that send or read slowly."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def is_readable(connection: socket.socket, timeout_s: float) -> bool:
 
 @contextmanager
 def takes_at_least(seconds: float) -> Iterator[None]:
-    """Nobody is cut off before the deadline; one tick of a clock apart."""
+    """No connection ends before its deadline, up to one tick of the clock."""
     start = time.monotonic()
     yield
     assert time.monotonic() - start > seconds - 0.02
@@ -171,7 +171,7 @@ def echo_later(work: Work) -> ASGIApp:
 
 
 def test_body_that_the_application_does_not_read_is_not_slow(hasty: Stage) -> None:
-    """More than the server reads ahead, and less than the system holds while nobody reads it."""
+    """The body exceeds what the server reads ahead, and fits into the buffers of the system."""
     work = Work()
     hasty.app = echo_later(work)
     body = bytes(256 * KIB)

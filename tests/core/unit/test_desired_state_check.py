@@ -1,4 +1,4 @@
-"""What a state may wish: code only where uploading is allowed, whoever wrote it there."""
+"""Desired models with code are ignored unless uploads are allowed, whoever wrote the state."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_page_that_prometheus_refuses_is_invalid(subtests: pytest.Subtests) -> N
     ids=["a name", "escapes", "labels", "braces"],
 )
 def test_cost_of_an_invalid_line_is_linear(line_of: Callable[[int], str]) -> None:
-    """One of 64,000 characters is read to its end, and a longer one is not."""
+    """A line of 64,000 characters is read to its end, and a longer one is not."""
 
     def reading(size: int) -> Callable[[], None]:
         page = f"{line_of(size)}\n"
@@ -244,7 +244,7 @@ def test_openmetrics_counter_family_drops_total_and_has_creation_time() -> None:
 
 
 def test_openmetrics_groups_the_samples_of_a_metric() -> None:
-    """As several workers' metrics do not, when they are added up."""
+    """The sums of several workers' metrics are in another order."""
     own = "# TYPE h histogram\n" + "".join(
         f'h_{part}{{x="{x}"{le}}} 1\n'
         for part, le in (
@@ -349,15 +349,15 @@ PAGES = st.lists(st.sampled_from(sorted(FAMILIES)), unique=True, max_size=5).fla
 
 
 def expected(page: str, replica: str) -> Iterator[tuple[object, ...]]:
-    """The page's own samples with the label, as the client reads them."""
+    """Yield the page's own samples with the label, as the client reads them."""
     for name, labels, value in samples(page).elements():
-        told = dict(labels)  # type: ignore[call-overload]
-        if "replica" in told:
+        changed = dict(labels)  # type: ignore[call-overload]
+        if "replica" in changed:
             moved = "exported_replica"
-            while moved in told:
+            while moved in changed:
                 moved = f"exported_{moved}"
-            told[moved] = told.pop("replica")
-        yield name, frozenset({**told, "replica": replica}.items()), value
+            changed[moved] = changed.pop("replica")
+        yield name, frozenset({**changed, "replica": replica}.items()), value
 
 
 @given(st.lists(PAGES, min_size=1, max_size=3))

@@ -1,4 +1,4 @@
-"""What the protocol refuses and what that costs: sizes, framing, crowds; deadlines are in test_deadlines."""
+"""Requests that the protocol refuses, and their cost: sizes, framing, connections; not deadlines."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[Stage]:
+def module_stage() -> Iterator[Stage]:
     with Stage() as stage:
         yield stage
 
 
 @pytest.fixture
-def stage(house: Stage) -> Iterator[Stage]:
-    yield from tidy(house)
+def stage(module_stage: Stage) -> Iterator[Stage]:
+    yield from tidy(module_stage)
 
 
 TOO_LARGE = (431, "HEADER_TOO_LARGE")
@@ -170,21 +170,23 @@ def mutations(draw: st.DrawFn) -> bytes:
 
 @pytest.mark.fault("arbitrary bytes")
 @given(mutations(), st.integers(1, 400))
-def test_mutated_requests_are_answered_completely(house: Stage, wire: bytes, step: int) -> None:
-    house.app = echo
-    house.faults.clear()
-    with house.client() as client:
+def test_mutated_requests_are_answered_completely(
+    module_stage: Stage, wire: bytes, step: int
+) -> None:
+    module_stage.app = echo
+    module_stage.faults.clear()
+    with module_stage.client() as client:
         with suppress(OSError):  # the server may have had enough
             client.say(*(wire[at : at + step] for at in range(0, len(wire), step)))
             client.socket.shutdown(socket.SHUT_WR)
         received = client.rest()
     for status in statuses_of(received):
         assert status in (100, 200, 400, 414, 431)
-    assert house.faults == []
+    assert module_stage.faults == []
 
 
 def statuses_of(received: bytes) -> Iterator[int]:
-    """Of answers that are whole: whatever is not, fails."""
+    """Yield the statuses of complete responses; fail for any other bytes."""
     while received:
         head, found, received = received.partition(b"\r\n\r\n")
         assert found, head

@@ -1,4 +1,4 @@
-"""What a `Host` header names, and which hosts the gateway answers for."""
+"""Parsing of the `Host` header, and the hosts that the gateway serves."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ CHUNKED = (b"transfer-encoding", b"chunked")
 
 @dataclass(frozen=True)
 class Asked:
-    """A request as it came."""
+    """A request as it was received."""
 
     head: bytes
     body: bytes
@@ -92,7 +92,7 @@ class Peer:
         self.writer.transport.abort()
 
     def packets(self) -> int:
-        """How many packets with data have come: `tcpi_data_segs_in` of Linux's `struct tcp_info`."""
+        """Return the number of received data packets: `tcpi_data_segs_in` of Linux's `struct tcp_info`."""
         info = self.writer.get_extra_info("socket").getsockopt(
             socket.IPPROTO_TCP, socket.TCP_INFO, 156
         )
@@ -100,7 +100,7 @@ class Peer:
         return count
 
     async def gone(self) -> None:
-        """Until the client has closed the connection."""
+        """Wait until the client has closed the connection."""
         with suppress(ConnectionError):
             while await self.reader.read(MIB):
                 pass
@@ -137,7 +137,7 @@ class Replica:
             writer.close()
 
     def has_all_tasks(self) -> bool:
-        """Whether every new task is the replica's: the client has none."""
+        """Return whether every new task is the replica's, and none the client's."""
         return asyncio.all_tasks() - self.tasks <= self._tasks_before
 
     @asynccontextmanager
@@ -187,7 +187,7 @@ async def turns(count: int) -> None:
 
 
 async def settled(measure: Callable[[], int]) -> int:
-    """What the measure shows when it does not change any more, although both sides have their turns."""
+    """Return the value of the measure when it no longer changes, although both sides could run."""
     seen, last = 0, -1
     while seen < 5:
         seen, last = (seen + 1 if measure() == last else 0), measure()
@@ -267,8 +267,8 @@ def takes_at_least(seconds: float) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Telling:
-    """An answer on the wire, and what must be read from it."""
+class WireResponse:
+    """A response on the wire, and what must be read from it."""
 
     wire: bytes
     body: bytes = b""
@@ -277,7 +277,7 @@ class Telling:
     closes: bool = False  # the replica, at the end
     reused: bool = True
 
-    async def tell(self, peer: Peer, *cuts: int) -> None:
+    async def send(self, peer: Peer, *cuts: int) -> None:
         bounds = [0, *cuts, len(self.wire)]
         await peer.say(*(self.wire[a:b] for a, b in pairwise(bounds) if b > a))
 
@@ -285,8 +285,8 @@ class Telling:
         return CompleteResponse(self.status, list(self.headers), self.body)
 
 
-def chunked(wire: bytes, body: bytes) -> Telling:
-    return Telling(HEAD_CHUNKED + wire, body, (CHUNKED,))
+def chunked(wire: bytes, body: bytes) -> WireResponse:
+    return WireResponse(HEAD_CHUNKED + wire, body, (CHUNKED,))
 
 
 def of_length(body: bytes) -> tuple[tuple[bytes, bytes], ...]:
@@ -296,13 +296,13 @@ def of_length(body: bytes) -> tuple[tuple[bytes, bytes], ...]:
 HEAD = b"HTTP/1.1 200 OK\r\n"
 HEAD_CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 LIKE_AN_ANSWER = b"HTTP/1.1 500 No\r\nContent-Length: 1\r\n\r\n!"
-TELLINGS = {
-    "a length": Telling(plain(b"hello"), b"hello", of_length(b"hello")),
-    "a length of nothing": Telling(plain(b""), b"", of_length(b"")),
-    "a body that looks like an answer": Telling(
+RESPONSES = {
+    "a length": WireResponse(plain(b"hello"), b"hello", of_length(b"hello")),
+    "a length of nothing": WireResponse(plain(b""), b"", of_length(b"")),
+    "a body that looks like an answer": WireResponse(
         plain(LIKE_AN_ANSWER), LIKE_AN_ANSWER, of_length(LIKE_AN_ANSWER)
     ),
-    "many headers": Telling(
+    "many headers": WireResponse(
         plain(b"x", b"Set-Cookie: a=1", b"SET-COOKIE: b=2; c", b"x-empty:", b"X-High: \xe9\xff"),
         b"x",
         (
@@ -313,7 +313,7 @@ TELLINGS = {
             (b"x-high", b"\xe9\xff"),
         ),
     ),
-    "a status without a reason": Telling(
+    "a status without a reason": WireResponse(
         b"HTTP/1.1 429\r\nContent-Length: 2\r\n\r\nno", b"no", of_length(b"no"), 429
     ),
     "one chunk": chunked(b"5\r\nhello\r\n0\r\n\r\n", b"hello"),
@@ -326,54 +326,54 @@ TELLINGS = {
     "chunk extensions": chunked(b'5;a=b\r\nhello\r\n1;c="d;e"\r\n!\r\n0;last\r\n\r\n', b"hello!"),
     "trailers": chunked(b"5\r\nhello\r\n0\r\nX-Sum: 1\r\nX-Next: 2\r\n\r\n", b"hello"),
     "one trailer": chunked(b"5\r\nhello\r\n0\r\nX-Sum: 1\r\n\r\n", b"hello"),
-    "a trailer that closes": Telling(
+    "a trailer that closes": WireResponse(
         HEAD_CHUNKED + b"2\r\nok\r\n0\r\nConnection: close\r\n\r\n",
         b"ok",
         (CHUNKED,),
         reused=False,
     ),
     "no chunk": chunked(b"0\r\n\r\n", b""),
-    "204": Telling(b"HTTP/1.1 204 No Content\r\nX-A: b\r\n\r\n", b"", ((b"x-a", b"b"),), 204),
-    "304 with the length of what it does not send": Telling(
+    "204": WireResponse(b"HTTP/1.1 204 No Content\r\nX-A: b\r\n\r\n", b"", ((b"x-a", b"b"),), 204),
+    "304 with the length of what it does not send": WireResponse(
         b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\n\r\n", b"", of_length(b"hello"), 304
     ),
-    "100 before the answer": Telling(
+    "100 before the answer": WireResponse(
         b"HTTP/1.1 100 Continue\r\n\r\n" + plain(b"hello"), b"hello", of_length(b"hello")
     ),
-    "100 and 103, with headers of their own": Telling(
+    "100 and 103, with headers of their own": WireResponse(
         b"HTTP/1.1 100 Continue\r\nX-A: b\r\n\r\nHTTP/1.1 103 Hints\r\nLink: </a>\r\nX-C: d\r\n\r\n"
         + plain(b"hello"),
         b"hello",
         of_length(b"hello"),
     ),
-    "HTTP/1.0 that stays": Telling(
+    "HTTP/1.0 that stays": WireResponse(
         b"HTTP/1.0 200 OK\r\nConnection: keep-alive\r\nContent-Length: 2\r\n\r\nok",
         b"ok",
         ((b"connection", b"keep-alive"), *of_length(b"ok")),
     ),
-    "HTTP/1.0 with a length": Telling(
+    "HTTP/1.0 with a length": WireResponse(
         b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok", b"ok", of_length(b"ok"), reused=False
     ),
-    "HTTP/1.0 until it closes": Telling(
+    "HTTP/1.0 until it closes": WireResponse(
         b"HTTP/1.0 200 OK\r\n\r\nhello", b"hello", closes=True, reused=False
     ),
-    "no framing, until it closes": Telling(
+    "no framing, until it closes": WireResponse(
         b"HTTP/1.1 200 OK\r\nX-A: b\r\n\r\nhello",
         b"hello",
         ((b"x-a", b"b"),),
         closes=True,
         reused=False,
     ),
-    "no framing and no body, until it closes": Telling(
+    "no framing and no body, until it closes": WireResponse(
         b"HTTP/1.1 200 OK\r\n\r\n", closes=True, reused=False
     ),
-    "a length, and Connection: close": Telling(
+    "a length, and Connection: close": WireResponse(
         plain(b"hello", b"Connection: close"),
         b"hello",
         (*of_length(b"hello"), (b"connection", b"close")),
         reused=False,
     ),
-    "chunks, and Connection: close": Telling(
+    "chunks, and Connection: close": WireResponse(
         b"HTTP/1.1 200 OK\r\nConnection: x, Close\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
         b"ok",
         ((b"connection", b"x, Close"), CHUNKED),
@@ -383,43 +383,43 @@ TELLINGS = {
 
 
 async def test_repeated_responses_are_read_like_others() -> None:
-    lasting = [telling for telling in TELLINGS.values() if telling.reused]
-    other = Telling(plain(b"HELLO"), b"HELLO", of_length(b"HELLO"))
-    told = [each for telling in [*lasting, other] for each in (telling,) * 3]
-    told += [each for pair in product(lasting[:4], lasting) for each in pair]
+    lasting = [response for response in RESPONSES.values() if response.reused]
+    other = WireResponse(plain(b"HELLO"), b"HELLO", of_length(b"HELLO"))
+    responses = [each for response in [*lasting, other] for each in (response,) * 3]
+    responses += [each for pair in product(lasting[:4], lasting) for each in pair]
 
-    async def tell_all(peer: Peer) -> None:
-        for telling in told:
+    async def send_all(peer: Peer) -> None:
+        for response in responses:
             await peer.asked()
-            await telling.tell(peer)
+            await response.send(peer)
 
-    async with before(tell_all) as (upstream, replica):
-        replies = [await get(upstream) for _ in told]
-        assert replies == [telling.read_as() for telling in told]
+    async with before(send_all) as (upstream, replica):
+        replies = [await get(upstream) for _ in responses]
+        assert replies == [response.read_as() for response in responses]
         assert replies[0].headers is replies[1].headers  # the header is not parsed again
         assert len(replica.peers) == 1
 
 
 @pytest.mark.fault("a response arrives byte by byte")
-@pytest.mark.parametrize("name", TELLINGS)
+@pytest.mark.parametrize("name", RESPONSES)
 async def test_response_is_read_the_same_wherever_it_is_cut(name: str) -> None:
-    telling = TELLINGS[name]
-    every_byte = tuple(range(1, len(telling.wire)))
+    response = RESPONSES[name]
+    every_byte = tuple(range(1, len(response.wire)))
     cuttings = [(), *((cut,) for cut in every_byte), every_byte]
     coming = iter(cuttings)
 
     async def serve(peer: Peer) -> None:
         while True:
             assert (await peer.asked()).target == b"/"
-            await telling.tell(peer, *next(coming))
-            if telling.closes:
+            await response.send(peer, *next(coming))
+            if response.closes:
                 return
 
     async with before(serve) as (upstream, replica):
         for number, cuts in enumerate(cuttings):
             reply = await get(upstream)
-            assert reply == telling.read_as(), cuts
-            assert len(replica.peers) == (1 if telling.reused else number + 1), cuts
+            assert reply == response.read_as(), cuts
+            assert len(replica.peers) == (1 if response.reused else number + 1), cuts
         assert next(coming, None) is None
 
 
@@ -438,7 +438,7 @@ values = st.text(
 
 
 @st.composite
-def tellings(draw: st.DrawFn) -> tuple[Telling, list[int]]:
+def drawn_responses(draw: st.DrawFn) -> tuple[WireResponse, list[int]]:
     """Any answer, and where it is cut."""
     status = draw(st.sampled_from([200, 201, 207, 400, 404, 422, 500, 503]))
     headers = draw(st.lists(st.tuples(names, values), max_size=12))
@@ -461,31 +461,33 @@ def tellings(draw: st.DrawFn) -> tuple[Telling, list[int]]:
     wire = b"HTTP/1.1 %d Some Reason\r\n%b\r\n%b" % (status, lines, content)
     read = tuple((name.lower(), value) for name, value in headers)
     closes = framing == "close"
-    telling = Telling(wire, body, read, status, closes, reused=not closes and not said_to_close)
-    return telling, sorted(draw(st.sets(st.integers(1, len(wire) - 1), max_size=8)))
+    response = WireResponse(
+        wire, body, read, status, closes, reused=not closes and not said_to_close
+    )
+    return response, sorted(draw(st.sets(st.integers(1, len(wire) - 1), max_size=8)))
 
 
-@given(st.lists(tellings(), min_size=1, max_size=6))
+@given(st.lists(drawn_responses(), min_size=1, max_size=6))
 def test_drawn_response_cut_anywhere_is_read_and_connection_reused(
-    story: list[tuple[Telling, list[int]]],
+    story: list[tuple[WireResponse, list[int]]],
 ) -> None:
     coming = iter(story)
 
     async def serve(peer: Peer) -> None:
         while True:
             await peer.asked()
-            telling, cuts = next(coming)
-            await telling.tell(peer, *cuts)
-            if telling.closes:
+            response, cuts = next(coming)
+            await response.send(peer, *cuts)
+            if response.closes:
                 return
 
     async def scenario() -> None:
         async with before(serve) as (upstream, replica):
             connections = 1
-            for telling, _ in story:
-                assert await get(upstream) == telling.read_as()
+            for response, _ in story:
+                assert await get(upstream) == response.read_as()
                 assert len(replica.peers) == connections
-                connections += not telling.reused
+                connections += not response.reused
 
     uvloop.run(scenario())
 
@@ -524,18 +526,18 @@ async def test_small_request_is_sent_in_one_packet(size: int) -> None:
 @pytest.mark.parametrize("size", [64 * 1024 - 1, 64 * 1024, 5 * MIB], ids="{} bytes".format)
 async def test_large_request_is_sent_completely(size: int) -> None:
     body = random.Random(size).randbytes(size)
-    came: list[Asked] = []
+    received: list[Asked] = []
 
     async def serve(peer: Peer) -> None:
         while True:
-            came.append(await peer.asked())
+            received.append(await peer.asked())
             await peer.say(plain(b"ok"))
 
     async with before(serve) as (upstream, replica):
         for _ in range(2):
             reply = await upstream.request(b"POST", b"/", body, timeout_s=PATIENCE_S)
             assert reply.body == b"ok"
-        assert [asked.body == body for asked in came] == [True, True]
+        assert [asked.body == body for asked in received] == [True, True]
         assert len(replica.peers) == 1
 
 
@@ -571,11 +573,11 @@ async def test_streamed_body_is_framed_as_its_headers_say(
             head = await peer.reader.readuntil(b"\r\n\r\n")
             assert head.endswith(b"\r\n%b: %b\r\nx-a: b\r\n\r\n" % header)
             assert head.startswith(b"POST /infer HTTP/1.1\r\nhost: 127.0.0.1:")
-            came = b""
-            while len(came) < len(expected):
-                came += await peer.reader.read(MIB)
+            received = b""
+            while len(received) < len(expected):
+                received += await peer.reader.read(MIB)
             await turns(10)  # the answer to nothing must not overtake it
-            await peer.say(plain(b"yes" if came == expected else b"no"))
+            await peer.say(plain(b"yes" if received == expected else b"no"))
 
     async with before(serve) as (upstream, replica):
         for _ in range(3):
@@ -702,7 +704,7 @@ class ClientLeft(Exception):
 @pytest.mark.parametrize("when", ["before the answer", "in the middle of the answer"])
 async def test_error_of_request_body_is_raised_and_ends_request(when: str) -> None:
     answered = asyncio.Event()
-    came: list[bytes] = []
+    received: list[bytes] = []
 
     async def serve(peer: Peer) -> None:
         await peer.reader.readuntil(b"\r\n\r\n")
@@ -710,7 +712,7 @@ async def test_error_of_request_body_is_raised_and_ends_request(when: str) -> No
             await peer.say(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhello")
         with suppress(ConnectionError):
             while data := await peer.reader.read(MIB):
-                came.append(data)
+                received.append(data)
         peer.closed = True
 
     async def body() -> AsyncIterator[bytes]:
@@ -732,7 +734,7 @@ async def test_error_of_request_body_is_raised_and_ends_request(when: str) -> No
             answer.close()
         await wait_until_async(lambda: replica.peers[0].closed)
         # Without its last chunk the request is visibly incomplete, and is not executed.
-        assert b"".join(came) == b"5\r\nhello\r\n"
+        assert b"".join(received) == b"5\r\nhello\r\n"
         await still_serves(upstream, replica, on_connection=2)
 
 
@@ -763,10 +765,10 @@ CUT_OFF = {
 @pytest.mark.parametrize("by", ["closing", "a reset"])
 @pytest.mark.parametrize("wire", CUT_OFF.values(), ids=CUT_OFF)
 async def test_truncated_response_is_bad_upstream(wire: bytes, by: str) -> None:
-    came: list[Asked] = []
+    received: list[Asked] = []
 
     async def serve(peer: Peer) -> None:
-        came.append(await peer.asked())
+        received.append(await peer.asked())
         await peer.say(wire)
         if by == "a reset":
             peer.reset()
@@ -775,7 +777,7 @@ async def test_truncated_response_is_bad_upstream(wire: bytes, by: str) -> None:
         with pytest.raises(BadUpstream, match="closed the connection before"):
             await upstream.request(b"POST", b"/", b"body", timeout_s=PATIENCE_S)
         await still_serves(upstream, replica, on_connection=2)
-        assert [asked.body for asked in came] == [b"body"]
+        assert [asked.body for asked in received] == [b"body"]
 
 
 async def test_response_without_length_ended_by_reset_is_bad_upstream() -> None:
@@ -887,24 +889,24 @@ async def test_limits_of_headers_apply_to_each_response_alone(name: str) -> None
 
 @pytest.mark.parametrize("start", [HEAD, HEAD_CHUNKED + b"0\r\n"], ids=["head", "trailers"])
 async def test_endless_response_header_is_bad_upstream_before_memory_fills(start: bytes) -> None:
-    said = 0
+    sent_bytes = 0
 
     async def serve(peer: Peer) -> None:
-        nonlocal said
+        nonlocal sent_bytes
         await peer.asked()
         await peer.say(start + b"X-A: ")
         while True:
             await peer.say(b"a" * 65_536)
-            said += 65_536
+            sent_bytes += 65_536
 
     async with before(first(serve)) as (upstream, replica):
         with pytest.raises(BadUpstream):
             await get(upstream)
-        assert said < 8 * MIB
+        assert sent_bytes < 8 * MIB
         await still_serves(upstream, replica, on_connection=2)
 
 
-# What comes although nobody asked for it.
+# Unsolicited data.
 
 SPARE = {
     "a second answer": plain(b"stolen"),
@@ -920,7 +922,8 @@ SPARE = {
 @pytest.mark.parametrize("spare", SPARE.values(), ids=SPARE)
 @pytest.mark.parametrize("when", ["with the answer", "before it is read", "when it is idle"])
 async def test_unsolicited_data_is_never_read_as_a_response(when: str, spare: bytes) -> None:
-    idle, told = asyncio.Event(), asyncio.Event()
+    idle = asyncio.Event()
+    has_sent = asyncio.Event()
 
     async def serve(peer: Peer) -> None:
         await peer.asked()
@@ -933,13 +936,13 @@ async def test_unsolicited_data_is_never_read_as_a_response(when: str, spare: by
             await peer.say(answer)
             await idle.wait()
             await peer.say(spare)
-        told.set()
+        has_sent.set()
         await peer.gone()
 
     async with before(first(serve)) as (upstream, replica):
         answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
         if when == "before it is read":
-            await told.wait()
+            await has_sent.wait()
             await turns(20)
         assert await answer.read() == b"mine"
         assert answer.headers == list(of_length(b"mine"))
@@ -1313,18 +1316,18 @@ def memory_below(limit: int) -> Iterator[Callable[[], int]]:
 async def test_unread_response_is_not_buffered(
     framing: str,
 ) -> None:
-    piece, count, said = bytes(range(256)) * 256, 1024, 0
+    piece, count, sent = bytes(range(256)) * 256, 1024, 0
     chunk = piece if framing == "length" else b"%x\r\n%b\r\n" % (len(piece), piece)
 
     async def serve(peer: Peer) -> None:
-        nonlocal said
+        nonlocal sent
         await peer.asked()
         length = b"Content-Length: %d\r\n\r\n" % (len(piece) * count)
         await peer.say(HEAD + length if framing == "length" else HEAD_CHUNKED)
         for _ in range(count):
             peer.writer.write(chunk)
             await peer.writer.drain()
-            said += 1
+            sent += 1
         if framing == "chunks":
             await peer.say(b"0\r\n\r\n")
         await orderly(peer)
@@ -1332,7 +1335,7 @@ async def test_unread_response_is_not_buffered(
     async with before(serve) as (upstream, replica):
         with memory_below(2 * MIB) as held:
             answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
-            stopped_at = await settled(lambda: said)
+            stopped_at = await settled(lambda: sent)
             assert 0 < stopped_at < count
             assert held() < 2 * MIB
             read = 0
@@ -1581,8 +1584,8 @@ class Rush:
             assert answer.header(b"x-number") == number
             if i % 20 == 0:
                 return "left unread"
-            came = await answer.read()
-            assert came == number * (len(came) // len(number)) != b""
+            received = await answer.read()
+            assert received == number * (len(received) // len(number)) != b""
             return "answered"
         finally:
             answer.close()

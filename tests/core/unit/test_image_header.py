@@ -1,4 +1,4 @@
-"""What encoded images declare: as Pillow reads it where they are sound, and refused before it where not."""
+"""Headers of encoded images: read like Pillow does if they are valid, and refused before Pillow otherwise."""
 
 from __future__ import annotations
 

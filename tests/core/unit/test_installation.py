@@ -1,4 +1,4 @@
-"""Where the embedded Triton cannot run, it says so, and what works instead."""
+"""Platforms without an embedded Triton are refused with the alternatives."""
 
 from __future__ import annotations
 

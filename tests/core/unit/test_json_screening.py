@@ -65,7 +65,7 @@ def expected(body: bytes, keys: JsonRules = FEW, room: int = ROOM) -> str:
 
 
 def blanked(body: bytes) -> bytes:
-    """Without escaped backslashes and quotes."""
+    """Remove escaped backslashes and quotes."""
     text = bytearray()
     position = 0
     while position < len(body):
@@ -205,7 +205,7 @@ def depth_of(document: object) -> int:
 
 
 def body_with(count: int, in_a_row: int) -> bytes:
-    """So many keys, so many of them in each object of a list."""
+    """Build a body with so many keys, so many of them in each object of a list."""
     objects = [
         {f"k{key}": 1 for key in range(start, min(start + in_a_row, count))}
         for start in range(0, count, in_a_row)

@@ -89,87 +89,87 @@ async def test_error_in_a_decoding_thread_is_raised() -> None:
     await decoders.close()
 
 
-# The gate.
+# The admission queue.
 
 
-def gate(places: int = 4, per_model: int = 3, queue: int = 4) -> AdmissionQueue:
+def build_queue(places: int = 4, per_model: int = 3, queue: int = 4) -> AdmissionQueue:
     return AdmissionQueue(places, per_model, queue, Metrics())
 
 
-async def waiting(door: AdmissionQueue, model: str, caller: str = "") -> asyncio.Task[float]:
-    task = asyncio.create_task(door.acquire(model, TIMEOUT_S, caller))
+async def waiting(admission: AdmissionQueue, model: str, caller: str = "") -> asyncio.Task[float]:
+    task = asyncio.create_task(admission.acquire(model, TIMEOUT_S, caller))
     await settled()
     return task
 
 
-async def enters_at_once(door: AdmissionQueue, model: str) -> None:
-    """Without a place that somebody leaves."""
-    task = await waiting(door, model)
+async def assert_admitted_at_once(admission: AdmissionQueue, model: str) -> None:
+    """Assert that a request is admitted although no slot is released."""
+    task = await waiting(admission, model)
     assert task.done()
     await task
 
 
 async def test_one_model_cannot_take_every_place() -> None:
-    door = gate()
-    assert [door.try_acquire("a") for _ in range(4)] == [True, True, True, False]
-    assert door.try_acquire("b")
-    assert not door.try_acquire("c")
-    door.release("b")
-    assert door.try_acquire("c")
+    admission = build_queue()
+    assert [admission.try_acquire("a") for _ in range(4)] == [True, True, True, False]
+    assert admission.try_acquire("b")
+    assert not admission.try_acquire("c")
+    admission.release("b")
+    assert admission.try_acquire("c")
 
 
 async def test_models_are_admitted_in_turn() -> None:
-    door = gate(places=1, per_model=1, queue=8)
-    assert door.try_acquire("a")
+    admission = build_queue(places=1, per_model=1, queue=8)
+    assert admission.try_acquire("a")
     order: list[str] = []
 
     async def served(model: str) -> None:
-        await door.acquire(model, TIMEOUT_S)
+        await admission.acquire(model, TIMEOUT_S)
         order.append(model)
         await settled()
-        door.release(model)
+        admission.release(model)
 
     tasks = []
     for model in ("a", "a", "a", "b", "c"):
         tasks.append(asyncio.create_task(served(model)))
         await settled()
-    door.release("a")
+    admission.release("a")
     await asyncio.gather(*tasks)
     assert order == ["a", "b", "c", "a", "a"]
-    assert (door.running, door.waiting) == (0, 0)
+    assert (admission.running, admission.waiting) == (0, 0)
 
 
 async def test_callers_of_one_model_are_admitted_in_turn() -> None:
-    door = gate(places=1, per_model=1, queue=8)
-    assert door.try_acquire("m")
-    noisy = [await waiting(door, "m", "noisy") for _ in range(3)]
-    other = await waiting(door, "m", "other")
+    admission = build_queue(places=1, per_model=1, queue=8)
+    assert admission.try_acquire("m")
+    noisy = [await waiting(admission, "m", "noisy") for _ in range(3)]
+    other = await waiting(admission, "m", "other")
     for done in (1, 1, 2, 3):
-        door.release("m")
+        admission.release("m")
         await settled()
         assert sum(task.done() for task in noisy) == done
     assert other.done()
 
 
 async def test_full_queue_is_refused_with_429() -> None:
-    door = gate(places=1, per_model=1, queue=4)
-    assert door.try_acquire("a")
-    tasks = [await waiting(door, "a") for _ in range(2)]
+    admission = build_queue(places=1, per_model=1, queue=4)
+    assert admission.try_acquire("a")
+    tasks = [await waiting(admission, "a") for _ in range(2)]
     with pytest.raises(AdmissionQueueFull, match="'a'") as refused:
-        await door.acquire("a", TIMEOUT_S)
+        await admission.acquire("a", TIMEOUT_S)
     assert (refused.value.status, refused.value.headers) == (429, {"Retry-After": "1"})
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert (door.running, door.waiting) == (1, 0)
+    assert (admission.running, admission.waiting) == (1, 0)
 
 
 @pytest.mark.parametrize("others", [("b", ""), ("a", "another")], ids=["model", "caller"])
 async def test_queue_keeps_room_for_other_models_and_callers(others: tuple[str, str]) -> None:
-    door = gate(places=1, per_model=1, queue=8)
-    assert door.try_acquire("a")
-    crowd = [await waiting(door, "a", "noisy") for _ in range(20)]
-    late = [await waiting(door, *others) for _ in range(20)]
+    admission = build_queue(places=1, per_model=1, queue=8)
+    assert admission.try_acquire("a")
+    crowd = [await waiting(admission, "a", "noisy") for _ in range(20)]
+    late = [await waiting(admission, *others) for _ in range(20)]
     assert sum(not task.done() for task in crowd) == 4
     assert sum(not task.done() for task in late) == 2
     assert all(
@@ -182,43 +182,43 @@ async def test_queue_keeps_room_for_other_models_and_callers(others: tuple[str, 
 
 @pytest.mark.parametrize("queue", [1, 4], ids=["full queue", "queue with room"])
 async def test_requests_that_wait_for_one_model_do_not_delay_another(queue: int) -> None:
-    door = gate(places=4, per_model=2, queue=queue)
-    assert door.try_acquire("a")
-    assert door.try_acquire("a")
-    stuck = await waiting(door, "a")
+    admission = build_queue(places=4, per_model=2, queue=queue)
+    assert admission.try_acquire("a")
+    assert admission.try_acquire("a")
+    stuck = await waiting(admission, "a")
     assert not stuck.done()
-    await enters_at_once(door, "b")
-    door.release("a")
+    await assert_admitted_at_once(admission, "b")
+    admission.release("a")
     await asyncio.wait_for(stuck, TIMEOUT_S)
-    assert (door.running, door.waiting) == (3, 0)
+    assert (admission.running, admission.waiting) == (3, 0)
 
 
 async def test_queue_of_one_model_does_not_crowd_another() -> None:
-    door = gate(places=4, per_model=2, queue=4)
-    assert not door.is_busy
+    admission = build_queue(places=4, per_model=2, queue=4)
+    assert not admission.is_busy
     for _ in range(2):
-        assert door.try_acquire("a")
-    stuck = await waiting(door, "a")
-    assert door.is_busy
-    assert door.is_crowded("a")
-    assert not door.is_crowded("b")
+        assert admission.try_acquire("a")
+    stuck = await waiting(admission, "a")
+    assert admission.is_busy
+    assert admission.is_crowded("a")
+    assert not admission.is_crowded("b")
     for _ in range(2):
-        assert door.try_acquire("b")
-    assert door.is_crowded("b")
-    late = await waiting(door, "c")  # no place is left for its first request
-    assert door.is_crowded("c")
+        assert admission.try_acquire("b")
+    assert admission.is_crowded("b")
+    late = await waiting(admission, "c")  # no place is left for its first request
+    assert admission.is_crowded("c")
     for task in (stuck, late):
         task.cancel()
 
 
 async def test_deadline_in_the_queue_raises_and_leaves_nothing() -> None:
-    door = gate(places=1, per_model=1)
-    assert door.try_acquire("a")
+    admission = build_queue(places=1, per_model=1)
+    assert admission.try_acquire("a")
     with pytest.raises(DeadlinePassed):
-        await door.acquire("a", 0.05)
-    assert (door.running, door.waiting) == (1, 0)
-    door.release("a")
-    assert door.try_acquire("a")
+        await admission.acquire("a", 0.05)
+    assert (admission.running, admission.waiting) == (1, 0)
+    admission.release("a")
+    assert admission.try_acquire("a")
 
 
 CALLS = st.tuples(
@@ -228,14 +228,14 @@ CALLS = st.tuples(
 
 @given(st.lists(CALLS))
 async def test_places_are_never_lost_or_given_twice(steps: list[tuple[str, str, str]]) -> None:
-    door = gate(places=3, per_model=2, queue=6)
+    admission = build_queue(places=3, per_model=2, queue=6)
     held: list[str] = []
     tasks: list[tuple[str, asyncio.Task[float]]] = []
     for model, caller, step in steps:
         if step == "enter":
-            tasks.append((model, asyncio.create_task(door.acquire(model, TIMEOUT_S, caller))))
+            tasks.append((model, asyncio.create_task(admission.acquire(model, TIMEOUT_S, caller))))
         elif step == "leave" and held:
-            door.release(held.pop())
+            admission.release(held.pop())
         elif step == "cancel" and tasks:
             tasks.pop()[1].cancel()
         await settled()
@@ -243,8 +243,8 @@ async def test_places_are_never_lost_or_given_twice(steps: list[tuple[str, str, 
             tasks.remove((name, task))
             if task.exception() is None:
                 held.append(name)
-        assert door.running == len(held) <= 3
-        assert door.waiting == len(tasks) <= 6
+        assert admission.running == len(held) <= 3
+        assert admission.waiting == len(tasks) <= 6
         assert all(held.count(name) <= 2 for name in "abc")
         # Whoever waits could not be let in: there is no place, or none of that model.
         assert len(held) == 3 or all(held.count(name) == 2 for name, _ in tasks)
@@ -252,5 +252,5 @@ async def test_places_are_never_lost_or_given_twice(steps: list[tuple[str, str, 
         task.cancel()
     await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
     for name in held:
-        door.release(name)
-    assert (door.running, door.waiting) == (0, 0)
+        admission.release(name)
+    assert (admission.running, admission.waiting) == (0, 0)

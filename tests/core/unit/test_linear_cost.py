@@ -1,4 +1,4 @@
-"""What a client sends costs in proportion to its length: parsers and their worst inputs, in one table."""
+"""The cost of a client's input is proportional to its length: parsers and their worst inputs."""
 
 from __future__ import annotations
 

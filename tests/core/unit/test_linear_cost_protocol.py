@@ -1,4 +1,4 @@
-"""What reads a client's or a replica's bytes needs time in proportion to their number, whatever they are."""
+"""The cost of reading bytes of a client or a replica is proportional to their number, whatever they are."""
 
 from __future__ import annotations
 
@@ -94,16 +94,16 @@ def dripped_events(data: bytes) -> None:
     scrubber.end()
 
 
-def complained(body: bytes) -> object:
+def map_error(body: bytes) -> object:
     return error_mapping.map_triton_error(400, body, error_mapping.RequestTarget("m"))
 
 
-def said(text: str) -> bytes:
+def error_body(text: str) -> bytes:
     return json.dumps({"error": text}).encode()
 
 
-def spoken(unit: str, before: str = "") -> Callable[[int], bytes]:
-    return lambda size: said(of(unit, before)(size))
+def error_bodies(unit: str, before: str = "") -> Callable[[int], bytes]:
+    return lambda size: error_body(of(unit, before)(size))
 
 
 def screening(data: bytes) -> None:
@@ -188,13 +188,13 @@ PARSERS = (
     Parser("an error that does not end", dripped_events, of(b"\n.", b'data: {"error":"')),
     Parser("ends of events", dripped_events, of(b"\n\n")),
     Parser("halves of ends of events", dripped_events, of(b"\n.")),
-    Parser("an error of folders", complained, spoken("/a")),
-    Parser("… of words that wrap", complained, spoken("Internal: ")),
-    Parser("… of quotes", complained, spoken("model '")),
-    Parser("… of lines", complained, spoken("\n At:")),
-    Parser("… of no JSON", complained, of(b'{"error":')),
-    Parser("… of brackets", complained, of(b"[")),
-    Parser("an error in a stream", error_mapping.sanitize_event, spoken("in ensemble 'a', ")),
+    Parser("an error of folders", map_error, error_bodies("/a")),
+    Parser("… of words that wrap", map_error, error_bodies("Internal: ")),
+    Parser("… of quotes", map_error, error_bodies("model '")),
+    Parser("… of lines", map_error, error_bodies("\n At:")),
+    Parser("… of no JSON", map_error, of(b'{"error":')),
+    Parser("… of brackets", map_error, of(b"[")),
+    Parser("an error in a stream", error_mapping.sanitize_event, error_bodies("in ensemble 'a', ")),
     Parser("gRPC's words", translated, of("fail")),
     Parser("gRPC's words of a load", management.UNREACHABLE_MESSAGE.search, of("connection ")),
     Parser("a log line", LogFilter().filter_line, of("tritonserver", "E0101 00:00:00.0 1 a.cc:1] ")),

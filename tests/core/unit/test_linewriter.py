@@ -69,13 +69,13 @@ def test_lines_for_a_slow_reader_are_dropped_counted_and_reported(
         writer.enqueue("after\n")
         found += read_lines(reading, "after")
         assert writer.flush(10)
-    told = [line for line in found if "were dropped here" in line]
+    notices = [line for line in found if "were dropped here" in line]
     numbers = [int(line[:4]) for line in found if line.endswith(LINE)]
     assert len(numbers) + dropped == count
     assert numbers == sorted(numbers)
     assert found[-1] == "after"
-    assert sum(int(line.split()[0]) for line in told) == dropped
-    assert set(told) <= {format_dropped_notice(number) for number in range(count)}
+    assert sum(int(line.split()[0]) for line in notices) == dropped
+    assert set(notices) <= {format_dropped_notice(number) for number in range(count)}
 
 
 def test_notice_is_written_without_another_line() -> None:

@@ -1,4 +1,4 @@
-"""Whose the other end of a connection on this machine is."""
+"""The user of the other end of a connection on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the fleet decides: health, choice, plan, readiness and the models file, as values."""
+"""Decisions of the fleet as values: health, choice, plan, readiness and the models file."""
 
 from __future__ import annotations
 
@@ -397,7 +397,7 @@ def test_relative_latency_stays_within_its_limits(answers: list[tuple[float, flo
 # The index.
 
 DEEP = orjson.loads("[" * 1000 + "]" * 1000)
-SAID = [
+INDEX = [
     {"name": "never"},
     {"name": "well", "version": "1", "state": "READY"},
     {"name": "well", "version": "2", "state": "UNAVAILABLE", "reason": "no file"},
@@ -413,12 +413,12 @@ def test_index_of_unknown_state_is_not_ready_and_reason_names_no_files() -> None
     assert index.models["m"]["1"].reason == "no weights"
     index = parse_index([{"name": "m", "version": "1", "state": "DREAMING"}])
     assert not index.is_ready("m")
-    merged = merge_indexes({"a": index, "b": parse_index(SAID[1:2])})
+    merged = merge_indexes({"a": index, "b": parse_index(INDEX[1:2])})
     assert merged[0]["state"] == "DREAMING"
 
 
 def test_index_gives_state_of_each_model() -> None:
-    index = parse_index(SAID)
+    index = parse_index(INDEX)
     assert index.is_ready("well")
     assert index.is_ready("well", "1")
     assert not index.is_ready("well", "2")
@@ -436,7 +436,7 @@ def test_index_gives_state_of_each_model() -> None:
 
 
 def test_index_with_model_unloaded_changes_only_that_model() -> None:
-    index = parse_index(SAID).with_model_unloaded("well")
+    index = parse_index(INDEX).with_model_unloaded("well")
     assert not index.is_ready("well")
     assert index.is_unloaded("well")
     assert index.is_changing("coming")
@@ -479,8 +479,8 @@ def test_drawn_document_is_an_index_or_raises_value_error(document: Any) -> None
         index = parse_index(document)
     except ValueError:
         return
-    entries = merge_indexes({"a": index, "b": parse_index(SAID)})
-    assert {entry["name"] for entry in entries} == model_names([index, parse_index(SAID)])
+    entries = merge_indexes({"a": index, "b": parse_index(INDEX)})
+    assert {entry["name"] for entry in entries} == model_names([index, parse_index(INDEX)])
     for model in index.models:
         (
             index.is_ready(model),
@@ -508,7 +508,7 @@ def versions_of(**states: str) -> Index:
 def test_merged_index_has_worst_state_and_its_replicas(
     states: tuple[str, ...], state: str, reason: str | None
 ) -> None:
-    indexes = {name: versions_of(v1=said) for name, said in zip("abc", states, strict=True)}
+    indexes = {name: versions_of(v1=each) for name, each in zip("abc", states, strict=True)}
     (entry,) = merge_indexes(indexes)
     assert (entry["state"], entry.get("reason")) == (state, reason)
 
@@ -675,10 +675,10 @@ CONFIG_BOMB = "models:\n- name: m\n  config:\n    k0: &a0 [x, x]\n" + "".join(
     ids=lambda text: text[:40],
 )  # fmt: skip
 def test_broken_models_file_is_explained_in_one_sentence(text: str) -> None:
-    with pytest.raises(BadModelsFile) as told:
+    with pytest.raises(BadModelsFile) as caught:
         parse_models_file(text)
-    assert "\n" not in str(told.value)
-    assert len(str(told.value)) < 400
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
 
 
 @given(st.text() | st.text("models: [{name}],&*!-'\"\n 0x_1"))
@@ -716,11 +716,11 @@ def test_change_of_models_file_is_noticed_once(tmp_path: Path) -> None:
     assert file.reload_if_changed()
     assert set(file.models) == {"a", "b"}
     assert not file.reload_if_changed()
-    path.write_text("models: [a, b]  # the same, said otherwise")
+    path.write_text("models: [a, b]  # the same, written differently")
     assert not file.reload_if_changed()
     # Another file of the same length and time.
     new = tmp_path / "new"
-    new.write_text("models: [a, c]  # the same, said otherwise")
+    new.write_text("models: [a, c]  # the same, written differently")
     status = path.stat()
     os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
     new.replace(path)
@@ -987,7 +987,7 @@ OTHER, REQUIRED_OTHER = DeclaredModel("other"), DeclaredModel("other", is_always
         ([REQUIRED_M, REQUIRED_OTHER], 1, [seen("a", m=READY)], False),
     ],
 )
-def test_a_gateway_that_was_ready_needs_the_always_required_models_and_one(
+def test_gateway_that_was_ready_needs_the_always_required_models_and_one(
     declared: Sequence[DeclaredModel],
     quorum: int,
     replicas: Sequence[ReplicaStatus],
@@ -1003,7 +1003,7 @@ def test_a_gateway_that_was_ready_needs_the_always_required_models_and_one(
     ).is_ready
 
 
-def test_the_model_of_a_cordoned_replica_only_is_not_served() -> None:
+def test_model_of_a_cordoned_replica_only_is_not_served() -> None:
     cordoned = replace(seen("a", m=READY, other=READY), is_cordoned=True)
     assert ready_with(cordoned, seen("b", m=READY), declared=[M, OTHER], was_ready=True).is_ready
     assert not ready_with(cordoned, seen("b"), declared=[M, OTHER], was_ready=True).is_ready
@@ -1019,7 +1019,7 @@ def check_expected(
 
 
 @pytest.mark.parametrize("added_model", [DeclaredModel("added"), REQUIRED_OTHER])
-def test_a_declared_model_is_expected_once_it_was_ready(added_model: DeclaredModel) -> None:
+def test_declared_model_is_expected_once_it_was_ready(added_model: DeclaredModel) -> None:
     m, added = {"m": M}, {"m": M, added_model.name: added_model}
     without = [seen("a", m=READY)]
     index = Index({name: {"1": VersionState(READY)} for name in added})
@@ -1050,7 +1050,7 @@ def test_other_versions_of_a_declared_model_are_expected_once_they_were_ready() 
     assert update_expected_models(old, new, both, 1) == new
 
 
-def test_a_model_is_always_required_once_it_was_ready_and_until_the_mark_is_removed() -> None:
+def test_model_is_always_required_once_it_was_ready_until_the_mark_is_removed() -> None:
     without, loaded = [seen("a", other=READY)], [seen("a", other=READY, m=READY)]
     plain, marked = {"m": M, "other": OTHER}, {"m": REQUIRED_M, "other": OTHER}
     assert update_expected_models(plain, marked, without, 1) == plain

@@ -1,4 +1,4 @@
-"""What is printed of others' words: nothing in it ends a line, speaks to a terminal or turns its order."""
+"""Texts of clients and models are printed without line ends, terminal escapes and changes of direction."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def test_log_line_is_one_line_and_traceback_is_indented() -> None:
     first, *more = written.split("\n")
     assert SHOWN in first
     assert all(line.startswith("  ") for line in more)  # so that none passes for another line
-    told = LogJsonLines().format(record(EVIL, model=EVIL))
-    assert_harmless(told)
-    assert "\n" not in told
-    assert orjson.loads(told)["model"] == EVIL
+    line = LogJsonLines().format(record(EVIL, model=EVIL))
+    assert_harmless(line)
+    assert "\n" not in line
+    assert orjson.loads(line)["model"] == EVIL
 
 
 @pytest.mark.fault("terminal control sequences in the output of a model, a Triton or a gateway")
@@ -68,11 +68,11 @@ def test_messages_of_triton_are_escaped(capsys: pytest.CaptureFixture[str]) -> N
         f"E0101 12:00:00.000000 1 model.cc:1] failed to load 'm' version 1: {EVIL}",
         EVIL,
     ]
-    for chatter in (LogFilter(verbose=True), LogFilter()):
+    for log_filter in (LogFilter(verbose=True), LogFilter()):
         for line in lines:
-            if (told := chatter.filter_line(line)) is not None:
-                print_message(told)
-        print_message(str(chatter.failures))
+            if (shown := log_filter.filter_line(line)) is not None:
+                print_message(shown)
+        print_message(str(log_filter.failures))
     assert_harmless(capsys.readouterr().err)
 
 
@@ -84,8 +84,8 @@ def test_tables_and_json_of_commands_are_escaped(
     written = capsysbinary.readouterr().out.decode()
     assert_harmless(written)
     assert SHOWN in written
-    told = written.partition("[\n")[2]
-    assert orjson.loads(f"[{told}") == [{"model": EVIL}]
+    items = written.partition("[\n")[2]
+    assert orjson.loads(f"[{items}") == [{"model": EVIL}]
 
 
 def test_records_are_escaped_for_a_terminal_and_unchanged_in_a_file() -> None:

@@ -58,25 +58,25 @@ from tests.support.wait import Pace, retry_when_late, wait_until
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[Stage]:
+def module_stage() -> Iterator[Stage]:
     with Stage() as stage:
         yield stage
 
 
 @pytest.fixture
-def stage(house: Stage) -> Iterator[Stage]:
+def stage(module_stage: Stage) -> Iterator[Stage]:
     """The server, with the application that echoes; nothing is left in it when the test is over."""
-    house.app = echo
-    house.asked.clear()
-    handler = Faults(house.faults)
+    module_stage.app = echo
+    module_stage.asked.clear()
+    handler = Faults(module_stage.faults)
     logging.getLogger("gateway.protocol").addHandler(handler)
     try:
-        yield house
-        wait_until(house.quiet)
-        assert house.faults == []
+        yield module_stage
+        wait_until(module_stage.quiet)
+        assert module_stage.faults == []
     finally:
         logging.getLogger("gateway.protocol").removeHandler(handler)
-        house.faults.clear()
+        module_stage.faults.clear()
 
 
 # The client.
@@ -100,7 +100,7 @@ def sends(*messages: Message) -> ASGIApp:
 
 
 @dataclass(frozen=True)
-class Telling:
+class WireRequest:
     """A request on the wire, and what the application must be asked."""
 
     wire: bytes
@@ -108,36 +108,36 @@ class Telling:
     stays: bool = True  # the connection
 
 
-def posted(head: bytes, wire: bytes, body: bytes, *headers: Pair, **more: Any) -> Telling:
+def posted(head: bytes, wire: bytes, body: bytes, *headers: Pair, **more: Any) -> WireRequest:
     asked = Asked("POST", "/in", b"/in", headers=(HOST_X, *headers), body=body)
-    return Telling(b"POST /in HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n" + wire, asked, **more)
+    return WireRequest(b"POST /in HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n" + wire, asked, **more)
 
 
-def of_length(body: bytes) -> Telling:
+def of_length(body: bytes) -> WireRequest:
     return posted(b"Content-Length: %d\r\n" % len(body), body, body, length(len(body)))
 
 
 CHUNKED = (b"transfer-encoding", b"chunked")
 
 
-def chunked(wire: bytes, body: bytes) -> Telling:
+def chunked(wire: bytes, body: bytes) -> WireRequest:
     return posted(b"Transfer-Encoding: chunked\r\n", wire, body, CHUNKED)
 
 
-TELLINGS = {
-    "no body": Telling(
+VALID_REQUESTS = {
+    "no body": WireRequest(
         b"GET /in HTTP/1.1\r\nHost: x\r\n\r\n",
         Asked(path="/in", raw_path=b"/in"),
     ),
-    "no headers": Telling(
+    "no headers": WireRequest(
         b"DELETE / HTTP/1.0\r\n\r\n", Asked("DELETE", version="1.0", headers=()), stays=False
     ),
-    "an empty line ahead": Telling(b"\r\nGET / HTTP/1.1\r\nHost: x\r\n\r\n", Asked()),
-    "a query": Telling(
+    "an empty line ahead": WireRequest(b"\r\nGET / HTTP/1.1\r\nHost: x\r\n\r\n", Asked()),
+    "a query": WireRequest(
         b"GET /in?a=%20b&c=?/ HTTP/1.1\r\nHost: x\r\n\r\n",
         Asked(path="/in", raw_path=b"/in", query=b"a=%20b&c=?/"),
     ),
-    "many headers": Telling(
+    "many headers": WireRequest(
         b"GET / HTTP/1.1\r\nHost: x\r\nAccept: a\r\nACCEPT: b; c\r\nx-empty:\r\nX-High:  \xe9\xff\r\n\r\n",
         Asked(
             headers=(
@@ -177,26 +177,26 @@ TELLINGS = {
         (b"connection", b"Close"),
         stays=False,
     ),
-    "HTTP/1.0": Telling(
+    "HTTP/1.0": WireRequest(
         b"PUT / HTTP/1.0\r\nContent-Length: 2\r\n\r\nok",
         Asked("PUT", version="1.0", headers=(length(2),), body=b"ok"),
         stays=False,
     ),
-    "HTTP/1.0 that would stay": Telling(
+    "HTTP/1.0 that would stay": WireRequest(
         b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n",
         Asked(version="1.0", headers=((b"connection", b"keep-alive"),)),
     ),
-    "an upgrade that the connection is not asked for": Telling(
+    "an upgrade that the connection is not asked for": WireRequest(
         b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\n\r\n",
         Asked(headers=(HOST_X, (b"upgrade", b"h2c"))),
     ),
 }
 
 
-@pytest.mark.parametrize("name", TELLINGS)
+@pytest.mark.parametrize("name", VALID_REQUESTS)
 def test_request_is_read_the_same_wherever_it_is_cut(stage: Stage, name: str) -> None:
-    telling = TELLINGS[name]
-    wire = telling.wire
+    request = VALID_REQUESTS[name]
+    wire = request.wire
     every_byte = tuple(range(1, len(wire)))
     cuttings = [(), *((cut,) for cut in every_byte), every_byte]
     while cuttings:
@@ -204,10 +204,10 @@ def test_request_is_read_the_same_wherever_it_is_cut(stage: Stage, name: str) ->
             while cuttings:
                 bounds = [0, *cuttings.pop(), len(wire)]
                 client.say(*(wire[a:b] for a, b in pairwise(bounds)))
-                assert client.answer().body == telling.asked.body, bounds
-                assert stage.asked == [telling.asked], bounds
+                assert client.answer().body == request.asked.body, bounds
+                assert stage.asked == [request.asked], bounds
                 stage.asked.clear()
-                if not telling.stays:
+                if not request.stays:
                     assert client.rest() == b""
                     break
 
@@ -219,7 +219,7 @@ TARGETS = st.lists(st.sampled_from(["/a", "/b.c", "/~", "//", "/x:y"]), min_size
 
 
 @st.composite
-def tellings(draw: st.DrawFn) -> Telling:
+def drawn_requests(draw: st.DrawFn) -> WireRequest:
     headers = draw(st.lists(st.tuples(TOKENS, VALUES), max_size=4))
     target = draw(TARGETS)
     query = draw(st.sampled_from(["", "a", "a=b&c", "?"]))
@@ -234,7 +234,7 @@ def tellings(draw: st.DrawFn) -> Telling:
     line = f"POST {target}{'?' if query else ''}{query} HTTP/1.1\r\nHost: x\r\n".encode()
     path = target.encode()
     asked = Asked("POST", target, path, query.encode(), "1.1", (HOST_X, *headers), body)
-    return Telling(line + lines + b"\r\n" + wire, asked)
+    return WireRequest(line + lines + b"\r\n" + wire, asked)
 
 
 @st.composite
@@ -247,36 +247,36 @@ def chunks_of(draw: st.DrawFn, body: bytes) -> bytes:
     return sized + b"0\r\n" + b"".join(b"%b: %b\r\n" % each for each in trailers) + b"\r\n"
 
 
-@given(st.lists(tellings(), min_size=1, max_size=4), st.data())
+@given(st.lists(drawn_requests(), min_size=1, max_size=4), st.data())
 def test_drawn_requests_cut_anywhere_are_answered_in_order(
-    house: Stage, told: list[Telling], data: st.DataObject
+    module_stage: Stage, requests: list[WireRequest], data: st.DataObject
 ) -> None:
-    house.app = echo
-    house.asked.clear()
-    wire = b"".join(each.wire for each in told)
+    module_stage.app = echo
+    module_stage.asked.clear()
+    wire = b"".join(each.wire for each in requests)
     cuts = sorted(data.draw(st.sets(st.integers(1, len(wire) - 1), max_size=8)))
-    with house.client() as client:
+    with module_stage.client() as client:
         client.say(*(wire[a:b] for a, b in pairwise([0, *cuts, len(wire)])))
-        for each in told:
+        for each in requests:
             answer = client.answer()
             assert answer.header(b"x-target") == each.asked.raw_path
             assert answer.body == each.asked.body
-        assert house.asked == [each.asked for each in told]
+        assert module_stage.asked == [each.asked for each in requests]
         assert client.receives_nothing()
 
 
 def test_small_body_is_passed_when_it_is_complete(stage: Stage) -> None:
-    begun = threading.Event()
+    started = threading.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        begun.set()
+        started.set()
         await echo(scope, receive, send)
 
     stage.app = app
     with stage.client() as client:
         client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 6\r\n\r\n", b"ab", b"cd")
         stage.settle()
-        assert not begun.is_set()
+        assert not started.is_set()
         client.say(b"efPOST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nx")
         assert client.answer().body == b"abcdef"
         stage.settle()
@@ -368,7 +368,7 @@ def test_trailer_about_the_connection_hides_and_invents_no_request(
     first = b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n"
     with stage.client() as client:
         client.say(first + trailers + b"\r\n")
-        told = client.answer()
+        first_answer = client.answer()
         stage.settle()
         with suppress(ConnectionError, EOFError):
             client.say(
@@ -379,8 +379,8 @@ def test_trailer_about_the_connection_hides_and_invents_no_request(
                 assert answer.body == LIKE_A_REQUEST
             else:
                 assert answer.error
-        if told.status == 200:
-            assert told.body == b"ok"
+        if first_answer.status == 200:
+            assert first_answer.body == b"ok"
     assert [asked.path for asked in stage.asked] in (["/a"], ["/a", "/b"], [])
 
 
@@ -653,7 +653,7 @@ def test_response_header_is_sent_with_the_first_body(stage: Stage) -> None:
 
 
 def packets(client: Client) -> int:
-    """How many packets with data have come: `tcpi_data_segs_in` of Linux's `struct tcp_info`."""
+    """Return the number of received data packets: `tcpi_data_segs_in` of Linux's `struct tcp_info`."""
     info = client.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 156)
     count: int = struct.unpack_from("I", info, 152)[0]
     return count
@@ -699,9 +699,9 @@ def test_pipelined_requests_are_answered_in_order(stage: Stage) -> None:
 
 
 def test_pipelined_requests_keep_their_own_bodies(stage: Stage) -> None:
-    requests = [telling for telling in TELLINGS.values() if telling.stays] * 5
+    requests = [request for request in VALID_REQUESTS.values() if request.stays] * 5
     requests += [of_length(bytes([number]) * (300 * KIB)) for number in range(6)]
-    wire = b"".join(telling.wire for telling in requests)
+    wire = b"".join(request.wire for request in requests)
     with stage.client() as client:
         sending = threading.Thread(target=client.say, args=(wire,))
         sending.start()
@@ -962,7 +962,7 @@ def test_body_after_an_early_response_is_read_up_to_a_limit(stage: Stage) -> Non
 
 
 def mebibytes_taken(connection: socket.socket, most: int) -> int:
-    """Until the other end closes."""
+    """Send data until the other end closes the connection; return how many mebibytes."""
     piece = bytes(1 << 20)
     for sent in range(most):
         try:
@@ -1631,7 +1631,7 @@ def test_upload_waits_for_an_application_that_does_not_read(stage: Stage, framin
 
 
 def refuses(stage: Stage, port: int) -> bool:
-    """Nobody can connect any more: the server has told its connections that it stops."""
+    """Return whether connections are refused; the server has then begun to stop the open ones."""
     try:
         socket.create_connection((HOST, port), PATIENCE_S).close()
     except ConnectionError:
@@ -1642,7 +1642,7 @@ def refuses(stage: Stage, port: int) -> bool:
 
 @contextmanager
 def stopping(app: ASGIApp, **given: Any) -> Iterator[tuple[Stage, Callable[[], None]]]:
-    """A server of its own, and what stops it and returns when it has begun to."""
+    """Yield a server of its own, and a function that begins to stop it."""
     with Stage(**given) as stage:
         stage.app = app
         port = stage.port
@@ -1657,24 +1657,24 @@ def stopping(app: ASGIApp, **given: Any) -> Iterator[tuple[Stage, Callable[[], N
         assert stage.faults == []
 
 
-def test_stopping_server_closes_idle_connections_and_reads_begun_bodies() -> None:
-    """One whose first request may be on its way, or is incomplete, has a second for it."""
+def test_stopping_server_closes_idle_connections_and_reads_started_bodies() -> None:
+    """A connection without a complete first request has a second to send it."""
     with (
         stopping(echo) as (stage, stop),
         stage.client() as silent,
         stage.client() as idle,
-        stage.client() as begun,
+        stage.client() as incomplete,
         stage.client() as sending,
         stage.client() as invalid,
     ):
         assert idle.is_still_served()
-        begun.say(b"GET / HT")
+        incomplete.say(b"GET / HT")
         sending.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhel")
         invalid.say(BROKEN_CHUNKS)
         stage.settle()
         stop()
         assert idle.rest() == b""
-        assert refused(begun) == TOO_SLOW
+        assert refused(incomplete) == TOO_SLOW
         assert silent.rest() == b""
         sending.say(b"l", b"o")
         answer = sending.answer()
@@ -1690,15 +1690,15 @@ def test_request_on_its_way_is_answered_when_the_server_stops() -> None:
         with (
             stopping(echo) as (stage, stop),
             stage.client() as silent,
-            stage.client() as begun,
+            stage.client() as incomplete,
         ):
-            begun.say(GET[:5])
+            incomplete.say(GET[:5])
             pace.restart()
             stop()
             silent.say(GET)
-            begun.say(GET[5:])
+            incomplete.say(GET[5:])
             pace.mark()
-            for client in (silent, begun):
+            for client in (silent, incomplete):
                 answer = client.answer()
                 assert (answer.status, answer.header(b"connection")) == (200, b"close")
                 assert client.rest() == b""

@@ -1,4 +1,4 @@
-"""Requests per second by a clock that nobody sets: time of day may jump as it likes."""
+"""Rates are counted with a monotonic clock: changes of the time of day do not affect them."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gateway.fleet.reconcile_plan import CORRECTION_MEMORY_S, Backoff, with_correction
 
 
-def test_corrections_that_are_undone_at_once_are_made_less_and_less_often() -> None:
+def test_corrections_that_are_undone_are_made_less_and_less_often() -> None:
     corrections: Backoff | None = None
     now, pauses = 1000.0, []
     for _ in range(12):
@@ -15,7 +15,7 @@ def test_corrections_that_are_undone_at_once_are_made_less_and_less_often() -> N
     assert pauses == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
 
 
-def test_a_correction_that_lasted_is_forgotten() -> None:
+def test_correction_that_lasted_is_forgotten() -> None:
     corrections = with_correction(with_correction(None, 1000), 1001)
     assert corrections.repetitions == 1
     later = corrections.not_before + CORRECTION_MEMORY_S + 1

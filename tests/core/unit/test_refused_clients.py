@@ -25,8 +25,8 @@ async def test_refused_requests_start_one_by_one_while_others_continue() -> None
     loop = asyncio.get_running_loop()
     refused = [run(f"refused {at}", clients.enqueue_refused(loop)) for at in range(CLIENTS)]
     await asyncio.gather(*refused, run("good", None))
-    begun = [event for event in events if event.startswith("refused") and "ended" not in event]
-    assert begun == [f"refused {at}" for at in range(CLIENTS)]
+    started = [event for event in events if event.startswith("refused") and "ended" not in event]
+    assert started == [f"refused {at}" for at in range(CLIENTS)]
     assert events.index("good ended") < events.index(f"refused {STEPS // 2 + 1}")
     assert len(events) == 2 * (CLIENTS + 1)
 

@@ -90,12 +90,12 @@ def test_certificate_and_key_must_match(monkeypatch: pytest.MonkeyPatch, tmp_pat
         monkeypatch.setenv(f"GATEWAY_{name}", value)
     assert read_settings().tls_key_file == key
     for wrong, why in (("/nope", "no such file"), (str(other), "mismatch")):
-        told = refusal(monkeypatch, TLS_KEY_FILE=wrong)
-        assert told.startswith(f"GATEWAY_TLS_KEY_FILE cannot be '{wrong}': ")
-        assert why in told
+        message = refusal(monkeypatch, TLS_KEY_FILE=wrong)
+        assert message.startswith(f"GATEWAY_TLS_KEY_FILE cannot be '{wrong}': ")
+        assert why in message
     monkeypatch.delenv("GATEWAY_TLS_KEY_FILE")
-    told = refusal(monkeypatch)
-    assert told.startswith("GATEWAY_TLS_KEY_FILE cannot be empty: ")
+    message = refusal(monkeypatch)
+    assert message.startswith("GATEWAY_TLS_KEY_FILE cannot be empty: ")
     assert refusal(monkeypatch, TLS_CERT_FILE=str(key)).startswith("GATEWAY_TLS_CERT_FILE cannot")
 
 
@@ -106,9 +106,9 @@ def test_certificate_and_key_must_match(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_password_in_an_address_is_refused_and_not_shown(
     monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
-    told = refusal(monkeypatch, TRITON_URLS=f"http://a:8000,{url}")
-    assert told.startswith("GATEWAY_TRITON_URLS cannot be '…@x")
-    assert "secret" not in told
+    message = refusal(monkeypatch, TRITON_URLS=f"http://a:8000,{url}")
+    assert message.startswith("GATEWAY_TRITON_URLS cannot be '…@x")
+    assert "secret" not in message
 
 
 def test_unknown_setting_is_reported_with_the_similar_one() -> None:

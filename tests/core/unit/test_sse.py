@@ -51,14 +51,14 @@ def test_endless_error_event_is_truncated(cuts: list[int]) -> None:
     stream = b'data: {"error":"' + b"x\n" * (4 * MAX_HELD_EVENT_BYTES) + b"\n" + GOOD + BAD
     ends = sorted({cut % len(stream) for cut in cuts} | {len(stream)})
     pieces = [stream[a:b] for a, b in zip([0, *ends], ends, strict=False)]
-    got = b"".join(map(scrubber.feed, pieces)) + scrubber.end()
+    output = b"".join(map(scrubber.feed, pieces)) + scrubber.end()
     kept = stream[:MAX_HELD_EVENT_BYTES].removeprefix(b"data: ").rstrip(b"\n")
     complete = BAD.removeprefix(b"data: ").rstrip(b"\n")
     expected = b"data: <%d>\n\n" % len(kept) + GOOD + b"data: <%d>\n\n" % len(complete)
-    assert got == expected
+    assert output == expected
     # The event is sent when it has reached the limit, and not at its end.
     scrubber = EventStreamScrubber(lambda _: b"an error")
     scrubber.feed(b'data: {"error":"')
-    got = b"".join(scrubber.feed(b"x" * 1000) for _ in range(1000))
-    assert got == b"data: an error\n\n"
+    output = b"".join(scrubber.feed(b"x" * 1000) for _ in range(1000))
+    assert output == b"data: an error\n\n"
     assert scrubber.end() == b""

@@ -1,4 +1,4 @@
-"""What the API asked of models, in memory and in a file: kept, shared and never half-written."""
+"""The state in memory and in a file: stored, shared and never half-written."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ async def test_each_change_is_read_at_once(tmp_path: Path) -> None:
 async def test_changed_file_of_the_same_size_and_time_is_read_again(
     tmp_path: Path,
 ) -> None:
-    """As two changes within a tick of the clock are, when the second gets the inode of the first."""
+    """Two changes within a tick of the clock have the same time, and may have the same inode."""
 
     def change(revision: int) -> None:
         wish = {"loaded": True, "parameters": {}, "revision": revision}

@@ -1,4 +1,4 @@
-"""What becomes of bodies and tensors, where no Triton is needed to judge it."""
+"""Conversion of bodies and tensors that needs no Triton."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model(
 ) -> Signature:
     """A signature as it is read from Triton; the shapes are the model's own."""
 
-    def told(tensors: dict[str, tuple[str, list[int]]]) -> list[dict[str, Any]]:
+    def describe(tensors: dict[str, tuple[str, list[int]]]) -> list[dict[str, Any]]:
         first = [-1] if batch else []
         return [
             {"name": name, "datatype": datatype, "shape": first + shape}
@@ -54,7 +54,9 @@ def model(
         "input": [{"name": name, "optional": optional} for name in inputs],
         "parameters": {key: {"string_value": value} for key, value in hints.items()},
     }
-    return build_signature({"name": "m", "inputs": told(inputs), "outputs": told(outputs)}, config)
+    return build_signature(
+        {"name": "m", "inputs": describe(inputs), "outputs": describe(outputs)}, config
+    )
 
 
 def result(model: Signature, *, batched: bool = True, **arrays: np.ndarray) -> InferResult:
@@ -335,7 +337,7 @@ def test_numpy_file_is_recognised_for_numeric_inputs() -> None:
 
 
 def form(name: str, file: bytes) -> Payload:
-    """What `curl -F name=@file` sends."""
+    """Build the body that `curl -F name=@file` sends."""
     head = f'Content-Disposition: form-data; name="{name}"; filename="a.npy"\r\n'
     part = f"--b\r\n{head}Content-Type: {OCTET_STREAM}\r\n\r\n".encode() + file
     return read_payload(part + b"\r\n--b--\r\n", "multipart/form-data; boundary=b", PayloadLimits())

@@ -1,4 +1,4 @@
-"""How the gateway reads gRPC messages, and the statuses of its errors."""
+"""Parsing of gRPC messages, and the statuses of errors."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_placement_says_whether_waiting_makes_room(
     "a response is valid HTTP but not a Triton response: JSON of other types, shapes and"
 )
 def test_facts_of_a_model_are_read_from_its_config_or_unknown() -> None:
-    """One replica's answer must not end the loads of all models."""
+    """The response of one replica must not end the loads of all models."""
     config = {
         "parameters": {"gateway.memory_mb": {"string_value": " 512 "}},
         "ensemble_scheduling": {"step": [{"model_name": "a"}, {"model_name": "b"}]},
