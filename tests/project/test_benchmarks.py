@@ -53,8 +53,9 @@ def post(client: httpx.Client, path: str, request: Request) -> httpx.Response:
 def test_plain_fastapi_and_the_gateway_return_the_same_values(work: Workload, stage: Stage) -> None:
     outputs = post(stage.gateway, f"/v1/models/{work.model}/infer", work.request).json()["outputs"]
     plain = post(stage.plain, work.plain_path, work.plain_request).json()
-    expected, got = np.ravel(outputs["Y"]), np.ravel(plain["Y"])
-    assert np.allclose(expected, got, atol=TOLERANCE if "FP32" in work.title else 0)
+    expected = np.ravel(outputs["Y"])
+    found = np.ravel(plain["Y"])
+    assert np.allclose(expected, found, atol=TOLERANCE if "FP32" in work.title else 0)
     triton = httpx.Client(base_url=f"http://127.0.0.1:{stage.triton.options.http_port}")
     with triton:
         prepared = post(triton, work.prepared_path, work.prepared_request)

@@ -35,7 +35,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the document's `sh` blocks make, its single file, its pipeline, and networks without a config."""
+    """Create the models of the document, and networks without a config."""
     place = tmp_path_factory.mktemp("brought")
     (place / "triton_repo").symlink_to(REPOSITORY)
     (place / "model.onnx").write_bytes(network.classifier())

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.containers, pytest.mark.timeout(2400)]
 TRITON_PORTS = ("--triton-http-port", "--triton-grpc-port", "--triton-metrics-port")
 SEVEN = (ROOT / "docs/images/seven.png").read_bytes()
 LIMIT_BYTES = 250_000_000
-# Asked in a container that has only Python to ask with.
+# Programs for a container that has only Python.
 PROGRAMS = "import os; [print(*os.listdir(f)) for f in os.get_exec_path() if os.path.isdir(f)]"
 LOADED = """import ctypes, pathlib
 print(len([ctypes.CDLL(str(library)) for library in pathlib.Path("/usr/local").rglob("*.so*")]))"""
@@ -46,7 +46,7 @@ def embedded_image(containers: Engine) -> str:
 
 
 def memory(name: str, variant: str = "dev") -> str:
-    """The manifests' limit for the container of a pod, in podman's words."""
+    """Return podman's option for the memory limit of a pod's container in the manifests."""
     (container,) = Manifests.of(variant).pod(name)["containers"]
     return f"--memory={int(quantity(container['resources']['limits']['memory']))}"
 
@@ -85,7 +85,7 @@ def embedded(containers: Engine, embedded_image: str) -> Iterator[tuple[Containe
         yield container, f"http://127.0.0.1:{port}"
 
 
-def test_the_embedded_image_serves_images_and_texts_with_nothing_to_write_to(
+def test_embedded_image_serves_with_a_read_only_file_system(
     embedded: tuple[Container, str],
 ) -> None:
     container, url = embedded
@@ -137,7 +137,7 @@ def send_until_not_ready(url: str, statuses: list[int]) -> None:
             statuses.append(answer.status_code)
 
 
-def test_the_gateway_serves_and_loses_nothing_when_it_is_stopped_under_load(
+def test_gateway_image_that_is_stopped_under_load_loses_no_request(
     fleet: tuple[Container, str],
 ) -> None:
     container, url = fleet
@@ -155,11 +155,10 @@ def test_the_gateway_serves_and_loses_nothing_when_it_is_stopped_under_load(
     assert container.end(60) == 0
     assert len(statuses) >= 50
     assert set(statuses) == {200}
-    print(f"answered while it was stopped: {len(statuses)}, and nothing else")
 
 
 def for_podman(made: Manifests, images: dict[str, str], folder: Path) -> list[Resource]:
-    """What podman 4 knows of the manifests: no probes, no Service, no emptyDir that others may write to."""
+    """Reduce the manifests to what podman 4 supports: no probes, no Service, no emptyDir for other users."""
     folder.chmod(0o1777)
     settings = made.get("ConfigMap", "triton-gateway-settings")
     settings["data"]["GATEWAY_TRITON_URLS"] = "dns+http://localhost:8000"
@@ -177,7 +176,7 @@ def for_podman(made: Manifests, images: dict[str, str], folder: Path) -> list[Re
     return [*made.kind("ConfigMap"), *deployments]
 
 
-def test_the_dev_overlays_pods_serve(
+def test_pods_of_the_dev_overlay_serve(
     containers: Engine, gateway_image: str, embedded_image: str, tmp_path: Path
 ) -> None:
     for port in (8000, 8001, 8002, 8080):
@@ -202,7 +201,7 @@ def test_the_dev_overlays_pods_serve(
         assert "CapEff:\t0000000000000000" in status
 
 
-def test_the_images_own_health_check_is_true_while_it_serves(
+def test_health_check_of_the_image_succeeds_while_it_serves(
     containers: Engine, gateway_image: str
 ) -> None:
     (image,) = json.loads(containers.run("podman", "inspect", gateway_image))
@@ -215,7 +214,7 @@ def test_the_images_own_health_check_is_true_while_it_serves(
         assert not container.inside(*(word.replace("/livez", "/none") for word in command))
 
 
-def test_the_gateways_image_holds_its_command_python_and_nothing_else_to_run(
+def test_gateway_image_has_no_program_but_its_command_and_python(
     containers: Engine, gateway_image: str
 ) -> None:
     (port,) = free_ports(1)
@@ -231,14 +230,12 @@ def test_the_gateways_image_holds_its_command_python_and_nothing_else_to_run(
         assert int(container.says("python3", "-c", LOADED)) > 50
 
 
-def test_the_gateways_image_is_small(containers: Engine, gateway_image: str) -> None:
+def test_gateway_image_is_smaller_than_its_limit(containers: Engine, gateway_image: str) -> None:
     """Unpacked and with its base, as `docker images` counts; and as registries do, compressed."""
     unpacked = int(containers.run("podman", "inspect", "--format={{.Size}}", gateway_image))
     save = ["podman", "save", "--quiet", gateway_image]
     with subprocess.Popen(save, env=containers.env, stdout=subprocess.PIPE) as saving:
         packed = subprocess.run(["gzip"], stdin=saving.stdout, capture_output=True, check=True)
     assert saving.returncode == 0
-    print(
-        f"the gateway's image: {unpacked / 1e6:.0f} MB, compressed {len(packed.stdout) / 1e6:.0f} MB"
-    )
-    assert len(packed.stdout) < unpacked < LIMIT_BYTES
+    compressed = len(packed.stdout)
+    assert compressed < unpacked < LIMIT_BYTES, f"{unpacked} bytes, compressed {compressed}"

@@ -74,7 +74,7 @@ def log() -> Log:
 
 @pytest.fixture(scope="module")
 def triton(log: Log, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTriton]:
-    """With all examples, and one that takes its time for each token."""
+    """A Triton with all examples, and one that takes a while for each token."""
     assert (REPOSITORY / "own_env/python_env/.ready").exists(), "run `make examples` first"
     folder = tmp_path_factory.mktemp("examples")
     shutil.copytree(REPOSITORY / "tokens", folder / "slow_tokens")
@@ -88,7 +88,7 @@ def triton(log: Log, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embed
 
 
 def log_requests(triton: EmbeddedTriton, wanted: bool) -> None:
-    """Whether Triton's log has a line for each step of each request."""
+    """Set whether Triton's log has a line for each step of each request."""
     url = f"http://{triton.options.address}/v2/logging"
     httpx.post(url, json={"log_verbose_level": int(wanted)}, timeout=60).raise_for_status()
 
@@ -111,7 +111,7 @@ def infer(client: httpx.Client, model: str, inputs: Any, **parameters: Any) -> A
 @pytest.mark.long
 @pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.parent.name)
 def test_commands_of_a_readme_print_what_it_says(client: httpx.Client, readme: Path) -> None:
-    """In their order: they may build on one another."""
+    """The commands run in their order, because some depend on earlier ones."""
     commands = list(examples([readme]))
     assert commands
     for _, command, answer in commands:
@@ -256,7 +256,7 @@ def test_short_request_overtakes_long_ones_in_shared_executions(
         return float(found[1]) if found else 0
 
     def overtakes_and_shares() -> bool:
-        """Whether the short one was answered first, and fewer executions served the long ones than alone."""
+        """Return whether the short one was answered first, and the long ones shared executions."""
         before = executions()
         with ThreadPoolExecutor(4) as pool:
             long = [pool.submit(infer, client, "reschedule", MANY_STEPS) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""What single values of the Helm chart change: repositories, GPUs, monitoring, scaling, placement."""
+"""The effects of single values of the Helm chart: repositories, GPUs, monitoring, scaling, placement."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_triton_reads_a_bucket_with_a_secret_or_a_cloud_identity(kind: str) -> N
     assert made.get("ServiceAccount", "triton")["metadata"]["annotations"] == annotations
 
 
-def test_a_model_with_a_mark_is_declared_with_it_and_loaded_by_its_name() -> None:
+def test_model_with_a_mark_is_declared_with_it_and_loaded_by_its_name() -> None:
     models = ["text_ensemble", {"name": "ensemble", "required": "always"}]
     made = render_chart({"models": models})
     text = made.get("ConfigMap", "triton-gateway-models")["data"]["models.yaml"]

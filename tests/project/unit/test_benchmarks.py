@@ -41,7 +41,7 @@ def test_ratios_are_those_of_the_same_round() -> None:
     assert "| 50 | 0.50 |" in row
 
 
-def test_the_spread_is_the_median_with_both_ends() -> None:
+def test_spread_is_the_median_with_minimum_and_maximum() -> None:
     assert describe_spread([3.0, 1.0, 9.0], 1) == "3.0 (1.0–9.0)"
 
 
@@ -52,7 +52,7 @@ def recorded(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_counts_and_the_tables_replace_only_themselves(recorded: Path) -> None:
+def test_counts_and_tables_replace_only_themselves(recorded: Path) -> None:
     assert results.read_counts(recorded).instructions == {}
     results.write_counts("\n".join(count.format_section(COUNTS)) + "\n", recorded)
     assert results.read_counts(recorded).instructions == COUNTS
@@ -66,7 +66,7 @@ def test_the_counts_and_the_tables_replace_only_themselves(recorded: Path) -> No
     assert "new tables" in recorded.read_text()
 
 
-def test_the_recorded_counts_can_be_compared() -> None:
+def test_recorded_counts_are_those_of_the_requests() -> None:
     assert results.read_counts().instructions.keys() == build_requests().keys()
 
 
@@ -80,14 +80,14 @@ def test_only_a_change_of_more_than_five_percent_is_reported() -> None:
     assert list(count.list_changes({}, {"a new one": 1})) == ["a new one: only in this run"]
 
 
-def test_the_end_of_a_message_follows_from_its_length() -> None:
+def test_end_of_a_message_follows_from_its_length() -> None:
     messages = [*REPLICA.responses.values(), *build_requests().values()]
     assert [find_message_end(message + b"the next") for message in messages] == [
         len(message) for message in messages
     ]
 
 
-def test_a_peer_that_is_not_installed_is_skipped_with_a_message(
+def test_peer_that_is_not_installed_is_skipped_with_a_message(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -44,7 +44,7 @@ def test_every_public_name_is_recorded(document: Document) -> None:
     assert names.list_names(document) == names.read_recorded_names(), "make interface"
 
 
-def test_the_names_cover_every_kind(document: Document) -> None:
+def test_recorded_names_cover_every_kind(document: Document) -> None:
     kinds = {name.split()[0] for name in names.list_names(document)}
     assert kinds == {"setting", "path", "code", "metric", "field", "command", "flag", "value"}
     text = (ROOT / "docs" / "stability.md").read_text()
@@ -52,13 +52,11 @@ def test_the_names_cover_every_kind(document: Document) -> None:
         assert re.search(rf"\b{kind}s?\b", text), kind
 
 
-def test_no_client_of_the_recorded_document_is_broken(
-    document: Document, recorded: Document
-) -> None:
+def test_openapi_document_breaks_no_recorded_client(document: Document, recorded: Document) -> None:
     assert [*openapi.find_breaks(recorded, document)] == []
 
 
-def test_the_recorded_document_is_current(document: Document) -> None:
+def test_recorded_openapi_document_is_current(document: Document) -> None:
     current = openapi.format_document(document)
     assert current == openapi.DOCUMENT_FILE.read_text(), "make interface"
 
@@ -117,7 +115,7 @@ BREAKS: dict[str, tuple[Callable[[Document], Any], str]] = {
 
 
 @pytest.mark.parametrize("removed", BREAKS)
-def test_what_is_removed_is_found(recorded: Document, removed: str) -> None:
+def test_removal_from_the_openapi_document_is_found(recorded: Document, removed: str) -> None:
     change, message = BREAKS[removed]
     new = copy.deepcopy(recorded)
     change(new)
@@ -125,7 +123,7 @@ def test_what_is_removed_is_found(recorded: Document, removed: str) -> None:
     assert any(message in line for line in found), found
 
 
-def test_what_is_added_breaks_nobody(recorded: Document) -> None:
+def test_addition_to_the_openapi_document_is_no_break(recorded: Document) -> None:
     new = copy.deepcopy(recorded)
     new["paths"]["/v3"] = {"get": {"responses": {}}}
     replica_schema(new)["properties"]["zone"] = {"type": "string"}
@@ -148,7 +146,7 @@ def test_names_in_a_page_for_operators_are_public(page: str) -> None:
     assert named - public == set()
 
 
-def test_the_words_of_the_glossary_are_sorted_and_explained_once() -> None:
+def test_words_of_the_glossary_are_sorted_and_unique() -> None:
     text = (ROOT / "docs" / "glossary.md").read_text()
     rows = re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|$", text, re.MULTILINE)[1:]
     words = [word.casefold() for word, _ in rows]

@@ -68,7 +68,7 @@ def package_of(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
-def test_every_module_is_in_the_table() -> None:
+def test_table_of_the_layout_has_every_package() -> None:
     assert {package_of(module) for module in package_trees()} - {"gateway"} == LAYERS.keys()
 
 
@@ -82,11 +82,11 @@ def test_imports_go_down_the_table() -> None:
     assert not upward
 
 
-def test_no_modules_import_each_other() -> None:
+def test_imports_have_no_cycle() -> None:
     TopologicalSorter(package_imports()).prepare()  # raises CycleError, which shows the cycle
 
 
-def test_the_client_imports_nothing_of_the_server() -> None:
+def test_client_imports_no_module_of_the_server() -> None:
     imported = {
         package_of(name)
         for module, imports in package_imports().items()
@@ -97,7 +97,7 @@ def test_the_client_imports_nothing_of_the_server() -> None:
 
 
 @pytest.mark.parametrize("name", PURE)
-def test_what_is_pure_has_no_async_in_it(name: str) -> None:
+def test_pure_module_has_no_asynchronous_code(name: str) -> None:
     asynchronous = [
         f"{module}:{node.lineno}"
         for module, tree in package_trees().items()

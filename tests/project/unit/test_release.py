@@ -171,7 +171,7 @@ def test_release_publishes_the_images_that_the_documents_and_the_chart_name() ->
 
 
 def test_chart_has_the_annotations_that_artifact_hub_reads() -> None:
-    """As https://artifacthub.io/docs/topics/annotations/helm/ defines them."""
+    """https://artifacthub.io/docs/topics/annotations/helm/ defines them."""
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     annotations = chart["annotations"]
     assert all(isinstance(text, str) for text in annotations.values())

@@ -48,14 +48,14 @@ def list_sources(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
-def test_every_exception_of_a_linter_has_a_reason() -> None:
+def test_linter_exception_has_a_reason() -> None:
     for path in list_sources("gateway", "benchmarks", "models"):
         for line in path.read_text().splitlines():
             if LINTER_EXCEPTION.search(line):
                 assert EXPLAINED_EXCEPTION.search(line), f"{path}: {line.strip()}"
 
 
-def test_a_public_name_is_defined_once() -> None:
+def test_public_name_is_defined_once() -> None:
     places = defaultdict(list)
     for path, tree in package_trees().items():
         for node in tree.body:
@@ -98,7 +98,7 @@ def test_messages_use_the_usual_words() -> None:
     assert not riddles
 
 
-def test_the_commands_translate_advice_that_the_gateway_gives() -> None:
+def test_advice_that_commands_translate_is_given_by_the_gateway() -> None:
     texts = [
         node.value
         for module, tree in package_trees().items()
