@@ -132,8 +132,9 @@ def ask(port: int, *request: Any) -> RawResponse:
 FAKE_BODY = b'{"name":"a fake"}'
 
 
-WHOLE = (
-    b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 22\r\n\r\n" + FAKE_BODY
+WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (
+    len(FAKE_BODY),
+    FAKE_BODY,
 )
 
 
