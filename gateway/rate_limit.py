@@ -17,7 +17,7 @@ from gateway.auth import PUBLIC_PATHS
 from gateway.errors import Overloaded, StateUnavailable
 from gateway.messages import quote_text
 from gateway.metrics import Metrics
-from gateway.state.desired import RateWindows
+from gateway.state.desired import RateWindows, WindowCount
 
 # Monitoring is never rate limited.
 UNLIMITED_PATHS: Final = PUBLIC_PATHS | {"/metrics", "/v2/health/live", "/v2/health/ready"}
@@ -26,17 +26,26 @@ MAX_WINDOW_S: Final = 24 * 3600
 MIN_RATE_WAIT_S: Final = 0.001
 # After a failure the shared windows are skipped for this time, so that only one request waits for a timeout.
 SHARED_WINDOWS_RETRY_S: Final = 2.0
+ONLY_REQUEST: Final = WindowCount(opens_window=True)
+COUNTED_REQUEST: Final = WindowCount()
 
 
 class RateLimitExceeded(Overloaded):
     """A key exceeds its request rate."""
 
-    def __init__(self, name: str, window: RateLimitItem, wait_s: float) -> None:
+    def __init__(
+        self, name: str, window: RateLimitItem, wait_s: float, inferences: int = 1
+    ) -> None:
         wait = max(math.ceil(wait_s), 1)
         count = "1 request" if window.amount == 1 else f"{window.amount} requests"
         within = "a second" if window.multiples == 1 else f"in {window.multiples} seconds"
+        reason = ""
+        if inferences > 1:
+            reason = f", and this one counts as {inferences}, one for each of its inferences"
+        elif wait > window.get_expiry() + 1:
+            reason = ", and has sent requests that count as more, one for each of their inferences"
         super().__init__(
-            f"key {quote_text(name)} may send {count} {within}; try again in {wait} s",
+            f"key {quote_text(name)} may send {count} {within}{reason}; try again in {wait} s",
             headers={"Retry-After": str(wait)},
         )
 
@@ -61,16 +70,42 @@ class LocalRateWindows:
         self._clock = clock
         self._times: dict[tuple[str, int, int], deque[float]] = {}
 
-    def wait_s(self, window: RateLimitItem, name: str) -> float:
-        """Count a request and return 0, or return the seconds until the window has room for it."""
+    def count(
+        self, window: RateLimitItem, name: str, inferences: int = 1, *, opens_window: bool = False
+    ) -> WindowCount:
+        """Count as `RateWindows.count` does."""
         now, length_s = self._clock(), window.get_expiry()
         times = self._times.setdefault((name, window.amount, length_s), deque())
         while times and times[0] <= now - length_s:
             times.popleft()
+        if inferences > 1:
+            return self._count_others(window, times, now, inferences, opens_window=opens_window)
         if len(times) >= window.amount:
-            return max(times[0] + length_s - now, MIN_RATE_WAIT_S)
+            return WindowCount(max(times[-window.amount] + length_s - now, MIN_RATE_WAIT_S))
         times.append(now)
-        return 0.0
+        return ONLY_REQUEST if len(times) == 1 else COUNTED_REQUEST
+
+    @staticmethod
+    def _count_others(
+        window: RateLimitItem,
+        times: deque[float],
+        now: float,
+        inferences: int,
+        *,
+        opens_window: bool,
+    ) -> WindowCount:
+        amount, length_s = window.amount, window.get_expiry()
+        added = inferences - 1
+        can_exceed = len(times) <= amount and (opens_window or not times)
+        if len(times) + added > amount and not can_exceed:
+            # The last of those that must have left the window.
+            last = times[min(inferences, amount) - amount - 1]
+            return WindowCount(max(last + length_s - now, MIN_RATE_WAIT_S))
+        for _ in range(added):
+            is_full = len(times) >= amount
+            # What exceeds the amount counts in the next windows.
+            times.append(times[-amount] + length_s if is_full else now)
+        return COUNTED_REQUEST
 
 
 @dataclass(eq=False, repr=False)
@@ -88,17 +123,26 @@ class RateLimiter:
     def __post_init__(self) -> None:
         self._local = LocalRateWindows(self.clock)
 
-    async def count_request(self, name: str, per_second: float) -> None:
-        """Count a request. Raises `RateLimitExceeded`, and does not count a rejected request."""
+    async def count_request(
+        self, name: str, per_second: float, inferences: int = 1, *, opens_window: bool = False
+    ) -> bool:
+        """Count a request, and return whether its window was empty. Raises `RateLimitExceeded`.
+
+        A request that turns out to be several inferences is counted a second time, as all of them. A rejected
+        request is not counted, but what was counted of it before is.
+        """
         window = create_rate_window(per_second)
-        wait_s: float | None = None
+        result: WindowCount | None = None
         if self.shared is not None and self.clock() >= self._shared_retry_at:
             try:
-                wait_s = await self.shared.wait_s(window, name)
+                result = await self.shared.count(
+                    window, name, inferences, opens_window=opens_window
+                )
             except StateUnavailable:
                 self._shared_retry_at = self.clock() + SHARED_WINDOWS_RETRY_S
-        if wait_s is None:
-            wait_s = self._local.wait_s(window, name)
-        if wait_s:
+        if result is None:
+            result = self._local.count(window, name, inferences, opens_window=opens_window)
+        if result.wait_s:
             self.metrics.shed.labels("rate").inc()
-            raise RateLimitExceeded(name, window, wait_s)
+            raise RateLimitExceeded(name, window, result.wait_s, inferences)
+        return result.opens_window

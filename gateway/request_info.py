@@ -54,6 +54,7 @@ class RequestInfo:
     bytes_in: int = 0  # of the request body
     bytes_out: int = 0
     key: str = ""  # the name of the caller's key
+    opens_window: bool = False  # it was the first request in the window of the key's rate
     management_call: ManagementCall | None = None
     trace: Trace | None = None
     charge: MemoryCharge | None = None  # the memory that the request holds

@@ -127,6 +127,7 @@ class Services:
             max_bytes=self.settings.max_body_bytes,
             max_json_memory_bytes=self.decode_executor.max_process_bytes,
             max_image_pixels=self.settings.max_image_pixels,
+            max_inferences=self.settings.max_request_inferences,
         )
 
     @cached_property

@@ -11,8 +11,8 @@ from tritonclient.grpc import service_pb2
 from gateway.errors import Forbidden, InputMismatch, MalformedRequest
 from gateway.grpc_server.wire import encode_field, invalid_message, remove_fields
 from gateway.passthrough.rules import NO_SHARED_MEMORY
+from gateway.tensors.payload import MAX_PARAMETERS, TooManyParameters, check_parameter_limits
 from gateway.tensors.sequence import SEQUENCE_KEYS, SequenceStep, parse_sequence_parameters
-from gateway.triton.inference import MAX_PARAMETERS, TooManyParameters, check_parameter_limits
 from gateway.triton.json_guard import MAX_EMPTY_SHAPE_PRODUCT
 
 # Smaller messages are decoded as a whole, which costs less than the search for their tensors.

@@ -1,4 +1,4 @@
-"""Completions in OpenAI's format: which model is asked for, and the relayed response."""
+"""Completions of an OpenAI server: the headers of the request, and the relayed response."""
 
 from __future__ import annotations
 
@@ -7,40 +7,20 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Final
 
-import orjson
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import GatewayError, MalformedRequest
+from gateway.errors import GatewayError
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
 from gateway.inference.exchange import ATTACHMENT_HEADERS, is_active_content
 from gateway.media_types import JSON
-from gateway.messages import quote_text
-from gateway.tensors.text_vectors import parse_object, read_model_name
 from gateway.tracing import TRACE_CONTEXT_HEADERS
 
 log = logging.getLogger(__name__)
 
-MODEL_KEY: Final = "model"
 FORWARDED_HEADERS: Final = frozenset((b"accept", *TRACE_CONTEXT_HEADERS))
 RELAYED_HEADERS: Final = (b"content-type", b"retry-after")
-
-
-def parse_completion_request(body: bytes) -> tuple[str, bytes]:
-    """Return the model, and the body for the server, which names no other one. Raises `MalformedRequest`.
-
-    The body is encoded again, because a server may use another one of several keys `model`, for which the
-    caller has no right. Some servers ignore the case of keys.
-    """
-    document = parse_object(body)
-    for key in document:
-        if key != MODEL_KEY and key.lower() == MODEL_KEY:
-            raise MalformedRequest(f'unknown key {quote_text(key)}; write "model" in lower case')
-    try:
-        return read_model_name(document), orjson.dumps(document)
-    except orjson.JSONEncodeError:  # it can read more levels than it can write
-        raise MalformedRequest("the body has too many levels of nested values") from None
 
 
 def build_completion_headers(headers: Headers, length: int) -> Headers:

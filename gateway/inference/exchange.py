@@ -32,6 +32,7 @@ from gateway.tensors.estimates import LARGE_ARRAY_BYTES, estimate_payload_bytes
 from gateway.tensors.inputs import (
     InferInputs,
     PredictParser,
+    check_row_count,
     convert_payload,
     decode_predict_body,
     inspect_payload,
@@ -43,7 +44,7 @@ from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import Signature
 from gateway.tracing import TRACE_CONTEXT_HEADERS
 from gateway.triton.error_mapping import RequestTarget
-from gateway.triton.inference import InferRequest, check_parameter_limits
+from gateway.triton.inference import InferRequest
 
 T = TypeVar("T")
 OPTION_HEADERS: Final = frozenset(
@@ -138,7 +139,7 @@ class InferExchange:
             arguments = (parse, body, self.signature, limits)
             work = decoders.run_in_process(0, self.remaining_s, decode_predict_body, *arguments)
             return await self._limit_time(work)
-        read = partial(parse, body, self.signature)
+        read = partial(parse, body, self.signature, limits)
         is_inline = len(body) <= JSON_CODEC.max_inline_bytes
         is_columns, payloads = (
             read() if is_inline else await self._limit_time(decoders.run_in_thread(0, read))
@@ -215,7 +216,6 @@ class InferExchange:
 
     def _read_parameters(self, parameters: Mapping[str, Any]) -> SequenceStep | None:
         """Check the parameters, and return the request's step of a sequence. Raises `MalformedRequest`."""
-        check_parameter_limits(parameters)
         if len(parameters) <= MAX_SUGGESTED_PARAMETERS:
             check_parameter_names(parameters)
         step = sequence.parse_sequence_parameters(parameters)
@@ -234,7 +234,10 @@ class InferExchange:
     async def run_all(
         self, inputs_list: Sequence[InferInputs], payload: Payload = NO_PAYLOAD
     ) -> list[InferResult]:
-        """Return the results of inferences that differ in their tensors. Raises `InputMismatch`."""
+        """Return the results of inferences that differ in their tensors.
+
+        Raises `InputMismatch` or `RateLimitExceeded`.
+        """
         if len(inputs_list) == 1:
             return [await self.run_inference(self.build_request(payload, inputs_list[0]))]
         # Concurrent inferences have no order, which a sequence requires.
@@ -242,6 +245,7 @@ class InferExchange:
             raise InputMismatch(
                 "the model has no batch dimension: a sequence step must have exactly one instance"
             )
+        await self._count_rows(len(inputs_list))
         semaphore = asyncio.Semaphore(MAX_CONCURRENT_ROWS)
 
         async def infer_one(inputs: InferInputs) -> InferResult:
@@ -251,6 +255,9 @@ class InferExchange:
         return await run_together(map(infer_one, inputs_list))
 
     async def run_inference(self, request: InferRequest) -> InferResult:
+        """Return the result; raises `TooLarge` or `RateLimitExceeded` for a batch that must be split."""
+        if request.inputs.exceeds(self.signature.max_batch_size):
+            await self._count_rows(request.inputs.batch_size)
         if self.label is None:
             result = await self.services.inference.infer(request)
         else:
@@ -261,6 +268,18 @@ class InferExchange:
             copy = copy_request(self.services.shadows, self.label.label, request, result)
             self.copies = (*self.copies, *copy)
         return result
+
+    async def _count_rows(self, rows: int) -> None:
+        """Count the inferences of a request that is several as requests of its key."""
+        check_row_count(self.signature, rows, self.services.payload_limits)
+        info, caller = self.info, self.info.caller
+        if caller.requests_per_second is not None:
+            await self.services.rate_limiter.count_request(
+                caller.name,
+                caller.requests_per_second,
+                inferences=self.signature.count_inferences(rows),
+                opens_window=info.opens_window,
+            )
 
     async def build_response(
         self, results: list[InferResult], render: Callable[[], EncodedBody], more_bytes: int = 0

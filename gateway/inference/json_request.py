@@ -14,8 +14,7 @@ from gateway.inference.exchange import limit_time
 from gateway.request_info import RequestInfo
 from gateway.services import Services
 from gateway.tensors.codecs import JSON_CODEC
-from gateway.tensors.json_body import check_json_memory
-from gateway.tensors.payload import PayloadLimits
+from gateway.tensors.json_body import parse_large_json
 
 T = TypeVar("T")
 
@@ -42,8 +41,3 @@ async def receive_json(
     else:
         work = decoders.run_in_process(0, timeout_s, parse_large_json, parse, data, limits)
     return await limit_time(work, deadline, timeout_s), deadline
-
-
-def parse_large_json(parse: Callable[[bytes], T], data: bytes, limits: PayloadLimits) -> T:
-    check_json_memory(data, limits)
-    return parse(data)

@@ -77,7 +77,9 @@ class GatewayMiddleware:
             info.caller = caller = services.access.authenticate(scope)
             info.key = caller.name
             if caller.requests_per_second is not None and scope["path"] not in UNLIMITED_PATHS:
-                await services.rate_limiter.count_request(caller.name, caller.requests_per_second)
+                info.opens_window = await services.rate_limiter.count_request(
+                    caller.name, caller.requests_per_second
+                )
             if route_group is V2_ROUTE:
                 status = await pass_through(services, scope, receive, send)
             elif inference_route is not None:

@@ -9,11 +9,7 @@ from http import HTTPStatus
 from fastapi import APIRouter, Request, Response
 
 from gateway.errors import NoOpenAIServer
-from gateway.inference.completions import (
-    RelayedResponse,
-    build_completion_headers,
-    parse_completion_request,
-)
+from gateway.inference.completions import RelayedResponse, build_completion_headers
 from gateway.inference.exchange import open_exchange
 from gateway.inference.json_request import receive_json
 from gateway.keys import Right
@@ -34,6 +30,7 @@ from gateway.tensors.text_vectors import (
     check_dimensions,
     encode_embeddings,
     encode_ranking,
+    parse_completion_request,
     parse_embeddings_request,
     parse_rerank_request,
 )
@@ -56,7 +53,8 @@ async def create_embeddings(request: Request, services: ServicesForInference) ->
     wanted, deadline = await receive_json(request, services, parse_embeddings_request)
     with await open_exchange(request, services, wanted.model, deadline=deadline) as exchange:
         check_dimensions(exchange.signature, wanted.dimensions)
-        payloads = build_embedding_payloads(exchange.signature, wanted.texts)
+        limits = services.payload_limits
+        payloads = build_embedding_payloads(exchange.signature, wanted.texts, limits)
         results = await exchange.run_payloads(payloads)
         return await exchange.build_response(results, partial(encode_embeddings, results, wanted))
 
@@ -103,7 +101,7 @@ async def rerank(request: Request, services: ServicesForInference) -> Response:
     wanted, deadline = await receive_json(request, services, parse_rerank_request)
     with await open_exchange(request, services, wanted.model, deadline=deadline) as exchange:
         limits = services.payload_limits
-        payloads = build_rerank_payloads(exchange.signature, wanted, limits.max_bytes)
+        payloads = build_rerank_payloads(exchange.signature, wanted, limits)
         held_bytes = DEFAULT_CODEC.memory_factor * wanted.query_bytes + wanted.returned_bytes
         exchange.charge.add(held_bytes)
         results = await exchange.run_payloads(payloads)

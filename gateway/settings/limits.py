@@ -28,6 +28,9 @@ class LimitSettings(BaseModel):
     """Maximum number of concurrent inferences in each process."""
     max_model_inflight: int = Field(0, ge=0)
     """Maximum number of concurrent inferences of one model; 0 means half of GATEWAY_MAX_INFLIGHT."""
+    max_request_inferences: int = Field(2048, gt=0, le=1 << 16)
+    """Maximum number of inferences of one request: the items for a model without a batch dimension, or the
+    parts of a batch above the model's max_batch_size. Each counts as a request at the rate of the key."""
     max_queue: int = Field(512, ge=0)
     """Maximum number of inferences in the admission queue; further ones are rejected with 429 at once."""
     max_shadow_bytes: int = Field(1 << 20, ge=0)

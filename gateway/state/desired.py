@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import orjson
 from limits import RateLimitItem
@@ -131,11 +131,23 @@ class StateStore(Protocol):
     async def close(self) -> None: ...
 
 
+class WindowCount(NamedTuple):
+    """The result of counting a request."""
+
+    wait_s: float = 0.0  # 0 if it was counted; otherwise the time until it can be
+    opens_window: bool = False  # the window was empty
+
+
 class RateWindows(Protocol):
     """Request counters in time windows, shared by several processes."""
 
-    async def wait_s(self, window: RateLimitItem, name: str) -> float:
-        """Count a request if the window has room, and return 0; otherwise return the seconds until it has.
+    async def count(
+        self, window: RateLimitItem, name: str, inferences: int, *, opens_window: bool
+    ) -> WindowCount:
+        """Count a request, or if it is several inferences, the others of a request that was counted as one.
+
+        They are counted if the window has room for all of them. The request that opened the window needs no
+        room: what does not fit counts in the following windows, which closes them.
 
         Raises `StateUnavailable` after a short timeout.
         """

@@ -125,6 +125,53 @@ for _, key in ipairs(KEYS) do
 end
 return 1
 """
+# Count a request in a sliding window. The key has the start of a window, what counts in it, and what counted
+# in the previous one, of which a part still counts. The arguments are the amount and length of a window, the
+# number of inferences (if it is more than one, one of them was counted before), and whether the request
+# opened the window. The result is the time in milliseconds until there is room, and whether it was empty.
+COUNT_INFERENCES = """
+local amount = tonumber(ARGV[1])
+local length = tonumber(ARGV[2])
+local inferences = tonumber(ARGV[3])
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local stored = redis.call('HMGET', KEYS[1], 'start', 'current', 'previous')
+local start = tonumber(stored[1]) or now
+local current = tonumber(stored[2]) or 0
+local previous = tonumber(stored[3]) or 0
+-- What exceeds the amount counts in the next windows.
+local function pass(windows)
+  if windows > 0 then
+    previous = math.max(math.min(current - amount * (windows - 1), amount), 0)
+    current = math.max(current - amount * windows, 0)
+    start = start + length * windows
+  end
+end
+if not (start <= now) then -- the clock of Redis was set back
+  current = 0
+  previous = 0
+end
+pass(math.floor((now - start) / length))
+if current + previous == 0 then
+  start = now
+end
+local used = math.floor(previous * (1 - (now - start) / length)) + current
+local added = inferences > 1 and inferences - 1 or 1
+if used + added <= amount or used <= amount and (used == 0 or ARGV[4] == '1') then
+  current = current + added
+  redis.call('HSET', KEYS[1], 'start', start, 'current', current, 'previous', previous)
+  redis.call('PEXPIRE', KEYS[1], start + length * (math.ceil(current / amount) + 1) - now)
+  return {0, used == 0 and 1 or 0}
+end
+local needed = math.min(inferences, amount)
+pass(math.ceil((current + needed) / amount) - 1)
+local room = amount - needed - current
+local free_at = start
+if previous > room then
+  free_at = start + length * (1 - (room + 1) / previous)
+end
+return {math.max(math.ceil(free_at - now), 0) + 1, 0}
+"""
 # Store a report with its time in milliseconds, and return those of others that are not too old. What is no
 # report, or is from the future, is deleted.
 EXCHANGE_REPORTS = """

@@ -7,20 +7,18 @@ from contextlib import suppress
 from typing import Any, Final
 
 from limits import RateLimitItem
-from limits.aio.strategies import SlidingWindowCounterRateLimiter
 
-from gateway.state.desired import OutageLog
+from gateway.state.desired import OutageLog, WindowCount
 from gateway.state.redis_connection import (
     RedisServer,
     create_redis_client,
     explain_redis_error,
     redis_exceptions,
 )
+from gateway.state.redis_scripts import CHECK_DEADLINE, COUNT_INFERENCES
 
 WINDOW_TIMEOUT_S: Final = 0.25  # short, because inference requests wait for it
 WINDOW_CONNECTIONS: Final = 16
-CLOCK_SLACK_S: Final = 1.0
-MIN_WINDOW_WAIT_S: Final = 0.001
 COUNT_ACTION: Final = "used to count requests"
 
 
@@ -28,53 +26,42 @@ class RedisRateWindows:
     """Requests of all gateways, counted by the clock of Redis, because theirs may differ."""
 
     def __init__(self, server: RedisServer, prefix: str) -> None:
-        from limits.aio.storage import RedisStorage  # noqa: PLC0415 - an optional dependency
-        from redis.asyncio import BlockingConnectionPool  # noqa: PLC0415 - as above
+        from redis.asyncio import BlockingConnectionPool, Redis  # noqa: PLC0415 - an optional dependency
 
         default_pool = create_redis_client(server).connection_pool
         # Bursts of requests share a few connections instead of opening one each.
-        pool: Any = BlockingConnectionPool(
+        self._pool: Any = BlockingConnectionPool(
             connection_class=default_pool.connection_class,
             max_connections=WINDOW_CONNECTIONS,
             timeout=WINDOW_TIMEOUT_S,
             **default_pool.connection_kwargs,
         )
-        self._storage = RedisStorage(
-            "async+redis://",
-            implementation="redispy",
-            key_prefix=f"{prefix}rate",
-            connection_pool=pool,
-        )
-        self._pool = pool
-        self._limiter = SlidingWindowCounterRateLimiter(self._storage)
+        self._client: Any = Redis(connection_pool=self._pool)
+        # If a request that counts as one is counted too late, nobody waits for long.
+        self._count_one = self._client.register_script(COUNT_INFERENCES)
+        self._count_several = self._client.register_script(CHECK_DEADLINE + COUNT_INFERENCES)
+        self._key_prefix = f"{prefix}rate:"
         self._failures = redis_exceptions()
         self._outages = OutageLog(str(server))
 
-    async def wait_s(self, window: RateLimitItem, name: str) -> float:
+    async def count(
+        self, window: RateLimitItem, name: str, inferences: int, *, opens_window: bool
+    ) -> WindowCount:
+        keys = [self._key_prefix + window.key_for(name)]
+        arguments = [window.amount, window.get_expiry() * 1000, inferences, int(opens_window)]
+        script = self._count_one
         try:
-            wait_s = await asyncio.wait_for(self._wait_s(window, name), WINDOW_TIMEOUT_S)
-        except ValueError:  # of the library, for a counter that is no number
-            raise self._outages.record_failure(COUNT_ACTION, "a counter is invalid") from None
+            if inferences > 1:
+                script = self._count_several
+                now_s, now_us = await asyncio.wait_for(self._client.time(), WINDOW_TIMEOUT_S)
+                # The caller waits for a response at least as long from now on.
+                arguments.append(now_s * 1000 + now_us // 1000 + int(WINDOW_TIMEOUT_S * 1000))
+            counting = script(keys=keys, args=arguments)
+            wait_ms, was_empty = await asyncio.wait_for(counting, WINDOW_TIMEOUT_S)
         except self._failures as exc:
             raise self._outages.record_failure(COUNT_ACTION, explain_redis_error(exc)) from None
         self._outages.record_success(COUNT_ACTION)
-        return wait_s
-
-    async def _wait_s(self, window: RateLimitItem, name: str) -> float:
-        if await self._limiter.hit(window, name):
-            return 0.0
-        length_s = window.get_expiry()
-        before, before_s, now, now_s = await self._storage.get_sliding_window(
-            window.key_for(name), length_s
-        )
-        # A window counts for its own length, and once more as the previous one. Longer times mean that the
-        # clock of Redis was set back.
-        if before_s > length_s + CLOCK_SLACK_S or now_s > 2 * length_s + CLOCK_SLACK_S:
-            await self._limiter.clear(window, name)
-            return 0.0
-        waits = [before_s % (length_s / before)] if before else []
-        waits += [now_s % length_s] if now else []
-        return max(min(waits, default=0.0), MIN_WINDOW_WAIT_S)
+        return WindowCount(wait_ms / 1000, bool(was_empty))
 
     async def close(self) -> None:
         with suppress(*self._failures):

@@ -20,22 +20,18 @@ from gateway.tensors.data_uri import decode_base64_text, is_data_uri
 from gateway.tensors.dtypes import DatatypeKind
 from gateway.tensors.form import MultipartForm
 from gateway.tensors.images import EncodedImage, inspect_image
-from gateway.tensors.json_body import check_json_memory
+from gateway.tensors.json_body import check_json_memory, decode_b64_objects
 from gateway.tensors.media_type import parse_content_type
 from gateway.tensors.mismatch import build_input_mismatch, describe_inputs
 from gateway.tensors.npy import NPY_MAGIC, read_npy
 from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import ImageSpec, Signature, TensorSpec
 
-# Each instance of such a request is an inference of its own.
-MAX_UNBATCHED_INSTANCES = 1000
 FEED_CHUNK_BYTES = 64 << 10
 # Opening an image takes time even if the image is small.
 MAX_IMAGES = 4096
-# A batch takes one place in the admission queue, however many inferences it is split into.
-MAX_SUB_BATCHES = 1000
 
-PredictParser = Callable[[bytes, Signature], tuple[bool, list[Payload]]]
+PredictParser = Callable[[bytes, Signature, PayloadLimits], tuple[bool, list[Payload]]]
 
 
 class InferInputs(NamedTuple):
@@ -51,15 +47,10 @@ class InferInputs(NamedTuple):
         return self.batch_size > max_batch_size  # the size is 0 without a batch dimension
 
     def split(self, max_batch_size: int) -> Iterator[InferInputs]:
-        """Yield sub-batches of at most `max_batch_size` items, in order. Raises `TooLarge`."""
+        """Yield sub-batches of at most `max_batch_size` items, in order."""
         if not self.exceeds(max_batch_size):
             yield self
             return
-        if self.batch_size > MAX_SUB_BATCHES * max_batch_size:
-            raise TooLarge(
-                f"a batch of {self.batch_size} items is too large for the model, which accepts "
-                f"{max_batch_size} at a time; send at most {MAX_SUB_BATCHES * max_batch_size} items"
-            )
         for start in range(0, self.batch_size, max_batch_size):
             end = min(start + max_batch_size, self.batch_size)
             arrays = {name: array[start:end] for name, array in self.arrays.items()}
@@ -111,6 +102,8 @@ def inspect_payload(
     cost = size_bytes = 0
     for name, assigned_parts in assign_parts(payload, signature).items():
         tensor = signature.inputs[name]
+        if len(assigned_parts) == 1:
+            check_listed_rows(assigned_parts[0].value, tensor, signature, limits)
         parts[name] = [parse_encoded_part(part, tensor, limits) for part in assigned_parts]
         if (spec := tensor.image_spec) is None:
             continue
@@ -248,21 +241,56 @@ def decode_payload(
     return payload._replace(parts={}), inputs
 
 
-def parse_predict_body(body: bytes, signature: Signature) -> tuple[bool, list[Payload]]:
+def check_row_count(signature: Signature, rows: int, limits: PayloadLimits) -> None:
+    """Raise `TooLarge` for a request that would be too many inferences.
+
+    It takes one place in the admission queue, however many they are.
+    """
+    if signature.count_inferences(rows) <= limits.max_inferences:
+        return
+    if signature.supports_batching:
+        size = signature.max_batch_size
+        raise TooLarge(
+            f"a batch of {rows} items is too large for the model, which accepts {size} at a time; send at "
+            f"most {limits.max_inferences * size} items"
+        )
+    raise TooLarge(
+        f"the model has no batch dimension, so a request can have at most {limits.max_inferences} items; "
+        f"got {rows}"
+    )
+
+
+def check_listed_rows(
+    value: Any, tensor: TensorSpec, signature: Signature, limits: PayloadLimits
+) -> None:
+    """Raise `TooLarge` for a list that is a batch of too many inferences, before it is converted."""
+    if not isinstance(value, list) or len(value) <= limits.max_inferences:
+        return
+    depth = 0
+    first: Any = value
+    while isinstance(first, list) and depth <= len(tensor.shape):
+        depth += 1
+        first = first[0] if first else None
+    is_batch = depth > len(tensor.shape) or tensor.shape == (1,)
+    if signature.supports_batching and is_batch:
+        check_row_count(signature, len(value), limits)
+
+
+def parse_predict_body(
+    body: bytes, signature: Signature, limits: PayloadLimits
+) -> tuple[bool, list[Payload]]:
     """Return whether the body of `:predict` has columns, and one payload per inference.
 
     Rows are one inference if the model has a batch dimension; otherwise, each row is one inference.
     """
     rows, columns = kserve_v1.parse_rows_or_columns(body)
     if rows is None:
-        return True, [kserve_v1.payload_from_columns(columns)]
+        return True, [kserve_v1.payload_from_columns(decode_b64_objects(columns))]
+    # Before anything is built for each row.
+    check_row_count(signature, len(rows), limits)
+    rows = decode_b64_objects(rows)
     if signature.has_batch_dimension:
         return False, [kserve_v1.payload_from_rows(rows)]
-    if len(rows) > MAX_UNBATCHED_INSTANCES:
-        raise TooLarge(
-            f"the model has no batch dimension, so a request may have at most {MAX_UNBATCHED_INSTANCES} "
-            f"instances; got {len(rows)}"
-        )
     return False, [kserve_v1.payload_from_columns(row) for row in rows]
 
 
@@ -270,5 +298,5 @@ def decode_predict_body(
     parse: PredictParser, body: bytes, signature: Signature, limits: PayloadLimits
 ) -> tuple[bool, list[InferInputs]]:
     check_json_memory(body, limits)
-    is_columns, payloads = parse(body, signature)
+    is_columns, payloads = parse(body, signature, limits)
     return is_columns, [to_inputs(payload, signature, limits) for payload in payloads]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import orjson
 
@@ -10,9 +11,11 @@ from gateway.errors import MalformedRequest, TooLarge
 from gateway.media_types import JSON, NPY
 from gateway.messages import quote_text
 from gateway.tensors.data_uri import decode_base64_text
-from gateway.tensors.payload import Part, Payload, PayloadLimits
+from gateway.tensors.payload import Part, Payload, PayloadLimits, check_parameter_limits
 
+T = TypeVar("T")
 MAX_JSON_DEPTH = 64
+MAX_OUTPUT_NAMES = 1000
 # The average memory of a Python list or dict, and of a number with its entries in two lists and an array.
 CONTAINER_BYTES = 160
 VALUE_BYTES = 40
@@ -37,6 +40,12 @@ def check_json_memory(body: bytes | bytearray, limits: PayloadLimits) -> None:
             f"the values of the JSON need about {needed_bytes >> 20} MiB of memory; the limit is "
             f"{limits.max_json_memory_bytes >> 20} MiB; send numbers as {NPY}, or fewer values per request"
         )
+
+
+def parse_large_json(parse: Callable[[bytes], T], data: bytes, limits: PayloadLimits) -> T:
+    """Run `parse` in a process, which imports this module and not the application."""
+    check_json_memory(data, limits)
+    return parse(data)
 
 
 def read_json_payload(body: bytes, limits: PayloadLimits) -> Payload:
@@ -66,6 +75,8 @@ def validate_output_names(value: Any) -> tuple[str, ...]:
         return ()
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise MalformedRequest('"outputs" must be a list of output names')
+    if len(value) > MAX_OUTPUT_NAMES:
+        raise MalformedRequest(f'"outputs" can have at most {MAX_OUTPUT_NAMES} names')
     return tuple(dict.fromkeys(value))
 
 
@@ -75,6 +86,8 @@ def validate_parameters(value: Any) -> dict[str, Any]:
     scalars = (str, int, float, bool)
     if not isinstance(value, dict) or not all(isinstance(item, scalars) for item in value.values()):
         raise MalformedRequest('"parameters" must be an object of strings, numbers and booleans')
+    # Here, because a process that decodes a large body must not return what the event loop would hold.
+    check_parameter_limits(value)
     return value
 
 

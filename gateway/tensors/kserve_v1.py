@@ -11,7 +11,7 @@ from typing import Any
 from gateway.errors import InputMismatch, MalformedRequest, ModelFault
 from gateway.media_types import JSON
 from gateway.messages import join_names, quote_text
-from gateway.tensors.json_body import decode_b64_objects, parse_json_body
+from gateway.tensors.json_body import parse_json_body
 from gateway.tensors.outputs import EncodedBody, InferResult, dump_json, output_to_json
 from gateway.tensors.payload import Part, Payload
 
@@ -19,7 +19,7 @@ KNOWN_PREDICT_KEYS = {"instances", "inputs", "signature_name", "parameters", "id
 
 
 def parse_rows_or_columns(body: bytes) -> tuple[list[Any] | None, Any]:
-    """Return the instances and None, or None and the columns. Raises `MalformedRequest`."""
+    """Return the instances and None, or None and the columns, as JSON values. Raises `MalformedRequest`."""
     document = parse_json_body(body)
     if not isinstance(document, dict) or ("instances" in document) == ("inputs" in document):
         raise MalformedRequest('the body must be an object with either "instances" or "inputs"')
@@ -29,8 +29,8 @@ def parse_rows_or_columns(body: bytes) -> tuple[list[Any] | None, Any]:
             f"{join_names(sorted(KNOWN_PREDICT_KEYS))}"
         )
     if "inputs" in document:
-        return None, decode_b64_objects(document["inputs"])
-    instances = decode_b64_objects(document["instances"])
+        return None, document["inputs"]
+    instances = document["instances"]
     if not isinstance(instances, list) or not instances:
         raise MalformedRequest('"instances" must be a non-empty list')
     return instances, None

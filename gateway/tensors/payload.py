@@ -10,6 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from gateway.errors import MalformedRequest
+
+# tritonserver searches names one after the other, and takes minutes for many or long ones.
+MAX_PARAMETERS: Final = 1000
+MAX_PARAMETER_NAME_CHARS: Final = 256
+
 
 @dataclass(frozen=True)
 class PayloadLimits:
@@ -20,9 +26,24 @@ class PayloadLimits:
     max_json_memory_bytes: int = 1 << 30
     max_image_pixels: int = 25_000_000  # of one image, and of all decoded ones together
     max_image_side: int = 16_384
+    max_inferences: int = 2048
 
 
 NO_PARAMETERS: Final[Mapping[str, Any]] = {}
+
+
+class TooManyParameters(MalformedRequest):
+    message = f"a request can have at most {MAX_PARAMETERS} parameters"
+
+
+def check_parameter_limits(parameters: Mapping[str, Any]) -> None:
+    """Raise `MalformedRequest` for many parameters, and for long names."""
+    if len(parameters) > MAX_PARAMETERS:
+        raise TooManyParameters
+    if parameters and max(map(len, parameters)) > MAX_PARAMETER_NAME_CHARS:
+        raise MalformedRequest(
+            f"a parameter name can have at most {MAX_PARAMETER_NAME_CHARS} characters"
+        )
 
 
 class Part(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -129,6 +130,12 @@ class Signature:
         """True if all tensors have a batch dimension: Triton's, or a first dimension of any size."""
         tensors = [*self.inputs.values(), *self.outputs.values()]
         return self.supports_batching or all(len(t.shape) > 1 and t.shape[0] == -1 for t in tensors)
+
+    def count_inferences(self, rows: int) -> int:
+        """Return how many inferences a request is: one for each row, or for each batch of rows."""
+        if not self.has_batch_dimension:
+            return rows
+        return math.ceil(rows / self.max_batch_size) if self.supports_batching else 1
 
     @cached_property
     def is_cancellable(self) -> bool:

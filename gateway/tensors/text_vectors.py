@@ -1,4 +1,4 @@
-"""Codecs for texts to vectors (OpenAI's embeddings API) and to scores (reranking). Pure.
+"""Codecs for texts to vectors (OpenAI's embeddings API) and to scores (reranking), and of completions. Pure.
 
 Which tensors are the texts and the results follows from the model's signature; parameters of its config
 decide where there are several: `gateway.embedding.<output>`, `gateway.score.<output>`,
@@ -19,14 +19,14 @@ from gateway.media_types import JSON, TEXT
 from gateway.messages import join_names, quote_text
 from gateway.names import MAX_MODEL_NAME_CHARS
 from gateway.tensors.dtypes import DatatypeKind
+from gateway.tensors.inputs import check_row_count
 from gateway.tensors.json_body import parse_json_body
 from gateway.tensors.outputs import EncodedBody, InferResult
-from gateway.tensors.payload import Part, Payload
+from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import Signature, TensorSpec
 
 MAX_TEXTS: Final = 2048
-# A model without a batch dimension runs once for each text.
-MAX_UNBATCHED_TEXTS: Final = 1000
+MODEL_KEY: Final = "model"
 ENCODING_FORMATS: Final = ("float", "base64")
 EMBEDDING_HINT: Final = "embedding"
 SCORE_HINT: Final = "score"
@@ -102,6 +102,22 @@ def parse_rerank_request(body: bytes) -> RerankRequest:
     )
 
 
+def parse_completion_request(body: bytes) -> tuple[str, bytes]:
+    """Return the model, and the body for the server, which names no other one. Raises `MalformedRequest`.
+
+    The body is encoded again, because a server may use another one of several keys `model`, for which the
+    caller has no right. Some servers ignore the case of keys.
+    """
+    document = parse_object(body)
+    for key in document:
+        if key != MODEL_KEY and key.lower() == MODEL_KEY:
+            raise MalformedRequest(f'unknown key {quote_text(key)}; write "model" in lower case')
+    try:
+        return read_model_name(document), orjson.dumps(document)
+    except orjson.JSONEncodeError:  # it can read more levels than it can write
+        raise MalformedRequest("the body has too many levels of nested values") from None
+
+
 def parse_object(body: bytes) -> dict[str, Any]:
     document = parse_json_body(body)
     if not isinstance(document, dict):
@@ -128,37 +144,39 @@ def count_text_bytes(texts: Iterable[str]) -> int:
 
 
 def check_texts(texts: Any, key: str) -> list[str]:
+    if isinstance(texts, list) and len(texts) > MAX_TEXTS:
+        raise TooLarge(f'"{key}" can have at most {MAX_TEXTS} texts; got {len(texts)}')
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise MalformedRequest(f'"{key}" must be a non-empty list of strings')
-    if len(texts) > MAX_TEXTS:
-        raise TooLarge(f'"{key}" can have at most {MAX_TEXTS} texts; got {len(texts)}')
     return texts
 
 
 # The tensors of a model.
 
 
-def build_embedding_payloads(signature: Signature, texts: Sequence[str]) -> list[Payload]:
+def build_embedding_payloads(
+    signature: Signature, texts: Sequence[str], limits: PayloadLimits
+) -> list[Payload]:
     """Return one payload, or one for each text if the model has no batch dimension.
 
-    Raises `InputMismatch` for a model that does not turn texts into vectors.
+    Raises `InputMismatch` for a model that does not turn texts into vectors, or `TooLarge`.
     """
     inputs = find_text_inputs(signature, 1, "embeddings")
     output = find_float_output(signature, EMBEDDING_HINT)
-    return build_text_payloads(signature, output.name, {inputs[0].name: texts})
+    return build_text_payloads(signature, output.name, {inputs[0].name: texts}, limits)
 
 
 def build_rerank_payloads(
-    signature: Signature, request: RerankRequest, max_bytes: int
+    signature: Signature, request: RerankRequest, limits: PayloadLimits
 ) -> list[Payload]:
     """Like `build_embedding_payloads`, for a model that turns a query and a document into a score.
 
-    Raises `TooLarge` if the query, which is sent with each document, takes more than `max_bytes`.
+    The query, which is sent with each document, counts each time towards the size of a body.
     """
-    if request.query_bytes > max_bytes:
+    if request.query_bytes > limits.max_bytes:
         raise TooLarge(
             f"the query is sent with each of the {len(request.documents)} documents, which takes "
-            f"{request.query_bytes} bytes; the limit is {max_bytes} bytes; send a shorter query "
+            f"{request.query_bytes} bytes; the limit is {limits.max_bytes} bytes; send a shorter query "
             "or fewer documents"
         )
     inputs = find_text_inputs(signature, 2, "reranking")
@@ -167,21 +185,21 @@ def build_rerank_payloads(
     (document,) = (tensor for tensor in inputs if tensor is not query)
     queries = [request.query] * len(request.documents)
     columns = {query.name: queries, document.name: request.documents}
-    return build_text_payloads(signature, find_float_output(signature, SCORE_HINT).name, columns)
+    output = find_float_output(signature, SCORE_HINT)
+    return build_text_payloads(signature, output.name, columns, limits)
 
 
 def build_text_payloads(
-    signature: Signature, output: str, columns: Mapping[str, Sequence[str]]
+    signature: Signature,
+    output: str,
+    columns: Mapping[str, Sequence[str]],
+    limits: PayloadLimits,
 ) -> list[Payload]:
+    count = max(map(len, columns.values()))
+    check_row_count(signature, count, limits)
     parts = {name: [Part(text, TEXT) for text in texts] for name, texts in columns.items()}
     if signature.has_batch_dimension:
         return [Payload(parts, (output,), is_stacked=True)]
-    count = max(map(len, parts.values()))
-    if count > MAX_UNBATCHED_TEXTS:
-        raise TooLarge(
-            "the model has no batch dimension, so a request can have at most "
-            f"{MAX_UNBATCHED_TEXTS} texts; got {count}"
-        )
     return [
         Payload({name: [column[row]] for name, column in parts.items()}, (output,))
         for row in range(count)

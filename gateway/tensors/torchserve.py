@@ -18,7 +18,7 @@ from gateway.tensors.outputs import (
     encode_raw_result,
     output_to_json,
 )
-from gateway.tensors.payload import Payload
+from gateway.tensors.payload import Payload, PayloadLimits
 from gateway.tensors.signature import Signature
 
 IMAGE_CLASSIFIER_CLASSES: Final = 5
@@ -38,7 +38,9 @@ def recognize_body_type(content_type: str, beginning: bytes, signature: Signatur
     return detect_media_type(beginning)
 
 
-def parse_prediction_body(body: bytes, signature: Signature) -> tuple[bool, list[Payload]]:
+def parse_prediction_body(
+    body: bytes, signature: Signature, limits: PayloadLimits
+) -> tuple[bool, list[Payload]]:
     """Decode `{name: value, …}`, or a value for the only input. Raises `MalformedRequest`.
 
     The key of a single value may be any, such as the `data` that TorchServe's handlers read.

@@ -17,7 +17,7 @@ from tritonclient.http import InferInput
 from tritonclient.utils import TRITON_RESERVED_REQUEST_PARAMS, TRITON_RESERVED_REQUEST_PARAMS_PREFIX
 
 from gateway.copying import MAX_PIECE_BYTES, copy_bytes
-from gateway.errors import BadUpstream, InputMismatch, MalformedRequest
+from gateway.errors import BadUpstream, InputMismatch
 from gateway.http_client.client import CompleteResponse
 from gateway.http_client.connection import Buffer, Headers
 from gateway.messages import quote_text
@@ -26,7 +26,6 @@ from gateway.tensors.dtypes import BYTES, DATATYPES, build_bytes_array
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.signature import Signature
 from gateway.triton.error_mapping import RequestTarget
-from gateway.triton.json_guard import MAX_KEY_BYTES
 
 T = TypeVar("T")
 # The exceptions of an invalid response.
@@ -44,14 +43,9 @@ MAX_INLINE_REQUEST_ELEMENTS: Final = 4096  # of BYTES, which Python processes on
 MAX_INLINE_REQUEST_BYTES: Final = 1 << 20
 MAX_INLINE_RESPONSE_BYTES: Final = 64 << 10  # BYTES can take four bytes per element
 MAX_JOINED_BYTES: Final = 64 << 10  # larger requests are sent without being copied
-MAX_PARAMETERS: Final = 1000
 INT64_RANGE: Final = range(-(1 << 63), 1 << 63)
 LENGTH: Final = struct.Struct("<I")  # precedes each element of BYTES
 MAX_SEPARATE_ELEMENTS: Final = 64  # of BYTES that are sent without being copied into one buffer
-
-
-class TooManyParameters(MalformedRequest):
-    message = f"a request can have at most {MAX_PARAMETERS} parameters"
 
 
 class InferResponse(NamedTuple):
@@ -155,14 +149,6 @@ def find_outputs_without_classes(signature: Signature, output_names: Collection[
             f"{quote_text(tensor.name)} is {tensor.datatype.name} [{dims}]"
         )
     return [tensor.name for tensor in excluded]
-
-
-def check_parameter_limits(parameters: Mapping[str, Any]) -> None:
-    """Raise `MalformedRequest` for many parameters, and for long names: Triton takes minutes for them."""
-    if len(parameters) > MAX_PARAMETERS:
-        raise TooManyParameters
-    if parameters and max(map(len, parameters)) > MAX_KEY_BYTES:
-        raise MalformedRequest(f"a parameter name can have at most {MAX_KEY_BYTES} characters")
 
 
 def pop_integer(

@@ -276,17 +276,3 @@ def test_hostile_file_is_refused_or_served_and_delays_no_other_request(
     assert_number("more memory", (most - before) / MIB, "MiB", at_most=1000)
     for answer in answers:
         assert answer.status_code in attack.statuses, answer.text[:500]
-
-
-@pytest.mark.fault(
-    "images, NumPy files, archives and forms that contradict themselves, or are small"
-)
-def test_number_of_instances_that_need_an_inference_each_is_limited(
-    served: tuple[httpx.Client, Command],
-) -> None:
-    client, _ = served
-    for count, status in ((1000, 200), (1001, 413)):
-        body = {"instances": ["a"] * count}
-        answer = client.post("/v1/models/plain_single_BYTES:predict", json=body, timeout=TIMEOUT_S)
-        assert answer.status_code == status, answer.text
-    assert "at most 1000 instances" in answer.json()["error"]

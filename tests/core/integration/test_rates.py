@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from gateway.rate_limit import (
 )
 from gateway.state.store import open_state_store
 from tests.support.keys import INFER, METRICS, TEXTS, bearer, entry, written
+from tests.support.model_zoo.zoo import Zoo
 from tests.support.redis_server import RedisServer
 from tests.support.servers import Command, gateway
 
@@ -248,12 +250,16 @@ async def count_requests(rates: RateLimiter, times: int) -> list[str]:
     return found
 
 
-def set_back(client: Any) -> int:
-    """Let every key live an hour longer, as it does when the server's clock is set back an hour."""
+def shift_windows(client: Any, later_ms: int) -> int:
     keys = list(client.scan_iter("*rate*"))
     for key in keys:
-        client.pexpire(key, client.pttl(key) + HOUR_MS)
+        client.hincrby(key, "start", later_ms)
     return len(keys)
+
+
+def set_back(client: Any) -> int:
+    """Let every window begin an hour later, as it does when the server's clock is set back an hour."""
+    return shift_windows(client, HOUR_MS)
 
 
 @pytest.mark.fault("the clock is set back or forward by an hour, on the gateway or in Redis")
@@ -266,6 +272,119 @@ async def test_clock_set_back_in_redis_locks_no_key_out(redis: RedisServer) -> N
     assert "" in await count_requests(rates, 2)
     assert "1" in await count_requests(rates, 12)  # and it counts again
     await kept.close()
+
+
+# Requests that are many inferences.
+
+
+@dataclass
+class CountedKey:
+    """A key that may send eleven requests in ten seconds, and the clock of its windows."""
+
+    redis: RedisServer
+    rates: RateLimiter
+    now: float = 1000.0
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        with client_of.Redis(port=self.redis.port) as client:
+            shift_windows(client, -int(1000 * seconds))
+
+    async def count(self, inferences: int = 1, *, opens_window: bool = False) -> bool:
+        per_second = AMOUNT / WINDOW_S
+        return await self.rates.count_request(
+            "shop", per_second, inferences, opens_window=opens_window
+        )
+
+    async def refuse(self, words: str, inferences: int = 1, *, opens_window: bool = False) -> int:
+        """Return the Retry-After of a request that is refused with these words."""
+        with pytest.raises(RateLimitExceeded, match=words) as refused:
+            await self.count(inferences, opens_window=opens_window)
+        return int((refused.value.headers or {})["Retry-After"])
+
+
+PLAIN = "'shop' may send 11 requests in 10 seconds; try"
+
+
+@pytest.mark.fault("rows that are an inference each")
+@pytest.mark.parametrize("is_shared", [False, True])
+async def test_request_of_many_inferences_is_counted_as_many(
+    redis: RedisServer, is_shared: bool
+) -> None:
+    kept = open_state_store(redis.url())
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(kept.close)
+        shared = kept.rate_windows() if is_shared else None
+        key = CountedKey(redis, RateLimiter(Metrics(), shared, lambda: key.now))
+
+        # The first of a window is admitted whatever its size, and closes it for as long as they take.
+        assert await key.count()
+        assert not await key.count()
+        await key.count(220, opens_window=True)
+        assert 190 < await key.refuse("has sent requests that count as more") <= 201
+        key.wait(150)
+        assert 40 < await key.refuse("has sent requests that count as more") <= 51
+        key.wait(70)
+        assert await key.count()
+
+        # Others are admitted if they fit.
+        assert not await key.count()
+        await key.count(10)
+        assert await key.refuse(PLAIN) <= 10
+        key.wait(25)
+        assert await key.count()
+        assert not await key.count()
+        wait_s = await key.refuse("11 requests in 10 seconds, and this one counts as 12", 12)
+        assert 5 < wait_s <= 16
+        key.wait(wait_s)
+        assert await key.count()
+        await key.count(12, opens_window=True)
+
+        # Only one of those that came to an empty window closes it.
+        for _ in range(2):
+            key.wait(50)
+            assert await key.count()
+        await key.count(100, opens_window=True)
+        assert await key.refuse("counts as 100", 100, opens_window=True) > 50
+
+
+@pytest.mark.fault("rows that are an inference each")
+def test_rows_that_are_inferences_count_as_requests(
+    zoo_triton: EmbeddedTriton, zoo_as_written: Zoo, tmp_path: Path
+) -> None:
+    zoo_as_written.load("plain_single_BYTES", "plain_vectors", "single_BYTES")
+    rare = [f"tgw_rare{number}-secret" for number in range(3)]
+    keys = [entry(key, "infer", requests_per_second=1 / 3600) for key in rare]
+    keys += [
+        entry(FREE, "infer"),
+        entry(BURST, "infer", requests_per_second=AMOUNT / WINDOW_S),
+    ]
+    settings = {
+        "keys_file": str(written(tmp_path / "keys.yaml", keys)),
+        "max_request_inferences": "5",
+    }
+    calls: list[tuple[str, int, Callable[[int], Any]]] = [
+        ("/v1/models/plain_single_BYTES:predict", 5, lambda rows: {"instances": ["a"] * rows}),
+        ("/v1/embeddings", 5, lambda rows: {"model": "plain_vectors", "input": ["a"] * rows}),
+        ("/v1/models/single_BYTES/infer", 40, lambda rows: {"inputs": ["a"] * rows}),
+    ]
+    with gateway(zoo_triton.options.url, **settings) as (client, _):
+
+        def call(key: str, path: str, document: Any) -> httpx.Response:
+            return client.post(path, headers=bearer(key), json=document)
+
+        for key, (path, most, build) in zip(rare, calls, strict=True):
+            assert call(FREE, path, build(most + 1)).status_code == 413
+            admitted = call(key, path, build(most))
+            assert admitted.status_code == 200, admitted.text
+            refused = call(key, path, build(1))
+            assert refused.status_code == 429, refused.text
+            assert 4 * 3600 < int(refused.headers["retry-after"]) <= 5 * 3600
+        path, most, build = calls[0]
+        statuses = [call(BURST, path, build(most)).status_code for _ in range(2)]
+        refused = call(BURST, path, build(most))
+        assert [*statuses, refused.status_code] == [200, 200, 429]
+        assert "and this one counts as 5" in refused.json()["error"]
 
 
 @pytest.mark.long

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
 from gateway.errors import InputMismatch, MalformedRequest, TooLarge
@@ -16,9 +18,25 @@ from gateway.tensors.estimates import (
     LARGE_ARRAY_BYTES,
     estimate_value_bytes,
 )
-from gateway.tensors.inputs import InferInputs, inspect_payload, read_payload, to_inputs
+from gateway.tensors.form import MultipartForm
+from gateway.tensors.inputs import (
+    InferInputs,
+    check_row_count,
+    decode_body,
+    decode_form,
+    inspect_payload,
+    parse_predict_body,
+    read_payload,
+    to_inputs,
+)
 from gateway.tensors.payload import Part, Payload, PayloadLimits
-from gateway.tensors.signature import build_signature
+from gateway.tensors.signature import Signature, build_signature
+from gateway.tensors.text_vectors import (
+    MAX_TEXTS,
+    build_embedding_payloads,
+    parse_embeddings_request,
+    parse_rerank_request,
+)
 from tests.support.hostile_files import field, form, json_of, png
 
 TEXT = "abc ☕ 日本語 한국어 Привет 汉字\n" * 20
@@ -99,12 +117,83 @@ def test_number_of_images_is_limited_before_decoding() -> None:
         convert([tiny] * 4097, "FP32", [-1, 1, 1, 3])
 
 
-def test_batch_is_split_into_at_most_1000_inferences() -> None:
+def text_model(dims: list[int], max_batch_size: int) -> Signature:
+    shape = [-1, *dims] if max_batch_size else dims
+    text = {"name": "X", "datatype": "BYTES", "shape": shape}
+    vector = {"name": "Y", "datatype": "FP32", "shape": shape}
+    metadata = {"name": "m", "inputs": [text], "outputs": [vector]}
+    return build_signature(metadata, {"max_batch_size": max_batch_size})
+
+
+@pytest.mark.parametrize(
+    ("dims", "max_batch_size", "most", "words"),
+    [
+        ([1], 0, 5, "no batch dimension, so a request can have at most 5 items; got 6"),
+        ([1], 8, 40, "a batch of 41 items .* accepts 8 at a time; send at most 40 items"),
+        ([-1, 1], 0, 0, ""),
+    ],
+)
+def test_inferences_of_a_request_are_limited_before_its_rows_are_read(
+    dims: list[int], max_batch_size: int, most: int, words: str
+) -> None:
+    model, limits = text_model(dims, max_batch_size), PayloadLimits(max_inferences=5)
+    assert model.count_inferences(most) == (5 if words else 1)
+    check_row_count(model, most, limits)
+    rows = ["a"] * (most or 100)
+    assert parse_predict_body(orjson.dumps({"instances": rows}), model, limits)
+    assert build_embedding_payloads(model, rows, limits)
+    if not words:
+        return
+    invalid = orjson.dumps({"instances": [*rows, {"b64": "?"}]})
+    with pytest.raises(TooLarge, match=words):
+        parse_predict_body(invalid, model, limits)
+    for column in ([*rows, 5], [*([row] for row in rows), [5]]) if max_batch_size else ():
+        with pytest.raises(TooLarge, match=words):
+            decode_body(orjson.dumps({"inputs": column}), JSON, model, limits)
+    with pytest.raises(TooLarge, match=words):
+        build_embedding_payloads(model, [*rows, "a"], limits)
+
+
+@pytest.mark.parametrize(
+    ("parse", "key"),
+    [(parse_embeddings_request, "input"), (parse_rerank_request, "documents")],
+)
+def test_texts_are_counted_before_they_are_read(parse: Callable[[bytes], object], key: str) -> None:
+    document = {"model": "m", "query": "a", key: ["a"] * MAX_TEXTS + [None]}
+    with pytest.raises(TooLarge, match=f"at most {MAX_TEXTS} texts; got {MAX_TEXTS + 1}"):
+        parse(orjson.dumps(document))
+
+
+def test_batch_is_split_into_parts_in_order() -> None:
     for count, pieces in ((8000, 1000), (7999, 1000), (8, 1)):
         whole = InferInputs({"X": np.zeros((count, 1))}, count, is_batched=True)
         assert len(list(whole.split(8))) == pieces
-    with pytest.raises(TooLarge, match=r"a batch of 8001 items .* send at most 8000 items"):
-        list(InferInputs({"X": np.zeros((8001, 1))}, 8001, is_batched=True).split(8))
+
+
+def form_with_parameters(parameters: bytes) -> MultipartForm:
+    parsed = MultipartForm("multipart/form-data; boundary=b", PayloadLimits())
+    parsed.feed(form(field(parameters, "parameters"), field(b"a")))
+    return parsed
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"parameters": dict.fromkeys(map(str, range(1001)), 1)}, "at most 1000 parameters"),
+        ({"parameters": {"p" * 257: 1}}, "at most 256 characters"),
+        ({"outputs": [*map(str, range(1001))]}, '"outputs" can have at most 1000 names'),
+    ],
+)
+def test_process_that_decodes_a_body_does_not_return_many_parameters(
+    document: dict[str, Any], words: str
+) -> None:
+    model = text_model([1], 0)
+    with pytest.raises(MalformedRequest, match=words):
+        decode_body(orjson.dumps({"inputs": "a", **document}), JSON, model, PayloadLimits())
+    if "parameters" in document:
+        parsed = form_with_parameters(orjson.dumps(document["parameters"]))
+        with pytest.raises(MalformedRequest, match=words):
+            decode_form(parsed, model, PayloadLimits())
 
 
 def test_size_of_values_is_estimated_from_a_part() -> None:

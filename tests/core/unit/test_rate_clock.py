@@ -80,7 +80,7 @@ def test_drawn_requests_are_refused_only_above_the_rate(
     for pause in pauses:
         clock.now += pause
         recent = [at for at in admitted if at > clock.now - length_s]
-        wait_s = windows.wait_s(window, "a")
+        wait_s = windows.count(window, "a").wait_s
         assert (wait_s == 0) == (len(recent) < window.amount)
         assert 0 <= wait_s <= length_s * (1 + ROUNDING)
         if not wait_s:
@@ -94,6 +94,6 @@ def test_window_keeps_only_the_times_of_its_requests() -> None:
     windows = LocalRateWindows(clock)
     for _ in range(30_000):
         clock.now += 0.001
-        assert not windows.wait_s(window, "a")
+        assert not windows.count(window, "a").wait_s
     (times,) = windows._times.values()
     assert len(times) <= 1001
