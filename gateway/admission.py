@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from time import perf_counter
 
 from gateway.errors import DeadlinePassed, Overloaded
@@ -76,8 +77,8 @@ class AdmissionQueue:
         self._queues: dict[tuple[str, str], deque[asyncio.Future[None]]] = {}
         self.running = 0
         self.waiting = 0
-        # Model → the end of its last request, if models are loaded on demand.
-        self.last_used: dict[str, float] | None = None
+        # Records the model and the caller of each request that ends, if models are loaded on demand.
+        self.record_use: Callable[[str, str], None] | None = None
 
     def try_acquire(self, model: str) -> bool:
         """Take a slot if one is free, to be given back with `release`.
@@ -112,7 +113,7 @@ class AdmissionQueue:
             await asyncio.wait_for(asyncio.shield(waiter), timeout_s)
         except BaseException as exc:
             if waiter.done():
-                self.release(model)  # admitted at the same moment
+                self.release(model, caller)  # admitted at the same moment
             else:
                 waiter.cancel()
                 self._remove_waiter(queue_key, waiter)
@@ -141,15 +142,15 @@ class AdmissionQueue:
         """Return whether requests of any model wait, or half of all slots are taken."""
         return bool(self.waiting) or 2 * self.running > self._max_running
 
-    def release(self, model: str) -> None:
+    def release(self, model: str, caller: str = "") -> None:
         self.running -= 1
         running = self._running_by_model[model] - 1
         if running:
             self._running_by_model[model] = running
         else:
             del self._running_by_model[model]
-        if self.last_used is not None:
-            self.last_used[model] = perf_counter()
+        if self.record_use is not None:
+            self.record_use(model, caller)
         if self.waiting:
             self._admit_next()
 

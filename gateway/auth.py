@@ -21,7 +21,7 @@ from starlette.types import Scope
 from gateway.errors import Forbidden, Unauthenticated
 from gateway.keys import Caller, KeysFile, Right, Role
 from gateway.messages import quote_text
-from gateway.peers import can_identify_peers, find_peer_uid, parse_ip_address
+from gateway.peers import can_identify_peers, client_network, find_peer_uid, parse_ip_address
 from gateway.request_info import ManagementCall, read_head
 from gateway.tasks import repeat
 
@@ -155,6 +155,12 @@ def read_password(credentials: bytes) -> bytes:
 def is_from_browser(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     # A browser adds stored Basic credentials to the requests of every page, like cookies.
     return any(name in BROWSER_HEADERS for name, _ in headers)
+
+
+def name_caller(caller: Caller, scope: Scope) -> str:
+    """Return the name by which callers take turns: of the key, or without keys the client's network."""
+    client = scope.get("client")
+    return caller.name or (client_network(client[0]) if client else "")
 
 
 def authorize(scope: Scope, right: Right, model: str = "") -> None:

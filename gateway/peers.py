@@ -1,4 +1,4 @@
-"""The user at the other end of a loopback connection, as reported by the kernel (sock_diag(7))."""
+"""The other end of a connection: its network, and on loopback its user, by the kernel (sock_diag(7))."""
 
 from __future__ import annotations
 
@@ -66,6 +66,15 @@ def parse_ip_address(address: str) -> IPv4Address | IPv6Address:
     """Return the address; an IPv4-mapped IPv6 address, as dual-stack sockets report it, becomes IPv4."""
     parsed = ip_address(address)
     return getattr(parsed, "ipv4_mapped", None) or parsed
+
+
+@lru_cache(256)
+def client_network(host: str) -> str:
+    """Return the IPv4 address, or the IPv6 /64 network, all of whose addresses one client may have."""
+    if ":" not in host:
+        return host
+    address = IPv6Address(host.partition("%")[0])
+    return str(address.ipv4_mapped or IPv6Address(int(address) >> 64 << 64))
 
 
 @lru_cache(1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
@@ -33,13 +35,15 @@ from gateway.fleet.reconciler import Reconciler
 from gateway.http_client.connection import RequestNotSent
 from gateway.keys import Right
 from gateway.request_info import current_request_info
-from gateway.tasks import TaskSet, cancel_tasks
+from gateway.tasks import TaskSet, cancel_tasks, repeat
 from gateway.triton.error_mapping import LoadFailed
 
 log = logging.getLogger(__name__)
 
 RETRY_PAUSE_S: Final = 0.02  # while the models that hold the memory are in use
-RETRY_PAUSES: Final = 10  # times the duration of a search for a place, which grows with the fleet
+RETRY_PAUSES: Final = 10  # times the duration of the search for places, which grows with the fleet
+MAX_RETRY_PAUSE_S: Final = 0.25
+MAX_SEARCH_S: Final = 0.005  # at a time
 RESUME_PAUSE_S: Final = 0.005
 RESUMES_PER_PAUSE: Final = 32
 MIN_REMAINING_S: Final = 0.001  # after a wait until the deadline
@@ -52,10 +56,15 @@ class SharedLoad:
 
     task: asyncio.Task[NoPlacement | None]
     started_at: float
-    waiters: int = 0
+    callers: Counter[str] = field(default_factory=Counter)  # the requests of each that wait
+    place: asyncio.Future[Placement | NoPlacement | None] | None = None  # if it waits for its turn
     resumed: int = 0  # requests that were let through
     resume_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # let through one after another
     obstacle: NoPlacement | None = None  # why there was no room the last time
+
+    @property
+    def waiters(self) -> int:
+        return self.callers.total()
 
 
 @dataclass(eq=False, repr=False)
@@ -69,6 +78,7 @@ class ModelActivator:
     _failures: dict[str, Backoff] = field(default_factory=dict)
     _load_times_s: dict[str, float] = field(default_factory=dict)
     _tasks: TaskSet = field(default_factory=TaskSet)
+    _wants_places: asyncio.Event = field(default_factory=asyncio.Event)
 
     def can_activate(self, model: str) -> bool:
         """Return whether requests for the model wait while no replica has it ready."""
@@ -118,7 +128,10 @@ class ModelActivator:
         load = self._loads.get(model) or self._start_load(model)
         started_at = perf_counter()
         hold_s = min(timeout_s, self.loader.settings.hold_s)
-        load.waiters += 1
+        caller = get_caller_name()
+        load.callers[caller] += 1
+        if load.place is not None:
+            self.loader.usage.turns.add(model, (caller,))
         try:
             while not load.task.done():
                 # The whole timeout applies to a load, the shorter one as long as there is no replica.
@@ -137,7 +150,12 @@ class ModelActivator:
                 return await self._wait_for_turn(model, load)
             raise self._build_timeout_error(model, load)
         finally:
-            load.waiters -= 1
+            load.callers[caller] -= 1
+            if not load.callers[caller]:
+                del load.callers[caller]
+                self.loader.usage.turns.remove(model, (caller,))
+            if not load.callers and load.place is not None and not load.place.done():
+                load.place.set_result(None)  # so that the load ends
 
     async def _wait_for_turn(self, model: str, load: SharedLoad) -> None:
         """Let requests through one by one: thousands at once would find the admission queue full."""
@@ -168,7 +186,8 @@ class ModelActivator:
 
     async def __aenter__(self) -> ModelActivator:
         copies = ModelCopies(self.loader, self._reconciler)
-        for work in (self.loader.report_usage(), self.loader.run(), copies.run()):
+        places = repeat("on_demand", self._give_places)
+        for work in (self.loader.report_usage(), self.loader.run(), copies.run(), places):
             self._tasks.start(work)
         return self
 
@@ -183,7 +202,9 @@ class ModelActivator:
         return load
 
     def _finish_load(self, model: str, task: asyncio.Task[NoPlacement | None]) -> None:
-        self._loads.pop(model).obstacle = None
+        load = self._loads.pop(model)
+        load.obstacle = None
+        self.loader.usage.turns.remove(model, load.callers)
         self.loader.held.awaited.discard(model)
         if not task.cancelled():
             task.exception()  # the requests that waited may have gone
@@ -198,47 +219,100 @@ class ModelActivator:
             if not self._pool.has_live_replica:
                 await self._pool.look_up_replicas()
                 continue
-            started_at = perf_counter()
-            is_loadable = self._is_loadable(model)
-            placement = await self._find_placement(model, load) if is_loadable else None
-            pause_s = max(RETRY_PAUSE_S, RETRY_PAUSES * (perf_counter() - started_at))
-            if isinstance(placement, NoPlacement) and placement.is_final:
-                return placement
-            if isinstance(placement, Placement):
+            place = await self._wait_for_place(model, load) if self._is_loadable(model) else None
+            if isinstance(place, NoPlacement):
+                return place
+            if isinstance(place, Placement):
                 try:
-                    if await self._load_once(model, placement.replica):
+                    if await self._load_once(model, place.replica, frozenset(load.callers)):
                         continue
+                    self.loader.usage.turns.put_back(model, load.callers)
                 except ModelControlModeConflict:
                     continue  # the loader does not choose this replica again
                 except (RequestNotSent, BadUpstream):
                     unreachable += 1
                     if unreachable == MAX_UNREACHABLE:
                         raise
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(RETRY_PAUSE_S)
         return None
 
-    async def _find_placement(self, model: str, load: SharedLoad) -> Placement | NoPlacement | None:
-        """Return the place for the load; None while the model or the replicas are changing."""
-        load.obstacle = None
+    async def _wait_for_place(self, model: str, load: SharedLoad) -> Placement | NoPlacement | None:
+        """Wait for the load's turn, and return its place, or why there will be none.
+
+        None while the model or the replicas are changing.
+        """
         if self.loader.is_loading(model):
             return None
         if not self.loader.list_candidates(model):
             if self.loader.has_controllable_replica:
                 return None
             raise ModelNotReady(model)
-        placement = await self.loader.find_placement(model)
-        if isinstance(placement, NoPlacement):
-            load.obstacle = placement
-        return placement
+        load.place = asyncio.get_running_loop().create_future()
+        self.loader.usage.turns.add(model, load.callers)
+        self._wants_places.set()
+        try:
+            return await load.place
+        finally:
+            load.place = None
+            self.loader.usage.turns.remove(model, load.callers)
 
-    async def _load_once(self, model: str, replica: str) -> bool:
+    async def _give_places(self) -> None:
+        """Give the room that there is to the loads that wait for it, in the order of their turns."""
+        await self._wants_places.wait()
+        await self.loader.facts.update()
+        turns = self.loader.usage.turns
+        searched_s = 0.0
+        chosen: set[str] = set()
+        started_at = perf_counter()
+        for model in turns.list_models():
+            self._give_place(model, chosen)
+            # While other requests run, a model can become idle for which a load before this one waits.
+            if perf_counter() - started_at > MAX_SEARCH_S:
+                searched_s += perf_counter() - started_at
+                await asyncio.sleep(0)
+                started_at = perf_counter()
+        searched_s += perf_counter() - started_at
+        if turns.callers:
+            pause_s = max(RETRY_PAUSES * searched_s, RETRY_PAUSE_S)
+            await asyncio.sleep(min(pause_s, MAX_RETRY_PAUSE_S))
+        else:
+            self._wants_places.clear()
+
+    def _give_place(self, model: str, chosen: set[str]) -> None:
+        """Give a load its place, unless there is none yet, or another load has just chosen the replica."""
+        load = self._loads.get(model)
+        if load is None or load.place is None or load.place.done():
+            return
+        place = self._choose_place(model, load)
+        if isinstance(place, NoPlacement) and not place.is_final:
+            load.obstacle = place
+            return
+        if isinstance(place, Placement):
+            if place.replica in chosen or self.loader.is_locked(place.replica):
+                return
+            chosen.add(place.replica)
+            self.loader.usage.turns.take(model)
+        load.obstacle = None
+        load.place.set_result(place)
+
+    def _choose_place(self, model: str, load: SharedLoad) -> Placement | NoPlacement | None:
+        if (
+            self._pool.is_usable(model)
+            or not self._is_loadable(model)
+            or self.loader.is_loading(model)
+            or not self.loader.list_candidates(model)
+        ):
+            return None
+        return self.loader.choose_placement(model, load.callers.keys())
+
+    async def _load_once(self, model: str, replica: str, callers: Set[str]) -> bool:
         """Load the model unless there is no room any longer. Raises the error of a failed load."""
         started_at = perf_counter()
         async with self._reconciler.lock_model(model):
             if self._pool.is_usable(model) or not self._is_loadable(model):
                 return True  # an administrator loaded or unloaded it
             try:
-                is_loaded = await self.loader.load(model, replica)
+                is_loaded = await self.loader.load(model, replica, callers)
             except DeadlinePassed as exc:
                 error = LoadFailed(model, "it did not become ready within GATEWAY_LOAD_TIMEOUT_S")
                 self._record_failure(model, error)
@@ -271,4 +345,11 @@ def build_no_room_error(model: str, obstacle: NoPlacement) -> NoRoom:
     """Return the error without the names of models that the caller cannot see."""
     info = current_request_info.get()
     visible = [name for name in obstacle.holders if info is None or info.caller.can_see(name)]
-    return NoRoom(model, visible, has_hidden=len(visible) < len(obstacle.holders))
+    has_hidden = len(visible) < len(obstacle.holders)
+    protected_s = obstacle.protected_until - perf_counter()
+    return NoRoom(model, visible, has_hidden=has_hidden, protected_s=protected_s)
+
+
+def get_caller_name() -> str:
+    info = current_request_info.get()
+    return "" if info is None else info.caller_name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -11,12 +11,14 @@ from typing import Any, Final
 
 from gateway.fleet.on_demand_models import ModelUsage, OnDemandModels
 from gateway.fleet.on_demand_plan import (
+    EVICTABLE,
     Eviction,
     LoadedModel,
     ModelFacts,
     ReplicaLoad,
     find_all_parts,
     parse_model_facts,
+    protect_model,
 )
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.reconciler import Reconciler
@@ -27,6 +29,8 @@ from gateway.state.loads import is_in_progress
 
 # A model that something else than this gateway loaded again in place is still ready, with other facts.
 MAX_FACTS_AGE_S: Final = 30.0
+# The requests that waited for a load read the model's metadata and their bodies before they count as running.
+FIRST_USE_S: Final = 1.0
 
 
 @dataclass(eq=False, repr=False)
@@ -97,12 +101,19 @@ class HeldModels:
     _facts: ModelFactsCache
     awaited: set[str] = field(default_factory=set)  # models that requests wait for
     starting: dict[str, set[str]] = field(default_factory=dict)  # replica → own loads in progress
+    loaded_at: dict[str, float] = field(default_factory=dict)  # the ends of own loads
 
-    def describe(self, replicas: Iterable[Replica]) -> list[ReplicaLoad]:
-        """Return what each replica holds, what is being loaded, and what must be loaded there."""
+    def describe(
+        self, replicas: Iterable[Replica], callers: Set[str] | None = None
+    ) -> list[ReplicaLoad]:
+        """Return what each replica holds, what is being loaded, and what must be loaded there.
+
+        Models that others than `callers` use are protected, if room is wanted for these.
+        """
         merged = self._state.merge_models()
         desired = {name for name, model in merged.items() if model.is_loaded}
         ensemble_parts = self._find_ensemble_parts()
+        waiting = self._usage.waiting_callers
         known: dict[str, LoadedModel] = {}
         loads = []
         for replica in replicas:
@@ -116,8 +127,11 @@ class HeldModels:
             for name in sorted(names):
                 model = known.get(name)
                 if model is None:
-                    model = known[name] = self._describe_model(name, is_part=name in ensemble_parts)
-                if name in changing and model.eviction is Eviction.FREE:
+                    model = self._describe_model(name, is_part=name in ensemble_parts)
+                    if callers is not None:
+                        model = protect_model(model, self._usage.find_users(name), callers, waiting)
+                    known[name] = model
+                if name in changing and model.eviction in EVICTABLE:
                     model = replace(model, eviction=Eviction.BUSY)
                 models.append(model)
             loads.append(ReplicaLoad(replica.name, tuple(models), replica.outstanding))
@@ -156,5 +170,11 @@ class HeldModels:
             or self._reconciler.is_locked(model)
             or not self._facts.is_current(model)  # it may be an ensemble
             or self._usage.count_requests(model) > 0
+            or self._waits_for_first_use(model)
         )
         return Eviction.BUSY if is_busy else Eviction.FREE
+
+    def _waits_for_first_use(self, model: str) -> bool:
+        loaded_at = self.loaded_at.get(model, -inf)
+        is_new = perf_counter() - loaded_at < FIRST_USE_S
+        return is_new and self._usage.get_last_used(model) <= loaded_at

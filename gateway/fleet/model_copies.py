@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 DEMAND_INTERVAL_S: Final = 0.5
 NO_ROOM_PAUSE_S: Final = 2.0
+NO_CALLERS: Final[frozenset[str]] = frozenset()
 UNUSED_COPY_S: Final = 2.0  # a copy that other gateways need runs more often
 
 
@@ -70,13 +71,14 @@ class ModelCopies:
         self._changes[model].add_done_callback(lambda _: self._changes.pop(model, None))
 
     async def _load(self, model: str) -> None:
-        placement = await self._loader.find_placement(model)
+        await self._loader.facts.update()
+        placement = self._loader.choose_placement(model, NO_CALLERS)
         if not isinstance(placement, Placement) or placement.victims:
             self._backoffs[model] = Backoff(not_before=perf_counter() + NO_ROOM_PAUSE_S)
             return
         try:
             async with self._reconciler.lock_model(model):
-                await self._loader.load(model, placement.replica, is_copy=True)
+                await self._loader.load(model, placement.replica, NO_CALLERS, is_copy=True)
         except GatewayError:  # the loader has logged it
             backoff = self._backoffs.get(model, Backoff())
             self._backoffs[model] = backoff.with_repetition(perf_counter())

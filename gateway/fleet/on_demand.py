@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Set
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -17,7 +17,7 @@ from gateway.fleet.held_models import HeldModels, ModelFactsCache
 from gateway.fleet.index import UNLOADING
 from gateway.fleet.inference_times import InferenceTimes
 from gateway.fleet.loader import ModelLoader
-from gateway.fleet.on_demand_models import ModelUsage, OnDemandModels
+from gateway.fleet.on_demand_models import UNKNOWN_CALLER, ModelUsage, OnDemandModels
 from gateway.fleet.on_demand_plan import (
     ModelBudget,
     NoPlacement,
@@ -63,7 +63,8 @@ class OnDemandLoader:
         settings = self.settings
         self._budget = ModelBudget(settings.max_loaded_models, settings.model_memory_mb)
         self.models = OnDemandModels(self.state, settings.on_demand_models)
-        self.usage = ModelUsage(self._admission, perf_counter)
+        protection_s = settings.eviction_protection_s
+        self.usage = ModelUsage(self._admission, perf_counter, protection_s)
         default_mb = settings.default_model_memory_mb
         self.facts = ModelFactsCache(self._pool, self._signatures, default_mb)
         self._loader.change_listeners.append(self.facts.invalidate)
@@ -108,17 +109,15 @@ class OnDemandLoader:
 
     # Loads.
 
-    async def find_placement(self, model: str) -> Placement | NoPlacement:
-        """Return the replica for a load, judging by the last known indexes."""
-        await self.facts.update()
-        return self.choose_placement(model)
-
-    def choose_placement(self, model: str) -> Placement | NoPlacement:
-        replicas = self.held.describe(self.list_candidates(model))
+    def choose_placement(self, model: str, callers: Set[str]) -> Placement | NoPlacement:
+        """Return the replica for a load that `callers` wait for, judging by the last known indexes."""
+        replicas = self.held.describe(self.list_candidates(model), callers)
         return choose_placement(replicas, self.facts.list_memory_mb(model), self._budget)
 
-    async def load(self, model: str, replica_name: str, *, is_copy: bool = False) -> bool:
-        """Make room on the replica and load the model. Returns whether there was room.
+    async def load(
+        self, model: str, replica_name: str, callers: Set[str], *, is_copy: bool = False
+    ) -> bool:
+        """Make room on the replica and load the model for `callers`. Returns whether there was room.
 
         A copy is loaded only if it needs no room of others.
         Raises the `GatewayError` of a failed load.
@@ -132,12 +131,17 @@ class OnDemandLoader:
             if not await stack.enter_async_context(self.state.lease(f"model:{model}")):
                 return False
             async with self.lock_replica(replica) as is_granted:
-                if not is_granted or not await self._make_room(model, replica, is_copy=is_copy):
+                if not is_granted or not await self._make_room(
+                    model, replica, callers, is_copy=is_copy
+                ):
                     return False
                 starting.add(model)
                 stack.callback(starting.discard, model)
                 started_load = await self.state.begin_load(replica.name, model)
             await self._run_load(model, replica, started_load)
+            for caller in callers or (UNKNOWN_CALLER,):
+                self.usage.record_use(model, caller)
+            self.held.loaded_at[model] = perf_counter()
         return True
 
     @asynccontextmanager
@@ -155,13 +159,19 @@ class OnDemandLoader:
             reports = await self.state.exchange_reports(**self.usage.build_report())
         self.usage.read_reports(reports)
 
-    async def _make_room(self, model: str, replica: Replica, *, is_copy: bool) -> bool:
+    def is_locked(self, replica_name: str) -> bool:
+        """Return whether this gateway makes a decision on the replica."""
+        return self.state.has_lease(f"replica:{replica_name}")
+
+    async def _make_room(
+        self, model: str, replica: Replica, callers: Set[str], *, is_copy: bool
+    ) -> bool:
         """Unload victims until the model fits. Returns False if another replica is the better one now."""
         await self._pool.monitor.probe_all(MAX_PROBE_WAIT_S)
         await self.facts.update(checks_ensembles=True)
         if self._pool.is_usable(model) and not is_copy:
             return False  # another gateway has loaded it
-        placement = self.choose_placement(model)
+        placement = self.choose_placement(model, callers)
         if isinstance(placement, NoPlacement) or placement.replica != replica.name:
             return False
         if is_copy and placement.victims:
@@ -181,7 +191,6 @@ class OnDemandLoader:
             log.warning("loading model %s on %s failed: %s", model, replica.name, exc.detail)
             raise
         metric.labels("done").inc()
-        self.usage.record_use(model)
         await self.facts.update()
         duration_s = perf_counter() - started_at
         log.info("model %s is ready on %s after %.1f s", model, replica.name, duration_s)

@@ -1,11 +1,12 @@
-"""Decisions of loading on demand, as pure functions: which replica, which victims, how many copies."""
+"""Decisions of loading on demand, without I/O: whose turn, which replica, which victims, how many copies."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import zip_longest
 from typing import Any, Final, NamedTuple
 
 MEMORY_PARAMETER: Final = "gateway.memory_mb"
@@ -34,8 +35,14 @@ class Eviction(Enum):
     """The possibility to evict a loaded model."""
 
     FREE = "idle"
-    BUSY = "in use"  # later, when its requests and changes have finished
+    YIELDED = "shared"  # if nothing is free: its callers wait for room as well
+    BUSY = "in use"  # later, when its requests and changes have finished, or it is used no more
     NEVER = "kept loaded"  # declared, or loaded through the API
+
+
+# The order in which models are evicted.
+EVICTABLE: Final = (Eviction.FREE, Eviction.YIELDED)
+EVICTABLE_LATER: Final = (*EVICTABLE, Eviction.BUSY)
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class LoadedModel:
     last_used: float = 0.0
     eviction: Eviction = Eviction.FREE
     parts: frozenset[str] = frozenset()  # the models that an ensemble uses
+    protected_until: float = -math.inf  # because other callers use it
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,7 @@ class NoPlacement:
 
     holders: tuple[str, ...]  # the models that hold the memory
     is_final: bool  # waiting does not help
+    protected_until: float = -math.inf  # of the models that would be unloaded
 
 
 def choose_placement(
@@ -85,17 +94,31 @@ def choose_placement(
     if possible:
         replica, victims = min(possible, key=lambda plan: rank_plan(*plan))
         return Placement(replica.name, tuple(model.name for model in victims))
-    later = (plan_victims(each, wanted_mb, budget, includes_busy=True) for each in replicas)
+    plans_later = [plan_victims(each, wanted_mb, budget, includes_busy=True) for each in replicas]
+    times = [
+        max((victim.protected_until for victim in victims), default=-math.inf)
+        for victims in plans_later
+        if victims is not None
+    ]
     holders = {model.name for replica in replicas for model in replica.models}
-    return NoPlacement(tuple(sorted(holders)), all(victims is None for victims in later))
+    protected_until = min(times, default=-math.inf)
+    return NoPlacement(tuple(sorted(holders)), is_final=not times, protected_until=protected_until)
 
 
 def rank_plan(
     replica: ReplicaLoad, victims: Sequence[LoadedModel]
-) -> tuple[float, int, int, int, str]:
+) -> tuple[bool, float, int, int, int, str]:
+    is_yielded = any(victim.eviction is Eviction.YIELDED for victim in victims)
     last_used = max((victim.last_used for victim in victims), default=-math.inf)
     memory_mb = sum(model.memory_mb for model in replica.models)
-    return last_used, len(replica.models), memory_mb, replica.outstanding, replica.name
+    return (
+        is_yielded,
+        last_used,
+        len(replica.models),
+        memory_mb,
+        replica.outstanding,
+        replica.name,
+    )
 
 
 def plan_victims(
@@ -119,7 +142,7 @@ def plan_victims(
         victims.append(victim)
         remove_victim(held, victim)
     # A large victim may have made room for smaller ones, of which the last used ones stay.
-    for victim in sorted(victims, key=lambda model: model.last_used, reverse=True):
+    for victim in sorted(victims, key=rank_victim, reverse=True):
         restored = {**held, victim.name: victim}
         if victim.parts <= held.keys() and is_within(budget, restored, wanted_mb):
             held = restored
@@ -138,11 +161,15 @@ def choose_victim(
 ) -> LoadedModel | None:
     """Return the least recently used model that can be evicted."""
     needed = {part for model in held.values() for part in model.parts}.union(protected)
-    accepted = (Eviction.FREE, Eviction.BUSY) if includes_busy else (Eviction.FREE,)
+    accepted = EVICTABLE_LATER if includes_busy else EVICTABLE
     candidates = [
         model for model in held.values() if model.eviction in accepted and model.name not in needed
     ]
-    return min(candidates, key=lambda model: (model.last_used, model.name), default=None)
+    return min(candidates, key=rank_victim, default=None)
+
+
+def rank_victim(model: LoadedModel) -> tuple[int, float, str]:
+    return EVICTABLE_LATER.index(model.eviction), model.last_used, model.name
 
 
 def remove_victim(held: dict[str, LoadedModel], model: LoadedModel) -> None:
@@ -151,6 +178,24 @@ def remove_victim(held: dict[str, LoadedModel], model: LoadedModel) -> None:
     for part in model.parts & held.keys():
         last_used = max(held[part].last_used, model.last_used)
         held[part] = replace(held[part], last_used=last_used)
+
+
+def protect_model(
+    model: LoadedModel, users: Mapping[str, float], callers: Set[str], waiting: Set[str]
+) -> LoadedModel:
+    """Return the model as it is for a load that `callers` wait for.
+
+    `users` are the callers that used it lately, each with the end of its protection. A caller that waits for
+    a load itself would have its own model unloaded for it, so the room is shared in turns.
+    """
+    others = users.keys() - callers
+    if not others or model.eviction is Eviction.NEVER:
+        return model
+    if others <= waiting:
+        is_free = model.eviction is Eviction.FREE
+        return replace(model, eviction=Eviction.YIELDED) if is_free else model
+    protected_until = max(users[caller] for caller in others)
+    return replace(model, eviction=Eviction.BUSY, protected_until=protected_until)
 
 
 def is_removable(replica: ReplicaLoad, model: str) -> bool:
@@ -183,6 +228,52 @@ def find_idle_models(replica: ReplicaLoad, idle_since: float) -> tuple[str, ...]
         idle.append(victim.name)
         remove_victim(held, victim)
     return tuple(idle)
+
+
+class LoadTurns:
+    """The order of the loads that wait for room: callers take turns, first come first served within one."""
+
+    def __init__(self) -> None:
+        # Caller → its models; whose turn it is comes first.
+        self._queues: dict[str, dict[str, None]] = {}
+
+    @property
+    def callers(self) -> Set[str]:
+        return self._queues.keys()
+
+    def add(self, model: str, callers: Iterable[str]) -> None:
+        for caller in callers:
+            self._queues.setdefault(caller, {}).setdefault(model)
+
+    def remove(self, model: str, callers: Iterable[str]) -> None:
+        for caller in callers:
+            queue = self._queues.get(caller, {})
+            queue.pop(model, None)
+            if not queue:
+                self._queues.pop(caller, None)
+
+    def take(self, model: str) -> None:
+        """Remove a load that gets room. The caller whose turn this was is the last one then."""
+        places = {
+            caller: list(queue).index(model)
+            for caller, queue in self._queues.items()
+            if model in queue
+        }
+        caller = min(places, key=places.__getitem__)
+        self._queues[caller] = self._queues.pop(caller)
+        self.remove(model, places)
+
+    def put_back(self, model: str, callers: Iterable[str]) -> None:
+        """Add a load that found no room after all: it comes first again."""
+        for caller in callers:
+            queue = {model: None, **self._queues.pop(caller, {})}
+            self._queues = {caller: queue, **self._queues}
+
+    def list_models(self) -> list[str]:
+        """Return the models in the order in which they get room: the first of each caller, the second, …"""
+        rounds = zip_longest(*self._queues.values())
+        models = dict.fromkeys(model for each in rounds for model in each)
+        return [model for model in models if model is not None]
 
 
 @dataclass(frozen=True)

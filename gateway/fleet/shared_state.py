@@ -174,6 +174,11 @@ class SharedState:
                 with suppress(StateUnavailable):
                     await self._try_store(lambda: self.store.release_lease(name))
 
+    def has_lease(self, name: str) -> bool:
+        """Return whether a task of this gateway has the lease, or asks for it."""
+        lock = self._lease_locks.get(name)
+        return lock is not None and lock.locked()
+
     @asynccontextmanager
     async def lock_model(self, model: str) -> AsyncIterator[None]:
         """Exclude other changes of a model, by all gateways that share this state, and read the last one.

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 import anyio
 import grpc
 
-from gateway.auth import ANONYMOUS, UNAUTHENTICATED, authorize, authorize_all_models
+from gateway.auth import ANONYMOUS, UNAUTHENTICATED, authorize, authorize_all_models, name_caller
 from gateway.errors import (
     Forbidden,
     MalformedRequest,
@@ -27,7 +27,8 @@ from gateway.keys import Right
 from gateway.memory import MemoryBudgetExceeded
 from gateway.metrics import CLIENT_CLOSED_REQUEST
 from gateway.passthrough.headers import NOT_FORWARDED
-from gateway.protocol.clients import ClientCounts, client_network
+from gateway.peers import client_network
+from gateway.protocol.clients import ClientCounts
 from gateway.request_info import RequestInfo, current_request_info
 from gateway.routes.middleware import end_trace, log_request
 from gateway.services import Services
@@ -146,6 +147,7 @@ class IncomingCall:
             caller = UNAUTHENTICATED
         info.caller = caller
         info.key = caller.name
+        info.caller_name = name_caller(caller, self.scope)
         if caller.requests_per_second is not None and not self._access.is_unlimited:
             await services.rate_limiter.count_request(caller.name, caller.requests_per_second)
 

@@ -30,7 +30,7 @@ async def serve_infer(call: IncomingCall) -> bytes:
         metadata = call.select_metadata()
         if not services.admission.try_acquire(target.model):
             remaining_s = deadline - perf_counter()
-            await services.admission.acquire(target.model, remaining_s, call.info.key)
+            await services.admission.acquire(target.model, remaining_s, call.info.caller_name)
         try:
             upstream = RequestTarget(
                 *target, call.info.timeout_s, sequence_step=head.step, can_activate=True
@@ -38,7 +38,7 @@ async def serve_infer(call: IncomingCall) -> bytes:
             request = GrpcBytesCall(upstream, INFER_METHOD, message, metadata)
             return await services.dispatcher.send(request, deadline - perf_counter())
         finally:
-            services.admission.release(target.model)
+            services.admission.release(target.model, call.info.caller_name)
     finally:
         services.record_model(call.info, *target)
 

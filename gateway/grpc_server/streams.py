@@ -182,10 +182,10 @@ class InferStream:
             if request.previous_step is not None:
                 await request.previous_step.wait()
             timeout_s = await self._services.admission.acquire(
-                target.model, call.find_timeout_s(), call.info.key
+                target.model, call.find_timeout_s(), call.info.caller_name
             )
             with ExitStack() as slot:
-                slot.callback(self._services.admission.release, target.model)
+                slot.callback(self._services.admission.release, target.model, call.info.caller_name)
                 await self._relay(request, target, timeout_s, slot)
         except ResponseNotRead:
             raise

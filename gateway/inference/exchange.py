@@ -96,12 +96,13 @@ class InferExchange:
     def release_slot(self) -> None:
         if self.has_slot:
             self.has_slot = False
-            self.services.admission.release(self.signature.model)
+            self.services.admission.release(self.signature.model, self.info.caller_name)
 
     def transfer_slot(self) -> Callable[[], None]:
         """Return the function that releases the slot, which the end of the context does not do then."""
         self.has_slot = False
-        return partial(self.services.admission.release, self.signature.model)
+        release = self.services.admission.release
+        return partial(release, self.signature.model, self.info.caller_name)
 
     @property
     def remaining_s(self) -> float:
@@ -156,7 +157,7 @@ class InferExchange:
         # Called after the body is received, so that a slow client does not hold a slot.
         admission, model = self.services.admission, self.signature.model
         if not admission.try_acquire(model):
-            await admission.acquire(model, self.remaining_s, self.info.key)
+            await admission.acquire(model, self.remaining_s, self.info.caller_name)
         self.has_slot = True
 
     async def _convert_payloads(self, payloads: Sequence[Payload]) -> list[InferInputs]:

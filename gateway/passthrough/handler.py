@@ -77,7 +77,7 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
         finally:
             response.close()
             if action.is_inference:
-                services.admission.release(route.model)
+                services.admission.release(route.model, info.caller_name)
     except ClientDisconnect:
         return CLIENT_CLOSED_REQUEST
     except Exception as exc:  # noqa: BLE001 - the border of the process: every request gets a response
@@ -132,7 +132,7 @@ async def forward_request(
     if rule.right is Right.manage:
         forwarded = add_management_headers(forwarded, services.management_headers)
     if action.is_inference and not services.admission.try_acquire(model):
-        timeout_s = await services.admission.acquire(model, timeout_s, info.key)
+        timeout_s = await services.admission.acquire(model, timeout_s, info.caller_name)
     target = RequestTarget(
         model,
         route.version,
@@ -154,7 +154,7 @@ async def forward_request(
         return await labelled.send(services.dispatcher, call, timeout_s, is_inference=is_inference)
     except BaseException:
         if action.is_inference:
-            services.admission.release(model)
+            services.admission.release(model, info.caller_name)
         raise
 
 

@@ -8,12 +8,12 @@ import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from ipaddress import IPv6Address
 from typing import Any, Final
 
 from prometheus_client import Counter, Gauge
 
 from gateway.errors import GatewayError, TooManyConnections
+from gateway.peers import client_network
 from gateway.protocol.limits import ProtocolLimits
 
 log = logging.getLogger(__name__)
@@ -151,11 +151,3 @@ class ClientAccount:
 def parse_socket_name(name: Any) -> SocketName | None:
     """Return host and port; None for a Unix socket."""
     return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None
-
-
-def client_network(host: str) -> str:
-    """Return the IPv4 address, or the IPv6 /64 network, all of whose addresses one client may have."""
-    if ":" not in host:
-        return host
-    address = IPv6Address(host.partition("%")[0])
-    return str(address.ipv4_mapped or IPv6Address(int(address) >> 64 << 64))

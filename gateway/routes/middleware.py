@@ -12,6 +12,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway import audit
+from gateway.auth import name_caller
 from gateway.error_responses import render_error
 from gateway.errors import Forbidden, GatewayError, Unauthenticated
 from gateway.http_client.connection import Headers
@@ -76,6 +77,7 @@ class GatewayMiddleware:
         try:
             info.caller = caller = services.access.authenticate(scope)
             info.key = caller.name
+            info.caller_name = name_caller(caller, scope)
             if caller.requests_per_second is not None and scope["path"] not in UNLIMITED_PATHS:
                 info.opens_window = await services.rate_limiter.count_request(
                     caller.name, caller.requests_per_second

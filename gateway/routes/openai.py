@@ -75,8 +75,8 @@ async def create_completion(request: Request, services: ServicesForInference) ->
     services.resolver.check_served_name(request.scope, Right.infer, model)
     info: RequestInfo = request.scope["request_info"]
     timeout_s = deadline - asyncio.get_running_loop().time()
-    timeout_s = await services.admission.acquire(model, timeout_s, info.key)
-    release = partial(services.admission.release, model)
+    timeout_s = await services.admission.acquire(model, timeout_s, info.caller_name)
+    release = partial(services.admission.release, model, info.caller_name)
     try:
         headers = build_completion_headers(request.scope["headers"], len(body))
         path = request.scope["path"].encode()

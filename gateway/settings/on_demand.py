@@ -20,6 +20,9 @@ class OnDemandSettings(BaseModel):
     means no limit."""
     default_model_memory_mb: int = Field(0, ge=0)
     """Memory in MiB of a model without gateway.memory_mb in its config."""
+    eviction_protection_s: NonNegativeSeconds = 10.0
+    """Time after a use during which an on-demand model is not unloaded to make room for a model of another
+    caller: another key, or without keys another client address. 0: not protected."""
     idle_unload_s: NonNegativeSeconds = 0.0
     """Time after which an on-demand model without requests is unloaded; 0 means never."""
     hold_s: NonNegativeSeconds = 0.0

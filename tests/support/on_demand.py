@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -128,7 +128,11 @@ class IndexWatch:
 
 @contextmanager
 def used_continuously(
-    fleet: Fleet, model: str, body: object = BODY, clients: int = 1
+    fleet: Fleet,
+    model: str,
+    body: object = BODY,
+    clients: int = 1,
+    headers: Mapping[str, str] | None = None,
 ) -> Iterator[list[int]]:
     """The statuses of requests that clients send one after another until the block ends."""
     statuses: list[int] = []
@@ -137,7 +141,7 @@ def used_continuously(
     def send() -> None:
         with httpx.Client(base_url=fleet.client.base_url, timeout=TIMEOUT_S) as client:
             while not stop.wait(0.05):
-                response = client.post(f"/v1/models/{model}/infer", json=body)
+                response = client.post(f"/v1/models/{model}/infer", json=body, headers=headers)
                 statuses.append(response.status_code)
 
     with ThreadPoolExecutor(clients) as pool:

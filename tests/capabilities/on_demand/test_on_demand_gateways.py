@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.support.fleet import BODY, Fleet, url_of
+from tests.support.keys import BOTH, INFER, bearer, entry, written
 from tests.support.metrics import metric
 from tests.support.on_demand import (
     TRACE_SECONDS,
@@ -144,6 +145,34 @@ def test_gateway_unloads_no_model_that_another_gateway_uses(
         assert set(statuses) == {200}
         assert loads(first) == 1
         assert loads(second) == 2
+
+
+@pytest.mark.long
+def test_gateways_know_the_callers_of_each_other(
+    three: list[Triton], redis: RedisServer, tmp_path: Path
+) -> None:
+    entries = [entry(INFER, "infer"), entry(BOTH, "infer", "metrics")]
+    settings = {
+        "max_loaded_models": "2",
+        "eviction_protection_s": "1000",
+        "keys_file": str(written(tmp_path / "keys.yaml", entries)),
+    }
+    with two_gateways(three[:1], redis.url(), **settings) as (first, second):
+        for gateway in (first, second):
+            gateway.client.headers.update(bearer(BOTH))
+        with (
+            used_continuously(first, "model00", headers=bearer(INFER)) as statuses,
+            ThreadPoolExecutor(10) as pool,
+        ):
+            wait_until(lambda: 200 in statuses)
+            answers = list(pool.map(second.infer, MODELS[1:6] * 2))
+            assert {answer.status_code for answer in answers} == {200}
+            # What the same key used at the other gateway makes room.
+            assert first.infer("model06").status_code == 200
+            answer = second.infer("model07")
+            assert answer.status_code == 200, answer.text
+            assert set(statuses) == {200}
+            assert loads(first) == 2  # model00 was loaded once
 
 
 @pytest.mark.long

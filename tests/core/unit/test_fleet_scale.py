@@ -100,7 +100,7 @@ def plan_round(fleet: LargeFleet) -> None:
 
 def place_model(fleet: LargeFleet) -> None:
     # The facts are not current, so that nothing can be evicted yet.
-    placement = fleet.activator.loader.choose_placement("m0")
+    placement = fleet.activator.loader.choose_placement("m0", {"caller"})
     assert isinstance(placement, NoPlacement)
     assert not placement.is_final
 

@@ -15,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
-from gateway.protocol.clients import client_network
+from gateway.auth import name_caller
+from gateway.keys import Caller
+from gateway.peers import client_network
 from gateway.protocol.connection import RESERVED_CONNECTIONS, HttpProtocol
 from gateway.protocol.parser import SMALL_READ_BYTES
 from tests.support.framing import AMBIGUOUS, CL2, HOST_LINE, UNAMBIGUOUS, request
@@ -306,6 +308,21 @@ def test_many_connections_above_the_limit_are_refused_at_once(setting: str) -> N
 )
 def test_client_is_counted_by_its_network(host: str, network: str) -> None:
     assert client_network(host) == network
+
+
+@pytest.mark.parametrize(
+    ("key", "client", "name"),
+    [
+        ("shop", ("10.0.0.1", 4711), "shop"),
+        ("", ("10.0.0.1", 4711), "10.0.0.1"),
+        ("", ("2001:db8:1:2:3:4:5:6", 4711), "2001:db8:1:2::"),
+        ("", None, ""),  # a Unix socket
+    ],
+)
+def test_caller_is_named_by_its_key_or_else_by_its_network(
+    key: str, client: tuple[str, int] | None, name: str
+) -> None:
+    assert name_caller(Caller(key), {"client": client}) == name
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.admission import AdmissionQueue
 from gateway.fleet.inference_times import LastInference, parse_last_inference, update_last_inference
+from gateway.fleet.on_demand_models import UNKNOWN_CALLER, ModelUsage, NoRoom
 from gateway.fleet.on_demand_plan import (
+    EVICTABLE,
     CopyLimits,
     Eviction,
     LoadedModel,
+    LoadTurns,
     ModelBudget,
     ModelFacts,
     NoPlacement,
@@ -30,9 +35,11 @@ from gateway.fleet.on_demand_plan import (
     plan_copies,
     plan_excess,
     plan_victims,
+    protect_model,
     update_load_time,
     update_mean_demand,
 )
+from gateway.metrics import Metrics
 from tests.support.on_demand import count_lru_loads
 
 NAMES = [f"m{number}" for number in range(8)]
@@ -68,6 +75,10 @@ WANTED = st.builds(
 )
 
 
+SHARED = LoadedModel("shared", eviction=Eviction.YIELDED)
+USED_BY_OTHERS = LoadedModel("used", eviction=Eviction.BUSY, protected_until=30.0)
+
+
 def held_after(
     replica: ReplicaLoad, wanted: dict[str, int], victims: Iterable[str]
 ) -> dict[str, int]:
@@ -85,7 +96,7 @@ def evict_all_free(
         free = [
             name
             for name, model in held.items()
-            if model.eviction is Eviction.FREE and name not in needed
+            if model.eviction in EVICTABLE and name not in needed
         ]
         if not free:
             return tuple(held.values())
@@ -107,7 +118,7 @@ def test_victims_are_free_unneeded_and_no_more_than_necessary(
     staying = [model for model in models if model.name not in names]
     needed = {part for model in staying for part in model.parts} | wanted.keys()
     assert not names & needed
-    assert {victim.eviction for victim in victims} <= {Eviction.FREE}
+    assert {victim.eviction for victim in victims} <= set(EVICTABLE)
     assert budget.allows(held_after(replica, wanted, names).values())
     # With any one of them back, the budget or an ensemble's parts would be violated.
     for victim in victims:
@@ -135,7 +146,10 @@ def test_load_goes_to_a_replica_with_room_or_with_the_oldest_victims(
         assert not placement.victims
         return
     newest = {
-        name: max(victim.last_used for victim in plan)
+        name: (
+            any(victim.eviction is Eviction.YIELDED for victim in plan),
+            max(victim.last_used for victim in plan),
+        )
         for name, plan in plans.items()
         if plan is not None
     }
@@ -149,10 +163,10 @@ def test_exceeded_budget_is_met_or_nothing_more_can_be_evicted(
     victims = set(plan_excess(ReplicaLoad("a", models), budget))
     staying = [model for model in models if model.name not in victims]
     needed = {part for model in staying for part in model.parts}
-    assert all(model.eviction is Eviction.FREE for model in models if model.name in victims)
+    assert all(model.eviction in EVICTABLE for model in models if model.name in victims)
     assert not victims & needed
     evictable = [
-        model for model in staying if model.eviction is Eviction.FREE and model.name not in needed
+        model for model in staying if model.eviction in EVICTABLE and model.name not in needed
     ]
     assert budget.allows(model.memory_mb for model in staying) or not evictable
 
@@ -178,8 +192,19 @@ def test_idle_models_are_old_and_their_ensembles_idle_as_well(
         ([LoadedModel("kept", eviction=Eviction.NEVER)], NoPlacement(("kept",), is_final=True)),
         ([LoadedModel("part", 10)], Placement("a")),
         (None, NoPlacement((), is_final=True)),
+        ([SHARED], Placement("a", ("shared",))),
+        ([USED_BY_OTHERS], NoPlacement(("used",), is_final=False, protected_until=30.0)),
+        ([SHARED, LoadedModel("own", last_used=9.0)], Placement("a", ("own", "shared"))),
     ],
-    ids=["a model in use", "a model of the API", "a part of the model itself", "no replica"],
+    ids=[
+        "a model in use",
+        "a model of the API",
+        "a part of the model itself",
+        "no replica",
+        "a model of a caller that waits as well",
+        "a model that other callers use",
+        "not enough own models",
+    ],
 )
 def test_placement_says_whether_waiting_makes_room(
     models: list[LoadedModel] | None, placement: Placement | NoPlacement
@@ -257,6 +282,124 @@ def test_copies_settle_under_a_steady_demand(copies: int, demand: int, settled: 
         history.append(plan_copies(mean, history[-1], limits))
     assert history[-1] == settled
     assert history == sorted(history, reverse=settled < copies)  # none is loaded in vain
+
+
+# Several callers.
+
+
+@pytest.mark.parametrize(
+    ("eviction", "users", "found"),
+    [
+        (Eviction.FREE, {}, (Eviction.FREE, -math.inf)),
+        (Eviction.FREE, {"me": 20.0}, (Eviction.FREE, -math.inf)),
+        (Eviction.FREE, {"me": 20.0, "other": 15.0}, (Eviction.BUSY, 15.0)),
+        (Eviction.FREE, {"other": 15.0, "waiting": 20.0}, (Eviction.BUSY, 20.0)),
+        (Eviction.FREE, {"me": 20.0, "waiting": 15.0}, (Eviction.YIELDED, -math.inf)),
+        (Eviction.BUSY, {"waiting": 15.0}, (Eviction.BUSY, -math.inf)),
+        (Eviction.BUSY, {"other": 15.0}, (Eviction.BUSY, 15.0)),
+        (Eviction.NEVER, {"other": 15.0}, (Eviction.NEVER, -math.inf)),
+    ],
+)
+def test_model_is_protected_from_loads_of_other_callers_unless_its_users_wait_as_well(
+    eviction: Eviction, users: dict[str, float], found: tuple[Eviction, float]
+) -> None:
+    model = LoadedModel("m", eviction=eviction)
+    model = protect_model(model, users, callers={"me"}, waiting={"me", "waiting"})
+    assert (model.eviction, model.protected_until) == found
+
+
+def test_models_of_a_caller_are_evicted_before_those_that_others_share() -> None:
+    own = LoadedModel("own", last_used=9.0)
+    replicas = [ReplicaLoad("a", (SHARED,)), ReplicaLoad("b", (own, SHARED))]
+    assert choose_placement(replicas, {"m": 1}, ModelBudget(1)) == Placement("a", ("shared",))
+    assert choose_placement(replicas[1:], {"m": 1}, ModelBudget(2)) == Placement("b", ("own",))
+    replicas = [ReplicaLoad("a", (SHARED,)), ReplicaLoad("b", (own,))]
+    assert choose_placement(replicas, {"m": 1}, ModelBudget(1)) == Placement("b", ("own",))
+
+
+def test_waiting_loads_take_turns_between_callers_and_come_in_order_within_one() -> None:
+    turns = LoadTurns()
+    for number in range(4):
+        turns.add(f"a{number}", ["a"])
+    assert turns.list_models() == ["a0", "a1", "a2", "a3"]
+    turns.take("a0")
+    turns.add("b0", ["b"])
+    turns.add("a3", ["b", "c"])  # a load that several callers wait for
+    assert turns.list_models() == ["a1", "b0", "a3", "a2"]
+    turns.take("a1")
+    assert turns.list_models() == ["b0", "a3", "a2"]
+    turns.take("a3")  # there is no room for b0 yet, and this is the turn of c
+    assert turns.callers == {"a", "b"}
+    turns.add("a4", ["a"])
+    turns.take("b0")
+    turns.add("b1", ["b"])
+    assert turns.list_models() == ["a2", "b1", "a4"]
+    turns.remove("a2", ["a", "b"])
+    assert turns.list_models() == ["a4", "b1"]
+    turns.take("b1")
+    turns.put_back("b1", ["b"])  # a request has come for the model that was to be unloaded
+    assert turns.list_models() == ["b1", "a4"]
+
+
+def create_usage(clock: Callable[[], float]) -> ModelUsage:
+    return ModelUsage(AdmissionQueue(1, 1, 1, Metrics()), clock, 10.0)
+
+
+def test_gateways_tell_each_other_the_callers_of_their_models() -> None:
+    """An earlier version reports no callers, and others can write anything into the state."""
+    now = 100.0
+    usage, other = create_usage(lambda: now), create_usage(lambda: now)
+    for model, caller in (("m", "shop"), ("m", "lab"), ("old", "shop")):
+        usage.record_use(model, caller)
+    now = 108.0
+    usage.record_use("m", "lab")
+    usage.turns.add("wanted", ["lab"])
+    now = 111.0
+    other.read_reports([orjson.loads(orjson.dumps(usage.build_report()))])
+    assert usage.find_users("m") == other.find_users("m") == {"lab": 118.0}
+    assert other.find_users("old") == {}
+    assert other.get_last_used("old") == 100.0
+    assert other.waiting_callers == {"lab"}
+    other.read_reports(
+        [
+            {"ages": {"x": 1}},
+            {"ages": {"y": 2}, "callers": {"y": [1]}, "waiting": {"lab": 1}},
+            {"ages": {"z": 3}, "callers": [1], "waiting": [1, None]},
+        ]
+    )
+    for model, protected_until in (("x", 120.0), ("y", 119.0), ("z", 118.0)):
+        assert other.find_users(model) == {UNKNOWN_CALLER: protected_until}
+    assert other.waiting_callers == set()
+
+
+def test_model_of_many_callers_is_protected_in_bounded_memory() -> None:
+    now = 0.0
+    usage = create_usage(lambda: now)
+    for number in range(1000):
+        now = number / 100
+        usage.record_use("m", f"caller{number}")
+    users = usage.find_users("m")
+    assert len(users) < 20
+    assert users["caller999"] == pytest.approx(19.99)
+    assert UNKNOWN_CALLER in users
+    now = 30.0
+    assert usage.find_users("m") == {}
+
+
+@pytest.mark.parametrize(
+    ("protected_s", "message", "retry_after"),
+    [
+        (-math.inf, "by 'a' and models that this key cannot see", "1"),
+        (-0.1, "by 'a' and models that this key cannot see", "1"),
+        (7.2, "cannot see, and other callers use it; try again in 8 s", "8"),
+    ],
+)
+def test_missing_room_says_whether_others_use_it_and_when_to_try_again(
+    protected_s: float, message: str, retry_after: str
+) -> None:
+    error = NoRoom("m", ["a"], has_hidden=True, protected_s=protected_s)
+    assert error.detail.endswith(message)
+    assert error.headers == {"Retry-After": retry_after}
 
 
 # A simulation of one trace: the loads of this policy, and of a plain LRU with all slots in one place.
