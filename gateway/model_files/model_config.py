@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from google.protobuf import json_format, text_format
 from google.protobuf.message import Message
-from tritonclient.grpc.model_config_pb2 import ModelConfig
+from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig
 
 from gateway.errors import InvalidModelFile, TooLarge
 from gateway.messages import join_names, quote_text
 from gateway.model_files.kinds import DATA_BACKENDS
+from gateway.tensors.dtypes import parse_datatype
 
 MAX_CONFIG_BYTES: Final = 256 << 10
 MAX_REASON_CHARS: Final = 200
@@ -37,6 +39,24 @@ PARAMETERS_FIELD: Final = "parameters"  # of the model, of its accelerators and 
 PATH_PARAMETER: Final = re.compile(r"path|librar|extension|plugin", re.IGNORECASE)
 GATEWAY_PARAMETERS: Final = "gateway."  # read by the gateway only
 PATH_CHARACTERS: Final = frozenset("/\\$~")
+THREADS_PARAMETER: Final = re.compile(r"thread|stream", re.IGNORECASE)
+LEADING_NUMBER: Final = re.compile(r"\s*\+?0*([0-9]{1,9})")  # as far as backends read a number
+MAX_THREADS: Final = 256  # of an instance, by each parameter
+MAX_PRIORITY_LEVELS: Final = 256  # each has a queue
+ELEMENT_BYTES: Final = {
+    number: parse_datatype(name).numpy_dtype.itemsize for name, number in DataType.items() if number
+}
+MAX_ELEMENT_BYTES: Final = 8  # of a datatype that is not known
+
+
+@dataclass(frozen=True)
+class ConfigLimits:
+    """The limits of what Triton allocates for a config when it loads the model."""
+
+    max_instances: int
+    max_warmups: int
+    max_sequences: int
+    max_tensor_bytes: int
 
 
 def parse_model_config(text: bytes, *, allow_unknown_fields: bool) -> Message:
@@ -107,6 +127,46 @@ def check_data_config(config: Any) -> None:
             check_parameters(value)
 
 
+def check_config_limits(config: Any, limits: ConfigLimits) -> None:
+    """Raise `InvalidModelFile` for counts and sizes that cost Triton much, however small the config is."""
+    instances = sum(
+        max(group.count, 1) * max(len(group.gpus), 1) for group in config.instance_group
+    )
+    check_limit("instances", instances, limits.max_instances, "GATEWAY_MAX_MODEL_INSTANCES")
+    # Triton makes a request for each element of the batch, and sends all of them `count` times.
+    warmups = sum(max(each.count, 1) * max(each.batch_size, 1) for each in config.model_warmup)
+    check_limit("warm-up requests", warmups, limits.max_warmups, "GATEWAY_MAX_MODEL_WARMUPS")
+    if config.HasField("sequence_batching"):
+        # The direct strategy has a slot for each element of a batch, in each instance.
+        slots = max(config.sequence_batching.oldest.max_candidate_sequences, config.max_batch_size)
+        sequences = max(slots, 1) * max(instances, 1)
+        check_limit("sequences", sequences, limits.max_sequences, "GATEWAY_MAX_MODEL_SEQUENCES")
+    levels = config.dynamic_batching.priority_levels
+    check_limit("priority levels", levels, MAX_PRIORITY_LEVELS)
+    tensors = [tensor for warmup in config.model_warmup for tensor in warmup.inputs.values()]
+    for state in config.sequence_batching.state:
+        tensors += [state, *state.initial_state]
+    needed_bytes = sum(find_tensor_bytes(tensor, limits.max_tensor_bytes) for tensor in tensors)
+    what = "bytes of warm-up inputs and sequence states"
+    check_limit(what, needed_bytes, limits.max_tensor_bytes, "GATEWAY_MAX_BODY_BYTES")
+
+
+def check_limit(what: str, count: int, limit: int, setting: str = "") -> None:
+    if count > limit:
+        by = f" ({setting})" if setting else ""
+        raise InvalidModelFile(f"the config asks for {count} {what}; the limit is {limit}{by}")
+
+
+def find_tensor_bytes(tensor: Any, limit: int) -> int:
+    """Return the size of a tensor with `data_type` and `dims`, or a number above the limit."""
+    size = ELEMENT_BYTES.get(tensor.data_type, MAX_ELEMENT_BYTES)
+    for dimension in tensor.dims:
+        size *= max(dimension, 1)  # -1 is any size
+        if size > limit:  # the product of thousands of dimensions would take long
+            break
+    return size
+
+
 def walk_fields(message: Message) -> Iterator[tuple[str, Any]]:
     """Yield the name and the value of each set field, of nested messages too."""
     for field, value in message.ListFields():
@@ -127,6 +187,8 @@ def check_parameters(parameters: Any) -> None:
         text = value if isinstance(value, str) else getattr(value, "string_value", "")
         if key.startswith(GATEWAY_PARAMETERS):
             continue
+        if THREADS_PARAMETER.search(key) and (number := LEADING_NUMBER.match(text)):
+            check_limit(f"threads with {quote_text(key)}", int(number[1]), MAX_THREADS)
         if PATH_PARAMETER.search(key) or ".." in text or PATH_CHARACTERS & set(text):
             raise InvalidModelFile(
                 f"the parameter {quote_text(key)} in the config names a path, which "

@@ -28,6 +28,8 @@ from gateway.model_files.kinds import (
 )
 from gateway.model_files.model_config import (
     MAX_CONFIG_BYTES,
+    ConfigLimits,
+    check_config_limits,
     check_config_name,
     check_data_config,
     declare_backend,
@@ -63,6 +65,7 @@ class UploadRules:
     model: str
     accepts_code: bool
     max_bytes: int  # of all files together, after decompression
+    config_limits: ConfigLimits  # unless the upload may contain code
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,7 @@ class UploadBuilder:
         check_config_name(config, self._rules.model)
         if not accepts_code:
             check_data_config(config)
+            check_config_limits(config, self._rules.config_limits)
         return config
 
     @property

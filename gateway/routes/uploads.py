@@ -33,6 +33,7 @@ from gateway.model_files.entry_names import (
     is_storable_name,
     parse_version_number,
 )
+from gateway.model_files.model_config import ConfigLimits
 from gateway.model_files.model_upload import ModelUpload, UploadRules, build_upload
 from gateway.model_files.received_body import (
     FileBody,
@@ -53,6 +54,7 @@ from gateway.openapi.uploads import (
 from gateway.request_info import RequestInfo
 from gateway.routes.dependencies import ServicesForManagement, get_caller
 from gateway.services import Services
+from gateway.settings import Settings
 from gateway.settings.access import ModelUploads
 from gateway.tensors.media_type import parse_content_type, parse_header_parameters
 
@@ -88,7 +90,7 @@ async def upload_model(
     check_storable_name(model)
     number = parse_version_number(version) if version else None
     accepts_code = services.accepts_code(get_caller(request))
-    rules = UploadRules(model, accepts_code, services.settings.max_model_bytes)
+    rules = read_upload_rules(services.settings, model, accepts_code=accepts_code)
     body = RequestBody(request.scope, request.receive)
     try:
         async with receive_files(body, publisher.files, filename, rules) as (staging, received):
@@ -249,6 +251,16 @@ async def receive_files(
             yield staging, received
         finally:
             await files.run(staging.discard)
+
+
+def read_upload_rules(settings: Settings, model: str, *, accepts_code: bool) -> UploadRules:
+    limits = ConfigLimits(
+        settings.max_model_instances,
+        settings.max_model_warmups,
+        settings.max_model_sequences,
+        settings.max_body_bytes,
+    )
+    return UploadRules(model, accepts_code, settings.max_model_bytes, limits)
 
 
 def find_digest(body: RequestBody) -> bytes:

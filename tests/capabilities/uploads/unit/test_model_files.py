@@ -27,7 +27,7 @@ from gateway.model_files.entry_names import NEXT_VERSION, arrange_entries, check
 from gateway.model_files.folder_change import FolderChange, recover_folder
 from gateway.model_files.folder_store import FolderStore
 from gateway.model_files.kinds import identify_content, identify_file
-from gateway.model_files.model_config import check_data_config, parse_model_config
+from gateway.model_files.model_config import ConfigLimits, check_data_config, parse_model_config
 from gateway.model_files.model_upload import ModelUpload, UploadRules, build_upload
 from gateway.model_files.onnx_file import is_onnx_file
 from gateway.model_files.onnx_graph import generate_label_config
@@ -43,6 +43,9 @@ CACHE_PATH = (
     'parameters { key: "trt_engine_cache_path" value: "x" } } } }'
 )
 MIB = 1 << 20
+CONFIG_LIMITS = ConfigLimits(
+    max_instances=4, max_warmups=100, max_sequences=50, max_tensor_bytes=MIB
+)
 
 
 def zipped(entries: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
@@ -86,7 +89,9 @@ def upload(
     existing: bytes | None = None,
     max_bytes: int = MIB,
 ) -> ModelUpload:
-    return build_upload(files, staging, UploadRules("mine", code, max_bytes), existing)
+    return build_upload(
+        files, staging, UploadRules("mine", code, max_bytes, CONFIG_LIMITS), existing
+    )
 
 
 def config_of(found: ModelUpload) -> str:
@@ -533,6 +538,66 @@ def test_config_that_runs_code_or_reads_files_is_refused(config: str, words: str
     parsed = parse_model_config(config.encode(), allow_unknown_fields=False)
     with pytest.raises(InvalidModelFile, match=words):
         check_data_config(parsed)
+
+
+WARMUP = (
+    'model_warmup {{ name: "a" {} '
+    'inputs {{ key: "X" value {{ data_type: TYPE_FP32 {} zero_data: true }} }} }}'
+)
+STATE = "sequence_batching {{ state {{ input_name: 'a' data_type: TYPE_FP32 {} }} }}"
+LARGE = "dims: [ 9223372036854775807, 0 ]"
+
+
+@pytest.mark.fault("an uploaded config of a million instances")
+@pytest.mark.parametrize(
+    ("accepted", "refused", "words"),
+    [
+        ("instance_group { count: 4 }", "instance_group { count: 1000000 }", "1000000 instances"),
+        ("instance_group { gpus: [ 0, 1 ] }", "instance_group { count: 3 gpus: [ 0, 0 ] }", "6 inst"),
+        ("instance_group { } " * 4, "instance_group { } " * 5, "5 instances"),
+        (WARMUP.format("count: 50 batch_size: 2", ""), WARMUP.format("count: 4294967295", ""), "up requ"),
+        (WARMUP.format("", ""), WARMUP.format("batch_size: 4294967295", ""), "warm-up requests"),
+        (WARMUP.format("", "dims: [ -1, 9999 ]"), WARMUP.format("", LARGE), "bytes of warm-up inputs"),
+        (WARMUP.format("", "dims: 99999"), WARMUP.format("", "dims: 99999 ") * 3, "1199988 bytes"),
+        (STATE.format("dims: 9999"), STATE.format("dims: 999999"), "sequence states"),
+        (
+            STATE.format("dims: 9999"),
+            STATE.format(f"initial_state {{ name: 'a' data_type: TYPE_BOOL {LARGE} zero_data: true }}"),
+            "sequence states",
+        ),
+        (
+            "sequence_batching { oldest { max_candidate_sequences: 50 } }",
+            "sequence_batching { oldest { max_candidate_sequences: 2147483647 } }",
+            "2147483647 sequences",
+        ),
+        (
+            "sequence_batching { } max_batch_size: 25 instance_group { count: 2 }",
+            "sequence_batching { } max_batch_size: 26 instance_group { count: 2 }",
+            "52 sequences",
+        ),
+        (
+            "dynamic_batching { priority_levels: 9 }",
+            "dynamic_batching { priority_levels: 18446744073709551615 }",
+            "priority levels",
+        ),
+        (
+            'parameters { key: "intra_op_thread_count" value { string_value: "8" } }',
+            'parameters { key: "intra_op_thread_count" value { string_value: " +1000000" } }',
+            "1000000 threads",
+        ),
+    ],
+)  # fmt: skip
+def test_config_that_costs_triton_much_is_refused(
+    staging: Staging, accepted: str, refused: str, words: str
+) -> None:
+    def build(config: str, *, code: bool = False) -> None:
+        fields = [received(staging, ONNX), received(staging, config.encode(), field="config")]
+        upload(staging, *fields, code=code)
+
+    build(accepted)
+    build(refused, code=True)  # whoever may upload code can start anything
+    with pytest.raises(InvalidModelFile, match=words):
+        build(refused)
 
 
 @pytest.mark.parametrize("size", [1, 7, 4096])
