@@ -9,9 +9,9 @@ from __future__ import annotations
 import mmap
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO, Final
 
 from gateway.errors import InvalidModelFile, TooLarge
@@ -38,6 +38,9 @@ ACCEPTED_FILE_TYPES: Final = (0, 0o040000, 0o100000)  # unknown, a folder, a reg
 BLOCK_BYTES: Final = 512
 MAX_EXTENDED_HEADER_BYTES: Final = 64 << 10
 MAX_EXTENDED_HEADERS_BYTES: Final = 4 << 20  # of an archive
+# Each gzip member costs as much as inflating this; programs that write many use 64 KiB (bgzip).
+MIN_MEMBER_BYTES: Final = 16 << 10  # of those beyond the first `MAX_SMALL_MEMBERS`
+MAX_SMALL_MEMBERS: Final = 1000
 PAX_RECORD_START: Final = re.compile(rb"([0-9]{1,7}) ([^=\n]{1,255})=")
 PAX_SIZE: Final = re.compile(rb"[0-9]{1,18}")
 LINE_FEED: Final = ord("\n")
@@ -56,15 +59,26 @@ class ArchiveLimits:
 
     max_bytes: int
     max_entries: int = MAX_ARCHIVE_ENTRIES
+    check_open: Callable[[], object] = lambda: None  # raises when the work is of no use any longer
     used_bytes: int = 0
     used_entries: int = 0
+    _folders: set[str] = field(default_factory=set, init=False)
 
     def count_entry(self) -> None:
+        self.check_open()
         self.used_entries += 1
         if self.used_entries > self.max_entries:
             raise TooLarge(f"the archive contains more than {self.max_entries} entries")
 
+    def count_folders(self, path: str) -> None:
+        """Count the folders of a path, which need no entries of their own."""
+        while (path := path.rpartition("/")[0]) and path not in self._folders:
+            self._folders.add(path)
+        if len(self._folders) > self.max_entries:
+            raise TooLarge(f"the archive contains more than {self.max_entries} folders")
+
     def count_bytes(self, count: int) -> None:
+        self.check_open()
         self.used_bytes += count
         if self.used_bytes > self.max_bytes:
             raise TooLarge(f"the archive inflates to more than {self.max_bytes} bytes")
@@ -81,9 +95,10 @@ def read_archive(
     with translate_archive_errors(limits):
         entries = read_zip(file, limits) if is_zip else read_tar(file, limits, is_gzip=is_gzip)
         for name, pieces in entries:
-            is_folder = name.endswith("/")
             if path := clean_entry_name(name):
-                yield (f"{path}/" if is_folder else path), count_pieces(pieces, limits)
+                path += "/" * name.endswith("/")
+                limits.count_folders(path)
+                yield path, count_pieces(pieces, limits)
 
 
 @contextmanager
@@ -151,14 +166,19 @@ def read_range(file: BinaryIO, start: int, size: int) -> Pieces:
 def inflate_pieces(compressed: Pieces, wbits: int) -> Pieces:
     """Yield inflated pieces of bounded size; several gzip members are one content."""
     inflater = zlib.decompressobj(wbits)
+    members = inflated_bytes = 0
     for chunk in compressed:
         pending = chunk
         while pending:
             if inflater.eof:
                 if wbits < 0:
                     raise DamagedArchive("an entry has extra bytes after its compressed data")
+                members += 1
+                if members > MAX_SMALL_MEMBERS + inflated_bytes // MIN_MEMBER_BYTES:
+                    raise DamagedArchive("it consists of too many small gzip members")
                 inflater = zlib.decompressobj(wbits)
             if piece := inflater.decompress(pending, PIECE_BYTES):
+                inflated_bytes += len(piece)
                 yield piece
             pending = inflater.unconsumed_tail or inflater.unused_data
     while piece := inflater.decompress(b"", PIECE_BYTES) if not inflater.eof else b"":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -15,6 +17,9 @@ from gateway.model_files.entry_names import TEMPORARY_PREFIX
 from gateway.model_files.staging import FILE_MODE, FOLDER_MODE
 
 JOURNAL_SUFFIX: Final = "-journal"
+MAX_SINGLE_SYNCS: Final = 32
+# Python has no function for it.
+SYNCFS: Final = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
 
 
 class FolderChange:
@@ -32,27 +37,33 @@ class FolderChange:
         self._steps: list[tuple[str, str]] = []
         self._journal: Path | None = None
 
-    def put(self, source: Path, path: str) -> None:
-        """Move a file or folder to a path within the folder."""
-        target = self.folder / path
-        make_folders(target.parent)
-        if os.path.lexists(target):
-            aside = self._record_aside(path)
-            if target.is_dir() or not try_link(target, aside):
-                target.rename(aside)
-        else:
-            self._record(path)
-        source.rename(target)
-        sync_folder(target.parent)
+    def put(self, sources: Mapping[str, Path]) -> None:
+        """Move files and folders to their paths within the folder."""
+        targets = {path: self.folder / path for path in sources}
+        make_folders(target.parent for target in targets.values())
+        steps = [
+            (path, self._name_aside() if os.path.lexists(target) else "")
+            for path, target in targets.items()
+        ]
+        self._record(steps)
+        for path, aside in steps:
+            target = targets[path]
+            if aside and (target.is_dir() or not try_link(target, self.folder / aside)):
+                target.rename(self.folder / aside)
+            sources[path].rename(target)
+        parents = {target.parent for target in targets.values()}
+        changed = {place for parent in parents for place in (parent, *parent.parents)}
+        make_durable([place for place in changed if place.is_relative_to(self.folder)])
 
     def remove(self, path: str) -> None:
-        aside = self._record_aside(path)
-        (self.folder / path).rename(aside)
+        aside = self._name_aside()
+        self._record([(path, aside)])
+        (self.folder / path).rename(self.folder / aside)
         sync_folder(self.folder)
 
     def put_folder(self, source: Path) -> None:
         """Make `source` the whole folder, which is empty or does not exist."""
-        self._record("", place=source)
+        self._record([("", "")], place=source)
         source.rename(self.folder)
         sync_folder(self.folder.parent)
 
@@ -73,26 +84,22 @@ class FolderChange:
                 delete_tree(self.folder / aside)
         self._steps.clear()
 
-    def _record_aside(self, path: str) -> Path:
-        aside = self._name_temporary(self.folder)
-        self._record(path, aside.name)
-        return aside
+    def _name_aside(self) -> str:
+        return self._name_temporary(self.folder).name
 
-    def _record(self, path: str, aside: str = "", place: Path | None = None) -> None:
-        """Append a step to the journal; the empty path is the whole folder."""
+    def _record(self, steps: Sequence[tuple[str, str]], place: Path | None = None) -> None:
+        """Append steps to the journal; the empty path is the whole folder."""
         place = place or self.folder
         if self._journal is None:
             temporary = self._name_temporary(self.folder)
             self._journal = temporary.with_name(f"{temporary.name}{JOURNAL_SUFFIX}")
         flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC
-        descriptor = os.open(place / self._journal.name, flags, FILE_MODE)
-        try:
-            os.write(descriptor, orjson.dumps([path, aside]) + b"\n")
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with os.fdopen(os.open(place / self._journal.name, flags, FILE_MODE), "ab") as journal:
+            journal.write(b"".join(orjson.dumps(step) + b"\n" for step in steps))
+            journal.flush()
+            os.fsync(journal.fileno())
         sync_folder(place)
-        self._steps.append((path, aside))
+        self._steps += steps
 
     def _delete_journal(self) -> None:
         if self._journal is not None:
@@ -121,9 +128,14 @@ class FolderChange:
             delete_tree(doomed)
 
 
-def make_folders(folder: Path) -> None:
+def make_folders(folders: Iterable[Path]) -> None:
+    for folder in set(folders):
+        make_folder(folder)
+
+
+def make_folder(folder: Path) -> None:
     if not folder.is_dir():
-        make_folders(folder.parent)
+        make_folder(folder.parent)
         folder.mkdir(FOLDER_MODE, exist_ok=True)
 
 
@@ -136,10 +148,36 @@ def try_link(target: Path, aside: Path) -> bool:
     return True
 
 
-def sync_file(path: Path) -> None:
-    """Make the content durable. Raises `OSError`, also for a write that failed later."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+def make_durable(paths: Sequence[Path]) -> None:
+    """Make the contents of files, and the entries of folders, of one file system durable.
+
+    Each fsync waits for the disk, so that many paths wait once for all that the file system has to write.
+    Raises `OSError`, also for a write of a file that failed later.
+    """
+    if len(paths) > MAX_SINGLE_SYNCS and sync_file_system(paths[0]):
+        return
+    for path in paths:
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def sync_file_system(path: Path) -> bool:
+    """Write all of the file system of a path to its disk; return False if the system has no `syncfs`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if SYNCFS is None:
+            return False
+        if SYNCFS(descriptor) != 0:
+            code = ctypes.get_errno()
+            if code == errno.ENOSYS:
+                return False
+            raise OSError(code, os.strerror(code))
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def sync_folder(folder: Path) -> None:

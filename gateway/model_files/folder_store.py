@@ -24,10 +24,9 @@ from gateway.model_files.entry_names import CONFIG_FILE, TEMPORARY_PREFIX, is_ve
 from gateway.model_files.folder_change import (
     FolderChange,
     is_temporary,
+    make_durable,
     make_folders,
     recover_folder,
-    sync_file,
-    sync_folder,
 )
 from gateway.model_files.model_upload import Files, ModelUpload
 from gateway.model_files.staging import FOLDER_MODE, Staging, translate_os_errors
@@ -253,8 +252,6 @@ class FolderStore(ModelStore):
         return (self.root / model).is_dir()
 
     def install(self, model: str, upload: ModelUpload) -> FolderChange:
-        for _, file in upload.all_files:  # only of accepted uploads: each costs milliseconds
-            sync_file(file.path)
         folder = self.root / model
         change = FolderChange(folder, self._name_temporary)
         is_new = not folder.is_dir() or not any(folder.iterdir())
@@ -266,12 +263,13 @@ class FolderStore(ModelStore):
                 move_files(files, built / str(version))
             if is_new:
                 move_files(upload.shared_files, built)
+                make_durable(list_tree(built))
                 change.put_folder(built)
             else:
-                for path, file in upload.shared_files.items():
-                    change.put(file.path, path)
-                for version in upload.versions:
-                    change.put(built / str(version), str(version))
+                sources = {path: file.path for path, file in upload.shared_files.items()}
+                make_durable([*list_tree(built), *sources.values()])
+                sources |= {str(version): built / str(version) for version in upload.versions}
+                change.put(sources)
                 built.rmdir()
         except BaseException:
             change.revert()
@@ -361,9 +359,12 @@ def walk_model_files(folder: Path, *, with_temporary: bool = False) -> Iterator[
 
 
 def move_files(files: Files, folder: Path) -> None:
-    for path, file in files.items():
-        target = folder / path
-        make_folders(target.parent)
-        file.path.rename(target)
-    for place, _, _ in os.walk(folder):
-        sync_folder(Path(place))
+    targets = {path: folder / path for path in files}
+    make_folders(target.parent for target in targets.values())
+    for path, target in targets.items():
+        files[path].path.rename(target)
+
+
+def list_tree(folder: Path) -> list[Path]:
+    """Return a folder and all folders and files below it."""
+    return [Path(place, name) for place, _, names in os.walk(folder) for name in ("", *names)]

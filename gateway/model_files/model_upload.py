@@ -52,6 +52,7 @@ LIBRARY_MARK: Final = ".so."
 CODE_MAGICS: Final = (b"\x7fELF", b"MZ", b"#!", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 DEFAULT_LABELS_FILE: Final = "labels.txt"
 ONNX_FILE_NAME: Final = FILE_KINDS[".onnx"].file_name
+MAX_CONFIGS_BYTES: Final = 2 * MAX_CONFIG_BYTES  # protobuf parses them in Python
 ARTIFACTS_ONLY: Final = "GATEWAY_MODEL_UPLOADS=artifacts accepts data only"
 
 Files = dict[str, StagedFile]
@@ -159,7 +160,8 @@ def extract_files(
     files: Files = {}
     names: list[str] = []
     with archive.path.open("rb") as stream:
-        for name, pieces in read_archive(stream, suffix, ArchiveLimits(rules.max_bytes)):
+        limits = ArchiveLimits(rules.max_bytes, check_open=staging.check_open)
+        for name, pieces in read_archive(stream, suffix, limits):
             names.append(name)
             if name.endswith("/"):
                 continue
@@ -291,12 +293,19 @@ class UploadBuilder:
             )
         for path, file in self._upload.all_files:
             check_data_file(path, file)
-        for path, file in self._shared.items():
-            is_config = path.startswith(f"{CONFIGS_FOLDER}/") or path.endswith(".pbtxt")
-            if path != CONFIG_FILE and is_config:
-                config = self._parse_config(read_staged_config(file))
-                if read_backend(config) not in ("", kind.backend):
-                    raise InvalidModelFile(f"{path} has another backend than the model file")
+        configs = {
+            path: file
+            for path, file in self._shared.items()
+            if path.startswith(f"{CONFIGS_FOLDER}/") or path.endswith(".pbtxt")
+            if path != CONFIG_FILE
+        }
+        if sum(file.size for file in configs.values()) > MAX_CONFIGS_BYTES:
+            raise InvalidModelFile(f"the configs together exceed {MAX_CONFIGS_BYTES} bytes")
+        for path, file in configs.items():
+            self._staging.check_open()
+            config = self._parse_config(read_staged_config(file))
+            if read_backend(config) not in ("", kind.backend):
+                raise InvalidModelFile(f"{path} has another backend than the model file")
 
     def write_config(self, *, has_labels: bool = False) -> None:
         """Write the config with its backend, or generate one, with a file of labels if there is one."""

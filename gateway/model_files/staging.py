@@ -106,9 +106,13 @@ class Staging:
         writer.write(content)
         return writer.finish()
 
+    def stop(self) -> None:
+        """End the work of a thread on this upload, without waiting for it."""
+        self._is_open = False
+
     def discard(self) -> None:
+        self.stop()
         with self._lock:
-            self._is_open = False
             for writer in self._writers:
                 writer.close()
                 with suppress(OSError):

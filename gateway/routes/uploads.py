@@ -250,6 +250,7 @@ async def receive_files(
                 raise DigestMismatch
             yield staging, received
         finally:
+            staging.stop()  # at once: if the client has left, all threads may work for such clients
             await files.run(staging.discard)
 
 

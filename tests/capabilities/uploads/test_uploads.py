@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import io
 import os
@@ -24,6 +25,7 @@ import psutil
 import pytest
 from onnx import TensorProto, helper
 
+from gateway.model_files.store import STORE_THREADS
 from tests.support import network
 from tests.support.errors import assert_error
 from tests.support.fleet import BODY, V2_BODY, Load, write_echo
@@ -557,6 +559,40 @@ def test_interrupted_upload_is_reverted_before_the_next_change_of_its_model(
         wait_until(lambda: place.infer("cut", client) == [2, 3])
         wait_until(lambda: listed_states(client, "cut") == ["READY", "READY"])
         assert hidden(place.repository) == []
+
+
+@pytest.mark.fault("a small archive of 10,000 files or folders")
+def test_work_on_archives_ends_when_their_clients_leave(place: FolderPlace) -> None:
+    """They are as many as the threads of the store, and contain 2 GiB that is ignored."""
+    entry = tarfile.TarInfo("__MACOSX/zeros")
+    entry.size = 2 << 30
+    archive = gzip.compress(entry.tobuf()) + gzip.compress(bytes(64 * MIB), 1) * 32
+    with place.another_gateway(state="memory:") as (client, command), ExitStack() as stack:
+        process = psutil.Process(command.pid)
+
+        def count_received() -> int:
+            sizes = [path.stat().st_size for path in place.repository.glob(f"{HIDDEN}*")]
+            return sizes.count(len(archive))
+
+        for number in range(STORE_THREADS):
+            address = (client.base_url.host, client.base_url.port or 80)
+            connection = stack.enter_context(socket.create_connection(address))
+            path = f"/v1/models/left-{number}"
+            head = (
+                f"PUT {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(archive)}\r\n\r\n"
+            )
+            connection.sendall(head.encode() + archive)
+        wait_until(lambda: count_received() == STORE_THREADS)
+        used_s = process.cpu_times().user
+        wait_until(lambda: process.cpu_times().user > used_s + 0.2)
+        stack.close()
+        wait_until(
+            lambda: (
+                len(re.findall("upload of model left-.*failed", command.output)) == STORE_THREADS
+            )
+        )
+        assert "INVALID_MODEL_FILE" not in command.output  # at the end of an archive without files
+    assert hidden(place.repository) == []
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import io
 import os
@@ -33,7 +34,7 @@ from gateway.model_files.onnx_file import is_onnx_file
 from gateway.model_files.onnx_graph import generate_label_config
 from gateway.model_files.received_body import FormBody, ReceivedFile, parse_sha256_digest
 from gateway.model_files.scratch_folder import ScratchFolder, remove_abandoned_folders
-from gateway.model_files.staging import Staging
+from gateway.model_files.staging import Staging, UploadAborted
 from tests.support import network
 
 ONNX = network.texts()
@@ -177,10 +178,12 @@ def test_invalid_name_of_a_model_is_refused(name: str) -> None:
 # Archives.
 
 
-def stored(folder: Path, data: bytes, suffix: str, **limits: int) -> dict[str, bytes]:
+def stored(
+    folder: Path, data: bytes, suffix: str, max_bytes: int = MIB, max_entries: int = 10_000
+) -> dict[str, bytes]:
     path = folder / f"archive{suffix}"
     path.write_bytes(data)
-    bounds = ArchiveLimits(**{"max_bytes": MIB, **limits})
+    bounds = ArchiveLimits(max_bytes, max_entries)
     with path.open("rb") as file:
         return {
             name: b"".join(map(bytes, pieces))
@@ -290,6 +293,37 @@ def test_headers_of_a_tar_file_are_limited(tmp_path: Path) -> None:
         stored(tmp_path, data, ".tar.gz", max_entries=1_000)
 
 
+def test_folders_of_an_archive_are_limited(tmp_path: Path) -> None:
+    files = {f"{number}/{'a/' * 14}b": b"" for number in range(60)}
+    for kind in ("zip", "tar.gz"):
+        write, suffix = ARCHIVES[kind]
+        assert stored(tmp_path, write(files), suffix, max_entries=900) == files
+        with pytest.raises(TooLarge, match="more than 899 folders"):
+            stored(tmp_path, write(files), suffix, max_entries=899)
+
+
+def test_small_gzip_members_are_limited(tmp_path: Path) -> None:
+    files = {"1/model.onnx": bytes(20 * MIB)}
+    plain = tarred(files, "w")
+    pieces = [plain[start : start + (16 << 10)] for start in range(0, len(plain), 16 << 10)]
+    data = b"".join(gzip.compress(piece, 1) for piece in pieces)
+    assert stored(tmp_path, data, ".tar.gz", max_bytes=len(plain)) == files
+    with pytest.raises(InvalidModelFile, match="too many small gzip members"):
+        stored(tmp_path, gzip.compress(b"") * 1002, ".tar.gz")
+
+
+def test_upload_ends_when_its_client_has_left(staging: Staging) -> None:
+    archives = [
+        tarred({"__MACOSX/ignored": bytes(MIB)}),
+        tarred(dict.fromkeys(("1/a", "1/b"), b"")),
+    ]
+    files = [received(staging, archive) for archive in archives]
+    staging.stop()
+    for file in files:
+        with pytest.raises(UploadAborted):
+            upload(staging, file)
+
+
 def test_zip_file_whose_content_was_changed_is_refused(tmp_path: Path) -> None:
     data = zipped({"1/labels.txt": b"cat\ndog"}, zipfile.ZIP_STORED)
     with pytest.raises(InvalidModelFile, match="size or checksum of an entry is wrong"):
@@ -332,6 +366,10 @@ REFUSED_FOLDERS: list[tuple[dict[str, bytes], str]] = [
     ({"1/weights": b"1234"}, "no model file"),
     ({"1/model.onnx": ONNX, "configs/a.pbtxt": b'backend: "python"'}, "backend 'python'"),
     ({"1/model.onnx": ONNX, "configs/a.pbtxt": b'backend: "tensorrt"'}, "another backend"),
+    (
+        {"1/model.onnx": ONNX, **dict.fromkeys(("a.pbtxt", "b.pbtxt", "c.pbtxt"), b"#" * 200_000)},
+        "together",
+    ),
     ({"1/model.onnx": ONNX, "config.pbtxt": b'name: "other"'}, "that of model 'other'"),
     ({"1/model.onnx": ONNX, "config.pbtxt": b"nonsense {"}, "not a valid model configuration"),
 ]
@@ -662,11 +700,10 @@ def test_change_can_be_reverted_or_committed(tmp_path: Path) -> None:
         file = tmp_path / "file"
         file.write_text("new")
         change = FolderChange(folder, lambda place: place / f".triton-gateway-x-{next(numbers)}")
-        change.put(new, "1")
-        change.put(file, "config.pbtxt")
+        change.put({"1": new, "config.pbtxt": file})
         other = tmp_path / "other"
         other.write_text("new")
-        change.put(other, "configs/a.pbtxt")
+        change.put({"configs/a.pbtxt": other})
         (change.commit if is_kept else change.revert)()
         if not is_kept:
             assert tree(tmp_path) == before
@@ -675,6 +712,31 @@ def test_change_can_be_reverted_or_committed(tmp_path: Path) -> None:
         "config.pbtxt": "new",
         "configs/a.pbtxt": "new",
     }
+
+
+@pytest.mark.fault("a small archive of 10,000 files or folders")
+def test_upload_of_many_files_waits_for_the_disk_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, descriptors = os.fsync, list[int]()
+
+    def count_fsync(descriptor: int) -> None:
+        descriptors.append(descriptor)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", count_fsync)
+    store = FolderStore(tmp_path, can_write=True)
+    for file_count, most in ((40, 20), (40, 20), (4, 40)):  # the second one replaces the first
+        staging = store.create_staging()
+        shared = {f"{n}.txt": staging.write_file(b"new") for n in range(file_count)}
+        files = {f"{n}/weights": staging.write_file(b"new") for n in range(file_count)}
+        descriptors.clear()
+        store.install("many", ModelUpload(shared, {file_count: files})).commit()
+        assert len(descriptors) < most
+        staging.discard()
+    assert len(descriptors) > 2 * 4  # without what else the file system has to write
+    assert len(tree(tmp_path / "many")) == 40 + 40 + 4
+    store.close()
 
 
 @pytest.mark.parametrize("is_committed", [False, True])
@@ -696,9 +758,8 @@ def test_uncommitted_change_of_a_killed_process_is_reverted(
             (tmp_path / name / "model.onnx").write_text(content)
     prefix = ".triton-gateway-dead-"
     change = FolderChange(folder, lambda place: place / f"{prefix}{next(numbers)}")
-    change.put(tmp_path / "first", "1")
-    change.put(tmp_path / "second", "2")
-    change.put(tmp_path / "config", "config.pbtxt")
+    change.put({"1": tmp_path / "first", "2": tmp_path / "second"})
+    change.put({"config.pbtxt": tmp_path / "config"})
     whole = FolderChange(fresh, lambda place: place / f"{prefix}{next(numbers)}")
     whole.put_folder(tmp_path / "built")
     if is_committed:
