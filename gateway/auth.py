@@ -106,7 +106,7 @@ class Authenticator:
 
         async def check() -> None:
             await asyncio.sleep(KEYS_FILE_POLL_S)
-            file.reload_if_changed()
+            await file.reload_in_background()
 
         await repeat("keys_file", check)
 

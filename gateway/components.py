@@ -174,9 +174,7 @@ async def open_fleet(
     repository = Repository(pool, signatures, components.store, components.models_file, settings)
     await stack.enter_async_context(repository)
     metrics.collector_registry.register(FleetCollector(pool, repository))
-    # By their label in `gateway_file_valid`.
-    files = {"keys": components.keys_file, "models": components.models_file.file}
-    metrics.collector_registry.register(StateCollector(components.store, files))
+    metrics.collector_registry.register(StateCollector(components.store))
     return pool, dispatcher, signatures, inference, repository
 
 

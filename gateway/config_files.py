@@ -1,12 +1,24 @@
-"""A strict YAML loader, and files that are reloaded when they change."""
+"""A strict YAML parser, and files that are reloaded when they change."""
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import errno
+import gc
 import logging
+import os
+import stat
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 import yaml
 
@@ -16,31 +28,113 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MAX_FILE_BYTES: Final = 10_000_000
+READ_TIMEOUT_S: Final = 2.0
+START_TIMEOUT_S: Final = 30.0
+MAX_DEPTH: Final = 100
+MAX_NUMBER_CHARS: Final = 100
+STRING_TAG: Final = "tag:yaml.org,2002:str"
+SCALAR_TAGS: Final = frozenset(
+    f"tag:yaml.org,2002:{name}"
+    for name in ("null", "bool", "int", "float", "binary", "timestamp", "str")
+)
+COLLECTION_TAGS: Final = (None, "!", "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 # PyYAML does not wrap what its constructors raise, such as for `!!int x` or the date 2020-13-45.
 YAML_ERRORS: Final = (
     yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
 
 
-class StrictYamlLoader(yaml.SafeLoader):
-    """A safe loader that rejects aliases, with which a short text expands without bound, and duplicate
-    keys, of which PyYAML keeps the last."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise ValueError("aliases (*NAME) are not supported")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-        if duplicates := [key for key, count in keys.items() if count > 1]:
-            raise ValueError(f"duplicate key {duplicates[0]!r}")
-        return super().construct_mapping(node, deep)
-
-
 def parse_yaml(text: str) -> Any:
-    """Raises one of `YAML_ERRORS`."""
-    return yaml.load(text, StrictYamlLoader)  # noqa: S506 - a subclass of SafeLoader
+    """Return the value of a text with one document at most. Raises one of `YAML_ERRORS`.
+
+    Rejects aliases, with which a short text expands without bound, and duplicate keys.
+    """
+    # libyaml yields one event after the other: as a whole, a large document would hold the GIL.
+    loader = yaml.CSafeLoader(text)
+    try:
+        loader.get_event()  # the start of the stream
+        if isinstance(loader.get_event(), yaml.StreamEndEvent):
+            return None
+        value = read_yaml_value(loader)
+        loader.get_event()  # the end of the document
+        if not isinstance(loader.get_event(), yaml.StreamEndEvent):
+            raise ValueError("the file must contain a single document")
+        return value
+    finally:
+        loader.dispose()
+
+
+def read_yaml_value(loader: yaml.CSafeLoader) -> Any:
+    open_collections: list[tuple[bool, list[Any]]] = []  # whether it is a mapping, and its items
+    while True:
+        event = loader.get_event()
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("aliases (*NAME) are not supported")
+        if isinstance(event, yaml.CollectionStartEvent):
+            if event.tag not in COLLECTION_TAGS:
+                raise ValueError(f"the tag {event.tag} is not supported")
+            if len(open_collections) == MAX_DEPTH:
+                raise ValueError(f"more than {MAX_DEPTH} levels are not supported")
+            open_collections.append((isinstance(event, yaml.MappingStartEvent), []))
+            continue
+        if isinstance(event, yaml.ScalarEvent):
+            value = construct_scalar(loader, event)
+        else:
+            is_mapping, value = open_collections.pop()
+            if is_mapping:
+                value = construct_mapping(value)
+        if not open_collections:
+            return value
+        open_collections[-1][1].append(value)
+
+
+def construct_scalar(loader: Any, event: yaml.ScalarEvent) -> Any:
+    tag = event.tag
+    if tag is None or tag == "!":
+        tag = loader.resolve(yaml.ScalarNode, event.value, event.implicit)
+    if tag == STRING_TAG:
+        return event.value
+    if tag not in SCALAR_TAGS:
+        raise ValueError(f"the tag {tag} is not supported")
+    if len(event.value) > MAX_NUMBER_CHARS:  # PyYAML reads 1:1:1… in quadratic time
+        raise ValueError("a number is too long")
+    return loader.yaml_constructors[tag](loader, yaml.ScalarNode(tag, event.value))
+
+
+def construct_mapping(items: list[Any]) -> dict[Any, Any]:
+    keys = items[::2]
+    mapping = dict(zip(keys, items[1::2], strict=True))
+    if len(mapping) < len(keys):
+        ((duplicate, _),) = Counter(keys).most_common(1)
+        raise ValueError(f"duplicate key {duplicate!r}")
+    return mapping
+
+
+def check_regular_file(status: os.stat_result) -> None:
+    """Raise `OSError` for a file that could be read for ever, or that is too large."""
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    if status.st_size > MAX_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"the file is larger than {MAX_FILE_BYTES // 1_000_000} MB")
+
+
+def read_config_file(path: Path) -> str:
+    """Return the text of a file in UTF-8. Raises `OSError` or `UnicodeDecodeError`."""
+    # A pipe without a writer would block without O_NONBLOCK.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        check_regular_file(os.fstat(file.fileno()))
+        return file.read(MAX_FILE_BYTES).decode()
+
+
+@dataclass(frozen=True)
+class FileChange(Generic[T]):
+    """The content of a file that changed: a value, or the reason why it has none."""
+
+    value: T | None
+    problem: str
+    difference: str
+    is_new: bool  # whether the value is another
 
 
 class WatchedFile(Generic[T]):
@@ -48,40 +142,112 @@ class WatchedFile(Generic[T]):
 
     `parse` raises a `CommandError` that names the file if it is invalid. The constructor passes that on;
     after a later change, `value` stays the last valid one and `is_valid` becomes false.
+
+    The file is read and parsed in a thread, one at a time, because a file system may hang, and a large file
+    takes long. Python does not wait for such a thread when it exits.
     """
 
-    def __init__(self, path: Path, parse: Callable[[Path], T], *companions: Path) -> None:
+    def __init__(
+        self, path: Path, parse: Callable[[Path], T], *companions: Path, label: str = ""
+    ) -> None:
         self.path = path
-        self.is_valid = True
         self._parse = parse
         self._companions = companions
-        self._stamp = self._read_stamp()
-        self.value = parse(path)
+        self._is_rejected = False
+        self._is_overdue = False
+        self._deadline = 0.0
+        self._stamp: list[tuple[int, ...]] = []
+        self._check: Future[FileChange[T] | None] | None = None
+        reading = call_in_daemon_thread(self._read_first)
+        try:
+            self.value = reading.result(START_TIMEOUT_S)
+        except concurrent.futures.TimeoutError:
+            raise CommandError(f"{path} could not be read within {START_TIMEOUT_S:g} s") from None
+        if label:
+            watched_files[label] = self
+
+    @property
+    def is_valid(self) -> bool:
+        return not (self._is_rejected or self._is_overdue)
 
     def reload_if_changed(self) -> bool:
-        """Return whether there is a new value."""
-        stamp = self._read_stamp()
-        if stamp == self._stamp:
-            return False
-        self._stamp = stamp  # An invalid file is logged once, not at every check.
-        previous = self.value
-        try:
-            self.value = self._parse(self.path)
-        except CommandError as exc:
-            self.is_valid = False
-            log.error("%s; the last valid version stays in use", exc)
-            return False
-        self.is_valid = True
-        difference = describe_difference(self.name_entries(previous), self.name_entries(self.value))
-        log.warning("%s changed and was reloaded: %s", self.path, difference)
-        return self.value != previous
+        """Return whether there is a new value, after two seconds at most."""
+        check = self._start_check()
+        concurrent.futures.wait([check], self._find_wait_s())
+        return self._finish_check()
+
+    async def reload_in_background(self) -> bool:
+        """Do the same, without holding the event loop."""
+        check = self._start_check()
+        if (wait_s := self._find_wait_s()) > 0:
+            await wait_for_future(check, wait_s)
+        return self._finish_check()
 
     def name_entries(self, value: T) -> Mapping[str, object]:
         """Return the entries of a value by the names that the log gets."""
         return value if isinstance(value, Mapping) else {}
 
+    def _start_check(self) -> Future[FileChange[T] | None]:
+        check = self._check
+        if check is None:
+            self._deadline = time.monotonic() + READ_TIMEOUT_S
+            check = self._check = call_in_daemon_thread(self._read_change)
+        return check
+
+    def _find_wait_s(self) -> float:
+        """Return how long to wait for the check: not at all for one that hangs."""
+        return max(self._deadline - time.monotonic(), 0.0)
+
+    def _finish_check(self) -> bool:
+        """Use the result of the check if there is one."""
+        check = self._check
+        if check is None:  # another task has used it
+            return False
+        if not check.done():
+            if not self._is_overdue and not self._find_wait_s():
+                self._is_overdue = True
+                message = "%s could not be read within %g s; the last valid version stays in use until it is"
+                log.error(message, self.path, READ_TIMEOUT_S)
+            return False
+        self._check = None
+        self._is_overdue = False
+        change = check.result()
+        if change is None:
+            return False
+        self._is_rejected = bool(change.problem)
+        if change.value is None:
+            log.error("%s; the last valid version stays in use", change.problem)
+            return False
+        self.value = change.value
+        log.warning("%s changed and was reloaded: %s", self.path, change.difference)
+        return change.is_new
+
+    # In the thread.
+
+    def _read_first(self) -> T:
+        self._stamp = self._read_stamp()
+        return self._parse(self.path)
+
+    def _read_change(self) -> FileChange[T] | None:
+        stamp = self._read_stamp()
+        if stamp == self._stamp:
+            return None
+        self._stamp = stamp  # An invalid file is logged once, not at every check.
+        previous = self.value
+        try:
+            with pause_garbage_collection():
+                value = self._parse(self.path)
+        except CommandError as exc:
+            return FileChange(None, str(exc), "", is_new=False)
+        difference = describe_difference(self.name_entries(previous), self.name_entries(value))
+        return FileChange(value, "", difference, is_new=value != previous)
+
     def _read_stamp(self) -> list[tuple[int, ...]]:
         return [read_file_stamp(path) for path in (self.path, *self._companions)]
+
+
+# By their label in `gateway_file_valid`.
+watched_files: WeakValueDictionary[str, WatchedFile[Any]] = WeakValueDictionary()
 
 
 def read_file_stamp(path: Path) -> tuple[int, ...]:
@@ -91,3 +257,44 @@ def read_file_stamp(path: Path) -> tuple[int, ...]:
     except OSError:
         return ()
     return (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
+
+
+async def wait_for_future(future: Future[Any], timeout_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+
+    def notify(_: Future[Any]) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(done.cancel)
+
+    future.add_done_callback(notify)
+    await asyncio.wait([done], timeout=timeout_s)
+
+
+@contextmanager
+def pause_garbage_collection() -> Iterator[None]:
+    """Never scan what the block creates: for a large file, each scan would hold the GIL for 50 ms."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+def call_in_daemon_thread(function: Callable[[], T]) -> Future[T]:
+    """Run a function in a thread that the interpreter does not wait for at exit."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = function()
+        except BaseException as exc:  # noqa: BLE001 - raised by `future.result`
+            future.set_exception(exc)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name="config-file", daemon=True).start()
+    return future

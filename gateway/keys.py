@@ -19,13 +19,14 @@ from enum import Enum
 from fnmatch import fnmatchcase
 from functools import cached_property
 from hmac import compare_digest
+from operator import attrgetter
 from pathlib import Path
 from textwrap import indent
 from typing import Any, Final, TypeGuard
 
 import yaml
 
-from gateway.config_files import YAML_ERRORS, StrictYamlLoader, WatchedFile, parse_yaml
+from gateway.config_files import YAML_ERRORS, WatchedFile, parse_yaml, read_config_file
 from gateway.messages import CommandError
 from gateway.names import quote_path_segment
 
@@ -94,6 +95,10 @@ class Caller:
                     self._visibility_cache.clear()
                 self._visibility_cache[model] = visible
         return visible
+
+    def describes_same(self, other: Caller) -> bool:
+        fields = attrgetter("name", "roles", "models", "requests_per_second")
+        return bool(fields(self) == fields(other))
 
     def matches(self, name: str) -> bool:
         """Return whether a pattern of the key matches a name that does not become part of a path."""
@@ -180,7 +185,16 @@ def is_request_rate(value: Any) -> bool:
 
 class KeysFile(WatchedFile[Mapping[bytes, Caller]]):
     def __init__(self, path: Path) -> None:
-        super().__init__(path, read_keys_file)
+        self.value: Mapping[bytes, Caller] = {}
+        super().__init__(path, self._read, label="keys")
+
+    def _read(self, path: Path) -> Mapping[bytes, Caller]:
+        """Return the callers; those that did not change are the same objects."""
+        callers = read_keys_file(path)
+        for digest in callers.keys() & self.value.keys():
+            if callers[digest].describes_same(self.value[digest]):
+                callers[digest] = self.value[digest]
+        return callers
 
     def name_entries(self, value: Mapping[bytes, Caller]) -> Mapping[str, object]:
         return {caller.name: caller for caller in value.values()}
@@ -205,7 +219,7 @@ def read_keys_file(path: Path) -> dict[bytes, Caller]:
 
 def read_keys_text(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
+        return read_config_file(path)
     except OSError as exc:
         raise BadKeysFile(f"the keys file {path}: {exc.strerror}") from None
     except UnicodeDecodeError:
@@ -266,7 +280,7 @@ def dump_key_entries(entries: Sequence[Any]) -> str:
 
 def find_key_list(text: str) -> yaml.SequenceNode | None:
     """Return the list of keys if it is a non-empty block sequence."""
-    document = yaml.compose(text, StrictYamlLoader) if text else None
+    document = yaml.compose(text, yaml.SafeLoader) if text else None
     if isinstance(document, yaml.MappingNode):
         keys = document.value[0][1]
         if isinstance(keys, yaml.SequenceNode) and keys.value and not keys.flow_style:

@@ -55,7 +55,7 @@ class RequestInfo:
     bytes_out: int = 0
     key: str = ""  # the name of the caller's key
     opens_window: bool = False  # it was the first request in the window of the key's rate
-    caller_name: str = ""  # the same, or without keys the client's network
+    caller_name: str = ""  # the name of the key, or without keys the client's network
     management_call: ManagementCall | None = None
     trace: Trace | None = None
     charge: MemoryCharge | None = None  # the memory that the request holds

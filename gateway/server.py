@@ -22,7 +22,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from gateway.config_files import WatchedFile
+from gateway.config_files import WatchedFile, check_regular_file
 from gateway.messages import CommandError
 from gateway.protocol.clients import ClientRegistry
 from gateway.protocol.connection import HttpProtocol
@@ -58,7 +58,7 @@ class BadCertificate(CommandError):
 
 
 class ServerCertificate:
-    """The gateway's TLS certificate, reloaded into the same context when its files change.
+    """The gateway's TLS certificate, which new connections use as soon as its files change.
 
     A worker process gets a copy, which is pickled before the context exists.
     """
@@ -74,27 +74,38 @@ class ServerCertificate:
     def create_context(self, *_: Any) -> ssl.SSLContext:
         """Raises `BadCertificate`."""
         companions = () if self._key_file is None else (self._key_file,)
-        self._file = WatchedFile(self._cert_file, self._load, *companions)
-        return self._file.value
+        file = WatchedFile(self._cert_file, self._load, *companions, label="certificate")
+        self._file = file
+        context = file.value
+
+        def choose_context(
+            connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, initial: ssl.SSLContext
+        ) -> None:
+            del name, initial
+            if file.value is not context:
+                connection.context = file.value
+
+        # OpenSSL calls it in each handshake, also of clients that send no name.
+        context.sni_callback = choose_context
+        return context
 
     async def refresh(self) -> None:
         """Reload the certificate if it changed; open connections keep the previous one."""
         if self._file is not None:
-            self._file.reload_if_changed()
+            await self._file.reload_in_background()
 
     def _load(self, cert_file: Path) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
+        paths = [cert_file, self._key_file, self._client_ca_file]
         with describe_os_errors(BadCertificate, f"the certificate {cert_file}"):
+            for path in filter(None, paths):
+                check_regular_file(path.stat())
             load_certificate(context, cert_file, self._key_file)
             if self._client_ca_file is not None:
                 load_authority(context, self._client_ca_file)
-            if self._file is None:
-                return context
-            # A pair that does not match was rejected above: it would leave the context half changed.
-            load_certificate(self._file.value, cert_file, self._key_file)
-        return self._file.value
+        return context
 
 
 class GatewayServer(uvicorn.Server):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.config_files import WatchedFile
+from gateway.config_files import watched_files
 from gateway.fleet.activation import ModelActivator
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import STATE_RANKS
@@ -120,9 +119,8 @@ class OnDemandCollector(Collector):
 class StateCollector(Collector):
     """Metrics of the state store and of the configuration files."""
 
-    def __init__(self, store: StateStore, files: Mapping[str, WatchedFile[Any] | None]) -> None:
+    def __init__(self, store: StateStore) -> None:
         self._store = store
-        self._files = files
 
     def collect(self) -> Iterator[Metric]:
         state = GaugeMetricFamily(
@@ -131,12 +129,12 @@ class StateCollector(Collector):
         state.add_metric([], float(self._store.is_available))
         valid = GaugeMetricFamily(
             "gateway_file_valid",
-            "1 if the file (keys, models) is valid, 0 while it is rejected and the last valid one is used.",
+            "1 if the file (keys, models, certificate) is valid, 0 while it is rejected and the last valid "
+            "one is used.",
             labels=["file"],
         )
-        for name, file in self._files.items():
-            if file is not None:
-                valid.add_metric([name], float(file.is_valid))
+        for label, file in sorted(watched_files.items()):
+            valid.add_metric([label], float(file.is_valid))
         losses = CounterMetricFamily(
             "gateway_state_losses",
             "How often Redis had lost the state, and this process wrote the last known one again.",

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import orjson
 
-from gateway.config_files import YAML_ERRORS, WatchedFile, parse_yaml
+from gateway.config_files import YAML_ERRORS, WatchedFile, parse_yaml, read_config_file
 from gateway.fleet.on_demand_plan import CopyLimits
 from gateway.messages import CommandError
 from gateway.names import VERSION_NUMBER
@@ -167,7 +167,7 @@ def parse_copy_limits(entry: Mapping[str, Any]) -> CopyLimits | None:
 def read_models_file(path: Path) -> Mapping[str, DeclaredModel]:
     """Return the declared models by name. Raises `BadModelsFile`, which names the file."""
     try:
-        return parse_models_file(path.read_text())
+        return parse_models_file(read_config_file(path))
     except OSError as exc:
         raise BadModelsFile(f"the models file {path}: {exc.strerror}") from None
     except (UnicodeDecodeError, BadModelsFile) as exc:
@@ -178,13 +178,13 @@ class ModelsFile:
     """The declared models, and those to load on demand; none without a file."""
 
     def __init__(self, path: Path | None) -> None:
-        self.file = None if path is None else WatchedFile(path, read_models_file)
+        self.file = None if path is None else WatchedFile(path, read_models_file, label="models")
         self.models: Mapping[str, DeclaredModel] = {}
         self.on_demand_models: Mapping[str, DeclaredModel] = {}
         self._split_models()
 
-    def reload_if_changed(self) -> bool:
-        is_changed = self.file is not None and self.file.reload_if_changed()
+    async def reload_if_changed(self) -> bool:
+        is_changed = self.file is not None and await self.file.reload_in_background()
         if is_changed:
             self._split_models()
         return is_changed

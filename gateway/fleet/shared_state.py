@@ -81,7 +81,7 @@ class SharedState:
             self._stored_labels = await self.store.read_labels()
             self.loads = await self._read_loads()
             self.cordoned = await self.store.read_cordons()
-        self._models_file.reload_if_changed()
+        await self._models_file.reload_if_changed()
         self.labels = merge_labels(self._stored_labels, self.declared_models)
 
     # Desired models.

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from gateway.config_files import WatchedFile
+from gateway.config_files import WatchedFile, check_regular_file
 from gateway.messages import CommandError
 from gateway.settings.server import describe_os_errors, load_certificate
 
@@ -36,6 +36,8 @@ class GrpcCertificate:
 
     def _load(self, cert_file: Path) -> Any:
         with describe_os_errors(UnusableCertificate, f"the certificate {cert_file}"):
+            for path in (cert_file, self._key_file):
+                check_regular_file(path.stat())
             # A pair that does not match would make gRPC refuse every connection.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             load_certificate(context, cert_file, self._key_file)

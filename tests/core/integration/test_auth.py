@@ -756,9 +756,10 @@ def test_keys_file_with_any_text_is_read_or_refused(text: str) -> None:
 def test_gateway_does_not_start_with_an_invalid_keys_file(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     path.write_bytes(b"keys: [\xff]")
+    os.mkfifo(pipe := tmp_path / "pipe")
     with ExitStack() as stack:
         commands = {}
-        for keys_file in (path, tmp_path / "none.yaml", tmp_path):
+        for keys_file in (path, tmp_path / "none.yaml", tmp_path, pipe):
             environment = {"GATEWAY_KEYS_FILE": str(keys_file)}
             serve = Command("serve", "--port", str(*free_ports(1)), environment=environment)
             commands[keys_file] = stack.enter_context(serve)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import socket
 from collections.abc import Iterator
@@ -375,6 +376,7 @@ def test_audit_log_lacks_calls_that_change_nothing(
     assert not [line for line in command.lines if "reading-1" in line]
 
 
+@pytest.mark.fault("the keys file, the models file or the certificate becomes a pipe")
 def test_metric_shows_a_rejected_file_until_it_is_valid(
     demo_triton: EmbeddedTriton, tmp_path: Path
 ) -> None:
@@ -399,7 +401,12 @@ def test_metric_shows_a_rejected_file_until_it_is_valid(
             wait_until(lambda name=name: not is_valid(name))  # type: ignore[misc]
             assert "error" in command.wait_for(sentence)
             assert client.get("/v1/models/core").status_code == 200  # as before
-            files[name].write_text(good[name])
+            os.mkfifo(tmp_path / "pipe")
+            (tmp_path / "pipe").replace(files[name])
+            command.wait_for(f"{sentence}it is not a regular file")
+            assert client.get("/v1/models/core").status_code == 200
+            (tmp_path / "good").write_text(good[name])
+            (tmp_path / "good").replace(files[name])
             wait_until(lambda name=name: is_valid(name))  # type: ignore[misc]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 import warnings
@@ -160,8 +161,11 @@ def test_new_certificate_is_used_and_a_broken_one_is_not(
         (tmp_path / "nonsense").replace(tmp_path / "cert.pem")
         wait_until(lambda: warnings_of(caplog) == 1)
         assert shows("two.test")()
+        os.mkfifo(tmp_path / "pipe")
+        (tmp_path / "pipe").replace(tmp_path / "cert.pem")
+        wait_until(lambda: "it is not a regular file" in caplog.text)
         (tmp_path / "key.pem").unlink()
-        wait_until(lambda: warnings_of(caplog) == 2)
+        wait_until(lambda: warnings_of(caplog) == 3)
         assert shows("two.test")()
         write_pair(authority, tmp_path, "three.test")
         wait_until(shows("three.test"))

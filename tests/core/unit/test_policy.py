@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import os
 import random
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from gateway.config_files import WatchedFile
 from gateway.fleet.balancer import (
     COLD_AFTER_S,
     MAX_RELATIVE_LATENCY,
@@ -55,6 +61,7 @@ from gateway.fleet.reconcile_plan import (
 )
 from gateway.fleet.replica import BadAddress, ReplicaAddress, parse_replica_url
 from gateway.fleet.slow_start import SlowStart
+from gateway.keys import KeysFile
 from gateway.state.desired import DesiredModel
 from gateway.state.loads import is_in_progress, new_load_token
 
@@ -587,9 +594,9 @@ def test_models_file_is_parsed(text: str, models: dict[str, DeclaredModel]) -> N
     assert parse_models_file(text) == models
 
 
-def test_models_file_is_optional_as_is_the_config_of_a_model() -> None:
+async def test_models_file_is_optional_as_is_the_config_of_a_model() -> None:
     file = ModelsFile(None)
-    assert not file.reload_if_changed()
+    assert not await file.reload_if_changed()
     assert file.models == {}
     assert DeclaredModel("a").load_parameters == {}
     assert DeclaredModel("a", (), {"x": 1}).load_parameters == {"config": {"x": 1}}
@@ -665,6 +672,8 @@ CONFIG_BOMB = "models:\n- name: m\n  config:\n    k0: &a0 [x, x]\n" + "".join(
         '{? {a: b} : c}',
         "models: [a]\n--- \nmodels: [b]",
         "models: " + "[" * 1000,
+        "models: " + "[" * 1_000_000,
+        f"models: [{'1:' * 100_000}1]",
         "- " * 1000,
         "models: [{name: a, config: " + "{x: " * 300 + "1" + "}" * 300 + "}]",
         BOMB,
@@ -708,23 +717,23 @@ def opened(path: Path, text: str) -> ModelsFile:
     return ModelsFile(path)
 
 
-def test_change_of_models_file_is_noticed_once(tmp_path: Path) -> None:
+async def test_change_of_models_file_is_noticed_once(tmp_path: Path) -> None:
     path = tmp_path / "models.yaml"
     file = opened(path, "models: [a]")
-    assert not file.reload_if_changed()
+    assert not await file.reload_if_changed()
     path.write_text("models: [a, b]")
-    assert file.reload_if_changed()
+    assert await file.reload_if_changed()
     assert set(file.models) == {"a", "b"}
-    assert not file.reload_if_changed()
+    assert not await file.reload_if_changed()
     path.write_text("models: [a, b]  # the same, written differently")
-    assert not file.reload_if_changed()
+    assert not await file.reload_if_changed()
     # Another file of the same length and time.
     new = tmp_path / "new"
     new.write_text("models: [a, c]  # the same, written differently")
     status = path.stat()
     os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
     new.replace(path)
-    assert file.reload_if_changed()
+    assert await file.reload_if_changed()
     assert set(file.models) == {"a", "c"}
 
 
@@ -733,7 +742,7 @@ def test_change_of_models_file_is_noticed_once(tmp_path: Path) -> None:
     ["models: [a, ", "models: [!!int x]", "models: 1", "[" * 1000, None],
     ids=["cut off", "no integer", "no list", "brackets", "removed"],
 )
-def test_broken_or_removed_models_file_keeps_the_old_models_and_is_logged_once(
+async def test_broken_or_removed_models_file_keeps_the_old_models_and_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str | None
 ) -> None:
     path = tmp_path / "models.yaml"
@@ -743,15 +752,15 @@ def test_broken_or_removed_models_file_keeps_the_old_models_and_is_logged_once(
     else:
         path.write_text(broken)
     for _ in range(3):
-        assert not file.reload_if_changed()
+        assert not await file.reload_if_changed()
         assert set(file.models) == {"a"}
     assert len(caplog.records) == 1
     path.write_text("models: [repaired]")
-    assert file.reload_if_changed()
+    assert await file.reload_if_changed()
     assert set(file.models) == {"repaired"}
 
 
-def test_swapped_link_of_a_config_map_is_noticed(tmp_path: Path) -> None:
+async def test_swapped_link_of_a_config_map_is_noticed(tmp_path: Path) -> None:
     """Kubernetes replaces the link to a folder; what is mounted is a link through that."""
 
     def publish(number: int, text: str) -> None:
@@ -767,9 +776,89 @@ def test_swapped_link_of_a_config_map_is_noticed(tmp_path: Path) -> None:
     path.symlink_to("..data/models.yaml")
     file = ModelsFile(path)
     publish(2, "models: [b]")
-    assert file.reload_if_changed()
+    assert await file.reload_if_changed()
     assert set(file.models) == {"b"}
-    assert not file.reload_if_changed()
+    assert not await file.reload_if_changed()
+
+
+@pytest.mark.fault("the keys file, the models file or the certificate becomes a pipe")
+async def test_large_keys_file_is_read_beside_the_event_loop(tmp_path: Path) -> None:
+    def write(names: Iterable[str]) -> None:
+        hashes = {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
+        lines = [
+            f"- {{name: {name}, sha256: '{hashes[name]}', roles: [infer]}}\n" for name in names
+        ]
+        path.write_text("keys:\n" + "".join(lines))
+
+    path = tmp_path / "keys.yaml"
+    write(["key-0"])
+    file = KeysFile(path)
+    write([f"key-{number}" for number in range(5000)])
+
+    async def reload() -> None:
+        while not await file.reload_in_background():  # noqa: ASYNC110 - it took two seconds
+            await asyncio.sleep(0)
+
+    reading = asyncio.create_task(reload())
+    # CPU times of the process: other processes do not count.
+    times = [time.process_time()]
+    while not reading.done():
+        await asyncio.sleep(0.0001)
+        times.append(time.process_time())
+    longest_s = max(later - earlier for earlier, later in pairwise(times))
+    assert longest_s < (times[-1] - times[0]) / 4
+    assert len(file.value) == 5000
+    kept = file.find_caller(hashlib.sha256(b"key-1").digest())
+    write([f"key-{number}" for number in range(2)])
+    assert await file.reload_in_background()
+    assert kept is not None
+    assert file.find_caller(kept.digest) is kept
+
+
+async def test_file_that_cannot_be_read_is_rejected_in_time_and_holds_one_thread(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, disk_is_back = tmp_path / "file", threading.Event()
+    path.write_text("first")
+
+    def read(path: Path) -> str:
+        text = path.read_text()
+        if text != "first":
+            disk_is_back.wait()
+        return text
+
+    file = WatchedFile(path, read)
+    path.write_text("second")
+    threads = threading.active_count()
+    assert not await file.reload_in_background()  # after two seconds
+    for _ in range(3):
+        assert not await file.reload_in_background()
+        assert not file.reload_if_changed()
+    assert (file.value, file.is_valid) == ("first", False)
+    assert len(caplog.records) == 1
+    assert "could not be read within 2 s; the last valid version stays in use" in caplog.text
+    assert threading.active_count() == threads + 1
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "config-file")
+    disk_is_back.set()
+    while not await file.reload_in_background():  # noqa: ASYNC110 - the thread ends soon
+        await asyncio.sleep(0.01)
+    assert (file.value, file.is_valid) == ("second", True)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "large"])
+def test_file_of_another_kind_or_size_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "models.yaml"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_text(" " * 10_000_001)
+    reason = {"large": "larger than 10 MB", "folder": "Is a directory"}.get(kind, "regular file")
+    with pytest.raises(BadModelsFile, match=rf"models\.yaml: .*{reason}"):
+        ModelsFile(path)
 
 
 # The plan.
