@@ -88,7 +88,7 @@ class NothingDone(BadUpstream):
 
     def __init__(self, report: OperationReport) -> None:
         address, first = next(iter(report.errors.items()))
-        self.status, self.code = first.status, first.code  # type: ignore[misc]
+        self.status, self.code = first.status, first.code  # type: ignore[misc]  # of the class elsewhere
         super().__init__(
             f"model {quote_text(report.model)} is {report.action}ed on 0 of {len(report.errors)} replicas, "
             f"and nothing is changed; error on {address}: {first.detail}",
