@@ -34,7 +34,7 @@ from gateway.fleet.resolver import ModelResolver
 from gateway.fleet.shadows import ShadowRunner
 from gateway.fleet.signatures import SignatureCache
 from gateway.keys import KeysFile
-from gateway.memory import MemoryBudget, default_budget_bytes, limit_heap_growth
+from gateway.memory import MemoryBudget, default_budget_bytes, limit_heap_growth, return_free_memory
 from gateway.metrics import Metrics
 from gateway.model_files.bucket_store import BucketStore
 from gateway.model_files.folder_store import FolderStore
@@ -52,6 +52,7 @@ from gateway.triton.restricted_api import read_restricted_api
 log = logging.getLogger(__name__)
 
 METRICS_INTERVAL_S = 0.5
+TRIM_INTERVAL_S = 4.0
 THREAD_SWITCH_INTERVAL_S = 0.0005
 LAG_SAMPLES = 20  # of ten seconds, so that a scrape every ten seconds sees the maximum
 
@@ -82,6 +83,17 @@ async def update_metrics(metrics: Metrics, admission: AdmissionQueue, memory: Me
         metrics.flush()
 
     await repeat("metrics", update)
+
+
+async def trim_heaps(memory: MemoryBudget) -> None:
+    """Return free memory to the system after requests used much of it, for ever."""
+
+    async def trim() -> None:
+        await asyncio.sleep(TRIM_INTERVAL_S)
+        if memory.has_shrunk():
+            await asyncio.to_thread(return_free_memory)
+
+    await repeat("heaps", trim)
 
 
 def create_tls_context(
@@ -229,6 +241,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
         maintenance = Maintenance(pool, dispatcher, repository.state)
         for work in (
             update_metrics(metrics, admission, memory),
+            trim_heaps(memory),
             authenticator.watch_keys_file(),
             maintenance.report_work(),
         ):

@@ -23,6 +23,7 @@ SMALL_REQUEST_BYTES: Final = 1 << 20
 LARGE_REQUEST_SHARE: Final = 0.75
 # Parameters of mallopt(3).
 M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -3, -1
+LIBC: Final = ctypes.CDLL(None)
 MAX_HEAPS: Final = 2
 MIN_MAPPED_BYTES: Final = 1 << 20  # of a buffer with pages of its own
 # Free memory that each heap keeps for the next request: new pages cost more than decoding a NumPy file.
@@ -48,11 +49,19 @@ def limit_heap_growth() -> None:
 
     By default, glibc has a heap for each thread, and keeps ever larger buffers in them.
     """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # not in other C libraries
-        libc.mallopt(M_ARENA_MAX, MAX_HEAPS)
-        libc.mallopt(M_MMAP_THRESHOLD, MIN_MAPPED_BYTES)
-        libc.mallopt(M_TRIM_THRESHOLD, MAX_FREE_HEAP_BYTES)
+    if hasattr(LIBC, "mallopt"):  # not in other C libraries
+        LIBC.mallopt(M_ARENA_MAX, MAX_HEAPS)
+        LIBC.mallopt(M_MMAP_THRESHOLD, MIN_MAPPED_BYTES)
+        LIBC.mallopt(M_TRIM_THRESHOLD, MAX_FREE_HEAP_BYTES)
+
+
+def return_free_memory() -> None:
+    """Return the free pages of all heaps to the system (malloc_trim(3)).
+
+    glibc does so only at the end of a heap, where a small buffer that is in use may be.
+    """
+    if hasattr(LIBC, "malloc_trim"):
+        LIBC.malloc_trim(0)
 
 
 class MemoryBudgetExceeded(Overloaded):
@@ -66,7 +75,12 @@ class MemoryBudget:
         self._total_bytes = total_bytes
         self._large_bytes = int(total_bytes * LARGE_REQUEST_SHARE)
         self._shed_counter = shed_counter
+        self._peak_bytes = 0
         self.used_bytes = 0
+
+    @property
+    def is_half_used(self) -> bool:
+        return self.used_bytes > self._total_bytes // 2
 
     def reserve(self, held_bytes: int, more_bytes: int) -> None:
         """Reserve `more_bytes` for a request. Raises `MemoryBudgetExceeded` or `TooLarge`."""
@@ -81,9 +95,18 @@ class MemoryBudget:
             self._shed_counter.labels("memory").inc()
             raise MemoryBudgetExceeded
         self.used_bytes += more_bytes
+        if self.used_bytes > self._peak_bytes:
+            self._peak_bytes = self.used_bytes
 
     def release(self, held_bytes: int) -> None:
         self.used_bytes -= held_bytes
+
+    def has_shrunk(self) -> bool:
+        """Return whether requests used much more since the last call that returned True."""
+        has_shrunk = self._peak_bytes - self.used_bytes > MAX_FREE_HEAP_BYTES
+        if has_shrunk:
+            self._peak_bytes = self.used_bytes
+        return has_shrunk
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +122,14 @@ class MemoryCharge:
             return
         self._budget.reserve(self.held_bytes, more_bytes)
         self.held_bytes += more_bytes
+
+    def resize(self, held_bytes: int) -> None:
+        """Hold this much from now on. Raises as `MemoryBudget.reserve`."""
+        if held_bytes > self.held_bytes:
+            self.add(held_bytes - self.held_bytes)
+        else:
+            self._budget.release(self.held_bytes - held_bytes)
+            self.held_bytes = held_bytes
 
     def release(self) -> None:
         self.is_released = True

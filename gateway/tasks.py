@@ -18,8 +18,8 @@ CANCEL_RETRY_S: Final = 0.2
 FAILURE_PAUSE_S: Final = 1.0
 # Loops that run as long as the gateway, by their label in `gateway_background_failures_total`.
 BACKGROUND_LOOPS: Final = (
-    "bucket_lock", "discovery", "keys_file", "lease", "maintenance", "metrics", "model_copies", "on_demand",
-    "probe", "reconciler", "scaler",
+    "bucket_lock", "discovery", "heaps", "keys_file", "lease", "maintenance", "metrics", "model_copies",
+    "on_demand", "probe", "reconciler", "scaler",
 )  # fmt: skip
 background_failures: Counter[str] = Counter()
 

@@ -13,6 +13,8 @@ import grpc
 from gateway.auth import ANONYMOUS, UNAUTHENTICATED, authorize, authorize_all_models, name_caller
 from gateway.errors import (
     Forbidden,
+    GatewayError,
+    HeaderTooLarge,
     MalformedRequest,
     Overloaded,
     RequestTooSlow,
@@ -44,6 +46,10 @@ UNCOUNTED_STATUSES: Final = (OK_STATUS, CLIENT_CLOSED_REQUEST)
 MIN_CHARGED_BYTES: Final = 64 << 10
 # A message of a few bytes has this time to arrive, whatever the deadline of its call.
 SHORT_MESSAGE_TIMEOUT_S: Final = 5.0
+# Triton accepts 8 KiB (RFC 9113, section 6.5.2), including what the gateway and gRPC add. Up to 16 KiB, it
+# refuses calls at random.
+MAX_METADATA_BYTES: Final = 7 << 10
+FIELD_BYTES: Final = 32  # of each, besides its name and value
 # With `triton_grpc_error`, tritonserver 2.51 crashes when it ends a stream with an error.
 DROPPED_METADATA: Final = frozenset(name.decode() for name in NOT_FORWARDED) | {
     "user-agent",
@@ -59,6 +65,13 @@ class ShuttingDown(Unavailable):
 
 class NoRequest(MalformedRequest):
     message = "the call ended without a request"
+
+
+class MetadataTooLarge(GatewayError):
+    status, code = HeaderTooLarge.status, HeaderTooLarge.code
+    message = (
+        "the call has more than 7 KiB of metadata for Triton, which accepts no more; send less"
+    )
 
 
 class ResponseNotRead(RequestTooSlow):
@@ -182,6 +195,11 @@ class IncomingCall:
                 "programs administer over HTTP"
             )
 
+    @property
+    def slot_owner(self) -> str:
+        """The caller whose messages share receive slots."""
+        return self.info.key or self._client
+
     # The request.
 
     def find_timeout_s(self) -> float:
@@ -204,7 +222,8 @@ class IncomingCall:
         """Return the request. Raises `RequestTooSlow`, `NoRequest` or `MemoryBudgetExceeded`."""
         slots = self.environment.receive_slots
         try:
-            message = await MessageReader(self.context, slots, timeout_s).read()
+            reader = MessageReader(self.context, slots, self.slot_owner, timeout_s)
+            message = await reader.read()
         except MemoryBudgetExceeded:
             self.services.metrics.shed.labels("memory").inc()
             raise
@@ -226,8 +245,15 @@ class IncomingCall:
             self.services.get_charge(self.info).add(size)
 
     def select_metadata(self) -> Metadata:
-        """Return the metadata for Triton, which can turn it into parameters of the request."""
-        return tuple(pair for pair in self.metadata if is_forwarded(pair[0]))
+        """Return the metadata for Triton, which can turn it into parameters of the request.
+
+        Raises `MetadataTooLarge`.
+        """
+        selected = tuple(pair for pair in self.metadata if is_forwarded(pair[0]))
+        size = sum(len(name) + len(value) + FIELD_BYTES for name, value in selected)
+        if size > MAX_METADATA_BYTES:
+            raise MetadataTooLarge
+        return selected
 
     # The response.
 

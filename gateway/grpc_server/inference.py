@@ -18,6 +18,7 @@ from gateway.triton.inference import find_outputs_without_classes
 async def serve_infer(call: IncomingCall) -> bytes:
     services, timeout_s = call.services, call.find_timeout_s()
     started_at = perf_counter()
+    metadata = call.select_metadata()
     message = await call.read_message(timeout_s)
     head = read_infer_request(message)
     target = with_sequence(call.resolve(Right.infer, head.model, head.version), head.step)
@@ -27,7 +28,6 @@ async def serve_infer(call: IncomingCall) -> bytes:
         remaining_s = await services.activate_model(*target, remaining_s)
         deadline = perf_counter() + remaining_s
         await check_classification(services, target, head)
-        metadata = call.select_metadata()
         if not services.admission.try_acquire(target.model):
             remaining_s = deadline - perf_counter()
             await services.admission.acquire(target.model, remaining_s, call.info.caller_name)

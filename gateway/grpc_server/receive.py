@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import anyio
 
@@ -20,51 +19,84 @@ class StreamIdle(MemoryBudgetExceeded):
     message = "the stream was idle, and other calls need its share of the memory; open it again"
 
 
+class MessageStalled(MemoryBudgetExceeded):
+    message = (
+        "the message was not complete, and other calls need its share of the memory; send it again"
+    )
+
+
+class Receiver(Protocol):
+    """A call or a stream that may have a slot."""
+
+    caller: str  # the key, or the address of a client without one
+
+    @property
+    def can_end(self) -> bool: ...
+
+    def end_for_others(self) -> None: ...
+
+
 class ReceiveSlots:
     """Limits how many messages that are large or slow are received at the same time.
 
-    gRPC tells the size of a message only when it is complete, so each of them counts as one of maximum size.
-    If all slots are taken, a stream that has waited `idle_s` for its next message is ended for another call.
+    gRPC tells the size of a message only when it is complete, and nothing before. So each message counts as
+    one of maximum size, and is stalled when it has had a slot for `stall_s`. If a call needs a slot and none
+    is free, the caller that has most loses that of a stalled message; or of any message, if it has more than
+    a quarter of the slots and the other caller less.
     """
 
-    def __init__(self, budget_bytes: int, message_bytes: int, idle_s: float) -> None:
+    def __init__(self, budget_bytes: int, message_bytes: int, stall_s: float) -> None:
         self._free = max(budget_bytes // message_bytes, 1)
-        self._idle_s = idle_s
-        self._streams: dict[StreamReader, float] = {}  # those with a slot, and since when
+        self._share = max(self._free // 4, 1)
+        self._stall_s = stall_s
+        # Those with a slot of each caller, in the order in which they took it, and when.
+        self._receivers: dict[str, dict[Receiver, float]] = {}
 
-    def try_acquire(self) -> bool:
-        if not self._free:
+    def try_acquire(self, receiver: Receiver) -> bool:
+        """Take a free slot for a receiver that may be unable to end for another one."""
+        if not self._free or len(self._receivers.get(receiver.caller, ())) >= self._share:
             return False
-        self._free -= 1
+        self._add(receiver)
         return True
 
-    def acquire(self) -> None:
+    def acquire(self, receiver: Receiver) -> None:
         """Raises `MemoryBudgetExceeded`."""
         if not self._free:
-            self._end_idle_stream()
+            victim = self._find_victim(receiver.caller)
+            if victim is None:
+                raise MemoryBudgetExceeded
+            self.release(victim)
+            victim.end_for_others()
+        self._add(receiver)
+
+    def release(self, receiver: Receiver) -> None:
+        """Give the slot back, if the receiver has one."""
+        receivers = self._receivers.get(receiver.caller, {})
+        if receivers.pop(receiver, None) is not None:
+            self._free += 1
+            if not receivers:
+                del self._receivers[receiver.caller]
+
+    def _add(self, receiver: Receiver) -> None:
+        receivers = self._receivers.setdefault(receiver.caller, {})
+        receivers[receiver] = asyncio.get_running_loop().time()
         self._free -= 1
 
-    def release(self) -> None:
-        self._free += 1
-
-    def add_stream(self, stream: StreamReader) -> None:
-        """Remember which stream uses a slot that was acquired."""
-        self._streams[stream] = asyncio.get_running_loop().time()
-
-    def release_stream(self, stream: StreamReader) -> None:
-        if self._streams.pop(stream, None) is not None:
-            self._free += 1
-
-    def _end_idle_stream(self) -> None:
-        latest = asyncio.get_running_loop().time() - self._idle_s
-        for stream, since in self._streams.items():  # in the order in which they began to wait
-            if since > latest:
+    def _find_victim(self, caller: str) -> Receiver | None:
+        own = self._receivers.get(caller, {})
+        count = len(own)
+        # The caller itself comes before others that have as many.
+        for receivers in sorted((own, *self._receivers.values()), key=len, reverse=True):
+            if len(receivers) < count:
                 break
-            if stream.is_idle:
-                self.release_stream(stream)
-                stream.end(StreamIdle())
-                return
-        raise MemoryBudgetExceeded
+            ending = [receiver for receiver in receivers if receiver.can_end]
+            if not ending:
+                continue
+            if receivers[ending[0]] <= asyncio.get_running_loop().time() - self._stall_s:
+                return ending[0]
+            if len(receivers) > self._share > count:
+                return ending[-1]  # of which least has arrived
+        return None
 
 
 class SlowTimer:
@@ -88,11 +120,13 @@ class SlowTimer:
 class MessageReader:
     """Receives one message. A cancel scope, and no task of its own, ends what takes too long."""
 
-    def __init__(self, context: Any, slots: ReceiveSlots, timeout_s: float) -> None:
+    can_end = True
+
+    def __init__(self, context: Any, slots: ReceiveSlots, caller: str, timeout_s: float) -> None:
+        self.caller = caller
         self._context = context
         self._slots = slots
         self._timeout_s = timeout_s
-        self._has_slot = False
         self._failure: Exception = RequestTooSlow()
         self._scope = anyio.CancelScope()
 
@@ -104,23 +138,26 @@ class MessageReader:
                 return await self._context.read()
         finally:
             timer.cancel()
-            if self._has_slot:
-                self._slots.release()
+            self._slots.release(self)
         raise self._failure
+
+    def end_for_others(self) -> None:
+        self._end(MessageStalled())
+
+    def _end(self, failure: Exception) -> None:
+        self._failure = failure
+        self._scope.cancel()
 
     def _take_slot(self) -> None:
         try:
-            self._slots.acquire()
+            self._slots.acquire(self)
         except MemoryBudgetExceeded as exc:
-            self._failure = exc
-            self._scope.cancel()
+            self._end(exc)
             return
-        self._has_slot = True
         remaining_s = max(self._timeout_s - FAST_RECEIVE_S, 0)
         self._scope.deadline = asyncio.get_running_loop().time() + remaining_s
 
 
-@dataclass(eq=False, repr=False)
 class StreamReader:
     """Receives the messages of one stream.
 
@@ -128,20 +165,28 @@ class StreamReader:
     progress, it reads ahead only if a slot is free, because it could not be ended then.
     """
 
-    _context: Any
-    _slots: ReceiveSlots
-    _tasks: Collection[asyncio.Task[None]]  # the requests in progress
-    end: Callable[[BaseException], None]
+    def __init__(
+        self,
+        context: Any,
+        slots: ReceiveSlots,
+        caller: str,
+        tasks: Collection[asyncio.Task[None]],
+        end: Callable[[BaseException], None],
+    ) -> None:
+        self.caller = caller
+        self._context = context
+        self._slots = slots
+        self._tasks = tasks  # the requests in progress
+        self._end = end
 
     @property
-    def is_idle(self) -> bool:
+    def can_end(self) -> bool:
         return not self._tasks
 
     async def read(self) -> Any:
         """Return the next message or EOF."""
         while self._tasks:
-            if self._slots.try_acquire():
-                self._slots.add_stream(self)
+            if self._slots.try_acquire(self):
                 return await self._read()
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         timer = SlowTimer(FAST_RECEIVE_S, self._take_slot)
@@ -154,12 +199,13 @@ class StreamReader:
         try:
             return await self._context.read()
         finally:
-            self._slots.release_stream(self)
+            self._slots.release(self)
+
+    def end_for_others(self) -> None:
+        self._end(StreamIdle())
 
     def _take_slot(self) -> None:
         try:
-            self._slots.acquire()
+            self._slots.acquire(self)
         except MemoryBudgetExceeded as exc:
-            self.end(exc)
-        else:
-            self._slots.add_stream(self)
+            self._end(exc)

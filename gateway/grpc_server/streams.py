@@ -68,7 +68,10 @@ class InferStream:
         self._write_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         slots = opening.environment.receive_slots
-        self._reader = StreamReader(opening.context, slots, self._tasks, self._fail)
+        self._metadata = opening.select_metadata()
+        self._reader = StreamReader(
+            opening.context, slots, opening.slot_owner, self._tasks, self._fail
+        )
         self._last_response: asyncio.Event | None = None
         self._last_steps: dict[SequenceKey, asyncio.Event] = {}
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -101,8 +104,7 @@ class InferStream:
     async def _read_message(self, stopping: asyncio.Task[Any]) -> Any:
         """Return the next message; EOF at the end of the stream, and when the gateway stops."""
         await self._window.acquire()
-        in_flight, limit = self._services.metrics.in_flight, self._max_requests
-        while self._tasks and in_flight[GRPC_ROUTE] >= limit:
+        while self._tasks and self._has_one_request_at_a_time():
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         reading = asyncio.create_task(self._reader.read())
         try:
@@ -111,6 +113,10 @@ class InferStream:
         finally:
             if not reading.done():
                 await cancel_tasks([reading])
+
+    def _has_one_request_at_a_time(self) -> bool:
+        in_flight = self._services.metrics.in_flight[GRPC_ROUTE]
+        return in_flight >= self._max_requests or self._services.memory.is_half_used
 
     async def _accept(self, message: bytes) -> None:
         """Start a request in the order in which it came. Raises `Unauthenticated` for a revoked key."""
@@ -199,14 +205,17 @@ class InferStream:
         upstream = RequestTarget(
             *target, call.info.timeout_s, sequence_step=head.step, can_activate=True
         )
-        stream_call = GrpcBytesStreamCall(upstream, request.message, call.select_metadata())
+        stream_call = GrpcBytesStreamCall(upstream, request.message, self._metadata)
         stream, response = await self._services.dispatcher.send(stream_call, timeout_s)
+        request.message = b""
+        del stream_call  # it has the message, which can be large
+        charge = self._services.get_charge(call.info)
         try:
             if response is not None and request.waits_for_order:
                 # The model has answered, and is not to wait for that of another request.
                 slot.close()
-                self._services.get_charge(call.info).add(len(response))
             while response is not None:
+                charge.resize(len(response))
                 await self._write(request, response)
                 call.succeed(response)
                 response = await self._read_response(request, stream)

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
+from gateway.grpc_server.call import MetadataTooLarge
 from tests.support.fleet import url_of
 from tests.support.grpc_gateway import (
     INFER,
@@ -39,6 +40,7 @@ from tests.support.http2 import (
     HEADERS,
     PING,
     RST_STREAM,
+    WINDOW_UPDATE,
     Http2Connection,
     encode_frame,
     encode_message,
@@ -48,7 +50,15 @@ from tests.support.model_zoo.zoo import AS_WRITTEN, SHARED, write_repository
 from tests.support.servers import Triton
 from tests.support.wait import TIMEOUT_S, wait_until
 
-MODELS = ("plain_FP32", "plain_BYTES", "ticking", "sleeping", "cancellable", "large_FP32")
+MODELS = (
+    "plain_FP32",
+    "plain_BYTES",
+    "plain_INT64",
+    "ticking",
+    "sleeping",
+    "cancellable",
+    "large_FP32",
+)
 WATCH = "/grpc.health.v1.Health/Watch"
 SHED = 'gateway_requests_shed_total{reason="memory"}'
 IN_PROGRESS = 'gateway_requests_in_flight{route="grpc"}'
@@ -123,6 +133,39 @@ def test_client_that_does_not_read_its_stream_is_disconnected(served: GrpcGatewa
     assert serves(served)
 
 
+@pytest.mark.fault("gRPC streams that send large requests and do not read the responses")
+def test_unread_responses_of_streams_count_against_the_memory_budget(triton: Triton) -> None:
+    """A number of one byte in the request has eight in the response."""
+    request = service_pb2.ModelInferRequest(model_name="plain_INT64")
+    tensor = request.inputs.add(name="X", datatype="INT64", shape=[1, 60_000])
+    tensor.contents.int64_contents.extend([1] * 60_000)
+    message = encode_message(request.SerializeToString())
+    limits = {"max_body_bytes": str(64 << 10), "max_bytes_in_flight": str(2 << 20)}
+    with grpc_gateway(url_of(triton), **limits) as gateway, ExitStack() as stack:
+        wait_until(lambda: serves(gateway))
+        clients = [stack.enter_context(Http2Connection(gateway.address)) for _ in range(8)]
+        for client in clients:
+            stream = client.start_call(STREAM)
+            client.send_data(stream, message, is_last=True)
+        wait_until(lambda: metric(gateway.http, SHED) > 0)
+        window = (1 << 24).to_bytes(4, "big")
+        for client in clients:
+            client.send(*(encode_frame(WINDOW_UPDATE, 0, number, window) for number in (0, stream)))
+            assert client.wait_for_status() == 0
+
+
+@pytest.mark.fault("gRPC streams that send large requests and do not read the responses")
+def test_stream_is_read_slowly_while_much_memory_is_used(served: GrpcGateway) -> None:
+    """Together, the requests of both streams need more than the budget."""
+    before = metric(served.http, SHED)
+    message = infer_request("plain_FP32", np.zeros((1, 1 << 19), np.float32))
+    with grpc.insecure_channel(served.address) as channel:
+        streams = [channel.stream_stream(STREAM)(iter([message] * 10)) for _ in range(2)]
+        for stream in streams:
+            assert [len(response) > len(message) for response in stream] == [True] * 10
+    assert metric(served.http, SHED) == before
+
+
 @pytest.mark.fault("thousands of gRPC streams on one connection")
 def test_thousands_of_streams_leave_other_clients_served(served: GrpcGateway) -> None:
     memory = memory_mib(served)
@@ -158,6 +201,22 @@ def test_large_message_or_metadata_is_refused(served: GrpcGateway) -> None:
     code, _ = failure(call_bytes, served.address, INFER, SMALL, metadata=metadata)
     assert code == "RESOURCE_EXHAUSTED"
     assert serves(served)
+
+
+@pytest.mark.fault("gRPC messages over the limit, compressed ones that decompress beyond it, large")
+def test_metadata_beyond_the_limit_of_triton_are_refused(served: GrpcGateway) -> None:
+    for size in (8 << 10, 60 << 10):
+        metadata = [("x-large", "a" * size)]
+        with grpc.insecure_channel(served.address) as channel:
+            responses = channel.stream_stream(STREAM)(iter([SMALL]), metadata=metadata)
+            outcomes = (
+                failure(call_bytes, served.address, INFER, SMALL, metadata=metadata),
+                failure(next, responses),
+            )
+        assert outcomes == (("RESOURCE_EXHAUSTED", MetadataTooLarge.message),) * 2
+    for name, value in (("x-large", "a" * 7000), ("x-large-bin", b"a" * 7000)):
+        pairs: list[tuple[str, str | bytes]] = [(name, value), ("authorization", "b" * 20_000)]
+        assert call_bytes(served.address, INFER, SMALL, metadata=pairs)
 
 
 @pytest.mark.fault("gRPC messages over the limit, compressed ones that decompress beyond it, large")

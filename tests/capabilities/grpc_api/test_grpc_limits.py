@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 from collections.abc import Iterator
+from contextlib import ExitStack
 from queue import Queue
 
 import grpc
@@ -13,6 +14,7 @@ from tritonclient.grpc import service_pb2
 
 from tests.support import keys
 from tests.support.grpc_gateway import (
+    INFER,
     STREAM,
     GrpcGateway,
     call_bytes,
@@ -27,7 +29,7 @@ from tests.support.wait import TIMEOUT_S, wait_until
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 REFLECTION = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
-DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNAUTHENTICATED = 4, 8, 16
+INVALID_ARGUMENT, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNAUTHENTICATED = 3, 4, 8, 16
 MAX_WATCHES = 1024
 CALLS_PER_CLIENT = 50
 UNKNOWN_FIELD = b"\x78\1"  # number 15, a varint
@@ -108,6 +110,24 @@ def test_number_of_health_watches_is_limited(served: GrpcGateway) -> None:
         assert second.wait_for_status() == RESOURCE_EXHAUSTED
         assert call_bytes(served.address, CHECK, b"")
     wait_until(lambda: metric(served.http, IN_PROGRESS) == 0)
+
+
+@pytest.mark.fault("calls of one key that hold all slots for messages without sending one")
+def test_silent_calls_of_one_key_leave_slots_to_others(served: GrpcGateway) -> None:
+    """There are four: 32 MiB of messages of at most 8 MiB."""
+    message = encode_message(bytes(40_000))
+    with ExitStack() as stack:
+        silent, *slow = (stack.enter_context(Http2Connection(served.address)) for _ in range(4))
+        for _ in range(4):
+            silent.start_call(INFER, x_request_timeout="300", x_api_key=keys.INFER)
+        for client, key in zip(slow, (keys.ADMIN, keys.TEXTS, keys.BOTH), strict=True):
+            stream = client.start_call(INFER, x_request_timeout="300", x_api_key=key)
+            client.send_data(stream, message[:-1])
+        for _ in slow:
+            assert silent.wait_for_status() == RESOURCE_EXHAUSTED
+        for client in slow:
+            client.send_data(stream, message[-1:], is_last=True)
+            assert client.wait_for_status() == INVALID_ARGUMENT
 
 
 @pytest.mark.fault("gRPC streams with thousands of requests in progress, or idle after large ones")

@@ -1,10 +1,11 @@
-"""Messages that arrive at a grpc.aio server while its event loop is busy."""
+"""Messages that arrive slowly, or while the event loop is busy, and the slots that they take."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from threading import Event
 from typing import Any
 
@@ -12,7 +13,10 @@ import grpc
 import pytest
 
 from gateway.grpc_server.receive import FAST_RECEIVE_S, MessageReader, ReceiveSlots
-from tests.support.wait import TIMEOUT_S
+from gateway.grpc_server.server import build_options
+from gateway.memory import MemoryBudgetExceeded
+from gateway.settings import Settings
+from tests.support.wait import TIMEOUT_S, wait_until
 
 METHOD = "/test.Service/Method"
 
@@ -36,21 +40,105 @@ class AbandonedCall:
         await message
 
 
+class SilentCall:
+    """A receiver whose message does not arrive."""
+
+    can_end = True
+
+    def __init__(self, caller: str) -> None:
+        self.caller = caller
+        self.is_ended = False
+
+    def end_for_others(self) -> None:
+        self.is_ended = True
+
+
+@pytest.mark.parametrize(
+    ("holders", "caller", "stall_s", "victim"),
+    [
+        ("aaaaaaaa", "b", 60, 7),
+        ("aaaaaabb", "b", 60, None),
+        ("aaaaaabc", "c", 60, 5),
+        ("aabbccdd", "e", 60, None),
+        ("aaabbbcd", "a", 60, None),
+        ("aabbccdd", "e", 0, 0),
+        ("aabbccdd", "b", 0, 2),
+        ("abcdefgh", "h", 0, 7),
+        ("aaaabbcd", "a", 0, 0),
+    ],
+)
+async def test_message_without_a_slot_takes_it_from_the_caller_that_has_most(
+    holders: str, caller: str, stall_s: float, victim: int | None
+) -> None:
+    """A caller has a quarter of eight slots for itself, as long as its messages are not stalled."""
+    slots = ReceiveSlots(8, 1, stall_s)
+    calls = [SilentCall(holder) for holder in holders]
+    for call in calls:
+        slots.acquire(call)
+    with nullcontext() if victim is not None else pytest.raises(MemoryBudgetExceeded):
+        slots.acquire(SilentCall(caller))
+    ended = [number for number, call in enumerate(calls) if call.is_ended]
+    assert ended == ([] if victim is None else [victim])
+
+
 @pytest.mark.parametrize("free_slots", [1, 0], ids=["at its deadline", "without a slot"])
 async def test_call_cancelled_at_its_deadline_stays_cancelled(free_slots: int) -> None:
-    slots = ReceiveSlots(1, 1, idle_s=60)
+    slots = ReceiveSlots(1, 1, stall_s=60)
     if not free_slots:
-        slots.acquire()
-    reading = asyncio.create_task(MessageReader(AbandonedCall(), slots, FAST_RECEIVE_S / 10).read())
+        slots.acquire(SilentCall("other"))
+    reader = MessageReader(AbandonedCall(), slots, "caller", FAST_RECEIVE_S / 10)
+    reading = asyncio.create_task(reader.read())
     await asyncio.wait([reading])
     assert reading.cancelled()
-    assert slots.try_acquire() == free_slots
+    assert slots.try_acquire(reader) == free_slots
+
+
+async def test_stream_that_is_not_read_receives_little() -> None:
+    """Messages that are read do not open the window for those that are not."""
+    piece, read_count = bytes(256 << 10), 256
+    has_read, is_counted, sent = Event(), Event(), [0]
+
+    async def handle(_: Any, context: Any) -> bytes:
+        for _ in range(read_count):
+            await context.read()
+        has_read.set()
+        await asyncio.to_thread(is_counted.wait, TIMEOUT_S)
+        return b""
+
+    def send_messages() -> Iterator[bytes]:
+        while not is_counted.is_set():
+            sent[0] += 1
+            yield piece
+
+    def count_unread(port: int) -> int:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.stream_unary(METHOD).future(send_messages(), timeout=TIMEOUT_S)
+            assert has_read.wait(TIMEOUT_S / 6), call
+            counts = [0]
+
+            def is_steady() -> bool:
+                counts.append(sent[0])
+                return len(counts) > 25 and counts[-1] == counts[-25]
+
+            wait_until(is_steady)
+            unread = sent[0] - read_count
+            is_counted.set()
+            return unread
+
+    server = grpc.aio.server(options=build_options(Settings(), shares_port=False))
+    server.add_generic_rpc_handlers((OneMethod(handle),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        assert await asyncio.to_thread(count_unread, port) <= 3
+    finally:
+        await server.stop(0)
 
 
 async def test_message_that_arrives_while_the_loop_is_busy_needs_no_slot() -> None:
     is_reading, is_sent = Event(), Event()
-    slots = ReceiveSlots(1, 1, idle_s=60)
-    assert slots.try_acquire()  # the only one
+    slots = ReceiveSlots(1, 1, stall_s=60)
+    slots.acquire(SilentCall("other"))  # the only one
 
     def block_loop() -> None:
         is_reading.set()
@@ -59,7 +147,7 @@ async def test_message_that_arrives_while_the_loop_is_busy_needs_no_slot() -> No
 
     async def handle(_: Any, context: Any) -> bytes:
         asyncio.get_running_loop().call_soon(block_loop)
-        return bytes(await MessageReader(context, slots, TIMEOUT_S).read())
+        return bytes(await MessageReader(context, slots, "", TIMEOUT_S).read())
 
     def send_messages() -> Iterator[bytes]:
         is_reading.wait(TIMEOUT_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 
 from gateway.errors import TooLarge
@@ -11,6 +12,7 @@ from gateway.memory import (
     MemoryBudgetExceeded,
     MemoryCharge,
     memory_limit_bytes,
+    return_free_memory,
 )
 from gateway.metrics import Metrics
 
@@ -35,6 +37,39 @@ def test_released_memory_can_be_charged_again_and_a_refused_charge_takes_none() 
         refused.release()
         charge.release()
         assert memory.used_bytes == 0
+
+
+def test_resized_charge_holds_what_it_holds_now() -> None:
+    memory = budget()
+    charge = MemoryCharge(memory)
+    for mib in (1, 40, 2):
+        charge.resize(mib * MIB)
+        assert memory.used_bytes == mib * MIB
+    with pytest.raises(TooLarge):
+        charge.resize(50 * MIB)
+    assert memory.used_bytes == 2 * MIB
+
+
+def test_budget_has_shrunk_once_after_each_peak() -> None:
+    memory = budget()
+    for _ in range(2):
+        charge = MemoryCharge(memory)
+        charge.add(20 * MIB)
+        assert not memory.has_shrunk()
+        charge.release()
+        assert memory.has_shrunk()
+        assert not memory.has_shrunk()
+
+
+def test_free_memory_between_buffers_in_use_returns_to_the_system() -> None:
+    buffers = [bytes(100_000) for _ in range(1000)]
+    used = [buffers[number] for number in range(0, 1000, 50)]
+    process = psutil.Process()
+    full = process.memory_info().rss
+    buffers.clear()
+    return_free_memory()
+    assert process.memory_info().rss < full - 50 * MIB
+    assert len(used) == 20
 
 
 def test_large_requests_leave_room_for_small_ones() -> None:
