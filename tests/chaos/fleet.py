@@ -125,6 +125,14 @@ class Fleet:
                 process.wait()
         self.killed.clear()
 
+    def restart_crashed(self) -> list[str]:
+        """Start the Tritons that have ended by themselves, as a supervisor does; return their names."""
+        crashed = [name for name, triton in self.replicas.items() if not triton.is_running]
+        for name in crashed:
+            self.replicas[name].end()
+            self.replicas[name].start()
+        return crashed
+
 
 def format_source(number: int) -> str:
     return ADDING.format(number=number)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeGuard
 
 import httpx
 
@@ -24,6 +24,7 @@ GRACE_S: Final = 3.0  # after a fault, in which a request may fail
 HOLD_S: Final = 1.0  # in which the fleet must stay as it is
 LOOK_PAUSE_S: Final = 0.2
 TAIL_LINES: Final = 40
+LOAD_FAILED: Final = "LOAD_FAILED"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Run:
     patience: float
     world: World
     slowest_s: float = 0.0
+    crashes: int = 0
+    _has_failed_load: bool = False  # in this step or the last one
     _last_targets: list[str] = field(default_factory=list)
     _interruptions: list[Interruption] = field(default_factory=list)
 
@@ -58,27 +61,48 @@ class Run:
         running = [self.pool.submit(act, self.fleet, action) for action in actions]
         responses = [each.result() for each in running]
         self.fleet.start_killed()
+        codes = [each.json().get("code") for each in responses if is_error(each)]
+        self._has_failed_load = LOAD_FAILED in codes or self._has_failed_load
         targets = [action.target for action in actions if action.target]
+        targets += self._restart_crashed(began)
         ended = time.monotonic()
         self._interruptions += [Interruption(target, began, ended) for target in targets]
         happened = "; ".join(map(describe, actions, responses))
         try:
-            settled_s = self.settle(self._find_worlds(actions, responses))
+            settled_s = self.settle(self._find_worlds(actions, responses, targets))
             self._check_background()
             if logged := find_log_fault(self.fleet):
                 raise Violation(logged)
         except Violation as exc:
             raise Violation(f"{happened}\n{exc}") from None
         self._last_targets = targets
+        self._has_failed_load = LOAD_FAILED in codes
         self.slowest_s = max(self.slowest_s, settled_s)
         return f"{happened}: settled in {settled_s:.1f} s"
 
+    def _restart_crashed(self, began: float) -> list[str]:
+        """Start the Tritons that a failed load has ended.
+
+        Triton 2.51 dies of one in a hundred while the machine is busy, also without a gateway.
+
+        Raises `Violation` if one ended without a failed load.
+        """
+        crashed = self.fleet.restart_crashed()
+        if crashed and not self._has_failed_load:
+            raise Violation(f"{crashed[0]} ended by itself")
+        self.crashes += len(crashed)
+        self._interruptions += [Interruption(name, began, time.monotonic()) for name in crashed]
+        return crashed
+
     def _find_worlds(
-        self, actions: Sequence[Action], responses: Sequence[Response | None]
+        self,
+        actions: Sequence[Action],
+        responses: Sequence[Response | None],
+        targets: Sequence[str],
     ) -> list[World]:
         """Return the worlds that are possible after the answers. Raises `Violation`."""
         models = [action.model for action in actions if action.model]
-        causes = [action.target for action in actions] + self._last_targets
+        causes = [*targets, *self._last_targets]
         causes += [RIVAL] * (len(set(models)) < len(models))
         answers = [
             judge(action, response, causes)
@@ -96,6 +120,8 @@ class Run:
         began = time.monotonic()
         since: float | None = None
         while since is None or time.monotonic() - since < HOLD_S:
+            if self._restart_crashed(began):
+                began, since = time.monotonic(), None
             now = time.monotonic()
             differences: list[list[str]] = []
             for world in possible:
@@ -122,6 +148,10 @@ class Run:
                     f"an inference through {failure.gateway} failed outside of a fault, after "
                     f"{took_s:.1f} s: {failure.reason}"
                 )
+
+
+def is_error(response: Response | None) -> TypeGuard[httpx.Response]:
+    return isinstance(response, httpx.Response) and not response.is_success
 
 
 def act(fleet: Fleet, action: Action) -> Response | None:
@@ -165,4 +195,7 @@ def run(
         counts = " and ".join(
             f"{count} through {at}" for at, count in fleet.background.answered.items()
         )
-        say(f"the slowest step settled in {run.slowest_s:.1f} s; inferences answered: {counts}")
+        say(
+            f"the slowest step settled in {run.slowest_s:.1f} s; inferences answered: {counts}; "
+            f"Tritons that a failed load ended: {run.crashes}"
+        )

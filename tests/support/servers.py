@@ -408,6 +408,10 @@ class Triton:
             self._guard.wait(TIMEOUT_S)
             self._guard = None
 
+    @property
+    def is_running(self) -> bool:
+        return self._guard is not None and self._guard.poll() is None
+
     def ended(self, timeout_s: float = TIMEOUT_S) -> float:
         """Seconds until it has ended by itself."""
         assert self._guard is not None
