@@ -76,7 +76,7 @@ class ModelPublisher:
 
     @asynccontextmanager
     async def _lock_model(self, model: str) -> AsyncIterator[None]:
-        async with self.files.lock_model(model) as is_reverted:
+        async with self.files.lock_model(model, self._repository.pause_loads) as is_reverted:
             if is_reverted:
                 log.warning("reverted an interrupted upload of model %s", quote_text(model))
                 await self._reload(model)
@@ -87,9 +87,7 @@ class ModelPublisher:
         try:
             await self._repository.read_indexes()
             if not await self.files.run(self.files.has_model, model):
-                with suppress(UnknownModel):
-                    await self._repository.unload(model, {})
-                await self._repository.forget(model)
+                await self._repository.forget(model, unload=True)
             elif self._repository.is_wanted(model):
                 await self._repository.load(model, {})
         except GatewayError as exc:

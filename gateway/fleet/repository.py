@@ -157,11 +157,17 @@ class Repository:
         report = OperationReport(model, False, 0)
         return await self.operations.run(report, self._unload(report, parameters, is_visible))
 
-    async def forget(self, model: str) -> None:
-        """Delete the desired state of a model whose files were removed."""
+    async def forget(self, model: str, *, unload: bool = False) -> None:
+        """Delete the desired state of a model whose files were removed.
+
+        With `unload`, also unload it: Triton can have a model loaded that its index does not list any more.
+        """
         async with self._lock_model(model) as known_revision:
             if model in self.state.desired_models:
                 await self._set_desired_model(model, None, known_revision)
+            if unload:
+                report = OperationReport(model, False, 0)
+                await self._run_on_replicas(report, ModelAction(model, False, {}), {})
             self.loader.forget_error(model)
 
     @asynccontextmanager

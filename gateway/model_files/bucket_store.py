@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Final
 
 from gateway.errors import NotFound, RepositoryUnavailable
@@ -22,6 +22,7 @@ from gateway.model_files.store import (
     NO_FILES,
     FileContent,
     FileEntry,
+    LoadPause,
     ModelChange,
     ModelStore,
     hash_pieces,
@@ -80,14 +81,15 @@ class BucketStore(ModelStore):
     # Locks.
 
     @asynccontextmanager
-    async def _lock_processes(self, model: str) -> AsyncIterator[bool]:
+    async def _lock_processes(self, model: str, pause_loads: LoadPause) -> AsyncIterator[bool]:
         lock = BucketLock(self._bucket, model)
         while not await self.run(lock.try_acquire):  # noqa: ASYNC110 - another process has the lock
             await asyncio.sleep(LOCK_POLL_S)
         renewal = asyncio.create_task(lock.keep_renewed())
         try:
             is_reverted = lock.record is not None
-            await self.run(self._clean, lock)
+            async with pause_loads(model) if is_reverted else nullcontext():
+                await self.run(self._clean, lock)
             self._held_locks[model] = lock
             yield is_reverted
         finally:

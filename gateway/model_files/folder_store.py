@@ -12,7 +12,7 @@ import secrets
 import stat
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -35,6 +35,7 @@ from gateway.model_files.store import (
     NO_FILES,
     FileContent,
     FileEntry,
+    LoadPause,
     ModelStore,
     hash_pieces,
     is_safe_path,
@@ -153,6 +154,10 @@ class FolderStore(ModelStore):
                 path = Path(entry.path)
                 FolderChange(path, self._name_temporary).remove_folder()
 
+    def _has_abandoned_changes(self, model: str) -> bool:
+        folder = self.root / model
+        return folder.is_dir() and bool(self._list_abandoned_prefixes(folder))
+
     def _revert_abandoned_changes(self, model: str) -> bool:
         """Revert the uncommitted changes of exited processes; return whether there were any."""
         folder = self.root / model
@@ -170,7 +175,7 @@ class FolderStore(ModelStore):
     # Locks.
 
     @asynccontextmanager
-    async def _lock_processes(self, model: str) -> AsyncIterator[bool]:
+    async def _lock_processes(self, model: str, pause_loads: LoadPause) -> AsyncIterator[bool]:
         await self.run(self._open_locks)
         # A byte of one file for each model; two models with the same byte only wait for each other.
         position = crc32(model.encode())
@@ -178,7 +183,11 @@ class FolderStore(ModelStore):
             await asyncio.sleep(MODEL_LOCK_POLL_S)
         try:
             await self.run(self._check_folder, model)
-            yield await self.run(self._revert_abandoned_changes, model)
+            async with AsyncExitStack() as stack:
+                if await self.run(self._has_abandoned_changes, model):
+                    await stack.enter_async_context(pause_loads(model))
+                is_reverted = await self.run(self._revert_abandoned_changes, model)
+            yield is_reverted
         finally:
             fcntl.lockf(self._model_locks, fcntl.LOCK_UN, 1, position)
 

@@ -55,6 +55,10 @@ class ModelChange(Protocol):
     def commit(self) -> None: ...
 
 
+# Waits until no replica loads a model, and lets none start in its block.
+LoadPause = Callable[[str], AbstractAsyncContextManager[None]]
+
+
 class ModelStore(ABC):
     """The models that the gateway writes and the Tritons read.
 
@@ -94,18 +98,21 @@ class ModelStore(ABC):
     # Locks.
 
     @asynccontextmanager
-    async def lock_model(self, model: str) -> AsyncIterator[bool]:
+    async def lock_model(self, model: str, pause_loads: LoadPause) -> AsyncIterator[bool]:
         """Wait until no other process and no other task changes this model.
 
-        Reverts the uncommitted change of an exited process, before anything else is changed, and yields
-        whether there was one. Raises `Conflict` for a model that the gateway must not change.
+        Reverts the uncommitted change of an exited process, before anything else is changed and while no
+        replica loads the model, and yields whether there was one. Raises `Conflict` for a model that the
+        gateway must not change.
         """
         lock = self._locks.setdefault(model, asyncio.Lock())
-        async with lock, self._lock_processes(model) as is_reverted:
+        async with lock, self._lock_processes(model, pause_loads) as is_reverted:
             yield is_reverted
 
     @abstractmethod
-    def _lock_processes(self, model: str) -> AbstractAsyncContextManager[bool]:
+    def _lock_processes(
+        self, model: str, pause_loads: LoadPause
+    ) -> AbstractAsyncContextManager[bool]:
         """Do what `lock_model` says, for other processes."""
 
     # Uploads.

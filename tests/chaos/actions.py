@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import random
 import resource
 import signal
 import time
-import zipfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +31,7 @@ from tests.chaos.fleet import (
 from tests.chaos.world import Details, Effect, WorldEffect
 from tests.support.fleet import BODY
 from tests.support.keys import ADMIN, bearer
+from tests.support.uploads import pack_zip
 from tests.support.wait import TIMEOUT_S
 
 FILES, DISK = "files", "gateway disk"
@@ -184,11 +183,8 @@ def call(
 
 
 def pack_model(details: Details) -> Mapping[str, Any]:
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        archive.writestr("config.pbtxt", ADDING_CONFIG)
-        archive.writestr("1/model.py", format_source(details.number))
-    return {"content": packed.getvalue()}
+    source = format_source(details.number)
+    return {"content": pack_zip({"config.pbtxt": ADDING_CONFIG, "1/model.py": source})}
 
 
 def pack_broken_model(details: Details) -> Mapping[str, Any]:

@@ -62,6 +62,7 @@ def test_plain_fastapi_and_the_gateway_return_the_same_values(work: Workload, st
     assert len(prepared.content) > len(expected) * 4
 
 
+@pytest.mark.long
 def test_both_streams_have_every_event(stage: Stage) -> None:
     work = WORKLOADS[-1]
     responses = (
@@ -100,6 +101,7 @@ def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_counted_requests_succeed_in_one_process() -> None:
     ended = run_module("-m", in_process.__name__, "--warm-up", "1", "--count", "1")
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -97,6 +97,7 @@ def test_configs_for_a_gpu_are_valid() -> None:
         text_format.Parse(config, ModelConfig())
 
 
+@pytest.mark.long
 def test_pipeline_serves_another_network_by_its_config_alone(
     brought: httpx.Client,
 ) -> None:

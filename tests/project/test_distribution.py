@@ -51,6 +51,7 @@ def tracked(*folders: str) -> set[str]:
     return {name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()}
 
 
+@pytest.mark.long
 def test_wheel_has_its_metadata_and_one_package_with_the_demonstration_as_data(built: Path) -> None:
     with zipfile.ZipFile(built / WHEEL) as wheel:
         names = set(wheel.namelist())
@@ -73,6 +74,7 @@ def test_wheel_has_its_metadata_and_one_package_with_the_demonstration_as_data(b
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 
+@pytest.mark.long
 def test_build_is_reproducible_and_equals_that_of_the_sdist(built: Path, tmp_path: Path) -> None:
     again = build(ROOT, tmp_path / "again")
     assert [digest(again / name) for name in (WHEEL, SDIST)] == [

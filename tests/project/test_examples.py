@@ -124,6 +124,7 @@ def test_commands_of_a_readme_print_what_it_says(client: httpx.Client, readme: P
         assert matches(answer, run.stdout.strip()), run.stdout
 
 
+@pytest.mark.long
 def test_commands_and_program_for_language_models_print_what_the_document_says(
     client: httpx.Client, triton: EmbeddedTriton
 ) -> None:

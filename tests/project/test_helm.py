@@ -115,6 +115,7 @@ SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 UNKNOWN = "additional properties"
 
 
+@pytest.mark.long
 def test_chart_renders_the_objects_of_kustomize(subtests: pytest.Subtests) -> None:
     components = {path.name for path in (CHART.parents[2] / "k8s" / "components").iterdir()}
     assert components == COMPONENTS.keys()
@@ -282,6 +283,7 @@ OUTSIDE: Values = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("values", "warnings"),
     [

@@ -129,7 +129,7 @@ def ask(port: int, *request: Any) -> RawResponse:
 
 
 # The fake's answers by what stands in the target; any other is answered whole.
-FAKE_BODY = b'{"name":"a fake"}'
+FAKE_BODY = b'{"from":"a fake"}'
 
 
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+import zipfile
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +32,14 @@ def adding(number: float) -> bytes:
 FIRST, SECOND = adding(1), adding(2)
 # A complete network for ONNX's grammar, which no runtime can run.
 UNKNOWN_OPERATOR = FIRST.replace(b"\x03Add", b"\x03Odd")
+
+
+def pack_zip(files: Mapping[str, str]) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return packed.getvalue()
 
 
 def padded(size: int) -> Iterator[bytes]:

@@ -219,6 +219,7 @@ def test_metadata_beyond_the_limit_of_triton_are_refused(served: GrpcGateway) ->
         assert call_bytes(served.address, INFER, SMALL, metadata=pairs)
 
 
+@pytest.mark.long
 @pytest.mark.fault("gRPC messages over the limit, compressed ones that decompress beyond it, large")
 def test_compressed_message_is_refused_if_it_inflates_over_the_limit(served: GrpcGateway) -> None:
     memory = memory_mib(served)

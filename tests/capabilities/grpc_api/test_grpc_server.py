@@ -133,6 +133,7 @@ def test_both_apis_require_a_client_certificate(triton: Triton, tmp_path: Path) 
         assert httpx.get(url, verify=context, timeout=TIMEOUT_S).status_code == 200
 
 
+@pytest.mark.long
 def test_workers_share_the_grpc_port(triton: Triton) -> None:
     with Serving(triton, "--workers", "2", log_format="json") as command:
         command.wait_for("serving")

@@ -550,6 +550,7 @@ def test_versions_of_a_split_are_shown_with_their_shares(
             assert re.search(r"split 2 canary 10 % \d+\.\d \d+\.\d", table)
 
 
+@pytest.mark.long
 def test_axe_finds_no_serious_fault(page: browser.Page, demo_url: str) -> None:
     draw_a_seven(page, demo_url)
     views = {
@@ -645,6 +646,7 @@ def labels_in(printed: str) -> list[str]:
     return re.findall(r"""["']label["']: ?["'](\w+)["']""", printed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("labels", [{"seven.png": "7"}, {"seven.png": "7", "three.jpg": "3"}])
 def test_code_for_images_runs(
     page: browser.Page, demo_url: str, tmp_path: Path, labels: dict[str, str]

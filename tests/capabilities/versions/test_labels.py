@@ -289,6 +289,7 @@ def count_executions(client: httpx.Client) -> dict[str, int]:
 # Versions that are unloaded and loaded.
 
 
+@pytest.mark.long
 @pytest.mark.fault(
     "a version that a label means is unloaded, or its Triton or the gateway restarts"
 )

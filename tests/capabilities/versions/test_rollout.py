@@ -153,6 +153,7 @@ def test_rollout_goes_back_if_the_version_is_slow(client: httpx.Client, reposito
     assert default_label(client) == {"version": "1"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_rollout_goes_back_if_it_is_interrupted(
     client: httpx.Client, number: signal.Signals

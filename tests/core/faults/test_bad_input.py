@@ -170,6 +170,7 @@ def cpu_s(pid: int, work: Callable[[], object]) -> float:
     return min(once() for _ in range(3))
 
 
+@pytest.mark.long
 @pytest.mark.fault("65,537 chunks of six bytes, JSON with 100,000 keys")
 @pytest.mark.parametrize(
     ("known", "status"), [({}, 422), ({"inputs": "a"}, 400)], ids=["inputs", "fields"]

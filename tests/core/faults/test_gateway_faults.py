@@ -54,6 +54,7 @@ def hold(triton: Triton) -> Iterator[None]:
         file.unlink()
 
 
+@pytest.mark.long
 @pytest.mark.fault("32 images of 25 megapixels at once")
 def test_32_images_of_25_megapixels_do_not_block_the_event_loop(triton: Triton) -> None:
     ramp = np.linspace(0, 255, 5000, dtype=np.uint8)

@@ -433,6 +433,7 @@ def test_content_encoding_that_triton_lacks_is_415(faked: tuple[Fake, int]) -> N
         assert "content-encoding" not in recorded(fake)[0]
 
 
+@pytest.mark.long
 @pytest.mark.fault("requests that crash a Triton or keep it busy for minutes: a form content type")
 def test_refused_compressed_body_leaks_no_memory_in_triton(
     client: httpx.Client, triton: Triton

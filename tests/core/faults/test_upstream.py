@@ -308,6 +308,7 @@ class Rush:
             await asyncio.gather(*(client(session) for _ in range(self.at_a_time)))
 
 
+@pytest.mark.long
 @pytest.mark.fault(
     "a response is garbage, truncated, of the wrong length, or followed by another one"
 )
@@ -360,6 +361,7 @@ WAYS: dict[str, tuple[Callable[[Proxy], AbstractContextManager[None]], int, floa
 }
 
 
+@pytest.mark.long
 @pytest.mark.fault("a Triton cannot be connected to: refused, dropped, reset")
 @pytest.mark.parametrize("way", WAYS)
 def test_unreachable_replica_costs_the_connect_timeout_and_then_nothing(

@@ -152,6 +152,7 @@ def test_folder_with_broken_files_fails_only_these_in_batches_or_alone(
     assert (batched.returncode, batched.stdout) == (1, alone.stdout)
 
 
+@pytest.mark.long
 def test_infer_that_is_interrupted_is_completed_by_resuming(
     gateway: Gateway, tmp_path: Path
 ) -> None:
@@ -682,6 +683,7 @@ def test_help_groups_the_commands_and_gives_examples() -> None:
         assert re.search(rf"Examples:\s+(GATEWAY_\S+ )?triton-gateway {name} ", show_help(name))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arguments",
     [

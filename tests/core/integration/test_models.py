@@ -48,6 +48,7 @@ def test_curl_of_a_model_works_as_pasted(zoo: Zoo, desk: Path, model: str) -> No
     assert "outputs" in json.loads(run.stdout), (line, run.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["single_BYTES", "nhwc", "pair", "large_FP32", "optional"])
 def test_python_of_a_model_works_as_pasted(zoo: Zoo, desk: Path, model: str) -> None:
     program = zoo.client.get(zoo.path(model, "")).json()["python"]

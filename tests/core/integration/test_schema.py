@@ -314,6 +314,7 @@ def test_model_does_what_its_own_document_says(service: Service, model: str) -> 
     ask_everything(operation, ask)
 
 
+@pytest.mark.long
 def test_operation_in_the_background_can_be_read_by_the_links(
     service: Service, whole: schemathesis.BaseSchema
 ) -> None:

@@ -189,6 +189,7 @@ while True:
 """
 
 
+@pytest.mark.long
 @pytest.mark.fault("the state file is damaged, cannot be written, or its disk is full")
 async def test_process_killed_while_it_writes_leaves_a_valid_file(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/state.json"

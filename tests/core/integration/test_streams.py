@@ -102,6 +102,7 @@ class Notes:
         return self._cancelled.exists() and self._cancelled.read_text().endswith("\n")
 
 
+@pytest.mark.long
 def test_examples_of_a_decoupled_model_work_as_pasted(client: httpx.Client) -> None:
     described = client.get("/v1/models/ticking").json()
     line = shlex.split(described["curl"])

@@ -229,6 +229,7 @@ def test_file_name_that_the_stub_does_not_support_is_refused(tmp_path: Path) -> 
         TritonOptions((tmp_path,), load_models=("*",)).validate()
 
 
+@pytest.mark.long
 def test_files_folders_and_repositories_are_served_together(
     repository: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

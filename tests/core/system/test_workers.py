@@ -6,14 +6,12 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
 from tests.support.fleet import write_echo
-from tests.support.keys import ENTRIES, written
 from tests.support.servers import Command, Triton, fork_server, free_ports, workers
 from tests.support.up import has_ended
 from tests.support.wait import TIMEOUT_S, wait_until
@@ -99,20 +97,17 @@ def test_killed_worker_is_replaced_while_the_other_serves(pair: tuple[Command, s
     wait_until(lambda: "gateway_workers_replaced_total 1.0" in get(f"{url}/metrics").text)
 
 
-def test_gateway_reports_serving_only_when_a_worker_serves(tmp_path: Path) -> None:
-    """The keys file is a pipe, so that its reader waits for the test."""
+def test_gateway_reports_serving_only_when_a_worker_serves() -> None:
+    """The workers are stopped as they start."""
     (port,) = free_ports(1)
-    keys, good = tmp_path / "keys.yaml", written(tmp_path / "good.yaml", ENTRIES)
-    os.mkfifo(keys)
-    environment = {"GATEWAY_KEYS_FILE": str(keys), "GATEWAY_TRITON_URLS": "127.0.0.1:9"}
     arguments = ("serve", "--port", str(port), "--workers", "2")
-    with Command(*arguments, environment=environment) as command:
-        keys.write_text(good.read_text())  # for the process that starts the workers
+    with Command(*arguments, environment={"GATEWAY_TRITON_URLS": "127.0.0.1:9"}) as command:
         wait_until(lambda: len(workers(command)) == 2)
-        with keys.open("w") as pipe:
-            assert "serving" not in command.output
-            good.replace(keys)  # for later readers
-            pipe.write(keys.read_text())
+        for worker in workers(command):
+            worker.suspend()
+        assert "serving" not in command.output
+        for worker in workers(command):
+            worker.resume()
         command.wait_for("serving")
         assert get(f"http://127.0.0.1:{port}/livez").status_code == 200
 
