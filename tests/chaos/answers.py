@@ -22,7 +22,7 @@ EXCUSES: Final[Mapping[str, tuple[str, ...]]] = {
     "REPOSITORY_UNAVAILABLE": (DISK,),
     "CHANGE_IN_PROGRESS": (RIVAL, GATEWAY, REDIS),
     "CONFLICT": (RIVAL,),
-    "PARTLY_DONE": (REPLICA,),
+    "PARTLY_DONE": (REPLICA, REDIS),  # another gateway does not learn of a change without Redis
     "STAGED_LOAD_FAILED": (REPLICA,),
     "VERSION_NOT_READY": (REPLICA, RIVAL),
     "UNAVAILABLE": (REPLICA,),
