@@ -6,7 +6,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Final, Generic, TypeVar
@@ -47,9 +47,7 @@ T = TypeVar("T")
 LEASE_MS: Final = 5000
 DEFAULT_KEY_PREFIX: Final = "triton-gateway:"
 TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
-CORDONS_KEY: Final = "cordons"
-REVISION_KEY: Final = "revision"
-LOST: Final = -1  # the result of a change after Redis has lost its data
+HISTORY_KEYS: Final = ("restorations", "revision")
 MAX_FIELDS: Final = 1000  # a limit of Lua's unpack()
 
 
@@ -76,27 +74,34 @@ def open_redis_store(url: SplitResult, port: int) -> RedisStateStore | None:
 
 
 @dataclass
-class CachedHash(Generic[T]):
-    """A hash, which is transferred only if it changed since the last read."""
+class CachedPart(Generic[T]):
+    """A hash or a set of the state, as it was last read."""
 
-    keys: tuple[str, str]  # of the hash, and of its last change
-    decode: Callable[[Mapping[bytes, bytes]], T]
+    keys: tuple[str, str]  # of the part, and of its last change
+    decode: Callable[[Sequence[bytes]], T]
     value: T
+    commands: tuple[str, str] = ("HGETALL", "HSET")  # that read and write it
+    position: tuple[int, int] = (0, 0)  # the restorations that it includes, and its revision
     change: bytes = b""
-    entries: Mapping[bytes, bytes] = field(default_factory=dict)  # the value, as it is stored
+    entries: Sequence[bytes] = ()  # the value, as it is stored
 
-    def update(self, change: bytes, *hashes: Sequence[bytes]) -> None:
-        for flat in hashes:
-            entries = dict(zip(flat[::2], flat[1::2], strict=True))
-            self.value, self.entries = self.decode(entries), entries
-        self.change = change
+    def is_later_than(self, restorations: int, change: bytes) -> bool:
+        """Whether this was read later than what the last restoration wrote, and nothing changed since."""
+        name, _, source = change.rpartition(b":")
+        is_restored = name == b"restored:%d" % restorations
+        return is_restored and restorations > self.position[0] and int(source) < self.position[1]
+
+    def update(self, position: tuple[int, int], change: bytes, *entries: Sequence[bytes]) -> None:
+        for each in entries:  # none, if they have not changed
+            self.value, self.entries = self.decode(each), each
+        self.position, self.change = position, change
 
 
 class RedisStateStore:
     """State for gateways on several machines.
 
-    Each change raises a revision. If that falls, Redis has lost its data, and the gateway that notices writes
-    the last known state again.
+    Each change raises a revision. If that falls, Redis has lost its data. The gateway that notices writes the
+    last known state again, and each other one replaces the parts that it had read later.
     """
 
     is_shared: ClassVar[bool] = True
@@ -108,20 +113,26 @@ class RedisStateStore:
         self._alive_key = format_alive_key(self._token)
         self._leases: set[str] = set()  # the keys of those that were granted
         self._has_loaded = False
-        self._revision = 0  # the highest one that was read
-        self._cordons: frozenset[str] = frozenset()
         self.loss_count = 0
-        # Parameters can contain a whole model, so they are transferred only after a change.
-        self._desired_models: CachedHash[Mapping[str, DesiredModel]] = CachedHash(
+        self._desired_models: CachedPart[Mapping[str, DesiredModel]] = CachedPart(
             ("wishes", "change"), decode_desired_models, {}
         )
-        self._labels: CachedHash[LabelTable] = CachedHash(
+        self._labels: CachedPart[LabelTable] = CachedPart(
             ("labels", "labels-change"), decode_labels, {}
         )
-        self._loads: CachedHash[Loads] = CachedHash(("loads", "loads-change"), decode_loads, {})
+        self._loads: CachedPart[Loads] = CachedPart(("loads", "loads-change"), decode_loads, {})
+        self._cordons: CachedPart[frozenset[str]] = CachedPart(
+            ("cordons", "cordons-change"), decode_names, frozenset(), ("SMEMBERS", "SADD")
+        )
+        self._parts: tuple[CachedPart[Any], ...] = (
+            self._desired_models,
+            self._labels,
+            self._loads,
+            self._cordons,
+        )
 
     async def read_desired_models(self) -> Mapping[str, DesiredModel]:
-        return await self._read_hash(self._desired_models)
+        return await self._read(self._desired_models)
 
     async def set_desired_model(
         self, model: str, desired: DesiredModel | None, expected_revision: int | None = None
@@ -138,7 +149,7 @@ class RedisStateStore:
         return await self._change(script, self._desired_models, *arguments)
 
     async def read_labels(self) -> LabelTable:
-        return await self._read_hash(self._labels)
+        return await self._read(self._labels)
 
     async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
         arguments: list[str | bytes] = [orjson.dumps([model, name]), secrets.token_hex(8)]
@@ -147,7 +158,7 @@ class RedisStateStore:
         await self._change(redis_scripts.SET_LABEL, self._labels, *arguments)
 
     async def read_loads(self) -> Loads:
-        loads = await self._read_hash(self._loads)
+        loads = await self._read(self._loads)
         alive = {self._token}
         for owner in load_owners(loads) - alive:
             key = self._redis.full_key(format_alive_key(owner))
@@ -173,7 +184,7 @@ class RedisStateStore:
         await self._write(script, self._loads.keys, field, token, resulting_load)
 
     async def forget_loads(self, replica: str) -> None:
-        loads = await self._read_hash(self._loads)  # with those of exited processes
+        loads = await self._read(self._loads)  # with those of exited processes
         fields = [load_field(replica, model) for model in loads.get(replica, {})]
         for start in range(0, len(fields), MAX_FIELDS):
             batch = fields[start : start + MAX_FIELDS]
@@ -181,22 +192,11 @@ class RedisStateStore:
             await self._write(redis_scripts.FORGET_LOADS, self._loads.keys, change, *batch)
 
     async def read_cordons(self) -> frozenset[str]:
-        def decode(reply: Any) -> int:
-            revision, names = reply
-            if revision >= self._revision:
-                self._cordons = decode_names(names)
-            return int(revision)
-
-        script, keys = redis_scripts.READ_CORDONS, (CORDONS_KEY, REVISION_KEY)
-        await self._check_revision(
-            await self._redis.run_script(READ_ACTION, script, keys, decode=decode)
-        )
-        return self._cordons
+        return await self._read(self._cordons)
 
     async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
-        await self._change(
-            redis_scripts.SET_CORDON, None, replica, "SADD" if is_cordoned else "SREM"
-        )
+        arguments = (replica, secrets.token_hex(8), "SADD" if is_cordoned else "SREM")
+        await self._change(redis_scripts.SET_CORDON, self._cordons, *arguments)
 
     async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
         command = ("SET", self._operation_key(operation_id), orjson.dumps(document))
@@ -251,65 +251,89 @@ class RedisStateStore:
     def _operation_key(self, operation_id: str) -> str:
         return self._redis.full_key(f"operation:{operation_id}")
 
-    async def _read_hash(self, cached: CachedHash[T]) -> T:
-        def decode(reply: Any) -> int:
-            revision, *update = reply
-            if revision >= self._revision:
-                cached.update(*update)
-            return int(revision)
-
-        script, keys = redis_scripts.READ_IF_CHANGED, (*cached.keys, REVISION_KEY)
-        await self._check_revision(
-            await self._redis.run_script(READ_ACTION, script, keys, cached.change, decode=decode)
+    async def _read(self, part: CachedPart[T]) -> T:
+        # Parameters can contain a whole model, so a part is transferred only after a change.
+        is_current = await self._redis.run_script(
+            READ_ACTION,
+            redis_scripts.READ_IF_CHANGED,
+            (*part.keys, *HISTORY_KEYS),
+            *(part.commands[0], part.change),
+            decode=lambda reply: self._update(part, *reply),
         )
-        return cached.value
-
-    async def _check_revision(self, revision: int) -> None:
-        """Restore the state if what was read with this revision is older than what is known."""
-        if revision < self._revision:
+        if not is_current:
             await self._restore()
-        else:
-            self._revision = revision
+        return part.value
 
-    async def _change(
-        self, script: str, cached: CachedHash[Any] | None, *arguments: str | bytes
-    ) -> int:
-        """Run a script that changes a hash, or without one the cordons; return its result."""
-        keys = (CORDONS_KEY,) if cached is None else cached.keys
-        script = redis_scripts.CHECK_LOSS + script
+    async def _change(self, script: str, part: CachedPart[Any], *arguments: str | bytes) -> int:
+        """Run a script that changes a part, and return its result."""
 
-        async def run() -> int:
+        def decode(reply: Any) -> int | None:
+            result, *stored = reply
+            if not stored:
+                return None
+            self._update(part, *stored)
+            return int(result)
+
+        async def run() -> int | None:
             return await self._redis.run_script(
                 WRITE_ACTION,
-                script,
-                (*keys, REVISION_KEY),
-                *(*arguments, self._revision),
-                decode=int,
+                redis_scripts.CHANGE_PART % script,
+                (*part.keys, *HISTORY_KEYS),
+                *(*arguments, part.commands[0], *self._find_position(), part.position[0]),
+                decode=decode,
             )
 
         result = await run()
-        if result == LOST:
+        if result is None:  # Redis has lost its data, or another gateway has restored them
             await self._restore()
+            for each in self._parts:
+                await self._read(each)
             result = await run()
-        with suppress(StateUnavailable):  # what is known must include the change
-            await (self.read_cordons() if cached is None else self._read_hash(cached))
+        if result is None:
+            raise StateUnavailable(WRITE_ACTION, "Redis has lost the state repeatedly")
         return result
+
+    def _find_position(self) -> tuple[int, int]:
+        """Return how many restorations this gateway has seen, and the latest revision since."""
+        return max(part.position for part in self._parts)
+
+    def _update(
+        self,
+        part: CachedPart[Any],
+        restorations: int,
+        revision: int,
+        change: bytes,
+        *entries: Sequence[bytes],
+    ) -> bool:
+        """Note what was read. Return whether it is, unlike after a loss, what is known or later."""
+        position = restorations, revision
+        if position < self._find_position() or part.is_later_than(restorations, change):
+            return False
+        part.update(position, change, *entries)
+        return True
 
     async def _restore(self) -> None:
         """Write the last known state again, which Redis has lost."""
-        hashes = (self._desired_models, self._labels, self._loads)
-        change = secrets.token_hex(8)
-        arguments: list[str | bytes | int] = [self._revision + 1, change]
-        for cached in hashes:
-            arguments += [len(cached.entries), *chain.from_iterable(cached.entries.items())]
-        arguments += [len(self._cordons), *self._cordons]
-        keys = (*chain.from_iterable(cached.keys for cached in hashes), CORDONS_KEY, REVISION_KEY)
-        if await self._write(redis_scripts.RESTORE, keys, *arguments):
+        arguments: list[str | bytes | int] = [*self._find_position()]
+        for part in self._parts:
+            arguments += [*part.position, part.commands[1], len(part.entries), *part.entries]
+        keys = (*chain.from_iterable(part.keys for part in self._parts), *HISTORY_KEYS)
+        is_lost, written = await self._redis.run_script(
+            WRITE_ACTION, redis_scripts.RESTORE, keys, *arguments, decode=tuple
+        )
+        if is_lost:
             self.loss_count += 1
             log.error(
                 "Redis has lost the state; the last known one was written again: %d models, labels of %d "
                 "models, %d cordons (to go back further, use triton-gateway state import)",
-                *(len(self._desired_models.value), len(self._labels.value), len(self._cordons)),
+                *(len(self._desired_models.value), len(self._labels.value)),
+                len(self._cordons.value),
+            )
+        elif written:
+            log.warning(
+                "another gateway has restored the state that Redis lost, from an older copy; %d parts of "
+                "it were replaced by what this gateway had read later",
+                written,
             )
 
     async def _write(self, script: str, keys: Sequence[str], *arguments: str | bytes | int) -> bool:
@@ -326,8 +350,13 @@ def load_field(replica: str, model: str) -> bytes:
     return orjson.dumps([replica, model])
 
 
-def decode_desired_models(entries: Mapping[bytes, bytes]) -> Mapping[str, DesiredModel]:
-    return {name.decode(): parse_desired_model(decode_state(raw)) for name, raw in entries.items()}
+def pair_up(values: Sequence[bytes]) -> Iterable[tuple[bytes, bytes]]:
+    """Return the entries of a hash, whose fields and values alternate."""
+    return zip(values[::2], values[1::2], strict=True)
+
+
+def decode_desired_models(values: Sequence[bytes]) -> Mapping[str, DesiredModel]:
+    return {name.decode(): parse_desired_model(decode_state(raw)) for name, raw in pair_up(values)}
 
 
 def decode_pair(field: bytes) -> tuple[str, str]:
@@ -347,17 +376,17 @@ def decode_names(members: Iterable[bytes]) -> frozenset[str]:
     return frozenset(member.decode() for member in members)
 
 
-def decode_labels(entries: Mapping[bytes, bytes]) -> LabelTable:
+def decode_labels(values: Sequence[bytes]) -> LabelTable:
     table: dict[str, dict[str, VersionLabel]] = {}
-    for key, raw in entries.items():
+    for key, raw in pair_up(values):
         model, name = decode_pair(key)
         table.setdefault(model, {})[name] = parse_stored_label(name, decode_state(raw))
     return table
 
 
-def decode_loads(entries: Mapping[bytes, bytes]) -> Loads:
+def decode_loads(values: Sequence[bytes]) -> Loads:
     loads: dict[str, dict[str, str]] = {}
-    for key, load in entries.items():
+    for key, load in pair_up(values):
         replica, model = decode_pair(key)
         loads.setdefault(replica, {})[model] = load.decode()
     return loads

@@ -10,13 +10,44 @@ if time[1] * 1000 + math.floor(time[2] / 1000) > tonumber(table.remove(ARGV)) th
   return redis.error_reply('EXPIRED')
 end
 """
-# Prepended to each change of what the API set. The last key is that of the revision, the last argument the
-# highest one that the caller knows: a lower one means that Redis has lost its data.
-CHECK_LOSS = """
-if tonumber(redis.call('GET', KEYS[#KEYS]) or '0') < tonumber(table.remove(ARGV)) then
-  return -1
+# Return a part of the state, a hash or a set: the number of restorations, the revision of the state, the name
+# of the last change of the part, and its entries only if that is not the known change. The keys are those of
+# the part, of its last change, of the number of restorations, and of the revision.
+READ_PART = """
+local function read_part(command, known_change)
+  local change = redis.call('GET', KEYS[2]) or ''
+  local part = {
+    tonumber(redis.call('GET', KEYS[3]) or '0'), tonumber(redis.call('GET', KEYS[4]) or '0'), change
+  }
+  if change == '' or change ~= known_change then
+    part[4] = redis.call(command, KEYS[1])
+  end
+  return part
 end
 """
+READ_IF_CHANGED = READ_PART + "return read_part(ARGV[1], ARGV[2])"
+# A change of what the API set, in the place of %s, with the part as it is afterwards. The caller must have
+# read what was restored after a loss, and must not know a later revision, which Redis has lost. The last
+# arguments are the command that reads the part, the restorations and the revision that the caller knows, and
+# the restorations that its copy of the part includes.
+CHANGE_PART = (
+    READ_PART
+    + """
+local read_restorations = tonumber(table.remove(ARGV))
+local known_revision = tonumber(table.remove(ARGV))
+local known_restorations = tonumber(table.remove(ARGV))
+local command = table.remove(ARGV)
+local restorations = tonumber(redis.call('GET', KEYS[3]) or '0')
+if restorations ~= known_restorations or restorations ~= read_restorations
+    or tonumber(redis.call('GET', KEYS[4]) or '0') < known_revision then
+  return {-1}
+end
+local function change_part()
+%s
+end
+return {change_part(), unpack(read_part(command, ''))}
+"""
+)
 SET_DESIRED_MODEL = """
 if ARGV[3] ~= '' then
   local stored = redis.call('HGET', KEYS[1], ARGV[1])
@@ -24,7 +55,7 @@ if ARGV[3] ~= '' then
     return 0
   end
 end
-local revision = redis.call('INCR', KEYS[#KEYS])
+local revision = redis.call('INCR', KEYS[4])
 if ARGV[5] then
   revision = tonumber(ARGV[5])
 end
@@ -43,48 +74,57 @@ else
   redis.call('HDEL', KEYS[1], ARGV[1])
 end
 redis.call('SET', KEYS[2], ARGV[2])
-redis.call('INCR', KEYS[#KEYS])
+redis.call('INCR', KEYS[4])
 return 1
 """
 SET_CORDON = """
-redis.call(ARGV[2], KEYS[1], ARGV[1])
-redis.call('INCR', KEYS[#KEYS])
+redis.call(ARGV[3], KEYS[1], ARGV[1])
+redis.call('SET', KEYS[2], ARGV[2])
+redis.call('INCR', KEYS[4])
 return 1
 """
-# Return the revision of the state, and a hash only if it changed since the last read.
-READ_IF_CHANGED = """
-local revision = tonumber(redis.call('GET', KEYS[#KEYS]) or '0')
-local change = redis.call('GET', KEYS[2])
-if change and change == ARGV[1] then
-  return {revision, change}
-end
-return {revision, change or '', redis.call('HGETALL', KEYS[1])}
-"""
-READ_CORDONS = """
-return {tonumber(redis.call('GET', KEYS[#KEYS]) or '0'), redis.call('SMEMBERS', KEYS[1])}
-"""
-# Write the last known state again after a loss, unless another gateway has done so: hashes with their
-# changes, then the cordons. The arguments are the new revision, a name for the changes, and for each the
-# number of its entries, followed by the entries.
+# Write the last known state again after a loss. Each part says with which revision its writer had read it, so
+# that a gateway that had read a later one replaces it, unless it was changed since. The first arguments are
+# the restorations and the revision that the caller knows. For each part follow the restorations that it
+# includes, the revision with which it was read (0: never), the command that writes it, and the number of its
+# values, followed by these. The result is whether the state was lost, and the number of parts written.
 RESTORE = """
-if tonumber(redis.call('GET', KEYS[#KEYS]) or '0') >= tonumber(ARGV[1]) then
-  return 0
+local restorations = tonumber(redis.call('GET', KEYS[#KEYS - 1]) or '0')
+local revision = tonumber(redis.call('GET', KEYS[#KEYS]) or '0')
+local known_restorations = tonumber(ARGV[1])
+local known_revision = tonumber(ARGV[2])
+local is_lost = restorations < known_restorations
+  or restorations == known_restorations and revision < known_revision
+if is_lost then
+  restorations = known_restorations + 1
 end
+local written = 0
 local position = 3
 for number = 1, #KEYS - 2, 2 do
-  redis.call('DEL', KEYS[number])
-  for index = position + 1, position + 2 * tonumber(ARGV[position]), 2 do
-    redis.call('HSET', KEYS[number], ARGV[index], ARGV[index + 1])
+  local part_restorations = tonumber(ARGV[position])
+  local source = tonumber(ARGV[position + 1])
+  local command = ARGV[position + 2]
+  local last = position + 3 + tonumber(ARGV[position + 3])
+  local change = redis.call('GET', KEYS[number + 1]) or ''
+  local restored = tonumber(string.match(change, '^restored:' .. restorations .. ':(%d+)$'))
+  local is_later = part_restorations < restorations and restored and restored < source
+  if is_lost and source > 0 or is_later then
+    redis.call('DEL', KEYS[number])
+    for first = position + 4, last, 1000 do -- a limit of unpack()
+      redis.call(command, KEYS[number], unpack(ARGV, first, math.min(first + 999, last)))
+    end
+    written = written + 1
   end
-  redis.call('SET', KEYS[number + 1], ARGV[2])
-  position = position + 2 * tonumber(ARGV[position]) + 1
+  if is_lost or is_later then
+    redis.call('SET', KEYS[number + 1], 'restored:' .. restorations .. ':' .. source)
+  end
+  position = last + 1
 end
-redis.call('DEL', KEYS[#KEYS - 1])
-for index = position + 1, position + tonumber(ARGV[position]) do
-  redis.call('SADD', KEYS[#KEYS - 1], ARGV[index])
+if is_lost or written > 0 then
+  redis.call('SET', KEYS[#KEYS - 1], restorations)
+  redis.call('SET', KEYS[#KEYS], math.max(revision, known_revision) + 1)
 end
-redis.call('SET', KEYS[#KEYS], ARGV[1])
-return 1
+return {is_lost and 1 or 0, written}
 """
 BEGIN_LOAD = """
 local before = redis.call('HGET', KEYS[1], ARGV[1])

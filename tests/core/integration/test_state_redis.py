@@ -606,3 +606,30 @@ async def test_redis_that_loses_its_data_gets_the_last_known_state_again(
     lost = [each for each in caplog.messages if "Redis has lost the state" in each]
     assert len(lost) == 2
     assert "2 models, labels of 1 models, 1 cordons" in lost[0]
+
+
+async def test_state_restored_from_an_older_copy_is_replaced_by_what_another_gateway_read_later(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    stable, canary = VersionLabel({"1": 1}), VersionLabel({"2": 1})
+    async with opened(server.url(), 2) as (first, second):
+        await first.set_desired_model("core", LOADED)
+        await first.set_label("core", "stable", stable)
+        await second.read_desired_models()
+        await second.read_labels()
+        await second.read_cordons()
+        await first.set_desired_model("other", LOADED)
+        await first.set_label("core", "stable", None)
+        await first.set_cordon("a:8000", is_cordoned=True)
+        with server.client() as client:
+            client.flushall()
+        assert await second.read_labels() == {"core": {"stable": stable}}  # it restores this
+        await second.set_label("core", "canary", canary)  # a later change, which stays
+        assert await first.read_cordons() == await second.read_cordons() == {"a:8000"}
+        for store in (first, second):
+            assert (await store.read_desired_models()).keys() == {"core", "other"}
+            assert await store.read_labels() == {"core": {"stable": stable, "canary": canary}}
+        await second.set_desired_model("core", None)
+        assert (await first.read_desired_models()).keys() == {"other"}
+    assert (first.loss_count, second.loss_count) == (0, 1)
+    assert "2 parts of it were replaced by what this gateway had read later" in caplog.text
