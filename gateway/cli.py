@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import signal
 import sys
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Final
@@ -240,6 +241,12 @@ def exit_on_signal(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
+@cache
+def build_command() -> Callable[..., object]:
+    """Return the root command, with all others."""
+    return typer.main.get_command(root_cli)
+
+
 def main() -> None:
     """Run the command; print expected failures as one sentence on standard error."""
     # Imports create many objects and hardly any garbage. With the default of 700 new objects, the searches
@@ -249,7 +256,7 @@ def main() -> None:
     # Shells start background commands with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        root_cli(prog_name="triton-gateway")
+        build_command()(prog_name="triton-gateway")
     except CommandError as exc:
         print_message(f"triton-gateway: {exc}")
         sys.exit(exc.status)

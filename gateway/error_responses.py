@@ -106,7 +106,7 @@ def find_allowed_methods(request: Request) -> set[str]:
 
     The first template that matches counts: that of `/v1/models/{model}` matches `m:predict` as well.
     """
-    routes: list[BaseRoute] = request.app.state.routes
+    routes: list[BaseRoute] = request.app.routes
     matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
     path = getattr(matching[0], "path", None)
     same = (route for route in matching if getattr(route, "path", None) == path)

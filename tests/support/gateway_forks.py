@@ -27,10 +27,15 @@ from typing import IO, NamedTuple, NoReturn, cast
 
 import psutil
 
+from gateway import cli
 from gateway.embedded import reaper
 
 ROOT = Path(__file__).parents[2]
-MODULES = ("gateway.app", "gateway.cli", "gateway.launch", "gateway.workers")
+MODULES = (
+    *("gateway.app", "gateway.launch", "gateway.workers"),
+    # These are imported at the first use.
+    *("anyio._backends._asyncio", "typer.rich_utils"),
+)
 GRACE_S = 10.0
 MESSAGE_BYTES = 200_000
 
@@ -266,6 +271,7 @@ if __name__ == "__main__":
     gc.disable()
     for name in MODULES:
         import_module(name)
+    cli.build_command()
     gc.enable()
     gc.freeze()
     sys.argv[1:] = serve_orders(socket.socket(fileno=int(sys.argv[1])))
