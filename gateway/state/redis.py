@@ -86,7 +86,7 @@ class CachedPart(Generic[T]):
     entries: Sequence[bytes] = ()  # the value, as it is stored
 
     def is_later_than(self, restorations: int, change: bytes) -> bool:
-        """Return whether this was read later than what the last restoration wrote, and nothing changed since."""
+        """Return whether this was read later than what the last restoration wrote and nothing changed."""
         name, _, source = change.rpartition(b":")
         is_restored = name == b"restored:%d" % restorations
         return is_restored and restorations > self.position[0] and int(source) < self.position[1]
