@@ -73,6 +73,7 @@ def test_both_streams_have_every_event(stage: Stage) -> None:
     assert counts == [EVENTS, EVENTS]
 
 
+@pytest.mark.long
 def test_proxies_of_the_comparison_return_the_bytes_of_triton(stage: Stage) -> None:
     request = encode_v2_infer(np.ones((1, 256), np.float32), "FP32")
     address = f"127.0.0.1:{stage.triton.options.http_port}"
@@ -114,6 +115,7 @@ def test_measured_imports_exist() -> None:
         assert (ended.returncode, ended.stderr) == (0, ""), statement
 
 
+@pytest.mark.long
 def test_unknown_table_is_refused() -> None:
     ended = run_module("-m", "benchmarks", "--only", "no-such-table")
     assert ended.returncode == 2

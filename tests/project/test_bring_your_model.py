@@ -126,6 +126,7 @@ def test_network_without_a_config_has_its_shapes_and_batches(brought: httpx.Clie
     np.testing.assert_allclose(np.load(io.BytesIO(response.content)), expected, rtol=1e-4, atol=0.1)
 
 
+@pytest.mark.long
 def test_hints_decide_how_pictures_are_scaled(brought: httpx.Client) -> None:
     body = png(224, 224)
     response = brought.post("/v1/models/photos/infer", content=body, headers=NPY)
@@ -134,6 +135,7 @@ def test_hints_decide_how_pictures_are_scaled(brought: httpx.Client) -> None:
     np.testing.assert_allclose(np.load(io.BytesIO(response.content)), expected, atol=1e-3)
 
 
+@pytest.mark.long
 def test_network_of_texts_without_a_batch_needs_no_config(brought: httpx.Client) -> None:
     inputs = {"words": ["ein Wort", "말", ""], "numbers": [[1, 2, 3], [4, 5, 6]]}
     response = brought.post("/v1/models/texts/infer", json={"inputs": inputs})

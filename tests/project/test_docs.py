@@ -29,14 +29,22 @@ from tests.support.servers import ROOT
 from tests.support.source import setting_descriptions
 
 OF_THEIR_OWN_MODELS = (OWN_SERVER, ON_DEMAND, LANGUAGE_MODELS)
+README = ROOT / "README.md"
 OF_THE_DEMO = [path for path in DOCUMENTS if path.name not in OF_THEIR_OWN_MODELS]
 
 
+@pytest.mark.parametrize(
+    "documents",
+    [
+        pytest.param([README], id="README"),
+        pytest.param(OF_THE_DEMO, id="all", marks=pytest.mark.long),
+    ],
+)
 def test_examples_print_what_the_documents_say(
-    demo: httpx.Client, subtests: pytest.Subtests
+    demo: httpx.Client, subtests: pytest.Subtests, documents: list[Path]
 ) -> None:
-    assert len(list(examples([ROOT / "README.md"]))) >= 5
-    for document, command, answer in examples(OF_THE_DEMO):
+    assert len(list(examples([README]))) >= 5
+    for document, command, answer in examples(documents):
         with subtests.test(document, command=command):
             assert_prints(demo, command, answer)
 
@@ -118,7 +126,7 @@ def read_section(path: Path, anchor: str) -> str:
 
 
 def test_readme_links_each_task_to_a_section_that_explains_it(subtests: pytest.Subtests) -> None:
-    readme = (ROOT / "README.md").read_text()
+    readme = README.read_text()
     for task, words in TASKS.items():
         with subtests.test(task):
             ((target, anchor),) = re.findall(

@@ -150,6 +150,7 @@ def test_every_model_has_a_readme_a_row_in_the_overview_and_a_valid_config() -> 
     assert sorted([*names, "auto_config"]) == MODELS
 
 
+@pytest.mark.long
 def test_errors_of_a_model_have_the_statuses_of_its_readme(client: httpx.Client) -> None:
     answer = client.post("/v1/models/errors/infer", content="which", headers=TEXT)
     named = set(re.findall(r"[A-Z_]{4,}", answer.json()["error"])) - {"CODE"}
@@ -186,6 +187,7 @@ def test_streamed_responses_arrive_as_they_are_made(
         assert len(list(islice(lines, 2))) == 2
 
 
+@pytest.mark.long
 def test_one_instance_serves_many_streams_concurrently(client: httpx.Client) -> None:
     """Beside counts that take a quarter of an hour, and are given up then."""
     url, headers = "/v1/models/countdown/infer", {"Accept": LINES}
@@ -207,6 +209,7 @@ def test_one_instance_serves_many_streams_concurrently(client: httpx.Client) -> 
             assert json.loads(next(lines))["outputs"]["NUMBER"] == [8999]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "inputs", "accept"),
     [
@@ -234,6 +237,7 @@ def test_disconnected_client_cancels_the_inference(
     log.wait_for(f"{model}: cancelled", skip)
 
 
+@pytest.mark.long
 def test_two_sequences_have_separate_states(client: httpx.Client) -> None:
     def add(sequence: int, value: int, **parameters: bool) -> Any:
         return infer(client, "counter", value, sequence_id=sequence, **parameters)
@@ -248,6 +252,7 @@ def test_two_sequences_have_separate_states(client: httpx.Client) -> None:
     assert (answer.status_code, answer.json()["code"]) == (409, "SEQUENCE_NOT_RUNNING")
 
 
+@pytest.mark.long
 def test_short_request_overtakes_long_ones_in_shared_executions(
     client: httpx.Client,
 ) -> None:
@@ -271,6 +276,7 @@ def test_short_request_overtakes_long_ones_in_shared_executions(
     assert any(overtakes_and_shares() for _ in range(10))
 
 
+@pytest.mark.long
 def test_each_request_of_a_batch_gets_its_own_rows(client: httpx.Client) -> None:
     texts = [[f"{letter}{number}" for number in range(1 + number % 3)]
              for number, letter in enumerate("abcdefgh")]  # fmt: skip
@@ -279,6 +285,7 @@ def test_each_request_of_a_batch_gets_its_own_rows(client: httpx.Client) -> None
     assert raised == [[text.upper() for text in rows] for rows in texts]
 
 
+@pytest.mark.long
 def test_named_version_answers_or_else_the_latest(client: httpx.Client) -> None:
     answers = {
         path: client.post(f"/v1/models/versions{path}/infer", content="Ada", headers=TEXT)
@@ -290,6 +297,7 @@ def test_named_version_answers_or_else_the_latest(client: httpx.Client) -> None:
     assert client.get("/v1/models/versions").json()["versions"] == ["1", "2"]
 
 
+@pytest.mark.long
 def test_model_finalizes_when_it_is_unloaded(client: httpx.Client, log: Log) -> None:
     skip = len(log.lines)
     assert client.post("/v2/repository/models/add/unload").status_code == 200
@@ -298,6 +306,7 @@ def test_model_finalizes_when_it_is_unloaded(client: httpx.Client, log: Log) -> 
     assert infer(client, "add", {"INPUT0": [1] * 4, "INPUT1": [2] * 4}) == [3] * 4
 
 
+@pytest.mark.long
 def test_missing_environment_is_reported_in_the_words_of_the_readme(tmp_path: Path) -> None:
     model = REPOSITORY / "own_env"
     shutil.copytree(model, tmp_path / "own_env", ignore=shutil.ignore_patterns("python_env"))

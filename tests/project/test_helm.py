@@ -130,6 +130,7 @@ def test_chart_renders_the_objects_of_kustomize(subtests: pytest.Subtests) -> No
             assert comparable(rendered) == comparable(Manifests.of(variant))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*VALUE_SETS, *(path.stem for path in EXAMPLES)])
 def test_values_render_valid_objects(name: str) -> None:
     example = next((path for path in EXAMPLES if path.stem == name), None)
@@ -144,6 +145,7 @@ def test_values_render_valid_objects(name: str) -> None:
         assert labels["app.kubernetes.io/managed-by"] == "Helm"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("values", "message"),
     [

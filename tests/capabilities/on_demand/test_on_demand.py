@@ -227,6 +227,7 @@ def fleet_with_keys(triton: Triton, folder: Path, max_models: int) -> Iterator[F
         yield fleet
 
 
+@pytest.mark.long
 @pytest.mark.fault("a key asks for many on-demand models at a time, and for more than fit")
 def test_model_that_another_key_uses_stays_loaded_while_a_key_asks_for_many(
     three: list[Triton], tmp_path: Path
@@ -312,6 +313,7 @@ def test_own_models_make_room_at_once_whatever_api_used_them(
                 assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.long
 def test_an_unload_that_a_replica_missed_is_not_retried_and_says_so(three: list[Triton]) -> None:
     """The reconciler leaves models on demand alone."""
     with on_demand_fleet(three) as fleet:
@@ -433,6 +435,7 @@ def test_model_counts_as_used_until_its_last_stream_ended(three: list[Triton]) -
         assert list_held(triton) == {"stream", "model01"}
 
 
+@pytest.mark.long
 @pytest.mark.fault("the only Triton with an on-demand model is killed")
 def test_model_is_loaded_elsewhere_when_its_only_replica_is_killed(three: list[Triton]) -> None:
     with on_demand_fleet(three) as fleet:

@@ -41,6 +41,7 @@ def error_of(response: httpx.Response) -> tuple[int, str, str]:
     return response.status_code, error["code"], error["message"]
 
 
+@pytest.mark.long
 def test_openais_client_gets_the_vectors_that_infer_gives(
     client: openai.OpenAI, demo: httpx.Client
 ) -> None:

@@ -169,6 +169,7 @@ def test_drawn_digit_is_recognized(page: browser.Page, demo_url: str) -> None:
         page.driver.save_screenshot(f"{folder}/page.png")
 
 
+@pytest.mark.long
 def test_line_is_drawn_with_the_keyboard(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url, "#try/ensemble")
     page.type("canvas", Keys.ARROW_UP * 8 + " " + Keys.ARROW_DOWN * 16 + " ")
@@ -199,6 +200,7 @@ def test_image_is_chosen_dropped_or_pasted(page: browser.Page, demo_url: str) ->
     assert best_label(page) == "7"
 
 
+@pytest.mark.long
 def test_curl_command_is_copied(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url, "#try/text_ensemble")
     page.see("#code-note", "placeholders")
@@ -231,6 +233,7 @@ def test_similarity_of_two_texts_is_shown(page: browser.Page, demo_url: str) -> 
     page.until(lambda: float(page.text("#cosine").split()[-1]) < like - 0.3, "another similarity")
 
 
+@pytest.mark.long
 def test_start_shows_a_model_with_a_drawing_the_version_and_the_documents(
     page: browser.Page, demo_url: str
 ) -> None:
@@ -355,6 +358,7 @@ def test_dropped_model_is_uploaded_with_an_administrators_key(
     assert answer.json()["outputs"]["Y"] == [2, 3]
 
 
+@pytest.mark.long
 def test_refused_upload_says_why_and_can_be_sent_again(
     page: browser.Page, uploads: str, tmp_path: Path
 ) -> None:
@@ -377,6 +381,7 @@ def test_refused_upload_says_why_and_can_be_sent_again(
     page.see("#upload-result", "Version 1 of words is uploaded and loaded.")
 
 
+@pytest.mark.long
 def test_large_upload_shows_its_progress_and_can_be_cancelled(
     page: browser.Page, uploads: str
 ) -> None:
@@ -410,6 +415,7 @@ def test_large_upload_shows_its_progress_and_can_be_cancelled(
     assert not page.all('#models tr[data-key="large"]')
 
 
+@pytest.mark.long
 async def test_pending_load_of_a_missing_model_is_shown_and_can_be_cancelled(
     page: browser.Page, triton: tuple[str, Names], tmp_path: Path
 ) -> None:
@@ -442,6 +448,7 @@ def test_unknown_model_gets_a_form_by_its_signature_and_code_without_the_key(
         assert INFER not in page.driver.page_source
 
 
+@pytest.mark.long
 def test_optional_input_may_be_left_out(page: browser.Page, renamed: RenamedModels) -> None:
     page.open(renamed.url, renamed.fragment("optional"), key=INFER)
     page.click("#infer")
@@ -456,6 +463,7 @@ def test_optional_input_may_be_left_out(page: browser.Page, renamed: RenamedMode
     assert page.see(renamed.output("Y"), "10").split()[-3:] == ["10", "20", "30"]
 
 
+@pytest.mark.long
 def test_picture_is_drawn_for_an_input_and_shown_for_an_output(
     page: browser.Page, renamed: RenamedModels
 ) -> None:
@@ -479,6 +487,7 @@ def test_markup_in_a_response_is_shown_as_text(page: browser.Page, renamed: Rena
     assert not page.all("#response-body img")
 
 
+@pytest.mark.long
 def test_inside_of_a_deep_response_is_shown_as_json(
     page: browser.Page, renamed: RenamedModels
 ) -> None:
@@ -571,6 +580,7 @@ def test_axe_finds_no_serious_fault(page: browser.Page, demo_url: str) -> None:
     assert not faults(page)
 
 
+@pytest.mark.long
 def test_sample_of_an_input_is_filled_in(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url, "#try/ensemble")
     page.click(".sample-value")
@@ -581,6 +591,7 @@ def test_sample_of_an_input_is_filled_in(page: browser.Page, demo_url: str) -> N
     page.see("#curl", "The ship left the harbour")
 
 
+@pytest.mark.long
 def test_boolean_is_a_checkbox_that_its_sample_checks(
     page: browser.Page, renamed: RenamedModels
 ) -> None:
@@ -591,6 +602,7 @@ def test_boolean_is_a_checkbox_that_its_sample_checks(
     page.see(renamed.output("Y"), "true")
 
 
+@pytest.mark.long
 def test_several_images_are_one_request_with_a_result_beside_each(
     page: browser.Page, demo_url: str
 ) -> None:
@@ -706,6 +718,7 @@ def test_code_of_each_language_sends_the_same_request(
         assert "EMBEDDING" in answer
 
 
+@pytest.mark.long
 def test_earlier_request_of_the_session_is_shown_again(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url, "#try/ensemble")
     page.click(".sample-value")
@@ -722,6 +735,7 @@ def test_earlier_request_of_the_session_is_shown_again(page: browser.Page, demo_
     page.see("#response-state", "earlier")
 
 
+@pytest.mark.long
 def test_response_is_downloaded(page: browser.Page, demo_url: str, tmp_path: Path) -> None:
     download = {"behavior": "allow", "downloadPath": str(tmp_path)}
     page.driver.execute_cdp_cmd("Browser.setDownloadBehavior", download)
@@ -735,6 +749,7 @@ def test_response_is_downloaded(page: browser.Page, demo_url: str, tmp_path: Pat
     assert answer["outputs"]["result"]["predictions"][0]["label"] == "7"
 
 
+@pytest.mark.long
 def test_models_are_searched_by_name(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url, "#try/ensemble")
     page.find("canvas")
@@ -749,6 +764,7 @@ def test_models_are_searched_by_name(page: browser.Page, demo_url: str) -> None:
     }
 
 
+@pytest.mark.long
 def test_sequence_and_parameters_are_sent(page: browser.Page, renamed: RenamedModels) -> None:
     page.refusals = {400}
     page.open(renamed.url, renamed.fragment("counting"), key=INFER)
@@ -820,6 +836,7 @@ def test_graph_of_an_ensemble_shows_which_step_is_slow(page: browser.Page, demo_
     assert not faults(page)
 
 
+@pytest.mark.long
 def test_key_for_inference_sees_the_times_of_a_model_without_those_of_the_gateway(
     page: browser.Page, renamed: RenamedModels
 ) -> None:
@@ -830,6 +847,7 @@ def test_key_for_inference_sees_the_times_of_a_model_without_those_of_the_gatewa
     page.see("[data-phase=gateway]", "requires a key with the role metrics")
 
 
+@pytest.mark.long
 def test_steps_of_a_graph_are_arranged_by_their_inputs(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url)
     steps = [
@@ -843,6 +861,7 @@ def test_steps_of_a_graph_are_arranged_by_their_inputs(page: browser.Page, demo_
     assert page.module("statistics.js", arrange, steps) == [["left", "right"], ["join"]]
 
 
+@pytest.mark.long
 def test_another_model_is_chosen_in_the_view_of_a_model(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url, "#model")
     page.see("#model-view-heading", "ensemble")  # one with a graph comes first
@@ -851,6 +870,7 @@ def test_another_model_is_chosen_in_the_view_of_a_model(page: browser.Page, demo
     assert page.run("return location.hash") == "#model/text_core"
 
 
+@pytest.mark.long
 def test_cards_of_a_request_and_its_response_are_aligned(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url, "#try/ensemble")
     page.find("#infer")
@@ -863,6 +883,7 @@ def test_cards_of_a_request_and_its_response_are_aligned(page: browser.Page, dem
     page.see(".drop", "sample.png")
 
 
+@pytest.mark.long
 def test_theme_is_switched_and_kept_in_the_tab(page: browser.Page, demo_url: str) -> None:
     back = "return getComputedStyle(document.body).backgroundColor"
     page.open(demo_url, "#live")
@@ -880,6 +901,7 @@ def test_theme_is_switched_and_kept_in_the_tab(page: browser.Page, demo_url: str
     assert page.run("return localStorage.length") == 0
 
 
+@pytest.mark.long
 def test_rows_of_the_fleet_can_be_denser(page: browser.Page, demo_url: str) -> None:
     height = "return document.querySelector('#models tbody tr').getBoundingClientRect().height"
     page.open(demo_url, "#fleet")
@@ -892,6 +914,7 @@ def test_rows_of_the_fleet_can_be_denser(page: browser.Page, demo_url: str) -> N
     assert page.run(height) == normal
 
 
+@pytest.mark.long
 def test_empty_repository_shows_how_to_upload_a_model(page: browser.Page, tmp_path: Path) -> None:
     with triton_of(tmp_path) as triton:
         triton.wait()
@@ -975,6 +998,7 @@ def test_every_button_is_on_the_screen_of_a_phone(page: browser.Page, demo_url: 
             assert wide <= 0, fragment
 
 
+@pytest.mark.long
 def test_numbers_are_sent_as_they_were_typed(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url)
     as_json = """({asJson}) => {
@@ -984,6 +1008,7 @@ def test_numbers_are_sent_as_they_were_typed(page: browser.Page, demo_url: str) 
         assert page.module("numbers.js", as_json, typed, shape) == sent
 
 
+@pytest.mark.long
 def test_samples_and_quantiles_of_the_metrics_page_are_parsed(
     page: browser.Page, demo_url: str
 ) -> None:

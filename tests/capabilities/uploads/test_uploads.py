@@ -108,6 +108,7 @@ def digest_header(content: bytes) -> str:
     return f"sha-256=:{base64.b64encode(hashlib.sha256(content).digest()).decode()}:"
 
 
+@pytest.mark.long
 def test_version_that_cannot_be_loaded_leaves_nothing_behind(place: FolderPlace) -> None:
     put = place.client.put("/v1/models/steady", content=FIRST)
     assert put.status_code == 201
@@ -407,6 +408,7 @@ def test_uploads_and_files_require_the_rights_of_the_key(
             assert_error(refused, 501, "NO_REPOSITORY", "GATEWAY_REPOSITORY")
 
 
+@pytest.mark.long
 def test_code_is_accepted_if_the_setting_allows_it(place: FolderPlace, tmp_path: Path) -> None:
     """Also with the setting's former name, which is warned of."""
     write_echo(tmp_path, "code")
@@ -485,6 +487,7 @@ def test_commands_push_pull_and_remove_models(place: FolderPlace, tmp_path: Path
     assert "no such file or directory" in absent.stderr.lower()
 
 
+@pytest.mark.long
 def test_transfers_show_their_progress_in_a_terminal(place: FolderPlace, tmp_path: Path) -> None:
     file = tmp_path / "shown.onnx"
     file.write_bytes(FIRST)

@@ -334,6 +334,7 @@ def test_unloaded_version_of_a_label_is_redirected_or_refused_until_it_returns(
             assert count_versions(client, path, 20) == {"1": 10, "3": 10}
 
 
+@pytest.mark.long
 @pytest.mark.fault(
     "a version that a label means is unloaded, or its Triton or the gateway restarts"
 )
@@ -395,6 +396,7 @@ ONE = {"inputs": {"X": [1]}}
 STEPS = [step_as_headers, step_as_parameters, step_of_triton]
 
 
+@pytest.mark.long
 def test_sequence_never_changes_its_version(tmp_path: Path) -> None:
     write_repository(tmp_path, AS_WRITTEN, (COUNTING,))
     folder = tmp_path / COUNTING.name

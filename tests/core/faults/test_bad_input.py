@@ -96,6 +96,7 @@ def test_invalid_tensors_over_v2_are_client_errors(
     assert client.post(f"{url}/infer", json={"inputs": [GOOD]}).status_code == 200
 
 
+@pytest.mark.long
 @pytest.mark.fault("invalid gzip, or 10 MB of gzip that decompress to 10 GB")
 def test_gzip_bomb_is_413_and_not_inflated_in_memory(client: httpx.Client, pid: int) -> None:
     bomb = gzip.compress(bytes(100_000_000), 9) * 100

@@ -261,6 +261,7 @@ async def statuses_beside_halves(client: httpx.Client, half: bytes, count: int) 
             await asyncio.gather(*sending, return_exceptions=True)
 
 
+@pytest.mark.long
 @pytest.mark.fault(
     "thousands of unknown model names, and names that a server of completions accepts"
 )

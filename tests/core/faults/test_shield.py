@@ -280,7 +280,14 @@ def object_with(count: int, key_bytes: int = 1) -> dict[str, int]:
 
 
 @pytest.mark.fault("requests that crash a Triton or keep it busy for minutes: a form content type")
-@pytest.mark.parametrize("way", ["whole", "in pieces", "compressed"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "whole",
+        pytest.param("in pieces", marks=pytest.mark.long),
+        pytest.param("compressed", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize(
     ("path", "good", "bad"),
     [
@@ -317,6 +324,7 @@ def test_json_with_too_many_or_too_long_keys_never_reaches_triton(
             assert_refused(fake, response, 400, "MALFORMED_REQUEST", "key")
 
 
+@pytest.mark.long
 @pytest.mark.fault("requests that crash a Triton or keep it busy for minutes: a form content type")
 def test_most_expensive_keys_that_pass_cost_triton_less_than_a_second(
     client: httpx.Client, triton: Triton

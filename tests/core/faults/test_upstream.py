@@ -227,6 +227,7 @@ def test_response_that_arrives_in_pieces_is_the_same_byte_for_byte(
 # Connections.
 
 
+@pytest.mark.long
 @pytest.mark.fault("Triton closes an idle connection while it is being reused")
 def test_request_on_a_connection_that_closes_is_not_run_twice(behind: Behind, one: Fleet) -> None:
     """The first close when they were idle for 3 ms, and may be used again after 2 to 4; the others close

@@ -129,6 +129,7 @@ def image_files(folder: Path, count: int, broken: int) -> list[Path]:
     return paths
 
 
+@pytest.mark.long
 def test_folder_with_broken_files_fails_only_these_in_batches_or_alone(
     gateway: Gateway, tmp_path: Path
 ) -> None:
@@ -236,6 +237,7 @@ def test_infer_that_waits_for_a_line_ends_at_a_signal(gateway: Gateway) -> None:
     assert running.returncode == 143
 
 
+@pytest.mark.long
 def test_pipes_are_read_only_if_they_are_named(gateway: Gateway, tmp_path: Path) -> None:
     text_files(tmp_path, 2)
     os.mkfifo(pipe := tmp_path / "0" / "pipe.txt")
@@ -250,6 +252,7 @@ def test_pipes_are_read_only_if_they_are_named(gateway: Gateway, tmp_path: Path)
         assert "through a pipe" in str(value_of(record))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("flag", "signals"), [("--batch=1", 2), ("--lines", 1)])
 def test_infer_that_waits_for_a_pipe_ends_at_a_signal(
     gateway: Gateway, tmp_path: Path, flag: str, signals: int

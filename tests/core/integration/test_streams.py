@@ -242,6 +242,7 @@ def test_deadline_applies_to_each_response_and_cancels(client: httpx.Client, fol
     wait_until(notes.is_cancelled)
 
 
+@pytest.mark.long
 async def test_concurrent_streams_keep_their_events_and_their_order(client: httpx.Client) -> None:
     async def run(across: httpx.AsyncClient) -> list[Any]:
         answer = await across.post(PATH, json=ticks(100), headers={"Accept": EVENTS})

@@ -70,7 +70,10 @@ def test_killed_replica_costs_only_its_requests_and_gets_its_models_again(
 
 
 @pytest.mark.fault("one of three replicas fails every inference of a model at once")
-@pytest.mark.parametrize(("kind", "status"), [("INTERNAL", 500), ("UNAVAILABLE", 503)])
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [("INTERNAL", 500), pytest.param("UNAVAILABLE", 503, marks=pytest.mark.long)],
+)
 def test_replica_that_fails_every_inference_gets_few_requests_until_it_recovers(
     three: Fleet, kind: str, status: int
 ) -> None:
@@ -161,6 +164,7 @@ def test_triton_stops_at_once_although_a_gateway_is_connected(
     assert set(load.statuses) == {200}
 
 
+@pytest.mark.long
 def test_metadata_is_read_from_another_replica_if_the_first_does_not_respond(three: Fleet) -> None:
     """Several concurrent requests, so that the hung replica gets some, which would be 504 after 30 s."""
     stopped = three.tritons[2]
@@ -193,6 +197,7 @@ def test_health_does_not_wait_for_replicas(three: Fleet) -> None:
             triton.signal(signal.SIGCONT)
 
 
+@pytest.mark.long
 @pytest.mark.fault("a Triton accepts requests and never responds")
 def test_replica_that_never_responds_gets_no_more_requests(three: Fleet) -> None:
     """The last test of these replicas, because the ejected one gets no requests for 5 s."""

@@ -61,6 +61,7 @@ def test_load_reaches_the_others_at_once_and_a_hung_replica_later(
     assert unloaded.status_code == 200, unloaded.text
 
 
+@pytest.mark.long
 @pytest.mark.fault("a replica accepts connections and never answers, while models")
 def test_unload_reaches_the_others_at_once_and_a_hung_replica_later(
     fleet: Fleet, hung: str
@@ -71,6 +72,7 @@ def test_unload_reaches_the_others_at_once_and_a_hung_replica_later(
     assert wait_until(lambda: set(fleet.states("other").values()) == {"UNAVAILABLE"}) <= 15
 
 
+@pytest.mark.long
 @pytest.mark.fault("a replica accepts connections and never answers, while models")
 def test_load_that_the_others_refuse_is_not_repeated_on_a_hung_replica(
     fleet: Fleet, hung: str

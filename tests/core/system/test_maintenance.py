@@ -299,6 +299,7 @@ def test_last_or_unknown_replica_cannot_be_cordoned(pair: Pair) -> None:
         assert (unknown.status_code, unknown.json()["code"]) == (404, "REPLICA_NOT_FOUND")
 
 
+@pytest.mark.long
 def test_commands_cordon_list_and_uncordon_a_replica(pair: Pair) -> None:
     first = pair.tritons[0].address
     assert run_command(pair, "cordon", first).returncode == 0

@@ -120,6 +120,7 @@ def ends_in_order(triton: Triton, arguments: tuple[str, ...], drain_s: float) ->
     return True
 
 
+@pytest.mark.long
 @pytest.mark.fault("SIGTERM under load, rolling restarts")
 def test_replacement_of_gateways_behind_nginx_loses_no_request(triton: Triton) -> None:
     """nginx has the directives of the Ingress, and does not know which gateway is ready."""

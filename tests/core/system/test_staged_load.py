@@ -111,6 +111,7 @@ def test_loaded_model_keeps_serving_if_a_staged_load_fails(fleet: Fleet) -> None
     assert "behind" not in models["served"]
 
 
+@pytest.mark.long
 @pytest.mark.fault("the gateway is killed or restarted during a staged load")
 def test_staged_load_of_a_killed_gateway_leaves_the_other_replicas_unchanged(
     fleet: Fleet, tmp_path: Path

@@ -93,6 +93,7 @@ def test_concurrent_loads_and_unloads_through_two_gateways_take_effect_in_turn(
     assert httpx.get(f"http://{triton.address}/v2/health/live").status_code == 200
 
 
+@pytest.mark.long
 @pytest.mark.fault("two gateways with states of their own")
 def test_gateways_with_separate_states_correct_a_model_less_and_less_often(
     triton: Triton, tmp_path: Path

@@ -43,7 +43,9 @@ def test_up_leaves_no_process_after_any_signal(repository: Path, number: signal.
             os.kill(up.pid, number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)]
+)
 def test_up_ends_at_a_signal_while_triton_is_starting(
     repository: Path, number: signal.Signals
 ) -> None:

@@ -148,6 +148,7 @@ def test_workers_stop_if_their_supervisor_is_killed() -> None:
         wait_until(lambda: all(map(ended, started)))
 
 
+@pytest.mark.long
 @pytest.mark.fault(
     "the supervisor of the workers is killed, or the process that they are forked from"
 )
