@@ -13,7 +13,8 @@ from starlette.types import Scope
 
 from gateway.admission import AdmissionQueue
 from gateway.auth import Authenticator, authorize
-from gateway.keys import KeysFile, Right
+from gateway.callers import Right
+from gateway.keys import KeysFile
 from gateway.metrics import Metrics
 from gateway.rate_limit import UNLIMITED_PATHS, RateLimiter
 from gateway.request_info import RequestInfo, current_request_info

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, Final
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from gateway.errors import GatewayError
 from gateway.request_info import RequestInfo, current_request_info
+from gateway.tasks import TaskSet
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 AUDIT_LEVEL: Final = logging.INFO
 OUTCOMES: Final = {202: "accepted", 401: "denied", 403: "denied", 499: "client disconnected"}
 
@@ -45,6 +49,16 @@ def log_call(info: RequestInfo, method: str, path: str, client: str, status: int
             "outcome": outcome,
         },
     )
+
+
+async def run_audited(tasks: TaskSet, action: str, model: str, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of work that goes on, and is logged, if the client disconnects."""
+    task = tasks.start(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(partial(log_result, action, model))
+        raise
 
 
 def log_result(action: str, model: str, task: asyncio.Task[Any], operation: str = "") -> None:

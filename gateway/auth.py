@@ -18,8 +18,9 @@ from typing import Final
 
 from starlette.types import Scope
 
+from gateway.callers import Caller, Right, Role
 from gateway.errors import Forbidden, Unauthenticated
-from gateway.keys import Caller, KeysFile, Right, Role
+from gateway.keys import KeysFile
 from gateway.messages import quote_text
 from gateway.peers import can_identify_peers, client_network, find_peer_uid, parse_ip_address
 from gateway.request_info import ManagementCall, read_head

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from gateway import __version__
+from gateway.callers import Role
 from gateway.client import commands
 from gateway.client.flags import (
     MODELS_PANEL,
@@ -24,7 +25,7 @@ from gateway.client.flags import (
 )
 from gateway.client.label_commands import label_cli, rollout_cli
 from gateway.embedded.flags import TritonFlags
-from gateway.keys import Role, add_key, read_keys_file, remove_key
+from gateway.keys import add_key, read_keys_file, remove_key
 from gateway.messages import CommandError, print_message
 from gateway.state_commands import state_commands
 

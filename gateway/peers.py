@@ -94,3 +94,19 @@ def can_identify_peers() -> bool:
             "this machine may administer"
         )
     return supported
+
+
+class ClientCounts:
+    """The number of connections or calls of each client: an IPv4 address, or an IPv6 /64 network."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def add(self, client: str) -> int:
+        count = self._counts[client] = self._counts.get(client, 0) + 1
+        return count
+
+    def remove(self, client: str) -> None:
+        self._counts[client] -= 1
+        if not self._counts[client]:
+            del self._counts[client]

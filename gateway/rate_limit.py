@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple, Protocol
 
 from limits import RateLimitItem, RateLimitItemPerSecond
 
@@ -17,7 +17,6 @@ from gateway.auth import PUBLIC_PATHS
 from gateway.errors import Overloaded, StateUnavailable
 from gateway.messages import quote_text
 from gateway.metrics import Metrics
-from gateway.state.desired import RateWindows, WindowCount
 
 # Monitoring is never rate limited.
 UNLIMITED_PATHS: Final = PUBLIC_PATHS | {"/metrics", "/v2/health/live", "/v2/health/ready"}
@@ -26,6 +25,30 @@ MAX_WINDOW_S: Final = 24 * 3600
 MIN_RATE_WAIT_S: Final = 0.001
 # After a failure the shared windows are skipped for this time, so that only one request waits for a timeout.
 SHARED_WINDOWS_RETRY_S: Final = 2.0
+
+
+class WindowCount(NamedTuple):
+    """The result of counting a request."""
+
+    wait_s: float = 0.0  # 0 if it was counted; otherwise the time until it can be
+    opens_window: bool = False  # the window was empty
+
+
+class RateWindows(Protocol):
+    """Request counters in time windows, shared by several processes."""
+
+    async def count(
+        self, window: RateLimitItem, name: str, inferences: int, *, opens_window: bool
+    ) -> WindowCount:
+        """Count a request, or if it is several inferences, the others of a request that was counted as one.
+
+        They are counted if the window has room for all of them. The request that opened the window needs no
+        room: what does not fit counts in the following windows, which closes them.
+
+        Raises `StateUnavailable` after a short timeout.
+        """
+
+
 ONLY_REQUEST: Final = WindowCount(opens_window=True)
 COUNTED_REQUEST: Final = WindowCount()
 

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 from starlette.types import Scope
 
-from gateway.keys import Caller
+from gateway.callers import Caller
 from gateway.memory import MemoryCharge
 from gateway.tracing import Trace
 

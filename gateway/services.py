@@ -12,6 +12,7 @@ from anyio import CapacityLimiter
 
 from gateway.admission import AdmissionQueue
 from gateway.auth import Authenticator
+from gateway.callers import Caller
 from gateway.decoding.executor import DecodeExecutor
 from gateway.errors import Forbidden, MalformedRequest
 from gateway.fleet.activation import ModelActivator
@@ -28,7 +29,6 @@ from gateway.fleet.resolver import ModelResolver
 from gateway.fleet.shadows import ShadowRunner
 from gateway.fleet.signatures import SignatureCache
 from gateway.http_client.connection import Headers
-from gateway.keys import Caller
 from gateway.memory import MemoryBudget, MemoryCharge
 from gateway.messages import quote_text
 from gateway.metrics import Metrics

@@ -13,6 +13,7 @@ from typing import Final
 import anyio
 
 from gateway.admission import AdmissionQueueFull
+from gateway.callers import Right
 from gateway.errors import (
     BadUpstream,
     DeadlinePassed,
@@ -33,7 +34,6 @@ from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.reconcile_plan import Backoff
 from gateway.fleet.reconciler import Reconciler
 from gateway.http_client.connection import RequestNotSent
-from gateway.keys import Right
 from gateway.request_info import current_request_info
 from gateway.tasks import TaskSet, cancel_tasks, repeat
 from gateway.triton.error_mapping import LoadFailed

@@ -49,7 +49,7 @@ class OperationRunner:
 
     async def run(self, report: OperationReport, work: OperationWork) -> OperationReport:
         # A client disconnect must not leave the model loaded on a part of the fleet.
-        return await self._tasks.run_audited(report.action, report.model, work)
+        return await audit.run_audited(self._tasks, report.action, report.model, work)
 
     async def start(self, report: OperationReport, work: Callable[[], OperationWork]) -> str:
         """Start an operation in the background and return its id. Raises `TooManyOperations`."""

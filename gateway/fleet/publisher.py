@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from gateway.audit import run_audited
 from gateway.errors import Conflict, GatewayError, UnknownModel
 from gateway.fleet.report import PartialFailure
 from gateway.fleet.repository import Repository, VisibilityCheck
@@ -49,18 +50,18 @@ class ModelPublisher:
         the load, or of the file system.
         """
         work = self._publish(model, version, build, load=load)
-        return await self._tasks.run_audited("upload", model, work)
+        return await run_audited(self._tasks, "upload", model, work)
 
     async def remove_model(self, model: str, is_visible: VisibilityCheck) -> None:
         """Unload a model from every replica, and remove its files. Raises `UnknownModel` or `Conflict`."""
-        await self._tasks.run_audited("removal", model, self._remove_model(model, is_visible))
+        await run_audited(self._tasks, "removal", model, self._remove_model(model, is_visible))
 
     async def remove_version(self, model: str, version: int) -> None:
         """Remove a version, and reload the model.
 
         Raises `UnknownModel`, or `Conflict` for the last one and while the model is being loaded.
         """
-        await self._tasks.run_audited("removal", model, self._remove_version(model, version))
+        await run_audited(self._tasks, "removal", model, self._remove_version(model, version))
 
     async def _recover(self) -> None:
         """Revert the changes that exited processes left uncommitted, if nobody does it before."""

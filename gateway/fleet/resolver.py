@@ -7,9 +7,9 @@ from typing import Final, NamedTuple
 from starlette.types import Scope
 
 from gateway.auth import authorize
+from gateway.callers import Caller, Right
 from gateway.errors import UnknownModel
 from gateway.fleet.label_router import ActiveLabel, LabelRouter, UnknownLabel
-from gateway.keys import Caller, Right
 from gateway.names import is_model_name, normalize_version
 from gateway.tensors.sequence import SequenceStep
 from gateway.version_labels import DEFAULT_LABEL, is_label_name

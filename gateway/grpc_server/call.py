@@ -11,6 +11,7 @@ import anyio
 import grpc
 
 from gateway.auth import ANONYMOUS, UNAUTHENTICATED, authorize, authorize_all_models, name_caller
+from gateway.callers import Right
 from gateway.errors import (
     Forbidden,
     GatewayError,
@@ -25,12 +26,10 @@ from gateway.errors import (
 from gateway.fleet.resolver import ModelTarget
 from gateway.grpc_server.receive import MessageReader, ReceiveSlots
 from gateway.grpc_server.status import CallStatus, describe_failure
-from gateway.keys import Right
 from gateway.memory import MemoryBudgetExceeded
 from gateway.metrics import CLIENT_CLOSED_REQUEST
 from gateway.passthrough.headers import NOT_FORWARDED
-from gateway.peers import client_network
-from gateway.protocol.clients import ClientCounts
+from gateway.peers import ClientCounts, client_network
 from gateway.request_info import RequestInfo, current_request_info
 from gateway.routes.middleware import end_trace, log_request
 from gateway.services import Services

@@ -7,12 +7,12 @@ from time import monotonic
 from typing import Final
 
 from gateway.auth import UNAUTHENTICATED
+from gateway.callers import Right
 from gateway.draining import Drain
 from gateway.errors import NotFound, Overloaded
 from gateway.grpc_server.call import IncomingCall, ShuttingDown
 from gateway.grpc_server.models import EMPTY_MESSAGE
 from gateway.grpc_server.wire import LENGTH_DELIMITED, iterate_fields
-from gateway.keys import Right
 from gateway.triton.grpc.byte_channel import GRPC_SERVICE
 
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from time import perf_counter
 
+from gateway.callers import Right
 from gateway.fleet.resolver import ModelTarget, with_sequence
 from gateway.fleet.transports import GrpcBytesCall
 from gateway.grpc_server.call import IncomingCall
 from gateway.grpc_server.infer_request import InferHead, read_infer_request, set_version
-from gateway.keys import Right
 from gateway.services import Services
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.byte_channel import INFER_METHOD

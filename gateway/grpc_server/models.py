@@ -7,13 +7,13 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
+from gateway.callers import Right
 from gateway.errors import Forbidden, ModelNotReady, UnknownModel, UnknownModelToTrace
 from gateway.fleet.resolver import NO_MODEL, ModelTarget
 from gateway.fleet.transports import GrpcBytesCall
 from gateway.grpc_server.call import IncomingCall, check_size
 from gateway.grpc_server.infer_request import set_version
 from gateway.grpc_server.wire import invalid_message
-from gateway.keys import Right
 from gateway.passthrough.rules import NO_SHARED_MEMORY
 from gateway.triton.error_mapping import RequestTarget
 

@@ -7,11 +7,11 @@ from typing import Any, Final
 
 from tritonclient.grpc import service_pb2
 
+from gateway.callers import Right
 from gateway.errors import UnknownModel, UnknownModelToLoad
 from gateway.fleet.index import READY, merge_indexes
 from gateway.grpc_server.call import IncomingCall
 from gateway.grpc_server.models import EMPTY_MESSAGE, decode, read_small_request
-from gateway.keys import Right
 
 INDEX_FIELDS: Final = ("name", "version", "state", "reason")
 

@@ -23,7 +23,7 @@ from gateway.grpc_server.receive import ReceiveSlots
 from gateway.grpc_server.streams import InferStream
 from gateway.memory import default_budget_bytes
 from gateway.messages import CommandError
-from gateway.protocol.clients import ClientCounts
+from gateway.peers import ClientCounts
 from gateway.services import Services
 from gateway.settings import Settings
 from gateway.triton.grpc.byte_channel import STREAM_METHOD

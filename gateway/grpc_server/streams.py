@@ -16,6 +16,7 @@ from typing import Any, Final, cast
 import grpc
 from tritonclient.grpc import service_pb2
 
+from gateway.callers import Right
 from gateway.errors import GatewayError, Unauthenticated
 from gateway.fleet.resolver import NO_MODEL, ModelTarget, with_sequence
 from gateway.fleet.sequences import SequenceKey
@@ -24,7 +25,6 @@ from gateway.grpc_server.call import GRPC_ROUTE, IncomingCall, ResponseNotRead, 
 from gateway.grpc_server.infer_request import InferHead, read_infer_request, set_version
 from gateway.grpc_server.inference import check_classification
 from gateway.grpc_server.receive import StreamReader
-from gateway.keys import Right
 from gateway.memory import MemoryBudgetExceeded
 from gateway.request_info import current_request_info
 from gateway.tasks import cancel_tasks

@@ -12,6 +12,7 @@ import anyio
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.callers import Right
 from gateway.errors import DeadlinePassed, InputMismatch, MalformedRequest
 from gateway.fleet.resolver import LabelledTarget, with_sequence
 from gateway.fleet.shadows import ShadowCopy
@@ -19,7 +20,6 @@ from gateway.fleet.signatures import check_output_names
 from gateway.http_client.connection import Headers
 from gateway.inference.body import DeferredPayload, RequestBody, receive_payload
 from gateway.inference.labels import copy_request, infer_with_label, read_signature
-from gateway.keys import Right
 from gateway.media_types import OCTET_STREAM
 from gateway.memory import MemoryCharge
 from gateway.messages import quote_text, suggest_name

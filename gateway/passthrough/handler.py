@@ -11,13 +11,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway.auth import authorize_all_models
 from gateway.body_chunks import ZLIB_WBITS, coalesce_chunks
+from gateway.callers import Right
 from gateway.error_responses import render_error
 from gateway.errors import BodyTooLarge
 from gateway.fleet.resolver import LabelledTarget
 from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
-from gateway.keys import Right
 from gateway.media_types import JSON
 from gateway.metrics import CLIENT_CLOSED_REQUEST
 from gateway.passthrough.body import (

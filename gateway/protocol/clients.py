@@ -13,7 +13,7 @@ from typing import Any, Final
 from prometheus_client import Counter, Gauge
 
 from gateway.errors import GatewayError, TooManyConnections
-from gateway.peers import client_network
+from gateway.peers import ClientCounts, client_network
 from gateway.protocol.limits import ProtocolLimits
 
 log = logging.getLogger(__name__)
@@ -49,22 +49,6 @@ class PacedCalls:
                 loop.call_soon(waiting.popleft())
         if waiting:
             loop.call_soon(self._run, loop)
-
-
-class ClientCounts:
-    """The number of connections or calls of each client: an IPv4 address, or an IPv6 /64 network."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-
-    def add(self, client: str) -> int:
-        count = self._counts[client] = self._counts.get(client, 0) + 1
-        return count
-
-    def remove(self, client: str) -> None:
-        self._counts[client] -= 1
-        if not self._counts[client]:
-            del self._counts[client]
 
 
 class ClientRegistry:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from fastapi import APIRouter, Request
 
+from gateway.callers import Caller, Right
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import (
     UNAVAILABLE,
@@ -21,7 +22,6 @@ from gateway.fleet.index import (
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.reconciler import ModelProblems
 from gateway.fleet.replica import Replica
-from gateway.keys import Caller, Right
 from gateway.openapi.model_document import build_model_openapi
 from gateway.openapi.models import (
     METADATA_RESPONSES,

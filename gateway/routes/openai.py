@@ -8,11 +8,11 @@ from http import HTTPStatus
 
 from fastapi import APIRouter, Request, Response
 
+from gateway.callers import Right
 from gateway.errors import NoOpenAIServer
 from gateway.inference.completions import RelayedResponse, build_completion_headers
 from gateway.inference.exchange import open_exchange
 from gateway.inference.json_request import receive_json
-from gateway.keys import Right
 from gateway.openapi.openai import (
     COMPLETION_OPENAPI,
     COMPLETION_RESPONSES,

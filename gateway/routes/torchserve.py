@@ -11,6 +11,7 @@ import orjson
 from fastapi import APIRouter, Query, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.callers import Right
 from gateway.error_responses import ERROR_SERIALIZER
 from gateway.errors import (
     CURL_DEFAULT_TYPE,
@@ -22,7 +23,6 @@ from gateway.errors import (
 )
 from gateway.fleet.index import Index, list_versions, version_sort_key
 from gateway.inference.exchange import NO_PAYLOAD, InferExchange, limit_time, open_exchange
-from gateway.keys import Right
 from gateway.media_types import JSON
 from gateway.messages import join_names, quote_text
 from gateway.openapi.torchserve import (

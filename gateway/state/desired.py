@@ -6,13 +6,13 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 import orjson
-from limits import RateLimitItem
 
 from gateway.errors import StateUnavailable
 from gateway.messages import CommandError
+from gateway.rate_limit import RateWindows
 from gateway.state.loads import Loads
 from gateway.version_labels import (
     InvalidLabel,
@@ -129,28 +129,6 @@ class StateStore(Protocol):
         """Return whether the last read and write succeeded."""
 
     async def close(self) -> None: ...
-
-
-class WindowCount(NamedTuple):
-    """The result of counting a request."""
-
-    wait_s: float = 0.0  # 0 if it was counted; otherwise the time until it can be
-    opens_window: bool = False  # the window was empty
-
-
-class RateWindows(Protocol):
-    """Request counters in time windows, shared by several processes."""
-
-    async def count(
-        self, window: RateLimitItem, name: str, inferences: int, *, opens_window: bool
-    ) -> WindowCount:
-        """Count a request, or if it is several inferences, the others of a request that was counted as one.
-
-        They are counted if the window has room for all of them. The request that opened the window needs no
-        room: what does not fit counts in the following windows, which closes them.
-
-        Raises `StateUnavailable` after a short timeout.
-        """
 
 
 @dataclass(frozen=True)

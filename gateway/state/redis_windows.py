@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from limits import RateLimitItem
 
-from gateway.state.desired import OutageLog, WindowCount
+from gateway.rate_limit import WindowCount
+from gateway.state.desired import OutageLog
 from gateway.state.redis_connection import (
     RedisServer,
     create_redis_client,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
 from gateway.auth import name_caller
-from gateway.keys import Caller
+from gateway.callers import Caller
 from gateway.peers import client_network
 from gateway.protocol.connection import RESERVED_CONNECTIONS, HttpProtocol
 from gateway.protocol.parser import SMALL_READ_BYTES

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 import pytest
 
-from gateway import auth, keys, messages, names, tracing
+from gateway import auth, callers, messages, names, tracing
 from gateway.body_chunks import ZLIB_WBITS, coalesce_chunks, inflate_chunks
 from gateway.embedded.log_filter import LogFilter
 from gateway.errors import GatewayError
@@ -161,7 +161,7 @@ def step_in(body: bytes) -> object:
 
 
 def globs(name: str) -> bool:
-    return keys.Caller("a", models=("*a*b*c*", "*a*a*a*z", "[ab]*[cd]*[ef]*")).can_see(name)
+    return callers.Caller("a", models=("*a*b*c*", "*a*a*a*z", "[ab]*[cd]*[ef]*")).can_see(name)
 
 
 PARSERS = (
@@ -214,7 +214,7 @@ PARSERS = (
     Parser("X-Sequence-ID", header(b"x-sequence-id"), of(b"9")),
     Parser("a name of a model", names.is_model_name, of("%25")),
     Parser("… of escapes", names.is_model_name, of("%e2%")),
-    Parser("… that is plain", keys.is_path_safe, of("é")),
+    Parser("… that is plain", callers.is_path_safe, of("é")),
     Parser("… against patterns", globs, of("a")),
     Parser("… against other patterns", globs, of("abc")),
     Parser("a version", names.normalize_version, of("0")),
