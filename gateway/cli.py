@@ -176,7 +176,8 @@ def serve(host: Host = "127.0.0.1", port: Port = 8080, workers: WorkerCount = 1)
 )
 def doctor(host: Host = "127.0.0.1", port: Port = 8080, json: JsonOption = False) -> None:
     """Check this machine and its settings. The exit status is 1 if a check fails."""
-    from gateway.doctor import FAILED, print_findings, run_checks
+    from gateway.capability import FAILED
+    from gateway.doctor import print_findings, run_checks
 
     findings = run_checks(host, port)
     print_findings(findings, json=json)

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from gateway.grpc_server.call import MetadataTooLarge
+from gateway.capabilities.grpc_api.call import MetadataTooLarge
 from tests.support.fleet import url_of
 from tests.support.grpc_gateway import (
     INFER,

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from fastapi.routing import APIRoute
 
+from gateway.capabilities.torchserve.routes import router
 from gateway.embedded.supervisor import EmbeddedTriton
-from gateway.routes.torchserve import router
 from tests.support.fake_triton import ask, port_of
 from tests.support.images import encoded
 from tests.support.keys import (

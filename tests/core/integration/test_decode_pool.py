@@ -13,6 +13,11 @@ import numpy as np
 import psutil
 import pytest
 
+from gateway.capabilities.openai.text_vectors import (
+    parse_completion_request,
+    parse_embeddings_request,
+    parse_rerank_request,
+)
 from gateway.decoding.pool import MAX_CALLS, DecodePool
 from gateway.decoding.worker import WorkerCallError
 from gateway.errors import BadImage, MalformedRequest, TooLarge
@@ -21,11 +26,6 @@ from gateway.tensors.images import inspect_image
 from gateway.tensors.inputs import decode_body
 from gateway.tensors.json_body import parse_large_json
 from gateway.tensors.payload import PayloadLimits
-from gateway.tensors.text_vectors import (
-    parse_completion_request,
-    parse_embeddings_request,
-    parse_rerank_request,
-)
 from tests.support.wait import wait_until_async
 
 MIB = 1 << 20
@@ -73,7 +73,7 @@ async def test_process_that_parses_a_body_does_not_import_the_application(pool: 
     with pytest.raises(MalformedRequest):
         await pool.run(decode_body, (b"{", JSON, None, PayloadLimits()), LONG_S)
     imported = await pool.run(eval, ("{*__import__('sys').modules}",), LONG_S)
-    assert "gateway.tensors.text_vectors" in imported
+    assert "gateway.capabilities.openai.text_vectors" in imported
     assert imported.isdisjoint({"fastapi", "gateway.services"})
 
 

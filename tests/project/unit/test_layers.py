@@ -42,6 +42,9 @@ PURE = (
     "gateway.protocol.parser",
     "gateway.protocol.deadlines",
 )
+CAPABILITIES = "gateway.capabilities."
+INSTALLED = f"{CAPABILITIES}installed"
+COMPOSERS = ("gateway.app", "gateway.doctor")  # they use every capability of the list
 ASYNC_NODES = (ast.AsyncFunctionDef, ast.AsyncFor, ast.AsyncWith, ast.Await)
 CONSTRUCTORS = ("__init__", "__post_init__")
 COMPAT_MODULES = {uvicorn: "gateway.uvicorn_compat", prometheus_client: "gateway.prometheus_compat"}
@@ -84,6 +87,24 @@ def test_imports_go_down_the_table() -> None:
 
 def test_imports_have_no_cycle() -> None:
     TopologicalSorter(package_imports()).prepare()  # raises CycleError, which shows the cycle
+
+
+def capability_of(module: str) -> str:
+    """Return the name of the capability that a module belongs to; empty for the core."""
+    return module.removeprefix(CAPABILITIES).partition(".")[0] if CAPABILITIES in module else ""
+
+
+def test_core_imports_no_capability_and_capabilities_only_the_core() -> None:
+    foreign = [
+        f"{module} imports {imported}"
+        for module, imports in package_imports().items()
+        for imported in imports
+        if imported.startswith(CAPABILITIES)
+        and capability_of(imported) != capability_of(module)
+        and module != INSTALLED
+        and (imported != INSTALLED or module not in COMPOSERS)
+    ]
+    assert not foreign
 
 
 def test_client_imports_no_module_of_the_server() -> None:
