@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from gateway import __version__
-from gateway.auth import PUBLIC_PATHS
+from gateway.access.auth import PUBLIC_PATHS
 from gateway.capabilities.installed import INSTALLED
 from gateway.components import build_components, run_services
 from gateway.draining import Drain

@@ -12,34 +12,35 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
 
-from gateway import __version__, logs
-from gateway.admission import AdmissionQueue
-from gateway.auth import Authenticator
-from gateway.decoding.executor import DecodeExecutor
-from gateway.fleet.activation import ModelActivator
-from gateway.fleet.collector import FleetCollector, OnDemandCollector, StateCollector
+from gateway import __version__
+from gateway.access.auth import Authenticator
+from gateway.access.keys import KeysFile
+from gateway.access.rate_limit import RateLimiter
+from gateway.capacity.admission import AdmissionQueue
+from gateway.capacity.decoding.executor import DecodeExecutor
 from gateway.fleet.discovery import ReplicaSource, create_tls_context, parse_replica_source
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.inference import InferenceService
-from gateway.fleet.label_router import LabelRouter
-from gateway.fleet.labels import LabelManager
-from gateway.fleet.maintenance import Maintenance
-from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.repository import Repository
-from gateway.fleet.resolver import ModelResolver
-from gateway.fleet.shadows import ShadowRunner
 from gateway.fleet.signatures import SignatureCache
-from gateway.keys import KeysFile
 from gateway.memory import MemoryBudget, default_budget_bytes, limit_heap_growth, return_free_memory
-from gateway.metrics import Metrics
-from gateway.rate_limit import RateLimiter
+from gateway.repository.collector import FleetCollector, OnDemandCollector, StateCollector
+from gateway.repository.maintenance import Maintenance
+from gateway.repository.models_file import ModelsFile
+from gateway.repository.on_demand.activation import ModelActivator
+from gateway.repository.repository import Repository
+from gateway.repository.state.desired import StateStore
+from gateway.repository.state.store import open_configured_store
+from gateway.repository.versions.label_router import LabelRouter
+from gateway.repository.versions.labels import LabelManager
+from gateway.repository.versions.resolver import ModelResolver
+from gateway.repository.versions.shadows import ShadowRunner
 from gateway.services import Services
 from gateway.settings import Settings
-from gateway.state.desired import StateStore
-from gateway.state.store import open_configured_store
 from gateway.tasks import repeat
-from gateway.tracing import Tracer
+from gateway.telemetry import logs
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.tracing import Tracer
 from gateway.triton.restricted_api import read_restricted_api
 
 log = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ async def open_activator(
     dispatcher.enable_activation(activator)
     await stack.enter_async_context(activator)
     if settings.scaler_port:
-        from gateway.fleet.scaler import FleetScaler  # noqa: PLC0415 - imports gRPC's server, which is slow
+        from gateway.repository.on_demand.scaler import FleetScaler  # noqa: PLC0415 - imports gRPC's server, which is slow
 
         scaler = FleetScaler(activator.loader.usage, settings.scaler_port)
         await stack.enter_async_context(scaler)

@@ -15,6 +15,7 @@ from typing import Final
 
 import httpx
 
+from gateway.access.keys import read_keys_file
 from gateway.capabilities.installed import INSTALLED
 from gateway.capability import FAILED, OK, WARNING, CheckStatus, Finding, describe_error
 from gateway.client import tables
@@ -23,12 +24,11 @@ from gateway.embedded import installation
 from gateway.embedded.options import CannotStart, check_port_free
 from gateway.errors import GatewayError
 from gateway.fleet.discovery import ReplicaSource, create_tls_context, parse_replica_source
-from gateway.fleet.models_file import read_models_file
 from gateway.fleet.replica import ReplicaAddress, join_host_port
-from gateway.keys import read_keys_file
 from gateway.messages import CommandError, join_names
+from gateway.repository.models_file import read_models_file
+from gateway.repository.state.store import MemoryStateStore, open_configured_store
 from gateway.settings import Settings, describe_unknown_settings, read_settings
-from gateway.state.store import MemoryStateStore, open_configured_store
 
 HTTP_TIMEOUT_S: Final = 2.0
 MIN_OPEN_FILES: Final = 4096

@@ -10,32 +10,32 @@ from typing import Any, Final, TypeVar
 
 from anyio import CapacityLimiter
 
-from gateway.admission import AdmissionQueue
-from gateway.auth import Authenticator
+from gateway.access.auth import Authenticator
+from gateway.access.rate_limit import RateLimiter
 from gateway.callers import Caller
-from gateway.decoding.executor import DecodeExecutor
+from gateway.capacity.admission import AdmissionQueue
+from gateway.capacity.decoding.executor import DecodeExecutor
 from gateway.errors import Forbidden, MalformedRequest
-from gateway.fleet.activation import ModelActivator
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.inference import InferenceService
-from gateway.fleet.labels import LabelManager
-from gateway.fleet.load_parameters import UNLOAD_DEPENDENTS, check_load_parameters
-from gateway.fleet.maintenance import Maintenance
 from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.repository import Repository
-from gateway.fleet.resolver import ModelResolver
-from gateway.fleet.shadows import ShadowRunner
 from gateway.fleet.signatures import SignatureCache
 from gateway.http_client.connection import Headers
 from gateway.memory import MemoryBudget, MemoryCharge
 from gateway.messages import quote_text
-from gateway.metrics import Metrics
-from gateway.rate_limit import RateLimiter
-from gateway.request_info import RequestInfo
+from gateway.repository.load_parameters import UNLOAD_DEPENDENTS, check_load_parameters
+from gateway.repository.maintenance import Maintenance
+from gateway.repository.on_demand.activation import ModelActivator
+from gateway.repository.repository import Repository
+from gateway.repository.versions.labels import LabelManager
+from gateway.repository.versions.resolver import ModelResolver
+from gateway.repository.versions.shadows import ShadowRunner
 from gateway.settings import Settings
 from gateway.settings.access import ModelUploads
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.request_info import RequestInfo
+from gateway.telemetry.tracing import Tracer
 from gateway.tensors.payload import PayloadLimits
-from gateway.tracing import Tracer
 
 T = TypeVar("T")
 # Each one occupies threads, which together would keep Python's global lock from the event loop.

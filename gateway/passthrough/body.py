@@ -15,12 +15,12 @@ import orjson
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
-from gateway.body_chunks import ZLIB_WBITS, inflate_chunks, limit_length
+from gateway.capacity.body_chunks import ZLIB_WBITS, inflate_chunks, limit_length
 from gateway.errors import BodyTooLarge, InputMismatch, MalformedRequest
 from gateway.http_client.connection import Headers
 from gateway.passthrough.headers import RequestHeaders
 from gateway.passthrough.rules import Forwarding
-from gateway.request_info import RequestInfo
+from gateway.telemetry.request_info import RequestInfo
 from gateway.tensors.sequence import SequenceStep, parse_sequence_parameters
 from gateway.tensors.signature import Signature
 from gateway.triton.inference import find_outputs_without_classes

@@ -9,17 +9,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.auth import authorize_all_models
-from gateway.body_chunks import ZLIB_WBITS, coalesce_chunks
+from gateway.access.auth import authorize_all_models
 from gateway.callers import Right
+from gateway.capacity.body_chunks import ZLIB_WBITS, coalesce_chunks
 from gateway.error_responses import render_error
 from gateway.errors import BodyTooLarge
-from gateway.fleet.resolver import LabelledTarget
 from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
 from gateway.media_types import JSON
-from gateway.metrics import CLIENT_CLOSED_REQUEST
 from gateway.passthrough.body import (
     MAX_SEQUENCE_JSON_BYTES,
     MIN_CHUNK_BYTES,
@@ -35,8 +33,10 @@ from gateway.passthrough.headers import RequestHeaders, header_length_error, pre
 from gateway.passthrough.labels import LabelledRequest
 from gateway.passthrough.relay import build_start_message, relay_response, send_own_response
 from gateway.passthrough.rules import FixedResponse, Forwarding, MatchedRoute, find_route
-from gateway.request_info import RequestInfo, read_head
+from gateway.repository.versions.resolver import LabelledTarget
 from gateway.services import Services
+from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
+from gateway.telemetry.request_info import RequestInfo, read_head
 from gateway.tensors.sequence import SequenceStep
 from gateway.triton.error_mapping import RequestTarget
 

@@ -20,7 +20,6 @@ from gateway.fleet.index import (
     merge_indexes,
 )
 from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.reconciler import ModelProblems
 from gateway.fleet.replica import Replica
 from gateway.openapi.model_document import build_model_openapi
 from gateway.openapi.models import (
@@ -31,9 +30,10 @@ from gateway.openapi.models import (
     READY_MODELS_RESPONSES,
     REPLICA_LIST_RESPONSES,
 )
-from gateway.request_info import RequestInfo
+from gateway.repository.reconciler import ModelProblems
 from gateway.routes.dependencies import ServicesForFleet, ServicesForInference, get_caller
 from gateway.services import Services
+from gateway.telemetry.request_info import RequestInfo
 from gateway.tensors import examples
 from gateway.tensors.signature import Signature, TensorSpec
 from gateway.tensors.tf_serving import build_model_metadata, build_version_status

@@ -27,9 +27,9 @@ from gateway.capabilities.uploads.model_files.model_config import (
 from gateway.capabilities.uploads.model_files.onnx_file import is_onnx_file
 from gateway.capabilities.uploads.model_files.received_body import parse_sha256_digest
 from gateway.errors import GatewayError
-from gateway.exposition.families import InvalidExposition
-from gateway.exposition.parser import decode_page, parse_families, split_page_lines
 from gateway.sse import EventStreamScrubber
+from gateway.telemetry.exposition.families import InvalidExposition
+from gateway.telemetry.exposition.parser import decode_page, parse_families, split_page_lines
 from gateway.tensors.data_uri import decode_base64_text
 from gateway.tensors.image_header import read_image_header, strip_metadata
 from gateway.tensors.inputs import (

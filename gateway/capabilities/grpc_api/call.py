@@ -10,7 +10,14 @@ from urllib.parse import unquote
 import anyio
 import grpc
 
-from gateway.auth import ANONYMOUS, UNAUTHENTICATED, authorize, authorize_all_models, name_caller
+from gateway.access.auth import (
+    ANONYMOUS,
+    UNAUTHENTICATED,
+    authorize,
+    authorize_all_models,
+    name_caller,
+)
+from gateway.access.peers import ClientCounts, client_network
 from gateway.callers import Right
 from gateway.capabilities.grpc_api.receive import MessageReader, ReceiveSlots
 from gateway.capabilities.grpc_api.status import CallStatus, describe_failure
@@ -25,15 +32,14 @@ from gateway.errors import (
     Unavailable,
     UnknownModel,
 )
-from gateway.fleet.resolver import ModelTarget
 from gateway.memory import MemoryBudgetExceeded
-from gateway.metrics import CLIENT_CLOSED_REQUEST
 from gateway.passthrough.headers import NOT_FORWARDED
-from gateway.peers import ClientCounts, client_network
-from gateway.request_info import RequestInfo, current_request_info
+from gateway.repository.versions.resolver import ModelTarget
 from gateway.routes.middleware import end_trace, log_request
 from gateway.services import Services
-from gateway.tracing import create_request_id, find_request_id
+from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
+from gateway.telemetry.request_info import RequestInfo, current_request_info
+from gateway.telemetry.tracing import create_request_id, find_request_id
 from gateway.triton.grpc.byte_channel import Metadata
 from gateway.triton.grpc.messages import build_http_headers
 from gateway.triton.restricted_api import GRPC_KEY_PREFIX

@@ -6,7 +6,7 @@ import asyncio
 from time import monotonic
 from typing import Final
 
-from gateway.auth import UNAUTHENTICATED
+from gateway.access.auth import UNAUTHENTICATED
 from gateway.callers import Right
 from gateway.capabilities.grpc_api.call import IncomingCall, ShuttingDown
 from gateway.capabilities.grpc_api.models import EMPTY_MESSAGE

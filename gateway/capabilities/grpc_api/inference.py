@@ -7,8 +7,8 @@ from time import perf_counter
 from gateway.callers import Right
 from gateway.capabilities.grpc_api.call import IncomingCall
 from gateway.capabilities.grpc_api.infer_request import InferHead, read_infer_request, set_version
-from gateway.fleet.resolver import ModelTarget, with_sequence
 from gateway.fleet.transports import GrpcBytesCall
+from gateway.repository.versions.resolver import ModelTarget, with_sequence
 from gateway.services import Services
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.byte_channel import INFER_METHOD

@@ -12,9 +12,9 @@ from gateway.capabilities.grpc_api.call import IncomingCall, check_size
 from gateway.capabilities.grpc_api.infer_request import set_version
 from gateway.capabilities.grpc_api.wire import invalid_message
 from gateway.errors import Forbidden, ModelNotReady, UnknownModel, UnknownModelToTrace
-from gateway.fleet.resolver import NO_MODEL, ModelTarget
 from gateway.fleet.transports import GrpcBytesCall
 from gateway.passthrough.rules import NO_SHARED_MEMORY
+from gateway.repository.versions.resolver import NO_MODEL, ModelTarget
 from gateway.triton.error_mapping import RequestTarget
 
 EMPTY_MESSAGE: Final = b""

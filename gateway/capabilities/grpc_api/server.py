@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import grpc
 
+from gateway.access.peers import ClientCounts
 from gateway.capabilities.grpc_api.call import (
     GRPC_ROUTE,
     CallEnvironment,
@@ -28,7 +29,6 @@ from gateway.errors import UnknownMethod
 from gateway.fleet.replica import join_host_port
 from gateway.memory import default_budget_bytes
 from gateway.messages import CommandError
-from gateway.peers import ClientCounts
 from gateway.services import Services
 from gateway.settings import Settings
 from gateway.triton.grpc.byte_channel import STREAM_METHOD

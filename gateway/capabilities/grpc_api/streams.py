@@ -27,12 +27,12 @@ from gateway.capabilities.grpc_api.infer_request import InferHead, read_infer_re
 from gateway.capabilities.grpc_api.inference import check_classification
 from gateway.capabilities.grpc_api.receive import StreamReader
 from gateway.errors import GatewayError, Unauthenticated
-from gateway.fleet.resolver import NO_MODEL, ModelTarget, with_sequence
 from gateway.fleet.sequences import SequenceKey
 from gateway.fleet.transports import GrpcBytesStreamCall
 from gateway.memory import MemoryBudgetExceeded
-from gateway.request_info import current_request_info
+from gateway.repository.versions.resolver import NO_MODEL, ModelTarget, with_sequence
 from gateway.tasks import cancel_tasks
+from gateway.telemetry.request_info import current_request_info
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.byte_channel import ByteStream, map_stream_error
 

@@ -15,7 +15,7 @@ from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
 from gateway.inference.exchange import ATTACHMENT_HEADERS, is_active_content
 from gateway.media_types import JSON
-from gateway.tracing import TRACE_CONTEXT_HEADERS
+from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS
 
 log = logging.getLogger(__name__)
 

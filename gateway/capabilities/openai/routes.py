@@ -32,8 +32,8 @@ from gateway.capabilities.openai.text_vectors import (
 from gateway.errors import NoOpenAIServer
 from gateway.inference.exchange import open_exchange
 from gateway.inference.json_request import receive_json
-from gateway.request_info import RequestInfo
 from gateway.routes.dependencies import ServicesForInference
+from gateway.telemetry.request_info import RequestInfo
 from gateway.tensors.codecs import DEFAULT_CODEC
 
 router = APIRouter(tags=["embeddings"])

@@ -12,14 +12,14 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from gateway.audit import run_audited
 from gateway.capabilities.uploads.model_files.model_upload import ModelUpload
 from gateway.capabilities.uploads.model_files.store import ModelChange, ModelStore
 from gateway.errors import Conflict, GatewayError, UnknownModel
-from gateway.fleet.report import PartialFailure
-from gateway.fleet.repository import Repository, VisibilityCheck
 from gateway.messages import quote_text
+from gateway.repository.report import PartialFailure
+from gateway.repository.repository import Repository, VisibilityCheck
 from gateway.tasks import TaskSet, cancel_tasks
+from gateway.telemetry.audit import run_audited
 
 log = logging.getLogger(__name__)
 

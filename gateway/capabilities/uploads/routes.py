@@ -15,7 +15,6 @@ from fastapi import APIRouter, Query, Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
-from gateway.body_chunks import coalesce_chunks
 from gateway.capabilities.uploads.description import (
     FILE_LIST_RESPONSES,
     FILE_RESPONSES,
@@ -44,6 +43,7 @@ from gateway.capabilities.uploads.model_files.received_body import (
 from gateway.capabilities.uploads.model_files.staging import Staging
 from gateway.capabilities.uploads.model_files.store import ModelStore
 from gateway.capabilities.uploads.publisher import ModelPublisher
+from gateway.capacity.body_chunks import coalesce_chunks
 from gateway.errors import (
     DigestMismatch,
     Forbidden,
@@ -54,12 +54,12 @@ from gateway.errors import (
 )
 from gateway.inference.body import RequestBody
 from gateway.media_types import JSON, MULTIPART, OCTET_STREAM
-from gateway.metrics import CLIENT_CLOSED_REQUEST
-from gateway.request_info import RequestInfo
 from gateway.routes.dependencies import ServicesForManagement, get_caller
 from gateway.services import Services
 from gateway.settings import Settings
 from gateway.settings.access import ModelUploads
+from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
+from gateway.telemetry.request_info import RequestInfo
 from gateway.tensors.media_type import parse_content_type, parse_header_parameters
 
 router = APIRouter(tags=["uploads"])

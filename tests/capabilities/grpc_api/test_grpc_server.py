@@ -171,7 +171,7 @@ def test_unusable_grpc_port_ends_the_start_with_its_number(triton: Triton) -> No
 @pytest.mark.long
 def test_gateway_without_a_grpc_port_imports_no_grpc_server() -> None:
     names = "[name for name in sys.modules if 'grpc_server' in name]"
-    code = f"import sys, gateway.app, gateway.launch; print({names})"
+    code = f"import sys, gateway.app, gateway.server.launch; print({names})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from tritonclient.http.auth import BasicAuth
 from tritonclient.utils import InferenceServerException
 
+from gateway.access.auth import PUBLIC_PATH_PREFIXES, PUBLIC_PATHS
+from gateway.access.keys import BadKeysFile, add_key, parse_keys, read_keys_file, remove_key
 from gateway.app import ROUTERS, create_app
-from gateway.auth import PUBLIC_PATH_PREFIXES, PUBLIC_PATHS
 from gateway.callers import Caller, Role
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.error_responses import OPENAI_PATHS
-from gateway.keys import BadKeysFile, add_key, parse_keys, read_keys_file, remove_key
 from gateway.passthrough.rules import ROUTE_RULES
 from gateway.settings import Settings
 from tests.support.fake_triton import ask, fake_triton, port_of
@@ -958,7 +958,7 @@ def test_keys_file_that_is_a_link_stays_one(tmp_path: Path) -> None:
 def test_keys_that_are_added_concurrently_are_all_kept(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     code = (
-        "import sys; from pathlib import Path; from gateway.keys import add_key\n"
+        "import sys; from pathlib import Path; from gateway.access.keys import add_key\n"
         "from gateway.callers import Role\n"
         "for n in range(10): add_key(Path(sys.argv[1]), f'{sys.argv[2]}-{n}', [Role.infer], ['*'], None)"
     )

@@ -18,8 +18,8 @@ from gateway.capabilities.openai.text_vectors import (
     parse_embeddings_request,
     parse_rerank_request,
 )
-from gateway.decoding.pool import MAX_CALLS, DecodePool
-from gateway.decoding.worker import WorkerCallError
+from gateway.capacity.decoding.pool import MAX_CALLS, DecodePool
+from gateway.capacity.decoding.worker import WorkerCallError
 from gateway.errors import BadImage, MalformedRequest, TooLarge
 from gateway.media_types import JSON
 from gateway.tensors.images import inspect_image
@@ -45,7 +45,7 @@ one_process = pytest.mark.parametrize("pool", [1], indirect=True)
 
 def children() -> list[psutil.Process]:
     found = psutil.Process().children()
-    return [child for child in found if "gateway.decoding" in " ".join(command_of(child))]
+    return [child for child in found if "gateway.capacity.decoding" in " ".join(command_of(child))]
 
 
 def command_of(process: psutil.Process) -> list[str]:

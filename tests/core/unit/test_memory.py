@@ -14,7 +14,7 @@ from gateway.memory import (
     memory_limit_bytes,
     return_free_memory,
 )
-from gateway.metrics import Metrics
+from gateway.telemetry.metrics import Metrics
 
 MIB = 1 << 20
 
