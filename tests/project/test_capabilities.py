@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,3 +70,14 @@ def test_gateway_without_a_capability_serves_the_others(
             for path in PATHS[name]:
                 is_described = any(each.startswith(path) for each in described)
                 assert is_described is (name not in names), path
+
+
+def test_capabilities_that_are_switched_off_are_not_imported() -> None:
+    program = (
+        "import sys; from gateway.app import create_app; from gateway.settings import Settings;"
+        "create_app(Settings(state='memory:'));"
+        "print([name for name in sys.modules if name.startswith("
+        "('gateway.capabilities.grpc_api.', 'gateway.capabilities.torchserve.'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stdout == b"[]\n"
