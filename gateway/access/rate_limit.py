@@ -102,14 +102,14 @@ class LocalRateWindows:
         while times and times[0] <= now - length_s:
             times.popleft()
         if inferences > 1:
-            return self._count_others(window, times, now, inferences, opens_window=opens_window)
+            return self._count_further(window, times, now, inferences, opens_window=opens_window)
         if len(times) >= window.amount:
             return WindowCount(max(times[-window.amount] + length_s - now, MIN_RATE_WAIT_S))
         times.append(now)
         return ONLY_REQUEST if len(times) == 1 else COUNTED_REQUEST
 
     @staticmethod
-    def _count_others(
+    def _count_further(
         window: RateLimitItem,
         times: deque[float],
         now: float,

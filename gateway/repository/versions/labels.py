@@ -26,7 +26,7 @@ class VersionNotReady(Conflict):
     def __init__(self, model: str, version: str, reasons: Iterable[str]) -> None:
         super().__init__(
             f"a label cannot mean version {version} of model {quote_text(model)}, which is not ready "
-            f"({'; '.join(reasons)}); it must be loaded first"
+            f"({'; '.join(reasons)}); load it first, or upload it if the repository lacks it"
         )
 
 
