@@ -25,7 +25,7 @@ from gateway.media_types import JSON
 from gateway.openapi.repository import MANAGEMENT_ERROR_SCHEMA
 from gateway.openapi.responses import ERROR_SCHEMA
 from gateway.openapi.schemas import SECURITY, SECURITY_SCHEMES
-from gateway.routes import health, infer, labels, log_level, models, replicas, repository, ui
+from gateway.routes import health, infer, labels, log_level, models, replicas, repository, root
 from gateway.routes import metrics as metrics_page
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.services import Services
@@ -56,7 +56,6 @@ ROUTE_MODULES = (
     health,
     metrics_page,
 )
-ROUTERS = (*(module.router for module in ROUTE_MODULES), ui.root_router, ui.router)
 HANDLED_EXCEPTIONS = (HTTPException, RequestValidationError, MemoryError, Exception)
 
 
@@ -124,7 +123,7 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
 
     app = GatewayFastAPI(title="triton-gateway", version=__version__, lifespan=lifespan)
     app.requires_key = components.keys_file is not None
-    routers = [router for router in ROUTERS if router is not ui.router or settings.page]
+    routers = [module.router for module in ROUTE_MODULES]
     edge = GatewayMiddleware(app)
     application: ASGIApp = edge
     for attachment in attachments:
@@ -132,7 +131,7 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
         app.error_schemas |= attachment.error_schemas
         if attachment.layer is not None:
             application = attachment.layer(application)
-    for router in routers:
+    for router in (*routers, root.router):  # a page may have its path
         # `include_router` builds each route again, at the first request, which then waits for 60 ms.
         app.router.routes.extend(router.routes)
     for exception in HANDLED_EXCEPTIONS:

@@ -42,9 +42,7 @@ class House:
         return len({room.partition("/")[0] for room in self.files if room})
 
     def count_core(self, counts: Mapping[str, int]) -> int:
-        return sum(
-            count for room, count in counts.items() if not room.startswith(OUTSIDE)
-        )
+        return sum(count for room, count in counts.items() if not room.startswith(OUTSIDE))
 
     @property
     def largest_capability(self) -> tuple[int, str]:

@@ -9,6 +9,7 @@ from typing import Final
 
 from gateway.capabilities.grpc_api import CAPABILITY as GRPC_API
 from gateway.capabilities.openai import CAPABILITY as OPENAI
+from gateway.capabilities.page import CAPABILITY as PAGE
 from gateway.capabilities.torchserve import CAPABILITY as TORCHSERVE
 from gateway.capabilities.uploads import CAPABILITY as UPLOADS
 from gateway.capability import Capability
@@ -17,5 +18,6 @@ INSTALLED: Final[tuple[Capability, ...]] = (
     OPENAI,
     UPLOADS,
     TORCHSERVE,
+    PAGE,
     GRPC_API,  # the last one to open, because its clients are served at once
 )

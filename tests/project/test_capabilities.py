@@ -22,6 +22,7 @@ PATHS = {
     "uploads": ("/v1/models/{model}/files", "/v1/models/{model}/versions/{version}/files"),
     "torchserve": ("/predictions/", "/models", "/ping"),
     "grpc_api": (),
+    "page": (),
 }
 STATUSES = {"/livez": 200, "/v1/replicas": 200, "/metrics": 200, "/readyz": 503, "/nothing": 404}
 
