@@ -29,7 +29,7 @@ from gateway.fleet.shadows import ShadowRunner
 from gateway.fleet.signatures import SignatureCache
 from gateway.http_client.connection import Headers
 from gateway.keys import Caller
-from gateway.memory import MemoryBudget, MemoryCharge
+from gateway.memory import MemoryBudget, MemoryCharge, MemoryKind
 from gateway.messages import quote_text
 from gateway.metrics import Metrics
 from gateway.rate_limit import RateLimiter
@@ -69,10 +69,10 @@ class Services:
     publisher: ModelPublisher | None = None  # without a repository, models cannot be uploaded
     management_headers: Headers = field(default_factory=list)  # open Triton's own management API
 
-    def get_charge(self, info: RequestInfo) -> MemoryCharge:
+    def get_charge(self, info: RequestInfo, kind: MemoryKind = "body") -> MemoryCharge:
         charge = info.charge  # `GatewayMiddleware` releases it at the end of the request
         if charge is None:
-            charge = info.charge = MemoryCharge(self.memory)
+            charge = info.charge = MemoryCharge(self.memory, kind)
         return charge
 
     def accepts_code(self, caller: Caller) -> bool:

@@ -15,7 +15,13 @@ import grpc
 from gateway.draining import Drain
 from gateway.errors import UnknownMethod
 from gateway.fleet.replica import join_host_port
-from gateway.grpc_server.call import GRPC_ROUTE, CallEnvironment, IncomingCall, MethodAccess
+from gateway.grpc_server.call import (
+    GRPC_ROUTE,
+    MIN_CHARGED_BYTES,
+    CallEnvironment,
+    IncomingCall,
+    MethodAccess,
+)
 from gateway.grpc_server.certificate import GrpcCertificate
 from gateway.grpc_server.health import HealthService
 from gateway.grpc_server.methods import Method, list_methods
@@ -69,11 +75,15 @@ def make_handler(environment: CallEnvironment, path: str, method: Method) -> Any
 
     async def handle(_: Any, context: Any) -> bytes | None:
         call = IncomingCall(environment, context, path, method.access)
+        is_unread = False
         try:
             call.count_client()
             await call.identify_caller()
             response = await method.serve(call)
             if response is not None:
+                if len(response) > MIN_CHARGED_BYTES:
+                    call.charge_response(response)
+                    is_unread = True
                 call.succeed(response)
             context.set_trailing_metadata((("x-request-id", call.info.request_id),))
             return response
@@ -81,7 +91,12 @@ def make_handler(environment: CallEnvironment, path: str, method: Method) -> Any
             await abort_call(call, exc)
             raise
         finally:
-            call.end()
+            if is_unread:
+                context.add_done_callback(
+                    lambda _: call.end()
+                )  # when it is sent, or the client is gone
+            else:
+                call.end()
 
     if method.is_stream:
         return grpc.stream_stream_rpc_method_handler(handle)
@@ -105,7 +120,10 @@ async def abort_call(call: IncomingCall, exc: Exception) -> None:
     if isinstance(exc, grpc.aio.AbortError):
         raise exc
     status = call.fail(exc)
-    await call.context.abort(status.code, status.detail, status.trailers)
+    try:
+        await call.context.abort(status.code, status.detail, status.trailers)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None  # the client is gone
 
 
 def build_options(settings: Settings, *, shares_port: bool) -> list[tuple[str, int]]:

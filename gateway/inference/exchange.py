@@ -264,6 +264,7 @@ class InferExchange:
         else:
             result = await infer_with_label(self.services.inference, self.label, request)
             self.info.version = result.version or self.info.version
+        self.charge.change_kind("response")
         self.charge.add(RESPONSE_MEMORY_FACTOR * result.size_bytes)
         if self.label is not None:
             copy = copy_request(self.services.shadows, self.label.label, request, result)
