@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
+from gateway.components import METRICS_INTERVAL_S
 from gateway.grpc_server.call import MetadataTooLarge
 from gateway.memory import MemoryBudgetExceeded
 from tests.support.fleet import url_of
@@ -163,6 +164,7 @@ def test_unread_responses_count_against_the_memory_budget(
         wait_until(lambda: set(held_memory(gateway.http).values()) == {0})
 
 
+@pytest.mark.long
 @pytest.mark.fault("gRPC streams that send large requests and do not read the responses")
 def test_unread_response_is_charged_until_the_client_leaves(served: GrpcGateway) -> None:
     """grpcio has it after the stream has ended."""
@@ -172,6 +174,8 @@ def test_unread_response_is_charged_until_the_client_leaves(served: GrpcGateway)
         client.send_data(client.start_call(STREAM), encode_message(numbers_request()))
         wait_until(lambda: metric(served.http, name) > before)
         wait_until(lambda: metric(served.http, IN_PROGRESS) == 0)
+        ended_at = time.monotonic()
+        wait_until(lambda: time.monotonic() > ended_at + 2 * METRICS_INTERVAL_S)
         assert held_memory(served.http)["response"] > 480_000
     wait_until(lambda: held_memory(served.http)["response"] == 0)
 
