@@ -72,7 +72,8 @@ async def update_metrics(metrics: Metrics, admission: AdmissionQueue, memory: Me
         lags.append(max(loop.time() - due, 0.0))
         metrics.loop_lag.set(max(lags))
         metrics.waiting.set(admission.waiting)
-        metrics.request_memory.set(memory.used_bytes)
+        for kind, size in memory.bytes_by_kind.items():
+            metrics.request_memory.labels(kind).set(size)
         metrics.update_dropped_lines(logs.count_dropped_lines())
         metrics.flush()
 

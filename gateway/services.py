@@ -21,7 +21,7 @@ from gateway.fleet.inference import InferenceService
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.signatures import SignatureCache
 from gateway.http_client.connection import Headers
-from gateway.memory import MemoryBudget, MemoryCharge
+from gateway.memory import MemoryBudget, MemoryCharge, MemoryKind
 from gateway.messages import quote_text
 from gateway.repository.load_parameters import UNLOAD_DEPENDENTS, check_load_parameters
 from gateway.repository.maintenance import Maintenance
@@ -80,10 +80,10 @@ class Services:
         component: T = self._provided[kind]
         return component
 
-    def get_charge(self, info: RequestInfo) -> MemoryCharge:
+    def get_charge(self, info: RequestInfo, kind: MemoryKind = "body") -> MemoryCharge:
         charge = info.charge  # `GatewayMiddleware` releases it at the end of the request
         if charge is None:
-            charge = info.charge = MemoryCharge(self.memory)
+            charge = info.charge = MemoryCharge(self.memory, kind)
         return charge
 
     def accepts_code(self, caller: Caller) -> bool:

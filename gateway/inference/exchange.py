@@ -148,7 +148,7 @@ class InferExchange:
         return is_columns, await self._convert_payloads(payloads)
 
     async def _receive_start(self) -> bool:
-        """Return whether the whole body is there when the application starts (`gateway.server.protocol`)."""
+        """Return whether the whole body is there when the application starts (`server/protocol/`)."""
         if b"expect" in self.body.headers:  # the client waits for 100 Continue
             return False
         return await self.body.receive_start(self.services.payload_limits.max_bytes)
@@ -264,6 +264,7 @@ class InferExchange:
         else:
             result = await infer_with_label(self.services.inference, self.label, request)
             self.info.version = result.version or self.info.version
+        self.charge.change_kind("response")
         self.charge.add(RESPONSE_MEMORY_FACTOR * result.size_bytes)
         if self.label is not None:
             copy = copy_request(self.services.shadows, self.label.label, request, result)

@@ -178,7 +178,8 @@ async def prepare_body(
     body = build_passthrough_body(message, receive, forwarded, length, limit, scope["request_info"])
     if headers.content_encoding in ZLIB_WBITS:
         first, length = b"", None
-        body = await inflate_body(body, headers.content_encoding, limit, forwarded)
+        charge = services.get_charge(scope["request_info"])
+        body = await inflate_body(body, headers.content_encoding, limit, forwarded, charge)
     elif headers.content_encoding:
         forwarded[:] = [header for header in forwarded if header[0] != b"content-encoding"]
     if isinstance(body, bytes):

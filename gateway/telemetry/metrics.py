@@ -22,6 +22,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from gateway import __version__
+from gateway.memory import MEMORY_KINDS
 from gateway.tasks import BACKGROUND_LOOPS, background_failures
 from gateway.telemetry.prometheus_compat import add_observations
 from gateway.telemetry.request_info import RequestInfo
@@ -119,7 +120,9 @@ class Metrics:
         )
         self.request_memory = create.level(
             "gateway_request_memory_bytes",
-            "Memory held by request and response bodies; GATEWAY_MAX_BYTES_IN_FLIGHT limits it.",
+            "Memory held by requests and responses, by kind: "
+            f"{', '.join(MEMORY_KINDS)}. GATEWAY_MAX_BYTES_IN_FLIGHT limits the sum.",
+            ("kind",),
         )
         self.decode_duration = create.histogram(
             "gateway_image_decode_seconds",
@@ -141,6 +144,8 @@ class Metrics:
             f"{', '.join(REFUSAL_REASONS)}.",
             ("reason",),
         )
+        for memory_kind in MEMORY_KINDS:
+            self.request_memory.labels(memory_kind)
         # A series that exists from the start makes its first event visible to increase().
         for reason in SHED_REASONS:
             self.shed.labels(reason)

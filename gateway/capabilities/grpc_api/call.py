@@ -49,6 +49,8 @@ OK_STATUS: Final = 200
 UNCOUNTED_STATUSES: Final = (OK_STATUS, CLIENT_CLOSED_REQUEST)
 # Larger messages count against the memory budget, like the bodies of /v2.
 MIN_CHARGED_BYTES: Final = 64 << 10
+# grpcio has a copy of a message while it is sent, and cannot send without one.
+COPIES: Final = 2
 # A message of a few bytes has this time to arrive, whatever the deadline of its call.
 SHORT_MESSAGE_TIMEOUT_S: Final = 5.0
 # Triton accepts 8 KiB (RFC 9113, section 6.5.2), including what the gateway and gRPC add. Up to 16 KiB, it
@@ -247,7 +249,7 @@ class IncomingCall:
         """Raises `MemoryBudgetExceeded`."""
         self.info.bytes_in = size = len(message)
         if size > min_charged_bytes:
-            self.services.get_charge(self.info).add(size)
+            self.services.get_charge(self.info, "message").add(COPIES * size)
 
     def select_metadata(self) -> Metadata:
         """Return the metadata for Triton, which can turn it into parameters of the request.
@@ -262,15 +264,42 @@ class IncomingCall:
 
     # The response.
 
+    def charge_response(self, response: bytes) -> None:
+        """Charge a response in place of the request. Raises `MemoryBudgetExceeded` or `TooLarge`."""
+        charge = self.services.get_charge(self.info)
+        charge.change_kind("response")
+        charge.resize(COPIES * len(response))
+
     async def write(self, response: bytes) -> None:
         """Send a response of a stream. Raises `ResponseNotRead`."""
         services = self.services
+        timeout_s = services.settings.write_timeout_s
         try:
-            with anyio.fail_after(services.settings.write_timeout_s):
+            if len(response) > MIN_CHARGED_BYTES:
+                await self._write_large(response, timeout_s)
+                return
+            with anyio.fail_after(timeout_s):
                 await self.context.write(response)
         except TimeoutError:
             services.metrics.refusals.labels("answer_not_taken").inc()
             raise ResponseNotRead from None
+        except grpc.aio.InternalError:
+            raise asyncio.CancelledError from None  # the client is gone, and gRPC cancels the call
+
+    async def _write_large(self, response: bytes, timeout_s: float) -> None:
+        """Send a response, which stays charged until grpcio drops it, even if that is after the call."""
+        writing = asyncio.create_task(self.context.write(response))
+        writing.add_done_callback(ignore_failure)  # the call may have ended
+        try:
+            await asyncio.wait([writing], timeout=timeout_s)
+            if not writing.done():
+                raise TimeoutError
+            writing.result()
+        finally:
+            charge = self.info.charge
+            if charge is not None and not writing.done():
+                self.info.charge = None
+                writing.add_done_callback(lambda _: charge.release())
 
     # The end.
 
@@ -298,6 +327,12 @@ class IncomingCall:
         log_request(self.scope, info, self._status, duration_s)
         if info.trace is not None:
             end_trace(info.trace, self.scope, info, self._status)
+
+
+def ignore_failure(task: asyncio.Task[None]) -> None:
+    """Keep asyncio from reporting that nobody asked for the task's exception."""
+    if not task.cancelled():
+        task.exception()
 
 
 def check_size(message: bytes, max_bytes: int) -> None:

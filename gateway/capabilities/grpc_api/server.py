@@ -15,6 +15,7 @@ import grpc
 from gateway.access.peers import ClientCounts
 from gateway.capabilities.grpc_api.call import (
     GRPC_ROUTE,
+    MIN_CHARGED_BYTES,
     CallEnvironment,
     IncomingCall,
     MethodAccess,
@@ -74,11 +75,15 @@ def make_handler(environment: CallEnvironment, path: str, method: Method) -> Any
 
     async def handle(_: Any, context: Any) -> bytes | None:
         call = IncomingCall(environment, context, path, method.access)
+        is_unread = False
         try:
             call.count_client()
             await call.identify_caller()
             response = await method.serve(call)
             if response is not None:
+                if len(response) > MIN_CHARGED_BYTES:
+                    call.charge_response(response)
+                    is_unread = True
                 call.succeed(response)
             context.set_trailing_metadata((("x-request-id", call.info.request_id),))
             return response
@@ -86,7 +91,12 @@ def make_handler(environment: CallEnvironment, path: str, method: Method) -> Any
             await abort_call(call, exc)
             raise
         finally:
-            call.end()
+            if is_unread:
+                context.add_done_callback(
+                    lambda _: call.end()
+                )  # when it is sent, or the client is gone
+            else:
+                call.end()
 
     if method.is_stream:
         return grpc.stream_stream_rpc_method_handler(handle)
@@ -110,7 +120,10 @@ async def abort_call(call: IncomingCall, exc: Exception) -> None:
     if isinstance(exc, grpc.aio.AbortError):
         raise exc
     status = call.fail(exc)
-    await call.context.abort(status.code, status.detail, status.trailers)
+    try:
+        await call.context.abort(status.code, status.detail, status.trailers)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None  # the client is gone
 
 
 def build_options(settings: Settings, *, shares_port: bool) -> list[tuple[str, int]]:

@@ -97,8 +97,11 @@ class InferStream:
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             while (message := await self._read_message(stopping)) is not grpc.aio.EOF:
-                await self._accept(cast(bytes, message))
+                failure = await self._accept(cast(bytes, message))
                 del message  # it can be large, and the next one may come much later
+                if isinstance(failure, MemoryBudgetExceeded):
+                    # The next one would be received in full as well, only to be refused.
+                    await asyncio.wait([stopping], timeout=failure.retry_after_s)
             if self._tasks:
                 await asyncio.wait(self._tasks)
             if self._stopping.is_set():
@@ -123,8 +126,11 @@ class InferStream:
         in_flight = self._services.metrics.in_flight[GRPC_ROUTE]
         return in_flight >= self._max_requests or self._services.memory.is_half_used
 
-    async def _accept(self, message: bytes) -> None:
-        """Start a request in the order in which it came. Raises `Unauthenticated` for a revoked key."""
+    async def _accept(self, message: bytes) -> GatewayError | None:
+        """Start a request in the order in which it came; return why it is refused.
+
+        Raises `Unauthenticated` for a revoked key.
+        """
         call = self._start_request()
         request = StreamRequest(call, message, asyncio.Event())
         is_ordered = True
@@ -146,6 +152,7 @@ class InferStream:
         task = asyncio.create_task(self._answer(request))
         self._tasks.add(task)
         task.add_done_callback(partial(self._finish, request))
+        return request.failure
 
     async def _prepare(self, request: StreamRequest) -> bool:
         """Check a request; return whether its response comes in the order of the requests."""
@@ -214,13 +221,12 @@ class InferStream:
         stream, response = await self._services.dispatcher.send(stream_call, timeout_s)
         request.message = b""
         del stream_call  # it has the message, which can be large
-        charge = self._services.get_charge(call.info)
         try:
             if response is not None and request.waits_for_order:
                 # The model has answered, and is not to wait for that of another request.
                 slot.close()
             while response is not None:
-                charge.resize(len(response))
+                call.charge_response(response)
                 await self._write(request, response)
                 call.succeed(response)
                 response = await self._read_response(request, stream)

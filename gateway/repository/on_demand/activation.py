@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
@@ -112,7 +113,8 @@ class ModelActivator:
         started_at = perf_counter()
         self._count_waiting(1)
         try:
-            await self._wait(model, timeout_s)
+            with hold_charge():
+                await self._wait(model, timeout_s)
         finally:
             self._count_waiting(-1)
             waited_s = perf_counter() - started_at
@@ -348,6 +350,12 @@ def build_no_room_error(model: str, obstacle: NoPlacement) -> NoRoom:
     has_hidden = len(visible) < len(obstacle.holders)
     protected_s = obstacle.protected_until - perf_counter()
     return NoRoom(model, visible, has_hidden=has_hidden, protected_s=protected_s)
+
+
+def hold_charge() -> AbstractContextManager[None]:
+    """Count the memory of the current request as held, during the context."""
+    info = current_request_info.get()
+    return nullcontext() if info is None or info.charge is None else info.charge.hold()
 
 
 def get_caller_name() -> str:
