@@ -20,12 +20,12 @@ class Limits:
     """What a newcomer must be able to survey. Whoever lowers a size lowers its limit."""
 
     folders: int = 18
-    modules: int = 20  # at the top
+    modules: int = 21  # at the top
     files_in_folder: int = 25
     core_files: int = 215
     core_lines: int = 29_000
     capability_lines: int = 3_800
-    lines: int = 40_600
+    lines: int = 41_200
 
 
 @dataclass(frozen=True)
