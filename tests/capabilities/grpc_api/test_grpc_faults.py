@@ -36,12 +36,10 @@ from tests.support.grpc_gateway import (
     memory_mib,
 )
 from tests.support.http2 import (
-    CANCEL,
     DATA,
     GOAWAY,
     HEADERS,
     PING,
-    RST_STREAM,
     WINDOW_UPDATE,
     Http2Connection,
     encode_frame,
@@ -219,20 +217,6 @@ def test_thousands_of_streams_leave_other_clients_served(served: GrpcGateway) ->
         assert metric(served.http, IN_PROGRESS) <= 200
         assert memory_mib(served) < memory + 64
     wait_until(lambda: metric(served.http, IN_PROGRESS) == 0)
-
-
-@pytest.mark.fault(
-    "thousands of unknown model names, and names that a server of completions accepts"
-)
-def test_long_unknown_model_names_are_not_kept(served: GrpcGateway) -> None:
-    """The tables of the gateway have names as keys, and outlive the request."""
-    memory, values = memory_mib(served), np.zeros((1, 4), np.float32)
-    for number in range(400):  # 80 MB of names
-        message = infer_request(f"{number}{'x' * 200_000}", values)
-        code, _ = failure(call_bytes, served.address, INFER, message)
-        assert code == "NOT_FOUND"
-    assert memory_mib(served) < memory + 45  # the heaps may keep 30 for the next requests
-    assert serves(served)
 
 
 @pytest.mark.fault("gRPC messages over the limit, compressed ones that decompress beyond it, large")
@@ -466,25 +450,6 @@ def test_request_that_would_crash_triton_is_refused(
                 (response,) = channel.stream_stream(STREAM)(iter([message]), timeout=TIMEOUT_S)
             assert service_pb2.ModelStreamInferResponse.FromString(response).error_message
             assert serves(served)
-
-
-@pytest.mark.fault("thousands of gRPC calls that are reset at once, pings without end")
-def test_thousands_of_resets_leave_other_clients_served(served: GrpcGateway) -> None:
-    memory = memory_mib(served)
-    with Http2Connection(served.address) as client:
-        cancel = CANCEL.to_bytes(4, "big")
-        for number in range(5000):
-            message = encode_frame(DATA, 1, 2 * number + 1, encode_message(SMALL))
-            reset = encode_frame(RST_STREAM, 0, 2 * number + 1, cancel)
-            try:
-                client.send(client.header(INFER), message, reset)
-            except ConnectionError:
-                break  # the server may have had enough
-            if number % 1000 == 0:
-                assert serves(served)
-    assert serves(served)
-    wait_until(lambda: metric(served.http, IN_PROGRESS) == 0)
-    assert memory_mib(served) < memory + 64
 
 
 @pytest.mark.fault("thousands of gRPC calls that are reset at once, pings without end")
