@@ -33,7 +33,7 @@ OWN_ENV := triton_repo_examples/own_env/python_env
 # The processes that the tests start would otherwise compile the gateway again and again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test test-long test-all test-unit durations mutants rerun-failed soak chaos containers page check fmt
+.PHONY: help run test test-long test-all test-unit durations mutants house rerun-failed soak chaos containers page check fmt
 .PHONY: clients bench bench-count bench-peers resnet50 manifests interface site dist workflows audit crds lock clean models examples
 
 help: ## List the commands
@@ -67,6 +67,9 @@ durations: $(VENV)/.dev models examples
 # Run by hand before tests are deleted; ARGS="NAME …" seeds single faults, ARGS=--quick runs the likely tests only.
 mutants: $(VENV)/.dev models examples ## Seed faults and report which tests notice them (2.5 hours)
 	@$(BIN)/python -m tests.mutants $(ARGS)
+
+house: $(VENV)/.dev ## Print the lines of each room of the gateway
+	@$(BIN)/python -m tests.house
 
 # Rerun the tests that failed in the last run; one that passes now is reported as flaky.
 rerun-failed: $(VENV)/.dev ## Run the tests that failed in the last run again, and report flaky ones

@@ -14,10 +14,10 @@ import uvloop
 from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.index import parse_index
 from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.reconcile_plan import plan_actions
 from gateway.fleet.replica import ReplicaAddress
+from gateway.repository.reconcile_plan import plan_actions
+from gateway.repository.state.desired import DesiredModel
 from gateway.settings import Settings
-from gateway.state.desired import DesiredModel
 from tests.support.simulated_replicas import SimulatedTriton
 
 SMALL, LARGE, MODELS = 10, 100, 200

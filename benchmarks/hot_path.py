@@ -11,13 +11,14 @@ from pathlib import Path
 import yaml
 from starlette.types import Scope
 
-from gateway.admission import AdmissionQueue
-from gateway.auth import Authenticator, authorize
-from gateway.keys import KeysFile, Right
-from gateway.metrics import Metrics
-from gateway.rate_limit import UNLIMITED_PATHS, RateLimiter
-from gateway.request_info import RequestInfo, current_request_info
-from gateway.tracing import create_request_id, find_request_id
+from gateway.access.auth import Authenticator, authorize
+from gateway.access.keys import KeysFile
+from gateway.access.rate_limit import UNLIMITED_PATHS, RateLimiter
+from gateway.callers import Right
+from gateway.capacity.admission import AdmissionQueue
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.request_info import RequestInfo, current_request_info
+from gateway.telemetry.tracing import create_request_id, find_request_id
 
 KEY, MODEL = "tgw_benchmark", "small"
 TIMES, REPEAT = 20_000, 7

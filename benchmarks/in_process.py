@@ -23,10 +23,10 @@ from uvicorn.lifespan.on import LifespanOn
 from uvicorn.server import ServerState
 
 from benchmarks.requests import Request, encode_jpeg, encode_v2_infer
-from gateway import logs
 from gateway.app import create_app
-from gateway.server import Loop, create_uvicorn_config
+from gateway.server.http import Loop, create_uvicorn_config
 from gateway.settings import Settings
+from gateway.telemetry import logs
 
 HEADER_END: Final = b"\r\n\r\n"
 LENGTH_FIELD: Final = b"\r\ncontent-length: "

@@ -35,7 +35,7 @@ WITH_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
 IMPORTS = {
     "the interpreter": "pass",
     "the command line": "import gateway.cli",
-    "the server": "import gateway.app, gateway.server",
+    "the server": "import gateway.app, gateway.server.http",
     "plain FastAPI": "import uvicorn, benchmarks.baselines.fastapi_app",
 }
 

@@ -3,45 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import orjson
 from anyio import to_thread
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from gateway import __version__
-from gateway.auth import PUBLIC_PATHS
+from gateway.access.auth import PUBLIC_PATHS
+from gateway.capabilities.installed import INSTALLED
 from gateway.components import build_components, run_services
 from gateway.draining import Drain
 from gateway.error_responses import render_error
 from gateway.media_types import JSON
-from gateway.openapi.openai import OPENAI_ERROR_SCHEMA
 from gateway.openapi.repository import MANAGEMENT_ERROR_SCHEMA
 from gateway.openapi.responses import ERROR_SCHEMA
 from gateway.openapi.schemas import SECURITY, SECURITY_SCHEMES
-from gateway.routes import (
-    health,
-    infer,
-    labels,
-    log_level,
-    models,
-    openai,
-    replicas,
-    repository,
-    ui,
-    uploads,
-)
+from gateway.routes import health, infer, labels, log_level, models, replicas, repository, root
 from gateway.routes import metrics as metrics_page
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.services import Services
 from gateway.settings import Settings
-from gateway.settings.server import Dialect
 
 PREFLIGHT_MAX_AGE_S = 600
 # Response headers that pages of other origins may read.
@@ -57,21 +45,17 @@ EXPOSED_HEADERS = (
 ERROR_SCHEMAS = {
     "Error": ERROR_SCHEMA,
     "ManagementError": MANAGEMENT_ERROR_SCHEMA,
-    "OpenAIError": OPENAI_ERROR_SCHEMA,
 }
 ROUTE_MODULES = (
     infer,
     models,
     labels,
-    openai,
     replicas,
     repository,
-    uploads,
     log_level,
     health,
     metrics_page,
 )
-ROUTERS = (*(module.router for module in ROUTE_MODULES), ui.root_router, ui.router)
 HANDLED_EXCEPTIONS = (HTTPException, RequestValidationError, MemoryError, Exception)
 
 
@@ -79,11 +63,11 @@ class GatewayFastAPI(FastAPI):
     """A FastAPI whose OpenAPI document describes the errors, and how to send a key."""
 
     requires_key = False
-    error_schemas = ERROR_SCHEMAS
     _serialized_document = b""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(openapi_url=None, docs_url=None, redoc_url=None, **options)
+        self.error_schemas: dict[str, Mapping[str, Any]] = dict(ERROR_SCHEMAS)
         self._document_turn = asyncio.Lock()
         self.add_route("/openapi.json", self.get_document, include_in_schema=False)
 
@@ -109,30 +93,14 @@ class GatewayFastAPI(FastAPI):
         return document
 
 
-@asynccontextmanager
-async def serve_grpc(services: Services, drain: Drain) -> AsyncIterator[None]:
-    if not services.settings.grpc_port:
-        yield
-        return
-    from gateway.grpc_server.server import run_grpc_server  # noqa: PLC0415 - most serve HTTP only
-
-    async with run_grpc_server(services, drain):
-        yield
-
-
-def add_torchserve(app: GatewayFastAPI, routers: list[APIRouter]) -> Callable[[ASGIApp], ASGIApp]:
-    """Add the routes of TorchServe's API; return the layer that gives errors their shape."""
-    from gateway.openapi.torchserve import TORCHSERVE_ERROR_SCHEMA  # noqa: PLC0415 - few serve this API
-    from gateway.routes import torchserve  # noqa: PLC0415 - as above
-
-    routers.append(torchserve.router)
-    app.error_schemas = {**ERROR_SCHEMAS, "TorchServeError": TORCHSERVE_ERROR_SCHEMA}
-    return torchserve.TorchServeErrors
-
-
 def create_app(settings: Settings, on_open: Callable[[Services], None] | None = None) -> ASGIApp:
-    """Return the ASGI application; `on_open` gets its services. Raises as `build_components`."""
+    """Return the ASGI application; `on_open` gets its services.
+
+    Raises the errors of `build_components`, and of the capabilities' `attach`.
+    """
     components = build_components(settings)
+    attached = (capability.attach(settings) for capability in INSTALLED)
+    attachments = [attachment for attachment in attached if attachment is not None]
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
@@ -141,7 +109,10 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
             if on_open is not None:
                 on_open(services)
             with Drain(settings.drain_s, settings.shutdown_s) as drain:
-                async with serve_grpc(services, drain):
+                services.provide(drain)
+                async with AsyncExitStack() as stack:
+                    for attachment in attachments:
+                        await attachment.open(services, stack)
                     # The HTTP server counts connections and closes them while draining.
                     yield {
                         "connections": services.metrics.connections,
@@ -152,16 +123,19 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
 
     app = GatewayFastAPI(title="triton-gateway", version=__version__, lifespan=lifespan)
     app.requires_key = components.keys_file is not None
-    routers = [router for router in ROUTERS if router is not ui.router or settings.page]
-    has_torchserve = Dialect.torchserve in settings.dialects
-    add_errors = add_torchserve(app, routers) if has_torchserve else None
+    routers = [module.router for module in ROUTE_MODULES]
     edge = GatewayMiddleware(app)
-    for router in routers:
+    application: ASGIApp = edge
+    for attachment in attachments:
+        routers += attachment.routers
+        app.error_schemas |= attachment.error_schemas
+        if attachment.layer is not None:
+            application = attachment.layer(application)
+    for router in (*routers, root.router):  # a page may have its path
         # `include_router` builds each route again, at the first request, which then waits for 60 ms.
         app.router.routes.extend(router.routes)
     for exception in HANDLED_EXCEPTIONS:
         app.add_exception_handler(exception, render_error)
-    application: ASGIApp = add_errors(edge) if add_errors else edge
     if not settings.cors_origins:
         return application
     return CORSMiddleware(

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Final
 import typer
 
 from gateway import __version__
+from gateway.access.keys import add_key, read_keys_file, remove_key
+from gateway.callers import Role
 from gateway.client import commands
 from gateway.client.flags import (
     MODELS_PANEL,
@@ -24,7 +26,6 @@ from gateway.client.flags import (
 )
 from gateway.client.label_commands import label_cli, rollout_cli
 from gateway.embedded.flags import TritonFlags
-from gateway.keys import Role, add_key, read_keys_file, remove_key
 from gateway.messages import CommandError, print_message
 from gateway.state_commands import state_commands
 
@@ -136,7 +137,7 @@ def up(
     max_loaded_models: MaxLoadedModels = None,
 ) -> None:
     """Start one or several embedded Tritons with a gateway in front of them."""
-    from gateway import launch
+    from gateway.server import launch
 
     options = flags.to_options()
     settings: dict[str, Any] = {}
@@ -153,7 +154,7 @@ def up(
 @add_flags(TritonFlags)
 def triton(flags: TritonFlags, host: TritonHost = "127.0.0.1") -> None:
     """Start an embedded Triton without a gateway."""
-    from gateway import launch
+    from gateway.server import launch
 
     launch.run_triton(flags.to_options(), host)
 
@@ -164,7 +165,7 @@ def triton(flags: TritonFlags, host: TritonHost = "127.0.0.1") -> None:
 )
 def serve(host: Host = "127.0.0.1", port: Port = 8080, workers: WorkerCount = 1) -> None:
     """Start the gateway for the Tritons of GATEWAY_TRITON_URLS."""
-    from gateway import launch
+    from gateway.server import launch
 
     launch.run_gateway(host, port, workers)
 
@@ -175,7 +176,8 @@ def serve(host: Host = "127.0.0.1", port: Port = 8080, workers: WorkerCount = 1)
 )
 def doctor(host: Host = "127.0.0.1", port: Port = 8080, json: JsonOption = False) -> None:
     """Check this machine and its settings. The exit status is 1 if a check fails."""
-    from gateway.doctor import FAILED, print_findings, run_checks
+    from gateway.capability import FAILED
+    from gateway.doctor import print_findings, run_checks
 
     findings = run_checks(host, port)
     print_findings(findings, json=json)

@@ -12,41 +12,35 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
 
-from gateway import __version__, logs
-from gateway.admission import AdmissionQueue
-from gateway.auth import Authenticator
-from gateway.decoding.executor import DecodeExecutor
-from gateway.fleet.activation import ModelActivator
-from gateway.fleet.collector import FleetCollector, OnDemandCollector, StateCollector
-from gateway.fleet.discovery import ReplicaSource, parse_replica_source
+from gateway import __version__
+from gateway.access.auth import Authenticator
+from gateway.access.keys import KeysFile
+from gateway.access.rate_limit import RateLimiter
+from gateway.capacity.admission import AdmissionQueue
+from gateway.capacity.decoding.executor import DecodeExecutor
+from gateway.fleet.discovery import ReplicaSource, create_tls_context, parse_replica_source
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.inference import InferenceService
-from gateway.fleet.label_router import LabelRouter
-from gateway.fleet.labels import LabelManager
-from gateway.fleet.maintenance import Maintenance
-from gateway.fleet.models_file import ModelsFile
-from gateway.fleet.openai_servers import OpenAIServers
 from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.publisher import ModelPublisher
-from gateway.fleet.replica import ReplicaAddress, parse_replica_url
-from gateway.fleet.repository import Repository
-from gateway.fleet.resolver import ModelResolver
-from gateway.fleet.shadows import ShadowRunner
 from gateway.fleet.signatures import SignatureCache
-from gateway.keys import KeysFile
 from gateway.memory import MemoryBudget, default_budget_bytes, limit_heap_growth, return_free_memory
-from gateway.metrics import Metrics
-from gateway.model_files.bucket_store import BucketStore
-from gateway.model_files.folder_store import FolderStore
-from gateway.model_files.store import ModelStore
-from gateway.rate_limit import RateLimiter
+from gateway.repository.collector import FleetCollector, OnDemandCollector, StateCollector
+from gateway.repository.maintenance import Maintenance
+from gateway.repository.models_file import ModelsFile
+from gateway.repository.on_demand.activation import ModelActivator
+from gateway.repository.repository import Repository
+from gateway.repository.state.desired import StateStore
+from gateway.repository.state.store import open_configured_store
+from gateway.repository.versions.label_router import LabelRouter
+from gateway.repository.versions.labels import LabelManager
+from gateway.repository.versions.resolver import ModelResolver
+from gateway.repository.versions.shadows import ShadowRunner
 from gateway.services import Services
 from gateway.settings import Settings
-from gateway.settings.access import ModelUploads
-from gateway.state.desired import StateStore
-from gateway.state.store import open_configured_store
 from gateway.tasks import repeat
-from gateway.tracing import Tracer
+from gateway.telemetry import logs
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.tracing import Tracer
 from gateway.triton.restricted_api import read_restricted_api
 
 log = logging.getLogger(__name__)
@@ -78,7 +72,8 @@ async def update_metrics(metrics: Metrics, admission: AdmissionQueue, memory: Me
         lags.append(max(loop.time() - due, 0.0))
         metrics.loop_lag.set(max(lags))
         metrics.waiting.set(admission.waiting)
-        metrics.request_memory.set(memory.used_bytes)
+        for kind, size in memory.bytes_by_kind.items():
+            metrics.request_memory.labels(kind).set(size)
         metrics.update_dropped_lines(logs.count_dropped_lines())
         metrics.flush()
 
@@ -96,81 +91,31 @@ async def trim_heaps(memory: MemoryBudget) -> None:
     await repeat("heaps", trim)
 
 
-def create_tls_context(
-    settings: Settings, sources: Sequence[ReplicaSource]
-) -> ssl.SSLContext | None:
-    if not any(source.tls for source in sources):
-        return None
-    context = ssl.create_default_context(cafile=settings.triton_ca_file)
-    if settings.triton_cert_file is not None:
-        context.load_cert_chain(settings.triton_cert_file, settings.triton_key_file)
-    return context
-
-
 class AppComponents(NamedTuple):
     """The validated components that the settings name, before anything runs."""
 
     sources: Sequence[ReplicaSource]
-    openai_addresses: Sequence[ReplicaAddress]
     tls: ssl.SSLContext | None
     models_file: ModelsFile
     keys_file: KeysFile | None
     store: StateStore
     tracer: Tracer | None
-    model_store: ModelStore | None
 
 
 def build_components(settings: Settings) -> AppComponents:
-    """Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState`, `BadTracing` or `CannotUseBucket`."""
+    """Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState` or `BadTracing`."""
     sources = [parse_replica_source(url) for url in settings.triton_urls]
-    openai_addresses = [parse_replica_url(url) for url in settings.openai_urls]
     tracer = None
     if settings.otlp_endpoint:
         tracer = Tracer(settings.otlp_endpoint, service="triton-gateway", version=__version__)
     return AppComponents(
         sources,
-        openai_addresses,
-        create_tls_context(settings, [*sources, *openai_addresses]),
+        create_tls_context(settings, sources),
         ModelsFile(settings.models_file),
         None if settings.keys_file is None else KeysFile(settings.keys_file),
         open_configured_store(settings),
         tracer,
-        create_model_store(settings),
     )
-
-
-def create_model_store(settings: Settings) -> ModelStore | None:
-    """Return the store of GATEWAY_REPOSITORY; None without it. Raises `CannotUseBucket`."""
-    can_write = settings.accepted_uploads is not ModelUploads.off
-    max_bytes = settings.max_repository_bytes
-    if (folder := settings.repository_folder) is not None:
-        return FolderStore(folder, can_write=can_write, max_bytes=max_bytes)
-    if (bucket := settings.repository_bucket) is not None:
-        return BucketStore(bucket, can_write=can_write, max_bytes=max_bytes)
-    return None
-
-
-async def open_publisher(
-    files: ModelStore | None, repository: Repository, stack: AsyncExitStack
-) -> ModelPublisher | None:
-    if files is None:
-        return None
-    publisher = ModelPublisher(files, repository)
-    await files.run(files.open)
-    stack.callback(files.close)
-    stack.push_async_callback(publisher.close)
-    publisher.start()
-    return publisher
-
-
-def open_openai_servers(
-    settings: Settings, components: AppComponents, stack: AsyncExitStack
-) -> OpenAIServers | None:
-    if not components.openai_addresses:
-        return None
-    servers = OpenAIServers(components.openai_addresses, settings, components.tls)
-    stack.callback(servers.close)
-    return servers
 
 
 async def open_fleet(
@@ -205,7 +150,7 @@ async def open_activator(
     dispatcher.enable_activation(activator)
     await stack.enter_async_context(activator)
     if settings.scaler_port:
-        from gateway.fleet.scaler import FleetScaler  # noqa: PLC0415 - imports gRPC's server, which is slow
+        from gateway.repository.on_demand.scaler import FleetScaler  # noqa: PLC0415 - imports gRPC's server, which is slow
 
         scaler = FleetScaler(activator.loader.usage, settings.scaler_port)
         await stack.enter_async_context(scaler)
@@ -268,8 +213,6 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             RateLimiter(metrics, components.store.rate_windows()),
             maintenance,
             components.tracer,
-            open_openai_servers(settings, components, stack),
             activator,
-            await open_publisher(components.model_store, repository, stack),
             [] if restricted is None else restricted.headers,
         )

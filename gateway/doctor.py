@@ -11,49 +11,30 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Final, Literal
+from typing import Final
 
 import httpx
 
+from gateway.access.keys import read_keys_file
+from gateway.capabilities.installed import INSTALLED
+from gateway.capability import FAILED, OK, WARNING, CheckStatus, Finding, describe_error
 from gateway.client import tables
 from gateway.client.api import ERRNO_PREFIX
-from gateway.components import create_tls_context
 from gateway.embedded import installation
 from gateway.embedded.options import CannotStart, check_port_free
 from gateway.errors import GatewayError
-from gateway.fleet.discovery import ReplicaSource, parse_replica_source
-from gateway.fleet.models_file import read_models_file
+from gateway.fleet.discovery import ReplicaSource, create_tls_context, parse_replica_source
 from gateway.fleet.replica import ReplicaAddress, join_host_port
-from gateway.keys import read_keys_file
 from gateway.messages import CommandError, join_names
-from gateway.model_files.bucket import Bucket
+from gateway.repository.models_file import read_models_file
+from gateway.repository.state.store import MemoryStateStore, open_configured_store
 from gateway.settings import Settings, describe_unknown_settings, read_settings
-from gateway.state.store import MemoryStateStore, open_configured_store
 
 HTTP_TIMEOUT_S: Final = 2.0
 MIN_OPEN_FILES: Final = 4096
 MIN_FREE_BYTES: Final = 1 << 30
 DOWNLOAD_SIZE: Final = "90 MB"
 URLS_SETTING: Final = "GATEWAY_TRITON_URLS"
-
-CheckStatus = Literal["ok", "warning", "failed"]
-OK: Final = "ok"
-WARNING: Final = "warning"
-FAILED: Final = "failed"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check. `advice` says what to do; it is empty if nothing has to be done."""
-
-    check: str
-    status: CheckStatus
-    message: str
-    advice: str = ""
-
-    def to_dict(self) -> dict[str, str]:
-        return {name: value for name, value in asdict(self).items() if value}
 
 
 def run_checks(host: str, port: int) -> list[Finding]:
@@ -188,32 +169,6 @@ def check_state(settings: Settings) -> Iterator[Finding]:
         yield Finding(check, OK, f"readable, with the desired state of {count} models")
 
 
-def check_model_repository(settings: Settings) -> Iterator[Finding]:
-    check, folder, bucket = "repository", settings.repository_folder, settings.repository_bucket
-    if bucket is not None:
-        try:
-            Bucket(bucket).list_top_level()
-        except (CommandError, GatewayError) as exc:
-            advice = "see GATEWAY_REPOSITORY in docs/settings.md"
-            yield Finding(check, FAILED, describe_error(exc), advice)
-        else:
-            yield Finding(check, OK, f"bucket {bucket.bucket} can be listed")
-    elif folder is None:
-        yield Finding(check, OK, "not set: models cannot be uploaded; up sets it")
-    elif not folder.is_dir():
-        advice = "create it, or correct GATEWAY_REPOSITORY"
-        yield Finding(check, FAILED, f"{folder} is not a folder", advice)
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        advice = f"let user {os.getuid()} write to it"
-        yield Finding(check, FAILED, f"{folder} cannot be written", advice)
-    else:
-        yield Finding(check, OK, f"{folder} can be written")
-
-
-def describe_error(exc: CommandError | GatewayError) -> str:
-    return exc.detail if isinstance(exc, GatewayError) else str(exc)
-
-
 # Servers.
 
 
@@ -292,12 +247,12 @@ def ask_triton(client: httpx.Client, address: ReplicaAddress, unreachable: Check
     return Finding("triton", OK, f"{address}: Triton {version} is ready")
 
 
-SETTINGS_CHECKS: Final[Sequence[Callable[[Settings], Iterator[Finding]]]] = (
+SETTINGS_CHECKS: Final[Sequence[Callable[[Settings], Iterable[Finding]]]] = (
     check_setting_names,
     check_keys_file,
     check_models_file,
     check_state,
-    check_model_repository,
+    *(capability.check for capability in INSTALLED),
     check_replicas,
 )
 

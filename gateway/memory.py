@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, get_args
 
 from prometheus_client import Counter
 
@@ -17,6 +18,10 @@ CGROUP_LIMITS: Final = (
     Path("/sys/fs/cgroup/memory.max"),  # version 2
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),  # version 1
 )
+# What holds memory: a body over HTTP, a message over gRPC, either of them while it waits for its model, and a
+# response until the client has taken it, over HTTP with the body.
+MemoryKind = Literal["body", "message", "held", "response"]
+MEMORY_KINDS: Final[tuple[MemoryKind, ...]] = get_args(MemoryKind)
 MIN_BUDGET_BYTES: Final = 64 << 20
 # Large requests together leave a quarter of the budget to small ones.
 SMALL_REQUEST_BYTES: Final = 1 << 20
@@ -77,12 +82,13 @@ class MemoryBudget:
         self._shed_counter = shed_counter
         self._peak_bytes = 0
         self.used_bytes = 0
+        self.bytes_by_kind = dict.fromkeys(MEMORY_KINDS, 0)
 
     @property
     def is_half_used(self) -> bool:
         return self.used_bytes > self._total_bytes // 2
 
-    def reserve(self, held_bytes: int, more_bytes: int) -> None:
+    def reserve(self, kind: MemoryKind, held_bytes: int, more_bytes: int) -> None:
         """Reserve `more_bytes` for a request. Raises `MemoryBudgetExceeded` or `TooLarge`."""
         needed_bytes = held_bytes + more_bytes
         limit = self._total_bytes if needed_bytes <= SMALL_REQUEST_BYTES else self._large_bytes
@@ -95,11 +101,13 @@ class MemoryBudget:
             self._shed_counter.labels("memory").inc()
             raise MemoryBudgetExceeded
         self.used_bytes += more_bytes
+        self.bytes_by_kind[kind] += more_bytes
         if self.used_bytes > self._peak_bytes:
             self._peak_bytes = self.used_bytes
 
-    def release(self, held_bytes: int) -> None:
+    def release(self, kind: MemoryKind, held_bytes: int) -> None:
         self.used_bytes -= held_bytes
+        self.bytes_by_kind[kind] -= held_bytes
 
     def has_shrunk(self) -> bool:
         """Return whether requests used much more since the last call that returned True."""
@@ -114,24 +122,44 @@ class MemoryCharge:
     """The share of one request in the memory budget, until its response is sent."""
 
     _budget: MemoryBudget
+    kind: MemoryKind = "body"
     held_bytes: int = 0
     is_released: bool = False  # nothing would release what is added later
 
     def add(self, more_bytes: int) -> None:
         if self.is_released:
             return
-        self._budget.reserve(self.held_bytes, more_bytes)
+        self._budget.reserve(self.kind, self.held_bytes, more_bytes)
         self.held_bytes += more_bytes
+
+    def change_kind(self, kind: MemoryKind) -> None:
+        by_kind = self._budget.bytes_by_kind
+        by_kind[self.kind] -= self.held_bytes
+        by_kind[kind] += self.held_bytes
+        self.kind = kind
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Count what the request holds as waiting for its model."""
+        kind = self.kind
+        self.change_kind("held")
+        try:
+            yield
+        finally:
+            if (
+                self.kind == "held"
+            ):  # not if the request is several, of which another one has a response
+                self.change_kind(kind)
 
     def resize(self, held_bytes: int) -> None:
         """Hold this much from now on. Raises as `MemoryBudget.reserve`."""
         if held_bytes > self.held_bytes:
             self.add(held_bytes - self.held_bytes)
         else:
-            self._budget.release(self.held_bytes - held_bytes)
+            self._budget.release(self.kind, self.held_bytes - held_bytes)
             self.held_bytes = held_bytes
 
     def release(self) -> None:
         self.is_released = True
-        self._budget.release(self.held_bytes)
+        self._budget.release(self.kind, self.held_bytes)
         self.held_bytes = 0

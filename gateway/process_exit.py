@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Final, NoReturn
 
-from gateway import logs
 from gateway.messages import CommandError, join_names, print_message
+from gateway.telemetry import logs
 
 log = logging.getLogger(__name__)
 

@@ -6,39 +6,38 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from anyio import CapacityLimiter
 
-from gateway.admission import AdmissionQueue
-from gateway.auth import Authenticator
-from gateway.decoding.executor import DecodeExecutor
+from gateway.access.auth import Authenticator
+from gateway.access.rate_limit import RateLimiter
+from gateway.callers import Caller
+from gateway.capacity.admission import AdmissionQueue
+from gateway.capacity.decoding.executor import DecodeExecutor
 from gateway.errors import Forbidden, MalformedRequest
-from gateway.fleet.activation import ModelActivator
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.inference import InferenceService
-from gateway.fleet.labels import LabelManager
-from gateway.fleet.load_parameters import UNLOAD_DEPENDENTS, check_load_parameters
-from gateway.fleet.maintenance import Maintenance
-from gateway.fleet.openai_servers import OpenAIServers
 from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.publisher import ModelPublisher
-from gateway.fleet.repository import Repository
-from gateway.fleet.resolver import ModelResolver
-from gateway.fleet.shadows import ShadowRunner
 from gateway.fleet.signatures import SignatureCache
 from gateway.http_client.connection import Headers
-from gateway.keys import Caller
-from gateway.memory import MemoryBudget, MemoryCharge
+from gateway.memory import MemoryBudget, MemoryCharge, MemoryKind
 from gateway.messages import quote_text
-from gateway.metrics import Metrics
-from gateway.rate_limit import RateLimiter
-from gateway.request_info import RequestInfo
+from gateway.repository.load_parameters import UNLOAD_DEPENDENTS, check_load_parameters
+from gateway.repository.maintenance import Maintenance
+from gateway.repository.on_demand.activation import ModelActivator
+from gateway.repository.repository import Repository
+from gateway.repository.versions.labels import LabelManager
+from gateway.repository.versions.resolver import ModelResolver
+from gateway.repository.versions.shadows import ShadowRunner
 from gateway.settings import Settings
 from gateway.settings.access import ModelUploads
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.request_info import RequestInfo
+from gateway.telemetry.tracing import Tracer
 from gateway.tensors.payload import PayloadLimits
-from gateway.tracing import Tracer
 
+T = TypeVar("T")
 # Each one occupies threads, which together would keep Python's global lock from the event loop.
 MAX_METRICS_PAGES: Final = 4  # at the same time
 
@@ -64,15 +63,27 @@ class Services:
     rate_limiter: RateLimiter
     maintenance: Maintenance
     tracer: Tracer | None = None
-    openai_servers: OpenAIServers | None = None  # without GATEWAY_OPENAI_URLS
     activator: ModelActivator | None = None  # without models that are loaded on demand
-    publisher: ModelPublisher | None = None  # without a repository, models cannot be uploaded
     management_headers: Headers = field(default_factory=list)  # open Triton's own management API
+    _provided: dict[type, Any] = field(default_factory=dict)
 
-    def get_charge(self, info: RequestInfo) -> MemoryCharge:
+    def provide(self, component: object) -> None:
+        """Add a component of a capability, which `find` and `get` return by its class."""
+        self._provided[type(component)] = component
+
+    def find(self, kind: type[T]) -> T | None:
+        """Return the component of this class, if there is one."""
+        return self._provided.get(kind)
+
+    def get(self, kind: type[T]) -> T:
+        """Return the component of this class, which exists."""
+        component: T = self._provided[kind]
+        return component
+
+    def get_charge(self, info: RequestInfo, kind: MemoryKind = "body") -> MemoryCharge:
         charge = info.charge  # `GatewayMiddleware` releases it at the end of the request
         if charge is None:
-            charge = info.charge = MemoryCharge(self.memory)
+            charge = info.charge = MemoryCharge(self.memory, kind)
         return charge
 
     def accepts_code(self, caller: Caller) -> bool:

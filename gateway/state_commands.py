@@ -16,7 +16,7 @@ from gateway.messages import CommandError, print_message
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from gateway.state.desired import StateStore
+    from gateway.repository.state.desired import StateStore
 
 T = TypeVar("T")
 state_commands = typer.Typer(no_args_is_help=True, help="Export or import the desired state.")
@@ -30,7 +30,7 @@ StateUrl = Annotated[
 @state_commands.command("export")
 def export_command(state: StateUrl = "") -> None:
     """Print what the API changed (loaded and unloaded models, labels, cordons) as JSON."""
-    from gateway.state.transfer import ExportedState, export_state
+    from gateway.repository.state.transfer import ExportedState, export_state
 
     async def export() -> ExportedState:
         async with open_store(state) as store:
@@ -47,7 +47,7 @@ def import_command(
     state: StateUrl = "",
 ) -> None:
     """Replace the state with an exported one; running gateways apply it within seconds."""
-    from gateway.state.transfer import import_state, parse_export
+    from gateway.repository.state.transfer import import_state, parse_export
 
     try:
         raw = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
@@ -66,8 +66,8 @@ def import_command(
 @asynccontextmanager
 async def open_store(url: str) -> AsyncIterator[StateStore]:
     """Open the state of the URL or of GATEWAY_STATE. Raises `CommandError`."""
+    from gateway.repository.state.store import open_state_store
     from gateway.settings import read_settings
-    from gateway.state.store import open_state_store
 
     url = url or read_settings().state
     if not url.startswith(("file:", "redis:", "rediss:")):

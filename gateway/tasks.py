@@ -6,10 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
-
-from gateway import audit
 
 log = logging.getLogger(__name__)
 
@@ -32,15 +29,6 @@ class TaskSet(set[asyncio.Task[Any]]):
         self.add(task)
         task.add_done_callback(self.discard)
         return task
-
-    async def run_audited(self, action: str, model: str, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of work that goes on, and is logged, if the client disconnects."""
-        task = self.start(work)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(partial(audit.log_result, action, model))
-            raise
 
 
 async def repeat(loop: str, step: Callable[[], Awaitable[object]]) -> NoReturn:

@@ -19,11 +19,12 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.corpus import Request, hostile_requests, valid_requests
+from tests.support.attacks import ATTACKS, MODELS, HttpRequest
+from tests.support.corpus import Request, valid_requests
 from tests.support.fake_triton import port_of
 from tests.support.fuzzing import mutations
 from tests.support.load import LOG_WARNINGS, OpenLoop, Pool, infer_v2, p99_ms, post
-from tests.support.model_zoo.zoo import Names, identity, image, write_repository
+from tests.support.model_zoo.zoo import Names, write_repository
 from tests.support.servers import gateway, triton_on_free_ports
 
 MIB = 1 << 20
@@ -34,12 +35,8 @@ SAMPLE_S = 1.0
 # The caches and pools of the first minutes fill once.
 WARM_UP_MINUTES = 2
 MAX_GROWTH_BYTES = 64 * MIB
-MODELS = (
-    image("images", (3, 32, 32)),
-    identity("numbers", "FP32", (-1, -1), 8),
-    identity("texts", "BYTES", (1,), 8),
-    identity("echo", "FP32", (-1,)),
-)
+# Larger ones would hide a growth of the memory.
+MAX_HOSTILE_BYTES = 4 * MIB
 
 
 @dataclass
@@ -65,12 +62,18 @@ class Report:
 
 def hostile_wires(rng: random.Random) -> Iterator[bytes]:
     """Yield the corpus, in random order and mutated, for ever."""
-    hostile = list(hostile_requests("images", "numbers", "texts").values())
+    hostile = [
+        request.wire
+        for attack in ATTACKS.values()
+        for request in attack.requests
+        if isinstance(request, HttpRequest)
+    ]
+    hostile = [wire for wire in hostile if len(wire) <= MAX_HOSTILE_BYTES]
     valid = valid_requests("images", "numbers", "texts")
     mutants = {request.body: mutations([request.body], rng) for request in valid}
     while True:
         if rng.random() < 0.02:
-            yield rng.choice(hostile).wire
+            yield rng.choice(hostile)
             continue
         request = rng.choice(valid)
         body = next(mutants[request.body])

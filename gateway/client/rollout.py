@@ -22,8 +22,8 @@ from gateway.client.api import (
 )
 from gateway.client.errors import AccessDenied, ClientError, UsageError
 from gateway.client.top import ModelTraffic, list_duration_samples, read_families
-from gateway.exposition.families import Families
 from gateway.messages import escape_unprintable
+from gateway.telemetry.exposition.families import Families
 
 POLL_S: Final = 1.0
 MAX_FAILED_POLLS: Final = 10

@@ -20,8 +20,8 @@ from rich.text import Text
 from gateway.client import tables
 from gateway.client.api import ApiClient, check_status
 from gateway.client.errors import AccessDenied, ClientError
-from gateway.exposition.families import LABEL_PAIR, Families, InvalidExposition
-from gateway.exposition.parser import parse_families, split_page_lines
+from gateway.telemetry.exposition.families import LABEL_PAIR, Families, InvalidExposition
+from gateway.telemetry.exposition.parser import parse_families, split_page_lines
 
 REQUEST_DURATION_METRIC: Final = "gateway_request_duration_seconds"
 GAUGE_TITLES: Final = {

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import anyio
 
 from gateway.fleet.replica import ReplicaAddress, parse_replica_url
+from gateway.settings import Settings
 from gateway.tasks import repeat
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,17 @@ class DnsName:
 
 
 ReplicaSource = ReplicaAddress | DnsName
+
+
+def create_tls_context(
+    settings: Settings, addresses: Sequence[ReplicaSource]
+) -> ssl.SSLContext | None:
+    if not any(address.tls for address in addresses):
+        return None
+    context = ssl.create_default_context(cafile=settings.triton_ca_file)
+    if settings.triton_cert_file is not None:
+        context.load_cert_chain(settings.triton_cert_file, settings.triton_key_file)
+    return context
 
 
 def parse_replica_source(url: str) -> ReplicaSource:

@@ -25,7 +25,7 @@ from gateway.fleet.replica import Replica
 from gateway.fleet.sequences import SequenceRouter
 from gateway.fleet.transports import TRANSPORT_ERRORS, HttpCall, UpstreamCall, decode_json
 from gateway.http_client.connection import RequestNotSent
-from gateway.request_info import RequestInfo, current_request_info
+from gateway.telemetry.request_info import RequestInfo, current_request_info
 from gateway.triton.error_mapping import ReplicaStopping, RequestTarget
 from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.response import MAX_METADATA_BYTES

@@ -16,8 +16,8 @@ from gateway.fleet.transports import (
     prepare_http_infer,
     read_infer_response,
 )
-from gateway.request_info import measure_upstream_time
 from gateway.tasks import run_together
+from gateway.telemetry.request_info import measure_upstream_time
 from gateway.tensors.outputs import InferResult, concatenate_results
 from gateway.tensors.signature import Signature
 from gateway.triton.grpc.byte_channel import ByteStream

@@ -18,9 +18,9 @@ from gateway.fleet.outliers import OutlierDetector
 from gateway.fleet.probe import HealthMonitor
 from gateway.fleet.replica import Replica, ReplicaAddress
 from gateway.fleet.slow_start import SlowStart
-from gateway.metrics import Metrics
 from gateway.settings import Settings
 from gateway.tasks import TaskSet, cancel_tasks
+from gateway.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
 

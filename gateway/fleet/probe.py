@@ -18,8 +18,8 @@ from gateway.fleet.health import HealthState, can_eject
 from gateway.fleet.index import Index, parse_index
 from gateway.fleet.replica import Replica, ReplicaAddress
 from gateway.http_client.connection import RequestNotSent
-from gateway.metrics import Metrics
 from gateway.tasks import TaskSet, cancel_tasks, run_step
+from gateway.telemetry.metrics import Metrics
 from gateway.triton.response import MAX_METADATA_BYTES
 
 log = logging.getLogger(__name__)

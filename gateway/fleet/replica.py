@@ -8,7 +8,6 @@ import ssl
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
-from gateway.exposition.page_cache import PageCache
 from gateway.fleet.balancer import RelativeLatency
 from gateway.fleet.health import Health, IndexSchedule
 from gateway.fleet.index import EMPTY_INDEX, Index
@@ -16,6 +15,7 @@ from gateway.http_client.client import HttpClient
 from gateway.http_client.connection import Headers
 from gateway.messages import CommandError
 from gateway.settings import Settings
+from gateway.telemetry.exposition.page_cache import PageCache
 from gateway.triton.grpc.byte_channel import GrpcByteChannel, GrpcTlsFiles, Metadata
 from gateway.triton.restricted_api import read_restricted_api
 

@@ -12,7 +12,7 @@ from gateway.errors import BadUpstream, GatewayError, InputMismatch
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.transports import triton_model_path
 from gateway.messages import join_names, quote_text
-from gateway.request_info import current_request_info, measure_upstream_time
+from gateway.telemetry.request_info import current_request_info, measure_upstream_time
 from gateway.tensors.signature import Signature, build_signature
 from gateway.triton.error_mapping import RequestTarget
 

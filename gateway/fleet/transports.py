@@ -16,7 +16,7 @@ from gateway.fleet.replica import Replica
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Buffer, Headers, RequestNotSent
 from gateway.names import quote_path_segment
-from gateway.tracing import TRACEPARENT, ChildSpan, Trace
+from gateway.telemetry.tracing import TRACEPARENT, ChildSpan, Trace
 from gateway.triton.error_mapping import RequestTarget, map_triton_error
 from gateway.triton.grpc.byte_channel import INFER_METHOD, ByteStream, Metadata
 from gateway.triton.grpc.errors import GrpcUnreachable

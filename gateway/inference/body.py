@@ -10,11 +10,11 @@ from typing import Final, NamedTuple
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
-from gateway.body_chunks import ZLIB_WBITS, inflate_chunks, limit_length
+from gateway.capacity.body_chunks import ZLIB_WBITS, inflate_chunks, limit_length
 from gateway.errors import BodyTooLarge, UnsupportedEncoding
 from gateway.media_types import MULTIPART
 from gateway.memory import MemoryCharge
-from gateway.request_info import RequestInfo, read_head
+from gateway.telemetry.request_info import RequestInfo, read_head
 from gateway.tensors.codecs import DEFAULT_CODEC, JSON_CODEC, find_codec
 from gateway.tensors.form import MultipartForm
 from gateway.tensors.inputs import InferInputs, decode_body, decode_form, read_payload

@@ -12,20 +12,21 @@ import anyio
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.callers import Right
 from gateway.errors import DeadlinePassed, InputMismatch, MalformedRequest
-from gateway.fleet.resolver import LabelledTarget, with_sequence
-from gateway.fleet.shadows import ShadowCopy
 from gateway.fleet.signatures import check_output_names
 from gateway.http_client.connection import Headers
 from gateway.inference.body import DeferredPayload, RequestBody, receive_payload
 from gateway.inference.labels import copy_request, infer_with_label, read_signature
-from gateway.keys import Right
 from gateway.media_types import OCTET_STREAM
 from gateway.memory import MemoryCharge
 from gateway.messages import quote_text, suggest_name
-from gateway.request_info import RequestInfo
+from gateway.repository.versions.resolver import LabelledTarget, with_sequence
+from gateway.repository.versions.shadows import ShadowCopy
 from gateway.services import Services
 from gateway.tasks import run_together
+from gateway.telemetry.request_info import RequestInfo
+from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS
 from gateway.tensors import sequence
 from gateway.tensors.codecs import JSON_CODEC
 from gateway.tensors.estimates import LARGE_ARRAY_BYTES, estimate_payload_bytes
@@ -42,7 +43,6 @@ from gateway.tensors.outputs import EncodedBody, InferResult, are_large
 from gateway.tensors.payload import Payload
 from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import Signature
-from gateway.tracing import TRACE_CONTEXT_HEADERS
 from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.inference import InferRequest
 
@@ -148,7 +148,7 @@ class InferExchange:
         return is_columns, await self._convert_payloads(payloads)
 
     async def _receive_start(self) -> bool:
-        """Return whether the whole body is there when the application starts (`gateway.protocol`)."""
+        """Return whether the whole body is there when the application starts (`server/protocol/`)."""
         if b"expect" in self.body.headers:  # the client waits for 100 Continue
             return False
         return await self.body.receive_start(self.services.payload_limits.max_bytes)
@@ -264,6 +264,7 @@ class InferExchange:
         else:
             result = await infer_with_label(self.services.inference, self.label, request)
             self.info.version = result.version or self.info.version
+        self.charge.change_kind("response")
         self.charge.add(RESPONSE_MEMORY_FACTOR * result.size_bytes)
         if self.label is not None:
             copy = copy_request(self.services.shadows, self.label.label, request, result)

@@ -11,8 +11,8 @@ from starlette.requests import Request
 
 from gateway.inference.body import RequestBody
 from gateway.inference.exchange import limit_time
-from gateway.request_info import RequestInfo
 from gateway.services import Services
+from gateway.telemetry.request_info import RequestInfo
 from gateway.tensors.codecs import JSON_CODEC
 from gateway.tensors.json_body import parse_large_json
 

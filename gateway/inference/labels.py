@@ -8,13 +8,13 @@ from functools import partial
 
 from gateway.errors import ModelNotReady, UnknownModel
 from gateway.fleet.inference import InferenceService
-from gateway.fleet.label_router import ActiveLabel
-from gateway.fleet.output_comparison import Arrays
-from gateway.fleet.resolver import LabelledTarget, ModelTarget
-from gateway.fleet.shadows import DROPPED, ShadowCopy, ShadowRunner
 from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.transports import HttpCall, prepare_http_infer
 from gateway.http_client.client import CompleteResponse
+from gateway.repository.versions.label_router import ActiveLabel
+from gateway.repository.versions.output_comparison import Arrays
+from gateway.repository.versions.resolver import LabelledTarget, ModelTarget
+from gateway.repository.versions.shadows import DROPPED, ShadowCopy, ShadowRunner
 from gateway.tensors.outputs import InferResult
 from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import Signature

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from gateway.fleet.load_parameters import CONFIG_PARAMETER, STAGED, UNLOAD_DEPENDENTS
 from gateway.openapi.responses import ERROR_PROPERTIES, build_response, build_responses
 from gateway.openapi.schemas import (
     build_header_parameter,
@@ -10,6 +9,7 @@ from gateway.openapi.schemas import (
     build_json_content,
     build_map_schema,
 )
+from gateway.repository.load_parameters import CONFIG_PARAMETER, STAGED, UNLOAD_DEPENDENTS
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.schema import Schema, build_object_schema
 

@@ -15,12 +15,13 @@ import orjson
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
-from gateway.body_chunks import ZLIB_WBITS, inflate_chunks, limit_length
+from gateway.capacity.body_chunks import ZLIB_WBITS, inflate_chunks, limit_length
 from gateway.errors import BodyTooLarge, InputMismatch, MalformedRequest
 from gateway.http_client.connection import Headers
+from gateway.memory import MemoryCharge
 from gateway.passthrough.headers import RequestHeaders
 from gateway.passthrough.rules import Forwarding
-from gateway.request_info import RequestInfo
+from gateway.telemetry.request_info import RequestInfo
 from gateway.tensors.sequence import SequenceStep, parse_sequence_parameters
 from gateway.tensors.signature import Signature
 from gateway.triton.inference import find_outputs_without_classes
@@ -126,11 +127,11 @@ async def stream_limited_body(
 
 
 async def inflate_body(
-    body: PassthroughBody, encoding: str, limit: int, headers: Headers
+    body: PassthroughBody, encoding: str, limit: int, headers: Headers, charge: MemoryCharge
 ) -> PassthroughBody:
-    """Return the inflated body and adjust the framing in `headers`.
+    """Return the inflated body and adjust the framing in `headers`; charge a body that is not streamed.
 
-    Raises `BodyTooLarge` or `MalformedRequest`, for a stream while it is read.
+    Raises `MemoryBudgetExceeded`, and `BodyTooLarge` or `MalformedRequest`, for a stream while it is read.
     """
     chunks = iterate_once(body) if isinstance(body, bytes) else body
     pieces = limit_length(inflate_chunks(chunks, ZLIB_WBITS[encoding]), limit)
@@ -145,6 +146,7 @@ async def inflate_body(
                 break
         else:
             body = b"".join(buffered)
+            charge.add(len(body))
             headers.append((b"content-length", b"%d" % len(body)))
             return body
         pieces = prepend_chunks(buffered, pieces)

@@ -9,17 +9,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.auth import authorize_all_models
-from gateway.body_chunks import ZLIB_WBITS, coalesce_chunks
+from gateway.access.auth import authorize_all_models
+from gateway.callers import Right
+from gateway.capacity.body_chunks import ZLIB_WBITS, coalesce_chunks
 from gateway.error_responses import render_error
 from gateway.errors import BodyTooLarge
-from gateway.fleet.resolver import LabelledTarget
 from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
-from gateway.keys import Right
 from gateway.media_types import JSON
-from gateway.metrics import CLIENT_CLOSED_REQUEST
 from gateway.passthrough.body import (
     MAX_SEQUENCE_JSON_BYTES,
     MIN_CHUNK_BYTES,
@@ -35,8 +33,10 @@ from gateway.passthrough.headers import RequestHeaders, header_length_error, pre
 from gateway.passthrough.labels import LabelledRequest
 from gateway.passthrough.relay import build_start_message, relay_response, send_own_response
 from gateway.passthrough.rules import FixedResponse, Forwarding, MatchedRoute, find_route
-from gateway.request_info import RequestInfo, read_head
+from gateway.repository.versions.resolver import LabelledTarget
 from gateway.services import Services
+from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
+from gateway.telemetry.request_info import RequestInfo, read_head
 from gateway.tensors.sequence import SequenceStep
 from gateway.triton.error_mapping import RequestTarget
 
@@ -178,7 +178,8 @@ async def prepare_body(
     body = build_passthrough_body(message, receive, forwarded, length, limit, scope["request_info"])
     if headers.content_encoding in ZLIB_WBITS:
         first, length = b"", None
-        body = await inflate_body(body, headers.content_encoding, limit, forwarded)
+        charge = services.get_charge(scope["request_info"])
+        body = await inflate_body(body, headers.content_encoding, limit, forwarded, charge)
     elif headers.content_encoding:
         forwarded[:] = [header for header in forwarded if header[0] != b"content-encoding"]
     if isinstance(body, bytes):

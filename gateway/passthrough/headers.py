@@ -7,8 +7,8 @@ from typing import Final, NamedTuple
 
 from starlette.types import Scope
 
-from gateway.auth import KEY_HEADERS
-from gateway.body_chunks import ZLIB_WBITS
+from gateway.access.auth import KEY_HEADERS
+from gateway.capacity.body_chunks import ZLIB_WBITS
 from gateway.errors import MalformedRequest, UnsupportedEncoding
 from gateway.http_client.connection import Headers
 from gateway.messages import quote_text

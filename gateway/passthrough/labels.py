@@ -11,19 +11,19 @@ import numpy as np
 import orjson
 from starlette.types import Message, Send
 
-from gateway.body_chunks import ZLIB_WBITS, inflate_chunks, limit_length
+from gateway.capacity.body_chunks import ZLIB_WBITS, inflate_chunks, limit_length
 from gateway.errors import BadUpstream, ModelNotReady, UnknownModel
 from gateway.fleet.dispatch import Dispatcher
-from gateway.fleet.output_comparison import Arrays
-from gateway.fleet.resolver import LabelledTarget
-from gateway.fleet.shadows import DROPPED, MAX_INLINE_BYTES, ShadowCopy, ShadowRunner
 from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import CompleteResponse, UpstreamResponse
 from gateway.http_client.connection import Headers
 from gateway.passthrough.body import BODY_FRAMING_HEADERS, iterate_once
 from gateway.passthrough.rules import Forwarding, MatchedRoute, change_version_cached
+from gateway.repository.versions.output_comparison import Arrays
+from gateway.repository.versions.resolver import LabelledTarget
+from gateway.repository.versions.shadows import DROPPED, MAX_INLINE_BYTES, ShadowCopy, ShadowRunner
+from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS
 from gateway.tensors.sequence import SequenceStep
-from gateway.tracing import TRACE_CONTEXT_HEADERS
 from gateway.triton.inference import decode_http_response
 from gateway.triton.json_guard import SEQUENCE_ID_KEY
 from gateway.version_labels import Shadow

@@ -10,8 +10,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway.http_client.client import UpstreamResponse
 from gateway.passthrough.headers import filter_response_headers
-from gateway.request_info import RequestInfo
 from gateway.sse import EventStreamScrubber
+from gateway.telemetry.request_info import RequestInfo
 from gateway.triton.error_mapping import sanitize_event
 
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from starlette.types import Scope
 
+from gateway.callers import Right
 from gateway.errors import Forbidden, MethodNotAllowed, NotFound, UnknownModel, UnknownModelToTrace
-from gateway.keys import Right
 from gateway.triton.json_guard import GENERATE_RULES, INFER_RULES, JsonRules
 
 SHARED_MEMORY_PATTERN: Final = "/v2/(?:system|cuda)sharedmemory"

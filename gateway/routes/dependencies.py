@@ -7,9 +7,9 @@ from typing import Annotated, Any, Final, cast
 
 from fastapi import Depends, Request
 
-from gateway.auth import READ_METHODS, authorize_all_models
+from gateway.access.auth import READ_METHODS, authorize_all_models
+from gateway.callers import Caller, Right
 from gateway.errors import MalformedRequest, UnknownModel, UnknownModelToLoad
-from gateway.keys import Caller, Right
 from gateway.messages import quote_text, suggest_name
 from gateway.services import Services
 

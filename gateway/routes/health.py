@@ -7,8 +7,8 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request, Response
 
+from gateway.callers import Right
 from gateway.errors import Unavailable
-from gateway.keys import Right
 from gateway.media_types import JSON
 from gateway.openapi.health import LIVENESS_RESPONSES, READINESS_RESPONSES, V2_READY_RESPONSES
 from gateway.routes.dependencies import ServicesForAnyCaller, ServicesForInference, get_caller

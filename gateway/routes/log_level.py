@@ -8,11 +8,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from gateway.errors import MalformedRequest
-from gateway.logs import get_level, set_level
 from gateway.openapi.log_level import LOG_LEVEL_OPENAPI, LOG_LEVEL_RESPONSES
 from gateway.routes.dependencies import ServicesForAdministration
 from gateway.routes.repository import read_management_body
 from gateway.settings.observability import LogLevel
+from gateway.telemetry.logs import get_level, set_level
 
 log = logging.getLogger(__name__)
 router = APIRouter(tags=["management"])

@@ -20,8 +20,15 @@ from prometheus_client.core import Metric
 from prometheus_client.utils import floatToGoString
 
 from gateway.errors import BadUpstream, GatewayError
-from gateway.exposition.encoder import PageFormat, encode_page
-from gateway.exposition.families import (
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.replica import Replica
+from gateway.messages import join_names
+from gateway.openapi.metrics import METRICS_RESPONSES
+from gateway.repository.collector import replica_gauge
+from gateway.routes.dependencies import ServicesForMetrics
+from gateway.services import Services
+from gateway.telemetry.exposition.encoder import PageFormat, encode_page
+from gateway.telemetry.exposition.families import (
     SAMPLE_SUFFIXES,
     Families,
     Family,
@@ -30,14 +37,7 @@ from gateway.exposition.families import (
     join_labels,
     merge_families,
 )
-from gateway.exposition.page_cache import PageCache
-from gateway.fleet.collector import replica_gauge
-from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.replica import Replica
-from gateway.messages import join_names
-from gateway.openapi.metrics import METRICS_RESPONSES
-from gateway.routes.dependencies import ServicesForMetrics
-from gateway.services import Services
+from gateway.telemetry.exposition.page_cache import PageCache
 from gateway.tensors.media_type import parse_header_parameters
 
 log = logging.getLogger(__name__)

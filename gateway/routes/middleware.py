@@ -11,21 +11,21 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway import audit
-from gateway.auth import name_caller
+from gateway.access.auth import name_caller
+from gateway.access.rate_limit import UNLIMITED_PATHS, RateLimitExceeded
 from gateway.error_responses import render_error
 from gateway.errors import Forbidden, GatewayError, Unauthenticated
 from gateway.http_client.connection import Headers
-from gateway.logs import ACCESS_LOGGER, log_fields
-from gateway.metrics import CLIENT_CLOSED_REQUEST, V1_ROUTE, V2_ROUTE
 from gateway.passthrough.handler import pass_through
 from gateway.passthrough.headers import NOSNIFF_HEADER
 from gateway.passthrough.rules import is_passthrough
-from gateway.rate_limit import UNLIMITED_PATHS, RateLimitExceeded
-from gateway.request_info import RequestInfo, current_request_info, read_head
 from gateway.routes.infer import InferenceRoute, find_inference_route
 from gateway.services import Services
-from gateway.tracing import Trace, create_request_id, find_request_id, is_probe
+from gateway.telemetry import audit
+from gateway.telemetry.logs import ACCESS_LOGGER, log_fields
+from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST, V1_ROUTE, V2_ROUTE
+from gateway.telemetry.request_info import RequestInfo, current_request_info, read_head
+from gateway.telemetry.tracing import Trace, create_request_id, find_request_id, is_probe
 
 log = logging.getLogger(ACCESS_LOGGER)
 

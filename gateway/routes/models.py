@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from fastapi import APIRouter, Request
 
+from gateway.callers import Caller, Right
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import (
     UNAVAILABLE,
@@ -19,9 +20,7 @@ from gateway.fleet.index import (
     merge_indexes,
 )
 from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.reconciler import ModelProblems
 from gateway.fleet.replica import Replica
-from gateway.keys import Caller, Right
 from gateway.openapi.model_document import build_model_openapi
 from gateway.openapi.models import (
     METADATA_RESPONSES,
@@ -31,9 +30,10 @@ from gateway.openapi.models import (
     READY_MODELS_RESPONSES,
     REPLICA_LIST_RESPONSES,
 )
-from gateway.request_info import RequestInfo
+from gateway.repository.reconciler import ModelProblems
 from gateway.routes.dependencies import ServicesForFleet, ServicesForInference, get_caller
 from gateway.services import Services
+from gateway.telemetry.request_info import RequestInfo
 from gateway.tensors import examples
 from gateway.tensors.signature import Signature, TensorSpec
 from gateway.tensors.tf_serving import build_model_metadata, build_version_status

@@ -6,9 +6,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from gateway.fleet.maintenance import DrainProgress
 from gateway.openapi.replicas import CORDON_RESPONSES, DRAIN_RESPONSES
 from gateway.openapi.schemas import TIMEOUT_PARAMETER
+from gateway.repository.maintenance import DrainProgress
 from gateway.routes.dependencies import ServicesForAdministration
 
 router = APIRouter(tags=["management"])

@@ -24,7 +24,6 @@ from gateway.openapi.repository import (
     OPERATION_RESPONSES,
     RESPOND_ASYNC,
 )
-from gateway.request_info import RequestInfo
 from gateway.routes.dependencies import (
     ServicesForFleet,
     ServicesForLoad,
@@ -32,6 +31,7 @@ from gateway.routes.dependencies import (
     get_caller,
 )
 from gateway.services import Services
+from gateway.telemetry.request_info import RequestInfo
 
 router = APIRouter(tags=["management"])
 route_change = partial(

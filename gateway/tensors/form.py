@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.copying import copy_bytes
 from gateway.errors import MalformedRequest
 from gateway.media_types import JSON, OCTET_STREAM, TEXT
 from gateway.tensors.codecs import find_codec, read_bytes, read_single_value
+from gateway.tensors.copying import copy_bytes
 from gateway.tensors.json_body import check_json_memory, parse_json_body, validate_parameters
 from gateway.tensors.media_type import parse_content_type, parse_header_parameters
 from gateway.tensors.multipart import MultipartParser, RawPart

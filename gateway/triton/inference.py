@@ -16,12 +16,12 @@ import orjson
 from tritonclient.http import InferInput
 from tritonclient.utils import TRITON_RESERVED_REQUEST_PARAMS, TRITON_RESERVED_REQUEST_PARAMS_PREFIX
 
-from gateway.copying import MAX_PIECE_BYTES, copy_bytes
 from gateway.errors import BadUpstream, InputMismatch
 from gateway.http_client.client import CompleteResponse
 from gateway.http_client.connection import Buffer, Headers
 from gateway.messages import quote_text
 from gateway.tensors import sequence
+from gateway.tensors.copying import MAX_PIECE_BYTES, copy_bytes
 from gateway.tensors.dtypes import BYTES, DATATYPES, build_bytes_array
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.signature import Signature

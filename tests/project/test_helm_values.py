@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.fleet.models_file import parse_models_file
-from gateway.keys import read_keys_file
+from gateway.access.keys import read_keys_file
+from gateway.repository.models_file import parse_models_file
 from tests.support.gateway_forks import run_gateway
 from tests.support.helm import CHART, EXAMPLES, Values, render_chart
 from tests.support.manifests import Manifests, Resource

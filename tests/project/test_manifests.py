@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from deploy.monitoring import prometheusrule
+from gateway.access.keys import read_keys_file
+from gateway.capabilities.grpc_api.methods import TRITON_METHODS
 from gateway.embedded.supervisor import EmbeddedTriton
-from gateway.fleet.models_file import parse_models_file
-from gateway.grpc_server.methods import TRITON_METHODS
-from gateway.keys import read_keys_file
+from gateway.repository.models_file import parse_models_file
 from gateway.settings import Settings
 from gateway.triton.grpc.byte_channel import GRPC_SERVICE
 from tests.support.kubernetes_schemas import CUSTOM, KUBERNETES, check_custom, complaints

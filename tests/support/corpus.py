@@ -1,4 +1,4 @@
-"""Bodies that no well-meaning client sends, with valid ones beside them to be mutated."""
+"""Valid requests of every kind, to be mutated."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from tests.support.hostile_files import jpeg_of_scans
 from tests.support.load import post
 
-KIB, MIB = 1 << 10, 1 << 20
 BOUNDARY = "boundary"
 
 
@@ -123,59 +121,3 @@ def valid_requests(images: str, numbers: str, texts: str) -> list[Request]:
         Request(f"/v2/models/{texts}/generate", "application/json", b'{"X": "a", "p": 1}'),
     ]
     return requests
-
-
-def zip_bomb(size: int) -> bytes:
-    """Return an archive whose one array claims, and inflates to, so many bytes."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("X.npy", bytes(size))
-    return file.getvalue()
-
-
-def png_of_empty_chunks(count: int) -> bytes:
-    head, tail = IMAGES["image/png"][0][:33], IMAGES["image/png"][0][33:]
-    return head + b"\0\0\0\0teSt\xc7\x9f\xee\xc9" * count + tail
-
-
-def hostile_requests(images: str, numbers: str, texts: str) -> dict[str, Request]:
-    """Return requests that once cost far more than their bytes, by what they are."""
-    v1, v2 = "/v1/models/{}/infer".format, "/v2/models/{}/infer".format
-    jpeg = IMAGES["image/jpeg"][1]
-    shapes = b'"' + b'"shape":[' * 6800
-    keys = b"{" + b",".join(b'"k%d":1' % number for number in range(100_000)) + b"}"
-    npy_head = (
-        b"\x93NUMPY\x01\x00\x76\x00{'descr': '|S0', 'fortran_order': False, 'shape': (%d,), }"
-    )
-    return {
-        "unfinished shapes": Request(v2("nobody"), "application/json", shapes),
-        "unfinished shapes, compressed": Request(
-            v2("nobody"), "application/json", gzip.compress(shapes), ("Content-Encoding: gzip",)
-        ),
-        "an archive that inflates": Request(v1(numbers), "application/x-npz", zip_bomb(64 * MIB)),
-        "a JPEG of fill bytes": Request(
-            v1(images), "image/jpeg", jpeg[:2] + b"\xff" * MIB + jpeg[2:]
-        ),
-        "a PNG of empty chunks": Request(
-            v1(images), "image/png", png_of_empty_chunks(MIB // 12)
-        ),
-        "a progressive JPEG of many scans": Request(
-            v1(images), "image/jpeg", jpeg_of_scans(2000, side=2000)
-        ),
-        "keys of generate": Request(f"/v2/models/{texts}/generate", "application/json", keys),
-        "a long content type": Request(v1(texts), "text/plain" + ';a=";' * 12_000, b"a text"),
-        "lists of nothing": Request(
-            v1(numbers), "application/json", b'{"inputs": [' + b"[]," * MIB + b"1]}"
-        ),
-        "a data URI of semicolons": Request(
-            v1(texts), "application/json",
-            b'{"inputs": {"b64": "data:' + b";" * (2 * MIB) + b'"}}',
-        ),
-        "a NumPy file of nothing": Request(
-            v1(numbers), "application/x-npy", (npy_head % 10**15).ljust(127) + b"\n"
-        ),
-        "a nested NumPy header": Request(
-            v1(numbers), "application/x-npy",
-            b"\x93NUMPY\x01\x00\xff\xff" + b"(" * 65_535,
-        ),
-    }  # fmt: skip

@@ -8,9 +8,9 @@ from prometheus_client import Metric, parser
 from prometheus_client.openmetrics import parser as open_parser
 from prometheus_client.samples import Sample
 
-from gateway.exposition.encoder import PageFormat, encode_page
-from gateway.exposition.families import Families, escape_label_value, merge_families
-from gateway.exposition.parser import decode_page, parse_families, split_page_lines
+from gateway.telemetry.exposition.encoder import PageFormat, encode_page
+from gateway.telemetry.exposition.families import Families, escape_label_value, merge_families
+from gateway.telemetry.exposition.parser import decode_page, parse_families, split_page_lines
 
 HISTOGRAM = """# TYPE h histogram
 h_bucket{le="0.5"} 1

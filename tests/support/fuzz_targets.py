@@ -11,16 +11,25 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2
 
+from gateway.capabilities.grpc_api.infer_request import MAX_DECODED_BYTES, read_infer_request
+from gateway.capabilities.grpc_api.reflection import MAX_REFLECTION_BYTES, ReflectionService
+from gateway.capabilities.openai.text_vectors import parse_embeddings_request, parse_rerank_request
+from gateway.capabilities.torchserve.forms import parse_prediction_body
+from gateway.capabilities.uploads.model_files.archives import (
+    PIECE_BYTES,
+    ArchiveLimits,
+    read_archive,
+)
+from gateway.capabilities.uploads.model_files.model_config import (
+    check_data_config,
+    parse_model_config,
+)
+from gateway.capabilities.uploads.model_files.onnx_file import is_onnx_file
+from gateway.capabilities.uploads.model_files.received_body import parse_sha256_digest
 from gateway.errors import GatewayError
-from gateway.exposition.families import InvalidExposition
-from gateway.exposition.parser import decode_page, parse_families, split_page_lines
-from gateway.grpc_server.infer_request import MAX_DECODED_BYTES, read_infer_request
-from gateway.grpc_server.reflection import MAX_REFLECTION_BYTES, ReflectionService
-from gateway.model_files.archives import PIECE_BYTES, ArchiveLimits, read_archive
-from gateway.model_files.model_config import check_data_config, parse_model_config
-from gateway.model_files.onnx_file import is_onnx_file
-from gateway.model_files.received_body import parse_sha256_digest
 from gateway.sse import EventStreamScrubber
+from gateway.telemetry.exposition.families import InvalidExposition
+from gateway.telemetry.exposition.parser import decode_page, parse_families, split_page_lines
 from gateway.tensors.data_uri import decode_base64_text
 from gateway.tensors.image_header import read_image_header, strip_metadata
 from gateway.tensors.inputs import (
@@ -34,8 +43,6 @@ from gateway.tensors.outputs import parse_accept
 from gateway.tensors.payload import PayloadLimits
 from gateway.tensors.sequence import parse_sequence_headers
 from gateway.tensors.signature import Signature, build_signature
-from gateway.tensors.text_vectors import parse_embeddings_request, parse_rerank_request
-from gateway.tensors.torchserve import parse_prediction_body
 from tests.support.corpus import IMAGES, V2_BODY, valid_requests
 from tests.support.fuzzing import MAX_INPUT_BYTES, Target
 from tests.support.servers import ROOT

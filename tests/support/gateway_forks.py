@@ -32,7 +32,7 @@ from gateway.embedded import reaper
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
-    *("gateway.app", "gateway.launch", "gateway.workers"),
+    *("gateway.app", "gateway.server.launch", "gateway.server.workers"),
     # These are imported at the first use.
     *("anyio._backends._asyncio", "typer.rich_utils"),
 )

@@ -16,7 +16,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.server import CommandServer, create_uvicorn_config
+from gateway.server.http import CommandServer, create_uvicorn_config
 from gateway.settings import Settings
 from tests.support.wait import wait_until
 

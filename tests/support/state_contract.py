@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.fleet.models_file import ModelsFile
-from gateway.fleet.reconciler import LEADER_LEASE
-from gateway.fleet.shared_state import SharedState
-from gateway.state.desired import DesiredModel, StateStore
-from gateway.state.file_locks import REPORT_TTL_S
-from gateway.state.loads import Loads, is_in_progress
-from gateway.state.store import open_state_store
+from gateway.repository.models_file import ModelsFile
+from gateway.repository.reconciler import LEADER_LEASE
+from gateway.repository.shared_state import SharedState
+from gateway.repository.state.desired import DesiredModel, StateStore
+from gateway.repository.state.file_locks import REPORT_TTL_S
+from gateway.repository.state.loads import Loads, is_in_progress
+from gateway.repository.state.store import open_state_store
 from gateway.version_labels import Shadow, VersionLabel
 from tests.support.wait import wait_until_async
 

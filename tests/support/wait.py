@@ -21,7 +21,9 @@ def wait_until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) ->
 
 
 async def wait_until_async(
-    condition: Callable[[], object | Awaitable[object]], timeout_s: float = TIMEOUT_S
+    condition: Callable[[], object | Awaitable[object]],
+    timeout_s: float = TIMEOUT_S,
+    interval_s: float = INTERVAL_S / 4,
 ) -> float:
     """The same on an event loop; the condition may be a coroutine function."""
     start = time.monotonic()
@@ -30,7 +32,7 @@ async def wait_until_async(
         if await result if isawaitable(result) else result:
             return time.monotonic() - start
         assert time.monotonic() - start < timeout_s, f"not true after {timeout_s:g} s"
-        await asyncio.sleep(INTERVAL_S / 4)
+        await asyncio.sleep(interval_s)
 
 
 def lengthening(first_s: float) -> Iterator[float]:

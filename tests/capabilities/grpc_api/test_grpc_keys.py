@@ -11,8 +11,8 @@ import pytest
 import tritonclient.grpc as triton_grpc
 from tritonclient.grpc import service_pb2
 
-from gateway.grpc_server.methods import TRITON_METHODS
-from gateway.grpc_server.wire import encode_field
+from gateway.capabilities.grpc_api.methods import TRITON_METHODS
+from gateway.capabilities.grpc_api.wire import encode_field
 from gateway.triton.grpc.byte_channel import GRPC_SERVICE
 from tests.support.fleet import ECHO, Fleet, fleet_of
 from tests.support.grpc_gateway import SERVICE, STREAM, call_bytes, failure, fp32

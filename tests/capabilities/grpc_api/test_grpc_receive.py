@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import pytest
 
-from gateway.grpc_server.receive import FAST_RECEIVE_S, MessageReader, ReceiveSlots
-from gateway.grpc_server.server import build_options
+from gateway.capabilities.grpc_api.receive import FAST_RECEIVE_S, MessageReader, ReceiveSlots
+from gateway.capabilities.grpc_api.server import build_options
 from gateway.memory import MemoryBudgetExceeded
 from gateway.settings import Settings
 from tests.support.wait import TIMEOUT_S, wait_until

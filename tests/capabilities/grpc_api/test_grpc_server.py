@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import ssl
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -166,14 +164,6 @@ def test_unusable_grpc_port_ends_the_start_with_its_number(triton: Triton) -> No
     with Serving(triton, "--port", str(port), grpc_port=str(port)) as command:
         assert command.end() == 1
         assert f"--port and GATEWAY_GRPC_PORT both use port {port}" in command.output
-
-
-@pytest.mark.long
-def test_gateway_without_a_grpc_port_imports_no_grpc_server() -> None:
-    names = "[name for name in sys.modules if 'grpc_server' in name]"
-    code = f"import sys, gateway.app, gateway.launch; print({names})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_up_serves_grpc(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from gateway.inference.completions import relay_chunks
+from gateway.capabilities.openai.completions import relay_chunks
 from tests.support.documents import COMPLETIONS, LANGUAGE_MODELS, assert_prints, examples
 from tests.support.keys import ADMIN, TEXTS, bearer, entry, written
 from tests.support.servers import ROOT, free_ports, gateway_before

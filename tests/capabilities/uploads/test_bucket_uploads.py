@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from gateway.model_files.store import hash_pieces
+from gateway.capabilities.uploads.model_files.store import hash_pieces
 from tests.support.errors import assert_error
 from tests.support.s3_server import CREDENTIALS, S3Server
 from tests.support.servers import gateway

@@ -25,7 +25,7 @@ import psutil
 import pytest
 from onnx import TensorProto, helper
 
-from gateway.model_files.store import STORE_THREADS
+from gateway.capabilities.uploads.model_files.store import STORE_THREADS
 from tests.support import network
 from tests.support.errors import assert_error
 from tests.support.fleet import BODY, V2_BODY, Load, write_echo

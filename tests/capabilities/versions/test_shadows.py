@@ -16,13 +16,13 @@ import pytest
 import tritonclient.http as triton_http
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.admission import AdmissionQueue
-from gateway.fleet.label_router import ActiveLabel, SequenceVersions
-from gateway.fleet.output_comparison import compare_outputs
+from gateway.capacity.admission import AdmissionQueue
 from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.shadows import ShadowRunner
-from gateway.metrics import Metrics
+from gateway.repository.versions.label_router import ActiveLabel, SequenceVersions
+from gateway.repository.versions.output_comparison import compare_outputs
+from gateway.repository.versions.shadows import ShadowRunner
 from gateway.settings import Settings
+from gateway.telemetry.metrics import Metrics
 from gateway.version_labels import Shadow, VersionLabel
 from tests.support.measurements import forget_peaks, peak_bytes
 from tests.support.servers import Command, Triton, gateway

@@ -13,19 +13,19 @@ import numpy as np
 import psutil
 import pytest
 
-from gateway.decoding.pool import MAX_CALLS, DecodePool
-from gateway.decoding.worker import WorkerCallError
+from gateway.capabilities.openai.text_vectors import (
+    parse_completion_request,
+    parse_embeddings_request,
+    parse_rerank_request,
+)
+from gateway.capacity.decoding.pool import MAX_CALLS, DecodePool
+from gateway.capacity.decoding.worker import WorkerCallError
 from gateway.errors import BadImage, MalformedRequest, TooLarge
 from gateway.media_types import JSON
 from gateway.tensors.images import inspect_image
 from gateway.tensors.inputs import decode_body
 from gateway.tensors.json_body import parse_large_json
 from gateway.tensors.payload import PayloadLimits
-from gateway.tensors.text_vectors import (
-    parse_completion_request,
-    parse_embeddings_request,
-    parse_rerank_request,
-)
 from tests.support.wait import wait_until_async
 
 MIB = 1 << 20
@@ -45,7 +45,7 @@ one_process = pytest.mark.parametrize("pool", [1], indirect=True)
 
 def children() -> list[psutil.Process]:
     found = psutil.Process().children()
-    return [child for child in found if "gateway.decoding" in " ".join(command_of(child))]
+    return [child for child in found if "gateway.capacity.decoding" in " ".join(command_of(child))]
 
 
 def command_of(process: psutil.Process) -> list[str]:
@@ -73,7 +73,7 @@ async def test_process_that_parses_a_body_does_not_import_the_application(pool: 
     with pytest.raises(MalformedRequest):
         await pool.run(decode_body, (b"{", JSON, None, PayloadLimits()), LONG_S)
     imported = await pool.run(eval, ("{*__import__('sys').modules}",), LONG_S)
-    assert "gateway.tensors.text_vectors" in imported
+    assert "gateway.capabilities.openai.text_vectors" in imported
     assert imported.isdisjoint({"fastapi", "gateway.services"})
 
 

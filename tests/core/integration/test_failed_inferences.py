@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +11,7 @@ import httpx
 import pytest
 
 from tests.support.errors import assert_error
+from tests.support.metrics import held_memory
 from tests.support.model_folders import write_model_folder
 from tests.support.servers import Triton, gateway_before
 from tests.support.wait import wait_until
@@ -88,12 +88,6 @@ def count_runs(folders: list[Path]) -> int:
     return sum(len(file.read_text()) for file in files if file.exists())
 
 
-def held_bytes(client: httpx.Client) -> float:
-    page = client.get("/metrics").text
-    (found,) = re.findall(r"^gateway_request_memory_bytes (\S+)", page, re.M)
-    return float(found)
-
-
 def infer_v2(text: str) -> dict[str, Any]:
     return {"inputs": [{"name": "X", "shape": [1], "datatype": "BYTES", "data": [text]}]}
 
@@ -129,7 +123,7 @@ def test_rows_after_one_that_fails_do_not_run_and_hold_no_memory(
     answer = client.post("/v1/models/moody:predict", json={"instances": rows})
     assert_error(answer, 422, "REFUSED_BY_MODEL")
     assert count_runs(folders) < before + 150
-    wait_until(lambda: held_bytes(client) == 0)
+    wait_until(lambda: set(held_memory(client).values()) == {0})
 
 
 @pytest.mark.parametrize("accept", ["application/json", "application/x-npy"])

@@ -27,20 +27,20 @@ from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.health import SLOW_INDEX_S, HealthState
 from gateway.fleet.index import parse_index
 from gateway.fleet.inference_times import InferenceTimes
-from gateway.fleet.maintenance import Maintenance, UnknownReplica
-from gateway.fleet.models_file import ModelsFile
 from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.probe import PROBE_TIMEOUT_S
-from gateway.fleet.reconcile_plan import INITIAL_BACKOFF_S, plan_actions
-from gateway.fleet.reconciler import MAX_ABSENCE_S, RECONCILE_INTERVAL_S
 from gateway.fleet.replica import Replica, ReplicaAddress
-from gateway.fleet.report import PartialFailure
-from gateway.fleet.repository import Repository
 from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.transports import HttpCall
+from gateway.repository.maintenance import Maintenance, UnknownReplica
+from gateway.repository.models_file import ModelsFile
+from gateway.repository.reconcile_plan import INITIAL_BACKOFF_S, plan_actions
+from gateway.repository.reconciler import MAX_ABSENCE_S, RECONCILE_INTERVAL_S
+from gateway.repository.report import PartialFailure
+from gateway.repository.repository import Repository
+from gateway.repository.state.desired import DesiredModel
+from gateway.repository.state.store import open_state_store
 from gateway.settings import Settings
-from gateway.state.desired import DesiredModel
-from gateway.state.store import open_state_store
 from gateway.triton.error_mapping import LoadFailed, RequestTarget
 from tests.support.calls import count_calls
 from tests.support.simulated_replicas import SimulatedTriton, simulated_replicas

@@ -14,13 +14,13 @@ import pytest
 from prometheus_client import Counter
 from starlette.types import Message
 
-from gateway.copying import copy_bytes
-from gateway.decoding.messages import pack_message, unpack_message
-from gateway.decoding.pool import DecodePool
+from gateway.capacity.decoding.messages import pack_message, unpack_message
+from gateway.capacity.decoding.pool import DecodePool
 from gateway.http_client.client import HttpClient
 from gateway.inference.body import RequestBody
 from gateway.memory import MemoryBudget, MemoryCharge
-from gateway.request_info import RequestInfo
+from gateway.telemetry.request_info import RequestInfo
+from gateway.tensors.copying import copy_bytes
 from gateway.tensors.dtypes import build_bytes_array
 from tests.support.wait import TIMEOUT_S
 

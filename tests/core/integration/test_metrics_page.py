@@ -20,9 +20,9 @@ from prometheus_client.core import Metric
 from prometheus_client.openmetrics import parser as open_metrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.exposition.encoder import PageFormat
 from gateway.routes.metrics import parse_scrape_timeout
 from gateway.services import MAX_METRICS_PAGES
+from gateway.telemetry.exposition.encoder import PageFormat
 from tests.support.exposition_pages import (
     CLASHES,
     ESCAPED_HELP,

@@ -13,14 +13,14 @@ import pytest
 
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.errors import GatewayError
-from gateway.fleet.operations import (
+from gateway.repository.operations import (
     MAX_HEARTBEAT_AGE_S,
     OperationLost,
     OperationRunner,
     TooManyOperations,
 )
-from gateway.fleet.report import OperationReport, Outcome
-from gateway.state.store import MemoryStateStore, open_state_store
+from gateway.repository.report import OperationReport, Outcome
+from gateway.repository.state.store import MemoryStateStore, open_state_store
 from gateway.tasks import TaskSet
 from gateway.triton.error_mapping import LoadFailed
 from tests.support.gateway_forks import run_gateway

@@ -18,16 +18,16 @@ import redis as client_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.embedded.supervisor import EmbeddedTriton
-from gateway.metrics import Metrics
-from gateway.rate_limit import (
+from gateway.access.rate_limit import (
     MAX_REQUESTS_PER_WINDOW,
     MAX_WINDOW_S,
     RateLimiter,
     RateLimitExceeded,
     create_rate_window,
 )
-from gateway.state.store import open_state_store
+from gateway.embedded.supervisor import EmbeddedTriton
+from gateway.repository.state.store import open_state_store
+from gateway.telemetry.metrics import Metrics
 from tests.support.keys import INFER, METRICS, TEXTS, bearer, entry, written
 from tests.support.model_zoo.zoo import Zoo
 from tests.support.redis_server import RedisServer

@@ -17,8 +17,8 @@ import redis
 import yaml
 
 from gateway.errors import StateUnavailable
-from gateway.state.desired import DesiredModel
-from gateway.state.store import open_state_store
+from gateway.repository.state.desired import DesiredModel
+from gateway.repository.state.store import open_state_store
 from tests.support.manifests import Manifests
 from tests.support.servers import ROOT, free_ports
 from tests.support.wait import wait_until

@@ -30,10 +30,11 @@ from schemathesis.generation.hypothesis.builder import (
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 
-from gateway.app import ROUTERS
+from gateway.app import create_app
+from gateway.capabilities.torchserve.routes import router as torchserve
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.media_types import JSON, MULTIPART, NPY, NPZ, OCTET_STREAM
-from gateway.routes import torchserve
+from gateway.settings import Settings
 from tests.support.errors import assert_error
 from tests.support.keys import bearer, entry, written
 from tests.support.model_zoo.zoo import AS_WRITTEN, MANAGED, Zoo
@@ -256,10 +257,10 @@ def whole(service: Service) -> schemathesis.BaseSchema:
     return service.schema()
 
 
+APPLICATION: Any = create_app(Settings(state="memory:"))
 LABELS = [
     f"{method} {route.path_format}"
-    for router in (*ROUTERS, torchserve.router)
-    for route in router.routes
+    for route in (*APPLICATION._framework.routes, *torchserve.routes)
     if isinstance(route, APIRoute) and route.include_in_schema
     for method in route.methods or ()
 ]

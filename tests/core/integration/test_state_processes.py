@@ -39,7 +39,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def program(body: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Run this in an async function of another process, which is killed at the end."""
     lines = textwrap.indent(body.strip(), "    ")
-    imports = "import asyncio, os, resource, sys\nfrom gateway.state.store import *"
+    imports = "import asyncio, os, resource, sys\nfrom gateway.repository.state.store import *"
     with subprocess.Popen(
         [
             *(sys.executable, "-c"),
@@ -211,7 +211,7 @@ def test_redis_without_its_extra_names_the_package_to_install(tmp_path: Path) ->
         if path.name != "redis":
             (tmp_path / path.name).symlink_to(path)
     code = (
-        "from gateway.state.store import *\n"
+        "from gateway.repository.state.store import *\n"
         "open_state_store('memory:')\n"
         "try: open_state_store('redis://host')\n"
         "except BadState as exc: print(exc)"

@@ -23,9 +23,9 @@ import trustme
 import uvloop
 
 from gateway.errors import StateUnavailable
-from gateway.fleet.models_file import ModelsFile
-from gateway.fleet.shared_state import SharedState
-from gateway.state.desired import DesiredModel, StateStore
+from gateway.repository.models_file import ModelsFile
+from gateway.repository.shared_state import SharedState
+from gateway.repository.state.desired import DesiredModel, StateStore
 from gateway.version_labels import VersionLabel
 from tests.support.errors import assert_error
 from tests.support.keys import INFER, bearer, entry, written
@@ -109,7 +109,9 @@ def test_redis_that_is_unreachable_is_an_error_until_it_is_back(
         server.kill()
         run(scenario())
     logged = [
-        record.getMessage() for record in caplog.records if record.name.startswith("gateway.state.")
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith("gateway.repository.state.")
     ]
     place = f"the state at redis://127.0.0.1:{server.port}/0"
     # Each of the two stores loses it three times, and logs that once each time, not for each call.

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from gateway.errors import DeadlinePassed, ModelControlModeConflict
-from gateway.fleet.report import OperationReport, Outcome
 from gateway.http_client.connection import RequestNotSent
+from gateway.repository.report import OperationReport, Outcome
 from gateway.triton.error_mapping import LoadFailed
 from tests.support.fleet import write_echo
 from tests.support.up import Up

@@ -94,8 +94,8 @@ HANGING = """
 import ctypes, sys, time
 from gateway.app import create_app
 from gateway.process_exit import prompt_exit
-from gateway.server import create_server
-from gateway.launch import configure_process
+from gateway.server.http import create_server
+from gateway.server.launch import configure_process
 
 settings, say = configure_process()
 application = create_app(settings)

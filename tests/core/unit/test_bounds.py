@@ -9,6 +9,12 @@ import numpy as np
 import orjson
 import pytest
 
+from gateway.capabilities.openai.text_vectors import (
+    MAX_TEXTS,
+    build_embedding_payloads,
+    parse_embeddings_request,
+    parse_rerank_request,
+)
 from gateway.errors import InputMismatch, MalformedRequest, TooLarge
 from gateway.media_types import JSON
 from gateway.tensors import codecs, inputs
@@ -31,12 +37,6 @@ from gateway.tensors.inputs import (
 )
 from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import Signature, build_signature
-from gateway.tensors.text_vectors import (
-    MAX_TEXTS,
-    build_embedding_payloads,
-    parse_embeddings_request,
-    parse_rerank_request,
-)
 from tests.support.hostile_files import field, form, json_of, png
 
 TEXT = "abc ☕ 日本語 한국어 Привет 汉字\n" * 20

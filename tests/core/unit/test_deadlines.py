@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.protocol.clients import PacedCalls
-from gateway.protocol.connection import HttpProtocol
+from gateway.server.protocol.clients import PacedCalls
+from gateway.server.protocol.connection import HttpProtocol
 from tests.support.http_server import (
     ENOUGH,
     FAST,

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from gateway.errors import Forbidden, MalformedRequest
-from gateway.fleet.load_parameters import check_load_parameters
-from gateway.fleet.models_file import DeclaredModel
-from gateway.fleet.reconcile_plan import filter_uploads, merge_declared_models
-from gateway.state.desired import DesiredModel
+from gateway.repository.load_parameters import check_load_parameters
+from gateway.repository.models_file import DeclaredModel
+from gateway.repository.reconcile_plan import filter_uploads, merge_declared_models
+from gateway.repository.state.desired import DesiredModel
 
 PLAIN = {
     "a": DesiredModel(True, {}, 1),

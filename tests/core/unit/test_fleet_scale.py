@@ -10,27 +10,27 @@ from typing import NamedTuple
 
 import pytest
 
-from gateway.admission import AdmissionQueue
-from gateway.fleet.activation import ModelActivator
-from gateway.fleet.collector import FleetCollector, OnDemandCollector
+from gateway.capacity.admission import AdmissionQueue
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.health import Health
 from gateway.fleet.index import Index, merge_indexes, parse_index
-from gateway.fleet.models_file import DeclaredModel, ModelsFile
-from gateway.fleet.on_demand_plan import (
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.replica import Replica, ReplicaAddress
+from gateway.fleet.signatures import SignatureCache
+from gateway.repository.collector import FleetCollector, OnDemandCollector
+from gateway.repository.models_file import DeclaredModel, ModelsFile
+from gateway.repository.on_demand.activation import ModelActivator
+from gateway.repository.on_demand.on_demand_plan import (
     ModelBudget,
     ModelFacts,
     NoPlacement,
     find_idle_models,
     plan_excess,
 )
-from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.readiness import ReplicaStatus, check_readiness
-from gateway.fleet.replica import Replica, ReplicaAddress
-from gateway.fleet.repository import Repository
-from gateway.fleet.signatures import SignatureCache
+from gateway.repository.readiness import ReplicaStatus, check_readiness
+from gateway.repository.repository import Repository
+from gateway.repository.state.store import MemoryStateStore
 from gateway.settings import Settings
-from gateway.state.store import MemoryStateStore
 
 REPLICAS, MODELS, LOADED = 100, 200, 30
 

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
-from gateway.auth import name_caller
-from gateway.keys import Caller
-from gateway.peers import client_network
-from gateway.protocol.connection import RESERVED_CONNECTIONS, HttpProtocol
-from gateway.protocol.parser import SMALL_READ_BYTES
+from gateway.access.auth import name_caller
+from gateway.access.peers import client_network
+from gateway.callers import Caller
+from gateway.server.protocol.connection import RESERVED_CONNECTIONS, HttpProtocol
+from gateway.server.protocol.parser import SMALL_READ_BYTES
 from tests.support.framing import AMBIGUOUS, CL2, HOST_LINE, UNAMBIGUOUS, request
 from tests.support.http_server import (
     FAST,

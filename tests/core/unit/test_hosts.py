@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.auth import is_allowed_host, is_loopback, parse_host
+from gateway.access.auth import is_allowed_host, is_loopback, parse_host
 from gateway.messages import CommandError
 from gateway.settings import read_settings
 

@@ -24,8 +24,8 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.capabilities.openai.servers import OpenAIServers
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
-from gateway.fleet.openai_servers import OpenAIServers
 from gateway.fleet.replica import parse_replica_url
 from gateway.http_client.client import CompleteResponse, HttpClient, UpstreamResponse
 from gateway.http_client.connection import Headers, RequestNotSent, UpstreamConnection

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admission import AdmissionQueue, AdmissionQueueFull, WeightedSemaphore
-from gateway.decoding.executor import DecodeExecutor
+from gateway.capacity.admission import AdmissionQueue, AdmissionQueueFull, WeightedSemaphore
+from gateway.capacity.decoding.executor import DecodeExecutor
 from gateway.errors import DeadlinePassed
-from gateway.metrics import Metrics
+from gateway.telemetry.metrics import Metrics
 from tests.support.wait import TIMEOUT_S
 
 

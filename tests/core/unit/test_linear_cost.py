@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from gateway.capabilities.grpc_api.infer_request import read_infer_request
 from gateway.errors import GatewayError
-from gateway.grpc_server.infer_request import read_infer_request
 from gateway.tensors.data_uri import decode_base64_text
 from gateway.tensors.image_header import read_image_header, strip_metadata
 from gateway.tensors.inputs import read_payload, to_inputs

@@ -12,24 +12,26 @@ from typing import Any, NamedTuple
 import orjson
 import pytest
 
-from gateway import auth, keys, messages, names, tracing
-from gateway.body_chunks import ZLIB_WBITS, coalesce_chunks, inflate_chunks
+from gateway import callers, messages, names
+from gateway.access import auth
+from gateway.capacity.body_chunks import ZLIB_WBITS, coalesce_chunks, inflate_chunks
 from gateway.embedded.log_filter import LogFilter
 from gateway.errors import GatewayError
-from gateway.exposition.encoder import PageFormat, encode_page, escape_help
-from gateway.exposition.page_cache import PageCache
-from gateway.exposition.parser import parse_families, split_page_lines
 from gateway.fleet.index import parse_index
-from gateway.fleet.load_parameters import FILE_PARAMETER
 from gateway.http_client.client import CompleteResponse
 from gateway.messages import escape_unprintable
 from gateway.passthrough import body as request_body
 from gateway.passthrough import headers as request_headers
 from gateway.passthrough.body import find_sequence_step
 from gateway.passthrough.rules import match_route
-from gateway.protocol.parser import VALID_HOST
+from gateway.repository.load_parameters import FILE_PARAMETER
 from gateway.routes.metrics import parse_quality_value, parse_scrape_timeout
+from gateway.server.protocol.parser import VALID_HOST
 from gateway.sse import EventStreamScrubber
+from gateway.telemetry import tracing
+from gateway.telemetry.exposition.encoder import PageFormat, encode_page, escape_help
+from gateway.telemetry.exposition.page_cache import PageCache
+from gateway.telemetry.exposition.parser import parse_families, split_page_lines
 from gateway.triton import error_mapping
 from gateway.triton.grpc import errors as grpc_errors
 from gateway.triton.grpc import management
@@ -161,7 +163,7 @@ def step_in(body: bytes) -> object:
 
 
 def globs(name: str) -> bool:
-    return keys.Caller("a", models=("*a*b*c*", "*a*a*a*z", "[ab]*[cd]*[ef]*")).can_see(name)
+    return callers.Caller("a", models=("*a*b*c*", "*a*a*a*z", "[ab]*[cd]*[ef]*")).can_see(name)
 
 
 PARSERS = (
@@ -214,7 +216,7 @@ PARSERS = (
     Parser("X-Sequence-ID", header(b"x-sequence-id"), of(b"9")),
     Parser("a name of a model", names.is_model_name, of("%25")),
     Parser("… of escapes", names.is_model_name, of("%e2%")),
-    Parser("… that is plain", keys.is_path_safe, of("é")),
+    Parser("… that is plain", callers.is_path_safe, of("é")),
     Parser("… against patterns", globs, of("a")),
     Parser("… against other patterns", globs, of("abc")),
     Parser("a version", names.normalize_version, of("0")),

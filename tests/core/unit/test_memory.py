@@ -14,7 +14,7 @@ from gateway.memory import (
     memory_limit_bytes,
     return_free_memory,
 )
-from gateway.metrics import Metrics
+from gateway.telemetry.metrics import Metrics
 
 MIB = 1 << 20
 
@@ -48,6 +48,31 @@ def test_resized_charge_holds_what_it_holds_now() -> None:
     with pytest.raises(TooLarge):
         charge.resize(50 * MIB)
     assert memory.used_bytes == 2 * MIB
+
+
+def test_memory_is_counted_by_the_kind_of_its_charge() -> None:
+    """Two parts of a request that wait for their model at once are one."""
+    memory = budget()
+    body, message = MemoryCharge(memory), MemoryCharge(memory, "message")
+    body.add(2 * MIB)
+    message.add(3 * MIB)
+    counts = [memory.bytes_by_kind.copy()]
+    first, second = message.hold(), message.hold()
+    with first:
+        second.__enter__()
+        counts.append(memory.bytes_by_kind.copy())
+    second.__exit__(None, None, None)
+    body.change_kind("response")
+    body.resize(MIB)
+    counts.append(memory.bytes_by_kind.copy())
+    assert [{kind: size // MIB for kind, size in each.items() if size} for each in counts] == [
+        {"body": 2, "message": 3},
+        {"body": 2, "held": 3},
+        {"response": 1, "message": 3},
+    ]
+    body.release()
+    message.release()
+    assert set(memory.bytes_by_kind.values()) == {memory.used_bytes} == {0}
 
 
 def test_budget_has_shrunk_once_after_each_peak() -> None:

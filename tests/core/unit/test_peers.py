@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gateway.peers import can_identify_peers, find_peer_uid
+from gateway.access.peers import can_identify_peers, find_peer_uid
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked by netlink")
 

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from gateway.access.keys import KeysFile
 from gateway.config_files import WatchedFile
 from gateway.fleet.balancer import (
     COLD_AFTER_S,
@@ -43,27 +44,31 @@ from gateway.fleet.index import (
     model_names,
     parse_index,
 )
-from gateway.fleet.maintenance import count_busy_gateways
-from gateway.fleet.models_file import BadModelsFile, DeclaredModel, ModelsFile, parse_models_file
-from gateway.fleet.on_demand_plan import CopyLimits
-from gateway.fleet.readiness import (
+from gateway.fleet.replica import BadAddress, ReplicaAddress, parse_replica_url
+from gateway.fleet.slow_start import SlowStart
+from gateway.repository.maintenance import count_busy_gateways
+from gateway.repository.models_file import (
+    BadModelsFile,
+    DeclaredModel,
+    ModelsFile,
+    parse_models_file,
+)
+from gateway.repository.on_demand.on_demand_plan import CopyLimits
+from gateway.repository.readiness import (
     Readiness,
     ReplicaStatus,
     check_readiness,
     update_expected_models,
 )
-from gateway.fleet.reconcile_plan import (
+from gateway.repository.reconcile_plan import (
     Backoff,
     ModelAction,
     is_outdated,
     merge_declared_models,
     plan_actions,
 )
-from gateway.fleet.replica import BadAddress, ReplicaAddress, parse_replica_url
-from gateway.fleet.slow_start import SlowStart
-from gateway.keys import KeysFile
-from gateway.state.desired import DesiredModel
-from gateway.state.loads import is_in_progress, new_load_token
+from gateway.repository.state.desired import DesiredModel
+from gateway.repository.state.loads import is_in_progress, new_load_token
 
 UP = Health().with_probe_answer()
 

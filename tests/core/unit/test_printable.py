@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from gateway.client import tables
 from gateway.client.records import CsvWriter, JsonLinesWriter, Record
 from gateway.embedded.log_filter import LogFilter
-from gateway.logs import ConsoleFormatter
-from gateway.logs import JsonFormatter as LogJsonLines
 from gateway.messages import escape_unprintable, escape_unprintable_json, print_message
+from gateway.telemetry.logs import ConsoleFormatter
+from gateway.telemetry.logs import JsonFormatter as LogJsonLines
 
 EVIL = "a\x1b[2J\x1b]0;title\x07\r\x08\x7f\x9b31m\u202eback\u2066\u2028\u200b\U000e0001b"
 SHOWN = r"a\x1b[2J\x1b]0;title\x07\r\x08\x7f\x9b31m\u202eback\u2066\u2028\u200b\U000e0001b"

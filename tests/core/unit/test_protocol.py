@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.protocol.connection import HttpProtocol
-from gateway.protocol.deadlines import LAST_REQUEST_S
+from gateway.server.protocol.connection import HttpProtocol
+from gateway.server.protocol.deadlines import LAST_REQUEST_S
 from tests.support.http_server import (
     ENOUGH,
     GET,
@@ -69,13 +69,13 @@ def stage(module_stage: Stage) -> Iterator[Stage]:
     module_stage.app = echo
     module_stage.asked.clear()
     handler = Faults(module_stage.faults)
-    logging.getLogger("gateway.protocol").addHandler(handler)
+    logging.getLogger("gateway.server.protocol").addHandler(handler)
     try:
         yield module_stage
         wait_until(module_stage.quiet)
         assert module_stage.faults == []
     finally:
-        logging.getLogger("gateway.protocol").removeHandler(handler)
+        logging.getLogger("gateway.server.protocol").removeHandler(handler)
         module_stage.faults.clear()
 
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.metrics import Metrics
-from gateway.rate_limit import (
+from gateway.access.rate_limit import (
     MIN_RATE_WAIT_S,
     LocalRateWindows,
     RateLimiter,
     RateLimitExceeded,
     create_rate_window,
 )
+from gateway.telemetry.metrics import Metrics
 
 
 @dataclass

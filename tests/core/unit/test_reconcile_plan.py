@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.fleet.reconcile_plan import CORRECTION_MEMORY_S, Backoff, with_correction
+from gateway.repository.reconcile_plan import CORRECTION_MEMORY_S, Backoff, with_correction
 
 
 def test_corrections_that_are_undone_are_made_less_and_less_often() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.protocol.clients import ClientRegistry
+from gateway.server.protocol.clients import ClientRegistry
 
 STEPS = 12
 CLIENTS = 20

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from starlette.types import Scope
 
 from gateway.errors import GatewayError, TooManyConnections
-from gateway.protocol.deadlines import Deadlines, Due
-from gateway.protocol.limits import ProtocolLimits
-from gateway.protocol.parser import RequestParser
-from gateway.request_info import HEADER_FACTS
+from gateway.server.protocol.deadlines import Deadlines, Due
+from gateway.server.protocol.limits import ProtocolLimits
+from gateway.server.protocol.parser import RequestParser
+from gateway.telemetry.request_info import HEADER_FACTS
 from tests.support.framing import AMBIGUOUS, UNAMBIGUOUS
 
 LIMITS = ProtocolLimits(

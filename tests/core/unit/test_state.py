@@ -14,8 +14,8 @@ from urllib.parse import quote
 import pytest
 
 from gateway.errors import StateUnavailable
-from gateway.state.desired import BadState, DesiredModel
-from gateway.state.store import open_state_store
+from gateway.repository.state.desired import BadState, DesiredModel
+from gateway.repository.state.store import open_state_store
 from tests.support.state_contract import (
     ID,
     LOADED,

@@ -8,8 +8,8 @@ import anyio
 import pytest
 
 from gateway import tasks
-from gateway.metrics import Metrics
 from gateway.tasks import cancel_tasks, repeat
+from gateway.telemetry.metrics import Metrics
 
 
 async def test_background_loop_continues_after_an_unexpected_error(

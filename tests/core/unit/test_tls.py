@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import trustme
 
-from gateway.components import build_components, create_tls_context
+from gateway.app import create_app
+from gateway.capabilities.openai.servers import OpenAIServers
 from gateway.errors import GatewayError
-from gateway.fleet.openai_servers import OpenAIServers
+from gateway.fleet.discovery import create_tls_context
 from gateway.fleet.replica import BadAddress, parse_replica_url
 from gateway.http_client.client import CompleteResponse, HttpClient
 from gateway.settings import Settings
@@ -116,8 +117,8 @@ async def test_gateway_sends_its_own_certificate(authority: trustme.CA, files: P
 async def test_openai_server_may_have_tls(authority: trustme.CA, files: Path) -> None:
     async with serving(server_context(authority, name="127.0.0.1", wants_client=False)) as url:
         settings = Settings(openai_urls=(url,), triton_ca_file=files / "ca.pem", state="memory:")
-        components = build_components(settings)
-        servers = OpenAIServers(components.openai_addresses, settings, components.tls)
+        addresses = [parse_replica_url(url)]
+        servers = OpenAIServers(addresses, settings, create_tls_context(settings, addresses))
         with closing(servers):
             response = await servers.send(b"/v1/completions", [], b"", TIMEOUT_S)
             with closing(response):
@@ -126,4 +127,4 @@ async def test_openai_server_may_have_tls(authority: trustme.CA, files: Path) ->
 
 def test_invalid_address_of_openai_server_is_reported_before_the_start() -> None:
     with pytest.raises(BadAddress, match="ftp"):
-        build_components(Settings(openai_urls=("ftp://127.0.0.1",), state="memory:"))
+        create_app(Settings(openai_urls=("ftp://127.0.0.1",), state="memory:"))

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from gateway import __version__
-from gateway.fleet.models_file import parse_models_file
+from gateway.repository.models_file import parse_models_file
 from gateway.settings import Settings
 from tests.support.servers import ROOT
 

@@ -26,25 +26,31 @@ CLIENT_DEPENDENCIES = {
     for name in (
         "client",
         "http_client",
-        "exposition",
         "errors",
         "media_types",
         "messages",
     )
 }
+PAGE_PARSER = "gateway.telemetry.exposition."
 # Bytes in, values out: these modules do no I/O, and so contain nothing asynchronous.
 PURE = (
     "gateway.tensors",
-    "gateway.exposition",
+    "gateway.telemetry.exposition",
     "gateway.openapi",
     "gateway.sse",
     "gateway.settings",
-    "gateway.protocol.parser",
-    "gateway.protocol.deadlines",
+    "gateway.server.protocol.parser",
+    "gateway.server.protocol.deadlines",
 )
+CAPABILITIES = "gateway.capabilities."
+INSTALLED = f"{CAPABILITIES}installed"
+COMPOSERS = ("gateway.app", "gateway.doctor")  # they use every capability of the list
 ASYNC_NODES = (ast.AsyncFunctionDef, ast.AsyncFor, ast.AsyncWith, ast.Await)
 CONSTRUCTORS = ("__init__", "__post_init__")
-COMPAT_MODULES = {uvicorn: "gateway.uvicorn_compat", prometheus_client: "gateway.prometheus_compat"}
+COMPAT_MODULES = {
+    uvicorn: "gateway.server.uvicorn_compat",
+    prometheus_client: "gateway.telemetry.prometheus_compat",
+}
 
 
 def find_imports(module: str) -> set[str]:
@@ -86,14 +92,33 @@ def test_imports_have_no_cycle() -> None:
     TopologicalSorter(package_imports()).prepare()  # raises CycleError, which shows the cycle
 
 
+def capability_of(module: str) -> str:
+    """Return the name of the capability that a module belongs to; empty for the core."""
+    return module.removeprefix(CAPABILITIES).partition(".")[0] if CAPABILITIES in module else ""
+
+
+def test_core_imports_no_capability_and_capabilities_only_the_core() -> None:
+    foreign = [
+        f"{module} imports {imported}"
+        for module, imports in package_imports().items()
+        for imported in imports
+        if imported.startswith(CAPABILITIES)
+        and capability_of(imported) != capability_of(module)
+        and module != INSTALLED
+        and (imported != INSTALLED or module not in COMPOSERS)
+    ]
+    assert not foreign
+
+
 def test_client_imports_no_module_of_the_server() -> None:
-    imported = {
-        package_of(name)
+    foreign = [
+        name
         for module, imports in package_imports().items()
         if package_of(module) == "gateway.client"
         for name in imports
-    }
-    assert imported <= CLIENT_DEPENDENCIES
+        if package_of(name) not in CLIENT_DEPENDENCIES and not name.startswith(PAGE_PARSER)
+    ]
+    assert not foreign
 
 
 @pytest.mark.parametrize("name", PURE)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
 from gateway import errors
-from gateway.errors import Forbidden, GatewayError, InputMismatch, MalformedRequest, Overloaded
-from gateway.grpc_server.infer_request import (
+from gateway.capabilities.grpc_api.infer_request import (
     MAX_DECODED_BYTES,
     MAX_HEAD_BYTES,
     RAW_CONTENTS,
@@ -21,8 +20,14 @@ from gateway.grpc_server.infer_request import (
     read_infer_request,
     set_version,
 )
-from gateway.grpc_server.status import GRPC_CODES, describe_failure
-from gateway.grpc_server.wire import encode_field, encode_varint, iterate_fields, remove_fields
+from gateway.capabilities.grpc_api.status import GRPC_CODES, describe_failure
+from gateway.capabilities.grpc_api.wire import (
+    encode_field,
+    encode_varint,
+    iterate_fields,
+    remove_fields,
+)
+from gateway.errors import Forbidden, GatewayError, InputMismatch, MalformedRequest, Overloaded
 from gateway.tensors.sequence import SequenceStep
 from gateway.triton.grpc.byte_channel import SAFE_CANCEL_VERSION, parse_server_version
 

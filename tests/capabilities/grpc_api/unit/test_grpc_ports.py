@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from gateway.launch import GRPC_PORT, GRPC_PORT_SETTING, choose_grpc_settings
+from gateway.server.launch import GRPC_PORT, GRPC_PORT_SETTING, choose_grpc_settings
 
 HOST = "127.0.0.77"  # whose ports no server of the tests uses
 

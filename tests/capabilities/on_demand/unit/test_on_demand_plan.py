@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admission import AdmissionQueue
+from gateway.capacity.admission import AdmissionQueue
 from gateway.fleet.inference_times import LastInference, parse_last_inference, update_last_inference
-from gateway.fleet.on_demand_models import UNKNOWN_CALLER, ModelUsage, NoRoom
-from gateway.fleet.on_demand_plan import (
+from gateway.repository.on_demand.on_demand_models import UNKNOWN_CALLER, ModelUsage, NoRoom
+from gateway.repository.on_demand.on_demand_plan import (
     EVICTABLE,
     CopyLimits,
     Eviction,
@@ -39,7 +39,7 @@ from gateway.fleet.on_demand_plan import (
     update_load_time,
     update_mean_demand,
 )
-from gateway.metrics import Metrics
+from gateway.telemetry.metrics import Metrics
 from tests.support.on_demand import count_lru_loads
 
 NAMES = [f"m{number}" for number in range(8)]

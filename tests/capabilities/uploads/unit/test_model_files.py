@@ -23,19 +23,38 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from tritonclient.grpc.model_config_pb2 import TYPE_FP32
 
+from gateway.capabilities.uploads.model_files.archives import ArchiveLimits, read_archive
+from gateway.capabilities.uploads.model_files.entry_names import (
+    NEXT_VERSION,
+    arrange_entries,
+    check_storable_name,
+)
+from gateway.capabilities.uploads.model_files.folder_change import FolderChange, recover_folder
+from gateway.capabilities.uploads.model_files.folder_store import FolderStore
+from gateway.capabilities.uploads.model_files.kinds import identify_content, identify_file
+from gateway.capabilities.uploads.model_files.model_config import (
+    ConfigLimits,
+    check_data_config,
+    parse_model_config,
+)
+from gateway.capabilities.uploads.model_files.model_upload import (
+    ModelUpload,
+    UploadRules,
+    build_upload,
+)
+from gateway.capabilities.uploads.model_files.onnx_file import is_onnx_file
+from gateway.capabilities.uploads.model_files.onnx_graph import generate_label_config
+from gateway.capabilities.uploads.model_files.received_body import (
+    FormBody,
+    ReceivedFile,
+    parse_sha256_digest,
+)
+from gateway.capabilities.uploads.model_files.scratch_folder import (
+    ScratchFolder,
+    remove_abandoned_folders,
+)
+from gateway.capabilities.uploads.model_files.staging import Staging, UploadAborted
 from gateway.errors import Conflict, GatewayError, InvalidModelFile, MalformedRequest, TooLarge
-from gateway.model_files.archives import ArchiveLimits, read_archive
-from gateway.model_files.entry_names import NEXT_VERSION, arrange_entries, check_storable_name
-from gateway.model_files.folder_change import FolderChange, recover_folder
-from gateway.model_files.folder_store import FolderStore
-from gateway.model_files.kinds import identify_content, identify_file
-from gateway.model_files.model_config import ConfigLimits, check_data_config, parse_model_config
-from gateway.model_files.model_upload import ModelUpload, UploadRules, build_upload
-from gateway.model_files.onnx_file import is_onnx_file
-from gateway.model_files.onnx_graph import generate_label_config
-from gateway.model_files.received_body import FormBody, ReceivedFile, parse_sha256_digest
-from gateway.model_files.scratch_folder import ScratchFolder, remove_abandoned_folders
-from gateway.model_files.staging import Staging, UploadAborted
 from tests.support import network
 
 ONNX = network.texts()

@@ -1,0 +1,267 @@
+"""Authentication and authorization. Without a keys file, everyone may call, and local programs administer.
+
+A request is authenticated once, before anything else, and authorized where it is handled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Final
+
+from starlette.types import Scope
+
+from gateway.access.keys import KeysFile
+from gateway.access.peers import can_identify_peers, client_network, find_peer_uid, parse_ip_address
+from gateway.callers import Caller, Right, Role
+from gateway.errors import Forbidden, Unauthenticated
+from gateway.messages import quote_text
+from gateway.tasks import repeat
+from gateway.telemetry.request_info import ManagementCall, read_head
+
+KEYS_FILE_POLL_S: Final = 0.5
+AUTHORIZATION: Final = b"authorization"
+# Headers with keys, which are not forwarded to Triton.
+KEY_HEADERS: Final = frozenset((AUTHORIZATION, b"x-api-key"))
+BEARER: Final = b"bearer"
+BASIC: Final = b"basic"
+# Probes and browsers that load pages have no key.
+PUBLIC_PATHS: Final = frozenset(
+    ("/", "/livez", "/readyz", "/ping", "/docs", "/redoc", "/openapi.json")
+)
+PUBLIC_PATH_PREFIXES: Final = ("/static/", "/docs/")
+ANONYMOUS_RIGHTS: Final = frozenset((Right.infer, Right.metrics, Right.fleet))
+ANONYMOUS: Final = Caller("", rights=ANONYMOUS_RIGHTS)
+# The anonymous caller if GATEWAY_LOCAL_ADMIN is false.
+ANONYMOUS_NON_ADMIN: Final = Caller("", rights=ANONYMOUS_RIGHTS)
+UNAUTHENTICATED: Final = Caller("", models=())
+ROOT_UID: Final = 0
+READ_METHODS: Final = ("GET", "HEAD")
+# Headers with which proxies and content delivery networks describe their client.
+PROXY_HEADER: Final = re.compile(
+    rb"forwarded|via|cdn-loop|x-(?:forwarded|original|envoy|appengine|azure)-.*|x-amzn-trace-id|"
+    rb"x-(?:real|remote|originating)-ip|x-remote-addr|.*client-?ip|.*-connecting-ip"
+)
+# Sec-Fetch-Site for the gateway's own page, and for an address that a user typed.
+SAME_SITE_VALUES: Final = frozenset((b"same-origin", b"none"))
+BROWSER_HEADERS: Final = frozenset((b"origin", b"sec-fetch-site"))
+CROSS_ORIGIN_REASON: Final = "a web page of another origin sent it"
+REQUIRED_ROLES: Final = {Right.infer: Role.infer.value, Right.metrics: Role.metrics.value}
+
+
+class Authenticator:
+    """Identifies callers by their key; without a keys file every caller is anonymous."""
+
+    def __init__(
+        self,
+        keys_file: KeysFile | None,
+        allowed_hosts: Sequence[str] = (),
+        *,
+        local_admin: bool = True,
+    ) -> None:
+        self._keys_file = keys_file
+        self._allowed_hosts = tuple(allowed_hosts)
+        self._anonymous = ANONYMOUS if local_admin else ANONYMOUS_NON_ADMIN
+
+    @property
+    def requires_key(self) -> bool:
+        return self._keys_file is not None
+
+    def authenticate(self, scope: Scope) -> Caller:
+        """Return the caller. Raises `Unauthenticated`, or `Forbidden` for a host that is not allowed."""
+        if self._allowed_hosts:
+            self._check_host(scope["headers"])
+        file = self._keys_file
+        if file is None:
+            return self._anonymous
+        try:
+            if (caller := file.find_caller(read_head(scope, hash_key))) is None:
+                raise Unauthenticated("unknown key")
+        except Unauthenticated:
+            path: str = scope["path"]
+            if path in PUBLIC_PATHS or path.startswith(PUBLIC_PATH_PREFIXES):
+                return UNAUTHENTICATED
+            raise
+        return caller
+
+    def _check_host(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        # A page that rebinds its DNS name to this machine sends that name as Host.
+        for name, value in headers:
+            if name == b"host" and not is_allowed_host(value, self._allowed_hosts):
+                host = quote_text(parse_host(value.decode("latin-1")))
+                raise Forbidden(
+                    f"host {host} is not allowed; if it is a name of this gateway, add it to "
+                    "GATEWAY_ALLOWED_HOSTS"
+                )
+
+    async def watch_keys_file(self) -> None:
+        if (file := self._keys_file) is None:
+            return
+
+        async def check() -> None:
+            await asyncio.sleep(KEYS_FILE_POLL_S)
+            await file.reload_in_background()
+
+        await repeat("keys_file", check)
+
+
+def extract_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Return the key of a request. Raises `Unauthenticated` for no key, and for two different ones.
+
+    Basic credentials are used only without another key: they may be meant for a proxy.
+    """
+    key: bytes | None = None
+    basic: list[bytes] = []
+    for name, value in headers:
+        if name not in KEY_HEADERS:
+            continue
+        credentials = value
+        if name == AUTHORIZATION:
+            scheme, _, credentials = value.partition(b" ")
+            if scheme.lower() == BASIC:
+                basic.append(credentials)
+            if scheme.lower() != BEARER:
+                continue  # credentials for a proxy or another scheme
+        credentials = credentials.strip()
+        if key is not None and credentials != key:
+            raise Unauthenticated("the request contains two different keys")
+        key = credentials
+    if key is None and len(basic) == 1 and not is_from_browser(headers):
+        key = read_password(basic[0])
+    if not key:
+        raise Unauthenticated("a key is required: send Authorization: Bearer KEY or X-API-Key: KEY")
+    return key
+
+
+def hash_key(scope: Scope) -> bytes:
+    """Return the SHA-256 of a request's key. Raises `Unauthenticated`."""
+    return hashlib.sha256(extract_key(scope["headers"])).digest()
+
+
+def read_password(credentials: bytes) -> bytes:
+    """Return the password of Basic credentials (RFC 7617); empty if they are invalid."""
+    try:
+        return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
+
+
+def is_from_browser(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    # A browser adds stored Basic credentials to the requests of every page, like cookies.
+    return any(name in BROWSER_HEADERS for name, _ in headers)
+
+
+def name_caller(caller: Caller, scope: Scope) -> str:
+    """Return the name by which callers take turns: of the key, or without keys the client's network."""
+    client = scope.get("client")
+    return caller.name or (client_network(client[0]) if client else "")
+
+
+def authorize(scope: Scope, right: Right, model: str = "") -> None:
+    """Raise `Forbidden` if the caller lacks the right. `ModelResolver` checks its access to the model."""
+    info = scope["request_info"]
+    caller: Caller = info.caller
+    if right is Right.manage and scope["method"] not in READ_METHODS:
+        info.management_call = ManagementCall(model)
+    if right not in caller.rights:
+        reason = explain_remote_origin(scope) if caller is ANONYMOUS else ""
+        if reason or caller is not ANONYMOUS:
+            raise create_forbidden_error(caller, right, reason)
+
+
+def authorize_all_models(scope: Scope, right: Right) -> None:
+    """Raise `Forbidden` unless the caller has the right and can see every model."""
+    authorize(scope, right)
+    caller: Caller = scope["request_info"].caller
+    if not caller.can_see_all:
+        raise Forbidden(
+            f"key {quote_text(caller.name)} is limited to some models; this requires access to all models"
+        )
+
+
+def create_forbidden_error(caller: Caller, right: Right, reason: str = "") -> Forbidden:
+    if caller is ANONYMOUS:
+        return Forbidden(
+            "without a key, only the gateway's own user on the same machine may administer; "
+            f"this request was rejected because {reason}; use an admin key (GATEWAY_KEYS_FILE)"
+        )
+    if caller is ANONYMOUS_NON_ADMIN:
+        return Forbidden(
+            "administration is disabled: GATEWAY_LOCAL_ADMIN is false and GATEWAY_KEYS_FILE is not set"
+        )
+    role = REQUIRED_ROLES.get(right, Role.admin.value)
+    return Forbidden(
+        f"key {quote_text(caller.name)} lacks the role {quote_text(role)}, which this requires"
+    )
+
+
+def explain_remote_origin(scope: Scope) -> str:
+    """Return the reason why a request is not from a local program of this user; empty if it is.
+
+    Administration can execute code: a request that a proxy forwards, or that a web page or another user of
+    the machine sends, must not pass as local.
+    """
+    client, server = scope.get("client"), scope.get("server")
+    if client is None or server is None or not is_loopback(client[0]):
+        return "it comes from another address"
+    if scope["http_version"] == "1.0":  # nginx's default for upstream requests
+        return "it uses HTTP/1.0, as a proxy does"
+    if reason := explain_foreign_headers(scope["headers"]):
+        return reason
+    if can_identify_peers() and find_peer_uid(client, server) not in (os.geteuid(), ROOT_UID):
+        return "a program of another user sent it"
+    return ""
+
+
+def explain_foreign_headers(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Return the reason why the headers are those of a proxy or a web page; empty if they are not."""
+    origin = host = ""
+    for name, value in headers:
+        if name == b"host":
+            host = value.decode("latin-1").lower()
+        elif name == b"origin":
+            origin = value.decode("latin-1").lower()
+        elif name == b"sec-fetch-site" and value not in SAME_SITE_VALUES:
+            return CROSS_ORIGIN_REASON
+        elif PROXY_HEADER.fullmatch(name):
+            return f"a proxy forwarded it (header {name.decode('latin-1')})"
+    if not is_loopback(parse_host(host)):
+        return f"its host is {quote_text(host)}, not localhost"
+    return (
+        CROSS_ORIGIN_REASON
+        if origin and origin not in (f"http://{host}", f"https://{host}")
+        else ""
+    )
+
+
+def parse_host(authority: str) -> str:
+    """Return the host of a `Host` header in lower case, without the port; empty if it is invalid."""
+    host = authority.lower()
+    if host.startswith("["):
+        address, bracket, _ = host[1:].partition("]")
+        return address if bracket else ""
+    return host.partition(":")[0].removesuffix(".")
+
+
+@lru_cache(256)
+def is_loopback(host: str) -> bool:
+    """Return whether a name (RFC 6761, section 6.3) or an address is a loopback one."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return parse_ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@lru_cache(256)
+def is_allowed_host(authority: bytes, patterns: tuple[str, ...]) -> bool:
+    host = parse_host(authority.decode("latin-1"))
+    return is_loopback(host) or any(fnmatchcase(host, pattern) for pattern in patterns)

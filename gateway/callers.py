@@ -1,0 +1,84 @@
+"""Callers, and what they may do: values that every edge and every check uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from fnmatch import fnmatchcase
+from functools import cached_property
+from operator import attrgetter
+from typing import Final
+
+from gateway.names import quote_path_segment
+
+ANY_MODEL: Final = ("*",)
+MAX_CACHED_MODELS: Final = 1024
+MAX_CACHED_NAME_LENGTH: Final = 256
+
+
+class Right(Enum):
+    infer = "infer"  # inference and model metadata
+    metrics = "metrics"
+    fleet = "fleet"  # addresses and health of the replicas
+    manage = "manage"
+
+    __hash__ = object.__hash__  # Enum's own hash is written in Python, and every request uses it
+
+
+class Role(str, Enum):
+    infer = "infer"
+    metrics = "metrics"
+    admin = "admin"
+
+
+ROLE_RIGHTS: Final = {
+    Role.infer: frozenset((Right.infer,)),
+    Role.metrics: frozenset((Right.metrics,)),
+    Role.admin: frozenset(Right),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Caller:
+    """A client, identified by its key; `name` is the name of the key."""
+
+    name: str
+    roles: tuple[Role, ...] = ()
+    models: tuple[str, ...] = ANY_MODEL
+    requests_per_second: float | None = None
+    digest: bytes = field(default=b"", repr=False)
+    rights: frozenset[Right] = frozenset()
+    _visibility_cache: dict[str, bool] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def can_see_all(self) -> bool:
+        return "*" in self.models
+
+    def can_see(self, model: str) -> bool:
+        if self.can_see_all:
+            return True
+        visible = self._visibility_cache.get(model)
+        if visible is None:
+            visible = is_path_safe(model) and self.matches(model)
+            if len(model) <= MAX_CACHED_NAME_LENGTH:
+                if len(self._visibility_cache) >= MAX_CACHED_MODELS:
+                    self._visibility_cache.clear()
+                self._visibility_cache[model] = visible
+        return visible
+
+    def describes_same(self, other: Caller) -> bool:
+        fields = attrgetter("name", "roles", "models", "requests_per_second")
+        return bool(fields(self) == fields(other))
+
+    def matches(self, name: str) -> bool:
+        """Return whether a pattern of the key matches a name that does not become part of a path."""
+        return any(fnmatchcase(name, glob) for glob in self.models)
+
+
+def is_path_safe(model: str) -> bool:
+    """Return whether the name needs no escaping in a path.
+
+    Triton decodes nothing, but a proxy before it might: `res%2F..%2Fsecret` would match `res*` here and
+    mean `secret` there.
+    """
+    return model not in (".", "..") and quote_path_segment(model) == model

@@ -1,0 +1,363 @@
+"""One gRPC call: its caller, deadline and message, and its line in the log and the metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from time import perf_counter
+from typing import Any, Final, NamedTuple, cast
+from urllib.parse import unquote
+
+import anyio
+import grpc
+
+from gateway.access.auth import (
+    ANONYMOUS,
+    UNAUTHENTICATED,
+    authorize,
+    authorize_all_models,
+    name_caller,
+)
+from gateway.access.peers import ClientCounts, client_network
+from gateway.callers import Right
+from gateway.capabilities.grpc_api.receive import MessageReader, ReceiveSlots
+from gateway.capabilities.grpc_api.status import CallStatus, describe_failure
+from gateway.errors import (
+    Forbidden,
+    GatewayError,
+    HeaderTooLarge,
+    MalformedRequest,
+    Overloaded,
+    RequestTooSlow,
+    Unauthenticated,
+    Unavailable,
+    UnknownModel,
+)
+from gateway.memory import MemoryBudgetExceeded
+from gateway.passthrough.headers import NOT_FORWARDED
+from gateway.repository.versions.resolver import ModelTarget
+from gateway.routes.middleware import end_trace, log_request
+from gateway.services import Services
+from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
+from gateway.telemetry.request_info import RequestInfo, current_request_info
+from gateway.telemetry.tracing import create_request_id, find_request_id
+from gateway.triton.grpc.byte_channel import Metadata
+from gateway.triton.grpc.messages import build_http_headers
+from gateway.triton.restricted_api import GRPC_KEY_PREFIX
+
+GRPC_ROUTE: Final = "grpc"  # the label of `gateway_requests_in_flight`
+OK_STATUS: Final = 200
+UNCOUNTED_STATUSES: Final = (OK_STATUS, CLIENT_CLOSED_REQUEST)
+# Larger messages count against the memory budget, like the bodies of /v2.
+MIN_CHARGED_BYTES: Final = 64 << 10
+# grpcio has a copy of a message while it is sent, and cannot send without one.
+COPIES: Final = 2
+# A message of a few bytes has this time to arrive, whatever the deadline of its call.
+SHORT_MESSAGE_TIMEOUT_S: Final = 5.0
+# Triton accepts 8 KiB (RFC 9113, section 6.5.2), including what the gateway and gRPC add. Up to 16 KiB, it
+# refuses calls at random.
+MAX_METADATA_BYTES: Final = 7 << 10
+FIELD_BYTES: Final = 32  # of each, besides its name and value
+# With `triton_grpc_error`, tritonserver 2.51 crashes when it ends a stream with an error.
+DROPPED_METADATA: Final = frozenset(name.decode() for name in NOT_FORWARDED) | {
+    "user-agent",
+    "content-type",
+    "triton_grpc_error",
+}
+DROPPED_PREFIXES: Final = ("grpc-", GRPC_KEY_PREFIX)
+
+
+class ShuttingDown(Unavailable):
+    message = "the gateway is shutting down; open the stream again"
+
+
+class NoRequest(MalformedRequest):
+    message = "the call ended without a request"
+
+
+class MetadataTooLarge(GatewayError):
+    status, code = HeaderTooLarge.status, HeaderTooLarge.code
+    message = (
+        "the call has more than 7 KiB of metadata for Triton, which accepts no more; send less"
+    )
+
+
+class ResponseNotRead(RequestTooSlow):
+    message = "the responses were not read in time"
+
+
+class TooManyCalls(Overloaded):
+    message = "this address has too many calls in progress (GATEWAY_MAX_CONNECTIONS_PER_CLIENT)"
+
+
+class MethodAccess(NamedTuple):
+    """The access rules of a method, and how its calls are counted."""
+
+    route: str  # in the log and the metrics
+    is_public: bool = False  # needs no key
+    is_unlimited: bool = False  # does not count against the rate of the key
+    is_container: bool = False  # a stream: its requests are counted, itself only if it fails
+    http_method: str = "POST"  # of the same call over HTTP; a read takes no turn of a split
+
+
+class CallEnvironment(NamedTuple):
+    """The objects that all calls share."""
+
+    services: Services
+    receive_slots: ReceiveSlots
+    clients: ClientCounts  # with calls in progress
+    max_requests: int  # in progress; with more, a stream has one at a time
+    stopping: asyncio.Event  # set when the server stops accepting calls
+
+
+class IncomingCall:
+    """One call of a client, or one request of a stream."""
+
+    def __init__(
+        self, environment: CallEnvironment, context: Any, path: str, access: MethodAccess
+    ) -> None:
+        self.environment = environment
+        self.services = services = environment.services
+        self.context = context
+        self.metadata: Metadata = context.invocation_metadata() or ()
+        self._access = access
+        self._started_at = perf_counter()
+        self._status = CLIENT_CLOSED_REQUEST
+        self._client = ""  # as it is counted
+        headers = build_http_headers(self.metadata)
+        self.info = info = RequestInfo(find_request_id(headers) or create_request_id())
+        info.route = access.route
+        current_request_info.set(info)
+        # The keys of an ASGI scope that authentication, authorization, the log and traces read.
+        self.scope: dict[str, Any] = {
+            "type": "http",
+            "method": access.http_method,
+            "path": path,
+            "scheme": "grpc",
+            "http_version": "2",
+            "headers": headers,
+            "request_id": info.request_id,
+            "request_info": info,
+            "client": parse_peer(context.peer()),
+        }
+        if services.tracer is not None and not access.is_public:
+            info.trace = services.tracer.start_trace(access.http_method, headers)
+        services.metrics.in_flight[GRPC_ROUTE] += 1
+
+    # The caller, and what it may do.
+
+    def count_client(self) -> None:
+        """Count the call as one in progress of its client. Raises `TooManyCalls`."""
+        address = self.scope["client"]
+        if address is not None:
+            client, clients = client_network(address[0]), self.environment.clients
+            limit = self.services.settings.max_connections_per_client
+            if clients.add(client) > limit > 0:
+                clients.remove(client)
+                raise TooManyCalls
+            self._client = client
+
+    async def identify_caller(self) -> None:
+        """Raises `Unauthenticated`, `Forbidden` or `RateLimitExceeded`."""
+        info, services = self.info, self.services
+        try:
+            caller = services.access.authenticate(self.scope)
+        except Unauthenticated:
+            if not self._access.is_public:
+                raise
+            caller = UNAUTHENTICATED
+        info.caller = caller
+        info.key = caller.name
+        info.caller_name = name_caller(caller, self.scope)
+        if caller.requests_per_second is not None and not self._access.is_unlimited:
+            await services.rate_limiter.count_request(caller.name, caller.requests_per_second)
+
+    def resolve(
+        self,
+        right: Right,
+        model: str,
+        version: str = "",
+        not_found_error: type[UnknownModel] = UnknownModel,
+    ) -> ModelTarget:
+        """Raises `Forbidden`, or `not_found_error` for a model that the caller cannot see."""
+        self._check_administrator(right)
+        if not model:
+            raise MalformedRequest("the request names no model")
+        resolve = self.services.resolver.resolve
+        return resolve(self.scope, right, model, version, not_found_error)
+
+    def authorize(self, right: Right) -> None:
+        """Raises `Forbidden`."""
+        self._check_administrator(right)
+        authorize(self.scope, right)
+
+    def authorize_all_models(self, right: Right) -> None:
+        self._check_administrator(right)
+        authorize_all_models(self.scope, right)
+
+    def _check_administrator(self, right: Right) -> None:
+        # A proxy on this machine can forward gRPC without leaving a trace in the call.
+        if right is Right.manage and self.info.caller is ANONYMOUS:
+            raise Forbidden(
+                "administration over gRPC requires an admin key (GATEWAY_KEYS_FILE); without keys, local "
+                "programs administer over HTTP"
+            )
+
+    @property
+    def slot_owner(self) -> str:
+        """The caller whose messages share receive slots."""
+        return self.info.key or self._client
+
+    # The request.
+
+    def find_timeout_s(self) -> float:
+        """Return the timeout: the call's own deadline, and X-Request-Timeout or the default."""
+        requested = find_metadata(self.metadata, "x-request-timeout")
+        services = self.services
+        timeout_s = (
+            services.default_timeout_s
+            if requested is None
+            else services.resolve_timeout_s(requested)
+        )
+        remaining_s: float | None = self.context.time_remaining()
+        if remaining_s is not None:
+            limit_s = services.settings.max_request_timeout_s if requested is None else timeout_s
+            timeout_s = min(max(remaining_s, 0.0), limit_s)
+        self.info.timeout_s = timeout_s
+        return timeout_s
+
+    async def read_message(self, timeout_s: float) -> bytes:
+        """Return the request. Raises `RequestTooSlow`, `NoRequest` or `MemoryBudgetExceeded`."""
+        slots = self.environment.receive_slots
+        try:
+            reader = MessageReader(self.context, slots, self.slot_owner, timeout_s)
+            message = await reader.read()
+        except MemoryBudgetExceeded:
+            self.services.metrics.shed.labels("memory").inc()
+            raise
+        if message is grpc.aio.EOF:
+            raise NoRequest
+        self.count_message(cast(bytes, message))
+        return cast(bytes, message)
+
+    async def read_short_message(self, max_bytes: int) -> bytes:
+        """Return a request of a few bytes. Raises as `read_message`, or `MalformedRequest`."""
+        message = await self.read_message(SHORT_MESSAGE_TIMEOUT_S)
+        check_size(message, max_bytes)
+        return message
+
+    def count_message(self, message: bytes, min_charged_bytes: int = MIN_CHARGED_BYTES) -> None:
+        """Raises `MemoryBudgetExceeded`."""
+        self.info.bytes_in = size = len(message)
+        if size > min_charged_bytes:
+            self.services.get_charge(self.info, "message").add(COPIES * size)
+
+    def select_metadata(self) -> Metadata:
+        """Return the metadata for Triton, which can turn it into parameters of the request.
+
+        Raises `MetadataTooLarge`.
+        """
+        selected = tuple(pair for pair in self.metadata if is_forwarded(pair[0]))
+        size = sum(len(name) + len(value) + FIELD_BYTES for name, value in selected)
+        if size > MAX_METADATA_BYTES:
+            raise MetadataTooLarge
+        return selected
+
+    # The response.
+
+    def charge_response(self, response: bytes) -> None:
+        """Charge a response in place of the request. Raises `MemoryBudgetExceeded` or `TooLarge`."""
+        charge = self.services.get_charge(self.info)
+        charge.change_kind("response")
+        charge.resize(COPIES * len(response))
+
+    async def write(self, response: bytes) -> None:
+        """Send a response of a stream. Raises `ResponseNotRead`."""
+        services = self.services
+        timeout_s = services.settings.write_timeout_s
+        try:
+            if len(response) > MIN_CHARGED_BYTES:
+                await self._write_large(response, timeout_s)
+                return
+            with anyio.fail_after(timeout_s):
+                await self.context.write(response)
+        except TimeoutError:
+            services.metrics.refusals.labels("answer_not_taken").inc()
+            raise ResponseNotRead from None
+        except grpc.aio.InternalError:
+            raise asyncio.CancelledError from None  # the client is gone, and gRPC cancels the call
+
+    async def _write_large(self, response: bytes, timeout_s: float) -> None:
+        """Send a response, which stays charged until grpcio drops it, even if that is after the call."""
+        writing = asyncio.create_task(self.context.write(response))
+        writing.add_done_callback(ignore_failure)  # the call may have ended
+        try:
+            await asyncio.wait([writing], timeout=timeout_s)
+            if not writing.done():
+                raise TimeoutError
+            writing.result()
+        finally:
+            charge = self.info.charge
+            if charge is not None and not writing.done():
+                self.info.charge = None
+                writing.add_done_callback(lambda _: charge.release())
+
+    # The end.
+
+    def succeed(self, response: bytes) -> None:
+        if self._status == CLIENT_CLOSED_REQUEST:  # a stream may have failed before
+            self._status = OK_STATUS
+        self.info.bytes_out += len(response)
+
+    def fail(self, exc: Exception) -> CallStatus:
+        status = describe_failure(exc, self.info.request_id)
+        self._status = status.http_status
+        return status
+
+    def end(self) -> None:
+        info, metrics = self.info, self.services.metrics
+        if info.charge is not None:
+            info.charge.release()
+        metrics.in_flight[GRPC_ROUTE] -= 1
+        if self._client:
+            self.environment.clients.remove(self._client)
+        if self._access.is_container and self._status in UNCOUNTED_STATUSES:
+            return
+        duration_s = perf_counter() - self._started_at
+        metrics.observe(info, self._status, duration_s)
+        log_request(self.scope, info, self._status, duration_s)
+        if info.trace is not None:
+            end_trace(info.trace, self.scope, info, self._status)
+
+
+def ignore_failure(task: asyncio.Task[None]) -> None:
+    """Keep asyncio from reporting that nobody asked for the task's exception."""
+    if not task.cancelled():
+        task.exception()
+
+
+def check_size(message: bytes, max_bytes: int) -> None:
+    """Raise `MalformedRequest` for a message that would take long to decode on the event loop."""
+    if len(message) > max_bytes:
+        raise MalformedRequest(
+            f"the message has {len(message)} bytes; this method accepts at most {max_bytes}"
+        )
+
+
+def find_metadata(metadata: Metadata, name: str) -> str | None:
+    for key, value in metadata:
+        if key == name and isinstance(value, str):
+            return value
+    return None
+
+
+def is_forwarded(name: str) -> bool:
+    return name not in DROPPED_METADATA and not name.startswith(DROPPED_PREFIXES)
+
+
+def parse_peer(peer: str) -> tuple[str, int] | None:
+    """Return the address of a peer such as `ipv4:127.0.0.1:4711` or `ipv6:%5B::1%5D:4711`."""
+    family, _, address = peer.partition(":")
+    host, _, port = address.rpartition(":")
+    if family not in ("ipv4", "ipv6") or not port.isdigit():
+        return None
+    return unquote(host).strip("[]"), int(port)

@@ -1,0 +1,189 @@
+"""The gRPC server: its options, certificates and life cycle, and the way of a call through it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Final
+
+import grpc
+
+from gateway.access.peers import ClientCounts
+from gateway.capabilities.grpc_api.call import (
+    GRPC_ROUTE,
+    MIN_CHARGED_BYTES,
+    CallEnvironment,
+    IncomingCall,
+    MethodAccess,
+)
+from gateway.capabilities.grpc_api.certificate import GrpcCertificate
+from gateway.capabilities.grpc_api.health import HealthService
+from gateway.capabilities.grpc_api.methods import Method, list_methods
+from gateway.capabilities.grpc_api.receive import ReceiveSlots
+from gateway.capabilities.grpc_api.streams import InferStream
+from gateway.draining import Drain
+from gateway.errors import UnknownMethod
+from gateway.fleet.replica import join_host_port
+from gateway.memory import default_budget_bytes
+from gateway.messages import CommandError
+from gateway.services import Services
+from gateway.settings import Settings
+from gateway.triton.grpc.byte_channel import STREAM_METHOD
+
+log = logging.getLogger(__name__)
+
+LOCALHOST: Final = "127.0.0.1"
+KEEP_ALIVE_TIMEOUT_S: Final = 20
+# A request in progress takes about this, besides its message: its objects, and buffers of the library.
+REQUEST_BYTES: Final = 16 << 10
+REQUESTS_SHARE: Final = 0.25  # of the memory budget
+# Sets of compression algorithms, as bits: identity, deflate, gzip.
+NO_COMPRESSION, ALL_COMPRESSION = 0b001, 0b111
+UNKNOWN_METHOD: Final = MethodAccess("")
+STREAM_ACCESS: Final = MethodAccess(STREAM_METHOD, is_unlimited=True, is_container=True)
+STREAM_REQUEST_ACCESS: Final = MethodAccess(STREAM_METHOD)
+
+
+class CannotListen(CommandError):
+    """The gRPC port cannot be used."""
+
+
+class MethodRouter(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
+    """Finds the handler of a call by its method."""
+
+    def __init__(self, environment: CallEnvironment, drain: Drain) -> None:
+        make = partial(make_handler, environment)
+        self._refusal = make("", Method(UNKNOWN_METHOD, refuse_unknown_method))
+        methods = list_methods(HealthService(drain))
+        self._handlers = {path: make(path, method) for path, method in methods.items()}
+        self._handlers[STREAM_METHOD] = make_infer_stream_handler(environment)
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        return self._handlers.get(details.method, self._refusal)
+
+
+async def refuse_unknown_method(call: IncomingCall) -> bytes:
+    raise UnknownMethod
+
+
+def make_handler(environment: CallEnvironment, path: str, method: Method) -> Any:
+    """Return a handler that reads its request itself, after the checks that do not need it."""
+
+    async def handle(_: Any, context: Any) -> bytes | None:
+        call = IncomingCall(environment, context, path, method.access)
+        is_unread = False
+        try:
+            call.count_client()
+            await call.identify_caller()
+            response = await method.serve(call)
+            if response is not None:
+                if len(response) > MIN_CHARGED_BYTES:
+                    call.charge_response(response)
+                    is_unread = True
+                call.succeed(response)
+            context.set_trailing_metadata((("x-request-id", call.info.request_id),))
+            return response
+        except Exception as exc:
+            await abort_call(call, exc)
+            raise
+        finally:
+            if is_unread:
+                context.add_done_callback(
+                    lambda _: call.end()
+                )  # when it is sent, or the client is gone
+            else:
+                call.end()
+
+    if method.is_stream:
+        return grpc.stream_stream_rpc_method_handler(handle)
+    return grpc.stream_unary_rpc_method_handler(handle)
+
+
+def make_infer_stream_handler(environment: CallEnvironment) -> Any:
+    """Return the handler of `ModelStreamInfer`, whose requests are counted and logged one by one."""
+    start_request = partial(
+        IncomingCall, environment, path=STREAM_METHOD, access=STREAM_REQUEST_ACCESS
+    )
+
+    async def serve(call: IncomingCall) -> None:
+        await InferStream(call, partial(start_request, context=call.context)).run()
+
+    return make_handler(environment, STREAM_METHOD, Method(STREAM_ACCESS, serve, is_stream=True))
+
+
+async def abort_call(call: IncomingCall, exc: Exception) -> None:
+    """End the call with the status of an error, by raising gRPC's own exception."""
+    if isinstance(exc, grpc.aio.AbortError):
+        raise exc
+    status = call.fail(exc)
+    try:
+        await call.context.abort(status.code, status.detail, status.trailers)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None  # the client is gone
+
+
+def build_options(settings: Settings, *, shares_port: bool) -> list[tuple[str, int]]:
+    algorithms = ALL_COMPRESSION if settings.grpc_compression else NO_COMPRESSION
+    keep_alive_ms = settings.keep_alive_s * 1000
+    return [
+        ("grpc.max_receive_message_length", settings.max_body_bytes),
+        ("grpc.max_send_message_length", -1),
+        # The probe raises the window of every stream to megabytes, which arrive although nobody reads them.
+        # A message that is read opens the window for itself.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.max_metadata_size", settings.max_header_bytes),
+        ("grpc.absolute_max_metadata_size", settings.max_header_bytes),
+        ("grpc.max_concurrent_streams", settings.grpc_max_streams),
+        ("grpc.max_allowed_incoming_connections", settings.max_connections),
+        ("grpc.max_connection_idle_ms", keep_alive_ms),
+        # Connections whose client is gone are found, and closed, by pings.
+        ("grpc.keepalive_time_ms", keep_alive_ms),
+        ("grpc.keepalive_timeout_ms", KEEP_ALIVE_TIMEOUT_S * 1000),
+        ("grpc.server_handshake_timeout_ms", int(settings.header_timeout_s * 1000)),
+        ("grpc.compression_enabled_algorithms_bitset", algorithms),
+        # Only the workers of one gateway share a port.
+        ("grpc.so_reuseport", int(shares_port)),
+    ]
+
+
+@asynccontextmanager
+async def run_grpc_server(services: Services, drain: Drain) -> AsyncIterator[None]:
+    """Serve gRPC until the gateway stops; calls then have `shutdown_s` to end. Raises `CannotListen`."""
+    settings = services.settings
+    services.metrics.in_flight[GRPC_ROUTE] = 0
+    budget_bytes = settings.max_bytes_in_flight or default_budget_bytes()
+    slots = ReceiveSlots(budget_bytes, settings.max_body_bytes, settings.body_stall_s)
+    max_requests = int(budget_bytes * REQUESTS_SHARE / REQUEST_BYTES)
+    environment = CallEnvironment(services, slots, ClientCounts(), max_requests, drain.stopping)
+    is_worker = multiprocessing.parent_process() is not None
+    server = grpc.aio.server(options=build_options(settings, shares_port=is_worker))
+    server.add_generic_rpc_handlers((MethodRouter(environment, drain),))
+    address = join_host_port(settings.grpc_host or LOCALHOST, settings.grpc_port)
+    try:
+        if settings.tls_cert_file is None:
+            server.add_insecure_port(address)
+        else:
+            certificate = GrpcCertificate(
+                settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file
+            )
+            server.add_secure_port(address, certificate.create_credentials())
+    except RuntimeError:
+        raise CannotListen(f"gRPC cannot be served on {address}: the port is in use") from None
+    await server.start()
+    log.info("gRPC listens on %s", address)
+    stopper = asyncio.create_task(stop_with_gateway(server, drain, settings.shutdown_s))
+    try:
+        yield
+    finally:
+        drain.stopping.set()
+        await stopper
+
+
+async def stop_with_gateway(server: grpc.aio.Server, drain: Drain, grace_s: float) -> None:
+    """Send GOAWAY to all clients when the gateway stops, and wait for the calls in progress."""
+    await drain.stopping.wait()
+    await server.stop(grace_s)

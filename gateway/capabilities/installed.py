@@ -1,0 +1,23 @@
+"""The capabilities of this gateway, in the order in which they are opened.
+
+A capability is deleted with its folder and its two lines here.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gateway.capabilities.grpc_api import CAPABILITY as GRPC_API
+from gateway.capabilities.openai import CAPABILITY as OPENAI
+from gateway.capabilities.page import CAPABILITY as PAGE
+from gateway.capabilities.torchserve import CAPABILITY as TORCHSERVE
+from gateway.capabilities.uploads import CAPABILITY as UPLOADS
+from gateway.capability import Capability
+
+INSTALLED: Final[tuple[Capability, ...]] = (
+    OPENAI,
+    UPLOADS,
+    TORCHSERVE,
+    PAGE,
+    GRPC_API,  # the last one to open, because its clients are served at once
+)

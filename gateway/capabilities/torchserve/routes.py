@@ -1,0 +1,334 @@
+"""TorchServe's inference and management API (`GATEWAY_DIALECTS=torchserve`)."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Final
+from urllib.parse import urlsplit
+
+import orjson
+from fastapi import APIRouter, Query, Request, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.callers import Right
+from gateway.capabilities.torchserve.description import (
+    PING_RESPONSES,
+    PREDICTION_OPENAPI,
+    PREDICTION_RESPONSES,
+    REGISTERED_LIST_RESPONSES,
+    REGISTERED_MODEL_RESPONSES,
+    SCALING_RESPONSES,
+    STATUS_RESPONSES,
+)
+from gateway.capabilities.torchserve.forms import (
+    choose_class_count,
+    encode_prediction,
+    parse_prediction_body,
+    recognize_body_type,
+)
+from gateway.error_responses import ERROR_SERIALIZER
+from gateway.errors import (
+    CURL_DEFAULT_TYPE,
+    Conflict,
+    MalformedRequest,
+    ScalingNotSupported,
+    UnknownModel,
+    UnknownModelToLoad,
+)
+from gateway.fleet.index import Index, list_versions, version_sort_key
+from gateway.inference.exchange import NO_PAYLOAD, InferExchange, limit_time, open_exchange
+from gateway.media_types import JSON
+from gateway.messages import join_names, quote_text
+from gateway.routes.dependencies import (
+    ServicesForAnyCaller,
+    ServicesForFleet,
+    ServicesForInference,
+    ServicesForManagement,
+    get_caller,
+)
+from gateway.routes.labels import record_label
+from gateway.routes.models import list_models
+from gateway.tensors.inputs import InferInputs
+from gateway.tensors.media_type import parse_content_type
+from gateway.tensors.payload import Payload
+from gateway.version_labels import DEFAULT_LABEL
+
+router = APIRouter(tags=["TorchServe"])
+put_prediction, post_prediction = (
+    partial(route, responses=PREDICTION_RESPONSES, openapi_extra=PREDICTION_OPENAPI)
+    for route in (router.put, router.post)
+)
+route_model = partial(router.get, responses=REGISTERED_MODEL_RESPONSES)
+route_scaling = partial(router.put, responses=SCALING_RESPONSES)
+PATHS: Final = frozenset(("/ping", "/models"))
+PATH_PREFIXES: Final = ("/predictions/", "/models/")
+ERROR_TYPES: Final = {
+    400: "BadRequestException",
+    404: "ResourceNotFoundException",
+    405: "MethodNotAllowedException",
+    409: "ConflictStatusException",
+    503: "ServiceUnavailableException",
+}
+MODEL_NOT_FOUND_TYPE: Final = "ModelNotFoundException"
+REQUEST_ERROR_TYPE: Final = "BadRequestException"
+SERVER_ERROR_TYPE: Final = "InternalServerException"
+ALL_VERSIONS: Final = "all"
+ARCHIVE_SUFFIX: Final = ".mar"
+MAX_LISTED: Final = 100
+# Parameters of a registration that a model's config decides instead.
+CONFIG_FIELDS: Final = {
+    "batch_size": "dynamic_batching",
+    "max_batch_delay": "dynamic_batching",
+    "initial_workers": "instance_group",
+}
+
+
+class TorchServeErrors:
+    """An ASGI layer that gives the errors of TorchServe's paths the shape of its API."""
+
+    def __init__(self, application: ASGIApp) -> None:
+        self._application = application
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path: str = scope["path"]
+            if path in PATHS or path.startswith(PATH_PREFIXES):
+                scope[ERROR_SERIALIZER] = serialize_torchserve_error
+        await self._application(scope, receive, send)
+
+
+def serialize_torchserve_error(message: str, code: str, status: int) -> bytes:
+    default = SERVER_ERROR_TYPE if status >= 500 else REQUEST_ERROR_TYPE
+    kind = MODEL_NOT_FOUND_TYPE if code == UnknownModel.code else ERROR_TYPES.get(status, default)
+    return orjson.dumps({"code": status, "type": kind, "message": message})
+
+
+@router.get("/ping", operation_id="ping", summary="Readiness", responses=PING_RESPONSES)
+async def ping(request: Request, services: ServicesForAnyCaller) -> Response:
+    """Return 200 if the fleet is ready, else 503. The status is that of `/readyz`."""
+    readiness = services.repository.readiness.check(is_draining=request.state.drain.is_draining)
+    status, headers = ("Healthy", {}) if readiness.is_ready else ("Unhealthy", {"Retry-After": "1"})
+    body = orjson.dumps({"status": status})
+    return Response(body, 200 if readiness.is_ready else 503, headers, JSON)
+
+
+@put_prediction(
+    "/predictions/{model}", operation_id="put_prediction", summary="Inference with a model"
+)
+@post_prediction(
+    "/predictions/{model}", operation_id="create_prediction", summary="Inference with a model"
+)
+@put_prediction(
+    "/predictions/{model}/{model_version}",
+    operation_id="put_version_prediction",
+    summary="Inference with a version of a model",
+)
+@post_prediction(
+    "/predictions/{model}/{model_version}",
+    operation_id="create_version_prediction",
+    summary="Inference with a version of a model",
+)
+async def create_prediction(
+    request: Request, services: ServicesForInference, model: str, model_version: str = ""
+) -> Response:
+    """Run inference on a file, a form or JSON, and return the output's value.
+
+    The type of a body that has none is recognized by its first bytes.
+    """
+    version = to_version_number(model_version)
+    with await open_exchange(request, services, model, version) as exchange:
+        payload, inputs = await receive_prediction(exchange)
+        count = choose_class_count(exchange.signature)
+        if count and not exchange.signature.default_class_counts:
+            payload = payload._replace(parameters={"classification": count, **payload.parameters})
+        result = await exchange.run_inference(exchange.build_request(payload, inputs))
+        return await exchange.build_response([result], partial(encode_prediction, result))
+
+
+async def receive_prediction(exchange: InferExchange) -> tuple[Payload, InferInputs]:
+    body = exchange.body
+    if body.content_type in ("", CURL_DEFAULT_TYPE):
+        beginning = await limit_time(body.peek(), exchange.deadline, exchange.timeout_s)
+        signature = exchange.signature
+        body.content_type = recognize_body_type(body.content_type, beginning, signature)
+    if parse_content_type(body.content_type)[0] != JSON:
+        return await exchange.receive_inputs()
+    _, (inputs,) = await exchange.receive_predict_inputs(parse_prediction_body)
+    return NO_PAYLOAD, inputs
+
+
+@router.get(
+    "/models",
+    operation_id="list_registered_models",
+    summary="List the models that can be used",
+    responses=REGISTERED_LIST_RESPONSES,
+)
+async def list_registered_models(
+    request: Request,
+    services: ServicesForFleet,
+    limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = MAX_LISTED,
+    next_page_token: Annotated[int, Query(ge=0)] = 0,
+) -> dict[str, Any]:
+    """Return the models that are ready, or that their first request loads."""
+    models = (await list_models(request, services))["models"]
+    names = [each["name"] for each in models if each["ready"] or "on_demand" in each]
+    end = next_page_token + limit
+    more = {"nextPageToken": str(end)} if end < len(names) else {}
+    page = names[next_page_token:end]
+    return {**more, "models": [{"modelName": name, "modelUrl": name} for name in page]}
+
+
+@route_model(
+    "/models/{model}", operation_id="describe_registered_model", summary="Describe a model"
+)
+@route_model(
+    "/models/{model}/{model_version}",
+    operation_id="describe_registered_version",
+    summary="Describe a version of a model, or all of them",
+)
+async def describe_registered_model(
+    services: ServicesForFleet, model: str, model_version: str = ""
+) -> list[dict[str, Any]]:
+    """Return the default version, another one, or `all`; each replica is a worker."""
+    indexes = services.pool.list_usable_indexes()
+    numbers = list_versions(indexes.values(), model)[::-1]
+    if model_version != ALL_VERSIONS:
+        label = services.repository.state.labels.get(model, {}).get(DEFAULT_LABEL)
+        defaults = numbers if label is None else list(label.shares)
+        wanted = to_version_number(model_version) or next(iter(defaults), "")
+        numbers = [number for number in numbers if number == wanted]
+    if not numbers:
+        raise UnknownModel(model, model_version.replace(ALL_VERSIONS, ""))
+    return [describe_version(indexes, model, number) for number in numbers]
+
+
+def describe_version(indexes: dict[str, Index], model: str, number: str) -> dict[str, Any]:
+    states = {at: index.models.get(model, {}).get(number) for at, index in indexes.items()}
+    workers = [
+        {"id": at, "status": state.state} for at, state in states.items() if state is not None
+    ]
+    return {
+        "modelName": model,
+        "modelVersion": number,
+        "modelUrl": model,
+        "runtime": "triton",
+        "minWorkers": len(workers),
+        "maxWorkers": len(workers),
+        "workers": workers,
+    }
+
+
+@router.post(
+    "/models",
+    operation_id="register_model",
+    summary="Load a model of the repository",
+    responses=STATUS_RESPONSES,
+)
+async def register_model(
+    request: Request,
+    services: ServicesForManagement,
+    url: Annotated[str, Query(description="Name of the model; .mar is ignored.")] = "",
+    model_name: Annotated[
+        str, Query(description="Name of the model, instead of that in url.")
+    ] = "",
+) -> Response:
+    """Load a model on every replica. Its files must be in the repository of the Tritons."""
+    if urlsplit(url).scheme:
+        raise MalformedRequest(
+            f"the gateway does not download {quote_text(url)}; convert the model, upload it with PUT "
+            "/v1/models/NAME, and register it with url=NAME"
+        )
+    name = model_name or PurePosixPath(url).name.removesuffix(ARCHIVE_SUFFIX)
+    if not name:
+        raise MalformedRequest("the parameter url or model_name is required: the name of a model")
+    target = services.resolver.resolve(
+        request.scope, Right.manage, name, not_found_error=UnknownModelToLoad
+    )
+    services.record_model(request.scope["request_info"], target.model)
+    report = await services.repository.load(target.model, {})
+    ignored = [parameter for parameter in CONFIG_FIELDS if parameter in request.query_params]
+    fields = join_names(dict.fromkeys(CONFIG_FIELDS[parameter] for parameter in ignored))
+    hint = (
+        f"; instead of {join_names(ignored)}, set {fields} in its config.pbtxt" if ignored else ""
+    )
+    count = report.replica_count
+    replicas = "1 replica" if count == 1 else f"{count} replicas"
+    return build_status(f'Model "{name}" registered on {replicas}{hint}')
+
+
+@router.delete(
+    "/models/{model}",
+    operation_id="unregister_model",
+    summary="Unload a model",
+    responses=STATUS_RESPONSES,
+)
+@router.delete(
+    "/models/{model}/{model_version}",
+    operation_id="unregister_version",
+    summary="Unload the only version of a model",
+    responses=STATUS_RESPONSES,
+)
+async def unregister_model(
+    request: Request, services: ServicesForManagement, model: str, model_version: str = ""
+) -> Response:
+    """Unload a model from every replica; its files stay. Triton unloads all versions at the same time."""
+    if model_version:
+        check_only_version(services.pool.list_usable_indexes(), model, model_version)
+    services.record_model(request.scope["request_info"], model)
+    await services.repository.unload(model, {}, get_caller(request).can_see)
+    return build_status(f'Model "{model}" unregistered')
+
+
+def check_only_version(indexes: dict[str, Index], model: str, version: str) -> None:
+    """Raise `UnknownModel` for a version that is not ready, `Conflict` if others are ready as well."""
+    ready = {number for index in indexes.values() for number in index.ready_versions(model)}
+    if to_version_number(version) not in ready:
+        raise UnknownModel(model, version)
+    if len(ready) > 1:
+        numbers = join_names(sorted(ready, key=version_sort_key))
+        raise Conflict(
+            f"versions {numbers} of model {quote_text(model)} are loaded, and Triton unloads them "
+            "together: remove the files of the version with DELETE /v1/models/NAME/versions/VERSION, or "
+            "exclude it with version_policy in config.pbtxt"
+        )
+
+
+@router.put(
+    "/models/{model}/{model_version}/set-default",
+    operation_id="set_default_version",
+    summary="Set the default version of a model",
+    responses=STATUS_RESPONSES,
+)
+async def set_default_version(
+    request: Request, services: ServicesForManagement, model: str, model_version: str
+) -> Response:
+    """Let the label `default` mean the version, which must be ready."""
+    number = to_version_number(model_version)
+    record_label(request, services, model, DEFAULT_LABEL)
+    await services.labels.set_label(model, DEFAULT_LABEL, {"version": number})
+    return build_status(f'Default version updated for model "{model}" to "{number}"')
+
+
+@route_scaling(
+    "/models/{model}", operation_id="scale_model", summary="Not supported: the workers of a model"
+)
+@route_scaling(
+    "/models/{model}/{model_version}",
+    operation_id="scale_model_version",
+    summary="Not supported: the workers of a version of a model",
+)
+async def scale_model(
+    services: ServicesForManagement, model: str, model_version: str = ""
+) -> Response:
+    """Return 501, and what decides on the number of instances."""
+    raise ScalingNotSupported(model)
+
+
+def to_version_number(version: str) -> str:
+    """Return Triton's version for TorchServe's, such as 2 for 2.0."""
+    return version.removesuffix(".0") or version
+
+
+def build_status(status: str) -> Response:
+    return Response(orjson.dumps({"status": status}), media_type=JSON)

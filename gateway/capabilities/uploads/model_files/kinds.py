@@ -1,0 +1,111 @@
+"""The kinds of model files: their backends, and how they are recognized by name and content."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import BinaryIO, Final, NamedTuple
+
+from gateway.capabilities.uploads.model_files.onnx_file import is_onnx_file
+from gateway.errors import InvalidModelFile
+from gateway.messages import join_names, quote_text
+
+HEAD_BYTES: Final = 64 << 10
+XML_HEAD_BYTES: Final = 4 << 10
+GZIP_MAGIC: Final = b"\x1f\x8b"
+TAR_MAGIC, TAR_MAGIC_OFFSET = b"ustar", 257
+ZIP_MAGICS: Final = (b"PK\x03\x04", b"PK\x05\x06")
+PLAN_MAGICS: Final = (b"ftrt", b"ptrt")
+XML_STARTS: Final = (b"<?xml", b"<net")
+# PyTorch's files are ZIP files; the position of these names in the first entries differs.
+EXPORT_ENTRY, TORCH_ENTRY = b"/archive_format", b"/data.pkl"
+TORCH_HEAD_BYTES: Final = 1 << 10
+
+
+class FileKind(NamedTuple):
+    """A kind of model file and its name in a version folder.
+
+    `is_data` means that its backend runs no code of the file.
+    """
+
+    backend: str
+    file_name: str
+    is_data: bool = False
+    needs_config: bool = False  # Triton derives no config from the file
+
+
+FILE_KINDS: Final[Mapping[str, FileKind]] = {
+    ".onnx": FileKind("onnxruntime", "model.onnx", is_data=True),
+    ".plan": FileKind("tensorrt", "model.plan", is_data=True),
+    ".xml": FileKind("openvino", "model.xml", is_data=True),
+    ".pt": FileKind("pytorch", "model.pt", needs_config=True),
+    ".pt2": FileKind("pytorch", "model.pt2", needs_config=True),
+    ".py": FileKind("python", "model.py", needs_config=True),
+}
+SUFFIX_ALIASES: Final = {".engine": ".plan", ".trt": ".plan", ".tgz": ".tar.gz"}
+ARCHIVE_SUFFIXES: Final = (".zip", ".tar.gz", ".tar")
+MODEL_SUFFIXES: Final = tuple(
+    suffix for suffix, kind in FILE_KINDS.items() if kind.backend != "python"
+)
+DATA_BACKENDS: Final = tuple(kind.backend for kind in FILE_KINDS.values() if kind.is_data)
+# Kinds with a content that can be verified.
+VERIFIABLE_SUFFIXES: Final = (".onnx", ".xml", *ARCHIVE_SUFFIXES)
+
+
+def find_suffix(file_name: str) -> str:
+    """Return the suffix of a known kind of file or archive; empty for others."""
+    name = file_name.lower()
+    known = (*SUFFIX_ALIASES, *ARCHIVE_SUFFIXES, *FILE_KINDS)
+    suffix = next((each for each in known if name.endswith(each)), "")
+    return SUFFIX_ALIASES.get(suffix, suffix)
+
+
+def identify_content(file: BinaryIO, size: int) -> str:
+    """Return the suffix of the kind that the content has; empty if it is unknown."""
+    file.seek(0)
+    head = file.read(HEAD_BYTES)
+    recognize: Mapping[str, Callable[[], bool]] = {
+        ".tar.gz": lambda: head.startswith(GZIP_MAGIC),
+        ".tar": lambda: head[TAR_MAGIC_OFFSET:].startswith(TAR_MAGIC),
+        ".pt2": lambda: head.startswith(ZIP_MAGICS) and EXPORT_ENTRY in head[:TORCH_HEAD_BYTES],
+        ".pt": lambda: head.startswith(ZIP_MAGICS) and TORCH_ENTRY in head[:TORCH_HEAD_BYTES],
+        ".zip": lambda: head.startswith(ZIP_MAGICS),
+        ".plan": lambda: head.startswith(PLAN_MAGICS),
+        ".xml": lambda: is_openvino_graph(head),
+        ".onnx": lambda: is_onnx_file(file, size),
+    }
+    return next((suffix for suffix, matches in recognize.items() if matches()), "")
+
+
+def is_openvino_graph(head: bytes) -> bool:
+    start = head[:XML_HEAD_BYTES].lstrip(b"\xef\xbb\xbf \t\r\n")
+    return start.startswith(XML_STARTS) and b"<net " in start
+
+
+def identify_file(file: BinaryIO, size: int, file_name: str, backend: str = "") -> str:
+    """Return the suffix of the file's kind, by its content, its name and the declared backend.
+
+    Raises `InvalidModelFile` if they contradict each other, or if the kind is unknown.
+    """
+    content, named = identify_content(file, size), find_suffix(file_name)
+    if content == ".pt" and named == ".pt2":
+        content = named
+    if named and content and named != content:
+        raise InvalidModelFile(
+            f"the file is named {quote_text(file_name)}, but its content is that of a {content} file"
+        )
+    if named in VERIFIABLE_SUFFIXES and not content:
+        raise InvalidModelFile(
+            f"{quote_text(file_name)} is not a {named} file, or it is incomplete"
+        )
+    if suffix := content or named:
+        return suffix
+    declared = (suffix for suffix, kind in FILE_KINDS.items() if kind.backend == backend)
+    suffix = next(declared, "")
+    if suffix and suffix not in VERIFIABLE_SUFFIXES:
+        return suffix
+    raise InvalidModelFile(
+        "the file is empty; send a model file, as curl -T FILE does"
+        if not size
+        else "the file is not a model of a known kind, or it is incomplete; send one of "
+        f"{join_names(MODEL_SUFFIXES)}, or a .zip or .tar.gz file of a model folder"
+    )

@@ -1,0 +1,133 @@
+"""The inputs and outputs of an ONNX graph, read from the file without its weights (onnx.proto)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import BinaryIO, Final, NamedTuple
+
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from gateway.capabilities.uploads.model_files.onnx_file import (
+    LENGTH_DELIMITED,
+    WireField,
+    walk_message,
+)
+from gateway.errors import InvalidModelFile
+from gateway.messages import quote_text
+
+MAX_GRAPH_FIELDS: Final = 300_000
+MAX_NAME_BYTES: Final = 4 << 10
+DYNAMIC: Final = -1
+MAX_DIMENSION: Final = (1 << 63) - 1  # a negative number is a larger one on the wire
+MODEL_GRAPH, GRAPH_INITIALIZER, GRAPH_INPUT, GRAPH_OUTPUT, INITIALIZER_NAME = 7, 5, 11, 12, 8
+VALUE_NAME, VALUE_TYPE, TYPE_TENSOR, TENSOR_ELEMENT, TENSOR_SHAPE = 1, 2, 1, 1, 2
+SHAPE_DIMENSION, DIMENSION_SIZE = 1, 1
+# TensorProto.DataType, and the datatypes of a Triton config.
+ELEMENT_TYPES: Final = {
+    1: "TYPE_FP32", 2: "TYPE_UINT8", 3: "TYPE_INT8", 4: "TYPE_UINT16", 5: "TYPE_INT16", 6: "TYPE_INT32",
+    7: "TYPE_INT64", 8: "TYPE_STRING", 9: "TYPE_BOOL", 10: "TYPE_FP16", 11: "TYPE_FP64",
+    12: "TYPE_UINT32", 13: "TYPE_UINT64",
+}  # fmt: skip
+UNREADABLE: Final = (
+    "the inputs and outputs of the ONNX file cannot be read; send a config with the labels"
+)
+
+
+class OnnxTensor(NamedTuple):
+    """An input or output; `dims` is None if the file does not contain its shape."""
+
+    name: str
+    element_type: int
+    dims: tuple[int, ...] | None
+
+
+class OnnxGraph:
+    """Reads fields by position, a bounded number of them. Raises `InvalidModelFile`."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file = file
+        self._remaining_fields = MAX_GRAPH_FIELDS
+        self.inputs: list[OnnxTensor] = []
+        self.outputs: list[OnnxTensor] = []
+        defaults = set()
+        for graph in self._walk(WireField(0, LENGTH_DELIMITED, 0, 0, size), MODEL_GRAPH):
+            for field in self._walk(graph):
+                if field.number == GRAPH_INPUT:
+                    self.inputs.append(self._read_tensor(field))
+                elif field.number == GRAPH_OUTPUT:
+                    self.outputs.append(self._read_tensor(field))
+                elif field.number == GRAPH_INITIALIZER:
+                    names = self._walk(field, INITIALIZER_NAME)
+                    defaults |= {self._read_text(name) for name in names}
+        self.inputs = [tensor for tensor in self.inputs if tensor.name not in defaults]
+
+    def _walk(self, message: WireField, number: int = 0) -> Iterator[WireField]:
+        """Yield the fields of a message, or those with a number."""
+        try:
+            for field in walk_message(self._file, message.start, message.end):
+                self._remaining_fields -= 1
+                if self._remaining_fields < 0:
+                    raise InvalidModelFile(UNREADABLE)
+                if number in (0, field.number):
+                    yield field
+        except ValueError:
+            raise InvalidModelFile(UNREADABLE) from None
+
+    def _read_text(self, field: WireField) -> str:
+        if field.end - field.start > MAX_NAME_BYTES:
+            raise InvalidModelFile(UNREADABLE)
+        self._file.seek(field.start)
+        return self._file.read(field.end - field.start).decode(errors="replace")
+
+    def _read_tensor(self, message: WireField) -> OnnxTensor:
+        name, element_type, dims = "", 0, None
+        for field in self._walk(message):
+            if field.number == VALUE_NAME:
+                name = self._read_text(field)
+            elif field.number == VALUE_TYPE:
+                for tensor in self._walk(field, TYPE_TENSOR):
+                    for part in self._walk(tensor):
+                        if part.number == TENSOR_ELEMENT:
+                            element_type = part.value
+                        elif part.number == TENSOR_SHAPE:
+                            dims = self._read_shape(part)
+        return OnnxTensor(name, element_type, dims)
+
+    def _read_shape(self, message: WireField) -> tuple[int, ...]:
+        dims = []
+        for dimension in self._walk(message, SHAPE_DIMENSION):
+            sizes = [size.value for size in self._walk(dimension, DIMENSION_SIZE)]
+            dims.append(sizes[-1] if sizes and 0 < sizes[-1] <= MAX_DIMENSION else DYNAMIC)
+        return tuple(dims)
+
+
+def generate_label_config(file: BinaryIO, size: int, label_filename: str) -> bytes:
+    """Return a config whose only output has labels; Triton derives the rest from the file.
+
+    Raises `InvalidModelFile` for several outputs.
+    """
+    graph = OnnxGraph(file, size)
+    if len(graph.outputs) != 1:
+        raise InvalidModelFile(
+            f"the ONNX file has {len(graph.outputs)} outputs; send a config that "
+            "names the output with the labels"
+        )
+    (output,) = graph.outputs
+    datatype = ELEMENT_TYPES.get(output.element_type, "")
+    tensors = [*graph.inputs, output]
+    if not datatype or any(tensor.dims is None for tensor in tensors):
+        raise InvalidModelFile(UNREADABLE)
+    # As Triton does: a dynamic first dimension everywhere is that of the batch.
+    is_batching = all((tensor.dims or ())[:1] == (DYNAMIC,) for tensor in tensors)
+    dims = (output.dims or ())[1:] if is_batching else output.dims or ()
+    if not dims:
+        raise InvalidModelFile(
+            f"the output {quote_text(output.name)} is a single number; it needs no labels"
+        )
+    config = ModelConfig(backend="onnxruntime")
+    config.output.add(
+        name=output.name, data_type=datatype, dims=dims, label_filename=label_filename
+    )
+    text: str = text_format.MessageToString(config)
+    return text.encode()

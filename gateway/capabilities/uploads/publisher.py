@@ -1,0 +1,171 @@
+"""Uploads and removals of models: changes of the repository's files, together with loads and unloads.
+
+A change continues when its client disconnects: files and replicas must not disagree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from gateway.capabilities.uploads.model_files.model_upload import ModelUpload
+from gateway.capabilities.uploads.model_files.store import ModelChange, ModelStore
+from gateway.errors import Conflict, GatewayError, UnknownModel
+from gateway.messages import quote_text
+from gateway.repository.report import PartialFailure
+from gateway.repository.repository import Repository, VisibilityCheck
+from gateway.tasks import TaskSet, cancel_tasks
+from gateway.telemetry.audit import run_audited
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+UploadBuild = Callable[[bytes | None], ModelUpload]
+
+
+@dataclass(eq=False, repr=False)
+class ModelPublisher:
+    """Publishes uploaded versions and removes models, one change of a model at a time."""
+
+    files: ModelStore
+    _repository: Repository
+    _tasks: TaskSet = field(default_factory=TaskSet)
+
+    def start(self) -> None:
+        self._tasks.start(self._recover())
+
+    async def close(self) -> None:
+        await cancel_tasks(list(self._tasks))
+
+    async def publish(
+        self, model: str, version: int | None, build: UploadBuild, *, load: bool
+    ) -> ModelUpload:
+        """Install the upload as this or the next version, and load the model; return it with its versions.
+
+        `build` gets the existing config. If the load fails, the files are as before. Raises the error of
+        the load, or of the file system.
+        """
+        work = self._publish(model, version, build, load=load)
+        return await run_audited(self._tasks, "upload", model, work)
+
+    async def remove_model(self, model: str, is_visible: VisibilityCheck) -> None:
+        """Unload a model from every replica, and remove its files. Raises `UnknownModel` or `Conflict`."""
+        await run_audited(self._tasks, "removal", model, self._remove_model(model, is_visible))
+
+    async def remove_version(self, model: str, version: int) -> None:
+        """Remove a version, and reload the model.
+
+        Raises `UnknownModel`, or `Conflict` for the last one and while the model is being loaded.
+        """
+        await run_audited(self._tasks, "removal", model, self._remove_version(model, version))
+
+    async def _recover(self) -> None:
+        """Revert the changes that exited processes left uncommitted, if nobody does it before."""
+        try:
+            models = await self.files.list_interrupted()
+            await asyncio.gather(*map(self._recover_model, models))
+        except GatewayError as exc:
+            log.warning("interrupted uploads were not reverted: %s", exc.detail)
+
+    async def _recover_model(self, model: str) -> None:
+        async with self._lock_model(model):
+            pass
+
+    @asynccontextmanager
+    async def _lock_model(self, model: str) -> AsyncIterator[None]:
+        async with self.files.lock_model(model, self._repository.pause_loads) as is_reverted:
+            if is_reverted:
+                log.warning("reverted an interrupted upload of model %s", quote_text(model))
+                await self._reload(model)
+            yield
+
+    async def _reload(self, model: str) -> None:
+        """Load a model whose files were reverted, because a replica may have loaded the changed ones."""
+        try:
+            await self._repository.read_indexes()
+            if not await self.files.run(self.files.has_model, model):
+                await self._repository.forget(model, unload=True)
+            elif self._repository.is_wanted(model):
+                await self._repository.load(model, {})
+        except GatewayError as exc:
+            log.warning("model %s was not loaded again: %s", quote_text(model), exc.detail)
+
+    async def _publish(
+        self, model: str, version: int | None, build: UploadBuild, *, load: bool
+    ) -> ModelUpload:
+        files = self.files
+        async with self._lock_model(model):
+            existing_config = await files.run(files.read_config, model)
+            built = await files.run(build, existing_config)
+            existing = await files.run(files.list_versions, model)
+            upload = built.assign_version(version, max(existing, default=0) + 1)
+            await files.run(files.check_upload, upload)
+            async with AsyncExitStack() as stack:
+                if not upload.versions.keys().isdisjoint(existing):
+                    await stack.enter_async_context(self._repository.pause_loads(model))
+                change = await files.run(files.install, model, upload)
+            await self._apply(model, change, load=load)
+            return upload
+
+    async def _apply(self, model: str, change: ModelChange, *, load: bool) -> None:
+        """Load the model with changed files; revert the change if no replica could load it."""
+        try:
+            if load:
+                await self._repository.load(model, {})
+        except PartialFailure:  # the gateway keeps retrying
+            await self.files.run(change.commit)
+            raise
+        except GatewayError:
+            await self._revert(model, change)
+            raise
+        except BaseException:
+            change.revert()  # in place: a cancelled task cannot wait
+            raise
+        await self.files.run(change.commit)
+
+    async def _revert(self, model: str, change: ModelChange) -> None:
+        """Revert a change that no replica could load; one that came back may be loading it now."""
+        async with AsyncExitStack() as stack:
+            with suppress(Conflict):
+                await stack.enter_async_context(self._repository.pause_loads(model))
+            await self.files.run(change.revert)
+        with suppress(GatewayError):  # the caller gets that of the load
+            if not await self.files.run(self.files.has_model, model):
+                await self._forget(model)
+
+    async def _forget(self, model: str) -> None:
+        """Forget a model that has no files any longer, so that its name is unknown."""
+        await self._repository.forget(model)
+        with suppress(GatewayError):
+            await self._repository.read_indexes()
+
+    async def _remove_model(self, model: str, is_visible: VisibilityCheck) -> None:
+        files = self.files
+        async with self._lock_model(model):
+            if not await files.run(files.has_model, model):
+                raise UnknownModel(model)
+            async with self._repository.pause_loads(model):
+                pass  # before anything is changed: a load may take longer than the wait
+            with suppress(UnknownModel):  # the Tritons do not know it
+                await self._repository.unload(model, {}, is_visible)
+            async with self._repository.pause_loads(model):
+                await files.run(files.remove_model, model)
+            await self._forget(model)
+
+    async def _remove_version(self, model: str, version: int) -> None:
+        files = self.files
+        async with self._lock_model(model):
+            versions = await files.run(files.list_versions, model)
+            if version not in versions:
+                raise UnknownModel(model, str(version))
+            if len(versions) == 1:
+                raise Conflict(
+                    f"version {version} is the only one of model {quote_text(model)}; remove the model"
+                )
+            async with self._repository.pause_loads(model):
+                change = await files.run(files.remove_version, model, version)
+            await self._apply(model, change, load=self._repository.is_wanted(model))

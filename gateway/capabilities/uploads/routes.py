@@ -1,0 +1,290 @@
+"""Uploads and removals of models, and the files of a model in the repository."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from hmac import compare_digest
+from typing import Annotated, Any, Final
+from urllib.parse import quote
+
+import orjson
+from fastapi import APIRouter, Query, Request, Response
+from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
+
+from gateway.capabilities.uploads.description import (
+    FILE_LIST_RESPONSES,
+    FILE_RESPONSES,
+    REMOVAL_RESPONSES,
+    UPLOAD_OPENAPI,
+    UPLOAD_RESPONSES,
+)
+from gateway.capabilities.uploads.model_files.entry_names import (
+    check_storable_name,
+    is_storable_name,
+    parse_version_number,
+)
+from gateway.capabilities.uploads.model_files.model_config import ConfigLimits
+from gateway.capabilities.uploads.model_files.model_upload import (
+    ModelUpload,
+    UploadRules,
+    build_upload,
+)
+from gateway.capabilities.uploads.model_files.received_body import (
+    FileBody,
+    FormBody,
+    ReceivedBody,
+    ReceivedFile,
+    parse_sha256_digest,
+)
+from gateway.capabilities.uploads.model_files.staging import Staging
+from gateway.capabilities.uploads.model_files.store import ModelStore
+from gateway.capabilities.uploads.publisher import ModelPublisher
+from gateway.capacity.body_chunks import coalesce_chunks
+from gateway.errors import (
+    DigestMismatch,
+    Forbidden,
+    MalformedRequest,
+    RepositoryNotConfigured,
+    UnknownModel,
+    UnsupportedUploadEncoding,
+)
+from gateway.inference.body import RequestBody
+from gateway.media_types import JSON, MULTIPART, OCTET_STREAM
+from gateway.routes.dependencies import ServicesForManagement, get_caller
+from gateway.services import Services
+from gateway.settings import Settings
+from gateway.settings.access import ModelUploads
+from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
+from gateway.telemetry.request_info import RequestInfo
+from gateway.tensors.media_type import parse_content_type, parse_header_parameters
+
+router = APIRouter(tags=["uploads"])
+route_upload = partial(
+    router.put, status_code=201, responses=UPLOAD_RESPONSES, openapi_extra=UPLOAD_OPENAPI
+)
+route_files = partial(router.get, responses=FILE_LIST_RESPONSES)
+WRITE_BYTES: Final = 1 << 20
+DIGEST_HEADERS: Final = (b"repr-digest", b"content-digest")
+
+
+@route_upload("/v1/models/{model}", operation_id="upload_model", summary="Upload a model")
+@route_upload(
+    "/v1/models/{model}/versions/{version}",
+    operation_id="upload_model_version",
+    summary="Upload a version of a model",
+)
+async def upload_model(
+    request: Request,
+    services: ServicesForManagement,
+    model: str,
+    version: str = "",
+    load: Annotated[bool, Query(description="Load the model on every replica.")] = True,
+    filename: Annotated[str, Query(description="Name of the file, if its kind is not known.")] = "",
+) -> Response:
+    """Store a model as this or the next version, and load it on every replica.
+
+    The kind of file is recognized by its content. If the model cannot be loaded, nothing is stored, and
+    the previous version stays in use.
+    """
+    publisher = get_publisher(services)
+    check_storable_name(model)
+    number = parse_version_number(version) if version else None
+    accepts_code = services.accepts_code(get_caller(request))
+    rules = read_upload_rules(services.settings, model, accepts_code=accepts_code)
+    body = RequestBody(request.scope, request.receive)
+    try:
+        async with receive_files(body, publisher.files, filename, rules) as (staging, received):
+            build = partial(build_upload, received, staging, rules)
+            upload = await publisher.publish(model, number, build, load=load)
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    versions = [str(version) for version in sorted(upload.versions)]
+    record_version(request, ",".join(versions), upload)
+    document: dict[str, Any] = {"model": model, "version": versions[-1]}
+    if len(versions) > 1:
+        document["versions"] = versions
+    document |= {"sha256": upload.sha256, "bytes": upload.size}
+    headers = {"Location": f"/v1/models/{quote(model)}/versions/{versions[-1]}"}
+    return Response(orjson.dumps(document), 201, headers, JSON)
+
+
+@router.delete(
+    "/v1/models/{model}",
+    operation_id="remove_model",
+    summary="Remove a model",
+    responses=REMOVAL_RESPONSES,
+)
+async def remove_model(request: Request, services: ServicesForManagement, model: str) -> Response:
+    """Unload a model from every replica, and remove its files and labels."""
+    publisher = get_publisher(services)
+    check_stored_name(model)
+    await publisher.remove_model(model, get_caller(request).can_see)
+    await services.labels.delete_labels(model)
+    return Response(orjson.dumps({"model": model}), media_type=JSON)
+
+
+@router.delete(
+    "/v1/models/{model}/versions/{version}",
+    operation_id="remove_model_version",
+    summary="Remove a version of a model",
+    responses=REMOVAL_RESPONSES,
+)
+async def remove_model_version(
+    request: Request, services: ServicesForManagement, model: str, version: str
+) -> Response:
+    """Remove the files of a version, and reload the model if it is loaded."""
+    publisher = get_publisher(services)
+    number = find_stored_version(model, version)
+    record_version(request, str(number))
+    await publisher.remove_version(model, number)
+    return Response(orjson.dumps({"model": model, "version": str(number)}), media_type=JSON)
+
+
+@route_files(
+    "/v1/models/{model}/files", operation_id="list_model_files", summary="List the files of a model"
+)
+@route_files(
+    "/v1/models/{model}/versions/{version}/files",
+    operation_id="list_model_version_files",
+    summary="List the files of a version of a model",
+)
+async def list_model_files(
+    services: ServicesForManagement, model: str, version: str = ""
+) -> dict[str, Any]:
+    """Return the names, sizes and checksums of the files in the gateway's repository."""
+    files = get_files(services)
+    folder = str(find_stored_version(model, version)) if version else ""
+    check_stored_name(model)
+    entries = await files.run(files.list_files, model, folder)
+    return {
+        "model": model,
+        "files": [
+            {"path": entry.path, "bytes": entry.size, "sha256": entry.sha256} for entry in entries
+        ],
+    }
+
+
+@router.get(
+    "/v1/models/{model}/files/{path:path}",
+    operation_id="download_model_file",
+    summary="Download a file of a model",
+    responses=FILE_RESPONSES,
+    response_class=StreamingResponse,
+)
+async def download_model_file(
+    services: ServicesForManagement, model: str, path: str
+) -> StreamingResponse:
+    """Return the content of a file in the gateway's repository."""
+    files = get_files(services)
+    check_stored_name(model)
+    content = await files.run(files.open_file, model, path)
+    digest = base64.b64encode(bytes.fromhex(content.sha256)).decode()
+    headers = {"Content-Length": str(content.size), "Repr-Digest": f"sha-256=:{digest}:"}
+    pieces = stream_pieces(files, content.pieces)
+    return StreamingResponse(pieces, headers=headers, media_type=OCTET_STREAM)
+
+
+async def stream_pieces(files: ModelStore, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    while piece := await files.run(next, pieces, b""):
+        yield piece
+
+
+def get_files(services: Services) -> ModelStore:
+    """Raises `RepositoryNotConfigured`."""
+    return find_publisher(services).files
+
+
+def find_publisher(services: Services) -> ModelPublisher:
+    """Raises `RepositoryNotConfigured`."""
+    publisher = services.find(ModelPublisher)
+    if publisher is None:
+        raise RepositoryNotConfigured
+    return publisher
+
+
+def get_publisher(services: Services) -> ModelPublisher:
+    """Raises `RepositoryNotConfigured`, or `Forbidden` if uploads are disabled."""
+    publisher = find_publisher(services)
+    if services.settings.accepted_uploads is ModelUploads.off:
+        raise Forbidden("uploads are disabled; set GATEWAY_MODEL_UPLOADS to artifacts or code")
+    return publisher
+
+
+def check_stored_name(model: str) -> None:
+    """Raise `UnknownModel` for a name that no uploaded model has."""
+    if not is_storable_name(model):
+        raise UnknownModel(model)
+
+
+def find_stored_version(model: str, version: str) -> int:
+    """Return the number of a version. Raises `UnknownModel` for what cannot be one."""
+    check_stored_name(model)
+    try:
+        return parse_version_number(version)
+    except MalformedRequest:
+        raise UnknownModel(model, version) from None
+
+
+def record_version(request: Request, version: str, upload: ModelUpload | None = None) -> None:
+    """Add the facts of the call to the audit log."""
+    info: RequestInfo = request.scope["request_info"]
+    if info.management_call is not None:
+        info.management_call.version = version
+        info.management_call.sha256 = "" if upload is None else upload.sha256
+
+
+@asynccontextmanager
+async def receive_files(
+    body: RequestBody, files: ModelStore, file_name: str, rules: UploadRules
+) -> AsyncIterator[tuple[Staging, list[ReceivedFile]]]:
+    """Write the body to temporary files, which are removed at the end if they were not installed.
+
+    Raises `TooManyUploads`, `RepositoryFull`, `TooLarge`, `DigestMismatch` or `MalformedRequest`.
+    """
+    digest = find_digest(body)
+    with files.hold_upload_slot():
+        await files.run(files.check_quota, body.content_length or 0)
+        staging = await files.run(files.create_staging)
+        try:
+            received_body = await files.run(create_body, body, staging, file_name)
+            # Larger chunks, because each is passed to a thread.
+            async for chunk in coalesce_chunks(body.stream(rules.max_bytes), WRITE_BYTES):
+                await files.run(received_body.feed, chunk)
+            received = await files.run(received_body.finish)
+            if digest and not compare_digest(digest, received_body.digest):
+                raise DigestMismatch
+            yield staging, received
+        finally:
+            staging.stop()  # at once: if the client has left, all threads may work for such clients
+            await files.run(staging.discard)
+
+
+def read_upload_rules(settings: Settings, model: str, *, accepts_code: bool) -> UploadRules:
+    limits = ConfigLimits(
+        settings.max_model_instances,
+        settings.max_model_warmups,
+        settings.max_model_sequences,
+        settings.max_body_bytes,
+    )
+    return UploadRules(model, accepts_code, settings.max_model_bytes, limits)
+
+
+def find_digest(body: RequestBody) -> bytes:
+    """Return the announced digest of the body. Raises `MalformedRequest` or `UnsupportedUploadEncoding`."""
+    if body.get_header(b"content-encoding") not in (None, "", "identity"):
+        raise UnsupportedUploadEncoding
+    headers = filter(None, map(body.get_header, DIGEST_HEADERS))
+    header = next(headers, None)
+    return b"" if header is None else parse_sha256_digest(header)
+
+
+def create_body(body: RequestBody, staging: Staging, file_name: str) -> ReceivedBody:
+    if parse_content_type(body.content_type)[0] == MULTIPART:
+        return FormBody(staging, body.content_type)
+    disposition = body.get_header(b"content-disposition") or ""
+    named = file_name or parse_header_parameters(disposition)[1].get("filename", "")
+    return FileBody(staging, named)

@@ -1,0 +1,74 @@
+"""The seam between the core and the capabilities: what a capability tells the core of itself.
+
+The core knows no capability. `gateway/capabilities/installed.py` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal
+
+from fastapi import APIRouter
+from starlette.types import ASGIApp
+
+from gateway.errors import GatewayError
+from gateway.messages import CommandError
+from gateway.services import Services
+from gateway.settings import Settings
+
+CheckStatus = Literal["ok", "warning", "failed"]
+OK: Final = "ok"
+WARNING: Final = "warning"
+FAILED: Final = "failed"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check. `advice` says what to do; it is empty if nothing has to be done."""
+
+    check: str
+    status: CheckStatus
+    message: str
+    advice: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        return {name: value for name, value in asdict(self).items() if value}
+
+
+def describe_error(exc: CommandError | GatewayError) -> str:
+    return exc.detail if isinstance(exc, GatewayError) else str(exc)
+
+
+async def open_nothing(services: Services, stack: AsyncExitStack) -> None:
+    """The capability has nothing to open."""
+
+
+def check_nothing(settings: Settings) -> Iterable[Finding]:
+    """The capability has nothing to check."""
+    return ()
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """The part of one application that a capability adds."""
+
+    routers: Sequence[APIRouter] = ()
+    error_schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by their names
+    layer: Callable[[ASGIApp], ASGIApp] | None = None  # around the application
+    # Opens what the routes use, and provides it in `services`; the stack closes it.
+    open: Callable[[Services, AsyncExitStack], Awaitable[None]] = open_nothing
+
+
+@dataclass(frozen=True)
+class Capability:
+    """A part of the gateway that is deleted with its folder and its line in the list.
+
+    `attach` imports the rest of the capability, and returns None if the settings switch it off. It raises a
+    `CommandError` for invalid settings.
+    """
+
+    name: str
+    attach: Callable[[Settings], Attachment | None]
+    check: Callable[[Settings], Iterable[Finding]] = check_nothing  # for `triton-gateway doctor`

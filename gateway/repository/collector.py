@@ -1,0 +1,143 @@
+"""Prometheus collectors for the metrics of the fleet and of the state store."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gateway.config_files import watched_files
+from gateway.fleet.health import HealthState
+from gateway.fleet.index import STATE_RANKS
+from gateway.fleet.pool import ReplicaPool
+from gateway.repository.on_demand.activation import ModelActivator
+from gateway.repository.repository import Repository
+from gateway.repository.state.desired import StateStore
+
+MEBIBYTE = 1 << 20
+replica_gauge = partial(GaugeMetricFamily, labels=["replica"])
+state_gauge = partial(GaugeMetricFamily, labels=["replica", "state"])
+model_gauge = partial(GaugeMetricFamily, labels=["model"])
+
+
+class FleetCollector(Collector):
+    """Metrics of the replicas and models, as this process sees them at the time of a scrape."""
+
+    def __init__(self, pool: ReplicaPool, repository: Repository) -> None:
+        self._pool = pool
+        self._repository = repository
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        replicas = list(self._pool.replicas.values())
+        state = state_gauge(
+            "gateway_replica_state", "1 for the current state of the replica, 0 for the others."
+        )
+        outstanding = replica_gauge(
+            "gateway_upstream_outstanding", "Requests sent to the replica and not yet answered."
+        )
+        models = state_gauge("gateway_replica_models", "Number of models on the replica, by state.")
+        cordoned = replica_gauge(
+            "gateway_replica_cordoned",
+            "1 if the replica gets no new requests, because of a cordon.",
+        )
+        failing = replica_gauge(
+            "gateway_replica_failing_models",
+            "Number of models whose requests fail on the replica, and not on the others.",
+        )
+        ready: Counter[str] = Counter()
+        versions: dict[str, set[frozenset[str]]] = {}
+        for replica in replicas:
+            address, current = str(replica.address), self._pool.replica_state(replica)
+            for value in HealthState:
+                state.add_metric([address, value.name.lower()], float(value is current))
+            outstanding.add_metric([address], replica.outstanding)
+            index = self._pool.known_index(replica)
+            states = index.state_counts
+            for name in STATE_RANKS.keys() | states.keys():
+                models.add_metric([address, name], states[name])
+            cordoned.add_metric([address], float(replica.name in self._pool.cordoned))
+            failing.add_metric([address], len(self._pool.outliers.list_models(replica.name)))
+            ready.update(dict.fromkeys(replica.index.models, 0))
+            if self._pool.is_in_service(replica):
+                ready.update(replica.index.ready_models)
+                for name, numbers in replica.index.ready_versions_by_model.items():
+                    versions.setdefault(name, set()).add(numbers)
+        yield from (state, outstanding, models, cordoned, failing)
+        yield from self._collect_models(ready, versions)
+
+    def _collect_models(
+        self, ready: Counter[str], versions: Mapping[str, set[frozenset[str]]]
+    ) -> Iterator[GaugeMetricFamily]:
+        count = model_gauge(
+            "gateway_model_ready_replicas", "Number of replicas on which the model is ready."
+        )
+        declared = model_gauge("gateway_model_declared", "1 for each model in the models file.")
+        missing = model_gauge(
+            "gateway_model_missing",
+            "1 while the declared model is ready on fewer than GATEWAY_READY_QUORUM replicas.",
+        )
+        skew = model_gauge(
+            "gateway_model_version_skew", "1 while replicas serve different versions of the model."
+        )
+        outdated = model_gauge(
+            "gateway_model_behind_replicas",
+            "Number of replicas that have not confirmed the last load of the model.",
+        )
+        for name in sorted(ready.keys() | self._repository.state.declared_models.keys()):
+            count.add_metric([name], ready[name])
+            skew.add_metric([name], len(versions.get(name, ())) > 1)
+            outdated.add_metric([name], len(self._repository.outdated_replicas(name)))
+        missing_models = self._repository.readiness.find_missing_models()
+        for name in sorted(self._repository.state.declared_models):
+            declared.add_metric([name], 1)
+            missing.add_metric([name], name in missing_models)
+        yield from (count, declared, missing, skew, outdated)
+
+
+class OnDemandCollector(Collector):
+    """Metrics of the memory that models hold, by their configs; none without on-demand models."""
+
+    def __init__(self, pool: ReplicaPool, activator: ModelActivator | None) -> None:
+        self._pool = pool
+        self._loader = None if activator is None else activator.loader
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        memory = replica_gauge(
+            "gateway_replica_model_memory_bytes",
+            "Memory of the models on the replica, by gateway.memory_mb or GATEWAY_DEFAULT_MODEL_MEMORY_MB.",
+        )
+        if self._loader is not None:
+            for load in self._loader.held.describe(list(self._pool.replicas.values())):
+                memory_mb = sum([model.memory_mb for model in load.models])
+                memory.add_metric([load.name], memory_mb * MEBIBYTE)
+        yield memory
+
+
+class StateCollector(Collector):
+    """Metrics of the state store and of the configuration files."""
+
+    def __init__(self, store: StateStore) -> None:
+        self._store = store
+
+    def collect(self) -> Iterator[Metric]:
+        state = GaugeMetricFamily(
+            "gateway_state_up", "1 if the state store (GATEWAY_STATE) can be read and written."
+        )
+        state.add_metric([], float(self._store.is_available))
+        valid = GaugeMetricFamily(
+            "gateway_file_valid",
+            "1 if the file (keys, models, certificate) is valid, 0 while it is rejected and the last valid "
+            "one is used.",
+            labels=["file"],
+        )
+        for label, file in sorted(watched_files.items()):
+            valid.add_metric([label], float(file.is_valid))
+        losses = CounterMetricFamily(
+            "gateway_state_losses",
+            "How often Redis had lost the state, and this process wrote the last known one again.",
+            value=self._store.loss_count,
+        )
+        yield from (state, valid, losses)

@@ -1,0 +1,291 @@
+"""A load or an unload of one model on one replica, until the replica's index confirms it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Final
+
+import anyio
+import orjson
+
+from gateway.errors import DeadlinePassed, GatewayError, ModelControlModeConflict
+from gateway.fleet.health import HealthState
+from gateway.fleet.index import UNAVAILABLE, UNLOADED, Index
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.replica import Replica
+from gateway.fleet.signatures import SignatureCache
+from gateway.fleet.transports import TRANSPORT_ERRORS
+from gateway.http_client.connection import RequestNotSent
+from gateway.messages import quote_text
+from gateway.names import quote_path_segment
+from gateway.repository.reconcile_plan import ModelAction
+from gateway.repository.shared_state import SharedState, StartedLoad
+from gateway.repository.state.loads import is_in_progress
+from gateway.tasks import cancel_tasks
+from gateway.triton.error_mapping import LoadFailed, map_load_error, sanitize_message
+from gateway.triton.grpc.errors import GrpcUnreachable
+from gateway.triton.grpc.management import (
+    build_load_request,
+    build_unload_request,
+    call_management_api,
+)
+from gateway.triton.response import MAX_METADATA_BYTES
+
+log = logging.getLogger(__name__)
+
+ACTION_POLL_S: Final = 0.1
+UNLOAD_START_S: Final = 2.0  # until the index shows an unload that Triton has accepted
+MAX_UNLOADED_PROBES: Final = 3  # in a row, after a load; a single one may be older than the load
+
+
+@dataclass
+class ActionProgress:
+    """The state of an action that Triton has accepted, by successive indexes.
+
+    What another client has reversed since is not waited for: a load is done, an unload raises `LoadFailed`.
+    """
+
+    action: ModelAction
+    accepted_at: float  # by perf_counter
+    has_begun: bool = False  # the unload
+    unloaded_count: int = 0  # of indexes in a row
+
+    def is_done(self, index: Index, *, is_current: bool) -> bool:
+        """Raises `LoadFailed`. Without `is_current`, the replica did not answer the last probe."""
+        return (
+            self._is_loaded(index) if self.action.is_load else self._is_unloaded(index, is_current)
+        )
+
+    def _is_loaded(self, index: Index) -> bool:
+        model = self.action.model
+        if index.is_ready(model):
+            return True
+        current = index.model_state(model)
+        is_unloaded = current.state == UNAVAILABLE and current.reason == UNLOADED
+        if current.state == UNAVAILABLE and current.reason and not is_unloaded:
+            raise LoadFailed(model, sanitize_message(current.reason))
+        self.unloaded_count = self.unloaded_count + 1 if is_unloaded else 0
+        return self.unloaded_count == MAX_UNLOADED_PROBES
+
+    def _is_unloaded(self, index: Index, is_current: bool) -> bool:
+        model = self.action.model
+        if index.is_unloaded(model):
+            return True
+        if is_current:
+            is_ready = index.is_ready(model)
+            self.has_begun |= not is_ready
+            is_late = perf_counter() - self.accepted_at > UNLOAD_START_S
+            if is_ready and (self.has_begun or is_late):
+                raise LoadFailed(model, "it was loaded again", "unload")
+        return False
+
+
+class LoadTimedOut(DeadlinePassed):
+    """The action may still end in Triton. No header of the request sets this limit."""
+
+    def __init__(self, action: ModelAction, limit_s: float) -> None:
+        GatewayError.__init__(
+            self,
+            f"model {quote_text(action.model)} was not {action.verb}ed within {limit_s:g} s, the limit that "
+            "GATEWAY_LOAD_TIMEOUT_S sets",
+        )
+
+
+@dataclass(frozen=True)
+class LoadError:
+    """A failed load, and what the replica had before it."""
+
+    replica: str
+    message: str
+    confirmed_load: str
+    was_ready: bool
+
+
+@dataclass(eq=False, repr=False)
+class ModelLoader:
+    """Runs actions on replicas, and keeps their errors."""
+
+    _pool: ReplicaPool
+    _signatures: SignatureCache
+    _state: SharedState
+    _load_timeout_s: float
+    # By model: the last load that failed.
+    _load_errors: dict[str, LoadError] = field(default_factory=dict)
+    # Replicas whose model control mode allows neither loads nor unloads.
+    uncontrollable_replicas: set[str] = field(default_factory=set)
+    # Called with the model of each action that has ended.
+    change_listeners: list[Callable[[str], None]] = field(default_factory=list)
+
+    async def run(
+        self,
+        replica: Replica,
+        action: ModelAction,
+        initiator: str,
+        started_load: StartedLoad | None = None,
+    ) -> None:
+        """Run the action on a replica until its index confirms it. Raises the `GatewayError` of a failure."""
+        model, metric = action.model, self._pool.metrics.model_actions
+        if action.is_load and started_load is None and action.load_id:
+            started_load = await self._state.begin_load(replica.name, model)
+        resulting_load = ""  # unknown
+        try:
+            if not self._pool.is_responsive(replica):
+                raise RequestNotSent(replica.reason)
+            await self._wait_while_reachable(replica, self._apply_action(replica, action))
+            resulting_load = action.load_id
+        except GatewayError as exc:
+            metric.labels(action.verb, initiator, "failed").inc()
+            if started_load is not None and not isinstance(exc, TRANSPORT_ERRORS):
+                # A failed load leaves the previous one in place.
+                resulting_load = started_load.confirmed_load
+            self._record_failure(replica, action, started_load, exc)
+            if self._pool.is_responsive(replica):
+                await self._pool.monitor.probe(replica)
+            raise
+        finally:
+            for notify in (self._signatures.invalidate, *self.change_listeners):
+                notify(model)
+            if started_load is not None:
+                await self._state.end_load(replica.name, model, started_load, resulting_load)
+        metric.labels(action.verb, initiator, "done").inc()
+        self.uncontrollable_replicas.discard(replica.name)
+        self.forget_error(model)
+
+    def forget_error(self, model: str) -> None:
+        self._load_errors.pop(model, None)
+
+    def list_errors(self) -> dict[str, str]:
+        """Return where and why the last load of each model failed, unless it has succeeded there since."""
+        self._load_errors = {
+            model: error
+            for model, error in self._load_errors.items()
+            if not self._is_resolved(model, error)
+        }
+        return {
+            model: f"on {error.replica}: {error.message}"
+            for model, error in self._load_errors.items()
+        }
+
+    def _is_resolved(self, model: str, error: LoadError) -> bool:
+        """Return whether any gateway has loaded the model since, or the replica has left."""
+        replica = self._pool.find_replica(error.replica)
+        if replica is None:
+            return True
+        if not replica.index.is_ready(model):
+            return False
+        load = self._state.loads.get(error.replica, {}).get(model, "")
+        is_loaded = not is_in_progress(load) and load != error.confirmed_load
+        return is_loaded or not error.was_ready
+
+    def _record_failure(
+        self,
+        replica: Replica,
+        action: ModelAction,
+        started_load: StartedLoad | None,
+        error: GatewayError,
+    ) -> None:
+        if isinstance(error, ModelControlModeConflict):
+            self.uncontrollable_replicas.add(replica.name)
+        elif action.is_load:
+            load = "" if started_load is None else started_load.confirmed_load
+            is_ready = replica.index.is_ready(action.model)
+            self._load_errors[action.model] = LoadError(replica.name, error.detail, load, is_ready)
+
+    async def _wait_while_reachable(
+        self, replica: Replica, work: Coroutine[Any, Any, None]
+    ) -> None:
+        """Wait for the action, which may take minutes, or until the replica is gone or does not respond."""
+        task = asyncio.create_task(work)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=ACTION_POLL_S)
+                is_member = self._pool.replicas.get(replica.address) is replica
+                if not (task.done() or (is_member and self._pool.is_responsive(replica))):
+                    reason = replica.reason or "its address was removed"
+                    raise RequestNotSent(f"the replica became unavailable: {reason}")
+            await task
+        finally:
+            if not task.done():
+                await cancel_tasks([task])
+
+    async def _apply_action(self, replica: Replica, action: ModelAction) -> None:
+        if not action.is_load:
+            await self._wait_for_load(replica, action)
+        await self._send_action(replica, action)
+        await self._wait_for_index(replica, action)
+
+    def is_loading(self, replica: Replica, model: str) -> bool:
+        """Return whether the replica loads the model, by its index or by what gateways have begun.
+
+        While Triton loads a version again that is ready, its index does not show it.
+        """
+        load = self._state.loads.get(replica.name, {}).get(model, "")
+        is_begun = is_in_progress(load) and self._state.store.is_available
+        return is_begun or replica.index.is_loading(model)
+
+    async def _wait_for_load(self, replica: Replica, action: ModelAction) -> None:
+        """Wait until no load of the model is in progress: some Tritons do not survive an unload then."""
+        model = action.model
+        with anyio.move_on_after(self._load_timeout_s):
+            while True:
+                await self._state.refresh_loads()
+                if not self.is_loading(replica, model):
+                    return
+                await asyncio.sleep(ACTION_POLL_S)
+                await self._pool.monitor.probe(replica)
+        raise LoadTimedOut(action, self._load_timeout_s)
+
+    async def _send_action(self, replica: Replica, action: ModelAction) -> None:
+        grpc_target = replica.address.grpc_target
+        build = build_load_request if action.is_load else build_unload_request
+        try:
+            await call_management_api(
+                grpc_target,
+                build(action.model, action.parameters),
+                self._load_timeout_s,
+                replica.grpc_tls,
+                replica.management_metadata,
+            )
+        except DeadlinePassed as exc:
+            raise LoadTimedOut(action, self._load_timeout_s) from exc
+        except GrpcUnreachable as exc:
+            await self._pool.monitor.probe(replica)
+            if self._pool.replica_state(replica) is not HealthState.UP:
+                raise
+            log.warning(
+                "replica %s: %s (%s); managing models over HTTP, which stalls inference",
+                replica.name,
+                exc.detail,
+                grpc_target,
+            )
+            await self._send_action_over_http(replica, action)
+
+    async def _send_action_over_http(self, replica: Replica, action: ModelAction) -> None:
+        model = quote_path_segment(action.model)
+        response = await replica.http.request(
+            b"POST",
+            f"/v2/repository/models/{model}/{action.verb}".encode(),
+            orjson.dumps({"parameters": dict(action.parameters)}),
+            replica.management_headers,
+            timeout_s=self._load_timeout_s,
+            fresh=True,
+            max_bytes=MAX_METADATA_BYTES,
+        )
+        if response.status != 200:
+            raise map_load_error(response.status, response.body, action.model, action.verb)
+
+    async def _wait_for_index(self, replica: Replica, action: ModelAction) -> None:
+        """Probe until the index confirms the action: Triton responds before it is done."""
+        progress = ActionProgress(action, perf_counter())
+        with anyio.move_on_after(self._load_timeout_s):
+            while True:
+                await self._pool.monitor.probe(replica)
+                is_up = self._pool.replica_state(replica) is HealthState.UP
+                if progress.is_done(replica.index, is_current=is_up):
+                    return
+                await asyncio.sleep(max(ACTION_POLL_S, replica.index_schedule.duration_s))
+        raise LoadTimedOut(action, self._load_timeout_s)

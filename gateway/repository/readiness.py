@@ -1,0 +1,211 @@
+"""Readiness: usable replicas, and declared models that are ready on enough of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import inf
+from time import monotonic
+from typing import Any
+
+from gateway.fleet.health import HealthState
+from gateway.fleet.index import Index
+from gateway.fleet.pool import ReplicaPool
+from gateway.repository.models_file import DeclaredModel
+from gateway.repository.shared_state import SharedState
+
+
+class ReadinessMonitor:
+    """The readiness of this gateway. A model is expected from the start, or once it was ready."""
+
+    def __init__(
+        self, pool: ReplicaPool, state: SharedState, quorum: int, hold_s: float = 0.0
+    ) -> None:
+        self._pool = pool
+        self._state = state
+        self._quorum = quorum
+        self._hold_s = hold_s
+        self._asleep_at = -inf
+        self._was_ready = False
+        self._expected_models = dict(state.declared_models)
+
+    def check(self, *, is_draining: bool) -> Readiness:
+        readiness = check_readiness(
+            self._list_statuses(),
+            self._state.declared_models,
+            self._expected_models,
+            self._quorum,
+            was_ready=self._was_ready,
+            is_draining=is_draining,
+        )
+        self._was_ready = self._was_ready or readiness.is_ready
+        if is_draining or not self._update_sleep():
+            return readiness
+        sleep = {} if self._pool.has_live_replica else {"asleep": True}
+        return Readiness(True, {**readiness.document, "ready": True, **sleep})
+
+    def _update_sleep(self) -> bool:
+        """Return whether requests wait: there is no replica, or the first one is loading its models."""
+        now = monotonic()
+        if not self._pool.has_live_replica:
+            self._asleep_at = now
+        return now - self._asleep_at < self._hold_s
+
+    def update(self) -> None:
+        """Note what is ready. Follows every change of that, and of the models file."""
+        self._update_sleep()
+        declared = self._state.declared_models
+        if self._expected_models != declared:
+            self._expected_models = update_expected_models(
+                self._expected_models, declared, self._list_statuses(), self._quorum
+            )
+        if not self._was_ready:
+            self.check(is_draining=False)
+
+    def find_missing_models(self) -> Collection[str]:
+        """Return the declared models that are ready on fewer replicas than the quorum."""
+        declared = self._state.declared_models
+        return find_unready_models(self._list_statuses(), declared, self._quorum).keys()
+
+    def _list_statuses(self) -> list[ReplicaStatus]:
+        return [
+            ReplicaStatus(
+                replica.name,
+                self._pool.replica_state(replica),
+                replica.index,
+                replica.reason,
+                is_cordoned=replica.name in self._pool.cordoned,
+            )
+            for replica in self._pool.replicas.values()
+        ]
+
+
+@dataclass(frozen=True)
+class ReplicaStatus:
+    """The facts about a replica that decide on readiness."""
+
+    address: str
+    state: HealthState
+    index: Index
+    reason: str = ""
+    is_cordoned: bool = False
+
+    @property
+    def is_usable(self) -> bool:
+        return self.state <= HealthState.EJECTED and not self.is_cordoned
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """The readiness of the gateway, and the document of `GET /readyz`."""
+
+    is_ready: bool
+    document: Mapping[str, Any]
+
+
+def check_readiness(
+    replicas: Collection[ReplicaStatus],
+    declared: Mapping[str, DeclaredModel],
+    expected: Mapping[str, DeclaredModel],
+    quorum: int,
+    *,
+    was_ready: bool,
+    is_draining: bool,
+) -> Readiness:
+    """Return whether requests can be served.
+
+    At least one replica must be usable, and every expected model ready on `quorum` replicas, or on all if
+    there are fewer; a gateway that `was_ready` needs less. Declared models that are not expected are
+    `pending` until they are ready.
+    """
+    missing = find_unready_models(replicas, expected, quorum)
+    added = {name: model for name, model in declared.items() if expected.get(name) != model}
+    pending = find_unready_models(replicas, added, quorum)
+    usable = [replica for replica in replicas if replica.is_usable]
+    has_enough = not missing or (was_ready and is_tolerable(missing, expected, usable))
+    ready = bool(usable) and has_enough and not is_draining
+    document: dict[str, Any] = {"ready": ready}
+    if is_draining:
+        document["draining"] = True
+    document["replicas"] = {replica.address: describe_state(replica) for replica in replicas}
+    if missing:
+        document["missing"] = missing
+    if pending:
+        document["pending"] = pending
+    return Readiness(ready, document)
+
+
+def find_unready_models(
+    replicas: Collection[ReplicaStatus], models: Mapping[str, DeclaredModel], quorum: int
+) -> dict[str, dict[str, str]]:
+    """Return model → replica → reason for the models that are ready on fewer than `quorum` replicas."""
+    # A cordon must not make the gateway unready: the quorum is one of the others.
+    required_count = max(min(quorum, sum(not replica.is_cordoned for replica in replicas)), 1)
+    unready = {}
+    usable = [replica for replica in replicas if replica.is_usable]
+    for name, model in models.items():
+        found = (replica for replica in usable if has_model(replica.index, model))
+        serving = list(islice(found, required_count))  # to look for more would cost their number
+        if len(serving) < required_count:
+            unready[name] = {
+                replica.address: explain_unready(replica, model)
+                for replica in replicas
+                if replica not in serving
+            }
+    return unready
+
+
+def update_expected_models(
+    expected: Mapping[str, DeclaredModel],
+    declared: Mapping[str, DeclaredModel],
+    replicas: Collection[ReplicaStatus],
+    quorum: int,
+) -> dict[str, DeclaredModel]:
+    """Return the models that are expected from now on: each declared model as it was last ready.
+
+    What is added to the models file, `required: always` included, must not make a running gateway unready.
+    What is removed from it applies at once.
+    """
+    unready = find_unready_models(replicas, declared, quorum)
+    updated = {}
+    for name, model in declared.items():
+        if name not in unready:
+            updated[name] = model
+        elif name in expected:
+            is_required = expected[name].is_always_required and model.is_always_required
+            updated[name] = replace(expected[name], is_always_required=is_required)
+    return updated
+
+
+def is_tolerable(
+    missing: Collection[str],
+    expected: Mapping[str, DeclaredModel],
+    usable: Collection[ReplicaStatus],
+) -> bool:
+    """Return whether a gateway that was ready stays so without the missing models.
+
+    All gateways see the same replicas, so that a model that breaks would take all of them out of service.
+    """
+    if any(expected[name].is_always_required for name in missing):
+        return False
+    return any(has_model(replica.index, model) for replica in usable for model in expected.values())
+
+
+def has_model(index: Index, model: DeclaredModel) -> bool:
+    return all(index.is_ready(model.name, version) for version in model.versions or ("",))
+
+
+def describe_state(replica: ReplicaStatus) -> str:
+    if replica.is_cordoned and replica.state <= HealthState.EJECTED:
+        return "cordoned"
+    state = replica.state.name.lower()
+    if replica.state is HealthState.UP:
+        return "ready"
+    return f"{state}: {replica.reason}" if replica.reason else state
+
+
+def explain_unready(replica: ReplicaStatus, model: DeclaredModel) -> str:
+    if not replica.is_usable:
+        return describe_state(replica)
+    return str(replica.index.model_state(model.name))

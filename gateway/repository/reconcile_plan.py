@@ -1,0 +1,117 @@
+"""Reconciliation plans, as pure functions: no clock, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gateway.errors import Forbidden, MalformedRequest
+from gateway.fleet.index import Index
+from gateway.names import is_model_name
+from gateway.repository.load_parameters import check_load_parameters
+from gateway.repository.models_file import DeclaredModel
+from gateway.repository.state.desired import DesiredModel
+from gateway.repository.state.loads import is_in_progress
+
+INITIAL_BACKOFF_S: Final = 1.0
+MAX_BACKOFF_S: Final = 300.0
+MAX_BACKOFF_DOUBLINGS: Final = 16  # more than MAX_BACKOFF_S needs; keeps the power a float
+CORRECTION_MEMORY_S: Final = 60.0  # a correction that is needed again later is a new one
+CONFLICT_CORRECTIONS: Final = 2  # something else changes a model whose corrections it undid twice
+
+
+@dataclass(frozen=True)
+class ModelAction:
+    """A load or an unload of a model."""
+
+    model: str
+    is_load: bool
+    parameters: Mapping[str, Any]
+    load_id: str = ""  # recorded for the replica when the load is done
+
+    @property
+    def verb(self) -> str:
+        return "load" if self.is_load else "unload"
+
+
+def merge_declared_models(
+    desired_models: Mapping[str, DesiredModel], declared: Mapping[str, DeclaredModel]
+) -> dict[str, DesiredModel]:
+    """Return the desired models with the declared ones added. A declared model is always loaded.
+
+    The parameters of its last load through the API take precedence over those of its declaration.
+    """
+    merged = dict(desired_models)
+    for name, model in declared.items():
+        if name not in merged or not merged[name].is_loaded or not merged[name].parameters:
+            revision = merged[name].revision if name in merged and merged[name].is_loaded else 0
+            merged[name] = DesiredModel(True, model.load_parameters, revision, model.config_digest)
+    return merged
+
+
+def filter_uploads(
+    desired_models: Mapping[str, DesiredModel], *, can_upload: bool
+) -> tuple[dict[str, DesiredModel], dict[str, str]]:
+    """Split the desired models into the permitted ones, and the reasons for ignoring the others.
+
+    Write access to the state does not imply the right to upload code.
+    """
+    accepted: dict[str, DesiredModel] = {}
+    ignored: dict[str, str] = {}
+    for model, desired in desired_models.items():
+        if not (model and is_model_name(model)):  # Triton would take it for a path
+            ignored[model] = "it is not a valid name of a model"
+            continue
+        try:
+            check_load_parameters(desired.parameters, can_upload=can_upload)
+        except (Forbidden, MalformedRequest) as exc:
+            ignored[model] = exc.detail
+        else:
+            accepted[model] = desired
+    return accepted, ignored
+
+
+def plan_actions(
+    desired_models: Mapping[str, DesiredModel], index: Index, loads: Mapping[str, str]
+) -> Iterator[ModelAction]:
+    """Yield the actions that a replica needs. Models without a desired state are left alone.
+
+    `loads` are the loads that the replica confirmed: a model that is ready there may be outdated. Models
+    with a load in progress are skipped.
+    """
+    for model, desired in desired_models.items():
+        load, ready = loads.get(model, ""), index.is_ready(model)
+        if index.is_changing(model) or is_in_progress(load):
+            continue
+        if desired.is_loaded and (not ready or is_outdated(desired, load)):
+            yield ModelAction(model, True, desired.parameters, desired.load_id)
+        elif ready and not desired.is_loaded:
+            yield ModelAction(model, False, {})
+
+
+def is_outdated(desired: DesiredModel, confirmed_load: str) -> bool:
+    """Return whether the replica lacks the desired load, and no load is in progress."""
+    is_current = desired.load_id in ("", confirmed_load)
+    return desired.is_loaded and not is_current and not is_in_progress(confirmed_load)
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """The time before which an action is not repeated. It grows with each repetition."""
+
+    repetitions: int = 0
+    not_before: float = 0.0
+    reason: str = ""  # of the last failure
+
+    def with_repetition(self, now: float, reason: str = "") -> Backoff:
+        doublings = min(self.repetitions, MAX_BACKOFF_DOUBLINGS)
+        pause_s = min(INITIAL_BACKOFF_S * 2**doublings, MAX_BACKOFF_S)
+        return Backoff(self.repetitions + 1, now + pause_s, reason)
+
+
+def with_correction(corrections: Backoff | None, now: float) -> Backoff:
+    """Count a successful action as a repetition if something else has undone the last one soon."""
+    if corrections is None or now > corrections.not_before + CORRECTION_MEMORY_S:
+        return Backoff(0, now)
+    return corrections.with_repetition(now)

@@ -1,0 +1,288 @@
+"""The reconciler: compares the desired state with each replica's index, and repairs the difference."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, TypeVar
+
+import anyio
+
+from gateway.errors import GatewayError, StateUnavailable
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.replica import Replica
+from gateway.repository.loader import ModelLoader
+from gateway.repository.readiness import ReadinessMonitor
+from gateway.repository.reconcile_plan import (
+    CONFLICT_CORRECTIONS,
+    Backoff,
+    ModelAction,
+    plan_actions,
+    with_correction,
+)
+from gateway.repository.shared_state import SharedState
+from gateway.tasks import repeat
+
+log = logging.getLogger(__name__)
+
+RECONCILE_INTERVAL_S: Final = 1.0
+MIN_RECONCILE_PAUSE_S: Final = 0.1
+# Until the state of a replica that this gateway has never seen is deleted: another one may find it first.
+MAX_ABSENCE_S: Final = 60.0
+MAX_PARALLEL_ACTIONS: Final = 2  # loads by the reconciler, per replica
+
+LEADER_LEASE: Final = "leader"
+ActionKey = tuple[str, str]  # replica, model
+T = TypeVar("T")
+
+
+@dataclass
+class ModelLock:
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiters: int = 0
+
+
+@dataclass(frozen=True)
+class ModelProblems:
+    """Failed loads and conflicts, by the names of the models."""
+
+    load_errors: Mapping[str, str] = field(
+        default_factory=dict
+    )  # where and why the last load failed
+    conflicts: Mapping[str, list[str]] = field(
+        default_factory=dict
+    )  # replicas: something else changes it
+
+    def with_report(self, report: Mapping[str, Any]) -> ModelProblems:
+        """Add those in the report of another gateway, which can be of any form."""
+        load_errors, conflicts = report.get("load_errors"), report.get("conflicts")
+        return ModelProblems(
+            {**keep_values(load_errors, str), **self.load_errors},
+            {**keep_values(conflicts, list), **self.conflicts},
+        )
+
+
+def keep_values(table: Any, kind: type[T]) -> dict[str, T]:
+    entries = table.items() if isinstance(table, dict) else ()
+    return {name: value for name, value in entries if isinstance(value, kind)}
+
+
+@dataclass(eq=False, repr=False)
+class Reconciler:
+    """Starts the actions that replicas need, while this gateway holds the lease."""
+
+    _pool: ReplicaPool
+    _state: SharedState
+    _loader: ModelLoader
+    _readiness: ReadinessMonitor
+    is_leader: bool = False
+    action_tasks: dict[ActionKey, asyncio.Task[None]] = field(default_factory=dict)
+    _locks: dict[str, ModelLock] = field(default_factory=dict)
+    _backoffs: dict[ActionKey, Backoff] = field(default_factory=dict)
+    # Of actions that succeeded: something else that changes the model undoes them again and again.
+    _corrections: dict[ActionKey, Backoff] = field(default_factory=dict)
+    _published_problems: ModelProblems = ModelProblems()
+    _known_replicas: set[str] = field(default_factory=set)
+    _absent_since: dict[str, float] = field(default_factory=dict)  # replicas that have stored state
+
+    async def run(self) -> None:
+        await repeat("reconciler", self._reconcile)
+
+    async def _reconcile(self) -> None:
+        await self._state.refresh()
+        self._pool.set_cordoned(self._state.cordoned)
+        self._readiness.update()
+        self.is_leader = await self._state.renew_lease(LEADER_LEASE)
+        await self._forget_removed_replicas()
+        if self.is_leader:
+            self._start_missing_actions()
+        await self._publish_problems()
+        await asyncio.sleep(MIN_RECONCILE_PAUSE_S)
+        with anyio.move_on_after(RECONCILE_INTERVAL_S - MIN_RECONCILE_PAUSE_S):
+            await self._pool.changes.wait()
+        self._pool.changes.clear()
+
+    @asynccontextmanager
+    async def lock_model(self, model: str) -> AsyncIterator[None]:
+        """Serialize the calls for one model. The reconciler does not act on it meanwhile."""
+        model_lock = self._locks.setdefault(model, ModelLock())
+        model_lock.waiters += 1
+        try:
+            async with model_lock.lock:
+                running = [task for key, task in self.action_tasks.items() if key[1] == model]
+                if running:
+                    await asyncio.wait(running)
+                yield
+        finally:
+            model_lock.waiters -= 1
+            if not model_lock.waiters:
+                del self._locks[model]
+                self._pool.changes.set()
+
+    def is_locked(self, model: str) -> bool:
+        """Return whether a call for the model, or an action on it, is in progress."""
+        return model in self._locks or any(key[1] == model for key in self.action_tasks)
+
+    def run_action(
+        self, replica: Replica, action: ModelAction, initiator: str
+    ) -> asyncio.Task[None]:
+        """Start an action of another component. Calls for its model wait until it is done."""
+        task = self._start_action(replica, action, self._loader.run(replica, action, initiator))
+        # The component may have stopped waiting.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return task
+
+    def forget_failures(self, *, replica: str | None = None, model: str | None = None) -> None:
+        for table in (self._backoffs, self._corrections):
+            for key in list(table):
+                if key[0] == replica or key[1] == model:
+                    del table[key]
+
+    def _list_problems(self) -> ModelProblems:
+        """Return what this gateway knows."""
+        conflicts: dict[str, list[str]] = {}
+        for (replica, model), corrections in self._corrections.items():
+            if corrections.repetitions >= CONFLICT_CORRECTIONS:
+                conflicts.setdefault(model, []).append(replica)
+        return ModelProblems(self._loader.list_errors(), conflicts)
+
+    async def _publish_problems(self) -> None:
+        problems = self._list_problems()
+        if problems != self._published_problems or problems != ModelProblems():
+            with suppress(StateUnavailable):  # the store logs it
+                await self._state.exchange_reports(**asdict(problems))
+                self._published_problems = problems
+
+    async def collect_problems(self) -> ModelProblems:
+        """Return what all gateways with this state know."""
+        problems = self._list_problems()
+        with suppress(StateUnavailable):
+            for report in await self._state.exchange_reports():
+                problems = problems.with_report(report)
+        return problems
+
+    async def _forget_removed_replicas(self) -> None:
+        """Drop the state of removed replicas, and the loads of replicas whose process has exited."""
+        replicas = list(self._pool.replicas.values())
+        current = {replica.name for replica in replicas}
+        removed = (self._known_replicas - current) | self._find_absent_replicas(current)
+        self._known_replicas = current
+        self._loader.uncontrollable_replicas &= current
+        for name in {key[0] for key in (*self._backoffs, *self._corrections)} - current:
+            self.forget_failures(replica=name)
+        for name in removed & self._state.cordoned if self.is_leader else ():
+            with suppress(StateUnavailable):  # another replica may get the address
+                await self._state.set_cordon(name, is_cordoned=False)
+        removed |= {replica.name for replica in replicas if replica.health.has_exited}
+        for name in removed & self._state.loads.keys() if self.is_leader else ():
+            await self._state.forget_loads(name)
+
+    def _find_absent_replicas(self, current: set[str]) -> set[str]:
+        """Return the replicas that have stored state, and have not been part of the fleet for a while.
+
+        The gateway that saw them leave may have exited before it could delete that.
+        """
+        now, since = asyncio.get_running_loop().time(), self._absent_since
+        stored = self._state.cordoned | self._state.loads.keys()
+        self._absent_since = {name: since.get(name, now) for name in stored - current}
+        return {name for name, at in self._absent_since.items() if now - at >= MAX_ABSENCE_S}
+
+    def _start_missing_actions(self) -> None:
+        """Start the missing actions, a few per replica at a time, and none that is in backoff."""
+        desired_models = self._state.merge_models()
+        for replica in list(self._pool.replicas.values()):
+            name = replica.name
+            if not self._pool.is_reachable(replica):
+                # The replica may return as a new process, so earlier failures do not count.
+                self.forget_failures(replica=name)
+                self._loader.uncontrollable_replicas.discard(name)
+                continue
+            if name in self._loader.uncontrollable_replicas:
+                continue
+            running = sum(key[0] == name for key in self.action_tasks)
+            loads = self._state.loads.get(name, {})
+            for action in plan_actions(desired_models, replica.index, loads):
+                if running >= MAX_PARALLEL_ACTIONS:
+                    break
+                if self._can_start_action((name, action.model)):
+                    running += 1
+                    self._start_action(replica, action, self._run_action(replica, action))
+
+    def _can_start_action(self, key: ActionKey) -> bool:
+        if key in self.action_tasks or key[1] in self._locks:
+            return False
+        now = asyncio.get_running_loop().time()
+        tables = (self._backoffs, self._corrections)
+        return all(now >= table.get(key, Backoff()).not_before for table in tables)
+
+    def _start_action(
+        self, replica: Replica, action: ModelAction, work: Coroutine[Any, Any, None]
+    ) -> asyncio.Task[None]:
+        key = (replica.name, action.model)
+        task = self.action_tasks[key] = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._finish_action(key))
+        return task
+
+    def _finish_action(self, key: ActionKey) -> None:
+        self.action_tasks.pop(key, None)
+        self._pool.changes.set()
+
+    async def _run_action(self, replica: Replica, action: ModelAction) -> None:
+        key = (replica.name, action.model)
+        what = f"{action.verb}ing model {action.model} on {replica.name}"
+        try:
+            if not await self._run_if_needed(replica, action, what):
+                return
+        except GatewayError as exc:
+            now = asyncio.get_running_loop().time()
+            self._backoffs[key] = self._backoffs.get(key, Backoff()).with_repetition(now)
+            log.warning("%s failed: %s", what, exc.detail)
+        else:
+            self._backoffs.pop(key, None)
+            self._record_correction(key)
+
+    async def _run_if_needed(self, replica: Replica, action: ModelAction, what: str) -> bool:
+        """Run the action, unless another gateway has changed what is desired; return whether it ran.
+
+        A load is recorded before the desired state is read again, and an unload by another gateway changes
+        the desired state before it looks for loads: one of them notices the other.
+        """
+        model = action.model
+        async with AsyncExitStack() as stack:
+            started_load = None
+            if action.is_load and action.load_id:
+                started_load = await self._state.begin_load(replica.name, model)
+            elif not action.is_load:
+                lease = self._state.lease(f"model:{model}")
+                if not await stack.enter_async_context(lease):
+                    return False
+            await self._state.refresh_desired_models()
+            load = "" if started_load is None else started_load.confirmed_load
+            desired = self._state.merge_model(model)
+            wanted = {} if desired is None else {model: desired}
+            if action not in plan_actions(wanted, replica.index, {model: load}):
+                if started_load is not None:
+                    await self._state.end_load(replica.name, model, started_load, load)
+                return False
+            log.warning("%s to reach the desired state", what)
+            await self._loader.run(replica, action, "reconciler", started_load)
+        return True
+
+    def _record_correction(self, key: ActionKey) -> None:
+        """Count the corrections that something else undoes; each waits longer than the one before."""
+        now = asyncio.get_running_loop().time()
+        corrections = with_correction(self._corrections.get(key), now)
+        self._corrections[key] = corrections
+        if corrections.repetitions:
+            replica, model = key
+            self._pool.metrics.model_conflicts.labels(model, replica).inc()
+            if corrections.repetitions == CONFLICT_CORRECTIONS:
+                log.warning(
+                    "something else loads or unloads model %s on %s against the desired state: another "
+                    "program, or a gateway with another GATEWAY_STATE; corrections are made less often",
+                    model,
+                    replica,
+                )

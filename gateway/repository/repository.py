@@ -1,0 +1,392 @@
+"""Model management on the whole fleet: a load applies to every replica, now and after its restart.
+
+A request is stored as desired state first (`repository/state/`), then executed on all replicas in parallel,
+then confirmed by their indexes. The reconciler does the rest: it continuously compares what each replica
+has with what it should have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from typing import Any, Final
+
+import anyio
+
+from gateway.capacity.admission import AdmissionQueue
+from gateway.errors import (
+    ChangeInProgress,
+    Conflict,
+    DeadlinePassed,
+    GatewayError,
+    UnknownModel,
+    UnknownModelToLoad,
+)
+from gateway.fleet.index import READY, UNAVAILABLE, Index, model_names
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.replica import Replica
+from gateway.fleet.signatures import SignatureCache
+from gateway.messages import join_names, quote_text
+from gateway.repository.load_parameters import STAGED, UNLOAD_DEPENDENTS
+from gateway.repository.loader import ACTION_POLL_S, ModelLoader
+from gateway.repository.models_file import ModelsFile
+from gateway.repository.on_demand.activation import ModelActivator
+from gateway.repository.on_demand.on_demand_loader import OnDemandLoader
+from gateway.repository.on_demand.on_demand_models import OnDemandModels
+from gateway.repository.on_demand.on_demand_plan import parse_model_facts
+from gateway.repository.operations import OperationRunner
+from gateway.repository.readiness import ReadinessMonitor
+from gateway.repository.reconcile_plan import ModelAction, is_outdated, merge_declared_models
+from gateway.repository.reconciler import ModelProblems, Reconciler
+from gateway.repository.report import OperationReport, Outcome
+from gateway.repository.shared_state import SharedState, StartedLoad
+from gateway.repository.staged_load import run_staged_load
+from gateway.repository.state.desired import DesiredModel, StateStore
+from gateway.settings import Settings
+from gateway.settings.access import ModelUploads
+from gateway.tasks import TaskSet, cancel_tasks
+
+log = logging.getLogger(__name__)
+
+REPLICA_UNREACHABLE: Final = "UNREACHABLE"
+MAX_INDEX_WAIT_S: Final = 2.0  # for replicas that stop answering, or whose index is slow
+MAX_LOAD_WAIT_S: Final = 30.0  # of a change of a model's files, for loads of the model in progress
+MAX_ACTION_DELAY_S: Final = 0.9  # of a load or unload, unless no index is known to have the model
+
+VisibilityCheck = Callable[[str], bool]
+
+
+def is_always_visible(model: str) -> bool:
+    return True
+
+
+@dataclass(eq=False, repr=False)
+class Repository:
+    """Model management of the fleet. As a context manager it runs the reconciler."""
+
+    _pool: ReplicaPool
+    _signatures: SignatureCache
+    _store: StateStore
+    _models_file: ModelsFile
+    _settings: Settings
+
+    def __post_init__(self) -> None:
+        pool, settings = self._pool, self._settings
+        can_upload = settings.accepted_uploads is ModelUploads.code  # a config and files in a load
+        self.state = SharedState(self._store, self._models_file, can_upload=can_upload)
+        self.loader = ModelLoader(pool, self._signatures, self.state, settings.load_timeout_s)
+        self.readiness = ReadinessMonitor(pool, self.state, settings.ready_quorum, settings.hold_s)
+        self._reconciler = Reconciler(pool, self.state, self.loader, self.readiness)
+        self.on_demand_models = OnDemandModels(self.state, ())
+        self._tasks = TaskSet()
+        self.operations = OperationRunner(self._store, self._tasks)
+
+    def create_activator(self, admission: AdmissionQueue) -> ModelActivator:
+        pool, signatures, reconciler = self._pool, self._signatures, self._reconciler
+        loader = OnDemandLoader(
+            pool, signatures, self.state, self.loader, reconciler, admission, self._settings
+        )
+        self.on_demand_models = loader.models
+        return ModelActivator(pool, loader, reconciler)
+
+    async def __aenter__(self) -> Repository:
+        await self.state.refresh()
+        self._pool.set_cordoned(self.state.cordoned)
+        if self.state.desired_models:
+            log.info("restored desired state: %s", self.state.summarize_desired_models())
+        self._tasks.start(self._reconciler.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await cancel_tasks([*self._tasks, *self._reconciler.action_tasks.values()])
+        await self._store.close()
+
+    # What the fleet should have, and what it has.
+
+    def outdated_replicas(self, model: str) -> list[str]:
+        """Return the replicas that have not confirmed the last load of a model."""
+        desired, loads = self.state.merge_model(model), self.state.loads
+        if desired is None or not desired.load_id:
+            return []
+        confirmed = {
+            replica.name: loads.get(replica.name, {}).get(model, "")
+            for replica in self._pool.replicas.values()
+        }
+        return [
+            name
+            for name, load in confirmed.items()
+            if load != desired.load_id and is_outdated(desired, load)
+        ]
+
+    async def collect_problems(self) -> ModelProblems:
+        """Return what went wrong with models, as all gateways with this state know it."""
+        return await self._reconciler.collect_problems()
+
+    async def read_indexes(self) -> dict[str, Index]:
+        """Probe all replicas, and return the indexes of the usable ones by address. Raises `NoReplica`."""
+        await self._pool.monitor.probe_all(MAX_INDEX_WAIT_S)
+        return self._pool.list_usable_indexes()
+
+    async def _find_model(self, model: str) -> bool:
+        """Return whether a usable replica has the model in its repository. Raises `NoReplica`."""
+        for max_wait_s in (MAX_ACTION_DELAY_S, inf):
+            await self._pool.monitor.probe_all(max_wait_s)
+            if model in model_names(self._pool.list_usable_indexes().values()):
+                return True
+        return False
+
+    # Operations.
+
+    async def load(self, model: str, parameters: Mapping[str, Any]) -> OperationReport:
+        """Load the model on every replica. Raises the report's error if any of them fails."""
+        report = OperationReport(model, True, 0)
+        return await self.operations.run(report, self._load(report, parameters))
+
+    async def unload(
+        self,
+        model: str,
+        parameters: Mapping[str, Any],
+        is_visible: VisibilityCheck = is_always_visible,
+    ) -> OperationReport:
+        """Unload the model from every replica. Errors do not name models that are not visible."""
+        report = OperationReport(model, False, 0)
+        return await self.operations.run(report, self._unload(report, parameters, is_visible))
+
+    async def forget(self, model: str, *, unload: bool = False) -> None:
+        """Delete the desired state of a model whose files were removed.
+
+        With `unload`, also unload it: Triton can have a model loaded that its index does not list any more.
+        """
+        async with self._lock_model(model) as known_revision:
+            if model in self.state.desired_models:
+                await self._set_desired_model(model, None, known_revision)
+            if unload:
+                report = OperationReport(model, False, 0)
+                await self._run_on_replicas(report, ModelAction(model, False, {}), {})
+            self.loader.forget_error(model)
+
+    @asynccontextmanager
+    async def pause_loads(self, model: str) -> AsyncIterator[None]:
+        """Wait until no replica that answers loads the model, and start no load of it in the block.
+
+        A Triton whose files are moved during a load may never end it. Raises `ChangeInProgress`.
+        """
+        max_wait_s = min(MAX_LOAD_WAIT_S, self._settings.load_timeout_s)
+        loading: list[str] = []
+        async with AsyncExitStack() as stack:
+            with anyio.move_on_after(max_wait_s) as wait:
+                await stack.enter_async_context(self._lock_model(model))
+                while loading := await self._find_loading_replicas(model):  # noqa: ASYNC110 - they tell the end
+                    await asyncio.sleep(ACTION_POLL_S)
+            if wait.cancelled_caught:
+                change = f"a load on {join_names(loading)} is in progress" if loading else ""
+                raise ChangeInProgress(model, change or self.state.describe_change(model))
+            yield
+
+    async def _find_loading_replicas(self, model: str) -> list[str]:
+        """Return the replicas that load the model, and answer."""
+        pool = self._pool
+        await pool.monitor.probe_all(MAX_INDEX_WAIT_S)
+        await self.state.refresh_loads()
+        return [
+            replica.name
+            for replica in pool.replicas.values()
+            if pool.is_reachable(replica)
+            and pool.is_responsive(replica)
+            and self.loader.is_loading(replica, model)
+        ]
+
+    def is_wanted(self, model: str) -> bool:
+        """Return whether a replica has the model ready, or should have it."""
+        return self.state.is_desired(model) or self._pool.is_ready(model)
+
+    async def start_operation(
+        self,
+        model: str,
+        is_load: bool,
+        parameters: Mapping[str, Any],
+        is_visible: VisibilityCheck = is_always_visible,
+    ) -> str:
+        """Start a load or an unload in the background; return its id for `operations.read`."""
+        report = OperationReport(model, is_load, 0)
+        unload = partial(self._unload, report, parameters, is_visible)
+        work = partial(self._load, report, parameters) if is_load else unload
+        return await self.operations.start(report, work)
+
+    async def _load(
+        self, report: OperationReport, parameters: Mapping[str, Any]
+    ) -> OperationReport:
+        model = report.model
+        is_staged = bool(parameters.get(STAGED))
+        parameters = {name: value for name, value in parameters.items() if name != STAGED}
+        async with self._lock_model(model) as known_revision:
+            # A model that exists only in the load request is in no index, so its state would be unknown.
+            if not await self._find_model(model):
+                raise UnknownModelToLoad(model)
+            before = self.state.desired_models.get(model)
+            staged_loads: Mapping[Replica, StartedLoad] = {}
+            if is_staged:
+                # Raises if the state cannot be changed, before any replica is.
+                await self._set_desired_model(model, before, known_revision)
+                staged_loads = await self._load_in_stages(report, parameters)
+            # Recorded before the desired state, so that another gateway's reconciler does not load it too.
+            started_loads = {
+                replica: await self.state.begin_load(replica.name, model)
+                for replica in list(self._pool.replicas.values())
+                if replica not in staged_loads
+            }
+            try:
+                desired = DesiredModel(True, dict(parameters))
+                revision = await self._set_desired_model(model, desired, known_revision)
+            except BaseException:
+                await self.state.end_loads(model, staged_loads, "")
+                await self.state.end_loads(model, started_loads, None)
+                raise
+            merged = self.state.merge_models()[model]
+            await self.state.end_loads(model, staged_loads, merged.load_id)
+            action = ModelAction(model, True, merged.parameters, merged.load_id)
+            await self._run_on_replicas(report, action, started_loads)
+            return await self._conclude(report, before, revision)
+
+    async def _load_in_stages(
+        self, report: OperationReport, parameters: Mapping[str, Any]
+    ) -> Mapping[Replica, StartedLoad]:
+        desired = {report.model: DesiredModel(True, parameters)}
+        merged = merge_declared_models(desired, self.state.declared_models)[report.model]
+        # Without an id, because the state does not have the load yet.
+        action = ModelAction(report.model, True, merged.parameters)
+
+        async def run(replica: Replica) -> None:
+            await self._run_on_replica(report, action, replica, None)
+
+        return await run_staged_load(self._pool, self.state, report, run)
+
+    async def _unload(
+        self, report: OperationReport, parameters: Mapping[str, Any], is_visible: VisibilityCheck
+    ) -> OperationReport:
+        model, with_dependents = report.model, bool(parameters.get(UNLOAD_DEPENDENTS))
+        async with self._lock_model(model) as known_revision:
+            if model in self.state.declared_models:
+                raise Conflict(
+                    f"model {quote_text(model)} is declared in the models file; remove it there first"
+                )
+            if not await self._find_model(model):
+                return await self._unload_absent(report, known_revision)
+            if not with_dependents and (
+                dependents := await find_dependents(self._pool, self._signatures, model)
+            ):
+                raise ModelNeeded(model, dependents, is_visible)
+            before = self.state.desired_models.get(model)
+            # Without the desired state, the next request loads an on-demand model again, and the reconciler
+            # leaves it alone.
+            report.is_retried = not self.on_demand_models.matches(model)
+            desired = DesiredModel(False, {}) if report.is_retried else None
+            revision = await self._set_desired_model(model, desired, known_revision)
+            accepted = {UNLOAD_DEPENDENTS: True} if with_dependents else {}
+            await self._run_on_replicas(report, ModelAction(model, False, accepted), {})
+            return await self._conclude(report, before, revision)
+
+    async def _unload_absent(self, report: OperationReport, revision: int) -> OperationReport:
+        if report.model not in self.state.desired_models:
+            raise UnknownModel(report.model)
+        await self._set_desired_model(report.model, None, revision)
+        self.loader.forget_error(report.model)
+        report.replica_count = len(self._pool.replicas)
+        report.outcomes = {str(at): Outcome(UNAVAILABLE) for at in self._pool.replicas}
+        return report
+
+    @asynccontextmanager
+    async def _lock_model(self, model: str) -> AsyncIterator[int]:
+        """Exclude other changes of the model, and yield the revision of its desired state.
+
+        Raises `ChangeInProgress`.
+        """
+        async with self._reconciler.lock_model(model), self.state.lock_model(model):
+            yield self.state.get_revision(model)
+
+    async def _set_desired_model(
+        self, model: str, desired: DesiredModel | None, expected_revision: int
+    ) -> int:
+        """Return the new revision.
+
+        Raises `ChangeInProgress` if the state has another revision than expected: another gateway can get the
+        lease while this process is stopped.
+        """
+        if not await self.state.set_desired_model(model, desired, expected_revision):
+            await self.state.refresh()
+            raise ChangeInProgress(model, self.state.describe_change(model))
+        self._reconciler.forget_failures(model=model)
+        return self.state.get_revision(model)
+
+    async def _conclude(
+        self, report: OperationReport, before: DesiredModel | None, revision: int
+    ) -> OperationReport:
+        """Restore the desired state if no replica has done it. Raises the report's error."""
+        if report.is_refused:
+            with suppress(ChangeInProgress):  # a later change stays
+                await self._set_desired_model(report.model, before, revision)
+        if report.errors:
+            raise report.build_error()
+        return report
+
+    async def _run_on_replicas(
+        self,
+        report: OperationReport,
+        action: ModelAction,
+        started_loads: Mapping[Replica, StartedLoad],
+    ) -> None:
+        """Run the action on all replicas and record every outcome, not only the first failure."""
+        replicas = list(started_loads if action.is_load else self._pool.replicas.values())
+        report.replica_count = len(replicas) + len(report.outcomes)
+        await asyncio.gather(
+            *(
+                self._run_on_replica(report, action, replica, started_loads.get(replica))
+                for replica in replicas
+            )
+        )
+
+    async def _run_on_replica(
+        self,
+        report: OperationReport,
+        action: ModelAction,
+        replica: Replica,
+        started_load: StartedLoad | None,
+    ) -> None:
+        try:
+            await self.loader.run(replica, action, "api", started_load)
+            report.outcomes[replica.name] = Outcome(READY if action.is_load else UNAVAILABLE)
+        except GatewayError as exc:
+            state = replica.index.model_state(action.model).state
+            is_reachable = self._pool.is_reachable(replica) and self._pool.is_responsive(replica)
+            is_changing = is_reachable and replica.index.is_changing(action.model)
+            report.outcomes[replica.name] = Outcome(
+                state if is_reachable else REPLICA_UNREACHABLE,
+                exc,
+                is_in_progress=is_changing and isinstance(exc, DeadlinePassed),
+            )
+
+
+class ModelNeeded(Conflict):
+    """The model is a step of a loaded ensemble."""
+
+    def __init__(self, model: str, dependents: list[str], is_visible: VisibilityCheck) -> None:
+        visible = [quote_text(name) for name in dependents if is_visible(name)]
+        if len(visible) < len(dependents):
+            visible.append("a model that this key cannot see")
+        super().__init__(
+            f"model {quote_text(model)} is needed by {join_names(visible)}; unload that first, "
+            'or send {"parameters": {"unload_dependents": true}}'
+        )
+
+
+async def find_dependents(pool: ReplicaPool, signatures: SignatureCache, model: str) -> list[str]:
+    configs: dict[str, Any] = {}
+    await signatures.read_configs(pool.ready_models - {model}, configs.__setitem__)
+    return sorted(
+        name for name, config in configs.items() if model in parse_model_facts(config).parts
+    )

@@ -1,0 +1,329 @@
+"""The state that gateways share, as this one knows it: desired models, and the loads of each replica."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
+from time import monotonic
+from typing import Any, Final, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
+
+import anyio
+
+from gateway.errors import ChangeInProgress, StateUnavailable
+from gateway.fleet.replica import Replica
+from gateway.messages import describe_difference, join_names, quote_text
+from gateway.repository.models_file import DeclaredModel, ModelsFile
+from gateway.repository.reconcile_plan import filter_uploads, merge_declared_models
+from gateway.repository.state.desired import (
+    DesiredModel,
+    StateStore,
+    with_cordon,
+    with_desired_model,
+    with_version_label,
+)
+from gateway.repository.state.loads import (
+    Loads,
+    is_in_progress,
+    new_load_token,
+    with_load,
+    without_replica,
+)
+from gateway.tasks import cancel_tasks, repeat
+from gateway.version_labels import LabelTable, VersionLabel
+
+log = logging.getLogger(__name__)
+
+LEASE_RENEWAL_S: Final = 1.5
+LEASE_POLL_S: Final = 0.1
+MAX_CHANGE_WAIT_S: Final = 5.0  # for another change of the same model
+OUTAGE_PAUSE_S: Final = 2.0
+T = TypeVar("T")
+
+
+class StartedLoad(NamedTuple):
+    """A load in progress on a replica, and the load that the replica had confirmed before."""
+
+    token: str
+    confirmed_load: str
+
+
+class SharedState:
+    """A copy of the stored state, with the models file. Changes are stored first."""
+
+    def __init__(self, store: StateStore, models_file: ModelsFile, *, can_upload: bool) -> None:
+        self.store = store
+        self.desired_models: Mapping[str, DesiredModel] = {}
+        self.loads: Loads = {}
+        self.cordoned: frozenset[str] = frozenset()
+        self.labels: LabelTable = {}  # of the store and of the models file
+        self._stored_labels: LabelTable = {}
+        self._models_file = models_file
+        self._can_upload = can_upload
+        self._stored_models: Mapping[str, DesiredModel] = {}
+        self._ignored_models: dict[str, str] = {}  # model → why its desired state is ignored
+        # Replica and model → the arguments of an `end_load` that the store did not record.
+        self._unrecorded_ends: dict[tuple[str, str], tuple[str, str]] = {}
+        self._failure: StateUnavailable | None = None  # of the last call of `_try_store`
+        self._retry_at = 0.0
+        self._is_known = False  # the stored state was read
+        self._report: dict[str, Any] = {}  # of this gateway to the others
+        self._lease_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @property
+    def declared_models(self) -> Mapping[str, DeclaredModel]:
+        return self._models_file.models
+
+    @property
+    def on_demand_models(self) -> Mapping[str, DeclaredModel]:
+        return self._models_file.on_demand_models
+
+    async def refresh(self) -> None:
+        with suppress(StateUnavailable):  # the store logs it; the last known state stays in use
+            await self._read_desired_models()
+            self._stored_labels = await self.store.read_labels()
+            self.loads = await self._read_loads()
+            self.cordoned = await self.store.read_cordons()
+        await self._models_file.reload_if_changed()
+        self.labels = merge_labels(self._stored_labels, self.declared_models)
+
+    # Desired models.
+
+    async def refresh_desired_models(self) -> None:
+        with suppress(StateUnavailable):
+            await self._read_desired_models()
+
+    async def _read_desired_models(self) -> None:
+        self._stored_models = await self.store.read_desired_models()
+        previous = self.desired_models
+        can_upload = self._can_upload
+        self.desired_models, ignored = filter_uploads(self._stored_models, can_upload=can_upload)
+        if self._is_known and self.desired_models != previous:
+            difference = describe_difference(previous, self.desired_models)
+            log.info("the desired state has changed: %s", difference)
+        self._is_known = True
+        for model in ignored.keys() - self._ignored_models.keys():
+            log.warning("desired state of model %s is ignored: %s", model, ignored[model])
+        self._ignored_models = ignored
+
+    def get_revision(self, model: str) -> int:
+        """Return the revision of the stored desired state of a model; 0 if it has none."""
+        stored = self._stored_models.get(model)
+        return 0 if stored is None else stored.revision
+
+    async def set_desired_model(
+        self, model: str, desired: DesiredModel | None, expected_revision: int
+    ) -> bool:
+        """Store the desired state of a model, unless the stored one has another revision than expected.
+
+        Returns whether it was stored.
+        """
+        revision = await self.store.set_desired_model(model, desired, expected_revision)
+        if not revision:
+            return False
+        if desired is not None:
+            desired = replace(desired, revision=desired.revision or revision)
+        self._stored_models = with_desired_model(self._stored_models, model, desired)
+        self.desired_models = with_desired_model(self.desired_models, model, desired)
+        return True
+
+    async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
+        await self.store.set_label(model, name, label)
+        self._stored_labels = with_version_label(self._stored_labels, model, name, label)
+        self.labels = merge_labels(self._stored_labels, self.declared_models)
+
+    def merge_models(self) -> dict[str, DesiredModel]:
+        return merge_declared_models(self.desired_models, self.declared_models)
+
+    def merge_model(self, model: str) -> DesiredModel | None:
+        """Return the desired state of one model, its declaration included."""
+        desired, declared = self.desired_models, self.declared_models
+        return merge_declared_models(
+            {model: desired[model]} if model in desired else {},
+            {model: declared[model]} if model in declared else {},
+        ).get(model)
+
+    def is_desired(self, model: str) -> bool:
+        """Return whether the reconciler loads the model."""
+        desired = self.merge_model(model)
+        return desired is not None and desired.is_loaded
+
+    def summarize_desired_models(self) -> str:
+        loaded = sorted(name for name, model in self.desired_models.items() if model.is_loaded)
+        unloaded = sorted(self.desired_models.keys() - set(loaded))
+        parts = [("load", loaded), ("unload", unloaded)]
+        return "; ".join(
+            f"{verb} {', '.join(map(quote_text, names))}" for verb, names in parts if names
+        )
+
+    async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
+        await self.store.set_cordon(replica, is_cordoned=is_cordoned)
+        self.cordoned = with_cordon(self.cordoned, replica, is_cordoned=is_cordoned)
+
+    # Agreement between gateways.
+
+    @asynccontextmanager
+    async def lease(self, name: str) -> AsyncIterator[bool]:
+        """Yield whether no other gateway has the lease, and keep it in the block, for one task at a time."""
+        async with self._lease_locks.setdefault(name, asyncio.Lock()):
+            if not await self.renew_lease(name):
+                yield False
+                return
+            renewal = asyncio.create_task(self._renew_lease_periodically(name))
+            try:
+                yield True
+            finally:
+                await cancel_tasks([renewal])
+                with suppress(StateUnavailable):
+                    await self._try_store(lambda: self.store.release_lease(name))
+
+    def has_lease(self, name: str) -> bool:
+        """Return whether a task of this gateway has the lease, or asks for it."""
+        lock = self._lease_locks.get(name)
+        return lock is not None and lock.locked()
+
+    @asynccontextmanager
+    async def lock_model(self, model: str) -> AsyncIterator[None]:
+        """Exclude other changes of a model, by all gateways that share this state, and read the last one.
+
+        Raises `ChangeInProgress` after some seconds.
+        """
+        async with AsyncExitStack() as stack:
+            is_granted = False
+            with anyio.move_on_after(MAX_CHANGE_WAIT_S):
+                while not is_granted:
+                    async with AsyncExitStack() as attempt:
+                        is_granted = await attempt.enter_async_context(self.lease(f"model:{model}"))
+                        if is_granted:
+                            stack.push_async_exit(attempt.pop_all())
+                    if not is_granted:
+                        await asyncio.sleep(LEASE_POLL_S)
+            await self.refresh()
+            if not is_granted:
+                raise ChangeInProgress(model, self.describe_change(model))
+            yield
+
+    def describe_change(self, model: str) -> str:
+        """Return what is known of a change of the model by another gateway."""
+        replicas = [
+            name for name, loads in self.loads.items() if is_in_progress(loads.get(model, ""))
+        ]
+        if replicas:
+            return f"a load on {join_names(sorted(replicas))} is in progress"
+        desired = self.desired_models.get(model)
+        if desired is not None and not desired.is_loaded:
+            return "it is being unloaded, or was unloaded meanwhile"
+        return "an upload, a removal, a load or a change of its labels"
+
+    async def renew_lease(self, name: str) -> bool:
+        """Take or renew a lease, and return whether no other gateway has it.
+
+        Without the store, gateways cannot agree: each gets the lease then, and the indexes decide. With
+        several leaders, a replica only gets the same loads several times; without any, it would stay empty.
+        """
+        try:
+            return await self._try_store(lambda: self.store.acquire_lease(name))
+        except StateUnavailable:
+            return True
+
+    async def _renew_lease_periodically(self, name: str) -> None:
+        async def renew() -> None:
+            await asyncio.sleep(LEASE_RENEWAL_S)
+            await self.renew_lease(name)
+
+        await repeat("lease", renew)
+
+    async def _try_store(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of a call that gateways agree by. Raises `StateUnavailable`.
+
+        After a failure, one of these calls tries the store every two seconds, and the others fail at once:
+        a load makes about ten of them, and each would wait for a store that hangs.
+        """
+        if self._failure is not None:
+            if monotonic() < self._retry_at:
+                raise self._failure.with_traceback(None)
+            self._retry_at = monotonic() + OUTAGE_PAUSE_S
+        try:
+            result = await call()
+        except StateUnavailable as exc:
+            self._failure, self._retry_at = exc, monotonic() + OUTAGE_PAUSE_S
+            raise
+        self._failure = None
+        return result
+
+    @property
+    def has_reports(self) -> bool:
+        """Return whether gateways know each other's requests: not without a shared store, or in an outage."""
+        return self.store.is_shared and self.store.is_available
+
+    async def refresh_loads(self) -> None:
+        with suppress(StateUnavailable):
+            self.loads = await self._try_store(self._read_loads)
+
+    async def exchange_reports(self, **changes: Any) -> list[Mapping[str, Any]]:
+        """Publish changes of this gateway's report; return the reports of the others.
+
+        Raises `StateUnavailable`.
+        """
+        self._report = report = {**self._report, **changes}
+        return await self._try_store(lambda: self.store.exchange_reports(report))
+
+    # Loads.
+
+    async def begin_load(self, replica: str, model: str) -> StartedLoad:
+        self._unrecorded_ends.pop((replica, model), None)
+        try:
+            begun = await self._try_store(lambda: self.store.begin_load(replica, model))
+            started_load = StartedLoad(*begun)
+        except StateUnavailable:  # load anyway; other gateways cannot see it then
+            confirmed_load = self.loads.get(replica, {}).get(model, "")
+            started_load = StartedLoad(new_load_token(""), confirmed_load)
+        self.loads = with_load(self.loads, replica, model, started_load.token)
+        return started_load
+
+    async def end_load(
+        self, replica: str, model: str, started_load: StartedLoad, resulting_load: str
+    ) -> None:
+        self.loads = with_load(self.loads, replica, model, resulting_load)
+        end = (started_load.token, resulting_load)
+        try:
+            await self._try_store(lambda: self.store.end_load(replica, model, *end))
+        except StateUnavailable:
+            self._unrecorded_ends[replica, model] = end
+
+    async def end_loads(
+        self, model: str, loads: Mapping[Replica, StartedLoad], resulting_load: str | None
+    ) -> None:
+        """Record what the replicas have now; None is what each had confirmed before."""
+        for replica, started_load in loads.items():
+            result = started_load.confirmed_load if resulting_load is None else resulting_load
+            await self.end_load(replica.name, model, started_load, result)
+
+    async def _read_loads(self) -> Loads:
+        """Return the stored loads. Those whose end was not recorded are over, whatever the store has."""
+        with suppress(StateUnavailable):
+            for (replica, model), end in list(self._unrecorded_ends.items()):
+                await self.store.end_load(replica, model, *end)
+                self._unrecorded_ends.pop((replica, model), None)
+        loads = await self.store.read_loads()
+        for (replica, model), (token, resulting_load) in self._unrecorded_ends.items():
+            if loads.get(replica, {}).get(model) == token:
+                loads = with_load(loads, replica, model, resulting_load)
+        return loads
+
+    async def forget_loads(self, replica: str) -> None:
+        with suppress(StateUnavailable):
+            await self.store.forget_loads(replica)
+            self.loads = without_replica(self.loads, replica)
+
+
+def merge_labels(stored: LabelTable, declared: Mapping[str, DeclaredModel]) -> LabelTable:
+    """Return the stored labels with the declared ones, which take precedence, added."""
+    table = dict(stored)
+    for name, model in declared.items():
+        if model.labels:
+            table[name] = {**table.get(name, {}), **model.labels}
+    return table

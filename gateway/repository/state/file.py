@@ -1,0 +1,383 @@
+"""The state store in a file, for the processes of one machine."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar, Final, TypeVar
+from urllib.parse import SplitResult, unquote
+
+import orjson
+
+from gateway.errors import StateUnavailable
+from gateway.repository.state.desired import (
+    OPERATION_TTL_S,
+    READ_ACTION,
+    WRITE_ACTION,
+    BadState,
+    DesiredModel,
+    DesiredState,
+    OutageLog,
+    UnreadableState,
+    decode_operation,
+    decode_state,
+    is_operation_id,
+    parse_desired_state,
+    with_cordon,
+)
+from gateway.repository.state.file_locks import LOCK_TIMEOUT_S, FileLeases, lock_file, try_lock_file
+from gateway.repository.state.loads import (
+    Loads,
+    drop_orphaned_loads,
+    find_confirmed_load,
+    load_owners,
+    new_load_token,
+    parse_loads,
+    with_finished_load,
+    with_load,
+    without_replica,
+)
+from gateway.version_labels import LabelTable, VersionLabel
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+PROBE_MARGIN_BYTES: Final = 4096
+
+
+def open_file_store(url: SplitResult) -> FileStateStore | None:
+    path = Path(unquote(url.path))
+    is_file_path = path.is_absolute() and not url.path.endswith("/") and "\0" not in str(path)
+    if not is_file_path or url.netloc not in ("", "localhost") or url.query or url.fragment:
+        return None
+    store = FileStateStore(path)
+    store.check()
+    return store
+
+
+@dataclass(frozen=True)
+class FileSnapshot:
+    """The content of the file when it was last read."""
+
+    state: DesiredState
+    stamp: tuple[int, ...]
+    file: BinaryIO  # kept open, so that no other file reuses its inode and is mistaken for it
+
+
+class FileStateStore:
+    """A JSON document for the processes of one machine.
+
+    It is replaced atomically, never written in place. Changes are made under a lock in a single thread, so
+    that they stay in order and the event loop never waits for the disk.
+    """
+
+    is_shared: ClassVar[bool] = True
+    loss_count: ClassVar[int] = 0
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock_path = path.with_name(f"{path.name}.lock")
+        self._operations_folder = path.with_name(f"{path.name}.operations")
+        self._loads_path = path.with_name(f"{path.name}.loads")
+        self._cordons_path = path.with_name(f"{path.name}.cordons")
+        self._alive_folder = path.with_name(f"{path.name}.processes")
+        self._owner = secrets.token_hex(8)
+        self._alive_lock: int | None = None
+        self._executor = ThreadPoolExecutor(1, "state")
+        self._snapshot: FileSnapshot | None = None
+        self._outages = OutageLog(str(path))
+        self._leases = FileLeases(path.with_name(f"{path.name}.leases"), self._owner)
+
+    def check(self) -> None:
+        """Create the folder if necessary. Raises `BadState` unless the state can be read and written."""
+        folder = self._path.parent
+        try:
+            folder.mkdir(0o700, parents=True, exist_ok=True)
+            os.close(os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o600))
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            self._read_state()
+            self._close_snapshot()
+        except UnreadableState as exc:
+            raise BadState(
+                f"GATEWAY_STATE: {self._path} is not a valid state file ({exc}); repair it, or "
+                "move it away to start with an empty state"
+            ) from None
+        except OSError as exc:
+            raise BadState(
+                f"GATEWAY_STATE: {self._path} cannot be used ({explain_os_error(exc)}); it needs "
+                "a folder that this user can write to"
+            ) from None
+
+    async def read_desired_models(self) -> Mapping[str, DesiredModel]:
+        if WRITE_ACTION in self._outages:  # detect its end even if nobody changes a model
+            with suppress(StateUnavailable):
+                await self._run_action(WRITE_ACTION, self._probe_write)
+        return await self._run_action(READ_ACTION, lambda: self._read_state().models)
+
+    async def set_desired_model(
+        self, model: str, desired: DesiredModel | None, expected_revision: int | None = None
+    ) -> int:
+        def run() -> int:
+            with lock_file(self._lock_path):
+                state = self._read_state()
+                if not state.has_revision(model, expected_revision):
+                    return 0
+                state = state.with_model(model, desired)
+                replace_file(self._path, state.to_json())
+            return state.revision
+
+        return await self._run_action(WRITE_ACTION, run)
+
+    async def read_labels(self) -> LabelTable:
+        return await self._run_action(READ_ACTION, lambda: self._read_state().labels)
+
+    async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
+        def run() -> None:
+            with lock_file(self._lock_path):
+                state = self._read_state().with_label(model, name, label)
+                replace_file(self._path, state.to_json())
+
+        await self._run_action(WRITE_ACTION, run)
+
+    async def read_loads(self) -> Loads:
+        return await self._run_action(READ_ACTION, self._read_live_loads)
+
+    async def begin_load(self, replica: str, model: str) -> tuple[str, str]:
+        token = new_load_token(self._owner)
+
+        def change(loads: Loads) -> Loads:
+            self._hold_alive_lock()
+            return with_load(loads, replica, model, token)
+
+        before = await self._change_loads(change)
+        return token, find_confirmed_load(before, replica, model)
+
+    async def end_load(self, replica: str, model: str, token: str, resulting_load: str) -> None:
+        await self._change_loads(
+            lambda loads: with_finished_load(loads, replica, model, token, resulting_load)
+        )
+
+    async def forget_loads(self, replica: str) -> None:
+        await self._change_loads(lambda loads: without_replica(loads, replica))
+
+    async def _change_loads(self, change: Callable[[Loads], Loads]) -> Loads:
+        """Return the loads before the change."""
+
+        def run() -> Loads:
+            with lock_file(self._lock_path):
+                before = self._read_loads()
+                replace_file(self._loads_path, orjson.dumps(change(before)), is_durable=False)
+            return before
+
+        return await self._run_action(WRITE_ACTION, run)
+
+    async def read_cordons(self) -> frozenset[str]:
+        return await self._run_action(READ_ACTION, self._read_cordons)
+
+    async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
+        def run() -> None:
+            with lock_file(self._lock_path):
+                cordons = with_cordon(self._read_cordons(), replica, is_cordoned=is_cordoned)
+                raw = orjson.dumps(sorted(cordons), option=orjson.OPT_APPEND_NEWLINE)
+                replace_file(self._cordons_path, raw)
+
+        await self._run_action(WRITE_ACTION, run)
+
+    async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
+        raw = orjson.dumps(document)
+        await self._run_action(WRITE_ACTION, lambda: self._write_operation(operation_id, raw))
+
+    async def read_operation(self, operation_id: str) -> Mapping[str, Any] | None:
+        if not is_operation_id(operation_id):
+            return None
+        return await self._run_action(READ_ACTION, lambda: self._read_operation(operation_id))
+
+    async def acquire_lease(self, name: str) -> bool:
+        return await self._run_lease_action(lambda: self._leases.acquire(name))
+
+    async def release_lease(self, name: str) -> None:
+        await self._run_lease_action(lambda: self._leases.release(name))
+
+    async def exchange_reports(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        return await self._run_lease_action(lambda: self._leases.exchange_reports(report))
+
+    def rate_windows(self) -> None:
+        return None
+
+    @property
+    def is_available(self) -> bool:
+        return not self._outages
+
+    async def close(self) -> None:
+        with suppress(asyncio.TimeoutError):  # the disk may hang
+            await asyncio.wait_for(self._run_in_thread(self._release_locks), LOCK_TIMEOUT_S)
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _run_in_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+
+    async def _run_action(self, action: str, function: Callable[[], T]) -> T:
+        result = await self._run_unproven(action, function)
+        self._outages.record_success(action)
+        return result
+
+    async def _run_lease_action(self, function: Callable[[], T]) -> T:
+        """Locks need no room on the disk, so that they do not end an outage."""
+        return await self._run_unproven(WRITE_ACTION, function)
+
+    async def _run_unproven(self, action: str, function: Callable[[], T]) -> T:
+        try:
+            return await self._run_in_thread(function)
+        except OSError as exc:
+            raise self._outages.record_failure(action, explain_os_error(exc)) from exc
+        except UnreadableState as exc:
+            raise self._outages.record_failure(action, f"the state file is damaged: {exc}") from exc
+
+    def _read_state(self) -> DesiredState:
+        """Return the state, and parse the file again only if it changed."""
+        try:
+            stamp = file_stamp(self._path.stat())
+        except FileNotFoundError:
+            if not self._path.parent.is_dir():
+                raise  # a missing folder (an unmounted volume) is not an empty state
+            self._close_snapshot()
+            return DesiredState()
+        if self._snapshot is None or self._snapshot.stamp != stamp:
+            self._close_snapshot()
+            self._snapshot = read_snapshot(self._path)
+        return self._snapshot.state
+
+    def _close_snapshot(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.file.close()
+        self._snapshot = None
+
+    def _read_loads(self) -> Loads:
+        try:
+            return parse_loads(decode_state(self._loads_path.read_bytes()))
+        except (FileNotFoundError, UnreadableState):
+            return {}
+
+    def _read_cordons(self) -> frozenset[str]:
+        try:
+            document = decode_state(self._cordons_path.read_bytes())
+        except FileNotFoundError:
+            return frozenset()
+        if not isinstance(document, list) or not all(isinstance(name, str) for name in document):
+            raise UnreadableState("unexpected structure")
+        return frozenset(document)
+
+    def _read_live_loads(self) -> Loads:
+        loads = self._read_loads()
+        alive = {name for name in load_owners(loads) if name == self._owner or self._is_alive(name)}
+        return drop_orphaned_loads(loads, frozenset(alive))
+
+    def _hold_alive_lock(self) -> None:
+        """Hold a lock until this process exits, which marks its loads as still in progress."""
+        if self._alive_lock is None:
+            self._alive_folder.mkdir(0o700, exist_ok=True)
+            self._alive_lock = try_lock_file(self._alive_folder / self._owner)
+
+    def _is_alive(self, owner: str) -> bool:
+        path = self._alive_folder / owner
+        if not path.exists():
+            return False
+        descriptor = try_lock_file(path)
+        if descriptor is not None:  # the owner has exited
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+        return descriptor is None
+
+    def _probe_write(self) -> None:
+        probe = self._path.with_name(f"{self._path.name}.probe")
+        with lock_file(self._lock_path):
+            # As large as what must be written: a full disk may have room for an empty file.
+            size = sum(
+                path.stat().st_size for path in (self._path, self._loads_path) if path.exists()
+            )
+            replace_file(probe, bytes(size + PROBE_MARGIN_BYTES))
+            probe.unlink()
+
+    def _write_operation(self, operation_id: str, raw: bytes) -> None:
+        path = self._operations_folder / f"{operation_id}.json"
+        with lock_file(self._lock_path):
+            self._operations_folder.mkdir(0o700, exist_ok=True)
+            if not path.exists():
+                remove_old_operations(self._operations_folder)
+            replace_file(path, raw)
+
+    def _read_operation(self, operation_id: str) -> Mapping[str, Any] | None:
+        try:
+            raw = (self._operations_folder / f"{operation_id}.json").read_bytes()
+        except FileNotFoundError:
+            return None
+        return decode_operation(raw)
+
+    def _release_locks(self) -> None:
+        self._close_snapshot()
+        self._leases.close()
+        if self._alive_lock is not None:
+            (self._alive_folder / self._owner).unlink(missing_ok=True)
+            os.close(self._alive_lock)
+        self._alive_lock = None
+
+
+def explain_os_error(exc: OSError) -> str:
+    return (exc.strerror or type(exc).__name__).lower()
+
+
+def file_stamp(status: os.stat_result) -> tuple[int, ...]:
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def read_snapshot(path: Path) -> FileSnapshot:
+    """Raise `OSError` or `UnreadableState` if the file cannot be read."""
+    with ExitStack() as stack:
+        file = stack.enter_context(path.open("rb"))
+        stamp = file_stamp(os.fstat(file.fileno()))
+        state = parse_desired_state(decode_state(file.read()))
+        stack.pop_all()
+        return FileSnapshot(state, stamp, file)
+
+
+def replace_file(path: Path, raw: bytes, *, is_durable: bool = True) -> None:
+    """Replace a file atomically, and if `is_durable`, wait until it is on the disk. Raises `OSError`.
+
+    The caller must hold the lock.
+    """
+    new = path.with_name(f"{path.name}.new")
+    try:
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(raw)
+            file.flush()
+            if is_durable:
+                os.fsync(file.fileno())
+        new.replace(path)
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+        raise
+    if not is_durable:
+        return
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # persist the rename as well
+    finally:
+        os.close(folder)
+
+
+def remove_old_operations(folder: Path) -> None:
+    # Includes temporary files that a crash left behind.
+    for path in folder.iterdir():
+        if time.time() - path.stat().st_mtime > OPERATION_TTL_S:
+            path.unlink()

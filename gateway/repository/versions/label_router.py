@@ -1,0 +1,198 @@
+"""The choice of a version for each request whose version is a label."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from starlette.types import Scope
+
+from gateway.errors import GatewayError, Unavailable
+from gateway.fleet.pool import ReplicaPool
+from gateway.messages import join_names, quote_text
+from gateway.repository.shared_state import SharedState
+from gateway.repository.versions.splits import (
+    PercentCounter,
+    WeightedRotation,
+    choose_version_by_key,
+    find_largest_share,
+)
+from gateway.tensors.sequence import SequenceStep
+from gateway.version_labels import LabelTable, Shadow, VersionLabel
+
+log = logging.getLogger(__name__)
+
+SPLIT_KEY_HEADER: Final = b"x-split-key"
+MAX_SEQUENCES: Final = 65_536
+
+
+class UnknownLabel(GatewayError):
+    status, code = 404, "LABEL_NOT_FOUND"
+
+    def __init__(self, model: str, name: str, labels: Iterable[str] = ()) -> None:
+        known = sorted(labels)
+        text = f"its labels are {join_names(known)}" if known else "it has no labels"
+        super().__init__(f"model {quote_text(model)} has no label {quote_text(name)}; {text}")
+
+
+class LabelNotReady(Unavailable):
+    code = "LABEL_NOT_READY"
+
+    def __init__(self, model: str, name: str, versions: Iterable[str]) -> None:
+        super().__init__(
+            f"label {quote_text(name)} of model {quote_text(model)} means version {' or '.join(versions)}, "
+            "which is not ready on any replica; load it, or change the label"
+        )
+
+
+@dataclass
+class SequenceVersions:
+    """The versions of running sequences. The sequence that was idle longest is dropped first."""
+
+    _versions: OrderedDict[tuple[str, int | str], str] = field(default_factory=OrderedDict)
+
+    def find_version(self, model: str, step: SequenceStep, choose: Callable[[], str]) -> str:
+        """Return the version of the sequence: the one of its start, or if that is unknown, `choose()`."""
+        key = (model, step.sequence_id)
+        known = self._versions.pop(key, None)
+        version = choose() if known is None or step.is_start else known
+        if not step.is_end:
+            self._versions[key] = version
+            if len(self._versions) > MAX_SEQUENCES:
+                self._versions.popitem(last=False)
+        return version
+
+
+@dataclass(eq=False, repr=False)
+class ActiveLabel:
+    """A label in use: the rotation of its versions, and those that can be served now."""
+
+    _pool: ReplicaPool
+    _sequences: SequenceVersions
+    model: str
+    name: str
+    value: VersionLabel
+
+    def __post_init__(self) -> None:
+        shadow, self._ready = self.value.shadow, self.value.shares
+        self._is_split = self.value.is_split
+        self._rotation = self._ready_rotation = WeightedRotation(self._ready)
+        self._shadow_counter = PercentCounter(shadow.percent if shadow else 100)
+        self._seen_change = -1
+
+    def choose_version(self, scope: Scope) -> str:
+        """Return the version of a request. Raises `LabelNotReady`."""
+        ready = self.find_ready_shares()
+        if not self._is_split:
+            return next(iter(ready))
+        if key := self._read_split_key(scope):
+            return self.choose_by_key(key)
+        if scope["method"] != "POST":  # not an inference
+            return find_largest_share(ready)
+        version = self._rotation.choose()
+        if version not in ready:
+            self._count_redirect(version)
+            return self._ready_rotation.choose()
+        return version
+
+    def choose_sequence_version(self, scope: Scope, chosen: str, step: SequenceStep) -> str:
+        """Return the version of a sequence instead of the one that was `chosen` for the request.
+
+        A sequence keeps the version of its start. One that another gateway started gets the version of its
+        hash, which is the same everywhere.
+        """
+        key = self._read_split_key(scope)
+        if not key:
+            key = f"sequence {step.sequence_id}"
+            if self._is_split and len(self._ready) == len(self.value.shares):
+                self._rotation.return_choice(chosen)
+        return self._sequences.find_version(self.model, step, lambda: self.choose_by_key(key))
+
+    def _read_split_key(self, scope: Scope) -> str:
+        """Return the key that decides on the version of a request; empty if the rotation does."""
+        for header in scope["headers"]:
+            if header[0] == SPLIT_KEY_HEADER:
+                return str(header[1], "latin-1")
+        return str(scope["request_info"].key) if self.value.is_sticky_by_key else ""
+
+    def redirect(self, version: str) -> str:
+        """Return a ready version other than this one; empty if there is none."""
+        ready = {each: share for each, share in self.find_ready_shares().items() if each != version}
+        if not ready:
+            return ""
+        self._count_redirect(version)
+        return find_largest_share(ready)
+
+    def choose_by_key(self, key: str) -> str:
+        """Return the version of a key; a different one only while that is missing."""
+        ready = self.find_ready_shares()
+        version = choose_version_by_key(self.value.shares, key)
+        if version not in ready:
+            self._count_redirect(version)
+            return choose_version_by_key(ready, key)
+        return version
+
+    def take_shadow(self) -> Shadow | None:
+        shadow = self.value.shadow
+        return shadow if shadow is not None and self._shadow_counter.is_next_selected() else None
+
+    def find_ready_shares(self) -> Mapping[str, int]:
+        """Return the versions that a replica can serve. Raises `LabelNotReady` if there are none."""
+        if self._seen_change != self._pool.change_count:
+            self._seen_change = self._pool.change_count
+            before, self._ready = self._ready, self._read_ready_shares()
+            if before.keys() != self._ready.keys():
+                self._ready_rotation = WeightedRotation(self._ready)
+            for version in before.keys() - self._ready.keys():
+                message = "version %s of label %s of model %s is not ready on any replica"
+                log.warning(message, version, self.name, self.model)
+        if not self._ready:
+            raise LabelNotReady(self.model, self.name, self.value.shares)
+        return self._ready
+
+    def _read_ready_shares(self) -> Mapping[str, int]:
+        # The request waits for the model, or gets the error of the pool.
+        if not self._pool.has_live_replica or self._pool.is_awaited(self.model):
+            return self.value.shares
+        # Where no new request may go, the sequences of a version go on.
+        return self._find_shares(self._pool.is_usable) or self._find_shares(self._pool.list_holders)
+
+    def _find_shares(self, find: Callable[[str, str], object]) -> Mapping[str, int]:
+        shares = self.value.shares
+        return {each: share for each, share in shares.items() if find(self.model, each)}
+
+    def _count_redirect(self, version: str) -> None:
+        self._pool.metrics.label_redirects.labels(self.model, self.name, version).inc()
+
+
+class LabelRouter:
+    """The labels of all models, as requests use them."""
+
+    def __init__(self, pool: ReplicaPool, state: SharedState) -> None:
+        self.state = state
+        self._pool = pool
+        self._active: dict[tuple[str, str], ActiveLabel] = {}
+        self._seen_labels: LabelTable = {}
+        self._sequences = SequenceVersions()
+
+    def has_model(self, model: str) -> bool:
+        return self._pool.has_model(model)
+
+    def find_label(self, model: str, name: str) -> ActiveLabel | None:
+        if self.state.labels is not self._seen_labels:
+            self._update_labels(self.state.labels)
+        return self._active.get((model, name))
+
+    def _update_labels(self, labels: LabelTable) -> None:
+        """Keep the rotations of labels that did not change."""
+        before, self._active = self._active, {}
+        for model, model_labels in labels.items():
+            for name, value in model_labels.items():
+                active = before.get((model, name))
+                if active is None or active.value != value:
+                    active = ActiveLabel(self._pool, self._sequences, model, name, value)
+                self._active[model, name] = active
+        self._seen_labels = labels

@@ -1,0 +1,150 @@
+"""Changes of version labels, and their descriptions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from gateway.errors import Conflict, MalformedRequest, UnknownModel
+from gateway.fleet.health import HealthState
+from gateway.fleet.index import READY, UNAVAILABLE, VersionState, find_best_state
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.replica import Replica
+from gateway.messages import quote_text
+from gateway.repository.shared_state import SharedState
+from gateway.repository.versions.label_router import UnknownLabel
+from gateway.tensors.tf_serving import build_version_status
+from gateway.version_labels import InvalidLabel, VersionLabel, check_label_name, parse_label
+
+MAX_LABELS: Final = 64  # of a model
+MAX_PROBE_WAIT_S: Final = 2.0
+
+
+class VersionNotReady(Conflict):
+    code = "VERSION_NOT_READY"
+
+    def __init__(self, model: str, version: str, reasons: Iterable[str]) -> None:
+        super().__init__(
+            f"a label cannot mean version {version} of model {quote_text(model)}, which is not ready "
+            f"({'; '.join(reasons)}); load it first, or upload it if the repository lacks it"
+        )
+
+
+class LabelManager:
+    """The version labels of the fleet, as the API changes them."""
+
+    def __init__(self, pool: ReplicaPool, state: SharedState, quorum: int) -> None:
+        self._pool = pool
+        self._state = state
+        self._quorum = quorum
+
+    async def set_label(self, model: str, name: str, document: Any) -> dict[str, Any]:
+        """Store a label and return its description.
+
+        Raises `MalformedRequest`, `UnknownModel`, or `Conflict` if the label is declared or one of its
+        versions is not ready on enough replicas.
+        """
+        try:
+            check_label_name(name)
+            label = parse_label(document)
+        except InvalidLabel as exc:
+            raise MalformedRequest(str(exc)) from None
+        async with self._state.lock_model(model):
+            self._check_model(model)
+            self._check_not_declared(model, name)
+            labels = self._state.labels.get(model, {})
+            if name not in labels and len(labels) >= MAX_LABELS:
+                raise Conflict(
+                    f"model {quote_text(model)} has {len(labels)} labels, which is the maximum; "
+                    "delete one first"
+                )
+            await self._pool.monitor.probe_all(MAX_PROBE_WAIT_S)
+            for version in label.versions:
+                self._check_version(model, version)
+            await self._state.set_label(model, name, label)
+        return self._describe(model, name, label)
+
+    async def delete_label(self, model: str, name: str) -> dict[str, Any]:
+        """Delete a label and return its description. Raises `UnknownLabel` or `Conflict`."""
+        async with self._state.lock_model(model):
+            label = self._find_label(model, name)
+            self._check_not_declared(model, name)
+            description = self._describe(model, name, label)
+            await self._state.set_label(model, name, None)
+        return description
+
+    async def delete_labels(self, model: str) -> None:
+        async with self._state.lock_model(model):
+            for name in list(self._state.labels.get(model, {})):
+                if not self._is_declared(model, name):
+                    await self._state.set_label(model, name, None)
+
+    def describe_label(self, model: str, name: str) -> dict[str, Any]:
+        return self._describe(model, name, self._find_label(model, name))
+
+    def describe_labels(self, model: str) -> list[dict[str, Any]]:
+        labels = self._state.labels.get(model, {})
+        if not labels:
+            self._check_model(model)
+        return [self._describe(model, name, labels[name]) for name in sorted(labels)]
+
+    def _find_label(self, model: str, name: str) -> VersionLabel:
+        labels = self._state.labels.get(model, {})
+        if name not in labels:
+            self._check_model(model)
+            raise UnknownLabel(model, name, labels)
+        return labels[name]
+
+    def _check_model(self, model: str) -> None:
+        if not self._pool.has_model(model):
+            raise UnknownModel(model)
+
+    def _is_declared(self, model: str, name: str) -> bool:
+        declared = self._state.declared_models.get(model)
+        return declared is not None and name in declared.labels
+
+    def _check_not_declared(self, model: str, name: str) -> None:
+        if self._is_declared(model, name):
+            raise Conflict(
+                f"label {quote_text(name)} of model {quote_text(model)} is declared in the models file; "
+                "change it there"
+            )
+
+    def _check_version(self, model: str, version: str) -> None:
+        """Raise `VersionNotReady` unless the version is ready on the quorum, or on all of fewer replicas."""
+        replicas = list(self._pool.replicas.values())
+        reasons = {
+            replica.name: reason
+            for replica in replicas
+            if (reason := self._explain_unready(replica, model, version))
+        }
+        if len(replicas) - len(reasons) < max(min(self._quorum, len(replicas)), 1):
+            listed = (f"{name}: {reason}" for name, reason in sorted(reasons.items()))
+            raise VersionNotReady(model, version, listed)
+
+    def _explain_unready(self, replica: Replica, model: str, version: str) -> str:
+        """Return the reason why a replica cannot serve the version; empty if it can."""
+        state = self._pool.replica_state(replica)
+        if state > HealthState.EJECTED:
+            return state.name.lower()
+        missing = VersionState(UNAVAILABLE, "not in this replica's index")
+        version_state = replica.index.models.get(model, {}).get(version, missing)
+        return "" if version_state.state == READY else str(version_state)
+
+    def _describe(self, model: str, name: str, label: VersionLabel) -> dict[str, Any]:
+        return {
+            "model": model,
+            "label": name,
+            **label.to_dict(),
+            **({"declared": True} if self._is_declared(model, name) else {}),
+            "ready": {each: self._pool.is_usable(model, each) for each in label.versions},
+            "model_version_status": build_version_status(
+                {"version": each, **self._find_best_state(model, each).to_dict()}
+                for each in label.shares
+            ),
+        }
+
+    def _find_best_state(self, model: str, version: str) -> VersionState:
+        indexes = map(self._pool.known_index, self._pool.replicas.values())
+        states = (index.models.get(model, {}).get(version) for index in indexes)
+        return find_best_state(state for state in states if state is not None)

@@ -1,0 +1,147 @@
+"""Shadow traffic: copies of requests to another version, whose responses are compared and dropped.
+
+A copy is sent after the response of its request. It takes no slot, waits for none, and does not count for the
+health of a replica. While other requests are in progress, copies add at most `BUSY_SHARE` to their number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from time import monotonic
+from typing import Final
+
+from gateway.capacity.admission import AdmissionQueue
+from gateway.errors import GatewayError, TooLarge, UpstreamResponseTooLarge
+from gateway.fleet.balancer import choose_less_loaded
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.transports import HttpCall
+from gateway.http_client.client import CompleteResponse
+from gateway.repository.versions.label_router import ActiveLabel
+from gateway.repository.versions.output_comparison import (
+    DIFFERENT,
+    Arrays,
+    Comparison,
+    compare_outputs,
+)
+from gateway.tasks import TaskSet, cancel_tasks
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.request_info import current_request_info
+from gateway.version_labels import Shadow
+
+log = logging.getLogger(__name__)
+
+BUSY_SHARE: Final = 0.01  # copies per request while other requests are in progress
+MAX_COPIES: Final = 4  # in progress at the same time
+LOG_INTERVAL_S: Final = 10.0  # between two lines of a label
+MAX_INLINE_BYTES: Final = 64 << 10  # larger outputs are compared in a thread
+FAILED, DROPPED = "failed", "dropped"
+
+
+@dataclass(frozen=True)
+class ShadowCopy:
+    """A copy of a request, and the response of the request itself."""
+
+    label: ActiveLabel
+    shadow: Shadow
+    request_id: str
+    timeout_s: float
+    response_bytes: int
+    build_call: Callable[[], Awaitable[HttpCall]]
+    read_primary: Callable[[], Awaitable[Arrays]]
+    read_copy: Callable[[CompleteResponse], Awaitable[Arrays]]
+
+
+class ShadowRunner:
+    """Sends copies of requests while that delays no request, and counts the results."""
+
+    def __init__(
+        self, pool: ReplicaPool, admission: AdmissionQueue, metrics: Metrics, max_bytes: int
+    ) -> None:
+        self.max_bytes = max_bytes  # of the body of a request or response that is copied
+        self._pool = pool
+        self._admission = admission
+        self._metrics = metrics
+        self._tasks = TaskSet()
+        self._allowed_copies = 1.0  # a token bucket
+        self._next_log: dict[tuple[str, str], float] = {}
+        self._unlogged: Counter[tuple[str, str]] = Counter()
+
+    async def close(self) -> None:
+        await cancel_tasks(self._tasks)
+
+    def choose_shadow(self, label: ActiveLabel) -> Shadow | None:
+        """Return the label's shadow if a request that holds a slot is to be copied."""
+        if label.value.shadow is None:
+            return None
+        self._allowed_copies = min(self._allowed_copies + BUSY_SHARE, MAX_COPIES)
+        shadow = label.take_shadow()
+        if shadow is None or self._may_copy():
+            return shadow
+        self.count_result(label, shadow, DROPPED)
+        return None
+
+    def _may_copy(self) -> bool:
+        if self._admission.waiting:
+            return False
+        if self._admission.running <= 1:  # the request itself
+            return True
+        if self._allowed_copies < 1:
+            return False
+        self._allowed_copies -= 1
+        return True
+
+    def start(self, copy: ShadowCopy) -> None:
+        """Send a copy in the background, or drop it if it is large or there are too many."""
+        if copy.response_bytes > self.max_bytes or len(self._tasks) >= MAX_COPIES:
+            self.count_result(copy.label, copy.shadow, DROPPED)
+            return
+        self._tasks.start(self._run(copy))
+
+    def count_result(self, label: ActiveLabel, shadow: Shadow, result: str) -> None:
+        key = (label.model, label.name, shadow.version, result)
+        self._metrics.pending_shadows[key] += 1
+
+    async def _run(self, copy: ShadowCopy) -> None:
+        current_request_info.set(None)  # its log line and metrics are complete
+        try:
+            comparison = await self._compare(copy)
+        except (TooLarge, UpstreamResponseTooLarge) as exc:
+            comparison = Comparison(DROPPED, exc.detail)
+        except GatewayError as exc:
+            comparison = Comparison(FAILED, exc.detail)
+        self.count_result(copy.label, copy.shadow, comparison.result)
+        if comparison.result in (DIFFERENT, FAILED):
+            self._log_difference(copy, comparison, monotonic())
+
+    async def _compare(self, copy: ShadowCopy) -> Comparison:
+        call = await copy.build_call()
+        model, version = copy.label.model, copy.shadow.version
+        replica = choose_less_loaded(self._pool.get_candidates(model, version))
+        upstream = await call.send(replica, copy.timeout_s, None)
+        response = await upstream.read_complete(self.max_bytes)
+        primary, other = await copy.read_primary(), await copy.read_copy(response)
+        if len(response.body) <= MAX_INLINE_BYTES:
+            return compare_outputs(primary, other, copy.shadow.tolerance)
+        return await asyncio.to_thread(compare_outputs, primary, other, copy.shadow.tolerance)
+
+    def _log_difference(self, copy: ShadowCopy, comparison: Comparison, now: float) -> None:
+        key = (copy.label.model, copy.label.name)
+        if now < self._next_log.get(key, 0.0):
+            self._unlogged[key] += 1
+            return
+        self._next_log[key] = now + LOG_INTERVAL_S
+        unlogged = self._unlogged.pop(key, 0)
+        log.warning(
+            "shadow version %s of label %s of model %s: %s: %s%s",
+            copy.shadow.version,
+            copy.label.name,
+            copy.label.model,
+            comparison.result,
+            comparison.reason,
+            f" ({unlogged} more since the last line)" if unlogged else "",
+            extra={"request_id": copy.request_id},
+        )

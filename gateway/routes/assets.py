@@ -1,0 +1,58 @@
+"""Files for browsers, which are public: they get their data from the API with the user's key."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from fastapi import Request, Response
+
+from gateway import __version__
+
+ASSET_CONTENT_TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+}
+VERSION_PLACEHOLDER: Final = b"{{version}}"
+# The files have no version in their names, so that browsers revalidate each of them.
+CACHE_CONTROL: Final = "no-cache"
+
+
+@dataclass(frozen=True)
+class Asset:
+    body: bytes
+    content_type: str
+    etag: str
+
+
+def load_assets(folder: Path) -> dict[str, Asset]:
+    """Read the files; HTML may contain the version of the gateway as VERSION_PLACEHOLDER."""
+    assets: dict[str, Asset] = {}  # by path, relative to the folder
+    for path in folder.rglob("*"):
+        if content_type := ASSET_CONTENT_TYPES.get(path.suffix):
+            body = path.read_bytes()
+            if path.suffix == ".html":
+                body = body.replace(VERSION_PLACEHOLDER, __version__.encode())
+            etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+            assets[path.relative_to(folder).as_posix()] = Asset(body, content_type, etag)
+    return assets
+
+
+def build_asset_response(request: Request, asset: Asset, security_policy: str) -> Response:
+    headers = {
+        "ETag": asset.etag,
+        "Cache-Control": CACHE_CONTROL,
+        "Content-Security-Policy": security_policy,
+        "X-Frame-Options": "DENY",
+        "Referrer-Policy": "no-referrer",
+    }
+    # RFC 9110, section 13.1.2.
+    known_etags = request.headers.get("if-none-match", "").split(",")
+    if any(tag.strip().removeprefix("W/") in (asset.etag, "*") for tag in known_etags):
+        return Response(status_code=304, headers=headers)
+    return Response(asset.body, 200, headers, asset.content_type)

@@ -1,0 +1,308 @@
+"""The processes that `triton-gateway up`, `triton` and `serve` start.
+
+The gateway takes a second to import, so errors are reported before, and `triton` does not import it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, cast
+
+from pydantic import SecretStr
+
+from gateway.access.auth import is_loopback
+from gateway.embedded.demonstration import with_demonstration
+from gateway.embedded.model_paths import is_model, make_model_name, resolve_model_paths
+from gateway.embedded.options import (
+    LOAD_ALL,
+    CannotStart,
+    ModelControl,
+    TritonOptions,
+    check_distinct_ports,
+    check_port_free,
+    collect_ports,
+    is_remote_repository,
+)
+from gateway.embedded.supervisor import EmbeddedTriton, run_embedded_tritons
+from gateway.messages import CommandError, print_message
+from gateway.process_exit import prompt_exit
+from gateway.settings import ENV_PREFIX, Settings, describe_unknown_settings, read_settings
+from gateway.settings.access import ModelUploads
+from gateway.settings.fleet import REPOSITORY_URL_EXCLUSIONS
+from gateway.telemetry import logs
+from gateway.triton.restricted_api import generate_restricted_api, read_restricted_api
+
+log = logging.getLogger(__name__)
+
+LOCALHOST: Final = "localhost"
+GRPC_PORT: Final = 8001  # of Triton, where its gRPC clients expect it
+GRPC_PORT_SETTING: Final = "GATEWAY_GRPC_PORT"
+MessageWriter = Callable[[str], None]
+
+
+def run_with_embedded_triton(
+    options: TritonOptions, host: str, port: int, replicas: int, overrides: Mapping[str, Any]
+) -> None:
+    """Run Tritons and a gateway; the overrides are settings that flags set. Raises `CommandError`."""
+    started_at = time.monotonic()
+    options = with_demonstration(options, print_message)
+    tritons = [options.for_replica(number) for number in range(replicas)]
+    ports = {"--port": port, **collect_ports(tritons)}
+    check_distinct_ports(ports)
+    check_port_free(host, port, "--port")
+    # Sessions of `up` may use different repositories, so loaded models are not remembered between them.
+    # Nothing watches their readiness, so they do not drain.
+    os.environ.setdefault("GATEWAY_STATE", "memory:")
+    settings, print_line = configure_process(
+        triton_urls=tuple(triton.url for triton in tritons),
+        drain_s=0,
+        **choose_upload_settings(options),
+        **choose_grpc_settings(host, ports.values()),
+        **overrides,
+    )
+    settings = restrict_allowed_hosts(host, prepare_grpc(host, settings, ports))
+    api = read_restricted_api(settings) or generate_restricted_api()
+    settings = settings.model_copy(update={"triton_restricted_api": SecretStr(api.setting)})
+    warn_if_exposed(settings, host)
+
+    def print_ready() -> None:
+        elapsed_s = time.monotonic() - started_at
+        places = describe_places(host, port, settings)
+        print_line(f"ready after {elapsed_s:.1f} s on {places}  (press Ctrl-C to stop)")
+
+    with prompt_exit(), resolve_model_paths(options.model_repositories) as paths:
+        tritons = [replace(each, model_repositories=paths, restricted_api=api) for each in tritons]
+        run_fleet(tritons, settings, host, port, print_line, print_ready)
+
+
+def run_fleet(
+    tritons: Sequence[TritonOptions],
+    settings: Settings,
+    host: str,
+    port: int,
+    print_line: MessageWriter,
+    print_ready: Callable[[], None],
+) -> None:
+    """Run until a signal arrives. Raises `CommandError` when the last Triton has failed."""
+    from gateway.app import create_app
+    from gateway.server.http import create_server
+    from gateway.server.welcome import Welcome
+
+    welcome = Welcome(host, port, print_line)
+
+    def on_ready() -> None:
+        print_ready()
+        welcome.start()
+
+    app = create_app(settings, welcome.receive_services)
+    gateway = create_server(app, settings, host, port, on_ready)
+    reasons: list[str] = []
+
+    def on_failure(reason: str) -> None:
+        reasons.append(reason)
+        if len(reasons) == len(tritons):
+            gateway.should_exit = True
+        else:
+            print_line(f"{reason}; the gateway continues with the other replicas")
+
+    def create_triton(options: TritonOptions) -> EmbeddedTriton:
+        # The messages of several Tritons begin with their addresses.
+        prefix = f"{options.address}: " if len(tritons) > 1 else ""
+        return EmbeddedTriton(options, print_line, on_failure, prefix)
+
+    with run_embedded_tritons(list(map(create_triton, tritons))):
+        gateway.run()
+    if len(reasons) == len(tritons):
+        raise CommandError(reasons[-1])
+
+
+def choose_upload_settings(options: TritonOptions) -> dict[str, Any]:
+    """Return the settings with which models can be uploaded to the first folder of models.
+
+    Without keys, only local programs of the same user may upload, and only data.
+    """
+    folders = [place for place in options.model_repositories if is_repository_folder(place)]
+    if not folders or options.model_control is not ModelControl.explicit:
+        return {}
+    url = f"file://{Path(folders[0]).absolute()}"
+    if REPOSITORY_URL_EXCLUSIONS & set(url):
+        return {}
+    defaults = {"repository": url, "model_uploads": ModelUploads.artifacts}
+    return {
+        name: value
+        for name, value in defaults.items()
+        if f"{ENV_PREFIX}{name.upper()}" not in os.environ
+    }
+
+
+def exclude_startup_models(options: TritonOptions, patterns: Sequence[str]) -> TritonOptions:
+    """Return the options without the startup models that match a pattern. Raises `CannotStart`."""
+    if options.model_control is not ModelControl.explicit:
+        raise CannotStart("--on-demand requires --model-control explicit")
+    names: Sequence[str] = options.load_models
+    if LOAD_ALL in names:
+        names = () if LOAD_ALL in patterns else list_local_models(options.model_repositories)
+    kept = [name for name in names if not any(fnmatchcase(name, each) for each in patterns)]
+    return replace(options, load_models=tuple(kept))
+
+
+def list_local_models(places: Sequence[Path | str]) -> list[str]:
+    """Return the names of the models in local repositories. Raises `CannotStart` for a remote one."""
+    if remote := next((place for place in places if is_remote_repository(place)), None):
+        raise CannotStart(
+            f"the models of {remote} are not known before Triton runs; name those to load at startup "
+            "with --load, or use --on-demand '*'"
+        )
+    models = []
+    for folder in map(Path, places):
+        if is_model(folder):
+            models.append(make_model_name(folder))
+        elif folder.is_dir():
+            models += sorted(path.name for path in folder.iterdir() if path.is_dir())
+    return models
+
+
+def choose_grpc_settings(host: str, ports: Collection[int]) -> dict[str, Any]:
+    """Return the settings with which `up` serves gRPC on Triton's usual port, if nothing else uses it."""
+    if GRPC_PORT_SETTING in os.environ or GRPC_PORT in ports:
+        return {}
+    try:
+        check_port_free(host, GRPC_PORT, GRPC_PORT_SETTING)
+    except CommandError:
+        return {}
+    return {"grpc_port": GRPC_PORT}
+
+
+def prepare_grpc(host: str, settings: Settings, ports: Mapping[str, int]) -> Settings:
+    """Check the gRPC port, and serve gRPC on the same address as HTTP; workers inherit it."""
+    if not settings.grpc_port:
+        return settings
+    grpc_host = settings.grpc_host or host
+    check_distinct_ports({**ports, GRPC_PORT_SETTING: settings.grpc_port})
+    check_port_free(grpc_host, settings.grpc_port, GRPC_PORT_SETTING)
+    os.environ["GATEWAY_GRPC_HOST"] = grpc_host
+    return settings.model_copy(update={"grpc_host": grpc_host})
+
+
+def describe_places(host: str, port: int, settings: Settings) -> str:
+    grpc_place = f" and gRPC port {settings.grpc_port}" if settings.grpc_port else ""
+    return f"http://{host}:{port}{grpc_place}"
+
+
+def is_repository_folder(place: Path | str) -> bool:
+    return not is_remote_repository(place) and Path(place).is_dir() and not is_model(Path(place))
+
+
+def run_triton(options: TritonOptions, host: str) -> None:
+    options = with_demonstration(options, print_message)
+    settings, print_line = configure_process()
+    restricted = read_restricted_api(settings)
+    if warning := describe_exposure(host, restricted=restricted is not None):
+        print_line(warning)
+    reasons: list[str] = []
+
+    def on_failure(reason: str) -> None:
+        reasons.append(reason)
+        # This runs in another thread; only a signal wakes the main thread.
+        signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGTERM)
+
+    options = replace(options, host=host, restricted_api=restricted)
+    with ExitStack() as stack:
+        stack.enter_context(prompt_exit())
+        repositories = stack.enter_context(resolve_model_paths(options.model_repositories))
+        options = replace(options, model_repositories=repositories)
+        stack.enter_context(EmbeddedTriton(options, on_message=print_line, on_failure=on_failure))
+        print_line(f"Triton is ready: {options.url}  (press Ctrl-C to stop)")
+        try:
+            signal.pause()
+        except KeyboardInterrupt:
+            print_line("stopping Triton")
+            raise
+        except SystemExit:
+            if reasons:
+                raise CommandError(reasons[0]) from None
+            raise
+
+
+def run_gateway(host: str, port: int, workers: int) -> None:
+    check_port_free(host, port, "--port")
+    settings, print_line = configure_process()
+    tritons = ", ".join(settings.triton_urls)
+    settings = prepare_grpc(host, settings, {"--port": port})
+    places = describe_places(host, port, settings)
+    on_ready = partial(print_line, f"serving {tritons} on {places}  (press Ctrl-C to stop)")
+    settings = restrict_allowed_hosts(host, settings)
+    warn_if_exposed(settings, host)
+    with prompt_exit(), ExitStack() as stack:
+        if workers > 1:
+            if settings.scaler_port:
+                raise CommandError("GATEWAY_SCALER_PORT requires a single worker; omit --workers")
+            from gateway.server.workers import run_workers
+
+            if settings.state == "memory:":  # the workers share a file that is deleted at the end
+                folder = stack.enter_context(TemporaryDirectory(prefix="triton-gateway-state-"))
+                os.environ["GATEWAY_STATE"] = f"file://{folder}/state.json"
+            run_workers(settings, host, port, workers, on_ready)
+        else:
+            from gateway.app import create_app
+            from gateway.server.http import create_server
+
+            create_server(create_app(settings), settings, host, port, on_ready).run()
+
+
+def describe_exposure(host: str, *, restricted: bool) -> str:
+    """Return a warning about access to a Triton that listens on `host`; empty if there is no risk."""
+    advice = (
+        "to prevent this, set GATEWAY_TRITON_RESTRICTED_API=KEY=SECRET for Triton and the gateway"
+    )
+    if restricted:
+        warning = f"clients that reach {host} can use all models: Triton does not check keys"
+        return "" if is_loopback(host) else warning
+    if is_loopback(host):
+        return f"web pages and other users of this machine can load code into Triton; {advice}"
+    return (
+        f"clients that reach {host} have full access to Triton, including loading code, because Triton "
+        f"does not check keys; {advice}"
+    )
+
+
+def configure_process(**overrides: Any) -> tuple[Settings, MessageWriter]:
+    """Read the settings and configure the log; return a function that prints lines in order with it."""
+    settings = read_settings(**overrides)
+    writer = logs.configure(settings)
+    for warning in describe_unknown_settings(os.environ):
+        log.warning("%s", warning)
+    if settings.allow_model_upload:
+        log.warning("GATEWAY_ALLOW_MODEL_UPLOAD is deprecated; set GATEWAY_MODEL_UPLOADS=code")
+    return settings, writer.write_message
+
+
+def restrict_allowed_hosts(host: str, settings: Settings) -> Settings:
+    """Restrict the Host header to localhost on loopback without keys; workers inherit it by the environment.
+
+    Otherwise a web page whose name resolves to 127.0.0.1 (DNS rebinding) could reach such a gateway.
+    """
+    if settings.keys_file is not None or settings.allowed_hosts or not is_loopback(host):
+        return settings
+    os.environ["GATEWAY_ALLOWED_HOSTS"] = LOCALHOST
+    return settings.model_copy(update={"allowed_hosts": (LOCALHOST,)})
+
+
+def warn_if_exposed(settings: Settings, host: str) -> None:
+    if settings.keys_file is None and not is_loopback(host):
+        log.warning(
+            "clients that reach %s can use all models and read the metrics: GATEWAY_KEYS_FILE is not set; "
+            "create a keys file with: triton-gateway key create",
+            host,
+        )

@@ -1,0 +1,141 @@
+"""Worker processes: several gateways on one port, and their supervisor."""
+
+from __future__ import annotations
+
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from starlette.types import ASGIApp
+from uvicorn.supervisors import Multiprocess
+
+from gateway.memory import MIN_BUDGET_BYTES, default_budget_bytes
+from gateway.process_exit import CLOSE_TIMEOUT_S, KERNEL_KILL_GRACE_S, report_exit_status
+from gateway.server.http import GatewayServer, create_uvicorn_config
+from gateway.server.uvicorn_compat import WorkerProcess, fork_workers
+from gateway.settings import Settings
+from gateway.telemetry import logs
+from gateway.telemetry.metrics import record_replaced_worker
+
+log = logging.getLogger(__name__)
+
+
+class GatewayWorker(WorkerProcess):
+    server_class = GatewayServer
+
+
+class WorkerSupervisor(Multiprocess):
+    """A uvicorn supervisor that closes the listening sockets when it stops, so that clients are refused.
+
+    Workers that are still running after `stop_timeout_s` are killed.
+    """
+
+    stop_timeout_s: float = math.inf
+    metrics_folder: Path | None = None
+    on_ready: Callable[[], None] | None = None  # called once, when the first worker serves
+
+    def keep_subprocess_alive(self) -> None:
+        """Replace workers that ended or hang, and log and count them; called twice a second."""
+        previous = list(self.processes)
+        super().keep_subprocess_alive()
+        for old, new in zip(previous, self.processes, strict=True):
+            if new is not old:
+                code = old.exitcode or 0
+                status = f"signal {-code}" if code < 0 else f"status {code}"
+                message = "worker %s exited unexpectedly (%s); worker %s replaces it"
+                log.error(message, old.pid, status, new.pid)
+                if self.metrics_folder is not None:
+                    record_replaced_worker(self.metrics_folder)
+        if self.should_exit.is_set():  # a worker that has exited already would be waited for
+            return
+        if self.on_ready is not None and any(process.is_ready() for process in self.processes):
+            self.on_ready()
+            self.on_ready = None
+
+    def terminate_all(self) -> None:
+        super().terminate_all()
+        for listener in self.sockets:
+            listener.close()
+
+    def join_all(self) -> None:
+        deadline = time.monotonic() + self.stop_timeout_s
+        for process in self.processes:
+            process.process.join(max(deadline - time.monotonic(), 0))
+            if process.process.is_alive():
+                log.error("worker %d did not exit in time and is killed", process.pid)
+                process.kill()
+            process.join()
+
+
+def create_worker_app() -> ASGIApp:
+    from gateway.app import create_app
+
+    settings = Settings()
+    logs.configure(settings)
+    threading.Thread(target=stop_with_supervisor, name="supervisor", daemon=True).start()
+    return create_app(settings)
+
+
+def stop_with_supervisor() -> None:
+    """Send SIGTERM to this process when its supervisor has ended or lost it."""
+    supervisor = multiprocessing.parent_process()
+    if supervisor is not None:
+        supervisor.join()
+        log.error("the supervisor of this worker exited unexpectedly: shutting down")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def check_settings() -> None:
+    """Exit with an error message if the application cannot be created from the environment."""
+    from gateway.app import create_app
+
+    settings = Settings()
+    logs.configure(settings)
+    try:
+        create_app(settings)
+    except Exception as exc:  # noqa: BLE001 - the border of the process, as in `prompt_exit`
+        raise SystemExit(report_exit_status(exc)) from None
+    finally:
+        logs.flush()
+
+
+def run_workers(
+    settings: Settings, host: str, port: int, workers: int, on_ready: Callable[[], None]
+) -> None:
+    """Run several processes on one socket, each with its own app, created from the environment.
+
+    Each worker writes its metrics to files in one directory, and every worker reads all of them. This process
+    does not import the application: the fork server does, once for all workers.
+    """
+    with tempfile.TemporaryDirectory(prefix="triton-gateway-metrics-") as folder:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+        if not settings.max_bytes_in_flight:  # the workers share the memory
+            share = default_budget_bytes() // workers
+            os.environ["GATEWAY_MAX_BYTES_IN_FLIGHT"] = str(max(share, MIN_BUDGET_BYTES))
+        # No process that forks may have threads, and nothing here multiplies matrices.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        context = fork_workers("gateway.server.fork_server", GatewayWorker)
+        check = context.Process(target=check_settings)  # reports errors once, not in each worker
+        check.start()
+        check.join()
+        if check.exitcode:
+            raise SystemExit(check.exitcode)
+        app = "gateway.server.workers:create_worker_app"
+        config = create_uvicorn_config(app, settings, host, port, workers)
+        listener = config.bind_socket()
+        # Clients that connect before the first worker is up wait instead of being refused.
+        listener.listen(config.backlog)
+        supervisor = WorkerSupervisor(config, sockets=[listener])
+        supervisor.metrics_folder = Path(folder)
+        supervisor.on_ready = on_ready
+        supervisor.stop_timeout_s = (
+            settings.drain_s + settings.shutdown_s + CLOSE_TIMEOUT_S + 2 * KERNEL_KILL_GRACE_S
+        )
+        supervisor.run()

@@ -1,0 +1,198 @@
+"""A strict parser of metrics pages in the Prometheus text format 0.0.4."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from math import isinf
+from typing import Final
+
+from gateway.telemetry.exposition.families import (
+    LABEL_NAME,
+    LABEL_PAIR,
+    LABEL_VALUE,
+    SAMPLE_SUFFIXES,
+    Families,
+    Family,
+    InvalidExposition,
+    LabelPair,
+    Sample,
+    escape_label_value,
+    join_labels,
+)
+
+MAX_LINE_CHARS: Final = 1 << 16  # of lines that the regular expression SAMPLE_LINE matches
+
+METRIC_NAME: Final = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+METADATA: Final = re.compile(r"#[ \t]+(HELP|TYPE|UNIT)[ \t]+([^ \t]+)(?:[ \t]+(.*))?")
+SAMPLE_LINE: Final = re.compile(
+    rf"""({METRIC_NAME.pattern})[ \t]*(?:\{{((?:[^"}}]|"(?:[^"\\]|\\.)*")*)\}})?[ \t]*(.*)"""
+)
+LABEL: Final = re.compile(rf"[ \t]*{LABEL_NAME}[ \t]*=[ \t]*{LABEL_VALUE}[ \t]*(?:,|\Z)")
+NUMBER_PATTERN: Final = (
+    # Unambiguous: otherwise a long invalid text would take quadratic time.
+    r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?(?i:inf(?:inity)?)|(?i:nan)"
+)
+SAMPLE_TAIL: Final = re.compile(
+    rf"({NUMBER_PATTERN})(?:[ \t]+(-?[0-9]{{1,18}}))?[ \t]*"
+    rf"(?:# (\{{(.*)\}} (?:{NUMBER_PATTERN})(?: [0-9]+(?:\.[0-9]*)?)?))?"
+)
+
+
+def decode_page(page: bytes) -> str:
+    """Decode a page. Raises `InvalidExposition`, also if the last line is incomplete."""
+    try:
+        text = page.decode()
+    except UnicodeDecodeError as exc:
+        raise InvalidExposition("invalid UTF-8") from exc
+    if "\0" in text:
+        raise InvalidExposition("the page contains a NUL character")
+    if text and not text.endswith("\n"):
+        raise InvalidExposition("the last line is incomplete")
+    return text
+
+
+def split_page_lines(text: str) -> list[str]:
+    return text.split("\n")  # not splitlines(), which would split label values at other characters
+
+
+def parse_families(lines: Iterable[str], replica: str = "") -> Families:
+    """Parse a page; if `replica` is given, add it to each sample as a label. Raises `InvalidExposition`."""
+    return parse_lines(lines, replica).families
+
+
+def parse_lines(lines: Iterable[str], replica: str) -> PageParser:
+    parser = PageParser(replica)
+    number = 0
+    try:
+        for line in lines:
+            number += 1
+            text = line.strip(" \t") if line[:1] in " \t" else line  # it may be empty
+            if text[:1] == "#":
+                parser.parse_comment(text)
+            elif text:
+                parser.parse_sample(text)
+    except ValueError as exc:
+        raise InvalidExposition(f"line {number}: {exc}") from exc
+    return parser
+
+
+class PageParser:
+    """A parser of one page, line by line. Its methods raise `ValueError` for an invalid line."""
+
+    def __init__(self, replica: str) -> None:
+        self.families: Families = {}
+        self.sample_families: list[Family] = []  # the family of each sample, in order
+        self._replica_label = escape_label_value(replica)
+        self._families_by_sample: dict[str, Family] = {}
+        self._default_labels = self._format_labels([])
+        self._label_cache: dict[str, str] = {}  # the families of a model have the same labels
+
+    def parse_comment(self, line: str) -> None:
+        match = METADATA.fullmatch(line)
+        if match is None:
+            return
+        keyword, name, text = match.groups(default="")
+        family = self._find_or_add_family(name)
+        if family.name != name:
+            return  # the name belongs to the samples of another family
+        if keyword == "TYPE":
+            self._set_type(family, text.rstrip(" \t"))
+        elif keyword == "HELP":
+            family.help = family.help or text
+        else:
+            family.unit = family.unit or text
+
+    def parse_sample(self, line: str) -> None:
+        # Ordinary samples take a fast path that does not match the whole line.
+        name, brace, rest = line.partition("{")
+        if brace:
+            inside, _, tail = rest.rpartition("} ")
+            labels = self._label_cache.get(inside) or self._parse_simple_labels(inside)
+        else:
+            name, _, tail = line.partition(" ")
+            labels = self._default_labels
+        family = self._families_by_sample.get(name)
+        if labels is None or family is None:
+            name, labels, tail = self._match_sample(line)
+            family = self._find_or_add_family(name)
+        elif not (tail.isdigit() and tail.isascii() and len(tail) < 20):
+            tail = normalize_tail(tail)
+        family.samples.append((name, labels, tail))
+        self.sample_families.append(family)
+
+    def _parse_simple_labels(self, label_text: str) -> str | None:
+        """Return the labels, or None unless they are in canonical form (no spaces, no trailing comma)."""
+        pairs = LABEL_PAIR.findall(label_text)
+        if not pairs or join_labels(pairs) != label_text:
+            return None
+        labels = self._label_cache[label_text] = self._format_labels(pairs)
+        return labels
+
+    def _match_sample(self, line: str) -> Sample:
+        # A full match, because label values and exemplars can contain braces.
+        match = SAMPLE_LINE.fullmatch(line) if len(line) <= MAX_LINE_CHARS else None
+        if match is None:
+            raise ValueError("not a valid sample or comment")
+        name, inside, tail = match.groups(default="")
+        return name, self._format_labels(parse_labels(inside)), normalize_tail(tail)
+
+    def _find_or_add_family(self, name: str) -> Family:
+        family = self._families_by_sample.get(name)
+        if family is None:
+            if not METRIC_NAME.fullmatch(name):
+                raise ValueError("invalid metric name")
+            family = Family(name, sample_names={name})
+            self._families_by_sample[name] = self.families[name] = family
+        return family
+
+    def _set_type(self, family: Family, metric_type: str) -> None:
+        if metric_type not in SAMPLE_SUFFIXES:
+            raise ValueError("invalid TYPE")
+        if family.type == metric_type:
+            return
+        if family.samples or family.type != "untyped":
+            raise ValueError("TYPE after the first sample, or a second TYPE")
+        family.type = metric_type
+        for part in SAMPLE_SUFFIXES[metric_type]:
+            if self._families_by_sample.setdefault(family.name + part, family) is family:
+                family.sample_names.add(family.name + part)
+
+    def _format_labels(self, pairs: list[LabelPair]) -> str:
+        """Add the `replica` label; an existing one is renamed to `exported_replica`, as in Prometheus."""
+        values = dict(pairs)
+        if len(values) < len(pairs) or "__name__" in values:
+            raise ValueError("duplicate or reserved label")
+        if self._replica_label:
+            new_name = "replica"
+            while new_name in values:
+                new_name = f"exported_{new_name}"
+            pairs = [(new_name if name == "replica" else name, value) for name, value in pairs]
+            pairs.insert(0, ("replica", self._replica_label))
+        return f"{{{join_labels(pairs)}}}" if pairs else ""
+
+
+def parse_labels(label_text: str) -> list[LabelPair]:
+    label_text = label_text.strip(" \t")
+    pairs: list[LabelPair] = []
+    position = 0
+    while position < len(label_text):
+        match = LABEL.match(label_text, position)
+        if match is None:
+            raise ValueError("invalid labels")
+        pairs.append((match[1], match[2]))
+        position = match.end()
+    return pairs
+
+
+def normalize_tail(text: str) -> str:
+    """Validate value, time and exemplar, and join them with single spaces."""
+    match = SAMPLE_TAIL.fullmatch(text)
+    if match is None:
+        raise ValueError("invalid value")
+    value, time, exemplar, labels = match.groups(default="")
+    if value[-1] in "0123456789." and isinf(float(value)):
+        raise ValueError("number out of range")
+    if labels:
+        parse_labels(labels)
+    return value + (f" {time}" if time else "") + (f" # {exemplar}" if exemplar else "")

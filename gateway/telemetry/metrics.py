@@ -1,0 +1,340 @@
+"""The gateway's own metrics. Only models that exist in Triton become label values.
+
+Requests are counted in plain numbers, because prometheus_client's objects take a lock or two for each sample.
+`flush` adds the numbers to those objects, periodically and for every page.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections import Counter as Counts
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from gateway import __version__
+from gateway.memory import MEMORY_KINDS
+from gateway.tasks import BACKGROUND_LOOPS, background_failures
+from gateway.telemetry.prometheus_compat import add_observations
+from gateway.telemetry.request_info import RequestInfo
+
+DURATION_BUCKETS: Final = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
+)  # fmt: skip
+DECODE_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+CLIENT_CLOSED_REQUEST: Final = 499
+# The labels `status`, a class, and `code`, the exact status of a failure.
+STATUS_LABELS: Final = {
+    status: (f"{status // 100}xx", str(status) if status >= 500 else "")
+    for status in range(100, 600)
+} | {CLIENT_CLOSED_REQUEST: (str(CLIENT_CLOSED_REQUEST), "")}
+WAIT_BUCKETS: Final = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+ACTION_INITIATORS: Final = ("api", "reconciler", "on_demand")
+EVICTION_REASONS: Final = ("room", "idle", "copies")
+SHED_REASONS: Final = ("queue_full", "rate", "memory")
+REFUSAL_REASONS: Final = (
+    "malformed_request", "request_too_slow", "url_too_long", "header_too_large",
+    "too_many_connections", "answer_not_taken",
+)  # fmt: skip
+V2_ROUTE, V1_ROUTE = "/v2", "/v1"  # passed through, or processed by the gateway
+REPLACED_WORKER_PREFIX: Final = "replaced-worker-"  # the name of a file for each
+
+
+@dataclass(slots=True)
+class PendingCounts:
+    """Counts of one kind of request that are not flushed yet."""
+
+    bucket_counts: list[int] = field(default_factory=lambda: [0] * (len(DURATION_BUCKETS) + 1))
+    seconds: float = 0.0
+    upstream_s: float = 0.0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+class MetricFactory:
+    """Constructors of metrics in one registry. A level is the sum over all workers, a worst the maximum."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.histogram = partial(Histogram, registry=registry)
+        self.counter = partial(Counter, registry=registry)
+        self.level = partial(Gauge, registry=registry, multiprocess_mode="livesum")
+        self.worst = partial(Gauge, registry=registry, multiprocess_mode="livemax")
+
+
+class Metrics:
+    """The metrics of one application; `collector_registry` holds those that are read from other objects."""
+
+    def __init__(self) -> None:
+        # Otherwise every counter has an additional `_created` series.
+        disable_created_metrics()
+        self.registry = CollectorRegistry()
+        self.collector_registry = CollectorRegistry()
+        self.in_flight = {V2_ROUTE: 0, V1_ROUTE: 0}
+        self._pending: dict[tuple[str, str, str, tuple[str, str]], PendingCounts] = {}
+        self._dropped_lines = 0
+        self.pending_attempts: Counts[tuple[str, str]] = Counts()
+        self._replicas: set[str] = set()
+        self.pending_shadows: Counts[tuple[str, str, str, str]] = Counts()
+
+        create = MetricFactory(self.registry)
+        self._create_request_metrics(create)
+        self._create_replica_metrics(create)
+        self._create_on_demand_metrics(create)
+        self._create_process_metrics(create)
+
+    def _create_request_metrics(self, create: MetricFactory) -> None:
+        kind = ("route", "model", "version")
+        self.duration = create.histogram(
+            "gateway_request_duration_seconds",
+            "Time from the arrival of a request to the end of its response.",
+            (*kind, "status", "code"),
+            buckets=DURATION_BUCKETS,
+        )
+        self.upstream_seconds = create.counter(
+            "gateway_request_upstream_seconds_total",
+            "Time that requests waited for Triton; the rest of their duration is spent in the gateway.",
+            kind,
+        )
+        self.bytes_in = create.counter(
+            "gateway_request_bytes_total", "Bytes of request bodies.", kind
+        )
+        self.bytes_out = create.counter(
+            "gateway_answer_bytes_total", "Bytes of response bodies.", kind
+        )
+        self.running = create.level(
+            "gateway_requests_in_flight",
+            "Requests in progress: passed through (/v2), or processed by the gateway (/v1).",
+            ("route",),
+        )
+        self.waiting = create.level(
+            "gateway_requests_waiting", "Inferences in the admission queue."
+        )
+        self.request_memory = create.level(
+            "gateway_request_memory_bytes",
+            "Memory held by requests and responses, by kind: "
+            f"{', '.join(MEMORY_KINDS)}. GATEWAY_MAX_BYTES_IN_FLIGHT limits the sum.",
+            ("kind",),
+        )
+        self.decode_duration = create.histogram(
+            "gateway_image_decode_seconds",
+            "Time spent in a thread that converts images or large arrays to tensors.",
+            buckets=DECODE_BUCKETS,
+        )
+        self.decodes_waiting = create.level(
+            "gateway_decodes_waiting",
+            "Requests whose images wait for a thread or for GATEWAY_MAX_PIXELS_IN_FLIGHT.",
+        )
+        self.shed = create.counter(
+            "gateway_requests_shed_total",
+            "Requests rejected because of overload, by reason: queue_full, rate, memory.",
+            ("reason",),
+        )
+        self.refusals = create.counter(
+            "gateway_requests_refused_total",
+            "Malformed or excess requests rejected and slow clients disconnected, by reason: "
+            f"{', '.join(REFUSAL_REASONS)}.",
+            ("reason",),
+        )
+        for memory_kind in MEMORY_KINDS:
+            self.request_memory.labels(memory_kind)
+        # A series that exists from the start makes its first event visible to increase().
+        for reason in SHED_REASONS:
+            self.shed.labels(reason)
+        for reason in REFUSAL_REASONS:
+            self.refusals.labels(reason)
+
+    def _create_replica_metrics(self, create: MetricFactory) -> None:
+        self.attempts = create.counter(
+            "gateway_upstream_attempts_total",
+            "Requests sent to a replica, by outcome: answered, failed, refused, bad_answer, deadline, "
+            "given_up.",
+            ("replica", "outcome"),
+        )
+        self.retries = create.counter(
+            "gateway_upstream_retries_total",
+            "Requests retried on another replica because this one had not run them.",
+            ("replica",),
+        )
+        self.ejections = create.counter(
+            "gateway_upstream_ejections_total",
+            "Ejections of a replica from load balancing because requests to it failed.",
+            ("replica",),
+        )
+        self.label_redirects = create.counter(
+            "gateway_label_redirects_total",
+            "Requests of a split that another version served, because this version was not ready.",
+            ("model", "label", "version"),
+        )
+        self.shadow_requests = create.counter(
+            "gateway_shadow_requests_total",
+            "Copies of requests to a shadow version, by result: equal, close, different, failed, dropped.",
+            ("model", "label", "version", "result"),
+        )
+        self.model_actions = create.counter(
+            "gateway_model_actions_total",
+            "Loads and unloads on a replica, by origin (api, reconciler, on_demand) and outcome (done, "
+            "failed).",
+            ("action", "by", "outcome"),
+        )
+        for labels in product(("load", "unload"), ACTION_INITIATORS, ("done", "failed")):
+            self.model_actions.labels(*labels)
+        self.model_conflicts = create.counter(
+            "gateway_model_conflicts_total",
+            "Corrections of a model on a replica that followed one which something else had undone.",
+            ("model", "replica"),
+        )
+
+    def _create_on_demand_metrics(self, create: MetricFactory) -> None:
+        self.on_demand_loads = create.counter(
+            "gateway_on_demand_loads_total",
+            "Loads of models on demand, by outcome: done, failed.",
+            ("outcome",),
+        )
+        self.on_demand_evictions = create.counter(
+            "gateway_on_demand_evictions_total",
+            f"Unloads of on-demand models, by reason: {', '.join(EVICTION_REASONS)}.",
+            ("reason",),
+        )
+        self.on_demand_wait = create.histogram(
+            "gateway_on_demand_wait_seconds",
+            "Time that requests waited for the load of their model.",
+            buckets=WAIT_BUCKETS,
+        )
+        self.hold = create.histogram(
+            "gateway_hold_seconds",
+            "Time that requests waited for a replica, and until it had loaded its models.",
+            buckets=WAIT_BUCKETS,
+        )
+        self.demand = create.level(
+            "gateway_demand",
+            "Inferences that run or wait, as the external scaler reports them to KEDA.",
+        )
+        self.held_requests = create.level(
+            "gateway_requests_held",
+            "Requests that wait for a replica, or for the load of their model.",
+        )
+        for outcome in ("done", "failed"):
+            self.on_demand_loads.labels(outcome)
+        for reason in EVICTION_REASONS:
+            self.on_demand_evictions.labels(reason)
+
+    def _create_process_metrics(self, create: MetricFactory) -> None:
+        self.connections = create.level("gateway_connections", "Open client connections.")
+        self.dropped_lines = create.counter(
+            "gateway_log_lines_dropped_total",
+            "Log lines dropped because standard error was not read in time.",
+        )
+        self.background_failures = create.counter(
+            "gateway_background_failures_total",
+            "Unexpected errors of loops in the background, which are logged and go on.",
+            ("loop",),
+        )
+        for loop in BACKGROUND_LOOPS:
+            self.background_failures.labels(loop)
+        self.loop_lag = create.worst(
+            "gateway_event_loop_lag_seconds",
+            "Maximum delay of the event loop over the last ten seconds.",
+        )
+        build = create.worst(
+            "gateway_build_info", "Constant 1, with the gateway's version.", ("version",)
+        )
+        build.labels(__version__).set(1)
+
+    def add_replica(self, replica: str) -> None:
+        self._replicas.add(replica)
+        # A series that starts at 0 makes its first event visible to increase().
+        self.retries.labels(replica)
+        self.ejections.labels(replica)
+
+    def remove_replica(self, replica: str) -> None:
+        # Otherwise a fleet with changing addresses would add series without bound. With several workers they
+        # remain: prometheus_client cannot remove them from its files.
+        if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+            self._replicas.discard(replica)  # requests in progress there are not counted
+            for metric in (self.attempts, self.retries, self.ejections):
+                metric.remove_by_labels({"replica": replica})
+
+    def count_event(self, counter: Counter, replica: str) -> None:
+        """Count an event of a replica, unless that was removed."""
+        if replica in self._replicas:
+            counter.labels(replica).inc()
+
+    def observe(self, info: RequestInfo, status: int, duration_s: float) -> None:
+        key = (info.route, info.model, info.version, STATUS_LABELS[status])
+        pending = self._pending.get(key)
+        if pending is None:
+            pending = self._pending[key] = PendingCounts()
+        pending.bucket_counts[bisect_left(DURATION_BUCKETS, duration_s)] += 1
+        pending.seconds += duration_s
+        pending.upstream_s += info.upstream_s
+        pending.bytes_in += info.bytes_in
+        pending.bytes_out += info.bytes_out
+
+    def update_dropped_lines(self, total: int) -> None:
+        self.dropped_lines.inc(total - self._dropped_lines)
+        self._dropped_lines = total
+
+    def flush(self) -> None:
+        while background_failures:
+            loop, count = background_failures.popitem()
+            self.background_failures.labels(loop).inc(count)
+        flushed, self._pending = self._pending, {}
+        for (route, model, version, (status, code)), pending in flushed.items():
+            histogram = self.duration.labels(route, model, version, status, code)
+            add_observations(histogram, pending.bucket_counts, pending.seconds)
+            self.upstream_seconds.labels(route, model, version).inc(pending.upstream_s)
+            self.bytes_in.labels(route, model, version).inc(pending.bytes_in)
+            self.bytes_out.labels(route, model, version).inc(pending.bytes_out)
+        attempts, self.pending_attempts = self.pending_attempts, Counts()
+        for (replica, outcome), count in attempts.items():
+            if replica in self._replicas:
+                self.attempts.labels(replica, outcome).inc(count)
+        shadows, self.pending_shadows = self.pending_shadows, Counts()
+        for results, count in shadows.items():
+            self.shadow_requests.labels(*results).inc(count)
+        for route, count in self.in_flight.items():
+            self.running.labels(route).set(count)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of this process, or of all workers (`--workers`).
+
+        Call `flush` first, on the event loop, and this in a thread: with many models it takes a while.
+        """
+        folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+        yield CounterMetricFamily(
+            "gateway_workers_replaced",
+            "Worker processes (serve --workers) that exited or hung and were replaced.",
+            value=count_replaced_workers(Path(folder)) if folder else 0,
+        )
+        if not folder:
+            yield from self.registry.collect()
+            return
+        remove_dead_worker_files(Path(folder))
+        yield from MultiProcessCollector(None, folder).collect()
+
+
+def record_replaced_worker(folder: Path) -> None:
+    # The supervisor of the workers has no metrics of its own, so it counts files in their directory.
+    (folder / f"{REPLACED_WORKER_PREFIX}{count_replaced_workers(folder)}").touch()
+
+
+def count_replaced_workers(folder: Path) -> int:
+    return sum(1 for _ in folder.glob(f"{REPLACED_WORKER_PREFIX}*"))
+
+
+def remove_dead_worker_files(folder: Path) -> None:
+    # Gauges such as open connections end with their worker; its counters stay.
+    for file in folder.glob("gauge_live*_*.db"):
+        pid = file.stem.rpartition("_")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            with suppress(FileNotFoundError):  # another worker removed it
+                file.unlink()

@@ -1,0 +1,90 @@
+"""Facts about a request, collected while it is served, for the log and the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import islice
+from time import perf_counter
+from typing import Any, Final, TypeVar
+
+from starlette.types import Scope
+
+from gateway.callers import Caller
+from gateway.memory import MemoryCharge
+from gateway.telemetry.tracing import Trace
+
+T = TypeVar("T")
+HEADER_FACTS: Final = "header_facts"  # in the ASGI scope of a request with a repeated header
+MAX_RECORDED_PARAMETERS: Final = 16
+MAX_PARAMETER_CHARS: Final = 128
+
+
+@dataclass
+class ManagementCall:
+    """An administrative call, for the audit log; its model may not exist."""
+
+    model: str = ""
+    parameters: tuple[str, ...] = ()  # the names of the parameters in the body
+    operation: str = ""  # continues after the response
+    version: str = ""  # of an upload or removal
+    sha256: str = ""  # of the uploaded file
+    label: str = ""  # a version label
+
+    def record_parameters(self, names: Iterable[str]) -> None:
+        """Record the names of the parameters, without what would make the line of the audit log long."""
+        names = islice(names, MAX_RECORDED_PARAMETERS)
+        self.parameters = tuple(name[:MAX_PARAMETER_CHARS] for name in names)
+
+
+@dataclass(slots=True, eq=False)
+class RequestInfo:
+    """The facts about one request. Model and version are set only if they exist: they become label values."""
+
+    request_id: str
+    route: str = ""
+    model: str = ""
+    version: str = ""
+    replica: str = ""  # of the last attempt
+    attempts: int = 0
+    timeout_s: float = 0.0  # the timeout of the request
+    upstream_s: float = 0.0  # time spent waiting for Triton
+    bytes_in: int = 0  # of the request body
+    bytes_out: int = 0
+    key: str = ""  # the name of the caller's key
+    opens_window: bool = False  # it was the first request in the window of the key's rate
+    caller_name: str = ""  # the name of the key, or without keys the client's network
+    management_call: ManagementCall | None = None
+    trace: Trace | None = None
+    charge: MemoryCharge | None = None  # the memory that the request holds
+    caller: Caller = field(init=False, repr=False)  # set by the authentication
+
+
+def read_head(scope: Scope, read: Callable[[Scope], T]) -> T:
+    """Return what the function reads in the request line and the headers; it reads a repeated head once.
+
+    The requests with that head share the result, which must not be changed.
+    """
+    facts: dict[Any, T] | None = scope.get(HEADER_FACTS)
+    if facts is None:
+        return read(scope)
+    if read not in facts:
+        facts[read] = read(scope)
+    return facts[read]
+
+
+current_request_info: ContextVar[RequestInfo | None] = ContextVar("request_info", default=None)
+
+
+@contextmanager
+def measure_upstream_time() -> Iterator[None]:
+    """Count the upstream time of parallel requests once, not once per request."""
+    info, started_at = current_request_info.get(), perf_counter()
+    before_s = info.upstream_s if info is not None else 0.0
+    try:
+        yield
+    finally:
+        if info is not None:
+            info.upstream_s = before_s + perf_counter() - started_at
