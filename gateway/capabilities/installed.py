@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from gateway.capabilities.grpc_api import CAPABILITY as GRPC_API
-from gateway.capabilities.openai import CAPABILITY as OPENAI
-from gateway.capabilities.page import CAPABILITY as PAGE
-from gateway.capabilities.torchserve import CAPABILITY as TORCHSERVE
-from gateway.capabilities.uploads import CAPABILITY as UPLOADS
+from gateway.capabilities.grpc_api.capability import CAPABILITY as GRPC_API
+from gateway.capabilities.openai.capability import CAPABILITY as OPENAI
+from gateway.capabilities.page.capability import CAPABILITY as PAGE
+from gateway.capabilities.torchserve.capability import CAPABILITY as TORCHSERVE
+from gateway.capabilities.uploads.capability import CAPABILITY as UPLOADS
 from gateway.capability import Capability
 
 INSTALLED: Final[tuple[Capability, ...]] = (

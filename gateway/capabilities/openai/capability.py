@@ -1,0 +1,31 @@
+"""OpenAI's API: embeddings and rankings of any model of texts, and completions of OpenAI servers."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+from gateway.capability import Attachment, Capability
+from gateway.fleet.discovery import create_tls_context
+from gateway.fleet.replica import parse_replica_url
+from gateway.services import Services
+from gateway.settings import Settings
+
+
+def attach_openai(settings: Settings) -> Attachment:
+    """Raises `BadAddress`."""
+    from gateway.capabilities.openai.description import OPENAI_ERROR_SCHEMA
+    from gateway.capabilities.openai.routes import router
+    from gateway.capabilities.openai.servers import OpenAIServers
+
+    addresses = [parse_replica_url(url) for url in settings.openai_urls]
+
+    async def open_servers(services: Services, stack: AsyncExitStack) -> None:
+        if addresses:
+            servers = OpenAIServers(addresses, settings, create_tls_context(settings, addresses))
+            stack.callback(servers.close)
+            services.provide(servers)
+
+    return Attachment((router,), {"OpenAIError": OPENAI_ERROR_SCHEMA}, open=open_servers)
+
+
+CAPABILITY = Capability("openai", attach_openai)
