@@ -122,6 +122,7 @@ def test_unknown_table_is_refused() -> None:
     assert "pass-through" in ended.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", [["--async"], ["--sync"], ["--async", "--streaming"]])
 def test_perf_analyzer_measures_the_gateway_over_grpc(stage: Stage, arguments: list[str]) -> None:
     try:

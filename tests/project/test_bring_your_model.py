@@ -114,6 +114,7 @@ def test_pipeline_serves_another_network_by_its_config_alone(
     assert [entry["probability"] for entry in answer] == pytest.approx(shares[best], abs=1e-3)
 
 
+@pytest.mark.long
 def test_network_without_a_config_has_its_shapes_and_batches(brought: httpx.Client) -> None:
     described = brought.get("/v1/models/mine").json()
     assert described["max_batch_size"] == 4

@@ -130,6 +130,7 @@ def test_silent_calls_of_one_key_leave_slots_to_others(served: GrpcGateway) -> N
             assert client.wait_for_status() == INVALID_ARGUMENT
 
 
+@pytest.mark.long
 @pytest.mark.fault("gRPC streams with thousands of requests in progress, or idle after large ones")
 def test_idle_stream_holds_no_message() -> None:
     (port,) = free_ports(1)

@@ -218,6 +218,7 @@ def test_curl_command_is_copied(page: browser.Page, demo_url: str) -> None:
     assert len(json.loads(answer)["outputs"]["EMBEDDING"]) == 384
 
 
+@pytest.mark.long
 def test_similarity_of_two_texts_is_shown(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url, "#try/text_ensemble")
     first, second = (page.find(f"#try-form div > div:nth-child({n}) textarea") for n in (1, 2))
@@ -531,6 +532,7 @@ def test_live_view_shows_rates_and_latencies(page: browser.Page, renamed: Rename
     page.see("#live-now", "requests/s")
 
 
+@pytest.mark.long
 def test_versions_of_a_split_are_shown_with_their_shares(
     page: browser.Page, tmp_path: Path
 ) -> None:
@@ -788,6 +790,7 @@ def test_sequence_and_parameters_are_sent(page: browser.Page, renamed: RenamedMo
     assert '"parameters": {"priority": 1}' in page.text("#curl")
 
 
+@pytest.mark.long
 def test_streamed_text_is_shown_as_a_conversation(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url, "#try/tokens")
     page.type('fieldset[data-input="stream"] select', "true")
@@ -928,6 +931,7 @@ def test_empty_repository_shows_how_to_upload_a_model(page: browser.Page, tmp_pa
             page.find("#upload-form")
 
 
+@pytest.mark.long
 def test_unreachable_triton_is_shown_in_each_view(page: browser.Page) -> None:
     page.refusals = {503}
     with gateway_of(page, f"http://127.0.0.1:{free_ports(1)[0]}", log_level="error") as client:

@@ -153,6 +153,7 @@ def test_version_that_cannot_be_loaded_leaves_nothing_behind(place: BucketPlace)
     assert place.client.delete("/v1/models/steady").status_code == 200
 
 
+@pytest.mark.long
 def test_replaced_version_has_the_files_of_the_upload_alone(place: BucketPlace) -> None:
     def zipped(*names: str) -> bytes:
         file = io.BytesIO()
@@ -237,6 +238,7 @@ def test_missing_bucket_is_reported(place: BucketPlace) -> None:
         assert "models cannot be uploaded to the bucket nothing" in command.output
 
 
+@pytest.mark.long
 def test_bucket_that_stops_during_an_upload_is_reported(place: BucketPlace) -> None:
     with S3Server() as server:
         repository = server.repository("gone")

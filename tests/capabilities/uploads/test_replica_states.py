@@ -49,6 +49,7 @@ def restart(triton: Triton) -> None:
     triton.wait()
 
 
+@pytest.mark.long
 @pytest.mark.fault("a version that cannot be loaded is uploaded while a replica is down or hangs")
 @pytest.mark.parametrize(
     ("leave", "come_back"),
@@ -107,6 +108,7 @@ HELD = ECHO.replace(
 )
 
 
+@pytest.mark.long
 @pytest.mark.fault("a model or a version is removed or replaced while a replica loads the model")
 @pytest.mark.parametrize(
     "is_ready", [False, pytest.param(True, marks=pytest.mark.long)], ids=["new", "again"]

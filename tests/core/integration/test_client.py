@@ -189,6 +189,7 @@ def test_infer_that_is_interrupted_is_completed_by_resuming(
     assert pauses == pytest.approx(quick, abs=1e-6)
 
 
+@pytest.mark.long
 def test_resume_repeats_inputs_that_failed_or_were_cut_off(
     gateway: Gateway, tmp_path: Path
 ) -> None:

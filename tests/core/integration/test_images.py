@@ -155,6 +155,7 @@ def test_image_is_resized_to_the_size_of_the_model(zoo: Zoo) -> None:
         assert np.abs(converted[3, 3] - BLUE).max() <= 6
 
 
+@pytest.mark.long
 @any_names
 def test_hints_scale_images_and_not_arrays(zoo: Zoo) -> None:
     first = PICTURE.transpose(2, 0, 1)

@@ -91,7 +91,15 @@ def test_array_is_returned_unchanged_as_json(
     indirect=["zoo"],
     scope="session",
 )
-@pytest.mark.parametrize("datatype", DATATYPES)
+@pytest.mark.parametrize(
+    "datatype",
+    [
+        pytest.param(
+            each, marks=() if each in ("FP32", "UINT8", "BF16", "BYTES") else pytest.mark.long
+        )
+        for each in DATATYPES
+    ],
+)
 @PROPERTY
 @given(data=st.data())
 def test_array_is_returned_unchanged_as_npy(

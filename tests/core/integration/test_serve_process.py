@@ -53,6 +53,7 @@ def test_workers_serve_https(tmp_path: Path) -> None:
             assert client.get(f"https://127.0.0.1:{port}/livez").status_code == 200
 
 
+@pytest.mark.long
 @pytest.mark.fault("no file descriptors are left")
 def test_connections_are_refused_while_there_are_no_file_descriptors() -> None:
     """A real gateway that may open 256 files, and 400 connections."""

@@ -81,6 +81,7 @@ def test_polled_model_that_changes_its_shape_is_served(
     assert "[3]" in refused.json()["error"]
 
 
+@pytest.mark.long
 def test_polled_model_appears_and_disappears(
     polling: Polling, repository: Path, tmp_path: Path
 ) -> None:

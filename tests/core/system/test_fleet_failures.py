@@ -225,6 +225,7 @@ def one(tmp_path: Path) -> Iterator[Fleet]:
         yield fleet
 
 
+@pytest.mark.long
 @pytest.mark.fault("the only Triton is killed under load")
 def test_gateway_without_a_triton_is_503_and_serves_again_when_it_is_back(one: Fleet) -> None:
     triton = one.tritons[0]

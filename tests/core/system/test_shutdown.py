@@ -78,7 +78,13 @@ def held(triton: Triton) -> Iterator[Path]:
 
 
 @pytest.mark.fault("SIGTERM under load, rolling restarts")
-@pytest.mark.parametrize("arguments", [(), ("--workers", "2")], ids=["one process", "two workers"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param((), id="one process"),
+        pytest.param(("--workers", "2"), id="two workers", marks=pytest.mark.long),
+    ],
+)
 def test_sigterm_makes_a_gateway_unready_until_its_requests_are_finished(
     triton: Triton, arguments: tuple[str, ...]
 ) -> None:

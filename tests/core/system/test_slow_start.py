@@ -33,6 +33,7 @@ def wait_for_state(client: httpx.Client, triton: Triton, state: str) -> None:
     wait_until(is_known)
 
 
+@pytest.mark.long
 def test_replica_that_comes_back_gets_a_tenth_of_its_share_at_first(tmp_path: Path) -> None:
     with ExitStack() as stack:
         tritons = []

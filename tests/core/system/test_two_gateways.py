@@ -72,6 +72,7 @@ def test_change_of_a_model_waits_for_that_of_another_gateway_and_then_fails(
     assert other.post(UNLOAD).status_code == 200
 
 
+@pytest.mark.long
 @pytest.mark.fault("a model is loaded and unloaded at once, through two gateways")
 @pytest.mark.parametrize("races", [4, pytest.param(200, marks=pytest.mark.soak)])
 def test_concurrent_loads_and_unloads_through_two_gateways_take_effect_in_turn(

@@ -97,6 +97,7 @@ def test_killed_worker_is_replaced_while_the_other_serves(pair: tuple[Command, s
     wait_until(lambda: "gateway_workers_replaced_total 1.0" in get(f"{url}/metrics").text)
 
 
+@pytest.mark.long
 def test_gateway_reports_serving_only_when_a_worker_serves() -> None:
     """The workers are stopped as they start."""
     (port,) = free_ports(1)
