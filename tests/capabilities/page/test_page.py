@@ -178,6 +178,7 @@ def test_line_is_drawn_with_the_keyboard(page: browser.Page, demo_url: str) -> N
     assert best_label(page) == "1"
 
 
+@pytest.mark.long
 def test_image_is_chosen_dropped_or_pasted(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url, "#try/ensemble")
     page.click("input[value=file]")
@@ -517,6 +518,7 @@ def test_streamed_responses_are_shown_as_they_arrive(
     page.see("#response-state", "2 responses in")
 
 
+@pytest.mark.long
 def test_live_view_shows_rates_and_latencies(page: browser.Page, renamed: RenamedModels) -> None:
     page.open(renamed.url, "#live", key=ADMIN)
 
@@ -807,6 +809,7 @@ def test_streamed_text_is_shown_as_a_conversation(page: browser.Page, demo_url: 
     assert not faults(page)
 
 
+@pytest.mark.long
 def test_graph_of_an_ensemble_shows_which_step_is_slow(page: browser.Page, demo_url: str) -> None:
     body = (IMAGES / "seven.png").read_bytes()
     for _ in range(3):
@@ -981,6 +984,7 @@ def test_on_demand_model_is_listed_and_loaded_by_its_first_request(
         page.close()
 
 
+@pytest.mark.long
 def test_every_button_is_on_the_screen_of_a_phone(page: browser.Page, demo_url: str) -> None:
     """Tables scroll, and not the page."""
     with page.phone():

@@ -22,6 +22,9 @@ from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.model_zoo.zoo import Model, Names, T, identity, write_repository
 from tests.support.servers import gateway_before, triton_with
 
+pytestmark = pytest.mark.long
+
+
 SHAPE = (1, 16)
 
 

@@ -286,6 +286,7 @@ BRIEF = {"X-Prometheus-Scrape-Timeout-Seconds": "0.6"}
 GARBAGE = b"<html>\n<body>502 Bad Gateway</body>\n</html>\n"
 
 
+@pytest.mark.long
 @pytest.mark.fault("a Triton's metrics page hangs or is garbage")
 def test_replica_that_is_dead_hung_or_invalid_costs_only_its_samples(
     three: Fleet, tmp_path: Path

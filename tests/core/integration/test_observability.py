@@ -376,6 +376,7 @@ def test_audit_log_lacks_calls_that_change_nothing(
     assert not [line for line in command.lines if "reading-1" in line]
 
 
+@pytest.mark.long
 @pytest.mark.fault("the keys file, the models file or the certificate becomes a pipe")
 def test_metric_shows_a_rejected_file_until_it_is_valid(
     demo_triton: EmbeddedTriton, tmp_path: Path

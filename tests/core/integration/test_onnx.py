@@ -508,6 +508,7 @@ def test_networks_are_completed_and_answer_as_onnxruntime(
                     np.testing.assert_allclose(values.ravel(), np.ravel(expected), rtol=1e-6)
 
 
+@pytest.mark.long
 def test_version_runs_its_own_file(
     gateway: httpx.Client, client: triton_http.InferenceServerClient
 ) -> None:
@@ -525,6 +526,7 @@ def test_optional_input_replaces_its_default(
     np.testing.assert_array_equal(result.as_numpy("y"), FLOATS[0] + np.float32(1))
 
 
+@pytest.mark.long
 def test_sequence_gives_the_graph_its_control_inputs(
     gateway: httpx.Client, client: triton_http.InferenceServerClient
 ) -> None:
@@ -556,6 +558,7 @@ def count_threads(triton: EmbeddedTriton, instance: str) -> int:
     return stub.num_threads()
 
 
+@pytest.mark.long
 def test_number_of_threads_is_that_of_the_config(
     triton: EmbeddedTriton, gateway: httpx.Client, client: triton_http.InferenceServerClient
 ) -> None:
@@ -565,6 +568,7 @@ def test_number_of_threads_is_that_of_the_config(
     assert count_threads(triton, "configured_0_0") == count_threads(triton, "platform_0_0") + 4
 
 
+@pytest.mark.long
 def test_concurrent_requests_share_runs_and_an_invalid_one_fails_alone(
     gateway: httpx.Client, client: triton_http.InferenceServerClient
 ) -> None:

@@ -144,6 +144,7 @@ BROKEN = Outcome("UNAVAILABLE", LoadFailed("echo", "the weights are damaged"))
 SLOW = Outcome("LOADING", DeadlinePassed(300), is_in_progress=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("outcomes", "refused", "code"),
     [
@@ -164,6 +165,7 @@ def test_operation_without_any_success_is_refused_with_the_error_of_a_replica(
     assert (report.is_refused, report.build_error().code) == (refused, code)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("is_retried", "advice"), [(True, "the gateway keeps retrying"), (False, "repeat the call")]
 )

@@ -97,6 +97,7 @@ def test_management_of_the_embedded_triton_is_403_except_for_the_gateway(up: Up)
     assert_manages(up.url)
 
 
+@pytest.mark.long
 @pytest.mark.fault("a web page asks the embedded Triton directly to load code")
 def test_management_over_grpc_is_restricted(up: Up) -> None:
     async def collect_errors(port: int) -> list[str]:
@@ -182,6 +183,7 @@ def test_gateway_with_the_configured_secret_manages_its_triton(
     assert secret not in command.output + standalone.up.output
 
 
+@pytest.mark.long
 def test_secret_is_sent_over_http_if_grpc_is_unreachable(standalone: StandaloneTriton) -> None:
     (nobody,) = free_ports(1)
     url = standalone.url(grpc=nobody)
@@ -190,6 +192,7 @@ def test_secret_is_sent_over_http_if_grpc_is_unreachable(standalone: StandaloneT
         command.wait_for("managing models over HTTP")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings", [{}, {"triton_restricted_api": "team-secret=another-secret-0"}]
 )
@@ -209,6 +212,7 @@ def test_triton_command_names_the_setting_that_restricts_it(repository: Path) ->
     assert "GATEWAY_TRITON_RESTRICTED_API=KEY=SECRET" in line
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flag", ["--http-restricted-api", "--grpc-restricted-protocol"])
 def test_restricted_api_flag_of_triton_is_refused(repository: Path, flag: str) -> None:
     with Up(repository, "--triton-arg", f"{flag}=inference:a=b") as up:

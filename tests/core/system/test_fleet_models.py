@@ -52,6 +52,7 @@ def test_load_and_unload_take_effect_on_every_replica(three: Fleet) -> None:
             assert three.infer().json()["outputs"] == {"Y": [1, 2]}
 
 
+@pytest.mark.long
 def test_triton_client_manages_the_models_of_the_fleet(three: Fleet) -> None:
     address = str(three.client.base_url).removeprefix("http://").rstrip("/")
     with triton_http.InferenceServerClient(address) as client:
@@ -105,6 +106,7 @@ def test_load_of_an_unknown_model_is_404_and_not_stored(three: Fleet) -> None:
     assert "nobody" not in three.client.get("/v1/models").text
 
 
+@pytest.mark.long
 def test_step_of_an_ensemble_is_unloaded_only_with_the_ensemble(three: Fleet) -> None:
     assert three.load("chain").status_code == 200
     assert three.infer("chain").json()["outputs"] == {"Y": [1, 2]}
@@ -154,6 +156,7 @@ def test_slow_load_does_not_delay_other_models(three: Fleet) -> None:
         assert loading.result().status_code == 200
 
 
+@pytest.mark.long
 def test_asynchronous_load_has_an_operation_with_its_result(three: Fleet) -> None:
     troubles = three.write_model("awaited", "hold")
     started = three.load("awaited", headers={"Prefer": "respond-async"})
@@ -173,6 +176,7 @@ def test_asynchronous_load_has_an_operation_with_its_result(three: Fleet) -> Non
     assert three.client.get("/v1/operations/" + "0" * 32).status_code == 404
 
 
+@pytest.mark.long
 @pytest.mark.fault("fifty concurrent loads and unloads of one model")
 def test_fifty_concurrent_changes_of_a_model_end_with_the_desired_state(three: Fleet) -> None:
     """An ensemble, because nothing is started for it: each call takes milliseconds."""

@@ -108,6 +108,7 @@ def test_invalid_models_file_ends_the_start_with_one_sentence(tmp_path: Path) ->
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.long
 def test_desired_models_survive_restarts_of_the_gateway_and_triton(tmp_path: Path) -> None:
     state = f"file://{tmp_path}/state/state.json"
     with Triton(repository(tmp_path / "models"), "echo") as triton:

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.support.fleet import BODY, QUICK, write_echo
 from tests.support.servers import Triton, gateway

@@ -16,6 +16,9 @@ from models.digits.drawing import Paper, Pen, drawn
 from models.digits.evaluate import drawn_accuracy, held_out_accuracy, printed_accuracies
 from models.digits.serving import ROOT, encoded, labels_of, serving_module
 
+pytestmark = pytest.mark.long
+
+
 picture = serving_module("preprocessing.1.picture")
 transforms = serving_module("preprocessing.1.transforms")
 ranking = serving_module("postprocessing.1.ranking")

@@ -15,6 +15,9 @@ from tokenizers import Tokenizer
 
 from tests.support.servers import ROOT
 
+pytestmark = pytest.mark.long
+
+
 TOKENIZER_FOLDER = ROOT / "triton_repo" / "text_preprocessing" / "1"
 
 Vectors = NDArray[np.float32]
