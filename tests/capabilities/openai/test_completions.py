@@ -11,11 +11,10 @@ import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import httpx
-import openai
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
@@ -24,9 +23,15 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from gateway.capabilities.openai.completions import relay_chunks
 from tests.support.documents import COMPLETIONS, LANGUAGE_MODELS, assert_prints, examples
 from tests.support.keys import ADMIN, TEXTS, bearer, entry, written
+from tests.support.lazy import import_lazily
 from tests.support.servers import ROOT, free_ports, gateway_before
 from tests.support.servers import gateway as real_gateway
 from tests.support.wait import wait_until
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = import_lazily("openai")
 
 MODEL = "text_org/model-7b"  # a name as vLLM's models have
 ANY = "text_any/"  # the server accepts every name that begins like this

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import subprocess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 
+from tests.support.lazy import import_lazily
 from tests.support.model_zoo.zoo import Zoo, any_names
 from tests.support.servers import ROOT
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = import_lazily("openai")
 
 MODEL = "text_ensemble"
 TEXTS = ["a cat sleeps", "a dog barks", "the stock market fell"]

@@ -169,7 +169,9 @@ FORMS = [
 
 
 @pytest.mark.fault("requests that crash a Triton or keep it busy for minutes: a form content type")
-@pytest.mark.parametrize("content_type", FORMS)
+@pytest.mark.parametrize(
+    "content_type", [FORM, *(pytest.param(each, marks=pytest.mark.long) for each in FORMS[1:])]
+)
 @pytest.mark.parametrize(("method", "path"), PATHS)
 def test_form_content_type_never_reaches_triton(
     faked: tuple[Fake, int], method: str, path: str, content_type: str

@@ -278,7 +278,7 @@ async def by_the_aio_client(port: int) -> tuple[list[Any], dict[str, Any], dict[
     return calls, results, failures
 
 
-@pytest.mark.parametrize("kind", ["sync", "aio"])
+@pytest.mark.parametrize("kind", ["sync", pytest.param("aio", marks=pytest.mark.long)])
 def test_triton_client_gets_the_same_results_through_the_gateway(ports: Ports, kind: str) -> None:
     def through(port: int) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
         if kind == "sync":

@@ -178,7 +178,13 @@ def configure_nginx(port: int, gateway_ports: Sequence[int]) -> str:
 
 
 @pytest.mark.fault("SIGTERM while clients keep connecting")
-@pytest.mark.parametrize("arguments", [(), ("--workers", "2")], ids=["one process", "two workers"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param((), id="one process"),
+        pytest.param(("--workers", "2"), id="two workers", marks=pytest.mark.long),
+    ],
+)
 def test_connections_that_wait_for_accept_at_sigterm_are_served(arguments: tuple[str, ...]) -> None:
     (port,) = free_ports(1)
     environment = {"GATEWAY_TRITON_URLS": "127.0.0.1:9", "GATEWAY_LOG_LEVEL": "warning"}
