@@ -316,7 +316,12 @@ class RedisStateStore:
         """Write the last known state again, which Redis has lost."""
         arguments: list[str | bytes | int] = [*self._find_position()]
         for part in self._parts:
-            arguments += [*part.position, part.commands[1], len(part.entries), *part.entries]
+            entries = part.entries
+            if (
+                part is self._loads
+            ):  # one in progress may have ended since, and nobody would end it again
+                entries = drop_loads_in_progress(entries)
+            arguments += [*part.position, part.commands[1], len(entries), *entries]
         keys = (*chain.from_iterable(part.keys for part in self._parts), *HISTORY_KEYS)
         is_lost, written = await self._redis.run_script(
             WRITE_ACTION, redis_scripts.RESTORE, keys, *arguments, decode=tuple
@@ -382,6 +387,11 @@ def decode_labels(values: Sequence[bytes]) -> LabelTable:
         model, name = decode_pair(key)
         table.setdefault(model, {})[name] = parse_stored_label(name, decode_state(raw))
     return table
+
+
+def drop_loads_in_progress(values: Sequence[bytes]) -> list[bytes]:
+    finished = (pair for pair in pair_up(values) if not is_in_progress(pair[1].decode()))
+    return list(chain.from_iterable(finished))
 
 
 def decode_loads(values: Sequence[bytes]) -> Loads:

@@ -623,6 +623,8 @@ async def test_state_restored_from_an_older_copy_is_replaced_by_what_another_gat
         await first.set_desired_model("other", LOADED)
         await first.set_label("core", "stable", None)
         await first.set_cordon("a:8000", is_cordoned=True)
+        await first.begin_load("a:8000", "core")  # its end may be lost with the data
+        assert await first.read_loads() == await second.read_loads() != {}
         with server.client() as client:
             client.flushall()
         assert await second.read_labels() == {"core": {"stable": stable}}  # it restores this
@@ -631,6 +633,7 @@ async def test_state_restored_from_an_older_copy_is_replaced_by_what_another_gat
         for store in (first, second):
             assert (await store.read_desired_models()).keys() == {"core", "other"}
             assert await store.read_labels() == {"core": {"stable": stable, "canary": canary}}
+        assert await second.read_loads() == await first.read_loads() == {}
         await second.set_desired_model("core", None)
         assert (await first.read_desired_models()).keys() == {"other"}
     assert (first.loss_count, second.loss_count) == (0, 1)
