@@ -202,15 +202,6 @@ class UnsupportedEncoding(GatewayError):
         )
 
 
-class UnsupportedUploadEncoding(GatewayError):
-    """The body of an upload is compressed, so that its checksum would be ambiguous."""
-
-    status, code = UnsupportedBody.status, UnsupportedBody.code
-    message = (
-        "an upload must not have a Content-Encoding; send the file unchanged, or in an archive"
-    )
-
-
 class InputMismatch(GatewayError):
     """The request is well-formed, but does not match the model's metadata."""
 
@@ -219,19 +210,6 @@ class InputMismatch(GatewayError):
 
 class BadImage(InputMismatch):
     code = "BAD_IMAGE"
-
-
-class InvalidModelFile(GatewayError):
-    """An uploaded file is not a model, or its config does not match it."""
-
-    status, code = 422, "INVALID_MODEL_FILE"
-
-
-class DigestMismatch(GatewayError):
-    """The received body does not have the announced checksum."""
-
-    status, code = 400, "DIGEST_MISMATCH"
-    message = "the received body does not have the SHA-256 digest of its header; send it again"
 
 
 class RefusedByModel(GatewayError):
@@ -261,41 +239,6 @@ class InternalError(GatewayError):
 
 class ModelFault(GatewayError):
     status, code = 500, "MODEL_FAULT"
-
-
-class RepositoryNotConfigured(GatewayError):
-    status, code = 501, "NO_REPOSITORY"
-    message = (
-        "this gateway stores no model files; to upload models, set GATEWAY_REPOSITORY to the folder or "
-        "bucket that the Tritons read, file:///FOLDER or s3://BUCKET, and GATEWAY_MODEL_UPLOADS"
-    )
-
-
-class NoOpenAIServer(GatewayError):
-    status, code = 501, "NO_OPENAI_SERVER"
-    message = (
-        "this gateway knows no server for completions; set GATEWAY_OPENAI_URLS to the addresses of vLLM or "
-        "Triton's OpenAI frontend"
-    )
-
-
-class ScalingNotSupported(GatewayError):
-    status, code = 501, "SCALING_NOT_SUPPORTED"
-
-    def __init__(self, model: str) -> None:
-        super().__init__(
-            f"the workers of model {quote_text(model)} cannot be scaled by a request: Triton runs as many "
-            "instances as instance_group in the model's config.pbtxt says, on every replica; change it there "
-            "and load the model again, or add replicas"
-        )
-
-
-class UnknownMethod(GatewayError):
-    status, code = 501, "UNKNOWN_METHOD"
-    message = (
-        "unknown gRPC method; the gateway serves inference.GRPCInferenceService, grpc.health.v1.Health and "
-        "server reflection"
-    )
 
 
 class BadUpstream(GatewayError):
@@ -347,19 +290,6 @@ class StateUnavailable(GatewayError):
 
     def __init__(self, action: str, reason: str) -> None:
         super().__init__(f"the desired state cannot be {action}: {reason}")
-
-
-class RepositoryUnavailable(GatewayError):
-    """The folder or bucket of the models cannot be read or written."""
-
-    status, code, retry_after_s = 503, "REPOSITORY_UNAVAILABLE", 1
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"the model repository cannot be used: {reason}")
-
-
-class RepositoryFull(GatewayError):
-    status, code = 507, "REPOSITORY_FULL"
 
 
 class DeadlinePassed(GatewayError):

@@ -26,7 +26,7 @@ from gateway.capabilities.grpc_api.methods import Method, list_methods
 from gateway.capabilities.grpc_api.receive import ReceiveSlots
 from gateway.capabilities.grpc_api.streams import InferStream
 from gateway.draining import Drain
-from gateway.errors import UnknownMethod
+from gateway.errors import GatewayError
 from gateway.fleet.replica import join_host_port
 from gateway.memory import default_budget_bytes
 from gateway.messages import CommandError
@@ -46,6 +46,14 @@ NO_COMPRESSION, ALL_COMPRESSION = 0b001, 0b111
 UNKNOWN_METHOD: Final = MethodAccess("")
 STREAM_ACCESS: Final = MethodAccess(STREAM_METHOD, is_unlimited=True, is_container=True)
 STREAM_REQUEST_ACCESS: Final = MethodAccess(STREAM_METHOD)
+
+
+class UnknownMethod(GatewayError):
+    status, code = 501, "UNKNOWN_METHOD"
+    message = (
+        "unknown gRPC method; the gateway serves inference.GRPCInferenceService, grpc.health.v1.Health and "
+        "server reflection"
+    )
 
 
 class CannotListen(CommandError):

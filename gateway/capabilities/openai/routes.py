@@ -29,7 +29,7 @@ from gateway.capabilities.openai.text_vectors import (
     parse_embeddings_request,
     parse_rerank_request,
 )
-from gateway.errors import NoOpenAIServer
+from gateway.errors import GatewayError
 from gateway.inference.exchange import open_exchange
 from gateway.inference.json_request import receive_json
 from gateway.routes.dependencies import ServicesForInference
@@ -40,6 +40,14 @@ router = APIRouter(tags=["embeddings"])
 route_completion = partial(
     router.post, responses=COMPLETION_RESPONSES, openapi_extra=COMPLETION_OPENAPI
 )
+
+
+class NoOpenAIServer(GatewayError):
+    status, code = 501, "NO_OPENAI_SERVER"
+    message = (
+        "this gateway knows no server for completions; set GATEWAY_OPENAI_URLS to the addresses of vLLM or "
+        "Triton's OpenAI frontend"
+    )
 
 
 @router.post(

@@ -31,8 +31,8 @@ from gateway.error_responses import ERROR_SERIALIZER
 from gateway.errors import (
     CURL_DEFAULT_TYPE,
     Conflict,
+    GatewayError,
     MalformedRequest,
-    ScalingNotSupported,
     UnknownModel,
     UnknownModelToLoad,
 )
@@ -82,6 +82,17 @@ CONFIG_FIELDS: Final = {
     "max_batch_delay": "dynamic_batching",
     "initial_workers": "instance_group",
 }
+
+
+class ScalingNotSupported(GatewayError):
+    status, code = 501, "SCALING_NOT_SUPPORTED"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"the workers of model {quote_text(model)} cannot be scaled by a request: Triton runs as many "
+            "instances as instance_group in the model's config.pbtxt says, on every replica; change it there "
+            "and load the model again, or add replicas"
+        )
 
 
 class TorchServeErrors:

@@ -22,6 +22,11 @@ from gateway.capabilities.uploads.description import (
     UPLOAD_OPENAPI,
     UPLOAD_RESPONSES,
 )
+from gateway.capabilities.uploads.errors import (
+    DigestMismatch,
+    RepositoryNotConfigured,
+    UnsupportedUploadEncoding,
+)
 from gateway.capabilities.uploads.model_files.entry_names import (
     check_storable_name,
     is_storable_name,
@@ -44,14 +49,7 @@ from gateway.capabilities.uploads.model_files.staging import Staging
 from gateway.capabilities.uploads.model_files.store import ModelStore
 from gateway.capabilities.uploads.publisher import ModelPublisher
 from gateway.capacity.body_chunks import coalesce_chunks
-from gateway.errors import (
-    DigestMismatch,
-    Forbidden,
-    MalformedRequest,
-    RepositoryNotConfigured,
-    UnknownModel,
-    UnsupportedUploadEncoding,
-)
+from gateway.errors import Forbidden, MalformedRequest, UnknownModel
 from gateway.inference.body import RequestBody
 from gateway.media_types import JSON, MULTIPART, OCTET_STREAM
 from gateway.routes.dependencies import ServicesForManagement, get_caller

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import BinaryIO, Final
 
+from gateway.capabilities.uploads.errors import InvalidModelFile
 from gateway.capabilities.uploads.model_files.entry_names import clean_entry_name
-from gateway.errors import InvalidModelFile, TooLarge
+from gateway.errors import TooLarge
 from gateway.messages import quote_text
 from gateway.tensors.zip_directory import (
     STORED,

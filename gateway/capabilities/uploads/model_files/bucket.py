@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
+from gateway.capabilities.uploads.errors import RepositoryUnavailable
 from gateway.capabilities.uploads.model_files.entry_names import TEMPORARY_PREFIX
 from gateway.capabilities.uploads.model_files.staging import StagedFile
 from gateway.capabilities.uploads.model_files.store import FileContent
-from gateway.errors import RepositoryUnavailable
 from gateway.messages import CommandError
 from gateway.settings.bucket_url import BucketLocation
 

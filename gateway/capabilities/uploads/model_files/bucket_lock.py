@@ -17,9 +17,9 @@ from typing import Any, Final
 
 import orjson
 
+from gateway.capabilities.uploads.errors import RepositoryUnavailable
 from gateway.capabilities.uploads.model_files.bucket import Bucket, ObjectChanged
 from gateway.capabilities.uploads.model_files.entry_names import TEMPORARY_PREFIX
-from gateway.errors import RepositoryUnavailable
 from gateway.messages import quote_text
 from gateway.tasks import repeat
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Final
 
+from gateway.capabilities.uploads.errors import RepositoryUnavailable
 from gateway.capabilities.uploads.model_files.bucket import Bucket, ObjectEntry
 from gateway.capabilities.uploads.model_files.bucket_change import (
     COPY_PREFIX,
@@ -34,7 +35,7 @@ from gateway.capabilities.uploads.model_files.store import (
     hash_pieces,
     is_safe_path,
 )
-from gateway.errors import NotFound, RepositoryUnavailable
+from gateway.errors import NotFound
 from gateway.settings.bucket_url import BucketLocation
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from gateway.errors import InvalidModelFile, MalformedRequest
+from gateway.capabilities.uploads.errors import InvalidModelFile
+from gateway.errors import MalformedRequest
 from gateway.messages import quote_text
 from gateway.names import normalize_version
 

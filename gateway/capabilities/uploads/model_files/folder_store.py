@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 from zlib import crc32
 
+from gateway.capabilities.uploads.errors import RepositoryFull, RepositoryUnavailable
 from gateway.capabilities.uploads.model_files.entry_names import (
     CONFIG_FILE,
     TEMPORARY_PREFIX,
@@ -46,7 +47,7 @@ from gateway.capabilities.uploads.model_files.store import (
     hash_pieces,
     is_safe_path,
 )
-from gateway.errors import Conflict, NotFound, RepositoryFull, RepositoryUnavailable
+from gateway.errors import Conflict, NotFound
 from gateway.messages import quote_text
 
 log = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import BinaryIO, Final, NamedTuple
 
+from gateway.capabilities.uploads.errors import InvalidModelFile
 from gateway.capabilities.uploads.model_files.onnx_file import is_onnx_file
-from gateway.errors import InvalidModelFile
 from gateway.messages import join_names, quote_text
 
 HEAD_BYTES: Final = 64 << 10

@@ -11,8 +11,9 @@ from google.protobuf import json_format, text_format
 from google.protobuf.message import Message
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig
 
+from gateway.capabilities.uploads.errors import InvalidModelFile
 from gateway.capabilities.uploads.model_files.kinds import DATA_BACKENDS
-from gateway.errors import InvalidModelFile, TooLarge
+from gateway.errors import TooLarge
 from gateway.messages import join_names, quote_text
 from gateway.tensors.dtypes import parse_datatype
 

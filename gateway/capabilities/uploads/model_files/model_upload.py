@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from gateway.capabilities.uploads.errors import InvalidModelFile
 from gateway.capabilities.uploads.model_files.archives import ArchiveLimits, read_archive
 from gateway.capabilities.uploads.model_files.entry_names import (
     CONFIG_FILE,
@@ -45,7 +46,7 @@ from gateway.capabilities.uploads.model_files.received_body import (
     ReceivedFile,
 )
 from gateway.capabilities.uploads.model_files.staging import StagedFile, Staging
-from gateway.errors import InvalidModelFile, MalformedRequest
+from gateway.errors import MalformedRequest
 from gateway.messages import join_names, quote_text
 
 # Files that are or may contain code, by suffix and by their first bytes.

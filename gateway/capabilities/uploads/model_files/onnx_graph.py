@@ -8,12 +8,12 @@ from typing import BinaryIO, Final, NamedTuple
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from gateway.capabilities.uploads.errors import InvalidModelFile
 from gateway.capabilities.uploads.model_files.onnx_file import (
     LENGTH_DELIMITED,
     WireField,
     walk_message,
 )
-from gateway.errors import InvalidModelFile
 from gateway.messages import quote_text
 
 MAX_GRAPH_FIELDS: Final = 300_000

@@ -16,7 +16,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from gateway.errors import RepositoryFull, RepositoryUnavailable
+from gateway.capabilities.uploads.errors import RepositoryFull, RepositoryUnavailable
 
 FILE_MODE: Final = 0o644  # Triton may run as another user
 FOLDER_MODE: Final = 0o755

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from tritonclient.grpc.model_config_pb2 import TYPE_FP32
 
+from gateway.capabilities.uploads.errors import InvalidModelFile
 from gateway.capabilities.uploads.model_files.archives import ArchiveLimits, read_archive
 from gateway.capabilities.uploads.model_files.entry_names import (
     NEXT_VERSION,
@@ -54,7 +55,7 @@ from gateway.capabilities.uploads.model_files.scratch_folder import (
     remove_abandoned_folders,
 )
 from gateway.capabilities.uploads.model_files.staging import Staging, UploadAborted
-from gateway.errors import Conflict, GatewayError, InvalidModelFile, MalformedRequest, TooLarge
+from gateway.errors import Conflict, GatewayError, MalformedRequest, TooLarge
 from tests.support import network
 
 ONNX = network.texts()
