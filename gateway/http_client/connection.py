@@ -49,7 +49,6 @@ class KnownResponse(NamedTuple):
 
     header: bytes
     size: int  # with the body
-    status: int
     headers: Headers
 
 
@@ -117,10 +116,10 @@ class UpstreamConnection(asyncio.Protocol):
         size = len(data)
         if header_bytes + self._body_bytes == size and header_bytes <= MAX_KNOWN_HEADER_BYTES:
             header = data[:header_bytes]
-            self._known_response = KnownResponse(header, size, self.status, self.headers)
+            self._known_response = KnownResponse(header, size, self.headers)
 
     def _repeat_response(self, known: KnownResponse, data: bytes) -> None:
-        self.status, self.headers = known.status, known.headers
+        self.headers = known.headers  # and the status is still that of the last response
         self.on_body(data[len(known.header) :])
         self._state = STATE_DONE
         self._wake_reader()

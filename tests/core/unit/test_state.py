@@ -197,6 +197,8 @@ async def test_folder_that_is_missing_for_a_while_loses_nothing(tmp_path: Path) 
         await kept.set_desired_model("core", LOADED)
         assert await is_leader(kept)
         folder.rename(tmp_path / "elsewhere")
+        with pytest.raises(StateUnavailable, match="read: no such file"):
+            await kept.read_desired_models()
         folder.touch()
         for change in (kept.set_desired_model("core", UNLOADED), kept.record_operation(ID, {})):
             with pytest.raises(StateUnavailable, match="written: not a directory"):
