@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
 import os
@@ -54,6 +55,12 @@ def _numbers() -> Iterator[int]:
 
 _next_number = _numbers()
 _reserved: deque[socket.socket] = deque()
+
+
+@atexit.register
+def close_reserved() -> None:
+    while _reserved:
+        _reserved.pop().close()
 
 
 def reserve(port: int) -> None:

@@ -46,7 +46,7 @@ SETTINGS = {
     "on_demand_models": "late*",
     "connect_timeout_s": "10",
 }
-ANSWERS = {"200", "429", "OK", "RESOURCE_EXHAUSTED"}
+ANSWERS = {"reset", "200", "429", "OK", "RESOURCE_EXHAUSTED"}
 Work = Callable[[Event, int, str], Counter[str]]
 
 
@@ -202,6 +202,8 @@ async def ask(stop: Event, port: int, wire: bytes, held_back_bytes: int) -> str:
         writer.write(wire[len(wire) - held_back_bytes :])
     try:
         return (await status).split()[1].decode()
+    except ConnectionError:  # refused, and its end came before the response was read
+        return "reset"
     finally:
         with suppress(ConnectionError):
             await reader.read()
