@@ -86,6 +86,7 @@ def ticks(count: int, seconds: float) -> list[triton_grpc.InferInput]:
     return [int32(count, "COUNT", (1,)), fp32(seconds, name="SECONDS")]
 
 
+@pytest.mark.long
 def test_models_with_one_response_answer_in_the_order_of_the_requests(served: GrpcGateway) -> None:
     with open_stream(served.address) as stream:
         for number in range(40):

@@ -58,6 +58,7 @@ def two_gateways(tritons: list[Triton], state: str, **settings: str) -> Iterator
         yield [first, second]
 
 
+@pytest.mark.long
 def test_first_requests_at_two_gateways_share_one_load(
     three: list[Triton], redis: RedisServer
 ) -> None:

@@ -434,6 +434,7 @@ async def test_pending_load_of_a_missing_model_is_shown_and_can_be_cancelled(
         page.until(lambda: not page.all(row), "the row of a model that nobody wants to go")
 
 
+@pytest.mark.long
 def test_unknown_model_gets_a_form_by_its_signature_and_code_without_the_key(
     page: browser.Page, renamed: RenamedModels
 ) -> None:
@@ -703,6 +704,7 @@ def test_code_for_arrays_runs(page: browser.Page, renamed: RenamedModels, tmp_pa
         assert numbers_in(printed, output) == [3, -4]
 
 
+@pytest.mark.long
 def test_code_of_each_language_sends_the_same_request(
     page: browser.Page, demo_url: str, tmp_path: Path
 ) -> None:

@@ -401,6 +401,7 @@ def list_calls() -> list[tuple[str, str, str]]:
     return sorted(calls, key=lambda call: call[0] == "DELETE" and call[1].endswith("{model}"))
 
 
+@pytest.mark.long
 def test_every_route_checks_the_role_and_the_model(triton: EmbeddedTriton, tmp_path: Path) -> None:
     path = written(tmp_path / "keys.yaml", ENTRIES)
     with gateway_before(triton.options.url, keys_file=str(path), **DIALECTS) as client:

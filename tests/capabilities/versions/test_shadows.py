@@ -113,6 +113,7 @@ def post(
     return send
 
 
+@pytest.mark.long
 def test_copy_of_a_request_of_any_format_is_compared(client: httpx.Client) -> None:
     put(client)
     tensor = triton_http.InferInput("X", [1, 2], "FP32")

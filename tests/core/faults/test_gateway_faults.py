@@ -85,6 +85,7 @@ def test_32_images_of_25_megapixels_do_not_block_the_event_loop(triton: Triton) 
     assert_number("p99 of /livez", p99_s * 1000, "ms", at_most=100)
 
 
+@pytest.mark.long
 @pytest.mark.fault("a worker process is killed")
 def test_requests_of_a_killed_worker_are_no_longer_counted_as_in_flight(triton: Triton) -> None:
     (port,) = free_ports(1)

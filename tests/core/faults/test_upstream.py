@@ -327,6 +327,7 @@ def test_response_reaches_only_its_own_request(behind: Behind, one: Fleet) -> No
 # Replicas.
 
 
+@pytest.mark.long
 @pytest.mark.fault("a Triton becomes 500 ms slower than the others")
 def test_replica_that_is_500_ms_slower_gets_less_than_half_of_its_share(
     behind: Behind, two: Fleet

@@ -883,6 +883,7 @@ def test_key_command_creates_lists_and_revokes_keys(
         wait_until(lambda: status(client, key) == 401)
 
 
+@pytest.mark.long
 def test_key_command_that_fails_prints_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     add_key(path, "shop", [Role.infer], ["*"], None)

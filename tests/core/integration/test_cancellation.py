@@ -315,6 +315,7 @@ def test_inference_that_may_have_run_is_not_sent_again(
             assert len(asked.ends()) == 4 - cut_off
 
 
+@pytest.mark.long
 def test_request_that_is_cancelled_stays_cancelled() -> None:
     # In a process of its own, because the services tune the interpreter.
     program = f"from {__name__} import cancel_request; print(cancel_request())"

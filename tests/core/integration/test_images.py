@@ -26,6 +26,7 @@ def convert(zoo: Zoo, model: str, *images: bytes) -> np.ndarray:
     return np.array(outputs["Y"])
 
 
+@pytest.mark.long
 def test_image_has_the_shape_that_the_model_expects(zoo: Zoo) -> None:
     channels_first = PICTURE.transpose(2, 0, 1)
     wide, narrow = PICTURE[:5], PICTURE[:, :3]

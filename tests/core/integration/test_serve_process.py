@@ -37,6 +37,7 @@ def test_invalid_settings_are_reported_once_at_the_start(tmp_path: Path) -> None
     assert "Traceback" not in serve.output
 
 
+@pytest.mark.long
 def test_workers_serve_https(tmp_path: Path) -> None:
     authority = trustme.CA()
     write_pair(authority, tmp_path)

@@ -46,7 +46,13 @@ def test_index_and_labels_do_not_wait_for_a_hung_replica(fleet: Fleet, hung: str
 
 
 @pytest.mark.fault("a replica accepts connections and never answers, while models")
-@pytest.mark.parametrize("body", [{}, STAGED], ids=["load", "staged load"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param({}, id="load"),
+        pytest.param(STAGED, id="staged load", marks=pytest.mark.long),
+    ],
+)
 def test_load_reaches_the_others_at_once_and_a_hung_replica_later(
     fleet: Fleet, hung: str, body: dict[str, object]
 ) -> None:

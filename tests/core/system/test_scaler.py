@@ -80,6 +80,7 @@ def scaler_client(port: int, **metadata: str) -> Iterator[ScalerClient]:
         yield ScalerClient(channel, **metadata)
 
 
+@pytest.mark.long
 def test_autoscaler_starts_the_first_replica_and_all_requests_are_answered(
     tmp_path: Path,
 ) -> None:
