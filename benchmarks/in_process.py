@@ -7,12 +7,14 @@ lets no time pass, so that no timer adds work: every run executes the same instr
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import itertools
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
@@ -220,10 +222,12 @@ def build_requests() -> Mapping[str, bytes]:
 
 async def connect(loop: asyncio.AbstractEventLoop) -> MemoryClient:
     """Start the gateway, and connect a client to it. Without timers, the gateway cannot shut down."""
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        file.write(LABELS)
-        file.flush()
-        return await connect_with_labels(loop, Path(file.name))
+    files = ExitStack()
+    atexit.register(files.close)  # the gateway may look at its models file as long as it runs
+    file = files.enter_context(tempfile.NamedTemporaryFile("w", suffix=".yaml"))
+    file.write(LABELS)
+    file.flush()
+    return await connect_with_labels(loop, Path(file.name))
 
 
 async def connect_with_labels(loop: asyncio.AbstractEventLoop, models_file: Path) -> MemoryClient:
