@@ -224,10 +224,9 @@ async def connect(loop: asyncio.AbstractEventLoop) -> MemoryClient:
     """Start the gateway, and connect a client to it. Without timers, the gateway cannot shut down."""
     files = ExitStack()
     atexit.register(files.close)  # the gateway may look at its models file as long as it runs
-    file = files.enter_context(tempfile.NamedTemporaryFile("w", suffix=".yaml"))
-    file.write(LABELS)
-    file.flush()
-    return await connect_with_labels(loop, Path(file.name))
+    models_file = Path(files.enter_context(tempfile.TemporaryDirectory())) / "models.yaml"
+    models_file.write_text(LABELS)
+    return await connect_with_labels(loop, models_file)
 
 
 async def connect_with_labels(loop: asyncio.AbstractEventLoop, models_file: Path) -> MemoryClient:
