@@ -68,8 +68,8 @@ durations: $(VENV)/.dev models examples
 mutants: $(VENV)/.dev models examples ## Seed faults and report which tests notice them (2.5 hours)
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
-house: $(VENV)/.dev ## Print the lines of each room of the gateway
-	@$(BIN)/python -m tests.house
+house: ## Print the lines of each room of the gateway
+	@$(PYTHON) -m tests.house
 
 # Rerun the tests that failed in the last run; one that passes now is reported as flaky.
 rerun-failed: $(VENV)/.dev ## Run the tests that failed in the last run again, and report flaky ones

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tests.support.servers import ROOT
-
-PACKAGE: Final = ROOT / "gateway"
+PACKAGE: Final = Path(__file__).parents[1] / "gateway"
 # Rooms that are not the core: what can be deleted, and what only uses or starts a gateway.
 OUTSIDE: Final = ("capabilities", "client", "embedded")
 

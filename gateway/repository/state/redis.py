@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Final, Generic, TypeVar
@@ -47,6 +49,8 @@ T = TypeVar("T")
 LEASE_MS: Final = 5000
 DEFAULT_KEY_PREFIX: Final = "triton-gateway:"
 TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+# The change that the script RESTORE names: the number of the restoration, and the revision of what it wrote.
+RESTORED_CHANGE: Final = re.compile(rb"restored:(\d{1,18}):(\d{1,18})")
 HISTORY_KEYS: Final = ("restorations", "revision")
 MAX_FIELDS: Final = 1000  # a limit of Lua's unpack()
 
@@ -87,9 +91,11 @@ class CachedPart(Generic[T]):
 
     def is_later_than(self, restorations: int, change: bytes) -> bool:
         """Return whether this was read later than what the last restoration wrote and nothing changed."""
-        name, _, source = change.rpartition(b":")
-        is_restored = name == b"restored:%d" % restorations
-        return is_restored and restorations > self.position[0] and int(source) < self.position[1]
+        restored = RESTORED_CHANGE.fullmatch(change)
+        if restored is None or restorations <= self.position[0]:
+            return False
+        number, revision = map(int, restored.groups())
+        return number == restorations and revision < self.position[1]
 
     def update(self, position: tuple[int, int], change: bytes, *entries: Sequence[bytes]) -> None:
         for each in entries:  # none, if they have not changed
@@ -258,7 +264,7 @@ class RedisStateStore:
             redis_scripts.READ_IF_CHANGED,
             (*part.keys, *HISTORY_KEYS),
             *(part.commands[0], part.change),
-            decode=lambda reply: self._update(part, *reply),
+            decode=partial(self._update, part),
         )
         if not is_current:
             await self._restore()
@@ -271,7 +277,7 @@ class RedisStateStore:
             result, *stored = reply
             if not stored:
                 return None
-            self._update(part, *stored)
+            self._update(part, stored)
             return int(result)
 
         async def run() -> int | None:
@@ -297,16 +303,16 @@ class RedisStateStore:
         """Return how many restorations this gateway has seen, and the latest revision since."""
         return max(part.position for part in self._parts)
 
-    def _update(
-        self,
-        part: CachedPart[Any],
-        restorations: int,
-        revision: int,
-        change: bytes,
-        *entries: Sequence[bytes],
-    ) -> bool:
-        """Note what was read. Return whether it is, unlike after a loss, what is known or later."""
-        position = restorations, revision
+    def _update(self, part: CachedPart[Any], reply: Sequence[Any]) -> bool:
+        """Note what was read. Return whether it is, unlike after a loss, what is known or later.
+
+        Raises `UnreadableState`.
+        """
+        match reply:
+            case [int(restorations), int(revision), bytes(change), *entries]:
+                position = restorations, revision
+            case _:
+                raise UnreadableState("unexpected counters")
         if position < self._find_position() or part.is_later_than(restorations, change):
             return False
         part.update(position, change, *entries)

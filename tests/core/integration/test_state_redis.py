@@ -428,6 +428,17 @@ async def test_invalid_entry_in_redis_is_an_error(server: RedisServer) -> None:
                     await reads[key]()
                 put_entry(client, prefix, key, field, None)
                 assert await reads[key]() == {}
+            for counter in ("restorations", "revision"):
+                client.set(f"{prefix}{counter}", "many")
+                with pytest.raises(StateUnavailable, match="invalid data"):
+                    await store.read_labels()
+                with pytest.raises(StateUnavailable):
+                    await store.set_label("core", "stable", None)
+                client.delete(f"{prefix}{counter}")
+            for change in (b"restored:1:x", b"restored:1:" + b"9" * 5000, b"restored::", b"\xff"):
+                client.set(f"{prefix}labels-change", change)
+                client.set(f"{prefix}restorations", 1)
+                assert await store.read_labels() == {}
 
 
 @pytest.mark.long
