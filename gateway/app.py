@@ -129,8 +129,8 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
     for attachment in attachments:
         routers += attachment.routers
         app.error_schemas |= attachment.error_schemas
-        if attachment.layer is not None:
-            application = attachment.layer(application)
+        if attachment.middleware is not None:
+            application = attachment.middleware(application)
     for router in (*routers, root.router):  # a page may have its path
         # `include_router` builds each route again, at the first request, which then waits for 60 ms.
         app.router.routes.extend(router.routes)

@@ -56,7 +56,7 @@ class Attachment:
 
     routers: Sequence[APIRouter] = ()
     error_schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by their names
-    layer: Callable[[ASGIApp], ASGIApp] | None = None  # around the application
+    middleware: Callable[[ASGIApp], ASGIApp] | None = None  # around the application
     # Opens what the routes use, and provides it in `services`; the stack closes it.
     open: Callable[[Services, AsyncExitStack], Awaitable[None]] = open_nothing
 
