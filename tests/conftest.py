@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import re
 import shutil
 import ssl
 import tempfile
@@ -106,6 +107,16 @@ def pytest_collection() -> Generator[None, object, object]:
     gc.freeze()
     gc.enable()
     return result
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import a module whose tests are all deselected: in each process it takes up to a second."""
+    deselected = re.findall(r"not (\w+)", config.option.markexpr)
+    if not deselected or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text()
+    marks = re.findall(r"^pytestmark = pytest\.mark\.(\w+)$", text, re.MULTILINE)
+    return True if set(marks) & set(deselected) else None
 
 
 @pytest.fixture(autouse=True)

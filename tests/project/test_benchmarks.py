@@ -21,6 +21,8 @@ from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.grpc_gateway import INFER, call_bytes, grpc_gateway
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports
 
+pytestmark = pytest.mark.long
+
 WORKLOADS = build_workloads()
 # The gateway decodes a JPEG at a reduced scale, so that its pixels are not quite the same.
 TOLERANCE = 0.5
@@ -48,7 +50,6 @@ def post(client: httpx.Client, path: str, request: Request) -> httpx.Response:
     return response
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("work", WORKLOADS[:-1], ids=lambda work: work.title)
 def test_plain_fastapi_and_the_gateway_return_the_same_values(work: Workload, stage: Stage) -> None:
     outputs = post(stage.gateway, f"/v1/models/{work.model}/infer", work.request).json()["outputs"]
@@ -62,7 +63,6 @@ def test_plain_fastapi_and_the_gateway_return_the_same_values(work: Workload, st
     assert len(prepared.content) > len(expected) * 4
 
 
-@pytest.mark.long
 def test_both_streams_have_every_event(stage: Stage) -> None:
     work = WORKLOADS[-1]
     responses = (
@@ -73,7 +73,6 @@ def test_both_streams_have_every_event(stage: Stage) -> None:
     assert counts == [EVENTS, EVENTS]
 
 
-@pytest.mark.long
 def test_proxies_of_the_comparison_return_the_bytes_of_triton(stage: Stage) -> None:
     request = encode_v2_infer(np.ones((1, 256), np.float32), "FP32")
     address = f"127.0.0.1:{stage.triton.options.http_port}"
@@ -102,27 +101,23 @@ def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.long
 def test_counted_requests_succeed_in_one_process() -> None:
     ended = run_module("-m", in_process.__name__, "--warm-up", "1", "--count", "1")
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@pytest.mark.long
 def test_measured_imports_exist() -> None:
     for statement in IMPORTS.values():
         ended = run_module("-c", statement)
         assert (ended.returncode, ended.stderr) == (0, ""), statement
 
 
-@pytest.mark.long
 def test_unknown_table_is_refused() -> None:
     ended = run_module("-m", "benchmarks", "--only", "no-such-table")
     assert ended.returncode == 2
     assert "pass-through" in ended.stderr
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("arguments", [["--async"], ["--sync"], ["--async", "--streaming"]])
 def test_perf_analyzer_measures_the_gateway_over_grpc(stage: Stage, arguments: list[str]) -> None:
     try:

@@ -22,6 +22,8 @@ from tests.support.documents import examples, matches
 from tests.support.servers import ROOT, Command, free_ports
 from tests.support.wait import TIMEOUT_S
 
+pytestmark = pytest.mark.long
+
 FLAGS = ("--triton-http-port", "--triton-grpc-port", "--triton-metrics-port", "--port")
 WHEEL = f"triton_gateway-{__version__}-py3-none-any.whl"
 SDIST = f"triton_gateway-{__version__}.tar.gz"
@@ -51,7 +53,6 @@ def tracked(*folders: str) -> set[str]:
     return {name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()}
 
 
-@pytest.mark.long
 def test_wheel_has_its_metadata_and_one_package_with_the_demonstration_as_data(built: Path) -> None:
     with zipfile.ZipFile(built / WHEEL) as wheel:
         names = set(wheel.namelist())
@@ -74,7 +75,6 @@ def test_wheel_has_its_metadata_and_one_package_with_the_demonstration_as_data(b
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 
-@pytest.mark.long
 def test_build_is_reproducible_and_equals_that_of_the_sdist(built: Path, tmp_path: Path) -> None:
     again = build(ROOT, tmp_path / "again")
     assert [digest(again / name) for name in (WHEEL, SDIST)] == [
@@ -119,7 +119,6 @@ def installed(built: Path, tmp_path: Path) -> Iterator[Command]:
         assert not list(empty.iterdir())
 
 
-@pytest.mark.long
 def test_installed_wheel_serves_the_demonstration_without_a_checkout(installed: Command) -> None:
     line = next(line for line in installed.lines if "ready after" in line)
     url = line.partition("on ")[2].split()[0]

@@ -33,6 +33,8 @@ from tests.support.redis_server import RedisServer
 from tests.support.servers import Command, Triton, free_ports
 from tests.support.wait import wait_until
 
+pytestmark = pytest.mark.long
+
 MODELS = model_names(12)
 BUDGET = 2
 
@@ -58,7 +60,6 @@ def two_gateways(tritons: list[Triton], state: str, **settings: str) -> Iterator
         yield [first, second]
 
 
-@pytest.mark.long
 def test_first_requests_at_two_gateways_share_one_load(
     three: list[Triton], redis: RedisServer
 ) -> None:
@@ -72,7 +73,6 @@ def test_first_requests_at_two_gateways_share_one_load(
         assert sum(len(list_held(triton)) for triton in three) == 4
 
 
-@pytest.mark.long
 def test_first_requests_at_two_workers_share_one_load(three: list[Triton]) -> None:
     for triton in three:
         clear(triton)
@@ -99,7 +99,6 @@ def test_first_requests_at_two_workers_share_one_load(three: list[Triton]) -> No
         assert sum(len(list_held(triton)) for triton in three) == 4
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("seconds", TRACE_SECONDS)
 def test_two_gateways_keep_one_budget_with_as_few_loads_as_one_lru_cache(
     three: list[Triton], redis: RedisServer, seconds: float
@@ -116,7 +115,6 @@ def test_two_gateways_keep_one_budget_with_as_few_loads_as_one_lru_cache(
         assert sum(map(evictions, gateways)) == load_count - held_count
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("seconds", TRACE_SECONDS)
 def test_two_gateways_without_a_shared_state_serve_all_models(
     three: list[Triton], seconds: float
@@ -127,7 +125,6 @@ def test_two_gateways_without_a_shared_state_serve_all_models(
         assert not trace.failures
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("has_redis", [False, True])
 def test_gateway_unloads_no_model_that_another_gateway_uses(
     three: list[Triton], tmp_path: Path, has_redis: bool
@@ -148,7 +145,6 @@ def test_gateway_unloads_no_model_that_another_gateway_uses(
         assert loads(second) == 2
 
 
-@pytest.mark.long
 def test_gateways_know_the_callers_of_each_other(
     three: list[Triton], redis: RedisServer, tmp_path: Path
 ) -> None:
@@ -177,7 +173,6 @@ def test_gateways_know_the_callers_of_each_other(
             assert loads(first) <= 3
 
 
-@pytest.mark.long
 def test_redis_that_hangs_delays_no_load_for_long(three: list[Triton], tmp_path: Path) -> None:
     with (
         RedisServer(tmp_path) as server,

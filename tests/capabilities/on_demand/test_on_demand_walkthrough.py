@@ -14,10 +14,11 @@ from tests.support.documents import ON_DEMAND, assert_prints, examples
 from tests.support.servers import ROOT
 from tests.support.up import Up
 
+pytestmark = pytest.mark.long
+
 DOCUMENT = ROOT / "docs" / ON_DEMAND
 
 
-@pytest.mark.long
 def test_walkthrough_prints_what_the_document_says(tmp_path: Path) -> None:
     text = DOCUMENT.read_text()
     (script,) = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)

@@ -23,7 +23,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from gateway.capabilities.openai.completions import relay_chunks
 from tests.support.documents import COMPLETIONS, LANGUAGE_MODELS, assert_prints, examples
 from tests.support.keys import ADMIN, TEXTS, bearer, entry, written
-from tests.support.lazy import import_lazily
+from tests.support.lazy import LazyModule
 from tests.support.servers import ROOT, free_ports, gateway_before
 from tests.support.servers import gateway as real_gateway
 from tests.support.wait import wait_until
@@ -31,7 +31,7 @@ from tests.support.wait import wait_until
 if TYPE_CHECKING:
     import openai
 else:
-    openai = import_lazily("openai")
+    openai = LazyModule("openai")
 
 MODEL = "text_org/model-7b"  # a name as vLLM's models have
 ANY = "text_any/"  # the server accepts every name that begins like this

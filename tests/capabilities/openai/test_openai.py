@@ -10,14 +10,14 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.support.lazy import import_lazily
+from tests.support.lazy import LazyModule
 from tests.support.model_zoo.zoo import Zoo, any_names
 from tests.support.servers import ROOT
 
 if TYPE_CHECKING:
     import openai
 else:
-    openai = import_lazily("openai")
+    openai = LazyModule("openai")
 
 MODEL = "text_ensemble"
 TEXTS = ["a cat sleeps", "a dog barks", "the stock market fell"]

@@ -70,6 +70,8 @@ MEASURE_S = 3.0
 ROUNDS = 3 if compares_numbers() else 1
 # Usually it is 1 to 3 ms.
 MIN_LIMIT_MS = 10
+# The same work takes that many times as much CPU time on a busy machine, whose cores share caches and clock.
+BUSY_MACHINE = 3
 SIGNALS = identity("signals", "FP32", (50_000_000,))
 # All attacks together.
 TOGETHER_S = float(os.environ.get("ATTACK_SECONDS", "600"))
@@ -259,8 +261,9 @@ def test_attack_costs_little_and_other_callers_are_served(
     used_s, used_mib = target.cpu_s() - cpu_s, (peak_bytes(target.pid) - memory) / MIB
     assert set(outcomes) <= attack.outcomes, outcomes
     assert not probes.refusals
-    print(f"{used_s:.2f} s, {used_mib:.0f} MiB")
-    assert used_s <= attack.cpu_s
+    print(f"{used_mib:.0f} MiB")
+    assert_number("CPU time", used_s, "s", at_most=attack.cpu_s)
+    assert used_s <= BUSY_MACHINE * attack.cpu_s
     assert used_mib <= attack.memory_mib
     assert_number("the slowest /livez", probes.livez_s * 1000, "ms", at_most=attack.livez_ms)
     assert_number("the slowest inference", probes.infer_s * 1000, "ms", at_most=attack.infer_ms)

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -156,3 +157,26 @@ def test_description_of_an_unused_model_expires(zoo: Zoo, zoo_triton: EmbeddedTr
     model.load_directly()
     time.sleep(EXPIRE_AFTER_S + 1)
     assert zoo.outputs(model.infer([1, 2, 3])) == {"Y": [1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (
+            "/v1/models/{model}/infer?dry_run=perhaps",
+            {"inputs": "a"},
+            "invalid query parameter 'dry_run'",
+        ),
+        ("/v2/repository/index", {"ready": "true"}, '"ready" must be'),
+        (
+            "/v2/repository/models/{model}/unload",
+            {"parameters": {"unload_dependents": "false"}},
+            "unload_dependents must be",
+        ),
+    ],
+)
+def test_flag_that_is_neither_true_nor_false_is_400(
+    zoo: Zoo, path: str, body: dict[str, Any], words: str
+) -> None:
+    path = path.format(model=zoo.names.model("single_BYTES"))
+    assert_error(zoo.client.post(path, json=body), 400, "MALFORMED_REQUEST", words)

@@ -9,11 +9,12 @@ import pytest
 
 from tests.support.servers import ROOT
 
+pytestmark = pytest.mark.long
+
 MAX_FUNCTIONS = 22
 MAX_MODULES = 10
 
 
-@pytest.mark.long
 def test_request_passes_few_functions_and_modules() -> None:
     command = [sys.executable, "-m", "tests.support.request_walk"]
     walk = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

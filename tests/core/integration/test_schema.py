@@ -6,7 +6,6 @@ A long run, different every time: `SCHEMA_EXAMPLES=300 make test-long ARGS="-k t
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +34,6 @@ from gateway.capabilities.torchserve.routes import router as torchserve
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.media_types import JSON, MULTIPART, NPY, NPZ, OCTET_STREAM
 from gateway.settings import Settings
-from tests.support.errors import assert_error
 from tests.support.keys import bearer, entry, written
 from tests.support.model_zoo.zoo import AS_WRITTEN, MANAGED, Zoo
 from tests.support.servers import gateway_before
@@ -64,7 +62,8 @@ PROPERTY = settings(
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
 )
-pytestmark = [pytest.mark.timeout(3600)] if LONG else []
+pytestmark = pytest.mark.long
+patiently = pytest.mark.timeout(3600 if LONG else 300)
 load_all_checks()
 
 # A value that fits each.
@@ -282,7 +281,7 @@ def ask_everything(operation: Operation, ask: Callable[[Case], None]) -> None:
     create_test(operation=operation, test_func=test, config=config)()
 
 
-@pytest.mark.long
+@patiently
 @pytest.mark.parametrize("label", LABELS)
 def test_operation_does_what_the_document_says(
     service: Service, whole: schemathesis.BaseSchema, label: str
@@ -298,7 +297,7 @@ def test_operation_does_what_the_document_says(
     ask_everything(operation, ask)
 
 
-@pytest.mark.long
+@patiently
 @pytest.mark.parametrize("model", SERVING)
 def test_model_does_what_its_own_document_says(service: Service, model: str) -> None:
     schema = service.schema(f"/v1/models/{model}/openapi.json")
@@ -318,7 +317,6 @@ def test_model_does_what_its_own_document_says(service: Service, model: str) -> 
     ask_everything(operation, ask)
 
 
-@pytest.mark.long
 def test_operation_in_the_background_can_be_read_by_the_links(
     service: Service, whole: schemathesis.BaseSchema
 ) -> None:
@@ -379,38 +377,3 @@ def schemas(node: Any) -> Iterator[dict[str, Any]]:
                 yield value
             else:
                 yield from schemas(value)
-
-
-def test_operations_have_names_summaries_and_tags(service: Service) -> None:
-    operations = [
-        operation for path in service.document()["paths"].values() for operation in path.values()
-    ]
-    names = [operation["operationId"] for operation in operations]
-    assert len(set(names)) == len(names)
-    for operation in operations:
-        assert re.fullmatch("[a-z]+(_[a-z]+)*", operation["operationId"])
-        assert operation["summary"]
-        assert operation["description"].endswith(".")
-        assert len(operation["tags"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "words"),
-    [
-        (
-            "/v1/models/single_BYTES/infer?dry_run=perhaps",
-            {"inputs": "a"},
-            "invalid query parameter 'dry_run'",
-        ),
-        ("/v2/repository/index", {"ready": "true"}, '"ready" must be'),
-        (
-            f"/v2/repository/models/{MANAGED.name}/unload",
-            {"parameters": {"unload_dependents": "false"}},
-            "unload_dependents must be",
-        ),
-    ],
-)
-def test_flag_that_is_neither_true_nor_false_is_400(
-    service: Service, path: str, body: dict[str, Any], words: str
-) -> None:
-    assert_error(service.client.post(path, json=body), 400, "MALFORMED_REQUEST", words)

@@ -8,11 +8,12 @@ import pytest
 
 from tests.chaos.run import run
 
+pytestmark = pytest.mark.long
+
 SEED, STEPS = 3044, 12  # almost every kind of fault and change
 PATIENCE = 4.0  # other tests run meanwhile
 
 
-@pytest.mark.long
 @pytest.mark.fault("a gateway, Redis or a Triton is killed or paused while models are loaded and")
 @pytest.mark.timeout(900)
 def test_fleet_is_as_acknowledged_after_random_faults_and_changes(tmp_path: Path) -> None:

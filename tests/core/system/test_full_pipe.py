@@ -18,6 +18,8 @@ from tests.support.servers import ROOT, free_ports
 from tests.support.up import wait_for_end, write_model
 from tests.support.wait import wait_until
 
+pytestmark = pytest.mark.long
+
 INFERENCES = 400  # each makes Triton log 2 KB
 
 
@@ -55,7 +57,6 @@ def serves(url: str) -> bool:
     return False
 
 
-@pytest.mark.long
 @pytest.mark.fault("standard error is a pipe that nobody reads")
 @pytest.mark.parametrize("command", ["up", "triton"])
 def test_triton_serves_and_all_processes_end_if_the_log_is_not_read(

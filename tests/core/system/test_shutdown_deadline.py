@@ -18,6 +18,8 @@ import pytest
 from tests.support.servers import ROOT, Command, free_ports, workers
 from tests.support.wait import wait_until
 
+pytestmark = pytest.mark.long
+
 # Far longer than any test waits for the process's end.
 FOREVER_S = 1000
 NOBODY = "http://127.0.0.1:1"
@@ -67,7 +69,6 @@ def serving(tmp_path: Path, *arguments: str) -> Iterator[tuple[Command, str]]:
         command.process.stdin.close()
 
 
-@pytest.mark.long
 @pytest.mark.fault("a disk, a thread or the event loop hangs during shutdown")
 def test_hung_disk_does_not_delay_the_exit_of_a_gateway(tmp_path: Path) -> None:
     with serving(tmp_path) as (command, _):
@@ -78,7 +79,6 @@ def test_hung_disk_does_not_delay_the_exit_of_a_gateway(tmp_path: Path) -> None:
     assert "exiting without waiting for thread state_0" in command.lines[-1]
 
 
-@pytest.mark.long
 @pytest.mark.fault("a disk, a thread or the event loop hangs during shutdown")
 def test_hung_disk_does_not_delay_the_exit_of_workers(tmp_path: Path) -> None:
     with serving(tmp_path, "--workers", "2") as (command, _):
@@ -148,7 +148,6 @@ def hang(url: str) -> None:
     wait_until(lambda: not answers(url.rpartition("/")[0]))
 
 
-@pytest.mark.long
 @pytest.mark.fault("a disk, a thread or the event loop hangs during shutdown")
 @pytest.mark.parametrize("settings", [{}, {"GATEWAY_DRAIN_S": "1"}], ids=["at once", "draining"])
 def test_hung_event_loop_is_ended_at_the_shutdown_deadline(settings: dict[str, str]) -> None:
@@ -161,7 +160,6 @@ def test_hung_event_loop_is_ended_at_the_shutdown_deadline(settings: dict[str, s
     assert "the shutdown deadline (GATEWAY_DRAIN_S, GATEWAY_SHUTDOWN_S) has passed" in stderr
 
 
-@pytest.mark.long
 def test_thread_that_holds_the_interpreter_lock_is_ended_by_the_kernel() -> None:
     """No line of the gateway can run then, and none can be logged.
 
@@ -185,7 +183,6 @@ with prompt_exit():
 """
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("ending", "status", "message"),
     [

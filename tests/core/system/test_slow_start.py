@@ -12,6 +12,8 @@ from tests.support.fleet import BODY, QUICK, write_echo
 from tests.support.servers import Triton, gateway
 from tests.support.wait import TIMEOUT_S, wait_until
 
+pytestmark = pytest.mark.long
+
 
 def count_inferences(triton: Triton) -> int:
     url = f"http://{triton.address}/v2/models/echo/stats"
@@ -34,7 +36,6 @@ def wait_for_state(client: httpx.Client, triton: Triton, state: str) -> None:
     wait_until(is_known)
 
 
-@pytest.mark.long
 def test_replica_that_comes_back_gets_a_tenth_of_its_share_at_first(tmp_path: Path) -> None:
     with ExitStack() as stack:
         tritons = []

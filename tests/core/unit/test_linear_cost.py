@@ -23,6 +23,8 @@ from gateway.tensors.signature import build_signature
 from tests.support import hostile_files as hostile
 from tests.support.linearity import cpu_s
 
+pytestmark = pytest.mark.long
+
 KIB = 1024
 SIZES = (8 * KIB, 64 * KIB, 256 * KIB)
 ROUNDS = 5
@@ -190,7 +192,6 @@ def cost_s(parser: Parser, data: Any, enough_s: float = 0.0) -> float:
     return cpu_s(work, ROUNDS, enough_s)
 
 
-@pytest.mark.long
 @pytest.mark.fault("headers, texts, values and files that make a parser rescan its input")
 @pytest.mark.parametrize("parser", PARSERS, ids=[parser.name for parser in PARSERS])
 def test_cost_of_a_parser_is_linear(parser: Parser) -> None:

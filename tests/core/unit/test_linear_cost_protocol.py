@@ -39,6 +39,8 @@ from gateway.triton.inference import parse_http_response
 from gateway.triton.json_guard import JsonGuard
 from tests.support.linearity import cpu_s
 
+pytestmark = pytest.mark.long
+
 SIZES = (1 << 10, 8 << 10, 64 << 10, 256 << 10)
 ROUNDS = 4
 SLACK = 3.0
@@ -273,7 +275,6 @@ def least_seconds(parser: Parser, size: int, enough_s: float) -> float:
     return cpu_s(parse, ROUNDS, enough_s)
 
 
-@pytest.mark.long
 @pytest.mark.fault("250 KiB made to be expensive to inspect")
 @pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.name)
 def test_cost_of_a_parser_grows_with_its_bytes(parser: Parser) -> None:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, MutableMapping
+from contextlib import nullcontext
+from typing import Any
+
+import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import ClientDisconnect
 
+from gateway.inference.streams import InferStreamResponse
+from gateway.media_types import EVENT_STREAM
 from gateway.sse import MAX_HELD_EVENT_BYTES, EventStreamScrubber
+from gateway.tensors.outputs import InferResult
 
 GOOD = b'data: {"model_name":"m","text":"data: {\\"error\\": no}"}\n\n'
 BAD = b'data: {"error":"boom /srv/x"}\n\n'
@@ -62,3 +71,26 @@ def test_endless_error_event_is_truncated(cuts: list[int]) -> None:
     output = b"".join(scrubber.feed(b"x" * 1000) for _ in range(1000))
     assert output == b"data: an error\n\n"
     assert scrubber.end() == b""
+
+
+@pytest.mark.parametrize("client_leaves", [False, True])
+async def test_slot_of_a_stream_is_released_when_the_stream_ends(client_leaves: bool) -> None:
+    released: list[bool] = []
+
+    async def results() -> AsyncGenerator[InferResult, None]:
+        return
+        yield
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if client_leaves:
+            raise OSError("the client has left")
+
+    async def receive() -> MutableMapping[str, Any]:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    response = InferStreamResponse(results(), EVENT_STREAM, "id", lambda: released.append(True))
+    scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
+    with pytest.raises(ClientDisconnect) if client_leaves else nullcontext():
+        await response(scope, receive, send)
+    assert released == [True]

@@ -61,7 +61,6 @@ def fonts_not_trained_on() -> list[float]:
     return list(printed_accuracies().values())
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("measure", "count", "minimum"),
     [

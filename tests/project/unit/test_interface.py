@@ -52,6 +52,17 @@ def test_recorded_names_cover_every_kind(document: Document) -> None:
         assert re.search(rf"\b{kind}s?\b", text), kind
 
 
+def test_operations_have_names_summaries_and_tags(document: Document) -> None:
+    operations = [operation for path in document["paths"].values() for operation in path.values()]
+    names = [operation["operationId"] for operation in operations]
+    assert len(set(names)) == len(names)
+    for operation in operations:
+        assert re.fullmatch("[a-z]+(_[a-z]+)*", operation["operationId"])
+        assert operation["summary"]
+        assert operation["description"].endswith(".")
+        assert len(operation["tags"]) == 1
+
+
 def test_openapi_document_breaks_no_recorded_client(document: Document, recorded: Document) -> None:
     assert [*openapi.find_breaks(recorded, document)] == []
 

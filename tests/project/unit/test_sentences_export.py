@@ -91,8 +91,8 @@ def test_model_embeds_a_batch_as_pytorch_does(
 @pytest.mark.parametrize(
     ("rows", "length"),
     [
-        pytest.param(ROWS, 0, id="together", marks=pytest.mark.long),
-        pytest.param(ROWS[::-1], 0, id="backwards", marks=pytest.mark.long),
+        pytest.param(ROWS, 0, id="together"),
+        pytest.param(ROWS[::-1], 0, id="backwards"),
         *(pytest.param(ROWS[:1], length, id=f"padded to {length}") for length in (16, 48, 256)),
     ],
 )
