@@ -29,7 +29,6 @@ from gateway.repository.on_demand.activation import ModelActivator
 from gateway.repository.repository import Repository
 from gateway.repository.versions.labels import LabelManager
 from gateway.repository.versions.resolver import ModelResolver
-from gateway.repository.versions.shadows import ShadowRunner
 from gateway.settings import Settings
 from gateway.settings.access import ModelUploads
 from gateway.telemetry.metrics import Metrics
@@ -59,7 +58,6 @@ class Services:
     access: Authenticator
     resolver: ModelResolver
     labels: LabelManager
-    shadows: ShadowRunner
     rate_limiter: RateLimiter
     maintenance: Maintenance
     tracer: Tracer | None = None

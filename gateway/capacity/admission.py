@@ -57,6 +57,45 @@ class AdmissionQueueFull(Overloaded):
         )
 
 
+class Slot:
+    """The place of one request among those of its model that run. It is given back at most once."""
+
+    __slots__ = ("_admission", "_caller", "_model", "is_taken")
+
+    def __init__(self, admission: AdmissionQueue, model: str, caller: str) -> None:
+        self._admission = admission
+        self._model = model
+        self._caller = caller
+        self.is_taken = False
+
+    async def acquire(self, timeout_s: float) -> float:
+        """Take the place or wait for it; return the remaining seconds.
+
+        Raises `AdmissionQueueFull` at once, or `DeadlinePassed`.
+        """
+        if not self._admission.try_acquire(self._model):
+            timeout_s = await self._admission.acquire(self._model, timeout_s, self._caller)
+        self.is_taken = True
+        return timeout_s
+
+    def transfer(self) -> Slot:
+        """Return a slot with the place of this one, which does not release it any longer."""
+        slot = Slot(self._admission, self._model, self._caller)
+        slot.is_taken, self.is_taken = self.is_taken, False
+        return slot
+
+    def release(self) -> None:
+        if self.is_taken:
+            self.is_taken = False
+            self._admission.release(self._model, self._caller)
+
+    def __enter__(self) -> Slot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
 class AdmissionQueue:
     """Limits the concurrent inferences of the process and of each model, with a short fair queue.
 

@@ -13,6 +13,7 @@ ZLIB_WBITS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "defla
 INFLATE_INPUT_BYTES = 16 << 10
 INLINE_INFLATE_BYTES = 64 << 10
 INFLATE_STEP_BYTES = 1 << 20
+BODY_FRAMING_HEADERS = frozenset((b"content-length", b"transfer-encoding", b"content-encoding"))
 
 
 async def inflate_chunks(chunks: AsyncIterator[bytes], wbits: int) -> AsyncIterator[bytes]:
@@ -46,6 +47,10 @@ async def inflate_chunks(chunks: AsyncIterator[bytes], wbits: int) -> AsyncItera
                 compressed = inflater.unconsumed_tail or inflater.unused_data
     if not inflater.eof:
         raise MalformedRequest("the compressed body is truncated")
+
+
+async def iterate_once(body: bytes) -> AsyncIterator[bytes]:
+    yield body
 
 
 async def limit_length(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[bytes]:

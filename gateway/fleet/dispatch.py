@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from time import perf_counter
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
@@ -26,8 +26,9 @@ from gateway.fleet.sequences import SequenceRouter
 from gateway.fleet.transports import TRANSPORT_ERRORS, HttpCall, UpstreamCall, decode_json
 from gateway.http_client.connection import RequestNotSent
 from gateway.telemetry.request_info import RequestInfo, current_request_info
-from gateway.triton.error_mapping import ReplicaStopping, RequestTarget
+from gateway.triton.error_mapping import ReplicaStopping
 from gateway.triton.grpc.errors import GrpcUnreachable
+from gateway.triton.request_target import RequestTarget, VersionFallback
 from gateway.triton.response import MAX_METADATA_BYTES
 
 log = logging.getLogger(__name__)
@@ -88,13 +89,35 @@ class Dispatcher:
         self._activator = activator
         self._pool.can_activate = activator.can_activate
 
-    async def send(self, call: UpstreamCall[T], timeout_s: float) -> T:
+    def send(self, call: UpstreamCall[T], timeout_s: float) -> Awaitable[T]:
         """Return the result of the first attempt that succeeds.
 
         Tries a second replica if the first cannot have executed the request. An idempotent request is also
-        retried if it may have been executed, or got no response within `FIRST_ATTEMPT_TIMEOUT_S`.
+        retried if it may have been executed, or got no response within `FIRST_ATTEMPT_TIMEOUT_S`. A request
+        to a version that was unloaded goes to another one, if its target names one.
         Raises the `GatewayError` of the failure.
         """
+        if call.target.fallback is None:
+            return self._send_to_version(call, timeout_s)
+        return self._send_to_versions(call, call.target.fallback, timeout_s)
+
+    async def _send_to_versions(
+        self, call: UpstreamCall[T], fallback: VersionFallback, timeout_s: float
+    ) -> T:
+        started_at = perf_counter()
+        try:
+            return await self._send_to_version(call, timeout_s)
+        except (ModelNotReady, UnknownModel):
+            if not call.is_resendable:
+                raise
+            target = call.target
+            version = fallback.choose_other_version(target.version, target.sequence_step)
+            if not version:
+                raise
+        remaining_s = timeout_s - (perf_counter() - started_at)
+        return await self._send_to_version(call.with_version(version), remaining_s)
+
+    async def _send_to_version(self, call: UpstreamCall[T], timeout_s: float) -> T:
         target, remaining_s = call.target, timeout_s
         step = target.sequence_step
         history = NO_ATTEMPTS

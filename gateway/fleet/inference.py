@@ -62,8 +62,9 @@ class InferenceService:
         if request.target.sequence_step is not None:  # the pieces would run in no particular order
             raise InputMismatch(f"a sequence step can have at most {max_batch_size} items")
         semaphore = asyncio.Semaphore(MAX_PARALLEL_PIECES)
+        target = request.target._replace(fallback=None)  # one version runs all pieces
         pieces = request.inputs.split(max_batch_size)
-        requests = (request._replace(inputs=piece) for piece in pieces)
+        requests = (request._replace(target=target, inputs=piece) for piece in pieces)
         work = (self._infer_piece(each, semaphore) for each in requests)
         with measure_upstream_time():
             return concatenate_results(await run_together(work))

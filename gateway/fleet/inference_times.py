@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from gateway.errors import GatewayError
 from gateway.fleet.replica import Replica
 from gateway.fleet.transports import request_json, triton_model_path
-from gateway.triton.error_mapping import RequestTarget
+from gateway.triton.request_target import RequestTarget
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeVar
 
@@ -17,7 +17,7 @@ from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Buffer, Headers, RequestNotSent
 from gateway.names import quote_path_segment
 from gateway.telemetry.tracing import TRACEPARENT, ChildSpan, Trace
-from gateway.triton.error_mapping import RequestTarget, map_triton_error
+from gateway.triton.error_mapping import map_triton_error
 from gateway.triton.grpc.byte_channel import INFER_METHOD, ByteStream, Metadata
 from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.grpc.messages import (
@@ -25,6 +25,7 @@ from gateway.triton.grpc.messages import (
     build_http_headers,
     decode_grpc_response,
     encode_grpc_request,
+    set_version,
 )
 from gateway.triton.grpc.unary import send_bytes
 from gateway.triton.inference import (
@@ -33,6 +34,7 @@ from gateway.triton.inference import (
     build_http_request,
     decode_http_response,
 )
+from gateway.triton.request_target import RequestTarget
 from gateway.triton.response import MAX_METADATA_BYTES, read_error_response
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ log = logging.getLogger(__name__)
 JSON_HEADERS: Final = [(b"content-type", b"application/json")]
 TRANSPORT_ERRORS: Final = (RequestNotSent, BadUpstream, DeadlinePassed)  # Triton may be healthy
 T_co = TypeVar("T_co", covariant=True)
+InferCall = TypeVar("InferCall", bound="GrpcInferCall")
 
 
 class UpstreamCall(Protocol[T_co]):
@@ -53,6 +56,9 @@ class UpstreamCall(Protocol[T_co]):
     def is_resendable(self) -> bool: ...
     @property
     def needs_grpc(self) -> bool: ...
+
+    def with_version(self, version: str) -> UpstreamCall[T_co]:
+        """Return the same request to another version."""
 
     def send(self, replica: Replica, timeout_s: float, trace: Trace | None) -> Awaitable[T_co]:
         """Make one attempt. Raises Triton's error, or the error of the transport."""
@@ -75,6 +81,14 @@ class HttpCall(NamedTuple):
     @property
     def needs_grpc(self) -> bool:
         return False
+
+    def with_version(self, version: str) -> HttpCall:
+        path, mark, query = self.path.partition(b"?")
+        # "", "v2", "models", the model, and the version if there is one.
+        segments = path.split(b"/")
+        segments[4 : 6 if self.target.version else 4] = [b"versions", version.encode()]
+        target = self.target._replace(version=version)
+        return self._replace(target=target, path=b"/".join(segments) + mark + query)
 
     async def send(
         self, replica: Replica, timeout_s: float, trace: Trace | None
@@ -120,6 +134,10 @@ class GrpcInferCall(GrpcCall):
     @property
     def target(self) -> RequestTarget:
         return self.request.target
+
+    def with_version(self: InferCall, version: str) -> InferCall:
+        target = self.target._replace(version=version)
+        return replace(self, request=self.request._replace(target=target))
 
 
 class GrpcUnaryCall(GrpcInferCall):
@@ -181,6 +199,10 @@ class GrpcBytesCall(GrpcCall):
     is_management: bool = False
     needs_grpc: ClassVar[bool] = True
 
+    def with_version(self, version: str) -> GrpcBytesCall:
+        target, message = self.target._replace(version=version), set_version(self.message, version)
+        return replace(self, target=target, message=message)
+
     async def send(self, replica: Replica, timeout_s: float, trace: Trace | None) -> bytes:
         metadata = self.metadata
         if self.is_management:
@@ -203,6 +225,10 @@ class GrpcBytesStreamCall(GrpcCall):
     message: bytes
     metadata: Metadata = ()
     needs_grpc: ClassVar[bool] = True
+
+    def with_version(self, version: str) -> GrpcBytesStreamCall:
+        target, message = self.target._replace(version=version), set_version(self.message, version)
+        return replace(self, target=target, message=message)
 
     async def send(
         self, replica: Replica, timeout_s: float, trace: Trace | None

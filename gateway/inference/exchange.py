@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Final, TypeVar
 
@@ -13,16 +13,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.callers import Right
-from gateway.errors import DeadlinePassed, InputMismatch, MalformedRequest
-from gateway.fleet.signatures import check_output_names
+from gateway.capacity.admission import Slot
+from gateway.errors import (
+    DeadlinePassed,
+    InputMismatch,
+    MalformedRequest,
+    ModelNotReady,
+    UnknownModel,
+)
+from gateway.fleet.signatures import SignatureCache, check_output_names
 from gateway.http_client.connection import Headers
 from gateway.inference.body import DeferredPayload, RequestBody, receive_payload
-from gateway.inference.labels import copy_request, infer_with_label, read_signature
 from gateway.media_types import OCTET_STREAM
 from gateway.memory import MemoryCharge
 from gateway.messages import quote_text, suggest_name
-from gateway.repository.versions.resolver import LabelledTarget, with_sequence
+from gateway.repository.versions.resolver import ModelTarget
 from gateway.repository.versions.shadows import ShadowCopy
+from gateway.repository.versions.version_choice import VersionChoice
 from gateway.services import Services
 from gateway.tasks import run_together
 from gateway.telemetry.request_info import RequestInfo
@@ -43,8 +50,8 @@ from gateway.tensors.outputs import EncodedBody, InferResult, are_large
 from gateway.tensors.payload import Payload
 from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import Signature
-from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.inference import InferRequest
+from gateway.triton.request_target import RequestTarget
 
 T = TypeVar("T")
 OPTION_HEADERS: Final = frozenset(
@@ -81,28 +88,18 @@ class InferExchange:
     deadline: float
     trace_headers: Headers  # the client's trace context
     step: SequenceStep | None  # from the sequence headers
-    label: LabelledTarget | None = None  # if a label decided on the version
-    copies: tuple[ShadowCopy, ...] = ()  # sent after this exchange
-    has_slot: bool = False
+    slot: Slot
+    choice: VersionChoice | None = None  # if a label decided on the version
+    copies: list[ShadowCopy] = field(default_factory=list)  # sent after this exchange
 
     def __enter__(self) -> InferExchange:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.release_slot()
-        for copy in self.copies:
-            self.services.shadows.start(copy)
-
-    def release_slot(self) -> None:
-        if self.has_slot:
-            self.has_slot = False
-            self.services.admission.release(self.signature.model, self.info.caller_name)
-
-    def transfer_slot(self) -> Callable[[], None]:
-        """Return the function that releases the slot, which the end of the context does not do then."""
-        self.has_slot = False
-        release = self.services.admission.release
-        return partial(release, self.signature.model, self.info.caller_name)
+        self.slot.release()
+        if self.choice is not None:
+            for copy in self.copies:
+                self.choice.start_copy(copy)
 
     @property
     def remaining_s(self) -> float:
@@ -120,7 +117,8 @@ class InferExchange:
         body = await (receiving if is_received else self._limit_time(receiving))
         if isinstance(body, DeferredPayload):
             body = await self._limit_time(decoders.run_in_thread(0, body))
-        await self._acquire_slot()
+        # After the body is received, so that a slow client does not hold a slot.
+        await self.slot.acquire(self.remaining_s)
         if isinstance(body, Payload):
             return body, await self._convert_payload(body)
         arguments = (*body.args, self.signature, limits)
@@ -135,7 +133,7 @@ class InferExchange:
         is_received = await self._receive_start()
         reading = self.body.read(limits.max_bytes, self.charge)
         body = await (reading if is_received else self._limit_time(reading))
-        await self._acquire_slot()
+        await self.slot.acquire(self.remaining_s)
         if len(body) > JSON_CODEC.max_thread_bytes:
             arguments = (parse, body, self.signature, limits)
             work = decoders.run_in_process(0, self.remaining_s, decode_predict_body, *arguments)
@@ -152,13 +150,6 @@ class InferExchange:
         if b"expect" in self.body.headers:  # the client waits for 100 Continue
             return False
         return await self.body.receive_start(self.services.payload_limits.max_bytes)
-
-    async def _acquire_slot(self) -> None:
-        # Called after the body is received, so that a slow client does not hold a slot.
-        admission, model = self.services.admission, self.signature.model
-        if not admission.try_acquire(model):
-            await admission.acquire(model, self.remaining_s, self.info.caller_name)
-        self.has_slot = True
 
     async def _convert_payloads(self, payloads: Sequence[Payload]) -> list[InferInputs]:
         """Convert payloads of separate inferences; let the event loop run between them."""
@@ -196,8 +187,8 @@ class InferExchange:
     def build_request(self, payload: Payload, inputs: InferInputs) -> InferRequest:
         step = self._read_parameters(payload.parameters) if payload.parameters else self.step
         signature, version = self.signature, self.signature.version
-        if self.label is not None and step is not None and step is not self.step:
-            version = self.info.version = self.label.choose_sequence_version(step)
+        if self.choice is not None and step is not None and step is not self.step:
+            version = self.info.version = self.choice.choose_sequence_version(step)
         return InferRequest(
             RequestTarget(
                 signature.model,
@@ -205,6 +196,7 @@ class InferExchange:
                 self.timeout_s,
                 sequence_step=step,
                 can_activate=True,
+                fallback=self.choice,
             ),
             signature,
             inputs,
@@ -228,7 +220,7 @@ class InferExchange:
 
     async def run_payloads(self, payloads: Sequence[Payload]) -> list[InferResult]:
         """Acquire a slot and return the results of the payloads, which have no order."""
-        await self._acquire_slot()
+        await self.slot.acquire(self.remaining_s)
         inputs = await self._convert_payloads(payloads)
         return await self.run_all(inputs, payloads[0]._replace(parts={}))
 
@@ -259,16 +251,13 @@ class InferExchange:
         """Return the result; raises `TooLarge` or `RateLimitExceeded` for a batch that must be split."""
         if request.inputs.exceeds(self.signature.max_batch_size):
             await self._count_rows(request.inputs.batch_size)
-        if self.label is None:
-            result = await self.services.inference.infer(request)
-        else:
-            result = await infer_with_label(self.services.inference, self.label, request)
-            self.info.version = result.version or self.info.version
+        result = await self.services.inference.infer(request)
         self.charge.change_kind("response")
         self.charge.add(RESPONSE_MEMORY_FACTOR * result.size_bytes)
-        if self.label is not None:
-            copy = copy_request(self.services.shadows, self.label.label, request, result)
-            self.copies = (*self.copies, *copy)
+        if self.choice is not None:
+            self.info.version = result.version or self.info.version
+            if copy := self.choice.copy_inference(request, result):
+                self.copies.append(copy)
         return result
 
     async def _count_rows(self, rows: int) -> None:
@@ -294,7 +283,7 @@ class InferExchange:
         )
         # Browsers download an output that could run a script instead of displaying it.
         headers = ATTACHMENT_HEADERS if is_active_content(encoded.content_type) else None
-        if self.label is not None:
+        if self.choice is not None:
             headers = {**(headers or {}), VERSION_HEADER: self.info.version}
         return Response(encoded.body, headers=headers, media_type=encoded.content_type)
 
@@ -322,24 +311,47 @@ async def open_exchange(
         trace_headers = [
             pair for pair in request.scope["headers"] if pair[0] in TRACE_CONTEXT_HEADERS
         ]
-    label = None
-    if isinstance(target, LabelledTarget):
-        label, target = target, with_sequence(target, step)
+    if step is not None:
+        target = target.with_sequence(step)
     now = asyncio.get_running_loop().time()
     if deadline is None:
         deadline = now + timeout_s
     if services.activator is not None:
-        await services.activate_model(*target, max(deadline - now, 0.0))
-    signature = services.signatures.find_signature(*target)
+        await services.activate_model(target.model, target.version, max(deadline - now, 0.0))
+    signature = services.signatures.find_signature(target.model, target.version)
     if signature is None:
-        read = read_signature(services.signatures, target, label, step)
+        read = read_signature(services.signatures, target, step)
         signature = await limit_time(read, deadline, timeout_s)
     info: RequestInfo = request.scope["request_info"]
     info.model, info.version = signature.model, signature.version
-    charge = services.get_charge(info)
     return InferExchange(
-        services, body, info, charge, signature, timeout_s, deadline, trace_headers, step, label
+        services,
+        body,
+        info,
+        services.get_charge(info),
+        signature,
+        timeout_s,
+        deadline,
+        trace_headers,
+        step,
+        Slot(services.admission, signature.model, info.caller_name),
+        target.choice,
     )
+
+
+async def read_signature(
+    signatures: SignatureCache, target: ModelTarget, step: SequenceStep | None
+) -> Signature:
+    """Return the signature of the target, or if it was unloaded, of another version of a split."""
+    try:
+        return await signatures.get_signature(target.model, target.version)
+    except (ModelNotReady, UnknownModel):
+        if target.choice is None:
+            raise
+        version = target.choice.choose_other_version(target.version, step)
+        if not version:
+            raise
+    return await signatures.get_signature(target.model, version)
 
 
 def check_parameter_names(parameters: Iterable[str]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from functools import lru_cache
 from typing import Final
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from gateway.capacity.admission import Slot
 from gateway.errors import GatewayError, serialize_error
 from gateway.media_types import EVENT_STREAM, NDJSON
 from gateway.tensors.outputs import InferResult, encode_json_result, list_accepted_types
@@ -33,10 +34,10 @@ class InferStreamResponse(StreamingResponse):
         results: AsyncGenerator[InferResult, None],
         stream_type: str,
         request_id: str,
-        release_slot: Callable[[], None],
+        slot: Slot,
     ) -> None:
         self._results = results
-        self._release_slot = release_slot
+        self._slot = slot
         encode = stream_events if stream_type == EVENT_STREAM else stream_json_lines
         pieces = encode(results, request_id)
         super().__init__(pieces, headers=STREAM_HEADERS, media_type=stream_type)
@@ -45,7 +46,7 @@ class InferStreamResponse(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._release_slot()
+            self._slot.release()
             await self._results.aclose()
 
 

@@ -15,7 +15,13 @@ import orjson
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
-from gateway.capacity.body_chunks import ZLIB_WBITS, inflate_chunks, limit_length
+from gateway.capacity.body_chunks import (
+    BODY_FRAMING_HEADERS,
+    ZLIB_WBITS,
+    inflate_chunks,
+    iterate_once,
+    limit_length,
+)
 from gateway.errors import BodyTooLarge, InputMismatch, MalformedRequest
 from gateway.http_client.connection import Headers
 from gateway.memory import MemoryCharge
@@ -42,9 +48,6 @@ MIN_CHUNK_BYTES: Final = 32 * 1024
 MAX_BUFFERED_BYTES: Final = 1 << 20
 # Larger JSON is not parsed to find the outputs with a classification.
 MAX_PARSED_BYTES: Final = 64 * 1024
-BODY_FRAMING_HEADERS: Final = frozenset(
-    (b"content-length", b"transfer-encoding", b"content-encoding")
-)
 
 
 def count_buffered_bytes(headers: RequestHeaders, action: Forwarding) -> int:
@@ -152,10 +155,6 @@ async def inflate_body(
         pieces = prepend_chunks(buffered, pieces)
     headers.append((b"transfer-encoding", b"chunked"))
     return pieces
-
-
-async def iterate_once(body: bytes) -> AsyncIterator[bytes]:
-    yield body
 
 
 async def prepend_chunks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from typing import Final
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -11,6 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway.access.auth import authorize_all_models
 from gateway.callers import Right
+from gateway.capacity.admission import Slot
 from gateway.capacity.body_chunks import ZLIB_WBITS, coalesce_chunks
 from gateway.error_responses import render_error
 from gateway.errors import BodyTooLarge
@@ -30,40 +32,49 @@ from gateway.passthrough.body import (
     inflate_body,
 )
 from gateway.passthrough.headers import RequestHeaders, header_length_error, prepare_request_headers
-from gateway.passthrough.labels import LabelledRequest
 from gateway.passthrough.relay import build_start_message, relay_response, send_own_response
-from gateway.passthrough.rules import FixedResponse, Forwarding, MatchedRoute, find_route
-from gateway.repository.versions.resolver import LabelledTarget
+from gateway.passthrough.rules import (
+    FixedResponse,
+    Forwarding,
+    MatchedRoute,
+    change_version_cached,
+    find_route,
+)
+from gateway.repository.versions.resolver import NO_MODEL, ModelTarget
 from gateway.services import Services
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
 from gateway.telemetry.request_info import RequestInfo, read_head
 from gateway.tensors.sequence import SequenceStep
-from gateway.triton.error_mapping import RequestTarget
+from gateway.triton.request_target import RequestTarget
 
 log = logging.getLogger(__name__)
+
+VERSION_HEADER: Final = b"x-model-version"  # of responses whose version a label decided
 
 
 async def pass_through(services: Services, scope: Scope, receive: Receive, send: Send) -> int:
     """Forward a request to Triton and send the response, or an error. Returns the status."""
     status = 0
-    route: MatchedRoute | None = None
+    target = NO_MODEL
     info: RequestInfo = scope["request_info"]
     try:
         route = read_head(scope, find_route)
         action = route.action
         info.route = route.template
-        route, labelled = resolve_route(services, scope, route)
+        target = ModelTarget(route.model, route.version)
+        target = resolve_target(services, scope, route)
         if isinstance(action, FixedResponse):
             fixed = Response(action.body, media_type=JSON)
             return await send_own_response(fixed, scope, receive, send)
-        response = await forward_request(services, scope, receive, route, action, labelled)
+        slot = Slot(services.admission, target.model, info.caller_name)
+        response = await forward_request(services, scope, receive, route, action, target, slot)
         try:
             start = build_start_message(response, scope)
-            if labelled is not None:
-                route = labelled.route
-                start["headers"].append(labelled.response_header)
-                send = labelled.watch_response(send, info.request_id, info.timeout_s)
-            info.model, info.version = route.model, route.version
+            info.model, info.version = target.model, target.version
+            if (choice := target.choice) is not None:
+                info.version = choice.version
+                start["headers"].append((VERSION_HEADER, choice.version.encode()))
+                send = choice.watch_response(send, info.request_id)
             if response.is_complete and not response.is_event_stream and scope["method"] != "HEAD":
                 status = response.status
                 await send(start)
@@ -76,8 +87,7 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
                     await send(message)
         finally:
             response.close()
-            if action.is_inference:
-                services.admission.release(route.model, info.caller_name)
+            slot.release()
     except ClientDisconnect:
         return CLIENT_CLOSED_REQUEST
     except Exception as exc:  # noqa: BLE001 - the border of the process: every request gets a response
@@ -85,28 +95,22 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
             # The response has started: the server closes the connection, so that clients see the error.
             log.warning("the response was aborted: %s", exc)
             return status
-        if route is not None and services.pool.has_model(route.model, route.version):
-            info.model, info.version = route.model, route.version
+        services.record_model(info, target.model, target.version)
         error = await render_error(Request(scope, receive), exc)
         return await send_own_response(error, scope, receive, send)
     return status
 
 
-def resolve_route(
-    services: Services, scope: Scope, route: MatchedRoute
-) -> tuple[MatchedRoute, LabelledRequest | None]:
-    """Check the caller's rights, and return the route with the version that the request means."""
-    rule = route.rule
+def resolve_target(services: Services, scope: Scope, route: MatchedRoute) -> ModelTarget:
+    """Check the caller's rights, and return the model and the version that the request means."""
+    rule, model = route.rule, route.model
     if rule.for_all_models:
         authorize_all_models(scope, rule.right)
-        return route, None
+        return ModelTarget(model)
     target = services.resolver.resolve(
-        scope, rule.right, route.model, route.version, rule.not_found_error
+        scope, rule.right, model, route.version, rule.not_found_error
     )
-    if isinstance(target, LabelledTarget):
-        labelled = LabelledRequest(route, target, services.shadows)
-        return labelled.route, labelled
-    return route.with_version(target.version), None
+    return target if route.version or rule.has_default_version else ModelTarget(model)
 
 
 async def forward_request(
@@ -115,7 +119,8 @@ async def forward_request(
     receive: Receive,
     route: MatchedRoute,
     action: Forwarding,
-    labelled: LabelledRequest | None,
+    target: ModelTarget,
+    slot: Slot,
 ) -> UpstreamResponse:
     """Return Triton's successful response. For an inference, the caller must release the slot."""
     rule, model = route.rule, route.model
@@ -125,36 +130,38 @@ async def forward_request(
     timeout_s = services.resolve_timeout_s(requested) if requested else services.default_timeout_s
     info.timeout_s = timeout_s
     if action.can_activate and services.activator is not None:
-        timeout_s = await services.activate_model(model, route.version, timeout_s)
-    forwarded, body, step = await prepare_body(services, scope, receive, route, action, headers)
-    if step is not None and labelled is not None:
-        route = labelled.set_sequence(step)
+        timeout_s = await services.activate_model(model, target.version, timeout_s)
+    forwarded, body, step = await prepare_body(
+        services, scope, receive, route, action, headers, target.version
+    )
+    if step is not None:
+        target = target.with_sequence(step)
     if rule.right is Right.manage:
         forwarded = add_management_headers(forwarded, services.management_headers)
-    if action.is_inference and not services.admission.try_acquire(model):
-        timeout_s = await services.admission.acquire(model, timeout_s, info.caller_name)
-    target = RequestTarget(
+    if action.is_inference:
+        timeout_s = await slot.acquire(timeout_s)
+    upstream = RequestTarget(
         model,
-        route.version,
+        target.version,
         timeout_s,
         action.is_health_check,
         step,
         rule.not_found_error,
         action.can_activate,
+        target.choice,
     )
     # Triton sends a body for HEAD, which would be read as the next response.
     method = b"GET" if scope["method"] == "HEAD" else scope["method"].encode()
     query: bytes = scope["query_string"]
-    path = b"%b?%b" % (route.path, query) if query else route.path
+    path = change_version_cached(route, target.version).path
+    path = b"%b?%b" % (path, query) if query else path
+    call = HttpCall(upstream, method, path, forwarded, body)
+    if target.choice is not None and action.is_inference:
+        call = target.choice.copy_http_call(call, has_tensors=action.json_rules.has_tensors)
     try:
-        call = HttpCall(target, method, path, forwarded, body)
-        if labelled is None:
-            return await services.dispatcher.send(call, timeout_s)
-        is_inference = action.is_inference
-        return await labelled.send(services.dispatcher, call, timeout_s, is_inference=is_inference)
+        return await services.dispatcher.send(call, timeout_s)
     except BaseException:
-        if action.is_inference:
-            services.admission.release(model, info.caller_name)
+        slot.release()
         raise
 
 
@@ -165,6 +172,7 @@ async def prepare_body(
     route: MatchedRoute,
     action: Forwarding,
     headers: RequestHeaders,
+    version: str,
 ) -> tuple[Headers, PassthroughBody, SequenceStep | None]:
     """Return the headers for Triton with the framing of the body, the body, and its sequence step."""
     length, forwarded = headers.content_length, headers.forwarded.copy()
@@ -198,7 +206,7 @@ async def prepare_body(
         searched_bytes = min(len(first), MAX_SEQUENCE_JSON_BYTES)
         refuses_sequence = (length if json_bytes is None else json_bytes) > searched_bytes
     if "POST" in route.rule.methods:
-        signature = partial(services.signatures.get_signature, route.model, route.version)
+        signature = partial(services.signatures.get_signature, route.model, version)
         body = await guard_body(
             body,
             action.json_rules,

@@ -12,8 +12,8 @@ from gateway.fleet.transports import TRANSPORT_ERRORS, request_json, triton_mode
 from gateway.messages import quote_text
 from gateway.repository.report import OperationReport, Outcome
 from gateway.repository.shared_state import SharedState, StartedLoad
-from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.json_guard import GUARD_CHUNK_BYTES, JsonGuard
+from gateway.triton.request_target import RequestTarget
 
 PROBE_PARAMETER: Final = "gateway.probe"  # in the model's config: the JSON body of an inference
 PROBE_TIMEOUT_S: Final = 60.0

@@ -82,9 +82,8 @@ async def stream_inference(
     An error before the first result is an ordinary error response. The timeout applies to each result.
     """
     results = await exchange.services.inference.stream(exchange.build_request(payload, inputs))
-    return InferStreamResponse(
-        results, stream_type, exchange.info.request_id, exchange.transfer_slot()
-    )
+    slot = exchange.slot.transfer()
+    return InferStreamResponse(results, stream_type, exchange.info.request_id, slot)
 
 
 @route_predict(

@@ -261,11 +261,11 @@ async def get_signature(
     """Return the signature of a model. One that is loaded on demand is loaded if it never was before."""
     target = services.resolver.resolve(request.scope, Right.infer, model, version)
     if services.activator is not None and not services.pool.is_usable(target.model):
-        remembered = services.signatures.find_remembered_signature(*target)
+        remembered = services.signatures.find_remembered_signature(target.model, target.version)
         if remembered is not None and services.activator.can_activate(target.model):
             return remembered
         await services.activator.activate(target.model, services.default_timeout_s)
-    return await services.signatures.get_signature(*target)
+    return await services.signatures.get_signature(target.model, target.version)
 
 
 def build_model_description(signature: Signature, *, is_ready: bool) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import orjson
 
@@ -29,10 +28,9 @@ from gateway.errors import (
     RefusedByModel,
     SequenceNotRunning,
     Unavailable,
-    UnknownModel,
 )
 from gateway.messages import quote_text
-from gateway.tensors.sequence import SequenceStep
+from gateway.triton.request_target import RequestTarget
 
 log = logging.getLogger(__name__)
 
@@ -90,18 +88,6 @@ class ReplicaStopping(Unavailable):
     """Triton exits, and has not run the request."""
 
     message = "the replica is shutting down; try again"
-
-
-class RequestTarget(NamedTuple):
-    """The target of a request to Triton, used to choose a replica and to build error messages."""
-
-    model: str = ""
-    version: str = ""
-    timeout_s: float = 0.0
-    is_health_check: bool = False
-    sequence_step: SequenceStep | None = None
-    not_found_error: type[UnknownModel] = UnknownModel  # the error for a model that is not found
-    can_activate: bool = False  # the request waits for a model that is loaded on demand
 
 
 ANY_ERROR_STATUS = frozenset((400, 404, 500, 501, 503))

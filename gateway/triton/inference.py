@@ -25,7 +25,7 @@ from gateway.tensors.copying import MAX_PIECE_BYTES, copy_bytes
 from gateway.tensors.dtypes import BYTES, DATATYPES, build_bytes_array
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.signature import Signature
-from gateway.triton.error_mapping import RequestTarget
+from gateway.triton.request_target import RequestTarget
 
 T = TypeVar("T")
 # The exceptions of an invalid response.

@@ -6,7 +6,8 @@ from typing import Final
 
 from gateway.errors import GatewayError
 from gateway.http_client.client import UpstreamResponse
-from gateway.triton.error_mapping import RequestTarget, map_triton_error
+from gateway.triton.error_mapping import map_triton_error
+from gateway.triton.request_target import RequestTarget
 
 MAX_ERROR_BODY_BYTES: Final = 1 << 20
 MAX_METADATA_BYTES: Final = 4 << 20  # of a repository's index or a model's metadata

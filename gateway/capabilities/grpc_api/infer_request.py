@@ -8,19 +8,18 @@ from typing import Any, Final, NamedTuple
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from gateway.capabilities.grpc_api.wire import encode_field, invalid_message, remove_fields
+from gateway.capabilities.grpc_api.wire import invalid_message, remove_fields
 from gateway.errors import Forbidden, InputMismatch, MalformedRequest
 from gateway.passthrough.rules import NO_SHARED_MEMORY
 from gateway.tensors.payload import MAX_PARAMETERS, TooManyParameters, check_parameter_limits
 from gateway.tensors.sequence import SEQUENCE_KEYS, SequenceStep, parse_sequence_parameters
+from gateway.triton.grpc.messages import set_version
 from gateway.triton.json_guard import MAX_EMPTY_SHAPE_PRODUCT
 
 # Smaller messages are decoded as a whole, which costs less than the search for their tensors.
 MAX_DECODED_BYTES: Final = 32 << 10
 # What is not a tensor is decoded on the event loop, and takes up to eight times its size.
 MAX_HEAD_BYTES: Final = 256 << 10
-# The same number in all requests that name a model.
-VERSION_FIELD: Final = service_pb2.ModelInferRequest.MODEL_VERSION_FIELD_NUMBER
 RAW_CONTENTS: Final = frozenset((service_pb2.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER,))
 TYPED_CONTENTS: Final = {
     service_pb2.ModelInferRequest.INPUTS_FIELD_NUMBER: frozenset(
@@ -61,11 +60,9 @@ def read_infer_request(message: bytes) -> InferHead:
     return InferHead(request.model_name, request.model_version, request.id, step, class_outputs)
 
 
-def set_version(message: bytes, requested: str, version: str) -> bytes:
-    """Return the request for another version: the last of several values of a field counts."""
-    if version == requested:
-        return message
-    return message + encode_field(VERSION_FIELD, version.encode())
+def change_version(message: bytes, requested: str, version: str) -> bytes:
+    """Return a request to this version instead of the requested one."""
+    return message if version == requested else set_version(message, version)
 
 
 def check_message(request: Any, body_bytes: int) -> None:

@@ -6,13 +6,18 @@ from time import perf_counter
 
 from gateway.callers import Right
 from gateway.capabilities.grpc_api.call import IncomingCall
-from gateway.capabilities.grpc_api.infer_request import InferHead, read_infer_request, set_version
+from gateway.capabilities.grpc_api.infer_request import (
+    InferHead,
+    change_version,
+    read_infer_request,
+)
+from gateway.capacity.admission import Slot
 from gateway.fleet.transports import GrpcBytesCall
-from gateway.repository.versions.resolver import ModelTarget, with_sequence
+from gateway.repository.versions.resolver import ModelTarget
 from gateway.services import Services
-from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.byte_channel import INFER_METHOD
 from gateway.triton.inference import find_outputs_without_classes
+from gateway.triton.request_target import RequestTarget
 
 
 async def serve_infer(call: IncomingCall) -> bytes:
@@ -21,30 +26,47 @@ async def serve_infer(call: IncomingCall) -> bytes:
     metadata = call.select_metadata()
     message = await call.read_message(timeout_s)
     head = read_infer_request(message)
-    target = with_sequence(call.resolve(Right.infer, head.model, head.version), head.step)
-    message = set_version(message, head.version, target.version)
+    target = call.resolve(Right.infer, head.model, head.version).with_sequence(head.step)
+    model, version, choice = target
     remaining_s = timeout_s - (perf_counter() - started_at)
+    copy = None
     try:
-        remaining_s = await services.activate_model(*target, remaining_s)
+        remaining_s = await services.activate_model(model, version, remaining_s)
         deadline = perf_counter() + remaining_s
         await check_classification(services, target, head)
-        if not services.admission.try_acquire(target.model):
-            remaining_s = deadline - perf_counter()
-            await services.admission.acquire(target.model, remaining_s, call.info.caller_name)
-        try:
-            upstream = RequestTarget(
-                *target, call.info.timeout_s, sequence_step=head.step, can_activate=True
+        with Slot(services.admission, model, call.info.caller_name) as slot:
+            await slot.acquire(deadline - perf_counter())
+            request = GrpcBytesCall(
+                build_upstream_target(call, target, head),
+                INFER_METHOD,
+                change_version(message, head.version, version),
+                metadata,
             )
-            request = GrpcBytesCall(upstream, INFER_METHOD, message, metadata)
-            return await services.dispatcher.send(request, deadline - perf_counter())
-        finally:
-            services.admission.release(target.model, call.info.caller_name)
+            response = await services.dispatcher.send(request, deadline - perf_counter())
+            if choice is not None:
+                copy = choice.copy_grpc_call(request, response, call.info.request_id)
     finally:
-        services.record_model(call.info, *target)
+        services.record_model(call.info, model, choice.version if choice else version)
+    if copy is not None and choice is not None:
+        choice.start_copy(copy)
+    return response
+
+
+def build_upstream_target(
+    call: IncomingCall, target: ModelTarget, head: InferHead
+) -> RequestTarget:
+    return RequestTarget(
+        target.model,
+        target.version,
+        call.info.timeout_s,
+        sequence_step=head.step,
+        can_activate=True,
+        fallback=target.choice,
+    )
 
 
 async def check_classification(services: Services, target: ModelTarget, head: InferHead) -> None:
     """Raise `InputMismatch` if an output cannot be classified: Triton would divide by 0."""
     if head.class_outputs:
-        signature = await services.signatures.get_signature(*target)
+        signature = await services.signatures.get_signature(target.model, target.version)
         find_outputs_without_classes(signature, head.class_outputs)

@@ -9,13 +9,13 @@ from tritonclient.grpc import service_pb2
 
 from gateway.callers import Right
 from gateway.capabilities.grpc_api.call import IncomingCall, check_size
-from gateway.capabilities.grpc_api.infer_request import set_version
+from gateway.capabilities.grpc_api.infer_request import change_version
 from gateway.capabilities.grpc_api.wire import invalid_message
 from gateway.errors import Forbidden, ModelNotReady, UnknownModel, UnknownModelToTrace
 from gateway.fleet.transports import GrpcBytesCall
 from gateway.passthrough.rules import NO_SHARED_MEMORY
 from gateway.repository.versions.resolver import NO_MODEL, ModelTarget
-from gateway.triton.error_mapping import RequestTarget
+from gateway.triton.request_target import RequestTarget
 
 EMPTY_MESSAGE: Final = b""
 NOT_READY: Final = EMPTY_MESSAGE  # of a ModelReadyResponse: `ready` has its default, false
@@ -49,7 +49,8 @@ async def serve_model(call: IncomingCall) -> bytes:
     """
     request, message, timeout_s = await read_small_request(call, service_pb2.ModelMetadataRequest)
     target, message = select_version(call, message, request)
-    return await forward(call, message, RequestTarget(*target, timeout_s, can_activate=True))
+    upstream = RequestTarget(target.model, target.version, timeout_s, can_activate=True)
+    return await forward(call, message, upstream)
 
 
 async def serve_model_ready(call: IncomingCall) -> bytes:
@@ -57,7 +58,7 @@ async def serve_model_ready(call: IncomingCall) -> bytes:
     request, message, timeout_s = await read_small_request(call, service_pb2.ModelReadyRequest)
     target, message = select_version(call, message, request)
     try:
-        return await forward(call, message, RequestTarget(*target, timeout_s))
+        return await forward(call, message, RequestTarget(target.model, target.version, timeout_s))
     except (ModelNotReady, UnknownModel):
         return NOT_READY
 
@@ -65,7 +66,7 @@ async def serve_model_ready(call: IncomingCall) -> bytes:
 def select_version(call: IncomingCall, message: bytes, request: Any) -> tuple[ModelTarget, bytes]:
     """Return what the request means, and its message with the number of the version."""
     target = call.resolve(Right.infer, request.name, request.version)
-    return target, set_version(message, request.version, target.version)
+    return target, change_version(message, request.version, target.version)
 
 
 async def serve_statistics(call: IncomingCall) -> bytes:
@@ -78,7 +79,7 @@ async def serve_statistics(call: IncomingCall) -> bytes:
         target, message = select_version(call, message, request)
     else:  # of all versions, whatever the label `default` means
         target = ModelTarget(call.resolve(Right.infer, request.name).model)
-    return await forward(call, message, RequestTarget(*target, timeout_s))
+    return await forward(call, message, RequestTarget(target.model, target.version, timeout_s))
 
 
 async def serve_trace_setting(call: IncomingCall) -> bytes:
@@ -88,7 +89,9 @@ async def serve_trace_setting(call: IncomingCall) -> bytes:
         target = call.resolve(Right.manage, request.model_name, not_found_error=UnknownModelToTrace)
     else:
         call.authorize_all_models(Right.manage)
-    upstream = RequestTarget(*target, timeout_s, not_found_error=UnknownModelToTrace)
+    upstream = RequestTarget(
+        target.model, target.version, timeout_s, not_found_error=UnknownModelToTrace
+    )
     return await forward(call, message, upstream, is_management=True)
 
 

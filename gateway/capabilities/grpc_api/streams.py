@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
@@ -23,17 +22,21 @@ from gateway.capabilities.grpc_api.call import (
     ResponseNotRead,
     ShuttingDown,
 )
-from gateway.capabilities.grpc_api.infer_request import InferHead, read_infer_request, set_version
-from gateway.capabilities.grpc_api.inference import check_classification
+from gateway.capabilities.grpc_api.infer_request import (
+    InferHead,
+    change_version,
+    read_infer_request,
+)
+from gateway.capabilities.grpc_api.inference import build_upstream_target, check_classification
 from gateway.capabilities.grpc_api.receive import StreamReader
+from gateway.capacity.admission import Slot
 from gateway.errors import GatewayError, Unauthenticated
 from gateway.fleet.sequences import SequenceKey
 from gateway.fleet.transports import GrpcBytesStreamCall
 from gateway.memory import MemoryBudgetExceeded
-from gateway.repository.versions.resolver import NO_MODEL, ModelTarget, with_sequence
+from gateway.repository.versions.resolver import NO_MODEL, ModelTarget
 from gateway.tasks import cancel_tasks
 from gateway.telemetry.request_info import current_request_info
-from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.byte_channel import ByteStream, map_stream_error
 
 MAX_STREAM_REQUESTS: Final = 64  # in progress on one stream; further ones are read later
@@ -158,15 +161,17 @@ class InferStream:
         """Check a request; return whether its response comes in the order of the requests."""
         request.head = head = read_infer_request(request.message)
         target = request.call.resolve(Right.infer, head.model, head.version)
-        request.target = target = with_sequence(target, head.step)
-        request.message = set_version(request.message, head.version, target.version)
+        request.target = target = target.with_sequence(head.step)
+        request.message = change_version(request.message, head.version, target.version)
         if head.step is not None:
             request.sequence = key = (target.model, head.step.sequence_id)
             request.previous_step = self._last_steps.get(key)
             self._last_steps[key] = request.is_done
-        await self._services.activate_model(*target, request.call.find_timeout_s())
+        model, version, _ = target
+        await self._services.activate_model(model, version, request.call.find_timeout_s())
         signatures = self._services.signatures
-        signature = signatures.find_signature(*target) or await signatures.get_signature(*target)
+        signature = signatures.find_signature(model, version)
+        signature = signature or await signatures.get_signature(model, version)
         await check_classification(self._services, target, head)
         return not signature.is_decoupled
 
@@ -176,7 +181,9 @@ class InferStream:
             self._last_response = None
         if request.sequence and self._last_steps.get(request.sequence) is request.is_done:
             del self._last_steps[request.sequence]
-        self._services.record_model(request.call.info, *request.target)
+        model, version, choice = request.target
+        version = version if choice is None else choice.version
+        self._services.record_model(request.call.info, model, version)
         request.call.end()
         self._tasks.discard(task)
         self._window.release()
@@ -199,24 +206,17 @@ class InferStream:
                 raise request.failure
             if request.previous_step is not None:
                 await request.previous_step.wait()
-            timeout_s = await self._services.admission.acquire(
-                target.model, call.find_timeout_s(), call.info.caller_name
-            )
-            with ExitStack() as slot:
-                slot.callback(self._services.admission.release, target.model, call.info.caller_name)
-                await self._relay(request, target, timeout_s, slot)
+            with Slot(self._services.admission, target.model, call.info.caller_name) as slot:
+                timeout_s = await slot.acquire(call.find_timeout_s())
+                await self._relay(request, timeout_s, slot)
         except ResponseNotRead:
             raise
         except GatewayError as exc:
             await self._write_error(request, exc)
 
-    async def _relay(
-        self, request: StreamRequest, target: ModelTarget, timeout_s: float, slot: ExitStack
-    ) -> None:
-        call, head = request.call, request.head
-        upstream = RequestTarget(
-            *target, call.info.timeout_s, sequence_step=head.step, can_activate=True
-        )
+    async def _relay(self, request: StreamRequest, timeout_s: float, slot: Slot) -> None:
+        call = request.call
+        upstream = build_upstream_target(call, request.target, request.head)
         stream_call = GrpcBytesStreamCall(upstream, request.message, self._metadata)
         stream, response = await self._services.dispatcher.send(stream_call, timeout_s)
         request.message = b""
@@ -224,7 +224,7 @@ class InferStream:
         try:
             if response is not None and request.waits_for_order:
                 # The model has answered, and is not to wait for that of another request.
-                slot.close()
+                slot.release()
             while response is not None:
                 call.charge_response(response)
                 await self._write(request, response)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Final
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from gateway.capacity.admission import Slot
 from gateway.errors import GatewayError
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
@@ -33,9 +34,7 @@ def build_completion_headers(headers: Headers, length: int) -> Headers:
 class RelayedResponse(StreamingResponse):
     """The response of a server, as it arrives. A client disconnect closes the server's connection."""
 
-    def __init__(
-        self, response: UpstreamResponse, timeout_s: float, release: Callable[[], None]
-    ) -> None:
+    def __init__(self, response: UpstreamResponse, timeout_s: float, slot: Slot) -> None:
         headers = {
             name.decode(): value.decode("latin-1")
             for name in RELAYED_HEADERS
@@ -44,7 +43,7 @@ class RelayedResponse(StreamingResponse):
         if is_active_content(headers.get("content-type", "")):
             headers |= ATTACHMENT_HEADERS
         self._response = response
-        self._release = release
+        self._slot = slot
         super().__init__(relay_chunks(response, timeout_s), response.status, headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,7 +54,7 @@ class RelayedResponse(StreamingResponse):
             log.warning("the response was aborted: %s", exc.detail)
         finally:
             self._response.close()
-            self._release()
+            self._slot.release()
 
 
 async def relay_chunks(response: UpstreamResponse, timeout_s: float) -> AsyncIterator[bytes]:

@@ -29,6 +29,7 @@ from gateway.capabilities.openai.text_vectors import (
     parse_embeddings_request,
     parse_rerank_request,
 )
+from gateway.capacity.admission import Slot
 from gateway.errors import GatewayError
 from gateway.inference.exchange import open_exchange
 from gateway.inference.json_request import receive_json
@@ -85,18 +86,18 @@ async def create_completion(request: Request, services: ServicesForInference) ->
     services.resolver.check_served_name(request.scope, Right.infer, model)
     info: RequestInfo = request.scope["request_info"]
     timeout_s = deadline - asyncio.get_running_loop().time()
-    timeout_s = await services.admission.acquire(model, timeout_s, info.caller_name)
-    release = partial(services.admission.release, model, info.caller_name)
+    slot = Slot(services.admission, model, info.caller_name)
+    timeout_s = await slot.acquire(timeout_s)
     try:
         headers = build_completion_headers(request.scope["headers"], len(body))
         path = request.scope["path"].encode()
         response = await servers.send(path, headers, body, timeout_s)
     except BaseException:
-        release()
+        slot.release()
         raise
     if response.status == HTTPStatus.OK:  # so that the name is a model's, and may be a label value
         info.model = servers.get_model_label(model)
-    return RelayedResponse(response, timeout_s, release)
+    return RelayedResponse(response, timeout_s, slot)
 
 
 @router.post(

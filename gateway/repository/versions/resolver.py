@@ -10,7 +10,9 @@ from gateway.access.auth import authorize
 from gateway.callers import Caller, Right
 from gateway.errors import UnknownModel
 from gateway.names import is_model_name, normalize_version
-from gateway.repository.versions.label_router import ActiveLabel, LabelRouter, UnknownLabel
+from gateway.repository.versions.label_router import LabelRouter, UnknownLabel
+from gateway.repository.versions.shadows import ShadowRunner
+from gateway.repository.versions.version_choice import VersionChoice
 from gateway.tensors.sequence import SequenceStep
 from gateway.version_labels import DEFAULT_LABEL, is_label_name
 
@@ -20,32 +22,24 @@ class ModelTarget(NamedTuple):
 
     model: str
     version: str = ""  # normalized; empty means Triton's choice
+    choice: VersionChoice | None = None  # if a label decided on the version
+
+    def with_sequence(self, step: SequenceStep | None) -> ModelTarget:
+        """Return the target of a sequence step, which keeps the version of the sequence."""
+        if step is None or self.choice is None:
+            return self
+        return self._replace(version=self.choice.choose_sequence_version(step))
 
 
 NO_MODEL: Final = ModelTarget("")
 
 
-class LabelledTarget(ModelTarget):
-    """A target whose version a label decided."""
-
-    label: ActiveLabel
-    scope: Scope
-
-    def choose_sequence_version(self, step: SequenceStep) -> str:
-        return self.label.choose_sequence_version(self.scope, self.version, step)
-
-    def choose_other_version(self, step: SequenceStep | None) -> str:
-        """Return another version of a split after Triton refused this one; empty if there is none."""
-        if step is not None or not self.label.value.is_split:
-            return ""
-        return self.label.redirect(self.version)
-
-
 class ModelResolver:
     """Resolves the model of every request, whether its name came from a path, a body or gRPC."""
 
-    def __init__(self, labels: LabelRouter) -> None:
+    def __init__(self, labels: LabelRouter, shadows: ShadowRunner) -> None:
         self.labels = labels
+        self._shadows = shadows
         self._state = labels.state
 
     def resolve(
@@ -67,7 +61,8 @@ class ModelResolver:
         if labels and model in labels and right is Right.infer:
             label = self.labels.find_label(model, version or DEFAULT_LABEL)
             if label is not None:
-                return resolve_label(scope, label)
+                choice = VersionChoice(label, scope, self._shadows)
+                return ModelTarget(model, choice.version, choice)
         if not version:
             return ModelTarget(model)
         number = normalize_version(version)
@@ -109,17 +104,3 @@ def check_model(
     caller: Caller = scope["request_info"].caller
     if model and not (is_model_name(model) and caller.can_see(model)):
         raise not_found_error(model, version)
-
-
-def with_sequence(target: ModelTarget, step: SequenceStep | None) -> ModelTarget:
-    """Return the target of a sequence step, which keeps the version of the sequence."""
-    if step is None or not isinstance(target, LabelledTarget):
-        return target
-    return ModelTarget(target.model, target.choose_sequence_version(step))
-
-
-def resolve_label(scope: Scope, label: ActiveLabel) -> LabelledTarget:
-    target = tuple.__new__(LabelledTarget, (label.model, label.choose_version(scope)))
-    target.label = label
-    target.scope = scope
-    return target

@@ -18,8 +18,7 @@ from gateway.capacity.admission import AdmissionQueue
 from gateway.errors import GatewayError, TooLarge, UpstreamResponseTooLarge
 from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.transports import HttpCall
-from gateway.http_client.client import CompleteResponse
+from gateway.fleet.replica import Replica
 from gateway.repository.versions.label_router import ActiveLabel
 from gateway.repository.versions.output_comparison import (
     DIFFERENT,
@@ -48,11 +47,9 @@ class ShadowCopy:
     label: ActiveLabel
     shadow: Shadow
     request_id: str
-    timeout_s: float
-    response_bytes: int
-    build_call: Callable[[], Awaitable[HttpCall]]
-    read_primary: Callable[[], Awaitable[Arrays]]
-    read_copy: Callable[[CompleteResponse], Awaitable[Arrays]]
+    size_bytes: int  # of the larger one of request and response
+    send: Callable[[Replica], Awaitable[Arrays]]
+    read_response: Callable[[], Awaitable[Arrays]]  # of the request itself
 
 
 class ShadowRunner:
@@ -96,7 +93,7 @@ class ShadowRunner:
 
     def start(self, copy: ShadowCopy) -> None:
         """Send a copy in the background, or drop it if it is large or there are too many."""
-        if copy.response_bytes > self.max_bytes or len(self._tasks) >= MAX_COPIES:
+        if copy.size_bytes > self.max_bytes or len(self._tasks) >= MAX_COPIES:
             self.count_result(copy.label, copy.shadow, DROPPED)
             return
         self._tasks.start(self._run(copy))
@@ -118,13 +115,10 @@ class ShadowRunner:
             self._log_difference(copy, comparison, monotonic())
 
     async def _compare(self, copy: ShadowCopy) -> Comparison:
-        call = await copy.build_call()
-        model, version = copy.label.model, copy.shadow.version
-        replica = choose_less_loaded(self._pool.get_candidates(model, version))
-        upstream = await call.send(replica, copy.timeout_s, None)
-        response = await upstream.read_complete(self.max_bytes)
-        primary, other = await copy.read_primary(), await copy.read_copy(response)
-        if len(response.body) <= MAX_INLINE_BYTES:
+        candidates = self._pool.get_candidates(copy.label.model, copy.shadow.version)
+        other = await copy.send(choose_less_loaded(candidates))
+        primary = await copy.read_response()
+        if copy.size_bytes <= MAX_INLINE_BYTES:
             return compare_outputs(primary, other, copy.shadow.tolerance)
         return await asyncio.to_thread(compare_outputs, primary, other, copy.shadow.tolerance)
 

@@ -23,13 +23,14 @@ from tritonclient.grpc import service_pb2
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
 from gateway.http_client.client import MAX_RESPONSE_BYTES
 from gateway.tasks import TaskSet
-from gateway.triton.error_mapping import RequestTarget, map_triton_error
+from gateway.triton.error_mapping import map_triton_error
 from gateway.triton.grpc.errors import (
     NO_RESPONSE,
     GrpcUnreachable,
     encode_triton_error,
     map_grpc_error,
 )
+from gateway.triton.request_target import RequestTarget
 
 GRPC_SERVICE: Final = "/inference.GRPCInferenceService"
 INFER_METHOD: Final = f"{GRPC_SERVICE}/ModelInfer"

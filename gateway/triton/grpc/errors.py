@@ -9,7 +9,8 @@ import orjson
 
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError, UpstreamResponseTooLarge
 from gateway.http_client.connection import RequestNotSent
-from gateway.triton.error_mapping import RequestTarget, map_triton_error
+from gateway.triton.error_mapping import map_triton_error
+from gateway.triton.request_target import RequestTarget
 
 # The status that Triton's HTTP API returns for each code; all other codes are 400.
 HTTP_STATUS_BY_GRPC_CODE: Final = {

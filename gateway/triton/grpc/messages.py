@@ -78,6 +78,12 @@ def build_http_headers(metadata: Metadata) -> Headers:
     ]
 
 
+def set_version(message: bytes, version: str) -> bytes:
+    """Return a request to another version: the last of several values of a field counts."""
+    added: bytes = service_pb2.ModelInferRequest(model_version=version).SerializeToString()
+    return message + added
+
+
 async def decode_grpc_response(message: bytes, *, is_streamed: bool = False) -> InferResponse:
     """Return a ModelInferResponse, decoded in a thread if it is large. Raises `BadUpstream`."""
     if len(message) > MAX_INLINE_RESPONSE_BYTES:

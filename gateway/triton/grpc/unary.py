@@ -8,7 +8,6 @@ from typing import cast
 import grpc
 
 from gateway.errors import DeadlinePassed
-from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.byte_channel import (
     CLEANUPS,
     MAX_CANCEL_GRACE_S,
@@ -16,6 +15,7 @@ from gateway.triton.grpc.byte_channel import (
     Metadata,
     map_rpc_error,
 )
+from gateway.triton.request_target import RequestTarget
 
 
 async def send_bytes(

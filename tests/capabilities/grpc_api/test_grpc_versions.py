@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from queue import Queue
+from typing import Any
 
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
+from tests.support.grpc_gateway import fp32
+from tests.support.metrics import metric
 from tests.support.on_demand import model_names, on_demand_gateway, tritons_with
 from tests.support.servers import Triton, free_ports, gateway_before
-from tests.support.versioned import LABELS, NAME, write_versions
-from tests.support.wait import wait_until
+from tests.support.versioned import (
+    LABELS,
+    NAME,
+    add_version,
+    remove_version,
+    set_behaviour,
+    write_versions,
+)
+from tests.support.wait import TIMEOUT_S, wait_until
+
+COPIES = "gateway_shadow_requests_total"
+# By the behaviour of the shadow version.
+RESULTS: dict[str, dict[str, Any]] = {"equal": {}, "different": {"factor": 2}}
 
 
 def infer(
@@ -27,6 +43,17 @@ def infer(
     value.set_data_from_numpy(np.ones(shape, np.float32))
     answer = client.infer(model, [value], model_version=version, client_timeout=60)
     return str(answer.get_response().model_version)
+
+
+def infer_in_stream(client: triton_grpc.InferenceServerClient, model: str, version: str) -> str:
+    """Return the version that answered."""
+    answers: Queue[tuple[triton_grpc.InferResult, object]] = Queue()
+    client.start_stream(lambda result, error: answers.put((result, error)))
+    client.async_stream_infer(model, [fp32(1, 2, shape=(1, 2))], model_version=version)
+    result, error = answers.get(timeout=TIMEOUT_S)
+    client.stop_stream()
+    assert error is None, error
+    return str(result.get_response().model_version)
 
 
 def test_labels_and_splits_choose_the_version_of_a_call(tmp_path: Path) -> None:
@@ -54,6 +81,49 @@ def test_labels_and_splits_choose_the_version_of_a_call(tmp_path: Path) -> None:
         assert client.is_model_ready(NAME, "stable")
         with pytest.raises(InferenceServerException, match="label 'unknown'"):
             infer(client, NAME, "unknown")
+
+
+@pytest.mark.fault(
+    "a version that a label means is unloaded, or its Triton or the gateway restarts"
+)
+def test_call_to_an_unloaded_version_of_a_split_goes_to_another_one(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    with (
+        Triton(write_versions(tmp_path / "models"), NAME) as triton,
+        # The gateway learns of the change from Triton's answers, and not from a probe.
+        gateway_before(triton.options.url, grpc_port=str(port), poll_interval_s="30") as http,
+        triton_grpc.InferenceServerClient(f"127.0.0.1:{port}") as client,
+    ):
+        triton.wait()
+        http.post("/v2/repository/index").raise_for_status()  # probes the replica
+        label = {"versions": {"1": 1, "3": 1}}
+        http.put(f"{LABELS}/canary", json=label).raise_for_status()
+        for call in (infer, infer_in_stream):
+            assert Counter(call(client, NAME, "canary") for _ in range(4)) == {"1": 2, "3": 2}
+            remove_version(triton, 3)
+            assert {call(client, NAME, "canary") for _ in range(4)} == {"1"}
+            add_version(triton, 3)
+            http.post("/v2/repository/index").raise_for_status()
+        page = http.get("/metrics").text
+        assert 'gateway_label_redirects_total{model="split",label="canary",version="3"}' in page
+
+
+def test_call_is_copied_to_the_shadow_of_its_label(tmp_path: Path) -> None:
+    (port,), repository = free_ports(1), write_versions(tmp_path / "models")
+    with (
+        Triton(repository, NAME) as triton,
+        gateway_before(triton.options.url, grpc_port=str(port)) as http,
+        triton_grpc.InferenceServerClient(f"127.0.0.1:{port}") as client,
+    ):
+        triton.wait()
+        http.post("/v2/repository/index").raise_for_status()
+        label = {"version": "1", "shadow": {"version": "2"}}
+        http.put(f"{LABELS}/stable", json=label).raise_for_status()
+        for result, behaviour in RESULTS.items():
+            set_behaviour(repository, 2, **behaviour)
+            assert infer(client, NAME, "stable") == "1"
+            series = f'{COPIES}{{model="{NAME}",label="stable",version="2",result="{result}"}}'
+            wait_until(partial(metric, http, series))
 
 
 @pytest.mark.long

@@ -188,6 +188,7 @@ def is_served(triton: Triton, model: str) -> bool:
     return httpx.get(f"http://{triton.address}/v2/models/{model}/ready").is_success
 
 
+@pytest.mark.long
 @pytest.mark.fault(
     "a model is removed, or its first version cannot be loaded, and clients use its name"
 )

@@ -41,7 +41,8 @@ from gateway.repository.repository import Repository
 from gateway.repository.state.desired import DesiredModel
 from gateway.repository.state.store import open_state_store
 from gateway.settings import Settings
-from gateway.triton.error_mapping import LoadFailed, RequestTarget
+from gateway.triton.error_mapping import LoadFailed
+from gateway.triton.request_target import RequestTarget
 from tests.support.calls import count_calls
 from tests.support.simulated_replicas import SimulatedTriton, simulated_replicas
 from tests.support.state_contract import opened

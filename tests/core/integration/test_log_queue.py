@@ -81,7 +81,7 @@ class Unread(Command):
 
 
 @pytest.mark.fault("standard error is a pipe that nobody reads")
-@pytest.mark.parametrize("log_format", ["console", "json"])
+@pytest.mark.parametrize("log_format", ["console", pytest.param("json", marks=pytest.mark.long)])
 def test_requests_are_answered_and_dropped_lines_are_counted_in_the_log(log_format: str) -> None:
     with Unread(log_format=log_format) as server:
         assert server.ask(REQUESTS) == {404}  # it stopped for good when the pipe was full

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.byte_channel import INFER_METHOD, GrpcByteChannel
 from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.grpc.management import build_load_request, call_management_api
 from gateway.triton.grpc.unary import send_bytes
+from gateway.triton.request_target import RequestTarget
 from tests.support.wait import TIMEOUT_S
 
 NOBODY = "nobody.invalid:8001"  # RFC 6761, section 6.4

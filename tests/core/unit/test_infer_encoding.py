@@ -22,7 +22,6 @@ from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import build_signature
-from gateway.triton.error_mapping import RequestTarget
 from gateway.triton.grpc.messages import encode_grpc_request
 from gateway.triton.inference import (
     MAX_SEPARATE_ELEMENTS,
@@ -32,6 +31,7 @@ from gateway.triton.inference import (
     decode_infer_response,
     parse_http_response,
 )
+from gateway.triton.request_target import RequestTarget
 
 SHAPES = array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
 

@@ -37,6 +37,7 @@ from gateway.triton.grpc import errors as grpc_errors
 from gateway.triton.grpc import management
 from gateway.triton.inference import parse_http_response
 from gateway.triton.json_guard import JsonGuard
+from gateway.triton.request_target import RequestTarget
 from tests.support.linearity import cpu_s
 
 pytestmark = pytest.mark.long
@@ -99,7 +100,7 @@ def dripped_events(data: bytes) -> None:
 
 
 def map_error(body: bytes) -> object:
-    return error_mapping.map_triton_error(400, body, error_mapping.RequestTarget("m"))
+    return error_mapping.map_triton_error(400, body, RequestTarget("m"))
 
 
 def error_body(text: str) -> bytes:
@@ -157,7 +158,7 @@ def index(size: int) -> list[Any]:
 
 
 def translated(text: str) -> object:
-    return grpc_errors.map_grpc_error("UNAVAILABLE", text, error_mapping.RequestTarget(), 1)
+    return grpc_errors.map_grpc_error("UNAVAILABLE", text, RequestTarget(), 1)
 
 
 def step_in(body: bytes) -> object:

@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import ClientDisconnect
 
+from gateway.capacity.admission import AdmissionQueue, Slot
 from gateway.inference.streams import InferStreamResponse
 from gateway.media_types import EVENT_STREAM
 from gateway.sse import MAX_HELD_EVENT_BYTES, EventStreamScrubber
+from gateway.telemetry.metrics import Metrics
 from gateway.tensors.outputs import InferResult
 
 GOOD = b'data: {"model_name":"m","text":"data: {\\"error\\": no}"}\n\n'
@@ -75,7 +77,9 @@ def test_endless_error_event_is_truncated(cuts: list[int]) -> None:
 
 @pytest.mark.parametrize("client_leaves", [False, True])
 async def test_slot_of_a_stream_is_released_when_the_stream_ends(client_leaves: bool) -> None:
-    released: list[bool] = []
+    admission = AdmissionQueue(1, 1, 1, Metrics())
+    slot = Slot(admission, "model", "caller")
+    await slot.acquire(1)
 
     async def results() -> AsyncGenerator[InferResult, None]:
         return
@@ -89,8 +93,8 @@ async def test_slot_of_a_stream_is_released_when_the_stream_ends(client_leaves: 
         await anyio.sleep_forever()
         raise AssertionError
 
-    response = InferStreamResponse(results(), EVENT_STREAM, "id", lambda: released.append(True))
+    response = InferStreamResponse(results(), EVENT_STREAM, "id", slot)
     scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
     with pytest.raises(ClientDisconnect) if client_leaves else nullcontext():
         await response(scope, receive, send)
-    assert released == [True]
+    assert admission.running == 0

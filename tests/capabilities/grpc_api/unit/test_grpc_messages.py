@@ -17,8 +17,8 @@ from gateway.capabilities.grpc_api.infer_request import (
     MAX_HEAD_BYTES,
     RAW_CONTENTS,
     TYPED_CONTENTS,
+    change_version,
     read_infer_request,
-    set_version,
 )
 from gateway.capabilities.grpc_api.status import GRPC_CODES, describe_failure
 from gateway.capabilities.grpc_api.wire import (
@@ -107,8 +107,8 @@ def test_request_of_any_size_is_read_without_its_tensors(encode: Any) -> None:
 
 def test_last_of_several_values_counts_as_in_protobuf() -> None:
     message = service_pb2.ModelInferRequest(model_name="m", model_version="1").SerializeToString()
-    assert set_version(message, "1", "1") == message
-    changed = set_version(message, "1", "42")
+    assert change_version(message, "1", "1") == message
+    changed = change_version(message, "1", "42")
     assert read_infer_request(changed).version == "42"
     assert service_pb2.ModelInferRequest.FromString(changed).model_version == "42"
 

@@ -1,0 +1,125 @@
+"""The version that a label chose for one request, and the copy of the request for the label's shadow."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from starlette.types import Scope, Send
+
+from gateway.fleet.replica import Replica
+from gateway.fleet.transports import GrpcBytesCall, HttpCall, prepare_http_infer
+from gateway.repository.versions.http_copy import HttpCopy, can_copy
+from gateway.repository.versions.label_router import ActiveLabel
+from gateway.repository.versions.output_comparison import Arrays
+from gateway.repository.versions.shadows import DROPPED, ShadowCopy, ShadowRunner
+from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS
+from gateway.tensors.outputs import InferResult
+from gateway.tensors.sequence import SequenceStep
+from gateway.triton.grpc.byte_channel import Metadata
+from gateway.triton.grpc.messages import decode_grpc_response
+from gateway.triton.inference import InferRequest, decode_http_response
+from gateway.version_labels import Shadow
+
+TRACE_METADATA = frozenset(name.decode() for name in TRACE_CONTEXT_HEADERS)
+
+
+class VersionChoice:
+    """The version of one request, which a label chose. It changes if Triton refuses that version.
+
+    A handler asks for the copy of a request while the request holds its slot, and starts it when the slot is
+    free. Sequences and streams are never copied.
+    """
+
+    def __init__(self, label: ActiveLabel, scope: Scope, runner: ShadowRunner) -> None:
+        self.version = label.choose_version(scope)
+        self._label = label
+        self._scope = scope
+        self._runner = runner
+        self._http_copy: HttpCopy | None = None
+
+    def choose_sequence_version(self, step: SequenceStep) -> str:
+        """Return the version of a sequence, which all of its requests keep."""
+        self.version = self._label.choose_sequence_version(self._scope, self.version, step)
+        return self.version
+
+    def choose_other_version(self, refused: str, step: SequenceStep | None) -> str:
+        """Return another version of a split; empty if there is none."""
+        if step is not None or not self._label.value.is_split:
+            return ""
+        version = self._label.redirect(refused)
+        self.version = version or self.version
+        return version
+
+    # Copies for the label's shadow.
+
+    def copy_inference(self, request: InferRequest, result: InferResult) -> ShadowCopy | None:
+        """Return the copy of an inference of `/v1`, if there is to be one."""
+        label, target = self._label, request.target
+        if target.sequence_step is not None or not (shadow := self._runner.choose_shadow(label)):
+            return None
+        size_bytes = sum(array.nbytes for array in request.inputs.arrays.values())
+        if request.inputs.exceeds(request.signature.max_batch_size):  # it was sent in pieces
+            self._runner.count_result(label, shadow, DROPPED)
+            return None
+
+        async def send(replica: Replica) -> Arrays:
+            deadline = asyncio.get_running_loop().time() + target.timeout_s
+            copied = request._replace(
+                target=target._replace(version=shadow.version), deadline=deadline
+            )
+            call = await prepare_http_infer(copied, [])
+            response = await call.send(replica, target.timeout_s, None)
+            reply = await response.read_complete(self._runner.max_bytes)
+            return (await decode_http_response(reply)).outputs
+
+        async def read_response() -> Arrays:
+            return result.arrays
+
+        size_bytes = max(size_bytes, result.size_bytes)
+        return ShadowCopy(label, shadow, request.request_id, size_bytes, send, read_response)
+
+    def copy_grpc_call(
+        self, call: GrpcBytesCall, response: bytes, request_id: str
+    ) -> ShadowCopy | None:
+        """Return the copy of a `ModelInfer` of a client, if there is to be one."""
+        label, target = self._label, call.target
+        if target.sequence_step is not None or not (shadow := self._runner.choose_shadow(label)):
+            return None
+        copied = build_grpc_copy(call, shadow)
+
+        async def send(replica: Replica) -> Arrays:
+            reply = await copied.send(replica, target.timeout_s, None)
+            return (await decode_grpc_response(reply)).outputs
+
+        async def read_response() -> Arrays:
+            return (await decode_grpc_response(response)).outputs
+
+        size_bytes = max(len(call.message), len(response))
+        return ShadowCopy(label, shadow, request_id, size_bytes, send, read_response)
+
+    def copy_http_call(self, call: HttpCall, *, has_tensors: bool) -> HttpCall:
+        """Return the request of `/v2` to send, and keep a copy of it if there is to be one.
+
+        The body of a large request is copied while it is sent.
+        """
+        if self._label.value.shadow is None or not can_copy(call):
+            return call
+        shadow = self._runner.choose_shadow(self._label)
+        if shadow is None:
+            return call
+        self._http_copy = HttpCopy(self._label, shadow, self._runner, call, has_tensors)
+        return self._http_copy.call
+
+    def watch_response(self, send: Send, request_id: str) -> Send:
+        """Return the function that sends the response, after which the copy is sent."""
+        copy = self._http_copy
+        return send if copy is None else copy.watch_response(send, request_id)
+
+    def start_copy(self, copy: ShadowCopy) -> None:
+        self._runner.start(copy)
+
+
+def build_grpc_copy(call: GrpcBytesCall, shadow: Shadow) -> GrpcBytesCall:
+    metadata: Metadata = tuple(pair for pair in call.metadata if pair[0] not in TRACE_METADATA)
+    return replace(call.with_version(shadow.version), metadata=metadata)
