@@ -339,6 +339,7 @@ def drop_files(page: browser.Page, zone: str, **files: bytes) -> None:
     )
 
 
+@pytest.mark.long
 def test_dropped_model_is_uploaded_with_an_administrators_key(
     page: browser.Page, uploads: str
 ) -> None:
@@ -501,6 +502,7 @@ def test_inside_of_a_deep_response_is_shown_as_json(
     page.see(f"{renamed.output('Y')} pre", "deepest")
 
 
+@pytest.mark.long
 def test_streamed_responses_are_shown_as_they_arrive(
     page: browser.Page, renamed: RenamedModels
 ) -> None:
@@ -1067,6 +1069,7 @@ def faults(page: browser.Page, *rules: str) -> list[str]:
 # The API description.
 
 
+@pytest.mark.long
 def test_api_description_needs_no_other_server(page: browser.Page, demo_url: str) -> None:
     page.open(demo_url, "docs")
     page.see("#api", "/v1/models/{model}/infer")

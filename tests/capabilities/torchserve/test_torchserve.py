@@ -219,6 +219,7 @@ def error_of(response: httpx.Response) -> tuple[int, str, str]:
     return error["code"], error["type"], error["message"]
 
 
+@pytest.mark.long
 def test_paths_do_not_exist_without_the_setting(triton: EmbeddedTriton) -> None:
     with gateway_before(triton.options.url) as client:
         for route in router.routes:

@@ -35,6 +35,8 @@ from tests.support.uploads import (
 )
 from tests.support.wait import TIMEOUT_S, wait_until
 
+pytestmark = pytest.mark.long
+
 PREFIX = "of/tests"
 MARKER = ".triton-gateway-repository"
 SAMPLE_S = 0.02
@@ -91,7 +93,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BucketPlace]:
         yield BucketPlace(tritons, client, command, settings, server, scratch)
 
 
-@pytest.mark.long
 def test_uploaded_versions_are_served_listed_and_removed(place: BucketPlace) -> None:
     for number, content in enumerate((FIRST, SECOND), 1):
         put = place.client.put("/v1/models/mine", content=content)
@@ -119,7 +120,6 @@ def test_uploaded_versions_are_served_listed_and_removed(place: BucketPlace) -> 
     assert place.hidden() == []
 
 
-@pytest.mark.long
 def test_file_of_another_program_is_listed_with_its_checksum(place: BucketPlace) -> None:
     httpx.put(f"{place.server.url}/{PREFIX}/foreign/1/model.onnx", content=FIRST)
     digest = hashlib.sha256(FIRST).hexdigest()
@@ -131,7 +131,6 @@ def test_file_of_another_program_is_listed_with_its_checksum(place: BucketPlace)
     assert place.client.delete("/v1/models/foreign").status_code == 200
 
 
-@pytest.mark.long
 def test_version_that_cannot_be_loaded_leaves_nothing_behind(place: BucketPlace) -> None:
     assert place.client.put("/v1/models/steady", content=FIRST).status_code == 201
     before = place.object_keys()
@@ -153,7 +152,6 @@ def test_version_that_cannot_be_loaded_leaves_nothing_behind(place: BucketPlace)
     assert place.client.delete("/v1/models/steady").status_code == 200
 
 
-@pytest.mark.long
 def test_replaced_version_has_the_files_of_the_upload_alone(place: BucketPlace) -> None:
     def zipped(*names: str) -> bytes:
         file = io.BytesIO()
@@ -189,7 +187,6 @@ def test_uploads_through_two_gateways_get_consecutive_versions(place: BucketPlac
     assert place.hidden() == []
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "size",
     [128 * MIB, pytest.param(1024 * MIB, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])],
@@ -238,7 +235,6 @@ def test_missing_bucket_is_reported(place: BucketPlace) -> None:
         assert "models cannot be uploaded to the bucket nothing" in command.output
 
 
-@pytest.mark.long
 def test_bucket_that_stops_during_an_upload_is_reported(place: BucketPlace) -> None:
     with S3Server() as server:
         repository = server.repository("gone")
@@ -254,7 +250,6 @@ def test_bucket_that_stops_during_an_upload_is_reported(place: BucketPlace) -> N
             assert place.hidden() == []
 
 
-@pytest.mark.long
 def test_gateway_that_is_stopped_during_an_upload_leaves_nothing_behind(
     place: BucketPlace, tmp_path: Path
 ) -> None:
@@ -275,7 +270,6 @@ def test_gateway_that_is_stopped_during_an_upload_leaves_nothing_behind(
     assert place.server.unfinished_uploads() == 0
 
 
-@pytest.mark.long
 def test_upload_of_a_killed_gateway_is_reverted_by_the_next(place: BucketPlace) -> None:
     """Once its lock has not been renewed for a while."""
     first = place.client.put("/v1/models/cut", content=FIRST)

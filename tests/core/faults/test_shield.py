@@ -281,6 +281,9 @@ def object_with(count: int, key_bytes: int = 1) -> dict[str, int]:
     return {f"{key:0{key_bytes}}": 1 for key in range(count)}
 
 
+MANY_KEYS = object_with(100_000)
+
+
 @pytest.mark.fault("requests that crash a Triton or keep it busy for minutes: a form content type")
 @pytest.mark.parametrize(
     "way",
@@ -299,14 +302,14 @@ def object_with(count: int, key_bytes: int = 1) -> dict[str, int]:
             object_with(GENERATE_RULES.total_keys + 1),
         ),
         (f"{GENERATE}_stream", object_with(9, MAX_KEY_BYTES), object_with(9, MAX_KEY_BYTES + 1)),
-        (GENERATE, {"a": "x" * 10_000}, {"a": object_with(100_000)}),
+        (GENERATE, {"a": "x" * 10_000}, {"a": MANY_KEYS}),
         (INFER, {"parameters": object_with(900)}, {"parameters": object_with(1001)}),
         (
             INFER,
             {"inputs": [object_with(100)] * 90},
             {"inputs": [object_with(100)] * (INFER_RULES.total_keys // 100 + 1)},
         ),
-        ("/v2/models/echo/trace/setting", {"a": "b"}, object_with(100_000)),
+        ("/v2/models/echo/trace/setting", {"a": "b"}, MANY_KEYS),
     ],
     ids=["generate", "long keys", "nested", "parameters", "objects", "settings"],
 )

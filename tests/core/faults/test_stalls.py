@@ -60,6 +60,8 @@ from tests.support.model_zoo.zoo import Names, identity, write_repository
 from tests.support.servers import Command, free_ports, gateway, triton_on_free_ports
 from tests.support.wait import TIMEOUT_S, wait_until
 
+pytestmark = pytest.mark.long
+
 MIB = 1 << 20
 NICENESS = 10
 BUDGET_BYTES = 256 * MIB
@@ -239,7 +241,6 @@ def send_attack(target: Target) -> Iterator[Callable[[str], list[str]]]:
         process.join()
 
 
-@pytest.mark.long
 @pytest.mark.fault("requests that once blocked the whole process: unfinished shapes, archives that")
 @pytest.mark.fault(
     "images, NumPy files, archives and forms that contradict themselves, or are small"

@@ -312,6 +312,7 @@ def test_inputs_of_every_kind_are_read(gateway: Gateway, tmp_path: Path) -> None
     assert [value_of(record) for record in records(texts.stdout)] == ["-x", 'a,\n"b"']
 
 
+@pytest.mark.long
 def test_model_with_several_responses_has_them_in_one_record(
     gateway: Gateway, tmp_path: Path
 ) -> None:
