@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import os
+import struct
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from io import BytesIO
+from itertools import pairwise
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.synchronize import Event
 from typing import Any
@@ -76,10 +78,10 @@ def infer(client: httpx.Client) -> httpx.Response:
     return client.post("/v1/models/echo/infer", json={"inputs": [1, 2]})
 
 
-def encode_request(model: str, size_bytes: int) -> bytes:
+def encode_request(model: str, size_bytes: int, first: float = 0.0) -> bytes:
     request = service_pb2.ModelInferRequest(model_name=model)
     request.inputs.add(name="X", datatype="FP32", shape=[size_bytes // 4])
-    request.raw_input_contents.append(bytes(size_bytes))
+    request.raw_input_contents.append(struct.pack("<f", first) + bytes(size_bytes - 4))
     return bytes(request.SerializeToString())
 
 
@@ -169,6 +171,28 @@ def test_inflated_body_is_charged_until_its_response(triton: Triton) -> None:
         hold.unlink()
         assert response.result().status_code == 200
         wait_until(lambda: held_memory(served.http)["body"] == 0)
+
+
+@pytest.mark.fault("gRPC streams that send large requests and do not read the responses")
+def test_stream_is_not_read_for_a_while_after_a_refusal_for_memory(triton: Triton) -> None:
+    """The next message would be received in full as well, only to be refused."""
+    hold = triton.repository / "echo" / "hold"
+    hold.touch()
+    large = encode_request("echo", MIB)
+    settings = {**SETTINGS, "max_bytes_in_flight": str(3 * MIB)}
+    with grpc_gateway(url_of(triton), **settings) as served, ThreadPoolExecutor(1) as pool:
+        held = pool.submit(infer_over_grpc, served.address, encode_request("echo", MIB, -1000))
+        wait_until(lambda: held_memory(served.http)["message"] > 0)
+        with grpc.insecure_channel(served.address) as channel:
+            refused_at = []
+            for answer in channel.stream_stream(STREAM)(iter([large] * 3), timeout=TIMEOUT_S):
+                message = service_pb2.ModelStreamInferResponse.FromString(answer).error_message
+                assert "memory" in message
+                refused_at.append(time.perf_counter())
+        hold.unlink()
+        held.result()
+    # The event loop's clock has a resolution of 1 ms.
+    assert [later - at > 0.9 for at, later in pairwise(refused_at)] == [True] * 2
 
 
 @pytest.mark.long
