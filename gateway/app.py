@@ -25,7 +25,7 @@ from gateway.media_types import JSON
 from gateway.openapi.repository import MANAGEMENT_ERROR_SCHEMA
 from gateway.openapi.responses import ERROR_SCHEMA
 from gateway.openapi.schemas import SECURITY, SECURITY_SCHEMES
-from gateway.routes import health, infer, labels, log_level, models, replicas, repository, root
+from gateway.routes import health, infer, log_level, models, replicas, repository, root
 from gateway.routes import metrics as metrics_page
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.services import Services
@@ -49,7 +49,6 @@ ERROR_SCHEMAS = {
 ROUTE_MODULES = (
     infer,
     models,
-    labels,
     replicas,
     repository,
     log_level,

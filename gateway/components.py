@@ -29,12 +29,9 @@ from gateway.repository.maintenance import Maintenance
 from gateway.repository.models_file import ModelsFile
 from gateway.repository.on_demand.activation import ModelActivator
 from gateway.repository.repository import Repository
+from gateway.repository.resolver import ModelResolver
 from gateway.repository.state.desired import StateStore
 from gateway.repository.state.store import open_configured_store
-from gateway.repository.versions.label_router import LabelRouter
-from gateway.repository.versions.labels import LabelManager
-from gateway.repository.versions.resolver import ModelResolver
-from gateway.repository.versions.shadows import ShadowRunner
 from gateway.services import Services
 from gateway.settings import Settings
 from gateway.tasks import repeat
@@ -174,8 +171,6 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             settings.max_queue,
             metrics,
         )
-        shadows = ShadowRunner(pool, admission, metrics, settings.max_shadow_bytes)
-        stack.push_async_callback(shadows.close)
         activator = await open_activator(settings, dispatcher, repository, admission, stack)
         metrics.collector_registry.register(OnDemandCollector(pool, activator))
         memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics.shed)
@@ -207,8 +202,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             memory,
             metrics,
             authenticator,
-            ModelResolver(LabelRouter(pool, repository.state), shadows),
-            LabelManager(pool, repository.state, settings.ready_quorum),
+            ModelResolver(),
             RateLimiter(metrics, components.store.rate_windows()),
             maintenance,
             components.tracer,

@@ -27,8 +27,7 @@ from gateway.repository.load_parameters import UNLOAD_DEPENDENTS, check_load_par
 from gateway.repository.maintenance import Maintenance
 from gateway.repository.on_demand.activation import ModelActivator
 from gateway.repository.repository import Repository
-from gateway.repository.versions.labels import LabelManager
-from gateway.repository.versions.resolver import ModelResolver
+from gateway.repository.resolver import ModelResolver
 from gateway.settings import Settings
 from gateway.settings.access import ModelUploads
 from gateway.telemetry.metrics import Metrics
@@ -57,7 +56,6 @@ class Services:
     metrics: Metrics
     access: Authenticator
     resolver: ModelResolver
-    labels: LabelManager
     rate_limiter: RateLimiter
     maintenance: Maintenance
     tracer: Tracer | None = None

@@ -12,9 +12,11 @@ from gateway.capabilities.openai.capability import CAPABILITY as OPENAI
 from gateway.capabilities.page.capability import CAPABILITY as PAGE
 from gateway.capabilities.torchserve.capability import CAPABILITY as TORCHSERVE
 from gateway.capabilities.uploads.capability import CAPABILITY as UPLOADS
+from gateway.capabilities.versions.capability import CAPABILITY as VERSIONS
 from gateway.capability import Capability
 
 INSTALLED: Final[tuple[Capability, ...]] = (
+    VERSIONS,
     OPENAI,
     UPLOADS,
     TORCHSERVE,

@@ -27,9 +27,7 @@ from gateway.inference.body import DeferredPayload, RequestBody, receive_payload
 from gateway.media_types import OCTET_STREAM
 from gateway.memory import MemoryCharge
 from gateway.messages import quote_text, suggest_name
-from gateway.repository.versions.resolver import ModelTarget
-from gateway.repository.versions.shadows import ShadowCopy
-from gateway.repository.versions.version_choice import VersionChoice
+from gateway.repository.resolver import ModelTarget, StartCopy, VersionChoice
 from gateway.services import Services
 from gateway.tasks import run_together
 from gateway.telemetry.request_info import RequestInfo
@@ -89,17 +87,16 @@ class InferExchange:
     trace_headers: Headers  # the client's trace context
     step: SequenceStep | None  # from the sequence headers
     slot: Slot
-    choice: VersionChoice | None = None  # if a label decided on the version
-    copies: list[ShadowCopy] = field(default_factory=list)  # sent after this exchange
+    choice: VersionChoice | None = None  # if a rule decided on the version
+    copies: list[StartCopy] = field(default_factory=list)  # sent after this exchange
 
     def __enter__(self) -> InferExchange:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.slot.release()
-        if self.choice is not None:
-            for copy in self.copies:
-                self.choice.start_copy(copy)
+        for start_copy in self.copies:
+            start_copy()
 
     @property
     def remaining_s(self) -> float:
@@ -256,8 +253,8 @@ class InferExchange:
         self.charge.add(RESPONSE_MEMORY_FACTOR * result.size_bytes)
         if self.choice is not None:
             self.info.version = result.version or self.info.version
-            if copy := self.choice.copy_inference(request, result):
-                self.copies.append(copy)
+            if start_copy := self.choice.copy_inference(request, result):
+                self.copies.append(start_copy)
         return result
 
     async def _count_rows(self, rows: int) -> None:

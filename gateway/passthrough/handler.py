@@ -40,7 +40,7 @@ from gateway.passthrough.rules import (
     change_version_cached,
     find_route,
 )
-from gateway.repository.versions.resolver import NO_MODEL, ModelTarget
+from gateway.repository.resolver import NO_MODEL, ModelTarget
 from gateway.services import Services
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
 from gateway.telemetry.request_info import RequestInfo, read_head

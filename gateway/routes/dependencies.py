@@ -76,3 +76,10 @@ ServicesForLoad = Annotated[
 
 def get_caller(request: Request) -> Caller:
     return cast(Caller, request.scope["request_info"].caller)
+
+
+def record_label(request: Request, services: Services, model: str, label: str) -> None:
+    info = request.scope["request_info"]
+    services.record_model(info, model)
+    if info.management_call is not None:
+        info.management_call.label = label

@@ -22,6 +22,7 @@ PATHS = {
     "openai": ("/v1/embeddings", "/v1/rerank", "/v1/chat/completions", "/v1/completions"),
     "uploads": ("/v1/models/{model}/files", "/v1/models/{model}/versions/{version}/files"),
     "torchserve": ("/predictions/", "/models", "/ping"),
+    "versions": ("/v1/models/{model}/labels/{label}",),
     "grpc_api": (),
     "page": (),
 }

@@ -34,7 +34,7 @@ from gateway.errors import (
 )
 from gateway.memory import MemoryBudgetExceeded
 from gateway.passthrough.headers import NOT_FORWARDED
-from gateway.repository.versions.resolver import ModelTarget
+from gateway.repository.resolver import ModelTarget
 from gateway.routes.middleware import end_trace, log_request
 from gateway.services import Services
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST

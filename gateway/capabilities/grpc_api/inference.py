@@ -13,7 +13,7 @@ from gateway.capabilities.grpc_api.infer_request import (
 )
 from gateway.capacity.admission import Slot
 from gateway.fleet.transports import GrpcBytesCall
-from gateway.repository.versions.resolver import ModelTarget
+from gateway.repository.resolver import ModelTarget
 from gateway.services import Services
 from gateway.triton.grpc.byte_channel import INFER_METHOD
 from gateway.triton.inference import find_outputs_without_classes
@@ -29,7 +29,7 @@ async def serve_infer(call: IncomingCall) -> bytes:
     target = call.resolve(Right.infer, head.model, head.version).with_sequence(head.step)
     model, version, choice = target
     remaining_s = timeout_s - (perf_counter() - started_at)
-    copy = None
+    start_copy = None
     try:
         remaining_s = await services.activate_model(model, version, remaining_s)
         deadline = perf_counter() + remaining_s
@@ -44,11 +44,11 @@ async def serve_infer(call: IncomingCall) -> bytes:
             )
             response = await services.dispatcher.send(request, deadline - perf_counter())
             if choice is not None:
-                copy = choice.copy_grpc_call(request, response, call.info.request_id)
+                start_copy = choice.copy_grpc_call(request, response, call.info.request_id)
     finally:
         services.record_model(call.info, model, choice.version if choice else version)
-    if copy is not None and choice is not None:
-        choice.start_copy(copy)
+    if start_copy is not None:
+        start_copy()
     return response
 
 

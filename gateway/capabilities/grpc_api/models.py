@@ -14,7 +14,7 @@ from gateway.capabilities.grpc_api.wire import invalid_message
 from gateway.errors import Forbidden, ModelNotReady, UnknownModel, UnknownModelToTrace
 from gateway.fleet.transports import GrpcBytesCall
 from gateway.passthrough.rules import NO_SHARED_MEMORY
-from gateway.repository.versions.resolver import NO_MODEL, ModelTarget
+from gateway.repository.resolver import NO_MODEL, ModelTarget
 from gateway.triton.request_target import RequestTarget
 
 EMPTY_MESSAGE: Final = b""

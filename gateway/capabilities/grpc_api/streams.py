@@ -34,7 +34,7 @@ from gateway.errors import GatewayError, Unauthenticated
 from gateway.fleet.sequences import SequenceKey
 from gateway.fleet.transports import GrpcBytesStreamCall
 from gateway.memory import MemoryBudgetExceeded
-from gateway.repository.versions.resolver import NO_MODEL, ModelTarget
+from gateway.repository.resolver import NO_MODEL, ModelTarget
 from gateway.tasks import cancel_tasks
 from gateway.telemetry.request_info import current_request_info
 from gateway.triton.grpc.byte_channel import ByteStream, map_stream_error

@@ -46,8 +46,8 @@ from gateway.routes.dependencies import (
     ServicesForInference,
     ServicesForManagement,
     get_caller,
+    record_label,
 )
-from gateway.routes.labels import record_label
 from gateway.routes.models import list_models
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.media_type import parse_content_type
@@ -317,7 +317,7 @@ async def set_default_version(
     """Let the label `default` mean the version, which must be ready."""
     number = to_version_number(model_version)
     record_label(request, services, model, DEFAULT_LABEL)
-    await services.labels.set_label(model, DEFAULT_LABEL, {"version": number})
+    await services.resolver.policy.set_default_version(model, number)
     return build_status(f'Default version updated for model "{model}" to "{number}"')
 
 

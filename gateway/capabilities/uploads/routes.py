@@ -121,7 +121,7 @@ async def remove_model(request: Request, services: ServicesForManagement, model:
     publisher = get_publisher(services)
     check_stored_name(model)
     await publisher.remove_model(model, get_caller(request).can_see)
-    await services.labels.delete_labels(model)
+    await services.resolver.policy.forget_model(model)
     return Response(orjson.dumps({"model": model}), media_type=JSON)
 
 

@@ -16,11 +16,11 @@ import pytest
 import tritonclient.http as triton_http
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.capabilities.versions.label_router import ActiveLabel, SequenceVersions
+from gateway.capabilities.versions.output_comparison import compare_outputs
+from gateway.capabilities.versions.shadows import ShadowRunner
 from gateway.capacity.admission import AdmissionQueue
 from gateway.fleet.pool import ReplicaPool
-from gateway.repository.versions.label_router import ActiveLabel, SequenceVersions
-from gateway.repository.versions.output_comparison import compare_outputs
-from gateway.repository.versions.shadows import ShadowRunner
 from gateway.settings import Settings
 from gateway.telemetry.metrics import Metrics
 from gateway.version_labels import Shadow, VersionLabel

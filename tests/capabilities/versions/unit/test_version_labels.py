@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.repository.versions.splits import (
+from gateway.capabilities.versions.splits import (
     PercentCounter,
     WeightedRotation,
     choose_version_by_key,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 from starlette.types import Scope, Send
 
+from gateway.capabilities.versions.http_copy import HttpCopy, can_copy
+from gateway.capabilities.versions.label_router import ActiveLabel
+from gateway.capabilities.versions.output_comparison import Arrays
+from gateway.capabilities.versions.shadows import DROPPED, ShadowCopy, ShadowRunner
 from gateway.fleet.replica import Replica
 from gateway.fleet.transports import GrpcBytesCall, HttpCall, prepare_http_infer
-from gateway.repository.versions.http_copy import HttpCopy, can_copy
-from gateway.repository.versions.label_router import ActiveLabel
-from gateway.repository.versions.output_comparison import Arrays
-from gateway.repository.versions.shadows import DROPPED, ShadowCopy, ShadowRunner
+from gateway.repository.resolver import StartCopy
 from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS
 from gateway.tensors.outputs import InferResult
 from gateway.tensors.sequence import SequenceStep
@@ -24,12 +26,8 @@ from gateway.version_labels import Shadow
 TRACE_METADATA = frozenset(name.decode() for name in TRACE_CONTEXT_HEADERS)
 
 
-class VersionChoice:
-    """The version of one request, which a label chose. It changes if Triton refuses that version.
-
-    A handler asks for the copy of a request while the request holds its slot, and starts it when the slot is
-    free. Sequences and streams are never copied.
-    """
+class LabelChoice:
+    """A `VersionChoice` by a label. Sequences and streams are never copied for its shadow."""
 
     def __init__(self, label: ActiveLabel, scope: Scope, runner: ShadowRunner) -> None:
         self.version = label.choose_version(scope)
@@ -39,12 +37,10 @@ class VersionChoice:
         self._http_copy: HttpCopy | None = None
 
     def choose_sequence_version(self, step: SequenceStep) -> str:
-        """Return the version of a sequence, which all of its requests keep."""
         self.version = self._label.choose_sequence_version(self._scope, self.version, step)
         return self.version
 
     def choose_other_version(self, refused: str, step: SequenceStep | None) -> str:
-        """Return another version of a split; empty if there is none."""
         if step is not None or not self._label.value.is_split:
             return ""
         version = self._label.redirect(refused)
@@ -53,8 +49,7 @@ class VersionChoice:
 
     # Copies for the label's shadow.
 
-    def copy_inference(self, request: InferRequest, result: InferResult) -> ShadowCopy | None:
-        """Return the copy of an inference of `/v1`, if there is to be one."""
+    def copy_inference(self, request: InferRequest, result: InferResult) -> StartCopy | None:
         label, target = self._label, request.target
         if target.sequence_step is not None or not (shadow := self._runner.choose_shadow(label)):
             return None
@@ -77,12 +72,12 @@ class VersionChoice:
             return result.arrays
 
         size_bytes = max(size_bytes, result.size_bytes)
-        return ShadowCopy(label, shadow, request.request_id, size_bytes, send, read_response)
+        copy = ShadowCopy(label, shadow, request.request_id, size_bytes, send, read_response)
+        return partial(self._runner.start, copy)
 
     def copy_grpc_call(
         self, call: GrpcBytesCall, response: bytes, request_id: str
-    ) -> ShadowCopy | None:
-        """Return the copy of a `ModelInfer` of a client, if there is to be one."""
+    ) -> StartCopy | None:
         label, target = self._label, call.target
         if target.sequence_step is not None or not (shadow := self._runner.choose_shadow(label)):
             return None
@@ -96,13 +91,10 @@ class VersionChoice:
             return (await decode_grpc_response(response)).outputs
 
         size_bytes = max(len(call.message), len(response))
-        return ShadowCopy(label, shadow, request_id, size_bytes, send, read_response)
+        copy = ShadowCopy(label, shadow, request_id, size_bytes, send, read_response)
+        return partial(self._runner.start, copy)
 
     def copy_http_call(self, call: HttpCall, *, has_tensors: bool) -> HttpCall:
-        """Return the request of `/v2` to send, and keep a copy of it if there is to be one.
-
-        The body of a large request is copied while it is sent.
-        """
         if self._label.value.shadow is None or not can_copy(call):
             return call
         shadow = self._runner.choose_shadow(self._label)
@@ -112,12 +104,8 @@ class VersionChoice:
         return self._http_copy.call
 
     def watch_response(self, send: Send, request_id: str) -> Send:
-        """Return the function that sends the response, after which the copy is sent."""
         copy = self._http_copy
         return send if copy is None else copy.watch_response(send, request_id)
-
-    def start_copy(self, copy: ShadowCopy) -> None:
-        self._runner.start(copy)
 
 
 def build_grpc_copy(call: GrpcBytesCall, shadow: Shadow) -> GrpcBytesCall:

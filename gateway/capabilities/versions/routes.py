@@ -6,15 +6,15 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from gateway.openapi.labels import (
+from gateway.capabilities.versions.description import (
     LABEL_CHANGE_RESPONSES,
     LABEL_LIST_RESPONSES,
     LABEL_OPENAPI,
     LABEL_RESPONSES,
 )
-from gateway.routes.dependencies import ServicesForInference, ServicesForManagement
+from gateway.capabilities.versions.label_manager import LabelManager
+from gateway.routes.dependencies import ServicesForInference, ServicesForManagement, record_label
 from gateway.routes.repository import read_management_body
-from gateway.services import Services
 
 router = APIRouter(tags=["labels"])
 
@@ -27,7 +27,7 @@ router = APIRouter(tags=["labels"])
 )
 async def list_labels(services: ServicesForInference, model: str) -> dict[str, Any]:
     """Return the version labels of a model, declared ones included."""
-    return {"model": model, "labels": services.labels.describe_labels(model)}
+    return {"model": model, "labels": services.get(LabelManager).describe_labels(model)}
 
 
 @router.get(
@@ -38,7 +38,7 @@ async def list_labels(services: ServicesForInference, model: str) -> dict[str, A
 )
 async def get_label(services: ServicesForInference, model: str, label: str) -> dict[str, Any]:
     """Return the versions that a label means, and whether they are ready."""
-    return services.labels.describe_label(model, label)
+    return services.get(LabelManager).describe_label(model, label)
 
 
 @router.put(
@@ -57,7 +57,7 @@ async def set_label(
     """
     document = await read_management_body(request, services)
     record_label(request, services, model, label)
-    return await services.labels.set_label(model, label, document)
+    return await services.get(LabelManager).set_label(model, label, document)
 
 
 @router.delete(
@@ -71,11 +71,4 @@ async def delete_label(
 ) -> dict[str, Any]:
     """Delete a label and return what it was."""
     record_label(request, services, model, label)
-    return await services.labels.delete_label(model, label)
-
-
-def record_label(request: Request, services: Services, model: str, label: str) -> None:
-    info = request.scope["request_info"]
-    services.record_model(info, model)
-    if info.management_call is not None:
-        info.management_call.label = label
+    return await services.get(LabelManager).delete_label(model, label)

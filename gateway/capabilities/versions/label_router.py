@@ -10,16 +10,16 @@ from typing import Final
 
 from starlette.types import Scope
 
-from gateway.errors import GatewayError, Unavailable
-from gateway.fleet.pool import ReplicaPool
-from gateway.messages import join_names, quote_text
-from gateway.repository.shared_state import SharedState
-from gateway.repository.versions.splits import (
+from gateway.capabilities.versions.splits import (
     PercentCounter,
     WeightedRotation,
     choose_version_by_key,
     find_largest_share,
 )
+from gateway.errors import GatewayError, Unavailable
+from gateway.fleet.pool import ReplicaPool
+from gateway.messages import join_names, quote_text
+from gateway.repository.shared_state import SharedState
 from gateway.tensors.sequence import SequenceStep
 from gateway.version_labels import LabelTable, Shadow, VersionLabel
 
@@ -172,18 +172,15 @@ class LabelRouter:
     """The labels of all models, as requests use them."""
 
     def __init__(self, pool: ReplicaPool, state: SharedState) -> None:
-        self.state = state
+        self._state = state
         self._pool = pool
         self._active: dict[tuple[str, str], ActiveLabel] = {}
         self._seen_labels: LabelTable = {}
         self._sequences = SequenceVersions()
 
-    def has_model(self, model: str) -> bool:
-        return self._pool.has_model(model)
-
     def find_label(self, model: str, name: str) -> ActiveLabel | None:
-        if self.state.labels is not self._seen_labels:
-            self._update_labels(self.state.labels)
+        if self._state.labels is not self._seen_labels:
+            self._update_labels(self._state.labels)
         return self._active.get((model, name))
 
     def _update_labels(self, labels: LabelTable) -> None:

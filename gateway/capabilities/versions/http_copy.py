@@ -10,6 +10,14 @@ import numpy as np
 import orjson
 from starlette.types import Message, Send
 
+from gateway.capabilities.versions.label_router import ActiveLabel
+from gateway.capabilities.versions.output_comparison import Arrays
+from gateway.capabilities.versions.shadows import (
+    DROPPED,
+    MAX_INLINE_BYTES,
+    ShadowCopy,
+    ShadowRunner,
+)
 from gateway.capacity.body_chunks import (
     BODY_FRAMING_HEADERS,
     ZLIB_WBITS,
@@ -22,9 +30,6 @@ from gateway.fleet.replica import Replica
 from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import CompleteResponse
 from gateway.http_client.connection import Headers
-from gateway.repository.versions.label_router import ActiveLabel
-from gateway.repository.versions.output_comparison import Arrays
-from gateway.repository.versions.shadows import DROPPED, MAX_INLINE_BYTES, ShadowCopy, ShadowRunner
 from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS
 from gateway.triton.inference import decode_http_response
 from gateway.triton.json_guard import SEQUENCE_ID_KEY

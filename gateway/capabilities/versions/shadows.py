@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Final
 
-from gateway.capacity.admission import AdmissionQueue
-from gateway.errors import GatewayError, TooLarge, UpstreamResponseTooLarge
-from gateway.fleet.balancer import choose_less_loaded
-from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.replica import Replica
-from gateway.repository.versions.label_router import ActiveLabel
-from gateway.repository.versions.output_comparison import (
+from gateway.capabilities.versions.label_router import ActiveLabel
+from gateway.capabilities.versions.output_comparison import (
     DIFFERENT,
     Arrays,
     Comparison,
     compare_outputs,
 )
+from gateway.capacity.admission import AdmissionQueue
+from gateway.errors import GatewayError, TooLarge, UpstreamResponseTooLarge
+from gateway.fleet.balancer import choose_less_loaded
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.replica import Replica
 from gateway.tasks import TaskSet, cancel_tasks
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.request_info import current_request_info

@@ -1,0 +1,31 @@
+"""Version labels: names for versions, splits of requests between versions, and shadow traffic."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+from gateway.capability import Attachment, Capability
+from gateway.services import Services
+from gateway.settings import Settings
+
+
+def attach_versions(settings: Settings) -> Attachment:
+    from gateway.capabilities.versions.label_manager import LabelManager
+    from gateway.capabilities.versions.policy import LabelPolicy
+    from gateway.capabilities.versions.routes import router
+    from gateway.capabilities.versions.shadows import ShadowRunner
+
+    async def open_labels(services: Services, stack: AsyncExitStack) -> None:
+        pool, state = services.pool, services.repository.state
+        manager = LabelManager(pool, state, settings.ready_quorum)
+        shadows = ShadowRunner(
+            pool, services.admission, services.metrics, settings.max_shadow_bytes
+        )
+        stack.push_async_callback(shadows.close)
+        services.provide(manager)
+        services.resolver.policy = LabelPolicy(pool, state, manager, shadows)
+
+    return Attachment((router,), open=open_labels)
+
+
+CAPABILITY = Capability("versions", attach_versions)

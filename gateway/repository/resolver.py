@@ -1,0 +1,173 @@
+"""The resolution of a requested model and version to what the caller may use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from typing import Final, NamedTuple, Protocol
+
+from starlette.types import Scope, Send
+
+from gateway.access.auth import authorize
+from gateway.callers import Caller, Right
+from gateway.errors import GatewayError, NotFound, UnknownModel
+from gateway.fleet.transports import GrpcBytesCall, HttpCall
+from gateway.names import is_model_name, normalize_version
+from gateway.tensors.outputs import InferResult
+from gateway.tensors.sequence import SequenceStep
+from gateway.triton.inference import InferRequest
+from gateway.version_labels import is_label_name
+
+StartCopy = Callable[[], None]
+
+
+class VersionChoice(Protocol):
+    """The version of one request that a rule chose, and the copies that another version gets for comparison.
+
+    A handler asks for the copy of a request while the request holds its slot, and starts it when the slot is
+    free.
+    """
+
+    version: str
+
+    def choose_sequence_version(self, step: SequenceStep) -> str:
+        """Return the version of a sequence, which all of its requests keep."""
+
+    def choose_other_version(self, refused: str, step: SequenceStep | None) -> str:
+        """Return another version after Triton has refused one; empty if there is none."""
+
+    def copy_inference(self, request: InferRequest, result: InferResult) -> StartCopy | None:
+        """Return the function that sends the copy of an inference of `/v1`, if there is to be one."""
+
+    def copy_grpc_call(
+        self, call: GrpcBytesCall, response: bytes, request_id: str
+    ) -> StartCopy | None:
+        """Return the function that sends the copy of a client's `ModelInfer`, if there is to be one."""
+
+    def copy_http_call(self, call: HttpCall, *, has_tensors: bool) -> HttpCall:
+        """Return the request of `/v2` to send, whose body is copied on the way if it is to be."""
+
+    def watch_response(self, send: Send, request_id: str) -> Send:
+        """Return the function that sends the response of `/v2`, after which the copy is sent."""
+
+
+class VersionPolicy(Protocol):
+    """The rules that say which version of a model a request means, beyond its number."""
+
+    @property
+    def models(self) -> Container[str]:
+        """The models that have rules."""
+
+    def choose(self, scope: Scope, model: str, version: str) -> VersionChoice | None:
+        """Return the choice for an inference of a model with rules; None if no rule applies."""
+
+    def explain_unknown(self, model: str, version: str) -> GatewayError | None:
+        """Return the error for a version that is no number, if it is not simply unknown."""
+
+    async def set_default_version(self, model: str, version: str) -> None:
+        """Let requests without a version mean this one."""
+
+    async def forget_model(self, model: str) -> None:
+        """Remove the rules of a model whose files were removed."""
+
+
+class NumbersOnly:
+    """A version is a number. Without one, Triton chooses."""
+
+    models: Container[str] = ()
+
+    def choose(self, scope: Scope, model: str, version: str) -> None:
+        return None
+
+    def explain_unknown(self, model: str, version: str) -> None:
+        return None
+
+    async def set_default_version(self, model: str, version: str) -> None:
+        raise NotFound("this gateway has no version labels, so that a model has no default version")
+
+    async def forget_model(self, model: str) -> None:
+        return None
+
+
+class ModelTarget(NamedTuple):
+    """A model and a version that the caller may use."""
+
+    model: str
+    version: str = ""  # normalized; empty means Triton's choice
+    choice: VersionChoice | None = None  # if a rule decided on the version
+
+    def with_sequence(self, step: SequenceStep | None) -> ModelTarget:
+        """Return the target of a sequence step, which keeps the version of the sequence."""
+        if step is None or self.choice is None:
+            return self
+        return self._replace(version=self.choice.choose_sequence_version(step))
+
+
+NO_MODEL: Final = ModelTarget("")
+
+
+class ModelResolver:
+    """Resolves the model of every request, whether its name came from a path, a body or gRPC."""
+
+    def __init__(self) -> None:
+        self.policy: VersionPolicy = NumbersOnly()
+
+    def resolve(
+        self,
+        scope: Scope,
+        right: Right,
+        model: str,
+        version: str = "",
+        not_found_error: type[UnknownModel] = UnknownModel,
+    ) -> ModelTarget:
+        """Raise `Forbidden` if the caller lacks the right, `not_found_error` if it cannot see the model.
+
+        Invalid names and versions are unknown as well: a server on the way could read them as another path.
+        With the right to infer, the policy chooses the version, and each call is one choice.
+        Raises the errors of the policy.
+        """
+        check_model(scope, right, model, version, not_found_error)
+        if right is Right.infer and model in self.policy.models:
+            choice = self.policy.choose(scope, model, version)
+            if choice is not None:
+                return ModelTarget(model, choice.version, choice)
+        if not version:
+            return ModelTarget(model)
+        number = normalize_version(version)
+        if number is not None:
+            return ModelTarget(model, number)
+        if right is Right.infer and (error := self.policy.explain_unknown(model, version)):
+            raise error
+        raise not_found_error(model, version)
+
+    def check_served_name(self, scope: Scope, right: Right, name: str) -> None:
+        """Check the caller's rights to a model that another server names, e.g. `org/model`.
+
+        Raises `Forbidden` or `UnknownModel`.
+        """
+        authorize(scope, right, name)
+        caller: Caller = scope["request_info"].caller
+        if not caller.matches(name):
+            raise UnknownModel(name)
+
+    def check_access(
+        self,
+        scope: Scope,
+        right: Right,
+        model: str,
+        version: str = "",
+        not_found_error: type[UnknownModel] = UnknownModel,
+    ) -> None:
+        """Check the same, without the choice of a version that a label stands for."""
+        if version and not is_label_name(version):
+            self.resolve(scope, right, model, version, not_found_error)
+        else:
+            check_model(scope, right, model, version, not_found_error)
+
+
+def check_model(
+    scope: Scope, right: Right, model: str, version: str, not_found_error: type[UnknownModel]
+) -> None:
+    authorize(scope, right, model)
+    caller: Caller = scope["request_info"].caller
+    if model and not (is_model_name(model) and caller.can_see(model)):
+        raise not_found_error(model, version)
