@@ -34,7 +34,6 @@ from gateway.telemetry.request_info import RequestInfo
 from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS
 from gateway.tensors import sequence
 from gateway.tensors.codecs import JSON_CODEC
-from gateway.tensors.estimates import LARGE_ARRAY_BYTES, estimate_payload_bytes
 from gateway.tensors.inputs import (
     InferInputs,
     PredictParser,
@@ -45,7 +44,7 @@ from gateway.tensors.inputs import (
     parse_predict_body,
 )
 from gateway.tensors.outputs import EncodedBody, InferResult, are_large
-from gateway.tensors.payload import Payload
+from gateway.tensors.payload import LARGE_ARRAY_BYTES, Payload, estimate_payload_bytes
 from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import Signature
 from gateway.triton.inference import InferRequest

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncIterator
 from functools import partial
+from time import perf_counter
 from typing import Final
 
 from starlette.requests import ClientDisconnect, Request
@@ -31,8 +33,12 @@ from gateway.passthrough.body import (
     guard_body,
     inflate_body,
 )
-from gateway.passthrough.headers import RequestHeaders, header_length_error, prepare_request_headers
-from gateway.passthrough.relay import build_start_message, relay_response, send_own_response
+from gateway.passthrough.headers import (
+    RequestHeaders,
+    filter_response_headers,
+    header_length_error,
+    prepare_request_headers,
+)
 from gateway.passthrough.rules import (
     FixedResponse,
     Forwarding,
@@ -42,9 +48,11 @@ from gateway.passthrough.rules import (
 )
 from gateway.repository.resolver import NO_MODEL, ModelTarget
 from gateway.services import Services
+from gateway.sse import EventStreamScrubber
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
 from gateway.telemetry.request_info import RequestInfo, read_head
 from gateway.tensors.sequence import SequenceStep
+from gateway.triton.error_mapping import sanitize_event
 from gateway.triton.request_target import RequestTarget
 
 log = logging.getLogger(__name__)
@@ -222,3 +230,54 @@ async def prepare_body(
 def add_management_headers(headers: Headers, management_headers: Headers) -> Headers:
     names = {name for name, _ in management_headers}
     return [*(header for header in headers if header[0] not in names), *management_headers]
+
+
+def build_start_message(response: UpstreamResponse, scope: Scope) -> Message:
+    headers = [
+        *filter_response_headers(response.headers),
+        (b"x-request-id", scope["request_id"].encode()),
+    ]
+    return {"type": "http.response.start", "status": response.status, "headers": headers}
+
+
+async def relay_response(
+    response: UpstreamResponse, start: Message, scope: Scope
+) -> AsyncIterator[Message]:
+    """Yield the response as it arrives. The timeout applies to each chunk.
+
+    The head is sent with the first chunk, so that a failure before it can still be an error response.
+    """
+    if scope["method"] == "HEAD":
+        yield start
+        yield {"type": "http.response.body"}
+        return
+    events = None
+    if response.is_event_stream:
+        events = EventStreamScrubber(sanitize_event)
+        yield start
+        yield {"type": "http.response.body", "more_body": True}  # sends the head immediately
+    is_started = events is not None
+    last = False
+    info: RequestInfo = scope["request_info"]
+    while not last:
+        response.set_timeout(info.timeout_s)
+        started = perf_counter()
+        chunk = await response.next_chunk()
+        info.upstream_s += perf_counter() - started
+        last = response.is_complete
+        if events is not None:
+            chunk = events.feed(chunk) + (events.end() if last else b"")
+        if not is_started:
+            is_started = True
+            yield start
+        info.bytes_out += len(chunk)
+        yield {"type": "http.response.body", "body": chunk, "more_body": not last}
+
+
+async def send_own_response(response: Response, scope: Scope, receive: Receive, send: Send) -> int:
+    info: RequestInfo = scope["request_info"]
+    info.bytes_out = len(response.body)
+    response.headers["x-request-id"] = scope["request_id"]
+    response.headers["x-content-type-options"] = "nosniff"
+    await response(scope, receive, send)
+    return response.status_code

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
+import numpy as np
 import orjson
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
 
 from gateway.fleet.signatures import check_output_names
-from gateway.inference.dry_run import build_dry_run_description
 from gateway.inference.exchange import InferExchange, open_exchange
 from gateway.inference.streams import InferStreamResponse, choose_stream_type
 from gateway.media_types import JSON
@@ -19,11 +19,14 @@ from gateway.openapi.infer import INFER_OPENAPI, INFER_RESPONSES, PREDICT_OPENAP
 from gateway.routes.dependencies import ServicesForInference
 from gateway.tensors import kserve_v1
 from gateway.tensors.inputs import InferInputs
-from gateway.tensors.outputs import choose_result_encoder
+from gateway.tensors.outputs import array_to_json, bytes_to_json, choose_result_encoder
 from gateway.tensors.payload import Payload
+from gateway.tensors.signature import Signature
 
 router = APIRouter(tags=["inference"])
 MAX_CLASSES = (1 << 31) - 1
+FIRST_VALUES_COUNT: Final = 8
+MAX_VALUE_BYTES: Final = 200
 InferenceHandler = Callable[..., Awaitable[Response]]
 route_infer = partial(router.post, responses=INFER_RESPONSES, openapi_extra=INFER_OPENAPI)
 route_predict = partial(router.post, responses=PREDICT_RESPONSES, openapi_extra=PREDICT_OPENAPI)
@@ -138,3 +141,33 @@ def find_inference_route(path: str) -> InferenceRoute | None:
         if match := pattern.match(path):
             return InferenceRoute(template, handler, match.groupdict())
     return None
+
+
+def build_dry_run_description(signature: Signature, inputs: InferInputs) -> Mapping[str, Any]:
+    return {
+        "model": signature.model,
+        "version": signature.version,
+        "inputs": [
+            {
+                "name": name,
+                "datatype": signature.inputs[name].datatype.name,
+                "shape": list(array.shape),
+                "bytes": encoded_size_bytes(array),
+                "first_values": first_values(array),
+            }
+            for name, array in inputs.arrays.items()
+        ],
+    }
+
+
+def encoded_size_bytes(array: np.ndarray) -> int:
+    # On the wire, each element of BYTES is preceded by its length in 4 bytes.
+    return sum(4 + len(value) for value in array.flat) if array.dtype.kind == "O" else array.nbytes
+
+
+def first_values(array: np.ndarray) -> Sequence[Any]:
+    first = array.ravel()[:FIRST_VALUES_COUNT]
+    if array.dtype.kind == "O":
+        return [bytes_to_json(value[:MAX_VALUE_BYTES]) for value in first]
+    values = array_to_json(first)
+    return list(values.tolist() if isinstance(values, np.ndarray) else values)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Final
 
 from fastapi import APIRouter, Request
 
 from gateway.errors import MalformedRequest
-from gateway.openapi.log_level import LOG_LEVEL_OPENAPI, LOG_LEVEL_RESPONSES
+from gateway.openapi.responses import build_responses
+from gateway.openapi.schemas import build_json_body
 from gateway.routes.dependencies import ServicesForAdministration
 from gateway.routes.repository import read_management_body
 from gateway.settings.observability import LogLevel
 from gateway.telemetry.logs import get_level, set_level
+from gateway.tensors.schema import build_object_schema
+
+LOG_LEVEL_SCHEMA: Final = build_object_schema(
+    {"level": {"enum": [each.value for each in LogLevel]}}
+)
+LOG_LEVEL_RESPONSES: Final = build_responses(LOG_LEVEL_SCHEMA, "The level of the log.")
+LOG_LEVEL_OPENAPI: Final = build_json_body(LOG_LEVEL_SCHEMA, example={"level": "debug"})
+
 
 log = logging.getLogger(__name__)
 router = APIRouter(tags=["management"])

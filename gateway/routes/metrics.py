@@ -23,7 +23,8 @@ from gateway.errors import BadUpstream, GatewayError
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.messages import join_names
-from gateway.openapi.metrics import METRICS_RESPONSES
+from gateway.openapi.responses import build_error_responses, build_response
+from gateway.openapi.schemas import STRING_CONTENT
 from gateway.repository.collector import replica_gauge
 from gateway.routes.dependencies import ServicesForMetrics
 from gateway.services import Services
@@ -38,7 +39,17 @@ from gateway.telemetry.exposition.families import (
     merge_families,
 )
 from gateway.telemetry.exposition.page_cache import PageCache
+from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.media_type import parse_header_parameters
+
+METRICS_RESPONSES: Final = build_error_responses() | {
+    200: build_response(
+        "The page, in the format that `Accept` selects.",
+        {"text/plain": STRING_CONTENT, "application/openmetrics-text": STRING_CONTENT},
+        {"Vary": {"required": True, "schema": STRING_SCHEMA}},
+    )
+}
+
 
 log = logging.getLogger(__name__)
 router = APIRouter(tags=["metrics"])

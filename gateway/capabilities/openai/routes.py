@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
+from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 
@@ -31,13 +33,16 @@ from gateway.capabilities.openai.text_vectors import (
 )
 from gateway.capacity.admission import Slot
 from gateway.errors import GatewayError
-from gateway.inference.exchange import open_exchange
-from gateway.inference.json_request import receive_json
+from gateway.inference.body import RequestBody
+from gateway.inference.exchange import limit_time, open_exchange
 from gateway.routes.dependencies import ServicesForInference
+from gateway.services import Services
 from gateway.telemetry.request_info import RequestInfo
-from gateway.tensors.codecs import DEFAULT_CODEC
+from gateway.tensors.codecs import DEFAULT_CODEC, JSON_CODEC
+from gateway.tensors.json_body import parse_large_json
 
 router = APIRouter(tags=["embeddings"])
+T = TypeVar("T")
 route_completion = partial(
     router.post, responses=COMPLETION_RESPONSES, openapi_extra=COMPLETION_OPENAPI
 )
@@ -118,3 +123,27 @@ async def rerank(request: Request, services: ServicesForInference) -> Response:
         results = await exchange.run_payloads(payloads)
         render = partial(encode_ranking, results, wanted)
         return await exchange.build_response(results, render, wanted.returned_bytes)
+
+
+async def receive_json(
+    request: Request, services: Services, parse: Callable[[bytes], T]
+) -> tuple[T, float]:
+    """Return the parsed body, and the request's deadline on the event loop's clock.
+
+    Raises the errors of `parse`, `BodyTooLarge`, `MemoryBudgetExceeded` or `DeadlinePassed`.
+    """
+    body = RequestBody(request.scope, request.receive)
+    timeout_s = services.resolve_timeout_s(body.get_header(b"x-request-timeout"))
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    info: RequestInfo = request.scope["request_info"]
+    limits = services.payload_limits
+    read = body.read(limits.max_bytes, services.get_charge(info))
+    data = await limit_time(read, deadline, timeout_s)
+    if len(data) <= JSON_CODEC.max_inline_bytes:
+        return parse(data), deadline
+    decoders = services.decode_executor
+    if len(data) <= JSON_CODEC.max_thread_bytes:
+        work = decoders.run_in_thread(0, partial(parse, data))
+    else:
+        work = decoders.run_in_process(0, timeout_s, parse_large_json, parse, data, limits)
+    return await limit_time(work, deadline, timeout_s), deadline

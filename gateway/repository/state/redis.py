@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import secrets
@@ -15,7 +16,9 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote
 
 import orjson
+from limits import RateLimitItem
 
+from gateway.access.rate_limit import WindowCount
 from gateway.errors import StateUnavailable
 from gateway.repository.state import redis_scripts
 from gateway.repository.state.desired import (
@@ -24,6 +27,7 @@ from gateway.repository.state.desired import (
     WRITE_ACTION,
     BadState,
     DesiredModel,
+    OutageLog,
     UnreadableState,
     decode_operation,
     decode_state,
@@ -39,8 +43,14 @@ from gateway.repository.state.loads import (
     load_owners,
     new_load_token,
 )
-from gateway.repository.state.redis_connection import RedisConnection, RedisServer
-from gateway.repository.state.redis_windows import RedisRateWindows
+from gateway.repository.state.redis_connection import (
+    RedisConnection,
+    RedisServer,
+    create_redis_client,
+    explain_redis_error,
+    redis_exceptions,
+)
+from gateway.repository.state.redis_scripts import CHECK_DEADLINE, COUNT_INFERENCES
 from gateway.version_labels import LabelTable, VersionLabel
 
 log = logging.getLogger(__name__)
@@ -53,6 +63,9 @@ TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 RESTORED_CHANGE: Final = re.compile(rb"restored:(\d{1,18}):(\d{1,18})")
 HISTORY_KEYS: Final = ("restorations", "revision")
 MAX_FIELDS: Final = 1000  # a limit of Lua's unpack()
+WINDOW_TIMEOUT_S: Final = 0.25  # short, because inference requests wait for it
+WINDOW_CONNECTIONS: Final = 16
+COUNT_ACTION: Final = "used to count requests"
 
 
 def open_redis_store(url: SplitResult, port: int) -> RedisStateStore | None:
@@ -406,3 +419,49 @@ def decode_loads(values: Sequence[bytes]) -> Loads:
         replica, model = decode_pair(key)
         loads.setdefault(replica, {})[model] = load.decode()
     return loads
+
+
+class RedisRateWindows:
+    """Requests of all gateways, counted by the clock of Redis, because theirs may differ."""
+
+    def __init__(self, server: RedisServer, prefix: str) -> None:
+        from redis.asyncio import BlockingConnectionPool, Redis  # noqa: PLC0415 - an optional dependency
+
+        default_pool = create_redis_client(server).connection_pool
+        # Bursts of requests share a few connections instead of opening one each.
+        self._pool: Any = BlockingConnectionPool(
+            connection_class=default_pool.connection_class,
+            max_connections=WINDOW_CONNECTIONS,
+            timeout=WINDOW_TIMEOUT_S,
+            **default_pool.connection_kwargs,
+        )
+        self._client: Any = Redis(connection_pool=self._pool)
+        # If a request that counts as one is counted too late, nobody waits for long.
+        self._count_one = self._client.register_script(COUNT_INFERENCES)
+        self._count_several = self._client.register_script(CHECK_DEADLINE + COUNT_INFERENCES)
+        self._key_prefix = f"{prefix}rate:"
+        self._failures = redis_exceptions()
+        self._outages = OutageLog(str(server))
+
+    async def count(
+        self, window: RateLimitItem, name: str, inferences: int, *, opens_window: bool
+    ) -> WindowCount:
+        keys = [self._key_prefix + window.key_for(name)]
+        arguments = [window.amount, window.get_expiry() * 1000, inferences, int(opens_window)]
+        script = self._count_one
+        try:
+            if inferences > 1:
+                script = self._count_several
+                now_s, now_us = await asyncio.wait_for(self._client.time(), WINDOW_TIMEOUT_S)
+                # The caller waits for a response at least as long from now on.
+                arguments.append(now_s * 1000 + now_us // 1000 + int(WINDOW_TIMEOUT_S * 1000))
+            counting = script(keys=keys, args=arguments)
+            wait_ms, was_empty = await asyncio.wait_for(counting, WINDOW_TIMEOUT_S)
+        except self._failures as exc:
+            raise self._outages.record_failure(COUNT_ACTION, explain_redis_error(exc)) from None
+        self._outages.record_success(COUNT_ACTION)
+        return WindowCount(wait_ms / 1000, bool(was_empty))
+
+    async def close(self) -> None:
+        with suppress(*self._failures):
+            await self._pool.aclose()

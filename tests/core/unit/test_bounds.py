@@ -19,11 +19,6 @@ from gateway.errors import InputMismatch, MalformedRequest, TooLarge
 from gateway.media_types import JSON
 from gateway.tensors import codecs, inputs
 from gateway.tensors.codecs import SUPPORTED_CODECS
-from gateway.tensors.estimates import (
-    BYTES_PER_LISTED_VALUE,
-    LARGE_ARRAY_BYTES,
-    estimate_value_bytes,
-)
 from gateway.tensors.form import MultipartForm
 from gateway.tensors.inputs import (
     InferInputs,
@@ -35,7 +30,14 @@ from gateway.tensors.inputs import (
     read_payload,
     to_inputs,
 )
-from gateway.tensors.payload import Part, Payload, PayloadLimits
+from gateway.tensors.payload import (
+    BYTES_PER_LISTED_VALUE,
+    LARGE_ARRAY_BYTES,
+    Part,
+    Payload,
+    PayloadLimits,
+    estimate_value_bytes,
+)
 from gateway.tensors.signature import Signature, build_signature
 from tests.support.hostile_files import field, form, json_of, png
 
