@@ -24,10 +24,9 @@ from gateway.fleet.inference import InferenceService
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.signatures import SignatureCache
 from gateway.memory import MemoryBudget, default_budget_bytes, limit_heap_growth, return_free_memory
-from gateway.repository.collector import FleetCollector, OnDemandCollector, StateCollector
+from gateway.repository.collector import FleetCollector, StateCollector
 from gateway.repository.maintenance import Maintenance
 from gateway.repository.models_file import ModelsFile
-from gateway.repository.on_demand.activation import ModelActivator
 from gateway.repository.repository import Repository
 from gateway.repository.resolver import ModelResolver
 from gateway.repository.state.desired import StateStore
@@ -132,28 +131,6 @@ async def open_fleet(
     return pool, dispatcher, signatures, inference, repository
 
 
-async def open_activator(
-    settings: Settings,
-    dispatcher: Dispatcher,
-    repository: Repository,
-    admission: AdmissionQueue,
-    stack: AsyncExitStack,
-) -> ModelActivator | None:
-    """Return the component that requests wait in; None if no request can wait."""
-    needs = (settings.on_demand_models, settings.models_file, settings.hold_s, settings.scaler_port)
-    if not any(needs):
-        return None
-    activator = repository.create_activator(admission)
-    dispatcher.enable_activation(activator)
-    await stack.enter_async_context(activator)
-    if settings.scaler_port:
-        from gateway.repository.on_demand.scaler import FleetScaler  # noqa: PLC0415 - imports gRPC's server, which is slow
-
-        scaler = FleetScaler(activator.loader.usage, settings.scaler_port)
-        await stack.enter_async_context(scaler)
-    return activator
-
-
 @asynccontextmanager
 async def run_services(settings: Settings, components: AppComponents) -> AsyncIterator[Services]:
     """Run the services; they are closed in reverse order."""
@@ -171,8 +148,6 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             settings.max_queue,
             metrics,
         )
-        activator = await open_activator(settings, dispatcher, repository, admission, stack)
-        metrics.collector_registry.register(OnDemandCollector(pool, activator))
         memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics.shed)
         stack.callback(metrics.flush)
         authenticator = Authenticator(
@@ -206,6 +181,5 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             RateLimiter(metrics, components.store.rate_windows()),
             maintenance,
             components.tracer,
-            activator,
             [] if restricted is None else restricted.headers,
         )

@@ -18,14 +18,13 @@ from gateway.capacity.decoding.executor import DecodeExecutor
 from gateway.errors import Forbidden, MalformedRequest
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.inference import InferenceService
-from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.pool import Activator, ReplicaPool
 from gateway.fleet.signatures import SignatureCache
 from gateway.http_client.connection import Headers
 from gateway.memory import MemoryBudget, MemoryCharge, MemoryKind
 from gateway.messages import quote_text
 from gateway.repository.load_parameters import UNLOAD_DEPENDENTS, check_load_parameters
 from gateway.repository.maintenance import Maintenance
-from gateway.repository.on_demand.activation import ModelActivator
 from gateway.repository.repository import Repository
 from gateway.repository.resolver import ModelResolver
 from gateway.settings import Settings
@@ -59,9 +58,12 @@ class Services:
     rate_limiter: RateLimiter
     maintenance: Maintenance
     tracer: Tracer | None = None
-    activator: ModelActivator | None = None  # without models that are loaded on demand
     management_headers: Headers = field(default_factory=list)  # open Triton's own management API
     _provided: dict[type, Any] = field(default_factory=dict)
+
+    @property
+    def activator(self) -> Activator | None:
+        return self.pool.activator
 
     def provide(self, component: object) -> None:
         """Add a component of a capability, which `find` and `get` return by its class."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from gateway.capabilities.grpc_api.capability import CAPABILITY as GRPC_API
+from gateway.capabilities.on_demand.capability import CAPABILITY as ON_DEMAND
 from gateway.capabilities.openai.capability import CAPABILITY as OPENAI
 from gateway.capabilities.page.capability import CAPABILITY as PAGE
 from gateway.capabilities.torchserve.capability import CAPABILITY as TORCHSERVE
@@ -17,6 +18,7 @@ from gateway.capability import Capability
 
 INSTALLED: Final[tuple[Capability, ...]] = (
     VERSIONS,
+    ON_DEMAND,
     OPENAI,
     UPLOADS,
     TORCHSERVE,

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
 from time import perf_counter
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from gateway.errors import (
     BadUpstream,
@@ -61,18 +61,6 @@ class AttemptHistory(NamedTuple):
 NO_ATTEMPTS: Final = AttemptHistory()
 
 
-class Activator(Protocol):
-    """Lets requests wait until a replica has their model ready."""
-
-    def can_activate(self, model: str) -> bool: ...
-
-    async def activate(self, model: str, timeout_s: float) -> float:
-        """Wait until the model can be used; return the remaining seconds.
-
-        Raises the `GatewayError` to respond with.
-        """
-
-
 class Dispatcher:
     """Sends each request to a replica that can serve it, and tries another where that is safe."""
 
@@ -82,12 +70,6 @@ class Dispatcher:
         self._mean_latency_s: dict[str, float] = {}
         self._retry_budget = RetryBudget()
         self._sequences = SequenceRouter(asyncio.get_running_loop().time)
-        self._activator: Activator | None = None
-
-    def enable_activation(self, activator: Activator) -> None:
-        """Let requests wait for their model."""
-        self._activator = activator
-        self._pool.can_activate = activator.can_activate
 
     def send(self, call: UpstreamCall[T], timeout_s: float) -> Awaitable[T]:
         """Return the result of the first attempt that succeeds.
@@ -202,7 +184,7 @@ class Dispatcher:
 
     async def _wait_for_model(self, target: RequestTarget, timeout_s: float) -> float:
         """Wait until the model can be used; return the remaining seconds."""
-        activator = self._activator
+        activator = self._pool.activator
         model, version = target.model, target.version
         if activator is None or self._pool.is_usable(model):
             raise NoReplica
@@ -247,7 +229,7 @@ class Dispatcher:
         self, call: UpstreamCall[T], error: GatewayError, history: AttemptHistory
     ) -> bool:
         """Return whether the model is on no replica any longer, so that the request can wait for it again."""
-        activator, target = self._activator, call.target
+        activator, target = self._pool.activator, call.target
         return (
             activator is not None
             and target.can_activate

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol
 
 import anyio
 
@@ -35,6 +35,24 @@ class NoReplica(Unavailable):
     message = "no Triton is reachable; GET /readyz shows the reason for each replica"
 
 
+class Activator(Protocol):
+    """Lets requests wait until a replica has their model ready."""
+
+    def can_activate(self, model: str) -> bool: ...
+
+    async def activate(self, model: str, timeout_s: float) -> float:
+        """Wait until the model can be used; return the remaining seconds.
+
+        Raises the `GatewayError` to respond with.
+        """
+
+    def is_on_demand(self, model: str) -> bool:
+        """Return whether requests load the model, and no administrator has loaded or unloaded it."""
+
+    def matches(self, model: str) -> bool:
+        """Return whether requests load the model, unless an administrator has loaded or unloaded it."""
+
+
 class ReplicaPool:
     """All replicas. As a context manager it discovers and probes them in the background."""
 
@@ -54,7 +72,7 @@ class ReplicaPool:
             self.replicas, self._notify_change, settings.poll_interval_s, self.metrics
         )
         # Tells the models that requests wait for while no replica has them ready.
-        self.can_activate: Callable[[str], bool] | None = None
+        self.activator: Activator | None = None
         self._discovery = ReplicaDiscovery(sources, self._update_replicas, settings.dns_interval_s)
         self._settings = settings
         self._tls = tls
@@ -269,9 +287,9 @@ class ReplicaPool:
 
     def is_awaited(self, model: str) -> bool:
         """Return whether no replica can serve the model, and requests wait until one can."""
-        if self.can_activate is None or self.is_usable(model):
+        if self.activator is None or self.is_usable(model):
             return False
-        return self.can_activate(model)
+        return self.activator.can_activate(model)
 
     def is_usable(self, model: str, version: str = "") -> bool:
         """Return whether a live replica has the version ready for new requests."""

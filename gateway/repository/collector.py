@@ -13,11 +13,9 @@ from gateway.config_files import watched_files
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import STATE_RANKS
 from gateway.fleet.pool import ReplicaPool
-from gateway.repository.on_demand.activation import ModelActivator
 from gateway.repository.repository import Repository
 from gateway.repository.state.desired import StateStore
 
-MEBIBYTE = 1 << 20
 replica_gauge = partial(GaugeMetricFamily, labels=["replica"])
 state_gauge = partial(GaugeMetricFamily, labels=["replica", "state"])
 model_gauge = partial(GaugeMetricFamily, labels=["model"])
@@ -95,25 +93,6 @@ class FleetCollector(Collector):
             declared.add_metric([name], 1)
             missing.add_metric([name], name in missing_models)
         yield from (count, declared, missing, skew, outdated)
-
-
-class OnDemandCollector(Collector):
-    """Metrics of the memory that models hold, by their configs; none without on-demand models."""
-
-    def __init__(self, pool: ReplicaPool, activator: ModelActivator | None) -> None:
-        self._pool = pool
-        self._loader = None if activator is None else activator.loader
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        memory = replica_gauge(
-            "gateway_replica_model_memory_bytes",
-            "Memory of the models on the replica, by gateway.memory_mb or GATEWAY_DEFAULT_MODEL_MEMORY_MB.",
-        )
-        if self._loader is not None:
-            for load in self._loader.held.describe(list(self._pool.replicas.values())):
-                memory_mb = sum([model.memory_mb for model in load.models])
-                memory.add_metric([load.name], memory_mb * MEBIBYTE)
-        yield memory
 
 
 class StateCollector(Collector):

@@ -14,7 +14,6 @@ import orjson
 from gateway.config_files import YAML_ERRORS, WatchedFile, parse_yaml, read_config_file
 from gateway.messages import CommandError
 from gateway.names import VERSION_NUMBER
-from gateway.repository.on_demand.on_demand_plan import CopyLimits
 from gateway.version_labels import InvalidLabel, ModelLabels, check_label_name, parse_label
 
 MODEL_KEYS: Final = frozenset(
@@ -24,6 +23,14 @@ MODEL_KEYS: Final = frozenset(
 
 class BadModelsFile(CommandError):
     """An invalid or unreadable models file."""
+
+
+@dataclass(frozen=True)
+class CopyLimits:
+    """The number of replicas that may hold an on-demand model."""
+
+    minimum: int = 1
+    maximum: int = 1
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import anyio
 
-from gateway.capacity.admission import AdmissionQueue
 from gateway.errors import (
     ChangeInProgress,
     Conflict,
@@ -35,10 +34,6 @@ from gateway.messages import join_names, quote_text
 from gateway.repository.load_parameters import STAGED, UNLOAD_DEPENDENTS
 from gateway.repository.loader import ACTION_POLL_S, ModelLoader
 from gateway.repository.models_file import ModelsFile
-from gateway.repository.on_demand.activation import ModelActivator
-from gateway.repository.on_demand.on_demand_loader import OnDemandLoader
-from gateway.repository.on_demand.on_demand_models import OnDemandModels
-from gateway.repository.on_demand.on_demand_plan import parse_model_facts
 from gateway.repository.operations import OperationRunner
 from gateway.repository.readiness import ReadinessMonitor
 from gateway.repository.reconcile_plan import ModelAction, is_outdated, merge_declared_models
@@ -50,6 +45,7 @@ from gateway.repository.state.desired import DesiredModel, StateStore
 from gateway.settings import Settings
 from gateway.settings.access import ModelUploads
 from gateway.tasks import TaskSet, cancel_tasks
+from gateway.tensors.signature import find_ensemble_steps
 
 log = logging.getLogger(__name__)
 
@@ -81,29 +77,20 @@ class Repository:
         self.state = SharedState(self._store, self._models_file, can_upload=can_upload)
         self.loader = ModelLoader(pool, self._signatures, self.state, settings.load_timeout_s)
         self.readiness = ReadinessMonitor(pool, self.state, settings.ready_quorum, settings.hold_s)
-        self._reconciler = Reconciler(pool, self.state, self.loader, self.readiness)
-        self.on_demand_models = OnDemandModels(self.state, ())
+        self.reconciler = Reconciler(pool, self.state, self.loader, self.readiness)
         self._tasks = TaskSet()
         self.operations = OperationRunner(self._store, self._tasks)
-
-    def create_activator(self, admission: AdmissionQueue) -> ModelActivator:
-        pool, signatures, reconciler = self._pool, self._signatures, self._reconciler
-        loader = OnDemandLoader(
-            pool, signatures, self.state, self.loader, reconciler, admission, self._settings
-        )
-        self.on_demand_models = loader.models
-        return ModelActivator(pool, loader, reconciler)
 
     async def __aenter__(self) -> Repository:
         await self.state.refresh()
         self._pool.set_cordoned(self.state.cordoned)
         if self.state.desired_models:
             log.info("restored desired state: %s", self.state.summarize_desired_models())
-        self._tasks.start(self._reconciler.run())
+        self._tasks.start(self.reconciler.run())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await cancel_tasks([*self._tasks, *self._reconciler.action_tasks.values()])
+        await cancel_tasks([*self._tasks, *self.reconciler.action_tasks.values()])
         await self._store.close()
 
     # What the fleet should have, and what it has.
@@ -125,7 +112,7 @@ class Repository:
 
     async def collect_problems(self) -> ModelProblems:
         """Return what went wrong with models, as all gateways with this state know it."""
-        return await self._reconciler.collect_problems()
+        return await self.reconciler.collect_problems()
 
     async def read_indexes(self) -> dict[str, Index]:
         """Probe all replicas, and return the indexes of the usable ones by address. Raises `NoReplica`."""
@@ -284,7 +271,8 @@ class Repository:
             before = self.state.desired_models.get(model)
             # Without the desired state, the next request loads an on-demand model again, and the reconciler
             # leaves it alone.
-            report.is_retried = not self.on_demand_models.matches(model)
+            activator = self._pool.activator
+            report.is_retried = activator is None or not activator.matches(model)
             desired = DesiredModel(False, {}) if report.is_retried else None
             revision = await self._set_desired_model(model, desired, known_revision)
             accepted = {UNLOAD_DEPENDENTS: True} if with_dependents else {}
@@ -306,7 +294,7 @@ class Repository:
 
         Raises `ChangeInProgress`.
         """
-        async with self._reconciler.lock_model(model), self.state.lock_model(model):
+        async with self.reconciler.lock_model(model), self.state.lock_model(model):
             yield self.state.get_revision(model)
 
     async def _set_desired_model(
@@ -320,7 +308,7 @@ class Repository:
         if not await self.state.set_desired_model(model, desired, expected_revision):
             await self.state.refresh()
             raise ChangeInProgress(model, self.state.describe_change(model))
-        self._reconciler.forget_failures(model=model)
+        self.reconciler.forget_failures(model=model)
         return self.state.get_revision(model)
 
     async def _conclude(
@@ -387,6 +375,4 @@ class ModelNeeded(Conflict):
 async def find_dependents(pool: ReplicaPool, signatures: SignatureCache, model: str) -> list[str]:
     configs: dict[str, Any] = {}
     await signatures.read_configs(pool.ready_models - {model}, configs.__setitem__)
-    return sorted(
-        name for name, config in configs.items() if model in parse_model_facts(config).parts
-    )
+    return sorted(name for name, config in configs.items() if model in find_ensemble_steps(config))

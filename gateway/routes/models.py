@@ -57,13 +57,13 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
         await repository.collect_problems() if Right.fleet in caller.rights else ModelProblems()
     )
     declared, desired = repository.state.declared_models, repository.state.desired_models
-    indexes = services.pool.list_usable_indexes()
+    activator, indexes = services.activator, services.pool.list_usable_indexes()
     expected_names = {*declared, *desired}
     models = group_model_versions(merge_indexes(indexes), expected_names, caller)
     ready_models: set[str] = set().union(*(index.ready_models for index in indexes.values()))
     for name, model in models.items():
         model["ready"] = name in ready_models
-        is_on_demand = repository.on_demand_models.is_on_demand(name)
+        is_on_demand = activator is not None and activator.is_on_demand(name)
         states = {at: index.model_state(name) for at, index in indexes.items()}
         if is_on_demand:
             model.update(describe_on_demand_model(name, indexes, states.values()))

@@ -262,3 +262,12 @@ def parse_channel_values(text: str, key: str, *, are_divisors: bool = False) -> 
 
 def build_hint_error(text: str, key: str, expected: str) -> ModelFault:
     return ModelFault(f"the model's config has {key} = {quote_text(text)}, which is not {expected}")
+
+
+def find_ensemble_steps(config: Any) -> frozenset[str]:
+    """Return the models that are steps of an ensemble, by its config; none for other models."""
+    try:
+        steps = config.get("ensemble_scheduling", {}).get("step", ())
+        return frozenset(str(step.get("model_name", "")) for step in steps)
+    except (AttributeError, TypeError):  # not as Triton describes a model
+        return frozenset()

@@ -23,6 +23,7 @@ PATHS = {
     "uploads": ("/v1/models/{model}/files", "/v1/models/{model}/versions/{version}/files"),
     "torchserve": ("/predictions/", "/models", "/ping"),
     "versions": ("/v1/models/{model}/labels/{label}",),
+    "on_demand": (),
     "grpc_api": (),
     "page": (),
 }

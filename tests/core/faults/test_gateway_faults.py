@@ -18,7 +18,7 @@ import pytest
 import uvloop
 from PIL import Image
 
-from gateway.repository.on_demand.on_demand_models import MAX_USED_MODELS
+from gateway.capabilities.on_demand.models import MAX_USED_MODELS
 from tests.support.errors import assert_error
 from tests.support.fake_triton import port_of
 from tests.support.fleet import BODY, repository

@@ -20,13 +20,13 @@ from typing import Any
 
 import pytest
 
+from gateway.capabilities.on_demand.inference_times import InferenceTimes
 from gateway.errors import Conflict, DeadlinePassed, GatewayError, ModelNotReady, UnknownModel
 from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.discovery import DnsName
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.health import SLOW_INDEX_S, HealthState
 from gateway.fleet.index import parse_index
-from gateway.fleet.inference_times import InferenceTimes
 from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.probe import PROBE_TIMEOUT_S
 from gateway.fleet.replica import Replica, ReplicaAddress

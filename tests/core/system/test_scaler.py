@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 
-from gateway.repository.on_demand.scaler import SERVICE, decode_message, encode_message
+from gateway.capabilities.on_demand.scaler import SERVICE, decode_message, encode_message
 from tests.support.from_zero import send_request, sleeping_fleet
 from tests.support.grpc_gateway import failure
 from tests.support.http2 import DATA, Http2Connection

@@ -10,6 +10,15 @@ from typing import NamedTuple
 
 import pytest
 
+from gateway.capabilities.on_demand.activation import ModelActivator, create_activator
+from gateway.capabilities.on_demand.collector import OnDemandCollector
+from gateway.capabilities.on_demand.plan import (
+    ModelBudget,
+    ModelFacts,
+    NoPlacement,
+    find_idle_models,
+    plan_excess,
+)
 from gateway.capacity.admission import AdmissionQueue
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.health import Health
@@ -17,16 +26,8 @@ from gateway.fleet.index import Index, merge_indexes, parse_index
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica, ReplicaAddress
 from gateway.fleet.signatures import SignatureCache
-from gateway.repository.collector import FleetCollector, OnDemandCollector
+from gateway.repository.collector import FleetCollector
 from gateway.repository.models_file import DeclaredModel, ModelsFile
-from gateway.repository.on_demand.activation import ModelActivator
-from gateway.repository.on_demand.on_demand_plan import (
-    ModelBudget,
-    ModelFacts,
-    NoPlacement,
-    find_idle_models,
-    plan_excess,
-)
 from gateway.repository.readiness import ReplicaStatus, check_readiness
 from gateway.repository.repository import Repository
 from gateway.repository.state.store import MemoryStateStore
@@ -69,7 +70,8 @@ def build_fleet() -> LargeFleet:
         replica.index = build_index(number)
     signatures = SignatureCache(Dispatcher(pool))
     repository = Repository(pool, signatures, MemoryStateStore(), ModelsFile(None), settings)
-    activator = repository.create_activator(AdmissionQueue(64, 32, 100, pool.metrics))
+    admission = AdmissionQueue(64, 32, 100, pool.metrics)
+    activator = create_activator(pool, signatures, repository, admission, settings)
     activator.loader.facts.facts.update({f"m{model}": ModelFacts() for model in range(MODELS)})
     return LargeFleet(pool, repository, activator)
 
@@ -125,7 +127,7 @@ def collect_fleet(fleet: LargeFleet) -> None:
 
 
 def collect_memory(fleet: LargeFleet) -> None:
-    (memory,) = OnDemandCollector(fleet.pool, fleet.activator).collect()
+    (memory,) = OnDemandCollector(fleet.pool, fleet.activator.loader).collect()
     assert len(memory.samples) == REPLICAS
 
 

@@ -49,11 +49,11 @@ from gateway.fleet.slow_start import SlowStart
 from gateway.repository.maintenance import count_busy_gateways
 from gateway.repository.models_file import (
     BadModelsFile,
+    CopyLimits,
     DeclaredModel,
     ModelsFile,
     parse_models_file,
 )
-from gateway.repository.on_demand.on_demand_plan import CopyLimits
 from gateway.repository.readiness import (
     Readiness,
     ReplicaStatus,

@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.capacity.admission import AdmissionQueue
-from gateway.fleet.inference_times import LastInference, parse_last_inference, update_last_inference
-from gateway.repository.on_demand.on_demand_models import UNKNOWN_CALLER, ModelUsage, NoRoom
-from gateway.repository.on_demand.on_demand_plan import (
+from gateway.capabilities.on_demand.inference_times import (
+    LastInference,
+    parse_last_inference,
+    update_last_inference,
+)
+from gateway.capabilities.on_demand.models import UNKNOWN_CALLER, ModelUsage, NoRoom
+from gateway.capabilities.on_demand.plan import (
     EVICTABLE,
-    CopyLimits,
     Eviction,
     LoadedModel,
     LoadTurns,
@@ -39,6 +41,8 @@ from gateway.repository.on_demand.on_demand_plan import (
     update_load_time,
     update_mean_demand,
 )
+from gateway.capacity.admission import AdmissionQueue
+from gateway.repository.models_file import CopyLimits
 from gateway.telemetry.metrics import Metrics
 from tests.support.on_demand import count_lru_loads
 

@@ -9,6 +9,9 @@ from enum import Enum
 from itertools import zip_longest
 from typing import Any, Final, NamedTuple
 
+from gateway.repository.models_file import CopyLimits
+from gateway.tensors.signature import find_ensemble_steps
+
 MEMORY_PARAMETER: Final = "gateway.memory_mb"
 UNKNOWN_LOAD_S: Final = 5.0  # expected for a model that was never loaded
 LOAD_TIME_WEIGHT: Final = 0.5  # of the last load in the expected time
@@ -276,14 +279,6 @@ class LoadTurns:
         return [model for model in models if model is not None]
 
 
-@dataclass(frozen=True)
-class CopyLimits:
-    """The number of replicas that may hold an on-demand model."""
-
-    minimum: int = 1
-    maximum: int = 1
-
-
 def plan_copies(mean_demand: float, copies: int, limits: CopyLimits) -> int:
     """Return the number of copies that a model needs for its mean number of concurrent requests."""
     if copies < limits.minimum or (
@@ -311,12 +306,10 @@ def parse_model_facts(config: Any) -> ModelFacts:
     try:
         parameter = config.get("parameters", {}).get(MEMORY_PARAMETER, {})
         written = str(parameter.get("string_value", "")).strip()
-        steps = config.get("ensemble_scheduling", {}).get("step", ())
-        parts = frozenset(str(step.get("model_name", "")) for step in steps)
     except (AttributeError, TypeError):
         return ModelFacts()
     is_number = written.isascii() and written.isdecimal() and len(written) < 10
-    return ModelFacts(int(written) if is_number else None, parts)
+    return ModelFacts(int(written) if is_number else None, find_ensemble_steps(config))
 
 
 def find_all_parts(model: str, facts: Mapping[str, ModelFacts]) -> frozenset[str]:

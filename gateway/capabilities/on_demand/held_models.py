@@ -9,11 +9,8 @@ from math import inf
 from time import perf_counter
 from typing import Any, Final
 
-from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.replica import Replica
-from gateway.fleet.signatures import SignatureCache
-from gateway.repository.on_demand.on_demand_models import ModelUsage, OnDemandModels
-from gateway.repository.on_demand.on_demand_plan import (
+from gateway.capabilities.on_demand.models import ModelUsage, OnDemandModels
+from gateway.capabilities.on_demand.plan import (
     EVICTABLE,
     Eviction,
     LoadedModel,
@@ -23,6 +20,9 @@ from gateway.repository.on_demand.on_demand_plan import (
     parse_model_facts,
     protect_model,
 )
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.replica import Replica
+from gateway.fleet.signatures import SignatureCache
 from gateway.repository.reconciler import Reconciler
 from gateway.repository.shared_state import SharedState
 from gateway.repository.state.loads import is_in_progress

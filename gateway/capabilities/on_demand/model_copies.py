@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
 
-from gateway.errors import GatewayError
-from gateway.fleet.replica import Replica
-from gateway.repository.on_demand.on_demand_loader import OnDemandLoader
-from gateway.repository.on_demand.on_demand_plan import (
+from gateway.capabilities.on_demand.loader import OnDemandLoader
+from gateway.capabilities.on_demand.plan import (
     Placement,
     is_removable,
     plan_copies,
     update_mean_demand,
 )
+from gateway.errors import GatewayError
+from gateway.fleet.replica import Replica
 from gateway.repository.reconcile_plan import Backoff
 from gateway.repository.reconciler import Reconciler
 from gateway.tasks import cancel_tasks, repeat

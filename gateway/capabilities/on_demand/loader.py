@@ -10,18 +10,10 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Final
 
-from gateway.capacity.admission import AdmissionQueue
-from gateway.errors import GatewayError, StateUnavailable
-from gateway.fleet.health import HealthState
-from gateway.fleet.index import UNLOADING
-from gateway.fleet.inference_times import InferenceTimes
-from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.replica import Replica
-from gateway.fleet.signatures import SignatureCache
-from gateway.repository.held_models import HeldModels, ModelFactsCache
-from gateway.repository.loader import ModelLoader
-from gateway.repository.on_demand.on_demand_models import UNKNOWN_CALLER, ModelUsage, OnDemandModels
-from gateway.repository.on_demand.on_demand_plan import (
+from gateway.capabilities.on_demand.held_models import HeldModels, ModelFactsCache
+from gateway.capabilities.on_demand.inference_times import InferenceTimes
+from gateway.capabilities.on_demand.models import UNKNOWN_CALLER, ModelUsage, OnDemandModels
+from gateway.capabilities.on_demand.plan import (
     ModelBudget,
     NoPlacement,
     Placement,
@@ -30,6 +22,14 @@ from gateway.repository.on_demand.on_demand_plan import (
     find_idle_models,
     plan_excess,
 )
+from gateway.capacity.admission import AdmissionQueue
+from gateway.errors import GatewayError, StateUnavailable
+from gateway.fleet.health import HealthState
+from gateway.fleet.index import UNLOADING
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.replica import Replica
+from gateway.fleet.signatures import SignatureCache
+from gateway.repository.loader import ModelLoader
 from gateway.repository.reconcile_plan import ModelAction
 from gateway.repository.reconciler import Reconciler
 from gateway.repository.shared_state import SharedState, StartedLoad

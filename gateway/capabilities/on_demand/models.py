@@ -8,10 +8,11 @@ from fnmatch import fnmatchcase
 from math import ceil, inf
 from typing import Any, Final
 
+from gateway.capabilities.on_demand.plan import LoadTurns
 from gateway.capacity.admission import AdmissionQueue
 from gateway.errors import GatewayError, Unavailable
 from gateway.messages import join_names, quote_text
-from gateway.repository.on_demand.on_demand_plan import CopyLimits, LoadTurns
+from gateway.repository.models_file import CopyLimits
 from gateway.repository.shared_state import SharedState
 
 MAX_REPORTED_NUMBER: Final = 1e12

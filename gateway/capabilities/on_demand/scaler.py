@@ -12,8 +12,8 @@ import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from google.protobuf.message import DecodeError
 
+from gateway.capabilities.on_demand.models import ModelUsage
 from gateway.messages import CommandError
-from gateway.repository.on_demand.on_demand_models import ModelUsage
 from gateway.tasks import cancel_tasks, repeat
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,16 @@ from typing import Final
 import anyio
 
 from gateway.callers import Right
-from gateway.capacity.admission import AdmissionQueueFull
+from gateway.capabilities.on_demand.loader import OnDemandLoader
+from gateway.capabilities.on_demand.model_copies import ModelCopies
+from gateway.capabilities.on_demand.models import ModelLoading, NoRoom
+from gateway.capabilities.on_demand.plan import (
+    NoPlacement,
+    Placement,
+    compute_retry_after_s,
+    update_load_time,
+)
+from gateway.capacity.admission import AdmissionQueue, AdmissionQueueFull
 from gateway.errors import (
     BadUpstream,
     DeadlinePassed,
@@ -23,18 +32,12 @@ from gateway.errors import (
     ModelNotReady,
 )
 from gateway.fleet.pool import NoReplica, ReplicaPool
+from gateway.fleet.signatures import SignatureCache
 from gateway.http_client.connection import RequestNotSent
-from gateway.repository.on_demand.model_copies import ModelCopies
-from gateway.repository.on_demand.on_demand_loader import OnDemandLoader
-from gateway.repository.on_demand.on_demand_models import ModelLoading, NoRoom
-from gateway.repository.on_demand.on_demand_plan import (
-    NoPlacement,
-    Placement,
-    compute_retry_after_s,
-    update_load_time,
-)
 from gateway.repository.reconcile_plan import Backoff
 from gateway.repository.reconciler import Reconciler
+from gateway.repository.repository import Repository
+from gateway.settings import Settings
 from gateway.tasks import TaskSet, cancel_tasks, repeat
 from gateway.telemetry.request_info import current_request_info
 from gateway.triton.error_mapping import LoadFailed
@@ -89,6 +92,12 @@ class ModelActivator:
             return True
         # The reconciler loads a desired model on a new replica.
         return self.loader.settings.hold_s > 0 and self.loader.state.is_desired(model)
+
+    def is_on_demand(self, model: str) -> bool:
+        return self.loader.models.is_on_demand(model)
+
+    def matches(self, model: str) -> bool:
+        return self.loader.models.matches(model)
 
     def _is_loadable(self, model: str) -> bool:
         return (
@@ -333,6 +342,20 @@ class ModelActivator:
     def _record_failure(self, model: str, error: LoadFailed) -> None:
         failure = self._failures.get(model, Backoff())
         self._failures[model] = failure.with_repetition(perf_counter(), error.reason)
+
+
+def create_activator(
+    pool: ReplicaPool,
+    signatures: SignatureCache,
+    repository: Repository,
+    admission: AdmissionQueue,
+    settings: Settings,
+) -> ModelActivator:
+    state, reconciler = repository.state, repository.reconciler
+    loader = OnDemandLoader(
+        pool, signatures, state, repository.loader, reconciler, admission, settings
+    )
+    return ModelActivator(pool, loader, reconciler)
 
 
 def build_load_error(model: str, reason: str) -> LoadFailed:
