@@ -303,7 +303,11 @@ class FolderStore(ModelStore):
 
     def remove_version(self, model: str, version: int) -> FolderChange:
         change = FolderChange(self.root / model, self._name_temporary)
-        change.remove(str(version))
+        try:
+            change.remove(str(version))
+        except BaseException:
+            change.revert()
+            raise
         return change
 
     def remove_model(self, model: str) -> None:

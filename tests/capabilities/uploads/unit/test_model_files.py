@@ -7,13 +7,14 @@ import gzip
 import hashlib
 import io
 import os
+import resource
 import tarfile
 import tempfile
 import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
 
@@ -733,6 +734,29 @@ def test_change_can_be_reverted_or_committed(tmp_path: Path) -> None:
         "config.pbtxt": "new",
         "configs/a.pbtxt": "new",
     }
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Let this process write to no file, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_removal_of_a_version_on_a_full_disk_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.onnx").write_text("old")
+    store = FolderStore(tmp_path, can_write=True)
+    before = tree(folder)
+    with full_disk(), pytest.raises(OSError, match="File too large"):
+        store.remove_version("mine", 1)
+    assert tree(folder) == before
+    store.close()
 
 
 @pytest.mark.fault("a small archive of 10,000 files or folders")
