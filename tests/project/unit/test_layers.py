@@ -92,12 +92,34 @@ def test_imports_have_no_cycle() -> None:
     TopologicalSorter(package_imports()).prepare()  # raises CycleError, which shows the cycle
 
 
-def test_rooms_import_each_other_without_a_circle() -> None:
+def room_imports() -> dict[str, set[str]]:
     rooms: dict[str, set[str]] = {}
     for module, imports in package_imports().items():
         used = rooms.setdefault(package_of(module), set())
         used |= {package_of(imported) for imported in imports} - {package_of(module)}
-    TopologicalSorter(rooms).prepare()  # raises CycleError, which shows the circle
+    return rooms
+
+
+def test_rooms_import_each_other_without_a_circle() -> None:
+    TopologicalSorter(room_imports()).prepare()  # raises CycleError, which shows the circle
+
+
+def test_drawing_of_the_rooms_is_current() -> None:
+    """It has the folders, and no arrow to a room that is reached through another one."""
+    rooms, reached = room_imports(), dict[str, set[str]]()
+    for room in TopologicalSorter(rooms).static_order():
+        reached[room] = rooms[room].union(*(reached[used] for used in rooms[room]))
+    folders = {
+        name for name in rooms if (ROOT.joinpath(*name.split("."))).is_dir() and name != "gateway"
+    }
+    arrows = [
+        f"    {room.partition('.')[2]} --> {used.partition('.')[2]}"
+        for room in sorted(folders)
+        for used in sorted(reached[room] & folders)
+        if not any(used in reached[between] for between in reached[room] & folders)
+    ]
+    drawing = LAYOUT.partition("flowchart TB\n")[2].partition("```")[0]
+    assert [line for line in drawing.splitlines() if "-->" in line] == arrows
 
 
 def capability_of(module: str) -> str:
