@@ -237,24 +237,7 @@ def fields(*values: Any) -> Payload:
         ([-1], 8, [[1, 2], [3, 4]], [[1, 2], [3, 4]]),
         ([-1, -1], 0, [1, 2, 3], [[1], [2], [3]]),
         ([-1, 2], 0, [[1, 2], [3, 4]], [[1, 2], [3, 4]]),
-    ],
-)
-def test_values_are_stacked_to_a_batch(
-    shape: list[int], batch: int, values: list[Any], stacked: list[Any]
-) -> None:
-    for payload in (payload_from_rows(values), fields(*values)):
-        inputs = converted(payload, shape, batch)
-        assert inputs.arrays["X"].tolist() == stacked
-        assert inputs.is_batched == bool(batch)
-        assert inputs.batch_size == (len(values) if batch else 0)
-    assert (
-        converted(payload_from_rows(values[:1]), shape, batch).arrays["X"].tolist() == stacked[:1]
-    )
-
-
-@pytest.mark.parametrize(
-    ("shape", "batch", "values", "words"),
-    [
+        # Never one item.
         ([2], 8, [1, 2], "a batch of 2 items, each a single value"),
         ([2, 2], 8, [[1, 2], [3, 4]], r"a batch of 2 items, each an array of shape \[2\]"),
         ([-1, -1], 8, [[1, 2], [3, 4]], r"a batch of 2 items, each an array of shape \[2\]"),
@@ -263,12 +246,20 @@ def test_values_are_stacked_to_a_batch(
         ([-1], 8, [[1], [2, 3]], "different shapes"),
     ],
 )
-def test_stacked_values_are_never_one_item(
-    shape: list[int], batch: int, values: list[Any], words: str
+def test_values_are_stacked_to_a_batch_or_refused(
+    shape: list[int], batch: int, values: list[Any], stacked: list[Any] | str
 ) -> None:
     for payload in (payload_from_rows(values), fields(*values)):
-        with pytest.raises(InputMismatch, match=words):
-            converted(payload, shape, batch)
+        if isinstance(stacked, str):
+            with pytest.raises(InputMismatch, match=stacked):
+                converted(payload, shape, batch)
+            continue
+        inputs = converted(payload, shape, batch)
+        assert inputs.arrays["X"].tolist() == stacked
+        assert inputs.is_batched == bool(batch)
+        assert inputs.batch_size == (len(values) if batch else 0)
+        first = converted(payload_from_rows(values[:1]), shape, batch)
+        assert first.arrays["X"].tolist() == stacked[:1]
 
 
 @pytest.mark.parametrize(
@@ -291,7 +282,10 @@ def test_predictions_must_match_the_instances(answer: dict[str, np.ndarray], wor
         encode_predictions([InferResult(several, answer, is_batched=True, instance_count=3)])
 
 
-def test_pieces_of_a_batch_of_instances_become_one_list() -> None:
+def test_batch_is_split_into_pieces_whose_results_become_one_list() -> None:
+    for count, piece_count in ((8000, 1000), (7999, 1000), (8, 1)):
+        whole = InferInputs({"X": np.zeros((count, 1))}, count, is_batched=True)
+        assert len(list(whole.split(8))) == piece_count
     tensor = {"X": ("INT32", [-1])}
     pair = model(tensor, tensor, 2)
     pieces = list(to_inputs(payload_from_rows([5, 6, 7]), pair, PayloadLimits()).split(2))
