@@ -290,7 +290,7 @@ def test_invalid_archive_is_refused(tmp_path: Path, subtests: pytest.Subtests) -
             stored(tmp_path, data, suffix)
 
 
-def test_archive_beyond_a_limit_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_archive_beyond_a_limit_alone_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
     folders = {f"{number}/{'a/' * 14}b": b"" for number in range(60)}
     for write, suffix in (ARCHIVES[kind] for kind in ("zip", "tar.gz", "tar")):
         cases = [
@@ -305,9 +305,7 @@ def test_archive_beyond_a_limit_is_refused(tmp_path: Path, subtests: pytest.Subt
     headers = gzip.compress(tarfile.TarInfo("a").tobuf(tarfile.USTAR_FORMAT) * 1_001)
     with pytest.raises(TooLarge, match="entries"):
         stored(tmp_path, headers, ".tar.gz", max_entries=1_000)
-
-
-def test_large_archive_of_small_gzip_members_is_read(tmp_path: Path) -> None:
+    # As many gzip members as an archive of this size may have.
     files = {"1/model.onnx": bytes(20 * MIB)}
     plain = tarred(files, "w")
     pieces = [plain[start : start + (16 << 10)] for start in range(0, len(plain), 16 << 10)]
@@ -418,7 +416,7 @@ def test_archive_that_is_no_model_of_data_is_refused(
             upload(staging, received(staging, archive))
 
 
-def test_code_is_accepted_if_it_is_allowed(staging: Staging) -> None:
+def test_code_is_accepted_with_a_config_if_it_is_allowed(staging: Staging) -> None:
     config = (
         b'backend: "python"\nparameters { key: "EXECUTION_ENV_PATH" value { string_value: "/x" } }'
     )
@@ -426,6 +424,11 @@ def test_code_is_accepted_if_it_is_allowed(staging: Staging) -> None:
     found = upload(staging, received(staging, tarred(files)), code=True)
     assert set(found.versions[NEXT_VERSION]) == {"model.py", "lib.so"}
     assert config_of(found) == config.decode()
+    for name in ("model.pt", "model.pt2", "model.py"):
+        with pytest.raises(InvalidModelFile, match="accepts data only"):
+            upload(staging, received(staging, b"x", name))
+        with pytest.raises(InvalidModelFile, match="a config is required"):
+            upload(staging, received(staging, b"x", name), code=True)
 
 
 def test_several_versions_keep_their_numbers_and_a_single_one_gets_the_next(
@@ -561,14 +564,6 @@ def test_any_bytes_of_a_graph_are_read_or_refused(noise: bytes, place: int, cut:
     assert refusal is None or refusal.status == 422
 
 
-@pytest.mark.parametrize("name", ["model.pt", "model.pt2", "model.py"])
-def test_kind_that_needs_a_config_is_refused_without_one(staging: Staging, name: str) -> None:
-    with pytest.raises(InvalidModelFile, match="accepts data only"):
-        upload(staging, received(staging, b"x", name))
-    with pytest.raises(InvalidModelFile, match="a config is required"):
-        upload(staging, received(staging, b"x", name), code=True)
-
-
 WARMUP = (
     'model_warmup {{ name: "a" {} '
     'inputs {{ key: "X" value {{ data_type: TYPE_FP32 {} zero_data: true }} }} }}'
@@ -629,33 +624,30 @@ def test_config_that_costs_triton_much_is_refused(
         build(refused)
 
 
-@pytest.mark.parametrize("size", [1, 7, 4096])
-def test_form_is_read_in_pieces_of_any_size(staging: Staging, size: int) -> None:
-    model = b"\r\n--other\r\n--" * 1000
-    parts = {"config": LABELED, 'model"; filename="folder/ä.onnx': model}
-    body = b"".join(
-        b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n' % (name.encode(), content)
-        for name, content in parts.items()
-    )
-    body += b"--b--\r\n"
+def read_form(staging: Staging, body: bytes, size: int) -> FormBody:
+    """Feed a form in pieces of this size."""
     form = FormBody(staging, "multipart/form-data; boundary=b")
     for start in range(0, len(body), size):
         form.feed(body[start : start + size])
+    return form
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096])
+def test_form_in_pieces_of_any_size_is_read_or_refused(staging: Staging, size: int) -> None:
+    head = b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n'
+    model = b"\r\n--other\r\n--" * 1000
+    body = head % b"config" + LABELED + b"\r\n"
+    body += head % 'model"; filename="folder/ä.onnx'.encode() + model + b"\r\n--b--\r\n"
+    form = read_form(staging, body, size)
     config, file = form.finish()
     assert (config.field, config.content.path.read_bytes()) == ("config", LABELED)
     assert (file.field, file.name) == ("model", "ä.onnx")
     assert file.content.path.read_bytes() == model
     assert form.digest == hashlib.sha256(body).digest()
-
-
-def test_form_with_another_field_or_without_an_end_is_refused(staging: Staging) -> None:
-    form = FormBody(staging, "multipart/form-data; boundary=b")
     with pytest.raises(MalformedRequest, match="fields of an upload"):
-        form.feed(b'--b\r\nContent-Disposition: form-data; name="other"\r\n\r\nx\r\n--b--\r\n')
-    form = FormBody(staging, "multipart/form-data; boundary=b")
-    form.feed(b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nx')
+        read_form(staging, head % b"other" + b"x\r\n--b--\r\n", size)
     with pytest.raises(MalformedRequest, match="before its closing boundary"):
-        form.finish()
+        read_form(staging, head % b"model" + b"x", size).finish()
 
 
 def test_digest_header_is_read_or_refused() -> None:
