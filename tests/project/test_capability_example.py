@@ -76,6 +76,14 @@ def is_served(client: httpx.Client) -> bool:
 
 def test_example_passes_the_type_checker(copied: Path) -> None:
     module = f"gateway.capabilities.{NAME}.routes"
-    command = [sys.executable, "-m", "mypy", "--config-file", ROOT / "pyproject.toml", "-m", module]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file",
+        str(ROOT / "pyproject.toml"),
+        "-m",
+        module,
+    ]
     checked = subprocess.run(command, cwd=copied, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout

@@ -138,30 +138,39 @@ def test_disruption_budget_lets_a_node_be_drained_and_keeps_the_last_ready_trito
 
 
 def test_every_port_that_is_named_exists(made: Manifests) -> None:
-    for service in made.kind("Service"):
-        for workload in made.selected(service["spec"]["selector"]):
-            for port in service["spec"]["ports"]:
-                assert port["targetPort"] in ports(workload)
-    for workload in made.workloads:
-        for container in workload["spec"]["template"]["spec"]["containers"]:
-            actions = [
-                probe.get("httpGet") or probe.get("tcpSocket")
-                for probe in probes(container).values()
-                if "exec" not in probe
-            ]
-            assert {action["port"] for action in actions} <= ports(workload).keys()
-    for monitor in made.kind("PodMonitor"):
-        (workload,) = made.selected(monitor["spec"]["selector"]["matchLabels"])
-        for endpoint in monitor["spec"]["podMetricsEndpoints"]:
-            assert endpoint["port"] in ports(workload)
-
-
-def test_policies_name_the_ports_that_are_used(made: Manifests) -> None:
-    for policy in made.kind("NetworkPolicy"):
-        (workload,) = made.selected(policy["spec"]["podSelector"]["matchLabels"])
-        for rule in policy["spec"].get("ingress", []):
-            assert {port["port"] for port in rule["ports"]} <= ports(workload).keys()
-        for rule in policy["spec"].get("egress", []):
+    policies = [
+        (workload, policy["spec"])
+        for policy in made.kind("NetworkPolicy")
+        for workload in made.selected(policy["spec"]["podSelector"]["matchLabels"])
+    ]
+    named = [
+        (workload, port["targetPort"])
+        for service in made.kind("Service")
+        for workload in made.selected(service["spec"]["selector"])
+        for port in service["spec"]["ports"]
+    ]
+    named += [
+        (workload, (probe.get("httpGet") or probe["tcpSocket"])["port"])
+        for workload in made.workloads
+        for container in workload["spec"]["template"]["spec"]["containers"]
+        for probe in probes(container).values()
+        if "exec" not in probe
+    ]
+    named += [
+        (workload, endpoint["port"])
+        for monitor in made.kind("PodMonitor")
+        for workload in made.selected(monitor["spec"]["selector"]["matchLabels"])
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]
+    ]
+    named += [
+        (workload, port["port"])
+        for workload, policy in policies
+        for rule in policy.get("ingress", [])
+        for port in rule["ports"]
+    ]
+    assert [port for workload, port in named if port not in ports(workload)] == []
+    for _, policy in policies:
+        for rule in policy.get("egress", []):
             for peer in (each for each in rule.get("to", []) if "podSelector" in each):
                 (target,) = made.selected(peer["podSelector"]["matchLabels"])
                 assert {port["port"] for port in rule["ports"]} == {*ports(target).values()}
@@ -213,7 +222,7 @@ def test_variants_cover_every_component_and_overlay() -> None:
 # Security
 
 
-def test_every_pod_is_confined(made: Manifests) -> None:
+def test_every_container_is_confined_limited_and_of_a_pinned_image(made: Manifests) -> None:
     for workload in made.workloads:
         pod = workload["spec"]["template"]["spec"]
         assert pod["automountServiceAccountToken"] is False
@@ -227,19 +236,14 @@ def test_every_pod_is_confined(made: Manifests) -> None:
                 "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
             }
-    for account in made.kind("ServiceAccount"):
-        assert account["automountServiceAccountToken"] is False
-
-
-def test_every_container_has_limits_and_a_pinned_image(made: Manifests) -> None:
-    for workload in made.workloads:
-        for container in containers(workload["spec"]["template"]["spec"]):
             resources = container["resources"]
             requests, limits = resources["requests"], resources["limits"]
             assert {"cpu", "memory"} <= requests.keys()
             assert quantity(limits["memory"]) >= quantity(requests["memory"])
             image = container["image"].rpartition("/")[2]
             assert "@sha256:" in image or (":" in image and not image.endswith(":latest"))
+    for account in made.kind("ServiceAccount"):
+        assert account["automountServiceAccountToken"] is False
 
 
 def test_policies_cover_every_pod_and_let_only_gateways_and_monitoring_reach_triton(

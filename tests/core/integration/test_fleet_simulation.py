@@ -12,7 +12,7 @@ import socket
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -290,7 +290,8 @@ async def test_probes_of_a_hundred_replicas_read_only_the_index_that_changed() -
 @pytest.mark.fault(
     "a replica's repository index takes longer than a probe, as with many models in a"
 )
-async def test_replica_with_a_slow_index_is_up_and_its_index_is_read_rarely() -> None:
+@pytest.mark.fault("a replica lists more than 50,000 models")
+async def test_replica_with_a_slow_index_is_up_unless_its_index_is_invalid() -> None:
     """Triton lists its repository for each index: in a bucket, that takes seconds for dozens of models."""
     async with simulated_replicas(1, ["a"]) as (fake,):
         fake.index_s = 1.2 * PROBE_TIMEOUT_S
@@ -312,32 +313,24 @@ async def test_replica_with_a_slow_index_is_up_and_its_index_is_read_rarely() ->
             await wait_until_async(lambda: fake.requests["index"] > read)
             await asyncio.sleep(2 * fake.index_s)
             assert fake.requests["index"] == read + 1
-            fake.index_s = 0.0
-            fake.models["b"] = True
-            await pool.monitor.probe(replica)  # as after a load
-            assert pool.is_ready("b")
-            await fake.stop()
-            await wait_until_async(lambda: states(pool) == {HealthState.DOWN: 1})
-
-
-@pytest.mark.long
-@pytest.mark.fault("a replica lists more than 50,000 models")
-async def test_replica_with_a_slow_and_invalid_index_is_unavailable() -> None:
-    async with simulated_replicas(1, ["a"]) as (fake,):
-        fake.index_s = SLOW_INDEX_S
-        async with over([fake]) as pool:
-            await wait_until_async(lambda: pool.is_ready("a"))
+            fake.index_s = SLOW_INDEX_S
             fake.index_body = b"{}"
-            pool.mark_unloaded(replica_of(pool, fake), "a", "")  # so that it is read at once
+            pool.mark_unloaded(replica, "a", "")  # so that it is read at once
             await wait_until_async(lambda: states(pool) == {HealthState.SLOW: 1})
             probes = fake.requests["live"] + fake.requests["index"]
             await wait_until_async(
                 lambda: fake.requests["live"] + fake.requests["index"] > probes + 4
             )
             assert states(pool) == {HealthState.SLOW: 1}
-            assert "must be a list" in replica_of(pool, fake).reason
+            assert "must be a list" in replica.reason
             fake.index_body = None
             await wait_until_async(lambda: states(pool) == {HealthState.UP: 1})
+            fake.index_s = 0.0
+            fake.models["b"] = True
+            await pool.monitor.probe(replica)  # as after a load
+            assert pool.is_ready("b")
+            await fake.stop()
+            await wait_until_async(lambda: states(pool) == {HealthState.DOWN: 1})
 
 
 @pytest.mark.fault(
@@ -426,32 +419,7 @@ async def test_replica_that_joins_gets_the_loaded_models() -> None:
             assert all(fake.inferences["b"] > 10 for fake in fakes)
 
 
-@with_skips
-async def test_replica_that_restarts_gets_the_models_of_the_fleet() -> None:
-    async with (
-        simulated_replicas(2, ["a", "b"]) as fakes,
-        over(fakes) as pool,
-        managing(pool) as repository,
-    ):
-        await repository.load("a", {})
-        await repository.unload("b", {})
-        await fakes[1].stop()
-        await skip_until(lambda: states(pool)[HealthState.DOWN] == 1)
-        fakes[1].models = {"a": False, "b": True}
-        await fakes[1].start()
-        await skip_until(lambda: fakes[1].models == {"a": True, "b": False})
-
-
 # Several gateways.
-
-
-async def restart(pools: Sequence[ReplicaPool], fake: SimulatedTriton) -> None:
-    """End a replica, and start it again with its models loaded by itself."""
-    await fake.stop()
-    await wait_until_async(lambda: all(is_in(pool, fake, HealthState.DOWN)() for pool in pools))
-    fake.models = dict.fromkeys(fake.models, True)
-    fake.requests.clear()
-    await fake.start()
 
 
 async def several_probes(fake: SimulatedTriton, gateways: int) -> None:
@@ -538,38 +506,62 @@ async def test_staged_load_that_a_gateway_did_not_finish_is_undone_by_the_next(
             assert fakes[2].requests["load"] == 1
 
 
-@pytest.mark.parametrize("state", ["none:", "file"])
-async def test_staged_load_that_cannot_be_recorded_changes_no_replica(
-    tmp_path: Path, state: str
+@with_skips
+@pytest.mark.parametrize(
+    ("state", "gateways", "status", "code"),
+    [
+        ("none:", 1, 409, "STATE_NOT_SHARED"),
+        pytest.param("none:", 2, 409, "STATE_NOT_SHARED", marks=pytest.mark.long),
+        ("file", 1, 503, "STATE_UNAVAILABLE"),
+    ],
+)
+async def test_load_that_cannot_be_recorded_changes_no_replica(
+    tmp_path: Path, state: str, gateways: int, status: int, code: str
 ) -> None:
     url = state if state == "none:" else f"file://{tmp_path}/folder/state.json"
-    async with (
-        simulated_replicas(2) as fakes,
-        over(fakes) as pool,
-        managing(pool, state=url) as repository,
-    ):
+    async with simulated_replicas(2) as fakes, contextlib.AsyncExitStack() as stack:
+        pools = [await stack.enter_async_context(over(fakes)) for _ in range(gateways)]
+        repositories = [
+            await stack.enter_async_context(managing(pool, state=url)) for pool in pools
+        ]
         shutil.rmtree(tmp_path / "folder", ignore_errors=True)
-        with pytest.raises(GatewayError) as refused:
-            await repository.load("m", {"staged": True})
-        assert refused.value.code in ("STATE_NOT_SHARED", "STATE_UNAVAILABLE")
-        assert not any(fake.requests["load"] for fake in fakes)
+        for repository in repositories:
+            load, unload = repository.load, repository.unload
+            for change in (load("m", {}), load("m", {"staged": True}), unload("m", {})):
+                with pytest.raises(GatewayError) as refused:
+                    await change
+                assert (refused.value.status, refused.value.code) == (status, code)
+                assert state == "file" or "GATEWAY_STATE is none:" in refused.value.detail
+        probes = fakes[0].requests["index"] + 3 * gateways * RECONCILE_INTERVAL_S / POLL_S
+        await skip_until(lambda: fakes[0].requests["index"] > probes)
+        assert not any(fake.requests["load"] or fake.requests["unload"] for fake in fakes)
 
 
-async def test_replica_that_restarts_gets_the_parameters_of_the_last_load(tmp_path: Path) -> None:
-    """Triton loads its models at its start, and knows nothing of other parameters."""
+async def test_replica_that_restarts_gets_the_models_and_parameters_of_the_fleet(
+    tmp_path: Path,
+) -> None:
+    """Triton loads its own models at its start, and knows nothing of other parameters."""
     state = f"file://{tmp_path}/state.json"
     async with (
-        simulated_replicas(2) as fakes,
+        simulated_replicas(2, ["m", "missing", "unwanted"]) as fakes,
         over(fakes) as first,
         over(fakes) as second,
         managing(first, state=state) as leader,
         managing(second, state=state) as another,
     ):
+        await another.load("missing", {})
+        await another.unload("unwanted", {})
         await another.load("m", {"unload_dependents": True})  # any parameter
-        await restart([first, second], fakes[1])
-        await wait_until_async(lambda: fakes[1].requests["load"])
+        await fakes[1].stop()
+        for pool in (first, second):
+            await wait_until_async(is_in(pool, fakes[1], HealthState.DOWN))
+        fakes[1].models = {"m": True, "missing": False, "unwanted": True}
+        fakes[1].requests.clear()
+        await fakes[1].start()
+        wanted = {"m": True, "missing": True, "unwanted": False}
+        await wait_until_async(lambda: fakes[1].models == wanted and fakes[1].requests["load"] >= 2)
         await wait_until_async(lambda: not leader.outdated_replicas("m"))
-        assert fakes[0].requests["load"] == 1
+        assert fakes[0].requests["load"] == 2
 
 
 @pytest.mark.long
@@ -616,24 +608,6 @@ async def test_refused_load_does_not_undo_a_later_change_of_another_gateway(tmp_
             await loading
         await repository.state.refresh()
         assert repository.state.desired_models["m"].is_loaded
-
-
-@pytest.mark.long
-async def test_loads_are_409_if_gateways_share_no_state() -> None:
-    async with (
-        simulated_replicas(2) as fakes,
-        over(fakes) as first,
-        over(fakes) as second,
-        managing(first, state="none:") as one,
-        managing(second, state="none:") as other,
-    ):
-        for repository in (one, other):
-            for change in (repository.load("m", {}), repository.unload("m", {})):
-                with pytest.raises(Conflict, match="GATEWAY_STATE is none:") as refused:
-                    await change
-                assert (refused.value.status, refused.value.code) == (409, "STATE_NOT_SHARED")
-        await several_probes(fakes[0], 2)
-        assert not any(fake.requests["load"] or fake.requests["unload"] for fake in fakes)
 
 
 async def test_unload_of_a_model_in_no_repository_forgets_it(tmp_path: Path) -> None:

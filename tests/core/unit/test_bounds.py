@@ -69,11 +69,16 @@ def test_more_dimensions_than_numpy_supports_are_refused(depth: int) -> None:
             to_inputs(repeated, model, PayloadLimits())
 
 
-def test_pixels_of_all_images_of_a_request_are_limited() -> None:
+@pytest.mark.fault(
+    "images, NumPy files, archives and forms that contradict themselves, or are small"
+)
+def test_images_of_a_request_and_their_pixels_are_limited() -> None:
     for shape, most in (([-1, 8, 8, 3], 10 * 64), ([-1, -1, -1, 3], 10 * 256)):
         assert len(convert([png()] * 10, "FP32", shape, max_image_pixels=most).arrays["X"]) == 10
         with pytest.raises(TooLarge, match="the 11 images for input 'X' decode to"):
             convert([png()] * 11, "FP32", shape, max_image_pixels=most)
+    with pytest.raises(TooLarge, match="accepts at most 4096 images per request; got 4097"):
+        convert([png(1, 1)] * 4097, "FP32", [-1, 1, 1, 3])
 
 
 LARGE = LARGE_ARRAY_BYTES // BYTES_PER_LISTED_VALUE + 1
@@ -108,15 +113,6 @@ def test_size_of_decoded_images_is_known_before_decoding() -> None:
             == inputs.convert_payload(screened, model).arrays["X"].nbytes
             == size
         )
-
-
-@pytest.mark.fault(
-    "images, NumPy files, archives and forms that contradict themselves, or are small"
-)
-def test_number_of_images_is_limited_before_decoding() -> None:
-    tiny = png(1, 1)
-    with pytest.raises(TooLarge, match="accepts at most 4096 images per request; got 4097"):
-        convert([tiny] * 4097, "FP32", [-1, 1, 1, 3])
 
 
 def text_model(dims: list[int], max_batch_size: int) -> Signature:
@@ -164,12 +160,6 @@ def test_texts_are_counted_before_they_are_read(parse: Callable[[bytes], object]
     document = {"model": "m", "query": "a", key: ["a"] * MAX_TEXTS + [None]}
     with pytest.raises(TooLarge, match=f"at most {MAX_TEXTS} texts; got {MAX_TEXTS + 1}"):
         parse(orjson.dumps(document))
-
-
-def test_batch_is_split_into_parts_in_order() -> None:
-    for count, pieces in ((8000, 1000), (7999, 1000), (8, 1)):
-        whole = InferInputs({"X": np.zeros((count, 1))}, count, is_batched=True)
-        assert len(list(whole.split(8))) == pieces
 
 
 def form_with_parameters(parameters: bytes) -> MultipartForm:

@@ -23,7 +23,6 @@ from tests.support.exposition_pages import (
     OWN,
     TWO_OF_A_NAME,
     alone,
-    families_of,
     left_out,
     line,
     merged,
@@ -36,7 +35,7 @@ from tests.support.tools import TRITON, of_models
 # One page.
 
 
-def test_page_of_triton_gets_the_label_replica_and_own_page_does_not() -> None:
+def test_each_sample_of_a_replica_gets_the_label_replica() -> None:
     expected = []
     for written in TRITON.splitlines():
         if written.startswith("#"):
@@ -47,9 +46,7 @@ def test_page_of_triton_gets_the_label_replica_and_own_page_does_not() -> None:
             expected.append(written.replace(" ", '{replica="r0"} ', 1))
     assert merged(TRITON).splitlines() == expected
     assert alone(TRITON) == TRITON
-
-
-def test_label_replica_is_escaped_and_an_existing_one_renamed() -> None:
+    # An existing label is renamed, and the value escaped.
     assert 'a{replica="r0",exported_replica="x"} 1\n' in merged('a{replica="x"} 1\n')
     both = 'a{exported_replica="y",replica="x"} 1\n'
     assert 'a{replica="r0",exported_replica="y",exported_exported_replica="x"} 1\n' in merged(both)
@@ -78,6 +75,7 @@ SAMPLES = (
     ("a +Inf", "a +Inf"),
     ("a -infinity 1700000000000", "a -infinity 1700000000000"),
     ('a_total 1 # {id="x"} 0.5', "a_total 1"),
+    ('a_total 1 1700000000123 # {id="} # {"} 0.5 17.25', "a_total 1 1700000000123"),
 )
 
 
@@ -179,9 +177,7 @@ def test_merged_families_are_complete_and_described_once() -> None:
             families.append(name)
     assert len(families) == len(set(families))
     assert families[0] == "gateway_x"
-
-
-def test_merged_page_keeps_families_of_one_page_and_the_first_description() -> None:
+    # The first description counts, and a family may be in one page only.
     page = merged(
         "# TYPE a gauge\na 1\n", "# HELP a It.\n# TYPE a gauge\n# TYPE b gauge\nb 2\na 3\n"
     )
@@ -194,24 +190,25 @@ def is_read_in_both_forms(*pages: str, own: str = "") -> bool:
     return all(samples(merged(*pages, own=own, form=form), form) for form in PageFormat)
 
 
-@pytest.mark.parametrize(("first", "second", "lost"), CLASHES)
+@pytest.mark.parametrize(
+    ("own", "pages", "lost"),
+    [
+        *(("", (first, second), {"r1": lost} if lost else {}) for first, second, lost in CLASHES),
+        (OWN, (NOT_THE_GATEWAYS,), {"r0": ["gateway_scrape_up"]}),
+        ("", (TWO_OF_A_NAME, TWO_OF_A_NAME), {}),
+    ],
+)
 def test_family_that_contradicts_an_earlier_page_is_left_out(
-    first: str, second: str, lost: list[str]
+    own: str, pages: tuple[str, ...], lost: dict[str, list[str]]
 ) -> None:
-    assert left_out("", first, second) == ({"r1": lost} if lost else {})
-    page = merged(first, second)
-    assert is_read_in_both_forms(first, second)
-    for name in lost:
-        assert f'\n{name}{{replica="r1"' not in page
-
-
-def test_family_of_the_gateway_or_of_an_earlier_name_wins() -> None:
-    assert left_out(OWN, NOT_THE_GATEWAYS) == {"r0": ["gateway_scrape_up"]}
-    assert is_read_in_both_forms(NOT_THE_GATEWAYS, own=OWN)
-    # Two families of one page have the same name.
-    assert left_out("", TWO_OF_A_NAME, TWO_OF_A_NAME) == {}
-    assert is_read_in_both_forms(TWO_OF_A_NAME, TWO_OF_A_NAME)
-    assert samples(merged(TWO_OF_A_NAME)).total() == 5
+    assert left_out(own, *pages) == lost
+    assert is_read_in_both_forms(*pages, own=own)
+    for replica, names in lost.items():
+        for name in names:
+            assert f'\n{name}{{replica="{replica}"' not in merged(*pages, own=own)
+    if not lost:
+        total = sum(samples(page).total() for page in pages)
+        assert samples(merged(*pages)).total() == total
 
 
 # OpenMetrics.
@@ -229,79 +226,85 @@ def test_openmetrics_counter_without_total_is_of_unknown_type() -> None:
     assert alone(page, PageFormat.OPEN_METRICS) == "# TYPE _total unknown\n_total 1\n# EOF\n"
 
 
-def test_openmetrics_counter_family_drops_total_and_has_creation_time() -> None:
-    own = (
-        "# HELP g_x_total What it is.\n# TYPE g_x_total counter\n"
-        'g_x_total{a="1"} 1\ng_x_total{a="2"} 2\n'
-        "# HELP g_x_created What it is.\n# TYPE g_x_created gauge\n"
-        'g_x_created{a="1"} 5\ng_x_created{a="2"} 6\n'
-    )
-    assert alone(own, PageFormat.OPEN_METRICS) == (
-        "# TYPE g_x counter\n# HELP g_x What it is.\n"
-        'g_x_total{a="1"} 1\ng_x_created{a="1"} 5\n'
-        'g_x_total{a="2"} 2\ng_x_created{a="2"} 6\n# EOF\n'
-    )
-
-
-def test_openmetrics_groups_the_samples_of_a_metric() -> None:
-    """The sums of several workers' metrics are in another order."""
-    own = "# TYPE h histogram\n" + "".join(
-        f'h_{part}{{x="{x}"{le}}} 1\n'
-        for part, le in (
-            ("sum", ""),
-            ("bucket", ',le="1.0"'),
-            ("bucket", ',le="+Inf"'),
-            ("count", ""),
-        )
-        for x in (1, 2)
-    )
-    page = alone(own, PageFormat.OPEN_METRICS)
-    assert [line[-3] for line in page.splitlines() if 'x="1"' in line or 'x="2"' in line]
-    assert ['x="1"' in line for line in page.splitlines()[1:-1]] == 4 * [True] + 4 * [False]
-    assert samples(page, PageFormat.OPEN_METRICS).total() == 8
-
-
-@pytest.mark.parametrize(
-    ("page", "types"),
-    [
-        (
-            "# TYPE a_total counter\na_total 1\n# TYPE a gauge\na 1\n",
-            {"a_total": "unknown", "a": "gauge"},
-        ),
-        (
-            HISTOGRAM + '# TYPE h_created gauge\nh_created{x="1"} 1\n',
-            {"h_bucket": "unknown", "h_sum": "unknown", "h_count": "unknown", "h_created": "gauge"},
-        ),
-        (HISTOGRAM + "h 1\n", {"h_bucket": "unknown", "h": "unknown"}),
-        (HISTOGRAM.replace("+Inf", "7.0"), {"h_bucket": "unknown", "h": None}),
-        ("# TYPE s summary\ns_sum 1\ns_count 1\n", {"s": "summary"}),
-    ],
+UNKNOWN_HISTOGRAM = (
+    '# TYPE h_bucket unknown\nh_bucket{le="0.5"} 1\nh_bucket{le="+Inf"} 2\n'
+    "# TYPE h_sum unknown\nh_sum 3\n# TYPE h_count unknown\nh_count 2\n"
 )
-def test_openmetrics_type_whose_names_clash_is_unknown(
-    page: str, types: dict[str, str | None]
-) -> None:
-    out = alone(page, PageFormat.OPEN_METRICS)
-    found = {line.split()[2]: line.split()[3] for line in out.splitlines() if " TYPE " in line}
-    assert {name: found.get(name) for name in types} == types
-    assert samples(out, PageFormat.OPEN_METRICS).total() == samples(page).total()
+OPENMETRICS_PAGES = {
+    "counters with times of creation": (
+        (
+            "# HELP g_x_total What it is.\n# TYPE g_x_total counter\n"
+            'g_x_total{a="1"} 1\ng_x_total{a="2"} 2\n'
+            "# HELP g_x_created What it is.\n# TYPE g_x_created gauge\n"
+            'g_x_created{a="1"} 5\ng_x_created{a="2"} 6\n'
+        ),
+        (
+            "# TYPE g_x counter\n# HELP g_x What it is.\n"
+            'g_x_total{a="1"} 1\ng_x_created{a="1"} 5\ng_x_total{a="2"} 2\ng_x_created{a="2"} 6\n'
+        ),
+    ),
+    # The sums of several workers' metrics are in another order.
+    "samples of a metric that are not together": (
+        (
+            '# TYPE h histogram\nh_sum{x="1"} 1\nh_sum{x="2"} 1\n'
+            'h_bucket{x="1",le="1.0"} 1\nh_bucket{x="2",le="1.0"} 1\n'
+            'h_bucket{x="1",le="+Inf"} 1\nh_bucket{x="2",le="+Inf"} 1\n'
+            'h_count{x="1"} 1\nh_count{x="2"} 1\n'
+        ),
+        (
+            "# TYPE h histogram\n"
+            'h_sum{x="1"} 1\nh_bucket{x="1",le="1.0"} 1\nh_bucket{x="1",le="+Inf"} 1\nh_count{x="1"} 1\n'
+            'h_sum{x="2"} 1\nh_bucket{x="2",le="1.0"} 1\nh_bucket{x="2",le="+Inf"} 1\nh_count{x="2"} 1\n'
+        ),
+    ),
+    "a counter and a gauge of one name": (
+        "# TYPE a_total counter\na_total 1\n# TYPE a gauge\na 1\n",
+        "# TYPE a_total unknown\na_total 1\n# TYPE a gauge\na 1\n",
+    ),
+    "a histogram and its time of creation": (
+        HISTOGRAM + '# TYPE h_created gauge\nh_created{x="1"} 1\n',
+        UNKNOWN_HISTOGRAM + '# TYPE h_created gauge\nh_created{x="1"} 1\n',
+    ),
+    "a histogram and an untyped metric of one name": (
+        HISTOGRAM + "h 1\n",
+        UNKNOWN_HISTOGRAM + "# TYPE h unknown\nh 1\n",
+    ),
+    "a histogram without an infinite bucket": (
+        HISTOGRAM.replace("+Inf", "7.0"),
+        UNKNOWN_HISTOGRAM.replace("+Inf", "7.0"),
+    ),
+    "a summary": (
+        "# TYPE s summary\ns_sum 1\ns_count 1\n",
+        "# TYPE s summary\ns_sum 1\ns_count 1\n",
+    ),
+    # Times are seconds, and only counters have exemplars.
+    "times and exemplars": (
+        (
+            '# TYPE a_total counter\na_total 1 1700000000123 # {id="} # {"} 0.5 17.25\n'
+            '# TYPE b gauge\nb 1 -5 # {id="x"} 0.5\n'
+        ),
+        (
+            '# TYPE a counter\na_total 1 1700000000.123 # {id="} # {"} 0.5 17.25\n'
+            "# TYPE b gauge\nb 1 -0.005\n"
+        ),
+    ),
+    "help to escape and a unit": (
+        ESCAPED_HELP,
+        (
+            "# TYPE a_seconds gauge\n# UNIT a_seconds seconds\n"
+            '# HELP a_seconds A \\"quote\\", a \\\\ and a \\n, and what is \\no \\\\\\"escape\\\\\n'
+            "a_seconds 1\n# TYPE b unknown\nb 1\n"
+        ),
+    ),
+}
 
 
-def test_openmetrics_times_are_seconds_and_exemplars_stay_at_counters() -> None:
-    page = (
-        '# TYPE a_total counter\na_total 1 1700000000123 # {id="} # {"} 0.5 17.25\n'
-        '# TYPE b gauge\nb 1 -5 # {id="x"} 0.5\n'
-    )
-    out = alone(page, PageFormat.OPEN_METRICS).splitlines()
-    assert out[1] == 'a_total 1 1700000000.123 # {id="} # {"} 0.5 17.25'
-    assert out[3] == "b 1 -0.005"
-    assert "#" not in alone(page).splitlines()[1]
-
-
-def test_openmetrics_help_is_escaped_and_unit_kept() -> None:
-    page = alone(ESCAPED_HELP, PageFormat.OPEN_METRICS)
-    (metric, _) = families_of(page, PageFormat.OPEN_METRICS)
-    assert metric.documentation == 'A "quote", a \\ and a \n, and what is \no \\"escape\\'
-    assert metric.unit == "seconds"
+def test_openmetrics_page_follows_its_own_rules(subtests: pytest.Subtests) -> None:
+    for name, (page, written) in OPENMETRICS_PAGES.items():
+        with subtests.test(name):
+            out = alone(page, PageFormat.OPEN_METRICS)
+            assert out == f"{written}# EOF\n"
+            assert samples(out, PageFormat.OPEN_METRICS).total() == samples(page).total()
 
 
 # Any page.

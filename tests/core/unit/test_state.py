@@ -214,13 +214,6 @@ async def test_folder_that_is_missing_for_a_while_loses_nothing(tmp_path: Path) 
         assert [await is_leader(kept), await is_leader(other)] == [True, False]
 
 
-async def test_each_change_is_read_at_once(tmp_path: Path) -> None:
-    async with opened(f"file://{tmp_path}/state.json", 2) as (writer, reader):
-        for turn in range(1000, 1050):
-            await writer.set_desired_model("core", DesiredModel(True, {"turn": turn}))
-            assert (await reader.read_desired_models())["core"].parameters == {"turn": turn}
-
-
 async def test_changed_file_of_the_same_size_and_time_is_read_again(
     tmp_path: Path,
 ) -> None:

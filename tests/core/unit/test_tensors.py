@@ -89,7 +89,9 @@ INVALID_HINTS = (
 )
 
 
-def test_invalid_hint_is_named(subtests: pytest.Subtests) -> None:
+def test_model_with_an_invalid_hint_or_too_many_dimensions_or_tensors_is_a_fault(
+    subtests: pytest.Subtests,
+) -> None:
     tensor = {"X": ("FP32", [3, 6, 4])}
     text = {"X": ("BYTES", [1])}
     for kind in ("std", "mean"):
@@ -103,9 +105,6 @@ def test_invalid_hint_is_named(subtests: pytest.Subtests) -> None:
                 model(tensor, outputs, 8, hints={f"gateway.{kind}.X": value})
             assert f"gateway.{kind}.X = " in raised.value.detail
             assert f", which is {words}" in raised.value.detail
-
-
-def test_numbers_of_dimensions_and_tensors_are_limited() -> None:
     assert format_curl_example(model({"X": ("FP32", [1] * 64)}, {}), "http://here")
     with pytest.raises(ModelFault, match="'X' has 65 dimensions; the gateway supports 64"):
         model({"X": ("FP32", [1] * 65)}, {})
@@ -131,17 +130,6 @@ def test_example_of_optional_inputs_has_one_input() -> None:
     assert inputs.arrays["B"].tolist() == [[b"some text"]]
     without = format_curl_example(model({}, answers, 8), "http://here")
     assert '{"inputs":{}}' in without
-
-
-def test_results_of_different_shapes_are_not_concatenated() -> None:
-    same = [result(WORDS, IDS=np.ones((2, 3))), result(WORDS, IDS=np.zeros((1, 3)))]
-    assert concatenate_results(same).arrays["IDS"].tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
-    short, scalar = np.ones((2, 2)), np.array(1)
-    for other in ({"IDS": short}, {"IDS": scalar}, {}):
-        with pytest.raises(
-            InputMismatch, match="different shapes; send at most 32 items at a time"
-        ):
-            concatenate_results([same[0], result_of(WORDS, other)])
 
 
 def test_npz_has_outputs_of_any_name() -> None:
@@ -237,24 +225,7 @@ def fields(*values: Any) -> Payload:
         ([-1], 8, [[1, 2], [3, 4]], [[1, 2], [3, 4]]),
         ([-1, -1], 0, [1, 2, 3], [[1], [2], [3]]),
         ([-1, 2], 0, [[1, 2], [3, 4]], [[1, 2], [3, 4]]),
-    ],
-)
-def test_values_are_stacked_to_a_batch(
-    shape: list[int], batch: int, values: list[Any], stacked: list[Any]
-) -> None:
-    for payload in (payload_from_rows(values), fields(*values)):
-        inputs = converted(payload, shape, batch)
-        assert inputs.arrays["X"].tolist() == stacked
-        assert inputs.is_batched == bool(batch)
-        assert inputs.batch_size == (len(values) if batch else 0)
-    assert (
-        converted(payload_from_rows(values[:1]), shape, batch).arrays["X"].tolist() == stacked[:1]
-    )
-
-
-@pytest.mark.parametrize(
-    ("shape", "batch", "values", "words"),
-    [
+        # Never one item.
         ([2], 8, [1, 2], "a batch of 2 items, each a single value"),
         ([2, 2], 8, [[1, 2], [3, 4]], r"a batch of 2 items, each an array of shape \[2\]"),
         ([-1, -1], 8, [[1, 2], [3, 4]], r"a batch of 2 items, each an array of shape \[2\]"),
@@ -263,12 +234,20 @@ def test_values_are_stacked_to_a_batch(
         ([-1], 8, [[1], [2, 3]], "different shapes"),
     ],
 )
-def test_stacked_values_are_never_one_item(
-    shape: list[int], batch: int, values: list[Any], words: str
+def test_values_are_stacked_to_a_batch_or_refused(
+    shape: list[int], batch: int, values: list[Any], stacked: list[Any] | str
 ) -> None:
     for payload in (payload_from_rows(values), fields(*values)):
-        with pytest.raises(InputMismatch, match=words):
-            converted(payload, shape, batch)
+        if isinstance(stacked, str):
+            with pytest.raises(InputMismatch, match=stacked):
+                converted(payload, shape, batch)
+            continue
+        inputs = converted(payload, shape, batch)
+        assert inputs.arrays["X"].tolist() == stacked
+        assert inputs.is_batched == bool(batch)
+        assert inputs.batch_size == (len(values) if batch else 0)
+        first = converted(payload_from_rows(values[:1]), shape, batch)
+        assert first.arrays["X"].tolist() == stacked[:1]
 
 
 @pytest.mark.parametrize(
@@ -291,7 +270,10 @@ def test_predictions_must_match_the_instances(answer: dict[str, np.ndarray], wor
         encode_predictions([InferResult(several, answer, is_batched=True, instance_count=3)])
 
 
-def test_pieces_of_a_batch_of_instances_become_one_list() -> None:
+def test_results_of_the_pieces_of_a_batch_are_concatenated_unless_their_shapes_differ() -> None:
+    for count, piece_count in ((8000, 1000), (7999, 1000), (8, 1)):
+        whole = InferInputs({"X": np.zeros((count, 1))}, count, is_batched=True)
+        assert len(list(whole.split(8))) == piece_count
     tensor = {"X": ("INT32", [-1])}
     pair = model(tensor, tensor, 2)
     pieces = list(to_inputs(payload_from_rows([5, 6, 7]), pair, PayloadLimits()).split(2))
@@ -301,6 +283,14 @@ def test_pieces_of_a_batch_of_instances_become_one_list() -> None:
     ]
     answer = orjson.loads(encode_predictions([concatenate_results(results)]).body)
     assert answer == {"predictions": [[5], [6], [7]]}
+    same = [result(WORDS, IDS=np.ones((2, 3))), result(WORDS, IDS=np.zeros((1, 3)))]
+    assert concatenate_results(same).arrays["IDS"].tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
+    short, scalar = np.ones((2, 2)), np.array(1)
+    for other in ({"IDS": short}, {"IDS": scalar}, {}):
+        with pytest.raises(
+            InputMismatch, match="different shapes; send at most 32 items at a time"
+        ):
+            concatenate_results([same[0], result_of(WORDS, other)])
 
 
 @pytest.mark.parametrize("written", ["9007199254740993.0", "-9007199254740993.0", "1e18", "1.0e17"])
@@ -351,7 +341,7 @@ def text_of(body: bytes, charset: str) -> Any:
     return payload.parts[""][0].value
 
 
-def test_charsets_of_characters_are_known_by_their_names() -> None:
+def test_text_of_a_known_charset_becomes_valid_unicode_and_others_are_refused() -> None:
     for name in (
         *("UTF8", "us-ascii", "ISO-8859-1", "iso-8859-15", "Windows-1252", "Shift_JIS"),
         *("EUC-KR", "UTF-16", *SUPPORTED_CODECS),
@@ -365,9 +355,6 @@ def test_charsets_of_characters_are_known_by_their_names() -> None:
         for body in (b"text", b"+2AA-", b"\\ud800", b"xn--a"):
             with pytest.raises(MalformedRequest, match=r"unknown charset .*; send UTF-8"):
                 text_of(body, charset)
-
-
-def test_decoded_text_is_valid_unicode() -> None:
     bodies = [random.Random(seed).randbytes(12) for seed in range(100)]
     for charset in SUPPORTED_CODECS:
         for body in (*bodies, b"\xd8\x00", b"\x00\xd8", b"\xed\xa0\x80", b"\x00\xd8\0\0"):

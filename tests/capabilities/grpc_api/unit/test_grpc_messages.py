@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -90,11 +91,12 @@ def small(request: Any) -> bytes:
 
 
 @pytest.mark.parametrize("encode", [small, large])
-def test_request_of_any_size_is_read_without_its_tensors(encode: Any) -> None:
+@pytest.mark.parametrize("shape", [[2, 3], [0], [], [1] * 4096], ids=len)
+def test_request_of_any_size_is_read_without_its_tensors(encode: Any, shape: list[int]) -> None:
     request = service_pb2.ModelInferRequest(model_name="m", model_version="3", id="mine")
     request.parameters["sequence_id"].int64_param = -1
     request.parameters["sequence_start"].bool_param = True
-    request.inputs.add(name="X", datatype="INT8", shape=[2, 3])
+    request.inputs.add(name="X", datatype="INT8", shape=shape)
     request.outputs.add(name="Y").parameters["classification"].int64_param = 1
     request.outputs.add(name="Z")
     request.raw_input_contents.append(bytes(6))
@@ -102,7 +104,9 @@ def test_request_of_any_size_is_read_without_its_tensors(encode: Any) -> None:
     head = read_infer_request(message)
     step = SequenceStep((1 << 64) - 1, is_start=True)
     assert head == ("m", "3", "mine", step, ("Y",))
-    assert len(remove_fields(message, RAW_CONTENTS, TYPED_CONTENTS, MAX_HEAD_BYTES)) < 200
+    assert len(remove_fields(message, RAW_CONTENTS, TYPED_CONTENTS, MAX_HEAD_BYTES)) < 200 + len(
+        shape
+    )
 
 
 def test_last_of_several_values_counts_as_in_protobuf() -> None:
@@ -113,56 +117,44 @@ def test_last_of_several_values_counts_as_in_protobuf() -> None:
     assert service_pb2.ModelInferRequest.FromString(changed).model_version == "42"
 
 
-@pytest.mark.parametrize("encode", [small, large])
-@pytest.mark.parametrize("shape", [[2, 3], [0], [], [1] * 4096], ids=len)
-def test_valid_shape_is_read(encode: Any, shape: list[int]) -> None:
+def with_shape(shape: list[int]) -> Any:
     request = service_pb2.ModelInferRequest(model_name="m")
     request.inputs.add(name="X", datatype="INT8", shape=shape)
     request.raw_input_contents.append(bytes(6))
-    assert read_infer_request(encode(request)).model == "m"
+    return request
 
 
-@pytest.mark.parametrize("encode", [small, large])
-@pytest.mark.parametrize(
-    ("shape", "words"),
-    [
-        ([1 << 62, 4], None),
-        ([-1], None),
-        ([0, 1 << 62], None),
-        ([1] * 4097, "at most 4096 dimensions"),
-        # Refused before it is decoded.
-        ([1] * 2_000_000, "more than 262144 bytes"),
-    ],
-    ids=["overflow", "negative", "empty but huge", "4097 dimensions", "millions of dimensions"],
-)
-def test_invalid_shape_is_refused(encode: Any, shape: list[int], words: str | None) -> None:
-    request = service_pb2.ModelInferRequest(model_name="m")
-    request.inputs.add(name="X", datatype="INT8", shape=shape)
-    request.raw_input_contents.append(bytes(6))
-    with pytest.raises((InputMismatch, MalformedRequest), match=words):
-        read_infer_request(encode(request))
-
-
-def test_too_many_fields_parameters_and_tensors_are_refused() -> None:
-    many_fields = large(service_pb2.ModelInferRequest()) + encode_field(7, b"") * 5000
+def list_refused_requests() -> Iterator[tuple[str, Any, type[GatewayError], str]]:
+    """Return names of requests, the requests, and their errors."""
+    yield "overflow", with_shape([1 << 62, 4]), InputMismatch, "more elements"
+    yield "negative", with_shape([-1]), InputMismatch, "a negative dimension"
+    yield "empty but huge", with_shape([0, 1 << 62]), InputMismatch, "more elements"
+    yield "4097 dimensions", with_shape([1] * 4097), MalformedRequest, "at most 4096 dimensions"
+    # Refused before it is decoded.
+    millions = with_shape([1] * 2_000_000)
+    yield "millions of dimensions", millions, MalformedRequest, "more than 262144 bytes"
     parameters, inputs, tensor = (service_pb2.ModelInferRequest() for _ in range(3))
     for number in range(1001):
         parameters.parameters[str(number)].bool_param = True
         inputs.inputs.add(name=str(number))
     tensor.inputs.add(name="X").parameters["p" * 300].bool_param = True
-    for message in (many_fields, small(parameters), small(inputs), small(tensor)):
-        with pytest.raises(MalformedRequest):
-            read_infer_request(message)
-
-
-def test_shared_memory_is_refused_in_inputs_and_outputs() -> None:
+    yield "parameters", parameters, MalformedRequest, "at most 1000 parameters"
+    yield "inputs", inputs, MalformedRequest, "at most 1000 inputs"
+    yield "a long name of a parameter", tensor, MalformedRequest, "at most 256 characters"
     for place in ("inputs", "outputs"):
+        request = service_pb2.ModelInferRequest(model_name="m")
+        shared = getattr(request, place).add(name="X").parameters["shared_memory_region"]
+        shared.string_param = "any"
+        yield f"shared memory in {place}", request, Forbidden, "shared memory"
+
+
+def test_invalid_request_is_refused(subtests: pytest.Subtests) -> None:
+    for name, request, error, words in list_refused_requests():
         for encode in (small, large):
-            request = service_pb2.ModelInferRequest(model_name="m")
-            tensor = getattr(request, place).add(name="X")
-            tensor.parameters["shared_memory_region"].string_param = "any"
-            with pytest.raises(Forbidden):
+            with subtests.test(name, encode=encode.__name__), pytest.raises(error, match=words):
                 read_infer_request(encode(request))
+    with pytest.raises(MalformedRequest, match="more than 4096 fields"):
+        read_infer_request(large(with_shape([6])) + encode_field(7, b"") * 5000)
 
 
 def family(kind: type[GatewayError]) -> set[type[GatewayError]]:

@@ -80,7 +80,6 @@ WANTED = st.builds(
 
 
 SHARED = LoadedModel("shared", eviction=Eviction.YIELDED)
-USED_BY_OTHERS = LoadedModel("used", eviction=Eviction.BUSY, protected_until=30.0)
 
 
 def held_after(
@@ -189,32 +188,38 @@ def test_idle_models_are_old_and_their_ensembles_idle_as_well(
         assert not by_name[name].parts & set(idle[:number])
 
 
-@pytest.mark.parametrize(
-    ("models", "placement"),
-    [
-        ([LoadedModel("old", eviction=Eviction.BUSY)], NoPlacement(("old",), is_final=False)),
-        ([LoadedModel("kept", eviction=Eviction.NEVER)], NoPlacement(("kept",), is_final=True)),
-        ([LoadedModel("part", 10)], Placement("a")),
-        (None, NoPlacement((), is_final=True)),
-        ([SHARED], Placement("a", ("shared",))),
-        ([USED_BY_OTHERS], NoPlacement(("used",), is_final=False, protected_until=30.0)),
-        ([SHARED, LoadedModel("own", last_used=9.0)], Placement("a", ("own", "shared"))),
-    ],
-    ids=[
-        "a model in use",
-        "a model of the API",
-        "a part of the model itself",
-        "no replica",
-        "a model of a caller that waits as well",
-        "a model that other callers use",
-        "not enough own models",
-    ],
-)
-def test_placement_says_whether_waiting_makes_room(
-    models: list[LoadedModel] | None, placement: Placement | NoPlacement
-) -> None:
-    fleet = [] if models is None else [ReplicaLoad("a", tuple(models))]
-    assert choose_placement(fleet, {"part": 10}, ModelBudget(1, 10)) == placement
+OWN = LoadedModel("own", last_used=9.0)
+PLACEMENTS: dict[str, tuple[list[list[LoadedModel]], int, Placement | NoPlacement]] = {
+    "a model in use": (
+        [[LoadedModel("old", eviction=Eviction.BUSY)]],
+        1,
+        NoPlacement(("old",), is_final=False),
+    ),
+    "a model of the API": (
+        [[LoadedModel("kept", eviction=Eviction.NEVER)]],
+        1,
+        NoPlacement(("kept",), is_final=True),
+    ),
+    "a part of the model itself": ([[LoadedModel("part", 10)]], 1, Placement("a")),
+    "no replica": ([], 1, NoPlacement((), is_final=True)),
+    "a model of a caller that waits as well": ([[SHARED]], 1, Placement("a", ("shared",))),
+    "a model that other callers use": (
+        [[LoadedModel("used", eviction=Eviction.BUSY, protected_until=30.0)]],
+        1,
+        NoPlacement(("used",), is_final=False, protected_until=30.0),
+    ),
+    "not enough own models": ([[SHARED, OWN]], 1, Placement("a", ("own", "shared"))),
+    "one model instead of two": ([[SHARED], [OWN, SHARED]], 1, Placement("a", ("shared",))),
+    "an own and a shared model": ([[OWN, SHARED]], 2, Placement("a", ("own",))),
+    "an own model on another replica": ([[SHARED], [OWN]], 1, Placement("b", ("own",))),
+}
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_placement_evicts_own_models_first_and_says_whether_waiting_makes_room(name: str) -> None:
+    fleet, count, placement = PLACEMENTS[name]
+    replicas = [ReplicaLoad("ab"[number], tuple(models)) for number, models in enumerate(fleet)]
+    assert choose_placement(replicas, {"part": 10}, ModelBudget(count, 10)) == placement
 
 
 @pytest.mark.fault(
@@ -310,15 +315,6 @@ def test_model_is_protected_from_loads_of_other_callers_unless_its_users_wait_as
     model = LoadedModel("m", eviction=eviction)
     model = protect_model(model, users, callers={"me"}, waiting={"me", "waiting"})
     assert (model.eviction, model.protected_until) == found
-
-
-def test_models_of_a_caller_are_evicted_before_those_that_others_share() -> None:
-    own = LoadedModel("own", last_used=9.0)
-    replicas = [ReplicaLoad("a", (SHARED,)), ReplicaLoad("b", (own, SHARED))]
-    assert choose_placement(replicas, {"m": 1}, ModelBudget(1)) == Placement("a", ("shared",))
-    assert choose_placement(replicas[1:], {"m": 1}, ModelBudget(2)) == Placement("b", ("own",))
-    replicas = [ReplicaLoad("a", (SHARED,)), ReplicaLoad("b", (own,))]
-    assert choose_placement(replicas, {"m": 1}, ModelBudget(1)) == Placement("b", ("own",))
 
 
 def test_waiting_loads_take_turns_between_callers_and_come_in_order_within_one() -> None:
