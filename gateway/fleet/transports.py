@@ -18,7 +18,7 @@ from gateway.http_client.connection import Buffer, Headers, RequestNotSent
 from gateway.names import quote_path_segment
 from gateway.telemetry.tracing import TRACEPARENT, ChildSpan, Trace
 from gateway.triton.error_mapping import map_triton_error
-from gateway.triton.grpc.byte_channel import INFER_METHOD, ByteStream, Metadata
+from gateway.triton.grpc.byte_channel import INFER_METHOD, ByteStream, Metadata, send_bytes
 from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.grpc.messages import (
     build_grpc_metadata,
@@ -27,7 +27,6 @@ from gateway.triton.grpc.messages import (
     encode_grpc_request,
     set_version,
 )
-from gateway.triton.grpc.unary import send_bytes
 from gateway.triton.inference import (
     InferRequest,
     InferResponse,

@@ -12,7 +12,7 @@ from gateway.openapi.responses import build_responses
 from gateway.openapi.schemas import build_json_body
 from gateway.routes.dependencies import ServicesForAdministration
 from gateway.routes.repository import read_management_body
-from gateway.settings.observability import LogLevel
+from gateway.settings.server import LogLevel
 from gateway.telemetry.logs import get_level, set_level
 from gateway.tensors.schema import build_object_schema
 

@@ -21,7 +21,6 @@ from gateway.fleet.index import (
 )
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
-from gateway.openapi.model_document import build_model_openapi
 from gateway.openapi.models import (
     METADATA_RESPONSES,
     MODEL_LIST_RESPONSES,
@@ -29,6 +28,7 @@ from gateway.openapi.models import (
     OPENAPI_RESPONSES,
     READY_MODELS_RESPONSES,
     REPLICA_LIST_RESPONSES,
+    build_model_openapi,
 )
 from gateway.repository.reconciler import ModelProblems
 from gateway.routes.dependencies import ServicesForFleet, ServicesForInference, get_caller

@@ -16,11 +16,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from gateway.messages import CommandError, suggest_name
 from gateway.settings.access import AccessSettings
 from gateway.settings.fleet import FleetSettings
-from gateway.settings.grpc import GrpcSettings
 from gateway.settings.limits import LimitSettings
-from gateway.settings.observability import ObservabilitySettings
 from gateway.settings.on_demand import OnDemandSettings
-from gateway.settings.server import ServerSettings
+from gateway.settings.server import GrpcSettings, ObservabilitySettings, ServerSettings
 
 ENV_PREFIX: Final = "GATEWAY_"
 # Kubernetes adds these variables to every pod beside a Service whose name begins with "gateway".

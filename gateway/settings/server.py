@@ -8,11 +8,61 @@ from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
 
 from gateway.settings.values import MAX_SETTING_S, NonNegativeSeconds, PositiveSeconds, split_list
+
+
+class LogFormat(str, Enum):
+    console = "console"
+    json = "json"
+
+
+class LogLevel(str, Enum):
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+class ObservabilitySettings(BaseModel):
+    log_level: LogLevel = LogLevel.info
+    """debug, info, warning or error."""
+    log_format: LogFormat = LogFormat.console
+    """console for people, json for one JSON object per line."""
+    metrics_replicas: bool = True
+    """Include the metrics of all replicas in /metrics. Set false if Prometheus scrapes the Tritons itself."""
+    otlp_endpoint: str = ""
+    """OTLP/HTTP endpoint to which traces are sent: http://collector:4318. Empty: no traces. Requires the
+    extra triton-gateway[otel]."""
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def check_endpoint(cls, value: str) -> str:
+        try:
+            parts = urlsplit(value)
+            is_valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            is_valid = False
+        if value and not is_valid:
+            raise ValueError("it is not a valid URL; use http://HOST:4318")
+        return value
+
+
+class GrpcSettings(BaseModel):
+    grpc_port: int = Field(0, ge=0, le=65535)
+    """Port on which the gateway serves Triton's gRPC API; 0 means no gRPC. up serves it on port 8001 if its
+    Triton uses another one."""
+    grpc_host: str = ""
+    """Address on which gRPC is served. Empty: that of HTTP (--host)."""
+    grpc_max_streams: int = Field(1024, gt=0)
+    """Maximum number of concurrent gRPC calls of one connection; further calls wait in the client."""
+    grpc_compression: bool = True
+    """Whether gRPC messages of clients may be compressed. A small one can decompress into
+    GATEWAY_MAX_BODY_BYTES, which takes much more time than it took to send it."""
 
 
 class Dialect(str, Enum):

@@ -16,7 +16,7 @@ from gateway.repository.models_file import ModelsFile
 from gateway.repository.reconciler import LEADER_LEASE
 from gateway.repository.shared_state import SharedState
 from gateway.repository.state.desired import DesiredModel, StateStore
-from gateway.repository.state.file_locks import REPORT_TTL_S
+from gateway.repository.state.file import REPORT_TTL_S
 from gateway.repository.state.loads import Loads, is_in_progress
 from gateway.repository.state.store import open_state_store
 from gateway.version_labels import Shadow, VersionLabel

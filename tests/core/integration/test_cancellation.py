@@ -28,9 +28,8 @@ from gateway.routes.middleware import GatewayMiddleware
 from gateway.settings import Settings
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.signature import build_signature
-from gateway.triton.grpc.byte_channel import INFER_METHOD, GrpcByteChannel
+from gateway.triton.grpc.byte_channel import INFER_METHOD, GrpcByteChannel, send_bytes
 from gateway.triton.grpc.messages import encode_grpc_request
-from gateway.triton.grpc.unary import send_bytes
 from gateway.triton.inference import InferRequest
 from gateway.triton.request_target import RequestTarget
 from tests.support.model_zoo.zoo import CANCELLABLE, PATIENT, Names, write_repository

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.triton.grpc.byte_channel import INFER_METHOD, GrpcByteChannel
+from gateway.triton.grpc.byte_channel import INFER_METHOD, GrpcByteChannel, send_bytes
 from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.grpc.management import build_load_request, call_management_api
-from gateway.triton.grpc.unary import send_bytes
 from gateway.triton.request_target import RequestTarget
 from tests.support.wait import TIMEOUT_S
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from gateway.telemetry.linewriter import LineWriter, format_dropped_notice
+from gateway.telemetry.logs import LineWriter, format_dropped_notice
 from tests.support.wait import wait_until
 
 PIPE_BYTES = 64 << 10  # as Linux makes them

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from starlette.requests import ClientDisconnect
 
 from gateway.capacity.admission import AdmissionQueue, Slot
-from gateway.inference.streams import InferStreamResponse
 from gateway.media_types import EVENT_STREAM
+from gateway.routes.infer import InferStreamResponse
 from gateway.sse import MAX_HELD_EVENT_BYTES, EventStreamScrubber
 from gateway.telemetry.metrics import Metrics
 from gateway.tensors.outputs import InferResult
