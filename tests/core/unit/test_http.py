@@ -1091,14 +1091,38 @@ STOPS: dict[str, Script] = {
 }
 
 
-@pytest.mark.parametrize("script", STOPS.values(), ids=STOPS)
-def test_incomplete_response_raises_at_its_deadline(script: Script) -> None:
+async def reads_later(peer: Peer) -> None:
+    await asyncio.sleep(0.5)
+    await peer.gone()
+
+
+async def endless() -> AsyncIterator[bytes]:
+    while True:
+        yield b"x" * 65_536
+
+
+async def stalled() -> AsyncIterator[bytes]:
+    yield b"x"
+    await asyncio.sleep(60)
+
+
+UNSENT = {"a request body without end": endless, "a request body that stops": stalled}
+
+
+@pytest.mark.parametrize("name", [*STOPS, *UNSENT])
+def test_incomplete_request_or_response_raises_at_its_deadline(name: str) -> None:
     async def scenario() -> None:
-        async with before(first(script)) as (upstream, replica):
+        async with before(first(STOPS.get(name, reads_later))) as (upstream, replica):
+            if name in UNSENT:
+                body = UNSENT[name]()
+                request = upstream.send(b"POST", b"/", [CHUNKED], body, timeout_s=0.15)
+            else:
+                request = get(upstream, timeout_s=0.15)
             with takes_at_least(0.15), pytest.raises(DeadlinePassed, match=r"0\.15 s"):
-                await get(upstream, timeout_s=0.15)
-            await wait_until_async(lambda: replica.peers[0].closed)
+                await request
+            await wait_until_async(replica.has_all_tasks)
             await still_serves(upstream, replica, on_connection=2)
+            await wait_until_async(lambda: replica.peers[0].closed)
 
     retry_when_late(lambda pace: uvloop.run(pace.watch(scenario())), 0.05)
 
@@ -1159,38 +1183,6 @@ def test_set_timeout_moves_the_deadline() -> None:
             answer.set_timeout(PATIENCE_S)
             await wait_until_async(lambda: replica.peers[0].closed)
             await still_serves(upstream, replica, on_connection=2)
-
-    retry_when_late(lambda pace: uvloop.run(pace.watch(scenario())), 0.05)
-
-
-async def endless() -> AsyncIterator[bytes]:
-    while True:
-        yield b"x" * 65_536
-
-
-async def stalled() -> AsyncIterator[bytes]:
-    yield b"x"
-    await asyncio.sleep(60)
-
-
-@pytest.mark.parametrize("body", [endless, stalled])
-def test_deadline_applies_while_request_body_is_sent(
-    body: Callable[[], AsyncIterator[bytes]],
-) -> None:
-    async def scenario() -> None:
-        gave_up = asyncio.Event()
-
-        async def read_later(peer: Peer) -> None:
-            await gave_up.wait()
-            await peer.gone()
-
-        async with before(first(read_later)) as (upstream, replica):
-            with takes_at_least(0.15), pytest.raises(DeadlinePassed):
-                await upstream.send(b"POST", b"/", [CHUNKED], body(), timeout_s=0.15)
-            gave_up.set()
-            await wait_until_async(replica.has_all_tasks)
-            await still_serves(upstream, replica, on_connection=2)
-            await wait_until_async(lambda: replica.peers[0].closed)
 
     retry_when_late(lambda pace: uvloop.run(pace.watch(scenario())), 0.05)
 
