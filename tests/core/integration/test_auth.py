@@ -579,8 +579,8 @@ def test_load_with_config_and_code_takes_effect_on_triton(managed: Fleet) -> Non
 
 
 @pytest.mark.fault("a load that includes code, without permission")
-def test_load_with_code_is_refused_unless_the_key_may_and_the_paths_are_valid(
-    managed: Fleet,
+def test_load_with_code_is_refused_unless_setting_and_key_permit_it_and_its_paths_are_valid(
+    managed: Fleet, client: httpx.Client, demo: httpx.Client
 ) -> None:
     def load(parameters: dict[str, str], headers: dict[str, str]) -> httpx.Response:
         return managed.load("echo", json={"parameters": parameters}, headers=headers)
@@ -589,24 +589,17 @@ def test_load_with_code_is_refused_unless_the_key_may_and_the_paths_are_valid(
         assert_refused(load({name: "AAAA"}, bearer(ADMIN)), 400, "MALFORMED_REQUEST")
     for name in ("config", "file:1/model.py"):
         assert_refused(load({name: "AAAA"}, PART), 403, "FORBIDDEN")  # sees only some models
+        for caller, headers in ((client, bearer(ADMIN)), (demo, {})):
+            url = "/v2/repository/models/text_core/load"
+            answer = caller.post(url, json={"parameters": {name: "AAAA"}}, headers=headers)
+            assert_refused(answer, 403, "FORBIDDEN")
+            assert "GATEWAY_MODEL_UPLOADS=code" in answer.json()["error"]
     assert_refused(load({"file:1/x": "A" * 5_000_000}, bearer(ADMIN)), 413, "TOO_LARGE")
     assert_refused(load({"config": "A" * 1_500_000}, PART), 413, "TOO_LARGE")
     for config, status, code in (("{}", 403, "FORBIDDEN"), ("A" * 1_500_000, 413, "TOO_LARGE")):
         document = {"parameters": {"config": config}}
         answer = managed.unload("echo", json=document, headers=bearer(ADMIN))
         assert_refused(answer, status, code)
-
-
-@pytest.mark.fault("a load that includes code, without permission")
-def test_load_with_code_is_403_without_the_setting(
-    client: httpx.Client, demo: httpx.Client
-) -> None:
-    for caller, headers in ((client, bearer(ADMIN)), (demo, {})):
-        for name in ("config", "file:1/model.py"):
-            url = "/v2/repository/models/text_core/load"
-            answer = caller.post(url, json={"parameters": {name: "AAAA"}}, headers=headers)
-            assert_refused(answer, 403, "FORBIDDEN")
-            assert "GATEWAY_MODEL_UPLOADS=code" in answer.json()["error"]
 
 
 # The file, as it changes.
