@@ -495,50 +495,42 @@ def test_drawn_response_cut_anywhere_is_read_and_connection_reused(
 # What the replica is sent.
 
 
-@pytest.mark.parametrize("size", [0, 1, 5, 20_000], ids="{} bytes".format)
-async def test_small_request_is_sent_in_one_packet(size: int) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("size", [0, 1, 5, 20_000, 64 * 1024 - 1, 64 * 1024, 5 * MIB])
+async def test_request_is_sent_completely_and_a_small_one_in_one_packet(
+    size: int, host: str
+) -> None:
     body = random.Random(size).randbytes(size)
-    pieces: list[bytes] = []
+    received: list[bytes] = []
     packets: list[int] = []
 
     async def serve(peer: Peer) -> None:
-        while piece := await peer.reader.read(MIB):
-            pieces.append(piece)
+        while True:
+            asked = await peer.asked()
+            received.append(asked.head + asked.body)
             packets.append(peer.packets())
             await peer.say(plain(b"ok"))
 
-    async with before(serve) as (upstream, replica):
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            pytest.skip(f"this machine has no {host}")
+    async with before(serve, host=host) as (upstream, replica):
         for headers in ([], [(b"x-a", b"b"), (b"X-Caf\xe9", b"\xff")]):
             reply = await upstream.request(
                 b"POST", b"/v2/a%20b?c=%00", body, headers, timeout_s=PATIENCE_S
             )
             assert reply.body == b"ok"
-        _, port = replica.peers[0].writer.get_extra_info("sockname")
-        head = b"POST /v2/a%%20b?c=%%00 HTTP/1.1\r\nhost: 127.0.0.1:%d\r\n" % port
+        (peer,) = replica.peers
+        port = peer.writer.get_extra_info("sockname")[1]
+        shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        head = b"POST /v2/a%%20b?c=%%00 HTTP/1.1\r\nhost: %b\r\n" % shown.encode()
         head += b"content-length: %d\r\n" % size
-        assert pieces == [
-            head + b"\r\n" + body,
-            head + b"x-a: b\r\nX-Caf\xe9: \xff\r\n\r\n" + body,
-        ]
-        assert packets == [1, 2]
-
-
-@pytest.mark.parametrize("size", [64 * 1024 - 1, 64 * 1024, 5 * MIB], ids="{} bytes".format)
-async def test_large_request_is_sent_completely(size: int) -> None:
-    body = random.Random(size).randbytes(size)
-    received: list[Asked] = []
-
-    async def serve(peer: Peer) -> None:
-        while True:
-            received.append(await peer.asked())
-            await peer.say(plain(b"ok"))
-
-    async with before(serve) as (upstream, replica):
-        for _ in range(2):
-            reply = await upstream.request(b"POST", b"/", body, timeout_s=PATIENCE_S)
-            assert reply.body == b"ok"
-        assert [asked.body == body for asked in received] == [True, True]
-        assert len(replica.peers) == 1
+        first, second = received
+        assert first == head + b"\r\n" + body
+        assert second == head + b"x-a: b\r\nX-Caf\xe9: \xff\r\n\r\n" + body
+        assert size > 20_000 or packets == [1, 2]
 
 
 async def each(*pieces: bytes) -> AsyncIterator[bytes]:
@@ -591,25 +583,6 @@ async def test_streamed_body_is_framed_as_its_headers_say(
             assert await answer.read() == b"yes"
             answer.close()
         assert len(replica.peers) == 1
-
-
-@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
-async def test_host_header_is_address_of_replica(host: str, shown: str) -> None:
-    heads: list[bytes] = []
-
-    async def serve(peer: Peer) -> None:
-        heads.append((await peer.asked()).head)
-        await peer.say(plain(b"ok"))
-
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError:
-            pytest.skip(f"this machine has no {host}")
-    async with before(serve, host=host) as (upstream, replica):
-        assert (await get(upstream)).body == b"ok"
-        port = replica.peers[0].writer.get_extra_info("sockname")[1]
-        assert re.findall(rb"(?i)host: (.*)\r\n", heads[0]) == [f"{shown}:{port}".encode()]
 
 
 # The pool.
@@ -762,40 +735,6 @@ CUT_OFF = {
 }
 
 
-@pytest.mark.parametrize("by", ["closing", "a reset"])
-@pytest.mark.parametrize("wire", CUT_OFF.values(), ids=CUT_OFF)
-async def test_truncated_response_is_bad_upstream(wire: bytes, by: str) -> None:
-    received: list[Asked] = []
-
-    async def serve(peer: Peer) -> None:
-        received.append(await peer.asked())
-        await peer.say(wire)
-        if by == "a reset":
-            peer.reset()
-
-    async with before(first(serve)) as (upstream, replica):
-        with pytest.raises(BadUpstream, match="closed the connection before"):
-            await upstream.request(b"POST", b"/", b"body", timeout_s=PATIENCE_S)
-        await still_serves(upstream, replica, on_connection=2)
-        assert [asked.body for asked in received] == [b"body"]
-
-
-async def test_response_without_length_ended_by_reset_is_bad_upstream() -> None:
-    async def serve(peer: Peer) -> None:
-        await peer.asked()
-        await peer.say(HEAD + b"\r\nhello")
-        peer.reset()
-
-    async with before(first(serve)) as (upstream, replica):
-        answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
-        assert await answer.next_chunk() == b"hello"
-        with pytest.raises(BadUpstream):
-            await answer.next_chunk()
-        assert not answer.is_complete
-        answer.close()
-        await still_serves(upstream, replica, on_connection=2)
-
-
 NONSENSE = {
     "another protocol": b"SSH-2.0-OpenSSH_9.6\r\n",
     "an HTTP/2 frame": bytes.fromhex("00001204000000000000"),
@@ -834,20 +773,35 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize("wire", NONSENSE.values(), ids=NONSENSE)
-async def test_response_that_is_not_http_is_bad_upstream_and_closes_connection(
-    wire: bytes,
-) -> None:
-    async def serve(peer: Peer) -> None:
-        await peer.asked()
-        await peer.say(wire)
-        await peer.gone()
+@pytest.mark.parametrize(
+    ("wire", "end"),
+    [
+        *(
+            pytest.param(wire, end, id=f"{name}-{end}")
+            for name, wire in CUT_OFF.items()
+            for end in ("closing", "a reset")
+        ),
+        *(pytest.param(wire, "waiting", id=name) for name, wire in NONSENSE.items()),
+    ],
+)
+async def test_truncated_or_invalid_response_is_bad_upstream(wire: bytes, end: str) -> None:
+    received: list[Asked] = []
 
+    async def serve(peer: Peer) -> None:
+        received.append(await peer.asked())
+        await peer.say(wire)
+        if end == "a reset":
+            peer.reset()
+        if end == "waiting":
+            await peer.gone()
+
+    reason = r"not HTTP/1\.1" if end == "waiting" else "closed the connection before"
     async with before(first(serve)) as (upstream, replica):
-        with pytest.raises(BadUpstream, match=r"not HTTP/1\.1"):
-            await get(upstream)
-        await wait_until_async(lambda: replica.peers[0].closed)
+        with pytest.raises(BadUpstream, match=reason):
+            await upstream.request(b"POST", b"/", b"body", timeout_s=PATIENCE_S)
+        await wait_until_async(lambda: end != "waiting" or replica.peers[0].closed)
         await still_serves(upstream, replica, on_connection=2)
+        assert [asked.body for asked in received] == [b"body"]
 
 
 LARGE_HEADER = plain(b"ok", b"X-A: " + b"a" * 10_000)
@@ -980,15 +934,21 @@ async def test_response_closed_unread_does_not_affect_the_next(size: int) -> Non
         assert len(replica.peers) <= 2
 
 
-async def test_response_closed_in_its_middle_closes_connection() -> None:
+@pytest.mark.parametrize("is_reset", [False, True], ids=["by the client", "by a reset"])
+async def test_response_closed_in_its_middle_closes_connection(is_reset: bool) -> None:
     async def serve(peer: Peer) -> None:
         await peer.asked()
-        await peer.say(HEAD + b"Content-Length: 10\r\n\r\nhello")
+        await peer.say(HEAD + (b"" if is_reset else b"Content-Length: 10\r\n") + b"\r\nhello")
+        if is_reset:
+            peer.reset()
         await peer.gone()
 
     async with before(first(serve)) as (upstream, replica):
         answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
         assert await answer.next_chunk() == b"hello"
+        if is_reset:
+            with pytest.raises(BadUpstream):
+                await answer.next_chunk()
         assert not answer.is_complete
         answer.close()
         await wait_until_async(lambda: replica.peers[0].closed)
@@ -1131,14 +1091,38 @@ STOPS: dict[str, Script] = {
 }
 
 
-@pytest.mark.parametrize("script", STOPS.values(), ids=STOPS)
-def test_incomplete_response_raises_at_its_deadline(script: Script) -> None:
+async def reads_later(peer: Peer) -> None:
+    await asyncio.sleep(0.5)
+    await peer.gone()
+
+
+async def endless() -> AsyncIterator[bytes]:
+    while True:
+        yield b"x" * 65_536
+
+
+async def stalled() -> AsyncIterator[bytes]:
+    yield b"x"
+    await asyncio.sleep(60)
+
+
+UNSENT = {"a request body without end": endless, "a request body that stops": stalled}
+
+
+@pytest.mark.parametrize("name", [*STOPS, *UNSENT])
+def test_incomplete_request_or_response_raises_at_its_deadline(name: str) -> None:
     async def scenario() -> None:
-        async with before(first(script)) as (upstream, replica):
+        async with before(first(STOPS.get(name, reads_later))) as (upstream, replica):
+            if name in UNSENT:
+                body = UNSENT[name]()
+                request = upstream.send(b"POST", b"/", [CHUNKED], body, timeout_s=0.15)
+            else:
+                request = get(upstream, timeout_s=0.15)
             with takes_at_least(0.15), pytest.raises(DeadlinePassed, match=r"0\.15 s"):
-                await get(upstream, timeout_s=0.15)
-            await wait_until_async(lambda: replica.peers[0].closed)
+                await request
+            await wait_until_async(replica.has_all_tasks)
             await still_serves(upstream, replica, on_connection=2)
+            await wait_until_async(lambda: replica.peers[0].closed)
 
     retry_when_late(lambda pace: uvloop.run(pace.watch(scenario())), 0.05)
 
@@ -1153,35 +1137,27 @@ def test_each_request_of_a_connection_has_its_own_deadline() -> None:
     async def scenario() -> None:
         async with before(serve) as (upstream, replica):
             long_s, short_s = PATIENCE_S, 0.15
-            for wait, timeout_s in (
-                ("0", long_s),
-                ("0", short_s),
-                ("0.25", long_s),
-                ("0", short_s),
-                ("0", long_s),
+            # The deadline of a complete response, which is not read yet, has no effect.
+            answer = await upstream.send(b"GET", b"/0", [EMPTY], timeout_s=short_s)
+            await asyncio.sleep(0.25)
+            assert answer.is_complete
+            assert await answer.read() == b"/0"
+            answer.close()
+            for wait, timeout_s, idle_s in (
+                ("0", long_s, 0),
+                ("0", short_s, 0),
+                ("0.25", long_s, 0),
+                ("0", short_s, 0.25),
+                ("0", long_s, 0),
             ):
                 assert (await get(upstream, b"/" + wait.encode(), timeout_s)).status == 200
                 assert len(replica.peers) == 1
+                await asyncio.sleep(idle_s)
             with takes_at_least(short_s), pytest.raises(DeadlinePassed):
                 await get(upstream, b"/60", short_s)
             assert len(replica.peers) == 1
             assert (await get(upstream, b"/0.2", long_s)).body == b"/0.2"
             assert len(replica.peers) == 2
-
-    retry_when_late(lambda pace: uvloop.run(pace.watch(scenario())), 0.05)
-
-
-def test_deadline_after_complete_response_has_no_effect() -> None:
-    async def scenario() -> None:
-        async with before(orderly) as (upstream, replica):
-            answer = await upstream.send(b"GET", b"/late", [EMPTY], timeout_s=0.1)
-            await asyncio.sleep(0.2)
-            assert answer.is_complete
-            assert await answer.read() == b"/late"
-            answer.close()
-            assert (await get(upstream, b"/", 0.1)).body == b"/"
-            await asyncio.sleep(0.2)  # idle
-            await still_serves(upstream, replica, on_connection=1)
 
     retry_when_late(lambda pace: uvloop.run(pace.watch(scenario())), 0.05)
 
@@ -1207,38 +1183,6 @@ def test_set_timeout_moves_the_deadline() -> None:
             answer.set_timeout(PATIENCE_S)
             await wait_until_async(lambda: replica.peers[0].closed)
             await still_serves(upstream, replica, on_connection=2)
-
-    retry_when_late(lambda pace: uvloop.run(pace.watch(scenario())), 0.05)
-
-
-async def endless() -> AsyncIterator[bytes]:
-    while True:
-        yield b"x" * 65_536
-
-
-async def stalled() -> AsyncIterator[bytes]:
-    yield b"x"
-    await asyncio.sleep(60)
-
-
-@pytest.mark.parametrize("body", [endless, stalled])
-def test_deadline_applies_while_request_body_is_sent(
-    body: Callable[[], AsyncIterator[bytes]],
-) -> None:
-    async def scenario() -> None:
-        gave_up = asyncio.Event()
-
-        async def read_later(peer: Peer) -> None:
-            await gave_up.wait()
-            await peer.gone()
-
-        async with before(first(read_later)) as (upstream, replica):
-            with takes_at_least(0.15), pytest.raises(DeadlinePassed):
-                await upstream.send(b"POST", b"/", [CHUNKED], body(), timeout_s=0.15)
-            gave_up.set()
-            await wait_until_async(replica.has_all_tasks)
-            await still_serves(upstream, replica, on_connection=2)
-            await wait_until_async(lambda: replica.peers[0].closed)
 
     retry_when_late(lambda pace: uvloop.run(pace.watch(scenario())), 0.05)
 

@@ -118,37 +118,37 @@ async def test_one_model_cannot_take_every_place() -> None:
     assert admission.try_acquire("c")
 
 
-async def test_models_are_admitted_in_turn() -> None:
+@pytest.mark.parametrize(
+    ("coming", "order"),
+    [
+        (["a", "a", "a", "b", "c"], ["a", "b", "c", "a", "a"]),
+        (
+            ["a:noisy", "a:noisy", "a:noisy", "a:other"],
+            ["a:noisy", "a:other", "a:noisy", "a:noisy"],
+        ),
+    ],
+    ids=["models", "callers of one model"],
+)
+async def test_models_and_callers_are_admitted_in_turn(coming: list[str], order: list[str]) -> None:
     admission = build_queue(places=1, per_model=1, queue=8)
     assert admission.try_acquire("a")
-    order: list[str] = []
+    admitted: list[str] = []
 
-    async def served(model: str) -> None:
-        await admission.acquire(model, TIMEOUT_S)
-        order.append(model)
+    async def served(request: str) -> None:
+        model, _, caller = request.partition(":")
+        await admission.acquire(model, TIMEOUT_S, caller)
+        admitted.append(request)
         await settled()
         admission.release(model)
 
     tasks = []
-    for model in ("a", "a", "a", "b", "c"):
-        tasks.append(asyncio.create_task(served(model)))
+    for request in coming:
+        tasks.append(asyncio.create_task(served(request)))
         await settled()
     admission.release("a")
     await asyncio.gather(*tasks)
-    assert order == ["a", "b", "c", "a", "a"]
+    assert admitted == order
     assert (admission.running, admission.waiting) == (0, 0)
-
-
-async def test_callers_of_one_model_are_admitted_in_turn() -> None:
-    admission = build_queue(places=1, per_model=1, queue=8)
-    assert admission.try_acquire("m")
-    noisy = [await waiting(admission, "m", "noisy") for _ in range(3)]
-    other = await waiting(admission, "m", "other")
-    for done in (1, 1, 2, 3):
-        admission.release("m")
-        await settled()
-        assert sum(task.done() for task in noisy) == done
-    assert other.done()
 
 
 async def test_full_queue_is_refused_with_429() -> None:
@@ -181,34 +181,25 @@ async def test_queue_keeps_room_for_other_models_and_callers(others: tuple[str, 
 
 
 @pytest.mark.parametrize("queue", [1, 4], ids=["full queue", "queue with room"])
-async def test_requests_that_wait_for_one_model_do_not_delay_another(queue: int) -> None:
+async def test_requests_that_wait_for_one_model_do_not_delay_or_crowd_another(queue: int) -> None:
     admission = build_queue(places=4, per_model=2, queue=queue)
-    assert admission.try_acquire("a")
-    assert admission.try_acquire("a")
-    stuck = await waiting(admission, "a")
-    assert not stuck.done()
-    await assert_admitted_at_once(admission, "b")
-    admission.release("a")
-    await asyncio.wait_for(stuck, TIMEOUT_S)
-    assert (admission.running, admission.waiting) == (3, 0)
-
-
-async def test_queue_of_one_model_does_not_crowd_another() -> None:
-    admission = build_queue(places=4, per_model=2, queue=4)
     assert not admission.is_busy
     for _ in range(2):
         assert admission.try_acquire("a")
     stuck = await waiting(admission, "a")
+    assert not stuck.done()
     assert admission.is_busy
     assert admission.is_crowded("a")
     assert not admission.is_crowded("b")
-    for _ in range(2):
-        assert admission.try_acquire("b")
+    await assert_admitted_at_once(admission, "b")
+    admission.release("a")
+    await asyncio.wait_for(stuck, TIMEOUT_S)
+    assert (admission.running, admission.waiting) == (3, 0)
+    assert admission.try_acquire("b")
     assert admission.is_crowded("b")
     late = await waiting(admission, "c")  # no place is left for its first request
     assert admission.is_crowded("c")
-    for task in (stuck, late):
-        task.cancel()
+    late.cancel()
 
 
 async def test_deadline_in_the_queue_raises_and_leaves_nothing() -> None:

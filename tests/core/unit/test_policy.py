@@ -44,7 +44,7 @@ from gateway.fleet.index import (
     model_names,
     parse_index,
 )
-from gateway.fleet.replica import BadAddress, ReplicaAddress, parse_replica_url
+from gateway.fleet.replica import BadAddress, ReplicaAddress
 from gateway.fleet.slow_start import SlowStart
 from gateway.repository.maintenance import count_busy_gateways
 from gateway.repository.models_file import (
@@ -88,7 +88,7 @@ EVENTS: Mapping[str, Callable[[Health, float], Health]] = {
     "refusal": lambda health, _: health.with_refusal(),
     "success": lambda health, _: health.with_success(),
     "failure": lambda health, now: health.with_failure(now, can_eject=True),
-    "failure of a protected replica": lambda health, now: health.with_failure(now, can_eject=False),
+    "failure-while-protected": lambda health, now: health.with_failure(now, can_eject=False),
 }
 
 
@@ -104,6 +104,8 @@ EVENTS: Mapping[str, Callable[[Health, float], Health]] = {
         ("answer timeout timeout", HealthState.SLOW),
         ("answer timeout answer timeout", HealthState.UP),
         ("answer timeout timeout answer", HealthState.UP),
+        ("answer" + 20 * " failure-while-protected", HealthState.UP),
+        ("answer" + 20 * " failure-while-protected" + " failure", HealthState.EJECTED),
         # Of several states it has the worst.
         ("answer" + 5 * " failure", HealthState.EJECTED),
         ("answer" + 5 * " failure" + " timeout timeout", HealthState.SLOW),
@@ -125,40 +127,25 @@ def test_five_failures_in_a_row_eject_for_five_seconds() -> None:
     assert ejected.state(1005) is HealthState.UP
     # Failures of requests that were sent before do not extend it.
     assert failed(ejected, 50, 1004).state(1005) is HealthState.UP
-
-
-def test_success_resets_the_count_of_failures() -> None:
+    # A success ends the row.
     assert failed(failed(UP, 4, 1000).with_success(), 4, 1000).state(1000) is HealthState.UP
-    back = failed(UP, 5, 1000).with_success()
+    back = ejected.with_success()
     assert failed(back, 4, 1006).state(1006) is HealthState.UP
     assert failed(back, 5, 1006).state(1006) is HealthState.EJECTED
 
 
-def test_first_failure_after_ejection_ejects_again_for_longer() -> None:
+def test_first_failure_after_ejection_ejects_for_longer_unless_five_minutes_passed() -> None:
     health, now = failed(UP, 5, 1000), 1000.0
     for nth in range(1, 80):
+        assert health.ejections == nth
         lasts_s = min(5.0 * nth, 300.0)
         assert health.state(now + lasts_s - 0.001) is HealthState.EJECTED
         now += lasts_s
         assert health.state(now) is HealthState.UP
+        assert failed(health, 5, now + 300).ejections == nth + 1
+        forgiven = failed(health, 5, now + 301)
+        assert (forgiven.ejections, forgiven.ejected_until) == (1, now + 301 + 5)
         health = failed(health, 1, now)
-
-
-def test_ejections_are_forgotten_after_five_minutes() -> None:
-    often = failed(failed(failed(UP, 5, 1000), 1, 1010), 1, 1030)
-    assert often.ejections == 3
-    assert failed(often, 5, often.ejected_until + 300).ejections == 4
-    forgiven = failed(often, 5, often.ejected_until + 301)
-    assert forgiven.ejections == 1
-    assert forgiven.ejected_until == often.ejected_until + 301 + 5
-
-
-def test_protected_replica_is_ejected_once_it_may_be() -> None:
-    health = UP
-    for _ in range(20):
-        health = health.with_failure(1000, can_eject=False)
-        assert health.state(1000) is HealthState.UP
-    assert failed(health, 1, 1000).state(1000) is HealthState.EJECTED
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(EVENTS)), st.floats(0, 400))))
@@ -306,11 +293,16 @@ def share_of(slow_start: SlowStart, one: Started, candidates: Sequence[Started])
 
 
 @pytest.mark.usefixtures("fixed_chance")
-def test_share_of_new_replica_grows_linearly(slow_start: SlowStart, clock: Clock) -> None:
+def test_share_of_new_replica_of_a_model_grows_linearly(
+    slow_start: SlowStart, clock: Clock
+) -> None:
     started_at = clock.now
     for age_s, share in ((0, 0.05), (3, 0.05), (15, 0.125), (30, 0.25), (54, 0.45), (60, 0.5)):
         clock.now = started_at + age_s
-        assert share_of(slow_start, NEW, [OLD, NEW]) == pytest.approx(share, abs=0.03)
+        # A retry has no other candidate.
+        assert slow_start.limit_candidates("m", "", [NEW]) == [NEW]
+        assert slow_start.limit_candidates("other", "", both := [OLD, NEW]) is both
+        assert share_of(slow_start, NEW, both) == pytest.approx(share, abs=0.03)
 
 
 @pytest.mark.usefixtures("fixed_chance")
@@ -349,18 +341,20 @@ def test_warm_replica_is_cold_again_after_it_left_or_restarted(
     assert share_of(slow_start, restarted, [OLD, restarted]) < 0.1
 
 
-def test_slow_start_is_counted_for_each_model(slow_start: SlowStart) -> None:
-    assert slow_start.limit_candidates("other", "", both := [OLD, NEW]) is both
-    # A retry has no other candidate.
-    assert slow_start.limit_candidates("m", "", [NEW]) == [NEW]
-
-
 @given(PACES, PACES)
-def test_relative_latency_converges_to_the_measured_ratio(start: float, ratio: float) -> None:
+def test_relative_latency_converges_to_the_measured_ratio_and_decays_to_one(
+    start: float, ratio: float
+) -> None:
     pace = RelativeLatency(start)
     for _ in range(80):
         pace.update(ratio * 10.0, 10.0)
     assert pace.ratio == pytest.approx(ratio, rel=0.01)
+    pace, before = RelativeLatency(ratio), abs(ratio - 1)
+    for _ in range(120):  # a minute
+        pace.decay()
+        assert abs(pace.ratio - 1) <= before
+        before = abs(pace.ratio - 1)
+    assert pace.ratio == pytest.approx(1, abs=0.01)
 
 
 @given(st.lists(st.floats(0, 0.003)), st.floats(0, 1e9))
@@ -388,16 +382,6 @@ def test_first_responses_after_idleness_are_not_measured() -> None:
     assert not pace.record_response("m", started_at=later, now=later + COLD_AFTER_S + 1)
 
 
-@given(PACES)
-def test_relative_latency_decays_to_one(start: float) -> None:
-    pace, before = RelativeLatency(start), abs(start - 1)
-    for _ in range(120):  # a minute
-        pace.decay()
-        assert abs(pace.ratio - 1) <= before
-        before = abs(pace.ratio - 1)
-    assert pace.ratio == pytest.approx(1, abs=0.01)
-
-
 @given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e9))))
 def test_relative_latency_stays_within_its_limits(answers: list[tuple[float, float]]) -> None:
     pace = RelativeLatency()
@@ -409,6 +393,7 @@ def test_relative_latency_stays_within_its_limits(answers: list[tuple[float, flo
 # The index.
 
 DEEP = orjson.loads("[" * 1000 + "]" * 1000)
+TRACEBACK = "Internal: ValueError: no weights\n\nAt:\n  /srv/m/1/model.py(3): initialize\n"
 INDEX = [
     {"name": "never"},
     {"name": "well", "version": "1", "state": "READY"},
@@ -416,17 +401,9 @@ INDEX = [
     {"name": "coming", "version": "1", "state": "LOADING"},
     {"name": "going", "version": "3", "state": "UNLOADING"},
     {"name": "gone", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"},
+    {"name": "broken", "version": "1", "state": "UNAVAILABLE", "reason": TRACEBACK},
+    {"name": "odd", "version": "1", "state": "DREAMING"},
 ]
-
-
-def test_index_of_unknown_state_is_not_ready_and_reason_names_no_files() -> None:
-    reason = "Internal: ValueError: no weights\n\nAt:\n  /srv/m/1/model.py(3): initialize\n"
-    index = parse_index([{"name": "m", "version": "1", "state": "UNAVAILABLE", "reason": reason}])
-    assert index.models["m"]["1"].reason == "no weights"
-    index = parse_index([{"name": "m", "version": "1", "state": "DREAMING"}])
-    assert not index.is_ready("m")
-    merged = merge_indexes({"a": index, "b": parse_index(INDEX[1:2])})
-    assert merged[0]["state"] == "DREAMING"
 
 
 def test_index_gives_state_of_each_model() -> None:
@@ -435,16 +412,22 @@ def test_index_gives_state_of_each_model() -> None:
     assert index.is_ready("well", "1")
     assert not index.is_ready("well", "2")
     assert not index.is_ready("well", "9")
-    for model in ("never", "coming", "going", "gone", "unheard of"):
+    for model in ("never", "coming", "going", "gone", "broken", "odd", "unheard of"):
         assert not index.is_ready(model)
     assert [model for model in index.models if index.is_changing(model)] == ["coming", "going"]
-    assert [model for model in index.models if index.is_unloaded(model)] == ["never", "gone"]
-    assert model_names([index]) == {"never", "well", "coming", "going", "gone"}
+    assert [model for model in index.models if index.is_unloaded(model)] == [
+        "never",
+        "gone",
+        "broken",
+    ]
+    assert model_names([index]) == {entry["name"] for entry in INDEX}
     # Of several versions, the best one counts.
     assert index.model_state("well") == VersionState(READY)
     assert index.model_state("gone") == VersionState(UNAVAILABLE, "unloaded")
     assert index.model_state("never") == VersionState(UNAVAILABLE)
     assert index.model_state("unheard of").reason == "not in this replica's repository"
+    # The reason names no files.
+    assert index.model_state("broken") == VersionState(UNAVAILABLE, "no weights")
 
 
 def test_index_with_model_unloaded_changes_only_that_model() -> None:
@@ -515,6 +498,7 @@ def versions_of(**states: str) -> Index:
         ((LOADING, UNLOADING, READY), UNLOADING, "on b"),
         ((UNAVAILABLE, LOADING, UNAVAILABLE), UNAVAILABLE, "on a, c"),
         ((UNAVAILABLE, UNAVAILABLE, UNAVAILABLE), UNAVAILABLE, None),
+        (("DREAMING", READY, READY), "DREAMING", "on a"),
     ],
 )
 def test_merged_index_has_worst_state_and_its_replicas(
@@ -597,14 +581,6 @@ def test_merged_index_has_what_is_ready_on_every_replica(indexes: dict[str, Inde
 )
 def test_models_file_is_parsed(text: str, models: dict[str, DeclaredModel]) -> None:
     assert parse_models_file(text) == models
-
-
-async def test_models_file_is_optional_as_is_the_config_of_a_model() -> None:
-    file = ModelsFile(None)
-    assert not await file.reload_if_changed()
-    assert file.models == {}
-    assert DeclaredModel("a").load_parameters == {}
-    assert DeclaredModel("a", (), {"x": 1}).load_parameters == {"config": {"x": 1}}
 
 
 BOMB = "models:\n-\n  - &a0 [x, x]\n" + "".join(
@@ -705,15 +681,25 @@ def test_drawn_models_file_is_parsed_or_explained(text: str) -> None:
         assert all(name == model.name for name, model in models.items())
 
 
-def test_broken_models_file_fails_at_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda path: None, "No such file"),
+        (lambda path: path.write_text("["), "cannot be parsed"),
+        (lambda path: path.write_bytes(b"\xff\xfe"), "can't decode"),
+        (os.mkfifo, "regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "regular file"),
+        (Path.mkdir, "Is a directory"),
+        (lambda path: path.write_text(" " * 10_000_001), "larger than 10 MB"),
+    ],
+    ids=["missing", "not YAML", "not UTF-8", "pipe", "device", "folder", "large"],
+)
+def test_models_file_that_is_broken_or_of_another_kind_fails_at_start(
+    tmp_path: Path, make: Callable[[Path], object], reason: str
+) -> None:
     path = tmp_path / "models.yaml"
-    for make in (lambda: None, lambda: path.write_text("["), lambda: path.write_bytes(b"\xff\xfe")):
-        make()
-        with pytest.raises(BadModelsFile, match=r"models\.yaml"):
-            ModelsFile(path)
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(BadModelsFile, match=r"models\.yaml"):
+    make(path)
+    with pytest.raises(BadModelsFile, match=rf"models\.yaml: .*{reason}"):
         ModelsFile(path)
 
 
@@ -723,8 +709,27 @@ def opened(path: Path, text: str) -> ModelsFile:
 
 
 async def test_change_of_models_file_is_noticed_once(tmp_path: Path) -> None:
+    """Kubernetes replaces the link to a folder; what is mounted is a link through that."""
+
+    def publish(folder: str, text: str) -> None:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "models.yaml").write_text(text)
+        os.utime(tmp_path / folder / "models.yaml", ns=(10**18, 10**18))
+        (tmp_path / "..new").symlink_to(folder)
+        (tmp_path / "..new").replace(tmp_path / "..data")
+
+    no_file = ModelsFile(None)
+    assert not await no_file.reload_if_changed()
+    assert no_file.models == {}
     path = tmp_path / "models.yaml"
-    file = opened(path, "models: [a]")
+    path.symlink_to("..data/models.yaml")
+    publish("..1", "models: [a]")
+    file = ModelsFile(path)
+    assert not await file.reload_if_changed()
+    # Another file of the same length and time.
+    publish("..2", "models: [c]")
+    assert await file.reload_if_changed()
+    assert set(file.models) == {"c"}
     assert not await file.reload_if_changed()
     path.write_text("models: [a, b]")
     assert await file.reload_if_changed()
@@ -732,14 +737,6 @@ async def test_change_of_models_file_is_noticed_once(tmp_path: Path) -> None:
     assert not await file.reload_if_changed()
     path.write_text("models: [a, b]  # the same, written differently")
     assert not await file.reload_if_changed()
-    # Another file of the same length and time.
-    new = tmp_path / "new"
-    new.write_text("models: [a, c]  # the same, written differently")
-    status = path.stat()
-    os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
-    new.replace(path)
-    assert await file.reload_if_changed()
-    assert set(file.models) == {"a", "c"}
 
 
 @pytest.mark.parametrize(
@@ -763,27 +760,6 @@ async def test_broken_or_removed_models_file_keeps_the_old_models_and_is_logged_
     path.write_text("models: [repaired]")
     assert await file.reload_if_changed()
     assert set(file.models) == {"repaired"}
-
-
-async def test_swapped_link_of_a_config_map_is_noticed(tmp_path: Path) -> None:
-    """Kubernetes replaces the link to a folder; what is mounted is a link through that."""
-
-    def publish(number: int, text: str) -> None:
-        folder = tmp_path / f"..{number}"
-        folder.mkdir()
-        (folder / "models.yaml").write_text(text)
-        os.utime(folder / "models.yaml", ns=(10**18, 10**18))
-        (tmp_path / "..new").symlink_to(folder.name)
-        (tmp_path / "..new").replace(tmp_path / "..data")
-
-    publish(1, "models: [a]")
-    path = tmp_path / "models.yaml"
-    path.symlink_to("..data/models.yaml")
-    file = ModelsFile(path)
-    publish(2, "models: [b]")
-    assert await file.reload_if_changed()
-    assert set(file.models) == {"b"}
-    assert not await file.reload_if_changed()
 
 
 @pytest.mark.fault("the keys file, the models file or the certificate becomes a pipe")
@@ -848,22 +824,6 @@ async def test_file_that_cannot_be_read_is_rejected_in_time_and_holds_one_thread
     while not await file.reload_in_background():  # noqa: ASYNC110 - the thread ends soon
         await asyncio.sleep(0.01)
     assert (file.value, file.is_valid) == ("second", True)
-
-
-@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "large"])
-def test_file_of_another_kind_or_size_is_refused(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "models.yaml"
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.write_text(" " * 10_000_001)
-    reason = {"large": "larger than 10 MB", "folder": "Is a directory"}.get(kind, "regular file")
-    with pytest.raises(BadModelsFile, match=rf"models\.yaml: .*{reason}"):
-        ModelsFile(path)
 
 
 # The plan.
@@ -934,6 +894,7 @@ def test_declared_model_is_desired_whatever_the_api_requested() -> None:
     assert merge_declared_models({}, declared)["a"] == DesiredModel(
         True, {"config": {"x": 1}}, 0, a.config_digest
     )
+    assert merge_declared_models({}, {"a": DeclaredModel("a")})["a"].parameters == {}
     assert (
         merge_declared_models({"a": DesiredModel(False, {}, 6)}, declared)["a"]
         == merge_declared_models({}, declared)["a"]
@@ -1062,6 +1023,7 @@ def test_declared_versions_must_be_ready_on_the_same_replica() -> None:
 
 M, REQUIRED_M = DeclaredModel("m"), DeclaredModel("m", is_always_required=True)
 OTHER, REQUIRED_OTHER = DeclaredModel("other"), DeclaredModel("other", is_always_required=True)
+CORDONED = replace(seen("a", m=READY, other=READY), is_cordoned=True)
 
 
 @pytest.mark.parametrize(
@@ -1079,6 +1041,8 @@ OTHER, REQUIRED_OTHER = DeclaredModel("other"), DeclaredModel("other", is_always
         ([M, REQUIRED_OTHER], 2, [seen("a", m=READY, other=READY), seen("b", m=READY)], False),
         ([M, REQUIRED_OTHER], 2, [seen("a", other=READY), seen("b", other=READY)], True),
         ([REQUIRED_M, REQUIRED_OTHER], 1, [seen("a", m=READY)], False),
+        ([M, OTHER], 1, [CORDONED, seen("b", m=READY)], True),
+        ([M, OTHER], 1, [CORDONED, seen("b")], False),
     ],
 )
 def test_gateway_that_was_ready_needs_the_always_required_models_and_one(
@@ -1095,12 +1059,6 @@ def test_gateway_that_was_ready_needs_the_always_required_models_and_one(
     assert not ready_with(
         *replicas, declared=declared, quorum=quorum, was_ready=True, draining=True
     ).is_ready
-
-
-def test_model_of_a_cordoned_replica_only_is_not_served() -> None:
-    cordoned = replace(seen("a", m=READY, other=READY), is_cordoned=True)
-    assert ready_with(cordoned, seen("b", m=READY), declared=[M, OTHER], was_ready=True).is_ready
-    assert not ready_with(cordoned, seen("b"), declared=[M, OTHER], was_ready=True).is_ready
 
 
 def check_expected(
@@ -1134,22 +1092,35 @@ def test_declared_model_is_expected_once_it_was_ready(added_model: DeclaredModel
     assert update_expected_models(added, m, without, 1) == m
 
 
-def test_other_versions_of_a_declared_model_are_expected_once_they_were_ready() -> None:
-    old, new = {"m": DeclaredModel("m", ("1",))}, {"m": DeclaredModel("m", ("2",))}
-    only_old = [ReplicaStatus("a", HealthState.UP, versions_of(v1=READY))]
-    both = [ReplicaStatus("a", HealthState.UP, versions_of(v1=READY, v2=READY))]
-    assert update_expected_models(old, new, only_old, 1) == old
-    assert check_expected(only_old, new, old).is_ready
+@pytest.mark.parametrize(
+    ("old", "new", "before", "after"),
+    [
+        (
+            {"m": DeclaredModel("m", ("1",))},
+            {"m": DeclaredModel("m", ("2",))},
+            ReplicaStatus("a", HealthState.UP, versions_of(v1=READY)),
+            ReplicaStatus("a", HealthState.UP, versions_of(v1=READY, v2=READY)),
+        ),
+        (
+            {"m": M, "other": OTHER},
+            {"m": REQUIRED_M, "other": OTHER},
+            seen("a", other=READY),
+            seen("a", other=READY, m=READY),
+        ),
+    ],
+    ids=["other versions", "always required"],
+)
+def test_changed_declaration_is_expected_once_its_model_was_ready(
+    old: Mapping[str, DeclaredModel],
+    new: Mapping[str, DeclaredModel],
+    before: ReplicaStatus,
+    after: ReplicaStatus,
+) -> None:
+    assert update_expected_models(old, new, [before], 1) == old
+    assert check_expected([before], new, old).is_ready
     assert not check_expected([seen("a")], new, old).is_ready
-    assert update_expected_models(old, new, both, 1) == new
-
-
-def test_model_is_always_required_once_it_was_ready_until_the_mark_is_removed() -> None:
-    without, loaded = [seen("a", other=READY)], [seen("a", other=READY, m=READY)]
-    plain, marked = {"m": M, "other": OTHER}, {"m": REQUIRED_M, "other": OTHER}
-    assert update_expected_models(plain, marked, without, 1) == plain
-    assert update_expected_models(plain, marked, loaded, 1) == marked
-    assert update_expected_models(marked, plain, without, 1) == plain
+    assert update_expected_models(old, new, [after], 1) == new
+    assert update_expected_models(new, old, [before], 1) == old
 
 
 REPLICAS = st.lists(
@@ -1186,6 +1157,7 @@ def test_readiness_is_explained_or_complete(
         ("triton:9000", ReplicaAddress("triton", 9000), "triton:9000"),
         ("10.0.0.1:9000", ReplicaAddress("10.0.0.1", 9000), "10.0.0.1:9000"),
         ("http://h:1?grpc=2&metrics=3", ReplicaAddress("h", 1, 2, 3), "h:1"),
+        ("http://[::1]:9?grpc=10", ReplicaAddress("::1", 9, 10), "[::1]:9"),
         ("http://h?metrics=65535", ReplicaAddress("h", 8000, 8001, 65535), "h:8000"),
         ("https://h", ReplicaAddress("h", 8000, tls=True), "h:8000"),
         ("http://[::1]", ReplicaAddress("::1", 8000), "[::1]:8000"),
@@ -1210,11 +1182,8 @@ def test_readiness_is_explained_or_complete(
 def test_replica_address_is_parsed(url: str, found: ReplicaSource, shown: str) -> None:
     assert parse_replica_source(url) == found
     assert str(found) == shown
-
-
-def test_grpc_is_on_the_same_host() -> None:
-    assert parse_replica_url("http://[::1]:9?grpc=10").grpc_target == "[::1]:10"
-    assert parse_replica_url("http://h").grpc_target == "h:8001"
+    if isinstance(found, ReplicaAddress):  # gRPC is on the same host
+        assert found.grpc_target == f"{shown.rpartition(':')[0]}:{found.grpc_port}"
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ from tests.support.http_server import (
     LIKE_A_REQUEST,
     MIB,
     PATIENCE_S,
+    POST,
+    START,
     TOO_SLOW,
     Answer,
     Asked,
@@ -297,7 +299,7 @@ def test_large_body_is_passed_in_pieces_as_they_arrive(stage: Stage) -> None:
 
     stage.app = app
     with stage.client() as client:
-        rest = bytes(100 * KIB)
+        rest = bytes({*range(256)} - {*b"<>"}) * 40 * KIB  # about 10 MiB: neither side can hold it
         size = len(ENOUGH) + 4 + len(rest)
         client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size)
         client.say(ENOUGH[1:])
@@ -308,9 +310,10 @@ def test_large_body_is_passed_in_pieces_as_they_arrive(stage: Stage) -> None:
         for piece in (b"ab", b"cd"):
             client.say(piece)
             assert client.chunk() == b"<%b>" % piece
-        client.say(rest)
-        given = b"".join(iter(client.chunk, b""))
-        assert given.replace(b"<", b"").replace(b">", b"") == rest
+        sending = threading.Thread(target=client.say, args=(rest,))
+        sending.start()
+        assert b"".join(iter(client.chunk, b"")).translate(None, b"<>") == rest
+        sending.join()
         client.say(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n")
         assert client.receives_nothing()
         client.say(b"%x\r\n%b\r\n" % (len(ENOUGH), ENOUGH))
@@ -320,6 +323,8 @@ def test_large_body_is_passed_in_pieces_as_they_arrive(stage: Stage) -> None:
         assert client.chunk() == b"<cd>"
         client.say(b"0\r\nX: y\r\n\r\n")
         assert [*iter(client.chunk, b"")] == [b"<>"]
+        stage.app = echo
+        assert client.is_still_served()
 
 
 @pytest.mark.parametrize(
@@ -384,89 +389,66 @@ def test_trailer_about_the_connection_hides_and_invents_no_request(
     assert [asked.path for asked in stage.asked] in (["/a"], ["/a", "/b"], [])
 
 
-def test_scope_has_addresses_and_a_copy_of_the_state(stage: Stage) -> None:
+@pytest.mark.parametrize("is_unix", [False, True], ids=["TCP", "Unix socket"])
+def test_scope_has_addresses_of_tcp_and_a_copy_of_the_state(tmp_path: Path, is_unix: bool) -> None:
     scopes: list[Scope] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         scopes.append(scope)
         scope["state"]["count"] += 1
-        await say(send, b"")
-
-    stage.app = app
-    with stage.client() as client:
-        for _ in range(2):
-            client.say(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            client.answer()
-        here = client.socket.getsockname()
-    for scope in scopes:
-        assert (scope["type"], scope["scheme"], scope["root_path"]) == ("http", "http", "")
-        assert (scope["client"], scope["server"]) == (here, (HOST, stage.port))
-        assert scope["state"]["count"] == 1
-
-
-def test_scope_of_a_unix_socket_has_no_addresses(tmp_path: Path) -> None:
-    scopes: list[Scope] = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        scopes.append(scope)
         await say(send, b"ok")
 
-    with Stage(uds=tmp_path / "socket") as stage, socket.socket(socket.AF_UNIX) as connection:
+    path = tmp_path / "socket"
+    family = socket.AF_UNIX if is_unix else socket.AF_INET
+    with Stage(uds=path if is_unix else None) as stage, socket.socket(family) as connection:
         stage.app = app
         connection.settimeout(PATIENCE_S)
-        connection.connect(str(tmp_path / "socket"))
+        connection.connect(str(path) if is_unix else (HOST, stage.port))
         client = Client(stage, connection)
-        client.say(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert client.answer().body == b"ok"
-    assert (scopes[0]["client"], scopes[0]["server"]) == (None, None)
+        for _ in range(2):
+            client.say(GET)
+            assert client.answer().body == b"ok"
+        here, there = connection.getsockname(), connection.getpeername()
+    for scope in scopes:
+        assert (scope["type"], scope["scheme"], scope["root_path"]) == ("http", "http", "")
+        assert (scope["client"], scope["server"]) == ((None, None) if is_unix else (here, there))
+        assert scope["state"]["count"] == 1
 
 
 # Targets.
 
 
 @pytest.mark.parametrize(
-    ("target", "path", "raw_path", "query"),
+    ("method", "target", "path", "raw_path", "query"),
     [
-        ("/", "/", b"/", b""),
-        ("/a%20b%2Fc", "/a b/c", b"/a%20b%2Fc", b""),
-        ("/%C3%A9", "/é", b"/%C3%A9", b""),
-        ("/%ff", "/�", b"/%ff", b""),
-        ("/100%", "/100%", b"/100%", b""),
-        ("/%0d%0aX:y", "/\r\nX:y", b"/%0d%0aX:y", b""),
-        ("/a?b%20c", "/a", b"/a", b"b%20c"),
-        ("/a?", "/a", b"/a", b""),
-        ("//a/../b", "//a/../b", b"//a/../b", b""),
-        ("/a#b", "/a", b"/a", b""),
-        ("http://h/a/b?c=d", "/a/b", b"/a/b", b"c=d"),
-        ("http://h:81", "/", b"/", b""),
-        ("http://h?c", "/", b"/", b"c"),
-        ("https://[::1]:81/%61", "/a", b"/%61", b""),
+        *(
+            (method, "/", "/", b"/", b"")
+            for method in ("GET", "HEAD", "PATCH", "OPTIONS", "DELETE", "PROPFIND")
+        ),
+        ("OPTIONS", "*", "*", b"*", b""),
+        ("GET", "/a%20b%2Fc", "/a b/c", b"/a%20b%2Fc", b""),
+        ("GET", "/%C3%A9", "/é", b"/%C3%A9", b""),
+        ("GET", "/%ff", "/�", b"/%ff", b""),
+        ("GET", "/100%", "/100%", b"/100%", b""),
+        ("GET", "/%0d%0aX:y", "/\r\nX:y", b"/%0d%0aX:y", b""),
+        ("GET", "/a?b%20c", "/a", b"/a", b"b%20c"),
+        ("GET", "/a?", "/a", b"/a", b""),
+        ("GET", "//a/../b", "//a/../b", b"//a/../b", b""),
+        ("GET", "/a#b", "/a", b"/a", b""),
+        ("GET", "http://h/a/b?c=d", "/a/b", b"/a/b", b"c=d"),
+        ("GET", "http://h:81", "/", b"/", b""),
+        ("GET", "http://h?c", "/", b"/", b"c"),
+        ("GET", "https://[::1]:81/%61", "/a", b"/%61", b""),
     ],
 )
-def test_target_is_parsed_as_path_and_query(
-    stage: Stage, target: str, path: str, raw_path: bytes, query: bytes
+def test_request_line_is_passed_as_method_path_and_query(
+    stage: Stage, method: str, target: str, path: str, raw_path: bytes, query: bytes
 ) -> None:
     with stage.client() as client:
-        client.say(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-        assert client.answer().status == 200
-        assert client.is_still_served()
-    asked = stage.asked[0]
-    assert (asked.path, asked.raw_path, asked.query) == (path, raw_path, query)
-
-
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        *(("GET", "/"), ("HEAD", "/"), ("PATCH", "/"), ("OPTIONS", "/"), ("DELETE", "/")),
-        *(("PROPFIND", "/"), ("OPTIONS", "*")),
-    ],
-)
-def test_method_is_passed_unchanged(stage: Stage, method: str, path: str) -> None:
-    with stage.client() as client:
-        client.say(f"{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        client.say(f"{method} {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         assert client.answer(method).status == 200
         assert client.is_still_served()
-    assert (stage.asked[0].method, stage.asked[0].path) == (method, path)
+    assert stage.asked[0] == Asked(method, path, raw_path, query)
 
 
 # Answers on the wire.
@@ -545,17 +527,6 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-def test_response_is_written_and_connection_kept(stage: Stage, name: str) -> None:
-    asked, messages, wire = ANSWERS[name]
-    stage.app = sends(*messages)
-    with stage.client() as client:
-        client.say(asked)
-        assert client.exactly(len(wire)) == wire
-        stage.app = echo
-        assert client.is_still_served()
-
-
 LAST_ANSWERS = {
     "HTTP/1.0": (
         OLD_GET,
@@ -610,13 +581,26 @@ LAST_ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAST_ANSWERS)
-def test_response_is_written_and_connection_closed(stage: Stage, name: str) -> None:
-    asked, messages, wire = LAST_ANSWERS[name]
+@pytest.mark.parametrize(
+    ("asked", "messages", "wire", "stays"),
+    [
+        *(pytest.param(*row, True, id=name) for name, row in ANSWERS.items()),
+        *(pytest.param(*row, False, id=f"last: {name}") for name, row in LAST_ANSWERS.items()),
+    ],
+)
+def test_response_is_written_and_connection_kept_or_closed(
+    stage: Stage, asked: bytes, messages: list[Message], wire: bytes, stays: bool
+) -> None:
     stage.app = sends(*messages)
     with stage.client() as client:
-        client.say(asked + GET)
-        assert client.rest() == wire
+        if stays:
+            client.say(asked)
+            assert client.exactly(len(wire)) == wire
+            stage.app = echo
+            assert client.is_still_served()
+        else:
+            client.say(asked + GET)
+            assert client.rest() == wire
 
 
 @pytest.mark.parametrize("size", [0, 1, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, 3 * MIB])
@@ -631,15 +615,18 @@ def test_response_body_of_any_size_is_complete(stage: Stage, size: int, announce
             assert client.answer().body == body * 3
 
 
-def test_response_header_is_sent_with_the_first_body(stage: Stage) -> None:
+@pytest.mark.parametrize("first", [b"hello", b""], ids=["body", "empty body"])
+def test_response_header_is_sent_with_the_first_body_message(stage: Stage, first: bytes) -> None:
     work = Work()
+    may_send = asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await send(start())
+        await send(start((b"x-a", b"b")))
         work.started.set()
+        await may_send.wait()
+        await send(part(first))
         await work.may_end.wait()
-        await send(part(b"hello"))
-        await send(last())
+        await send(last(b"end"))
 
     stage.app = app
     with stage.client() as client:
@@ -647,8 +634,12 @@ def test_response_header_is_sent_with_the_first_body(stage: Stage) -> None:
         client.say(GET)
         assert begins(work)
         assert client.receives_nothing()
+        stage.let(may_send)
+        assert client.head() == OK + b"x-a: b\r\ntransfer-encoding: chunked"
+        assert not first or client.chunk() == first
+        assert client.receives_nothing()
         stage.let(work.may_end)
-        assert client.answer().body == b"hello"
+        assert [*iter(client.chunk, b"")] == [b"end"]
         assert packets(client) - before == 2
 
 
@@ -659,53 +650,32 @@ def packets(client: Client) -> int:
     return count
 
 
-def test_empty_body_message_sends_the_header(stage: Stage) -> None:
-    work = Work()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await send(start((b"x-a", b"b")))
-        await send(part())
-        await work.may_end.wait()
-        await send(last(b"hello"))
-
-    stage.app = app
-    with stage.client() as client:
-        client.say(GET)
-        assert client.head() == OK + b"x-a: b\r\ntransfer-encoding: chunked"
-        assert client.receives_nothing()
-        stage.let(work.may_end)
-        assert [*iter(client.chunk, b"")] == [b"hello"]
-
-
 # Pipelining.
 
 
-def test_pipelined_requests_are_answered_in_order(stage: Stage) -> None:
+def test_pipelined_requests_are_answered_in_order_with_their_own_bodies(stage: Stage) -> None:
     work = Work()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await (work if scope["path"] == "/slow" else echo)(scope, receive, send)
 
     stage.app = app
-    paths = [b"/slow", b"/a", b"/b", b"/c"]
-    with stage.client() as client:
-        client.say(b"".join(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path for path in paths))
-        assert begins(work)
-        assert client.receives_nothing()
-        assert stage.asked == []  # one at a time
-        stage.let(work.may_end)
-        assert [client.answer().header(b"x-target") for _ in paths] == paths
-        assert client.is_still_served()
-
-
-def test_pipelined_requests_keep_their_own_bodies(stage: Stage) -> None:
     requests = [request for request in VALID_REQUESTS.values() if request.stays] * 5
     requests += [of_length(bytes([number]) * (300 * KIB)) for number in range(6)]
     wire = b"".join(request.wire for request in requests)
     with stage.client() as client:
+        client.say(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n" + GET)
         sending = threading.Thread(target=client.say, args=(wire,))
         sending.start()
-        assert [client.answer().body for _ in requests] == [each.asked.body for each in requests]
+        assert begins(work)
+        assert client.receives_nothing()
+        assert stage.asked == []  # one at a time
+        stage.let(work.may_end)
+        assert [client.answer().header(b"x-target") for _ in range(2)] == [b"/slow", b"/"]
+        for each in requests:
+            answer = client.answer()
+            assert answer.header(b"x-target") == each.asked.raw_path
+            assert answer.body == each.asked.body
         sending.join()
         assert client.is_still_served()
 
@@ -778,17 +748,6 @@ def test_data_after_the_last_request_is_ignored(
     assert [asked.path for asked in stage.asked] == ["/before"]
 
 
-def test_half_closed_connection_cancels_its_request(stage: Stage) -> None:
-    work = Work()
-    stage.app = work
-    with stage.client() as client:
-        client.say(GET)
-        assert begins(work)
-        client.socket.shutdown(socket.SHUT_WR)
-        assert work.cancelled.wait(PATIENCE_S)
-        assert client.rest() == b""
-
-
 def test_idle_connection_is_closed_and_busy_one_is_not() -> None:
     upload = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\n" + ENOUGH
     with Stage(keep_alive_s=1) as stage, ExitStack() as stack:
@@ -831,8 +790,9 @@ class Reader(Work):
             await say(send, body)
 
 
-def test_100_is_sent_when_the_body_is_read(stage: Stage) -> None:
-    reader = stage.app = Reader()
+@pytest.mark.parametrize("first", [(), (start(),)], ids=["before the response", "before its body"])
+def test_100_is_sent_when_the_body_is_read(stage: Stage, first: tuple[Message, ...]) -> None:
+    reader = stage.app = Reader(first=first)
     with stage.client() as client:
         client.say(EXPECTING)
         assert begins(reader)
@@ -845,60 +805,34 @@ def test_100_is_sent_when_the_body_is_read(stage: Stage) -> None:
         assert client.is_still_served()
 
 
-@pytest.mark.parametrize("there", [1, 4])
-def test_100_is_not_sent_after_the_body_began(stage: Stage, there: int) -> None:
-    reader = stage.app = Reader()
+# For each: the header, what the application sends before it reads, and two parts of the body.
+AWAITING_NOTHING: dict[str, tuple[bytes, tuple[Message, ...], bytes, bytes]] = {
+    "the body began": (EXPECTING, (), b"h", b"ell"),
+    "the body is complete": (EXPECTING, (), b"hell", b""),
+    "the response began": (EXPECTING, (start(), part(b"<")), b"", b"hell"),
+    "no length": (POST + b"Content-Length: 0\r\nExpect: 100-continue\r\n\r\n", (), b"", b""),
+    "no body": (START + b"Expect: 100-continue\r\n\r\n", (), b"", b""),
+    "another expectation": (POST + b"Content-Length: 0\r\nExpect: more\r\n\r\n", (), b"", b""),
+    "HTTP/1.0": (
+        b"POST / HTTP/1.0\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n",
+        (),
+        b"",
+        b"ok",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AWAITING_NOTHING)
+def test_100_is_not_sent_if_no_body_is_awaited(stage: Stage, name: str) -> None:
+    head, first, body, later = AWAITING_NOTHING[name]
+    reader = stage.app = Reader(first=first)
     with stage.client() as client:
-        client.say(EXPECTING + b"hell"[:there])
-        assert begins(reader)
+        client.say(head + body)
         stage.let(reader.may_end)
         stage.settle()
-        client.say(b"hell"[there:])
-        assert client.answer().body == b"hell"
-
-
-def test_100_is_not_sent_after_the_response_began(stage: Stage) -> None:
-    reader = stage.app = Reader(first=(start(), part(b"<")))
-    with stage.client() as client:
-        client.say(EXPECTING)
-        assert begins(reader)
-        stage.let(reader.may_end)
-        client.head()
-        assert client.chunk() == b"<"
-        assert client.receives_nothing()
-        client.say(b"hell")
-        assert [*iter(client.chunk, b"")] == [b"hell"]
-
-
-def test_100_is_sent_before_a_header_that_waits_for_its_body(stage: Stage) -> None:
-    reader = stage.app = Reader(first=(start(),))
-    with stage.client() as client:
-        client.say(EXPECTING)
-        stage.let(reader.may_end)
-        assert client.answer() == Answer(100, ())
-        client.say(b"hell")
-        assert client.answer().body == b"hell"
-
-
-@pytest.mark.parametrize(
-    ("head", "body"),
-    [
-        (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nExpect: 100-continue\r\n\r\n", b""),
-        (b"GET / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n\r\n", b""),
-        (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nExpect: more\r\n\r\n", b""),
-        (b"POST / HTTP/1.0\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n", b"ok"),
-    ],
-    ids=["no length", "no body", "another expectation", "HTTP/1.0"],
-)
-def test_100_is_not_sent_without_a_body_nor_with_http_1_0(
-    stage: Stage, head: bytes, body: bytes
-) -> None:
-    with stage.client() as client:
-        client.say(head)
-        assert not body or client.receives_nothing()
-        client.say(body)
+        client.say(later)
         answer = client.answer()
-        assert (answer.status, answer.body) == (200, body)
+        assert (answer.status, answer.body) == (200, (b"<" if first else b"") + body + later)
 
 
 def test_100_is_not_sent_if_the_response_needs_no_body(stage: Stage) -> None:
@@ -1009,28 +943,6 @@ def test_early_response_that_closes_is_complete(stage: Stage) -> None:
         assert client.rest() == b""
 
 
-def test_response_is_sent_while_the_request_arrives(stage: Stage) -> None:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await send(start())
-        more = True
-        while more:
-            message = await receive()
-            more = message["more_body"]
-            await send(part(message["body"]))
-        await send(last())
-
-    stage.app = app
-    body = bytes(range(256)) * 40 * KIB  # 10 MiB: neither side can hold it
-    with stage.client() as client:
-        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
-        sending = threading.Thread(target=client.say, args=(body,))
-        sending.start()
-        assert client.answer().body == body
-        sending.join()
-        stage.app = echo
-        assert client.is_still_served()
-
-
 # What is no request.
 
 GARBAGE = {
@@ -1060,67 +972,6 @@ GARBAGE = {
     "an encoding without an end": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\nabc",
 }
 NOT_HTTP = "this is not an HTTP/1.1 request"
-
-
-@pytest.mark.fault("invalid or several lengths, or a length with chunks; no `Host` header, or two")
-@pytest.mark.parametrize("is_first", [True, False], ids=["first", "second"])
-@pytest.mark.parametrize("name", GARBAGE)
-def test_invalid_request_is_rejected_and_closes_connection(
-    stage: Stage, name: str, is_first: bool
-) -> None:
-    with stage.client() as client:
-        assert is_first or client.is_still_served()
-        client.say(GARBAGE[name] + LIKE_A_REQUEST)
-        error = client.answer().error
-        assert error.startswith(NOT_HTTP)
-        if name in ("a length and chunks", "chunks and a length"):
-            assert error == f"{NOT_HTTP}: it has both Content-Length and Transfer-Encoding"
-        assert client.rest() == b""
-    assert len(stage.asked) == (0 if is_first else 1)
-
-
-BROKEN_CHUNKS = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (
-    len(ENOUGH),
-    ENOUGH,
-)
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_invalid_body_is_rejected_and_cancels_the_application(stage: Stage, apart: bool) -> None:
-    work = stage.app = Work()
-    with stage.client() as client:
-        client.say(*((BROKEN_CHUNKS, b"zz\r\n") if apart else (BROKEN_CHUNKS + b"zz\r\n",)))
-        assert client.answer().error.startswith(NOT_HTTP)
-        assert client.rest() == b""
-        if apart:
-            assert work.cancelled.wait(PATIENCE_S)
-    assert not work.started.is_set()
-
-
-def test_invalid_body_cuts_off_a_response_that_began(stage: Stage) -> None:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await send(start())
-        await send(part(b"hello"))
-        await read(receive)
-
-    stage.app = app
-    with stage.client() as client:
-        client.say(BROKEN_CHUNKS)
-        client.head()
-        assert client.chunk() == b"hello"
-        client.say(b"zz\r\n")
-        assert client.rest() == b""
-
-
-def test_invalid_body_after_its_response_closes_connection(stage: Stage) -> None:
-    stage.app = answers_early
-    with stage.client() as client:
-        client.say(BROKEN_CHUNKS)
-        assert client.answer().status == 413
-        client.say(b"zz\r\n" + LIKE_A_REQUEST)
-        assert client.rest() == b""
-
-
 UPGRADES = {
     "h2c and another": b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c, x\r\n\r\n",
     "twice": b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nUpgrade: x\r\n\r\n",
@@ -1133,15 +984,79 @@ UPGRADES = {
 NO_UPGRADE = "protocol upgrades are not supported; remove the Upgrade header"
 
 
-@pytest.mark.parametrize("name", UPGRADES)
-@pytest.mark.parametrize("before", [False, True])
-def test_upgrade_is_rejected(stage: Stage, name: str, before: bool) -> None:
+@pytest.mark.fault("invalid or several lengths, or a length with chunks; no `Host` header, or two")
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "second"])
+@pytest.mark.parametrize("name", [*GARBAGE, *UPGRADES])
+def test_invalid_request_or_upgrade_is_rejected_and_closes_connection(
+    stage: Stage, name: str, is_first: bool
+) -> None:
     with stage.client() as client:
-        assert not before or client.is_still_served()
-        client.say(UPGRADES[name])
-        assert client.answer().error == NO_UPGRADE
+        assert is_first or client.is_still_served()
+        client.say((GARBAGE | UPGRADES)[name] + LIKE_A_REQUEST)
+        error = client.answer().error
+        if name in UPGRADES:
+            assert error == NO_UPGRADE
+        elif name in ("a length and chunks", "chunks and a length"):
+            assert error == f"{NOT_HTTP}: it has both Content-Length and Transfer-Encoding"
+        else:
+            assert error.startswith(NOT_HTTP)
         assert client.rest() == b""
-    assert len(stage.asked) == before
+    assert len(stage.asked) == (0 if is_first else 1)
+
+
+BROKEN_CHUNKS = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (
+    len(ENOUGH),
+    ENOUGH,
+)
+
+
+@pytest.mark.fault("request smuggling through nginx, in upgrades, in trailers")
+@pytest.mark.parametrize("apart", [False, True])
+def test_invalid_body_is_rejected_and_cancels_the_application(stage: Stage, apart: bool) -> None:
+    work = Work()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await work(scope, receive, send)
+        finally:
+            await say(send, b"too late")
+
+    stage.app = app
+    with stage.client() as client:
+        client.say(*((BROKEN_CHUNKS, b"zz\r\n") if apart else (BROKEN_CHUNKS + b"zz\r\n",)))
+        assert client.answer().error.startswith(NOT_HTTP)
+        assert client.rest() == b""
+        if apart:
+            assert work.cancelled.wait(PATIENCE_S)
+    assert not work.started.is_set()
+
+
+@pytest.mark.parametrize(
+    ("messages", "seen"),
+    [
+        (
+            [start(), part(b"hello")],
+            OK + b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n",
+        ),
+        ([start(length(5)), last(b"hello")], OK + b"content-length: 5\r\n\r\nhello"),
+    ],
+    ids=["incomplete", "complete"],
+)
+def test_invalid_body_closes_the_connection_once_its_response_began(
+    stage: Stage, messages: Sequence[Message], seen: bytes
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for message in messages:
+            await send(dict(message))
+        if messages[-1]["more_body"]:
+            await read(receive)
+
+    stage.app = app
+    with stage.client() as client:
+        client.say(BROKEN_CHUNKS)
+        assert client.exactly(len(seen)) == seen
+        client.say(b"zz\r\n" + LIKE_A_REQUEST)
+        assert client.rest() == b""
 
 
 OFFERS = (
@@ -1273,16 +1188,6 @@ def test_incomplete_response_of_application_is_cut_off(
             assert "a fault" in stage.fault()
 
 
-def test_application_that_fails_after_its_response_keeps_connection(stage: Stage) -> None:
-    stage.app = fails_with(start(length(2)), last(b"ok"))
-    with stage.client() as client:
-        client.say(GET)
-        assert client.answer().body == b"ok"
-        assert "a fault" in stage.fault()
-        stage.app = echo
-        assert client.is_still_served()
-
-
 def stubborn(messages: Sequence[Message]) -> ASGIApp:
     """Goes on after its faults, as who closes in a `finally` does."""
 
@@ -1318,47 +1223,49 @@ FAULTY_LATER = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTY)
-def test_invalid_response_of_application_is_not_sent(stage: Stage, name: str) -> None:
-    stage.app = sends(*FAULTY[name])
-    with stage.client() as client:
-        client.say(GET + GET)
-        assert client.rest() == b""
-        assert "RuntimeError" in stage.fault()
-    stage.app = stubborn([*FAULTY[name], start(length(2)), part(b"ok"), last()])
-    with stage.client() as client:
-        client.say(GET + GET)
-        assert client.rest() == b""
-
-
-@pytest.mark.parametrize("name", FAULTY_LATER)
-def test_response_of_another_length_than_announced_is_cut_off(stage: Stage, name: str) -> None:
-    seen = OK + b"content-length: %b\r\n\r\nhello" % FAULTY_LATER[name][0]["headers"][0][1]
-    stage.app = sends(*FAULTY_LATER[name])
-    with stage.client() as client:
-        client.say(GET + GET)
-        assert client.rest() == seen
-        assert "Content-Length" in stage.fault()
-    stage.app = stubborn([*FAULTY_LATER[name], last()])
-    with stage.client() as client:
-        client.say(GET + GET)
-        assert client.rest() == seen
-
-
 @pytest.mark.parametrize(
-    "messages",
+    ("messages", "begun"),
     [
-        pytest.param([last(b"!"), start(length(2)), last(b"ok")], id="a body before the start"),
-        pytest.param([start(length(2)), start(), last(b"ok")], id="two starts"),
-        pytest.param([start(length(2)), last(b"ok"), last(b"!")], id="a body after the end"),
-        pytest.param([start(length(2)), last(b"ok"), start(), last()], id="two answers"),
+        *(pytest.param(messages, b"", id=name) for name, messages in FAULTY.items()),
+        *(
+            pytest.param(messages, b"hello", id=f"{name}, later")
+            for name, messages in FAULTY_LATER.items()
+        ),
     ],
 )
-def test_messages_out_of_order_are_not_sent(stage: Stage, messages: list[Message]) -> None:
-    stage.app = stubborn(messages)
+def test_invalid_response_of_application_is_not_sent_or_cut_off(
+    stage: Stage, messages: list[Message], begun: bytes
+) -> None:
+    announced = messages[0]["headers"][0][1]
+    seen = OK + b"content-length: %b\r\n\r\n%b" % (announced, begun) if begun else b""
+    stage.app = sends(*messages)
+    with stage.client() as client:
+        client.say(GET + GET)
+        assert client.rest() == seen
+        assert ("Content-Length" if begun else "RuntimeError") in stage.fault()
+    stage.app = stubborn([*messages, start(length(2)), part(b"ok"), last()])
+    with stage.client() as client:
+        client.say(GET + GET)
+        assert client.rest() == seen
+
+
+BESIDE_A_RESPONSE = {
+    "a body before the start": stubborn([last(b"!"), start(length(2)), last(b"ok")]),
+    "two starts": stubborn([start(length(2)), start(), last(b"ok")]),
+    "a body after the end": stubborn([start(length(2)), last(b"ok"), last(b"!")]),
+    "two answers": stubborn([start(length(2)), last(b"ok"), start(), last()]),
+    "an error after the end": fails_with(start(length(2)), last(b"ok")),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_A_RESPONSE)
+def test_fault_beside_a_complete_response_changes_nothing(stage: Stage, name: str) -> None:
+    stage.app = BESIDE_A_RESPONSE[name]
     with stage.client() as client:
         client.say(GET)
         assert client.answer().body == b"ok"
+        if name == "an error after the end":
+            assert "a fault" in stage.fault()
         stage.app = echo
         assert client.is_still_served()
 
@@ -1367,21 +1274,49 @@ def test_messages_out_of_order_are_not_sent(stage: Stage, messages: list[Message
 
 
 @pytest.mark.parametrize("size", [0, 10, 100 * KIB, 3 * MIB])
-@pytest.mark.parametrize("how", ["closes", "resets"])
+@pytest.mark.parametrize("how", ["closes", "resets", "half-closes"])
 def test_request_is_cancelled_when_its_client_leaves(stage: Stage, size: int, how: str) -> None:
+    def leave(client: Client) -> None:
+        if how == "closes":
+            client.socket.close()
+        elif how == "resets":
+            client.reset()
+        else:
+            client.socket.shutdown(socket.SHUT_WR)
+            assert client.rest() == b""
+
     work = stage.app = Work()
     with stage.client() as client:
         client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size + bytes(size))
         assert begins(work)
-        client.socket.close() if how == "closes" else client.reset()
+        leave(client)
         assert work.cancelled.wait(PATIENCE_S)
     work = stage.app = Work()
     with stage.client() as client:
         client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n" + ENOUGH)
         stage.settle()
-        client.socket.close() if how == "closes" else client.reset()
-    assert work.cancelled.wait(PATIENCE_S)
+        leave(client)
+        assert work.cancelled.wait(PATIENCE_S)
     assert not work.started.is_set()
+
+
+def test_pipelined_requests_of_a_client_that_left_are_not_started(stage: Stage) -> None:
+    work = Work()
+    asked: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        asked.append(scope["path"])
+        await work(scope, receive, send)
+
+    stage.app = app
+    with stage.client() as client:
+        client.say(b"GET /a HTTP/1.1\r\nHost: x\r\n\r\nGET /b HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert begins(work)
+        client.reset()
+        stage.settle()
+        stage.let(work.may_end)
+    wait_until(stage.quiet)
+    assert asked == ["/a"]
 
 
 def test_response_is_cancelled_when_its_client_leaves_and_may_go_on(stage: Stage) -> None:
@@ -1407,15 +1342,25 @@ def test_response_is_cancelled_when_its_client_leaves_and_may_go_on(stage: Stage
     assert work.ended.wait(PATIENCE_S)
 
 
-def test_client_that_leaves_after_its_response_cancels_nothing(stage: Stage) -> None:
+@pytest.mark.parametrize("leaves", [False, True], ids=["client stays", "client leaves"])
+def test_receive_after_the_response_is_a_disconnect_and_nothing_is_cancelled(
+    stage: Stage, leaves: bool
+) -> None:
     seen: list[Message] = []
     work = Work()
 
+    async def watch(receive: Receive) -> None:
+        seen.append(await receive())
+
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await read(receive)
+        watching = asyncio.create_task(watch(receive))
+        await turns(2)
+        assert seen == []
         await say(send, b"ok")
+        await watching
         work.started.set()
-        seen.append(await receive())
+        await watch(receive)
         await work.may_end.wait()
         await turns(3)
         work.ended.set()
@@ -1425,11 +1370,15 @@ def test_client_that_leaves_after_its_response_cancels_nothing(stage: Stage) -> 
         client.say(GET)
         assert client.answer().body == b"ok"
         assert begins(work)
-    wait_until(lambda: not stage.server.server_state.connections)
-    assert not work.ended.is_set()
-    stage.let(work.may_end)
-    assert work.ended.wait(PATIENCE_S)
-    assert seen == [{"type": "http.disconnect"}]
+        if leaves:
+            client.socket.close()
+            wait_until(lambda: not stage.server.server_state.connections)
+        assert not work.ended.is_set()
+        stage.let(work.may_end)
+        assert work.ended.wait(PATIENCE_S)
+        stage.app = echo
+        assert leaves or client.is_still_served()
+    assert seen == [{"type": "http.disconnect"}] * 2
 
 
 def test_receive_after_client_left_is_cancelled_or_a_disconnect(stage: Stage) -> None:
@@ -1471,49 +1420,6 @@ def test_receive_after_client_left_is_cancelled_or_a_disconnect(stage: Stage) ->
         client.say(GET)
         assert begins(work)
     wait_until(lambda: seen_by_task == [{"type": "http.disconnect"}])
-
-
-def test_receive_after_the_response_is_a_disconnect(stage: Stage) -> None:
-    seen: list[Message] = []
-
-    async def watch(receive: Receive) -> None:
-        seen.append(await receive())
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await read(receive)
-        watching = asyncio.create_task(watch(receive))
-        await turns(2)
-        assert seen == []
-        await say(send, b"ok")
-        await watching
-
-    stage.app = app
-    with stage.client() as client:
-        client.say(GET)
-        assert client.answer().body == b"ok"
-        wait_until(lambda: seen)
-        stage.app = echo
-        assert client.is_still_served()
-    assert seen == [{"type": "http.disconnect"}]
-
-
-def test_pipelined_requests_of_a_client_that_left_are_not_started(stage: Stage) -> None:
-    work = Work()
-    asked: list[str] = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        asked.append(scope["path"])
-        await work(scope, receive, send)
-
-    stage.app = app
-    with stage.client() as client:
-        client.say(b"GET /a HTTP/1.1\r\nHost: x\r\n\r\nGET /b HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert begins(work)
-        client.reset()
-        stage.settle()
-        stage.let(work.may_end)
-    wait_until(stage.quiet)
-    assert asked == ["/a"]
 
 
 def test_closed_connections_are_freed_without_the_garbage_collector(stage: Stage) -> None:

@@ -233,11 +233,18 @@ def first_due(deadlines: Deadlines, until_s: float = 200, **state: Any) -> tuple
     return None, 0
 
 
-def test_new_connection_has_less_time_than_a_used_one() -> None:
+def test_idle_connection_is_due_after_the_timeout_of_its_state() -> None:
     assert first_due(opened(), is_idle=True) == (Due.IDLE, 10)
     assert first_due(opened(is_reserved=True), is_idle=True) == (Due.IDLE, 1)
     assert first_due(used(), is_idle=True) == (Due.IDLE, KEEP_ALIVE_S)
     assert first_due(used()) == (None, 0)  # it answers a request
+    # One that closes waits for its client to read.
+    assert first_due(opened(), is_idle=True, is_closing=True) == (Due.RESPONSE, 30)
+    rejected = opened()
+    rejected.receive_header(OPENED_AT)
+    rejected.end_receiving()
+    rejected.start_linger(OPENED_AT)
+    assert first_due(rejected, is_idle=True) == (Due.LINGER, 1)
 
 
 def test_header_is_due_after_its_timeout_unless_reading_is_paused() -> None:
@@ -287,12 +294,3 @@ def test_response_is_due_below_an_average_rate() -> None:
     assert deadlines.check(OPENED_AT + 35, unwritten_bytes=95 * 1024)[0] is Due.RESPONSE
     deadlines.end_sending()
     assert first_due(deadlines) == (None, 0)
-
-
-def test_closing_connection_waits_for_its_client_to_read() -> None:
-    assert first_due(opened(), is_idle=True, is_closing=True) == (Due.RESPONSE, 30)
-    rejected = opened()
-    rejected.receive_header(OPENED_AT)
-    rejected.end_receiving()
-    rejected.start_linger(OPENED_AT)
-    assert first_due(rejected, is_idle=True) == (Due.LINGER, 1)
