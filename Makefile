@@ -50,8 +50,8 @@ test-long: $(VENV)/.dev models examples .pytest_cache/compiled ## Run the other 
 
 test-all: test test-long ## Run both
 
-# Each process collects these tests in 8 s, so that few processes are faster.
-test-unit: JOBS := 2
+# Each process collects these tests in 5 s, so that few processes are faster.
+test-unit: JOBS := 3
 test-unit: $(VENV)/.dev models ## Run the tests that start no process (40 s)
 	@$(PYTEST) -m "not long and not soak" $(wildcard tests/core/unit tests/*/*/unit tests/project/unit) $(ARGS)
 
