@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeGuard
 
 from gateway.messages import quote_text
@@ -34,9 +34,11 @@ class Shadow:
     version: str
     percent: float = 100.0
     tolerance: float = DEFAULT_TOLERANCE  # the relative difference of numbers that counts as equal
+    unknown: Mapping[str, Any] = field(default_factory=dict)  # fields of a later release
 
     def to_dict(self) -> dict[str, Any]:
-        return {"version": self.version, "percent": self.percent, "tolerance": self.tolerance}
+        known = {"version": self.version, "percent": self.percent, "tolerance": self.tolerance}
+        return {**known, **self.unknown}
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class VersionLabel:
     shares: Mapping[str, int]
     is_sticky_by_key: bool = False  # without X-Split-Key, the name of the caller's key decides
     shadow: Shadow | None = None
+    unknown: Mapping[str, Any] = field(default_factory=dict)  # fields of a later release
 
     @property
     def is_split(self) -> bool:
@@ -65,7 +68,7 @@ class VersionLabel:
             document["sticky"] = STICKY_BY_KEY
         if self.shadow is not None:
             document["shadow"] = self.shadow.to_dict()
-        return document
+        return {**document, **self.unknown}
 
 
 def is_label_name(name: str) -> bool:
@@ -81,13 +84,16 @@ def check_label_name(name: str) -> None:
         )
 
 
-def parse_label(document: Any) -> VersionLabel:
-    """Return the label that a JSON object describes. Raises `InvalidLabel`."""
+def parse_label(document: Any, *, is_stored: bool = False) -> VersionLabel:
+    """Return the label that a JSON object describes. Raises `InvalidLabel`.
+
+    A stored label may have fields of a later release, which are kept.
+    """
     if not isinstance(document, dict) or ("version" in document) is ("versions" in document):
         raise InvalidLabel(
             'a label is an object with "version", or with "versions" and the share of each'
         )
-    check_keys(document, LABEL_KEYS, "a label")
+    unknown = find_unknown(document, LABEL_KEYS, "" if is_stored else "a label")
     if "version" in document:
         shares = {parse_version(document["version"]): 1}
     else:
@@ -97,7 +103,10 @@ def parse_label(document: Any) -> VersionLabel:
         raise InvalidLabel(f'"sticky" must be "{STICKY_BY_KEY}"')
     shadow = document.get("shadow")
     label = VersionLabel(
-        shares, sticky is not None, None if shadow is None else parse_shadow(shadow)
+        shares,
+        sticky is not None,
+        None if shadow is None else parse_shadow(shadow, is_stored=is_stored),
+        unknown,
     )
     if label.shadow is not None and label.shadow.version in shares:
         raise InvalidLabel(
@@ -120,17 +129,17 @@ def parse_shares(document: Any) -> dict[str, int]:
     return {version: shares[version] for version in sorted(shares, key=int)}
 
 
-def parse_shadow(document: Any) -> Shadow:
+def parse_shadow(document: Any, *, is_stored: bool) -> Shadow:
     if not isinstance(document, dict) or "version" not in document:
         raise InvalidLabel('"shadow" must be an object with "version", and optionally "percent"')
-    check_keys(document, SHADOW_KEYS, "a shadow")
+    unknown = find_unknown(document, SHADOW_KEYS, "" if is_stored else "a shadow")
     percent = document.get("percent", 100)
     if not is_number(percent) or not 0 < percent <= 100:
         raise InvalidLabel('"percent" must be a number above 0, and at most 100')
     tolerance = document.get("tolerance", DEFAULT_TOLERANCE)
     if not is_number(tolerance) or not 0 <= tolerance <= 1:
         raise InvalidLabel('"tolerance" must be a number from 0 to 1')
-    return Shadow(parse_version(document["version"]), float(percent), float(tolerance))
+    return Shadow(parse_version(document["version"]), float(percent), float(tolerance), unknown)
 
 
 def parse_version(version: Any) -> str:
@@ -144,12 +153,17 @@ def parse_version(version: Any) -> str:
     return normalized
 
 
-def check_keys(document: Mapping[Any, Any], valid: frozenset[str], name: str) -> None:
-    if unknown := set(document) - valid:
+def find_unknown(
+    document: Mapping[Any, Any], valid: frozenset[str], strict_name: str
+) -> dict[str, Any]:
+    """Return the fields that are not valid. Raises `InvalidLabel` for any, if what has them is named."""
+    unknown = {key: value for key, value in document.items() if key not in valid}
+    if unknown and strict_name:
         raise InvalidLabel(
-            f"{name} has no key {quote_text(str(min(map(str, unknown))))}; its keys are "
+            f"{strict_name} has no key {quote_text(str(min(map(str, unknown))))}; its keys are "
             f"{', '.join(sorted(valid))}"
         )
+    return unknown
 
 
 def is_int(value: Any) -> TypeGuard[int]:

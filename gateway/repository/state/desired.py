@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import orjson
 
@@ -24,7 +24,10 @@ from gateway.version_labels import (
 
 log = logging.getLogger(__name__)
 
-STATE_FORMAT: Final = 1  # of the file
+Document = Mapping[str, Any]
+# Of the file. A release reads the state of the one before, and writes what that one reads: fields are only
+# added, and unknown ones are kept. What the one before would misread needs another number.
+STATE_FORMAT: Final = 1
 OPERATION_TTL_S: Final = 3600  # how long a finished operation can be read
 # Strict, because the id comes from a URL and becomes a part of a file name or key.
 OPERATION_ID: Final = re.compile("[0-9a-f]{32}")
@@ -48,6 +51,7 @@ class DesiredModel:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     revision: int = 0  # assigned by the store; a repeated request gets a new one
     config_digest: str = ""  # of the config, if it comes from the models file
+    unknown: Mapping[str, Any] = field(default_factory=dict)  # fields of a later release
 
     @property
     def load_id(self) -> str:
@@ -138,6 +142,7 @@ class DesiredState:
     models: Mapping[str, DesiredModel] = field(default_factory=dict)
     revision: int = 0
     labels: LabelTable = field(default_factory=dict)
+    unknown: Mapping[str, Any] = field(default_factory=dict)  # fields of a later release
 
     def has_revision(self, model: str, expected_revision: int | None) -> bool:
         """Return whether the model has this revision (0: it has none); None is any."""
@@ -165,6 +170,7 @@ class DesiredState:
                 model: {name: label.to_dict() for name, label in labels.items()}
                 for model, labels in self.labels.items()
             }
+        document |= self.unknown
         return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
 
@@ -191,7 +197,8 @@ def with_cordon(cordons: frozenset[str], replica: str, *, is_cordoned: bool) -> 
 
 
 def desired_model_to_dict(desired: DesiredModel) -> dict[str, Any]:
-    return {"loaded": desired.is_loaded, "parameters": dict(desired.parameters)}
+    known = {"loaded": desired.is_loaded, "parameters": dict(desired.parameters)}
+    return {**known, **desired.unknown}
 
 
 def decode_state(raw: bytes) -> Any:
@@ -212,8 +219,13 @@ def decode_operation(raw: bytes) -> Mapping[str, Any]:
 def parse_desired_model(document: Any) -> DesiredModel:
     """Raise `UnreadableState` if the document is invalid."""
     match document:
-        case {"loaded": bool(loaded), "parameters": dict(parameters), "revision": int(revision)}:
-            return DesiredModel(loaded, parameters, revision)
+        case {
+            "loaded": bool(loaded),
+            "parameters": dict(parameters),
+            "revision": int(revision),
+            **unknown,
+        }:
+            return DesiredModel(loaded, parameters, revision, unknown=cast(Document, unknown))
     raise UnreadableState("unexpected structure")
 
 
@@ -222,9 +234,10 @@ def parse_desired_state(document: Any) -> DesiredState:
     match document:
         case {"format": int(version)} if version != STATE_FORMAT:
             raise UnreadableState(f"format {version} is not supported, only format {STATE_FORMAT}")
-        case {"format": int(), "revision": int(revision), "models": dict(models)}:
+        case {"format": int(), "revision": int(revision), "models": dict(models), **others}:
             parsed = {name: parse_desired_model(value) for name, value in models.items()}
-            return DesiredState(parsed, revision, parse_label_table(document.get("labels", {})))
+            labels = parse_label_table(others.pop("labels", {}))
+            return DesiredState(parsed, revision, labels, cast(Document, others))
     raise UnreadableState("unexpected structure")
 
 
@@ -242,7 +255,7 @@ def parse_stored_label(name: str, document: Any) -> VersionLabel:
     """Raise `UnreadableState` if the name or the document is invalid."""
     try:
         check_label_name(name)
-        return parse_label(document)
+        return parse_label(document, is_stored=True)
     except InvalidLabel as exc:
         raise UnreadableState(f"invalid label: {exc}") from None
 
