@@ -76,6 +76,16 @@ def test_gateway_without_a_capability_serves_the_others(
                 assert is_described is (name not in names), path
 
 
+@pytest.mark.long
+def test_gateway_without_capabilities_passes_the_type_checker(tmp_path: Path) -> None:
+    folder = copy_without(NAMES, tmp_path)
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
+    checked = subprocess.run(
+        [*command, "-p", "gateway"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stdout
+
+
 def test_capabilities_that_are_switched_off_are_not_imported() -> None:
     program = (
         "import sys; from gateway.app import create_app; from gateway.settings import Settings;"

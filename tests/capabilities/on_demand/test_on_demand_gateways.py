@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gateway.capabilities.on_demand.models import MAX_USED_MODELS
 from tests.support.fleet import BODY, Fleet, url_of
 from tests.support.keys import BOTH, INFER, bearer, entry, written
 from tests.support.metrics import metric
@@ -30,7 +32,7 @@ from tests.support.on_demand import (
     used_continuously,
 )
 from tests.support.redis_server import RedisServer
-from tests.support.servers import Command, Triton, free_ports
+from tests.support.servers import Command, Triton, free_ports, gateway_before
 from tests.support.wait import wait_until
 
 pytestmark = pytest.mark.long
@@ -189,3 +191,23 @@ def test_redis_that_hangs_delays_no_load_for_long(three: list[Triton], tmp_path:
             server.signal(signal.SIGCONT)
         wait_until(lambda: metric(fleet.client, "gateway_state_up") == 1)
         assert fleet.infer("model03").status_code == 200
+
+
+@pytest.mark.fault(
+    "thousands of unknown model names, and names that a server of completions accepts"
+)
+def test_reported_names_of_unknown_models_are_bounded(tmp_path: Path) -> None:
+    """Gateways report to each other when each model was used, and each request is a use of its model."""
+    (nobody,) = free_ports(1)
+    settings = {"on_demand_models": "*", "state": f"file:{tmp_path}/state", "log_level": "warning"}
+    count = MAX_USED_MODELS + 100
+    with gateway_before(f"http://127.0.0.1:{nobody}", **settings) as client:
+        for number in range(count):
+            client.post(f"/v2/models/invented{number}/infer", json={"inputs": []})
+
+        def are_forgotten() -> bool:
+            (report,) = tmp_path.rglob("*.report")
+            reported = json.loads(report.read_text())["ages"]
+            return f"invented{count - 1}" in reported and len(reported) <= MAX_USED_MODELS
+
+        wait_until(are_forgotten)

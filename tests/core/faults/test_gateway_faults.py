@@ -18,7 +18,6 @@ import pytest
 import uvloop
 from PIL import Image
 
-from gateway.capabilities.on_demand.models import MAX_USED_MODELS
 from tests.support.errors import assert_error
 from tests.support.fake_triton import port_of
 from tests.support.fleet import BODY, repository
@@ -260,24 +259,3 @@ async def statuses_beside_halves(client: httpx.Client, half: bytes, count: int) 
             for each in sending:
                 each.cancel()
             await asyncio.gather(*sending, return_exceptions=True)
-
-
-@pytest.mark.long
-@pytest.mark.fault(
-    "thousands of unknown model names, and names that a server of completions accepts"
-)
-def test_reported_names_of_unknown_models_are_bounded(tmp_path: Path) -> None:
-    """Gateways report to each other when each model was used, and each request is a use of its model."""
-    (nobody,) = free_ports(1)
-    settings = {"on_demand_models": "*", "state": f"file:{tmp_path}/state", "log_level": "warning"}
-    count = MAX_USED_MODELS + 100
-    with gateway_before(f"http://127.0.0.1:{nobody}", **settings) as client:
-        for number in range(count):
-            client.post(f"/v2/models/invented{number}/infer", json={"inputs": []})
-
-        def are_forgotten() -> bool:
-            (report,) = tmp_path.rglob("*.report")
-            reported = json.loads(report.read_text())["ages"]
-            return f"invented{count - 1}" in reported and len(reported) <= MAX_USED_MODELS
-
-        wait_until(are_forgotten)
