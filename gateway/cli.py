@@ -27,7 +27,7 @@ from gateway.client.flags import (
 from gateway.client.label_commands import label_cli, rollout_cli
 from gateway.embedded.flags import TritonFlags
 from gateway.messages import CommandError, print_message
-from gateway.state_commands import state_commands
+from gateway.repository.state.commands import state_commands
 
 IMPORT_COLLECTION_THRESHOLD = 200_000  # more than the imports of any command
 HELP_FLAGS = {"help_option_names": ["-h", "--help"]}

@@ -18,7 +18,7 @@ import anyio
 
 from gateway.errors import DeadlinePassed, UpstreamResponseTooLarge
 from gateway.http_client.connection import Buffer, Headers, RequestNotSent, UpstreamConnection
-from gateway.sse import SSE_MEDIA_TYPE
+from gateway.media_types import EVENT_STREAM
 
 COALESCE_REQUEST_UNDER_BYTES: Final = 64 * 1024
 MAX_RESPONSE_BYTES: Final = (1 << 31) - 1
@@ -65,7 +65,7 @@ class UpstreamResponse:
 
     @property
     def is_event_stream(self) -> bool:
-        return find_header(self.headers, b"content-type").startswith(SSE_MEDIA_TYPE)
+        return find_header(self.headers, b"content-type").startswith(EVENT_STREAM.encode())
 
     def take_buffered(self) -> bytes:
         return b"" if self._connection is None else self._connection.take_buffered()

@@ -46,9 +46,9 @@ from gateway.passthrough.rules import (
     change_version_cached,
     find_route,
 )
+from gateway.passthrough.sse import EventStreamScrubber
 from gateway.repository.resolver import NO_MODEL, ModelTarget
 from gateway.services import Services
-from gateway.sse import EventStreamScrubber
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
 from gateway.telemetry.request_info import RequestInfo, read_head
 from gateway.tensors.sequence import SequenceStep

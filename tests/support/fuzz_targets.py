@@ -27,7 +27,7 @@ from gateway.capabilities.uploads.model_files.model_config import (
 from gateway.capabilities.uploads.model_files.onnx_file import is_onnx_file
 from gateway.capabilities.uploads.model_files.received_body import parse_sha256_digest
 from gateway.errors import GatewayError
-from gateway.sse import EventStreamScrubber
+from gateway.passthrough.sse import EventStreamScrubber
 from gateway.telemetry.exposition.families import InvalidExposition
 from gateway.telemetry.exposition.parser import decode_page, parse_families, split_page_lines
 from gateway.tensors.data_uri import decode_base64_text

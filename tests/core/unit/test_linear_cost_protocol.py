@@ -24,10 +24,10 @@ from gateway.passthrough import body as request_body
 from gateway.passthrough import headers as request_headers
 from gateway.passthrough.body import find_sequence_step
 from gateway.passthrough.rules import match_route
+from gateway.passthrough.sse import EventStreamScrubber
 from gateway.repository.load_parameters import FILE_PARAMETER
 from gateway.routes.metrics import parse_quality_value, parse_scrape_timeout
 from gateway.server.protocol.parser import VALID_HOST
-from gateway.sse import EventStreamScrubber
 from gateway.telemetry import tracing
 from gateway.telemetry.exposition.encoder import PageFormat, encode_page, escape_help
 from gateway.telemetry.exposition.page_cache import PageCache

@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect
 
 from gateway.capacity.admission import AdmissionQueue, Slot
 from gateway.media_types import EVENT_STREAM
+from gateway.passthrough.sse import MAX_HELD_EVENT_BYTES, EventStreamScrubber
 from gateway.routes.infer import InferStreamResponse
-from gateway.sse import MAX_HELD_EVENT_BYTES, EventStreamScrubber
 from gateway.telemetry.metrics import Metrics
 from gateway.tensors.outputs import InferResult
 

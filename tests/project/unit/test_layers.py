@@ -37,7 +37,7 @@ PURE = (
     "gateway.tensors",
     "gateway.telemetry.exposition",
     "gateway.openapi",
-    "gateway.sse",
+    "gateway.passthrough.sse",
     "gateway.settings",
     "gateway.server.protocol.parser",
     "gateway.server.protocol.deadlines",

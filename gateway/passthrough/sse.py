@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-SSE_MEDIA_TYPE = b"text/event-stream"
 EVENT_END = b"\n\n"
 # The start of an error event of Triton's generate extension after the first event.
 ERROR_EVENT_START = b'data: {"error":'
