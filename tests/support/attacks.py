@@ -272,8 +272,11 @@ class FrameWriter:
 
     async def send(self, attacker: Attacker) -> str:
         def run() -> str:
-            with Http2Connection(attacker.site.grpc_address) as client:
-                return self.write(client, self.method)
+            try:
+                with Http2Connection(attacker.site.grpc_address) as client:
+                    return self.write(client, self.method)
+            except ConnectionError:  # as a client of gRPC reports it
+                return "UNAVAILABLE"
 
         return await asyncio.to_thread(run)
 
@@ -719,7 +722,7 @@ def grpc_attacks() -> Iterator[tuple[str, Attack]]:
     )
     yield (
         "gRPC: a message that inflates to 512 MiB",
-        refused(FrameWriter(INFER, send_bomb), with_=refusals, cpu_s=3),
+        refused(FrameWriter(INFER, send_bomb), with_=f"{refusals} UNAVAILABLE", cpu_s=3),
     )
     yield (
         "gRPC: 5,000 calls that are reset",

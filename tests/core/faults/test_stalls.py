@@ -220,25 +220,44 @@ def answer_names(pipe: Pipe, site: Site) -> None:
         pipe.send(asyncio.run(send(ATTACKS[name])))
 
 
-@pytest.fixture(scope="module")
-def send_attack(target: Target) -> Iterator[Callable[[str], list[str]]]:
-    """Sends an attack from another process, which does not delay what is measured here."""
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=answer_names, args=(theirs, target.site))
-    process.start()
+class AttackerProcess:
+    """Sends attacks from another process, which does not delay what is measured here."""
 
-    def send(name: str) -> list[str]:
-        ours.send(name)
-        assert ours.poll(2 * TIMEOUT_S)
-        outcomes: list[str] = ours.recv()
+    def __init__(self, site: Site) -> None:
+        self._pipe, theirs = SPAWN.Pipe()
+        self._process = SPAWN.Process(target=answer_names, args=(theirs, site))
+        self._process.start()
+        theirs.close()  # so that the end of the process is an end of the pipe
+        self.send("unfinished shapes")  # its imports cost more than an attack
+
+    def send(self, name: str) -> list[str]:
+        """Return the outcomes of an attack. Raises `EOFError` if it ends the process."""
+        self._pipe.send(name)
+        assert self._pipe.poll(2 * TIMEOUT_S)
+        outcomes: list[str] = self._pipe.recv()
         return outcomes
 
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+@pytest.fixture(scope="module")
+def send_attack(target: Target) -> Iterator[Callable[[str], list[str]]]:
+    attackers = [AttackerProcess(target.site)]
+
+    def send(name: str) -> list[str]:
+        try:
+            return attackers[-1].send(name)
+        except EOFError:  # the others are sent from a new process
+            attackers.append(AttackerProcess(target.site))
+            raise
+
     try:
-        send("unfinished shapes")  # its imports cost more than an attack
         yield send
     finally:
-        process.kill()
-        process.join()
+        for attacker in attackers:
+            attacker.kill()
 
 
 @pytest.mark.fault("requests that once blocked the whole process: unfinished shapes, archives that")
