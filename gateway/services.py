@@ -18,7 +18,7 @@ from gateway.capacity.decoding.executor import DecodeExecutor
 from gateway.errors import Forbidden, MalformedRequest
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.inference import InferenceService
-from gateway.fleet.pool import Activator, ReplicaPool
+from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.signatures import SignatureCache
 from gateway.http_client.connection import Headers
 from gateway.memory import MemoryBudget, MemoryCharge, MemoryKind
@@ -60,10 +60,6 @@ class Services:
     tracer: Tracer | None = None
     management_headers: Headers = field(default_factory=list)  # open Triton's own management API
     _provided: dict[type, Any] = field(default_factory=dict)
-
-    @property
-    def activator(self) -> Activator | None:
-        return self.pool.activator
 
     def provide(self, component: object) -> None:
         """Add a component of a capability, which `find` and `get` return by its class."""
@@ -109,11 +105,12 @@ class Services:
 
     async def activate_model(self, model: str, version: str, timeout_s: float) -> float:
         """Wait until an on-demand model can be used; return the remaining seconds."""
-        if self.activator is None or self.pool.can_serve(model, version):
+        activator = self.pool.activator
+        if activator is None or self.pool.can_serve(model, version):
             return timeout_s
         if self.dispatcher.continues_sequences(model, version):
             return timeout_s  # the dispatcher waits for the model, unless the request is a step of these
-        return await self.activator.activate(model, timeout_s)
+        return await activator.activate(model, timeout_s)
 
     @cached_property
     def large_body_turn(self) -> asyncio.Lock:

@@ -72,7 +72,7 @@ class ReplicaPool:
             self.replicas, self._notify_change, settings.poll_interval_s, self.metrics
         )
         # Tells the models that requests wait for while no replica has them ready.
-        self.activator: Activator | None = None
+        self.activator: Activator | None = None  # without it, no request waits for its model
         self._discovery = ReplicaDiscovery(sources, self._update_replicas, settings.dns_interval_s)
         self._settings = settings
         self._tls = tls

@@ -312,7 +312,7 @@ async def open_exchange(
     now = asyncio.get_running_loop().time()
     if deadline is None:
         deadline = now + timeout_s
-    if services.activator is not None:
+    if services.pool.activator is not None:
         await services.activate_model(target.model, target.version, max(deadline - now, 0.0))
     signature = services.signatures.find_signature(target.model, target.version)
     if signature is None:

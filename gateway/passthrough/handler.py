@@ -78,10 +78,9 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
         response = await forward_request(services, scope, receive, route, action, target, slot)
         try:
             start = build_start_message(response, scope)
-            info.model, info.version = target.model, target.version
+            info.model, info.version = target.model, target.served_version
             if (choice := target.choice) is not None:
-                info.version = choice.version
-                start["headers"].append((VERSION_HEADER, choice.version.encode()))
+                start["headers"].append((VERSION_HEADER, info.version.encode()))
                 send = choice.watch_response(send, info.request_id)
             if response.is_complete and not response.is_event_stream and scope["method"] != "HEAD":
                 status = response.status
@@ -137,7 +136,7 @@ async def forward_request(
     requested = headers.requested_timeout
     timeout_s = services.resolve_timeout_s(requested) if requested else services.default_timeout_s
     info.timeout_s = timeout_s
-    if action.can_activate and services.activator is not None:
+    if action.can_activate and services.pool.activator is not None:
         timeout_s = await services.activate_model(model, target.version, timeout_s)
     forwarded, body, step = await prepare_body(
         services, scope, receive, route, action, headers, target.version

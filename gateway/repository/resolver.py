@@ -82,7 +82,9 @@ class NumbersOnly:
         return None
 
     async def set_default_version(self, model: str, version: str) -> None:
-        raise NotFound("this gateway has no version labels, so that a model has no default version")
+        raise NotFound(
+            "this gateway has no version labels, and so no default versions; name the version in each request"
+        )
 
     async def forget_model(self, model: str) -> None:
         return None
@@ -94,6 +96,11 @@ class ModelTarget(NamedTuple):
     model: str
     version: str = ""  # normalized; empty means Triton's choice
     choice: VersionChoice | None = None  # if a rule decided on the version
+
+    @property
+    def served_version(self) -> str:
+        """Return the version that serves the request; the choice may change it while the request is sent."""
+        return self.version if self.choice is None else self.choice.version
 
     def with_sequence(self, step: SequenceStep | None) -> ModelTarget:
         """Return the target of a sequence step, which keeps the version of the sequence."""

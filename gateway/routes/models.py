@@ -57,7 +57,7 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
         await repository.collect_problems() if Right.fleet in caller.rights else ModelProblems()
     )
     declared, desired = repository.state.declared_models, repository.state.desired_models
-    activator, indexes = services.activator, services.pool.list_usable_indexes()
+    activator, indexes = services.pool.activator, services.pool.list_usable_indexes()
     expected_names = {*declared, *desired}
     models = group_model_versions(merge_indexes(indexes), expected_names, caller)
     ready_models: set[str] = set().union(*(index.ready_models for index in indexes.values()))
@@ -260,11 +260,12 @@ async def get_signature(
 ) -> Signature:
     """Return the signature of a model. One that is loaded on demand is loaded if it never was before."""
     target = services.resolver.resolve(request.scope, Right.infer, model, version)
-    if services.activator is not None and not services.pool.is_usable(target.model):
+    activator = services.pool.activator
+    if activator is not None and not services.pool.is_usable(target.model):
         remembered = services.signatures.find_remembered_signature(target.model, target.version)
-        if remembered is not None and services.activator.can_activate(target.model):
+        if remembered is not None and activator.can_activate(target.model):
             return remembered
-        await services.activator.activate(target.model, services.default_timeout_s)
+        await activator.activate(target.model, services.default_timeout_s)
     return await services.signatures.get_signature(target.model, target.version)
 
 

@@ -27,7 +27,7 @@ async def serve_infer(call: IncomingCall) -> bytes:
     message = await call.read_message(timeout_s)
     head = read_infer_request(message)
     target = call.resolve(Right.infer, head.model, head.version).with_sequence(head.step)
-    model, version, choice = target
+    model, version, choice = target.model, target.version, target.choice
     remaining_s = timeout_s - (perf_counter() - started_at)
     start_copy = None
     try:
@@ -46,7 +46,7 @@ async def serve_infer(call: IncomingCall) -> bytes:
             if choice is not None:
                 start_copy = choice.copy_grpc_call(request, response, call.info.request_id)
     finally:
-        services.record_model(call.info, model, choice.version if choice else version)
+        services.record_model(call.info, model, target.served_version)
     if start_copy is not None:
         start_copy()
     return response

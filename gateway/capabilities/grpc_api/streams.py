@@ -167,7 +167,7 @@ class InferStream:
             request.sequence = key = (target.model, head.step.sequence_id)
             request.previous_step = self._last_steps.get(key)
             self._last_steps[key] = request.is_done
-        model, version, _ = target
+        model, version = target.model, target.version
         await self._services.activate_model(model, version, request.call.find_timeout_s())
         signatures = self._services.signatures
         signature = signatures.find_signature(model, version)
@@ -181,9 +181,8 @@ class InferStream:
             self._last_response = None
         if request.sequence and self._last_steps.get(request.sequence) is request.is_done:
             del self._last_steps[request.sequence]
-        model, version, choice = request.target
-        version = version if choice is None else choice.version
-        self._services.record_model(request.call.info, model, version)
+        target = request.target
+        self._services.record_model(request.call.info, target.model, target.served_version)
         request.call.end()
         self._tasks.discard(task)
         self._window.release()

@@ -58,7 +58,7 @@ class HttpCopy:
         self._call = call
         self._has_tensors = has_tensors  # of `infer`, and not of `generate`
         self._chunks: list[bytes] = []
-        self._is_dropped = False
+        self.is_dropped = False
         self.call = call  # to be sent instead
         if isinstance(call.body, AsyncIterator):
             self.call = call._replace(body=self._copy_chunks(call.body))
@@ -72,8 +72,8 @@ class HttpCopy:
             remaining_bytes -= len(chunk)
             if remaining_bytes >= 0:
                 self._chunks.append(chunk)
-            elif not self._is_dropped:
-                self._is_dropped = True
+            elif not self.is_dropped:
+                self.is_dropped = True
                 self._chunks = []
                 self._runner.count_result(self._label, self._shadow, DROPPED)
             yield chunk
@@ -107,7 +107,7 @@ class HttpCopy:
     ) -> ShadowCopy | None:
         body = b"".join(self._chunks)
         # Sequences of `generate`, or of a body that was not received at once.
-        if self._is_dropped or SEQUENCE_ID_KEY in body:
+        if self.is_dropped or SEQUENCE_ID_KEY in body:
             return None
         call, timeout_s = self._call.with_version(self._shadow.version), self._call.target.timeout_s
         headers = [header for header in call.headers if header[0] not in NOT_COPIED]

@@ -12,6 +12,7 @@ from gateway.capabilities.versions.http_copy import HttpCopy, can_copy
 from gateway.capabilities.versions.label_router import ActiveLabel
 from gateway.capabilities.versions.output_comparison import Arrays
 from gateway.capabilities.versions.shadows import DROPPED, ShadowCopy, ShadowRunner
+from gateway.errors import UpstreamResponseTooLarge
 from gateway.fleet.replica import Replica
 from gateway.fleet.transports import GrpcBytesCall, HttpCall, prepare_http_infer
 from gateway.repository.resolver import StartCopy
@@ -53,7 +54,6 @@ class LabelChoice:
         label, target = self._label, request.target
         if target.sequence_step is not None or not (shadow := self._runner.choose_shadow(label)):
             return None
-        size_bytes = sum(array.nbytes for array in request.inputs.arrays.values())
         if request.inputs.exceeds(request.signature.max_batch_size):  # it was sent in pieces
             self._runner.count_result(label, shadow, DROPPED)
             return None
@@ -71,7 +71,8 @@ class LabelChoice:
         async def read_response() -> Arrays:
             return result.arrays
 
-        size_bytes = max(size_bytes, result.size_bytes)
+        input_bytes = sum(array.nbytes for array in request.inputs.arrays.values())
+        size_bytes = max(input_bytes, result.size_bytes)
         copy = ShadowCopy(label, shadow, request.request_id, size_bytes, send, read_response)
         return partial(self._runner.start, copy)
 
@@ -81,10 +82,12 @@ class LabelChoice:
         label, target = self._label, call.target
         if target.sequence_step is not None or not (shadow := self._runner.choose_shadow(label)):
             return None
-        copied = build_grpc_copy(call, shadow)
 
         async def send(replica: Replica) -> Arrays:
+            copied = build_grpc_copy(call, shadow)
             reply = await copied.send(replica, target.timeout_s, None)
+            if len(reply) > self._runner.max_bytes:
+                raise UpstreamResponseTooLarge(self._runner.max_bytes)
             return (await decode_grpc_response(reply)).outputs
 
         async def read_response() -> Arrays:
@@ -105,7 +108,9 @@ class LabelChoice:
 
     def watch_response(self, send: Send, request_id: str) -> Send:
         copy = self._http_copy
-        return send if copy is None else copy.watch_response(send, request_id)
+        if copy is None or copy.is_dropped:
+            return send
+        return copy.watch_response(send, request_id)
 
 
 def build_grpc_copy(call: GrpcBytesCall, shadow: Shadow) -> GrpcBytesCall:

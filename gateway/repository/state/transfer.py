@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import orjson
 
 from gateway.messages import CommandError
 from gateway.repository.state.desired import (
     DesiredModel,
+    Document,
     StateStore,
     UnreadableState,
     decode_state,
@@ -72,8 +73,8 @@ def parse_document(document: Any) -> ExportedState:
 
 def parse_model(name: str, document: Any) -> DesiredModel:
     match document:
-        case {"loaded": bool(loaded), "parameters": dict(parameters)}:
-            return DesiredModel(loaded, parameters)
+        case {"loaded": bool(loaded), "parameters": dict(parameters), **unknown}:
+            return DesiredModel(loaded, parameters, unknown=cast(Document, unknown))
     raise UnreadableState(f"unexpected structure of model {name!r}")
 
 

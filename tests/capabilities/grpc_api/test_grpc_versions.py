@@ -27,7 +27,8 @@ from tests.support.versioned import (
 )
 from tests.support.wait import TIMEOUT_S, wait_until
 
-COPIES = "gateway_shadow_requests_total"
+MAX_SHADOW_BYTES = 1000
+COPIES = f'gateway_shadow_requests_total{{model="{NAME}",label="stable",version="2",result="%s"}}'
 # By the behaviour of the shadow version.
 RESULTS: dict[str, dict[str, Any]] = {"equal": {}, "different": {"factor": 2}}
 
@@ -112,7 +113,9 @@ def test_call_is_copied_to_the_shadow_of_its_label(tmp_path: Path) -> None:
     (port,), repository = free_ports(1), write_versions(tmp_path / "models")
     with (
         Triton(repository, NAME) as triton,
-        gateway_before(triton.options.url, grpc_port=str(port)) as http,
+        gateway_before(
+            triton.options.url, grpc_port=str(port), max_shadow_bytes=str(MAX_SHADOW_BYTES)
+        ) as http,
         triton_grpc.InferenceServerClient(f"127.0.0.1:{port}") as client,
     ):
         triton.wait()
@@ -122,8 +125,9 @@ def test_call_is_copied_to_the_shadow_of_its_label(tmp_path: Path) -> None:
         for result, behaviour in RESULTS.items():
             set_behaviour(repository, 2, **behaviour)
             assert infer(client, NAME, "stable") == "1"
-            series = f'{COPIES}{{model="{NAME}",label="stable",version="2",result="{result}"}}'
-            wait_until(partial(metric, http, series))
+            wait_until(partial(metric, http, COPIES % result))
+        assert infer(client, NAME, "stable", shape=(1, MAX_SHADOW_BYTES)) == "1"
+        wait_until(partial(metric, http, COPIES % "dropped"))
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ import orjson
 import pytest
 
 from gateway.repository.state.desired import DesiredModel
+from gateway.repository.state.transfer import export_state, import_state, parse_export
 from gateway.version_labels import parse_label
 from tests.support.redis_server import RedisServer
 from tests.support.servers import ROOT
@@ -115,9 +116,14 @@ async def test_unknown_fields_are_kept_and_written_back(
             assert (await store.read_labels())["m"]["a"].shares == {"1": 90, "2": 10}
             await store.set_desired_model("other", DesiredModel(True))
             await store.set_label("m", "b", parse_label({"version": "1"}))
+            exported = await export_state(store)
     written = json.loads(file.read_text())
     assert written["models"]["m"] == model
     assert written["labels"]["m"]["a"] == label
     assert written.items() >= LATER.items()
     assert read_hash(server, redis_url, "wishes")["m"] == model
     assert read_hash(server, redis_url, "labels")['["m","a"]'] == label
+    async with opened("memory:") as (store,):
+        await import_state(store, parse_export(exported.to_json()))
+        imported = (await store.read_desired_models())["m"]
+        assert (imported.unknown, await store.read_labels()) == (LATER, exported.labels)
