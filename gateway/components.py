@@ -23,6 +23,7 @@ from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.inference import InferenceService
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.signatures import SignatureCache
+from gateway.fleet.statistics import FleetStatistics
 from gateway.memory import MemoryBudget, default_budget_bytes, limit_heap_growth, return_free_memory
 from gateway.repository.collector import FleetCollector, StateCollector
 from gateway.repository.maintenance import Maintenance
@@ -172,6 +173,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             signatures,
             inference,
             repository,
+            FleetStatistics(pool),
             decoders,
             admission,
             memory,

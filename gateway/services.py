@@ -20,6 +20,7 @@ from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.inference import InferenceService
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.signatures import SignatureCache
+from gateway.fleet.statistics import FleetStatistics
 from gateway.http_client.connection import Headers
 from gateway.memory import MemoryBudget, MemoryCharge, MemoryKind
 from gateway.messages import quote_text
@@ -49,6 +50,7 @@ class Services:
     signatures: SignatureCache
     inference: InferenceService
     repository: Repository
+    statistics: FleetStatistics
     decode_executor: DecodeExecutor
     admission: AdmissionQueue
     memory: MemoryBudget

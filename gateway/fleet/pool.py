@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 import anyio
 
-from gateway.errors import Unavailable
+from gateway.errors import NotFound, Unavailable
 from gateway.fleet.discovery import ReplicaDiscovery, ReplicaSource
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import EMPTY_INDEX, Index
@@ -18,6 +18,7 @@ from gateway.fleet.outliers import OutlierDetector
 from gateway.fleet.probe import HealthMonitor
 from gateway.fleet.replica import Replica, ReplicaAddress
 from gateway.fleet.slow_start import SlowStart
+from gateway.messages import quote_text
 from gateway.settings import Settings
 from gateway.tasks import TaskSet, cancel_tasks
 from gateway.telemetry.metrics import Metrics
@@ -33,6 +34,15 @@ MAX_CANDIDATE_LISTS: Final = 10_000
 class NoReplica(Unavailable):
     code = "NO_REPLICA"
     message = "no Triton is reachable; GET /readyz shows the reason for each replica"
+
+
+class UnknownReplica(NotFound):
+    code = "REPLICA_NOT_FOUND"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"replica {quote_text(name)} not found; GET /v1/replicas lists the replicas"
+        )
 
 
 class Activator(Protocol):
@@ -148,6 +158,13 @@ class ReplicaPool:
 
     def replica_state(self, replica: Replica) -> HealthState:
         return replica.health.state(self._loop.time())
+
+    def get_replica(self, name: str) -> Replica:
+        """Raises `UnknownReplica`."""
+        replica = self.find_replica(name)
+        if replica is None:
+            raise UnknownReplica(name)
+        return replica
 
     def is_live(self, replica: Replica) -> bool:
         """Return whether the replica is not `DOWN`."""

@@ -8,6 +8,8 @@ from functools import partial
 from time import perf_counter
 from typing import Final
 
+import orjson
+from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -43,6 +45,7 @@ from gateway.passthrough.rules import (
     FixedResponse,
     Forwarding,
     MatchedRoute,
+    Statistics,
     change_version_cached,
     find_route,
 )
@@ -74,6 +77,9 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
         if isinstance(action, FixedResponse):
             fixed = Response(action.body, media_type=JSON)
             return await send_own_response(fixed, scope, receive, send)
+        if isinstance(action, Statistics):
+            document = await answer_statistics(services, scope, target)
+            return await send_own_response(document, scope, receive, send)
         slot = Slot(services.admission, target.model, info.caller_name)
         response = await forward_request(services, scope, receive, route, action, target, slot)
         try:
@@ -118,6 +124,21 @@ def resolve_target(services: Services, scope: Scope, route: MatchedRoute) -> Mod
         scope, rule.right, model, route.version, rule.not_found_error
     )
     return target if route.version or rule.has_default_version else ModelTarget(model)
+
+
+async def answer_statistics(services: Services, scope: Scope, target: ModelTarget) -> Response:
+    """Return the sum over the fleet or, with `?replica=`, what one replica says."""
+    requested = read_head(scope, prepare_request_headers).requested_timeout
+    timeout_s = services.resolve_timeout_s(requested)
+    upstream = RequestTarget(target.model, target.version, timeout_s)
+    replica = QueryParams(scope["query_string"]).get("replica")
+    if replica is None:
+        document = await services.statistics.read(upstream)
+    else:
+        document = await services.statistics.read_replica(replica, upstream)
+    services.record_model(scope["request_info"], target.model, target.version)
+    headers = {} if target.choice is None else {VERSION_HEADER.decode(): target.version}
+    return Response(orjson.dumps(document), headers=headers, media_type=JSON)
 
 
 async def forward_request(

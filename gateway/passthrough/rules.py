@@ -39,8 +39,16 @@ class FixedResponse:
 
 
 @dataclass(frozen=True, slots=True)
+class Statistics:
+    """The statistics of a model or of all models, summed over the fleet."""
+
+
+@dataclass(frozen=True, slots=True)
 class Refusal:
     message: str
+
+
+Action = Forwarding | FixedResponse | Statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +57,14 @@ class RouteRule:
 
     pattern: re.Pattern[str]
     methods: frozenset[str]
-    action: Forwarding | FixedResponse | Refusal
+    action: Action | Refusal
     right: Right = Right.infer
     for_all_models: bool = False
     has_default_version: bool = True  # the label `default` applies
     not_found_error: type[UnknownModel] = UnknownModel
 
 
-def make_rule(
-    path: str, methods: str, action: Forwarding | FixedResponse | Refusal, **options: Any
-) -> RouteRule:
+def make_rule(path: str, methods: str, action: Action | Refusal, **options: Any) -> RouteRule:
     return RouteRule(re.compile(path), frozenset(methods.split()), action, **options)
 
 
@@ -66,6 +72,7 @@ READ: Final = "GET HEAD"
 READ_OR_WRITE: Final = "GET HEAD POST"
 FORWARD: Final = Forwarding()
 HEALTH: Final = Forwarding(is_health_check=True)
+STATISTICS: Final = Statistics()
 METADATA: Final = Forwarding(can_activate=True)
 INFER: Final = Forwarding(is_inference=True, json_rules=INFER_RULES, can_activate=True)
 GENERATE: Final = Forwarding(is_inference=True, can_activate=True)
@@ -74,12 +81,12 @@ NO_SHARED_MEMORY: Final = Refusal(
 )
 # The first rule that matches applies: the first one precedes the rule for a model named stats.
 ROUTE_RULES: Final = (
-    make_rule("/v2/models/stats", READ, FORWARD, for_all_models=True),
+    make_rule("/v2/models/stats", READ, STATISTICS, for_all_models=True),
     make_rule(f"{MODEL_PATTERN}/infer", "POST", INFER),
     make_rule(f"{MODEL_PATTERN}/(generate|generate_stream)", "POST", GENERATE),
     make_rule(f"{MODEL_PATTERN}/ready", READ, HEALTH),
     # Without a version, Triton returns the statistics of all versions.
-    make_rule(f"{MODEL_PATTERN}/stats", READ, FORWARD, has_default_version=False),
+    make_rule(f"{MODEL_PATTERN}/stats", READ, STATISTICS, has_default_version=False),
     make_rule(f"{MODEL_PATTERN}(/config)?", READ, METADATA),
     make_rule("/v2/health/live", READ, HEALTH),
     make_rule("/v2", READ, FORWARD),
@@ -109,7 +116,7 @@ class MatchedRoute:
     """The rule of a path, and the path's parameters."""
 
     rule: RouteRule
-    action: Forwarding | FixedResponse
+    action: Action
     template: str  # for metrics: the path with placeholders
     model: str
     version: str
@@ -156,9 +163,7 @@ def match_route(path: str, method: str) -> MatchedRoute:
     raise NotFound("path not found in Triton's API; for the available paths, see GET /docs")
 
 
-def build_route(
-    rule: RouteRule, action: Forwarding | FixedResponse, match: re.Match[str]
-) -> MatchedRoute:
+def build_route(rule: RouteRule, action: Action, match: re.Match[str]) -> MatchedRoute:
     names = match.groupdict("")
     model, version = names.get("model", ""), names.get("version", "")
     version_start = match.start("version") if version else match.end("model") if model else -1

@@ -10,11 +10,10 @@ from typing import Any, Final
 
 import anyio
 
-from gateway.errors import Conflict, GatewayError, NotFound, StateUnavailable
+from gateway.errors import Conflict, GatewayError, StateUnavailable
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
-from gateway.messages import quote_text
 from gateway.repository.shared_state import SharedState
 from gateway.tasks import repeat
 
@@ -24,15 +23,6 @@ LEASE_NAME: Final = "cordons"
 LEASE_POLL_S: Final = 0.05
 # Until every gateway has read the cordon (once a second) and reported the work that it still has.
 NOTICE_S: Final = 2.5
-
-
-class UnknownReplica(NotFound):
-    code = "REPLICA_NOT_FOUND"
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"replica {quote_text(name)} not found; GET /v1/replicas lists the replicas"
-        )
 
 
 class DrainTimeout(GatewayError):
@@ -71,7 +61,7 @@ class Maintenance:
 
     async def cordon(self, name: str) -> DrainProgress:
         """Send no new requests to the replica. Raises `UnknownReplica`, or `Conflict` if it is the last."""
-        replica = self._find_replica(name)
+        replica = self.pool.get_replica(name)
         async with self._lock_cordons():
             if name not in self.pool.cordoned:
                 self._check_others(replica)
@@ -81,7 +71,7 @@ class Maintenance:
     async def uncordon(self, name: str) -> DrainProgress:
         """Send requests to the replica again, also when it returns. Raises `UnknownReplica`."""
         if name not in self.pool.cordoned:
-            self._find_replica(name)
+            self.pool.get_replica(name)
         await self._set_cordon(name, is_cordoned=False)
         replica = self.pool.find_replica(name)
         return DrainProgress(0, 0) if replica is None else self._measure_progress(replica)
@@ -94,7 +84,7 @@ class Maintenance:
             if self.state.store.is_shared:
                 await asyncio.sleep(NOTICE_S)
             while not is_finished:
-                measured = self._measure_progress(self._find_replica(name))
+                measured = self._measure_progress(self.pool.get_replica(name))
                 if measured.is_finished:
                     others = count_busy_gateways(await self._exchange_reports(), name)
                     measured = replace(measured, other_gateways=others)
@@ -139,12 +129,6 @@ class Maintenance:
     async def _set_cordon(self, name: str, *, is_cordoned: bool) -> None:
         await self.state.set_cordon(name, is_cordoned=is_cordoned)
         self.pool.set_cordoned(self.state.cordoned)
-
-    def _find_replica(self, name: str) -> Replica:
-        replica = self.pool.find_replica(name)
-        if replica is None:
-            raise UnknownReplica(name)
-        return replica
 
     def _check_others(self, replica: Replica) -> None:
         others = (other for other in self.pool.replicas.values() if other is not replica)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
@@ -70,16 +71,22 @@ def select_version(call: IncomingCall, message: bytes, request: Any) -> tuple[Mo
 
 
 async def serve_statistics(call: IncomingCall) -> bytes:
-    """Forward ModelStatistics. Those of all models require access to all models."""
-    request, message, timeout_s = await read_small_request(call, service_pb2.ModelStatisticsRequest)
+    """Return the sum over the fleet. Statistics of all models require access to all models."""
+    request, _, timeout_s = await read_small_request(call, service_pb2.ModelStatisticsRequest)
     target = NO_MODEL
     if not request.name:
         call.authorize_all_models(Right.infer)
-    elif request.version:
-        target, message = select_version(call, message, request)
-    else:  # of all versions, whatever the label `default` means
-        target = ModelTarget(call.resolve(Right.infer, request.name).model)
-    return await forward(call, message, RequestTarget(target.model, target.version, timeout_s))
+    else:
+        target = call.resolve(Right.infer, request.name, request.version)
+        if not request.version:  # of all versions, whatever the label `default` means
+            target = ModelTarget(target.model)
+    upstream = RequestTarget(target.model, target.version, timeout_s)
+    statistics = await call.services.statistics.read(upstream)
+    call.services.record_model(call.info, target.model, target.version)
+    response = service_pb2.ModelStatisticsResponse()
+    ParseDict(statistics, response, ignore_unknown_fields=True)
+    message: bytes = response.SerializeToString()
+    return message
 
 
 async def serve_trace_setting(call: IncomingCall) -> bytes:

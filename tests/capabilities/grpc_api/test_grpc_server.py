@@ -192,6 +192,10 @@ def test_replica_without_grpc_gets_no_calls_and_stays_in_the_fleet(tmp_path: Pat
             expected = {**before, complete.address: before[complete.address] + 100}
             wait_until(lambda: fleet.served() == expected)
             assert ready_replicas(client) == 2
+            with triton_grpc.InferenceServerClient(f"{HOST}:{port}") as grpc_client:
+                (statistics,) = grpc_client.get_inference_statistics("echo").model_stats
+            assert statistics.inference_stats.success.count == sum(expected.values())
+            assert statistics.last_inference > 0
 
 
 def test_streams_avoid_a_replica_without_grpc_after_the_first(tmp_path: Path) -> None:

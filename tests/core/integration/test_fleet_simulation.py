@@ -27,12 +27,12 @@ from gateway.fleet.discovery import DnsName
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.health import SLOW_INDEX_S, HealthState
 from gateway.fleet.index import parse_index
-from gateway.fleet.pool import NoReplica, ReplicaPool
+from gateway.fleet.pool import NoReplica, ReplicaPool, UnknownReplica
 from gateway.fleet.probe import PROBE_TIMEOUT_S
 from gateway.fleet.replica import Replica, ReplicaAddress
 from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.transports import HttpCall
-from gateway.repository.maintenance import Maintenance, UnknownReplica
+from gateway.repository.maintenance import Maintenance
 from gateway.repository.models_file import ModelsFile
 from gateway.repository.reconcile_plan import INITIAL_BACKOFF_S, plan_actions
 from gateway.repository.reconciler import MAX_ABSENCE_S, RECONCILE_INTERVAL_S

@@ -69,6 +69,43 @@ def test_killed_replica_costs_only_its_requests_and_gets_its_models_again(
     wait_until(lambda: three.infer().is_success and three.served()[victim.address] > before)
 
 
+def count_with_statistics(fleet: Fleet, query: str = "") -> int:
+    """Return the inferences of a model in the statistics that the gateway gives."""
+    response = fleet.client.get(f"/v2/models/echo/stats{query}")
+    (version,) = response.raise_for_status().json()["model_stats"]
+    count: int = version["inference_stats"]["success"]["count"]
+    return count
+
+
+def test_statistics_are_the_sum_of_replicas_that_come_and_go(three: Fleet) -> None:
+    victim, *others = three.tritons
+    expected = sum(three.served().values())
+    wait_until(lambda: count_with_statistics(three) >= expected)
+    before = count_with_statistics(three)
+    with load_on(three) as load:
+        load.wait_for_more()
+    wait_until(lambda: count_with_statistics(three) == before + load.statuses[200])
+    all_models = three.client.get("/v2/models/stats").json()["model_stats"]
+    assert {each["name"]: each["inference_count"] for each in all_models}["echo"] == (
+        count_with_statistics(three)
+    )
+    own = {
+        each.address: count_with_statistics(three, f"?replica={each.address}") for each in others
+    }
+    assert own == {address: three.served()[address] for address in own}
+    assert_error(three.client.get("/v2/models/echo/stats?replica=no:1"), 404, "REPLICA_NOT_FOUND")
+    before = count_with_statistics(three)
+    victim.kill()
+    wait_until(lambda: read_state(three, victim).startswith("down"))
+    assert count_with_statistics(three) == before
+    victim.start()
+    victim.wait()
+    wait_until(lambda: three.states("echo")[victim.address] == "READY")
+    assert count_with_statistics(three) == before  # it counts from 0 again
+    assert three.infer().is_success
+    wait_until(lambda: count_with_statistics(three) == before + 1)
+
+
 @pytest.mark.fault("one of three replicas fails every inference of a model at once")
 @pytest.mark.parametrize(
     ("kind", "status"),

@@ -1,0 +1,57 @@
+"""Triton's statistics of one version, added up over its replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.fleet.statistics import VersionCounts
+
+
+def statistics(count: int, last: int, batch_sizes: tuple[int, ...], **more: Any) -> dict[str, Any]:
+    """Return what a replica says that has run `count` inferences, all of them with each batch size."""
+    duration = {"count": count, "ns": 10 * count}
+    return {
+        "name": "m",
+        "version": "2",
+        "last_inference": last,
+        "inference_count": count,
+        "inference_stats": {"success": duration, "fail": {"count": 0, "ns": 0}},
+        "batch_stats": [{"batch_size": size, "compute_infer": duration} for size in batch_sizes],
+        "response_stats": {"0": {"success": duration}},
+        **more,
+    }
+
+
+def test_counts_are_summed_and_the_latest_inference_is_kept() -> None:
+    counts = VersionCounts()
+    counts.record("a", statistics(3, 200, (1, 4)))
+    counts.record("b", statistics(5, 100, (4, 8)))
+    total = counts.sum(("a", "b"))
+    assert (total["name"], total["version"]) == ("m", "2")
+    assert (total["last_inference"], total["inference_count"]) == (200, 8)
+    assert total["inference_stats"]["success"] == {"count": 8, "ns": 80}
+    assert total["response_stats"] == {"0": {"success": {"count": 8, "ns": 80}}}
+    batches = {each["batch_size"]: each["compute_infer"]["count"] for each in total["batch_stats"]}
+    assert batches == {1: 3, 4: 8, 8: 5}
+
+
+def test_counts_of_replicas_that_restart_or_leave_are_kept() -> None:
+    counts = VersionCounts()
+    counts.record("a", statistics(3, 100, (1,)))
+    counts.record("b", statistics(5, 100, (1,)))
+    counts.record("a", statistics(2, 300, (1,)))  # it has counted from 0 again
+    assert counts.sum(("a", "b"))["inference_count"] == 10
+    counts.forget_others(["a"])
+    counts.record("a", statistics(4, 400, (1,)))
+    assert counts.sum(("a",))["inference_count"] == 12
+
+
+def test_memory_is_that_of_the_replicas_that_answer() -> None:
+    def with_memory(size: int) -> dict[str, Any]:
+        return statistics(1, 100, (), memory_usage=[{"type": "GPU", "id": 0, "byte_size": size}])
+
+    counts = VersionCounts()
+    counts.record("a", with_memory(100))
+    counts.record("b", with_memory(20))
+    assert counts.sum(("a", "b"))["memory_usage"] == [{"type": "GPU", "id": 0, "byte_size": 120}]
+    assert counts.sum(("b",))["memory_usage"] == [{"type": "GPU", "id": 0, "byte_size": 20}]
