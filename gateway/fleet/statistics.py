@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import reduce
+from time import perf_counter
 from typing import Any, Final
 
 from gateway.errors import BadUpstream, GatewayError, UnknownModel
@@ -32,11 +33,16 @@ class VersionCounts:
     def __init__(self) -> None:
         self._past: Statistics = {}  # of replicas that were restarted or have left
         self._last: dict[str, Statistics] = {}  # of each replica
+        self._received_at: dict[str, float] = {}
 
-    def record(self, replica: str, statistics: Statistics) -> None:
+    def record(self, replica: str, statistics: Statistics, sent_at: float) -> None:
+        """Record what a replica says; `sent_at` is when it was asked, by `time.perf_counter`."""
         if count_events(statistics) < count_events(self._last.get(replica, {})):
+            if sent_at < self._received_at[replica]:
+                return  # of two requests at the same time, this one was answered first
             self.forget(replica)  # it counts from 0 again
         self._last[replica] = statistics
+        self._received_at[replica] = perf_counter()
 
     def forget(self, replica: str) -> None:
         """Keep only the counts of a replica."""
@@ -72,6 +78,7 @@ class FleetStatistics:
         replicas = [each for each in self._pool.replicas.values() if self._pool.is_reachable(each)]
         if not replicas:
             raise NoReplica
+        sent_at = perf_counter()
         outcomes = await run_together(try_to_read(replica, target) for replica in replicas)
         failures = [outcome for outcome in outcomes if isinstance(outcome, GatewayError)]
         if len(failures) == len(replicas):
@@ -84,7 +91,7 @@ class FleetStatistics:
         }
         for replica, versions in answers.items():
             for statistics in versions:
-                self._find_counts(statistics).record(replica, statistics)
+                self._find_counts(statistics).record(replica, statistics, sent_at)
         return {"model_stats": self._sum_versions(answers)}
 
     async def read_replica(self, name: str, target: RequestTarget) -> dict[str, list[Statistics]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 
 from gateway.fleet.statistics import VersionCounts
@@ -22,10 +23,14 @@ def statistics(count: int, last: int, batch_sizes: tuple[int, ...], **more: Any)
     }
 
 
+def record(counts: VersionCounts, replica: str, said: dict[str, Any]) -> None:
+    counts.record(replica, said, perf_counter())
+
+
 def test_counts_are_summed_and_the_latest_inference_is_kept() -> None:
     counts = VersionCounts()
-    counts.record("a", statistics(3, 200, (1, 4)))
-    counts.record("b", statistics(5, 100, (4, 8)))
+    record(counts, "a", statistics(3, 200, (1, 4)))
+    record(counts, "b", statistics(5, 100, (4, 8)))
     total = counts.sum(("a", "b"))
     assert (total["name"], total["version"]) == ("m", "2")
     assert (total["last_inference"], total["inference_count"]) == (200, 8)
@@ -37,13 +42,20 @@ def test_counts_are_summed_and_the_latest_inference_is_kept() -> None:
 
 def test_counts_of_replicas_that_restart_or_leave_are_kept() -> None:
     counts = VersionCounts()
-    counts.record("a", statistics(3, 100, (1,)))
-    counts.record("b", statistics(5, 100, (1,)))
-    counts.record("a", statistics(2, 300, (1,)))  # it has counted from 0 again
+    record(counts, "a", statistics(3, 100, (1,)))
+    record(counts, "b", statistics(5, 100, (1,)))
+    record(counts, "a", statistics(2, 300, (1,)))  # it has counted from 0 again
     assert counts.sum(("a", "b"))["inference_count"] == 10
     counts.forget_others(["a"])
-    counts.record("a", statistics(4, 400, (1,)))
+    record(counts, "a", statistics(4, 400, (1,)))
     assert counts.sum(("a",))["inference_count"] == 12
+
+
+def test_older_response_is_no_restart() -> None:
+    counts, sent_at = VersionCounts(), perf_counter()
+    record(counts, "a", statistics(5, 200, (1,)))
+    counts.record("a", statistics(3, 100, (1,)), sent_at)
+    assert counts.sum(("a",))["inference_count"] == 5
 
 
 def test_memory_is_that_of_the_replicas_that_answer() -> None:
@@ -51,7 +63,7 @@ def test_memory_is_that_of_the_replicas_that_answer() -> None:
         return statistics(1, 100, (), memory_usage=[{"type": "GPU", "id": 0, "byte_size": size}])
 
     counts = VersionCounts()
-    counts.record("a", with_memory(100))
-    counts.record("b", with_memory(20))
+    record(counts, "a", with_memory(100))
+    record(counts, "b", with_memory(20))
     assert counts.sum(("a", "b"))["memory_usage"] == [{"type": "GPU", "id": 0, "byte_size": 120}]
     assert counts.sum(("b",))["memory_usage"] == [{"type": "GPU", "id": 0, "byte_size": 20}]
