@@ -88,10 +88,14 @@ class MemoryBudget:
     def is_half_used(self) -> bool:
         return self.used_bytes > self._total_bytes // 2
 
+    def has_room(self, needed_bytes: int) -> bool:
+        """Return whether a new request can reserve this much now."""
+        return self.used_bytes + needed_bytes <= self._limit_bytes(needed_bytes)
+
     def reserve(self, kind: MemoryKind, held_bytes: int, more_bytes: int) -> None:
         """Reserve `more_bytes` for a request. Raises `MemoryBudgetExceeded` or `TooLarge`."""
         needed_bytes = held_bytes + more_bytes
-        limit = self._total_bytes if needed_bytes <= SMALL_REQUEST_BYTES else self._large_bytes
+        limit = self._limit_bytes(needed_bytes)
         if needed_bytes > limit:
             raise TooLarge(
                 f"the request needs {needed_bytes} bytes of memory; "
@@ -108,6 +112,9 @@ class MemoryBudget:
     def release(self, kind: MemoryKind, held_bytes: int) -> None:
         self.used_bytes -= held_bytes
         self.bytes_by_kind[kind] -= held_bytes
+
+    def _limit_bytes(self, needed_bytes: int) -> int:
+        return self._total_bytes if needed_bytes <= SMALL_REQUEST_BYTES else self._large_bytes
 
     def has_shrunk(self) -> bool:
         """Return whether requests used much more since the last call that returned True."""

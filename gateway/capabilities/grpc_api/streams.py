@@ -17,6 +17,7 @@ from tritonclient.grpc import service_pb2
 
 from gateway.callers import Right
 from gateway.capabilities.grpc_api.call import (
+    COPIES,
     GRPC_ROUTE,
     IncomingCall,
     ResponseNotRead,
@@ -40,7 +41,8 @@ from gateway.telemetry.request_info import current_request_info
 from gateway.triton.grpc.byte_channel import ByteStream, map_stream_error
 
 MAX_STREAM_REQUESTS: Final = 64  # in progress on one stream; further ones are read later
-
+# After a request that was refused for memory, the next one is read when there is room, or at last then.
+MAX_MEMORY_WAIT_S: Final = 30.0
 
 NO_HEAD: Final = InferHead("", "", "", None, ())
 
@@ -100,11 +102,11 @@ class InferStream:
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             while (message := await self._read_message(stopping)) is not grpc.aio.EOF:
+                charged_bytes = COPIES * len(message)
                 failure = await self._accept(cast(bytes, message))
                 del message  # it can be large, and the next one may come much later
                 if isinstance(failure, MemoryBudgetExceeded):
-                    # The next one would be received in full as well, only to be refused.
-                    await asyncio.wait([stopping], timeout=failure.retry_after_s)
+                    await self._wait_for_memory(charged_bytes, stopping)
             if self._tasks:
                 await asyncio.wait(self._tasks)
             if self._stopping.is_set():
@@ -124,6 +126,15 @@ class InferStream:
         finally:
             if not reading.done():
                 await cancel_tasks([reading])
+
+    async def _wait_for_memory(self, needed_bytes: int, stopping: asyncio.Task[Any]) -> None:
+        """Wait after a refusal: the next request would be received in full as well, only to be refused."""
+        memory = self._services.memory
+        end = asyncio.get_running_loop().time() + MAX_MEMORY_WAIT_S
+        while not stopping.done() and asyncio.get_running_loop().time() < end:
+            await asyncio.wait([stopping], timeout=MemoryBudgetExceeded.retry_after_s)
+            if memory.has_room(needed_bytes):
+                return
 
     def _has_one_request_at_a_time(self) -> bool:
         in_flight = self._services.metrics.in_flight[GRPC_ROUTE]
