@@ -46,6 +46,7 @@ class VersionCounts:
 
     def forget(self, replica: str) -> None:
         """Keep only the counts of a replica."""
+        del self._received_at[replica]
         self._past = add_statistics(self._past, drop_memory(self._last.pop(replica)))
 
     def forget_others(self, replicas: Iterable[str]) -> None:
