@@ -99,6 +99,23 @@ def free_ports(count: int, *further: int) -> list[int]:
         return ports
 
 
+@contextmanager
+def blackhole() -> Iterator[int]:
+    """A port that answers no SYN: it listens, and its backlog is full."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        fillers = [socket.socket() for _ in range(8)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            for filler in fillers:
+                filler.close()
+
+
 # To complete the configs of models, Triton starts each Python model twice: 1.3 s instead of 0.06 s.
 COMPLETE_CONFIGS = ("--disable-auto-complete-config",)
 

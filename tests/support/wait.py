@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from inspect import isawaitable
 
 TIMEOUT_S = 60.0
@@ -33,6 +34,22 @@ async def wait_until_async(
             return time.monotonic() - start
         assert time.monotonic() - start < timeout_s, f"not true after {timeout_s:g} s"
         await asyncio.sleep(interval_s)
+
+
+@asynccontextmanager
+async def no_task_left() -> AsyncIterator[None]:
+    """Wait at the end until every task that was created meanwhile has ended."""
+    before = asyncio.all_tasks()
+    yield
+    await wait_until_async(lambda: asyncio.all_tasks() <= before)
+
+
+@contextmanager
+def takes_at_least(seconds: float) -> Iterator[None]:
+    """No deadline comes early, but for a tick of the clock."""
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start > seconds - 0.01
 
 
 def lengthening(first_s: float) -> Iterator[float]:

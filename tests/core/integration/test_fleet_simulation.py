@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import math
 import shutil
 import socket
 import statistics
@@ -20,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from gateway.capabilities.on_demand.inference_times import InferenceTimes
 from gateway.errors import Conflict, DeadlinePassed, GatewayError, ModelNotReady, UnknownModel
 from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.discovery import DnsName
@@ -832,18 +830,6 @@ async def test_state_of_a_replica_that_was_never_seen_is_deleted_later(
         await skip_until(lambda: gone not in repository.state.loads)
         assert await store.read_cordons() == {present}
     await store.close()
-
-
-async def test_statistics_that_cannot_be_read_keep_the_last_known_time() -> None:
-    async with simulated_replicas(1) as fakes, over(fakes) as pool:
-        times, replica = InferenceTimes(), replica_of(pool, fakes[0])
-        fakes[0].last_inference_ms = int(time.time() * 1000) - 60_000
-        ran_at = await times.read(replica, "m")
-        assert -61 < ran_at - time.perf_counter() < -59
-        fakes[0].denies = True
-        assert await times.read(replica, "m") == -math.inf
-        fakes[0].denies = False
-        assert await times.read(replica, "m") == ran_at
 
 
 def replicas_in_metrics(pool: ReplicaPool) -> set[str]:

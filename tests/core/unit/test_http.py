@@ -24,14 +24,11 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.capabilities.openai.servers import OpenAIServers
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
-from gateway.fleet.replica import parse_replica_url
 from gateway.http_client.client import CompleteResponse, HttpClient, UpstreamResponse
 from gateway.http_client.connection import Headers, RequestNotSent, UpstreamConnection
-from gateway.settings import Settings
-from tests.support.servers import free_ports
-from tests.support.wait import retry_when_late, wait_until_async
+from tests.support.servers import blackhole, free_ports
+from tests.support.wait import no_task_left, retry_when_late, takes_at_least, wait_until_async
 
 MIB = 1 << 20
 PATIENCE_S = 60.0  # guards against a hang, and is no expectation
@@ -196,14 +193,6 @@ async def settled(measure: Callable[[], int]) -> int:
 
 
 @asynccontextmanager
-async def no_task_left() -> AsyncIterator[None]:
-    """Wait at the end until every task that was created meanwhile has ended."""
-    before = asyncio.all_tasks()
-    yield
-    await wait_until_async(lambda: asyncio.all_tasks() <= before)
-
-
-@asynccontextmanager
 async def unconnected_client(
     port: int, connect_timeout_s: float = PATIENCE_S
 ) -> AsyncIterator[HttpClient]:
@@ -253,14 +242,6 @@ async def still_serves(upstream: HttpClient, replica: Replica, *, on_connection:
     assert (reply.status, reply.body) == (200, b"/next")
     assert reply.headers == [(b"content-length", b"5")]
     assert len(replica.peers) == on_connection
-
-
-@contextmanager
-def takes_at_least(seconds: float) -> Iterator[None]:
-    """No deadline comes early, but for a tick of the clock."""
-    start = time.monotonic()
-    yield
-    assert time.monotonic() - start > seconds - 0.01
 
 
 # An answer is the same however it is cut.
@@ -1194,23 +1175,6 @@ async def test_request_to_closed_port_fails_at_once_as_not_sent() -> None:
         assert refusal.value.is_refused
 
 
-@contextmanager
-def blackhole() -> Iterator[int]:
-    """A port that answers no SYN: it listens, and its backlog is full."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(0)
-        fillers = [socket.socket() for _ in range(8)]
-        for filler in fillers:
-            filler.setblocking(False)
-            filler.connect_ex(listener.getsockname())
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            for filler in fillers:
-                filler.close()
-
-
 @pytest.mark.parametrize(
     ("connect_timeout_s", "timeout_s", "error"),
     [(0.2, PATIENCE_S, RequestNotSent), (PATIENCE_S, 0.2, DeadlinePassed)],
@@ -1222,22 +1186,6 @@ async def test_connecting_ends_at_the_earlier_of_its_limits(
         async with unconnected_client(port, connect_timeout_s) as upstream:
             with takes_at_least(0.2), pytest.raises(error):
                 await get(upstream, timeout_s=timeout_s)
-
-
-async def test_unreachable_openai_servers_share_one_deadline() -> None:
-    options = Settings(connect_timeout_s=0.2)
-    with blackhole() as first, blackhole() as second, blackhole() as third:
-        addresses = [
-            parse_replica_url(f"http://127.0.0.1:{port}") for port in (first, second, third)
-        ]
-        # With a deadline for each, no server would be reached within 0.6 s, which is another error.
-        async with no_task_left():
-            with (
-                closing(OpenAIServers(addresses, options, None)) as servers,
-                takes_at_least(0.3),
-                pytest.raises(DeadlinePassed, match=r"within 0\.3 s"),
-            ):
-                await servers.send(b"/v1/completions", [], b"", 0.3)
 
 
 # Back-pressure.

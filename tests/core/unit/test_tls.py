@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import pytest
 import trustme
 
-from gateway.app import create_app
-from gateway.capabilities.openai.servers import OpenAIServers
 from gateway.errors import GatewayError
 from gateway.fleet.discovery import create_tls_context
-from gateway.fleet.replica import BadAddress, parse_replica_url
+from gateway.fleet.replica import parse_replica_url
 from gateway.http_client.client import CompleteResponse, HttpClient
 from gateway.settings import Settings
+from tests.support.certificates import server_context, serving
 from tests.support.wait import TIMEOUT_S
-
-ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 
 
 @pytest.fixture(scope="module")
@@ -35,37 +29,6 @@ def files(authority: trustme.CA, tmp_path: Path) -> Path:
     own.cert_chain_pems[0].write_to_path(tmp_path / "gateway.pem")
     own.private_key_pem.write_to_path(tmp_path / "gateway.key")
     return tmp_path
-
-
-def server_context(authority: trustme.CA, *, name: str, wants_client: bool) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    authority.issue_cert(name).configure_cert(context)
-    if wants_client:
-        authority.configure_trust(context)
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
-
-
-@asynccontextmanager
-async def serving(context: ssl.SSLContext) -> AsyncIterator[str]:
-    """The URL of a server with this TLS."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(ANSWER)
-            await reader.read()
-        except (OSError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
-    try:
-        yield f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        server.close()
-        await server.wait_closed()
 
 
 async def asked(context: ssl.SSLContext, settings: Settings) -> CompleteResponse:
@@ -112,19 +75,3 @@ async def test_gateway_sends_its_own_certificate(authority: trustme.CA, files: P
     assert (await asked(context, settings)).body == b"hello"
     with pytest.raises(GatewayError):
         await asked(context, Settings(triton_ca_file=files / "ca.pem"))
-
-
-async def test_openai_server_may_have_tls(authority: trustme.CA, files: Path) -> None:
-    async with serving(server_context(authority, name="127.0.0.1", wants_client=False)) as url:
-        settings = Settings(openai_urls=(url,), triton_ca_file=files / "ca.pem", state="memory:")
-        addresses = [parse_replica_url(url)]
-        servers = OpenAIServers(addresses, settings, create_tls_context(settings, addresses))
-        with closing(servers):
-            response = await servers.send(b"/v1/completions", [], b"", TIMEOUT_S)
-            with closing(response):
-                assert (response.status, await response.next_chunk()) == (200, b"hello")
-
-
-def test_invalid_address_of_openai_server_is_reported_before_the_start() -> None:
-    with pytest.raises(BadAddress, match="ftp"):
-        create_app(Settings(openai_urls=("ftp://127.0.0.1",), state="memory:"))
