@@ -14,6 +14,7 @@ from typing import Any, Final
 import httpx
 import psutil
 
+from tests.capabilities.uploads.support.uploads import pack_zip
 from tests.chaos import world
 from tests.chaos.fleet import (
     ADDING_CONFIG,
@@ -31,7 +32,6 @@ from tests.chaos.fleet import (
 from tests.chaos.world import Details, Effect, WorldEffect
 from tests.support.fleet import BODY
 from tests.support.keys import ADMIN, bearer
-from tests.support.uploads import pack_zip
 from tests.support.wait import TIMEOUT_S
 
 FILES, DISK = "files", "gateway disk"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gateway.app import create_app
+from gateway.routes.middleware import GatewayMiddleware
 from gateway.settings import Settings
 from gateway.settings.server import Dialect
 from tests.support.servers import ROOT
@@ -24,10 +25,9 @@ REQUEST_PARTS = {"requestBody", "parameters"}
 
 def build_document() -> dict[str, Any]:
     application: Any = create_app(Settings(state="memory:", dialects=tuple(Dialect)))
-    framework = (
-        application._application._framework
-    )  # within the layers of a dialect and of the gateway
-    return dict(json.loads(json.dumps(framework.openapi())))
+    while not isinstance(application, GatewayMiddleware):
+        application = application._application  # within the layer of a dialect
+    return dict(json.loads(json.dumps(application._framework.openapi())))
 
 
 def read_recorded_document() -> dict[str, Any]:

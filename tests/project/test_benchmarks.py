@@ -18,7 +18,7 @@ from benchmarks.requests import Request, encode_v2_infer
 from benchmarks.startup import IMPORTS
 from benchmarks.workloads import EVENTS, Workload, build_workloads
 from gateway.embedded.supervisor import EmbeddedTriton
-from tests.support.grpc_gateway import INFER, call_bytes, grpc_gateway
+from tests.capabilities.grpc_api.support.grpc_gateway import INFER, call_bytes, grpc_gateway
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports
 
 pytestmark = pytest.mark.long

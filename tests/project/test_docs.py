@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 import httpx
 import pytest
 
-from gateway import errors
 from gateway.settings import Settings
+from tests.interface import names, package
 from tests.support.documents import (
     DOCUMENTS,
     INTERPRETERS,
@@ -26,7 +24,7 @@ from tests.support.documents import (
     programs,
 )
 from tests.support.servers import ROOT
-from tests.support.source import package_trees, setting_descriptions
+from tests.support.source import setting_descriptions
 
 OF_THEIR_OWN_MODELS = (OWN_SERVER, ON_DEMAND, LANGUAGE_MODELS)
 README = ROOT / "README.md"
@@ -63,22 +61,9 @@ def test_programs_in_tabs_print_their_comments(
             assert_prints_its_comment(demo, language, program)
 
 
-def family(error: type[errors.GatewayError]) -> Iterator[type[errors.GatewayError]]:
-    yield error
-    for special in error.__subclasses__():
-        yield from family(special)
-
-
 def test_documented_errors_are_those_of_the_gateway() -> None:
-    rows = re.findall(
-        r"^\| (\d{3}) \| `(\w+)` \|", (ROOT / "docs/errors.md").read_text(), re.MULTILINE
-    )
-    documented = {(int(status), code) for status, code in rows}
-    for module in package_trees():  # each layer and capability defines its errors
-        if not module.startswith("gateway.embedded.backends"):  # they run in Triton
-            import_module(module)
-    known = {(error.status, error.code) for error in family(errors.GatewayError)}
-    assert documented == known
+    package.import_all()
+    assert {*names.list_codes()} == {*package.list_codes()}
 
 
 def test_documented_settings_are_those_of_the_gateway() -> None:

@@ -22,6 +22,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from gateway.embedded.options import LOAD_ALL, CannotStart
 from gateway.embedded.supervisor import EmbeddedTriton
+from tests.capabilities.grpc_api.support.grpc_gateway import grpc_gateway
 from tests.support.documents import (
     COMPLETIONS,
     LANGUAGE_MODELS,
@@ -32,7 +33,6 @@ from tests.support.documents import (
     matches,
     python_programs,
 )
-from tests.support.grpc_gateway import grpc_gateway
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports, triton_with
 from tests.support.wait import wait_until
 

@@ -15,7 +15,7 @@ import tritonclient.grpc.aio as triton_aio
 from tritonclient.grpc import service_pb2
 
 from gateway.embedded.supervisor import EmbeddedTriton
-from tests.support.grpc_gateway import (
+from tests.capabilities.grpc_api.support.grpc_gateway import (
     INFER,
     SERVICE,
     GrpcGateway,

@@ -23,8 +23,7 @@ from tritonclient.grpc import service_pb2
 from gateway.capabilities.grpc_api.call import MetadataTooLarge
 from gateway.components import METRICS_INTERVAL_S
 from gateway.memory import MemoryBudgetExceeded
-from tests.support.fleet import url_of
-from tests.support.grpc_gateway import (
+from tests.capabilities.grpc_api.support.grpc_gateway import (
     INFER,
     STREAM,
     GrpcGateway,
@@ -35,7 +34,7 @@ from tests.support.grpc_gateway import (
     make_input,
     memory_mib,
 )
-from tests.support.http2 import (
+from tests.capabilities.grpc_api.support.http2 import (
     DATA,
     GOAWAY,
     HEADERS,
@@ -45,8 +44,10 @@ from tests.support.http2 import (
     encode_frame,
     encode_message,
 )
+from tests.support.fleet import url_of
 from tests.support.metrics import held_memory, metric
 from tests.support.model_zoo.zoo import AS_WRITTEN, SHARED, write_repository
+from tests.support.scripted_replica import replica_with_invalid_messages
 from tests.support.servers import Triton
 from tests.support.wait import TIMEOUT_S, wait_until
 
@@ -525,3 +526,19 @@ def test_stopped_gateway_answers_the_requests_that_it_received(triton: Triton) -
         assert len(errors) == 1, errors
         assert "the gateway is shutting down; open the stream again" in errors[0]
         assert gateway.command.end() == 0
+
+
+@pytest.mark.fault(
+    "a response is valid HTTP but not a Triton response: JSON of other types, shapes and"
+)
+def test_unreadable_message_of_a_replica_is_an_error_of_the_stream() -> None:
+    request = service_pb2.ModelInferRequest(model_name="m").SerializeToString()
+    with (
+        replica_with_invalid_messages() as url,
+        grpc_gateway(url) as served,
+        grpc.insecure_channel(served.address) as channel,
+    ):
+        responses = channel.stream_stream(STREAM)(iter([request, request]), timeout=TIMEOUT_S)
+        read = service_pb2.ModelStreamInferResponse.FromString
+        texts = [read(response).error_message for response in responses]
+    assert texts == ["the replica's inference response is invalid"] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +15,15 @@ from tritonclient.grpc import service_pb2
 from gateway.capabilities.grpc_api.methods import TRITON_METHODS
 from gateway.capabilities.grpc_api.wire import encode_field
 from gateway.triton.grpc.byte_channel import GRPC_SERVICE
-from tests.support.fleet import ECHO, Fleet, fleet_of
-from tests.support.grpc_gateway import SERVICE, STREAM, call_bytes, failure, fp32
+from tests.capabilities.grpc_api.support.grpc_gateway import (
+    SERVICE,
+    STREAM,
+    call_bytes,
+    failure,
+    fp32,
+    grpc_gateway,
+)
+from tests.support.fleet import ECHO, QUICK, Fleet, fleet_of, url_of
 from tests.support.keys import (
     ADMIN,
     ENTRIES,
@@ -260,3 +268,27 @@ def test_load_without_the_right_is_refused_before_its_files_are_read(guarded: Gu
     key = authorization(INFER)
     code, words = failure(call_bytes, guarded.address, path, message, metadata=key)
     assert (code, "lacks the role 'admin'" in words) == ("PERMISSION_DENIED", True)
+
+
+@pytest.mark.fault(
+    "a key for inference provokes errors of replicas, servers of completions and loads"
+)
+def test_error_does_not_reveal_the_address_of_a_replica(guarded: Guarded) -> None:
+    """The replica is lost between two probes, so that the request finds out by itself."""
+    triton = guarded.fleet.tritons[0]
+    settings: dict[str, str] = {
+        "connect_timeout_s": QUICK["connect_timeout_s"],
+        "poll_interval_s": "60",
+        "keys_file": str(guarded.keys),
+        "log_level": "warning",
+    }
+    headers = {name.lower(): value for name, value in bearer(INFER).items()}
+    with grpc_gateway(url_of(triton), **settings) as gateway:
+        wait_until(lambda: gateway.http.get("/readyz").is_success)
+        triton.kill()
+        with triton_grpc.InferenceServerClient(gateway.address) as client:
+            code, message = failure(client.infer, "echo", [fp32(1, 2)], headers=headers)
+    triton.start()
+    guarded.fleet.restore()
+    assert code == "UNAVAILABLE"
+    assert not re.search(r"\d+\.\d+\.\d+|localhost|:\d{3,}", message)

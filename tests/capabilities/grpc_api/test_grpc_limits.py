@@ -12,8 +12,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
-from tests.support import keys
-from tests.support.grpc_gateway import (
+from tests.capabilities.grpc_api.support.grpc_gateway import (
     INFER,
     STREAM,
     GrpcGateway,
@@ -22,7 +21,8 @@ from tests.support.grpc_gateway import (
     grpc_gateway,
     memory_mib,
 )
-from tests.support.http2 import Http2Connection, encode_message
+from tests.capabilities.grpc_api.support.http2 import Http2Connection, encode_message
+from tests.support import keys
 from tests.support.metrics import metric
 from tests.support.servers import free_ports
 from tests.support.wait import TIMEOUT_S, wait_until

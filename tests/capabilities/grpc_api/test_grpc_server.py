@@ -23,10 +23,17 @@ import trustme
 from tritonclient.grpc import service_pb2
 
 from gateway.triton.grpc.byte_channel import SAFE_CANCEL_VERSION
+from tests.capabilities.grpc_api.support.grpc_gateway import (
+    INFER,
+    STREAM,
+    call_bytes,
+    failure,
+    fp32,
+    grpc_gateway,
+)
+from tests.capabilities.grpc_api.support.http2 import SETTINGS, Http2Connection
 from tests.support.certificates import write_pair
 from tests.support.fleet import BODY, fleet_of, url_of, write_echo
-from tests.support.grpc_gateway import INFER, STREAM, call_bytes, failure, fp32, grpc_gateway
-from tests.support.http2 import SETTINGS, Http2Connection
 from tests.support.keys import ADMIN, entry, written
 from tests.support.keys import INFER as INFER_KEY
 from tests.support.measurements import assert_number

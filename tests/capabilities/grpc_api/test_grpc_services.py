@@ -17,8 +17,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from tritonclient.grpc import service_pb2
 
 from gateway.capabilities.grpc_api.reflection import HEALTH_FILE
+from tests.capabilities.grpc_api.support.grpc_gateway import SERVICE, GrpcGateway, grpc_gateway
 from tests.support.fleet import url_of, write_echo
-from tests.support.grpc_gateway import SERVICE, GrpcGateway, grpc_gateway
 from tests.support.servers import Triton
 from tests.support.wait import TIMEOUT_S, wait_until
 

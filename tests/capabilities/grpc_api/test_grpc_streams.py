@@ -17,7 +17,14 @@ from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
 from gateway.embedded.supervisor import EmbeddedTriton
-from tests.support.grpc_gateway import STREAM, GrpcGateway, failure, fp32, grpc_gateway, make_input
+from tests.capabilities.grpc_api.support.grpc_gateway import (
+    STREAM,
+    GrpcGateway,
+    failure,
+    fp32,
+    grpc_gateway,
+    make_input,
+)
 from tests.support.metrics import metric
 from tests.support.model_zoo.zoo import AS_WRITTEN, COUNTING, SHARED, write_repository
 from tests.support.servers import triton_with

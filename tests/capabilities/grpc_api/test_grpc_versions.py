@@ -13,11 +13,13 @@ import pytest
 import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
-from tests.support.grpc_gateway import fp32
-from tests.support.metrics import metric
-from tests.support.on_demand import model_names, on_demand_gateway, tritons_with
-from tests.support.servers import Triton, free_ports, gateway_before
-from tests.support.versioned import (
+from tests.capabilities.grpc_api.support.grpc_gateway import fp32
+from tests.capabilities.on_demand.support.on_demand import (
+    model_names,
+    on_demand_gateway,
+    tritons_with,
+)
+from tests.capabilities.versions.support.versioned import (
     LABELS,
     NAME,
     add_version,
@@ -25,6 +27,8 @@ from tests.support.versioned import (
     set_behaviour,
     write_versions,
 )
+from tests.support.metrics import metric
+from tests.support.servers import Triton, free_ports, gateway_before
 from tests.support.wait import TIMEOUT_S, wait_until
 
 MAX_SHADOW_BYTES = 1000

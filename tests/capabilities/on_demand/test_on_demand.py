@@ -17,12 +17,8 @@ import httpx
 import pytest
 from tritonclient.grpc import InferenceServerClient, InferResult
 
-from tests.support.errors import assert_error
-from tests.support.fleet import BODY, V2_BODY, Fleet, load_behind, write_echo
-from tests.support.grpc_gateway import fp32
-from tests.support.keys import ADMIN, BOTH, INFER, bearer, entry, written
-from tests.support.metrics import metric
-from tests.support.on_demand import (
+from tests.capabilities.grpc_api.support.grpc_gateway import fp32
+from tests.capabilities.on_demand.support.on_demand import (
     evictions,
     list_held,
     loads,
@@ -33,6 +29,10 @@ from tests.support.on_demand import (
     tritons_with,
     used_continuously,
 )
+from tests.support.errors import assert_error
+from tests.support.fleet import BODY, V2_BODY, Fleet, load_behind, write_echo
+from tests.support.keys import ADMIN, BOTH, INFER, bearer, entry, written
+from tests.support.metrics import metric
 from tests.support.servers import Triton, free_ports
 from tests.support.wait import wait_until
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fleet import Fleet
-from tests.support.on_demand import (
+from tests.capabilities.on_demand.support.on_demand import (
     evictions,
     list_held,
     model_names,
@@ -19,6 +18,7 @@ from tests.support.on_demand import (
     tritons_with,
     used_continuously,
 )
+from tests.support.fleet import Fleet
 from tests.support.servers import Triton
 from tests.support.wait import wait_until
 

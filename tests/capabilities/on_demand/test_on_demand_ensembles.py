@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.capabilities.on_demand.support.on_demand import (
+    evictions,
+    list_held,
+    loads,
+    on_demand_fleet,
+)
 from tests.support.fleet import Fleet, load_behind, repository
-from tests.support.on_demand import evictions, list_held, loads, on_demand_fleet
 from tests.support.servers import Triton
 from tests.support.wait import wait_until
 

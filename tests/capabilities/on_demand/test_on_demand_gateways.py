@@ -13,10 +13,7 @@ import httpx
 import pytest
 
 from gateway.capabilities.on_demand.models import MAX_USED_MODELS
-from tests.support.fleet import BODY, Fleet, url_of
-from tests.support.keys import BOTH, INFER, bearer, entry, written
-from tests.support.metrics import metric
-from tests.support.on_demand import (
+from tests.capabilities.on_demand.support.on_demand import (
     TRACE_SECONDS,
     IndexWatch,
     Trace,
@@ -31,6 +28,9 @@ from tests.support.on_demand import (
     tritons_with,
     used_continuously,
 )
+from tests.support.fleet import BODY, Fleet, url_of
+from tests.support.keys import BOTH, INFER, bearer, entry, written
+from tests.support.metrics import metric
 from tests.support.redis_server import RedisServer
 from tests.support.servers import Command, Triton, free_ports, gateway_before
 from tests.support.wait import wait_until

@@ -17,9 +17,9 @@ import grpc
 import pytest
 
 from gateway.capabilities.on_demand.scaler import SERVICE, decode_message, encode_message
-from tests.support.from_zero import send_request, sleeping_fleet
-from tests.support.grpc_gateway import failure
-from tests.support.http2 import DATA, Http2Connection
+from tests.capabilities.grpc_api.support.grpc_gateway import failure
+from tests.capabilities.grpc_api.support.http2 import DATA, Http2Connection
+from tests.capabilities.on_demand.support.from_zero import send_request, sleeping_fleet
 from tests.support.metrics import metric
 from tests.support.servers import Command, free_ports
 from tests.support.wait import TIMEOUT_S, wait_until

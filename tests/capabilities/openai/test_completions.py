@@ -21,9 +21,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from gateway.capabilities.openai.completions import relay_chunks
+from tests.capabilities.openai.support.lazy import LazyModule
 from tests.support.documents import COMPLETIONS, LANGUAGE_MODELS, assert_prints, examples
 from tests.support.keys import ADMIN, TEXTS, bearer, entry, written
-from tests.support.lazy import LazyModule
 from tests.support.servers import ROOT, free_ports, gateway_before
 from tests.support.servers import gateway as real_gateway
 from tests.support.wait import wait_until
@@ -288,6 +288,9 @@ def test_invented_model_names_have_few_metric_series(
     assert len(server.requests) == count
 
 
+@pytest.mark.fault(
+    "a key for inference provokes errors of replicas, servers of completions and loads"
+)
 def test_completion_without_a_server_is_refused_with_the_setting_or_a_retry_delay() -> None:
     nobody, gone = (f"http://127.0.0.1:{port}" for port in free_ports(2))
     with gateway_before(nobody) as client:
@@ -296,8 +299,10 @@ def test_completion_without_a_server_is_refused_with_the_setting_or_a_retry_dela
             assert response.status_code == 501
             assert response.json()["error"]["code"] == "NO_OPENAI_SERVER"
             assert "GATEWAY_OPENAI_URLS" in response.json()["error"]["message"]
-    with gateway_before(nobody, openai_urls=gone) as client:
+    with real_gateway(nobody, openai_urls=gone) as (client, command):
         response = client.post("/v1/chat/completions", json={"model": MODEL})
         assert response.status_code == 503
+        assert not re.search(r"\d+\.\d+\.\d+|localhost|:\d{3,}", response.text)
+        command.wait_for(f"OpenAI server {gone.removeprefix('http://')} cannot be reached")
         assert response.json()["error"]["type"] == "server_error"
         assert response.headers["Retry-After"]

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
 import pytest
 
-from tests.support.lazy import LazyModule
+from gateway.embedded.supervisor import EmbeddedTriton
+from tests.capabilities.openai.support.lazy import LazyModule
+from tests.support.keys import ADMIN, ENTRIES, INFER, bearer, entry, written
+from tests.support.keys import TEXTS as TEXTS_KEY
 from tests.support.model_zoo.zoo import Zoo, any_names
-from tests.support.servers import ROOT
+from tests.support.servers import ROOT, gateway_before
 
 if TYPE_CHECKING:
     import openai
@@ -245,3 +249,47 @@ def test_client_library_of_openais_api_works_unmodified(demo: httpx.Client, name
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split() == [str(len(TEXTS)), "384"]
+
+
+def test_model_in_the_body_is_404_unless_the_key_sees_it(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    keys = written(tmp_path / "keys.yaml", ENTRIES)
+    with gateway_before(demo_triton.options.url, keys_file=str(keys)) as client:
+        for path, document in (
+            ("/v1/embeddings", {"input": "a text"}),
+            ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+        ):
+            for key, model, status in (
+                (TEXTS_KEY, "text_ensemble", 200 if path == "/v1/embeddings" else 422),
+                (TEXTS_KEY, "ensemble", 404),
+                (TEXTS_KEY, "text_nothing", 404),
+                (ADMIN, "ensemble", 422),
+            ):
+                body = {"model": model, **document}
+                answer = client.post(path, json=body, headers=bearer(key))
+                assert answer.status_code == status, (path, key, model, answer.text)
+
+
+@pytest.mark.fault("rows that are an inference each")
+def test_rows_that_are_inferences_count_as_requests(
+    zoo_triton: EmbeddedTriton, zoo_as_written: Zoo, tmp_path: Path
+) -> None:
+    zoo_as_written.load("plain_vectors")
+    rate = entry(INFER, "infer", requests_per_second=1 / 3600)
+    settings = {
+        "keys_file": str(written(tmp_path / "keys.yaml", [rate, entry(ADMIN, "infer")])),
+        "max_request_inferences": "5",
+    }
+    with gateway_before(zoo_triton.options.url, **settings) as client:
+
+        def embed_rows(key: str, rows: int) -> httpx.Response:
+            document = {"model": "plain_vectors", "input": ["a"] * rows}
+            return client.post("/v1/embeddings", headers=bearer(key), json=document)
+
+        assert embed_rows(ADMIN, 6).status_code == 413
+        admitted = embed_rows(INFER, 5)
+        assert admitted.status_code == 200, admitted.text
+        refused = embed_rows(INFER, 1)
+        assert refused.status_code == 429, refused.text
+        assert 4 * 3600 < int(refused.headers["retry-after"]) <= 5 * 3600

@@ -22,7 +22,15 @@ from selenium.webdriver.common.keys import Keys
 from gateway import __version__
 from gateway.repository.state.desired import DesiredModel
 from gateway.repository.state.store import open_state_store
-from tests.support import browser, versioned
+from tests.capabilities.on_demand.support.on_demand import (
+    list_held,
+    model_names,
+    on_demand_fleet,
+    tritons_with,
+)
+from tests.capabilities.page.support import browser
+from tests.capabilities.uploads.support.uploads import FIRST, SECOND, triton_of
+from tests.capabilities.versions.support import versioned
 from tests.support.keys import ADMIN, INFER, entry, written
 from tests.support.model_zoo.zoo import (
     COUNTING,
@@ -33,9 +41,7 @@ from tests.support.model_zoo.zoo import (
     identity,
     write_repository,
 )
-from tests.support.on_demand import list_held, model_names, on_demand_fleet, tritons_with
 from tests.support.servers import ROOT, Triton, free_ports, gateway_before, triton_with
-from tests.support.uploads import FIRST, SECOND, triton_of
 from tests.support.wait import wait_until
 
 pytestmark = pytest.mark.skipif(not browser.is_installed(), reason=browser.MISSING)

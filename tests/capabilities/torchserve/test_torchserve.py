@@ -16,6 +16,7 @@ from fastapi.routing import APIRoute
 
 from gateway.capabilities.torchserve.routes import router
 from gateway.embedded.supervisor import EmbeddedTriton
+from tests.capabilities.torchserve.support.torchserve import COMMAND, MISSING, Addresses, torchserve
 from tests.support.fake_triton import ask, port_of
 from tests.support.images import encoded
 from tests.support.keys import (
@@ -34,7 +35,6 @@ from tests.support.keys import (
 )
 from tests.support.model_zoo.zoo import AS_WRITTEN, Model, T, identity, image, write_repository
 from tests.support.servers import free_ports, gateway_before, triton_with
-from tests.support.torchserve import COMMAND, MISSING, Addresses, torchserve
 
 BYTES = T("X", "BYTES", (1,))
 ALL_VERSIONS = "version_policy { all { } }"

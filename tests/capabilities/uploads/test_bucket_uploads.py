@@ -19,10 +19,8 @@ import psutil
 import pytest
 
 from gateway.capabilities.uploads.model_files.store import hash_pieces
-from tests.support.errors import assert_error
-from tests.support.s3_server import CREDENTIALS, S3Server
-from tests.support.servers import gateway
-from tests.support.uploads import (
+from tests.capabilities.uploads.support.s3_server import CREDENTIALS, S3Server
+from tests.capabilities.uploads.support.uploads import (
     FIRST,
     MIB,
     SECOND,
@@ -33,6 +31,8 @@ from tests.support.uploads import (
     padded,
     triton_of,
 )
+from tests.support.errors import assert_error
+from tests.support.servers import gateway
 from tests.support.wait import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.long

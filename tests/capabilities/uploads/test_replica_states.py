@@ -15,10 +15,8 @@ import httpx
 import pytest
 import tritonclient.grpc as triton_grpc
 
-from tests.support.fleet import BODY, CONFIG, ECHO, V2_BODY, post_to, write_echo
-from tests.support.grpc_gateway import failure, fp32, grpc_gateway
-from tests.support.servers import Triton
-from tests.support.uploads import (
+from tests.capabilities.grpc_api.support.grpc_gateway import failure, fp32, grpc_gateway
+from tests.capabilities.uploads.support.uploads import (
     FIRST,
     SECOND,
     UNKNOWN_OPERATOR,
@@ -27,6 +25,8 @@ from tests.support.uploads import (
     listed_states,
     pack_zip,
 )
+from tests.support.fleet import BODY, CONFIG, ECHO, V2_BODY, post_to, write_echo
+from tests.support.servers import Triton
 from tests.support.wait import wait_until
 
 

@@ -26,13 +26,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from gateway.capabilities.uploads.model_files.store import STORE_THREADS
-from tests.support import network
-from tests.support.errors import assert_error
-from tests.support.fleet import BODY, V2_BODY, Load, write_echo
-from tests.support.gateway_forks import run_gateway
-from tests.support.keys import ADMIN, bearer, entry, written
-from tests.support.servers import Command, gateway_before
-from tests.support.uploads import (
+from tests.capabilities.uploads.support.uploads import (
     FIRST,
     MIB,
     SECOND,
@@ -43,6 +37,12 @@ from tests.support.uploads import (
     listed_states,
     padded,
 )
+from tests.support import network
+from tests.support.errors import assert_error
+from tests.support.fleet import BODY, V2_BODY, Load, write_echo
+from tests.support.gateway_forks import run_gateway
+from tests.support.keys import ADMIN, bearer, entry, written
+from tests.support.servers import Command, gateway_before
 from tests.support.wait import TIMEOUT_S, wait_until
 
 HIDDEN = ".triton-gateway-"

@@ -16,13 +16,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.support.errors import assert_error
-from tests.support.gateway_forks import run_gateway
-from tests.support.keys import bearer, entry, written
-from tests.support.model_zoo.zoo import AS_WRITTEN, COUNTING, write_repository
-from tests.support.redis_server import RedisServer
-from tests.support.servers import Triton, gateway, gateway_before
-from tests.support.versioned import (
+from tests.capabilities.versions.support.versioned import (
     LABELS,
     NAME,
     V1_BODY,
@@ -32,6 +26,12 @@ from tests.support.versioned import (
     remove_version,
     write_versions,
 )
+from tests.support.errors import assert_error
+from tests.support.gateway_forks import run_gateway
+from tests.support.keys import bearer, entry, written
+from tests.support.model_zoo.zoo import AS_WRITTEN, COUNTING, write_repository
+from tests.support.redis_server import RedisServer
+from tests.support.servers import Triton, gateway, gateway_before
 from tests.support.wait import wait_until
 
 QUICK = {"poll_interval_s": "0.1", "connect_timeout_s": "10", "log_level": "warning"}
@@ -119,6 +119,17 @@ def test_invalid_label_is_refused(
 ) -> None:
     assert_error(client.put(f"{LABELS}/{name}", json=label), status, code, message)
     assert client.get(LABELS).json()["labels"] == []
+
+
+@pytest.mark.fault("thousands of labels and of operations in the background, long names of load")
+def test_labels_of_a_model_are_bounded(client: httpx.Client) -> None:
+    large = client.put(f"{LABELS}/a", json={"unknown": "x" * 70_000})
+    assert large.status_code == 413
+    for number in range(65):
+        label = client.put(f"{LABELS}/l{number}", json={"version": "1"})
+        assert label.status_code == (200 if number < 64 else 409)
+    assert "64 labels" in label.json()["error"]
+    assert client.put(f"{LABELS}/l0", json={"version": "1"}).status_code == 200
 
 
 def test_label_of_an_unknown_model_is_not_found(client: httpx.Client) -> None:

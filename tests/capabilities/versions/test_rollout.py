@@ -30,11 +30,17 @@ from gateway.client.rollout import (
 )
 from gateway.client.target import Target
 from gateway.client.top import ModelTraffic
+from tests.capabilities.versions.support.versioned import (
+    LABELS,
+    NAME,
+    V2_BODY,
+    set_behaviour,
+    write_versions,
+)
 from tests.support.fleet import QUICK
 from tests.support.gateway_forks import run_gateway
 from tests.support.keys import ADMIN, METRICS, bearer, entry, written
 from tests.support.servers import ROOT, Triton, gateway_before
-from tests.support.versioned import LABELS, NAME, V2_BODY, set_behaviour, write_versions
 from tests.support.wait import TIMEOUT_S, wait_until
 
 INFER = f"/v2/models/{NAME}/infer"

@@ -24,9 +24,7 @@ from gateway.fleet.pool import ReplicaPool
 from gateway.settings import Settings
 from gateway.telemetry.metrics import Metrics
 from gateway.version_labels import Shadow, VersionLabel
-from tests.support.measurements import forget_peaks, peak_bytes
-from tests.support.servers import Command, Triton, gateway
-from tests.support.versioned import (
+from tests.capabilities.versions.support.versioned import (
     NAME,
     V1_BODY,
     V2_BODY,
@@ -34,6 +32,8 @@ from tests.support.versioned import (
     write_version,
     write_versions,
 )
+from tests.support.measurements import forget_peaks, peak_bytes
+from tests.support.servers import Command, Triton, gateway
 from tests.support.wait import wait_until
 
 QUICK = {"poll_interval_s": "0.1", "connect_timeout_s": "10", "max_shadow_bytes": "200000"}

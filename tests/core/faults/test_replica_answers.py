@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, ClassVar
+from typing import Any
 
-import grpc
 import httpx
 import psutil
 import pytest
-from tritonclient.grpc import service_pb2
 
 from gateway.fleet.index import MAX_INDEX_ENTRIES
 from tests.support.errors import assert_error
-from tests.support.grpc_gateway import STREAM, grpc_gateway
+from tests.support.scripted_replica import (
+    METADATA,
+    TEXT,
+    Replica,
+    replica_with_invalid_messages,
+    scripted_replica,
+)
 from tests.support.servers import gateway
-from tests.support.wait import TIMEOUT_S, wait_until
+from tests.support.wait import wait_until
 
 MIB = 1 << 20
-TEXT = {"name": "Y", "datatype": "BYTES", "shape": [1]}
 NUMBER = {"name": "Y", "datatype": "FP32", "shape": [1]}
-METADATA = {
-    "name": "m",
-    "versions": ["1"],
-    "platform": "",
-    "inputs": [{"name": "X", "datatype": "BYTES", "shape": [1]}],
-    "outputs": [TEXT],
-}
 UNREADABLE: dict[str, Any] = {
     "a number as BYTES": {"outputs": [{**TEXT, "data": [1]}]},
     "null as BYTES": {"outputs": [{**TEXT, "data": [None]}]},
@@ -71,64 +62,12 @@ METADATAS: dict[str, Any] = {
 }
 
 
-class Replica(BaseHTTPRequestHandler):
-    """Answers as its table says: a model's metadata or its inference, by the model's name."""
-
-    protocol_version = "HTTP/1.1"
-    answers: ClassVar[dict[str, Any]] = {}
-
-    def do_GET(self) -> None:
-        name = self.path.split("/")[3] if self.path.startswith("/v2/models/") else ""
-        if self.path.endswith("/config"):
-            self.answer(self.answers.get(f"config {name}", {"name": name}))
-        else:
-            self.answer(self.answers.get(f"metadata {name}", {**METADATA, "name": name}))
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("content-length", 0)))
-        if self.path == "/v2/repository/index":
-            self.answer(self.answers.get("index", []))
-        else:
-            self.answer(self.answers[self.path.split("/")[3]])
-
-    def answer(self, document: Any) -> None:
-        if document is Ellipsis:
-            self.answer_without_end()
-            return
-        body = document if isinstance(document, bytes) else json.dumps(document).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def answer_without_end(self) -> None:
-        self.send_response(200)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        piece = b"%x\r\n%b\r\n" % (MIB, b" " * MIB)
-        with suppress(OSError):
-            while True:
-                self.wfile.write(piece)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
-def replica() -> Iterator[str]:
-    """The address of a replica whose responses a test sets."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Replica)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.fixture(scope="module")
-def served(replica: str) -> Iterator[tuple[httpx.Client, psutil.Process]]:
-    with gateway(replica, max_answer_bytes=str(64 * MIB)) as (client, command):
+def served() -> Iterator[tuple[httpx.Client, psutil.Process]]:
+    with (
+        scripted_replica() as replica,
+        gateway(replica, max_answer_bytes=str(64 * MIB)) as (client, command),
+    ):
         yield client, psutil.Process(command.pid)
 
 
@@ -222,33 +161,10 @@ def test_index_with_too_many_models_is_ignored(
     wait_until(lambda: not read_replica()["models"])
 
 
-class InvalidMessages(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Responds to each message with an error whose text is not UTF-8."""
-
-    def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler:
-        if handler_call_details.method != STREAM:
-            return grpc.unary_unary_rpc_method_handler(lambda _message, _context: b"")
-        return grpc.stream_stream_rpc_method_handler(
-            lambda messages, _context: (b"\x0a\x02\xff\xfe" for _ in messages)
-        )
-
-
 @pytest.mark.fault(
     "a response is valid HTTP but not a Triton response: JSON of other types, shapes and"
 )
-def test_unreadable_message_of_a_stream_is_502(replica: str) -> None:
-    Replica.answers = {"config m": {"model_transaction_policy": {"decoupled": True}}}
-    server = grpc.server(ThreadPoolExecutor(1), handlers=[InvalidMessages()])
-    url = f"{replica}?grpc={server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    request = service_pb2.ModelInferRequest(model_name="m").SerializeToString()
-    try:
-        with grpc_gateway(url) as served, grpc.insecure_channel(served.address) as channel:
-            answer = infer(served.http, "m", "text/event-stream")
-            assert_error(answer, 502, "BAD_UPSTREAM", "the replica's inference response is invalid")
-            responses = channel.stream_stream(STREAM)(iter([request, request]), timeout=TIMEOUT_S)
-            read = service_pb2.ModelStreamInferResponse.FromString
-            texts = [read(response).error_message for response in responses]
-            assert texts == ["the replica's inference response is invalid"] * 2
-    finally:
-        server.stop(None).wait()
+def test_unreadable_message_of_a_stream_is_502() -> None:
+    with replica_with_invalid_messages() as url, gateway(url) as (client, _):
+        answer = infer(client, "m", "text/event-stream")
+        assert_error(answer, 502, "BAD_UPSTREAM", "the replica's inference response is invalid")

@@ -118,19 +118,18 @@ def test_image_without_a_digit_is_refused_with_the_reason(
 
 @pytest.mark.fault("names with ../, %00, CR and LF, of 300 characters; invalid versions")
 @pytest.mark.parametrize(
-    ("model", "unknown", "code"),
+    ("model", "unknown"),
     [
-        ("nobody", "nobody", "MODEL_NOT_FOUND"),
-        ("ensemble/versions/99", "99", "MODEL_NOT_FOUND"),
-        ("ensemble/versions/1.5", "1.5", "MODEL_NOT_FOUND"),
-        ("ensemble/versions/abc", "abc", "LABEL_NOT_FOUND"),
+        ("nobody", "'nobody'"),
+        ("ensemble/versions/99", "99"),
+        ("ensemble/versions/1.5", "1.5"),
     ],
 )
 def test_model_or_version_that_is_unknown_is_404(
-    demo: httpx.Client, model: str, unknown: str, code: str
+    demo: httpx.Client, model: str, unknown: str
 ) -> None:
     response = demo.post(f"/v1/models/{model}/infer", content=SEVEN, headers=PNG)
-    assert_error(response, 404, code, f"'{unknown}'" if model == unknown else unknown)
+    assert_error(response, 404, "MODEL_NOT_FOUND", unknown)
 
 
 def test_path_that_is_unknown_is_404(demo: httpx.Client) -> None:
@@ -143,7 +142,7 @@ def test_method_that_is_wrong_is_405_with_the_methods_of_the_path(demo: httpx.Cl
         ("GET", INFER, ["POST"]),
         ("POST", "/v2/models", ["GET", "HEAD"]),
         ("POST", "/livez", ["GET", "HEAD"]),
-        ("PATCH", "/v1/models/ensemble", ["DELETE", "GET", "HEAD", "PUT"]),
+        ("PATCH", "/v1/log-level", ["GET", "HEAD", "PUT"]),
     ]
     for method, path, allowed in table:
         response = demo.request(method, path)
@@ -151,7 +150,7 @@ def test_method_that_is_wrong_is_405_with_the_methods_of_the_path(demo: httpx.Cl
         assert_error(response, 405, "METHOD_NOT_ALLOWED", words)
         assert response.headers.get_list("allow") == [", ".join(allowed)], path
     document = demo.get("/openapi.json").json()
-    assert len(document["paths"]) > 30
+    assert len(document["paths"]) > 20
     for path, operations in document["paths"].items():
         response = demo.request("PATCH", path.replace("{", "").replace("}", ""))
         allow = set(response.headers["allow"].split(", "))

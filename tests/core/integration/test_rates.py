@@ -357,8 +357,8 @@ async def test_request_of_many_inferences_is_counted_as_many(
 def test_rows_that_are_inferences_count_as_requests(
     zoo_triton: EmbeddedTriton, zoo_as_written: Zoo, tmp_path: Path
 ) -> None:
-    zoo_as_written.load("plain_single_BYTES", "plain_vectors", "single_BYTES")
-    rare = [f"tgw_rare{number}-secret" for number in range(3)]
+    zoo_as_written.load("plain_single_BYTES", "single_BYTES")
+    rare = [f"tgw_rare{number}-secret" for number in range(2)]
     keys = [entry(key, "infer", requests_per_second=1 / 3600) for key in rare]
     keys += [
         entry(FREE, "infer"),
@@ -370,7 +370,6 @@ def test_rows_that_are_inferences_count_as_requests(
     }
     calls: list[tuple[str, int, Callable[[int], Any]]] = [
         ("/v1/models/plain_single_BYTES:predict", 5, lambda rows: {"instances": ["a"] * rows}),
-        ("/v1/embeddings", 5, lambda rows: {"model": "plain_vectors", "input": ["a"] * rows}),
         ("/v1/models/single_BYTES/infer", 40, lambda rows: {"inputs": ["a"] * rows}),
     ]
     with gateway(zoo_triton.options.url, **settings) as (client, _):

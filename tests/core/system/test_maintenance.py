@@ -17,14 +17,12 @@ from tests.support.fleet import BODY, QUICK, load_behind, post_to, unload_behind
 from tests.support.gateway_forks import run_gateway
 from tests.support.model_zoo.zoo import COUNTING, Names, write_repository
 from tests.support.servers import Triton, gateway
-from tests.support.versioned import LABELS, NAME, V1_BODY, count_versions, write_versions
 from tests.support.wait import TIMEOUT_S, wait_until
 
 V2_STEP = {
     "inputs": [{"name": "X", "datatype": "INT32", "shape": [1, 1], "data": [1]}],
     "parameters": {"sequence_id": "alone"},
 }
-V1, V2 = f"/v1/models/{NAME}", f"/v2/models/{NAME}"
 
 
 @dataclass
@@ -61,7 +59,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             repository = folder / str(number)
             write_repository(repository, Names(), [COUNTING])
             write_echo(repository, "echo", instances=2)
-            write_versions(repository, (1,) if number else (1, 2))
             tritons.append(Triton(repository, "*"))
             tritons[-1].start()
             stack.callback(tritons[-1].kill)  # it would wait for sequences that do not end
@@ -265,27 +262,6 @@ def test_sequences_continue_if_only_a_cordoned_replica_has_the_model(
         assert refused.status_code == (200 if patterns else 503), refused.text
         assert step(client, "alone", "end")["PROCESS"] == started["PROCESS"]
     load_behind(second, COUNTING.name)
-
-
-def test_label_skips_a_version_that_only_a_cordoned_replica_has(pair: Pair) -> None:
-    first = pair.tritons[0].address
-    for label, versions in (("canary", {"1": 50, "2": 50}), ("next", {"2": 1})):
-        path = f"{LABELS}/{label}"
-        assert pair.client.put(path, json={"versions": versions}).status_code == 200
-    wait_until(lambda: pair.other.get(f"{LABELS}/next").is_success)
-    for client in (pair.client, pair.other):
-        assert count_versions(client, f"{V1}/versions/canary/infer", 2) == {"1": 1, "2": 1}
-    pair.call("cordon", first)
-    wait_until(lambda: cordoned(pair.other) == {first})
-    for client in (pair.client, pair.other):
-        ready = [client.get(f"{LABELS}/{label}").json()["ready"] for label in ("canary", "next")]
-        assert ready == [{"1": True, "2": False}, {"2": False}]
-        for path in (f"{V1}/versions/canary/infer", f"{V2}/versions/canary/infer"):
-            assert count_versions(client, path, 10) == {"1": 10}
-        refused = client.post(f"{V1}/versions/next/infer", json=V1_BODY)
-        assert refused.status_code == 503
-    for label in ("canary", "next"):
-        assert pair.client.delete(f"{LABELS}/{label}").status_code == 200
 
 
 def test_last_or_unknown_replica_cannot_be_cordoned(pair: Pair) -> None:

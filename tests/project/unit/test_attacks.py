@@ -17,8 +17,9 @@ from gateway.passthrough.rules import ROUTE_RULES, Forwarding
 from gateway.settings import Settings
 from gateway.tensors.codecs import CODECS, find_codec
 from gateway.tensors.image_header import HEADER_READERS
+from tests.capabilities.grpc_api.support.grpc_gateway import SERVICE
 from tests.interface.openapi import build_document
-from tests.support.attacks import (
+from tests.project.support.attacks import (
     ATTACKS,
     FileChange,
     FrameWriter,
@@ -27,7 +28,6 @@ from tests.support.attacks import (
     HttpRequest,
     Upload,
 )
-from tests.support.grpc_gateway import SERVICE
 
 REQUESTS = [request for attack in ATTACKS.values() for request in attack.requests]
 HTTP_REQUESTS = [request for request in REQUESTS if isinstance(request, HttpRequest)]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.support.fuzz_targets import targets
+from tests.project.support.fuzz_targets import targets
 from tests.support.fuzzing import Target, fuzz
 
 TARGETS = targets()

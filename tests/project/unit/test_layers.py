@@ -44,6 +44,10 @@ PURE = (
 )
 CAPABILITIES = "gateway.capabilities."
 INSTALLED = f"{CAPABILITIES}installed"
+# Imports that no test of the core and no common helper has.
+BEYOND_THE_CORE = (
+    r"^ *(?:from|import) (?:gateway|tests)(?:\.| import )(?:capabilities|chaos|project)\b.*"
+)
 COMPOSERS = ("gateway.app", "gateway.doctor")  # they use every capability of the list
 ASYNC_NODES = (ast.AsyncFunctionDef, ast.AsyncFor, ast.AsyncWith, ast.Await)
 CONSTRUCTORS = ("__init__", "__post_init__")
@@ -136,6 +140,19 @@ def test_core_imports_no_capability_and_capabilities_only_the_core() -> None:
         and capability_of(imported) != capability_of(module)
         and module != INSTALLED
         and (imported != INSTALLED or module not in COMPOSERS)
+    ]
+    assert not foreign
+
+
+def test_tests_of_the_core_and_common_helpers_import_no_capability() -> None:
+    """A capability is deleted with its tests, and those of the core and of the others still run."""
+    files = [ROOT / "tests/conftest.py"]
+    files += [*(ROOT / "tests/core").rglob("*.py"), *(ROOT / "tests/support").rglob("*.py")]
+    assert len(files) > 100
+    foreign = [
+        f"{file.relative_to(ROOT)}: {line}"
+        for file in files
+        for line in re.findall(BEYOND_THE_CORE, file.read_text(), re.MULTILINE)
     ]
     assert not foreign
 

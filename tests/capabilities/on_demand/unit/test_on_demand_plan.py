@@ -44,7 +44,7 @@ from gateway.capabilities.on_demand.plan import (
 from gateway.capacity.admission import AdmissionQueue
 from gateway.repository.models_file import CopyLimits
 from gateway.telemetry.metrics import Metrics
-from tests.support.on_demand import count_lru_loads
+from tests.capabilities.on_demand.support.on_demand import count_lru_loads
 
 NAMES = [f"m{number}" for number in range(8)]
 SIZES = st.integers(0, 20)

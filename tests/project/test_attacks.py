@@ -23,8 +23,7 @@ import psutil
 import pytest
 
 from gateway.embedded.supervisor import EmbeddedTriton
-from tests.support import keys
-from tests.support.attacks import (
+from tests.project.support.attacks import (
     ATTACKS,
     KEPT,
     MODELS,
@@ -35,6 +34,7 @@ from tests.support.attacks import (
     Site,
     with_key,
 )
+from tests.support import keys
 from tests.support.fake_triton import port_of
 from tests.support.guards import child_of
 from tests.support.load import (

@@ -29,11 +29,8 @@ import yaml
 from PIL import Image
 from tritonclient.grpc import service_pb2
 
-from tests.support import hostile_files as hostile
-from tests.support import keys
-from tests.support.corpus import FORM, IMAGES, encode_form
-from tests.support.grpc_gateway import INFER, SERVICE, STREAM
-from tests.support.http2 import (
+from tests.capabilities.grpc_api.support.grpc_gateway import INFER, SERVICE, STREAM
+from tests.capabilities.grpc_api.support.http2 import (
     CANCEL,
     DATA,
     RST_STREAM,
@@ -41,10 +38,13 @@ from tests.support.http2 import (
     encode_frame,
     encode_message,
 )
+from tests.capabilities.uploads.support.uploads import FIRST
+from tests.support import hostile_files as hostile
+from tests.support import keys
+from tests.support.corpus import FORM, IMAGES, encode_form
 from tests.support.images import encoded
 from tests.support.load import Pool, get, post
 from tests.support.model_zoo.zoo import TEXT_MODELS, identity, image
-from tests.support.uploads import FIRST
 from tests.support.wait import TIMEOUT_S, wait_until_async
 
 KIB, MIB = 1 << 10, 1 << 20

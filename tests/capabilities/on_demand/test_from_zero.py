@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.from_zero import (
+from tests.capabilities.on_demand.support.from_zero import (
     Sleeping,
     WaitingClients,
     send_request,

@@ -1,0 +1,60 @@
+"""The public names by the code alone, for a copy without documents: `python -m tests.interface.package`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from pkgutil import walk_packages
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+import gateway
+from gateway.errors import GatewayError
+from gateway.settings import ENV_PREFIX
+from tests.interface import names, openapi
+
+# They run in Triton's processes.
+BACKENDS = "gateway.embedded.backends"
+
+ClassT = TypeVar("ClassT")
+
+
+def import_all() -> None:
+    """Import every module: each room and capability defines its errors and settings."""
+    for module in walk_packages(gateway.__path__, "gateway."):
+        if not module.name.startswith(BACKENDS):
+            import_module(module.name)
+
+
+def find_subclasses(base: type[ClassT]) -> Iterator[type[ClassT]]:
+    """Yield the class and all that derive from it, of the modules that are imported."""
+    yield base
+    for special in base.__subclasses__():
+        yield from find_subclasses(special)
+
+
+def list_settings() -> Iterator[str]:
+    for model in find_subclasses(BaseModel):
+        if model.__module__.startswith("gateway."):
+            for field in model.model_fields:
+                yield f"setting {ENV_PREFIX}{field.upper()}"
+
+
+def list_codes() -> Iterator[str]:
+    for error in find_subclasses(GatewayError):
+        yield f"code {error.status} {error.code}"
+
+
+def list_names() -> set[str]:
+    import_all()
+    return {
+        *list_settings(),
+        *list_codes(),
+        *names.list_paths(openapi.build_document()),
+        *names.list_commands(),
+    }
+
+
+if __name__ == "__main__":
+    print(*sorted(list_names()), sep="\n")
