@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway.access.auth import authorize_all_models
 from gateway.callers import Right
 from gateway.capacity.admission import Slot
-from gateway.capacity.body_chunks import ZLIB_WBITS, coalesce_chunks
+from gateway.capacity.body_chunks import coalesce_chunks
 from gateway.error_responses import render_error
 from gateway.errors import BodyTooLarge
 from gateway.fleet.transports import HttpCall
@@ -39,6 +39,7 @@ from gateway.passthrough.headers import (
     RequestHeaders,
     filter_response_headers,
     header_length_error,
+    prepare_infer_headers,
     prepare_request_headers,
 )
 from gateway.passthrough.rules import (
@@ -153,7 +154,9 @@ async def forward_request(
     """Return Triton's successful response. For an inference, the caller must release the slot."""
     rule, model = route.rule, route.model
     info: RequestInfo = scope["request_info"]
-    headers = read_head(scope, prepare_request_headers)
+    has_tensors = action.json_rules.has_tensors
+    prepare_headers = prepare_infer_headers if has_tensors else prepare_request_headers
+    headers = read_head(scope, prepare_headers)
     requested = headers.requested_timeout
     timeout_s = services.resolve_timeout_s(requested) if requested else services.default_timeout_s
     info.timeout_s = timeout_s
@@ -185,7 +188,7 @@ async def forward_request(
     path = b"%b?%b" % (path, query) if query else path
     call = HttpCall(upstream, method, path, forwarded, body)
     if target.choice is not None and action.is_inference:
-        call = target.choice.copy_http_call(call, has_tensors=action.json_rules.has_tensors)
+        call = target.choice.copy_http_call(call, has_tensors=has_tensors)
     try:
         return await services.dispatcher.send(call, timeout_s)
     except BaseException:
@@ -212,12 +215,10 @@ async def prepare_body(
         message = await buffer_body(message, receive, count_buffered_bytes(headers, action))
     first: bytes = message.get("body", b"")
     body = build_passthrough_body(message, receive, forwarded, length, limit, scope["request_info"])
-    if headers.content_encoding in ZLIB_WBITS:
+    if headers.content_encoding:
         first, length = b"", None
         charge = services.get_charge(scope["request_info"])
         body = await inflate_body(body, headers.content_encoding, limit, forwarded, charge)
-    elif headers.content_encoding:
-        forwarded[:] = [header for header in forwarded if header[0] != b"content-encoding"]
     if isinstance(body, bytes):
         first, length = body, len(body)
     else:
@@ -227,9 +228,7 @@ async def prepare_body(
     if json_bytes is not None and json_bytes > length:
         raise header_length_error(str(json_bytes), f"the body has at most {length} bytes")
     refuses_sequence = False
-    if not action.json_rules.has_tensors:
-        json_bytes = None  # Triton parses the whole body as JSON
-    elif step is None:
+    if action.json_rules.has_tensors and step is None:
         step = find_sequence_step(first, json_bytes)
         searched_bytes = min(len(first), MAX_SEQUENCE_JSON_BYTES)
         refuses_sequence = (length if json_bytes is None else json_bytes) > searched_bytes

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Set
+from functools import partial
 from typing import Final, NamedTuple
 
 from starlette.types import Scope
@@ -32,7 +34,8 @@ RESERVED_PARAMETERS: Final = frozenset(
 NOT_FORWARDED: Final = HOP_BY_HOP | GATEWAY_HEADERS | RESERVED_PARAMETERS
 SEQUENCE_HEADERS: Final = (b"x-sequence-id", b"x-sequence")
 CONTROL_HEADERS: Final = frozenset((b"connection", b"x-request-timeout", *SEQUENCE_HEADERS))
-BODY_HEADERS: Final = frozenset((b"content-encoding", b"inference-header-content-length"))
+JSON_LENGTH_HEADER: Final = b"inference-header-content-length"
+BODY_HEADERS: Final = frozenset((b"content-encoding", JSON_LENGTH_HEADER))
 # Triton reads these headers, and crashes on some values.
 CHECKED_HEADERS: Final = BODY_HEADERS | {b"content-type", b"accept-encoding"}
 # `Connection` must not remove these: Triton would read another body than the gateway does.
@@ -66,7 +69,7 @@ class RequestHeaders(NamedTuple):
     step: SequenceStep | None = None
 
 
-def prepare_request_headers(scope: Scope) -> RequestHeaders:
+def prepare_headers(not_forwarded: Set[bytes], scope: Scope) -> RequestHeaders:
     """Raises `MalformedRequest` or `UnsupportedEncoding`."""
     forwarded: Headers = []
     special: Headers = NO_HEADERS
@@ -75,7 +78,7 @@ def prepare_request_headers(scope: Scope) -> RequestHeaders:
         name = header[0]
         if name == b"content-length":
             length = int(header[1])
-        elif name in NOT_FORWARDED:
+        elif name in not_forwarded:
             if name in CONTROL_HEADERS:
                 special = [*special, header]
             continue
@@ -90,6 +93,12 @@ def prepare_request_headers(scope: Scope) -> RequestHeaders:
     if not special:
         return RequestHeaders(forwarded, length)
     return parse_control_headers(drop_connection_headers(forwarded, special), special, length)
+
+
+# Triton reads the size of the JSON only where binary tensors can follow it. Its Python client writes this
+# header of an inference into the caller's dictionary, and sends it with all that uses the dictionary later.
+prepare_infer_headers: Final = partial(prepare_headers, NOT_FORWARDED)
+prepare_request_headers: Final = partial(prepare_headers, NOT_FORWARDED | {JSON_LENGTH_HEADER})
 
 
 def drop_connection_headers(headers: Headers, control_headers: Headers) -> Headers:
@@ -114,19 +123,26 @@ def parse_control_headers(
         step = parse_sequence_headers(*map(values.get, SEQUENCE_HEADERS))
     body_headers = [header for header in control_headers if header[0] in BODY_HEADERS]
     encoding, json_bytes = parse_body_headers(body_headers) if body_headers else ("", None)
+    if not encoding and b"content-encoding" in values:  # empty or identity, which Triton lacks
+        forwarded = [header for header in forwarded if header[0] != b"content-encoding"]
     timeout = values.get(b"x-request-timeout")
     return RequestHeaders(forwarded, content_length, timeout, encoding, json_bytes, step)
 
 
 def parse_body_headers(headers: Headers) -> tuple[str, int | None]:
-    """Return the content encoding and the JSON's size. Raises `MalformedRequest`, `UnsupportedEncoding`."""
+    """Return the compression of the body, or "", and the JSON's size.
+
+    Raises `MalformedRequest` or `UnsupportedEncoding`.
+    """
     values = dict(headers)
     if len(values) < len(headers):
         raise MalformedRequest(f"the request has more than one {headers[-1][0].decode().title()}")
     encoding = values.get(b"content-encoding", b"").decode("latin-1").strip().lower()
-    if encoding not in ("", "identity", *ZLIB_WBITS):
+    if encoding == "identity":
+        encoding = ""
+    elif encoding and encoding not in ZLIB_WBITS:
         raise UnsupportedEncoding(encoding)
-    json_bytes = values.get(b"inference-header-content-length")
+    json_bytes = values.get(JSON_LENGTH_HEADER)
     if json_bytes is None:
         return encoding, None
     value = json_bytes.decode("latin-1")

@@ -262,7 +262,13 @@ def by_the_sync_client(port: int) -> tuple[list[Any], dict[str, Any], dict[str, 
             with pytest.raises(InferenceServerException) as caught:
                 client.infer(**infer)
             failures[name] = caught.value
-        calls = [steady(getattr(client, name)(**arguments)) for name, arguments in CALLS]
+        headers: dict[str, str] = {}
+        client.infer(**INFERENCES["binary"], headers=headers)
+        assert "Inference-Header-Content-Length" in headers  # and so in these calls
+        calls = [
+            steady(getattr(client, name)(**{"headers": headers, **arguments}))
+            for name, arguments in CALLS
+        ]
     return calls, results, failures
 
 
@@ -274,7 +280,13 @@ async def by_the_aio_client(port: int) -> tuple[list[Any], dict[str, Any], dict[
             with pytest.raises(InferenceServerException) as caught:
                 await client.infer(**infer)
             failures[name] = caught.value
-        calls = [steady(await getattr(client, name)(**arguments)) for name, arguments in CALLS]
+        headers: dict[str, str] = {}
+        await client.infer(**INFERENCES["binary"], headers=headers)
+        assert "Inference-Header-Content-Length" in headers
+        calls = [
+            steady(await getattr(client, name)(**{"headers": headers, **arguments}))
+            for name, arguments in CALLS
+        ]
     return calls, results, failures
 
 
@@ -365,6 +377,7 @@ EXCHANGES: list[tuple[str, str, Headers, bytes | list[bytes]]] = [
     ("GET", "/v2/models/stats", [], b""),
     ("GET", "/v2/logging", [], b""),
     ("GET", "/v2/trace/setting", [], b""),
+    ("GET", "/v2/models/pair", BINARY, b""),
     ("POST", "/v2/models/pair/infer", [JSON_TYPE], PAIR_JSON),
     ("POST", "/v2/models/pair/versions/1/infer?a=b", [JSON_TYPE], PAIR_JSON),
     ("POST", "/v2/models/pair/infer", [("Content-Type", "text/nonsense")], PAIR_JSON),
@@ -380,6 +393,7 @@ EXCHANGES: list[tuple[str, str, Headers, bytes | list[bytes]]] = [
     ("POST", "/v2/models/wide/infer", [("Inference-Header-Content-Length", "0")], WIDE.tobytes()),
     ("POST", "/v2/models/wide/infer", [("Inference-Header-Content-Length", "0")], [WIDE.tobytes()] * 3),
     ("POST", "/v2/models/text/generate", [], b'{"X": "one", "extra": "kept"}'),
+    ("POST", "/v2/models/text/generate", BINARY, b'{"X": "one"}'),
     ("POST", "/v2/models/numbers/generate", [JSON_TYPE], b'{"X": [7, 8], "id": "g"}'),
     ("POST", "/v2/models/numbers/generate_stream", [JSON_TYPE], b'{"X": 9}'),
 ]  # fmt: skip
