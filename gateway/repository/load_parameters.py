@@ -16,6 +16,10 @@ FLAG_PARAMETERS: Final = (UNLOAD_DEPENDENTS, STAGED)
 # Code: the config, and files within the model's folder.
 CONFIG_PARAMETER: Final = "config"
 FILE_PARAMETER: Final = re.compile(r"file:(?!\.\.?(?:/|$))[^/\x00]+(?:/(?!\.\.?(?:/|$))[^/\x00]+)*")
+# Triton writes the files below a folder in /tmp, and ends if Linux refuses a path: tritonserver 2.51 from
+# 4,078 bytes on. The rest is left for other folders.
+MAX_FILE_NAME_BYTES: Final = 255
+MAX_FILE_PATH_BYTES: Final = 4000
 
 
 def check_load_parameters(parameters: Mapping[str, Any], *, can_upload: bool) -> None:
@@ -30,8 +34,25 @@ def check_load_parameters(parameters: Mapping[str, Any], *, can_upload: bool) ->
                 f"load parameter {quote_text(name)} is not allowed, because Triton runs it as code; uploads "
                 "require GATEWAY_MODEL_UPLOADS=code and a key that may manage all models"
             )
-        if name != CONFIG_PARAMETER and not FILE_PARAMETER.fullmatch(name):
+        if name == CONFIG_PARAMETER:
+            continue
+        if not FILE_PARAMETER.fullmatch(name):
             raise MalformedRequest(
                 f"unknown load parameter {quote_text(name)}; valid parameters are config, staged, and "
                 "file:PATH with a path inside the model's folder"
             )
+        check_file_path(name)
+
+
+def check_file_path(parameter: str) -> None:
+    """Raise `MalformedRequest` for a path that is too long, or has a name that is.
+
+    The message begins like that of a Triton which survives it, which its example program compares.
+    """
+    path = parameter.removeprefix("file:").encode()
+    names = path.split(b"/")
+    if len(path) > MAX_FILE_PATH_BYTES or max(map(len, names)) > MAX_FILE_NAME_BYTES:
+        raise MalformedRequest(
+            f"Invalid file path in load parameter {quote_text(parameter)}: it may have "
+            f"{MAX_FILE_PATH_BYTES} bytes, and each name in it {MAX_FILE_NAME_BYTES}"
+        )

@@ -37,7 +37,7 @@ from tests.support.keys import (
     entry,
     written,
 )
-from tests.support.servers import free_ports
+from tests.support.servers import free_ports, gateway_before
 from tests.support.wait import wait_until
 
 HEALTH = "/grpc.health.v1.Health/Check"
@@ -222,6 +222,26 @@ def test_load_with_code_is_refused(guarded: Guarded) -> None:
             )
             assert code == "PERMISSION_DENIED"
             assert "Triton runs it as code" in message
+
+
+@pytest.mark.fault("a load with a file whose path or name is too long")
+def test_load_with_a_file_whose_name_is_too_long_is_refused(guarded: Guarded) -> None:
+    (port,) = free_ports(1)
+    tritons = guarded.fleet.tritons
+    settings = {"keys_file": str(guarded.keys), "model_uploads": "code", "grpc_port": str(port)}
+    with (
+        gateway_before(*map(url_of, tritons), **settings),
+        triton_grpc.InferenceServerClient(f"127.0.0.1:{port}") as client,
+    ):
+        code, message = failure(
+            client.load_model,
+            "echo",
+            headers={"authorization": f"Bearer {ADMIN}"},
+            config="{}",
+            files={f"file:1/{'a' * 256}": b""},
+        )
+        assert (code, "each name in it 255" in message) == ("INVALID_ARGUMENT", True)
+    assert all(triton.is_running for triton in tritons)
 
 
 def test_administrator_of_some_models_cannot_load_others(guarded: Guarded) -> None:

@@ -519,11 +519,14 @@ def test_load_with_config_and_code_takes_effect_on_triton(managed: Fleet) -> Non
     described = managed.client.get("/v1/models/echo", headers=bearer(INFER)).json()
     assert described["max_batch_size"] == 4
 
+    path = "/".join(["a" * 99] * 40)  # of 3,999 bytes
     code = ECHO.replace('"Y", value', '"Y", value * 3') + "#" * 1_500_000
     with_code = {
         "parameters": {
             "config": json.dumps({**ECHO_CONFIG, "name": "late", "max_batch_size": 0}),
             "file:1/model.py": base64.b64encode(code.encode()).decode(),
+            f"file:{'é' * 127}b": "",
+            f"file:{path}b": "",
         }
     }
     assert len(json.dumps(with_code)) > 1 << 20  # the limit of other loads
@@ -556,6 +559,18 @@ def test_load_with_code_is_refused_unless_setting_and_key_permit_it_and_its_path
         document = {"parameters": {"config": config}}
         answer = managed.unload("echo", json=document, headers=bearer(ADMIN))
         assert_refused(answer, status, code)
+
+
+@pytest.mark.fault("a load with a file whose path or name is too long")
+def test_load_with_a_file_whose_path_or_name_is_too_long_is_refused(managed: Fleet) -> None:
+    """tritonserver 2.51 ends if it cannot create a file of a load."""
+    path = "/".join(["a" * 99] * 40)
+    for name in ("a" * 256, "é" * 128, f"1/{'a' * 256}", f"{'a' * 256}/model.py", f"{path}bc"):
+        parameters = {"config": json.dumps(ECHO_CONFIG), f"file:{name}": "AAAA"}
+        refused = managed.load("echo", json={"parameters": parameters}, headers=bearer(ADMIN))
+        assert_refused(refused, 400, "MALFORMED_REQUEST")
+        assert "4000 bytes, and each name in it 255" in refused.json()["error"]
+    assert managed.tritons[0].is_running
 
 
 # The file, as it changes.

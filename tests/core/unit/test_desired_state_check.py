@@ -26,6 +26,8 @@ CODE: list[dict[str, Any]] = [
 NEITHER: list[dict[str, Any]] = [
     {"file:../../other/1/model.py": "AAAA"},
     {"file:/etc/x": "AAAA"},
+    {f"file:1/{'a' * 256}": "AAAA"},
+    {f"file:{'a/' * 2000}a": "AAAA"},
     {"anything": 1},
     {"unload_dependents": "yes"},
 ]
