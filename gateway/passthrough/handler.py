@@ -19,7 +19,7 @@ from gateway.callers import Right
 from gateway.capacity.admission import Slot
 from gateway.capacity.body_chunks import coalesce_chunks
 from gateway.error_responses import render_error
-from gateway.errors import BodyTooLarge
+from gateway.errors import BodyTooLarge, InputMismatch, MalformedRequest
 from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
@@ -111,6 +111,9 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
             return status
         services.record_model(info, target.model, target.version)
         error = await render_error(Request(scope, receive), exc)
+        # Clients of Triton know its statuses, and it has one for whatever does not fit the model.
+        if error.status_code == InputMismatch.status:
+            error.status_code = MalformedRequest.status
         return await send_own_response(error, scope, receive, send)
     return status
 

@@ -12,15 +12,15 @@ PR     what a client could do                                      what becomes 
 8305   … and 2.51's stack, on every path                           the same
 8764   it never frees a compressed body that it refuses            the gateway inflates
 8763   a header named like one of its parameters becomes one       such headers are not sent
-8676   a shape of more than there is room for is allocated         422
+8676   a shape of more than there is room for is allocated         400
 8432   … and any size of JSON is read                              GATEWAY_MAX_BODY_BYTES
 8489   texts of 2 GiB overflow a counter                           GATEWAY_MAX_BODY_BYTES is 1 GiB at most
-8182   a shape of more than 2⁶³ elements overflows                 422
-8174   a shape of more than the body has is allocated              422
+8182   a shape of more than 2⁶³ elements overflows                 400
+8174   a shape of more than the body has is allocated              400
 8570   10 MB that inflate to 10 GB; weights such as 1e999          413; such weights are not sent
 8447   Content-Length above 2³¹ ends it                            GATEWAY_MAX_BODY_BYTES is 1 GiB at most
 8427   a model's name with ../ in a load                           404; and loads are for administrators
-8267   classes of BYTES divide by 0                                422
+8267   classes of BYTES divide by 0                                400
 8172   JSON of 50,000 levels exhausts its stack                    400 from 1,024 levels on
 7787   a file of 2 GiB in a load overflows                         GATEWAY_MAX_BODY_BYTES; administrators
 8769   gRPC: BYTES that are not raw are copied again and again     the gateway sends raw tensors alone

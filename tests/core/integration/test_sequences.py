@@ -323,7 +323,7 @@ def test_sequence_is_found_anywhere_in_the_json_up_to_its_limit(client: httpx.Cl
         assert len({each.process for each in counts}) == 1
     # A larger body must name its sequence in a header.
     step = SequenceStep("too long", is_start=True, is_end=True)
-    assert send_padded(client, step, 200_000) == Count(422, code="DOES_NOT_FIT_MODEL")
+    assert send_padded(client, step, 200_000) == Count(400, code="DOES_NOT_FIT_MODEL")
     assert send_padded(client, step, 200_000, headers=headers(step)).number == 1
 
 

@@ -151,8 +151,8 @@ def post(client: httpx.Client, path: str, body: bytes, way: str) -> httpx.Respon
     return client.post(f"/v2/models/{path}", content=content, headers=headers)
 
 
-def assert_refused(answer: httpx.Response, words: str) -> None:
-    assert (answer.status_code, answer.json()["code"]) == (422, "DOES_NOT_FIT_MODEL")
+def assert_refused(answer: httpx.Response, words: str, status: int = 400) -> None:
+    assert (answer.status_code, answer.json()["code"]) == (status, "DOES_NOT_FIT_MODEL")
     assert words in answer.json()["error"]
 
 
@@ -193,12 +193,12 @@ def test_classes_of_texts_in_disguise_or_by_v1_never_reach_triton(client: httpx.
     ):
         body = f'{{"inputs":[{json.dumps(TEXT)}],"outputs":{outputs}}}'
         answer = client.post(f"/v2/models/{TEXTS}/infer", content=body)
-        assert answer.status_code in (400, 422), outputs
+        assert answer.status_code == 400, outputs
         assert is_alive(client)
     values: dict[str, object] = {TEXTS: "a", ECHO: []}
     for model, value in values.items():
         document = {"inputs": {"X": value}, "parameters": {"classification": 2}}
-        assert_refused(client.post(f"/v1/models/{model}/infer", json=document), "")
+        assert_refused(client.post(f"/v1/models/{model}/infer", json=document), "", 422)
     assert is_alive(client)
 
 

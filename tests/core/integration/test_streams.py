@@ -193,16 +193,17 @@ def test_model_with_one_response_is_streamed(client: httpx.Client) -> None:
     ]  # fmt: skip
 
 
-def test_decoupled_model_without_a_stream_is_422_with_the_header_to_send(
+def test_decoupled_model_without_a_stream_is_refused_with_the_header_to_send(
     client: httpx.Client,
 ) -> None:
     inputs = [
         {"name": "COUNT", "shape": [1], "datatype": "INT32", "data": [1]},
         {"name": "SECONDS", "shape": [1], "datatype": "FP32", "data": [0]},
     ]
-    for path, body in ((PATH, ticks(1)), ("/v2/models/ticking/infer", {"inputs": inputs})):
+    passed_on = "/v2/models/ticking/infer"
+    for path, body, status in ((PATH, ticks(1), 422), (passed_on, {"inputs": inputs}, 400)):
         answer = client.post(path, json=body)
-        assert answer.status_code == 422
+        assert answer.status_code == status
         assert "Accept: text/event-stream" in answer.json()["error"]
 
 

@@ -231,11 +231,11 @@ FAILURES: dict[str, tuple[dict[str, Any], str, str]] = {
         {"model_name": "wide", "model_version": "9", "inputs": X_WIDE}, "404", "version 9",
     ),
     "a wrong shape": (
-        {"model_name": "pair", "inputs": [tensor("A", A[:, :1]), tensor("B", B)]}, "422", "shape",
+        {"model_name": "pair", "inputs": [tensor("A", A[:, :1]), tensor("B", B)]}, "400", "shape",
     ),
-    "a missing input": ({"model_name": "pair", "inputs": [tensor("A", A)]}, "422", "inputs"),
+    "a missing input": ({"model_name": "pair", "inputs": [tensor("A", A)]}, "400", "inputs"),
     "an unknown output": (
-        {"model_name": "wide", "inputs": X_WIDE, "outputs": [wanted("Z")]}, "422", "'Z'",
+        {"model_name": "wide", "inputs": X_WIDE, "outputs": [wanted("Z")]}, "400", "'Z'",
     ),
     "a model that raises": ({"model_name": "failing", "inputs": [tensor("X", SCORES[:, :1])]}, "500", "boom"),
     "a model that streams": (
@@ -243,7 +243,7 @@ FAILURES: dict[str, tuple[dict[str, Any], str, str]] = {
             "model_name": "ticking",
             "inputs": [tensor("COUNT", A[0, :1]), tensor("SECONDS", WIDE[-1:])],
         },
-        "422", "stream",
+        "400", "stream",
     ),
 }  # fmt: skip
 
