@@ -94,11 +94,20 @@ def translate_framework_error(request: Request, exc: Exception) -> Exception:
     if not isinstance(exc, HTTPException) or isinstance(exc, GatewayError):
         return exc
     if exc.status_code == MethodNotAllowed.status:  # its error names the methods of one route
+        if verb := find_model_verb(request):
+            return NotFound(f"{quote_text(verb)} is not a verb of models; the only one is :predict")
         return MethodNotAllowed(find_allowed_methods(request))
     if exc.status_code not in FRAMEWORK_ERRORS:
         return exc
     error, message = FRAMEWORK_ERRORS[exc.status_code]
     return error(message)
+
+
+def find_model_verb(request: Request) -> str:
+    """Return the verb of `POST /v1/models/NAME:VERB`, which the routes take for a part of the name, or ""."""
+    name, colon, verb = request.scope["path"].rpartition(":")
+    is_verb = request.method == "POST" and name.startswith("/v1/models/") and "/" not in verb
+    return colon + verb if is_verb else ""
 
 
 def find_allowed_methods(request: Request) -> set[str]:

@@ -616,6 +616,14 @@ def test_predict_request_that_is_invalid_is_refused(
     assert words in response.json()["error"]
 
 
+def test_verb_that_does_not_exist_is_404_with_the_one_that_does(zoo: Zoo) -> None:
+    for suffix in (":explain", ":classify", "/versions/1:regress", "/labels/stable:explain"):
+        response = zoo.post("single_BYTES", suffix, json={"instances": ["a"]})
+        verb = suffix[suffix.index(":") :]
+        assert_error(response, 404, "NOT_FOUND", f"'{verb}' is not a verb of models; the only one")
+    assert_error(zoo.post("single_BYTES", ""), 405, "METHOD_NOT_ALLOWED", "only DELETE, GET, HEAD")
+
+
 # Bodies that cannot be read.
 
 
