@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from pydantic import BaseModel, field_validator
+from pydantic import BaseModel, ValidationInfo, field_validator
 
 from gateway.settings.values import CommaSeparated
 
@@ -39,6 +39,9 @@ class AccessSettings(BaseModel):
     cors_origins: CommaSeparated = ()
     """Comma-separated origins whose pages may call the gateway from a browser: https://app.example.com; *
     allows every origin. Empty: none."""
+    cors_credentials: bool = False
+    """Allow the pages of GATEWAY_CORS_ORIGINS to send cookies, client certificates and credentials of HTTP
+    authentication, which a proxy before the gateway may need. Not possible with the origin *."""
     allowed_hosts: CommaSeparated = ()
     """Comma-separated values that the Host header may have: models.example.com,*.test; localhost is always
     allowed, * allows any host. Empty: only localhost if the gateway listens on loopback and has no keys file,
@@ -57,6 +60,13 @@ class AccessSettings(BaseModel):
                 raise ValueError(
                     f"{origin!r} is not a valid origin; use https://HOST or https://HOST:PORT"
                 )
+        return value
+
+    @field_validator("cors_credentials")
+    @classmethod
+    def check_credentials(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and "*" in info.data.get("cors_origins", ()):
+            raise ValueError("GATEWAY_CORS_ORIGINS allows every origin; name the origins instead")
         return value
 
     @field_validator("allowed_hosts")
