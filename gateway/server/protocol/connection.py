@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from socket import SO_LINGER, SOL_SOCKET
+from socket import SO_ERROR, SO_LINGER, SOL_SOCKET
 from struct import pack
 from typing import Any, Final, cast
 
@@ -64,6 +64,7 @@ class HttpProtocol(asyncio.Protocol):
         self._is_reading = True
         self._is_refused = False
         self._is_stopping = False
+        self._was_continued = False  # after the client had closed its half
         self._timer: asyncio.TimerHandle | None = None
         self._next_check_at = math.inf
 
@@ -109,8 +110,22 @@ class HttpProtocol(asyncio.Protocol):
         if self._parser.is_closed:
             self.yield_reading()  # what follows is discarded
 
-    def eof_received(self) -> None:
-        """Return None: the transport closes the connection when the client has closed its half."""
+    def eof_received(self) -> bool:
+        """Return whether to keep the connection open, for the response to a complete request.
+
+        The client has closed its half. Nothing tells one that waits for its response from one that is gone,
+        until it is sent something.
+        """
+        cycle = self._current_cycle
+        is_waiting = cycle is not None and cycle is not self._receiving_cycle
+        if cycle is None or not is_waiting or cycle.is_responding or self._is_refused:
+            return False
+        if self.transport.get_extra_info("sslcontext") is not None:
+            return False  # TLS has no half-closed connections here: asyncio closes them
+        cycle.keep_alive = False
+        self._parser.close()
+        self._schedule_check(self._deadlines.start_half_closed(self.loop.time()))
+        return True
 
     def pause_writing(self) -> None:
         self.drain_waiter = self.loop.create_future()
@@ -316,8 +331,22 @@ class HttpProtocol(asyncio.Protocol):
             self._enforce(due)
         self._schedule_check(next_check_at)
 
+    def _check_half_closed(self) -> None:
+        """Abort if the client is gone: it answers an interim response with a reset, and others ignore it."""
+        cycle = self._current_cycle
+        is_gone = was_reset(self.transport)
+        if cycle is not None and not self._was_continued:
+            self._was_continued = True
+            is_gone = is_gone or not cycle.send_continue()
+        if is_gone:
+            self.transport.abort()
+        else:
+            self._schedule_check(self._deadlines.defer_half_closed(self.loop.time()))
+
     def _enforce(self, due: Due) -> None:
-        if due is Due.RESPONSE:
+        if due is Due.HALF_CLOSED:
+            self._check_half_closed()
+        elif due is Due.RESPONSE:
             self._account.record_unread_response()
             reset_connection(self.transport)
         elif due is Due.LINGER or (due is Due.IDLE and not self._is_reserved):
@@ -336,6 +365,11 @@ def build_common_scope(transport: asyncio.BaseTransport) -> Scope:
         "client": parse_socket_name(transport.get_extra_info("peername")),
         "scheme": "https" if tls else "http",
     }
+
+
+def was_reset(transport: asyncio.Transport) -> bool:
+    socket: Any = transport.get_extra_info("socket")
+    return socket is not None and socket.getsockopt(SOL_SOCKET, SO_ERROR) != 0
 
 
 def reset_connection(transport: asyncio.Transport) -> None:

@@ -12,6 +12,7 @@ MIN_CHECK_INTERVAL_S: Final = 0.25
 RESERVED_HEADER_TIMEOUT_S: Final = 1.0
 CLOSE_LINGER_S: Final = 1.0
 LAST_REQUEST_S: Final = 1.0  # for a request that may be on its way when the server stops
+HALF_CLOSED_S: Final = 0.05  # before the first check of a client that has closed its half
 
 
 class Due(Enum):
@@ -22,6 +23,7 @@ class Due(Enum):
     BODY = auto()  # a body is received too slowly
     RESPONSE = auto()  # a response is read too slowly
     LINGER = auto()  # the client had time to read why it was rejected
+    HALF_CLOSED = auto()  # the client has closed its half, and may be gone
 
 
 class Deadlines:
@@ -51,6 +53,8 @@ class Deadlines:
         self._response_end = inf  # while the client has not read all responses
         self._unwritten_bytes = 0
         self._linger_end = inf
+        self._half_closed_at = inf
+        self._next_half_closed_check_at = inf
 
     @property
     def idle_end(self) -> float:
@@ -105,6 +109,17 @@ class Deadlines:
         self._linger_end = now + CLOSE_LINGER_S
         return self._linger_end
 
+    def start_half_closed(self, now: float) -> float:
+        """Record that the client has closed its half; return the time of the first check."""
+        self._half_closed_at = now
+        self._next_half_closed_check_at = now + HALF_CLOSED_S
+        return self._next_half_closed_check_at
+
+    def defer_half_closed(self, now: float) -> float:
+        """Return the time of the next check: each one comes after twice the time of the last."""
+        self._next_half_closed_check_at = 2 * now - self._half_closed_at
+        return self._next_half_closed_check_at
+
     def check(
         self,
         now: float,
@@ -127,6 +142,7 @@ class Deadlines:
             ends[Due.LINGER] = self._linger_end
         elif not is_closing:
             self._defer_request(now, is_paused=is_paused)
+            ends[Due.HALF_CLOSED] = self._next_half_closed_check_at
             ends[Due.BODY], ends[Due.HEADER] = self._body_end, self._header_end
             if is_idle and self._header_end == inf:
                 ends[Due.IDLE] = self.idle_end

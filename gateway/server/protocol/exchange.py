@@ -135,14 +135,30 @@ class RequestCycle:
         """Return whether the client waits for 100 Continue, which the application triggers by reading."""
         return self._expects_continue and not self.complete
 
+    @property
+    def is_responding(self) -> bool:
+        """Return whether a part of the response is sent."""
+        return self.started and not self._pending_head
+
+    def send_continue(self) -> bool:
+        """Send an interim response unless the response has begun; return False if HTTP/1.0 forbids it."""
+        if self.is_responding:
+            return True
+        is_allowed: bool = self._scope["http_version"] == "1.1"
+        if is_allowed:
+            self._connection.transport.write(CONTINUE_RESPONSE)
+        return is_allowed
+
     # Called by the application.
 
     async def receive(self) -> Message:
         if self._expects_continue:
             self._expects_continue = False
-            is_responding = self.started and not self._pending_head
             if not (
-                self._chunks or self._is_request_complete or is_responding or self._is_disconnected
+                self._chunks
+                or self._is_request_complete
+                or self.is_responding
+                or self._is_disconnected
             ):
                 self._connection.transport.write(CONTINUE_RESPONSE)
         while not (

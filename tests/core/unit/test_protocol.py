@@ -1274,30 +1274,101 @@ def test_fault_beside_a_complete_response_changes_nothing(stage: Stage, name: st
 
 
 @pytest.mark.parametrize("size", [0, 10, 100 * KIB, 3 * MIB])
-@pytest.mark.parametrize("how", ["closes", "resets", "half-closes"])
-def test_request_is_cancelled_when_its_client_leaves(stage: Stage, size: int, how: str) -> None:
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+@pytest.mark.parametrize("how", ["closes", "resets"])
+def test_request_is_cancelled_when_its_client_leaves(
+    stage: Stage, size: int, how: str, version: bytes
+) -> None:
     def leave(client: Client) -> None:
         if how == "closes":
             client.socket.close()
-        elif how == "resets":
-            client.reset()
         else:
-            client.socket.shutdown(socket.SHUT_WR)
-            assert client.rest() == b""
+            client.reset()
 
+    head = b"POST / HTTP/%b\r\nHost: x\r\n" % version
     work = stage.app = Work()
     with stage.client() as client:
-        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size + bytes(size))
+        client.say(head + b"Content-Length: %d\r\n\r\n" % size + bytes(size))
         assert begins(work)
         leave(client)
         assert work.cancelled.wait(PATIENCE_S)
     work = stage.app = Work()
     with stage.client() as client:
-        client.say(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n" + ENOUGH)
+        client.say(head + b"Content-Length: 100000\r\n\r\n" + ENOUGH)
         stage.settle()
         leave(client)
         assert work.cancelled.wait(PATIENCE_S)
     assert not work.started.is_set()
+
+
+@pytest.mark.fault("a client closes its half of the connection after its request")
+def test_client_that_closes_its_half_gets_the_response(stage: Stage) -> None:
+    """One that is gone cannot be told from it before it is sent something."""
+    for request in (GET, POST + b"Content-Length: 5\r\n\r\nhello", GET + START):
+        with stage.client() as client:
+            with stage.paused():
+                client.say(request)
+                client.socket.shutdown(socket.SHUT_WR)
+            assert client.answer().status == 200
+            assert client.rest() == b""
+    with stage.client() as client:
+        client.say(GET * 3)
+        client.socket.shutdown(socket.SHUT_WR)
+        assert [client.answer().status for _ in range(3)] == [200] * 3
+        assert client.rest() == b""
+    work = stage.app = Work()
+    with stage.client() as client:
+        client.say(GET)
+        assert begins(work)
+        client.socket.shutdown(socket.SHUT_WR)
+        assert client.answer().status == 100
+        stage.let(work.may_end)
+        answer = client.answer()
+        assert (answer.status, answer.header(b"connection")) == (200, b"close")
+        assert client.rest() == b""
+    assert not work.cancelled.is_set()
+
+
+def test_client_that_closes_its_half_early_or_late_is_disconnected(stage: Stage) -> None:
+    for request in (b"", START, POST + b"Content-Length: 5\r\n\r\nhell"):
+        with stage.client() as client:
+            client.say(request)
+            client.socket.shutdown(socket.SHUT_WR)
+            assert client.rest() == b""
+    work = Work()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start())
+        await send(part(b"begun"))
+        await work(scope, receive, send)
+
+    stage.app = app
+    with stage.client() as client:
+        client.say(GET)
+        client.head()
+        client.socket.shutdown(socket.SHUT_WR)
+        assert work.cancelled.wait(PATIENCE_S)
+
+
+def test_stream_ends_when_its_client_left_before_it_began(stage: Stage) -> None:
+    work = Work()
+    may_begin = asyncio.Event()
+    has_begun = threading.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun.set()
+        await may_begin.wait()
+        await send(start())
+        await send(part(b"begun"))
+        await work(scope, receive, send)
+
+    stage.app = app
+    with stage.paused():
+        with stage.client() as client:
+            client.say(GET)
+        stage.let(may_begin)
+    assert has_begun.wait(PATIENCE_S)
+    assert work.cancelled.wait(PATIENCE_S)
 
 
 def test_pipelined_requests_of_a_client_that_left_are_not_started(stage: Stage) -> None:
