@@ -1,4 +1,8 @@
-"""The standard health service, grpc.health.v1: the readiness of the fleet, as in `/readyz`."""
+"""The standard health service, grpc.health.v1: the readiness of the fleet, as in `/readyz`.
+
+Like Triton's, it answers for every service name alike. So its messages are not read: a client needs no key,
+and compressed bytes can become a message of any size.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,14 @@ import asyncio
 from time import monotonic
 from typing import Final
 
-from gateway.access.auth import UNAUTHENTICATED
 from gateway.callers import Right
 from gateway.capabilities.grpc_api.call import IncomingCall, ShuttingDown
 from gateway.capabilities.grpc_api.models import EMPTY_MESSAGE
-from gateway.capabilities.grpc_api.wire import LENGTH_DELIMITED, iterate_fields
 from gateway.draining import Drain
-from gateway.errors import NotFound, Overloaded
-from gateway.triton.grpc.byte_channel import GRPC_SERVICE
+from gateway.errors import Overloaded
 
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"
-# Messages of grpc/health/v1/health.proto: HealthCheckRequest.service, HealthCheckResponse.status.
-SERVICE_FIELD: Final = 1
-SERVING, NOT_SERVING, SERVICE_UNKNOWN = b"\x08\x01", b"\x08\x02", b"\x08\x03"
-WHOLE_GATEWAY: Final = ""
-KNOWN_SERVICES: Final = (WHOLE_GATEWAY, GRPC_SERVICE.removeprefix("/"), HEALTH_SERVICE)
-MAX_HEALTH_BYTES: Final = 1 << 10
+SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"  # HealthCheckResponse messages
 WATCH_INTERVAL_S: Final = 0.5
 MAX_WATCHES: Final = 1024
 READY, NOT_READY = SERVING, EMPTY_MESSAGE  # of ServerReadyResponse
@@ -46,25 +42,22 @@ class HealthService:
         return READY if self.is_ready(call) else NOT_READY
 
     async def check(self, call: IncomingCall) -> bytes:
-        if await read_service(call) not in KNOWN_SERVICES:
-            raise NotFound("unknown service; the empty name stands for the whole gateway")
         return SERVING if self.is_ready(call) else NOT_SERVING
 
     async def watch(self, call: IncomingCall) -> None:
         """Send the status now and after each change, until the client ends the call."""
-        is_known = await read_service(call) in KNOWN_SERVICES
         if self._watch_count >= MAX_WATCHES:
             raise Overloaded(f"{MAX_WATCHES} calls watch the health of this gateway already")
         self._watch_count += 1
         try:
-            await self._report_changes(call, is_known=is_known)
+            await self._report_changes(call)
         finally:
             self._watch_count -= 1
 
-    async def _report_changes(self, call: IncomingCall, *, is_known: bool) -> None:
+    async def _report_changes(self, call: IncomingCall) -> None:
         last = b""
         while not call.environment.stopping.is_set():
-            status = self._read_status(call) if is_known else SERVICE_UNKNOWN
+            status = self._read_status(call)
             if status != last:
                 last = status
                 await call.write(status)
@@ -79,19 +72,3 @@ class HealthService:
             self._next_reading = now + WATCH_INTERVAL_S / 2
             self._watched_status = SERVING if self.is_ready(call) else NOT_SERVING
         return self._watched_status
-
-
-async def read_service(call: IncomingCall) -> str:
-    """Return the service that a call asks for. Raises `MalformedRequest`.
-
-    The message of a client without a key is not read, because compressed bytes can become a message of any
-    size. It asks for the whole gateway, the status of which is that of all services.
-    """
-    if call.info.caller is UNAUTHENTICATED:
-        return WHOLE_GATEWAY
-    message = await call.read_short_message(MAX_HEALTH_BYTES)
-    service = b""
-    for field in iterate_fields(message, 0, len(message)):
-        if field.number == SERVICE_FIELD and field.wire_type == LENGTH_DELIMITED:
-            service = message[field.value_start : field.end]
-    return service.decode(errors="replace")

@@ -31,6 +31,10 @@ FILE_BY_FILENAME, FILE_CONTAINING_SYMBOL, LIST_SERVICES = 3, 4, 7
 # Fields of ServerReflectionResponse.
 ORIGINAL_REQUEST, FILE_DESCRIPTORS, SERVICE_LIST, ERROR = 2, 4, 6, 7
 MAX_REFLECTION_BYTES: Final = 4 << 10
+# Fields of files, messages and services that contain the descriptions of what has a name (descriptor.proto).
+MEMBER_FIELDS: Final = (
+    "message_type", "nested_type", "enum_type", "service", "field", "oneof_decl", "method",
+)  # fmt: skip
 # grpc/health/v1/health.proto
 HEALTH_FILE: Final = """
 name: "grpc/health/v1/health.proto" package: "grpc.health.v1" syntax: "proto3"
@@ -56,8 +60,10 @@ class ReflectionService:
     def __init__(self) -> None:
         self._pool = DescriptorPool()
         health_file = text_format.Parse(HEALTH_FILE, descriptor_pb2.FileDescriptorProto())
+        self._files: dict[str, str] = {}  # by symbol
         for file in (*list_files(service_pb2.DESCRIPTOR), health_file):
             self._pool.Add(file)
+            self._files.update(dict.fromkeys(list_symbols(file, file.package), file.name))
 
     async def serve(self, call: IncomingCall) -> None:
         with suppress(NoRequest):  # the end of the stream
@@ -83,13 +89,9 @@ class ReflectionService:
         return original + encode_error(grpc.StatusCode.UNIMPLEMENTED, "not supported")
 
     def _describe_file(self, kind: int, name: str) -> bytes:
-        find: Any = (
-            self._pool.FindFileByName
-            if kind == FILE_BY_FILENAME
-            else self._pool.FindFileContainingSymbol
-        )
+        file_name = name if kind == FILE_BY_FILENAME else self._files.get(name, "")
         try:
-            file = find(name)
+            file = self._pool.FindFileByName(file_name)
         except KeyError:
             return encode_error(grpc.StatusCode.NOT_FOUND, "unknown file or symbol")
         contents = (encode_field(1, each.SerializeToString()) for each in list_files(file))
@@ -103,6 +105,17 @@ def list_files(descriptor: Any) -> Iterator[descriptor_pb2.FileDescriptorProto]:
     file = descriptor_pb2.FileDescriptorProto()
     descriptor.CopyToProto(file)
     yield file
+
+
+def list_symbols(description: Any, scope: str) -> Iterator[str]:
+    """Yield the full names of everything that a file, message or service describes."""
+    for kind in MEMBER_FIELDS:
+        for member in getattr(description, kind, ()):
+            name = f"{scope}.{member.name}"
+            yield name
+            yield from list_symbols(member, name)
+            # The values of an enum have the same scope as the enum.
+            yield from (f"{scope}.{value.name}" for value in getattr(member, "value", ()))
 
 
 def encode_error(code: grpc.StatusCode, message: str) -> bytes:

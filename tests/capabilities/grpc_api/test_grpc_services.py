@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
@@ -25,7 +26,6 @@ from tests.support.wait import TIMEOUT_S, wait_until
 HealthStub: Any = health_pb2_grpc.HealthStub  # has no types
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +56,16 @@ def check(channel: grpc.Channel, service: str = "") -> int:
     return int(stub.Check(request, timeout=TIMEOUT_S).status)
 
 
-def test_health_is_that_of_the_fleet_or_the_service_is_unknown(channel: grpc.Channel) -> None:
-    for service in ("", SERVICE.removeprefix("/"), "grpc.health.v1.Health"):
-        assert check(channel, service) == SERVING
-    with pytest.raises(grpc.RpcError) as caught:
-        check(channel, "no.such.Service")
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-    request = health_pb2.HealthCheckRequest(service="no.such.Service")
-    watch = HealthStub(channel).Watch(request, timeout=TIMEOUT_S)
-    assert next(watch).status == SERVICE_UNKNOWN
-    watch.cancel()
+def test_health_of_any_service_name_is_that_of_the_fleet(
+    channel: grpc.Channel, triton: Triton
+) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{triton.options.grpc_port}") as direct:
+        for service in ("", SERVICE.removeprefix("/"), "grpc.health.v1.Health", "no.such.Service"):
+            assert check(channel, service) == check(direct, service) == SERVING
+            request = health_pb2.HealthCheckRequest(service=service)
+            watch = HealthStub(channel).Watch(request, timeout=TIMEOUT_S)
+            assert next(watch).status == SERVING
+            watch.cancel()
 
 
 def test_watch_follows_the_fleet(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_watch_follows_the_fleet(tmp_path: Path) -> None:
             assert next(watch).status == SERVING
             triton.kill()
             assert next(watch).status == NOT_SERVING
-            assert check(channel) == NOT_SERVING
+            assert check(channel) == check(channel, "no.such.Service") == NOT_SERVING
 
 
 def test_described_health_service_equals_the_standard_one() -> None:
@@ -122,3 +122,49 @@ def test_reflection_describes_all_methods_so_that_a_model_can_be_called(
         message_factory.GetMessageClass(method.output_type).FromString,
     )(request, timeout=TIMEOUT_S)
     assert np.frombuffer(response.raw_output_contents[0], np.float32).tolist() == [1.5, 2.5]
+
+
+def names_of(described: Any) -> Iterator[str]:
+    """The full names of everything in a file, message or enum."""
+    if hasattr(described, "full_name"):
+        yield described.full_name
+    for kind in (
+        "message_types",
+        "nested_types",
+        "enum_types",
+        "fields",
+        "oneofs",
+        "services",
+        "methods",
+    ):
+        members = getattr(described, f"{kind}_by_name", {})
+        for member in getattr(described, kind, members.values()):
+            yield from names_of(member)
+    for value in getattr(described, "values", ()):
+        yield f"{described.full_name.rpartition('.')[0]}.{value.name}"
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_reflection_finds_every_symbol(channel: grpc.Channel, version: str) -> None:
+    files = [service_pb2.DESCRIPTOR, *service_pb2.DESCRIPTOR.dependencies, health_pb2.DESCRIPTOR]
+    names = [(name, file.name) for file in files for name in names_of(file)]
+    assert {
+        "inference.GRPCInferenceService.ModelReady",
+        "inference.ModelInferRequest.InferInputTensor.shape",
+        "inference.ModelRateLimiter.Resource.global",
+        "inference.InferParameter.parameter_choice",
+        "inference.TYPE_FP32",
+        "grpc.health.v1.Health.Watch",
+    } <= {name for name, _ in names}
+    call = channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        reflection_pb2.ServerReflectionRequest.SerializeToString,
+        reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    asked = [
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol=name) for name, _ in names
+    ]
+    for (name, file), response in zip(names, call(iter(asked), timeout=TIMEOUT_S), strict=True):
+        found = response.file_descriptor_response.file_descriptor_proto
+        described = descriptor_pb2.FileDescriptorProto.FromString(found[-1]).name
+        assert Path(described).name == Path(file).name, name

@@ -150,14 +150,18 @@ class TritonPythonModel:
     def tick(self, request: Any) -> None:
         """COUNT answers, SECONDS apart: its number, and when it was made. A negative COUNT fails then.
 
-        Whoever cancels it leaves a file with the number that was not made, and when that was seen.
+        Negative SECONDS let it begin with an error. Whoever cancels it leaves a file with the number that was
+        not made, and when that was seen.
         """
         self.note_begin()
         given = [pb_utils.get_input_tensor_by_name(request, name) for name in self.inputs]
         count, pause_s = (tensor.as_numpy()[0] for tensor in given)
         sender = request.get_response_sender()
+        if pause_s < 0:
+            error = pb_utils.TritonError("boom first at /srv/secret/weights.bin")
+            sender.send(pb_utils.InferenceResponse(error=error))
         for number in range(abs(count)):
-            time.sleep(float(pause_s))
+            time.sleep(abs(float(pause_s)))
             if sender.is_cancelled():
                 with (self.folder / "cancelled").open("a") as file:
                     file.write(f"{number} {time.time()}\n")
