@@ -72,6 +72,19 @@ class UnknownModel(GatewayError):
         return f"Request for unknown model: {quote_text(model)}{suffix} is not found"
 
 
+class InvalidVersion(MalformedRequest):
+    """A version that Triton cannot read. The message is Triton's, which existing clients compare."""
+
+    def __init__(self, version: str, *, is_negative: bool = False) -> None:
+        text = quote_text(version)
+        problem = (
+            f"invalid model version specified {text} "
+            if is_negative
+            else f"failed to get model version from specified version string {text} (details: stol)"
+        )
+        super().__init__(f"{problem}, version should be an integral value > 0")
+
+
 class UnknownModelToLoad(UnknownModel):
     def describe(self, model: str, version: str) -> str:
         return f"failed to load {quote_text(model)}: {super().describe(model, version)}"

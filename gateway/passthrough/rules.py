@@ -11,6 +11,7 @@ from starlette.types import Scope
 
 from gateway.callers import Right
 from gateway.errors import Forbidden, MethodNotAllowed, NotFound, UnknownModel, UnknownModelToTrace
+from gateway.repository.resolver import parse_triton_version
 from gateway.triton.json_guard import GENERATE_RULES, INFER_RULES, JsonRules
 
 SHARED_MEMORY_PATTERN: Final = "/v2/(?:system|cuda)sharedmemory"
@@ -152,7 +153,7 @@ def find_route(scope: Scope) -> MatchedRoute:
 
 
 def match_route(path: str, method: str) -> MatchedRoute:
-    """Raises `NotFound`, `Forbidden`, `MethodNotAllowed` or `UnknownModel`."""
+    """Raises `NotFound`, `Forbidden`, `MethodNotAllowed` or `InvalidVersion`."""
     for rule in ROUTE_RULES:
         if match := rule.pattern.fullmatch(path):
             if isinstance(rule.action, Refusal):
@@ -166,6 +167,8 @@ def match_route(path: str, method: str) -> MatchedRoute:
 def build_route(rule: RouteRule, action: Action, match: re.Match[str]) -> MatchedRoute:
     names = match.groupdict("")
     model, version = names.get("model", ""), names.get("version", "")
+    if version.isascii() and version.isdigit():
+        parse_triton_version(version)
     version_start = match.start("version") if version else match.end("model") if model else -1
     path = match.string.encode("latin-1")
     return MatchedRoute(rule, action, format_template(match), model, version, path, version_start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container
 from typing import Final, NamedTuple, Protocol
 
@@ -9,7 +10,7 @@ from starlette.types import Scope, Send
 
 from gateway.access.auth import authorize
 from gateway.callers import Caller, Right
-from gateway.errors import GatewayError, NotFound, UnknownModel
+from gateway.errors import GatewayError, InvalidVersion, NotFound, UnknownModel
 from gateway.fleet.transports import GrpcBytesCall, HttpCall
 from gateway.names import is_model_name, normalize_version
 from gateway.tensors.outputs import InferResult
@@ -18,6 +19,9 @@ from gateway.triton.inference import InferRequest
 from gateway.version_labels import is_label_name
 
 StartCopy = Callable[[], None]
+# The number at the start of a text, as C++'s `std::stol` finds it.
+LEADING_NUMBER: Final = re.compile(r"[ \t\n\v\f\r]*([+-]?)0*([0-9]+)")
+MAX_VERSION: Final = (1 << 63) - 1
 
 
 class VersionChoice(Protocol):
@@ -125,12 +129,13 @@ class ModelResolver:
         model: str,
         version: str = "",
         not_found_error: type[UnknownModel] = UnknownModel,
+        parse_version: Callable[[str], str | None] = normalize_version,
     ) -> ModelTarget:
         """Raise `Forbidden` if the caller lacks the right, `not_found_error` if it cannot see the model.
 
         Invalid names and versions are unknown as well: a server on the way could read them as another path.
         With the right to infer, the policy chooses the version, and each call is one choice.
-        Raises the errors of the policy.
+        Raises the errors of the policy, and those of `parse_version` for a version that is no label.
         """
         check_model(scope, right, model, version, not_found_error)
         if right is Right.infer and model in self.policy.models:
@@ -139,7 +144,7 @@ class ModelResolver:
                 return ModelTarget(model, choice.version, choice)
         if not version:
             return ModelTarget(model)
-        number = normalize_version(version)
+        number = parse_version(version)
         if number is not None:
             return ModelTarget(model, number)
         if right is Right.infer and (error := self.policy.explain_unknown(model, version)):
@@ -169,6 +174,19 @@ class ModelResolver:
             self.resolve(scope, right, model, version, not_found_error)
         else:
             check_model(scope, right, model, version, not_found_error)
+
+
+def parse_triton_version(version: str) -> str:
+    """Return the number that Triton reads in a version, for which `1x` is 1. Raises `InvalidVersion`."""
+    match = LEADING_NUMBER.match(version)
+    if match is None:
+        raise InvalidVersion(version)
+    sign, number = match.groups()
+    if len(number) > len(str(MAX_VERSION)) or int(number) > MAX_VERSION:
+        raise InvalidVersion(version)
+    if sign == "-" and number != "0":
+        raise InvalidVersion(version, is_negative=True)
+    return str(number)
 
 
 def check_model(

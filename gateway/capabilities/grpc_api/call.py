@@ -34,7 +34,7 @@ from gateway.errors import (
 )
 from gateway.memory import MemoryBudgetExceeded
 from gateway.passthrough.headers import NOT_FORWARDED
-from gateway.repository.resolver import ModelTarget
+from gateway.repository.resolver import ModelTarget, parse_triton_version
 from gateway.routes.middleware import end_trace, log_request
 from gateway.services import Services
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
@@ -178,12 +178,12 @@ class IncomingCall:
         version: str = "",
         not_found_error: type[UnknownModel] = UnknownModel,
     ) -> ModelTarget:
-        """Raises `Forbidden`, or `not_found_error` for a model that the caller cannot see."""
+        """Raises `Forbidden`, `InvalidVersion`, or `not_found_error` for a model the caller cannot see."""
         self._check_administrator(right)
         if not model:
-            raise MalformedRequest("the request names no model")
+            raise not_found_error(model)
         resolve = self.services.resolver.resolve
-        return resolve(self.scope, right, model, version, not_found_error)
+        return resolve(self.scope, right, model, version, not_found_error, parse_triton_version)
 
     def authorize(self, right: Right) -> None:
         """Raises `Forbidden`."""

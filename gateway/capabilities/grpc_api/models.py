@@ -57,8 +57,8 @@ async def serve_model(call: IncomingCall) -> bytes:
 async def serve_model_ready(call: IncomingCall) -> bytes:
     """Forward ModelReady. A model that is not ready, or not known, is no error, as for Triton."""
     request, message, timeout_s = await read_small_request(call, service_pb2.ModelReadyRequest)
-    target, message = select_version(call, message, request)
     try:
+        target, message = select_version(call, message, request)
         return await forward(call, message, RequestTarget(target.model, target.version, timeout_s))
     except (ModelNotReady, UnknownModel):
         return NOT_READY

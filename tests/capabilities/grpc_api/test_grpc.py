@@ -138,6 +138,8 @@ def test_metadata_and_statistics_equal_those_of_triton(
         ("is_model_ready", ("plain_FP32",)),
         ("is_model_ready", ("plain_FP32", "7")),
         ("is_model_ready", ("no_such_model",)),
+        ("is_model_ready", ("../plain_FP32",)),
+        ("is_model_ready", ("",)),
         ("get_server_metadata", ()),
         ("get_model_metadata", ("plain_FP32",)),
         ("get_model_metadata", ("plain_FP32", "1")),
@@ -152,12 +154,40 @@ def test_metadata_and_statistics_equal_those_of_triton(
         assert answers[0] == answers[1], method
 
 
+def answer(address: str, method: str, message: bytes) -> bytes | tuple[str, str]:
+    """The response, or the code and the message of the failure."""
+    try:
+        return call_bytes(address, method, message)
+    except grpc.RpcError as exc:
+        return exc.code().name, str(exc.details())
+
+
+@pytest.mark.parametrize(
+    "version", ["x", "x'y", "é", "-1", "+-1", "9" * 20, "1x", " +1", "0" * 30 + "1"]
+)
+def test_version_that_is_no_number_is_read_as_by_triton(
+    served: GrpcGateway, zoo_models: Zoo, zoo_triton: EmbeddedTriton, version: str
+) -> None:
+    zoo_models.load("plain_FP32")
+    request = service_pb2.ModelInferRequest(model_name="plain_FP32", model_version=version)
+    request.inputs.add(name="X", datatype="FP32", shape=[1, 1])
+    request.raw_input_contents.append(bytes(4))
+    calls = [(INFER, request)]
+    for method in ("ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics"):
+        message_type = getattr(service_pb2, f"{method}Request")
+        calls.append((f"{SERVICE}/{method}", message_type(name="plain_FP32", version=version)))
+    direct = f"127.0.0.1:{zoo_triton.options.grpc_port}"
+    for method, request in calls:
+        message = request.SerializeToString()
+        answers = [answer(address, method, message) for address in (served.address, direct)]
+        assert answers[0] == answers[1], method
+
+
 REFUSALS = (
     ("no_such_model", "", (1, 2), "NOT_FOUND", "Request for unknown model: 'no_such_model'"),
     ("plain_FP32", "9", (1, 2), "NOT_FOUND", "unknown model: 'plain_FP32' version 9"),
-    ("plain_FP32", "x", (1, 2), "NOT_FOUND", "no label 'x'"),
     ("../plain_FP32", "", (1, 2), "NOT_FOUND", "unknown model"),
-    ("", "", (1, 2), "INVALID_ARGUMENT", "names no model"),
+    ("", "", (1, 2), "NOT_FOUND", "Request for unknown model: '' is not found"),
     ("plain_FP32", "", (2,), "INVALID_ARGUMENT", "unexpected shape for input 'X'"),
     ("ticking", "", (1, 2), "INVALID_ARGUMENT", "decoupled"),
 )

@@ -170,12 +170,12 @@ def test_model_outside_the_patterns_of_a_key_is_not_found(guarded: Guarded, mode
             (client.infer, (model, [fp32(1, 2)])),
             (client.get_model_metadata, (model,)),
             (client.get_model_config, (model,)),
-            (client.is_model_ready, (model,)),
             (client.get_inference_statistics, (model,)),
         )
         for call, arguments in calls:
             code, message = failure(call, *arguments, headers=headers)
             assert (code, model in message) == ("NOT_FOUND", True)
+        assert not client.is_model_ready(model, headers=headers)
         code, message = failure(client.get_inference_statistics, headers=headers)
         assert code == "PERMISSION_DENIED"
         assert "access to all models" in message

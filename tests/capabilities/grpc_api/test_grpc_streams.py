@@ -176,7 +176,7 @@ def test_failed_request_gets_an_error_with_its_id_and_the_stream_continues(
     failures = {
         "no_such_model": "unknown model: 'no_such_model'",
         "failing": "boom",
-        "": "names no model",
+        "": "unknown model: ''",
     }
     requests = [*map(request_bytes, failures), b"\xff\xff", request_bytes("plain_FP32")]
     with grpc.insecure_channel(served.address) as channel:

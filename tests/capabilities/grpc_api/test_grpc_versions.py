@@ -84,7 +84,7 @@ def test_labels_and_splits_choose_the_version_of_a_call(tmp_path: Path) -> None:
         assert infer(client, NAME, "3") == "3"
         assert client.get_model_metadata(NAME, "stable").versions
         assert client.is_model_ready(NAME, "stable")
-        with pytest.raises(InferenceServerException, match="label 'unknown'"):
+        with pytest.raises(InferenceServerException, match="version string 'unknown'"):
             infer(client, NAME, "unknown")
 
 

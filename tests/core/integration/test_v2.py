@@ -614,6 +614,7 @@ def test_error_has_the_status_and_code_of_the_gateway(
         (("GET", "/v2/models/nobody/ready"), (503, "MODEL_NOT_READY"), "", ""),
         (("GET", "/v2/models/pair/versions/9/config"), unknown_model, "", "version 9"),
         (("GET", "/v2/models/pair/versions/9/stats"), unknown_model, "", "version 9"),
+        (("GET", f"/v2/models/pair/versions/{'9' * 20}"), malformed, "", "(details: stol), version"),
         (("POST", "/v2/models/pair/versions/9/infer", [], PAIR_JSON), unknown_model, "", "version 9"),
         (("POST", "/v2/models/pair/versions/9/generate", [], body), unknown_model, "", "version 9"),
         (("POST", infer, [], b"not JSON"), malformed, "", ""),

@@ -25,6 +25,7 @@ from gateway.passthrough import headers as request_headers
 from gateway.passthrough.body import find_sequence_step
 from gateway.passthrough.rules import match_route
 from gateway.passthrough.sse import EventStreamScrubber
+from gateway.repository import resolver
 from gateway.repository.load_parameters import FILE_PARAMETER
 from gateway.routes.metrics import parse_quality_value, parse_scrape_timeout
 from gateway.server.protocol.parser import VALID_HOST
@@ -223,6 +224,8 @@ PARSERS = (
     Parser("… against patterns", globs, of("a")),
     Parser("… against other patterns", globs, of("abc")),
     Parser("a version", names.normalize_version, of("0")),
+    Parser("… as Triton reads it", resolver.parse_triton_version, of("0")),
+    Parser("… of spaces", resolver.parse_triton_version, of(" ")),
     Parser("a key", lambda value: auth.extract_key([(b"authorization", value)]), of(b" ", b"Bearer")),
     Parser(
         "… as a password", lambda value: auth.extract_key([(b"authorization", value)]),
