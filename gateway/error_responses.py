@@ -22,7 +22,7 @@ from gateway.errors import (
     TooLarge,
     serialize_error,
 )
-from gateway.media_types import EVENT_STREAM, JSON
+from gateway.media_types import JSON
 from gateway.messages import quote_text
 
 log = logging.getLogger(__name__)
@@ -81,8 +81,6 @@ async def render_error(request: Request, exc: Exception) -> Response:
         body = serialize(error.detail, error.code, error.status)
     else:
         body = serialize_error(error.detail, error.code, request_id, error.report)
-    if error.is_event:
-        return Response(b"data: %b\n\n" % body, error.status, error.headers, EVENT_STREAM)
     return Response(body, error.status, error.headers, JSON)
 
 

@@ -29,7 +29,6 @@ class GatewayError(HTTPException):
     retry_after_s: ClassVar[int | None] = None
     report: Mapping[str, Any] | None = None  # of a management call, by replica
     is_from_triton: bool = False  # Triton returned it
-    is_event: bool = False  # Triton sent it as the first event of a stream
 
     def __init__(self, detail: str = "", *, headers: dict[str, str] | None = None) -> None:
         headers = headers or {}

@@ -12,6 +12,7 @@ TEXT: Final = "text/plain"
 MULTIPART: Final = "multipart/form-data"
 ANY_IMAGE: Final = "image/*"
 EVENT_STREAM: Final = "text/event-stream"
+EVENT_END: Final = b"\n\n"  # of an event in such a stream
 NDJSON: Final = "application/x-ndjson"
 UTF8_TEXT: Final = f"{TEXT}; charset=utf-8"
 

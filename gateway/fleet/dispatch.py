@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
 from time import perf_counter
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from gateway.errors import (
     BadUpstream,
@@ -23,7 +23,13 @@ from gateway.fleet.health import RetryBudget
 from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.fleet.sequences import SequenceRouter
-from gateway.fleet.transports import TRANSPORT_ERRORS, HttpCall, UpstreamCall, decode_json
+from gateway.fleet.transports import (
+    TRANSPORT_ERRORS,
+    FailedResponse,
+    HttpCall,
+    UpstreamCall,
+    decode_json,
+)
 from gateway.http_client.connection import RequestNotSent
 from gateway.telemetry.request_info import RequestInfo, current_request_info
 from gateway.triton.error_mapping import ReplicaStopping
@@ -77,6 +83,7 @@ class Dispatcher:
         Tries a second replica if the first cannot have executed the request. An idempotent request is also
         retried if it may have been executed, or got no response within `FIRST_ATTEMPT_TIMEOUT_S`. A request
         to a version that was unloaded goes to another one, if its target names one.
+        A response that begins with an error of the model is a result: the model has run, and can go on.
         Raises the `GatewayError` of the failure.
         """
         if call.target.fallback is None:
@@ -123,9 +130,10 @@ class Dispatcher:
                 if step is None and len(candidates) == 1
                 else self._choose_replica(target, candidates, history)
             )
-            attempt_s = remaining_s
-            if call.is_idempotent and history is NO_ATTEMPTS and len(candidates) > 1:
-                attempt_s = min(remaining_s, FIRST_ATTEMPT_TIMEOUT_S)
+            can_try_another = call.is_idempotent and history is NO_ATTEMPTS and len(candidates) > 1
+            attempt_s = (
+                min(remaining_s, FIRST_ATTEMPT_TIMEOUT_S) if can_try_another else remaining_s
+            )
             started_at = perf_counter()  # the event loop's clock has a resolution of 1 ms
             try:
                 result = await call.send(replica, attempt_s, trace)
@@ -138,6 +146,11 @@ class Dispatcher:
                     raise
                 self._record_attempt(call, replica, started_at, outcome, info)
                 error = self._handle_failure(replica, call, exc, started_at)
+            except FailedResponse as failed:
+                outcome = "failed" if is_replica_failure(failed.error) else "answered"
+                self._record_attempt(call, replica, started_at, outcome, info)
+                self._record_model_failure(replica, call, failed.error)
+                return cast(T, failed.response)
             else:
                 duration_s = self._record_attempt(call, replica, started_at, "answered", info)
                 if step is not None or len(self._pool.replicas) > 1:
@@ -335,10 +348,17 @@ class Dispatcher:
             error = target.not_found_error(model, version)
         if isinstance(error, (ModelNotReady, UnknownModel)):
             pool.mark_unloaded(replica, model, version)
-        if is_replica_failure(error) and not call.is_idempotent:
-            others = pool.update_candidates(model, version)
-            pool.outliers.record(model, replica.name, others, is_failure=True)
+        self._record_model_failure(replica, call, error)
         return error
+
+    def _record_model_failure(
+        self, replica: Replica, call: UpstreamCall[T], error: GatewayError
+    ) -> None:
+        """Count an error of Triton against the model on this replica, unless the request caused it."""
+        if is_replica_failure(error) and not call.is_idempotent:
+            model, version = call.target.model, call.target.version
+            others = self._pool.update_candidates(model, version)
+            self._pool.outliers.record(model, replica.name, others, is_failure=True)
 
 
 def prefer_grpc(candidates: Sequence[Replica]) -> Sequence[Replica]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeVar
 
 import orjson
 
-from gateway.errors import BadUpstream, DeadlinePassed
+from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
 from gateway.fleet.replica import Replica
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Buffer, Headers, RequestNotSent
@@ -34,7 +34,7 @@ from gateway.triton.inference import (
     decode_http_response,
 )
 from gateway.triton.request_target import RequestTarget
-from gateway.triton.response import MAX_METADATA_BYTES, read_error_response
+from gateway.triton.response import MAX_METADATA_BYTES, read_error_event, read_error_response
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,18 @@ JSON_HEADERS: Final = [(b"content-type", b"application/json")]
 TRANSPORT_ERRORS: Final = (RequestNotSent, BadUpstream, DeadlinePassed)  # Triton may be healthy
 T_co = TypeVar("T_co", covariant=True)
 InferCall = TypeVar("InferCall", bound="GrpcInferCall")
+
+
+class FailedResponse(Exception):
+    """A response that begins with an error of the model, which has run and can go on.
+
+    The error is the `first_error` of the response, or of its stream.
+    """
+
+    def __init__(self, error: GatewayError, response: Any) -> None:
+        super().__init__(error.detail)
+        self.error = error
+        self.response = response
 
 
 class UpstreamCall(Protocol[T_co]):
@@ -60,7 +72,7 @@ class UpstreamCall(Protocol[T_co]):
         """Return the same request to another version."""
 
     def send(self, replica: Replica, timeout_s: float, trace: Trace | None) -> Awaitable[T_co]:
-        """Make one attempt. Raises Triton's error, or the error of the transport."""
+        """Make one attempt. Raises Triton's error, that of the transport, or `FailedResponse`."""
 
 
 class HttpCall(NamedTuple):
@@ -105,7 +117,11 @@ class HttpCall(NamedTuple):
                 )
                 span.set_response_status(response.status)
         if response.status >= 400:
-            raise await read_error_response(response, self.target)
+            if not response.is_event_stream:
+                raise await read_error_response(response, self.target)
+            response.first_error = error = await read_error_event(response, self.target)
+            response.status = error.status
+            raise FailedResponse(error, response)
         return response
 
 
@@ -236,10 +252,13 @@ class GrpcBytesStreamCall(GrpcCall):
             target = self.target._replace(timeout_s=timeout_s)
             stream = await open_stream(replica, target, self.message, metadata)
             try:
-                return stream, await stream.read_response(timeout_s)
+                message = await stream.read_first_message(timeout_s)
             except BaseException:
                 stream.close()
                 raise
+        if stream.first_error is not None:
+            raise FailedResponse(stream.first_error, (stream, message))
+        return stream, message
 
 
 async def open_stream(

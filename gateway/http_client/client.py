@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 import anyio
 
-from gateway.errors import DeadlinePassed, UpstreamResponseTooLarge
+from gateway.errors import DeadlinePassed, GatewayError, UpstreamResponseTooLarge
 from gateway.http_client.connection import Buffer, Headers, RequestNotSent, UpstreamConnection
 from gateway.media_types import EVENT_STREAM
 
@@ -40,7 +40,9 @@ def check_response_size(body: bytes, max_bytes: int) -> bytes:
 class UpstreamResponse:
     """A response: status and headers, and the body as a stream. It must be closed."""
 
-    __slots__ = ("_connection", "_max_bytes", "_release", "_send_task", "headers", "status")
+    __slots__ = (
+        "_connection", "_max_bytes", "_release", "_send_task", "first_error", "headers", "status",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class UpstreamResponse:
         self._send_task: asyncio.Task[None] | None = None
         self.status = connection.status
         self.headers = connection.headers
+        self.first_error: GatewayError | None = None  # the first event of a stream, in place of it
 
     def set_send_task(self, task: asyncio.Task[None]) -> None:
         # The task still sends the request's body; closing the response cancels it.
@@ -69,6 +72,11 @@ class UpstreamResponse:
 
     def take_buffered(self) -> bytes:
         return b"" if self._connection is None else self._connection.take_buffered()
+
+    def unread(self, data: bytes) -> None:
+        """Put data of `next_chunk` back in front of the rest."""
+        if data and self._connection is not None:
+            self._connection.unread(data)
 
     async def next_chunk(self) -> bytes:
         return b"" if self._connection is None else await self._connection.next_chunk()

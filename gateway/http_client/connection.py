@@ -279,6 +279,11 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.resume_reading()
         return data
 
+    def unread(self, data: bytes) -> None:
+        """Put received data back in front of the rest of the body."""
+        self._chunks.insert(0, data)
+        self._buffered_bytes += len(data)
+
     @property
     def is_complete(self) -> bool:
         return self._state == STATE_DONE

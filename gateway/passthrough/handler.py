@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from time import perf_counter
 from typing import Final
@@ -19,7 +19,7 @@ from gateway.callers import Right
 from gateway.capacity.admission import Slot
 from gateway.capacity.body_chunks import coalesce_chunks
 from gateway.error_responses import render_error
-from gateway.errors import BodyTooLarge, InputMismatch, MalformedRequest
+from gateway.errors import BodyTooLarge, InputMismatch, MalformedRequest, serialize_error
 from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
@@ -273,14 +273,20 @@ async def relay_response(
         yield start
         yield {"type": "http.response.body"}
         return
+    info: RequestInfo = scope["request_info"]
     events = None
     if response.is_event_stream:
         events = EventStreamScrubber(sanitize_event)
+        first = b""
+        if (error := response.first_error) is not None:
+            start["headers"] += encode_headers(error.headers or {})
+            first = b"data: %b\n\n" % serialize_error(error.detail, error.code, scope["request_id"])
         yield start
-        yield {"type": "http.response.body", "more_body": True}  # sends the head immediately
+        info.bytes_out += len(first)
+        # Even an empty body sends the head immediately.
+        yield {"type": "http.response.body", "body": first, "more_body": True}
     is_started = events is not None
     last = False
-    info: RequestInfo = scope["request_info"]
     while not last:
         response.set_timeout(info.timeout_s)
         started = perf_counter()
@@ -294,6 +300,10 @@ async def relay_response(
             yield start
         info.bytes_out += len(chunk)
         yield {"type": "http.response.body", "body": chunk, "more_body": not last}
+
+
+def encode_headers(headers: Mapping[str, str]) -> Headers:
+    return [(name.lower().encode(), value.encode()) for name, value in headers.items()]
 
 
 async def send_own_response(response: Response, scope: Scope, receive: Receive, send: Send) -> int:

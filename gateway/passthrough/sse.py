@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-EVENT_END = b"\n\n"
+from gateway.media_types import EVENT_END
+
 # The start of an error event of Triton's generate extension after the first event.
 ERROR_EVENT_START = b'data: {"error":'
 MAX_HELD_EVENT_BYTES = 64 * 1024  # of an error event

@@ -151,7 +151,13 @@ BROWSERS = (
     b"Refresh: 0; url=https://else.where/\r\nX-Content-Type-Options: sniff\r\nX-Kept: yes\r\n"
     b"Strict-Transport-Security: max-age=1\r\nContent-Length: 2\r\n\r\nok"
 )
-WHOLE_ANSWERS = {b"odd": ODD, b"browsers": BROWSERS}
+# A stream whose first event is an error of 1 MB.
+LONG_ERROR_EVENTS = b'data: {"error":"/srv/%b"}\n\ndata: {"Y":1}\n\n' % (b"a" * 1_000_000)
+LONG_ERROR = (
+    b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n%b"
+    % (len(LONG_ERROR_EVENTS), LONG_ERROR_EVENTS)
+)
+WHOLE_ANSWERS = {b"odd": ODD, b"browsers": BROWSERS, b"long_error": LONG_ERROR}
 
 
 UNFINISHED = {

@@ -38,7 +38,7 @@ from gateway.memory import MemoryBudgetExceeded
 from gateway.repository.resolver import NO_MODEL, ModelTarget
 from gateway.tasks import cancel_tasks
 from gateway.telemetry.request_info import current_request_info
-from gateway.triton.grpc.byte_channel import ByteStream, map_stream_error
+from gateway.triton.grpc.byte_channel import FINAL_RESPONSE, map_stream_error
 
 MAX_STREAM_REQUESTS: Final = 64  # in progress on one stream; further ones are read later
 # After a request that was refused for memory, the next one is read when there is room, or at last then.
@@ -228,38 +228,38 @@ class InferStream:
         call = request.call
         upstream = build_upstream_target(call, request.target, request.head)
         stream_call = GrpcBytesStreamCall(upstream, request.message, self._metadata)
-        stream, response = await self._services.dispatcher.send(stream_call, timeout_s)
+        stream, message = await self._services.dispatcher.send(stream_call, timeout_s)
         request.message = b""
         del stream_call  # it has the message, which can be large
         try:
-            if response is not None and request.waits_for_order:
+            if message is not None and request.waits_for_order:
                 # The model has answered, and is not to wait for that of another request.
                 slot.release()
-            while response is not None:
-                call.charge_response(response)
-                await self._write(request, response)
-                call.succeed(response)
-                response = await self._read_response(request, stream)
+            error = stream.first_error
+            while message is not None:
+                if error is not None:
+                    message = set_error_text(message, call.fail(error).detail)
+                call.charge_response(message)
+                await self._write(request, message)
+                if error is None:
+                    call.succeed(message)
+                message = await stream.read_message(call.info.timeout_s)
+                error = None if message is None else map_stream_error(message, stream.target)
             if not call.info.bytes_out:
                 call.succeed(b"")  # a decoupled model may send no response
         finally:
             stream.close()
 
-    async def _read_response(self, request: StreamRequest, stream: ByteStream) -> bytes | None:
-        """Return the next response. A message that is an error is written here, and others may follow."""
-        while message := await stream.read_message(request.call.info.timeout_s):
-            error = map_stream_error(message, stream.target)
-            if error is None:
-                break
-            await self._write_error(request, error)
-        return message
-
     async def _write_error(self, request: StreamRequest, exc: GatewayError) -> None:
+        """Write the error with which the request ends, in the form of an error of the model."""
         status = request.call.fail(exc)
-        response: Any = service_pb2.ModelStreamInferResponse(error_message=status.detail)
-        if request.head.request_id:
-            response.infer_response.id = request.head.request_id
-        await self._write(request, response.SerializeToString())
+        message: Any = service_pb2.ModelStreamInferResponse(error_message=status.detail)
+        response, head = message.infer_response, request.head
+        response.id = head.request_id
+        response.model_name = head.model
+        response.model_version = request.target.served_version or head.version
+        response.parameters[FINAL_RESPONSE].bool_param = True
+        await self._write(request, message.SerializeToString())
 
     async def _write(self, request: StreamRequest, response: bytes) -> None:
         """Write a response. Raises `ResponseNotRead` if the client does not read."""
@@ -268,3 +268,10 @@ class InferStream:
             request.previous_response = None
         async with self._write_lock:
             await request.call.write(response)
+
+
+def set_error_text(message: bytes, text: str) -> bytes:
+    """Return a ModelStreamInferResponse with another error message."""
+    response: Any = service_pb2.ModelStreamInferResponse.FromString(message)
+    response.error_message = text
+    return bytes(response.SerializeToString())

@@ -40,6 +40,8 @@ VERSION: Final = re.compile(r"(\d{1,6})\.(\d{1,6})\.(\d{1,6})")
 SAFE_CANCEL_VERSION: Final = (2, 59)
 # A replica that is back must be usable at once; the probes keep requests away while it is down.
 MAX_RECONNECT_DELAY_MS: Final = 500
+# A parameter of every response of a model in a stream, and of no error that Triton finds before.
+FINAL_RESPONSE: Final = "triton_final_response"
 ERROR_MESSAGE_TAG: Final = b"\x0a"  # the first byte of a ModelStreamInferResponse with an error
 
 GRPC_CONNECT_TIMEOUT_S: Final = 2.0
@@ -228,6 +230,7 @@ class ByteStream:
         call: grpc.aio.StreamStreamCall[bytes, bytes],
     ) -> None:
         self.target = target
+        self.first_error: GatewayError | None = None  # of the model, in the first message
         self._channel = channel
         self._call = call
         self._read_task: asyncio.Task[Any] | None = None
@@ -266,6 +269,15 @@ class ByteStream:
         message = await self.read_message(timeout_s)
         if message is not None and (error := map_stream_error(message, self.target)) is not None:
             raise error
+        return message
+
+    async def read_first_message(self, timeout_s: float) -> bytes | None:
+        """Return the first message. Raises an error that Triton found before the model has run."""
+        message = await self.read_message(timeout_s)
+        if message is not None and (error := map_stream_error(message, self.target)) is not None:
+            if not is_model_response(message):
+                raise error
+            self.first_error = error
         return message
 
     async def read_message(self, timeout_s: float) -> bytes | None:
@@ -335,6 +347,12 @@ def map_stream_error(message: bytes, target: RequestTarget) -> GatewayError | No
     except DecodeError as exc:
         raise BadUpstream("the replica's inference response is invalid") from exc
     return map_triton_error(400, encode_triton_error(response.error_message), target)
+
+
+def is_model_response(message: bytes) -> bool:
+    """Return whether the model, and not Triton before it, made a ModelStreamInferResponse."""
+    response = service_pb2.ModelStreamInferResponse.FromString(message)
+    return FINAL_RESPONSE in response.infer_response.parameters
 
 
 def retrieve_exception(task: asyncio.Task[Any]) -> None:

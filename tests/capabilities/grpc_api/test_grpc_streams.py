@@ -43,7 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def triton(folder: Path) -> Iterator[EmbeddedTriton]:
     with triton_with(
-        (folder,), ("plain_FP32", "ticking", "counting", "failing", "sleeping", "cancellable")
+        (folder,),
+        ("plain_FP32", "ticking", "counting", "failing", "refusing", "sleeping", "cancellable"),
     ) as triton:
         yield triton
 
@@ -129,6 +130,80 @@ def test_decoupled_model_answers_as_triton_does(
     assert answers[0] == answers[1] == [*[("t", 2, False)] * 3, ("t", 0, True)]
 
 
+def request_ticks(count: int, seconds: float, version: str = "") -> bytes:
+    request = service_pb2.ModelInferRequest(model_name="ticking", model_version=version, id="t")
+    request.inputs.add(name="COUNT", datatype="INT32", shape=[1])
+    request.inputs.add(name="SECONDS", datatype="FP32", shape=[1])
+    contents = np.array([count], np.int32), np.array([seconds], np.float32)
+    request.raw_input_contents.extend(each.tobytes() for each in contents)
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    return bytes(request.SerializeToString())
+
+
+def receive_all(address: str, *requests: bytes) -> list[Any]:
+    """The messages of a stream of these requests."""
+    with grpc.insecure_channel(address) as channel:
+        messages = list(channel.stream_stream(STREAM)(iter(requests), timeout=TIMEOUT_S))
+    return [service_pb2.ModelStreamInferResponse.FromString(each) for each in messages]
+
+
+@pytest.mark.parametrize(
+    ("request_message", "numbers"),
+    [
+        (request_ticks(2, -0.001), ["error", 0, 1, "final"]),
+        (request_ticks(0, -0.001, "1"), ["error", "final"]),
+        (request_ticks(-2, 0.001), [0, 1, "final error"]),
+        (request_ticks(-2, -0.001), ["error", 0, 1, "final error"]),
+    ],
+    ids=["first", "alone", "last", "both"],
+)
+def test_errors_of_a_decoupled_model_are_those_of_triton_with_what_follows(
+    served: GrpcGateway, triton: EmbeddedTriton, request_message: bytes, numbers: list[object]
+) -> None:
+    received = []
+    for address in (served.address, f"127.0.0.1:{triton.options.grpc_port}"):
+        answers = receive_all(address, request_message)
+        kinds: list[object] = []
+        for answer in answers:
+            response = answer.infer_response
+            is_final = response.parameters["triton_final_response"].bool_param
+            assert ("boom" in answer.error_message) == bool(answer.error_message)
+            kind = "final " * is_final + "error" * bool(answer.error_message)
+            contents = response.raw_output_contents
+            kinds.append(np.frombuffer(contents[0], np.int32).item() if contents else kind.strip())
+            del response.raw_output_contents[:]  # among them the time
+        assert kinds == numbers
+        received.append([each.infer_response for each in answers])
+    assert received[0] == received[1]
+
+
+def test_error_that_a_model_makes_says_nothing_about_its_replica(served: GrpcGateway) -> None:
+    requests = []
+    for text in (b"NOT_FOUND:Request for unknown model: 'refusing' is not found", b"UNKNOWN:again"):
+        request = service_pb2.ModelInferRequest(model_name="refusing")
+        request.inputs.add(name="X", datatype="BYTES", shape=[1, 1])
+        request.raw_input_contents.append(len(text).to_bytes(4, "little") + text)
+        requests.append(request.SerializeToString())
+    # One after the other: the second is sent when the first has failed.
+    messages = [receive_all(served.address, request)[0].error_message for request in requests]
+    assert "unknown model" in messages[0]
+    assert messages[1] == "again"
+
+
+def failed_attempts(served: GrpcGateway, triton: EmbeddedTriton) -> float:
+    labels = f'replica="127.0.0.1:{triton.options.http_port}",outcome="failed"'
+    return metric(served.http, f"gateway_upstream_attempts_total{{{labels}}}")
+
+
+def test_stream_that_begins_with_a_fault_of_the_model_is_a_failed_attempt(
+    served: GrpcGateway, triton: EmbeddedTriton
+) -> None:
+    before = failed_attempts(served, triton)
+    (answer,) = receive_all(served.address, request_bytes("failing"))
+    assert answer.infer_response.model_name == "failing"
+    wait_until(lambda: failed_attempts(served, triton) == before + 1)
+
+
 def test_responses_of_a_decoupled_model_arrive_as_they_are_made(served: GrpcGateway) -> None:
     with open_stream(served.address) as stream:
         stream.send("ticking", *ticks(3, 0.3))
@@ -179,15 +254,15 @@ def test_failed_request_gets_an_error_with_its_id_and_the_stream_continues(
         "": "unknown model: ''",
     }
     requests = [*map(request_bytes, failures), b"\xff\xff", request_bytes("plain_FP32")]
-    with grpc.insecure_channel(served.address) as channel:
-        messages = list(channel.stream_stream(STREAM)(iter(requests), timeout=TIMEOUT_S))
-    responses = [service_pb2.ModelStreamInferResponse.FromString(each) for each in messages]
-    *failed, malformed, last = responses
+    *failed, malformed, last = receive_all(served.address, *requests)
     for (model, words), response in zip(failures.items(), failed, strict=True):
         assert response.infer_response.id == f"for {model}"
+        assert response.infer_response.model_name == model
+        assert response.infer_response.parameters["triton_final_response"].bool_param
         assert words in response.error_message
         assert "/" not in response.error_message.replace("/v1/models", "")
     assert "not a valid protobuf message" in malformed.error_message
+    assert malformed.infer_response.parameters["triton_final_response"].bool_param
     assert not last.error_message
     assert last.infer_response.id == "for plain_FP32"
     assert np.frombuffer(last.infer_response.raw_output_contents[0], np.float32) == 4

@@ -115,6 +115,17 @@ def test_error_of_a_model_is_not_taken_for_one_of_triton(
     assert client.post("/v1/models/moody/infer", json={"inputs": "fine"}).status_code == 200
 
 
+def test_error_that_begins_a_stream_is_no_reason_to_run_the_model_again(
+    client: httpx.Client, folders: list[Path]
+) -> None:
+    before = count_runs(folders)
+    text = "NOT_FOUND:Request for unknown model: 'moody' is not found"
+    answer = client.post("/v2/models/moody/generate_stream", json={"X": text})
+    assert answer.status_code == 404
+    assert count_runs(folders) == before + 1
+    assert client.post("/v1/models/moody/infer", json={"inputs": "fine"}).status_code == 200
+
+
 def test_rows_after_one_that_fails_do_not_run_and_hold_no_memory(
     client: httpx.Client, folders: list[Path]
 ) -> None:

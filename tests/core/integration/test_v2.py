@@ -462,22 +462,21 @@ def peak_bytes(process: psutil.Process) -> int:
 # Streams.
 
 
-def test_events_of_a_stream_are_passed_as_they_are_produced(ports: Ports) -> None:
-    def events(port: int, pause_s: float) -> Iterator[tuple[float, Any]]:
-        """Yield the time of each event, and its data."""
-        url = f"http://127.0.0.1:{port}/v2/models/ticking/generate_stream"
-        asked = {"COUNT": 4, "SECONDS": pause_s}
-        with httpx.stream("POST", url, json=asked, timeout=TIMEOUT_S) as response:
-            assert response.status_code == 200
-            assert response.headers["content-type"] == direct_type
-            for line in response.iter_lines():
-                if line:
-                    yield time.time(), json.loads(line.removeprefix("data: "))
+def events(port: int, pause_s: float, status: int = 200) -> Iterator[tuple[float, Any]]:
+    """Yield the time of each event of a stream, and its data."""
+    url = f"http://127.0.0.1:{port}/v2/models/ticking/generate_stream"
+    asked = {"COUNT": 4, "SECONDS": pause_s}
+    with httpx.stream("POST", url, json=asked, timeout=TIMEOUT_S) as response:
+        assert response.status_code == status
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        for line in response.iter_lines():
+            if line:
+                yield time.time(), json.loads(line.removeprefix("data: "))
 
+
+def test_events_of_a_stream_are_passed_as_they_are_produced(ports: Ports) -> None:
     one = b'{"COUNT": 1, "SECONDS": 0}'
     direct, through = ports.both("POST", "/v2/models/ticking/generate_stream", [], one)
-    direct_type = direct.header("content-type")
-    assert direct_type.startswith("text/event-stream")
     assert through.content[:2] == direct.content[:2]
     assert [event["NUMBER"] for _, event in events(ports.triton, 0)] == [0, 1, 2, 3]
     for pause_s in lengthening(0.05):
@@ -486,6 +485,31 @@ def test_events_of_a_stream_are_passed_as_they_are_produced(ports: Ports) -> Non
         if all(at < following["MADE"] for (at, _), (_, following) in pairwise(arrived)):
             return
     raise AssertionError("no event arrived before the next one was made")
+
+
+def test_error_that_begins_a_stream_is_passed_at_once_with_what_follows(ports: Ports) -> None:
+    (_, refused), *direct = events(ports.triton, -0.001, status=400)
+    assert "boom first" in refused["error"]
+    for pause_s in lengthening(0.05):
+        # The status is that of the error's code.
+        (at, refused), *others = events(ports.gateway, -pause_s, status=422)
+        assert (refused["error"], refused["code"]) == (
+            "boom first at weights.bin",
+            "REFUSED_BY_MODEL",
+        )
+        numbers = [event["NUMBER"] for _, event in others]
+        assert numbers == [event["NUMBER"] for _, event in direct] == [0, 1, 2, 3]
+        if at < others[0][1]["MADE"]:
+            return
+    raise AssertionError("the error did not arrive before the model went on")
+
+
+def test_long_error_that_begins_a_stream_ends_it(faked: tuple[Fake, int]) -> None:
+    response = ask(faked[1], "POST", "/v2/models/long_error/generate_stream", [], b"{}")
+    assert response.status == 422
+    (event,) = response.body.removesuffix(b"\n\n").split(b"\n\n")
+    document = json.loads(event.removeprefix(b"data: "))
+    assert document["error"] == "Triton rejected the request"
 
 
 @pytest.mark.fault("exceptions provoked in a model")
