@@ -37,9 +37,7 @@ STATUS_LABELS: Final = {
     status: (f"{status // 100}xx", str(status) if status >= 500 else "")
     for status in range(100, 600)
 } | {CLIENT_CLOSED_REQUEST: (str(CLIENT_CLOSED_REQUEST), "")}
-WAIT_BUCKETS: Final = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-ACTION_INITIATORS: Final = ("api", "reconciler", "on_demand")
-EVICTION_REASONS: Final = ("room", "idle", "copies")
+ACTION_INITIATORS: Final = ("api", "reconciler")
 SHED_REASONS: Final = ("queue_full", "rate", "memory")
 REFUSAL_REASONS: Final = (
     "malformed_request", "request_too_slow", "url_too_long", "header_too_large",
@@ -83,13 +81,10 @@ class Metrics:
         self._dropped_lines = 0
         self.pending_attempts: Counts[tuple[str, str]] = Counts()
         self._replicas: set[str] = set()
-        self.pending_shadows: Counts[tuple[str, str, str, str]] = Counts()
-
-        create = MetricFactory(self.registry)
-        self._create_request_metrics(create)
-        self._create_replica_metrics(create)
-        self._create_on_demand_metrics(create)
-        self._create_process_metrics(create)
+        self.create = MetricFactory(self.registry)  # also for the metrics of capabilities
+        self._create_request_metrics(self.create)
+        self._create_replica_metrics(self.create)
+        self._create_process_metrics(self.create)
 
     def _create_request_metrics(self, create: MetricFactory) -> None:
         kind = ("route", "model", "version")
@@ -169,63 +164,19 @@ class Metrics:
             "Ejections of a replica from load balancing because requests to it failed.",
             ("replica",),
         )
-        self.label_redirects = create.counter(
-            "gateway_label_redirects_total",
-            "Requests of a split that another version served, because this version was not ready.",
-            ("model", "label", "version"),
-        )
-        self.shadow_requests = create.counter(
-            "gateway_shadow_requests_total",
-            "Copies of requests to a shadow version, by result: equal, close, different, failed, dropped.",
-            ("model", "label", "version", "result"),
-        )
         self.model_actions = create.counter(
             "gateway_model_actions_total",
             "Loads and unloads on a replica, by origin (api, reconciler, on_demand) and outcome (done, "
             "failed).",
             ("action", "by", "outcome"),
         )
-        for labels in product(("load", "unload"), ACTION_INITIATORS, ("done", "failed")):
-            self.model_actions.labels(*labels)
+        for initiator in ACTION_INITIATORS:
+            self.add_initiator(initiator)
         self.model_conflicts = create.counter(
             "gateway_model_conflicts_total",
             "Corrections of a model on a replica that followed one which something else had undone.",
             ("model", "replica"),
         )
-
-    def _create_on_demand_metrics(self, create: MetricFactory) -> None:
-        self.on_demand_loads = create.counter(
-            "gateway_on_demand_loads_total",
-            "Loads of models on demand, by outcome: done, failed.",
-            ("outcome",),
-        )
-        self.on_demand_evictions = create.counter(
-            "gateway_on_demand_evictions_total",
-            f"Unloads of on-demand models, by reason: {', '.join(EVICTION_REASONS)}.",
-            ("reason",),
-        )
-        self.on_demand_wait = create.histogram(
-            "gateway_on_demand_wait_seconds",
-            "Time that requests waited for the load of their model.",
-            buckets=WAIT_BUCKETS,
-        )
-        self.hold = create.histogram(
-            "gateway_hold_seconds",
-            "Time that requests waited for a replica, and until it had loaded its models.",
-            buckets=WAIT_BUCKETS,
-        )
-        self.demand = create.level(
-            "gateway_demand",
-            "Inferences that run or wait, as the external scaler reports them to KEDA.",
-        )
-        self.held_requests = create.level(
-            "gateway_requests_held",
-            "Requests that wait for a replica, or for the load of their model.",
-        )
-        for outcome in ("done", "failed"):
-            self.on_demand_loads.labels(outcome)
-        for reason in EVICTION_REASONS:
-            self.on_demand_evictions.labels(reason)
 
     def _create_process_metrics(self, create: MetricFactory) -> None:
         self.connections = create.level("gateway_connections", "Open client connections.")
@@ -248,6 +199,10 @@ class Metrics:
             "gateway_build_info", "Constant 1, with the gateway's version.", ("version",)
         )
         build.labels(__version__).set(1)
+
+    def add_initiator(self, initiator: str) -> None:
+        for action, outcome in product(("load", "unload"), ("done", "failed")):
+            self.model_actions.labels(action, initiator, outcome)
 
     def add_replica(self, replica: str) -> None:
         self._replicas.add(replica)
@@ -298,9 +253,6 @@ class Metrics:
         for (replica, outcome), count in attempts.items():
             if replica in self._replicas:
                 self.attempts.labels(replica, outcome).inc(count)
-        shadows, self.pending_shadows = self.pending_shadows, Counts()
-        for results, count in shadows.items():
-            self.shadow_requests.labels(*results).inc(count)
         for route, count in self.in_flight.items():
             self.running.labels(route).set(count)
 

@@ -15,6 +15,7 @@ import anyio
 
 from gateway.callers import Right
 from gateway.capabilities.on_demand.loader import OnDemandLoader
+from gateway.capabilities.on_demand.metrics import OnDemandMetrics
 from gateway.capabilities.on_demand.model_copies import ModelCopies
 from gateway.capabilities.on_demand.models import ModelLoading, NoRoom
 from gateway.capabilities.on_demand.plan import (
@@ -114,11 +115,12 @@ class ModelActivator:
         """
         if self._pool.is_usable(model) or not self.can_activate(model):
             return timeout_s
-        metrics, waiting = self._pool.metrics, self.loader.usage.held_requests
+        metrics = self.loader.metrics
+        waiting = self.loader.usage.held_requests
         if waiting >= self.loader.settings.max_queue:
-            metrics.shed.labels("queue_full").inc()
+            self._pool.metrics.shed.labels("queue_full").inc()
             raise AdmissionQueueFull(model, 0, waiting)
-        wait_metric = metrics.on_demand_wait if self._is_loadable(model) else metrics.hold
+        wait_metric = metrics.load_wait if self._is_loadable(model) else metrics.hold
         started_at = perf_counter()
         self._count_waiting(1)
         try:
@@ -132,7 +134,7 @@ class ModelActivator:
 
     def _count_waiting(self, change: int) -> None:
         self.loader.usage.held_requests += change
-        self._pool.metrics.held_requests.set(self.loader.usage.held_requests)
+        self.loader.metrics.held_requests.set(self.loader.usage.held_requests)
 
     async def _wait(self, model: str, timeout_s: float) -> None:
         self._check_backoff(model)
@@ -350,10 +352,11 @@ def create_activator(
     repository: Repository,
     admission: AdmissionQueue,
     settings: Settings,
+    metrics: OnDemandMetrics,
 ) -> ModelActivator:
     state, reconciler = repository.state, repository.reconciler
     loader = OnDemandLoader(
-        pool, signatures, state, repository.loader, reconciler, admission, settings
+        pool, signatures, state, repository.loader, reconciler, admission, settings, metrics
     )
     return ModelActivator(pool, loader, reconciler)
 

@@ -15,19 +15,25 @@ def attach_on_demand(settings: Settings) -> Attachment:
 
 async def open_activator(services: Services, stack: AsyncExitStack) -> None:
     from gateway.capabilities.on_demand.activation import create_activator
-    from gateway.capabilities.on_demand.collector import OnDemandCollector
+    from gateway.capabilities.on_demand.loader import INITIATOR
+    from gateway.capabilities.on_demand.metrics import OnDemandCollector, OnDemandMetrics
 
-    settings, pool = services.settings, services.pool
+    settings = services.settings
+    pool = services.pool
+    metrics = OnDemandMetrics(services.metrics.create)
+    services.metrics.add_initiator(INITIATOR)
     loader = None
     if any(
         (settings.on_demand_models, settings.models_file, settings.hold_s, settings.scaler_port)
     ):
         activator = create_activator(
-            pool, services.signatures, services.repository, services.admission, settings
+            pool, services.signatures, services.repository, services.admission, settings, metrics
         )
         loader = activator.loader
         pool.activator = await stack.enter_async_context(activator)
-    services.metrics.collector_registry.register(OnDemandCollector(pool, loader))
+    services.metrics.collector_registry.register(
+        OnDemandCollector(pool, None if loader is None else loader.held)
+    )
     if loader is not None and settings.scaler_port:
         from gateway.capabilities.on_demand.scaler import FleetScaler
 

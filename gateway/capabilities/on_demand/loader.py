@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from gateway.capabilities.on_demand.held_models import HeldModels, ModelFactsCache
 from gateway.capabilities.on_demand.inference_times import InferenceTimes
+from gateway.capabilities.on_demand.metrics import OnDemandMetrics
 from gateway.capabilities.on_demand.models import UNKNOWN_CALLER, ModelUsage, OnDemandModels
 from gateway.capabilities.on_demand.plan import (
     ModelBudget,
@@ -57,6 +58,7 @@ class OnDemandLoader:
     _reconciler: Reconciler
     _admission: AdmissionQueue
     settings: Settings
+    metrics: OnDemandMetrics
     inference_times: InferenceTimes = field(default_factory=InferenceTimes)
 
     def __post_init__(self) -> None:
@@ -182,15 +184,15 @@ class OnDemandLoader:
         log.info("loading model %s on %s on demand", model, replica.name)
         started_at = perf_counter()
         parameters = self.models.get_load_parameters(model)
-        metric = self._pool.metrics.on_demand_loads
+        loads = self.metrics.loads
         try:
             action = ModelAction(model, True, parameters)
             await self._loader.run(replica, action, INITIATOR, started_load)
         except GatewayError as exc:
-            metric.labels("failed").inc()
+            loads.labels("failed").inc()
             log.warning("loading model %s on %s failed: %s", model, replica.name, exc.detail)
             raise
-        metric.labels("done").inc()
+        loads.labels("done").inc()
         await self.facts.update()
         duration_s = perf_counter() - started_at
         log.info("model %s is ready on %s after %.1f s", model, replica.name, duration_s)
@@ -200,7 +202,7 @@ class OnDemandLoader:
 
         async def report() -> None:
             self.usage.drop_unknown_models(self._pool.has_model)
-            self._pool.metrics.demand.set(self.usage.count_own_demand())
+            self.metrics.demand.set(self.usage.count_own_demand())
             if self.models.is_enabled or self.settings.scaler_port:
                 await self.exchange_usage()
             await asyncio.sleep(REPORT_INTERVAL_S)
@@ -272,7 +274,7 @@ class OnDemandLoader:
             for model in victims:
                 if not await self._unload(replica, model, reason):
                     return False
-                self._pool.metrics.on_demand_evictions.labels(label).inc()
+                self.metrics.evictions.labels(label).inc()
         finally:
             for model in victims:
                 self._pool.set_draining(replica, model, is_draining=False)

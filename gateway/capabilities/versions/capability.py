@@ -11,6 +11,7 @@ from gateway.settings import Settings
 
 def attach_versions(settings: Settings) -> Attachment:
     from gateway.capabilities.versions.label_manager import LabelManager
+    from gateway.capabilities.versions.metrics import LabelMetrics
     from gateway.capabilities.versions.policy import LabelPolicy
     from gateway.capabilities.versions.routes import router
     from gateway.capabilities.versions.shadows import ShadowRunner
@@ -18,12 +19,11 @@ def attach_versions(settings: Settings) -> Attachment:
     async def open_labels(services: Services, stack: AsyncExitStack) -> None:
         pool, state = services.pool, services.repository.state
         manager = LabelManager(pool, state, settings.ready_quorum)
-        shadows = ShadowRunner(
-            pool, services.admission, services.metrics, settings.max_shadow_bytes
-        )
+        metrics = LabelMetrics(services.metrics.create)
+        shadows = ShadowRunner(pool, services.admission, metrics, settings.max_shadow_bytes)
         stack.push_async_callback(shadows.close)
         services.provide(manager)
-        services.resolver.policy = LabelPolicy(pool, state, manager, shadows)
+        services.resolver.policy = LabelPolicy(pool, state, manager, shadows, metrics)
 
     return Attachment((router,), open=open_labels)
 

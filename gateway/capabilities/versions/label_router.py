@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from prometheus_client import Counter
 from starlette.types import Scope
 
 from gateway.capabilities.versions.splits import (
@@ -72,6 +73,7 @@ class ActiveLabel:
 
     _pool: ReplicaPool
     _sequences: SequenceVersions
+    _redirects: Counter
     model: str
     name: str
     value: VersionLabel
@@ -165,15 +167,16 @@ class ActiveLabel:
         return {each: share for each, share in shares.items() if find(self.model, each)}
 
     def _count_redirect(self, version: str) -> None:
-        self._pool.metrics.label_redirects.labels(self.model, self.name, version).inc()
+        self._redirects.labels(self.model, self.name, version).inc()
 
 
 class LabelRouter:
     """The labels of all models, as requests use them."""
 
-    def __init__(self, pool: ReplicaPool, state: SharedState) -> None:
+    def __init__(self, pool: ReplicaPool, state: SharedState, redirects: Counter) -> None:
         self._state = state
         self._pool = pool
+        self._redirects = redirects
         self._active: dict[tuple[str, str], ActiveLabel] = {}
         self._seen_labels: LabelTable = {}
         self._sequences = SequenceVersions()
@@ -190,6 +193,8 @@ class LabelRouter:
             for name, value in model_labels.items():
                 active = before.get((model, name))
                 if active is None or active.value != value:
-                    active = ActiveLabel(self._pool, self._sequences, model, name, value)
+                    active = ActiveLabel(
+                        self._pool, self._sequences, self._redirects, model, name, value
+                    )
                 self._active[model, name] = active
         self._seen_labels = labels

@@ -9,6 +9,7 @@ from starlette.types import Scope
 from gateway.capabilities.versions.label_choice import LabelChoice
 from gateway.capabilities.versions.label_manager import LabelManager
 from gateway.capabilities.versions.label_router import LabelRouter, UnknownLabel
+from gateway.capabilities.versions.metrics import LabelMetrics
 from gateway.capabilities.versions.shadows import ShadowRunner
 from gateway.fleet.pool import ReplicaPool
 from gateway.repository.shared_state import SharedState
@@ -19,13 +20,18 @@ class LabelPolicy:
     """The `VersionPolicy` of a gateway with labels."""
 
     def __init__(
-        self, pool: ReplicaPool, state: SharedState, manager: LabelManager, shadows: ShadowRunner
+        self,
+        pool: ReplicaPool,
+        state: SharedState,
+        manager: LabelManager,
+        shadows: ShadowRunner,
+        metrics: LabelMetrics,
     ) -> None:
         self._pool = pool
         self._state = state
         self._manager = manager
         self._shadows = shadows
-        self._router = LabelRouter(pool, state)
+        self._router = LabelRouter(pool, state, metrics.redirects)
 
     @property
     def models(self) -> Container[str]:

@@ -15,6 +15,7 @@ from time import monotonic
 from typing import Final
 
 from gateway.capabilities.versions.label_router import ActiveLabel
+from gateway.capabilities.versions.metrics import LabelMetrics
 from gateway.capabilities.versions.output_comparison import (
     DIFFERENT,
     Arrays,
@@ -27,7 +28,6 @@ from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.tasks import TaskSet, cancel_tasks
-from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.request_info import current_request_info
 from gateway.version_labels import Shadow
 
@@ -56,7 +56,7 @@ class ShadowRunner:
     """Sends copies of requests while that delays no request, and counts the results."""
 
     def __init__(
-        self, pool: ReplicaPool, admission: AdmissionQueue, metrics: Metrics, max_bytes: int
+        self, pool: ReplicaPool, admission: AdmissionQueue, metrics: LabelMetrics, max_bytes: int
     ) -> None:
         self.max_bytes = max_bytes  # of the body of a request or response that is copied
         self._pool = pool
@@ -99,8 +99,8 @@ class ShadowRunner:
         self._tasks.start(self._run(copy))
 
     def count_result(self, label: ActiveLabel, shadow: Shadow, result: str) -> None:
-        key = (label.model, label.name, shadow.version, result)
-        self._metrics.pending_shadows[key] += 1
+        copies = self._metrics.shadow_requests
+        copies.labels(label.model, label.name, shadow.version, result).inc()
 
     async def _run(self, copy: ShadowCopy) -> None:
         current_request_info.set(None)  # its log line and metrics are complete

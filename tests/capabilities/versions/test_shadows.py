@@ -17,6 +17,7 @@ import tritonclient.http as triton_http
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.capabilities.versions.label_router import ActiveLabel, SequenceVersions
+from gateway.capabilities.versions.metrics import LabelMetrics
 from gateway.capabilities.versions.output_comparison import compare_outputs
 from gateway.capabilities.versions.shadows import ShadowRunner
 from gateway.capacity.admission import AdmissionQueue
@@ -345,9 +346,10 @@ async def count_copies(slots: int, percent: float, *, waits: bool = False) -> in
     metrics = Metrics()
     admission = AdmissionQueue(slots, slots, 1, metrics)
     pool = ReplicaPool((), Settings(), metrics=metrics)
-    runner = ShadowRunner(pool, admission, metrics, 1 << 20)
+    label_metrics = LabelMetrics(metrics.create)
+    runner = ShadowRunner(pool, admission, label_metrics, 1 << 20)
     value = VersionLabel({"1": 1}, shadow=Shadow("2", percent))
-    label = ActiveLabel(pool, SequenceVersions(), NAME, "stable", value)
+    label = ActiveLabel(pool, SequenceVersions(), label_metrics.redirects, NAME, "stable", value)
     assert all(admission.try_acquire(NAME) for _ in range(slots))
     waiting = asyncio.create_task(admission.acquire(NAME, 60)) if waits else None
     await asyncio.sleep(0)

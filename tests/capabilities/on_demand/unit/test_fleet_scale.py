@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from gateway.capabilities.on_demand.activation import ModelActivator, create_activator
-from gateway.capabilities.on_demand.collector import OnDemandCollector
+from gateway.capabilities.on_demand.metrics import OnDemandCollector, OnDemandMetrics
 from gateway.capabilities.on_demand.plan import (
     ModelBudget,
     ModelFacts,
@@ -71,7 +71,8 @@ def build_fleet() -> LargeFleet:
     signatures = SignatureCache(Dispatcher(pool))
     repository = Repository(pool, signatures, MemoryStateStore(), ModelsFile(None), settings)
     admission = AdmissionQueue(64, 32, 100, pool.metrics)
-    activator = create_activator(pool, signatures, repository, admission, settings)
+    metrics = OnDemandMetrics(pool.metrics.create)
+    activator = create_activator(pool, signatures, repository, admission, settings, metrics)
     activator.loader.facts.facts.update({f"m{model}": ModelFacts() for model in range(MODELS)})
     return LargeFleet(pool, repository, activator)
 
@@ -127,7 +128,7 @@ def collect_fleet(fleet: LargeFleet) -> None:
 
 
 def collect_memory(fleet: LargeFleet) -> None:
-    (memory,) = OnDemandCollector(fleet.pool, fleet.activator.loader).collect()
+    (memory,) = OnDemandCollector(fleet.pool, fleet.activator.loader.held).collect()
     assert len(memory.samples) == REPLICAS
 
 
