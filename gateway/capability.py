@@ -8,15 +8,19 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal
-
-from fastapi import APIRouter
-from starlette.types import ASGIApp
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gateway.errors import GatewayError
 from gateway.messages import CommandError
-from gateway.services import Services
-from gateway.settings import Settings
+from gateway.settings import CapabilitySettings, Settings
+
+# Commands import this module before they import the application, which takes a second.
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+    from starlette.types import ASGIApp
+
+    from gateway.embedded.options import TritonOptions
+    from gateway.services import Services
 
 CheckStatus = Literal["ok", "warning", "failed"]
 OK: Final = "ok"
@@ -50,6 +54,26 @@ def check_nothing(settings: Settings) -> Iterable[Finding]:
     return ()
 
 
+@dataclass
+class LaunchPlan:
+    """Plan of what `up` or `serve` starts. Capabilities check it, and add what they serve."""
+
+    settings: Settings
+    host: str
+    ports: Mapping[str, int]  # by their flags
+    workers: int = 1
+    tritons: Sequence[TritonOptions] = ()  # that `up` starts
+    places: list[str] = field(default_factory=list)  # where something else than HTTP is served
+    has_page: bool = False  # for browsers, at /
+
+    def update_settings(self, **values: Any) -> None:
+        self.settings = self.settings.model_copy(update=values)
+
+
+def prepare_nothing(plan: LaunchPlan) -> None:
+    """The capability has no port of its own."""
+
+
 @dataclass(frozen=True)
 class Attachment:
     """The part of one application that a capability adds."""
@@ -72,3 +96,6 @@ class Capability:
     name: str
     attach: Callable[[Settings], Attachment | None]
     check: Callable[[Settings], Iterable[Finding]] = check_nothing  # for `triton-gateway doctor`
+    settings: type[CapabilitySettings] | None = None
+    # Called by `up` and `serve` before they start anything. Raises a `CommandError`.
+    prepare_launch: Callable[[LaunchPlan], None] = prepare_nothing

@@ -16,7 +16,7 @@ from typing import Final
 import httpx
 
 from gateway.access.keys import read_keys_file
-from gateway.capabilities.installed import INSTALLED
+from gateway.capabilities.installed import INSTALLED, SETTINGS
 from gateway.capability import FAILED, OK, WARNING, CheckStatus, Finding, describe_error
 from gateway.client import tables
 from gateway.client.api import ERRNO_PREFIX
@@ -42,7 +42,7 @@ def run_checks(host: str, port: int) -> list[Finding]:
     logging.disable(logging.WARNING)  # the findings say the same
     findings = [*check_python(), *check_installation()]
     try:
-        settings = read_settings()
+        settings = read_settings(*SETTINGS)
     except CommandError as exc:
         settings = None
         findings.append(Finding("settings", FAILED, str(exc), "correct the variable"))
@@ -108,7 +108,7 @@ def check_open_files() -> Iterator[Finding]:
 
 def check_setting_names(settings: Settings) -> Iterator[Finding]:
     del settings  # the names are those of the environment
-    warnings = describe_unknown_settings(os.environ)
+    warnings = describe_unknown_settings(os.environ, *SETTINGS)
     for warning in warnings:
         yield Finding("settings", WARNING, warning)
     if not warnings:

@@ -25,3 +25,4 @@ INSTALLED: Final[tuple[Capability, ...]] = (
     PAGE,
     GRPC_API,  # the last one to open, because its clients are served at once
 )
+SETTINGS: Final = tuple(each.settings for each in INSTALLED if each.settings is not None)

@@ -110,7 +110,7 @@ class AdmissionQueue:
     ) -> None:
         self._max_running = max_running
         self._max_running_per_model = max_running_per_model
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self._metrics = metrics
         self._running_by_model: dict[str, int] = {}
         self._queues: dict[tuple[str, str], deque[asyncio.Future[None]]] = {}
@@ -140,7 +140,7 @@ class AdmissionQueue:
             return timeout_s
         queue_key = model, caller
         queue = self._queues.get(queue_key) or deque()
-        if len(queue) >= self._max_waiting - self.waiting:
+        if len(queue) >= self.max_waiting - self.waiting:
             self._metrics.shed.labels("queue_full").inc()
             raise AdmissionQueueFull(model, self.running, self.waiting)
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -47,6 +47,10 @@ def resolve_model_paths(paths: Sequence[Path | str]) -> Iterator[tuple[Path | st
         yield (*repositories, Path(folder))
 
 
+def is_repository_folder(place: Path | str) -> bool:
+    return not is_remote_repository(place) and Path(place).is_dir() and not is_model(Path(place))
+
+
 def is_model(path: Path) -> bool:
     """Return whether the path is a model and not a repository. Raises `CannotStart` for other files."""
     if path.suffix.lower() == MODEL_FILE_SUFFIX and not path.is_dir():

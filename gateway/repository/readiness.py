@@ -19,13 +19,11 @@ from gateway.repository.shared_state import SharedState
 class ReadinessMonitor:
     """The readiness of this gateway. A model is expected from the start, or once it was ready."""
 
-    def __init__(
-        self, pool: ReplicaPool, state: SharedState, quorum: int, hold_s: float = 0.0
-    ) -> None:
+    def __init__(self, pool: ReplicaPool, state: SharedState, quorum: int) -> None:
         self._pool = pool
         self._state = state
         self._quorum = quorum
-        self._hold_s = hold_s
+        self.hold_s = 0.0  # for how long requests wait for a replica and its models
         self._asleep_at = -inf
         self._was_ready = False
         self._expected_models = dict(state.declared_models)
@@ -50,7 +48,7 @@ class ReadinessMonitor:
         now = monotonic()
         if not self._pool.has_live_replica:
             self._asleep_at = now
-        return now - self._asleep_at < self._hold_s
+        return now - self._asleep_at < self.hold_s
 
     def update(self) -> None:
         """Note what is ready. Follows every change of that, and of the models file."""

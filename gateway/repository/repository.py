@@ -83,7 +83,7 @@ class Repository:
         can_upload = settings.accepted_uploads is ModelUploads.code  # a config and files in a load
         self.state = SharedState(self._store, self._models_file, can_upload=can_upload)
         self.loader = ModelLoader(pool, self._signatures, self.state, settings.load_timeout_s)
-        self.readiness = ReadinessMonitor(pool, self.state, settings.ready_quorum, settings.hold_s)
+        self.readiness = ReadinessMonitor(pool, self.state, settings.ready_quorum)
         self.reconciler = Reconciler(pool, self.state, self.loader, self.readiness)
         self._tasks = TaskSet()
         self.operations = OperationRunner(self._store, self._tasks)

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -22,6 +22,8 @@ from typing import Any, Final, cast
 from pydantic import SecretStr
 
 from gateway.access.auth import is_loopback
+from gateway.capabilities.installed import INSTALLED, SETTINGS
+from gateway.capability import LaunchPlan
 from gateway.embedded.demonstration import with_demonstration
 from gateway.embedded.model_paths import is_model, make_model_name, resolve_model_paths
 from gateway.embedded.options import (
@@ -35,19 +37,15 @@ from gateway.embedded.options import (
     is_remote_repository,
 )
 from gateway.embedded.supervisor import EmbeddedTriton, run_embedded_tritons
-from gateway.messages import CommandError, print_message
+from gateway.messages import CommandError, join_names, print_message
 from gateway.process_exit import prompt_exit
-from gateway.settings import ENV_PREFIX, Settings, describe_unknown_settings, read_settings
-from gateway.settings.access import ModelUploads
-from gateway.settings.fleet import REPOSITORY_URL_EXCLUSIONS
+from gateway.settings import Settings, describe_unknown_settings, read_settings
 from gateway.telemetry import logs
 from gateway.triton.restricted_api import generate_restricted_api, read_restricted_api
 
 log = logging.getLogger(__name__)
 
 LOCALHOST: Final = "localhost"
-GRPC_PORT: Final = 8001  # of Triton, where its gRPC clients expect it
-GRPC_PORT_SETTING: Final = "GATEWAY_GRPC_PORT"
 MessageWriter = Callable[[str], None]
 
 
@@ -65,31 +63,27 @@ def run_with_embedded_triton(
     # Nothing watches their readiness, so they do not drain.
     os.environ.setdefault("GATEWAY_STATE", "memory:")
     settings, print_line = configure_process(
-        triton_urls=tuple(triton.url for triton in tritons),
-        drain_s=0,
-        **choose_upload_settings(options),
-        **choose_grpc_settings(host, ports.values()),
-        **overrides,
+        triton_urls=tuple(triton.url for triton in tritons), drain_s=0, **overrides
     )
-    settings = restrict_allowed_hosts(host, prepare_grpc(host, settings, ports))
+    plan = prepare_capabilities(LaunchPlan(settings, host, ports, tritons=tritons))
+    plan.settings = restrict_allowed_hosts(host, plan.settings)
     api = read_restricted_api(settings) or generate_restricted_api()
-    settings = settings.model_copy(update={"triton_restricted_api": SecretStr(api.setting)})
+    plan.update_settings(triton_restricted_api=SecretStr(api.setting))
     warn_if_exposed(settings, host)
 
     def print_ready() -> None:
         elapsed_s = time.monotonic() - started_at
-        places = describe_places(host, port, settings)
+        places = describe_places(port, plan)
         print_line(f"ready after {elapsed_s:.1f} s on {places}  (press Ctrl-C to stop)")
 
     with prompt_exit(), resolve_model_paths(options.model_repositories) as paths:
         tritons = [replace(each, model_repositories=paths, restricted_api=api) for each in tritons]
-        run_fleet(tritons, settings, host, port, print_line, print_ready)
+        run_fleet(tritons, plan, port, print_line, print_ready)
 
 
 def run_fleet(
     tritons: Sequence[TritonOptions],
-    settings: Settings,
-    host: str,
+    plan: LaunchPlan,
     port: int,
     print_line: MessageWriter,
     print_ready: Callable[[], None],
@@ -99,14 +93,14 @@ def run_fleet(
     from gateway.server.http import create_server
     from gateway.server.welcome import Welcome
 
-    welcome = Welcome(host, port, print_line)
+    welcome = Welcome(plan.host, port, print_line, has_page=plan.has_page)
 
     def on_ready() -> None:
         print_ready()
         welcome.start()
 
-    app = create_app(settings, welcome.receive_services)
-    gateway = create_server(app, settings, host, port, on_ready)
+    app = create_app(plan.settings, welcome.receive_services)
+    gateway = create_server(app, plan.settings, plan.host, port, on_ready)
     reasons: list[str] = []
 
     def on_failure(reason: str) -> None:
@@ -125,25 +119,6 @@ def run_fleet(
         gateway.run()
     if len(reasons) == len(tritons):
         raise CommandError(reasons[-1])
-
-
-def choose_upload_settings(options: TritonOptions) -> dict[str, Any]:
-    """Return the settings with which models can be uploaded to the first folder of models.
-
-    Without keys, only local programs of the same user may upload, and only data.
-    """
-    folders = [place for place in options.model_repositories if is_repository_folder(place)]
-    if not folders or options.model_control is not ModelControl.explicit:
-        return {}
-    url = f"file://{Path(folders[0]).absolute()}"
-    if REPOSITORY_URL_EXCLUSIONS & set(url):
-        return {}
-    defaults = {"repository": url, "model_uploads": ModelUploads.artifacts}
-    return {
-        name: value
-        for name, value in defaults.items()
-        if f"{ENV_PREFIX}{name.upper()}" not in os.environ
-    }
 
 
 def exclude_startup_models(options: TritonOptions, patterns: Sequence[str]) -> TritonOptions:
@@ -173,35 +148,15 @@ def list_local_models(places: Sequence[Path | str]) -> list[str]:
     return models
 
 
-def choose_grpc_settings(host: str, ports: Collection[int]) -> dict[str, Any]:
-    """Return the settings with which `up` serves gRPC on Triton's usual port, if nothing else uses it."""
-    if GRPC_PORT_SETTING in os.environ or GRPC_PORT in ports:
-        return {}
-    try:
-        check_port_free(host, GRPC_PORT, GRPC_PORT_SETTING)
-    except CommandError:
-        return {}
-    return {"grpc_port": GRPC_PORT}
+def prepare_capabilities(plan: LaunchPlan) -> LaunchPlan:
+    """Let the capabilities check the plan, and complete it. Raises `CommandError`."""
+    for capability in INSTALLED:
+        capability.prepare_launch(plan)
+    return plan
 
 
-def prepare_grpc(host: str, settings: Settings, ports: Mapping[str, int]) -> Settings:
-    """Check the gRPC port, and serve gRPC on the same address as HTTP; workers inherit it."""
-    if not settings.grpc_port:
-        return settings
-    grpc_host = settings.grpc_host or host
-    check_distinct_ports({**ports, GRPC_PORT_SETTING: settings.grpc_port})
-    check_port_free(grpc_host, settings.grpc_port, GRPC_PORT_SETTING)
-    os.environ["GATEWAY_GRPC_HOST"] = grpc_host
-    return settings.model_copy(update={"grpc_host": grpc_host})
-
-
-def describe_places(host: str, port: int, settings: Settings) -> str:
-    grpc_place = f" and gRPC port {settings.grpc_port}" if settings.grpc_port else ""
-    return f"http://{host}:{port}{grpc_place}"
-
-
-def is_repository_folder(place: Path | str) -> bool:
-    return not is_remote_repository(place) and Path(place).is_dir() and not is_model(Path(place))
+def describe_places(port: int, plan: LaunchPlan) -> str:
+    return join_names([f"http://{plan.host}:{port}", *plan.places])
 
 
 def run_triton(options: TritonOptions, host: str) -> None:
@@ -239,15 +194,13 @@ def run_gateway(host: str, port: int, workers: int) -> None:
     check_port_free(host, port, "--port")
     settings, print_line = configure_process()
     tritons = ", ".join(settings.triton_urls)
-    settings = prepare_grpc(host, settings, {"--port": port})
-    places = describe_places(host, port, settings)
+    plan = prepare_capabilities(LaunchPlan(settings, host, {"--port": port}, workers))
+    places = describe_places(port, plan)
     on_ready = partial(print_line, f"serving {tritons} on {places}  (press Ctrl-C to stop)")
-    settings = restrict_allowed_hosts(host, settings)
+    settings = restrict_allowed_hosts(host, plan.settings)
     warn_if_exposed(settings, host)
     with prompt_exit(), ExitStack() as stack:
         if workers > 1:
-            if settings.scaler_port:
-                raise CommandError("GATEWAY_SCALER_PORT requires a single worker; omit --workers")
             from gateway.server.workers import run_workers
 
             if settings.state == "memory:":  # the workers share a file that is deleted at the end
@@ -279,9 +232,9 @@ def describe_exposure(host: str, *, restricted: bool) -> str:
 
 def configure_process(**overrides: Any) -> tuple[Settings, MessageWriter]:
     """Read the settings and configure the log; return a function that prints lines in order with it."""
-    settings = read_settings(**overrides)
+    settings = read_settings(*SETTINGS, **overrides)
     writer = logs.configure(settings)
-    for warning in describe_unknown_settings(os.environ):
+    for warning in describe_unknown_settings(os.environ, *SETTINGS):
         log.warning("%s", warning)
     if settings.allow_model_upload:
         log.warning("GATEWAY_ALLOW_MODEL_UPLOAD is deprecated; set GATEWAY_MODEL_UPLOADS=code")

@@ -22,10 +22,13 @@ ENSEMBLE: Final = "ensemble"
 class Welcome:
     """Prints the lines in the background, once the server listens."""
 
-    def __init__(self, host: str, port: int, print_line: Callable[[str], None]) -> None:
+    def __init__(
+        self, host: str, port: int, print_line: Callable[[str], None], *, has_page: bool
+    ) -> None:
         self._host = host
         self._port = port
         self._print_line = print_line
+        self._has_page = has_page
         self._services: Services | None = None
         self._task: asyncio.Task[None] | None = None  # the event loop has weak references only
 
@@ -39,7 +42,7 @@ class Welcome:
 
     async def _print(self, services: Services) -> None:
         url = format_url(services.settings, self._host, self._port)
-        if services.settings.page:
+        if self._has_page:
             self._print_line(f"open:   {url}/")
         if example := await choose_example(services, url):
             self._print_line(f"paste:  {example}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -17,9 +17,9 @@ from gateway.messages import CommandError, suggest_name
 from gateway.settings.access import AccessSettings
 from gateway.settings.fleet import FleetSettings
 from gateway.settings.limits import LimitSettings
-from gateway.settings.on_demand import OnDemandSettings
-from gateway.settings.server import GrpcSettings, ObservabilitySettings, ServerSettings
+from gateway.settings.server import ObservabilitySettings, ServerSettings
 
+T = TypeVar("T", bound="CapabilitySettings")
 ENV_PREFIX: Final = "GATEWAY_"
 # Kubernetes adds these variables to every pod beside a Service whose name begins with "gateway".
 KUBERNETES_VARIABLE: Final = re.compile(
@@ -29,40 +29,59 @@ KUBERNETES_VARIABLE: Final = re.compile(
 CREDENTIALS: Final = re.compile(r".*@", re.DOTALL)
 
 
-class Settings(
-    # Validated from the last to the first, and an error of the last one is reported first.
-    ObservabilitySettings,
-    GrpcSettings,
-    ServerSettings,
-    LimitSettings,
-    AccessSettings,
-    OnDemandSettings,
-    FleetSettings,
-    BaseSettings,
-):
-    """Every setting; `docs/settings.md` shows them, and a test compares the two."""
+class CapabilitySettings(BaseSettings):
+    """The settings of one capability, which `Settings.read` returns."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="ignore")
 
 
-# Settings whose values are never shown.
-SECRET_SETTINGS: Final = frozenset(
-    name for name, field in Settings.model_fields.items() if "SecretStr" in str(field.annotation)
-)
+class Settings(
+    # Validated from the last to the first, and an error of the last one is reported first.
+    ObservabilitySettings,
+    ServerSettings,
+    LimitSettings,
+    AccessSettings,
+    FleetSettings,
+    BaseSettings,
+):
+    """The settings of the core. `docs/settings.md` shows all settings, and a test compares the two."""
+
+    # Values that are none of these fields are kept for the capabilities.
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="allow")
+
+    def read(self, kind: type[T]) -> T:
+        """Return the settings of a capability: of the environment, and what this object was made with."""
+        return kind(**(self.model_extra or {}))
 
 
-def read_settings(**overrides: Any) -> Settings:
-    """Return the settings of the environment. Raises `CommandError`."""
+def read_settings(*kinds: type[CapabilitySettings], **overrides: Any) -> Settings:
+    """Return the settings of the environment, after a check of those of capabilities.
+
+    Raises `CommandError`.
+    """
     try:
-        return Settings(**overrides)
+        settings = Settings(**overrides)
+        for kind in kinds:
+            settings.read(kind)
     except ValidationError as exc:
         error = exc.errors()[0]
         name = ENV_PREFIX + "_".join(map(str, error["loc"])).upper()
         reason = error.get("ctx", {}).get("error", error["msg"])  # without pydantic's prefix
-        if error["loc"][0] in SECRET_SETTINGS:
+        if error["loc"][0] in find_secrets(Settings, *kinds):
             raise CommandError(f"{name} is invalid: {reason}") from None
         value = format_setting(error["input"])
         raise CommandError(f"{name} cannot be {value}: {reason}") from None
+    return settings
+
+
+def find_secrets(*kinds: type[BaseSettings]) -> set[str]:
+    """Return the names of the settings whose values are never shown."""
+    return {
+        name
+        for kind in kinds
+        for name, field in kind.model_fields.items()
+        if "SecretStr" in str(field.annotation)
+    }
 
 
 def format_setting(value: Any) -> str:
@@ -71,9 +90,14 @@ def format_setting(value: Any) -> str:
     return repr(CREDENTIALS.sub("…@", written)) if written else "empty"
 
 
-def describe_unknown_settings(names: Iterable[str]) -> list[str]:
+def list_setting_names(*kinds: type[BaseSettings]) -> list[str]:
+    """Return the names of the settings of the core, and of these capabilities."""
+    return [*Settings.model_fields, *(name for kind in kinds for name in kind.model_fields)]
+
+
+def describe_unknown_settings(names: Iterable[str], *kinds: type[CapabilitySettings]) -> list[str]:
     """Return a warning for each variable with the prefix that is not a setting."""
-    known = [name.upper() for name in Settings.model_fields]
+    known = [name.upper() for name in list_setting_names(*kinds)]
     warnings = []
     for name in sorted({name.upper() for name in names if name.upper().startswith(ENV_PREFIX)}):
         setting = name.removeprefix(ENV_PREFIX)

@@ -33,9 +33,6 @@ class LimitSettings(BaseModel):
     parts of a batch above the model's max_batch_size. Each counts as a request at the rate of the key."""
     max_queue: int = Field(512, ge=0)
     """Maximum number of inferences in the admission queue; further ones are rejected with 429 at once."""
-    max_shadow_bytes: int = Field(1 << 20, ge=0)
-    """Maximum size of a request or response body of which a copy is made for a label's shadow version; larger
-    ones are dropped, and 0 drops all."""
     max_request_timeout_s: PositiveSeconds = 300.0
     """Maximum timeout that a client may set with X-Request-Timeout."""
     request_timeout_s: PositiveSeconds = Field(30.0, validate_default=True)

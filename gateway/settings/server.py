@@ -1,4 +1,4 @@
-"""Connections, TLS, shutdown and the web page."""
+"""Connections, TLS, shutdown, logs and traces."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
-from pydantic_settings import NoDecode
+from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
-from gateway.settings.values import MAX_SETTING_S, NonNegativeSeconds, PositiveSeconds, split_list
+from gateway.settings.values import MAX_SETTING_S, NonNegativeSeconds, PositiveSeconds
 
 
 class LogFormat(str, Enum):
@@ -50,25 +48,6 @@ class ObservabilitySettings(BaseModel):
         if value and not is_valid:
             raise ValueError("it is not a valid URL; use http://HOST:4318")
         return value
-
-
-class GrpcSettings(BaseModel):
-    grpc_port: int = Field(0, ge=0, le=65535)
-    """Port on which the gateway serves Triton's gRPC API; 0 means no gRPC. up serves it on port 8001 if its
-    Triton uses another one."""
-    grpc_host: str = ""
-    """Address on which gRPC is served. Empty: that of HTTP (--host)."""
-    grpc_max_streams: int = Field(1024, gt=0)
-    """Maximum number of concurrent gRPC calls of one connection; further calls wait in the client."""
-    grpc_compression: bool = True
-    """Whether gRPC messages of clients may be compressed. A small one can decompress into
-    GATEWAY_MAX_BODY_BYTES, which takes much more time than it took to send it."""
-
-
-class Dialect(str, Enum):
-    """The APIs of other servers with paths of their own, outside `/v1` and `/v2`."""
-
-    torchserve = "torchserve"
 
 
 class ServerSettings(BaseModel):
@@ -113,10 +92,6 @@ class ServerSettings(BaseModel):
     shutdown_s: PositiveSeconds = 30.0
     """How long requests in progress may then take before they are aborted. Five seconds later the process is
     terminated, whatever it is doing."""
-    page: bool = True
-    """Whether / serves browsers a page with the fleet, a form for every model and live metrics."""
-    dialects: Annotated[tuple[Dialect, ...], NoDecode, BeforeValidator(split_list)] = ()
-    """Comma-separated APIs of other servers whose paths are served as well: torchserve."""
 
     @field_validator("tls_cert_file")
     @classmethod

@@ -17,9 +17,11 @@ import yaml
 from deploy.monitoring import prometheusrule
 from gateway.access.keys import read_keys_file
 from gateway.capabilities.grpc_api.methods import TRITON_METHODS
+from gateway.capabilities.grpc_api.settings import GrpcSettings
+from gateway.capabilities.installed import SETTINGS
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.repository.models_file import parse_models_file
-from gateway.settings import Settings
+from gateway.settings import Settings, list_setting_names
 from gateway.triton.grpc.byte_channel import GRPC_SERVICE
 from tests.support.kubernetes_schemas import CUSTOM, KUBERNETES, check_custom, complaints
 from tests.support.manifests import (
@@ -326,7 +328,7 @@ def test_routes_open_inference_alone(made: Manifests) -> None:
 
 
 def test_services_and_routes_name_the_port_of_grpc(made: Manifests) -> None:
-    port = settings_of(made).grpc_port
+    port = settings_of(made).read(GrpcSettings).grpc_port
     services = [
         (service, each)
         for service in made.kind("Service")
@@ -379,7 +381,7 @@ def settings_of(made: Manifests) -> Settings:
 
 
 def test_settings_are_known_complete_and_have_keys_except_on_a_laptop(made: Manifests) -> None:
-    known = {f"GATEWAY_{name.upper()}" for name in Settings.model_fields}
+    known = {f"GATEWAY_{name.upper()}" for name in list_setting_names(*SETTINGS)}
     (container,) = made.pod(GATEWAY)["containers"]
     given = {each["name"] for each in container.get("env") or []}
     assert given <= known | {"REDIS_PASSWORD"}

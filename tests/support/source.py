@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +24,8 @@ def package_trees() -> dict[str, ast.Module]:
 
 def setting_descriptions() -> dict[str, str]:
     """Return the string below each setting, by its name."""
-    trees = [tree for name, tree in package_trees().items() if name.startswith("gateway.settings.")]
+    places = re.compile(r"gateway\.settings\..*|gateway\.capabilities\.\w+\.(settings|capability)")
+    trees = [tree for name, tree in package_trees().items() if places.fullmatch(name)]
     bodies = [node.body for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     return {
         ast.unparse(field.target): text.value.value

@@ -2,22 +2,67 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Final
 
-from gateway.capability import Attachment, Capability
-from gateway.draining import Drain
-from gateway.services import Services
+from gateway.capabilities.grpc_api.settings import GrpcSettings
+from gateway.capability import Attachment, Capability, LaunchPlan
+from gateway.messages import CommandError
 from gateway.settings import Settings
+
+if TYPE_CHECKING:
+    from gateway.services import Services
+
+USUAL_PORT: Final = 8001  # of Triton, where its gRPC clients expect it
+PORT_SETTING: Final = "GATEWAY_GRPC_PORT"
 
 
 def attach_grpc_server(settings: Settings) -> Attachment | None:
-    return Attachment(open=open_server) if settings.grpc_port else None
+    grpc_settings = settings.read(GrpcSettings)
+    if not grpc_settings.grpc_port:
+        return None
+
+    async def open_server(services: Services, stack: AsyncExitStack) -> None:
+        from gateway.capabilities.grpc_api.server import run_grpc_server
+        from gateway.draining import Drain
+
+        server = run_grpc_server(services, services.get(Drain), grpc_settings)
+        await stack.enter_async_context(server)
+
+    return Attachment(open=open_server)
 
 
-async def open_server(services: Services, stack: AsyncExitStack) -> None:
-    from gateway.capabilities.grpc_api.server import run_grpc_server
+def prepare_grpc(plan: LaunchPlan) -> None:
+    """Check the port, and serve gRPC on the same address as HTTP; workers inherit it."""
+    from gateway.embedded.options import check_distinct_ports, check_port_free
 
-    await stack.enter_async_context(run_grpc_server(services, services.get(Drain)))
+    if plan.tritons and can_use_usual_port(plan):
+        plan.update_settings(grpc_port=USUAL_PORT)
+    settings = plan.settings.read(GrpcSettings)
+    if not settings.grpc_port:
+        return
+    host = settings.grpc_host or plan.host
+    check_distinct_ports({**plan.ports, PORT_SETTING: settings.grpc_port})
+    check_port_free(host, settings.grpc_port, PORT_SETTING)
+    os.environ["GATEWAY_GRPC_HOST"] = host
+    plan.update_settings(grpc_host=host)
+    plan.places.append(f"gRPC port {settings.grpc_port}")
 
 
-CAPABILITY = Capability("grpc_api", attach_grpc_server)
+def can_use_usual_port(plan: LaunchPlan) -> bool:
+    """Return whether the port is not set, and nothing else uses Triton's usual one."""
+    from gateway.embedded.options import check_port_free
+
+    if PORT_SETTING in os.environ or USUAL_PORT in plan.ports.values():
+        return False
+    try:
+        check_port_free(plan.host, USUAL_PORT, PORT_SETTING)
+    except CommandError:
+        return False
+    return True
+
+
+CAPABILITY = Capability(
+    "grpc_api", attach_grpc_server, settings=GrpcSettings, prepare_launch=prepare_grpc
+)

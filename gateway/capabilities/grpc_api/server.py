@@ -24,6 +24,7 @@ from gateway.capabilities.grpc_api.certificate import GrpcCertificate
 from gateway.capabilities.grpc_api.health import HealthService
 from gateway.capabilities.grpc_api.methods import Method, list_methods
 from gateway.capabilities.grpc_api.receive import ReceiveSlots
+from gateway.capabilities.grpc_api.settings import GrpcSettings
 from gateway.capabilities.grpc_api.streams import InferStream
 from gateway.draining import Drain
 from gateway.errors import GatewayError
@@ -134,8 +135,10 @@ async def abort_call(call: IncomingCall, exc: Exception) -> None:
         raise asyncio.CancelledError from None  # the client is gone
 
 
-def build_options(settings: Settings, *, shares_port: bool) -> list[tuple[str, int]]:
-    algorithms = ALL_COMPRESSION if settings.grpc_compression else NO_COMPRESSION
+def build_options(
+    settings: Settings, grpc_settings: GrpcSettings, *, shares_port: bool
+) -> list[tuple[str, int]]:
+    algorithms = ALL_COMPRESSION if grpc_settings.grpc_compression else NO_COMPRESSION
     keep_alive_ms = settings.keep_alive_s * 1000
     return [
         ("grpc.max_receive_message_length", settings.max_body_bytes),
@@ -145,7 +148,7 @@ def build_options(settings: Settings, *, shares_port: bool) -> list[tuple[str, i
         ("grpc.http2.bdp_probe", 0),
         ("grpc.max_metadata_size", settings.max_header_bytes),
         ("grpc.absolute_max_metadata_size", settings.max_header_bytes),
-        ("grpc.max_concurrent_streams", settings.grpc_max_streams),
+        ("grpc.max_concurrent_streams", grpc_settings.grpc_max_streams),
         ("grpc.max_allowed_incoming_connections", settings.max_connections),
         ("grpc.max_connection_idle_ms", keep_alive_ms),
         # Connections whose client is gone are found, and closed, by pings.
@@ -159,7 +162,9 @@ def build_options(settings: Settings, *, shares_port: bool) -> list[tuple[str, i
 
 
 @asynccontextmanager
-async def run_grpc_server(services: Services, drain: Drain) -> AsyncIterator[None]:
+async def run_grpc_server(
+    services: Services, drain: Drain, grpc_settings: GrpcSettings
+) -> AsyncIterator[None]:
     """Serve gRPC until the gateway stops; calls then have `shutdown_s` to end. Raises `CannotListen`."""
     settings = services.settings
     services.metrics.in_flight[GRPC_ROUTE] = 0
@@ -168,9 +173,10 @@ async def run_grpc_server(services: Services, drain: Drain) -> AsyncIterator[Non
     max_requests = int(budget_bytes * REQUESTS_SHARE / REQUEST_BYTES)
     environment = CallEnvironment(services, slots, ClientCounts(), max_requests, drain.stopping)
     is_worker = multiprocessing.parent_process() is not None
-    server = grpc.aio.server(options=build_options(settings, shares_port=is_worker))
+    options = build_options(settings, grpc_settings, shares_port=is_worker)
+    server = grpc.aio.server(options=options)
     server.add_generic_rpc_handlers((MethodRouter(environment, drain),))
-    address = join_host_port(settings.grpc_host or LOCALHOST, settings.grpc_port)
+    address = join_host_port(grpc_settings.grpc_host or LOCALHOST, grpc_settings.grpc_port)
     try:
         if settings.tls_cert_file is None:
             server.add_insecure_port(address)

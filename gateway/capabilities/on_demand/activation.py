@@ -24,6 +24,7 @@ from gateway.capabilities.on_demand.plan import (
     compute_retry_after_s,
     update_load_time,
 )
+from gateway.capabilities.on_demand.settings import OnDemandSettings
 from gateway.capacity.admission import AdmissionQueue, AdmissionQueueFull
 from gateway.errors import (
     BadUpstream,
@@ -38,7 +39,6 @@ from gateway.http_client.connection import RequestNotSent
 from gateway.repository.reconcile_plan import Backoff
 from gateway.repository.reconciler import Reconciler
 from gateway.repository.repository import Repository
-from gateway.settings import Settings
 from gateway.tasks import TaskSet, cancel_tasks, repeat
 from gateway.telemetry.request_info import current_request_info
 from gateway.triton.error_mapping import LoadFailed
@@ -117,7 +117,7 @@ class ModelActivator:
             return timeout_s
         metrics = self.loader.metrics
         waiting = self.loader.usage.held_requests
-        if waiting >= self.loader.settings.max_queue:
+        if waiting >= self.loader.usage.admission.max_waiting:
             self._pool.metrics.shed.labels("queue_full").inc()
             raise AdmissionQueueFull(model, 0, waiting)
         wait_metric = metrics.load_wait if self._is_loadable(model) else metrics.hold
@@ -351,7 +351,7 @@ def create_activator(
     signatures: SignatureCache,
     repository: Repository,
     admission: AdmissionQueue,
-    settings: Settings,
+    settings: OnDemandSettings,
     metrics: OnDemandMetrics,
 ) -> ModelActivator:
     state, reconciler = repository.state, repository.reconciler

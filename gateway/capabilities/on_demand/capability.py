@@ -3,41 +3,56 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
 
-from gateway.capability import Attachment, Capability
-from gateway.services import Services
+from gateway.capabilities.on_demand.settings import OnDemandSettings
+from gateway.capability import Attachment, Capability, LaunchPlan
+from gateway.messages import CommandError
 from gateway.settings import Settings
+
+if TYPE_CHECKING:
+    from gateway.services import Services
 
 
 def attach_on_demand(settings: Settings) -> Attachment:
+    on_demand = settings.read(OnDemandSettings)
+
+    async def open_activator(services: Services, stack: AsyncExitStack) -> None:
+        from gateway.capabilities.on_demand.activation import create_activator
+        from gateway.capabilities.on_demand.loader import INITIATOR
+        from gateway.capabilities.on_demand.metrics import OnDemandCollector, OnDemandMetrics
+
+        pool = services.pool
+        metrics = OnDemandMetrics(services.metrics.create)
+        services.metrics.add_initiator(INITIATOR)
+        services.repository.readiness.hold_s = on_demand.hold_s
+        held = None
+        if settings.models_file or on_demand.is_used:
+            activator = create_activator(
+                pool,
+                services.signatures,
+                services.repository,
+                services.admission,
+                on_demand,
+                metrics,
+            )
+            pool.activator = await stack.enter_async_context(activator)
+            held = activator.loader.held
+            if on_demand.scaler_port:
+                from gateway.capabilities.on_demand.scaler import FleetScaler
+
+                usage = activator.loader.usage
+                await stack.enter_async_context(FleetScaler(usage, on_demand.scaler_port))
+        services.metrics.collector_registry.register(OnDemandCollector(pool, held))
+
     return Attachment(open=open_activator)
 
 
-async def open_activator(services: Services, stack: AsyncExitStack) -> None:
-    from gateway.capabilities.on_demand.activation import create_activator
-    from gateway.capabilities.on_demand.loader import INITIATOR
-    from gateway.capabilities.on_demand.metrics import OnDemandCollector, OnDemandMetrics
-
-    settings = services.settings
-    pool = services.pool
-    metrics = OnDemandMetrics(services.metrics.create)
-    services.metrics.add_initiator(INITIATOR)
-    loader = None
-    if any(
-        (settings.on_demand_models, settings.models_file, settings.hold_s, settings.scaler_port)
-    ):
-        activator = create_activator(
-            pool, services.signatures, services.repository, services.admission, settings, metrics
-        )
-        loader = activator.loader
-        pool.activator = await stack.enter_async_context(activator)
-    services.metrics.collector_registry.register(
-        OnDemandCollector(pool, None if loader is None else loader.held)
-    )
-    if loader is not None and settings.scaler_port:
-        from gateway.capabilities.on_demand.scaler import FleetScaler
-
-        await stack.enter_async_context(FleetScaler(loader.usage, settings.scaler_port))
+def check_workers(plan: LaunchPlan) -> None:
+    if plan.workers > 1 and plan.settings.read(OnDemandSettings).scaler_port:
+        raise CommandError("GATEWAY_SCALER_PORT requires a single worker; omit --workers")
 
 
-CAPABILITY = Capability("on_demand", attach_on_demand)
+CAPABILITY = Capability(
+    "on_demand", attach_on_demand, settings=OnDemandSettings, prepare_launch=check_workers
+)

@@ -23,6 +23,7 @@ from gateway.capabilities.on_demand.plan import (
     find_idle_models,
     plan_excess,
 )
+from gateway.capabilities.on_demand.settings import OnDemandSettings
 from gateway.capacity.admission import AdmissionQueue
 from gateway.errors import GatewayError, StateUnavailable
 from gateway.fleet.health import HealthState
@@ -34,7 +35,6 @@ from gateway.repository.loader import ModelLoader
 from gateway.repository.reconcile_plan import ModelAction
 from gateway.repository.reconciler import Reconciler
 from gateway.repository.shared_state import SharedState, StartedLoad
-from gateway.settings import Settings
 from gateway.tasks import repeat
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class OnDemandLoader:
     _loader: ModelLoader
     _reconciler: Reconciler
     _admission: AdmissionQueue
-    settings: Settings
+    settings: OnDemandSettings
     metrics: OnDemandMetrics
     inference_times: InferenceTimes = field(default_factory=InferenceTimes)
 

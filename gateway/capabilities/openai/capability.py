@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
 
 from gateway.capability import Attachment, Capability
-from gateway.fleet.discovery import create_tls_context
-from gateway.fleet.replica import parse_replica_url
-from gateway.services import Services
-from gateway.settings import Settings
+from gateway.settings import CapabilitySettings, Settings
+from gateway.settings.values import CommaSeparated
+
+if TYPE_CHECKING:
+    from gateway.services import Services
+
+
+class OpenAISettings(CapabilitySettings):
+    openai_urls: CommaSeparated = ()
+    """Comma-separated URLs of servers of OpenAI's API, such as vLLM or Triton's OpenAI frontend, to which
+    /v1/chat/completions and /v1/completions are forwarded: http://HOST:8000. Empty: 501."""
 
 
 def attach_openai(settings: Settings) -> Attachment:
@@ -16,8 +24,10 @@ def attach_openai(settings: Settings) -> Attachment:
     from gateway.capabilities.openai.description import OPENAI_ERROR_SCHEMA
     from gateway.capabilities.openai.routes import router
     from gateway.capabilities.openai.servers import OpenAIServers
+    from gateway.fleet.discovery import create_tls_context
+    from gateway.fleet.replica import parse_replica_url
 
-    addresses = [parse_replica_url(url) for url in settings.openai_urls]
+    addresses = [parse_replica_url(url) for url in settings.read(OpenAISettings).openai_urls]
 
     async def open_servers(services: Services, stack: AsyncExitStack) -> None:
         if addresses:
@@ -28,4 +38,4 @@ def attach_openai(settings: Settings) -> Attachment:
     return Attachment((router,), {"OpenAIError": OPENAI_ERROR_SCHEMA}, open=open_servers)
 
 
-CAPABILITY = Capability("openai", attach_openai)
+CAPABILITY = Capability("openai", attach_openai, settings=OpenAISettings)

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from enum import Enum
+from typing import Annotated
+
+from pydantic import BeforeValidator
+from pydantic_settings import NoDecode
+
 from gateway.capability import Attachment, Capability
-from gateway.settings import Settings
-from gateway.settings.server import Dialect
+from gateway.settings import CapabilitySettings, Settings
+from gateway.settings.values import split_list
+
+
+class Dialect(str, Enum):
+    """The APIs of other servers with paths of their own, outside `/v1` and `/v2`."""
+
+    torchserve = "torchserve"
+
+
+class DialectSettings(CapabilitySettings):
+    dialects: Annotated[tuple[Dialect, ...], NoDecode, BeforeValidator(split_list)] = ()
+    """Comma-separated APIs of other servers whose paths are served as well: torchserve."""
 
 
 def attach_torchserve(settings: Settings) -> Attachment | None:
-    if Dialect.torchserve not in settings.dialects:
+    if Dialect.torchserve not in settings.read(DialectSettings).dialects:
         return None
     from gateway.capabilities.torchserve.description import TORCHSERVE_ERROR_SCHEMA
     from gateway.capabilities.torchserve.routes import TorchServeErrors, router
@@ -16,4 +33,4 @@ def attach_torchserve(settings: Settings) -> Attachment | None:
     return Attachment((router,), {"TorchServeError": TORCHSERVE_ERROR_SCHEMA}, TorchServeErrors)
 
 
-CAPABILITY = Capability("torchserve", attach_torchserve)
+CAPABILITY = Capability("torchserve", attach_torchserve, settings=DialectSettings)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gateway.capability import Attachment, Capability, Finding
-from gateway.services import Services
+from gateway.capabilities.uploads.settings import REPOSITORY_URL_EXCLUSIONS, UploadSettings
+from gateway.capability import Attachment, Capability, Finding, LaunchPlan
 from gateway.settings import Settings
+from gateway.settings.access import ModelUploads
+
+if TYPE_CHECKING:
+    from gateway.services import Services
 
 
 def attach_uploads(settings: Settings) -> Attachment:
@@ -16,7 +23,9 @@ def attach_uploads(settings: Settings) -> Attachment:
     from gateway.capabilities.uploads.publisher import ModelPublisher
     from gateway.capabilities.uploads.routes import router
 
-    files = create_model_store(settings)
+    upload_settings = settings.read(UploadSettings)
+    can_write = settings.accepted_uploads is not ModelUploads.off
+    files = create_model_store(upload_settings, can_write=can_write)
 
     async def open_publisher(services: Services, stack: AsyncExitStack) -> None:
         if files is not None:
@@ -26,6 +35,7 @@ def attach_uploads(settings: Settings) -> Attachment:
             stack.push_async_callback(publisher.close)
             publisher.start()
             services.provide(publisher)
+            services.provide(upload_settings)
 
     return Attachment((router,), open=open_publisher)
 
@@ -33,7 +43,31 @@ def attach_uploads(settings: Settings) -> Attachment:
 def check_uploads(settings: Settings) -> Iterable[Finding]:
     from gateway.capabilities.uploads.checks import check_model_repository
 
-    return check_model_repository(settings)
+    return check_model_repository(settings.read(UploadSettings))
 
 
-CAPABILITY = Capability("uploads", attach_uploads, check_uploads)
+def prepare_uploads(plan: LaunchPlan) -> None:
+    """Let models be uploaded to the first folder of models of `up`.
+
+    Without keys, only local programs of the same user may upload, and only data.
+    """
+    from gateway.embedded.model_paths import is_repository_folder
+    from gateway.embedded.options import ModelControl
+
+    if not plan.tritons or plan.tritons[0].model_control is not ModelControl.explicit:
+        return
+    folders = list(filter(is_repository_folder, plan.tritons[0].model_repositories))
+    if not folders:
+        return
+    url = f"file://{Path(folders[0]).absolute()}"
+    if REPOSITORY_URL_EXCLUSIONS & set(url):
+        return
+    if "GATEWAY_REPOSITORY" not in os.environ:
+        plan.update_settings(repository=url)
+    if "GATEWAY_MODEL_UPLOADS" not in os.environ:
+        plan.update_settings(model_uploads=ModelUploads.artifacts)
+
+
+CAPABILITY = Capability(
+    "uploads", attach_uploads, check_uploads, UploadSettings, prepare_launch=prepare_uploads
+)

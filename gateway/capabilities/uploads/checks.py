@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator
 
 from gateway.capabilities.uploads.model_files.bucket import Bucket
+from gateway.capabilities.uploads.settings import UploadSettings
 from gateway.capability import FAILED, OK, Finding, describe_error
 from gateway.errors import GatewayError
 from gateway.messages import CommandError
-from gateway.settings import Settings
 
 
-def check_model_repository(settings: Settings) -> Iterator[Finding]:
+def check_model_repository(settings: UploadSettings) -> Iterator[Finding]:
     check, folder, bucket = "repository", settings.repository_folder, settings.repository_bucket
     if bucket is not None:
         try:

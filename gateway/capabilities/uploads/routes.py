@@ -48,13 +48,13 @@ from gateway.capabilities.uploads.model_files.received_body import (
 from gateway.capabilities.uploads.model_files.staging import Staging
 from gateway.capabilities.uploads.model_files.store import ModelStore
 from gateway.capabilities.uploads.publisher import ModelPublisher
+from gateway.capabilities.uploads.settings import UploadSettings
 from gateway.capacity.body_chunks import coalesce_chunks
 from gateway.errors import Forbidden, MalformedRequest, UnknownModel
 from gateway.inference.body import RequestBody
 from gateway.media_types import JSON, MULTIPART, OCTET_STREAM
 from gateway.routes.dependencies import ServicesForManagement, get_caller
 from gateway.services import Services
-from gateway.settings import Settings
 from gateway.settings.access import ModelUploads
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
 from gateway.telemetry.request_info import RequestInfo
@@ -92,7 +92,7 @@ async def upload_model(
     check_storable_name(model)
     number = parse_version_number(version) if version else None
     accepts_code = services.accepts_code(get_caller(request))
-    rules = read_upload_rules(services.settings, model, accepts_code=accepts_code)
+    rules = build_upload_rules(services, model, accepts_code=accepts_code)
     body = RequestBody(request.scope, request.receive)
     try:
         async with receive_files(body, publisher.files, filename, rules) as (staging, received):
@@ -261,12 +261,13 @@ async def receive_files(
             await files.run(staging.discard)
 
 
-def read_upload_rules(settings: Settings, model: str, *, accepts_code: bool) -> UploadRules:
+def build_upload_rules(services: Services, model: str, *, accepts_code: bool) -> UploadRules:
+    settings = services.get(UploadSettings)
     limits = ConfigLimits(
         settings.max_model_instances,
         settings.max_model_warmups,
         settings.max_model_sequences,
-        settings.max_body_bytes,
+        services.settings.max_body_bytes,
     )
     return UploadRules(model, accepts_code, settings.max_model_bytes, limits)
 

@@ -14,6 +14,7 @@ import pytest
 
 from gateway.capabilities.grpc_api.receive import FAST_RECEIVE_S, MessageReader, ReceiveSlots
 from gateway.capabilities.grpc_api.server import build_options
+from gateway.capabilities.grpc_api.settings import GrpcSettings
 from gateway.memory import MemoryBudgetExceeded
 from gateway.settings import Settings
 from tests.support.wait import TIMEOUT_S, wait_until
@@ -125,7 +126,7 @@ async def test_stream_that_is_not_read_receives_little() -> None:
             is_counted.set()
             return unread
 
-    server = grpc.aio.server(options=build_options(Settings(), shares_port=False))
+    server = grpc.aio.server(options=build_options(Settings(), GrpcSettings(), shares_port=False))
     server.add_generic_rpc_handlers((OneMethod(handle),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from gateway import __version__
+from gateway.capabilities.installed import SETTINGS
 from gateway.repository.models_file import parse_models_file
-from gateway.settings import Settings
+from gateway.settings import Settings, list_setting_names
 from tests.support.servers import ROOT
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
@@ -73,7 +74,7 @@ def test_profile_adds_one_triton_which_the_gateway_finds_by_its_name() -> None:
 
 def test_gateway_has_known_settings_and_stops_after_the_longest_request() -> None:
     given = SERVICES["gateway"]["environment"]
-    known = {f"GATEWAY_{name.upper()}" for name in Settings.model_fields}
+    known = {f"GATEWAY_{name.upper()}" for name in list_setting_names(*SETTINGS)}
     assert given.keys() <= known
     settings = Settings.model_validate(
         {name.removeprefix("GATEWAY_").lower(): value for name, value in given.items()}

@@ -48,7 +48,11 @@ INSTALLED = f"{CAPABILITIES}installed"
 BEYOND_THE_CORE = (
     r"^ *(?:from|import) (?:gateway|tests)(?:\.| import )(?:capabilities|chaos|project)\b.*"
 )
-COMPOSERS = ("gateway.app", "gateway.doctor")  # they use every capability of the list
+COMPOSERS = (
+    "gateway.app",
+    "gateway.doctor",
+    "gateway.server.launch",
+)  # they use every capability of the list
 ASYNC_NODES = (ast.AsyncFunctionDef, ast.AsyncFor, ast.AsyncWith, ast.Await)
 CONSTRUCTORS = ("__init__", "__post_init__")
 COMPAT_MODULES = {

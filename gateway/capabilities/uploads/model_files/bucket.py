@@ -12,11 +12,11 @@ from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
 from gateway.capabilities.uploads.errors import RepositoryUnavailable
+from gateway.capabilities.uploads.model_files.bucket_url import BucketLocation
 from gateway.capabilities.uploads.model_files.entry_names import TEMPORARY_PREFIX
 from gateway.capabilities.uploads.model_files.staging import StagedFile
 from gateway.capabilities.uploads.model_files.store import FileContent
 from gateway.messages import CommandError
-from gateway.settings.bucket_url import BucketLocation
 
 # Parts that are sent one after the other bound the memory of an upload. S3 accepts 10,000 parts of at least
 # 5 MiB.

@@ -16,6 +16,7 @@ from gateway.capabilities.uploads.model_files.bucket_change import (
     parse_copy_name,
 )
 from gateway.capabilities.uploads.model_files.bucket_lock import LOCK_PREFIX, BucketLock
+from gateway.capabilities.uploads.model_files.bucket_url import BucketLocation
 from gateway.capabilities.uploads.model_files.entry_names import CONFIG_FILE, is_version_name
 from gateway.capabilities.uploads.model_files.kinds import FILE_KINDS, find_suffix
 from gateway.capabilities.uploads.model_files.model_upload import Files, ModelUpload
@@ -36,7 +37,6 @@ from gateway.capabilities.uploads.model_files.store import (
     is_safe_path,
 )
 from gateway.errors import NotFound
-from gateway.settings.bucket_url import BucketLocation
 
 log = logging.getLogger(__name__)
 

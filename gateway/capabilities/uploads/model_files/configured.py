@@ -5,13 +5,11 @@ from __future__ import annotations
 from gateway.capabilities.uploads.model_files.bucket_store import BucketStore
 from gateway.capabilities.uploads.model_files.folder_store import FolderStore
 from gateway.capabilities.uploads.model_files.store import ModelStore
-from gateway.settings import Settings
-from gateway.settings.access import ModelUploads
+from gateway.capabilities.uploads.settings import UploadSettings
 
 
-def create_model_store(settings: Settings) -> ModelStore | None:
+def create_model_store(settings: UploadSettings, *, can_write: bool) -> ModelStore | None:
     """Return the store of GATEWAY_REPOSITORY; None without it. Raises `CannotUseBucket`."""
-    can_write = settings.accepted_uploads is not ModelUploads.off
     max_bytes = settings.max_repository_bytes
     if (folder := settings.repository_folder) is not None:
         return FolderStore(folder, can_write=can_write, max_bytes=max_bytes)

@@ -6,7 +6,9 @@ import socket
 
 import pytest
 
-from gateway.server.launch import GRPC_PORT, GRPC_PORT_SETTING, choose_grpc_settings
+from gateway.capabilities.grpc_api.capability import PORT_SETTING, USUAL_PORT, can_use_usual_port
+from gateway.capability import LaunchPlan
+from gateway.settings import Settings
 
 HOST = "127.0.0.77"  # whose ports no server of the tests uses
 
@@ -14,11 +16,12 @@ HOST = "127.0.0.77"  # whose ports no server of the tests uses
 def test_up_chooses_tritons_usual_grpc_port_if_it_is_free_and_not_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv(GRPC_PORT_SETTING, raising=False)
-    assert choose_grpc_settings(HOST, [8000, 9001]) == {"grpc_port": GRPC_PORT}
-    assert choose_grpc_settings(HOST, [8000, GRPC_PORT]) == {}
-    with socket.create_server((HOST, GRPC_PORT)):
-        assert choose_grpc_settings(HOST, [8000, 9001]) == {}
+    monkeypatch.delenv(PORT_SETTING, raising=False)
+    plan = LaunchPlan(Settings(), HOST, {"--port": 8000, "--triton-grpc-port": 9001})
+    assert can_use_usual_port(plan)
+    assert not can_use_usual_port(LaunchPlan(Settings(), HOST, {"--port": USUAL_PORT}))
+    with socket.create_server((HOST, USUAL_PORT)):
+        assert not can_use_usual_port(plan)
     for value in ("0", "9100"):
-        monkeypatch.setenv(GRPC_PORT_SETTING, value)
-        assert choose_grpc_settings(HOST, [8000, 9001]) == {}
+        monkeypatch.setenv(PORT_SETTING, value)
+        assert not can_use_usual_port(plan)

@@ -19,6 +19,7 @@ from gateway.capabilities.on_demand.plan import (
     find_idle_models,
     plan_excess,
 )
+from gateway.capabilities.on_demand.settings import OnDemandSettings
 from gateway.capacity.admission import AdmissionQueue
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.health import Health
@@ -56,7 +57,8 @@ def build_index(number: int) -> Index:
 
 
 def build_fleet() -> LargeFleet:
-    settings = Settings(
+    settings = Settings()
+    on_demand = OnDemandSettings(
         on_demand_models=("*",),
         max_loaded_models=LOADED,
         default_model_memory_mb=100,
@@ -72,7 +74,7 @@ def build_fleet() -> LargeFleet:
     repository = Repository(pool, signatures, MemoryStateStore(), ModelsFile(None), settings)
     admission = AdmissionQueue(64, 32, 100, pool.metrics)
     metrics = OnDemandMetrics(pool.metrics.create)
-    activator = create_activator(pool, signatures, repository, admission, settings, metrics)
+    activator = create_activator(pool, signatures, repository, admission, on_demand, metrics)
     activator.loader.facts.facts.update({f"m{model}": ModelFacts() for model in range(MODELS)})
     return LargeFleet(pool, repository, activator)
 

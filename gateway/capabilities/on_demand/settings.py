@@ -1,13 +1,14 @@
-"""Models that are loaded on demand, and requests that wait for a replica."""
+"""The settings of models that are loaded on demand, and requests that wait for a replica."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
+from gateway.settings import CapabilitySettings
 from gateway.settings.values import CommaSeparated, NonNegativeSeconds
 
 
-class OnDemandSettings(BaseModel):
+class OnDemandSettings(CapabilitySettings):
     on_demand_models: CommaSeparated = ()
     """Comma-separated glob patterns, such as ocr-*, of models that are loaded when they are first requested;
     * stands for every model of the repository that is not in the models file. A model of the models file is
@@ -31,3 +32,8 @@ class OnDemandSettings(BaseModel):
     scaler_port: int = Field(0, ge=0, le=65535)
     """Port of an external scaler for KEDA (gRPC, externalscaler.ExternalScaler), on all addresses: it reports
     whether requests run or wait, and how many. 0: none. It requires a single worker."""
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether requests may wait, or are counted for the scaler, without a models file."""
+        return bool(self.on_demand_models or self.hold_s or self.scaler_port)

@@ -1,0 +1,57 @@
+"""The settings of uploads. `GATEWAY_MODEL_UPLOADS` is one of the core, which checks loads with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from pydantic import Field, field_validator
+
+from gateway.capabilities.uploads.model_files.bucket_url import BucketLocation, parse_bucket_url
+from gateway.settings import CapabilitySettings
+
+# Characters that another reader of the URL would decode.
+REPOSITORY_URL_EXCLUSIONS: Final = frozenset("%?#")
+
+
+class UploadSettings(CapabilitySettings):
+    repository: str = ""
+    """Where the Tritons read their models, and where uploaded models are stored: a folder, file:///models, or
+    a bucket, s3://BUCKET/PREFIX or s3://https://HOST:PORT/BUCKET/PREFIX, which requires triton-gateway[s3].
+    Empty: no uploads; up uses the folder of its models."""
+    max_model_bytes: int = Field(8 << 30, gt=0)
+    """Maximum size of an uploaded model, as received and after decompression."""
+    max_repository_bytes: int = Field(0, ge=0)
+    """Maximum size of all files in GATEWAY_REPOSITORY, those of uploads in progress included; 0 means no
+    limit."""
+    max_model_instances: int = Field(64, gt=0)
+    """Maximum number of instances in the config of an uploaded model, on each device of a group without a
+    list of devices. GATEWAY_MODEL_UPLOADS=code has no such limits."""
+    max_model_warmups: int = Field(10_000, gt=0)
+    """Maximum number of warm-up requests of each instance in the config of an uploaded model: the counts of
+    the samples, multiplied by their batch sizes."""
+    max_model_sequences: int = Field(10_000, gt=0)
+    """Maximum number of sequences at a time in the config of an uploaded model: the candidate sequences or
+    the batch size, multiplied by the instances."""
+
+    @field_validator("repository")
+    @classmethod
+    def check_repository_url(cls, value: str) -> str:
+        is_folder = value.startswith("file:///") and not REPOSITORY_URL_EXCLUSIONS & set(value)
+        if value and not is_folder and parse_bucket_url(value) is None:
+            raise ValueError(
+                "expected file:///FOLDER, without %, ? and #, or s3://BUCKET/PREFIX or "
+                "s3://HOST:PORT/BUCKET/PREFIX"
+            )
+        return value
+
+    @property
+    def repository_folder(self) -> Path | None:
+        """Return the folder of GATEWAY_REPOSITORY; None if it is not a folder."""
+        folder = self.repository.removeprefix("file://")
+        return Path(folder) if folder != self.repository else None
+
+    @property
+    def repository_bucket(self) -> BucketLocation | None:
+        """Return the bucket of GATEWAY_REPOSITORY; None if it is not a bucket."""
+        return parse_bucket_url(self.repository)
