@@ -128,6 +128,7 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
     for attachment in attachments:
         routers += attachment.routers
         app.error_schemas |= attachment.error_schemas
+        edge.error_serializers |= attachment.error_serializers
         if attachment.middleware is not None:
             application = attachment.middleware(application)
     for router in (*routers, root.router):  # a page may have its path

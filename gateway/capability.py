@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from gateway.embedded.options import TritonOptions
+    from gateway.error_responses import ErrorSerializer
     from gateway.services import Services
 
 CheckStatus = Literal["ok", "warning", "failed"]
@@ -81,6 +82,7 @@ class Attachment:
     routers: Sequence[APIRouter] = ()
     error_schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by their names
     middleware: Callable[[ASGIApp], ASGIApp] | None = None  # around the application
+    error_serializers: Mapping[str, ErrorSerializer] = field(default_factory=dict)  # by their paths
     # Opens what the routes use, and provides it in `services`; the stack closes it.
     open: Callable[[Services, AsyncExitStack], Awaitable[None]] = open_nothing
 

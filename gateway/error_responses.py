@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Final
 
-import orjson
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -27,17 +27,9 @@ from gateway.messages import quote_text
 
 log = logging.getLogger(__name__)
 
-# OpenAI's clients read errors in the shape of their API.
-OPENAI_PATHS: Final = frozenset(("/v1/embeddings", "/v1/completions", "/v1/chat/completions"))
-OPENAI_ERROR_TYPES: Final = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
-OPENAI_REQUEST_ERROR: Final = "invalid_request_error"
-OPENAI_SERVER_ERROR: Final = "server_error"
-# The key of a scope whose errors have the shape of another API; an ASGI layer for its paths sets it.
+# Returns the body of an error in the shape of another API, from its message, code and status.
+ErrorSerializer = Callable[[str, str, int], bytes]
+# The key of a scope with such errors.
 ERROR_SERIALIZER: Final = "error_serializer"
 
 # Errors that the framework raises itself, by status; its own message is only the status phrase.
@@ -75,9 +67,7 @@ def release_frames(exc: BaseException) -> None:
 async def render_error(request: Request, exc: Exception) -> Response:
     request_id = str(request.scope.get("request_id", ""))
     error = to_gateway_error(translate_framework_error(request, exc), request_id)
-    if request.scope["path"] in OPENAI_PATHS:
-        body = serialize_openai_error(error.detail, error.code, error.status)
-    elif serialize := request.scope.get(ERROR_SERIALIZER):
+    if serialize := request.scope.get(ERROR_SERIALIZER):
         body = serialize(error.detail, error.code, error.status)
     else:
         body = serialize_error(error.detail, error.code, request_id, error.report)
@@ -119,10 +109,3 @@ def find_allowed_methods(request: Request) -> set[str]:
     same = (route for route in matching if getattr(route, "path", None) == path)
     methods = {method for route in same for method in getattr(route, "methods", None) or ()}
     return methods | {"HEAD"} if "GET" in methods else methods  # the middleware serves HEAD as GET
-
-
-def serialize_openai_error(message: str, code: str, status: int) -> bytes:
-    default = OPENAI_SERVER_ERROR if status >= 500 else OPENAI_REQUEST_ERROR
-    kind = OPENAI_ERROR_TYPES.get(status, default)
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    return orjson.dumps({"error": error})

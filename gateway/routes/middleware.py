@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway.access.auth import name_caller
 from gateway.access.rate_limit import UNLIMITED_PATHS, RateLimitExceeded
-from gateway.error_responses import render_error
+from gateway.error_responses import ERROR_SERIALIZER, ErrorSerializer, render_error
 from gateway.errors import Forbidden, GatewayError, Unauthenticated
 from gateway.http_client.connection import Headers
 from gateway.passthrough.handler import pass_through
@@ -56,6 +56,7 @@ class GatewayMiddleware:
 
     def __init__(self, framework: FastAPI) -> None:
         self._framework = framework
+        self.error_serializers: dict[str, ErrorSerializer] = {}  # by the paths of other APIs
         self.services: Services | None = None  # set during the application's lifespan
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,6 +90,7 @@ class GatewayMiddleware:
             else:
                 status = await self._call_framework(scope, receive, send, info)
         except (Unauthenticated, Forbidden, RateLimitExceeded) as exc:
+            self._choose_error_serializer(scope)
             status = await send_refusal(scope, receive, send, exc)
         finally:
             if info.charge is not None:
@@ -104,6 +106,7 @@ class GatewayMiddleware:
         self, scope: Scope, receive: Receive, send: Send, info: RequestInfo
     ) -> int:
         status = CLIENT_CLOSED_REQUEST
+        self._choose_error_serializer(scope)
         extra_headers = build_extra_headers(scope)
         # The server omits the body of a response to HEAD (RFC 9110, section 9.3.2).
         framework_scope = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
@@ -123,6 +126,10 @@ class GatewayMiddleware:
             # The label is the route's template: a client's path would be unbounded.
             info.route = getattr(framework_scope.get("route"), "path", "")
         return status
+
+    def _choose_error_serializer(self, scope: Scope) -> None:
+        if serialize := self.error_serializers.get(scope["path"]):
+            scope[ERROR_SERIALIZER] = serialize
 
 
 def choose_inference_route(scope: Scope) -> InferenceRoute | None:

@@ -22,6 +22,7 @@ class OpenAISettings(CapabilitySettings):
 def attach_openai(settings: Settings) -> Attachment:
     """Raises `BadAddress`."""
     from gateway.capabilities.openai.description import OPENAI_ERROR_SCHEMA
+    from gateway.capabilities.openai.errors import ERROR_SERIALIZERS
     from gateway.capabilities.openai.routes import router
     from gateway.capabilities.openai.servers import OpenAIServers
     from gateway.fleet.discovery import create_tls_context
@@ -35,7 +36,12 @@ def attach_openai(settings: Settings) -> Attachment:
             stack.callback(servers.close)
             services.provide(servers)
 
-    return Attachment((router,), {"OpenAIError": OPENAI_ERROR_SCHEMA}, open=open_servers)
+    return Attachment(
+        (router,),
+        {"OpenAIError": OPENAI_ERROR_SCHEMA},
+        error_serializers=ERROR_SERIALIZERS,
+        open=open_servers,
+    )
 
 
 CAPABILITY = Capability("openai", attach_openai, settings=OpenAISettings)
