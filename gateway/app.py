@@ -47,7 +47,6 @@ ERROR_SCHEMAS = {
     "ManagementError": MANAGEMENT_ERROR_SCHEMA,
 }
 ROUTE_MODULES = (
-    infer,
     models,
     replicas,
     repository,
@@ -122,8 +121,11 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
 
     app = GatewayFastAPI(title="triton-gateway", version=__version__, lifespan=lifespan)
     app.requires_key = components.keys_file is not None
-    routers = [module.router for module in ROUTE_MODULES]
-    edge = GatewayMiddleware(app)
+    inference_routers = [infer.router]
+    for attachment in attachments:
+        inference_routers += attachment.inference_routers
+    routers = inference_routers + [module.router for module in ROUTE_MODULES]
+    edge = GatewayMiddleware(app, inference_routers)
     application: ASGIApp = edge
     for attachment in attachments:
         routers += attachment.routers

@@ -85,6 +85,9 @@ class Attachment:
     error_serializers: Mapping[str, ErrorSerializer] = field(default_factory=dict)  # by their paths
     # Opens what the routes use, and provides it in `services`; the stack closes it.
     open: Callable[[Services, AsyncExitStack], Awaitable[None]] = open_nothing
+    # Their paths come first. A request without a query is passed to a handler without the framework, with the
+    # services and the parameters of the path.
+    inference_routers: Sequence[APIRouter] = ()
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,9 @@ def translate_framework_error(request: Request, exc: Exception) -> Exception:
         return exc
     if exc.status_code == MethodNotAllowed.status:  # its error names the methods of one route
         if verb := find_model_verb(request):
-            return NotFound(f"{quote_text(verb)} is not a verb of models; the only one is :predict")
+            return NotFound(
+                f"{quote_text(verb)} is not a verb of models; for the available paths, see GET /docs"
+            )
         return MethodNotAllowed(find_allowed_methods(request))
     if exc.status_code not in FRAMEWORK_ERRORS:
         return exc

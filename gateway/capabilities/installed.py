@@ -11,6 +11,7 @@ from gateway.capabilities.grpc_api.capability import CAPABILITY as GRPC_API
 from gateway.capabilities.on_demand.capability import CAPABILITY as ON_DEMAND
 from gateway.capabilities.openai.capability import CAPABILITY as OPENAI
 from gateway.capabilities.page.capability import CAPABILITY as PAGE
+from gateway.capabilities.tf_serving.capability import CAPABILITY as TF_SERVING
 from gateway.capabilities.torchserve.capability import CAPABILITY as TORCHSERVE
 from gateway.capabilities.uploads.capability import CAPABILITY as UPLOADS
 from gateway.capabilities.versions.capability import CAPABILITY as VERSIONS
@@ -20,6 +21,7 @@ INSTALLED: Final[tuple[Capability, ...]] = (
     VERSIONS,
     ON_DEMAND,
     OPENAI,
+    TF_SERVING,
     UPLOADS,
     TORCHSERVE,
     PAGE,

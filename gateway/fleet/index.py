@@ -16,6 +16,13 @@ UNLOADING: Final = "UNLOADING"
 UNAVAILABLE: Final = "UNAVAILABLE"
 # From worst to best. A state that this gateway does not know ranks like UNAVAILABLE.
 STATE_RANKS: Final = {UNAVAILABLE: 0, UNLOADING: 1, LOADING: 2, READY: 3}
+# The states of TensorFlow Serving's `ModelVersionStatus`.
+TF_SERVING_STATES: Final = {
+    READY: "AVAILABLE",
+    LOADING: "LOADING",
+    UNLOADING: "UNLOADING",
+    UNAVAILABLE: "END",
+}
 UNLOADED: Final = "unloaded"
 STATE_KEYS: Final = ("state", "reason")
 # Every plan goes through all of them, in about 2 µs each.
@@ -194,3 +201,19 @@ def build_index_entry(indexes: Mapping[str, Index], entry: Mapping[str, str]) ->
 def find_states(indexes: Mapping[str, Index], model: str, version: str) -> dict[str, VersionState]:
     missing = VersionState(UNAVAILABLE, "not loaded")
     return {at: index.models.get(model, {}).get(version, missing) for at, index in indexes.items()}
+
+
+def build_version_status(entries: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """Return TensorFlow Serving's `model_version_status` for the entries of an index.
+
+    Their reasons are left out, because they name replicas.
+    """
+    return [
+        {
+            "version": entry["version"],
+            "state": TF_SERVING_STATES.get(entry.get("state", ""), "UNKNOWN"),
+            "status": {"error_code": "OK", "error_message": ""},
+        }
+        for entry in entries
+        if "version" in entry
+    ]

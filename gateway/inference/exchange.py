@@ -36,12 +36,12 @@ from gateway.tensors import sequence
 from gateway.tensors.codecs import JSON_CODEC
 from gateway.tensors.inputs import (
     InferInputs,
-    PredictParser,
+    JsonInferences,
+    JsonParser,
     check_row_count,
     convert_payload,
-    decode_predict_body,
+    decode_json_inferences,
     inspect_payload,
-    parse_predict_body,
 )
 from gateway.tensors.outputs import EncodedBody, InferResult, are_large
 from gateway.tensors.payload import LARGE_ARRAY_BYTES, Payload, estimate_payload_bytes
@@ -121,10 +121,8 @@ class InferExchange:
         work = decoders.run_in_process(0, self.remaining_s, body.func, *arguments)
         return await self._limit_time(work)
 
-    async def receive_predict_inputs(
-        self, parse: PredictParser = parse_predict_body
-    ) -> tuple[bool, list[InferInputs]]:
-        """Receive a JSON body, acquire a slot, and return whether it has columns, and its tensors."""
+    async def receive_json_inferences(self, parse: JsonParser) -> JsonInferences:
+        """Receive a JSON body, acquire a slot, and return its tensors and how to encode the results."""
         decoders, limits = self.services.decode_executor, self.services.payload_limits
         is_received = await self._receive_start()
         reading = self.body.read(limits.max_bytes, self.charge)
@@ -132,14 +130,12 @@ class InferExchange:
         await self.slot.acquire(self.remaining_s)
         if len(body) > JSON_CODEC.max_thread_bytes:
             arguments = (parse, body, self.signature, limits)
-            work = decoders.run_in_process(0, self.remaining_s, decode_predict_body, *arguments)
+            work = decoders.run_in_process(0, self.remaining_s, decode_json_inferences, *arguments)
             return await self._limit_time(work)
         read = partial(parse, body, self.signature, limits)
         is_inline = len(body) <= JSON_CODEC.max_inline_bytes
-        is_columns, payloads = (
-            read() if is_inline else await self._limit_time(decoders.run_in_thread(0, read))
-        )
-        return is_columns, await self._convert_payloads(payloads)
+        parsed = read() if is_inline else await self._limit_time(decoders.run_in_thread(0, read))
+        return JsonInferences(await self._convert_payloads(parsed.payloads), parsed.encode)
 
     async def _receive_start(self) -> bool:
         """Return whether the whole body is there when the application starts (`server/protocol/`)."""

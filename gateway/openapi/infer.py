@@ -1,4 +1,4 @@
-"""The routes `/infer` and `:predict`."""
+"""The route `/infer`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from gateway.openapi.schemas import (
     STREAM_CONTENT,
     TIMEOUT_PARAMETER,
     build_header_parameter,
-    build_json_body,
 )
 from gateway.tensors.codecs import CODECS, STRING_SCHEMA
 from gateway.tensors.dtypes import DATATYPES
@@ -42,12 +41,6 @@ DRY_RUN_SCHEMA = build_object_schema(
     },
     description="The tensors, if `dry_run` is true.",
 )
-PREDICT_RESPONSE_SCHEMA = {
-    "oneOf": [
-        build_object_schema({"predictions": {"type": "array"}}, additionalProperties=False),
-        build_object_schema({"outputs": {}}, additionalProperties=False),
-    ]
-}
 LABEL_HEADER = {
     "X-Model-Version": {
         "description": "The version that answered, if a label decided on it.",
@@ -68,12 +61,6 @@ INFER_RESPONSES[200]["content"] |= {
     # A single output in the content type that the model declares.
     "*/*": BINARY_CONTENT,
 }
-PREDICT_RESPONSES = build_responses(
-    PREDICT_RESPONSE_SCHEMA,
-    "One prediction per row, or the outputs as columns.",
-    *ERROR_DESCRIPTIONS,
-    headers=LABEL_HEADER,
-)
 REQUEST_HEADER_PARAMETERS = [
     TIMEOUT_PARAMETER,
     build_header_parameter(
@@ -104,20 +91,3 @@ INFER_OPENAPI = {
     "requestBody": {"required": True, "content": INFER_BODY_CONTENT},
     "parameters": INFER_HEADER_PARAMETERS,
 }
-PREDICT_REQUEST_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "instances": {
-            "type": "array",
-            "minItems": 1,
-            "description": "Rows: a value each, or an object of values by input name.",
-        },
-        "inputs": {"description": "Columns: a value, or an object of values by input name."},
-        "signature_name": {},
-        "parameters": {},
-        "id": {},
-    },
-    "oneOf": [{"required": ["instances"]}, {"required": ["inputs"]}],
-    "additionalProperties": False,
-}
-PREDICT_OPENAPI = build_json_body(PREDICT_REQUEST_SCHEMA) | {"parameters": INFER_HEADER_PARAMETERS}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from gateway.fleet.health import HealthState
+from gateway.fleet.index import TF_SERVING_STATES
 from gateway.media_types import JSON, MULTIPART, NPY, NPZ, OCTET_STREAM
 from gateway.openapi.responses import (
     ERROR_DESCRIPTIONS,
@@ -37,7 +38,6 @@ from gateway.tensors.schema import (
     build_response_schema,
 )
 from gateway.tensors.signature import Signature
-from gateway.tensors.tf_serving import VERSION_STATES
 
 VERSION_SCHEMA = build_object_schema(
     {"version": STRING_SCHEMA, "state": STRING_SCHEMA, "reason": STRING_SCHEMA},
@@ -135,14 +135,11 @@ OPENAI_MODEL_PROPERTIES: Final = {
 VERSION_STATUS_SCHEMA = build_object_schema(
     {
         "version": STRING_SCHEMA,
-        "state": {"enum": [*VERSION_STATES.values(), "UNKNOWN"]},
+        "state": {"enum": [*TF_SERVING_STATES.values(), "UNKNOWN"]},
         "status": build_object_schema(
             {"error_code": STRING_SCHEMA, "error_message": STRING_SCHEMA}
         ),
     }
-)
-METADATA_SCHEMA = build_object_schema(
-    {"model_spec": {"type": "object"}, "metadata": {"type": "object"}}
 )
 MODEL_SCHEMA = build_object_schema(
     OPENAI_MODEL_PROPERTIES
@@ -186,9 +183,6 @@ MODEL_LIST_RESPONSES = build_responses(
         }
     ),
     "The models that the caller may access.",
-)
-METADATA_RESPONSES = build_responses(
-    METADATA_SCHEMA, "The signature, in TensorFlow Serving's format.", *MODEL_ERRORS
 )
 READY_MODELS_RESPONSES = build_responses(
     build_object_schema({"models": {"type": "array", "items": STRING_SCHEMA}}),

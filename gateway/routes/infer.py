@@ -1,17 +1,16 @@
-"""Inference endpoints of `/v1`: `/infer` and KServe's `:predict`."""
+"""The inference endpoint of `/v1`: `/infer`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final
 
 import numpy as np
 import orjson
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope, Send
 
 from gateway.capacity.admission import Slot
@@ -19,9 +18,8 @@ from gateway.errors import GatewayError, serialize_error
 from gateway.fleet.signatures import check_output_names
 from gateway.inference.exchange import InferExchange, open_exchange
 from gateway.media_types import EVENT_STREAM, JSON, NDJSON
-from gateway.openapi.infer import INFER_OPENAPI, INFER_RESPONSES, PREDICT_OPENAPI, PREDICT_RESPONSES
+from gateway.openapi.infer import INFER_OPENAPI, INFER_RESPONSES
 from gateway.routes.dependencies import ServicesForInference
-from gateway.tensors import kserve_v1
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.outputs import (
     InferResult,
@@ -40,9 +38,7 @@ FIRST_VALUES_COUNT: Final = 8
 MAX_VALUE_BYTES: Final = 200
 # The second one tells proxies not to buffer.
 STREAM_HEADERS: Final = {"cache-control": "no-store", "x-accel-buffering": "no"}
-InferenceHandler = Callable[..., Awaitable[Response]]
 route_infer = partial(router.post, responses=INFER_RESPONSES, openapi_extra=INFER_OPENAPI)
-route_predict = partial(router.post, responses=PREDICT_RESPONSES, openapi_extra=PREDICT_OPENAPI)
 
 
 @route_infer("/v1/models/{model}/infer", operation_id="infer", summary="Inference with a model")
@@ -100,60 +96,6 @@ async def stream_inference(
     results = await exchange.services.inference.stream(exchange.build_request(payload, inputs))
     slot = exchange.slot.transfer()
     return InferStreamResponse(results, stream_type, exchange.info.request_id, slot)
-
-
-@route_predict(
-    "/v1/models/{model}:predict",
-    operation_id="predict",
-    summary="Inference with a model, in KServe's V1 format",
-)
-# TensorFlow Serving's path of a label. A label is accepted in place of a version as well.
-@route_predict(
-    "/v1/models/{model}/labels/{version}:predict",
-    operation_id="predict_label",
-    summary="Inference with a label of a model, in TensorFlow Serving's format",
-)
-@route_predict(
-    "/v1/models/{model}/versions/{version}:predict",
-    operation_id="predict_version",
-    summary="Inference with a version of a model, in KServe's V1 format",
-)
-async def predict(
-    request: Request, services: ServicesForInference, model: str, version: str = ""
-) -> Response:
-    """Return `predictions` for `instances` (rows), or `outputs` for `inputs` (columns)."""
-    with await open_exchange(request, services, model, version) as exchange:
-        is_columns, pieces = await exchange.receive_predict_inputs()
-        results = await exchange.run_all(pieces)
-        if is_columns:
-            return await exchange.build_response(
-                results, partial(kserve_v1.encode_output_columns, results[0])
-            )
-        return await exchange.build_response(
-            results, partial(kserve_v1.encode_predictions, results)
-        )
-
-
-class InferenceRoute(NamedTuple):
-    """A handler of this module for a path, and the values of the path's parameters."""
-
-    template: str
-    handler: InferenceHandler
-    parameters: Mapping[str, str]
-
-
-ROUTES = [
-    (route.path_regex, route.path, route.endpoint)
-    for route in router.routes
-    if isinstance(route, APIRoute)
-]
-
-
-def find_inference_route(path: str) -> InferenceRoute | None:
-    for pattern, template, handler in ROUTES:
-        if match := pattern.match(path):
-            return InferenceRoute(template, handler, match.groupdict())
-    return None
 
 
 def build_dry_run_description(signature: Signature, inputs: InferInputs) -> Mapping[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from time import perf_counter
 from typing import NamedTuple
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, Response
+from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -19,7 +21,6 @@ from gateway.http_client.connection import Headers
 from gateway.passthrough.handler import pass_through
 from gateway.passthrough.headers import NOSNIFF_HEADER
 from gateway.passthrough.rules import is_passthrough
-from gateway.routes.infer import InferenceRoute, find_inference_route
 from gateway.services import Services
 from gateway.telemetry import audit
 from gateway.telemetry.logs import ACCESS_LOGGER, log_fields
@@ -34,29 +35,34 @@ MODEL_PATH_PREFIXES = ("/v1/", "/predictions/")
 SANDBOX_HEADER = (b"content-security-policy", b"sandbox; default-src 'none'")
 
 
+class InferenceCall(NamedTuple):
+    """The handler for a path of an inference, and the values of the path's parameters."""
+
+    template: str
+    handler: Callable[..., Awaitable[Response]]
+    parameters: Mapping[str, str]
+
+
 class RequestHead(NamedTuple):
     """Facts in the request line and the headers, which repeated requests share."""
 
     request_id: str  # "" for a new one
     route_group: str
-    inference_route: InferenceRoute | None
-
-
-def parse_head(scope: Scope) -> RequestHead:
-    is_v2 = is_passthrough(scope["raw_path"])
-    return RequestHead(
-        find_request_id(scope["headers"]),
-        V2_ROUTE if is_v2 else V1_ROUTE,
-        None if is_v2 else choose_inference_route(scope),
-    )
+    inference: InferenceCall | None  # if it needs nothing of the framework, as nearly all do
 
 
 class GatewayMiddleware:
-    """The ASGI application. Requests to `/v2` go to Triton without the framework; FastAPI serves the rest."""
+    """The ASGI application.
 
-    def __init__(self, framework: FastAPI) -> None:
+    Requests to `/v2` go to Triton, and inferences to the handlers of their routers, without the framework;
+    FastAPI serves the rest.
+    """
+
+    def __init__(self, framework: FastAPI, inference_routers: Iterable[APIRouter]) -> None:
         self._framework = framework
         self.error_serializers: dict[str, ErrorSerializer] = {}  # by the paths of other APIs
+        routes = [route for router in inference_routers for route in router.routes]
+        self._inference_routes = [route for route in routes if isinstance(route, APIRoute)]
         self.services: Services | None = None  # set during the application's lifespan
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,7 +71,7 @@ class GatewayMiddleware:
             await self._framework(scope, receive, send)
             return
         started = perf_counter()
-        request_id, route_group, inference_route = read_head(scope, parse_head)
+        request_id, route_group, inference = read_head(scope, self.parse_head)
         info = RequestInfo(request_id or create_request_id())
         current_request_info.set(info)
         scope["request_id"] = info.request_id
@@ -85,8 +91,8 @@ class GatewayMiddleware:
                 )
             if route_group is V2_ROUTE:
                 status = await pass_through(services, scope, receive, send)
-            elif inference_route is not None:
-                status = await serve_inference(services, inference_route, scope, receive, send)
+            elif inference is not None:
+                status = await serve_inference(services, inference, scope, receive, send)
             else:
                 status = await self._call_framework(scope, receive, send, info)
         except (Unauthenticated, Forbidden, RateLimitExceeded) as exc:
@@ -101,6 +107,21 @@ class GatewayMiddleware:
             log_request(scope, info, status, duration_s)
             if info.trace is not None:
                 end_trace(info.trace, scope, info, status)
+
+    def parse_head(self, scope: Scope) -> RequestHead:
+        is_v2 = is_passthrough(scope["raw_path"])
+        is_plain_post = scope["method"] == "POST" and not scope["query_string"]
+        return RequestHead(
+            find_request_id(scope["headers"]),
+            V2_ROUTE if is_v2 else V1_ROUTE,
+            self.find_inference(scope["path"]) if is_plain_post and not is_v2 else None,
+        )
+
+    def find_inference(self, path: str) -> InferenceCall | None:
+        for route in self._inference_routes:
+            if match := route.path_regex.match(path):
+                return InferenceCall(route.path, route.endpoint, match.groupdict())
+        return None
 
     async def _call_framework(
         self, scope: Scope, receive: Receive, send: Send, info: RequestInfo
@@ -132,25 +153,18 @@ class GatewayMiddleware:
             scope[ERROR_SERIALIZER] = serialize
 
 
-def choose_inference_route(scope: Scope) -> InferenceRoute | None:
-    """Return the route of an inference that needs nothing of the framework, as nearly all do."""
-    if scope["method"] != "POST" or scope["query_string"]:
-        return None
-    return find_inference_route(scope["path"])
-
-
 async def serve_inference(
-    services: Services, route: InferenceRoute, scope: Scope, receive: Receive, send: Send
+    services: Services, inference: InferenceCall, scope: Scope, receive: Receive, send: Send
 ) -> int:
     """Call a handler without the framework, whose routing and dependencies cost more than all the rest.
 
     The framework calls the same handler for a request with a query.
     """
     info: RequestInfo = scope["request_info"]
-    info.route = route.template
+    info.route = inference.template
     request = Request(scope, receive)
     try:
-        response = await route.handler(request, services, **route.parameters)
+        response = await inference.handler(request, services, **inference.parameters)
     except ClientDisconnect:
         return CLIENT_CLOSED_REQUEST
     except Exception as exc:  # noqa: BLE001 - the border of the process: every request gets a response

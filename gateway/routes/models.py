@@ -14,6 +14,7 @@ from gateway.fleet.index import (
     UNAVAILABLE,
     Index,
     VersionState,
+    build_version_status,
     find_best_state,
     find_states,
     list_versions,
@@ -22,7 +23,6 @@ from gateway.fleet.index import (
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.openapi.models import (
-    METADATA_RESPONSES,
     MODEL_LIST_RESPONSES,
     MODEL_RESPONSES,
     OPENAPI_RESPONSES,
@@ -36,7 +36,6 @@ from gateway.services import Services
 from gateway.telemetry.request_info import RequestInfo
 from gateway.tensors import examples
 from gateway.tensors.signature import Signature, TensorSpec
-from gateway.tensors.tf_serving import build_model_metadata, build_version_status
 
 router = APIRouter(tags=["models"])
 route_model = partial(router.get, responses=MODEL_RESPONSES)
@@ -214,25 +213,6 @@ async def describe_model(
         "curl": examples.format_curl_example(signature, base_url),
         "python": examples.format_python_example(signature, base_url),
     }
-
-
-@router.get(
-    "/v1/models/{model}/metadata",
-    operation_id="model_metadata",
-    summary="Signature of a model, in TensorFlow Serving's format",
-    responses=METADATA_RESPONSES,
-)
-@router.get(
-    "/v1/models/{model}/versions/{version}/metadata",
-    operation_id="model_version_metadata",
-    summary="Signature of a version of a model, in TensorFlow Serving's format",
-    responses=METADATA_RESPONSES,
-)
-async def get_model_metadata(
-    request: Request, services: ServicesForInference, model: str, version: str = ""
-) -> dict[str, Any]:
-    """Return the inputs and outputs with TensorFlow's names of datatypes."""
-    return build_model_metadata(await get_signature(request, services, model, version))
 
 
 @router.get(

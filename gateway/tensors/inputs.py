@@ -1,6 +1,6 @@
 """Conversion of a body to a payload, and of its parts to the input tensors of one inference. Pure.
 
-A worker process can run `decode_body`, `decode_form` and `decode_predict_body`.
+A worker process can run `decode_body`, `decode_form` and `decode_json_inferences`.
 """
 
 from __future__ import annotations
@@ -13,25 +13,23 @@ import numpy as np
 from gateway.errors import InputMismatch, TooLarge
 from gateway.media_types import JSON, MULTIPART
 from gateway.messages import join_names, quote_text
-from gateway.tensors import kserve_v1
 from gateway.tensors.codecs import find_codec, read_single_value
 from gateway.tensors.convert import fit_part_to_shape, list_encoded_images, stack_parts
 from gateway.tensors.data_uri import decode_base64_text, is_data_uri
 from gateway.tensors.dtypes import DatatypeKind
 from gateway.tensors.form import MultipartForm
 from gateway.tensors.images import EncodedImage, inspect_image
-from gateway.tensors.json_body import check_json_memory, decode_b64_objects
+from gateway.tensors.json_body import check_json_memory
 from gateway.tensors.media_type import parse_content_type
 from gateway.tensors.mismatch import build_input_mismatch, describe_inputs
 from gateway.tensors.npy import NPY_MAGIC, read_npy
+from gateway.tensors.outputs import EncodedBody, InferResult
 from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import ImageSpec, Signature, TensorSpec
 
 FEED_CHUNK_BYTES = 64 << 10
 # Opening an image takes time even if the image is small.
 MAX_IMAGES = 4096
-
-PredictParser = Callable[[bytes, Signature, PayloadLimits], tuple[bool, list[Payload]]]
 
 
 class InferInputs(NamedTuple):
@@ -61,6 +59,26 @@ class InferInputs(NamedTuple):
                 start,
                 end - start if self.instance_count else 0,
             )
+
+
+ResultsEncoder = Callable[[list[InferResult]], EncodedBody]
+
+
+class ParsedJson(NamedTuple):
+    """The payloads of a JSON body, one for each inference, and how to encode their results."""
+
+    payloads: list[Payload]
+    encode: ResultsEncoder
+
+
+class JsonInferences(NamedTuple):
+    """The tensors of the inferences of a JSON body, and how to encode their results."""
+
+    inputs: list[InferInputs]
+    encode: ResultsEncoder
+
+
+JsonParser = Callable[[bytes, Signature, PayloadLimits], ParsedJson]
 
 
 class InspectedPayload(NamedTuple):
@@ -276,27 +294,11 @@ def check_listed_rows(
         check_row_count(signature, len(value), limits)
 
 
-def parse_predict_body(
-    body: bytes, signature: Signature, limits: PayloadLimits
-) -> tuple[bool, list[Payload]]:
-    """Return whether the body of `:predict` has columns, and one payload per inference.
-
-    Rows are one inference if the model has a batch dimension; otherwise, each row is one inference.
-    """
-    rows, columns = kserve_v1.parse_rows_or_columns(body)
-    if rows is None:
-        return True, [kserve_v1.payload_from_columns(decode_b64_objects(columns))]
-    # Before anything is built for each row.
-    check_row_count(signature, len(rows), limits)
-    rows = decode_b64_objects(rows)
-    if signature.has_batch_dimension:
-        return False, [kserve_v1.payload_from_rows(rows)]
-    return False, [kserve_v1.payload_from_columns(row) for row in rows]
-
-
-def decode_predict_body(
-    parse: PredictParser, body: bytes, signature: Signature, limits: PayloadLimits
-) -> tuple[bool, list[InferInputs]]:
+def decode_json_inferences(
+    parse: JsonParser, body: bytes, signature: Signature, limits: PayloadLimits
+) -> JsonInferences:
+    """Raises `TooLarge`, and the errors of `parse` and `to_inputs`."""
     check_json_memory(body, limits)
-    is_columns, payloads = parse(body, signature, limits)
-    return is_columns, [to_inputs(payload, signature, limits) for payload in payloads]
+    parsed = parse(body, signature, limits)
+    inputs = [to_inputs(payload, signature, limits) for payload in parsed.payloads]
+    return JsonInferences(inputs, parsed.encode)

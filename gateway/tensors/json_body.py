@@ -59,15 +59,18 @@ def read_json_payload(body: bytes, limits: PayloadLimits) -> Payload:
             f"unknown key {quote_text(min(unknown))} in the JSON body; "
             'valid keys are "inputs", "outputs", "parameters" and "id"'
         )
-    inputs = decode_b64_objects(document["inputs"])
-    if not isinstance(inputs, dict):
-        inputs = {"": inputs}
     return Payload(
-        {name: [Part(value, JSON)] for name, value in inputs.items()},
+        list_json_parts(decode_b64_objects(document["inputs"])),
         outputs=validate_output_names(document.get("outputs")),
         parameters=validate_parameters(document.get("parameters")),
         id=validate_request_id(document.get("id", "")),
     )
+
+
+def list_json_parts(value: Any) -> dict[str, list[Part]]:
+    """Return the parts of `{name: value, …}`, or of a value for the only input."""
+    values = value if isinstance(value, dict) else {"": value}
+    return {name: [Part(each, JSON)] for name, each in values.items()}
 
 
 def validate_output_names(value: Any) -> tuple[str, ...]:

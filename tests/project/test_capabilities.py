@@ -53,6 +53,10 @@ OWN_NAMES = {
         r"|code \d+ (DIGEST_MISMATCH|INVALID_MODEL_FILE|NO_REPOSITORY|REPOSITORY_\w+)"
         r"|(command|flag) triton-gateway (push|pull|rm)\b.*",
     ),
+    "tf_serving": OwnNames(
+        rf"POST {MODEL}:predict|POST /v1/models/\{{model\}}/labels/\{{version\}}:predict"
+        rf"|GET {MODEL}/metadata"
+    ),
     "torchserve": OwnNames(
         r"\w+ /(predictions/|models|ping).*",
         r"setting GATEWAY_DIALECTS|code \d+ SCALING_NOT_SUPPORTED",

@@ -153,8 +153,8 @@ async def create_prediction(
         count = choose_class_count(exchange.signature)
         if count and not exchange.signature.default_class_counts:
             payload = payload._replace(parameters={"classification": count, **payload.parameters})
-        result = await exchange.run_inference(exchange.build_request(payload, inputs))
-        return await exchange.build_response([result], partial(encode_prediction, result))
+        results = [await exchange.run_inference(exchange.build_request(payload, inputs))]
+        return await exchange.build_response(results, partial(encode_prediction, results))
 
 
 async def receive_prediction(exchange: InferExchange) -> tuple[Payload, InferInputs]:
@@ -165,8 +165,8 @@ async def receive_prediction(exchange: InferExchange) -> tuple[Payload, InferInp
         body.content_type = recognize_body_type(body.content_type, beginning, signature)
     if parse_content_type(body.content_type)[0] != JSON:
         return await exchange.receive_inputs()
-    _, (inputs,) = await exchange.receive_predict_inputs(parse_prediction_body)
-    return NO_PAYLOAD, inputs
+    inferences = await exchange.receive_json_inferences(parse_prediction_body)
+    return NO_PAYLOAD, inferences.inputs[0]
 
 
 @router.get(

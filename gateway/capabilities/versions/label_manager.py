@@ -8,12 +8,17 @@ from typing import Any, Final
 from gateway.capabilities.versions.label_router import UnknownLabel
 from gateway.errors import Conflict, MalformedRequest, UnknownModel
 from gateway.fleet.health import HealthState
-from gateway.fleet.index import READY, UNAVAILABLE, VersionState, find_best_state
+from gateway.fleet.index import (
+    READY,
+    UNAVAILABLE,
+    VersionState,
+    build_version_status,
+    find_best_state,
+)
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.messages import quote_text
 from gateway.repository.shared_state import SharedState
-from gateway.tensors.tf_serving import build_version_status
 from gateway.version_labels import InvalidLabel, VersionLabel, check_label_name, parse_label
 
 MAX_LABELS: Final = 64  # of a model

@@ -181,35 +181,6 @@ def test_query_that_would_be_multiplied_beyond_the_body_limit_is_refused(
     assert "shorter query or fewer documents" in response.json()["error"]
 
 
-def test_tensorflow_servings_clients_read_the_status_and_the_signature(
-    zoo: Zoo,
-) -> None:
-    zoo.load("vectors")
-    model = zoo.client.get("/v1/models/vectors").json()
-    assert model["model_version_status"] == [
-        {
-            "version": "1",
-            "state": "AVAILABLE",
-            "status": {"error_code": "OK", "error_message": ""},
-        }
-    ]
-    versioned = zoo.client.get("/v1/models/vectors/versions/1").json()
-    assert versioned["model_version_status"] == model["model_version_status"]
-    for path in ("/v1/models/vectors/metadata", "/v1/models/vectors/versions/1/metadata"):
-        document = zoo.client.get(path).json()
-        assert document["model_spec"] == {"name": "vectors", "signature_name": "", "version": "1"}
-        signature = document["metadata"]["signature_def"]["signature_def"]["serving_default"]
-        assert signature["inputs"]["TEXT"] == {
-            "name": "TEXT",
-            "dtype": "DT_STRING",
-            "tensor_shape": {
-                "dim": [{"size": "-1", "name": ""}, {"size": "1", "name": ""}],
-                "unknown_rank": False,
-            },
-        }
-        assert signature["outputs"]["VECTOR"]["dtype"] == "DT_FLOAT"
-
-
 # Clients with an environment of their own (`make clients`). Each prints the count of vectors and a length.
 
 CLIENTS = ROOT / ".venv-clients" / "bin" / "python"

@@ -336,7 +336,7 @@ def cancel_request() -> bool:
             await asyncio.Event().wait()
 
         settings = Settings(state="memory:", triton_urls=("127.0.0.1:9",))
-        middleware = GatewayMiddleware(framework)
+        middleware = GatewayMiddleware(framework, ())
         async with run_services(settings, build_components(settings)) as services:
             middleware.services = services
             request = asyncio.create_task(middleware(SCOPE, receive_nothing, send_nothing))

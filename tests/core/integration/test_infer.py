@@ -17,7 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
-from gateway.routes.infer import find_inference_route
+from gateway.app import create_app
+from gateway.routes.middleware import GatewayMiddleware
+from gateway.settings import Settings
 from gateway.tensors.dtypes import DATATYPES as TABLE
 from tests.support.errors import assert_error
 from tests.support.model_zoo.zoo import DATATYPES, LABELS, NUMERIC, Zoo, any_names
@@ -562,68 +564,6 @@ def test_deadline_that_is_invalid_is_400_and_one_that_is_too_long_is_lowered(zoo
     assert infer("1e9").status_code == 200
 
 
-# KServe's V1 protocol.
-
-
-@any_names
-def test_predict_takes_rows_and_columns(zoo: Zoo, subtests: pytest.Subtests) -> None:
-    rows = [zoo.named({"A": [1, 2], "B": [3, 4]}), zoo.named({"A": [0, 0], "B": [5, 6]})]
-    predictions = [
-        zoo.named({"SUM": [4, 6], "PRODUCT": [3, 8]}),
-        zoo.named({"SUM": [5, 6], "PRODUCT": [0, 0]}),
-    ]
-    table: list[tuple[str, str, Any, Any]] = [
-        ("single_BYTES", "instances", ["a", "b"], ["a", "b"]),
-        ("single_BYTES", "instances", ["a"], ["a"]),
-        ("single_BYTES", "instances", [{"b64": "YQ=="}], ["a"]),
-        ("single_INT32", "instances", list(range(20)), list(range(20))),
-        ("vector_FP32", "instances", [[1, 2], [3, 4]], [[1, 2], [3, 4]]),
-        ("plain_vector_FP32", "instances", [[1, 2], [3, 4, 5]], [[1, 2], [3, 4, 5]]),
-        ("plain_FP32", "instances", [[1, 2], [3, 4]], [[1, 2], [3, 4]]),
-        ("pair", "instances", rows, predictions),
-        ("vector_FP32", "inputs", [[1, 2], [3, 4]], [[1, 2], [3, 4]]),
-        (
-            "pair",
-            "inputs",
-            zoo.named({"A": [[1, 2]], "B": [[3, 4]]}),
-            zoo.named({"SUM": [[4, 6]], "PRODUCT": [[3, 8]]}),
-        ),
-    ]
-    for model, field, inputs, expected in table:
-        with subtests.test(f"{model} {field} {inputs}"):
-            response = zoo.post(model, ":predict", json={field: inputs})
-            assert response.status_code == 200, response.text
-            key = "predictions" if field == "instances" else "outputs"
-            assert response.json()[key] == expected
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "words"),
-    [
-        ({}, 400, "either"),
-        ({"instances": [1], "inputs": [1]}, 400, "either"),
-        ({"instances": []}, 400, "non-empty list"),
-        ({"instances": 1}, 400, "non-empty list"),
-        ({"instances": [1], "what": 1}, 400, "unknown key 'what'"),
-        ({"instances": ["a", 1]}, 422, "the number '1'"),
-    ],
-)
-def test_predict_request_that_is_invalid_is_refused(
-    zoo: Zoo, body: Any, status: int, words: str
-) -> None:
-    response = zoo.post("single_BYTES", ":predict", json=body)
-    assert response.status_code == status
-    assert words in response.json()["error"]
-
-
-def test_verb_that_does_not_exist_is_404_with_the_one_that_does(zoo: Zoo) -> None:
-    for suffix in (":explain", ":classify", "/versions/1:regress", "/labels/stable:explain"):
-        response = zoo.post("single_BYTES", suffix, json={"instances": ["a"]})
-        verb = suffix[suffix.index(":") :]
-        assert_error(response, 404, "NOT_FOUND", f"'{verb}' is not a verb of models; the only one")
-    assert_error(zoo.post("single_BYTES", ""), 405, "METHOD_NOT_ALLOWED", "only DELETE, GET, HEAD")
-
-
 # Bodies that cannot be read.
 
 
@@ -798,9 +738,8 @@ def test_every_inference_of_the_openapi_document_is_served_without_the_framework
     described = {
         path for path, item in paths.items() if "inference" in str(item.get("post", {}).get("tags"))
     }
-    assert described == {
-        route.template
-        for path in described
-        if (route := find_inference_route(path.format(model="m", version="1"))) is not None
-    }
+    application = create_app(Settings(state="memory:"))
+    assert isinstance(application, GatewayMiddleware)
+    calls = [application.find_inference(path.format(model="m", version="1")) for path in described]
+    assert described == {call.template for call in calls if call is not None}
     assert len(described) == len(VERBS)

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import orjson
 import pytest
 
 from gateway.errors import InputMismatch, MalformedRequest, ModelFault, NotAcceptable
@@ -20,7 +19,6 @@ from gateway.tensors.codecs import SUPPORTED_CODECS
 from gateway.tensors.dtypes import DATATYPES, DatatypeKind
 from gateway.tensors.examples import build_example_body, format_curl_example, format_python_example
 from gateway.tensors.inputs import InferInputs, inspect_payload, read_payload, to_inputs
-from gateway.tensors.kserve_v1 import encode_predictions, payload_from_rows
 from gateway.tensors.outputs import (
     InferResult,
     choose_result_encoder,
@@ -214,6 +212,10 @@ def fields(*values: Any) -> Payload:
     return Payload({"X": [Part(value, JSON) for value in values]})
 
 
+def rows(values: list[Any]) -> Payload:
+    return fields(*values)._replace(is_stacked=True)
+
+
 @pytest.mark.parametrize(
     ("shape", "batch", "values", "stacked"),
     [
@@ -237,7 +239,7 @@ def fields(*values: Any) -> Payload:
 def test_values_are_stacked_to_a_batch_or_refused(
     shape: list[int], batch: int, values: list[Any], stacked: list[Any] | str
 ) -> None:
-    for payload in (payload_from_rows(values), fields(*values)):
+    for payload in (rows(values), fields(*values)):
         if isinstance(stacked, str):
             with pytest.raises(InputMismatch, match=stacked):
                 converted(payload, shape, batch)
@@ -246,28 +248,8 @@ def test_values_are_stacked_to_a_batch_or_refused(
         assert inputs.arrays["X"].tolist() == stacked
         assert inputs.is_batched == bool(batch)
         assert inputs.batch_size == (len(values) if batch else 0)
-        first = converted(payload_from_rows(values[:1]), shape, batch)
+        first = converted(rows(values[:1]), shape, batch)
         assert first.arrays["X"].tolist() == stacked[:1]
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        ({"IDS": np.ones((2, 4))}, "returned 2 values for 3 instances in output 'IDS'"),
-        ({"IDS": np.ones((4, 4))}, "returned 4 values for 3 instances"),
-        ({"IDS": np.array(1)}, "returned a single value for 3 instances"),
-        (
-            {"IDS": np.ones((3, 4)), "MORE": np.ones(2)},
-            "2 values for 3 instances in output 'MORE'",
-        ),
-        ({"MORE": np.array(1)}, "returned a single value for 3 instances"),
-        ({}, "returned no outputs"),
-    ],
-)
-def test_predictions_must_match_the_instances(answer: dict[str, np.ndarray], words: str) -> None:
-    several = model({"TEXT": ("BYTES", [1])}, {"IDS": ("INT32", [-1]), "MORE": ("INT32", [1])}, 2)
-    with pytest.raises(ModelFault, match=words):
-        encode_predictions([InferResult(several, answer, is_batched=True, instance_count=3)])
 
 
 def test_results_of_the_pieces_of_a_batch_are_concatenated_unless_their_shapes_differ() -> None:
@@ -276,13 +258,14 @@ def test_results_of_the_pieces_of_a_batch_are_concatenated_unless_their_shapes_d
         assert len(list(whole.split(8))) == piece_count
     tensor = {"X": ("INT32", [-1])}
     pair = model(tensor, tensor, 2)
-    pieces = list(to_inputs(payload_from_rows([5, 6, 7]), pair, PayloadLimits()).split(2))
+    pieces = list(to_inputs(rows([5, 6, 7]), pair, PayloadLimits()).split(2))
     results = [
         InferResult(pair, piece.arrays, piece.is_batched, instance_count=piece.instance_count)
         for piece in pieces
     ]
-    answer = orjson.loads(encode_predictions([concatenate_results(results)]).body)
-    assert answer == {"predictions": [[5], [6], [7]]}
+    joined = concatenate_results(results)
+    assert joined.arrays["X"].tolist() == [[5], [6], [7]]
+    assert joined.instance_count == 3
     same = [result(WORDS, IDS=np.ones((2, 3))), result(WORDS, IDS=np.zeros((1, 3)))]
     assert concatenate_results(same).arrays["IDS"].tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
     short, scalar = np.ones((2, 2)), np.array(1)

@@ -14,6 +14,7 @@ from tritonclient.grpc import service_pb2
 from gateway.capabilities.grpc_api.infer_request import MAX_DECODED_BYTES, read_infer_request
 from gateway.capabilities.grpc_api.reflection import MAX_REFLECTION_BYTES, ReflectionService
 from gateway.capabilities.openai.text_vectors import parse_embeddings_request, parse_rerank_request
+from gateway.capabilities.tf_serving.predictions import parse_predict_body
 from gateway.capabilities.torchserve.forms import parse_prediction_body
 from gateway.capabilities.uploads.model_files.archives import (
     PIECE_BYTES,
@@ -32,12 +33,7 @@ from gateway.telemetry.exposition.families import InvalidExposition
 from gateway.telemetry.exposition.parser import decode_page, parse_families, split_page_lines
 from gateway.tensors.data_uri import decode_base64_text
 from gateway.tensors.image_header import read_image_header, strip_metadata
-from gateway.tensors.inputs import (
-    PredictParser,
-    decode_body,
-    decode_predict_body,
-    parse_predict_body,
-)
+from gateway.tensors.inputs import JsonParser, decode_body, decode_json_inferences
 from gateway.tensors.media_type import parse_content_type
 from gateway.tensors.outputs import parse_accept
 from gateway.tensors.payload import PayloadLimits
@@ -72,8 +68,8 @@ def decode_as(content_type: str, kind: str) -> Callable[[bytes], object]:
     return lambda data: decode_body(data, content_type, MODELS[kind], LIMITS)
 
 
-def predict_as(kind: str, parse: PredictParser = parse_predict_body) -> Callable[[bytes], object]:
-    return lambda data: decode_predict_body(parse, data, MODELS[kind], LIMITS)
+def json_as(kind: str, parse: JsonParser) -> Callable[[bytes], object]:
+    return lambda data: decode_json_inferences(parse, data, MODELS[kind], LIMITS)
 
 
 def read_header(data: bytes) -> object:
@@ -118,9 +114,12 @@ def targets() -> list[Target]:
         Target(
             "reranking", parse_rerank_request, [b'{"model": "m", "query": "a", "documents": ["b"]}'], REFUSALS
         ),
-        *(Target(f":predict for {kind}", predict_as(kind), predict, REFUSALS) for kind in MODELS),
         *(
-            Target(f"TorchServe's JSON for {kind}", predict_as(kind, parse_prediction_body), named, REFUSALS)
+            Target(f":predict for {kind}", json_as(kind, parse_predict_body), predict, REFUSALS)
+            for kind in MODELS
+        ),
+        *(
+            Target(f"TorchServe's JSON for {kind}", json_as(kind, parse_prediction_body), named, REFUSALS)
             for kind in MODELS
         ),
         Target("image headers", read_header, images, REFUSALS),

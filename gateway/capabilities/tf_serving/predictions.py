@@ -1,4 +1,4 @@
-"""A codec for TensorFlow Serving's REST API, which KServe calls V1. Pure.
+"""The bodies of `:predict`. Pure.
 
 Rows: `{"instances": [value or {name: value}, …]}` → `{"predictions": […]}`, one value per instance.
 Columns: `{"inputs": value or {name: value}}` → `{"outputs": …}`, with the batch dimension in each.
@@ -11,11 +11,30 @@ from typing import Any
 from gateway.errors import InputMismatch, MalformedRequest, ModelFault
 from gateway.media_types import JSON
 from gateway.messages import join_names, quote_text
-from gateway.tensors.json_body import parse_json_body
+from gateway.tensors.inputs import ParsedJson, check_row_count
+from gateway.tensors.json_body import decode_b64_objects, list_json_parts, parse_json_body
 from gateway.tensors.outputs import EncodedBody, InferResult, dump_json, output_to_json
-from gateway.tensors.payload import Part, Payload
+from gateway.tensors.payload import Part, Payload, PayloadLimits
+from gateway.tensors.signature import Signature
 
 KNOWN_PREDICT_KEYS = {"instances", "inputs", "signature_name", "parameters", "id"}
+
+
+def parse_predict_body(body: bytes, signature: Signature, limits: PayloadLimits) -> ParsedJson:
+    """Rows are one inference if the model has a batch dimension; otherwise, each row is one inference.
+
+    Raises `MalformedRequest`, `InputMismatch` or `TooLarge`.
+    """
+    rows, columns = parse_rows_or_columns(body)
+    if rows is None:
+        payload = Payload(list_json_parts(decode_b64_objects(columns)))
+        return ParsedJson([payload], encode_output_columns)
+    # Before anything is built for each row.
+    check_row_count(signature, len(rows), limits)
+    rows = decode_b64_objects(rows)
+    if signature.has_batch_dimension:
+        return ParsedJson([payload_from_rows(rows)], encode_predictions)
+    return ParsedJson([Payload(list_json_parts(row)) for row in rows], encode_predictions)
 
 
 def parse_rows_or_columns(body: bytes) -> tuple[list[Any] | None, Any]:
@@ -51,11 +70,6 @@ def payload_from_rows(instances: list[Any]) -> Payload:
     return Payload(parts, is_stacked=True)
 
 
-def payload_from_columns(columns: Any) -> Payload:
-    values = columns if isinstance(columns, dict) else {"": columns}
-    return Payload({name: [Part(value, JSON)] for name, value in values.items()})
-
-
 def encode_predictions(results: list[InferResult]) -> EncodedBody:
     rows: list[Any] = []
     for result in results:
@@ -84,7 +98,8 @@ def get_output_column(result: InferResult, name: str) -> list[Any]:
     )
 
 
-def encode_output_columns(result: InferResult) -> EncodedBody:
+def encode_output_columns(results: list[InferResult]) -> EncodedBody:
+    (result,) = results
     values = {name: output_to_json(result, name) for name in result.arrays}
     outputs = next(iter(values.values())) if len(values) == 1 else values
     return EncodedBody(dump_json({"outputs": outputs}), JSON)

@@ -1,19 +1,12 @@
-"""TensorFlow Serving's descriptions of a model: the status of its versions, and its signature. Pure."""
+"""TensorFlow Serving's description of a model's signature. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Final
 
 from gateway.tensors.signature import Signature, TensorSpec
 
-# The states of `ModelVersionStatus` by those of Triton's repository index.
-VERSION_STATES: Final = {
-    "READY": "AVAILABLE",
-    "LOADING": "LOADING",
-    "UNLOADING": "UNLOADING",
-    "UNAVAILABLE": "END",
-}
 # The names of TensorFlow's `DataType`. That of an integer is "DT_" and Triton's.
 DTYPES: Final = {
     "FP16": "DT_HALF",
@@ -22,22 +15,6 @@ DTYPES: Final = {
     "FP64": "DT_DOUBLE",
     "BYTES": "DT_STRING",
 }
-
-
-def build_version_status(entries: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:
-    """Return `model_version_status` for the entries of a repository index.
-
-    Their reasons are left out, because they name replicas.
-    """
-    return [
-        {
-            "version": entry["version"],
-            "state": VERSION_STATES.get(entry.get("state", ""), "UNKNOWN"),
-            "status": {"error_code": "OK", "error_message": ""},
-        }
-        for entry in entries
-        if "version" in entry
-    ]
 
 
 def build_model_metadata(signature: Signature) -> dict[str, Any]:

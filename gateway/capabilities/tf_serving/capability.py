@@ -1,0 +1,15 @@
+"""TensorFlow Serving's REST API, which KServe calls V1: `:predict`, and the signature of a model."""
+
+from __future__ import annotations
+
+from gateway.capability import Attachment, Capability
+from gateway.settings import Settings
+
+
+def attach_tf_serving(settings: Settings) -> Attachment:
+    from gateway.capabilities.tf_serving.routes import inference_router, router
+
+    return Attachment((router,), inference_routers=(inference_router,))
+
+
+CAPABILITY = Capability("tf_serving", attach_tf_serving)
