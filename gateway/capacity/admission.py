@@ -60,12 +60,13 @@ class AdmissionQueueFull(Overloaded):
 class Slot:
     """The place of one request among those of its model that run. It is given back at most once."""
 
-    __slots__ = ("_admission", "_caller", "_model", "is_taken")
+    __slots__ = ("_admission", "_callbacks", "_caller", "_model", "is_taken")
 
     def __init__(self, admission: AdmissionQueue, model: str, caller: str) -> None:
         self._admission = admission
         self._model = model
         self._caller = caller
+        self._callbacks: tuple[Callable[[], None], ...] = ()
         self.is_taken = False
 
     async def acquire(self, timeout_s: float) -> float:
@@ -78,16 +79,22 @@ class Slot:
         self.is_taken = True
         return timeout_s
 
+    def call_when_released(self, callback: Callable[[], None]) -> None:
+        self._callbacks += (callback,)
+
     def transfer(self) -> Slot:
         """Return a slot with the place of this one, which does not release it any longer."""
         slot = Slot(self._admission, self._model, self._caller)
         slot.is_taken, self.is_taken = self.is_taken, False
+        slot._callbacks, self._callbacks = self._callbacks, ()
         return slot
 
     def release(self) -> None:
         if self.is_taken:
             self.is_taken = False
             self._admission.release(self._model, self._caller)
+            for callback in self._callbacks:
+                callback()
 
     def __enter__(self) -> Slot:
         return self

@@ -1,29 +1,75 @@
-"""Reading and decompressing request bodies within their limits."""
+"""Bodies of requests within their limits: reading, decompression, and conversion to tensors."""
 
 from __future__ import annotations
 
+import asyncio
 import io
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
+import anyio
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
 from gateway.capacity.body_chunks import ZLIB_WBITS, inflate_chunks, limit_length
-from gateway.errors import BodyTooLarge, UnsupportedEncoding
+from gateway.errors import BodyTooLarge, DeadlinePassed, UnsupportedEncoding
 from gateway.media_types import MULTIPART
 from gateway.memory import MemoryCharge
+from gateway.services import Services
 from gateway.telemetry.request_info import RequestInfo, read_head
 from gateway.tensors.codecs import DEFAULT_CODEC, JSON_CODEC, find_codec
 from gateway.tensors.form import MultipartForm
-from gateway.tensors.inputs import InferInputs, decode_body, decode_form, read_payload
+from gateway.tensors.inputs import (
+    InferInputs,
+    JsonParser,
+    convert_payload,
+    decode_body,
+    decode_form,
+    decode_json_body,
+    inspect_payload,
+    read_payload,
+)
 from gateway.tensors.media_type import MAX_CONTENT_TYPE_CHARS, parse_content_type
-from gateway.tensors.payload import Payload, PayloadLimits
+from gateway.tensors.payload import (
+    LARGE_ARRAY_BYTES,
+    Payload,
+    PayloadLimits,
+    estimate_payload_bytes,
+)
+from gateway.tensors.signature import Signature
 
+T = TypeVar("T")
+ThreadRunner = Callable[[Callable[[], Payload]], Awaitable[Payload]]
 # The files of a form are copied once.
 MAX_INLINE_FORM_BYTES: Final = 4 << 20
+PAYLOADS_PER_TURN: Final = 32  # converted on the event loop in about a millisecond
+# Images with more pixels are decoded in a process, because it can be killed at the deadline.
+MAX_THREAD_PIXELS: Final = 4_000_000
 MIN_PEEKED_BYTES: Final = 16  # enough to recognize the type of a file
+
+
+class Deadline(NamedTuple):
+    """The time at which a request must have ended, on the event loop's clock."""
+
+    at: float
+    timeout_s: float  # of the whole request
+
+    @classmethod
+    def after(cls, timeout_s: float) -> Deadline:
+        return cls(asyncio.get_running_loop().time() + timeout_s, timeout_s)
+
+    @property
+    def remaining_s(self) -> float:
+        return max(self.at - asyncio.get_running_loop().time(), 0.0)
+
+    async def limit(self, work: Awaitable[T]) -> T:
+        """Await work that may take long, and cancel it at the deadline. Raises `DeadlinePassed`."""
+        try:
+            with anyio.fail_after(self.at - anyio.current_time()):
+                return await work
+        except TimeoutError as exc:
+            raise DeadlinePassed(self.timeout_s) from exc
 
 
 class LargePayload(partial[tuple[Payload, InferInputs]]):
@@ -31,10 +77,6 @@ class LargePayload(partial[tuple[Payload, InferInputs]]):
 
     It may take much time or memory.
     """
-
-
-class DeferredPayload(partial[Payload]):
-    """The decoding of a body that takes too long for the event loop, but not for a thread."""
 
 
 class BodyHeaders(NamedTuple):
@@ -108,18 +150,24 @@ class RequestBody:
     async def receive_start(self, max_bytes: int) -> bool:
         """Receive what has arrived; return whether `read` and `stream` then take no time.
 
-        Raises `BodyTooLarge` or `UnsupportedEncoding`.
+        The whole body is there when the application starts (`server/protocol/`), unless it is large, or the
+        client waits for 100 Continue. Raises `BodyTooLarge` or `UnsupportedEncoding`.
         """
+        if b"expect" in self.headers:
+            return False
+        await self._receive_first(max_bytes)
+        return not self._has_more and not self._encoding
+
+    async def _receive_first(self, max_bytes: int) -> None:
         self._is_started = True
         self._encoding = self._check_headers(max_bytes)
         self._first_chunk, self._has_more = await self._receive_chunk()
-        return not self._has_more and not self._encoding
 
     async def read(self, max_bytes: int, charge: MemoryCharge) -> bytes:
         """Return the decompressed body. Raises `BodyTooLarge`, `TooLarge` or `MemoryBudgetExceeded`."""
         factor = find_memory_factor(self.content_type)
         if not self._is_started:
-            await self.receive_start(max_bytes)
+            await self._receive_first(max_bytes)
         if not self._has_more and not self._encoding:  # as nearly all bodies
             data, self._first_chunk = self._first_chunk, b""
             check_length(len(data), max_bytes)
@@ -135,7 +183,7 @@ class RequestBody:
     async def stream(self, max_bytes: int) -> AsyncIterator[bytes]:
         """Yield the decompressed body as it arrives, up to `max_bytes`. Raises `BodyTooLarge`."""
         if not self._is_started:
-            await self.receive_start(max_bytes)
+            await self._receive_first(max_bytes)
         chunks = self._receive_chunks()
         if self._encoding:
             chunks = inflate_chunks(chunks, ZLIB_WBITS[self._encoding])
@@ -172,10 +220,10 @@ class RequestBody:
         return data, message.get("more_body", False)
 
 
-async def receive_payload(
-    body: RequestBody, limits: PayloadLimits, charge: MemoryCharge
-) -> Payload | DeferredPayload | LargePayload:
-    """Return the body's parts, or what a thread or a process must decode.
+async def read_body(
+    body: RequestBody, limits: PayloadLimits, charge: MemoryCharge, run_in_thread: ThreadRunner
+) -> Payload | LargePayload:
+    """Return the body's parts, or what a process must decode.
 
     A multipart body is split into parts as it arrives.
     """
@@ -183,18 +231,18 @@ async def receive_payload(
     media_type, _ = parse_content_type(content_type)
     codec = find_codec(media_type)
     if media_type == MULTIPART:
-        return await receive_form(body, limits, charge)
+        return await read_form(body, limits, charge, run_in_thread)
     data = await body.read(limits.max_bytes, charge)
     if codec is None or len(data) <= codec.max_inline_bytes:
         return read_payload(data, content_type, limits)  # or the error of an unsupported type
     if len(data) > codec.max_thread_bytes:
         return LargePayload(decode_body, data, content_type)
-    return DeferredPayload(read_payload, data, content_type, limits)
+    return await run_in_thread(partial(read_payload, data, content_type, limits))
 
 
-async def receive_form(
-    body: RequestBody, limits: PayloadLimits, charge: MemoryCharge
-) -> Payload | DeferredPayload | LargePayload:
+async def read_form(
+    body: RequestBody, limits: PayloadLimits, charge: MemoryCharge, run_in_thread: ThreadRunner
+) -> Payload | LargePayload:
     form = MultipartForm(body.content_type, limits)
     factor = find_memory_factor(body.content_type)
     async for chunk in body.stream(limits.max_bytes):
@@ -207,7 +255,7 @@ async def receive_form(
         return form.build_payload()
     if form.json_size_bytes > JSON_CODEC.max_thread_bytes:
         return LargePayload(decode_form, form)
-    return DeferredPayload(form.build_payload)
+    return await run_in_thread(form.build_payload)
 
 
 def find_memory_factor(content_type: str) -> int:
@@ -219,3 +267,63 @@ def find_memory_factor(content_type: str) -> int:
 def check_length(length: int, max_bytes: int) -> None:
     if length > max_bytes:
         raise BodyTooLarge(max_bytes)
+
+
+class PayloadConverter:
+    """Converts payloads to the tensors of a model until the deadline of their request."""
+
+    def __init__(
+        self, services: Services, signature: Signature, charge: MemoryCharge, deadline: Deadline
+    ) -> None:
+        self._executor = services.decode_executor
+        self._limits = services.payload_limits
+        self._signature = signature
+        self._charge = charge
+        self._deadline = deadline
+
+    async def convert(self, received: Payload | LargePayload) -> tuple[Payload, InferInputs]:
+        """Return the payload of a body, and its tensors."""
+        if isinstance(received, LargePayload):
+            arguments = (*received.args, self._signature, self._limits)
+            return await self._run_in_process(0, received.func, *arguments)
+        inspect = partial(inspect_payload, received, self._signature, self._limits)
+        is_large = estimate_payload_bytes(received, self._signature) > LARGE_ARRAY_BYTES
+        inspected = await self.run_in_thread(inspect) if is_large else inspect()
+        cost = inspected.decoding_cost
+        if inspected.decoded_bytes:
+            self._charge.add(inspected.decoded_bytes)
+        if not cost and not is_large:
+            return received, convert_payload(inspected, self._signature)
+        if cost > MAX_THREAD_PIXELS:
+            work = self._run_in_process(cost, convert_payload, inspected, self._signature)
+        else:
+            convert = partial(convert_payload, inspected, self._signature)
+            work = self.run_in_thread(convert, cost)
+        return received, await work
+
+    async def convert_all(self, payloads: Sequence[Payload]) -> list[InferInputs]:
+        """Convert payloads of separate inferences; let the event loop run between them."""
+        inputs: list[InferInputs] = []
+        for payload in payloads:
+            if len(inputs) % PAYLOADS_PER_TURN == PAYLOADS_PER_TURN - 1:
+                await asyncio.sleep(0)
+            _, converted = await self.convert(payload)
+            inputs.append(converted)
+        return inputs
+
+    async def convert_json(self, body: bytes, parse: JsonParser) -> list[InferInputs]:
+        """Return the tensors of each inference of a JSON body."""
+        if len(body) > JSON_CODEC.max_thread_bytes:
+            arguments = (parse, body, self._signature, self._limits)
+            return await self._run_in_process(0, decode_json_body, *arguments)
+        read = partial(parse, body, self._signature, self._limits)
+        is_small = len(body) <= JSON_CODEC.max_inline_bytes
+        return await self.convert_all(read() if is_small else await self.run_in_thread(read))
+
+    async def run_in_thread(self, work: Callable[[], T], pixels: int = 0) -> T:
+        return await self._deadline.limit(self._executor.run_in_thread(pixels, work))
+
+    async def _run_in_process(self, pixels: int, function: Callable[..., T], *arguments: Any) -> T:
+        timeout_s = self._deadline.remaining_s
+        work = self._executor.run_in_process(pixels, timeout_s, function, *arguments)
+        return await self._deadline.limit(work)

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.capacity.admission import Slot
 from gateway.errors import GatewayError, serialize_error
 from gateway.fleet.signatures import check_output_names
-from gateway.inference.exchange import InferExchange, open_exchange
+from gateway.inference import pipeline
 from gateway.media_types import EVENT_STREAM, JSON, NDJSON
 from gateway.openapi.infer import INFER_OPENAPI, INFER_RESPONSES
 from gateway.routes.dependencies import ServicesForInference
@@ -29,7 +29,6 @@ from gateway.tensors.outputs import (
     encode_json_result,
     list_accepted_types,
 )
-from gateway.tensors.payload import Payload
 from gateway.tensors.signature import Signature
 
 router = APIRouter(tags=["inference"])
@@ -65,37 +64,31 @@ async def handle_infer(
     ] = None,
 ) -> Response:
     """Run inference on an image, a text, numbers, a form, JSON or a NumPy file."""
-    with await open_exchange(request, services, model, version) as exchange:
-        accept = exchange.body.get_header(b"accept") or ""
-        stream_type = choose_stream_type(accept)
-        payload, inputs = await exchange.receive_inputs()
+    opened = await pipeline.open_request(request, services, model, version)
+    signature = opened.signature
+    accept = opened.body.get_header(b"accept") or ""
+    stream_type = choose_stream_type(accept)
+    received = await pipeline.receive_payload(opened)
+    with await pipeline.admit(opened) as slot:
+        payload, inputs = await opened.converter.convert(received)
+        del received  # not kept while the model runs
         if classification is not None:
             parameters = {**payload.parameters, "classification": classification}
             payload = payload._replace(parameters=parameters)
         if stream_type and not dry_run:
-            return await stream_inference(exchange, payload, inputs, stream_type)
-        signature = exchange.signature
+            infer_request = pipeline.build_request(opened, payload, inputs)
+            results = await services.inference.stream(infer_request)
+            request_id = opened.info.request_id
+            return InferStreamResponse(results, stream_type, request_id, slot.transfer())
         outputs = check_output_names(signature, payload.outputs) or tuple(signature.outputs)
         render = choose_result_encoder(accept, signature, outputs)
         if dry_run:
-            document = await services.decode_executor.run_in_thread(
-                0, partial(build_dry_run_description, signature, inputs)
-            )
+            describe = partial(build_dry_run_description, signature, inputs)
+            document = await services.decode_executor.run_in_thread(0, describe)
             return Response(orjson.dumps(document), media_type=JSON)
-        result = await exchange.run_inference(exchange.build_request(payload, inputs))
-        return await exchange.build_response([result], partial(render, result))
-
-
-async def stream_inference(
-    exchange: InferExchange, payload: Payload, inputs: InferInputs, stream_type: str
-) -> Response:
-    """Return the results as a stream.
-
-    An error before the first result is an ordinary error response. The timeout applies to each result.
-    """
-    results = await exchange.services.inference.stream(exchange.build_request(payload, inputs))
-    slot = exchange.slot.transfer()
-    return InferStreamResponse(results, stream_type, exchange.info.request_id, slot)
+        infer_request = pipeline.build_request(opened, payload, inputs)
+        result = await pipeline.run_inference(opened, slot, infer_request)
+        return await pipeline.render_results(opened, [result], partial(render, result))
 
 
 def build_dry_run_description(signature: Signature, inputs: InferInputs) -> Mapping[str, Any]:
@@ -136,7 +129,10 @@ def choose_stream_type(accept: str) -> str:
 
 
 class InferStreamResponse(StreamingResponse):
-    """A stream that releases its resources when it ends. Client disconnects cancel the inference."""
+    """A stream that releases its resources when it ends. Client disconnects cancel the inference.
+
+    An error before the first result is an ordinary response. The timeout applies to each result.
+    """
 
     def __init__(
         self,

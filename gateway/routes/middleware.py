@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
@@ -51,6 +52,23 @@ class RequestHead(NamedTuple):
     inference: InferenceCall | None  # if it needs nothing of the framework, as nearly all do
 
 
+def parse_head(inference_routes: Sequence[APIRoute], scope: Scope) -> RequestHead:
+    is_v2 = is_passthrough(scope["raw_path"])
+    is_plain_post = scope["method"] == "POST" and not scope["query_string"]
+    return RequestHead(
+        find_request_id(scope["headers"]),
+        V2_ROUTE if is_v2 else V1_ROUTE,
+        find_inference(inference_routes, scope["path"]) if is_plain_post and not is_v2 else None,
+    )
+
+
+def find_inference(routes: Sequence[APIRoute], path: str) -> InferenceCall | None:
+    for route in routes:
+        if match := route.path_regex.match(path):
+            return InferenceCall(route.path, route.endpoint, match.groupdict())
+    return None
+
+
 class GatewayMiddleware:
     """The ASGI application.
 
@@ -62,7 +80,8 @@ class GatewayMiddleware:
         self._framework = framework
         self.error_serializers: dict[str, ErrorSerializer] = {}  # by the paths of other APIs
         routes = [route for router in inference_routers for route in router.routes]
-        self._inference_routes = [route for route in routes if isinstance(route, APIRoute)]
+        self.inference_routes = [route for route in routes if isinstance(route, APIRoute)]
+        self._parse_head = partial(parse_head, self.inference_routes)
         self.services: Services | None = None  # set during the application's lifespan
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,7 +90,7 @@ class GatewayMiddleware:
             await self._framework(scope, receive, send)
             return
         started = perf_counter()
-        request_id, route_group, inference = read_head(scope, self.parse_head)
+        request_id, route_group, inference = read_head(scope, self._parse_head)
         info = RequestInfo(request_id or create_request_id())
         current_request_info.set(info)
         scope["request_id"] = info.request_id
@@ -107,21 +126,6 @@ class GatewayMiddleware:
             log_request(scope, info, status, duration_s)
             if info.trace is not None:
                 end_trace(info.trace, scope, info, status)
-
-    def parse_head(self, scope: Scope) -> RequestHead:
-        is_v2 = is_passthrough(scope["raw_path"])
-        is_plain_post = scope["method"] == "POST" and not scope["query_string"]
-        return RequestHead(
-            find_request_id(scope["headers"]),
-            V2_ROUTE if is_v2 else V1_ROUTE,
-            self.find_inference(scope["path"]) if is_plain_post and not is_v2 else None,
-        )
-
-    def find_inference(self, path: str) -> InferenceCall | None:
-        for route in self._inference_routes:
-            if match := route.path_regex.match(path):
-                return InferenceCall(route.path, route.endpoint, match.groupdict())
-        return None
 
     async def _call_framework(
         self, scope: Scope, receive: Receive, send: Send, info: RequestInfo

@@ -1,6 +1,6 @@
 """Conversion of a body to a payload, and of its parts to the input tensors of one inference. Pure.
 
-A worker process can run `decode_body`, `decode_form` and `decode_json_inferences`.
+A worker process can run `decode_body`, `decode_form` and `decode_json_body`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from gateway.tensors.json_body import check_json_memory
 from gateway.tensors.media_type import parse_content_type
 from gateway.tensors.mismatch import build_input_mismatch, describe_inputs
 from gateway.tensors.npy import NPY_MAGIC, read_npy
-from gateway.tensors.outputs import EncodedBody, InferResult
 from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import ImageSpec, Signature, TensorSpec
 
 FEED_CHUNK_BYTES = 64 << 10
 # Opening an image takes time even if the image is small.
 MAX_IMAGES = 4096
+# Returns a payload for each inference of a body.
+JsonParser = Callable[[bytes, Signature, PayloadLimits], list[Payload]]
 
 
 class InferInputs(NamedTuple):
@@ -61,26 +62,6 @@ class InferInputs(NamedTuple):
             )
 
 
-ResultsEncoder = Callable[[list[InferResult]], EncodedBody]
-
-
-class ParsedJson(NamedTuple):
-    """The payloads of a JSON body, one for each inference, and how to encode their results."""
-
-    payloads: list[Payload]
-    encode: ResultsEncoder
-
-
-class JsonInferences(NamedTuple):
-    """The tensors of the inferences of a JSON body, and how to encode their results."""
-
-    inputs: list[InferInputs]
-    encode: ResultsEncoder
-
-
-JsonParser = Callable[[bytes, Signature, PayloadLimits], ParsedJson]
-
-
 class InspectedPayload(NamedTuple):
     """The parts of a payload by input, with their images and NumPy files inspected but not decoded.
 
@@ -88,7 +69,6 @@ class InspectedPayload(NamedTuple):
     """
 
     parts: Mapping[str, list[Part]]
-    is_stacked: bool = False
     instance_count: int = 0
     decoding_cost: int = 0  # of the images, in pixels
     decoded_bytes: int = 0  # the memory that the decoded images need
@@ -130,8 +110,7 @@ def inspect_payload(
             cost += sum(image.header.decoding_cost for image in pictures)
             pixels = count_decoded_pixels(pictures, tensor.name, spec, limits)
             size_bytes += pixels * len(spec.mode) * tensor.datatype.numpy_dtype.itemsize
-    rows = max(map(len, payload.parts.values()), default=0) if payload.is_stacked else 0
-    return InspectedPayload(parts, payload.is_stacked, rows, cost, size_bytes)
+    return InspectedPayload(parts, payload.instance_count, cost, size_bytes)
 
 
 def count_decoded_pixels(
@@ -167,14 +146,15 @@ def convert_payload(inspected: InspectedPayload, signature: Signature) -> InferI
     """Return the model's input tensors. Raises `InputMismatch` or `BadImage`."""
     arrays: dict[str, np.ndarray] = {}
     supports_batching, is_any_batched = signature.supports_batching, False
+    rows = inspected.instance_count
+    is_stacked = rows > 0 and signature.has_batch_dimension
     for name, parts in inspected.parts.items():
         tensor, is_batched = signature.inputs[name], True
-        if inspected.is_stacked or len(parts) > 1:
+        if is_stacked or len(parts) > 1:
             arrays[name] = stack_parts(parts, tensor, supports_batching)
         else:
             arrays[name], is_batched = fit_part_to_shape(parts[0], tensor, supports_batching)
         is_any_batched = is_any_batched or is_batched
-    rows = inspected.instance_count
     if not supports_batching:
         return InferInputs(arrays, instance_count=rows)
     sizes = set(map(len, arrays.values()))
@@ -294,11 +274,9 @@ def check_listed_rows(
         check_row_count(signature, len(value), limits)
 
 
-def decode_json_inferences(
+def decode_json_body(
     parse: JsonParser, body: bytes, signature: Signature, limits: PayloadLimits
-) -> JsonInferences:
+) -> list[InferInputs]:
     """Raises `TooLarge`, and the errors of `parse` and `to_inputs`."""
     check_json_memory(body, limits)
-    parsed = parse(body, signature, limits)
-    inputs = [to_inputs(payload, signature, limits) for payload in parsed.payloads]
-    return JsonInferences(inputs, parsed.encode)
+    return [to_inputs(payload, signature, limits) for payload in parse(body, signature, limits)]

@@ -68,7 +68,8 @@ class Payload(NamedTuple):
     outputs: tuple[str, ...] = ()
     parameters: Mapping[str, Any] = NO_PARAMETERS
     id: str = ""
-    is_stacked: bool = False  # each part is one item of a batch, even if there is only one
+    # More than 0 if each part is one item of a batch, even if there is only one.
+    instance_count: int = 0
 
 
 # Larger values are converted in a thread, because they would block the event loop.

@@ -17,7 +17,7 @@ from benchmarks.in_process import REPLICA, TimelessLoop, build_requests, connect
 from gateway.fleet.transports import HttpCall
 from gateway.http_client.connection import UpstreamConnection
 from gateway.inference.body import RequestBody
-from gateway.inference.exchange import InferExchange
+from gateway.inference.pipeline import OpenedRequest
 from gateway.routes.infer import handle_infer
 from gateway.tensors.inputs import InferInputs, InspectedPayload
 from gateway.tensors.payload import Payload
@@ -26,7 +26,7 @@ from tests.support.servers import ROOT
 
 REQUEST = "/v1, text to BYTES"
 CONTENT = b"The ship left the harbour at dawn."
-FORMS = (RequestBody, InferExchange, Payload, InspectedPayload, InferInputs, InferRequest, HttpCall)
+FORMS = (RequestBody, OpenedRequest, Payload, InspectedPayload, InferInputs, InferRequest, HttpCall)
 FIRST, LAST = handle_infer.__code__, UpstreamConnection.write.__code__
 
 

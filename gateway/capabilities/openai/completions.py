@@ -14,7 +14,7 @@ from gateway.capacity.admission import Slot
 from gateway.errors import GatewayError
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
-from gateway.inference.exchange import ATTACHMENT_HEADERS, is_active_content
+from gateway.inference.pipeline import ATTACHMENT_HEADERS, is_active_content
 from gateway.media_types import JSON
 from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS
 

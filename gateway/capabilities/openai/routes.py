@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -33,8 +32,8 @@ from gateway.capabilities.openai.text_vectors import (
 )
 from gateway.capacity.admission import Slot
 from gateway.errors import GatewayError
-from gateway.inference.body import RequestBody
-from gateway.inference.exchange import limit_time, open_exchange
+from gateway.inference import pipeline
+from gateway.inference.body import Deadline, RequestBody
 from gateway.routes.dependencies import ServicesForInference
 from gateway.services import Services
 from gateway.telemetry.request_info import RequestInfo
@@ -66,12 +65,15 @@ class NoOpenAIServer(GatewayError):
 async def create_embeddings(request: Request, services: ServicesForInference) -> Response:
     """Return a vector for each text, from any model with a text input and a floating-point output."""
     wanted, deadline = await receive_json(request, services, parse_embeddings_request)
-    with await open_exchange(request, services, wanted.model, deadline=deadline) as exchange:
-        check_dimensions(exchange.signature, wanted.dimensions)
-        limits = services.payload_limits
-        payloads = build_embedding_payloads(exchange.signature, wanted.texts, limits)
-        results = await exchange.run_payloads(payloads)
-        return await exchange.build_response(results, partial(encode_embeddings, results, wanted))
+    opened = await pipeline.open_request(request, services, wanted.model, deadline=deadline)
+    check_dimensions(opened.signature, wanted.dimensions)
+    limits = services.payload_limits
+    payloads = build_embedding_payloads(opened.signature, wanted.texts, limits)
+    with await pipeline.admit(opened) as slot:
+        inputs = await opened.converter.convert_all(payloads)
+        results = await pipeline.run_inferences(opened, slot, payloads[0], inputs)
+        render = partial(encode_embeddings, results, wanted)
+        return await pipeline.render_results(opened, results, render)
 
 
 @route_completion(
@@ -90,9 +92,8 @@ async def create_completion(request: Request, services: ServicesForInference) ->
     (model, body), deadline = await receive_json(request, services, parse_completion_request)
     services.resolver.check_served_name(request.scope, Right.infer, model)
     info: RequestInfo = request.scope["request_info"]
-    timeout_s = deadline - asyncio.get_running_loop().time()
     slot = Slot(services.admission, model, info.caller_name)
-    timeout_s = await slot.acquire(timeout_s)
+    timeout_s = await slot.acquire(deadline.remaining_s)
     try:
         headers = build_completion_headers(request.scope["headers"], len(body))
         path = request.scope["path"].encode()
@@ -115,30 +116,30 @@ async def create_completion(request: Request, services: ServicesForInference) ->
 async def rerank(request: Request, services: ServicesForInference) -> Response:
     """Return the documents with their scores, best first, from any model with two text inputs."""
     wanted, deadline = await receive_json(request, services, parse_rerank_request)
-    with await open_exchange(request, services, wanted.model, deadline=deadline) as exchange:
-        limits = services.payload_limits
-        payloads = build_rerank_payloads(exchange.signature, wanted, limits)
-        held_bytes = DEFAULT_CODEC.memory_factor * wanted.query_bytes + wanted.returned_bytes
-        exchange.charge.add(held_bytes)
-        results = await exchange.run_payloads(payloads)
+    opened = await pipeline.open_request(request, services, wanted.model, deadline=deadline)
+    payloads = build_rerank_payloads(opened.signature, wanted, services.payload_limits)
+    opened.charge.add(DEFAULT_CODEC.memory_factor * wanted.query_bytes + wanted.returned_bytes)
+    with await pipeline.admit(opened) as slot:
+        inputs = await opened.converter.convert_all(payloads)
+        results = await pipeline.run_inferences(opened, slot, payloads[0], inputs)
         render = partial(encode_ranking, results, wanted)
-        return await exchange.build_response(results, render, wanted.returned_bytes)
+        return await pipeline.render_results(opened, results, render, wanted.returned_bytes)
 
 
 async def receive_json(
     request: Request, services: Services, parse: Callable[[bytes], T]
-) -> tuple[T, float]:
-    """Return the parsed body, and the request's deadline on the event loop's clock.
+) -> tuple[T, Deadline]:
+    """Return the parsed body, and the request's deadline.
 
     Raises the errors of `parse`, `BodyTooLarge`, `MemoryBudgetExceeded` or `DeadlinePassed`.
     """
     body = RequestBody(request.scope, request.receive)
     timeout_s = services.resolve_timeout_s(body.get_header(b"x-request-timeout"))
-    deadline = asyncio.get_running_loop().time() + timeout_s
+    deadline = Deadline.after(timeout_s)
     info: RequestInfo = request.scope["request_info"]
     limits = services.payload_limits
     read = body.read(limits.max_bytes, services.get_charge(info))
-    data = await limit_time(read, deadline, timeout_s)
+    data = await deadline.limit(read)
     if len(data) <= JSON_CODEC.max_inline_bytes:
         return parse(data), deadline
     decoders = services.decode_executor
@@ -146,4 +147,4 @@ async def receive_json(
         work = decoders.run_in_thread(0, partial(parse, data))
     else:
         work = decoders.run_in_process(0, timeout_s, parse_large_json, parse, data, limits)
-    return await limit_time(work, deadline, timeout_s), deadline
+    return await deadline.limit(work), deadline

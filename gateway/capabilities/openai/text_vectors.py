@@ -199,7 +199,7 @@ def build_text_payloads(
     check_row_count(signature, count, limits)
     parts = {name: [Part(text, TEXT) for text in texts] for name, texts in columns.items()}
     if signature.has_batch_dimension:
-        return [Payload(parts, (output,), is_stacked=True)]
+        return [Payload(parts, (output,), instance_count=count)]
     return [
         Payload({name: [column[row]] for name, column in parts.items()}, (output,))
         for row in range(count)

@@ -7,14 +7,17 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from gateway.capabilities.tf_serving.bodies import (
+    build_model_metadata,
+    encode_results,
+    parse_predict_body,
+)
 from gateway.capabilities.tf_serving.description import (
     METADATA_RESPONSES,
     PREDICT_OPENAPI,
     PREDICT_RESPONSES,
 )
-from gateway.capabilities.tf_serving.metadata import build_model_metadata
-from gateway.capabilities.tf_serving.predictions import parse_predict_body
-from gateway.inference.exchange import open_exchange
+from gateway.inference import pipeline
 from gateway.routes.dependencies import ServicesForInference
 from gateway.routes.models import get_signature
 
@@ -46,10 +49,13 @@ async def predict(
     request: Request, services: ServicesForInference, model: str, version: str = ""
 ) -> Response:
     """Return `predictions` for `instances` (rows), or `outputs` for `inputs` (columns)."""
-    with await open_exchange(request, services, model, version) as exchange:
-        inferences = await exchange.receive_json_inferences(parse_predict_body)
-        results = await exchange.run_all(inferences.inputs)
-        return await exchange.build_response(results, partial(inferences.encode, results))
+    opened = await pipeline.open_request(request, services, model, version)
+    body = await pipeline.receive_bytes(opened)
+    with await pipeline.admit(opened) as slot:
+        inputs = await opened.converter.convert_json(body, parse_predict_body)
+        del body  # not kept while the model runs
+        results = await pipeline.run_inferences(opened, slot, pipeline.NO_PAYLOAD, inputs)
+        return await pipeline.render_results(opened, results, partial(encode_results, results))
 
 
 @route_metadata(

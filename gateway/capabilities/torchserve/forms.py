@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, Final
 
 from gateway.media_types import JSON, UTF8_TEXT, detect_media_type
-from gateway.tensors.inputs import ParsedJson
 from gateway.tensors.json_body import decode_b64_objects, list_json_parts, parse_json_body
 from gateway.tensors.outputs import (
     EncodedBody,
@@ -38,13 +37,14 @@ def recognize_body_type(content_type: str, beginning: bytes, signature: Signatur
     return detect_media_type(beginning)
 
 
-def parse_prediction_body(body: bytes, signature: Signature, limits: PayloadLimits) -> ParsedJson:
+def parse_prediction_body(
+    body: bytes, signature: Signature, limits: PayloadLimits
+) -> list[Payload]:
     """Decode `{name: value, …}`, or a value for the only input. Raises `MalformedRequest`.
 
     The key of a single value may be any, such as the `data` that TorchServe's handlers read.
     """
-    parts = list_json_parts(decode_b64_objects(parse_json_body(body)))
-    return ParsedJson([Payload(parts)], encode_prediction)
+    return [Payload(list_json_parts(decode_b64_objects(parse_json_body(body))))]
 
 
 def choose_class_count(signature: Signature) -> int:
@@ -54,8 +54,7 @@ def choose_class_count(signature: Signature) -> int:
     return IMAGE_CLASSIFIER_CLASSES if has_labels else 0
 
 
-def encode_prediction(results: list[InferResult]) -> EncodedBody:
-    (result,) = results
+def encode_prediction(result: InferResult) -> EncodedBody:
     if len(result.arrays) != 1:
         values = {name: output_value(result, name) for name in result.arrays}
         return EncodedBody(dump_json(values), JSON)

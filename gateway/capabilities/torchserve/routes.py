@@ -37,7 +37,7 @@ from gateway.errors import (
     UnknownModelToLoad,
 )
 from gateway.fleet.index import Index, list_versions, version_sort_key
-from gateway.inference.exchange import NO_PAYLOAD, InferExchange, limit_time, open_exchange
+from gateway.inference import pipeline
 from gateway.media_types import JSON
 from gateway.messages import join_names, quote_text
 from gateway.routes.dependencies import (
@@ -49,9 +49,7 @@ from gateway.routes.dependencies import (
     record_label,
 )
 from gateway.routes.models import list_models
-from gateway.tensors.inputs import InferInputs
 from gateway.tensors.media_type import parse_content_type
-from gateway.tensors.payload import Payload
 from gateway.version_labels import DEFAULT_LABEL
 
 router = APIRouter(tags=["TorchServe"])
@@ -147,26 +145,28 @@ async def create_prediction(
 
     The type of a body that has none is recognized by its first bytes.
     """
-    version = to_version_number(model_version)
-    with await open_exchange(request, services, model, version) as exchange:
-        payload, inputs = await receive_prediction(exchange)
-        count = choose_class_count(exchange.signature)
-        if count and not exchange.signature.default_class_counts:
-            payload = payload._replace(parameters={"classification": count, **payload.parameters})
-        results = [await exchange.run_inference(exchange.build_request(payload, inputs))]
-        return await exchange.build_response(results, partial(encode_prediction, results))
-
-
-async def receive_prediction(exchange: InferExchange) -> tuple[Payload, InferInputs]:
-    body = exchange.body
+    opened = await pipeline.open_request(request, services, model, to_version_number(model_version))
+    signature = opened.signature
+    body = opened.body
     if body.content_type in ("", CURL_DEFAULT_TYPE):
-        beginning = await limit_time(body.peek(), exchange.deadline, exchange.timeout_s)
-        signature = exchange.signature
+        beginning = await opened.deadline.limit(body.peek())
         body.content_type = recognize_body_type(body.content_type, beginning, signature)
-    if parse_content_type(body.content_type)[0] != JSON:
-        return await exchange.receive_inputs()
-    inferences = await exchange.receive_json_inferences(parse_prediction_body)
-    return NO_PAYLOAD, inferences.inputs[0]
+    is_json = parse_content_type(body.content_type)[0] == JSON
+    receive = pipeline.receive_bytes if is_json else pipeline.receive_payload
+    received = await receive(opened)
+    with await pipeline.admit(opened) as slot:
+        if isinstance(received, bytes):
+            payload = pipeline.NO_PAYLOAD
+            (inputs,) = await opened.converter.convert_json(received, parse_prediction_body)
+        else:
+            payload, inputs = await opened.converter.convert(received)
+        del received  # not kept while the model runs
+        count = choose_class_count(signature)
+        if count and not signature.default_class_counts:
+            payload = payload._replace(parameters={"classification": count, **payload.parameters})
+        infer_request = pipeline.build_request(opened, payload, inputs)
+        result = await pipeline.run_inference(opened, slot, infer_request)
+        return await pipeline.render_results(opened, [result], partial(encode_prediction, result))
 
 
 @router.get(

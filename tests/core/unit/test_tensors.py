@@ -213,7 +213,7 @@ def fields(*values: Any) -> Payload:
 
 
 def rows(values: list[Any]) -> Payload:
-    return fields(*values)._replace(is_stacked=True)
+    return fields(*values)._replace(instance_count=len(values))
 
 
 @pytest.mark.parametrize(

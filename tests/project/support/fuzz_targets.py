@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2
 from gateway.capabilities.grpc_api.infer_request import MAX_DECODED_BYTES, read_infer_request
 from gateway.capabilities.grpc_api.reflection import MAX_REFLECTION_BYTES, ReflectionService
 from gateway.capabilities.openai.text_vectors import parse_embeddings_request, parse_rerank_request
-from gateway.capabilities.tf_serving.predictions import parse_predict_body
+from gateway.capabilities.tf_serving.bodies import parse_predict_body
 from gateway.capabilities.torchserve.forms import parse_prediction_body
 from gateway.capabilities.uploads.model_files.archives import (
     PIECE_BYTES,
@@ -33,7 +33,7 @@ from gateway.telemetry.exposition.families import InvalidExposition
 from gateway.telemetry.exposition.parser import decode_page, parse_families, split_page_lines
 from gateway.tensors.data_uri import decode_base64_text
 from gateway.tensors.image_header import read_image_header, strip_metadata
-from gateway.tensors.inputs import JsonParser, decode_body, decode_json_inferences
+from gateway.tensors.inputs import JsonParser, decode_body, decode_json_body
 from gateway.tensors.media_type import parse_content_type
 from gateway.tensors.outputs import parse_accept
 from gateway.tensors.payload import PayloadLimits
@@ -69,7 +69,7 @@ def decode_as(content_type: str, kind: str) -> Callable[[bytes], object]:
 
 
 def json_as(kind: str, parse: JsonParser) -> Callable[[bytes], object]:
-    return lambda data: decode_json_inferences(parse, data, MODELS[kind], LIMITS)
+    return lambda data: decode_json_body(parse, data, MODELS[kind], LIMITS)
 
 
 def read_header(data: bytes) -> object:

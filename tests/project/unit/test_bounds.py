@@ -15,7 +15,7 @@ from gateway.capabilities.openai.text_vectors import (
     parse_embeddings_request,
     parse_rerank_request,
 )
-from gateway.capabilities.tf_serving.predictions import parse_predict_body
+from gateway.capabilities.tf_serving.bodies import parse_predict_body
 from gateway.errors import InputMismatch, MalformedRequest, TooLarge
 from gateway.media_types import JSON
 from gateway.tensors import codecs, inputs

@@ -1,4 +1,4 @@
-"""The bodies of `:predict`. Pure.
+"""The bodies of TensorFlow Serving's API: predictions, and the signature of a model. Pure.
 
 Rows: `{"instances": [value or {name: value}, …]}` → `{"predictions": […]}`, one value per instance.
 Columns: `{"inputs": value or {name: value}}` → `{"outputs": …}`, with the batch dimension in each.
@@ -6,39 +6,34 @@ Columns: `{"inputs": value or {name: value}}` → `{"outputs": …}`, with the b
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Final
 
 from gateway.errors import InputMismatch, MalformedRequest, ModelFault
 from gateway.media_types import JSON
 from gateway.messages import join_names, quote_text
-from gateway.tensors.inputs import ParsedJson, check_row_count
+from gateway.tensors.inputs import check_row_count
 from gateway.tensors.json_body import decode_b64_objects, list_json_parts, parse_json_body
 from gateway.tensors.outputs import EncodedBody, InferResult, dump_json, output_to_json
 from gateway.tensors.payload import Part, Payload, PayloadLimits
-from gateway.tensors.signature import Signature
+from gateway.tensors.signature import Signature, TensorSpec
 
-KNOWN_PREDICT_KEYS = {"instances", "inputs", "signature_name", "parameters", "id"}
+# The names of TensorFlow's `DataType`. That of an integer is "DT_" and Triton's.
+DTYPES: Final = {
+    "FP16": "DT_HALF",
+    "BF16": "DT_BFLOAT16",
+    "FP32": "DT_FLOAT",
+    "FP64": "DT_DOUBLE",
+    "BYTES": "DT_STRING",
+}
+KNOWN_PREDICT_KEYS: Final = {"instances", "inputs", "signature_name", "parameters", "id"}
 
 
-def parse_predict_body(body: bytes, signature: Signature, limits: PayloadLimits) -> ParsedJson:
-    """Rows are one inference if the model has a batch dimension; otherwise, each row is one inference.
+def parse_predict_body(body: bytes, signature: Signature, limits: PayloadLimits) -> list[Payload]:
+    """Return one payload for columns, and for rows if the model has a batch dimension; else one for each row.
 
     Raises `MalformedRequest`, `InputMismatch` or `TooLarge`.
     """
-    rows, columns = parse_rows_or_columns(body)
-    if rows is None:
-        payload = Payload(list_json_parts(decode_b64_objects(columns)))
-        return ParsedJson([payload], encode_output_columns)
-    # Before anything is built for each row.
-    check_row_count(signature, len(rows), limits)
-    rows = decode_b64_objects(rows)
-    if signature.has_batch_dimension:
-        return ParsedJson([payload_from_rows(rows)], encode_predictions)
-    return ParsedJson([Payload(list_json_parts(row)) for row in rows], encode_predictions)
-
-
-def parse_rows_or_columns(body: bytes) -> tuple[list[Any] | None, Any]:
-    """Return the instances and None, or None and the columns, as JSON values. Raises `MalformedRequest`."""
     document = parse_json_body(body)
     if not isinstance(document, dict) or ("instances" in document) == ("inputs" in document):
         raise MalformedRequest('the body must be an object with either "instances" or "inputs"')
@@ -48,17 +43,24 @@ def parse_rows_or_columns(body: bytes) -> tuple[list[Any] | None, Any]:
             f"{join_names(sorted(KNOWN_PREDICT_KEYS))}"
         )
     if "inputs" in document:
-        return None, document["inputs"]
+        return [Payload(list_json_parts(decode_b64_objects(document["inputs"])))]
     instances = document["instances"]
     if not isinstance(instances, list) or not instances:
         raise MalformedRequest('"instances" must be a non-empty list')
-    return instances, None
+    # Before anything is built for each instance.
+    check_row_count(signature, len(instances), limits)
+    instances = decode_b64_objects(instances)
+    if signature.has_batch_dimension:
+        return [build_batch_payload(instances)]
+    return [Payload(list_json_parts(each), instance_count=1) for each in instances]
 
 
-def payload_from_rows(instances: list[Any]) -> Payload:
+def build_batch_payload(instances: list[Any]) -> Payload:
     """Return each input's values of all instances as a batch. Raises `InputMismatch`."""
+    count = len(instances)
     if dict not in map(type, instances):
-        return Payload({"": [Part(instance, JSON) for instance in instances]}, is_stacked=True)
+        parts = {"": [Part(instance, JSON) for instance in instances]}
+        return Payload(parts, instance_count=count)
     rows = [instance if isinstance(instance, dict) else {"": instance} for instance in instances]
     names = rows[0].keys()
     different = next((row for row in rows if row.keys() != names), None)
@@ -67,7 +69,17 @@ def payload_from_rows(instances: list[Any]) -> Payload:
             f"the instances have different inputs: {join_names(names)} and {join_names(different)}"
         )
     parts = {name: [Part(row[name], JSON) for row in rows] for name in names}
-    return Payload(parts, is_stacked=True)
+    return Payload(parts, instance_count=count)
+
+
+def encode_results(results: list[InferResult]) -> EncodedBody:
+    """Return a value for each instance, or the outputs with their batch dimension."""
+    if results[0].instance_count:
+        return encode_predictions(results)
+    (result,) = results
+    values = {name: output_to_json(result, name) for name in result.arrays}
+    outputs = next(iter(values.values())) if len(values) == 1 else values
+    return EncodedBody(dump_json({"outputs": outputs}), JSON)
 
 
 def encode_predictions(results: list[InferResult]) -> EncodedBody:
@@ -98,8 +110,30 @@ def get_output_column(result: InferResult, name: str) -> list[Any]:
     )
 
 
-def encode_output_columns(results: list[InferResult]) -> EncodedBody:
-    (result,) = results
-    values = {name: output_to_json(result, name) for name in result.arrays}
-    outputs = next(iter(values.values())) if len(values) == 1 else values
-    return EncodedBody(dump_json({"outputs": outputs}), JSON)
+def build_model_metadata(signature: Signature) -> dict[str, Any]:
+    """Return the document of `GET /v1/models/{model}/metadata`."""
+    version = signature.version or next(iter(signature.versions[-1:]), "")
+    definition = {
+        "inputs": build_tensor_infos(signature, signature.inputs.values()),
+        "outputs": build_tensor_infos(signature, signature.outputs.values()),
+        "method_name": "tensorflow/serving/predict",
+    }
+    return {
+        "model_spec": {"name": signature.model, "signature_name": "", "version": version},
+        "metadata": {"signature_def": {"signature_def": {"serving_default": definition}}},
+    }
+
+
+def build_tensor_infos(signature: Signature, tensors: Iterable[TensorSpec]) -> dict[str, Any]:
+    batch = (-1,) if signature.supports_batching else ()
+    return {
+        tensor.name: {
+            "name": tensor.name,
+            "dtype": DTYPES.get(tensor.datatype.name, f"DT_{tensor.datatype.name}"),
+            "tensor_shape": {
+                "dim": [{"size": str(size), "name": ""} for size in (*batch, *tensor.shape)],
+                "unknown_rank": False,
+            },
+        }
+        for tensor in tensors
+    }

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gateway.capabilities.tf_serving.predictions import encode_predictions
+from gateway.capabilities.tf_serving.bodies import encode_predictions
 from gateway.errors import ModelFault
 from gateway.tensors.outputs import InferResult
 from gateway.tensors.signature import build_signature

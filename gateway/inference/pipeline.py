@@ -1,0 +1,287 @@
+"""The steps of a request to a model, in the order in which its handler takes them.
+
+Open (resolve the model), receive, admit, convert (`body.py`), run the inference, build the response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.callers import Right
+from gateway.capacity.admission import Slot
+from gateway.errors import InputMismatch, MalformedRequest, ModelNotReady, UnknownModel
+from gateway.fleet.signatures import SignatureCache, check_output_names
+from gateway.http_client.connection import Headers
+from gateway.inference.body import Deadline, LargePayload, PayloadConverter, RequestBody, read_body
+from gateway.media_types import OCTET_STREAM
+from gateway.memory import MemoryCharge
+from gateway.messages import quote_text, suggest_name
+from gateway.repository.resolver import ModelTarget, VersionChoice
+from gateway.services import Services
+from gateway.tasks import run_together
+from gateway.telemetry.request_info import RequestInfo
+from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS
+from gateway.tensors import sequence
+from gateway.tensors.inputs import InferInputs, check_row_count
+from gateway.tensors.outputs import EncodedBody, InferResult, are_large
+from gateway.tensors.payload import Payload
+from gateway.tensors.sequence import SequenceStep
+from gateway.tensors.signature import Signature
+from gateway.triton.inference import InferRequest
+from gateway.triton.request_target import RequestTarget
+
+OPTION_HEADERS: Final = frozenset(
+    (b"x-request-timeout", b"x-sequence-id", b"x-sequence", *TRACE_CONTEXT_HEADERS)
+)
+NO_HEADERS: Final[Headers] = []
+# Bytes of memory per byte of the result's tensors, which are encoded as JSON.
+RESPONSE_MEMORY_FACTOR: Final = 4
+# Documents of types with these words can run scripts: text/html, image/svg+xml, application/xml, …
+ACTIVE_CONTENT_WORDS: Final = ("html", "xml", "xsl", "script", "multipart")
+VERSION_HEADER: Final = "x-model-version"  # of responses whose version a label decided
+ATTACHMENT_HEADERS: Final = {"content-disposition": "attachment"}
+# Of these, a misspelt one is reported.
+KNOWN_PARAMETERS: Final = ("classification", "priority", "timeout", *sequence.SEQUENCE_KEYS)
+MAX_SUGGESTED_PARAMETERS: Final = 16
+MISSPELT_SIMILARITY: Final = 0.85
+MAX_CONCURRENT_ROWS: Final = 16
+NO_PAYLOAD: Final = Payload({})
+
+
+class OpenedRequest(NamedTuple):
+    """A request to a model that its caller may use, before its body is received."""
+
+    services: Services
+    info: RequestInfo
+    body: RequestBody
+    charge: MemoryCharge
+    signature: Signature
+    deadline: Deadline
+    converter: PayloadConverter
+    trace_headers: Headers  # the client's trace context
+    step: SequenceStep | None  # from the sequence headers
+    choice: VersionChoice | None  # if a rule decided on the version
+
+
+async def open_request(
+    request: Request,
+    services: Services,
+    model: str,
+    version: str = "",
+    deadline: Deadline | None = None,
+) -> OpenedRequest:
+    """Check the caller's rights and find the model's signature.
+
+    The deadline is that of a request whose body was received before.
+    Raises `Forbidden`, `UnknownModel`, `ModelNotReady`, `DeadlinePassed` or `MalformedRequest`.
+    """
+    target = services.resolver.resolve(request.scope, Right.infer, model, version)
+    body = RequestBody(request.scope, request.receive)
+    timeout_s = services.default_timeout_s
+    step, trace_headers = None, NO_HEADERS
+    if not OPTION_HEADERS.isdisjoint(body.headers):
+        timeout_s = services.resolve_timeout_s(body.get_header(b"x-request-timeout"))
+        step = sequence.parse_sequence_headers(
+            body.get_header(b"x-sequence-id"), body.get_header(b"x-sequence")
+        )
+        trace_headers = [
+            pair for pair in request.scope["headers"] if pair[0] in TRACE_CONTEXT_HEADERS
+        ]
+    if step is not None:
+        target = target.with_sequence(step)
+    if deadline is None:
+        deadline = Deadline.after(timeout_s)
+    if services.pool.activator is not None:
+        await services.activate_model(target.model, target.version, deadline.remaining_s)
+    signature = services.signatures.find_signature(target.model, target.version)
+    if signature is None:
+        signature = await deadline.limit(read_signature(services.signatures, target, step))
+    info: RequestInfo = request.scope["request_info"]
+    info.model, info.version = signature.model, signature.version
+    charge = services.get_charge(info)
+    converter = PayloadConverter(services, signature, charge, deadline)
+    choice = target.choice
+    return OpenedRequest(
+        services, info, body, charge, signature, deadline, converter, trace_headers, step, choice
+    )
+
+
+async def read_signature(
+    signatures: SignatureCache, target: ModelTarget, step: SequenceStep | None
+) -> Signature:
+    """Return the signature of the target, or if it was unloaded, of another version of a split."""
+    try:
+        return await signatures.get_signature(target.model, target.version)
+    except (ModelNotReady, UnknownModel):
+        if target.choice is None:
+            raise
+        version = target.choice.choose_other_version(target.version, step)
+        if not version:
+            raise
+    return await signatures.get_signature(target.model, version)
+
+
+async def receive_payload(opened: OpenedRequest) -> Payload | LargePayload:
+    """Receive the body; return its parts, or what the converter decodes in a process."""
+    body, limits = opened.body, opened.services.payload_limits
+    if not body.content_type and body.has_content and is_text_model(opened.signature):
+        body.content_type = OCTET_STREAM  # a text, as Triton takes it
+    is_received = await body.receive_start(limits.max_bytes)
+    reading = read_body(body, limits, opened.charge, opened.converter.run_in_thread)
+    return await (reading if is_received else opened.deadline.limit(reading))
+
+
+async def receive_bytes(opened: OpenedRequest) -> bytes:
+    max_bytes = opened.services.payload_limits.max_bytes
+    is_received = await opened.body.receive_start(max_bytes)
+    reading = opened.body.read(max_bytes, opened.charge)
+    return await (reading if is_received else opened.deadline.limit(reading))
+
+
+def is_text_model(signature: Signature) -> bool:
+    """Return whether a body without a type can only be a text or a file."""
+    required = signature.required_inputs
+    return len(required) == 1 and signature.accepts_only_bytes
+
+
+async def admit(opened: OpenedRequest) -> Slot:
+    """Return a slot of the model, which the request holds while it is converted, sent and rendered.
+
+    A request takes it after its body is received, so that a slow client does not hold one.
+    Raises `AdmissionQueueFull` or `DeadlinePassed`.
+    """
+    slot = Slot(opened.services.admission, opened.signature.model, opened.info.caller_name)
+    await slot.acquire(opened.deadline.remaining_s)
+    return slot
+
+
+def build_request(opened: OpenedRequest, payload: Payload, inputs: InferInputs) -> InferRequest:
+    """Raises `InputMismatch` or `MalformedRequest` for the outputs or parameters of the payload."""
+    signature = opened.signature
+    version = signature.version
+    deadline = opened.deadline
+    choice = opened.choice
+    step = resolve_sequence_step(opened, payload) if payload.parameters else opened.step
+    if choice is not None and step is not None and step is not opened.step:
+        version = opened.info.version = choice.choose_sequence_version(step)
+    return InferRequest(
+        RequestTarget(
+            signature.model,
+            version,
+            deadline.timeout_s,
+            sequence_step=step,
+            can_activate=True,
+            fallback=choice,
+        ),
+        signature,
+        inputs,
+        check_output_names(signature, payload.outputs),
+        payload.parameters,
+        payload.id or opened.info.request_id,
+        deadline.at,
+        opened.trace_headers,
+    )
+
+
+def resolve_sequence_step(opened: OpenedRequest, payload: Payload) -> SequenceStep | None:
+    """Check the parameters, and return the request's step of a sequence. Raises `MalformedRequest`."""
+    if len(payload.parameters) <= MAX_SUGGESTED_PARAMETERS:
+        check_parameter_names(payload.parameters)
+    step = sequence.parse_sequence_parameters(payload.parameters)
+    if step is not None and opened.step is not None:
+        raise MalformedRequest(
+            "the sequence is set by both X-Sequence-ID and a parameter; send only one of them"
+        )
+    return step or opened.step
+
+
+def check_parameter_names(parameters: Iterable[str]) -> None:
+    """Raise `MalformedRequest` for a name that differs a little from one that the gateway reads.
+
+    Triton ignores a parameter that the model does not read.
+    """
+    for name in parameters:
+        if name not in KNOWN_PARAMETERS and (
+            hint := suggest_name(name, KNOWN_PARAMETERS, cutoff=MISSPELT_SIMILARITY)
+        ):
+            raise MalformedRequest(f"unknown parameter {quote_text(name)}{hint}")
+
+
+async def run_inference(opened: OpenedRequest, slot: Slot, request: InferRequest) -> InferResult:
+    """Return the result; raises `TooLarge` or `RateLimitExceeded` for a batch that must be split."""
+    if request.inputs.exceeds(opened.signature.max_batch_size):
+        await count_rows(opened, request.inputs.batch_size)
+    result = await opened.services.inference.infer(request)
+    opened.charge.change_kind("response")
+    opened.charge.add(RESPONSE_MEMORY_FACTOR * result.size_bytes)
+    if opened.choice is not None:
+        opened.info.version = result.version or opened.info.version
+        if start_copy := opened.choice.copy_inference(request, result):
+            slot.call_when_released(start_copy)
+    return result
+
+
+async def run_inferences(
+    opened: OpenedRequest, slot: Slot, payload: Payload, inputs_list: Sequence[InferInputs]
+) -> list[InferResult]:
+    """Return the results of inferences that differ in their tensors.
+
+    Raises `InputMismatch` or `RateLimitExceeded`.
+    """
+    if len(inputs_list) == 1:
+        request = build_request(opened, payload, inputs_list[0])
+        return [await run_inference(opened, slot, request)]
+    # Concurrent inferences have no order, which a sequence requires.
+    if opened.step is not None and inputs_list:
+        raise InputMismatch(
+            "the model has no batch dimension: a sequence step must have exactly one instance"
+        )
+    await count_rows(opened, len(inputs_list))
+    semaphore = asyncio.Semaphore(MAX_CONCURRENT_ROWS)
+
+    async def infer_one(inputs: InferInputs) -> InferResult:
+        async with semaphore:
+            return await run_inference(opened, slot, build_request(opened, payload, inputs))
+
+    return await run_together(map(infer_one, inputs_list))
+
+
+async def count_rows(opened: OpenedRequest, rows: int) -> None:
+    """Count the inferences of a request that is several as requests of its key."""
+    check_row_count(opened.signature, rows, opened.services.payload_limits)
+    info, caller = opened.info, opened.info.caller
+    if caller.requests_per_second is not None:
+        await opened.services.rate_limiter.count_request(
+            caller.name,
+            caller.requests_per_second,
+            inferences=opened.signature.count_inferences(rows),
+            opens_window=info.opens_window,
+        )
+
+
+async def render_results(
+    opened: OpenedRequest,
+    results: list[InferResult],
+    render: Callable[[], EncodedBody],
+    more_bytes: int = 0,
+) -> Response:
+    """Return the rendered results, which contain `more_bytes` of the request."""
+    is_large = are_large(results, more_bytes)
+    encoded = await opened.converter.run_in_thread(render) if is_large else render()
+    # Browsers download an output that could run a script instead of displaying it.
+    headers = ATTACHMENT_HEADERS if is_active_content(encoded.content_type) else None
+    if opened.choice is not None:
+        headers = {**(headers or {}), VERSION_HEADER: opened.info.version}
+    return Response(encoded.body, headers=headers, media_type=encoded.content_type)
+
+
+@lru_cache(256)
+def is_active_content(content_type: str) -> bool:
+    content_type = content_type.lower()
+    return any(word in content_type for word in ACTIVE_CONTENT_WORDS)
