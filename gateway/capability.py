@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from gateway.embedded.options import TritonOptions
     from gateway.error_responses import ErrorSerializer
+    from gateway.repository.models_file import KeyParsers
+    from gateway.repository.state.tables import Table
     from gateway.services import Services
 
 CheckStatus = Literal["ok", "warning", "failed"]
@@ -104,3 +106,5 @@ class Capability:
     settings: type[CapabilitySettings] | None = None
     # Called by `up` and `serve` before they start anything. Raises a `CommandError`.
     prepare_launch: Callable[[LaunchPlan], None] = prepare_nothing
+    table: Table[Any] | None = None  # of the state; its name is in `CAPABILITY_TABLES`
+    model_keys: KeyParsers = field(default_factory=dict)  # of the models file

@@ -27,7 +27,7 @@ from gateway.client.flags import (
 from gateway.client.label_commands import label_cli, rollout_cli
 from gateway.embedded.flags import TritonFlags
 from gateway.messages import CommandError, print_message
-from gateway.repository.state.commands import state_commands
+from gateway.repository.state.commands import StateUrl, import_file, state_commands
 
 IMPORT_COLLECTION_THRESHOLD = 200_000  # more than the imports of any command
 HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
@@ -168,6 +168,19 @@ def serve(host: Host = "127.0.0.1", port: Port = 8080, workers: WorkerCount = 1)
     from gateway.server import launch
 
     launch.run_gateway(host, port, workers)
+
+
+@state_commands.command("import")
+def import_command(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Exported state; - is standard input.")
+    ],
+    state: StateUrl = "",
+) -> None:
+    """Replace the state with an exported one; running gateways apply it within seconds."""
+    from gateway.capabilities.installed import TABLES
+
+    import_file(file, state, TABLES)
 
 
 @diagnosis_commands.command(

@@ -27,7 +27,7 @@ from gateway.fleet.statistics import FleetStatistics
 from gateway.memory import MemoryBudget, default_budget_bytes, limit_heap_growth, return_free_memory
 from gateway.repository.collector import FleetCollector, StateCollector
 from gateway.repository.maintenance import Maintenance
-from gateway.repository.models_file import ModelsFile
+from gateway.repository.models_file import NO_KEYS, KeyParsers, ModelsFile
 from gateway.repository.repository import Repository
 from gateway.repository.resolver import ModelResolver
 from gateway.repository.state.desired import StateStore
@@ -99,7 +99,7 @@ class AppComponents(NamedTuple):
     tracer: Tracer | None
 
 
-def build_components(settings: Settings) -> AppComponents:
+def build_components(settings: Settings, model_keys: KeyParsers = NO_KEYS) -> AppComponents:
     """Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState` or `BadTracing`."""
     sources = [parse_replica_source(url) for url in settings.triton_urls]
     tracer = None
@@ -108,7 +108,7 @@ def build_components(settings: Settings) -> AppComponents:
     return AppComponents(
         sources,
         create_tls_context(settings, sources),
-        ModelsFile(settings.models_file),
+        ModelsFile(settings.models_file, model_keys),
         None if settings.keys_file is None else KeysFile(settings.keys_file),
         open_configured_store(settings),
         tracer,
@@ -180,7 +180,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             metrics,
             authenticator,
             ModelResolver(),
-            RateLimiter(metrics, components.store.rate_windows()),
+            RateLimiter(metrics, components.store.rate_windows),
             maintenance,
             components.tracer,
             [] if restricted is None else restricted.headers,

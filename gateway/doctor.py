@@ -16,7 +16,7 @@ from typing import Final
 import httpx
 
 from gateway.access.keys import read_keys_file
-from gateway.capabilities.installed import INSTALLED, SETTINGS
+from gateway.capabilities.installed import INSTALLED, MODEL_KEYS, SETTINGS
 from gateway.capability import FAILED, OK, WARNING, CheckStatus, Finding, describe_error
 from gateway.client import tables
 from gateway.client.api import ERRNO_PREFIX
@@ -27,7 +27,9 @@ from gateway.fleet.discovery import ReplicaSource, create_tls_context, parse_rep
 from gateway.fleet.replica import ReplicaAddress, join_host_port
 from gateway.messages import CommandError, join_names
 from gateway.repository.models_file import read_models_file
-from gateway.repository.state.store import MemoryStateStore, open_configured_store
+from gateway.repository.state.desired import MODELS
+from gateway.repository.state.documents import MemoryStateStore
+from gateway.repository.state.store import open_configured_store
 from gateway.settings import Settings, describe_unknown_settings, read_settings
 
 HTTP_TIMEOUT_S: Final = 2.0
@@ -138,7 +140,7 @@ def check_models_file(settings: Settings) -> Iterator[Finding]:
         yield Finding(check, OK, "not set: no model is required for readiness")
         return
     try:
-        models = read_models_file(path)
+        models = read_models_file(path, MODEL_KEYS)
     except CommandError as exc:
         yield Finding(check, FAILED, str(exc), "correct the file, see docs/fleet.md")
     else:
@@ -152,7 +154,7 @@ def check_state(settings: Settings) -> Iterator[Finding]:
         store = open_configured_store(settings)
         try:
             is_forgotten = not settings.state and isinstance(store, MemoryStateStore)
-            return is_forgotten, len(await store.read_desired_models())
+            return is_forgotten, len(await store.read(MODELS))
         finally:
             await store.close()
 

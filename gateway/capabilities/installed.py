@@ -28,3 +28,7 @@ INSTALLED: Final[tuple[Capability, ...]] = (
     GRPC_API,  # the last one to open, because its clients are served at once
 )
 SETTINGS: Final = tuple(each.settings for each in INSTALLED if each.settings is not None)
+MODEL_KEYS: Final = {
+    key: parse for capability in INSTALLED for key, parse in capability.model_keys.items()
+}
+TABLES: Final = [capability.table for capability in INSTALLED if capability.table is not None]

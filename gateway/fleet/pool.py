@@ -11,13 +11,13 @@ from typing import Final, Protocol
 import anyio
 
 from gateway.errors import NotFound, Unavailable
+from gateway.fleet.balancer import SlowStart
 from gateway.fleet.discovery import ReplicaDiscovery, ReplicaSource
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import EMPTY_INDEX, Index
 from gateway.fleet.outliers import OutlierDetector
 from gateway.fleet.probe import HealthMonitor
 from gateway.fleet.replica import Replica, ReplicaAddress
-from gateway.fleet.slow_start import SlowStart
 from gateway.messages import quote_text
 from gateway.settings import Settings
 from gateway.tasks import TaskSet, cancel_tasks

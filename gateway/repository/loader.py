@@ -23,8 +23,8 @@ from gateway.http_client.connection import RequestNotSent
 from gateway.messages import quote_text
 from gateway.names import quote_path_segment
 from gateway.repository.reconcile_plan import ModelAction
-from gateway.repository.shared_state import SharedState, StartedLoad
-from gateway.repository.state.loads import is_in_progress
+from gateway.repository.shared_state import SharedState
+from gateway.repository.state.loads import StartedLoad, is_in_progress
 from gateway.tasks import cancel_tasks
 from gateway.triton.error_mapping import LoadFailed, map_load_error, sanitize_message
 from gateway.triton.grpc.errors import GrpcUnreachable

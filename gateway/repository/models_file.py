@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
@@ -12,13 +12,14 @@ from typing import Any, Final
 import orjson
 
 from gateway.config_files import YAML_ERRORS, WatchedFile, parse_yaml, read_config_file
-from gateway.messages import CommandError
+from gateway.messages import CommandError, join_names
 from gateway.names import VERSION_NUMBER
-from gateway.version_labels import InvalidLabel, ModelLabels, check_label_name, parse_label
 
-MODEL_KEYS: Final = frozenset(
-    ("name", "versions", "config", "labels", "required", "on_demand", "replicas")
-)
+MODEL_KEYS: Final = ("name", "versions", "config", "required", "on_demand", "replicas")
+# Returns the value of a key that a capability adds to the models. Raises `BadModelsFile`.
+KeyParser = Callable[[str, Any], Any]
+KeyParsers = Mapping[str, KeyParser]
+NO_KEYS: Final[KeyParsers] = {}
 
 
 class BadModelsFile(CommandError):
@@ -44,7 +45,9 @@ class DeclaredModel:
     name: str
     versions: tuple[str, ...] = ()
     config: Mapping[str, Any] | str | None = None
-    labels: ModelLabels = field(default_factory=dict)
+    capability_values: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # by the keys of capabilities
     copies: CopyLimits | None = None
     is_always_required: bool = False
 
@@ -61,11 +64,10 @@ class DeclaredModel:
         return blake2b(document, digest_size=8).hexdigest()
 
 
-def parse_models_file(text: str) -> dict[str, DeclaredModel]:
+def parse_models_file(text: str, capability_keys: KeyParsers = NO_KEYS) -> dict[str, DeclaredModel]:
     """Return the models in a models file by name. Raises `BadModelsFile`."""
     try:
         document = parse_yaml(text)
-        orjson.dumps(drop_labels(document))  # Triton accepts only JSON
     except YAML_ERRORS as exc:
         raise BadModelsFile(f"cannot be parsed: {' '.join(str(exc).split())}") from None
     if document is None:
@@ -75,34 +77,25 @@ def parse_models_file(text: str) -> dict[str, DeclaredModel]:
     entries = [] if document["models"] is None else document["models"]
     if not isinstance(entries, list):
         raise BadModelsFile("'models' must be a list")
-    declared = [parse_declared_model(entry) for entry in entries]
+    declared = [parse_declared_model(entry, capability_keys) for entry in entries]
     models = {model.name: model for model in declared}
     if len(models) < len(declared):
         raise BadModelsFile("a model is listed twice")
     return models
 
 
-def drop_labels(document: Any) -> Any:
-    """Return the document without labels, whose versions may be written as numbers."""
-    if isinstance(document, list):
-        return list(map(drop_labels, document))
-    if isinstance(document, dict):
-        kept = {key: value for key, value in document.items() if key != "labels"}
-        return {**kept, "models": drop_labels(kept["models"])} if "models" in kept else kept
-    return document
-
-
-def parse_declared_model(entry: Any) -> DeclaredModel:
+def parse_declared_model(entry: Any, capability_keys: KeyParsers) -> DeclaredModel:
     if isinstance(entry, str) and entry:
-        return DeclaredModel(entry)
+        entry = {"name": entry}
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not entry["name"]:
         raise BadModelsFile(
             f"{repr(entry)[:80]} is not a valid model; write NAME or {{name: NAME}}"
         )
-    if unknown := set(entry) - MODEL_KEYS:
+    valid_keys = (*MODEL_KEYS, *capability_keys)
+    if unknown := set(entry) - set(valid_keys):
         raise BadModelsFile(
             f"model {entry['name']!r} has an unknown key {min(map(str, unknown))!r}; "
-            "valid keys are name, versions, config, labels, required, on_demand and replicas"
+            f"valid keys are {join_names(valid_keys)}"
         )
     versions = entry.get("versions") or []
     if not isinstance(versions, list) or not all(
@@ -112,26 +105,19 @@ def parse_declared_model(entry: Any) -> DeclaredModel:
     config = entry.get("config")
     if config is not None and not isinstance(config, (dict, str)):
         raise BadModelsFile(f"config of model {entry['name']!r} must be an object")
-    labels = parse_declared_labels(entry["name"], entry.get("labels") or {})
+    try:
+        orjson.dumps((entry["name"], config))
+    except TypeError as exc:
+        raise BadModelsFile(f"cannot be parsed: {exc}") from None
+    capability_values = {
+        key: parse(entry["name"], entry[key])
+        for key, parse in capability_keys.items()
+        if key in entry
+    }
     versions = tuple(str(version) for version in versions)
     copies = parse_copy_limits(entry)
     is_required = parse_required(entry)
-    return DeclaredModel(entry["name"], versions, config, labels, copies, is_required)
-
-
-def parse_declared_labels(model: str, labels: Any) -> ModelLabels:
-    """Parse labels by name, each with a version, or with the object that the API accepts."""
-    if not isinstance(labels, dict):
-        raise BadModelsFile(f"labels of model {model!r} must be an object, such as {{stable: 1}}")
-    declared = {}
-    for name, value in labels.items():
-        try:
-            check_label_name(str(name))
-            label = parse_label(value if isinstance(value, dict) else {"version": value})
-        except InvalidLabel as exc:
-            raise BadModelsFile(f"label {str(name)!r} of model {model!r}: {exc}") from None
-        declared[str(name)] = label
-    return declared
+    return DeclaredModel(entry["name"], versions, config, capability_values, copies, is_required)
 
 
 def parse_required(entry: Mapping[str, Any]) -> bool:
@@ -171,10 +157,10 @@ def parse_copy_limits(entry: Mapping[str, Any]) -> CopyLimits | None:
     )
 
 
-def read_models_file(path: Path) -> Mapping[str, DeclaredModel]:
+def read_models_file(path: Path, capability_keys: KeyParsers) -> Mapping[str, DeclaredModel]:
     """Return the declared models by name. Raises `BadModelsFile`, which names the file."""
     try:
-        return parse_models_file(read_config_file(path))
+        return parse_models_file(read_config_file(path), capability_keys)
     except OSError as exc:
         raise BadModelsFile(f"the models file {path}: {exc.strerror}") from None
     except (UnicodeDecodeError, BadModelsFile) as exc:
@@ -184,8 +170,9 @@ def read_models_file(path: Path) -> Mapping[str, DeclaredModel]:
 class ModelsFile:
     """The declared models, and those to load on demand; none without a file."""
 
-    def __init__(self, path: Path | None) -> None:
-        self.file = None if path is None else WatchedFile(path, read_models_file, label="models")
+    def __init__(self, path: Path | None, capability_keys: KeyParsers = NO_KEYS) -> None:
+        read = partial(read_models_file, capability_keys=capability_keys)
+        self.file = None if path is None else WatchedFile(path, read, label="models")
         self.models: Mapping[str, DeclaredModel] = {}
         self.on_demand_models: Mapping[str, DeclaredModel] = {}
         self._split_models()

@@ -37,13 +37,13 @@ from gateway.messages import join_names, quote_text
 from gateway.repository.load_parameters import STAGED, UNLOAD_DEPENDENTS
 from gateway.repository.loader import ACTION_POLL_S, ModelLoader
 from gateway.repository.models_file import ModelsFile
-from gateway.repository.operations import OperationRunner
+from gateway.repository.operations import OperationReport, OperationRunner, Outcome
 from gateway.repository.readiness import ReadinessMonitor
 from gateway.repository.reconcile_plan import ModelAction, is_outdated, merge_declared_models
-from gateway.repository.reconciler import ModelProblems, Reconciler
-from gateway.repository.report import OperationReport, Outcome
-from gateway.repository.shared_state import SharedState, StartedLoad
+from gateway.repository.reconciler import Reconciler
+from gateway.repository.shared_state import SharedState
 from gateway.repository.state.desired import DesiredModel, StateStore
+from gateway.repository.state.loads import StartedLoad
 from gateway.settings import Settings
 from gateway.settings.access import ModelUploads
 from gateway.tasks import TaskSet, cancel_tasks
@@ -116,10 +116,6 @@ class Repository:
             for name, load in confirmed.items()
             if load != desired.load_id and is_outdated(desired, load)
         ]
-
-    async def collect_problems(self) -> ModelProblems:
-        """Return what went wrong with models, as all gateways with this state know it."""
-        return await self.reconciler.collect_problems()
 
     async def read_indexes(self) -> dict[str, Index]:
         """Probe all replicas, and return the indexes of the usable ones by address. Raises `NoReplica`."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Container, Mapping
+from typing import Any, Final, NamedTuple, Protocol
 
 from starlette.types import Scope, Send
 
@@ -16,7 +16,6 @@ from gateway.names import is_model_name, normalize_version
 from gateway.tensors.outputs import InferResult
 from gateway.tensors.sequence import SequenceStep
 from gateway.triton.inference import InferRequest
-from gateway.version_labels import is_label_name
 
 StartCopy = Callable[[], None]
 # The number at the start of a text, as C++'s `std::stol` finds it.
@@ -54,44 +53,45 @@ class VersionChoice(Protocol):
         """Return the function that sends the response of `/v2`, after which the copy is sent."""
 
 
-class VersionPolicy(Protocol):
-    """The rules that say which version of a model a request means, beyond its number."""
+class VersionPolicy:
+    """The rules that say which version of a model a request means: here, a version is a number.
+
+    Without one, Triton chooses. A capability overrides the methods.
+    """
 
     @property
     def models(self) -> Container[str]:
-        """The models that have rules."""
+        """The models that have more rules."""
+        return ()
+
+    def is_name(self, version: str) -> bool:
+        """Return whether this can be a name that rules give to versions."""
+        return False
+
+    def describe(self, model: str) -> Mapping[str, Any]:
+        """Return the rules of a model as fields of its description."""
+        return {}
+
+    def find_default_versions(self, model: str) -> Collection[str]:
+        """Return the versions that requests without a version mean; empty if Triton chooses."""
+        return ()
 
     def choose(self, scope: Scope, model: str, version: str) -> VersionChoice | None:
         """Return the choice for an inference of a model with rules; None if no rule applies."""
+        return None
 
     def explain_unknown(self, model: str, version: str) -> GatewayError | None:
         """Return the error for a version that is no number, if it is not simply unknown."""
+        return None
 
     async def set_default_version(self, model: str, version: str) -> None:
         """Let requests without a version mean this one."""
-
-    async def forget_model(self, model: str) -> None:
-        """Remove the rules of a model whose files were removed."""
-
-
-class NumbersOnly:
-    """A version is a number. Without one, Triton chooses."""
-
-    models: Container[str] = ()
-
-    def choose(self, scope: Scope, model: str, version: str) -> None:
-        return None
-
-    def explain_unknown(self, model: str, version: str) -> None:
-        return None
-
-    async def set_default_version(self, model: str, version: str) -> None:
         raise NotFound(
             "this gateway has no version labels, and so no default versions; name the version in each request"
         )
 
     async def forget_model(self, model: str) -> None:
-        return None
+        """Remove the rules of a model whose files were removed."""
 
 
 class ModelTarget(NamedTuple):
@@ -120,7 +120,7 @@ class ModelResolver:
     """Resolves the model of every request, whether its name came from a path, a body or gRPC."""
 
     def __init__(self) -> None:
-        self.policy: VersionPolicy = NumbersOnly()
+        self.policy = VersionPolicy()
 
     def resolve(
         self,
@@ -169,8 +169,8 @@ class ModelResolver:
         version: str = "",
         not_found_error: type[UnknownModel] = UnknownModel,
     ) -> None:
-        """Check the same, without the choice of a version that a label stands for."""
-        if version and not is_label_name(version):
+        """Check the same, without the choice of a version that a name stands for."""
+        if version and not self.policy.is_name(version):
             self.resolve(scope, right, model, version, not_found_error)
         else:
             check_model(scope, right, model, version, not_found_error)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from time import monotonic
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import anyio
@@ -18,22 +18,17 @@ from gateway.fleet.replica import Replica
 from gateway.messages import describe_difference, join_names, quote_text
 from gateway.repository.models_file import DeclaredModel, ModelsFile
 from gateway.repository.reconcile_plan import filter_uploads, merge_declared_models
-from gateway.repository.state.desired import (
-    DesiredModel,
-    StateStore,
-    with_cordon,
-    with_desired_model,
-    with_version_label,
-)
+from gateway.repository.state.desired import CORDONS, MODELS, DesiredModel, StateStore
 from gateway.repository.state.loads import (
     Loads,
+    StartedLoad,
     is_in_progress,
     new_load_token,
     with_load,
     without_replica,
 )
+from gateway.repository.state.tables import CAPABILITY_TABLES, Table, create_raw_table, with_entry
 from gateway.tasks import cancel_tasks, repeat
-from gateway.version_labels import LabelTable, VersionLabel
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +39,20 @@ OUTAGE_PAUSE_S: Final = 2.0
 T = TypeVar("T")
 
 
-class StartedLoad(NamedTuple):
-    """A load in progress on a replica, and the load that the replica had confirmed before."""
+class SharedTable(Generic[T]):
+    """A table of the state, as this gateway has last read or changed it."""
 
-    token: str
-    confirmed_load: str
+    def __init__(self, store: StateStore, table: Table[T]) -> None:
+        self._store = store
+        self._table = table
+        self.value: T = table.decode({})
+
+    async def refresh(self) -> None:
+        self.value = await self._store.read(self._table)
+
+    async def set(self, keys: Sequence[str], value: Any) -> None:
+        """Store a value, or delete it if None."""
+        self.value = await self._store.write(self._table, keys, value)
 
 
 class SharedState:
@@ -58,9 +62,12 @@ class SharedState:
         self.store = store
         self.desired_models: Mapping[str, DesiredModel] = {}
         self.loads: Loads = {}
-        self.cordoned: frozenset[str] = frozenset()
-        self.labels: LabelTable = {}  # of the store and of the models file
-        self._stored_labels: LabelTable = {}
+        self.cordons = SharedTable(store, CORDONS)
+        # Without its capability, a table is read as well, to be written again after a loss.
+        self._capability_tables: dict[str, SharedTable[Any]] = {
+            name: SharedTable(store, create_raw_table(name)) for name in CAPABILITY_TABLES
+        }
+        self.refresh_listeners: list[Callable[[], None]] = []
         self._models_file = models_file
         self._can_upload = can_upload
         self._stored_models: Mapping[str, DesiredModel] = {}
@@ -84,11 +91,24 @@ class SharedState:
     async def refresh(self) -> None:
         with suppress(StateUnavailable):  # the store logs it; the last known state stays in use
             await self._read_desired_models()
-            self._stored_labels = await self.store.read_labels()
             self.loads = await self._read_loads()
-            self.cordoned = await self.store.read_cordons()
+            for table in (self.cordons, *self._capability_tables.values()):
+                await table.refresh()
         await self._models_file.reload_if_changed()
-        self.labels = merge_labels(self._stored_labels, self.declared_models)
+        for notify in self.refresh_listeners:
+            notify()
+
+    @property
+    def cordoned(self) -> frozenset[str]:
+        return self.cordons.value
+
+    async def open_table(self, table: Table[T]) -> SharedTable[T]:
+        """Return the table of a capability; `refresh` reads it again."""
+        shared = SharedTable(self.store, table)
+        self._capability_tables[table.name] = shared
+        with suppress(StateUnavailable):
+            await shared.refresh()
+        return shared
 
     # Desired models.
 
@@ -97,7 +117,7 @@ class SharedState:
             await self._read_desired_models()
 
     async def _read_desired_models(self) -> None:
-        self._stored_models = await self.store.read_desired_models()
+        self._stored_models = await self.store.read(MODELS)
         previous = self.desired_models
         can_upload = self._can_upload
         self.desired_models, ignored = filter_uploads(self._stored_models, can_upload=can_upload)
@@ -126,14 +146,9 @@ class SharedState:
             return False
         if desired is not None:
             desired = replace(desired, revision=desired.revision or revision)
-        self._stored_models = with_desired_model(self._stored_models, model, desired)
-        self.desired_models = with_desired_model(self.desired_models, model, desired)
+        self._stored_models = with_entry(self._stored_models, (model,), desired)
+        self.desired_models = with_entry(self.desired_models, (model,), desired)
         return True
-
-    async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
-        await self.store.set_label(model, name, label)
-        self._stored_labels = with_version_label(self._stored_labels, model, name, label)
-        self.labels = merge_labels(self._stored_labels, self.declared_models)
 
     def merge_models(self) -> dict[str, DesiredModel]:
         return merge_declared_models(self.desired_models, self.declared_models)
@@ -160,8 +175,7 @@ class SharedState:
         )
 
     async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
-        await self.store.set_cordon(replica, is_cordoned=is_cordoned)
-        self.cordoned = with_cordon(self.cordoned, replica, is_cordoned=is_cordoned)
+        await self.cordons.set((replica,), is_cordoned or None)
 
     # Agreement between gateways.
 
@@ -276,8 +290,7 @@ class SharedState:
     async def begin_load(self, replica: str, model: str) -> StartedLoad:
         self._unrecorded_ends.pop((replica, model), None)
         try:
-            begun = await self._try_store(lambda: self.store.begin_load(replica, model))
-            started_load = StartedLoad(*begun)
+            started_load = await self._try_store(lambda: self.store.begin_load(replica, model))
         except StateUnavailable:  # load anyway; other gateways cannot see it then
             confirmed_load = self.loads.get(replica, {}).get(model, "")
             started_load = StartedLoad(new_load_token(""), confirmed_load)
@@ -318,12 +331,3 @@ class SharedState:
         with suppress(StateUnavailable):
             await self.store.forget_loads(replica)
             self.loads = without_replica(self.loads, replica)
-
-
-def merge_labels(stored: LabelTable, declared: Mapping[str, DeclaredModel]) -> LabelTable:
-    """Return the stored labels with the declared ones, which take precedence, added."""
-    table = dict(stored)
-    for name, model in declared.items():
-        if model.labels:
-            table[name] = {**table.get(name, {}), **model.labels}
-    return table

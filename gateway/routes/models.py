@@ -53,7 +53,9 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
     """
     repository, caller = services.repository, get_caller(request)
     problems = (
-        await repository.collect_problems() if Right.fleet in caller.rights else ModelProblems()
+        await repository.reconciler.collect_problems()
+        if Right.fleet in caller.rights
+        else ModelProblems()
     )
     declared, desired = repository.state.declared_models, repository.state.desired_models
     activator, indexes = services.pool.activator, services.pool.list_usable_indexes()
@@ -70,8 +72,7 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
             model["declared"] = True
         if name in desired:
             model["wished"] = "loaded" if desired[name].is_loaded else "unloaded"
-        if labels := repository.state.labels.get(name):
-            model["labels"] = {label: value.to_dict() for label, value in labels.items()}
+        model.update(services.resolver.policy.describe(name))
         if Right.fleet in caller.rights:
             model["replicas"] = {
                 at: ON_DEMAND if is_on_demand and state.state == UNAVAILABLE else state.state

@@ -15,18 +15,19 @@ from hypothesis import strategies as st
 from gateway.repository.models_file import ModelsFile
 from gateway.repository.reconciler import LEADER_LEASE
 from gateway.repository.shared_state import SharedState
-from gateway.repository.state.desired import DesiredModel, StateStore
+from gateway.repository.state.desired import CORDONS, MODELS, DesiredModel, StateStore
 from gateway.repository.state.file import REPORT_TTL_S
 from gateway.repository.state.loads import Loads, is_in_progress
 from gateway.repository.state.store import open_state_store
-from gateway.version_labels import Shadow, VersionLabel
+from gateway.repository.state.tables import create_raw_table
 from tests.support.wait import wait_until_async
 
 Scenario = Coroutine[Any, Any, None]
 Fresh = Callable[[], str]  # the address of a state that nobody has used
 ID = "0123456789abcdef" * 2
-STABLE = VersionLabel({"2": 1})
-CANARY = VersionLabel({"9": 90, "10": 10}, is_sticky_by_key=True, shadow=Shadow("3", 12.5, 0.0))
+LABELS = create_raw_table("labels")
+STABLE = {"version": "2"}
+CANARY = {"versions": {"9": 90, "10": 10}, "shadow": {"version": "3", "percent": 12.5}}
 LOADED, UNLOADED = DesiredModel(True), DesiredModel(False)
 
 
@@ -77,32 +78,32 @@ class StateContract:
             given = []
             for desired in (LOADED, LOADED, None, LOADED, UNLOADED):
                 given.append(await store.set_desired_model("core", desired))
-                found = (await store.read_desired_models()).get("core")
+                found = (await store.read(MODELS)).get("core")
                 assert found == (desired and replace(desired, revision=given[-1]))
             assert given == sorted(set(given))
-            before = (await store.read_desired_models())["core"]
+            before = (await store.read(MODELS))["core"]
             await store.set_desired_model("core", LOADED)
             await store.set_desired_model("core", before)
-            assert (await store.read_desired_models())["core"] == before
+            assert (await store.read(MODELS))["core"] == before
             assert await store.set_desired_model("core", LOADED) > before.revision
             await store.set_desired_model("text_core", UNLOADED)
             await store.set_desired_model("core", None)
             await store.set_desired_model("nobody knows it", None)
-            assert list(await store.read_desired_models()) == ["text_core"]
+            assert list(await store.read(MODELS)) == ["text_core"]
 
     async def test_change_that_expects_an_old_revision_is_refused(self, fresh: Fresh) -> None:
         async with opened(fresh()) as (store,):
             assert await store.set_desired_model("core", UNLOADED, 1) == 0
-            assert await store.read_desired_models() == {}
+            assert await store.read(MODELS) == {}
             first = await store.set_desired_model("core", UNLOADED, 0)
             second = await store.set_desired_model("core", LOADED, first)
             for reverted in (None, UNLOADED):
                 for expected in (0, first):
                     assert await store.set_desired_model("core", reverted, expected) == 0
-            found = await store.read_desired_models()
+            found = await store.read(MODELS)
             assert found == {"core": replace(LOADED, revision=second)}
             assert await store.set_desired_model("core", None, second)
-            assert await store.read_desired_models() == {}
+            assert await store.read(MODELS) == {}
 
     async def test_load_is_known_once_it_is_confirmed_unless_another_was_concurrent(
         self, fresh: Fresh
@@ -142,13 +143,13 @@ class StateContract:
 
     async def test_cordon_lasts_until_it_is_ended(self, fresh: Fresh) -> None:
         async with opened(fresh()) as (store,):
-            assert await store.read_cordons() == frozenset()
+            assert await store.read(CORDONS) == frozenset()
             for name in ("a:8000", "[::1]:8000", "a:8000"):
-                await store.set_cordon(name, is_cordoned=True)
-            assert await store.read_cordons() == {"a:8000", "[::1]:8000"}
+                await store.write(CORDONS, (name,), True)
+            assert await store.read(CORDONS) == {"a:8000", "[::1]:8000"}
             for name in ("a:8000", "unknown:1"):
-                await store.set_cordon(name, is_cordoned=False)
-            assert await store.read_cordons() == {"[::1]:8000"}
+                await store.write(CORDONS, (name,), None)
+            assert await store.read(CORDONS) == {"[::1]:8000"}
 
     async def test_operation_is_read_as_it_was_last_recorded(self, fresh: Fresh) -> None:
         async with opened(fresh()) as (store,):
@@ -173,21 +174,21 @@ class StateContract:
 
     async def test_label_is_stored_until_it_is_deleted(self, fresh: Fresh) -> None:
         async with opened(fresh()) as (store,):
-            assert await store.read_labels() == {}
+            assert await store.read(LABELS) == {}
             await store.set_desired_model("core", LOADED)
-            await store.set_label("core", "stable", STABLE)
-            await store.set_label("core", "canary", STABLE)
-            await store.set_label("core", "canary", CANARY)
-            await store.set_label('é"\0', "stable", CANARY)
-            labels = await store.read_labels()
+            await store.write(LABELS, ("core", "stable"), STABLE)
+            await store.write(LABELS, ("core", "canary"), STABLE)
+            await store.write(LABELS, ("core", "canary"), CANARY)
+            await store.write(LABELS, ('é"\0', "stable"), CANARY)
+            labels = await store.read(LABELS)
             core = {"stable": STABLE, "canary": CANARY}
             assert labels == {"core": core, 'é"\0': {"stable": CANARY}}
-            assert list(labels["core"]["canary"].shares) == ["9", "10"]
-            await store.set_label("core", "stable", None)
-            await store.set_label("core", "nobody knows it", None)
-            await store.set_label('é"\0', "stable", None)
-            assert await store.read_labels() == {"core": {"canary": CANARY}}
-            assert list(await store.read_desired_models()) == ["core"]
+            assert list(labels["core"]["canary"]["versions"]) == ["9", "10"]
+            await store.write(LABELS, ("core", "stable"), None)
+            await store.write(LABELS, ("core", "nobody knows it"), None)
+            await store.write(LABELS, ('é"\0', "stable"), None)
+            assert await store.read(LABELS) == {"core": {"canary": CANARY}}
+            assert list(await store.read(MODELS)) == ["core"]
 
     async def test_single_process_gets_any_lease_and_leads(self, fresh: Fresh) -> None:
         async with opened(fresh()) as (store,):
@@ -212,7 +213,7 @@ class SharedStateContract:
             for model, desired in desired_models.items():
                 await one.set_desired_model(model, desired)
             for store in (one, other):
-                found = await store.read_desired_models()
+                found = await store.read(MODELS)
                 assert {
                     name: replace(desired, revision=0) for name, desired in found.items()
                 } == desired_models
@@ -234,27 +235,27 @@ class SharedStateContract:
 
     async def test_each_change_of_one_process_is_read_once_by_another(self, shared: Fresh) -> None:
         async with opened(shared(), 2) as (one, other):
-            assert await other.read_desired_models() == {}
+            assert await other.read(MODELS) == {}
             await one.set_desired_model("core", DesiredModel(True, {"config": "{}"}))
             await one.record_operation(ID, {"state": "running"})
-            await one.set_cordon("a:8000", is_cordoned=True)
-            assert await other.read_cordons() == {"a:8000"}
-            assert await other.read_desired_models() == await one.read_desired_models()
+            await one.write(CORDONS, ("a:8000",), True)
+            assert await other.read(CORDONS) == {"a:8000"}
+            assert await other.read(MODELS) == await one.read(MODELS)
             assert await other.read_operation(ID) == {"state": "running"}
-            assert await other.read_labels() == {}
-            await one.set_label("core", "stable", STABLE)
-            await other.set_label("core", "canary", CANARY)
+            assert await other.read(LABELS) == {}
+            await one.write(LABELS, ("core", "stable"), STABLE)
+            await other.write(LABELS, ("core", "canary"), CANARY)
             both = {"core": {"stable": STABLE, "canary": CANARY}}
-            assert await one.read_labels() == await other.read_labels() == both
-            found = await one.read_labels()
-            assert await one.read_labels() is found
+            assert await one.read(LABELS) == await other.read(LABELS) == both
+            found = await one.read(LABELS)
+            assert await one.read(LABELS) is found
             for turn in range(1000, 1050):
                 await one.set_desired_model("core", DesiredModel(True, {"turn": turn}))
-                models = await other.read_desired_models()
+                models = await other.read(MODELS)
                 assert models["core"].parameters == {"turn": turn}
-                assert await other.read_desired_models() is models
+                assert await other.read(MODELS) is models
             await one.set_desired_model("core", DesiredModel(True, {"turn": turn}))
-            assert await other.read_desired_models() is not models
+            assert await other.read(MODELS) is not models
 
     async def test_lease_belongs_to_one_process_until_it_releases_it_or_closes(
         self, shared: Fresh

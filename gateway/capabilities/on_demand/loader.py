@@ -34,7 +34,8 @@ from gateway.fleet.signatures import SignatureCache
 from gateway.repository.loader import ModelLoader
 from gateway.repository.reconcile_plan import ModelAction
 from gateway.repository.reconciler import Reconciler
-from gateway.repository.shared_state import SharedState, StartedLoad
+from gateway.repository.shared_state import SharedState
+from gateway.repository.state.loads import StartedLoad
 from gateway.tasks import repeat
 
 log = logging.getLogger(__name__)

@@ -50,7 +50,6 @@ from gateway.routes.dependencies import (
 )
 from gateway.routes.models import list_models
 from gateway.tensors.media_type import parse_content_type
-from gateway.version_labels import DEFAULT_LABEL
 
 router = APIRouter(tags=["TorchServe"])
 put_prediction, post_prediction = (
@@ -61,6 +60,7 @@ route_model = partial(router.get, responses=REGISTERED_MODEL_RESPONSES)
 route_scaling = partial(router.put, responses=SCALING_RESPONSES)
 PATHS: Final = frozenset(("/ping", "/models"))
 PATH_PREFIXES: Final = ("/predictions/", "/models/")
+DEFAULT_LABEL: Final = "default"  # in the audit log
 ERROR_TYPES: Final = {
     400: "BadRequestException",
     404: "ResourceNotFoundException",
@@ -205,8 +205,7 @@ async def describe_registered_model(
     indexes = services.pool.list_usable_indexes()
     numbers = list_versions(indexes.values(), model)[::-1]
     if model_version != ALL_VERSIONS:
-        label = services.repository.state.labels.get(model, {}).get(DEFAULT_LABEL)
-        defaults = numbers if label is None else list(label.shares)
+        defaults = services.resolver.policy.find_default_versions(model) or numbers
         wanted = to_version_number(model_version) or next(iter(defaults), "")
         numbers = [number for number in numbers if number == wanted]
     if not numbers:

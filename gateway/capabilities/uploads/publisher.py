@@ -16,7 +16,7 @@ from gateway.capabilities.uploads.model_files.model_upload import ModelUpload
 from gateway.capabilities.uploads.model_files.store import ModelChange, ModelStore
 from gateway.errors import Conflict, GatewayError, UnknownModel
 from gateway.messages import quote_text
-from gateway.repository.report import PartialFailure
+from gateway.repository.operations import PartialFailure
 from gateway.repository.repository import Repository, VisibilityCheck
 from gateway.tasks import TaskSet, cancel_tasks
 from gateway.telemetry.audit import run_audited

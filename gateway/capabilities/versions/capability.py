@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from gateway.capabilities.versions.labels import LABELS, parse_declared_labels
 from gateway.capability import Attachment, Capability
 from gateway.settings import CapabilitySettings, Settings
 
@@ -21,24 +22,32 @@ class VersionSettings(CapabilitySettings):
 
 
 def attach_versions(settings: Settings) -> Attachment:
+    from gateway.capabilities.versions import routes
     from gateway.capabilities.versions.label_manager import LabelManager
+    from gateway.capabilities.versions.label_router import LabelRouter
     from gateway.capabilities.versions.metrics import LabelMetrics
-    from gateway.capabilities.versions.policy import LabelPolicy
-    from gateway.capabilities.versions.routes import router
     from gateway.capabilities.versions.shadows import ShadowRunner
 
     max_shadow_bytes = settings.read(VersionSettings).max_shadow_bytes
 
     async def open_labels(services: Services, stack: AsyncExitStack) -> None:
         pool, state = services.pool, services.repository.state
-        manager = LabelManager(pool, state, settings.ready_quorum)
         metrics = LabelMetrics(services.metrics.create)
+        table = await state.open_table(LABELS)
+        router = LabelRouter(pool, state, table, metrics.redirects)
         shadows = ShadowRunner(pool, services.admission, metrics, max_shadow_bytes)
         stack.push_async_callback(shadows.close)
+        manager = LabelManager(pool, state, router, shadows, settings.ready_quorum)
         services.provide(manager)
-        services.resolver.policy = LabelPolicy(pool, state, manager, shadows, metrics)
+        services.resolver.policy = manager
 
-    return Attachment((router,), open=open_labels)
+    return Attachment((routes.router,), open=open_labels)
 
 
-CAPABILITY = Capability("versions", attach_versions, settings=VersionSettings)
+CAPABILITY = Capability(
+    "versions",
+    attach_versions,
+    settings=VersionSettings,
+    table=LABELS,
+    model_keys={LABELS.name: parse_declared_labels},
+)

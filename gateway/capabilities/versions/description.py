@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from gateway.openapi.models import VERSION_STATUS_SCHEMA
-from gateway.openapi.responses import build_responses
-from gateway.openapi.schemas import build_json_body, build_list_schema, build_map_schema
-from gateway.tensors.codecs import STRING_SCHEMA
-from gateway.tensors.schema import build_object_schema
-from gateway.version_labels import (
+from gateway.capabilities.versions.labels import (
     DEFAULT_TOLERANCE,
     LABEL_NAME,
     MAX_SHARE,
     MAX_VERSIONS,
     STICKY_BY_KEY,
 )
+from gateway.openapi.models import VERSION_STATUS_SCHEMA
+from gateway.openapi.responses import build_responses
+from gateway.openapi.schemas import build_json_body, build_list_schema, build_map_schema
+from gateway.tensors.codecs import STRING_SCHEMA
+from gateway.tensors.schema import build_object_schema
 
 VERSION_NUMBER_SCHEMA: Final[dict[str, Any]] = {"type": "string", "pattern": "^[0-9]{1,19}$"}
 SHARES_SCHEMA: Final[dict[str, Any]] = {

@@ -11,6 +11,7 @@ import orjson
 from starlette.types import Message, Send
 
 from gateway.capabilities.versions.label_router import ActiveLabel
+from gateway.capabilities.versions.labels import Shadow
 from gateway.capabilities.versions.output_comparison import Arrays
 from gateway.capabilities.versions.shadows import (
     DROPPED,
@@ -33,7 +34,6 @@ from gateway.http_client.connection import Headers
 from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS
 from gateway.triton.inference import decode_http_response
 from gateway.triton.json_guard import SEQUENCE_ID_KEY
-from gateway.version_labels import Shadow
 
 STREAM_PATH: Final = b"generate_stream"
 NOT_COPIED: Final = frozenset((*BODY_FRAMING_HEADERS, *TRACE_CONTEXT_HEADERS, b"accept-encoding"))

@@ -10,6 +10,7 @@ from starlette.types import Scope, Send
 
 from gateway.capabilities.versions.http_copy import HttpCopy, can_copy
 from gateway.capabilities.versions.label_router import ActiveLabel
+from gateway.capabilities.versions.labels import Shadow
 from gateway.capabilities.versions.output_comparison import Arrays
 from gateway.capabilities.versions.shadows import DROPPED, ShadowCopy, ShadowRunner
 from gateway.errors import UpstreamResponseTooLarge
@@ -22,7 +23,6 @@ from gateway.tensors.sequence import SequenceStep
 from gateway.triton.grpc.byte_channel import Metadata
 from gateway.triton.grpc.messages import decode_grpc_response
 from gateway.triton.inference import InferRequest, decode_http_response
-from gateway.version_labels import Shadow
 
 TRACE_METADATA = frozenset(name.decode() for name in TRACE_CONTEXT_HEADERS)
 

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Container, Iterable, Mapping
 from typing import Any, Final
 
-from gateway.capabilities.versions.label_router import UnknownLabel
+from starlette.types import Scope
+
+from gateway.capabilities.versions.label_choice import LabelChoice
+from gateway.capabilities.versions.label_router import LabelRouter, UnknownLabel
+from gateway.capabilities.versions.labels import (
+    DEFAULT_LABEL,
+    InvalidLabel,
+    VersionLabel,
+    check_label_name,
+    is_label_name,
+    parse_label,
+)
+from gateway.capabilities.versions.shadows import ShadowRunner
 from gateway.errors import Conflict, MalformedRequest, UnknownModel
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import (
@@ -18,8 +30,8 @@ from gateway.fleet.index import (
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.messages import quote_text
+from gateway.repository.resolver import VersionPolicy
 from gateway.repository.shared_state import SharedState
-from gateway.version_labels import InvalidLabel, VersionLabel, check_label_name, parse_label
 
 MAX_LABELS: Final = 64  # of a model
 MAX_PROBE_WAIT_S: Final = 2.0
@@ -35,13 +47,51 @@ class VersionNotReady(Conflict):
         )
 
 
-class LabelManager:
-    """The version labels of the fleet, as the API changes them."""
+class LabelManager(VersionPolicy):
+    """The version labels of the fleet: the rules for requests, and the changes through the API."""
 
-    def __init__(self, pool: ReplicaPool, state: SharedState, quorum: int) -> None:
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        state: SharedState,
+        router: LabelRouter,
+        shadows: ShadowRunner,
+        quorum: int,
+    ) -> None:
         self._pool = pool
         self._state = state
+        self._router = router
+        self._shadows = shadows
         self._quorum = quorum
+
+    @property
+    def models(self) -> Container[str]:
+        return self._router.labels
+
+    def is_name(self, version: str) -> bool:
+        return is_label_name(version)
+
+    def describe(self, model: str) -> Mapping[str, Any]:
+        labels = self._router.labels.get(model, {})
+        documents = {name: label.to_dict() for name, label in labels.items()}
+        return {"labels": documents} if documents else {}
+
+    def find_default_versions(self, model: str) -> Collection[str]:
+        label = self._router.find_label(model, DEFAULT_LABEL)
+        return () if label is None else label.value.shares
+
+    def choose(self, scope: Scope, model: str, version: str) -> LabelChoice | None:
+        """Raises `LabelNotReady`."""
+        label = self._router.find_label(model, version or DEFAULT_LABEL)
+        return None if label is None else LabelChoice(label, scope, self._shadows)
+
+    def explain_unknown(self, model: str, version: str) -> UnknownLabel | None:
+        if not (is_label_name(version) and self._pool.has_model(model)):
+            return None
+        return UnknownLabel(model, version, self._router.labels.get(model, ()))
+
+    async def set_default_version(self, model: str, version: str) -> None:
+        await self.set_label(model, DEFAULT_LABEL, {"version": version})
 
     async def set_label(self, model: str, name: str, document: Any) -> dict[str, Any]:
         """Store a label and return its description.
@@ -57,7 +107,7 @@ class LabelManager:
         async with self._state.lock_model(model):
             self._check_model(model)
             self._check_not_declared(model, name)
-            labels = self._state.labels.get(model, {})
+            labels = self._router.labels.get(model, {})
             if name not in labels and len(labels) >= MAX_LABELS:
                 raise Conflict(
                     f"model {quote_text(model)} has {len(labels)} labels, which is the maximum; "
@@ -66,7 +116,7 @@ class LabelManager:
             await self._pool.monitor.probe_all(MAX_PROBE_WAIT_S)
             for version in label.versions:
                 self._check_version(model, version)
-            await self._state.set_label(model, name, label)
+            await self._router.set_label(model, name, label)
         return self._describe(model, name, label)
 
     async def delete_label(self, model: str, name: str) -> dict[str, Any]:
@@ -75,26 +125,26 @@ class LabelManager:
             label = self._find_label(model, name)
             self._check_not_declared(model, name)
             description = self._describe(model, name, label)
-            await self._state.set_label(model, name, None)
+            await self._router.set_label(model, name, None)
         return description
 
-    async def delete_labels(self, model: str) -> None:
+    async def forget_model(self, model: str) -> None:
         async with self._state.lock_model(model):
-            for name in list(self._state.labels.get(model, {})):
-                if not self._is_declared(model, name):
-                    await self._state.set_label(model, name, None)
+            for name in list(self._router.labels.get(model, {})):
+                if not self._router.is_declared(model, name):
+                    await self._router.set_label(model, name, None)
 
     def describe_label(self, model: str, name: str) -> dict[str, Any]:
         return self._describe(model, name, self._find_label(model, name))
 
     def describe_labels(self, model: str) -> list[dict[str, Any]]:
-        labels = self._state.labels.get(model, {})
+        labels = self._router.labels.get(model, {})
         if not labels:
             self._check_model(model)
         return [self._describe(model, name, labels[name]) for name in sorted(labels)]
 
     def _find_label(self, model: str, name: str) -> VersionLabel:
-        labels = self._state.labels.get(model, {})
+        labels = self._router.labels.get(model, {})
         if name not in labels:
             self._check_model(model)
             raise UnknownLabel(model, name, labels)
@@ -104,12 +154,8 @@ class LabelManager:
         if not self._pool.has_model(model):
             raise UnknownModel(model)
 
-    def _is_declared(self, model: str, name: str) -> bool:
-        declared = self._state.declared_models.get(model)
-        return declared is not None and name in declared.labels
-
     def _check_not_declared(self, model: str, name: str) -> None:
-        if self._is_declared(model, name):
+        if self._router.is_declared(model, name):
             raise Conflict(
                 f"label {quote_text(name)} of model {quote_text(model)} is declared in the models file; "
                 "change it there"
@@ -141,7 +187,7 @@ class LabelManager:
             "model": model,
             "label": name,
             **label.to_dict(),
-            **({"declared": True} if self._is_declared(model, name) else {}),
+            **({"declared": True} if self._router.is_declared(model, name) else {}),
             "ready": {each: self._pool.is_usable(model, each) for each in label.versions},
             "model_version_status": build_version_status(
                 {"version": each, **self._find_best_state(model, each).to_dict()}

@@ -11,6 +11,13 @@ from typing import Final
 from prometheus_client import Counter
 from starlette.types import Scope
 
+from gateway.capabilities.versions.labels import (
+    LABELS,
+    LabelTable,
+    ModelLabels,
+    Shadow,
+    VersionLabel,
+)
 from gateway.capabilities.versions.splits import (
     PercentCounter,
     WeightedRotation,
@@ -20,9 +27,9 @@ from gateway.capabilities.versions.splits import (
 from gateway.errors import GatewayError, Unavailable
 from gateway.fleet.pool import ReplicaPool
 from gateway.messages import join_names, quote_text
-from gateway.repository.shared_state import SharedState
+from gateway.repository.models_file import DeclaredModel
+from gateway.repository.shared_state import SharedState, SharedTable
 from gateway.tensors.sequence import SequenceStep
-from gateway.version_labels import LabelTable, Shadow, VersionLabel
 
 log = logging.getLogger(__name__)
 
@@ -171,23 +178,43 @@ class ActiveLabel:
 
 
 class LabelRouter:
-    """The labels of all models, as requests use them."""
+    """The labels of all models: those of the state, and those of the models file, which take precedence."""
 
-    def __init__(self, pool: ReplicaPool, state: SharedState, redirects: Counter) -> None:
-        self._state = state
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        state: SharedState,
+        stored: SharedTable[LabelTable],
+        redirects: Counter,
+    ) -> None:
         self._pool = pool
+        self._state = state
+        self._stored = stored
         self._redirects = redirects
         self._active: dict[tuple[str, str], ActiveLabel] = {}
-        self._seen_labels: LabelTable = {}
         self._sequences = SequenceVersions()
+        self.labels: LabelTable = {}
+        self._update()
+        state.refresh_listeners.append(self._update)
 
     def find_label(self, model: str, name: str) -> ActiveLabel | None:
-        if self._state.labels is not self._seen_labels:
-            self._update_labels(self._state.labels)
         return self._active.get((model, name))
 
-    def _update_labels(self, labels: LabelTable) -> None:
+    async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
+        """Store a label, or delete it if None."""
+        await self._stored.set((model, name), None if label is None else label.to_dict())
+        self._update()
+
+    def is_declared(self, model: str, name: str) -> bool:
+        declared = self._state.declared_models.get(model)
+        return declared is not None and name in find_declared_labels(declared)
+
+    def _update(self) -> None:
         """Keep the rotations of labels that did not change."""
+        labels = dict(self._stored.value)
+        for model, declared in self._state.declared_models.items():
+            if declared_labels := find_declared_labels(declared):
+                labels[model] = {**labels.get(model, {}), **declared_labels}
         before, self._active = self._active, {}
         for model, model_labels in labels.items():
             for name, value in model_labels.items():
@@ -197,4 +224,9 @@ class LabelRouter:
                         self._pool, self._sequences, self._redirects, model, name, value
                     )
                 self._active[model, name] = active
-        self._seen_labels = labels
+        self.labels = labels
+
+
+def find_declared_labels(model: DeclaredModel) -> ModelLabels:
+    labels: ModelLabels = model.capability_values.get(LABELS.name, {})
+    return labels

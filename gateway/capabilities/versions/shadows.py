@@ -15,6 +15,7 @@ from time import monotonic
 from typing import Final
 
 from gateway.capabilities.versions.label_router import ActiveLabel
+from gateway.capabilities.versions.labels import Shadow
 from gateway.capabilities.versions.metrics import LabelMetrics
 from gateway.capabilities.versions.output_comparison import (
     DIFFERENT,
@@ -29,7 +30,6 @@ from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.tasks import TaskSet, cancel_tasks
 from gateway.telemetry.request_info import current_request_info
-from gateway.version_labels import Shadow
 
 log = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from gateway.repository.state.desired import StateStore
+    from gateway.repository.state.tables import Table
 
 T = TypeVar("T")
 state_commands = typer.Typer(no_args_is_help=True, help="Export or import the desired state.")
@@ -39,24 +40,18 @@ def export_command(state: StateUrl = "") -> None:
     sys.stdout.buffer.write(run(export()).to_json())
 
 
-@state_commands.command("import")
-def import_command(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Exported state; - is standard input.")
-    ],
-    state: StateUrl = "",
-) -> None:
-    """Replace the state with an exported one; running gateways apply it within seconds."""
+def import_file(file: Path, url: str, capability_tables: Iterable[Table[Any]]) -> None:
+    """Replace the state by the one in the file. Raises `CommandError`."""
     from gateway.repository.state.transfer import import_state, parse_export
 
     try:
         raw = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
     except OSError as exc:
         raise CommandError(f"cannot read {file}: {exc.strerror}") from None
-    exported = parse_export(raw)
+    exported = parse_export(raw, capability_tables)
 
     async def replace() -> None:
-        async with open_store(state) as store:
+        async with open_store(url) as store:
             await import_state(store, exported)
 
     run(replace())

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -22,37 +22,34 @@ import orjson
 
 from gateway.errors import StateUnavailable
 from gateway.repository.state.desired import (
+    CORDONS,
+    MODELS,
     OPERATION_TTL_S,
     READ_ACTION,
     WRITE_ACTION,
     BadState,
-    DesiredModel,
-    DesiredState,
+    Document,
     OutageLog,
-    UnreadableState,
     decode_operation,
-    decode_state,
     is_operation_id,
-    parse_desired_state,
-    with_cordon,
 )
-from gateway.repository.state.loads import (
-    Loads,
-    drop_orphaned_loads,
-    find_confirmed_load,
-    load_owners,
-    new_load_token,
-    parse_loads,
-    with_finished_load,
-    with_load,
-    without_replica,
+from gateway.repository.state.documents import REVISION, DocumentStore
+from gateway.repository.state.loads import LOADS, Loads, parse_loads
+from gateway.repository.state.tables import (
+    RawTable,
+    Table,
+    UnreadableState,
+    check_capability_tables,
+    decode_state,
 )
-from gateway.version_labels import LabelTable, VersionLabel
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+# A release reads the state of the one before, and writes what that one reads: fields are only added, and
+# unknown ones are kept. What the one before would misread needs another number.
+STATE_FORMAT: Final = 1
+EMPTY_DOCUMENT: Final = {"format": STATE_FORMAT, REVISION: 0, MODELS.name: {}}
 PROBE_MARGIN_BYTES: Final = 4096
-
 LOCK_TIMEOUT_S: Final = 3.0  # a write takes milliseconds, so a longer wait means a stopped process
 REPORT_TTL_S: Final = 5.0
 
@@ -116,7 +113,7 @@ class FileLeases:
         if descriptor is not None:
             os.close(descriptor)
 
-    def exchange_reports(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    def exchange_reports(self, report: Document) -> list[Document]:
         self._folder.mkdir(0o700, exist_ok=True)
         new = self._folder / f"{self._owner}.new"
         new.write_bytes(orjson.dumps(report))
@@ -150,12 +147,12 @@ def open_file_store(url: SplitResult) -> FileStateStore | None:
 class FileSnapshot:
     """The content of the file when it was last read."""
 
-    state: DesiredState
+    document: Document
     stamp: tuple[int, ...]
     file: BinaryIO  # kept open, so that no other file reuses its inode and is mistaken for it
 
 
-class FileStateStore:
+class FileStateStore(DocumentStore):
     """A JSON document for the processes of one machine.
 
     It is replaced atomically, never written in place. Changes are made under a lock in a single thread, so
@@ -163,9 +160,9 @@ class FileStateStore:
     """
 
     is_shared: ClassVar[bool] = True
-    loss_count: ClassVar[int] = 0
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self._path = path
         self._lock_path = path.with_name(f"{path.name}.lock")
         self._operations_folder = path.with_name(f"{path.name}.operations")
@@ -187,7 +184,7 @@ class FileStateStore:
             os.close(os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o600))
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            self._read_state()
+            self._read_document()
             self._close_snapshot()
         except UnreadableState as exc:
             raise BadState(
@@ -200,101 +197,31 @@ class FileStateStore:
                 "a folder that this user can write to"
             ) from None
 
-    async def read_desired_models(self) -> Mapping[str, DesiredModel]:
-        if WRITE_ACTION in self._outages:  # detect its end even if nobody changes a model
+    async def read(self, table: Table[T]) -> T:
+        if (
+            table is MODELS and WRITE_ACTION in self._outages
+        ):  # detect its end even if nobody changes a model
             with suppress(StateUnavailable):
-                await self._run_action(WRITE_ACTION, self._probe_write)
-        return await self._run_action(READ_ACTION, lambda: self._read_state().models)
+                await self._run(WRITE_ACTION, self._probe_write)
+        return await super().read(table)
 
-    async def set_desired_model(
-        self, model: str, desired: DesiredModel | None, expected_revision: int | None = None
-    ) -> int:
-        def run() -> int:
-            with lock_file(self._lock_path):
-                state = self._read_state()
-                if not state.has_revision(model, expected_revision):
-                    return 0
-                state = state.with_model(model, desired)
-                replace_file(self._path, state.to_json())
-            return state.revision
-
-        return await self._run_action(WRITE_ACTION, run)
-
-    async def read_labels(self) -> LabelTable:
-        return await self._run_action(READ_ACTION, lambda: self._read_state().labels)
-
-    async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
-        def run() -> None:
-            with lock_file(self._lock_path):
-                state = self._read_state().with_label(model, name, label)
-                replace_file(self._path, state.to_json())
-
-        await self._run_action(WRITE_ACTION, run)
-
-    async def read_loads(self) -> Loads:
-        return await self._run_action(READ_ACTION, self._read_live_loads)
-
-    async def begin_load(self, replica: str, model: str) -> tuple[str, str]:
-        token = new_load_token(self._owner)
-
-        def change(loads: Loads) -> Loads:
-            self._hold_alive_lock()
-            return with_load(loads, replica, model, token)
-
-        before = await self._change_loads(change)
-        return token, find_confirmed_load(before, replica, model)
-
-    async def end_load(self, replica: str, model: str, token: str, resulting_load: str) -> None:
-        await self._change_loads(
-            lambda loads: with_finished_load(loads, replica, model, token, resulting_load)
-        )
-
-    async def forget_loads(self, replica: str) -> None:
-        await self._change_loads(lambda loads: without_replica(loads, replica))
-
-    async def _change_loads(self, change: Callable[[Loads], Loads]) -> Loads:
-        """Return the loads before the change."""
-
-        def run() -> Loads:
-            with lock_file(self._lock_path):
-                before = self._read_loads()
-                replace_file(self._loads_path, orjson.dumps(change(before)), is_durable=False)
-            return before
-
-        return await self._run_action(WRITE_ACTION, run)
-
-    async def read_cordons(self) -> frozenset[str]:
-        return await self._run_action(READ_ACTION, self._read_cordons)
-
-    async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
-        def run() -> None:
-            with lock_file(self._lock_path):
-                cordons = with_cordon(self._read_cordons(), replica, is_cordoned=is_cordoned)
-                raw = orjson.dumps(sorted(cordons), option=orjson.OPT_APPEND_NEWLINE)
-                replace_file(self._cordons_path, raw)
-
-        await self._run_action(WRITE_ACTION, run)
-
-    async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
+    async def record_operation(self, operation_id: str, document: Document) -> None:
         raw = orjson.dumps(document)
-        await self._run_action(WRITE_ACTION, lambda: self._write_operation(operation_id, raw))
+        await self._run(WRITE_ACTION, lambda: self._write_operation(operation_id, raw))
 
-    async def read_operation(self, operation_id: str) -> Mapping[str, Any] | None:
+    async def read_operation(self, operation_id: str) -> Document | None:
         if not is_operation_id(operation_id):
             return None
-        return await self._run_action(READ_ACTION, lambda: self._read_operation(operation_id))
+        return await self._run(READ_ACTION, lambda: self._read_operation(operation_id))
 
     async def acquire_lease(self, name: str) -> bool:
-        return await self._run_lease_action(lambda: self._leases.acquire(name))
+        return await self._run_unproven(WRITE_ACTION, lambda: self._leases.acquire(name))
 
     async def release_lease(self, name: str) -> None:
-        await self._run_lease_action(lambda: self._leases.release(name))
+        await self._run_unproven(WRITE_ACTION, lambda: self._leases.release(name))
 
-    async def exchange_reports(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        return await self._run_lease_action(lambda: self._leases.exchange_reports(report))
-
-    def rate_windows(self) -> None:
-        return None
+    async def exchange_reports(self, report: Document) -> list[Document]:
+        return await self._run_unproven(WRITE_ACTION, lambda: self._leases.exchange_reports(report))
 
     @property
     def is_available(self) -> bool:
@@ -308,16 +235,13 @@ class FileStateStore:
     async def _run_in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
-    async def _run_action(self, action: str, function: Callable[[], T]) -> T:
+    async def _run(self, action: str, function: Callable[[], T]) -> T:
         result = await self._run_unproven(action, function)
         self._outages.record_success(action)
         return result
 
-    async def _run_lease_action(self, function: Callable[[], T]) -> T:
-        """Locks need no room on the disk, so that they do not end an outage."""
-        return await self._run_unproven(WRITE_ACTION, function)
-
     async def _run_unproven(self, action: str, function: Callable[[], T]) -> T:
+        """Return the result. A success does not end an outage: locks need no room on the disk."""
         try:
             return await self._run_in_thread(function)
         except OSError as exc:
@@ -325,55 +249,72 @@ class FileStateStore:
         except UnreadableState as exc:
             raise self._outages.record_failure(action, f"the state file is damaged: {exc}") from exc
 
-    def _read_state(self) -> DesiredState:
-        """Return the state, and parse the file again only if it changed."""
+    def _exclude_others(self) -> AbstractContextManager[None]:
+        return lock_file(self._lock_path)
+
+    def _load_field(self, field: str) -> Any:
+        if field == LOADS:
+            return self._load_loads()
+        if field == CORDONS.name:
+            return self._load_cordons()
+        return self._read_document().get(field, {})
+
+    def _save_fields(self, fields: Mapping[str, Any]) -> None:
+        if LOADS in fields:
+            replace_file(self._loads_path, orjson.dumps(fields[LOADS]), is_durable=False)
+        elif CORDONS.name in fields:
+            names = sorted(fields[CORDONS.name])
+            replace_file(self._cordons_path, orjson.dumps(names, option=orjson.OPT_APPEND_NEWLINE))
+        else:
+            options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+            raw = orjson.dumps({**self._read_document(), **fields}, option=options)
+            replace_file(self._path, raw)
+
+    def _read_document(self) -> Document:
+        """Return the document, and parse the file again only if it changed."""
         try:
             stamp = file_stamp(self._path.stat())
         except FileNotFoundError:
             if not self._path.parent.is_dir():
                 raise  # a missing folder (an unmounted volume) is not an empty state
             self._close_snapshot()
-            return DesiredState()
+            return EMPTY_DOCUMENT
         if self._snapshot is None or self._snapshot.stamp != stamp:
             self._close_snapshot()
             self._snapshot = read_snapshot(self._path)
-        return self._snapshot.state
+        return self._snapshot.document
 
     def _close_snapshot(self) -> None:
         if self._snapshot is not None:
             self._snapshot.file.close()
         self._snapshot = None
 
-    def _read_loads(self) -> Loads:
+    def _load_loads(self) -> Loads:
         try:
             return parse_loads(decode_state(self._loads_path.read_bytes()))
         except (FileNotFoundError, UnreadableState):
             return {}
 
-    def _read_cordons(self) -> frozenset[str]:
+    def _load_cordons(self) -> RawTable:
         try:
-            document = decode_state(self._cordons_path.read_bytes())
+            names = decode_state(self._cordons_path.read_bytes())
         except FileNotFoundError:
-            return frozenset()
-        if not isinstance(document, list) or not all(isinstance(name, str) for name in document):
+            return {}
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise UnreadableState("unexpected structure")
-        return frozenset(document)
+        return dict.fromkeys(names, True)
 
-    def _read_live_loads(self) -> Loads:
-        loads = self._read_loads()
-        alive = {name for name in load_owners(loads) if name == self._owner or self._is_alive(name)}
-        return drop_orphaned_loads(loads, frozenset(alive))
-
-    def _hold_alive_lock(self) -> None:
-        """Hold a lock until this process exits, which marks its loads as still in progress."""
+    def _claim_loads(self) -> str:
+        # The lock is held until this process exits.
         if self._alive_lock is None:
             self._alive_folder.mkdir(0o700, exist_ok=True)
             self._alive_lock = try_lock_file(self._alive_folder / self._owner)
+        return self._owner
 
     def _is_alive(self, owner: str) -> bool:
         path = self._alive_folder / owner
-        if not path.exists():
-            return False
+        if owner == self._owner or not path.exists():
+            return owner == self._owner
         descriptor = try_lock_file(path)
         if descriptor is not None:  # the owner has exited
             path.unlink(missing_ok=True)
@@ -382,7 +323,7 @@ class FileStateStore:
 
     def _probe_write(self) -> None:
         probe = self._path.with_name(f"{self._path.name}.probe")
-        with lock_file(self._lock_path):
+        with self._exclude_others():
             # As large as what must be written: a full disk may have room for an empty file.
             size = sum(
                 path.stat().st_size for path in (self._path, self._loads_path) if path.exists()
@@ -392,13 +333,13 @@ class FileStateStore:
 
     def _write_operation(self, operation_id: str, raw: bytes) -> None:
         path = self._operations_folder / f"{operation_id}.json"
-        with lock_file(self._lock_path):
+        with self._exclude_others():
             self._operations_folder.mkdir(0o700, exist_ok=True)
             if not path.exists():
                 remove_old_operations(self._operations_folder)
             replace_file(path, raw)
 
-    def _read_operation(self, operation_id: str) -> Mapping[str, Any] | None:
+    def _read_operation(self, operation_id: str) -> Document | None:
         try:
             raw = (self._operations_folder / f"{operation_id}.json").read_bytes()
         except FileNotFoundError:
@@ -427,9 +368,21 @@ def read_snapshot(path: Path) -> FileSnapshot:
     with ExitStack() as stack:
         file = stack.enter_context(path.open("rb"))
         stamp = file_stamp(os.fstat(file.fileno()))
-        state = parse_desired_state(decode_state(file.read()))
+        document = parse_state_document(decode_state(file.read()))
         stack.pop_all()
-        return FileSnapshot(state, stamp, file)
+        return FileSnapshot(document, stamp, file)
+
+
+def parse_state_document(document: Any) -> Document:
+    """Raise `UnreadableState` if the document is invalid."""
+    match document:
+        case {"format": int(version)} if version != STATE_FORMAT:
+            raise UnreadableState(f"format {version} is not supported, only format {STATE_FORMAT}")
+        case {"format": int(), "revision": int(), "models": dict(models)}:
+            MODELS.decode(models)
+            check_capability_tables(document)
+            return document  # type: ignore[no-any-return]  # it is a dict
+    raise UnreadableState("unexpected structure")
 
 
 def replace_file(path: Path, raw: bytes, *, is_durable: bool = True) -> None:

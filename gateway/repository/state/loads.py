@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+from gateway.repository.state.tables import with_entry
 
 # Replica → model → the id of the last confirmed load, or the token of a load in progress.
 Loads = Mapping[str, Mapping[str, str]]
 
+LOADS: Final = "loads"  # the name of the table
 IN_PROGRESS_PREFIX: Final = "?"
+
+
+class StartedLoad(NamedTuple):
+    """A load in progress on a replica, and the load that the replica had confirmed before."""
+
+    token: str
+    confirmed_load: str
 
 
 def parse_loads(document: Any) -> Loads:
@@ -36,9 +46,8 @@ def token_owner(token: str) -> str:
     return token[len(IN_PROGRESS_PREFIX) :].partition(":")[0]
 
 
-def find_confirmed_load(loads: Loads, replica: str, model: str) -> str:
-    """Return the last confirmed load; empty if it is unknown, or another load is in progress."""
-    load = loads.get(replica, {}).get(model, "")
+def drop_token(load: str) -> str:
+    """Return a confirmed load; empty if it is in progress, and so unknown."""
     return "" if is_in_progress(load) else load
 
 
@@ -54,15 +63,12 @@ def with_finished_load(
 
 
 def with_load(loads: Loads, replica: str, model: str, load: str) -> Loads:
-    models = {name: value for name, value in loads.get(replica, {}).items() if name != model}
-    if load:
-        models[model] = load
-    table = without_replica(loads, replica)
-    return {**table, replica: models} if models else table
+    """Return the table with a load; without one if it is empty, which is unknown."""
+    return with_entry(loads, (replica, model), load or None)
 
 
 def without_replica(loads: Loads, replica: str) -> Loads:
-    return {name: models for name, models in loads.items() if name != replica}
+    return with_entry(loads, (replica,), None)
 
 
 def drop_orphaned_loads(loads: Loads, live_owners: frozenset[str]) -> Loads:

@@ -6,13 +6,13 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar, cast
 from urllib.parse import SplitResult, parse_qsl, unquote
 
 import orjson
@@ -22,23 +22,24 @@ from gateway.access.rate_limit import WindowCount
 from gateway.errors import StateUnavailable
 from gateway.repository.state import redis_scripts
 from gateway.repository.state.desired import (
+    CORDONS,
+    MODELS,
     OPERATION_TTL_S,
     READ_ACTION,
     WRITE_ACTION,
     BadState,
     DesiredModel,
+    Document,
     OutageLog,
-    UnreadableState,
     decode_operation,
-    decode_state,
-    desired_model_to_dict,
     is_operation_id,
-    parse_desired_model,
-    parse_stored_label,
 )
 from gateway.repository.state.loads import (
+    LOADS,
     Loads,
+    StartedLoad,
     drop_orphaned_loads,
+    drop_token,
     is_in_progress,
     load_owners,
     new_load_token,
@@ -51,7 +52,14 @@ from gateway.repository.state.redis_connection import (
     redis_exceptions,
 )
 from gateway.repository.state.redis_scripts import CHECK_DEADLINE, COUNT_INFERENCES
-from gateway.version_labels import LabelTable, VersionLabel
+from gateway.repository.state.tables import (
+    CAPABILITY_TABLES,
+    RawTable,
+    Table,
+    UnreadableState,
+    create_raw_table,
+    decode_state,
+)
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +70,6 @@ TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 # The change that the script RESTORE names: the number of the restoration, and the revision of what it wrote.
 RESTORED_CHANGE: Final = re.compile(rb"restored:(\d{1,18}):(\d{1,18})")
 HISTORY_KEYS: Final = ("restorations", "revision")
-MAX_FIELDS: Final = 1000  # a limit of Lua's unpack()
 WINDOW_TIMEOUT_S: Final = 0.25  # short, because inference requests wait for it
 WINDOW_CONNECTIONS: Final = 16
 COUNT_ACTION: Final = "used to count requests"
@@ -90,17 +97,36 @@ def open_redis_store(url: SplitResult, port: int) -> RedisStateStore | None:
     return RedisStateStore(server, prefix)
 
 
-@dataclass
-class CachedPart(Generic[T]):
-    """A hash or a set of the state, as it was last read."""
+class EntryCommands(NamedTuple):
+    """The Redis commands that read all entries of a table, add one and delete one."""
 
-    keys: tuple[str, str]  # of the part, and of its last change
-    decode: Callable[[Sequence[bytes]], T]
-    value: T
-    commands: tuple[str, str] = ("HGETALL", "HSET")  # that read and write it
+    read: str
+    add: str
+    delete: str
+
+
+HASH: Final = EntryCommands("HGETALL", "HSET", "HDEL")
+SET: Final = EntryCommands("SMEMBERS", "SADD", "SREM")
+
+
+@dataclass
+class CachedTable:
+    """A table, as it was last read."""
+
+    table: Table[Any]  # a raw one, until its owner has read it
+    decode_entries: Callable[[Sequence[bytes]], RawTable]
+    keys: tuple[str, str]  # of the table, and of its last change
+    commands: EntryCommands = HASH
+    value: Any = field(default_factory=dict)
     position: tuple[int, int] = (0, 0)  # the restorations that it includes, and its revision
     change: bytes = b""
     entries: Sequence[bytes] = ()  # the value, as it is stored
+
+    def set_owner(self, table: Table[Any]) -> None:
+        if self.table is not table:
+            self.table = table
+            self.value = table.decode({})
+            self.change = b""  # read and decode it again
 
     def is_later_than(self, restorations: int, change: bytes) -> bool:
         """Return whether this was read later than what the last restoration wrote and nothing changed."""
@@ -112,7 +138,8 @@ class CachedPart(Generic[T]):
 
     def update(self, position: tuple[int, int], change: bytes, *entries: Sequence[bytes]) -> None:
         for each in entries:  # none, if they have not changed
-            self.value, self.entries = self.decode(each), each
+            self.value = self.table.decode(self.decode_entries(each))
+            self.entries = each
         self.position, self.change = position, change
 
 
@@ -127,54 +154,55 @@ class RedisStateStore:
 
     def __init__(self, server: RedisServer, prefix: str) -> None:
         self._redis = RedisConnection(server, prefix)
-        self._rate_windows = RedisRateWindows(server, prefix)
+        self.rate_windows = RedisRateWindows(server, prefix)
         self._token = secrets.token_hex(16)
         self._alive_key = format_alive_key(self._token)
         self._leases: set[str] = set()  # the keys of those that were granted
         self._has_loaded = False
         self.loss_count = 0
-        self._desired_models: CachedPart[Mapping[str, DesiredModel]] = CachedPart(
-            ("wishes", "change"), decode_desired_models, {}
-        )
-        self._labels: CachedPart[LabelTable] = CachedPart(
-            ("labels", "labels-change"), decode_labels, {}
-        )
-        self._loads: CachedPart[Loads] = CachedPart(("loads", "loads-change"), decode_loads, {})
-        self._cordons: CachedPart[frozenset[str]] = CachedPart(
-            ("cordons", "cordons-change"), decode_names, frozenset(), ("SMEMBERS", "SADD")
-        )
-        self._parts: tuple[CachedPart[Any], ...] = (
-            self._desired_models,
-            self._labels,
-            self._loads,
-            self._cordons,
-        )
+        decode_loads = partial(decode_pairs, decode=bytes.decode)
+        self._loads = CachedTable(create_raw_table(LOADS), decode_loads, change_keys(LOADS))
+        self._tables = {
+            MODELS.name: CachedTable(MODELS, decode_documents, ("wishes", "change")),
+            LOADS: self._loads,
+            CORDONS.name: CachedTable(CORDONS, decode_members, change_keys(CORDONS.name), SET),
+        }
+        for name in CAPABILITY_TABLES:
+            decode = partial(decode_pairs, decode=decode_state)
+            self._tables[name] = CachedTable(create_raw_table(name), decode, change_keys(name))
 
-    async def read_desired_models(self) -> Mapping[str, DesiredModel]:
-        return await self._read(self._desired_models)
+    async def read(self, table: Table[T]) -> T:
+        cached = self._find_table(table)
+        await self._read(cached)
+        return cast(T, cached.value)
+
+    async def write(self, table: Table[T], keys: Sequence[str], value: Any) -> T:
+        # Changes have random names, because a Redis that lost its data would count from 1 again.
+        cached = self._find_table(table)
+        command = cached.commands.delete if value is None else cached.commands.add
+        arguments = [secrets.token_hex(8), command, encode_keys(keys)]
+        if value is not None and cached.commands is HASH:
+            arguments.append(orjson.dumps(value))
+        await self._change(redis_scripts.WRITE_ENTRY, cached, *arguments)
+        return cast(T, cached.value)
 
     async def set_desired_model(
         self, model: str, desired: DesiredModel | None, expected_revision: int | None = None
     ) -> int:
-        # Changes have random names, because a Redis that lost its data would count from 1 again.
         expected = "" if expected_revision is None else str(expected_revision)
         arguments: list[str | bytes] = [model, secrets.token_hex(8), expected]
         if desired is not None:
             # Without the opening brace: the script inserts the revision first.
-            arguments.append(orjson.dumps(desired_model_to_dict(desired))[1:])
+            arguments.append(orjson.dumps(desired.to_dict())[1:])
             if desired.revision:
                 arguments.append(str(desired.revision))
-        script = redis_scripts.SET_DESIRED_MODEL
-        return await self._change(script, self._desired_models, *arguments)
+        models = self._find_table(MODELS)
+        return await self._change(redis_scripts.SET_DESIRED_MODEL, models, *arguments)
 
-    async def read_labels(self) -> LabelTable:
-        return await self._read(self._labels)
-
-    async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
-        arguments: list[str | bytes] = [orjson.dumps([model, name]), secrets.token_hex(8)]
-        if label is not None:
-            arguments.append(orjson.dumps(label.to_dict()))
-        await self._change(redis_scripts.SET_LABEL, self._labels, *arguments)
+    def _find_table(self, table: Table[Any]) -> CachedTable:
+        cached = self._tables[table.name]
+        cached.set_owner(table)
+        return cached
 
     async def read_loads(self) -> Loads:
         loads = await self._read(self._loads)
@@ -185,43 +213,33 @@ class RedisStateStore:
                 alive.add(owner)
         return drop_orphaned_loads(loads, frozenset(alive))
 
-    async def begin_load(self, replica: str, model: str) -> tuple[str, str]:
+    async def begin_load(self, replica: str, model: str) -> StartedLoad:
         self._has_loaded = True
         token = new_load_token(self._token)
         before = await self._redis.run_script(
             WRITE_ACTION,
             redis_scripts.BEGIN_LOAD,
             (*self._loads.keys, self._alive_key),
-            *(load_field(replica, model), token, LEASE_MS, self._token),
+            *(encode_keys((replica, model)), token, LEASE_MS, self._token),
             decode=bytes.decode,
         )
-        return token, "" if is_in_progress(before) else before
+        return StartedLoad(token, drop_token(before))
 
     async def end_load(self, replica: str, model: str, token: str, resulting_load: str) -> None:
-        field = load_field(replica, model)
-        script = redis_scripts.END_LOAD
-        await self._write(script, self._loads.keys, field, token, resulting_load)
+        arguments = (encode_keys((replica, model)), token, resulting_load)
+        await self._write(redis_scripts.END_LOAD, self._loads.keys, *arguments)
 
     async def forget_loads(self, replica: str) -> None:
         loads = await self._read(self._loads)  # with those of exited processes
-        fields = [load_field(replica, model) for model in loads.get(replica, {})]
-        for start in range(0, len(fields), MAX_FIELDS):
-            batch = fields[start : start + MAX_FIELDS]
-            change = secrets.token_hex(8)
-            await self._write(redis_scripts.FORGET_LOADS, self._loads.keys, change, *batch)
+        fields = [encode_keys((replica, model)) for model in loads.get(replica, {})]
+        change = secrets.token_hex(8)
+        await self._write(redis_scripts.FORGET_LOADS, self._loads.keys, change, *fields)
 
-    async def read_cordons(self) -> frozenset[str]:
-        return await self._read(self._cordons)
-
-    async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
-        arguments = (replica, secrets.token_hex(8), "SADD" if is_cordoned else "SREM")
-        await self._change(redis_scripts.SET_CORDON, self._cordons, *arguments)
-
-    async def record_operation(self, operation_id: str, document: Mapping[str, Any]) -> None:
+    async def record_operation(self, operation_id: str, document: Document) -> None:
         command = ("SET", self._operation_key(operation_id), orjson.dumps(document))
         await self._redis.execute(WRITE_ACTION, *command, "EX", OPERATION_TTL_S, decode=bool)
 
-    async def read_operation(self, operation_id: str) -> Mapping[str, Any] | None:
+    async def read_operation(self, operation_id: str) -> Document | None:
         if not is_operation_id(operation_id):
             return None
         key = self._operation_key(operation_id)
@@ -242,7 +260,7 @@ class RedisStateStore:
         self._leases.discard(key)
         await self._write(redis_scripts.RELEASE_LEASES, (key,), self._token)
 
-    async def exchange_reports(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    async def exchange_reports(self, report: Document) -> list[Document]:
         return await self._redis.run_script(
             WRITE_ACTION,
             redis_scripts.EXCHANGE_REPORTS,
@@ -250,9 +268,6 @@ class RedisStateStore:
             *(self._token, orjson.dumps(report), LEASE_MS),
             decode=decode_reports,
         )
-
-    def rate_windows(self) -> RedisRateWindows:
-        return self._rate_windows
 
     @property
     def is_available(self) -> bool:
@@ -265,47 +280,47 @@ class RedisStateStore:
             with suppress(StateUnavailable):
                 await self._write(redis_scripts.RELEASE_LEASES, keys, self._token)
         await self._redis.close()
-        await self._rate_windows.close()
+        await self.rate_windows.close()
 
     def _operation_key(self, operation_id: str) -> str:
         return self._redis.full_key(f"operation:{operation_id}")
 
-    async def _read(self, part: CachedPart[T]) -> T:
-        # Parameters can contain a whole model, so a part is transferred only after a change.
+    async def _read(self, table: CachedTable) -> Any:
+        # Parameters can contain a whole model, so a table is transferred only after a change.
         is_current = await self._redis.run_script(
             READ_ACTION,
             redis_scripts.READ_IF_CHANGED,
-            (*part.keys, *HISTORY_KEYS),
-            *(part.commands[0], part.change),
-            decode=partial(self._update, part),
+            (*table.keys, *HISTORY_KEYS),
+            *(table.commands.read, table.change),
+            decode=partial(self._update, table),
         )
         if not is_current:
             await self._restore()
-        return part.value
+        return table.value
 
-    async def _change(self, script: str, part: CachedPart[Any], *arguments: str | bytes) -> int:
-        """Run a script that changes a part, and return its result."""
+    async def _change(self, script: str, table: CachedTable, *arguments: str | bytes) -> int:
+        """Run a script that changes a table, and return its result."""
 
         def decode(reply: Any) -> int | None:
             result, *stored = reply
             if not stored:
                 return None
-            self._update(part, stored)
+            self._update(table, stored)
             return int(result)
 
         async def run() -> int | None:
             return await self._redis.run_script(
                 WRITE_ACTION,
-                redis_scripts.CHANGE_PART % script,
-                (*part.keys, *HISTORY_KEYS),
-                *(*arguments, part.commands[0], *self._find_position(), part.position[0]),
+                redis_scripts.CHANGE_TABLE % script,
+                (*table.keys, *HISTORY_KEYS),
+                *(*arguments, table.commands.read, *self._find_position(), table.position[0]),
                 decode=decode,
             )
 
         result = await run()
         if result is None:  # Redis has lost its data, or another gateway has restored them
             await self._restore()
-            for each in self._parts:
+            for each in self._tables.values():
                 await self._read(each)
             result = await run()
         if result is None:
@@ -314,9 +329,9 @@ class RedisStateStore:
 
     def _find_position(self) -> tuple[int, int]:
         """Return how many restorations this gateway has seen, and the latest revision since."""
-        return max(part.position for part in self._parts)
+        return max(table.position for table in self._tables.values())
 
-    def _update(self, part: CachedPart[Any], reply: Sequence[Any]) -> bool:
+    def _update(self, table: CachedTable, reply: Sequence[Any]) -> bool:
         """Note what was read. Return whether it is, unlike after a loss, what is known or later.
 
         Raises `UnreadableState`.
@@ -326,32 +341,34 @@ class RedisStateStore:
                 position = restorations, revision
             case _:
                 raise UnreadableState("unexpected counters")
-        if position < self._find_position() or part.is_later_than(restorations, change):
+        if position < self._find_position() or table.is_later_than(restorations, change):
             return False
-        part.update(position, change, *entries)
+        table.update(position, change, *entries)
         return True
 
     async def _restore(self) -> None:
         """Write the last known state again, which Redis has lost."""
         arguments: list[str | bytes | int] = [*self._find_position()]
-        for part in self._parts:
-            entries = part.entries
-            if (
-                part is self._loads
-            ):  # one in progress may have ended since, and nobody would end it again
+        for table in self._tables.values():
+            entries = table.entries
+            if table is self._loads:
+                # One in progress may have ended since, and nobody would end it again.
                 entries = drop_loads_in_progress(entries)
-            arguments += [*part.position, part.commands[1], len(entries), *entries]
-        keys = (*chain.from_iterable(part.keys for part in self._parts), *HISTORY_KEYS)
+            arguments += [*table.position, table.commands.add, len(entries), *entries]
+        keys = (*chain.from_iterable(table.keys for table in self._tables.values()), *HISTORY_KEYS)
         is_lost, written = await self._redis.run_script(
             WRITE_ACTION, redis_scripts.RESTORE, keys, *arguments, decode=tuple
         )
         if is_lost:
             self.loss_count += 1
+            counts = {name: len(table.value) for name, table in self._tables.items()}
+            tables = [f"{name} of {counts[name]} models" for name in CAPABILITY_TABLES]
             log.error(
-                "Redis has lost the state; the last known one was written again: %d models, labels of %d "
-                "models, %d cordons (to go back further, use triton-gateway state import)",
-                *(len(self._desired_models.value), len(self._labels.value)),
-                len(self._cordons.value),
+                "Redis has lost the state; the last known one was written again: %d models, %s, %d cordons "
+                "(to go back further, use triton-gateway state import)",
+                counts[MODELS.name],
+                ", ".join(tables),
+                counts[CORDONS.name],
             )
         elif written:
             log.warning(
@@ -369,9 +386,13 @@ def format_alive_key(owner: str) -> str:
     return f"alive:{owner}"
 
 
-def load_field(replica: str, model: str) -> bytes:
-    """Return the hash field of a model on a replica."""
-    return orjson.dumps([replica, model])
+def change_keys(name: str) -> tuple[str, str]:
+    return name, f"{name}-change"
+
+
+def encode_keys(keys: Sequence[str]) -> str | bytes:
+    """Return the field of a hash, or the member of a set."""
+    return keys[0] if len(keys) == 1 else orjson.dumps(keys)
 
 
 def pair_up(values: Sequence[bytes]) -> Iterable[tuple[bytes, bytes]]:
@@ -379,33 +400,24 @@ def pair_up(values: Sequence[bytes]) -> Iterable[tuple[bytes, bytes]]:
     return zip(values[::2], values[1::2], strict=True)
 
 
-def decode_desired_models(values: Sequence[bytes]) -> Mapping[str, DesiredModel]:
-    return {name.decode(): parse_desired_model(decode_state(raw)) for name, raw in pair_up(values)}
+def decode_documents(values: Sequence[bytes]) -> RawTable:
+    return {name.decode(): decode_state(raw) for name, raw in pair_up(values)}
 
 
-def decode_pair(field: bytes) -> tuple[str, str]:
-    """Return the two names of a field of a hash. Raises `UnreadableState`."""
-    match decode_state(field):
-        case [str(first), str(second)]:
-            return first, second
-    raise UnreadableState("unexpected field")
-
-
-def decode_reports(reply: Iterable[bytes]) -> list[Mapping[str, Any]]:
-    documents = map(decode_state, reply)
-    return [document for document in documents if isinstance(document, dict)]
-
-
-def decode_names(members: Iterable[bytes]) -> frozenset[str]:
-    return frozenset(member.decode() for member in members)
-
-
-def decode_labels(values: Sequence[bytes]) -> LabelTable:
-    table: dict[str, dict[str, VersionLabel]] = {}
-    for key, raw in pair_up(values):
-        model, name = decode_pair(key)
-        table.setdefault(model, {})[name] = parse_stored_label(name, decode_state(raw))
+def decode_pairs(values: Sequence[bytes], decode: Callable[[bytes], Any]) -> RawTable:
+    """Return a table whose keys have two names. Raises `UnreadableState`."""
+    table: dict[str, dict[str, Any]] = {}
+    for field_name, raw in pair_up(values):
+        match decode_state(field_name):
+            case [str(first), str(second)]:
+                table.setdefault(first, {})[second] = decode(raw)
+            case _:
+                raise UnreadableState("unexpected field")
     return table
+
+
+def decode_members(members: Iterable[bytes]) -> RawTable:
+    return {member.decode(): True for member in members}
 
 
 def drop_loads_in_progress(values: Sequence[bytes]) -> list[bytes]:
@@ -413,12 +425,9 @@ def drop_loads_in_progress(values: Sequence[bytes]) -> list[bytes]:
     return list(chain.from_iterable(finished))
 
 
-def decode_loads(values: Sequence[bytes]) -> Loads:
-    loads: dict[str, dict[str, str]] = {}
-    for key, load in pair_up(values):
-        replica, model = decode_pair(key)
-        loads.setdefault(replica, {})[model] = load.decode()
-    return loads
+def decode_reports(reply: Iterable[bytes]) -> list[Document]:
+    documents = map(decode_state, reply)
+    return [document for document in documents if isinstance(document, dict)]
 
 
 class RedisRateWindows:

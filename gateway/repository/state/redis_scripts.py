@@ -10,28 +10,28 @@ if time[1] * 1000 + math.floor(time[2] / 1000) > tonumber(table.remove(ARGV)) th
   return redis.error_reply('EXPIRED')
 end
 """
-# Return a part of the state, a hash or a set: the number of restorations, the revision of the state, the name
-# of the last change of the part, and its entries only if that is not the known change. The keys are those of
-# the part, of its last change, of the number of restorations, and of the revision.
-READ_PART = """
-local function read_part(command, known_change)
+# Return a table, a hash or a set: the number of restorations, the revision of the state, the name
+# of the last change of the table, and its entries only if that is not the known change. The keys are those of
+# the table, of its last change, of the number of restorations, and of the revision.
+READ_TABLE = """
+local function read_table(command, known_change)
   local change = redis.call('GET', KEYS[2]) or ''
-  local part = {
+  local reply = {
     tonumber(redis.call('GET', KEYS[3]) or '0'), tonumber(redis.call('GET', KEYS[4]) or '0'), change
   }
   if change == '' or change ~= known_change then
-    part[4] = redis.call(command, KEYS[1])
+    reply[4] = redis.call(command, KEYS[1])
   end
-  return part
+  return reply
 end
 """
-READ_IF_CHANGED = READ_PART + "return read_part(ARGV[1], ARGV[2])"
-# A change of what the API set, in the place of %s, with the part as it is afterwards. The caller must have
+READ_IF_CHANGED = READ_TABLE + "return read_table(ARGV[1], ARGV[2])"
+# A change of what the API set, in the place of %s, with the table as it is afterwards. The caller must have
 # read what was restored after a loss, and must not know a later revision, which Redis has lost. The last
-# arguments are the command that reads the part, the restorations and the revision that the caller knows, and
-# the restorations that its copy of the part includes.
-CHANGE_PART = (
-    READ_PART
+# arguments are the command that reads the table, the restorations and the revision that the caller knows, and
+# the restorations that its copy of the table includes.
+CHANGE_TABLE = (
+    READ_TABLE
     + """
 local read_restorations = tonumber(table.remove(ARGV))
 local known_revision = tonumber(table.remove(ARGV))
@@ -42,10 +42,10 @@ if restorations ~= known_restorations or restorations ~= read_restorations
     or tonumber(redis.call('GET', KEYS[4]) or '0') < known_revision then
   return {-1}
 end
-local function change_part()
+local function change_table()
 %s
 end
-return {change_part(), unpack(read_part(command, ''))}
+return {change_table(), unpack(read_table(command, ''))}
 """
 )
 SET_DESIRED_MODEL = """
@@ -67,27 +67,18 @@ else
 end
 return revision
 """
-SET_LABEL = """
-if ARGV[3] then
-  redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
-else
-  redis.call('HDEL', KEYS[1], ARGV[1])
-end
-redis.call('SET', KEYS[2], ARGV[2])
+# Run a command on a table. The arguments are the name of the change, and the command without its key.
+WRITE_ENTRY = """
+redis.call(ARGV[2], KEYS[1], unpack(ARGV, 3))
+redis.call('SET', KEYS[2], ARGV[1])
 redis.call('INCR', KEYS[4])
 return 1
 """
-SET_CORDON = """
-redis.call(ARGV[3], KEYS[1], ARGV[1])
-redis.call('SET', KEYS[2], ARGV[2])
-redis.call('INCR', KEYS[4])
-return 1
-"""
-# Write the last known state again after a loss. Each part says with which revision its writer had read it, so
-# that a gateway that had read a later one replaces it, unless it was changed since. The first arguments are
-# the restorations and the revision that the caller knows. For each part follow the restorations that it
+# Write the last known state again after a loss. Each table says with which revision its writer had read it,
+# so that a gateway that had read a later one replaces it, unless it was changed since. The first arguments
+# are the restorations and the revision that the caller knows. For each table follow the restorations that it
 # includes, the revision with which it was read (0: never), the command that writes it, and the number of its
-# values, followed by these. The result is whether the state was lost, and the number of parts written.
+# values, followed by these. The result is whether the state was lost, and the number of tables written.
 RESTORE = """
 local restorations = tonumber(redis.call('GET', KEYS[#KEYS - 1]) or '0')
 local revision = tonumber(redis.call('GET', KEYS[#KEYS]) or '0')
@@ -101,13 +92,13 @@ end
 local written = 0
 local position = 3
 for number = 1, #KEYS - 2, 2 do
-  local part_restorations = tonumber(ARGV[position])
+  local table_restorations = tonumber(ARGV[position])
   local source = tonumber(ARGV[position + 1])
   local command = ARGV[position + 2]
   local last = position + 3 + tonumber(ARGV[position + 3])
   local change = redis.call('GET', KEYS[number + 1]) or ''
   local restored = tonumber(string.match(change, '^restored:' .. restorations .. ':(%d+)$'))
-  local is_later = part_restorations < restorations and restored and restored < source
+  local is_later = table_restorations < restorations and restored and restored < source
   if is_lost and source > 0 or is_later then
     redis.call('DEL', KEYS[number])
     for first = position + 4, last, 1000 do -- a limit of unpack()
@@ -144,9 +135,11 @@ redis.call('SET', KEYS[2], ARGV[2] .. '.')
 return 1
 """
 FORGET_LOADS = """
-local count = redis.call('HDEL', KEYS[1], unpack(ARGV, 2))
+for index = 2, #ARGV do
+  redis.call('HDEL', KEYS[1], ARGV[index])
+end
 redis.call('SET', KEYS[2], ARGV[1])
-return count
+return 1
 """
 ACQUIRE_LEASE = """
 redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2])

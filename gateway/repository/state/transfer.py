@@ -1,24 +1,24 @@
-"""Export and import of the state: desired models, version labels and cordons, as a JSON document."""
+"""Export and import of the state: desired models, cordons and the tables of capabilities, as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import orjson
 
 from gateway.messages import CommandError
-from gateway.repository.state.desired import (
-    DesiredModel,
-    Document,
-    StateStore,
+from gateway.repository.state.desired import CORDONS, MODELS, DesiredModel, StateStore
+from gateway.repository.state.tables import (
+    CAPABILITY_TABLES,
+    RawTable,
+    Table,
     UnreadableState,
+    check_capability_tables,
+    create_raw_table,
     decode_state,
-    desired_model_to_dict,
-    parse_label_table,
 )
-from gateway.version_labels import LabelTable
 
 EXPORT_FORMAT: Final = 1
 
@@ -32,70 +32,77 @@ class ExportedState:
     """The state without what belongs to one store: revisions, loads and operations."""
 
     models: Mapping[str, DesiredModel]
-    labels: LabelTable
+    tables: Mapping[str, RawTable]  # of capabilities, by their names
     cordons: frozenset[str]
 
     def to_json(self) -> bytes:
-        models = {name: desired_model_to_dict(self.models[name]) for name in sorted(self.models)}
-        labels = {
-            model: {name: self.labels[model][name].to_dict() for name in sorted(self.labels[model])}
-            for model in sorted(self.labels)
+        models = {name: self.models[name].to_dict() for name in sorted(self.models)}
+        tables = {
+            name: {model: dict(sorted(values.items())) for model, values in sorted(table.items())}
+            for name, table in self.tables.items()
         }
-        document = {
-            "format": EXPORT_FORMAT,
-            "models": models,
-            "labels": labels,
-            "cordons": sorted(self.cordons),
-        }
+        cordons = sorted(self.cordons)
+        document = {"format": EXPORT_FORMAT, "models": models, **tables, "cordons": cordons}
         return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
 
-def parse_export(raw: bytes) -> ExportedState:
-    """Raises `BadExport`."""
+def parse_export(raw: bytes, capability_tables: Iterable[Table[Any]] = ()) -> ExportedState:
+    """Raises `BadExport`, also if a capability cannot decode its table."""
     try:
-        return parse_document(decode_state(raw))
+        exported = parse_exported_document(decode_state(raw))
+        for table in capability_tables:
+            table.decode(exported.tables[table.name])
     except UnreadableState as exc:
         raise BadExport(f"the file is not an exported state: {exc}") from None
+    return exported
 
 
-def parse_document(document: Any) -> ExportedState:
+def parse_exported_document(document: Any) -> ExportedState:
     """Raises `BadExport` or `UnreadableState`."""
     match document:
         case {"format": int(version)} if version != EXPORT_FORMAT:
             raise BadExport(f"format {version} is not supported, only format {EXPORT_FORMAT}")
         case {"format": int(), "models": dict(models), "cordons": list(cordons)}:
-            parsed = {name: parse_model(name, model) for name, model in models.items()}
-            labels = parse_label_table(document.get("labels", {}))
+            # Revisions belong to one store.
+            unrevised = {
+                name: {**model, "revision": 0} if isinstance(model, dict) else model
+                for name, model in models.items()
+            }
+            check_capability_tables(document)
+            tables = {name: document.get(name, {}) for name in CAPABILITY_TABLES}
             if all(isinstance(name, str) for name in cordons):
-                return ExportedState(parsed, labels, frozenset(cordons))
+                return ExportedState(MODELS.decode(unrevised), tables, frozenset(cordons))
     raise UnreadableState("unexpected structure")
 
 
-def parse_model(name: str, document: Any) -> DesiredModel:
-    match document:
-        case {"loaded": bool(loaded), "parameters": dict(parameters), **unknown}:
-            return DesiredModel(loaded, parameters, unknown=cast(Document, unknown))
-    raise UnreadableState(f"unexpected structure of model {name!r}")
-
-
 async def export_state(store: StateStore) -> ExportedState:
-    models, labels = await store.read_desired_models(), await store.read_labels()
-    return ExportedState(models, labels, await store.read_cordons())
+    return ExportedState(
+        await store.read(MODELS),
+        {name: await store.read(create_raw_table(name)) for name in CAPABILITY_TABLES},
+        await store.read(CORDONS),
+    )
 
 
 async def import_state(store: StateStore, exported: ExportedState) -> None:
-    """Make the stored state equal to the exported one; models and labels that it lacks are forgotten."""
+    """Make the stored state equal to the exported one; what the exported one lacks is forgotten."""
     before = await export_state(store)
     for name, desired in exported.models.items():
         current = before.models.get(name)
-        if current is None or desired_model_to_dict(current) != desired_model_to_dict(desired):
+        if current is None or current.to_dict() != desired.to_dict():
             await store.set_desired_model(name, desired)
     for name in before.models.keys() - exported.models.keys():
         await store.set_desired_model(name, None)
-    for model in before.labels.keys() | exported.labels.keys():
-        old, new = before.labels.get(model, {}), exported.labels.get(model, {})
-        for name in old.keys() | new.keys():
-            if old.get(name) != new.get(name):
-                await store.set_label(model, name, new.get(name))
+    for name in CAPABILITY_TABLES:
+        old = dict(list_values(before.tables[name]))
+        new = dict(list_values(exported.tables[name]))
+        for keys in old.keys() | new.keys():
+            if old.get(keys) != new.get(keys):
+                await store.write(create_raw_table(name), keys, new.get(keys))
     for name in before.cordons ^ exported.cordons:
-        await store.set_cordon(name, is_cordoned=name in exported.cordons)
+        await store.write(CORDONS, (name,), name in exported.cordons or None)
+
+
+def list_values(table: RawTable) -> Iterator[tuple[tuple[str, str], Any]]:
+    for model, values in table.items():
+        for name, value in values.items():
+            yield (model, name), value

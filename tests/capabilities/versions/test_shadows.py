@@ -17,6 +17,7 @@ import tritonclient.http as triton_http
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.capabilities.versions.label_router import ActiveLabel, SequenceVersions
+from gateway.capabilities.versions.labels import Shadow, VersionLabel
 from gateway.capabilities.versions.metrics import LabelMetrics
 from gateway.capabilities.versions.output_comparison import compare_outputs
 from gateway.capabilities.versions.shadows import ShadowRunner
@@ -24,7 +25,6 @@ from gateway.capacity.admission import AdmissionQueue
 from gateway.fleet.pool import ReplicaPool
 from gateway.settings import Settings
 from gateway.telemetry.metrics import Metrics
-from gateway.version_labels import Shadow, VersionLabel
 from tests.capabilities.versions.support.versioned import (
     NAME,
     V1_BODY,

@@ -32,11 +32,11 @@ from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.transports import HttpCall
 from gateway.repository.maintenance import Maintenance
 from gateway.repository.models_file import ModelsFile
+from gateway.repository.operations import PartialFailure
 from gateway.repository.reconcile_plan import INITIAL_BACKOFF_S, plan_actions
 from gateway.repository.reconciler import MAX_ABSENCE_S, RECONCILE_INTERVAL_S
-from gateway.repository.report import PartialFailure
 from gateway.repository.repository import Repository
-from gateway.repository.state.desired import DesiredModel
+from gateway.repository.state.desired import CORDONS, DesiredModel
 from gateway.repository.state.store import open_state_store
 from gateway.settings import Settings
 from gateway.triton.error_mapping import LoadFailed
@@ -812,7 +812,7 @@ async def test_state_of_a_replica_that_was_never_seen_is_deleted_later(
 ) -> None:
     state, gone = f"file://{tmp_path}/state.json", "127.0.9.9:8000"
     store = open_state_store(state)
-    await store.set_cordon(gone, is_cordoned=True)
+    await store.write(CORDONS, (gone,), True)
     token, _ = await store.begin_load(gone, "m")
     await store.end_load(gone, "m", token, "1")
     async with (
@@ -828,7 +828,7 @@ async def test_state_of_a_replica_that_was_never_seen_is_deleted_later(
         assert gone in repository.state.loads
         await skip_until(lambda: pool.cordoned == {present})
         await skip_until(lambda: gone not in repository.state.loads)
-        assert await store.read_cordons() == {present}
+        assert await store.read(CORDONS) == {present}
     await store.close()
 
 

@@ -16,11 +16,13 @@ from gateway.errors import GatewayError
 from gateway.repository.operations import (
     MAX_HEARTBEAT_AGE_S,
     OperationLost,
+    OperationReport,
     OperationRunner,
+    Outcome,
     TooManyOperations,
 )
-from gateway.repository.report import OperationReport, Outcome
-from gateway.repository.state.store import MemoryStateStore, open_state_store
+from gateway.repository.state.documents import MemoryStateStore
+from gateway.repository.state.store import open_state_store
 from gateway.tasks import TaskSet
 from gateway.triton.error_mapping import LoadFailed
 from tests.support.gateway_forks import run_gateway

@@ -266,7 +266,7 @@ def set_back(client: Any) -> int:
 @pytest.mark.fault("the clock is set back or forward by an hour, on the gateway or in Redis")
 async def test_clock_set_back_in_redis_locks_no_key_out(redis: RedisServer) -> None:
     kept = open_state_store(redis.url())
-    rates = RateLimiter(Metrics(), kept.rate_windows())
+    rates = RateLimiter(Metrics(), kept.rate_windows)
     with client_of.Redis(port=redis.port) as client:
 
         async def has_set_back() -> bool:
@@ -319,7 +319,7 @@ async def test_request_of_many_inferences_is_counted_as_many(
     kept = open_state_store(redis.url())
     async with AsyncExitStack() as stack:
         stack.push_async_callback(kept.close)
-        shared = kept.rate_windows() if is_shared else None
+        shared = kept.rate_windows if is_shared else None
         key = CountedKey(redis, RateLimiter(Metrics(), shared, lambda: key.now))
 
         # The first of a window is admitted whatever its size, and closes it for as long as they take.
@@ -398,7 +398,7 @@ async def test_clock_of_the_gateway_does_not_affect_rates_in_redis(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch, jump_s: float
 ) -> None:
     kept = open_state_store(redis.url())
-    rates = RateLimiter(Metrics(), kept.rate_windows())
+    rates = RateLimiter(Metrics(), kept.rate_windows)
     assert set(await count_requests(rates, 12)) == {"", "1"}
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + jump_s)

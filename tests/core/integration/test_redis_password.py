@@ -17,7 +17,7 @@ import redis
 import yaml
 
 from gateway.errors import StateUnavailable
-from gateway.repository.state.desired import DesiredModel
+from gateway.repository.state.desired import MODELS, DesiredModel
 from gateway.repository.state.store import open_state_store
 from tests.support.manifests import Manifests
 from tests.support.servers import ROOT, free_ports
@@ -90,7 +90,7 @@ async def kept(port: int) -> None:
     """Assert that the gateway keeps its state there with the password, and not without."""
     good = open_state_store(f"redis://:{PASSWORD}@127.0.0.1:{port}/0")
     await good.set_desired_model("m", DesiredModel(True))
-    assert (await good.read_desired_models())["m"].is_loaded
+    assert (await good.read(MODELS))["m"].is_loaded
     await good.close()
     for address in (f":wrong@127.0.0.1:{port}", f"127.0.0.1:{port}"):
         bad = open_state_store(f"redis://{address}/0")

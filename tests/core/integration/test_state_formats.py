@@ -14,18 +14,17 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.repository.state.desired import DesiredModel
+from gateway.repository.state.desired import MODELS, DesiredModel
 from gateway.repository.state.transfer import export_state, import_state, parse_export
-from gateway.version_labels import parse_label
 from tests.support.redis_server import RedisServer
 from tests.support.servers import ROOT
-from tests.support.state_contract import opened
+from tests.support.state_contract import LABELS, opened
 
 RECORDED = {
     path.stem: json.loads(path.read_text()) for path in (ROOT / "tests/data/state").iterdir()
 }
 CURRENT = "next"  # what this source writes
-MODELS = {
+STORED = {
     "m": DesiredModel(True, {"config": '{"name": "m"}'}, 1),
     "gone": DesiredModel(False, {}, 2),
 }
@@ -66,9 +65,9 @@ def read_hash(server: RedisServer, url: str, key: str) -> dict[str, Any]:
 async def write_example(url: str) -> None:
     """Write what is recorded."""
     async with opened(url) as (store,):
-        for name, desired in MODELS.items():
+        for name, desired in STORED.items():
             await store.set_desired_model(name, DesiredModel(desired.is_loaded, desired.parameters))
-        await store.set_label("m", "stable", parse_label(LABEL))
+        await store.write(LABELS, ("m", "stable"), LABEL)
 
 
 @pytest.mark.parametrize("release", RECORDED)
@@ -78,11 +77,11 @@ async def test_recorded_state_is_read_and_other_models_can_be_changed(
     recorded, file, redis_url = RECORDED[release], tmp_path / "state.json", server.url()
     file.write_text(json.dumps(recorded["file"]))
     fill(server, redis_url, recorded["redis"])
-    labels = {"m": {"stable": parse_label(LABEL)}} if "labels" in recorded["file"] else {}
+    labels = {"m": {"stable": LABEL}} if "labels" in recorded["file"] else {}
     for url in (f"file://{file}", redis_url):
         async with opened(url) as (store,):
-            assert await store.read_desired_models() == MODELS
-            assert await store.read_labels() == labels
+            assert await store.read(MODELS) == STORED
+            assert await store.read(LABELS) == labels
             await store.set_desired_model("other", DesiredModel(True))
     written = json.loads(file.read_text())
     assert written["models"].items() > recorded["file"]["models"].items()
@@ -112,10 +111,10 @@ async def test_unknown_fields_are_kept_and_written_back(
     fill(server, redis_url, {**keys, "revision": "1"})
     for url in (f"file://{file}", redis_url):
         async with opened(url) as (store,):
-            assert (await store.read_desired_models())["m"].is_loaded
-            assert (await store.read_labels())["m"]["a"].shares == {"1": 90, "2": 10}
+            assert (await store.read(MODELS))["m"].is_loaded
+            assert (await store.read(LABELS))["m"]["a"]["versions"] == {"1": 90, "2": 10}
             await store.set_desired_model("other", DesiredModel(True))
-            await store.set_label("m", "b", parse_label({"version": "1"}))
+            await store.write(LABELS, ("m", "b"), {"version": "1"})
             exported = await export_state(store)
     written = json.loads(file.read_text())
     assert written["models"]["m"] == model
@@ -125,5 +124,5 @@ async def test_unknown_fields_are_kept_and_written_back(
     assert read_hash(server, redis_url, "labels")['["m","a"]'] == label
     async with opened("memory:") as (store,):
         await import_state(store, parse_export(exported.to_json()))
-        imported = (await store.read_desired_models())["m"]
-        assert (imported.unknown, await store.read_labels()) == (LATER, exported.labels)
+        imported = (await store.read(MODELS))["m"]
+        assert (imported.unknown, await store.read(LABELS)) == (LATER, exported.tables["labels"])

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from gateway.repository.state.desired import MODELS
 from tests.support.redis_server import RedisServer
 from tests.support.servers import ROOT
 from tests.support.state_contract import LOADED, is_leader, opened
@@ -35,11 +36,17 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return server.url()
 
 
+STATE_IMPORTS = (
+    "from gateway.repository.state.desired import MODELS, BadState, DesiredModel\n"
+    "from gateway.repository.state.store import open_state_store"
+)
+
+
 @contextmanager
 def program(body: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Run this in an async function of another process, which is killed at the end."""
     lines = textwrap.indent(body.strip(), "    ")
-    imports = "import asyncio, os, resource, sys\nfrom gateway.repository.state.store import *"
+    imports = f"import asyncio, os, resource, sys\n{STATE_IMPORTS}"
     with subprocess.Popen(
         [
             *(sys.executable, "-c"),
@@ -101,7 +108,7 @@ async def test_concurrent_changes_of_several_processes_are_all_kept(url: str) ->
         writers = [writing.enter_context(program(WRITER, url, name, "20")) for name in "abc"]
         assert [writer.wait(TIMEOUT_S) for writer in writers] == [0] * 3
     async with opened(url) as (kept,):
-        wishes = await kept.read_desired_models()
+        wishes = await kept.read(MODELS)
         assert set(wishes) == {f"{name}-{turn}" for name in "abc" for turn in range(20)} | {
             "shared"
         }
@@ -154,11 +161,11 @@ for change in (
         await change
     except Exception as exc:
         print(exc.status, exc.code, exc.detail, flush=True)
-print(list(await kept.read_desired_models()), await kept.read_operation("0" * 32), flush=True)
+print(list(await kept.read(MODELS)), await kept.read_operation("0" * 32), flush=True)
 sys.stdin.readline()
 await kept.set_desired_model("small", DesiredModel(False))
 await kept.record_operation("0" * 32, {"small": 1})
-print(list(await kept.read_desired_models()), await kept.read_operation("0" * 32), flush=True)
+print(list(await kept.read(MODELS)), await kept.read_operation("0" * 32), flush=True)
 await kept.close()
 """
 
@@ -198,7 +205,7 @@ async def test_process_killed_while_it_writes_leaves_a_valid_file(tmp_path: Path
             turn = int(read_line(writer)) - 1
             await asyncio.sleep(pause_s)
         async with opened(url) as (kept,):
-            wish = (await kept.read_desired_models())["core"]
+            wish = (await kept.read(MODELS))["core"]
             assert wish.parameters["turn"] >= turn
             await kept.set_desired_model("text_core", LOADED)
             await kept.set_desired_model("core", None)
@@ -211,7 +218,7 @@ def test_redis_without_its_extra_names_the_package_to_install(tmp_path: Path) ->
         if path.name != "redis":
             (tmp_path / path.name).symlink_to(path)
     code = (
-        "from gateway.repository.state.store import *\n"
+        f"{STATE_IMPORTS}\n"
         "open_state_store('memory:')\n"
         "try: open_state_store('redis://host')\n"
         "except BadState as exc: print(exc)"

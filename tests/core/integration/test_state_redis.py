@@ -25,14 +25,14 @@ import uvloop
 from gateway.errors import StateUnavailable
 from gateway.repository.models_file import ModelsFile
 from gateway.repository.shared_state import SharedState
-from gateway.repository.state.desired import DesiredModel, StateStore
-from gateway.version_labels import VersionLabel
+from gateway.repository.state.desired import CORDONS, MODELS, DesiredModel, StateStore
 from tests.support.errors import assert_error
 from tests.support.keys import INFER, bearer, entry, written
 from tests.support.redis_server import RedisServer
 from tests.support.servers import free_ports, gateway
 from tests.support.state_contract import (
     ID,
+    LABELS,
     LOADED,
     UNLOADED,
     Fresh,
@@ -79,7 +79,7 @@ def test_redis_that_is_unreachable_is_an_error_until_it_is_back(
     tmp_path: Path, run: Callable[[Scenario], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def assert_unreachable(store: StateStore) -> None:
-        for question in (store.read_desired_models(), store.read_operation(ID)):
+        for question in (store.read(MODELS), store.read_operation(ID)):
             with pytest.raises(StateUnavailable, match="read: Redis is unreachable"):
                 await question
         for change in (store.set_desired_model("core", LOADED), store.record_operation(ID, {})):
@@ -89,9 +89,9 @@ def test_redis_that_is_unreachable_is_an_error_until_it_is_back(
 
     async def assert_reachable(store: StateStore, loaded: bool) -> None:
         server.start()
-        await store.read_desired_models()
+        await store.read(MODELS)
         await store.set_desired_model("core", DesiredModel(loaded))
-        assert (await store.read_desired_models())["core"].is_loaded == loaded
+        assert (await store.read(MODELS))["core"].is_loaded == loaded
         assert await is_leader(store)
 
     async def scenario() -> None:
@@ -100,7 +100,7 @@ def test_redis_that_is_unreachable_is_an_error_until_it_is_back(
                 for store in stores:
                     await assert_unreachable(store)
                 await assert_reachable(stores[0], loaded)
-                assert (await stores[1].read_desired_models())["core"].is_loaded == loaded
+                assert (await stores[1].read(MODELS))["core"].is_loaded == loaded
                 assert not await is_leader(stores[1])
                 server.kill()
 
@@ -132,11 +132,11 @@ def test_redis_that_hangs_is_an_error_after_the_timeout(
                 assert "no response from Redis" in str(answers[0])
             server.signal(signal.SIGCONT)
             await used.set_desired_model("core", LOADED)
-            assert (await new.read_desired_models())["core"].is_loaded
+            assert (await new.read(MODELS))["core"].is_loaded
 
     async def ask(store: StateStore) -> list[Any]:
         questions = (
-            store.read_desired_models(),
+            store.read(MODELS),
             store.set_desired_model("core", UNLOADED),
             store.read_operation(ID),
         )
@@ -219,13 +219,13 @@ async def test_slow_responses_of_redis_share_one_timeout() -> None:
     late = other_server(b"", *[b"+OK\r\n"] * 200, pause_s=0.8)
     async with late as url, opened(f"{url}/1".replace("//", "//:password@")) as (store,):
         with pytest.raises(StateUnavailable, match="no response from Redis"):
-            await asyncio.wait_for(store.read_desired_models(), TIMEOUT_S)
+            await asyncio.wait_for(store.read(MODELS), TIMEOUT_S)
 
 
 async def test_server_that_is_not_redis_is_reported() -> None:
     async with other_server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as url, opened(url) as (store,):
         with pytest.raises(StateUnavailable, match="the server is not Redis"):
-            await store.read_desired_models()
+            await store.read(MODELS)
         assert await is_leader(store)
 
 
@@ -257,16 +257,16 @@ async def test_connection_that_is_reset_during_its_setup_is_an_outage() -> None:
         async with opened(url) as (store,):
             for _ in range(20):
                 with pytest.raises(StateUnavailable, match="Redis is unreachable"):
-                    await store.read_desired_models()
+                    await store.read(MODELS)
 
 
 async def test_connections_that_redis_closed_are_opened_again(server: RedisServer) -> None:
     async with opened(server.url()) as (store,):
-        await asyncio.gather(*(store.read_desired_models() for _ in range(5)))
+        await asyncio.gather(*(store.read(MODELS) for _ in range(5)))
         with server.client() as client:
             assert client.client_kill_filter(_type="normal", skipme=True) >= 5
         for _ in range(6):
-            await store.read_desired_models()
+            await store.read(MODELS)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_password_of_redis_is_in_no_error_and_no_log(
     async def scenario(url: str) -> None:
         async with opened(url) as (store,):
             with pytest.raises(StateUnavailable) as refused:
-                await store.read_desired_models()
+                await store.read(MODELS)
             assert refused.value.detail.endswith(f"cannot be read: {reason}")
             assert "hunter2" not in "".join(traceback.format_exception(refused.value))
 
@@ -299,7 +299,7 @@ def test_password_of_redis_may_contain_any_character(tmp_path: Path) -> None:
     async def scenario(url: str) -> None:
         async with opened(url) as (store,):
             await store.set_desired_model("core", LOADED)
-            assert "core" in await store.read_desired_models()
+            assert "core" in await store.read(MODELS)
 
     with RedisServer(tmp_path, "--requirepass", "#/?@:%ü") as server:
         asyncio.run(scenario(server.url().replace("//", f"//:{quote('#/?@:%ü', safe='')}@")))
@@ -314,7 +314,7 @@ def test_certificate_of_redis_is_verified(tmp_path: Path) -> None:
                     await store.set_desired_model("core", LOADED)
             else:
                 await store.set_desired_model("core", LOADED)
-                assert "core" in await store.read_desired_models()
+                assert "core" in await store.read(MODELS)
 
     for name in ("ours", "theirs"):
         authority = trustme.CA()
@@ -336,7 +336,7 @@ def test_certificate_of_redis_is_verified(tmp_path: Path) -> None:
 def test_read_only_replica_of_redis_is_read_and_writes_are_errors(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(server.url()) as (store,):
-            assert await store.read_desired_models() == {}
+            assert await store.read(MODELS) == {}
             with pytest.raises(StateUnavailable, match="this Redis is a read-only replica"):
                 await store.set_desired_model("core", LOADED)
             assert await is_leader(store)
@@ -365,15 +365,15 @@ async def test_invalid_data_in_redis_is_logged_once_and_not_changed(
         write_raw("wishes", "{", field="broken")
         for _ in range(3):
             with pytest.raises(StateUnavailable, match=f"Redis has invalid data at {prefix}"):
-                await store.read_desired_models()
+                await store.read(MODELS)
         await store.set_desired_model("broken", None)
-        assert list(await store.read_desired_models()) == ["core"]
+        assert list(await store.read(MODELS)) == ["core"]
         write_raw(f"operation:{ID}", "{")
         with pytest.raises(StateUnavailable, match=f"Redis has invalid data at {prefix}"):
             await store.read_operation(ID)
         write_raw("wishes", "a text")
         with pytest.raises(StateUnavailable, match=r"Redis rejected a command \(WRONGTYPE\)"):
-            await store.read_desired_models()
+            await store.read(MODELS)
     logged = [record for record in caplog.records if "invalid data" in record.message]
     assert len(logged) == 2
 
@@ -385,8 +385,7 @@ HOSTILE: list[tuple[str, str | bytes, str | bytes]] = [
     ("labels", '["m"]', LABEL),
     ("labels", '[["m"], "stable"]', LABEL),
     ("labels", '["m", 5]', LABEL),
-    ("labels", '["m", "../stable"]', LABEL),
-    ("labels", '["m", "stable"]', '{"version": {"1": 1}}'),
+    ("labels", '["m", "stable"]', "{"),
     ("labels", b"\xff", LABEL),
     ("loads", "5", "1"),
     ("loads", '{"a": 1, "b": 2}', "1"),
@@ -418,9 +417,9 @@ async def test_invalid_entry_in_redis_is_an_error(server: RedisServer) -> None:
     with server.client() as client:
         async with opened(url) as (store,):
             reads: dict[str, Callable[[], Awaitable[Any]]] = {
-                "labels": store.read_labels,
+                "labels": partial(store.read, LABELS),
                 "loads": store.read_loads,
-                "wishes": store.read_desired_models,
+                "wishes": partial(store.read, MODELS),
             }
             for key, field, value in HOSTILE:
                 put_entry(client, prefix, key, field, value)
@@ -431,14 +430,14 @@ async def test_invalid_entry_in_redis_is_an_error(server: RedisServer) -> None:
             for counter in ("restorations", "revision"):
                 client.set(f"{prefix}{counter}", "many")
                 with pytest.raises(StateUnavailable, match="invalid data"):
-                    await store.read_labels()
+                    await store.read(LABELS)
                 with pytest.raises(StateUnavailable):
-                    await store.set_label("core", "stable", None)
+                    await store.write(LABELS, ("core", "stable"), None)
                 client.delete(f"{prefix}{counter}")
             for change in (b"restored:1:x", b"restored:1:" + b"9" * 5000, b"restored::", b"\xff"):
                 client.set(f"{prefix}labels-change", change)
                 client.set(f"{prefix}restorations", 1)
-                assert await store.read_labels() == {}
+                assert await store.read(LABELS) == {}
 
 
 @pytest.mark.long
@@ -456,7 +455,7 @@ def test_gateway_serves_with_any_data_in_redis(server: RedisServer, tmp_path: Pa
         gateway(f"http://127.0.0.1:{nobody}", **settings) as (client, command),
     ):
         put = partial(put_entry, redis_client, prefix)
-        for number, (key, field, value) in enumerate((HOSTILE[0], HOSTILE[7])):
+        for number, (key, field, value) in enumerate((HOSTILE[0], HOSTILE[6])):
             seen = command.output.count("cannot be read: Redis has invalid data")
             put(key, field, value)
             wait_until(
@@ -534,7 +533,7 @@ def test_operations_expire_in_redis_and_the_desired_models_do_not(server: RedisS
 async def test_gateways_with_different_prefixes_share_no_state(server: RedisServer) -> None:
     async with opened(server.url()) as (one,), opened(server.url()) as (other,):
         await one.set_desired_model("core", LOADED)
-        assert await other.read_desired_models() == {}
+        assert await other.read(MODELS) == {}
         assert await is_leader(one)
         assert await is_leader(other)
 
@@ -574,17 +573,17 @@ async def test_change_that_reaches_redis_after_its_timeout_is_not_applied(
         async with opened(url.replace(str(server.port), str(port), 1)) as (delayed,):
             changes = (
                 delayed.set_desired_model("core", LOADED),
-                delayed.set_label("core", "stable", VersionLabel({"1": 1})),
-                delayed.set_cordon("a:8000", is_cordoned=True),
+                delayed.write(LABELS, ("core", "stable"), {"version": "1"}),
+                delayed.write(CORDONS, ("a:8000",), True),
                 delayed.begin_load("a:8000", "core"),
                 delayed.acquire_lease("leader"),
             )
             results = await asyncio.gather(*changes, return_exceptions=True)
             assert all(isinstance(result, StateUnavailable) for result in results)
             await asyncio.sleep(1)
-        assert await direct.read_desired_models() == {}
-        assert await direct.read_labels() == {}
-        assert await direct.read_cordons() == frozenset()
+        assert await direct.read(MODELS) == {}
+        assert await direct.read(LABELS) == {}
+        assert await direct.read(CORDONS) == frozenset()
         assert await direct.read_loads() == {}
         assert await direct.acquire_lease("leader")
 
@@ -594,14 +593,14 @@ async def test_redis_that_loses_its_data_gets_the_last_known_state_again(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def read_all(store: StateStore) -> tuple[object, ...]:
-        models, labels = await store.read_desired_models(), await store.read_labels()
-        return models, labels, await store.read_loads(), await store.read_cordons()
+        models, labels = await store.read(MODELS), await store.read(LABELS)
+        return models, labels, await store.read_loads(), await store.read(CORDONS)
 
     async with opened(server.url(), 2) as (first, second):
         await first.set_desired_model("core", LOADED)
         await first.set_desired_model("other", UNLOADED)
-        await first.set_label("core", "stable", VersionLabel({"1": 1}))
-        await second.set_cordon("a:8000", is_cordoned=True)
+        await first.write(LABELS, ("core", "stable"), {"version": "1"})
+        await second.write(CORDONS, ("a:8000",), True)
         token, _ = await first.begin_load("a:8000", "core")
         await first.end_load("a:8000", "core", token, "1")
         known = await read_all(first)
@@ -613,7 +612,7 @@ async def test_redis_that_loses_its_data_gets_the_last_known_state_again(
             client.flushall()
         await first.set_desired_model("core", None)
         models, *others = await read_all(second)
-        assert models == {"other": (await first.read_desired_models())["other"]}
+        assert models == {"other": (await first.read(MODELS))["other"]}
         assert others == list(known[1:])
         assert first.loss_count + second.loss_count == 2
     lost = [each for each in caplog.messages if "Redis has lost the state" in each]
@@ -624,28 +623,44 @@ async def test_redis_that_loses_its_data_gets_the_last_known_state_again(
 async def test_state_restored_from_an_older_copy_is_replaced_by_what_another_gateway_read_later(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stable, canary = VersionLabel({"1": 1}), VersionLabel({"2": 1})
+    stable, canary = {"version": "1"}, {"version": "2"}
     async with opened(server.url(), 2) as (first, second):
         await first.set_desired_model("core", LOADED)
-        await first.set_label("core", "stable", stable)
-        await second.read_desired_models()
-        await second.read_labels()
-        await second.read_cordons()
+        await first.write(LABELS, ("core", "stable"), stable)
+        await second.read(MODELS)
+        await second.read(LABELS)
+        await second.read(CORDONS)
         await first.set_desired_model("other", LOADED)
-        await first.set_label("core", "stable", None)
-        await first.set_cordon("a:8000", is_cordoned=True)
+        await first.write(LABELS, ("core", "stable"), None)
+        await first.write(CORDONS, ("a:8000",), True)
         await first.begin_load("a:8000", "core")  # its end may be lost with the data
         assert await first.read_loads() == await second.read_loads() != {}
         with server.client() as client:
             client.flushall()
-        assert await second.read_labels() == {"core": {"stable": stable}}  # it restores this
-        await second.set_label("core", "canary", canary)  # a later change, which stays
-        assert await first.read_cordons() == await second.read_cordons() == {"a:8000"}
+        assert await second.read(LABELS) == {"core": {"stable": stable}}  # it restores this
+        await second.write(LABELS, ("core", "canary"), canary)  # a later change, which stays
+        assert await first.read(CORDONS) == await second.read(CORDONS) == {"a:8000"}
         for store in (first, second):
-            assert (await store.read_desired_models()).keys() == {"core", "other"}
-            assert await store.read_labels() == {"core": {"stable": stable, "canary": canary}}
+            assert (await store.read(MODELS)).keys() == {"core", "other"}
+            assert await store.read(LABELS) == {"core": {"stable": stable, "canary": canary}}
         assert await second.read_loads() == await first.read_loads() == {}
         await second.set_desired_model("core", None)
-        assert (await first.read_desired_models()).keys() == {"other"}
+        assert (await first.read(MODELS)).keys() == {"other"}
     assert (first.loss_count, second.loss_count) == (0, 1)
     assert "2 parts of it were replaced by what this gateway had read later" in caplog.text
+
+
+@pytest.mark.fault("Redis loses its data while gateways run")
+async def test_table_whose_capability_is_missing_is_written_again_after_a_loss(
+    server: RedisServer,
+) -> None:
+    url = server.url()
+    async with opened(url, 2) as (writer, other):
+        await writer.write(LABELS, ("core", "stable"), {"version": "1"})
+        state = SharedState(other, ModelsFile(None), can_upload=False)
+        await state.refresh()
+        with server.client() as client:
+            client.flushall()
+        await state.refresh()
+    async with opened(url) as (later,):
+        assert await later.read(LABELS) == {"core": {"stable": {"version": "1"}}}

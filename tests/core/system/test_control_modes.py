@@ -12,7 +12,7 @@ import pytest
 
 from gateway.errors import DeadlinePassed, ModelControlModeConflict
 from gateway.http_client.connection import RequestNotSent
-from gateway.repository.report import OperationReport, Outcome
+from gateway.repository.operations import OperationReport, Outcome
 from gateway.triton.error_mapping import LoadFailed
 from tests.support.fleet import write_echo
 from tests.support.up import Up

@@ -28,6 +28,7 @@ from gateway.fleet.balancer import (
     MIN_RELATIVE_LATENCY,
     SIMILAR_RATIO,
     RelativeLatency,
+    SlowStart,
     choose_less_loaded,
 )
 from gateway.fleet.discovery import DnsName, ReplicaSource, parse_replica_source
@@ -45,7 +46,6 @@ from gateway.fleet.index import (
     parse_index,
 )
 from gateway.fleet.replica import BadAddress, ReplicaAddress
-from gateway.fleet.slow_start import SlowStart
 from gateway.repository.maintenance import count_busy_gateways
 from gateway.repository.models_file import (
     BadModelsFile,

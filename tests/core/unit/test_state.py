@@ -14,7 +14,7 @@ from urllib.parse import quote
 import pytest
 
 from gateway.errors import StateUnavailable
-from gateway.repository.state.desired import BadState, DesiredModel
+from gateway.repository.state.desired import CORDONS, MODELS, BadState, DesiredModel
 from gateway.repository.state.store import open_state_store
 from tests.support.state_contract import (
     ID,
@@ -117,7 +117,7 @@ async def test_unused_state_holds_no_file_open(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/state.json"
     async with opened(url, 2) as (kept, _):
         await kept.set_desired_model("core", LOADED)
-        await kept.read_desired_models()
+        await kept.read(MODELS)
         assert await is_leader(kept)
         assert held()
     unused = open_state_store(url)
@@ -150,11 +150,11 @@ async def test_damaged_file_is_reported_and_not_overwritten(tmp_path: Path, dama
     path = tmp_path / "state.json"
     async with opened(f"file://{path}") as (kept,):
         await kept.set_desired_model("core", LOADED)
-        await kept.read_desired_models()
+        await kept.read(MODELS)
         whole = path.read_bytes()
         path.write_bytes(DAMAGED[damage])
         with pytest.raises(StateUnavailable, match="read: the state file is damaged"):
-            await kept.read_desired_models()
+            await kept.read(MODELS)
         with pytest.raises(StateUnavailable, match="written: the state file is damaged"):
             await kept.set_desired_model("core", UNLOADED)
         assert path.read_bytes() == DAMAGED[damage]
@@ -166,18 +166,18 @@ async def test_damaged_file_is_reported_and_not_overwritten(tmp_path: Path, dama
         assert "\n" not in str(refused.value)
         assert path.read_bytes() == DAMAGED[damage]
         path.write_bytes(whole)
-        assert await kept.read_desired_models() == {"core": DesiredModel(True, {}, 1)}
+        assert await kept.read(MODELS) == {"core": DesiredModel(True, {}, 1)}
 
 
 async def test_removed_file_is_an_empty_state(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     async with opened(f"file://{path}") as (kept,):
         await kept.set_desired_model("core", LOADED)
-        await kept.read_desired_models()
+        await kept.read(MODELS)
         path.unlink()
-        assert await kept.read_desired_models() == {}
+        assert await kept.read(MODELS) == {}
         await kept.set_desired_model("text_core", LOADED)
-        assert list(await kept.read_desired_models()) == ["text_core"]
+        assert list(await kept.read(MODELS)) == ["text_core"]
 
 
 def test_path_that_cannot_be_a_file_is_refused(tmp_path: Path) -> None:
@@ -198,19 +198,19 @@ async def test_folder_that_is_missing_for_a_while_loses_nothing(tmp_path: Path) 
         assert await is_leader(kept)
         folder.rename(tmp_path / "elsewhere")
         with pytest.raises(StateUnavailable, match="read: no such file"):
-            await kept.read_desired_models()
+            await kept.read(MODELS)
         folder.touch()
         for change in (kept.set_desired_model("core", UNLOADED), kept.record_operation(ID, {})):
             with pytest.raises(StateUnavailable, match="written: not a directory"):
                 await change
-        for question in (kept.read_desired_models(), kept.read_operation(ID)):
+        for question in (kept.read(MODELS), kept.read_operation(ID)):
             with pytest.raises(StateUnavailable, match="read: not a directory"):
                 await question
         assert await is_leader(kept)
         assert await is_leader(other)
         folder.unlink()
         (tmp_path / "elsewhere").rename(folder)
-        assert await kept.read_desired_models() == {"core": DesiredModel(True, {}, 1)}
+        assert await kept.read(MODELS) == {"core": DesiredModel(True, {}, 1)}
         assert [await is_leader(kept), await is_leader(other)] == [True, False]
 
 
@@ -231,7 +231,7 @@ async def test_changed_file_of_the_same_size_and_time_is_read_again(
         for revision in range(1000, 1100, 2):
             change(revision)
             change(revision + 1)
-            assert (await kept.read_desired_models())["core"].revision == revision + 1
+            assert (await kept.read(MODELS))["core"].revision == revision + 1
 
 
 async def test_waiting_for_the_lock_does_not_block_the_loop_and_ends(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ async def test_operations_are_removed_after_an_hour(tmp_path: Path) -> None:
 async def test_damaged_list_of_cordons_is_an_error(tmp_path: Path, damaged: bytes) -> None:
     path = tmp_path / "state.json"
     async with opened(f"file://{path}") as (kept,):
-        await kept.set_cordon("a:8000", is_cordoned=True)
+        await kept.write(CORDONS, ("a:8000",), True)
         (tmp_path / "state.json.cordons").write_bytes(damaged)
         with pytest.raises(StateUnavailable, match="read: the state file is damaged"):
-            await kept.read_cordons()
+            await kept.read(CORDONS)

@@ -50,6 +50,7 @@ BEYOND_THE_CORE = (
 )
 COMPOSERS = (
     "gateway.app",
+    "gateway.cli",
     "gateway.doctor",
     "gateway.server.launch",
 )  # they use every capability of the list

@@ -31,7 +31,7 @@ from gateway.repository.collector import FleetCollector
 from gateway.repository.models_file import DeclaredModel, ModelsFile
 from gateway.repository.readiness import ReplicaStatus, check_readiness
 from gateway.repository.repository import Repository
-from gateway.repository.state.store import MemoryStateStore
+from gateway.repository.state.documents import MemoryStateStore
 from gateway.settings import Settings
 
 REPLICAS, MODELS, LOADED = 100, 200, 30

@@ -9,21 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.capabilities.versions.labels import (
+    InvalidLabel,
+    Shadow,
+    VersionLabel,
+    check_label_name,
+    decode_labels,
+    is_label_name,
+    parse_label,
+)
 from gateway.capabilities.versions.splits import (
     PercentCounter,
     WeightedRotation,
     choose_version_by_key,
     find_largest_share,
 )
-from gateway.version_labels import (
-    InvalidLabel,
-    Shadow,
-    VersionLabel,
-    check_label_name,
-    is_label_name,
-    parse_label,
-)
+from gateway.repository.state.tables import UnreadableState
 
+LATER = {"of_a_later_release": {"deep": [1]}}
 VERSIONS = st.integers(0, 10**18).map(str)
 SMALL_SHARES = st.dictionaries(VERSIONS, st.integers(1, 50), min_size=1, max_size=6)
 SHARES = st.dictionaries(VERSIONS, st.integers(1, 1_000_000), min_size=1, max_size=16)
@@ -172,3 +175,20 @@ def test_label_name_begins_with_a_lower_case_letter() -> None:
     for invalid in ("", "2", "2nd", "Stable", "sta ble", "a" * 64, "é", "-a", "a\n"):
         with pytest.raises(InvalidLabel, match="begins with a letter"):
             check_label_name(invalid)
+
+
+def test_fields_of_a_later_release_are_kept_in_stored_labels() -> None:
+    shadow = {"version": "3", "percent": 5.0, "tolerance": 0.001, **LATER}
+    stored = {"versions": {"1": 90, "2": 10}, "sticky": "key", "shadow": shadow, **LATER}
+    label = decode_labels({"m": {"a": stored}})["m"]["a"]
+    assert label.shares == {"1": 90, "2": 10}
+    assert label.to_dict() == stored
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [("../stable", {"version": "1"}), ("stable", {"version": {"1": 1}}), ("stable", 5)],
+)
+def test_invalid_stored_label_is_an_error(name: str, label: object) -> None:
+    with pytest.raises(UnreadableState, match="invalid label"):
+        decode_labels({"m": {name: label}})

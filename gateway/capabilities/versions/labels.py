@@ -1,4 +1,7 @@
-"""Version labels as values: a name for the version of a model, or for several versions with their shares."""
+"""Version labels as values: a name for the version of a model, or for several versions with their shares.
+
+They are stored in a table of the state, and are a key of the models file.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any, Final, TypeGuard
 
 from gateway.messages import quote_text
 from gateway.names import normalize_version
+from gateway.repository.models_file import BadModelsFile
+from gateway.repository.state.tables import RawTable, Table, UnreadableState
 
 LABEL_NAME: Final = re.compile("[a-z][a-z0-9_-]{0,62}")
 DEFAULT_LABEL: Final = "default"  # the label of requests that name no version
@@ -113,6 +118,42 @@ def parse_label(document: Any, *, is_stored: bool = False) -> VersionLabel:
             f"version {label.shadow.version} cannot be the label's shadow, because the label names it already"
         )
     return label
+
+
+def decode_labels(table: RawTable) -> LabelTable:
+    """Return the labels of the state. Raises `UnreadableState` for an invalid name or label."""
+    decoded: dict[str, dict[str, VersionLabel]] = {}
+    for model, labels in table.items():
+        for name, document in labels.items():
+            try:
+                check_label_name(name)
+                label = parse_label(document, is_stored=True)
+            except InvalidLabel as exc:
+                raise UnreadableState(f"invalid label: {exc}") from None
+            decoded.setdefault(model, {})[name] = label
+    return decoded
+
+
+LABELS: Final = Table("labels", decode_labels)
+
+
+def parse_declared_labels(model: str, document: Any) -> ModelLabels:
+    """Parse labels by name, each with a version, or with the object that the API accepts.
+
+    Raises `BadModelsFile`.
+    """
+    labels = document or {}
+    if not isinstance(labels, dict):
+        raise BadModelsFile(f"labels of model {model!r} must be an object, such as {{stable: 1}}")
+    declared = {}
+    for name, value in labels.items():
+        try:
+            check_label_name(str(name))
+            label = parse_label(value if isinstance(value, dict) else {"version": value})
+        except InvalidLabel as exc:
+            raise BadModelsFile(f"label {str(name)!r} of model {model!r}: {exc}") from None
+        declared[str(name)] = label
+    return declared
 
 
 def parse_shares(document: Any) -> dict[str, int]:

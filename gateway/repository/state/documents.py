@@ -1,0 +1,215 @@
+"""Stores that read and replace whole documents: their changes of tables, and the state in memory."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Final, TypeVar
+
+import orjson
+
+from gateway.errors import Conflict
+from gateway.messages import quote_text
+from gateway.repository.state.desired import (
+    MODELS,
+    OPERATION_TTL_S,
+    READ_ACTION,
+    WRITE_ACTION,
+    DesiredModel,
+    Document,
+)
+from gateway.repository.state.loads import (
+    LOADS,
+    Loads,
+    StartedLoad,
+    drop_orphaned_loads,
+    drop_token,
+    load_owners,
+    new_load_token,
+    with_finished_load,
+    with_load,
+    without_replica,
+)
+from gateway.repository.state.tables import RawTable, Table, with_entry
+
+T = TypeVar("T")
+REVISION: Final = "revision"  # of the last change of a desired model
+
+
+class DocumentStore(ABC):
+    """A `StateStore` whose changes read tables, and replace them under a lock."""
+
+    loss_count: ClassVar[int] = 0
+    rate_windows: ClassVar[None] = None
+
+    def __init__(self) -> None:
+        self._decoded: dict[Table[Any], tuple[RawTable, Any]] = {}
+
+    @abstractmethod
+    async def _run(self, action: str, function: Callable[[], T]) -> T:
+        """Return the result of a function that may block. Raises `StateUnavailable`."""
+
+    @abstractmethod
+    def _exclude_others(self) -> AbstractContextManager[None]:
+        """Exclude changes by others. It may block."""
+
+    @abstractmethod
+    def _load_field(self, field: str) -> Any:
+        """Return a table, or the `REVISION`; the same object as before if it has not changed."""
+
+    @abstractmethod
+    def _save_fields(self, fields: Mapping[str, Any]) -> None:
+        """Replace tables of one document together."""
+
+    async def read(self, table: Table[T]) -> T:
+        def run() -> T:
+            raw = self._load_field(table.name)
+            known, value = self._decoded.get(table, (None, None))
+            if known is not raw:
+                value = table.decode(raw)
+                self._decoded[table] = raw, value
+            return value  # type: ignore[return-value]  # it was decoded by this table
+
+        return await self._run(READ_ACTION, run)
+
+    async def write(self, table: Table[T], keys: Sequence[str], value: Any) -> T:
+        def run() -> T:
+            with self._exclude_others():
+                raw = with_entry(self._load_field(table.name), keys, value)
+                decoded = table.decode(raw)
+                self._save_fields({table.name: raw})
+            return decoded
+
+        return await self._run(WRITE_ACTION, run)
+
+    async def set_desired_model(
+        self, model: str, desired: DesiredModel | None, expected_revision: int | None = None
+    ) -> int:
+        def run() -> int:
+            with self._exclude_others():
+                models = self._load_field(MODELS.name)
+                if expected_revision not in (None, models.get(model, {}).get(REVISION, 0)):
+                    return 0
+                revision: int = self._load_field(REVISION) + 1
+                value = None
+                if desired is not None:
+                    value = {**desired.to_dict(), REVISION: desired.revision or revision}
+                self._save_fields(
+                    {REVISION: revision, MODELS.name: with_entry(models, (model,), value)}
+                )
+            return revision
+
+        return await self._run(WRITE_ACTION, run)
+
+    async def read_loads(self) -> Loads:
+        def run() -> Loads:
+            loads = self._load_field(LOADS)
+            return drop_orphaned_loads(loads, frozenset(filter(self._is_alive, load_owners(loads))))
+
+        return await self._run(READ_ACTION, run)
+
+    async def begin_load(self, replica: str, model: str) -> StartedLoad:
+        def run() -> StartedLoad:
+            with self._exclude_others():
+                loads: Loads = self._load_field(LOADS)
+                token = new_load_token(self._claim_loads())
+                self._save_fields({LOADS: with_load(loads, replica, model, token)})
+            return StartedLoad(token, drop_token(loads.get(replica, {}).get(model, "")))
+
+        return await self._run(WRITE_ACTION, run)
+
+    async def end_load(self, replica: str, model: str, token: str, resulting_load: str) -> None:
+        await self._change_loads(
+            lambda loads: with_finished_load(loads, replica, model, token, resulting_load)
+        )
+
+    async def forget_loads(self, replica: str) -> None:
+        await self._change_loads(lambda loads: without_replica(loads, replica))
+
+    async def _change_loads(self, change: Callable[[Loads], Loads]) -> None:
+        def run() -> None:
+            with self._exclude_others():
+                self._save_fields({LOADS: change(self._load_field(LOADS))})
+
+        await self._run(WRITE_ACTION, run)
+
+    def _claim_loads(self) -> str:
+        """Return the owner of this process's loads, which `_is_alive` until the process exits."""
+        return ""
+
+    def _is_alive(self, owner: str) -> bool:
+        """Return whether the process exists that has loads in progress."""
+        return True
+
+
+class MemoryStateStore(DocumentStore):
+    """State of one process, which is lost when it exits."""
+
+    is_shared: ClassVar[bool] = False
+    is_available: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fields: dict[str, Any] = {REVISION: 0}
+        self._operations: dict[str, tuple[float, bytes]] = {}
+
+    async def _run(self, action: str, function: Callable[[], T]) -> T:
+        return function()
+
+    def _exclude_others(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _load_field(self, field: str) -> Any:
+        return self._fields.setdefault(field, {})
+
+    def _save_fields(self, fields: Mapping[str, Any]) -> None:
+        self._fields.update(fields)
+
+    async def record_operation(self, operation_id: str, document: Document) -> None:
+        now = time.monotonic()
+        operations = self._operations  # in the order of their times
+        operations.pop(operation_id, None)
+        operations[operation_id] = (now, orjson.dumps(document))
+        while now - operations[oldest := next(iter(operations))][0] > OPERATION_TTL_S:
+            del operations[oldest]
+
+    async def read_operation(self, operation_id: str) -> Document | None:
+        _, raw = self._operations.get(operation_id, (0, b"null"))
+        document: Document | None = orjson.loads(raw)
+        return document
+
+    async def acquire_lease(self, name: str) -> bool:
+        return True
+
+    async def release_lease(self, name: str) -> None:
+        pass
+
+    async def exchange_reports(self, report: Document) -> list[Document]:
+        return []
+
+    async def close(self) -> None:
+        pass
+
+
+class StateNotShared(Conflict):
+    code = "STATE_NOT_SHARED"
+
+    def __init__(self, subject: str, name: str) -> None:
+        super().__init__(
+            f"{subject} {quote_text(name)} cannot be changed through the API, because GATEWAY_STATE is "
+            "none:; change the models file, or share the state of the gateways in Redis"
+        )
+
+
+class ReadOnlyStateStore(MemoryStateStore):
+    """State for gateways that do not share any: only the models file decides what is loaded."""
+
+    async def write(self, table: Table[T], keys: Sequence[str], value: Any) -> T:
+        raise StateNotShared(table.subject, keys[0])
+
+    async def set_desired_model(
+        self, model: str, desired: DesiredModel | None, expected_revision: int | None = None
+    ) -> int:
+        raise StateNotShared(MODELS.subject, model)

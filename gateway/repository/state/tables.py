@@ -1,0 +1,61 @@
+"""Tables of the state: JSON in every store, which the owner of a table decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+import orjson
+
+T_co = TypeVar("T_co", covariant=True)
+RawTable = Mapping[str, Any]  # JSON objects, as deep as the keys of the table are long
+# The tables that capabilities own; the keys of each are a model and another name. They are named here, so
+# that a gateway without the capability exports them, and writes them again when Redis has lost its data.
+CAPABILITY_TABLES: Final = ("labels",)
+
+
+class UnreadableState(ValueError):
+    """Stored data that no gateway of this version has written."""
+
+
+@dataclass(frozen=True)
+class Table(Generic[T_co]):
+    """A table, by its name in the state. `decode` raises `UnreadableState`."""
+
+    name: str
+    decode: Callable[[RawTable], T_co]
+    subject: str = "model"  # what the first name of a key means, in messages
+
+
+def create_raw_table(name: str) -> Table[RawTable]:
+    """Return a table as a gateway sees it that lacks the owner."""
+    return Table(name, dict)
+
+
+def with_entry(table: RawTable, keys: Sequence[str], value: Any) -> dict[str, Any]:
+    """Return the table with a value, or without it and what is empty then if None."""
+    first, *others = keys
+    if others:
+        value = with_entry(table.get(first, {}), others, value) or None
+    if value is not None:
+        return {**table, first: value}
+    return {name: kept for name, kept in table.items() if name != first}
+
+
+def decode_state(raw: bytes) -> Any:
+    """Raise `UnreadableState` if it is no JSON."""
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        raise UnreadableState("invalid JSON") from None
+
+
+def check_capability_tables(document: Mapping[str, Any]) -> None:
+    """Raise `UnreadableState` unless the tables of capabilities have two names for each value."""
+    for name in CAPABILITY_TABLES:
+        table = document.get(name, {})
+        if not isinstance(table, dict) or not all(
+            isinstance(each, dict) for each in table.values()
+        ):
+            raise UnreadableState(f"unexpected structure of the {name}")
