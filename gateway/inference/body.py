@@ -294,12 +294,10 @@ class PayloadConverter:
             self._charge.add(inspected.decoded_bytes)
         if not cost and not is_large:
             return received, convert_payload(inspected, self._signature)
+        convert = partial(convert_payload, inspected, self._signature)
         if cost > MAX_THREAD_PIXELS:
-            work = self._run_in_process(cost, convert_payload, inspected, self._signature)
-        else:
-            convert = partial(convert_payload, inspected, self._signature)
-            work = self.run_in_thread(convert, cost)
-        return received, await work
+            return received, await self._run_in_process(cost, convert)
+        return received, await self.run_in_thread(convert, cost)
 
     async def convert_all(self, payloads: Sequence[Payload]) -> list[InferInputs]:
         """Convert payloads of separate inferences; let the event loop run between them."""

@@ -35,10 +35,14 @@ MODEL = r"/v1/models/\{model\}(/versions/\{version\})?"
 
 @dataclass(frozen=True)
 class OwnNames:
-    """Patterns of the public names of a capability: its paths are deleted with it, the others may be."""
+    """Patterns of the public names of a capability.
+
+    Its paths and metrics are deleted with it, as its settings, and the others may be.
+    """
 
     paths: str = ""
     others: str = ""
+    metrics: str = ""
 
 
 OWN_NAMES = {
@@ -48,7 +52,7 @@ OWN_NAMES = {
     ),
     "uploads": OwnNames(
         rf"(PUT|DELETE) {MODEL}|GET {MODEL}/files.*",
-        r"setting GATEWAY_(MODEL_UPLOADS|ALLOW_MODEL_UPLOAD"
+        r"setting GATEWAY_(REPOSITORY|MODEL_UPLOADS|ALLOW_MODEL_UPLOAD"
         r"|MAX_(MODEL_BYTES|REPOSITORY_BYTES|MODEL_INSTANCES|MODEL_WARMUPS|MODEL_SEQUENCES))"
         r"|code \d+ (DIGEST_MISMATCH|INVALID_MODEL_FILE|NO_REPOSITORY|REPOSITORY_\w+)"
         r"|(command|flag) triton-gateway (push|pull|rm)\b.*",
@@ -64,15 +68,16 @@ OWN_NAMES = {
     "versions": OwnNames(
         r"\w+ /v1/models/\{model\}/labels(/\{label\})?",
         r"setting GATEWAY_MAX_SHADOW_BYTES|code \d+ (LABEL|VERSION)_\w+"
-        r"|metric \w+ gateway_(label|shadow)_.*|(command|flag) triton-gateway (label|rollout)\b.*",
+        r"|(command|flag) triton-gateway (label|rollout)\b.*",
+        r"gateway_(label|shadow)_.*",
     ),
     "on_demand": OwnNames(
         others=r"setting GATEWAY_(ON_DEMAND_MODELS|MAX_LOADED_MODELS|(DEFAULT_)?MODEL_MEMORY_MB"
         r"|EVICTION_PROTECTION_S|IDLE_UNLOAD_S|HOLD_S|SCALER_PORT)"
         r"|code \d+ (MODEL_LOADING|NO_ROOM)"
-        r"|metric \w+ gateway_(on_demand_.*|hold_seconds|demand|requests_held"
-        r"|replica_model_memory_bytes)"
         r"|flag triton-gateway up --(on-demand|max-loaded-models)",
+        metrics=r"gateway_(on_demand_.*|hold_seconds|demand|requests_held"
+        r"|replica_model_memory_bytes)",
     ),
     "grpc_api": OwnNames(others=r"setting GATEWAY_GRPC_\w+|code \d+ UNKNOWN_METHOD"),
     "page": OwnNames(others=r"setting GATEWAY_PAGE"),
@@ -164,9 +169,10 @@ def assert_only_own_names_are_gone(names: Sequence[str], found: set[str]) -> Non
     assert found <= recorded
     gone = recorded - found
     own = [OWN_NAMES[name] for name in names]
-    paths = [rf"path ({each.paths})" for each in own if each.paths]
-    assert select(recorded, paths) <= gone
-    assert gone == select(gone, [*paths, *(each.others for each in own)])
+    deleted = [rf"path ({each.paths})" for each in own if each.paths]
+    deleted += [rf"metric \w+ ({each.metrics})" for each in own if each.metrics]
+    assert select(recorded, deleted) <= gone
+    assert gone == select(gone, [*deleted, *(each.others for each in own)])
 
 
 def select(names: set[str], patterns: Sequence[str]) -> set[str]:

@@ -26,7 +26,6 @@ from gateway.access.auth import PUBLIC_PATH_PREFIXES, PUBLIC_PATHS
 from gateway.access.keys import BadKeysFile, add_key, parse_keys, read_keys_file, remove_key
 from gateway.app import create_app
 from gateway.callers import Caller, Role
-from gateway.capabilities.openai.errors import ERROR_SERIALIZERS
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.passthrough.rules import ROUTE_RULES
 from gateway.settings import Settings
@@ -199,7 +198,7 @@ def test_route_serves_only_the_roles_of_its_row(client: httpx.Client, row: Row) 
 def assert_refused(answer: httpx.Response, status: int, code: str) -> None:
     assert answer.status_code == status, answer.text
     body = answer.json()
-    if answer.url.path in ERROR_SERIALIZERS:
+    if isinstance(body["error"], dict):  # the shape of another API
         assert (body.keys(), body["error"]["code"]) == ({"error"}, code)
         assert answer.headers["x-request-id"]
     else:
