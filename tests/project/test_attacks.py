@@ -422,7 +422,10 @@ def test_all_attacks_together_leave_a_caller_served(target: Target) -> None:
     print(f"before {before}, during {during}, idle {idle / MIB:.0f} MiB")
     print(f"at most {max(peak) / MIB:.0f} MiB")
     known = REFUSALS.union(*(attack.outcomes for attack in ATTACKS.values()))
-    assert set(outcomes) <= known, outcomes
+    # Beside all others, a body can arrive so slowly that its connection is closed.
+    closed = sum(count for outcome, count in outcomes.items() if outcome.startswith("closed for"))
+    assert closed <= 0.01 * outcomes.total()
+    assert {each for each in outcomes if not each.startswith("closed for")} <= known, outcomes
     assert serves_others(target.client)
     assert target.command.process.poll() is None
     assert child_of(target.triton.reaper_pid) == triton_pid

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import resource
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,12 +22,15 @@ def process_tree(pid: int) -> list[int]:
 
 
 def memory_bytes(pid: int) -> int:
-    """The resident memory of a process and its children."""
-    pages = 0
+    """The resident memory of a process, and what its children do not share with it."""
+    resident_kib = 0
     for each in process_tree(pid):
+        counted = "Rss" if each == pid else "Private_Clean|Private_Dirty"
         with suppress(OSError):  # it has just ended
-            pages += int(Path(f"/proc/{each}/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+            rollup = Path(f"/proc/{each}/smaps_rollup").read_text()
+            sizes = re.findall(rf"^(?:{counted}): +(\d+) kB", rollup, re.MULTILINE)
+            resident_kib += sum(map(int, sizes))
+    return resident_kib * 1024
 
 
 def forget_peaks(pid: int) -> None:
