@@ -17,9 +17,9 @@ OUTSIDE: Final = ("capabilities", "client", "embedded")
 class Limits:
     """What a newcomer must be able to survey. Whoever lowers a size lowers its limit."""
 
-    folders: int = 18
-    modules: int = 19  # at the top
-    files_in_folder: int = 25
+    folders: int = 17
+    modules: int = 18  # at the top
+    files_in_folder: int = 21
     core_files: int = 174
     core_lines: int = 25_700
     capability_lines: int = 3_920
