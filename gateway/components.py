@@ -165,6 +165,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
         if components.tracer is not None:
             stack.callback(components.tracer.close)
         restricted = read_restricted_api(settings)
+        management_headers = [] if restricted is None else restricted.headers
         tune_interpreter()
         yield Services(
             settings,
@@ -173,7 +174,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             signatures,
             inference,
             repository,
-            FleetStatistics(pool),
+            FleetStatistics(pool, management_headers),
             decoders,
             admission,
             memory,
@@ -183,5 +184,5 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
             RateLimiter(metrics, components.store.rate_windows),
             maintenance,
             components.tracer,
-            [] if restricted is None else restricted.headers,
+            management_headers,
         )

@@ -97,6 +97,9 @@ class InferenceService:
         call = GrpcStreamCall(request)
         try:
             stream, first = await self._dispatcher.send(call, request.remaining_s)
+            if stream.first_error is not None:  # `/v1` has no results after an error
+                stream.close()
+                raise stream.first_error
         except STALE_SIGNATURE_ERRORS as exc:
             self._check_signature(request, exc)
             raise

@@ -6,54 +6,60 @@ a replica has counted is kept when it counts from 0 again, does not answer, or h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+from collections.abc import Container, Iterator, Mapping
 from functools import reduce
 from time import perf_counter
 from typing import Any, Final
 
-from gateway.errors import BadUpstream, GatewayError, UnknownModel
+import orjson
+
+from gateway.errors import BadUpstream, GatewayError, ModelNotReady, UnknownModel
 from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.replica import Replica
-from gateway.fleet.transports import request_json, triton_model_path
+from gateway.fleet.transports import decode_json, triton_model_path
+from gateway.http_client.connection import Headers
 from gateway.tasks import run_together
+from gateway.triton.error_mapping import map_triton_error
 from gateway.triton.request_target import RequestTarget
 
 # Of one version of a model, as in Triton's statistics extension.
 Statistics = Mapping[str, Any]
 REPLICA_TIMEOUT_S: Final = 5.0
-MAX_VERSIONS: Final = 10_000  # whose counts are kept
+MAX_RESPONSE_BYTES: Final = 32 << 20
+MAX_VERSIONS: Final = 1000  # whose counts are kept
+MAX_REPLICAS: Final = 256  # of a version, with those that have left
 LATEST: Final = "last_inference"  # a time, of which the latest counts
 MEMORY: Final = "memory_usage"  # of a replica now: it is not kept
 ITEM_KEYS: Final = ("batch_size", "type", "id")  # tell the items of a list apart
 
 
 class VersionCounts:
-    """The statistics of one version of a model by replica, and those of replicas that are gone."""
+    """The statistics of one version of a model by replica, and those from before their restarts."""
 
     def __init__(self) -> None:
-        self._past: Statistics = {}  # of replicas that were restarted or have left
-        self._last: dict[str, Statistics] = {}  # of each replica
+        self._past: Statistics = {}
+        self._last: dict[str, Statistics] = {}  # of each replica, also of those that have left
         self._received_at: dict[str, float] = {}
 
     def record(self, replica: str, statistics: Statistics, sent_at: float) -> None:
         """Record what a replica says; `sent_at` is when it was asked, by `time.perf_counter`."""
-        if count_events(statistics) < count_events(self._last.get(replica, {})):
+        last = self._last.get(replica)
+        if last is not None and has_fallen(last, statistics):
             if sent_at < self._received_at[replica]:
                 return  # of two requests at the same time, this one was answered first
-            self.forget(replica)  # it counts from 0 again
+            self._forget(replica)  # it counts from 0 again
+        elif last is None and len(self._last) >= MAX_REPLICAS:
+            self._forget(next(iter(self._last)))
         self._last[replica] = statistics
         self._received_at[replica] = perf_counter()
 
-    def forget(self, replica: str) -> None:
+    def _forget(self, replica: str) -> None:
         """Keep only the counts of a replica."""
         del self._received_at[replica]
         self._past = add_statistics(self._past, drop_memory(self._last.pop(replica)))
 
-    def forget_others(self, replicas: Iterable[str]) -> None:
-        for replica in self._last.keys() - replicas:
-            self.forget(replica)
-
-    def sum(self, answering: Iterable[str]) -> Statistics:
+    def sum(self, answering: Container[str]) -> Statistics:
         """Return the sum; the memory is that of the replicas that answered."""
         current = [
             statistics if replica in answering else drop_memory(statistics)
@@ -66,11 +72,13 @@ class VersionCounts:
 class FleetStatistics:
     """The statistics of all models, as this process has seen them."""
 
-    def __init__(self, pool: ReplicaPool) -> None:
+    def __init__(self, pool: ReplicaPool, management_headers: Headers) -> None:
         self._pool = pool
+        self._management_headers = management_headers
         self._versions: dict[tuple[str, str], VersionCounts] = {}
+        self._turn = asyncio.Lock()  # sums use a thread, which would hold up others
 
-    async def read(self, target: RequestTarget) -> dict[str, list[Statistics]]:
+    async def read(self, target: RequestTarget) -> bytes:
         """Return the sums of a model's versions or, without a model, of all, as Triton does over HTTP.
 
         Replicas that do not answer have what they last said. Raises Triton's error if no replica knows the
@@ -79,59 +87,73 @@ class FleetStatistics:
         replicas = [each for each in self._pool.replicas.values() if self._pool.is_reachable(each)]
         if not replicas:
             raise NoReplica
-        sent_at = perf_counter()
-        outcomes = await run_together(try_to_read(replica, target) for replica in replicas)
-        failures = [outcome for outcome in outcomes if isinstance(outcome, GatewayError)]
-        if len(failures) == len(replicas):
-            known = [failure for failure in failures if not isinstance(failure, UnknownModel)]
-            raise (known or failures)[0]
-        answers = {
-            replica.name: outcome
-            for replica, outcome in zip(replicas, outcomes, strict=True)
-            if not isinstance(outcome, GatewayError)
-        }
-        for replica, versions in answers.items():
-            for statistics in versions:
-                self._find_counts(statistics).record(replica, statistics, sent_at)
-        return {"model_stats": self._sum_versions(answers)}
+        async with self._turn:
+            sent_at = perf_counter()
+            outcomes = await run_together(self._try_to_read(each, target) for each in replicas)
+            failures = [outcome for outcome in outcomes if isinstance(outcome, GatewayError)]
+            if len(failures) == len(replicas):
+                raise self._choose_failure(failures, target)
+            answers = {
+                replica.name: outcome
+                for replica, outcome in zip(replicas, outcomes, strict=True)
+                if not isinstance(outcome, GatewayError)
+            }
+            return await asyncio.to_thread(self._sum, answers, sent_at)
 
-    async def read_replica(self, name: str, target: RequestTarget) -> dict[str, list[Statistics]]:
+    async def read_replica(self, name: str, target: RequestTarget) -> bytes:
         """Return what one replica says. Raises `UnknownReplica`, or as `read`."""
-        return {"model_stats": await read_statistics(self._pool.get_replica(name), target)}
+        return await self._read(self._pool.get_replica(name), target)
 
-    def _sum_versions(self, answers: Mapping[str, list[Statistics]]) -> list[Statistics]:
-        names = [replica.name for replica in self._pool.replicas.values()]
-        counts = dict.fromkeys(
-            self._find_counts(statistics)
-            for versions in answers.values()
-            for statistics in versions
+    async def _try_to_read(self, replica: Replica, target: RequestTarget) -> bytes | GatewayError:
+        try:
+            return await self._read(replica, target)
+        except GatewayError as exc:
+            return exc
+
+    async def _read(self, replica: Replica, target: RequestTarget) -> bytes:
+        """Raises Triton's error, or that of the transport."""
+        path = triton_model_path(target.model, target.version) if target.model else "/v2/models"
+        response = await replica.http.request(
+            b"GET",
+            f"{path}/stats".encode(),
+            headers=self._management_headers,
+            timeout_s=min(target.timeout_s, REPLICA_TIMEOUT_S),
+            max_bytes=MAX_RESPONSE_BYTES,
         )
-        for each in counts:
-            each.forget_others(names)
-        return [each.sum(answers) for each in counts]
+        if response.status != 200:
+            raise map_triton_error(response.status, response.body, target)
+        return response.body
 
-    def _find_counts(self, statistics: Statistics) -> VersionCounts:
-        key = (statistics["name"], statistics["version"])
-        counts = self._versions.get(key)
+    def _choose_failure(self, failures: list[GatewayError], target: RequestTarget) -> GatewayError:
+        for failure in failures:
+            if not isinstance(failure, UnknownModel):
+                return failure
+        if self._pool.has_model(target.model, target.version):
+            return ModelNotReady(target.model, target.version)
+        return failures[0]
+
+    def _sum(self, answers: Mapping[str, bytes], sent_at: float) -> bytes:
+        """Record the answers of replicas, and return the sums of the versions in them, in a thread."""
+        reported: dict[VersionCounts, None] = {}  # in the order of the answers
+        for replica, body in answers.items():
+            for statistics in parse_statistics(body):
+                counts = self._find_counts(statistics["name"], statistics["version"])
+                counts.record(replica, statistics, sent_at)
+                reported[counts] = None
+        return orjson.dumps({"model_stats": [counts.sum(answers) for counts in reported]})
+
+    def _find_counts(self, model: str, version: str) -> VersionCounts:
+        counts = self._versions.get((model, version))
         if counts is None:
-            counts = self._versions[key] = VersionCounts()
-            if len(self._versions) > MAX_VERSIONS:
+            if len(self._versions) >= MAX_VERSIONS:
                 del self._versions[next(iter(self._versions))]
+            counts = self._versions[model, version] = VersionCounts()
         return counts
 
 
-async def try_to_read(replica: Replica, target: RequestTarget) -> list[Statistics] | GatewayError:
-    try:
-        return await read_statistics(replica, target)
-    except GatewayError as exc:
-        return exc
-
-
-async def read_statistics(replica: Replica, target: RequestTarget) -> list[Statistics]:
-    """Return a replica's own statistics. Raises Triton's error, or that of the transport."""
-    target = target._replace(timeout_s=min(target.timeout_s, REPLICA_TIMEOUT_S))
-    path = triton_model_path(target.model, target.version) if target.model else "/v2/models"
-    match await request_json(replica, target, b"GET", f"{path}/stats"):
+def parse_statistics(body: bytes) -> list[Statistics]:
+    """Return the statistics of each version. Raises `BadUpstream`."""
+    match decode_json(body):
         case {"model_stats": [*versions]} if all(map(is_statistics, versions)):
             return versions
     raise BadUpstream("the replica's statistics are not those of Triton's statistics extension")
@@ -139,20 +161,30 @@ async def read_statistics(replica: Replica, target: RequestTarget) -> list[Stati
 
 def is_statistics(value: Any) -> bool:
     match value:
-        case {"name": str(), "version": str()}:
+        case {
+            "name": str(),
+            "version": str(),
+            "inference_count": int(),
+            "execution_count": int(),
+            "inference_stats": {
+                "success": {"count": int(), "ns": int()},
+                "fail": {"count": int(), "ns": int()},
+            },
+        }:
             return True
     return False
 
 
-def count_events(statistics: Statistics) -> int:
-    """Return a number that only grows while a replica runs."""
-    match statistics:
-        case {
-            "inference_count": int(inferences),
-            "inference_stats": {"fail": {"count": int(failures)}},
-        }:
-            return inferences + failures
-    return 0
+def has_fallen(before: Statistics, now: Statistics) -> bool:
+    """Return whether a replica counts less than before."""
+    return any(map(int.__gt__, list_counts(before), list_counts(now)))
+
+
+def list_counts(statistics: Statistics) -> Iterator[int]:
+    yield statistics["inference_count"]
+    yield statistics["execution_count"]
+    for outcome in ("success", "fail"):
+        yield from (statistics["inference_stats"][outcome][name] for name in ("count", "ns"))
 
 
 def drop_memory(statistics: Statistics) -> Statistics:

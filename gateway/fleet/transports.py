@@ -120,7 +120,6 @@ class HttpCall(NamedTuple):
             if not response.is_event_stream:
                 raise await read_error_response(response, self.target)
             response.first_error = error = await read_error_event(response, self.target)
-            response.status = error.status
             raise FailedResponse(error, response)
         return response
 
@@ -195,11 +194,17 @@ class GrpcStreamCall(GrpcInferCall):
         with trace_grpc_attempt(trace, replica, client_metadata) as metadata:
             message = await self.request.encode(encode_grpc_request)
             stream = await open_stream(replica, self.target, message, metadata)
+            first = None
             try:
-                return stream, await read_infer_response(stream, timeout_s)
+                answer = await stream.read_first_message(timeout_s)
+                if answer is not None and stream.first_error is None:
+                    first = await decode_grpc_response(answer, is_streamed=True)
             except BaseException:
                 stream.close()
                 raise
+        if stream.first_error is not None:
+            raise FailedResponse(stream.first_error, (stream, None))
+        return stream, first
 
 
 @dataclass(frozen=True, slots=True)

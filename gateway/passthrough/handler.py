@@ -8,7 +8,6 @@ from functools import partial
 from time import perf_counter
 from typing import Final
 
-import orjson
 from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -19,7 +18,14 @@ from gateway.callers import Right
 from gateway.capacity.admission import Slot
 from gateway.capacity.body_chunks import coalesce_chunks
 from gateway.error_responses import render_error
-from gateway.errors import BodyTooLarge, InputMismatch, MalformedRequest, serialize_error
+from gateway.errors import (
+    BodyTooLarge,
+    GatewayError,
+    InputMismatch,
+    MalformedRequest,
+    RefusedByModel,
+    serialize_error,
+)
 from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
@@ -110,12 +116,22 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
             log.warning("the response was aborted: %s", exc)
             return status
         services.record_model(info, target.model, target.version)
-        error = await render_error(Request(scope, receive), exc)
-        # Clients of Triton know its statuses, and it has one for whatever does not fit the model.
-        if error.status_code == InputMismatch.status:
-            error.status_code = MalformedRequest.status
+        error = await render_v2_error(Request(scope, receive), exc)
         return await send_own_response(error, scope, receive, send)
     return status
+
+
+async def render_v2_error(request: Request, exc: Exception) -> Response:
+    response = await render_error(request, exc)
+    if isinstance(exc, GatewayError):
+        response.status_code = find_status(exc)
+    return response
+
+
+def find_status(error: GatewayError) -> int:
+    """Return the status of an error. Triton has 400 for whatever does not fit the model."""
+    does_not_fit = isinstance(error, (InputMismatch, RefusedByModel))
+    return MalformedRequest.status if does_not_fit else error.status
 
 
 def resolve_target(services: Services, scope: Scope, route: MatchedRoute) -> ModelTarget:
@@ -142,7 +158,7 @@ async def answer_statistics(services: Services, scope: Scope, target: ModelTarge
         document = await services.statistics.read_replica(replica, upstream)
     services.record_model(scope["request_info"], target.model, target.version)
     headers = {} if target.choice is None else {VERSION_HEADER.decode(): target.version}
-    return Response(orjson.dumps(document), headers=headers, media_type=JSON)
+    return Response(document, headers=headers, media_type=JSON)
 
 
 async def forward_request(
@@ -255,6 +271,8 @@ def add_management_headers(headers: Headers, management_headers: Headers) -> Hea
 
 
 def build_start_message(response: UpstreamResponse, scope: Scope) -> Message:
+    if response.first_error is not None:
+        response.status = find_status(response.first_error)
     headers = [
         *filter_response_headers(response.headers),
         (b"x-request-id", scope["request_id"].encode()),

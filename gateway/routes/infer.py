@@ -71,7 +71,7 @@ async def handle_infer(
     received = await pipeline.receive_payload(opened)
     with await pipeline.admit(opened) as slot:
         payload, inputs = await opened.converter.convert(received)
-        del received  # not kept while the model runs
+        del received  # a large body, which a process has decoded
         if classification is not None:
             parameters = {**payload.parameters, "classification": classification}
             payload = payload._replace(parameters=parameters)

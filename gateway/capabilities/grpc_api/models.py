@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final
 
+import orjson
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
@@ -83,8 +85,13 @@ async def serve_statistics(call: IncomingCall) -> bytes:
     upstream = RequestTarget(target.model, target.version, timeout_s)
     statistics = await call.services.statistics.read(upstream)
     call.services.record_model(call.info, target.model, target.version)
+    return await asyncio.to_thread(encode_statistics, statistics)
+
+
+def encode_statistics(document: bytes) -> bytes:
+    """Return the message of statistics in the form of Triton's HTTP API."""
     response = service_pb2.ModelStatisticsResponse()
-    ParseDict(statistics, response, ignore_unknown_fields=True)
+    ParseDict(orjson.loads(document), response, ignore_unknown_fields=True)
     message: bytes = response.SerializeToString()
     return message
 

@@ -160,7 +160,7 @@ async def create_prediction(
             (inputs,) = await opened.converter.convert_json(received, parse_prediction_body)
         else:
             payload, inputs = await opened.converter.convert(received)
-        del received  # not kept while the model runs
+        del received  # a large body, which a process has decoded
         count = choose_class_count(signature)
         if count and not signature.default_class_counts:
             payload = payload._replace(parameters={"classification": count, **payload.parameters})

@@ -64,7 +64,6 @@ class HttpProtocol(asyncio.Protocol):
         self._is_reading = True
         self._is_refused = False
         self._is_stopping = False
-        self._was_continued = False  # after the client had closed its half
         self._timer: asyncio.TimerHandle | None = None
         self._next_check_at = math.inf
 
@@ -335,9 +334,8 @@ class HttpProtocol(asyncio.Protocol):
         """Abort if the client is gone: it answers an interim response with a reset, and others ignore it."""
         cycle = self._current_cycle
         is_gone = was_reset(self.transport)
-        if cycle is not None and not self._was_continued:
-            self._was_continued = True
-            is_gone = is_gone or not cycle.send_continue()
+        if cycle is not None and not is_gone:
+            is_gone = not cycle.send_continue()
         if is_gone:
             self.transport.abort()
         else:

@@ -123,6 +123,10 @@ def test_error_that_begins_a_stream_is_no_reason_to_run_the_model_again(
     answer = client.post("/v2/models/moody/generate_stream", json={"X": text})
     assert answer.status_code == 404
     assert count_runs(folders) == before + 1
+    headers = {"Accept": "text/event-stream"}
+    answer = client.post("/v1/models/moody/infer", json={"inputs": text}, headers=headers)
+    assert answer.status_code == 404
+    assert count_runs(folders) == before + 2
     assert client.post("/v1/models/moody/infer", json={"inputs": "fine"}).status_code == 200
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -353,6 +354,8 @@ def test_audit_log_has_the_result_of_a_load_whose_client_disconnects(
         name = f"disconnects-{number}."
         head = f"POST {LOAD.format('text_core')} HTTP/1.1\r\nHost: x\r\nX-Request-ID: {name}\r\n"
         with socket.create_connection(address, TIMEOUT_S) as connection:
+            # A reset: of a connection that is only closed, the client may wait for its response.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.sendall(f"{head}X-API-Key: {ADMIN}\r\nContent-Length: 0\r\n\r\n".encode())
         wait_until(lambda name=name: name in command.output)  # type: ignore[misc]
         if "client disconnected" in command.output:

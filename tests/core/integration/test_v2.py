@@ -491,8 +491,7 @@ def test_error_that_begins_a_stream_is_passed_at_once_with_what_follows(ports: P
     (_, refused), *direct = events(ports.triton, -0.001, status=400)
     assert "boom first" in refused["error"]
     for pause_s in lengthening(0.05):
-        # The status is that of the error's code.
-        (at, refused), *others = events(ports.gateway, -pause_s, status=422)
+        (at, refused), *others = events(ports.gateway, -pause_s, status=400)
         assert (refused["error"], refused["code"]) == (
             "boom first at weights.bin",
             "REFUSED_BY_MODEL",
@@ -506,7 +505,7 @@ def test_error_that_begins_a_stream_is_passed_at_once_with_what_follows(ports: P
 
 def test_long_error_that_begins_a_stream_ends_it(faked: tuple[Fake, int]) -> None:
     response = ask(faked[1], "POST", "/v2/models/long_error/generate_stream", [], b"{}")
-    assert response.status == 422
+    assert response.status == 400
     (event,) = response.body.removesuffix(b"\n\n").split(b"\n\n")
     document = json.loads(event.removeprefix(b"data: "))
     assert document["error"] == "Triton rejected the request"

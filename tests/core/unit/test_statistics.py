@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
-from gateway.fleet.statistics import VersionCounts
+from gateway.fleet.statistics import MAX_REPLICAS, VersionCounts
 
 
 def statistics(count: int, last: int, batch_sizes: tuple[int, ...], **more: Any) -> dict[str, Any]:
@@ -16,6 +16,7 @@ def statistics(count: int, last: int, batch_sizes: tuple[int, ...], **more: Any)
         "version": "2",
         "last_inference": last,
         "inference_count": count,
+        "execution_count": count,
         "inference_stats": {"success": duration, "fail": {"count": 0, "ns": 0}},
         "batch_stats": [{"batch_size": size, "compute_infer": duration} for size in batch_sizes],
         "response_stats": {"0": {"success": duration}},
@@ -40,15 +41,32 @@ def test_counts_are_summed_and_the_latest_inference_is_kept() -> None:
     assert batches == {1: 3, 4: 8, 8: 5}
 
 
-def test_counts_of_replicas_that_restart_or_leave_are_kept() -> None:
+def test_counts_of_a_replica_that_counts_from_0_again_are_kept() -> None:
     counts = VersionCounts()
     record(counts, "a", statistics(3, 100, (1,)))
     record(counts, "b", statistics(5, 100, (1,)))
-    record(counts, "a", statistics(2, 300, (1,)))  # it has counted from 0 again
+    record(counts, "a", statistics(2, 300, (1,)))
     assert counts.sum(("a", "b"))["inference_count"] == 10
-    counts.forget_others(["a"])
-    record(counts, "a", statistics(4, 400, (1,)))
-    assert counts.sum(("a",))["inference_count"] == 12
+    # After more inferences than before, only their time tells that the replica was restarted.
+    quick = {"success": {"count": 3, "ns": 6}, "fail": {"count": 0, "ns": 0}}
+    record(counts, "a", statistics(3, 400, (1,), inference_stats=quick))
+    assert counts.sum(("a", "b"))["inference_count"] == 13
+
+
+def test_replica_that_leaves_and_returns_is_counted_once() -> None:
+    counts = VersionCounts()
+    record(counts, "a", statistics(3, 100, (1,)))
+    record(counts, "b", statistics(5, 100, (1,)))
+    assert counts.sum(("a",))["inference_count"] == 8
+    record(counts, "b", statistics(6, 100, (1,)))
+    assert counts.sum(("a", "b"))["inference_count"] == 9
+
+
+def test_counts_of_the_first_of_too_many_replicas_are_kept() -> None:
+    counts = VersionCounts()
+    for number in range(MAX_REPLICAS + 10):
+        record(counts, str(number), statistics(1, 100, (1,)))
+    assert counts.sum(())["inference_count"] == MAX_REPLICAS + 10
 
 
 def test_older_response_is_no_restart() -> None:
