@@ -11,9 +11,9 @@ from pathlib import Path
 import yaml
 from starlette.types import Scope
 
-from gateway.access.auth import Authenticator, authorize
+from gateway.access.auth import CORE_PATHS, Authenticator, authorize
 from gateway.access.keys import KeysFile
-from gateway.access.rate_limit import UNLIMITED_PATHS, RateLimiter
+from gateway.access.rate_limit import RateLimiter
 from gateway.callers import Right
 from gateway.capacity.admission import AdmissionQueue
 from gateway.telemetry.metrics import Metrics
@@ -56,7 +56,7 @@ def build_parts(folder: Path) -> Mapping[str, Callable[[], object]]:
 
     def authorize_and_admit() -> None:
         caller = info.caller = access.authenticate(scope)
-        if caller.requests_per_second is not None and scope["path"] not in UNLIMITED_PATHS:
+        if caller.requests_per_second is not None and scope["path"] not in CORE_PATHS.unlimited:
             raise AssertionError
         authorize(scope, Right.infer, MODEL)
         admission.try_acquire(MODEL)

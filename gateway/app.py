@@ -16,11 +16,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from gateway import __version__
-from gateway.access.auth import PUBLIC_PATHS
+from gateway.access.auth import CORE_PATHS
 from gateway.capabilities.installed import INSTALLED, MODEL_KEYS
 from gateway.components import build_components, run_services
 from gateway.draining import Drain
-from gateway.error_responses import render_error
+from gateway.error_responses import ErrorSerializer, render_error
 from gateway.media_types import JSON
 from gateway.openapi.repository import MANAGEMENT_ERROR_SCHEMA
 from gateway.openapi.responses import ERROR_SCHEMA
@@ -61,6 +61,7 @@ class GatewayFastAPI(FastAPI):
     """A FastAPI whose OpenAPI document describes the errors, and how to send a key."""
 
     requires_key = False
+    paths = CORE_PATHS
     _serialized_document = b""
 
     def __init__(self, **options: Any) -> None:
@@ -85,7 +86,7 @@ class GatewayFastAPI(FastAPI):
         }
         if self.requires_key:
             document["security"] = SECURITY
-            for path in PUBLIC_PATHS & document["paths"].keys():
+            for path in self.paths.public & document["paths"].keys():
                 for operation in document["paths"][path].values():
                     operation["security"] = []
         return document
@@ -102,7 +103,7 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
-        async with run_services(settings, components) as services:
+        async with run_services(settings, components, paths) as services:
             edge.services = app.state.services = services
             if on_open is not None:
                 on_open(services)
@@ -122,26 +123,27 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
     app = GatewayFastAPI(title="triton-gateway", version=__version__, lifespan=lifespan)
     app.requires_key = components.keys_file is not None
     inference_routers = [infer.router]
+    routers = [module.router for module in ROUTE_MODULES]
+    error_serializers: dict[str, ErrorSerializer] = {}
+    paths = CORE_PATHS
     for attachment in attachments:
         inference_routers += attachment.inference_routers
-    routers = inference_routers + [module.router for module in ROUTE_MODULES]
-    edge = GatewayMiddleware(app, inference_routers)
-    application: ASGIApp = edge
-    for attachment in attachments:
         routers += attachment.routers
         app.error_schemas |= attachment.error_schemas
-        edge.error_serializers |= attachment.error_serializers
-        if attachment.middleware is not None:
-            application = attachment.middleware(application)
-    for router in (*routers, root.router):  # a page may have its path
+        error_serializers |= attachment.error_serializers
+        if attachment.paths is not None:
+            paths |= attachment.paths
+    app.paths = paths
+    edge = GatewayMiddleware(app, inference_routers, paths, error_serializers)
+    for router in (*inference_routers, *routers, root.router):  # a page may have its path
         # `include_router` builds each route again, at the first request, which then waits for 60 ms.
         app.router.routes.extend(router.routes)
     for exception in HANDLED_EXCEPTIONS:
         app.add_exception_handler(exception, render_error)
     if not settings.cors_origins:
-        return application
+        return edge
     return CORSMiddleware(
-        application,
+        edge,
         allow_origins=settings.cors_origins,
         allow_methods=("GET", "POST"),
         allow_credentials=settings.cors_credentials,

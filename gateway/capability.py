@@ -17,8 +17,8 @@ from gateway.settings import CapabilitySettings, Settings
 # Commands import this module before they import the application, which takes a second.
 if TYPE_CHECKING:
     from fastapi import APIRouter
-    from starlette.types import ASGIApp
 
+    from gateway.access.auth import PathRules
     from gateway.embedded.options import TritonOptions
     from gateway.error_responses import ErrorSerializer
     from gateway.repository.models_file import KeyParsers
@@ -83,8 +83,9 @@ class Attachment:
 
     routers: Sequence[APIRouter] = ()
     error_schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by their names
-    middleware: Callable[[ASGIApp], ASGIApp] | None = None  # around the application
-    error_serializers: Mapping[str, ErrorSerializer] = field(default_factory=dict)  # by their paths
+    # By their paths; one that ends with a slash stands for all that begin with it.
+    error_serializers: Mapping[str, ErrorSerializer] = field(default_factory=dict)
+    paths: PathRules | None = None
     # Opens what the routes use, and provides it in `services`; the stack closes it.
     open: Callable[[Services, AsyncExitStack], Awaitable[None]] = open_nothing
     # Their paths come first. A request without a query is passed to a handler without the framework, with the

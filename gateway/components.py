@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
 
 from gateway import __version__
-from gateway.access.auth import Authenticator
+from gateway.access.auth import CORE_PATHS, Authenticator, PathRules
 from gateway.access.keys import KeysFile
 from gateway.access.rate_limit import RateLimiter
 from gateway.capacity.admission import AdmissionQueue
@@ -133,7 +133,9 @@ async def open_fleet(
 
 
 @asynccontextmanager
-async def run_services(settings: Settings, components: AppComponents) -> AsyncIterator[Services]:
+async def run_services(
+    settings: Settings, components: AppComponents, paths: PathRules = CORE_PATHS
+) -> AsyncIterator[Services]:
     """Run the services; they are closed in reverse order."""
     async with AsyncExitStack() as stack:
         stack.callback(logs.flush)  # a worker is killed by its own signal right afterwards
@@ -152,7 +154,7 @@ async def run_services(settings: Settings, components: AppComponents) -> AsyncIt
         memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics.shed)
         stack.callback(metrics.flush)
         authenticator = Authenticator(
-            components.keys_file, settings.allowed_hosts, local_admin=settings.local_admin
+            components.keys_file, settings.allowed_hosts, paths, local_admin=settings.local_admin
         )
         maintenance = Maintenance(pool, dispatcher, repository.state)
         for work in (

@@ -12,8 +12,9 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Final
 
 from starlette.types import Scope
@@ -32,11 +33,6 @@ AUTHORIZATION: Final = b"authorization"
 KEY_HEADERS: Final = frozenset((AUTHORIZATION, b"x-api-key"))
 BEARER: Final = b"bearer"
 BASIC: Final = b"basic"
-# Probes and browsers that load pages have no key.
-PUBLIC_PATHS: Final = frozenset(
-    ("/", "/livez", "/readyz", "/ping", "/docs", "/redoc", "/openapi.json")
-)
-PUBLIC_PATH_PREFIXES: Final = ("/static/", "/docs/")
 ANONYMOUS_RIGHTS: Final = frozenset((Right.infer, Right.metrics, Right.fleet))
 ANONYMOUS: Final = Caller("", rights=ANONYMOUS_RIGHTS)
 # The anonymous caller if GATEWAY_LOCAL_ADMIN is false.
@@ -56,6 +52,37 @@ CROSS_ORIGIN_REASON: Final = "a web page of another origin sent it"
 REQUIRED_ROLES: Final = {Right.infer: Role.infer.value, Right.metrics: Role.metrics.value}
 
 
+@dataclass(frozen=True)
+class PathRules:
+    """The paths on which requests are treated differently. Capabilities add theirs to `CORE_PATHS`."""
+
+    public: frozenset[str] = frozenset()  # probes and browsers that load pages have no key
+    public_prefixes: tuple[str, ...] = ()
+    probes: frozenset[str] = frozenset()  # they come every few seconds, and are not traced
+    output_prefixes: tuple[str, ...] = ()  # responses that can be a model's output
+
+    def __or__(self, other: PathRules) -> PathRules:
+        return PathRules(
+            self.public | other.public,
+            self.public_prefixes + other.public_prefixes,
+            self.probes | other.probes,
+            self.output_prefixes + other.output_prefixes,
+        )
+
+    @cached_property
+    def unlimited(self) -> frozenset[str]:
+        """The paths whose requests do not count at the rate of their key."""
+        return self.public | self.probes
+
+
+CORE_PATHS: Final = PathRules(
+    public=frozenset(("/", "/livez", "/readyz", "/docs", "/redoc", "/openapi.json")),
+    public_prefixes=("/docs/",),
+    probes=frozenset(("/livez", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready")),
+    output_prefixes=("/v1/",),
+)
+
+
 class Authenticator:
     """Identifies callers by their key; without a keys file every caller is anonymous."""
 
@@ -63,10 +90,12 @@ class Authenticator:
         self,
         keys_file: KeysFile | None,
         allowed_hosts: Sequence[str] = (),
+        paths: PathRules = CORE_PATHS,
         *,
         local_admin: bool = True,
     ) -> None:
         self._keys_file = keys_file
+        self._paths = paths
         self._allowed_hosts = tuple(allowed_hosts)
         self._anonymous = ANONYMOUS if local_admin else ANONYMOUS_NON_ADMIN
 
@@ -86,7 +115,7 @@ class Authenticator:
                 raise Unauthenticated("unknown key")
         except Unauthenticated:
             path: str = scope["path"]
-            if path in PUBLIC_PATHS or path.startswith(PUBLIC_PATH_PREFIXES):
+            if path in self._paths.public or path.startswith(self._paths.public_prefixes):
                 return UNAUTHENTICATED
             raise
         return caller

@@ -13,13 +13,10 @@ from typing import Final, NamedTuple, Protocol
 
 from limits import RateLimitItem, RateLimitItemPerSecond
 
-from gateway.access.auth import PUBLIC_PATHS
 from gateway.errors import Overloaded, StateUnavailable
 from gateway.messages import quote_text
 from gateway.telemetry.metrics import Metrics
 
-# Monitoring is never rate limited.
-UNLIMITED_PATHS: Final = PUBLIC_PATHS | {"/metrics", "/v2/health/live", "/v2/health/ready"}
 MAX_REQUESTS_PER_WINDOW: Final = 1_000_000  # a higher rate is reduced to this
 MAX_WINDOW_S: Final = 24 * 3600
 MIN_RATE_WAIT_S: Final = 0.001

@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.access.auth import name_caller
-from gateway.access.rate_limit import UNLIMITED_PATHS, RateLimitExceeded
+from gateway.access.auth import PathRules, name_caller
+from gateway.access.rate_limit import RateLimitExceeded
 from gateway.error_responses import ERROR_SERIALIZER, ErrorSerializer, render_error
 from gateway.errors import Forbidden, GatewayError, Unauthenticated
 from gateway.http_client.connection import Headers
@@ -27,12 +27,11 @@ from gateway.telemetry import audit
 from gateway.telemetry.logs import ACCESS_LOGGER, log_fields
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST, V1_ROUTE, V2_ROUTE
 from gateway.telemetry.request_info import RequestInfo, current_request_info, read_head
-from gateway.telemetry.tracing import Trace, create_request_id, find_request_id, is_probe
+from gateway.telemetry.tracing import Trace, create_request_id, find_request_id
 
 log = logging.getLogger(ACCESS_LOGGER)
 
 # Browsers must not run a model's output as a page of the gateway's origin.
-MODEL_PATH_PREFIXES = ("/v1/", "/predictions/")
 SANDBOX_HEADER = (b"content-security-policy", b"sandbox; default-src 'none'")
 
 
@@ -76,9 +75,16 @@ class GatewayMiddleware:
     FastAPI serves the rest.
     """
 
-    def __init__(self, framework: FastAPI, inference_routers: Iterable[APIRouter]) -> None:
+    def __init__(
+        self,
+        framework: FastAPI,
+        inference_routers: Iterable[APIRouter],
+        paths: PathRules,
+        error_serializers: Mapping[str, ErrorSerializer],
+    ) -> None:
         self._framework = framework
-        self.error_serializers: dict[str, ErrorSerializer] = {}  # by the paths of other APIs
+        self._error_serializers = error_serializers
+        self.paths = paths
         routes = [route for router in inference_routers for route in router.routes]
         self.inference_routes = [route for route in routes if isinstance(route, APIRoute)]
         self._parse_head = partial(parse_head, self.inference_routes)
@@ -95,7 +101,7 @@ class GatewayMiddleware:
         current_request_info.set(info)
         scope["request_id"] = info.request_id
         scope["request_info"] = info
-        if services.tracer is not None and not is_probe(scope["path"]):
+        if services.tracer is not None and scope["path"] not in self.paths.probes:
             info.trace = services.tracer.start_trace(scope["method"], scope["headers"])
         in_flight = services.metrics.in_flight
         in_flight[route_group] += 1
@@ -104,7 +110,7 @@ class GatewayMiddleware:
             info.caller = caller = services.access.authenticate(scope)
             info.key = caller.name
             info.caller_name = name_caller(caller, scope)
-            if caller.requests_per_second is not None and scope["path"] not in UNLIMITED_PATHS:
+            if caller.requests_per_second is not None and scope["path"] not in self.paths.unlimited:
                 info.opens_window = await services.rate_limiter.count_request(
                     caller.name, caller.requests_per_second
                 )
@@ -115,8 +121,7 @@ class GatewayMiddleware:
             else:
                 status = await self._call_framework(scope, receive, send, info)
         except (Unauthenticated, Forbidden, RateLimitExceeded) as exc:
-            self._choose_error_serializer(scope)
-            status = await send_refusal(scope, receive, send, exc)
+            status = await self._send_refusal(scope, receive, send, exc)
         finally:
             if info.charge is not None:
                 info.charge.release()
@@ -132,7 +137,7 @@ class GatewayMiddleware:
     ) -> int:
         status = CLIENT_CLOSED_REQUEST
         self._choose_error_serializer(scope)
-        extra_headers = build_extra_headers(scope)
+        extra_headers = self._build_extra_headers(scope)
         # The server omits the body of a response to HEAD (RFC 9110, section 9.3.2).
         framework_scope = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
@@ -153,8 +158,26 @@ class GatewayMiddleware:
         return status
 
     def _choose_error_serializer(self, scope: Scope) -> None:
-        if serialize := self.error_serializers.get(scope["path"]):
-            scope[ERROR_SERIALIZER] = serialize
+        for path, serialize in self._error_serializers.items():
+            if scope["path"] == path or (path[-1] == "/" and scope["path"].startswith(path)):
+                scope[ERROR_SERIALIZER] = serialize
+
+    def _build_extra_headers(self, scope: Scope) -> Headers:
+        headers = [(b"x-request-id", scope["request_id"].encode()), NOSNIFF_HEADER]
+        if scope["path"].startswith(self.paths.output_prefixes):
+            headers.append(SANDBOX_HEADER)
+        return headers
+
+    async def _send_refusal(
+        self, scope: Scope, receive: Receive, send: Send, exc: GatewayError
+    ) -> int:
+        # The request is answered before any handler sees it.
+        self._choose_error_serializer(scope)
+        response = await render_error(Request(scope), exc)
+        response.raw_headers += self._build_extra_headers(scope)
+        scope["request_info"].bytes_out = len(response.body)
+        await response(scope, receive, send)
+        return response.status_code
 
 
 async def serve_inference(
@@ -198,22 +221,6 @@ def count_sent_bytes(send: Send, info: RequestInfo) -> Send:
         await send(message)
 
     return send_counted
-
-
-async def send_refusal(scope: Scope, receive: Receive, send: Send, exc: GatewayError) -> int:
-    # The request is answered before any handler sees it.
-    response = await render_error(Request(scope), exc)
-    response.raw_headers += build_extra_headers(scope)
-    scope["request_info"].bytes_out = len(response.body)
-    await response(scope, receive, send)
-    return response.status_code
-
-
-def build_extra_headers(scope: Scope) -> Headers:
-    headers = [(b"x-request-id", scope["request_id"].encode()), NOSNIFF_HEADER]
-    if scope["path"].startswith(MODEL_PATH_PREFIXES):
-        headers.append(SANDBOX_HEADER)
-    return headers
 
 
 def client_address(scope: Scope) -> str:

@@ -25,9 +25,6 @@ TRACESTATE: Final = b"tracestate"
 TRACE_CONTEXT_HEADERS: Final = (TRACEPARENT, TRACESTATE)  # W3C Trace Context, sections 3.2 and 3.3
 SERVER_ERROR_STATUS: Final = 500
 CLIENT_ERROR_STATUS: Final = 400  # an error of a client span, but not of a server span
-# Probes and scrapes come every few seconds and are not traced.
-PROBE_PATHS: Final = frozenset(("/livez", "/readyz", "/ping", "/metrics"))
-PROBE_PATH_PREFIX: Final = "/v2/health/"
 TRACE_FLUSH_TIMEOUT_S: Final = 2.0
 TraceHeaders = list[tuple[bytes, bytes]]
 
@@ -42,10 +39,6 @@ def find_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 def create_request_id() -> str:
     return f"{random.getrandbits(128):032x}"
-
-
-def is_probe(path: str) -> bool:
-    return path in PROBE_PATHS or path.startswith(PROBE_PATH_PREFIX)
 
 
 class BadTracing(CommandError):

@@ -14,9 +14,10 @@ class PageSettings(CapabilitySettings):
 def attach_page(settings: Settings) -> Attachment | None:
     if not settings.read(PageSettings).page:
         return None
+    from gateway.access.auth import PathRules
     from gateway.capabilities.page.routes import router
 
-    return Attachment((router,))
+    return Attachment((router,), paths=PathRules(public_prefixes=("/static/",)))
 
 
 def announce_page(plan: LaunchPlan) -> None:

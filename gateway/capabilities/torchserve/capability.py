@@ -28,9 +28,14 @@ def attach_torchserve(settings: Settings) -> Attachment | None:
     if Dialect.torchserve not in settings.read(DialectSettings).dialects:
         return None
     from gateway.capabilities.torchserve.description import TORCHSERVE_ERROR_SCHEMA
-    from gateway.capabilities.torchserve.routes import TorchServeErrors, router
+    from gateway.capabilities.torchserve.routes import ERROR_SERIALIZERS, PATH_RULES, router
 
-    return Attachment((router,), {"TorchServeError": TORCHSERVE_ERROR_SCHEMA}, TorchServeErrors)
+    return Attachment(
+        (router,),
+        {"TorchServeError": TORCHSERVE_ERROR_SCHEMA},
+        error_serializers=ERROR_SERIALIZERS,
+        paths=PATH_RULES,
+    )
 
 
 CAPABILITY = Capability("torchserve", attach_torchserve, settings=DialectSettings)

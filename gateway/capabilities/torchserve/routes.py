@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 import orjson
 from fastapi import APIRouter, Query, Request, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.access.auth import PathRules
 from gateway.callers import Right
 from gateway.capabilities.torchserve.description import (
     PING_RESPONSES,
@@ -27,7 +27,6 @@ from gateway.capabilities.torchserve.forms import (
     parse_prediction_body,
     recognize_body_type,
 )
-from gateway.error_responses import ERROR_SERIALIZER
 from gateway.errors import (
     CURL_DEFAULT_TYPE,
     Conflict,
@@ -58,8 +57,9 @@ put_prediction, post_prediction = (
 )
 route_model = partial(router.get, responses=REGISTERED_MODEL_RESPONSES)
 route_scaling = partial(router.put, responses=SCALING_RESPONSES)
-PATHS: Final = frozenset(("/ping", "/models"))
-PATH_PREFIXES: Final = ("/predictions/", "/models/")
+PING: Final = frozenset(("/ping",))
+PREDICTIONS: Final = "/predictions/"
+PATH_RULES: Final = PathRules(public=PING, probes=PING, output_prefixes=(PREDICTIONS,))
 DEFAULT_LABEL: Final = "default"  # in the audit log
 ERROR_TYPES: Final = {
     400: "BadRequestException",
@@ -93,24 +93,15 @@ class ScalingNotSupported(GatewayError):
         )
 
 
-class TorchServeErrors:
-    """An ASGI layer that gives the errors of TorchServe's paths the shape of its API."""
-
-    def __init__(self, application: ASGIApp) -> None:
-        self._application = application
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            path: str = scope["path"]
-            if path in PATHS or path.startswith(PATH_PREFIXES):
-                scope[ERROR_SERIALIZER] = serialize_torchserve_error
-        await self._application(scope, receive, send)
-
-
 def serialize_torchserve_error(message: str, code: str, status: int) -> bytes:
     default = SERVER_ERROR_TYPE if status >= 500 else REQUEST_ERROR_TYPE
     kind = MODEL_NOT_FOUND_TYPE if code == UnknownModel.code else ERROR_TYPES.get(status, default)
     return orjson.dumps({"code": status, "type": kind, "message": message})
+
+
+ERROR_SERIALIZERS: Final = dict.fromkeys(
+    (*PING, "/models", "/models/", PREDICTIONS), serialize_torchserve_error
+)
 
 
 @router.get("/ping", operation_id="ping", summary="Readiness", responses=PING_RESPONSES)

@@ -23,6 +23,7 @@ import psutil
 import pytest
 from fastapi import FastAPI
 
+from gateway.access.auth import CORE_PATHS
 from gateway.components import build_components, run_services
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.settings import Settings
@@ -336,7 +337,7 @@ def cancel_request() -> bool:
             await asyncio.Event().wait()
 
         settings = Settings(state="memory:", triton_urls=("127.0.0.1:9",))
-        middleware = GatewayMiddleware(framework, ())
+        middleware = GatewayMiddleware(framework, (), CORE_PATHS, {})
         async with run_services(settings, build_components(settings)) as services:
             middleware.services = services
             request = asyncio.create_task(middleware(SCOPE, receive_nothing, send_nothing))
