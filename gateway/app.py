@@ -47,7 +47,6 @@ ERROR_SCHEMAS = {
     "ManagementError": MANAGEMENT_ERROR_SCHEMA,
 }
 ROUTE_MODULES = (
-    models,
     replicas,
     repository,
     log_level,
@@ -100,11 +99,13 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
     components = build_components(settings, MODEL_KEYS)
     attached = (capability.attach(settings) for capability in INSTALLED)
     attachments = [attachment for attachment in attached if attachment is not None]
+    describers = [each.describer for each in attachments if each.describer is not None]
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         async with run_services(settings, components, paths) as services:
             edge.services = app.state.services = services
+            services.describers.extend(describers)
             if on_open is not None:
                 on_open(services)
             with Drain(settings.drain_s, settings.shutdown_s) as drain:
@@ -123,7 +124,7 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
     app = GatewayFastAPI(title="triton-gateway", version=__version__, lifespan=lifespan)
     app.requires_key = components.keys_file is not None
     inference_routers = [infer.router]
-    routers = [module.router for module in ROUTE_MODULES]
+    routers = [models.create_router(describers), *(module.router for module in ROUTE_MODULES)]
     error_serializers: dict[str, ErrorSerializer] = {}
     paths = CORE_PATHS
     for attachment in attachments:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gateway.error_responses import ErrorSerializer
     from gateway.repository.models_file import KeyParsers
     from gateway.repository.state.tables import Table
-    from gateway.services import Services
+    from gateway.services import ModelDescriber, Services
 
 CheckStatus = Literal["ok", "warning", "failed"]
 OK: Final = "ok"
@@ -86,6 +86,7 @@ class Attachment:
     # By their paths; one that ends with a slash stands for all that begin with it.
     error_serializers: Mapping[str, ErrorSerializer] = field(default_factory=dict)
     paths: PathRules | None = None
+    describer: ModelDescriber | None = None
     # Opens what the routes use, and provides it in `services`; the stack closes it.
     open: Callable[[Services, AsyncExitStack], Awaitable[None]] = open_nothing
     # Their paths come first. A request without a query is passed to a handler without the framework, with the

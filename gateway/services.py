@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 from anyio import CapacityLimiter
 
@@ -17,6 +17,7 @@ from gateway.capacity.admission import AdmissionQueue
 from gateway.capacity.decoding.executor import DecodeExecutor
 from gateway.errors import Forbidden, MalformedRequest
 from gateway.fleet.dispatch import Dispatcher
+from gateway.fleet.index import Index
 from gateway.fleet.inference import InferenceService
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.signatures import SignatureCache
@@ -34,10 +35,34 @@ from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.request_info import RequestInfo
 from gateway.telemetry.tracing import Tracer
 from gateway.tensors.payload import PayloadLimits
+from gateway.tensors.schema import Schema
+from gateway.tensors.signature import Signature
 
 T = TypeVar("T")
 # Each one occupies threads, which together would keep Python's global lock from the event loop.
 MAX_METRICS_PAGES: Final = 4  # at the same time
+
+
+class ModelDescriber:
+    """What a capability adds to the descriptions of models: it overrides methods and the fields' schemas."""
+
+    # Schemas by the names of fields: of the list, of each model in it, and of the description of one model.
+    list_fields: ClassVar[Mapping[str, Schema]] = {}
+    listed_model_fields: ClassVar[Mapping[str, Schema]] = {}
+    model_fields: ClassVar[Mapping[str, Schema]] = {}
+
+    def describe_list(self, models: Iterable[str]) -> Mapping[str, Any]:
+        """Return fields of the list of these models."""
+        return {}
+
+    def complete_listed_model(
+        self, services: Services, model: dict[str, Any], indexes: Mapping[str, Index]
+    ) -> None:
+        """Add fields to a model of the list, or change some."""
+
+    def describe_model(self, services: Services, signature: Signature) -> Mapping[str, Any]:
+        """Return fields of the description of a model, or of one of its versions."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -61,6 +86,7 @@ class Services:
     maintenance: Maintenance
     tracer: Tracer | None = None
     management_headers: Headers = field(default_factory=list)  # open Triton's own management API
+    describers: list[ModelDescriber] = field(default_factory=list)
     _provided: dict[type, Any] = field(default_factory=dict)
 
     def provide(self, component: object) -> None:

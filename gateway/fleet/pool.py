@@ -56,9 +56,6 @@ class Activator(Protocol):
         Raises the `GatewayError` to respond with.
         """
 
-    def is_on_demand(self, model: str) -> bool:
-        """Return whether requests load the model, and no administrator has loaded or unloaded it."""
-
     def matches(self, model: str) -> bool:
         """Return whether requests load the model, unless an administrator has loaded or unloaded it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 from gateway.fleet.health import HealthState
@@ -11,6 +12,7 @@ from gateway.openapi.responses import (
     ERROR_DESCRIPTIONS,
     ERROR_REFERENCE,
     ERROR_SCHEMA,
+    OpenApiResponses,
     build_responses,
 )
 from gateway.openapi.schemas import (
@@ -23,6 +25,7 @@ from gateway.openapi.schemas import (
     build_list_schema,
     build_map_schema,
 )
+from gateway.services import ModelDescriber
 from gateway.tensors.codecs import BINARY_SCHEMA, CODECS, STRING_SCHEMA
 from gateway.tensors.dtypes import DATATYPES, DatatypeKind
 from gateway.tensors.examples import (
@@ -44,42 +47,29 @@ VERSION_SCHEMA = build_object_schema(
     optional=("reason",),
 )
 READY_SCHEMA = {"type": "boolean", "description": "At least one replica can serve it."}
-LISTED_MODEL_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": STRING_SCHEMA,
-        "versions": {"type": "array", "items": VERSION_SCHEMA},
-        "ready": READY_SCHEMA,
-        "on_demand": {"const": True, "description": "The model is loaded when it is requested."},
-        "state": {
-            "type": "string",
-            "description": "Best state of an on-demand model on any replica; ON_DEMAND while it is not "
-            "loaded.",
-        },
-        "declared": {"const": True, "description": "The models file contains the model."},
-        "wished": {
-            "enum": ["loaded", "unloaded"],
-            "description": "Desired state set through the API.",
-        },
-        "labels": build_map_schema(
-            {"type": "object"}, "Version labels: the version, or the versions with their shares."
-        ),
-        "replicas": build_map_schema(
-            STRING_SCHEMA,
-            "State on each replica, by address (only with the right to see the fleet).",
-        ),
-        "behind": build_list_schema(
-            STRING_SCHEMA, "Replicas without the last load (only with the right to see the fleet)."
-        ),
-        "last_error": STRING_SCHEMA
-        | {"description": "Reason and replica of the last failed load."},
-        "conflicts": build_list_schema(
-            STRING_SCHEMA,
-            "Replicas on which something else loads or unloads the model against the desired state.",
-        ),
+LISTED_MODEL_FIELDS: Final = {
+    "name": STRING_SCHEMA,
+    "versions": {"type": "array", "items": VERSION_SCHEMA},
+    "ready": READY_SCHEMA,
+    "declared": {"const": True, "description": "The models file contains the model."},
+    "wished": {
+        "enum": ["loaded", "unloaded"],
+        "description": "Desired state set through the API.",
     },
-    "required": ["name", "versions", "ready"],
+    "replicas": build_map_schema(
+        STRING_SCHEMA,
+        "State on each replica, by address (only with the right to see the fleet).",
+    ),
+    "behind": build_list_schema(
+        STRING_SCHEMA, "Replicas without the last load (only with the right to see the fleet)."
+    ),
+    "last_error": STRING_SCHEMA | {"description": "Reason and replica of the last failed load."},
+    "conflicts": build_list_schema(
+        STRING_SCHEMA,
+        "Replicas on which something else loads or unloads the model against the desired state.",
+    ),
 }
+REQUIRED_FIELDS: Final = {"name", "versions", "ready"}
 REPLICA_SCHEMA = build_object_schema(
     {
         "address": STRING_SCHEMA,
@@ -126,12 +116,6 @@ TENSOR_SCHEMA = build_object_schema(
     },
     optional=("optional", "content_type", "image", "labels", "example"),
 )
-OPENAI_MODEL_PROPERTIES: Final = {
-    "id": STRING_SCHEMA,
-    "object": {"const": "model"},
-    "created": {"const": 0},
-    "owned_by": STRING_SCHEMA,
-}
 VERSION_STATUS_SCHEMA = build_object_schema(
     {
         "version": STRING_SCHEMA,
@@ -141,27 +125,21 @@ VERSION_STATUS_SCHEMA = build_object_schema(
         ),
     }
 )
-MODEL_SCHEMA = build_object_schema(
-    OPENAI_MODEL_PROPERTIES
-    | {
-        "model_version_status": build_list_schema(
-            VERSION_STATUS_SCHEMA, "TensorFlow Serving's status of each version."
-        ),
-        "name": STRING_SCHEMA,
-        "ready": READY_SCHEMA,
-        "versions": {"type": "array", "items": STRING_SCHEMA},
-        "platform": STRING_SCHEMA,
-        "max_batch_size": COUNT_SCHEMA,
-        "decoupled": {
-            "type": "boolean",
-            "description": "A request may have any number of responses.",
-        },
-        "inputs": {"type": "array", "items": TENSOR_SCHEMA},
-        "outputs": {"type": "array", "items": TENSOR_SCHEMA},
-        "curl": {"type": "string", "description": "Example request with curl."},
-        "python": {"type": "string", "description": "Example request in Python."},
-    }
-)
+MODEL_FIELDS: Final = {
+    "name": STRING_SCHEMA,
+    "ready": READY_SCHEMA,
+    "versions": {"type": "array", "items": STRING_SCHEMA},
+    "platform": STRING_SCHEMA,
+    "max_batch_size": COUNT_SCHEMA,
+    "decoupled": {
+        "type": "boolean",
+        "description": "A request may have any number of responses.",
+    },
+    "inputs": {"type": "array", "items": TENSOR_SCHEMA},
+    "outputs": {"type": "array", "items": TENSOR_SCHEMA},
+    "curl": {"type": "string", "description": "Example request with curl."},
+    "python": {"type": "string", "description": "Example request in Python."},
+}
 OPENAPI_SCHEMA = build_object_schema(
     {
         "openapi": {"type": "string", "pattern": "^3\\.1\\."},
@@ -172,18 +150,6 @@ OPENAPI_SCHEMA = build_object_schema(
 
 
 MODEL_ERRORS: Final = (404, 502, 504)
-MODEL_LIST_RESPONSES = build_responses(
-    build_object_schema(
-        {
-            "models": {"type": "array", "items": LISTED_MODEL_SCHEMA},
-            "object": {"const": "list"},
-            "data": build_list_schema(
-                build_object_schema(OPENAI_MODEL_PROPERTIES), "The same models, in OpenAI's format."
-            ),
-        }
-    ),
-    "The models that the caller may access.",
-)
 READY_MODELS_RESPONSES = build_responses(
     build_object_schema({"models": {"type": "array", "items": STRING_SCHEMA}}),
     "The names of the ready models.",
@@ -191,8 +157,26 @@ READY_MODELS_RESPONSES = build_responses(
 REPLICA_LIST_RESPONSES = build_responses(
     build_object_schema({"replicas": {"type": "array", "items": REPLICA_SCHEMA}}), "The replicas."
 )
-MODEL_RESPONSES = build_responses(MODEL_SCHEMA, "The model's inputs and outputs.", *MODEL_ERRORS)
 OPENAPI_RESPONSES = build_responses(OPENAPI_SCHEMA, "An OpenAPI 3.1 document.", *MODEL_ERRORS)
+
+
+def build_list_responses(describers: Iterable[ModelDescriber]) -> OpenApiResponses:
+    fields: Schema = {}
+    model_fields: Schema = dict(LISTED_MODEL_FIELDS)
+    for describer in describers:
+        fields |= describer.list_fields
+        model_fields |= describer.listed_model_fields
+    model = build_object_schema(model_fields, model_fields.keys() - REQUIRED_FIELDS)
+    document = {"models": {"type": "array", "items": model}, **fields}
+    return build_responses(build_object_schema(document), "The models that the caller may access.")
+
+
+def build_model_responses(describers: Iterable[ModelDescriber]) -> OpenApiResponses:
+    fields: Schema = {}
+    for describer in describers:
+        fields |= describer.model_fields
+    schema = build_object_schema(fields | MODEL_FIELDS)
+    return build_responses(schema, "The model's inputs and outputs.", *MODEL_ERRORS)
 
 
 MAX_EXAMPLE_VALUES: Final = 4096

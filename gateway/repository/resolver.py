@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Container, Mapping
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Container
+from typing import Final, NamedTuple, Protocol
 
 from starlette.types import Scope, Send
 
@@ -67,10 +67,6 @@ class VersionPolicy:
     def is_name(self, version: str) -> bool:
         """Return whether this can be a name that rules give to versions."""
         return False
-
-    def describe(self, model: str) -> Mapping[str, Any]:
-        """Return the rules of a model as fields of its description."""
-        return {}
 
     def find_default_versions(self, model: str) -> Collection[str]:
         """Return the versions that requests without a version mean; empty if Triton chooses."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -10,42 +10,27 @@ from fastapi import APIRouter, Request
 
 from gateway.callers import Caller, Right
 from gateway.fleet.health import HealthState
-from gateway.fleet.index import (
-    UNAVAILABLE,
-    Index,
-    VersionState,
-    build_version_status,
-    find_best_state,
-    find_states,
-    list_versions,
-    merge_indexes,
-)
+from gateway.fleet.index import merge_indexes
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.openapi.models import (
-    MODEL_LIST_RESPONSES,
-    MODEL_RESPONSES,
     OPENAPI_RESPONSES,
     READY_MODELS_RESPONSES,
     REPLICA_LIST_RESPONSES,
+    build_list_responses,
     build_model_openapi,
+    build_model_responses,
 )
 from gateway.repository.reconciler import ModelProblems
 from gateway.routes.dependencies import ServicesForFleet, ServicesForInference, get_caller
-from gateway.services import Services
+from gateway.services import ModelDescriber, Services
 from gateway.telemetry.request_info import RequestInfo
 from gateway.tensors import examples
 from gateway.tensors.signature import Signature, TensorSpec
 
-router = APIRouter(tags=["models"])
-route_model = partial(router.get, responses=MODEL_RESPONSES)
-ON_DEMAND: Final = "ON_DEMAND"
 IMAGE_FIELDS: Final = ("mode", "layout", "height", "width")
 
 
-@router.get(
-    "/v1/models", operation_id="list_models", summary="List models", responses=MODEL_LIST_RESPONSES
-)
 async def list_models(request: Request, services: ServicesForInference) -> dict[str, Any]:
     """Return every model that the caller may access, with its versions, state and desired state.
 
@@ -58,58 +43,30 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
         else ModelProblems()
     )
     declared, desired = repository.state.declared_models, repository.state.desired_models
-    activator, indexes = services.pool.activator, services.pool.list_usable_indexes()
+    indexes = services.pool.list_usable_indexes()
     expected_names = {*declared, *desired}
     models = group_model_versions(merge_indexes(indexes), expected_names, caller)
     ready_models: set[str] = set().union(*(index.ready_models for index in indexes.values()))
     for name, model in models.items():
         model["ready"] = name in ready_models
-        is_on_demand = activator is not None and activator.is_on_demand(name)
-        states = {at: index.model_state(name) for at, index in indexes.items()}
-        if is_on_demand:
-            model.update(describe_on_demand_model(name, indexes, states.values()))
         if name in declared:
             model["declared"] = True
         if name in desired:
             model["wished"] = "loaded" if desired[name].is_loaded else "unloaded"
-        model.update(services.resolver.policy.describe(name))
         if Right.fleet in caller.rights:
-            model["replicas"] = {
-                at: ON_DEMAND if is_on_demand and state.state == UNAVAILABLE else state.state
-                for at, state in states.items()
-            }
+            model["replicas"] = {at: index.model_state(name).state for at, index in indexes.items()}
             if behind := repository.outdated_replicas(name):
                 model["behind"] = behind
             if name in problems.load_errors:
                 model["last_error"] = problems.load_errors[name]
             if name in problems.conflicts:
                 model["conflicts"] = problems.conflicts[name]
-    return {
-        "models": list(models.values()),
-        "object": "list",
-        "data": list(map(build_openai_entry, models)),
-    }
-
-
-def build_openai_entry(name: str) -> dict[str, Any]:
-    # OpenAI's clients require a time; Triton does not know when a model was made.
-    return {"id": name, "object": "model", "created": 0, "owned_by": "triton"}
-
-
-def describe_on_demand_model(
-    model: str, indexes: Mapping[str, Index], states: Iterable[VersionState]
-) -> dict[str, Any]:
-    """Return what differs from other models: the best state of each version, not the worst."""
-    versions = [
-        {"version": number, **describe_best_state(find_states(indexes, model, number).values())}
-        for number in list_versions(indexes.values(), model)
-    ]
-    return {"on_demand": True, **describe_best_state(states), "versions": versions}
-
-
-def describe_best_state(states: Iterable[VersionState]) -> dict[str, str]:
-    state = find_best_state(states).state
-    return {"state": ON_DEMAND if state == UNAVAILABLE else state}
+        for describer in services.describers:
+            describer.complete_listed_model(services, model, indexes)
+    document: dict[str, Any] = {"models": list(models.values())}
+    for describer in services.describers:
+        document |= describer.describe_list(models)
+    return document
 
 
 def group_model_versions(
@@ -129,12 +86,6 @@ def group_model_versions(
     return {name: models[name] for name in sorted(models) if caller.can_see(name)}
 
 
-@router.get(
-    "/v1/replicas",
-    operation_id="list_replicas",
-    summary="List replicas",
-    responses=REPLICA_LIST_RESPONSES,
-)
 async def list_replicas(request: Request, services: ServicesForFleet) -> dict[str, Any]:
     """Return the replicas with their state, load and models."""
     pool, caller = services.pool, get_caller(request)
@@ -170,12 +121,6 @@ def build_replica_description(
     return description
 
 
-@router.get(
-    "/v2/models",
-    operation_id="list_ready_models",
-    summary="List ready models, in KServe's format",
-    responses=READY_MODELS_RESPONSES,
-)
 async def list_ready_models(
     request: Request, services: ServicesForInference
 ) -> dict[str, list[str]]:
@@ -184,12 +129,6 @@ async def list_ready_models(
     return {"models": [model["name"] for model in models if model["ready"]]}
 
 
-@route_model("/v1/models/{model}", operation_id="describe_model", summary="Describe a model")
-@route_model(
-    "/v1/models/{model}/versions/{version}",
-    operation_id="describe_model_version",
-    summary="Describe a version of a model",
-)
 async def describe_model(
     request: Request, services: ServicesForInference, model: str, version: str = ""
 ) -> dict[str, Any]:
@@ -201,33 +140,18 @@ async def describe_model(
     info: RequestInfo = request.scope["request_info"]
     info.model, info.version = signature.model, signature.version
     base_url = str(request.base_url).rstrip("/")
-    return {
+    description = {
         **build_model_description(
             signature, is_ready=services.pool.is_ready(signature.model, signature.version)
-        ),
-        **build_openai_entry(signature.model),
-        "model_version_status": build_version_status(
-            entry
-            for entry in merge_indexes(services.pool.list_usable_indexes(), [signature.model])
-            if signature.version in ("", entry.get("version", ""))
         ),
         "curl": examples.format_curl_example(signature, base_url),
         "python": examples.format_python_example(signature, base_url),
     }
+    for describer in services.describers:
+        description |= describer.describe_model(services, signature)
+    return description
 
 
-@router.get(
-    "/v1/models/{model}/openapi.json",
-    operation_id="model_openapi",
-    summary="OpenAPI description of a model",
-    responses=OPENAPI_RESPONSES,
-)
-@router.get(
-    "/v1/models/{model}/versions/{version}/openapi.json",
-    operation_id="model_version_openapi",
-    summary="OpenAPI description of a version of a model",
-    responses=OPENAPI_RESPONSES,
-)
 async def get_model_openapi(
     request: Request, services: ServicesForInference, model: str, version: str = ""
 ) -> dict[str, Any]:
@@ -278,3 +202,47 @@ def build_tensor_description(tensor: TensorSpec) -> dict[str, Any]:
         "example": tensor.example,
     }
     return description | {name: value for name, value in optional.items() if value}
+
+
+def create_router(describers: Sequence[ModelDescriber]) -> APIRouter:
+    """Return the routes of models, whose responses have the fields of the describers as well."""
+    router = APIRouter(tags=["models"])
+    router.get(
+        "/v1/models",
+        operation_id="list_models",
+        summary="List models",
+        responses=build_list_responses(describers),
+    )(list_models)
+    router.get(
+        "/v1/replicas",
+        operation_id="list_replicas",
+        summary="List replicas",
+        responses=REPLICA_LIST_RESPONSES,
+    )(list_replicas)
+    router.get(
+        "/v2/models",
+        operation_id="list_ready_models",
+        summary="List ready models, in KServe's format",
+        responses=READY_MODELS_RESPONSES,
+    )(list_ready_models)
+    route_description = partial(router.get, responses=build_model_responses(describers))
+    route_description(
+        "/v1/models/{model}", operation_id="describe_model", summary="Describe a model"
+    )(describe_model)
+    route_description(
+        "/v1/models/{model}/versions/{version}",
+        operation_id="describe_model_version",
+        summary="Describe a version of a model",
+    )(describe_model)
+    route_openapi = partial(router.get, responses=OPENAPI_RESPONSES)
+    route_openapi(
+        "/v1/models/{model}/openapi.json",
+        operation_id="model_openapi",
+        summary="OpenAPI description of a model",
+    )(get_model_openapi)
+    route_openapi(
+        "/v1/models/{model}/versions/{version}/openapi.json",
+        operation_id="model_version_openapi",
+        summary="OpenAPI description of a version of a model",
+    )(get_model_openapi)
+    return router

@@ -95,6 +95,7 @@ class ModelActivator:
         return self.loader.settings.hold_s > 0 and self.loader.state.is_desired(model)
 
     def is_on_demand(self, model: str) -> bool:
+        """Return whether requests load the model, and no administrator has loaded or unloaded it."""
         return self.loader.models.is_on_demand(model)
 
     def matches(self, model: str) -> bool:

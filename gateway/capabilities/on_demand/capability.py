@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 
 def attach_on_demand(settings: Settings) -> Attachment:
+    from gateway.capabilities.on_demand.description import OnDemandDescriber
+
     on_demand = settings.read(OnDemandSettings)
 
     async def open_activator(services: Services, stack: AsyncExitStack) -> None:
@@ -37,6 +39,7 @@ def attach_on_demand(settings: Settings) -> Attachment:
                 metrics,
             )
             pool.activator = await stack.enter_async_context(activator)
+            services.provide(activator)
             held = activator.loader.held
             if on_demand.scaler_port:
                 from gateway.capabilities.on_demand.scaler import FleetScaler
@@ -45,7 +48,7 @@ def attach_on_demand(settings: Settings) -> Attachment:
                 await stack.enter_async_context(FleetScaler(usage, on_demand.scaler_port))
         services.metrics.collector_registry.register(OnDemandCollector(pool, held))
 
-    return Attachment(open=open_activator)
+    return Attachment(open=open_activator, describer=OnDemandDescriber())
 
 
 def check_workers(plan: LaunchPlan) -> None:

@@ -21,7 +21,7 @@ class OpenAISettings(CapabilitySettings):
 
 def attach_openai(settings: Settings) -> Attachment:
     """Raises `BadAddress`."""
-    from gateway.capabilities.openai.description import OPENAI_ERROR_SCHEMA
+    from gateway.capabilities.openai.description import OPENAI_ERROR_SCHEMA, OpenAIDescriber
     from gateway.capabilities.openai.errors import ERROR_SERIALIZERS
     from gateway.capabilities.openai.routes import router
     from gateway.capabilities.openai.servers import OpenAIServers
@@ -41,6 +41,7 @@ def attach_openai(settings: Settings) -> Attachment:
         {"OpenAIError": OPENAI_ERROR_SCHEMA},
         error_serializers=ERROR_SERIALIZERS,
         open=open_servers,
+        describer=OpenAIDescriber(),
     )
 
 

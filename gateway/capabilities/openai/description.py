@@ -1,16 +1,19 @@
-"""The routes of embeddings and reranking."""
+"""The routes of embeddings and reranking, and OpenAI's fields in the descriptions of models."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from gateway.capabilities.openai.text_vectors import ENCODING_FORMATS, MAX_TEXTS
 from gateway.media_types import EVENT_STREAM
 from gateway.openapi.infer import REQUEST_HEADER_PARAMETERS
 from gateway.openapi.responses import ERROR_DESCRIPTIONS, build_responses
-from gateway.openapi.schemas import COUNT_SCHEMA, STREAM_CONTENT, build_json_body
+from gateway.openapi.schemas import COUNT_SCHEMA, STREAM_CONTENT, build_json_body, build_list_schema
+from gateway.services import ModelDescriber, Services
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.schema import Schema, build_object_schema
+from gateway.tensors.signature import Signature
 
 NAME_SCHEMA: Final[Schema] = {"type": "string", "minLength": 1, "description": "Name of the model."}
 POSITIVE_SCHEMA: Final[Schema] = {"type": ["integer", "null"], "minimum": 1}
@@ -139,3 +142,33 @@ COMPLETION_RESPONSES: Final = build_responses(
     error_descriptions={501: "GATEWAY_OPENAI_URLS is not set."},
 )
 COMPLETION_RESPONSES[200]["content"] |= {EVENT_STREAM: STREAM_CONTENT[EVENT_STREAM]}
+MODEL_FIELDS: Final[Schema] = {
+    "id": STRING_SCHEMA,
+    "object": {"const": "model"},
+    "created": {"const": 0},
+    "owned_by": STRING_SCHEMA,
+}
+LIST_FIELDS: Final[Schema] = {
+    "object": {"const": "list"},
+    "data": build_list_schema(
+        build_object_schema(MODEL_FIELDS), "The same models, in OpenAI's format."
+    ),
+}
+
+
+class OpenAIDescriber(ModelDescriber):
+    """Adds the fields that OpenAI's clients read."""
+
+    model_fields = MODEL_FIELDS
+    list_fields = LIST_FIELDS
+
+    def describe_list(self, models: Iterable[str]) -> Mapping[str, Any]:
+        return {"object": "list", "data": list(map(build_openai_entry, models))}
+
+    def describe_model(self, services: Services, signature: Signature) -> Mapping[str, Any]:
+        return build_openai_entry(signature.model)
+
+
+def build_openai_entry(name: str) -> dict[str, Any]:
+    # OpenAI's clients require a time; Triton does not know when a model was made.
+    return {"id": name, "object": "model", "created": 0, "owned_by": "triton"}

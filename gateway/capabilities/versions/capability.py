@@ -23,6 +23,7 @@ class VersionSettings(CapabilitySettings):
 
 def attach_versions(settings: Settings) -> Attachment:
     from gateway.capabilities.versions import routes
+    from gateway.capabilities.versions.description import LabelDescriber
     from gateway.capabilities.versions.label_manager import LabelManager
     from gateway.capabilities.versions.label_router import LabelRouter
     from gateway.capabilities.versions.metrics import LabelMetrics
@@ -41,7 +42,7 @@ def attach_versions(settings: Settings) -> Attachment:
         services.provide(manager)
         services.resolver.policy = manager
 
-    return Attachment((routes.router,), open=open_labels)
+    return Attachment((routes.router,), open=open_labels, describer=LabelDescriber())
 
 
 CAPABILITY = Capability(

@@ -1,9 +1,11 @@
-"""The routes of version labels."""
+"""The routes of version labels, and the labels in the list of models."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
+from gateway.capabilities.versions.label_manager import LabelManager
 from gateway.capabilities.versions.labels import (
     DEFAULT_TOLERANCE,
     LABEL_NAME,
@@ -11,11 +13,13 @@ from gateway.capabilities.versions.labels import (
     MAX_VERSIONS,
     STICKY_BY_KEY,
 )
+from gateway.fleet.index import Index
 from gateway.openapi.models import VERSION_STATUS_SCHEMA
 from gateway.openapi.responses import build_responses
 from gateway.openapi.schemas import build_json_body, build_list_schema, build_map_schema
+from gateway.services import ModelDescriber, Services
 from gateway.tensors.codecs import STRING_SCHEMA
-from gateway.tensors.schema import build_object_schema
+from gateway.tensors.schema import Schema, build_object_schema
 
 VERSION_NUMBER_SCHEMA: Final[dict[str, Any]] = {"type": "string", "pattern": "^[0-9]{1,19}$"}
 SHARES_SCHEMA: Final[dict[str, Any]] = {
@@ -73,3 +77,20 @@ LABEL_OPENAPI: Final = build_json_body(
     },
     example={"versions": {"1": 90, "2": 10}},
 )
+LABEL_FIELDS: Final[Schema] = {
+    "labels": build_map_schema(
+        {"type": "object"}, "Version labels: the version, or the versions with their shares."
+    )
+}
+
+
+class LabelDescriber(ModelDescriber):
+    """Adds the labels of each model to the list."""
+
+    listed_model_fields = LABEL_FIELDS
+
+    def complete_listed_model(
+        self, services: Services, model: dict[str, Any], indexes: Mapping[str, Index]
+    ) -> None:
+        if labels := services.get(LabelManager).list_labels(model["name"]):
+            model["labels"] = labels

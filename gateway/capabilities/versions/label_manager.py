@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable
 from typing import Any, Final
 
 from starlette.types import Scope
@@ -71,10 +71,9 @@ class LabelManager(VersionPolicy):
     def is_name(self, version: str) -> bool:
         return is_label_name(version)
 
-    def describe(self, model: str) -> Mapping[str, Any]:
+    def list_labels(self, model: str) -> dict[str, Any]:
         labels = self._router.labels.get(model, {})
-        documents = {name: label.to_dict() for name, label in labels.items()}
-        return {"labels": documents} if documents else {}
+        return {name: label.to_dict() for name, label in labels.items()}
 
     def find_default_versions(self, model: str) -> Collection[str]:
         label = self._router.find_label(model, DEFAULT_LABEL)
