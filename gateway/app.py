@@ -22,12 +22,11 @@ from gateway.components import build_components, run_services
 from gateway.draining import Drain
 from gateway.error_responses import ErrorSerializer, render_error
 from gateway.media_types import JSON
-from gateway.openapi.repository import MANAGEMENT_ERROR_SCHEMA
-from gateway.openapi.responses import ERROR_SCHEMA
-from gateway.openapi.schemas import SECURITY, SECURITY_SCHEMES
 from gateway.routes import health, infer, log_level, models, replicas, repository, root
 from gateway.routes import metrics as metrics_page
 from gateway.routes.middleware import GatewayMiddleware
+from gateway.routes.openapi import ERROR_SCHEMA, SECURITY, SECURITY_SCHEMES
+from gateway.routes.repository import MANAGEMENT_ERROR_SCHEMA
 from gateway.services import Services
 from gateway.settings import Settings
 
@@ -47,6 +46,7 @@ ERROR_SCHEMAS = {
     "ManagementError": MANAGEMENT_ERROR_SCHEMA,
 }
 ROUTE_MODULES = (
+    models,
     replicas,
     repository,
     log_level,

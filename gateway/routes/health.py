@@ -10,15 +10,16 @@ from fastapi import APIRouter, Request, Response
 from gateway.callers import Right
 from gateway.errors import Unavailable
 from gateway.media_types import JSON
-from gateway.openapi.responses import (
+from gateway.routes.dependencies import ServicesForAnyCaller, ServicesForInference, get_caller
+from gateway.routes.openapi import (
     ERROR_REFERENCE,
     RETRY_AFTER_HEADER,
     build_error_responses,
+    build_json_content,
+    build_map_schema,
     build_response,
     build_responses,
 )
-from gateway.openapi.schemas import build_json_content, build_map_schema
-from gateway.routes.dependencies import ServicesForAnyCaller, ServicesForInference, get_caller
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.schema import build_object_schema
 

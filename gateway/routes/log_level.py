@@ -8,9 +8,8 @@ from typing import Any, Final
 from fastapi import APIRouter, Request
 
 from gateway.errors import MalformedRequest
-from gateway.openapi.responses import build_responses
-from gateway.openapi.schemas import build_json_body
 from gateway.routes.dependencies import ServicesForAdministration
+from gateway.routes.openapi import build_json_body, build_responses
 from gateway.routes.repository import read_management_body
 from gateway.settings.server import LogLevel
 from gateway.telemetry.logs import get_level, set_level

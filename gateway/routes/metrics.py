@@ -23,10 +23,9 @@ from gateway.errors import BadUpstream, GatewayError
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.messages import join_names
-from gateway.openapi.responses import build_error_responses, build_response
-from gateway.openapi.schemas import STRING_CONTENT
 from gateway.repository.collector import replica_gauge
 from gateway.routes.dependencies import ServicesForMetrics
+from gateway.routes.openapi import STRING_CONTENT, build_error_responses, build_response
 from gateway.services import Services
 from gateway.telemetry.exposition.encoder import PageFormat, encode_page
 from gateway.telemetry.exposition.families import (

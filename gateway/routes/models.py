@@ -1,34 +1,174 @@
-"""The lists of models and replicas, and the description of each model."""
+"""The list of models, and the description of each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
 
 from gateway.callers import Caller, Right
-from gateway.fleet.health import HealthState
-from gateway.fleet.index import merge_indexes
-from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.replica import Replica
-from gateway.openapi.models import (
-    OPENAPI_RESPONSES,
-    READY_MODELS_RESPONSES,
-    REPLICA_LIST_RESPONSES,
-    build_list_responses,
-    build_model_openapi,
-    build_model_responses,
-)
+from gateway.fleet.index import TF_SERVING_STATES, merge_indexes
 from gateway.repository.reconciler import ModelProblems
-from gateway.routes.dependencies import ServicesForFleet, ServicesForInference, get_caller
+from gateway.routes.dependencies import ServicesForInference, get_caller
+from gateway.routes.model_openapi import build_model_openapi
+from gateway.routes.openapi import (
+    COUNT_SCHEMA,
+    OpenApiResponses,
+    build_list_schema,
+    build_map_schema,
+    build_responses,
+)
 from gateway.services import ModelDescriber, Services
 from gateway.telemetry.request_info import RequestInfo
 from gateway.tensors import examples
+from gateway.tensors.codecs import STRING_SCHEMA
+from gateway.tensors.dtypes import DATATYPES
+from gateway.tensors.schema import Schema, build_object_schema
 from gateway.tensors.signature import Signature, TensorSpec
 
+VERSION_SCHEMA = build_object_schema(
+    {"version": STRING_SCHEMA, "state": STRING_SCHEMA, "reason": STRING_SCHEMA},
+    optional=("reason",),
+)
+READY_SCHEMA = {"type": "boolean", "description": "At least one replica can serve it."}
+LISTED_MODEL_FIELDS: Final = {
+    "name": STRING_SCHEMA,
+    "versions": {"type": "array", "items": VERSION_SCHEMA},
+    "ready": READY_SCHEMA,
+    "declared": {"const": True, "description": "The models file contains the model."},
+    "wished": {
+        "enum": ["loaded", "unloaded"],
+        "description": "Desired state set through the API.",
+    },
+    "replicas": build_map_schema(
+        STRING_SCHEMA,
+        "State on each replica, by address (only with the right to see the fleet).",
+    ),
+    "behind": build_list_schema(
+        STRING_SCHEMA, "Replicas without the last load (only with the right to see the fleet)."
+    ),
+    "last_error": STRING_SCHEMA | {"description": "Reason and replica of the last failed load."},
+    "conflicts": build_list_schema(
+        STRING_SCHEMA,
+        "Replicas on which something else loads or unloads the model against the desired state.",
+    ),
+}
+REQUIRED_FIELDS: Final = {"name", "versions", "ready"}
+IMAGE_SCHEMA = build_object_schema(
+    {
+        "mode": STRING_SCHEMA,
+        "layout": STRING_SCHEMA,
+        "height": {"type": ["integer", "null"]},
+        "width": {"type": ["integer", "null"]},
+    }
+)
+TENSOR_SCHEMA = build_object_schema(
+    {
+        "name": STRING_SCHEMA,
+        "datatype": {"enum": list(DATATYPES)},
+        "shape": build_list_schema(
+            {"type": "integer", "minimum": -1},
+            "Shape without the batch dimension. -1 means any size.",
+        ),
+        "optional": {"const": True},
+        "content_type": STRING_SCHEMA,
+        "image": IMAGE_SCHEMA,
+        "labels": {"const": True, "description": "`classification` returns labels of this output."},
+        "example": {
+            "type": "string",
+            "description": "A sample value: a text, JSON, or a file as a data: URI.",
+        },
+    },
+    optional=("optional", "content_type", "image", "labels", "example"),
+)
+VERSION_STATUS_SCHEMA = build_object_schema(
+    {
+        "version": STRING_SCHEMA,
+        "state": {"enum": [*TF_SERVING_STATES.values(), "UNKNOWN"]},
+        "status": build_object_schema(
+            {"error_code": STRING_SCHEMA, "error_message": STRING_SCHEMA}
+        ),
+    }
+)
+MODEL_FIELDS: Final = {
+    "name": STRING_SCHEMA,
+    "ready": READY_SCHEMA,
+    "versions": {"type": "array", "items": STRING_SCHEMA},
+    "platform": STRING_SCHEMA,
+    "max_batch_size": COUNT_SCHEMA,
+    "decoupled": {
+        "type": "boolean",
+        "description": "A request may have any number of responses.",
+    },
+    "inputs": {"type": "array", "items": TENSOR_SCHEMA},
+    "outputs": {"type": "array", "items": TENSOR_SCHEMA},
+    "curl": {"type": "string", "description": "Example request with curl."},
+    "python": {"type": "string", "description": "Example request in Python."},
+}
+OPENAPI_SCHEMA = build_object_schema(
+    {
+        "openapi": {"type": "string", "pattern": "^3\\.1\\."},
+        "info": {"type": "object"},
+        "paths": {"type": "object"},
+    }
+)
+
+
+MODEL_ERRORS: Final = (404, 502, 504)
+READY_MODELS_RESPONSES = build_responses(
+    build_object_schema({"models": {"type": "array", "items": STRING_SCHEMA}}),
+    "The names of the ready models.",
+)
+OPENAPI_RESPONSES = build_responses(OPENAPI_SCHEMA, "An OpenAPI 3.1 document.", *MODEL_ERRORS)
+
+
+router = APIRouter(tags=["models"])
 IMAGE_FIELDS: Final = ("mode", "layout", "height", "width")
+
+
+def create_router(describers: Sequence[ModelDescriber]) -> APIRouter:
+    """Return the routes whose responses have the fields of the describers as well."""
+    described = APIRouter(tags=["models"])
+    described.get(
+        "/v1/models",
+        operation_id="list_models",
+        summary="List models",
+        responses=build_list_responses(describers),
+    )(list_models)
+    responses = build_model_responses(describers)
+    described.get(
+        "/v1/models/{model}",
+        operation_id="describe_model",
+        summary="Describe a model",
+        responses=responses,
+    )(describe_model)
+    described.get(
+        "/v1/models/{model}/versions/{version}",
+        operation_id="describe_model_version",
+        summary="Describe a version of a model",
+        responses=responses,
+    )(describe_model)
+    return described
+
+
+def build_list_responses(describers: Iterable[ModelDescriber]) -> OpenApiResponses:
+    fields: Schema = {}
+    model_fields: Schema = dict(LISTED_MODEL_FIELDS)
+    for describer in describers:
+        fields |= describer.list_fields
+        model_fields |= describer.listed_model_fields
+    model = build_object_schema(model_fields, model_fields.keys() - REQUIRED_FIELDS)
+    document = {"models": {"type": "array", "items": model}, **fields}
+    return build_responses(build_object_schema(document), "The models that the caller may access.")
+
+
+def build_model_responses(describers: Iterable[ModelDescriber]) -> OpenApiResponses:
+    fields: Schema = {}
+    for describer in describers:
+        fields |= describer.model_fields
+    schema = build_object_schema(fields | MODEL_FIELDS)
+    return build_responses(schema, "The model's inputs and outputs.", *MODEL_ERRORS)
 
 
 async def list_models(request: Request, services: ServicesForInference) -> dict[str, Any]:
@@ -86,41 +226,12 @@ def group_model_versions(
     return {name: models[name] for name in sorted(models) if caller.can_see(name)}
 
 
-async def list_replicas(request: Request, services: ServicesForFleet) -> dict[str, Any]:
-    """Return the replicas with their state, load and models."""
-    pool, caller = services.pool, get_caller(request)
-    replicas = pool.replicas.values()
-    return {"replicas": [build_replica_description(pool, each, caller) for each in replicas]}
-
-
-def build_replica_description(
-    pool: ReplicaPool, replica: Replica, caller: Caller
-) -> dict[str, Any]:
-    state = pool.replica_state(replica)
-    index = pool.known_index(replica)
-    description: dict[str, Any] = {
-        "address": str(replica.address),
-        "state": state.name,
-        "outstanding": replica.outstanding,
-        "slowness": round(replica.latency.ratio, 2),
-        "models": {
-            name: index.model_state(name).state
-            for name in sorted(index.models)
-            if caller.can_see(name)
-        },
-    }
-    if replica.name in pool.cordoned:
-        description["cordoned"] = True
-    if state is HealthState.EJECTED:
-        description["ejected_for_s"] = round(pool.ejected_for_s(replica), 1)
-    failing = filter(caller.can_see, pool.outliers.list_models(replica.name))
-    if failing_models := list(failing):
-        description["failing_models"] = failing_models
-    if replica.reason:
-        description["reason"] = replica.reason
-    return description
-
-
+@router.get(
+    "/v2/models",
+    operation_id="list_ready_models",
+    summary="List ready models, in KServe's format",
+    responses=READY_MODELS_RESPONSES,
+)
 async def list_ready_models(
     request: Request, services: ServicesForInference
 ) -> dict[str, list[str]]:
@@ -152,6 +263,18 @@ async def describe_model(
     return description
 
 
+@router.get(
+    "/v1/models/{model}/openapi.json",
+    operation_id="model_openapi",
+    summary="OpenAPI description of a model",
+    responses=OPENAPI_RESPONSES,
+)
+@router.get(
+    "/v1/models/{model}/versions/{version}/openapi.json",
+    operation_id="model_version_openapi",
+    summary="OpenAPI description of a version of a model",
+    responses=OPENAPI_RESPONSES,
+)
 async def get_model_openapi(
     request: Request, services: ServicesForInference, model: str, version: str = ""
 ) -> dict[str, Any]:
@@ -202,47 +325,3 @@ def build_tensor_description(tensor: TensorSpec) -> dict[str, Any]:
         "example": tensor.example,
     }
     return description | {name: value for name, value in optional.items() if value}
-
-
-def create_router(describers: Sequence[ModelDescriber]) -> APIRouter:
-    """Return the routes of models, whose responses have the fields of the describers as well."""
-    router = APIRouter(tags=["models"])
-    router.get(
-        "/v1/models",
-        operation_id="list_models",
-        summary="List models",
-        responses=build_list_responses(describers),
-    )(list_models)
-    router.get(
-        "/v1/replicas",
-        operation_id="list_replicas",
-        summary="List replicas",
-        responses=REPLICA_LIST_RESPONSES,
-    )(list_replicas)
-    router.get(
-        "/v2/models",
-        operation_id="list_ready_models",
-        summary="List ready models, in KServe's format",
-        responses=READY_MODELS_RESPONSES,
-    )(list_ready_models)
-    route_description = partial(router.get, responses=build_model_responses(describers))
-    route_description(
-        "/v1/models/{model}", operation_id="describe_model", summary="Describe a model"
-    )(describe_model)
-    route_description(
-        "/v1/models/{model}/versions/{version}",
-        operation_id="describe_model_version",
-        summary="Describe a version of a model",
-    )(describe_model)
-    route_openapi = partial(router.get, responses=OPENAPI_RESPONSES)
-    route_openapi(
-        "/v1/models/{model}/openapi.json",
-        operation_id="model_openapi",
-        summary="OpenAPI description of a model",
-    )(get_model_openapi)
-    route_openapi(
-        "/v1/models/{model}/versions/{version}/openapi.json",
-        operation_id="model_version_openapi",
-        summary="OpenAPI description of a version of a model",
-    )(get_model_openapi)
-    return router

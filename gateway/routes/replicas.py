@@ -1,18 +1,50 @@
-"""Cordon, uncordon and drain of a replica."""
+"""The list of replicas; cordon, uncordon and drain of a replica."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
 
-from gateway.openapi.responses import build_responses
-from gateway.openapi.schemas import COUNT_SCHEMA, TIMEOUT_PARAMETER
+from gateway.callers import Caller
+from gateway.fleet.health import HealthState
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.replica import Replica
 from gateway.repository.maintenance import DrainProgress
-from gateway.routes.dependencies import ServicesForAdministration
+from gateway.routes.dependencies import ServicesForAdministration, ServicesForFleet, get_caller
+from gateway.routes.openapi import (
+    COUNT_SCHEMA,
+    TIMEOUT_PARAMETER,
+    build_list_schema,
+    build_map_schema,
+    build_responses,
+)
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.schema import build_object_schema
 
+REPLICA_SCHEMA = build_object_schema(
+    {
+        "address": STRING_SCHEMA,
+        "state": {"enum": [state.name for state in HealthState]},
+        "outstanding": COUNT_SCHEMA | {"description": "Requests in progress."},
+        "slowness": {"type": "number", "description": "Latency relative to the other replicas."},
+        "models": build_map_schema(
+            STRING_SCHEMA, "State of each model, by name. Empty if the replica is DOWN."
+        ),
+        "cordoned": {"const": True, "description": "The replica gets no new requests."},
+        "ejected_for_s": {"type": "number", "description": "Seconds until the ejection ends."},
+        "failing_models": build_list_schema(
+            STRING_SCHEMA,
+            "Models whose requests fail on this replica and not on the others; it gets few of them.",
+        ),
+        "reason": STRING_SCHEMA,
+    },
+    optional=("cordoned", "ejected_for_s", "failing_models", "reason"),
+)
+REPLICA_LIST_RESPONSES = build_responses(
+    build_object_schema({"replicas": {"type": "array", "items": REPLICA_SCHEMA}}), "The replicas."
+)
 MAINTENANCE_SCHEMA: Final = build_object_schema(
     {
         "address": STRING_SCHEMA,
@@ -31,10 +63,53 @@ DRAIN_RESPONSES: Final = build_responses(
 )
 
 
-router = APIRouter(tags=["management"])
+router = APIRouter()
+route_change = partial(router.post, tags=["management"])
 
 
-@router.post(
+@router.get(
+    "/v1/replicas",
+    operation_id="list_replicas",
+    summary="List replicas",
+    tags=["models"],
+    responses=REPLICA_LIST_RESPONSES,
+)
+async def list_replicas(request: Request, services: ServicesForFleet) -> dict[str, Any]:
+    """Return the replicas with their state, load and models."""
+    pool, caller = services.pool, get_caller(request)
+    replicas = pool.replicas.values()
+    return {"replicas": [build_replica_description(pool, each, caller) for each in replicas]}
+
+
+def build_replica_description(
+    pool: ReplicaPool, replica: Replica, caller: Caller
+) -> dict[str, Any]:
+    state = pool.replica_state(replica)
+    index = pool.known_index(replica)
+    description: dict[str, Any] = {
+        "address": str(replica.address),
+        "state": state.name,
+        "outstanding": replica.outstanding,
+        "slowness": round(replica.latency.ratio, 2),
+        "models": {
+            name: index.model_state(name).state
+            for name in sorted(index.models)
+            if caller.can_see(name)
+        },
+    }
+    if replica.name in pool.cordoned:
+        description["cordoned"] = True
+    if state is HealthState.EJECTED:
+        description["ejected_for_s"] = round(pool.ejected_for_s(replica), 1)
+    failing = filter(caller.can_see, pool.outliers.list_models(replica.name))
+    if failing_models := list(failing):
+        description["failing_models"] = failing_models
+    if replica.reason:
+        description["reason"] = replica.reason
+    return description
+
+
+@route_change(
     "/v1/replicas/{address}/cordon",
     operation_id="cordon_replica",
     summary="Send no new requests to a replica",
@@ -50,7 +125,7 @@ async def cordon_replica(services: ServicesForAdministration, address: str) -> d
     return build_maintenance_document(address, progress, is_cordoned=True)
 
 
-@router.post(
+@route_change(
     "/v1/replicas/{address}/uncordon",
     operation_id="uncordon_replica",
     summary="Send requests to a replica again",
@@ -62,7 +137,7 @@ async def uncordon_replica(services: ServicesForAdministration, address: str) ->
     return build_maintenance_document(address, progress, is_cordoned=False)
 
 
-@router.post(
+@route_change(
     "/v1/replicas/{address}/drain",
     operation_id="drain_replica",
     summary="Cordon a replica and wait for its requests",

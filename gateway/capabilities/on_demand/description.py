@@ -1,4 +1,4 @@
-"""What the descriptions of models say of on-demand models."""
+"""Descriptions of on-demand models in the list of models."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ from gateway.settings import Settings
 
 
 def attach_tf_serving(settings: Settings) -> Attachment:
-    from gateway.capabilities.tf_serving.description import StatusDescriber
-    from gateway.capabilities.tf_serving.routes import inference_router, router
+    from gateway.capabilities.tf_serving.routes import StatusDescriber, inference_router, router
 
     return Attachment((router,), inference_routers=(inference_router,), describer=StatusDescriber())
 

@@ -27,8 +27,12 @@ class DialectSettings(CapabilitySettings):
 def attach_torchserve(settings: Settings) -> Attachment | None:
     if Dialect.torchserve not in settings.read(DialectSettings).dialects:
         return None
-    from gateway.capabilities.torchserve.description import TORCHSERVE_ERROR_SCHEMA
-    from gateway.capabilities.torchserve.routes import ERROR_SERIALIZERS, PATH_RULES, router
+    from gateway.capabilities.torchserve.routes import (
+        ERROR_SERIALIZERS,
+        PATH_RULES,
+        TORCHSERVE_ERROR_SCHEMA,
+        router,
+    )
 
     return Attachment(
         (router,),

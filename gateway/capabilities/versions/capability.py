@@ -23,10 +23,10 @@ class VersionSettings(CapabilitySettings):
 
 def attach_versions(settings: Settings) -> Attachment:
     from gateway.capabilities.versions import routes
-    from gateway.capabilities.versions.description import LabelDescriber
     from gateway.capabilities.versions.label_manager import LabelManager
     from gateway.capabilities.versions.label_router import LabelRouter
     from gateway.capabilities.versions.metrics import LabelMetrics
+    from gateway.capabilities.versions.routes import LabelDescriber
     from gateway.capabilities.versions.shadows import ShadowRunner
 
     max_shadow_bytes = settings.read(VersionSettings).max_shadow_bytes

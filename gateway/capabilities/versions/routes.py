@@ -2,19 +2,107 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 from fastapi import APIRouter, Request
 
-from gateway.capabilities.versions.description import (
-    LABEL_CHANGE_RESPONSES,
-    LABEL_LIST_RESPONSES,
-    LABEL_OPENAPI,
-    LABEL_RESPONSES,
-)
 from gateway.capabilities.versions.label_manager import LabelManager
+from gateway.capabilities.versions.labels import (
+    DEFAULT_TOLERANCE,
+    LABEL_NAME,
+    MAX_SHARE,
+    MAX_VERSIONS,
+    STICKY_BY_KEY,
+)
+from gateway.fleet.index import Index
 from gateway.routes.dependencies import ServicesForInference, ServicesForManagement, record_label
+from gateway.routes.models import VERSION_STATUS_SCHEMA
+from gateway.routes.openapi import (
+    build_json_body,
+    build_list_schema,
+    build_map_schema,
+    build_responses,
+)
 from gateway.routes.repository import read_management_body
+from gateway.services import ModelDescriber, Services
+from gateway.tensors.codecs import STRING_SCHEMA
+from gateway.tensors.schema import Schema, build_object_schema
+
+VERSION_NUMBER_SCHEMA: Final[dict[str, Any]] = {"type": "string", "pattern": "^[0-9]{1,19}$"}
+SHARES_SCHEMA: Final[dict[str, Any]] = {
+    "type": "object",
+    "minProperties": 1,
+    "maxProperties": MAX_VERSIONS,
+    "propertyNames": {"pattern": "^[0-9]{1,19}$"},
+    "additionalProperties": {"type": "integer", "minimum": 1, "maximum": MAX_SHARE},
+    "description": "Versions and their shares of the requests, which need not add up to 100.",
+}
+SHADOW_SCHEMA: Final = build_object_schema(
+    {
+        "version": VERSION_NUMBER_SCHEMA,
+        "percent": {"type": "number", "exclusiveMinimum": 0, "maximum": 100, "default": 100},
+        "tolerance": {"type": "number", "minimum": 0, "maximum": 1, "default": DEFAULT_TOLERANCE},
+    },
+    optional=("percent", "tolerance"),
+    additionalProperties=False,
+    description="A version that gets a copy of some requests. Its responses are compared and dropped.",
+)
+LABEL_PROPERTIES: Final = {
+    "version": VERSION_NUMBER_SCHEMA,
+    "versions": SHARES_SCHEMA,
+    "sticky": {
+        "const": STICKY_BY_KEY,
+        "description": "Without X-Split-Key, the name of the caller's key decides on the version.",
+    },
+    "shadow": SHADOW_SCHEMA,
+}
+LABEL_SCHEMA: Final = build_object_schema(
+    {
+        "model": STRING_SCHEMA,
+        "label": {"type": "string", "pattern": f"^{LABEL_NAME.pattern}$"},
+        **LABEL_PROPERTIES,
+        "declared": {"const": True, "description": "The models file contains the label."},
+        "ready": build_map_schema({"type": "boolean"}, "Versions that a replica can serve now."),
+        "model_version_status": build_list_schema(
+            VERSION_STATUS_SCHEMA, "The same in TensorFlow Serving's format."
+        ),
+    },
+    optional=("version", "versions", "sticky", "shadow", "declared"),
+)
+LABEL_LIST_SCHEMA: Final = build_object_schema(
+    {"model": STRING_SCHEMA, "labels": {"type": "array", "items": LABEL_SCHEMA}}
+)
+LABEL_RESPONSES: Final = build_responses(LABEL_SCHEMA, "The label.", 404)
+LABEL_CHANGE_RESPONSES: Final = build_responses(LABEL_SCHEMA, "The label.", 404, 409)
+LABEL_LIST_RESPONSES: Final = build_responses(LABEL_LIST_SCHEMA, "The labels of the model.", 404)
+LABEL_OPENAPI: Final = build_json_body(
+    {
+        "type": "object",
+        "properties": LABEL_PROPERTIES,
+        "additionalProperties": False,
+        "oneOf": [{"required": ["version"]}, {"required": ["versions"]}],
+    },
+    example={"versions": {"1": 90, "2": 10}},
+)
+LABEL_FIELDS: Final[Schema] = {
+    "labels": build_map_schema(
+        {"type": "object"}, "Version labels: the version, or the versions with their shares."
+    )
+}
+
+
+class LabelDescriber(ModelDescriber):
+    """Adds the labels of each model to the list."""
+
+    listed_model_fields = LABEL_FIELDS
+
+    def complete_listed_model(
+        self, services: Services, model: dict[str, Any], indexes: Mapping[str, Index]
+    ) -> None:
+        if labels := services.get(LabelManager).list_labels(model["name"]):
+            model["labels"] = labels
+
 
 router = APIRouter(tags=["labels"])
 

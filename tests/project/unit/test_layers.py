@@ -36,7 +36,8 @@ PAGE_PARSER = "gateway.telemetry.exposition."
 PURE = (
     "gateway.tensors",
     "gateway.telemetry.exposition",
-    "gateway.openapi",
+    "gateway.routes.model_openapi",
+    "gateway.routes.openapi",
     "gateway.passthrough.sse",
     "gateway.settings",
     "gateway.server.protocol.parser",

@@ -1,1 +1,0 @@
-"""Description of the HTTP API (OpenAPI 3.1): schemas, parameters and responses of the routes. Pure."""
