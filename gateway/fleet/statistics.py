@@ -98,7 +98,7 @@ class FleetStatistics:
                 for replica, outcome in zip(replicas, outcomes, strict=True)
                 if not isinstance(outcome, GatewayError)
             }
-            return await asyncio.to_thread(self._sum, answers, sent_at)
+            return await asyncio.to_thread(self._add_up, answers, sent_at)
 
     async def read_replica(self, name: str, target: RequestTarget) -> bytes:
         """Return what one replica says. Raises `UnknownReplica`, or as `read`."""
@@ -132,7 +132,7 @@ class FleetStatistics:
             return ModelNotReady(target.model, target.version)
         return failures[0]
 
-    def _sum(self, answers: Mapping[str, bytes], sent_at: float) -> bytes:
+    def _add_up(self, answers: Mapping[str, bytes], sent_at: float) -> bytes:
         """Record the answers of replicas, and return the sums of the versions in them, in a thread."""
         reported: dict[VersionCounts, None] = {}  # in the order of the answers
         for replica, body in answers.items():
