@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 CLIENTS := .venv-clients
+OLDEST_CLIENT := .venv-oldest-client
 SITE := .venv-site
 RELEASE := .venv-release
 RESNET50 := .venv-resnet50
@@ -34,7 +35,7 @@ OWN_ENV := triton_repo_examples/own_env/python_env
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run test test-long test-all test-unit durations mutants house rerun-failed soak chaos containers page check fmt
-.PHONY: clients bench bench-count bench-peers resnet50 manifests interface site dist workflows audit crds lock clean models examples
+.PHONY: clients test-clients bench bench-count bench-peers resnet50 manifests interface site dist workflows audit crds lock clean models examples
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -146,14 +147,19 @@ $(RELEASE)/.ready: requirements/release.txt requirements/build.txt
 	@$(RELEASE)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/release.txt -r requirements/build.txt
 	@touch $@
 
-# Clients of the embeddings API, which need newer or older packages than the tests.
-clients: $(CLIENTS)/.ready ## Install LangChain, LlamaIndex and LiteLLM, which the tests then run against the gateway
+# Clients which need newer or older packages than the tests.
+clients: $(CLIENTS)/.ready $(OLDEST_CLIENT)/.ready ## Install KServe, PyTriton, LangChain and other clients, which the tests then run against the gateway
 
 $(CLIENTS)/.ready: requirements/clients.txt
-	@echo "preparing the clients' environment in $(CLIENTS)"
-	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/clients.txt
+$(OLDEST_CLIENT)/.ready: requirements/oldest-client.txt
+$(CLIENTS)/.ready $(OLDEST_CLIENT)/.ready:
+	@echo "preparing an environment of clients in $(@D)"
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r $<
 	@touch $@
+
+test-clients: $(VENV)/.dev clients ## Compare what clients get from a real Triton and from the gateway
+	@$(BIN)/python -m pytest -n 0 -v tests/clients $(ARGS)
 
 # For benchmarks only; pinned separately. perf_analyzer needs a newer C library than the rest of the project.
 $(PEERS)/.ready: requirements/peers.txt requirements/perf-analyzer.txt
@@ -223,8 +229,9 @@ lock: ## Resolve the dependencies and write requirements/*.txt
 	$(LOCK) --group peers -o requirements/peers.txt
 	$(LOCK) --group perf-analyzer -o requirements/perf-analyzer.txt
 	$(LOCK) --group clients -o requirements/clients.txt
+	$(LOCK) --group oldest-client -o requirements/oldest-client.txt
 	$(LOCK) requirements/sentences.in -o requirements/sentences.txt
 	$(LOCK) triton_repo_examples/own_env/requirements.in -o triton_repo_examples/own_env/requirements.txt
 
 clean: ## Remove the environments and caches
-	rm -rf build $(VENV) $(SITE) $(RELEASE) $(PEERS) $(CLIENTS) $(RESNET50) $(OWN_ENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build $(VENV) $(SITE) $(RELEASE) $(PEERS) $(CLIENTS) $(OLDEST_CLIENT) $(RESNET50) $(OWN_ENV) .mypy_cache .pytest_cache .ruff_cache
