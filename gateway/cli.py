@@ -26,6 +26,7 @@ from gateway.client.flags import (
 )
 from gateway.client.label_commands import label_cli, rollout_cli
 from gateway.embedded.flags import TritonFlags
+from gateway.embedded.model_paths import exclude_startup_models
 from gateway.messages import CommandError, print_message
 from gateway.repository.state.commands import StateUrl, import_file, state_commands
 
@@ -144,7 +145,7 @@ def up(
     if on_demand:
         settings["on_demand_models"] = tuple(on_demand)
         if flags.load is None:
-            options = launch.exclude_startup_models(options, on_demand)
+            options = exclude_startup_models(options, on_demand)
     if max_loaded_models is not None:
         settings["max_loaded_models"] = max_loaded_models
     launch.run_with_embedded_triton(options, host, port, replicas, settings)

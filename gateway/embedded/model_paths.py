@@ -1,15 +1,23 @@
-"""Models that are given as files or folders, in a temporary repository of links."""
+"""Models that are given as files or folders, in a temporary repository of links; and those to load."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
-from gateway.embedded.options import CannotStart, is_remote_repository
+from gateway.embedded.options import (
+    LOAD_ALL,
+    CannotStart,
+    ModelControl,
+    TritonOptions,
+    is_remote_repository,
+)
 from gateway.embedded.python_stub import CONFIG_NAMES
 from gateway.messages import quote_text
 
@@ -83,3 +91,30 @@ def link_model(path: Path, folder: Path) -> None:
     link = folder / FIRST_VERSION
     link.parent.mkdir(parents=True)
     link.symlink_to(target)
+
+
+def exclude_startup_models(options: TritonOptions, patterns: Sequence[str]) -> TritonOptions:
+    """Return the options without the startup models that match a pattern. Raises `CannotStart`."""
+    if options.model_control is not ModelControl.explicit:
+        raise CannotStart("--on-demand requires --model-control explicit")
+    names: Sequence[str] = options.load_models
+    if LOAD_ALL in names:
+        names = () if LOAD_ALL in patterns else list_local_models(options.model_repositories)
+    kept = [name for name in names if not any(fnmatchcase(name, each) for each in patterns)]
+    return replace(options, load_models=tuple(kept))
+
+
+def list_local_models(places: Sequence[Path | str]) -> list[str]:
+    """Return the names of the models in local repositories. Raises `CannotStart` for a remote one."""
+    if remote := next((place for place in places if is_remote_repository(place)), None):
+        raise CannotStart(
+            f"the models of {remote} are not known before Triton runs; name those to load at startup "
+            "with --load, or use --on-demand '*'"
+        )
+    models = []
+    for folder in map(Path, places):
+        if is_model(folder):
+            models.append(make_model_name(folder))
+        elif folder.is_dir():
+            models += sorted(path.name for path in folder.iterdir() if path.is_dir())
+    return models

@@ -237,35 +237,6 @@ class GrpcBytesCall(GrpcCall):
             raise
 
 
-@dataclass(frozen=True, slots=True)
-class GrpcBytesStreamCall(GrpcCall):
-    """A streaming inference with any number of responses; an attempt ends with the first."""
-
-    target: RequestTarget
-    message: bytes
-    metadata: Metadata = ()
-    needs_grpc: ClassVar[bool] = True
-
-    def with_version(self, version: str) -> GrpcBytesStreamCall:
-        target, message = self.target._replace(version=version), set_version(self.message, version)
-        return replace(self, target=target, message=message)
-
-    async def send(
-        self, replica: Replica, timeout_s: float, trace: Trace | None
-    ) -> tuple[ByteStream, bytes | None]:
-        with trace_grpc_attempt(trace, replica, self.metadata) as metadata:
-            target = self.target._replace(timeout_s=timeout_s)
-            stream = await open_stream(replica, target, self.message, metadata)
-            try:
-                message = await stream.read_first_message(timeout_s)
-            except BaseException:
-                stream.close()
-                raise
-        if stream.first_error is not None:
-            raise FailedResponse(stream.first_error, (stream, message))
-        return stream, message
-
-
 async def open_stream(
     replica: Replica, target: RequestTarget, message: bytes, metadata: Metadata
 ) -> ByteStream:

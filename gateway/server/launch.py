@@ -13,9 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, cast
 
@@ -25,16 +23,12 @@ from gateway.access.auth import is_loopback
 from gateway.capabilities.installed import INSTALLED, SETTINGS
 from gateway.capability import LaunchPlan
 from gateway.embedded.demonstration import with_demonstration
-from gateway.embedded.model_paths import is_model, make_model_name, resolve_model_paths
+from gateway.embedded.model_paths import resolve_model_paths
 from gateway.embedded.options import (
-    LOAD_ALL,
-    CannotStart,
-    ModelControl,
     TritonOptions,
     check_distinct_ports,
     check_port_free,
     collect_ports,
-    is_remote_repository,
 )
 from gateway.embedded.supervisor import EmbeddedTriton, run_embedded_tritons
 from gateway.messages import CommandError, join_names, print_message
@@ -119,33 +113,6 @@ def run_fleet(
         gateway.run()
     if len(reasons) == len(tritons):
         raise CommandError(reasons[-1])
-
-
-def exclude_startup_models(options: TritonOptions, patterns: Sequence[str]) -> TritonOptions:
-    """Return the options without the startup models that match a pattern. Raises `CannotStart`."""
-    if options.model_control is not ModelControl.explicit:
-        raise CannotStart("--on-demand requires --model-control explicit")
-    names: Sequence[str] = options.load_models
-    if LOAD_ALL in names:
-        names = () if LOAD_ALL in patterns else list_local_models(options.model_repositories)
-    kept = [name for name in names if not any(fnmatchcase(name, each) for each in patterns)]
-    return replace(options, load_models=tuple(kept))
-
-
-def list_local_models(places: Sequence[Path | str]) -> list[str]:
-    """Return the names of the models in local repositories. Raises `CannotStart` for a remote one."""
-    if remote := next((place for place in places if is_remote_repository(place)), None):
-        raise CannotStart(
-            f"the models of {remote} are not known before Triton runs; name those to load at startup "
-            "with --load, or use --on-demand '*'"
-        )
-    models = []
-    for folder in map(Path, places):
-        if is_model(folder):
-            models.append(make_model_name(folder))
-        elif folder.is_dir():
-            models += sorted(path.name for path in folder.iterdir() if path.is_dir())
-    return models
 
 
 def prepare_capabilities(plan: LaunchPlan) -> LaunchPlan:

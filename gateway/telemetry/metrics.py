@@ -23,7 +23,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from gateway import __version__
 from gateway.memory import MEMORY_KINDS
-from gateway.tasks import BACKGROUND_LOOPS, background_failures
+from gateway.tasks import background_failures
 from gateway.telemetry.prometheus_compat import add_observations
 from gateway.telemetry.request_info import RequestInfo
 
@@ -189,8 +189,6 @@ class Metrics:
             "Unexpected errors of loops in the background, which are logged and go on.",
             ("loop",),
         )
-        for loop in BACKGROUND_LOOPS:
-            self.background_failures.labels(loop)
         self.loop_lag = create.worst(
             "gateway_event_loop_lag_seconds",
             "Maximum delay of the event loop over the last ten seconds.",

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, ClassVar, Final, cast
 
 import grpc
 from tritonclient.grpc import service_pb2
@@ -32,19 +32,52 @@ from gateway.capabilities.grpc_api.inference import build_upstream_target, check
 from gateway.capabilities.grpc_api.receive import StreamReader
 from gateway.capacity.admission import Slot
 from gateway.errors import GatewayError, Unauthenticated
+from gateway.fleet.replica import Replica
 from gateway.fleet.sequences import SequenceKey
-from gateway.fleet.transports import GrpcBytesStreamCall
+from gateway.fleet.transports import FailedResponse, GrpcCall, open_stream, trace_grpc_attempt
 from gateway.memory import MemoryBudgetExceeded
 from gateway.repository.resolver import NO_MODEL, ModelTarget
 from gateway.tasks import cancel_tasks
 from gateway.telemetry.request_info import current_request_info
-from gateway.triton.grpc.byte_channel import FINAL_RESPONSE, map_stream_error
+from gateway.telemetry.tracing import Trace
+from gateway.triton.grpc.byte_channel import FINAL_RESPONSE, ByteStream, Metadata, map_stream_error
+from gateway.triton.grpc.messages import set_version
+from gateway.triton.request_target import RequestTarget
 
 MAX_STREAM_REQUESTS: Final = 64  # in progress on one stream; further ones are read later
 # After a request that was refused for memory, the next one is read when there is room, or at last then.
 MAX_MEMORY_WAIT_S: Final = 30.0
 
 NO_HEAD: Final = InferHead("", "", "", None, ())
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcBytesStreamCall(GrpcCall):
+    """A streaming inference with any number of responses; an attempt ends with the first."""
+
+    target: RequestTarget
+    message: bytes
+    metadata: Metadata = ()
+    needs_grpc: ClassVar[bool] = True
+
+    def with_version(self, version: str) -> GrpcBytesStreamCall:
+        target, message = self.target._replace(version=version), set_version(self.message, version)
+        return replace(self, target=target, message=message)
+
+    async def send(
+        self, replica: Replica, timeout_s: float, trace: Trace | None
+    ) -> tuple[ByteStream, bytes | None]:
+        with trace_grpc_attempt(trace, replica, self.metadata) as metadata:
+            target = self.target._replace(timeout_s=timeout_s)
+            stream = await open_stream(replica, target, self.message, metadata)
+            try:
+                message = await stream.read_first_message(timeout_s)
+            except BaseException:
+                stream.close()
+                raise
+        if stream.first_error is not None:
+            raise FailedResponse(stream.first_error, (stream, message))
+        return stream, message
 
 
 @dataclass

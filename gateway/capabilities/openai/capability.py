@@ -21,8 +21,12 @@ class OpenAISettings(CapabilitySettings):
 
 def attach_openai(settings: Settings) -> Attachment:
     """Raises `BadAddress`."""
-    from gateway.capabilities.openai.errors import ERROR_SERIALIZERS
-    from gateway.capabilities.openai.routes import OPENAI_ERROR_SCHEMA, OpenAIDescriber, router
+    from gateway.capabilities.openai.routes import (
+        ERROR_SERIALIZERS,
+        OPENAI_ERROR_SCHEMA,
+        OpenAIDescriber,
+        router,
+    )
     from gateway.capabilities.openai.servers import OpenAIServers
     from gateway.fleet.discovery import create_tls_context
     from gateway.fleet.replica import parse_replica_url

@@ -7,6 +7,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
 
+import orjson
 from fastapi import APIRouter, Request, Response
 
 from gateway.callers import Right
@@ -185,6 +186,26 @@ LIST_FIELDS: Final[Schema] = {
         build_object_schema(MODEL_FIELDS), "The same models, in OpenAI's format."
     ),
 }
+
+ERROR_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+REQUEST_ERROR: Final = "invalid_request_error"
+SERVER_ERROR: Final = "server_error"
+
+
+def serialize_openai_error(message: str, code: str, status: int) -> bytes:
+    kind = ERROR_TYPES.get(status, SERVER_ERROR if status >= 500 else REQUEST_ERROR)
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return orjson.dumps({"error": error})
+
+
+ERROR_SERIALIZERS: Final = dict.fromkeys(
+    ("/v1/embeddings", "/v1/completions", "/v1/chat/completions"), serialize_openai_error
+)
 
 
 class OpenAIDescriber(ModelDescriber):

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from gateway.cli import root_cli
 from gateway.embedded.log_filter import LogFilter
+from gateway.embedded.model_paths import exclude_startup_models
 from gateway.embedded.options import CannotStart, ModelControl, TritonOptions
-from gateway.server.launch import exclude_startup_models
 from tests.support.servers import ROOT
 from tests.support.up import Up, write_model
 from tests.support.wait import TIMEOUT_S
