@@ -15,9 +15,9 @@ from gateway.config_files import YAML_ERRORS, WatchedFile, parse_yaml, read_conf
 from gateway.messages import CommandError, join_names
 from gateway.names import VERSION_NUMBER
 
-MODEL_KEYS: Final = ("name", "versions", "config", "required", "on_demand", "replicas")
-# Returns the value of a key that a capability adds to the models. Raises `BadModelsFile`.
-KeyParser = Callable[[str, Any], Any]
+MODEL_KEYS: Final = ("name", "versions", "config", "required")
+# Returns the value of a key that a capability adds, from the entry of a model. Raises `BadModelsFile`.
+KeyParser = Callable[[Mapping[str, Any]], Any]
 KeyParsers = Mapping[str, KeyParser]
 NO_KEYS: Final[KeyParsers] = {}
 
@@ -26,34 +26,30 @@ class BadModelsFile(CommandError):
     """An invalid or unreadable models file."""
 
 
-@dataclass(frozen=True)
-class CopyLimits:
-    """The number of replicas that may hold an on-demand model."""
-
-    minimum: int = 1
-    maximum: int = 1
+class LoadRules:
+    """The value of a capability's key for a model that the capability loads."""
 
 
 @dataclass(frozen=True)
 class DeclaredModel:
     """A model that must be served; without `versions`, any version is sufficient.
 
-    A gateway that cannot serve a model that `is_always_required` is not ready. With `copies`, a model is
-    loaded on demand instead.
+    A gateway that cannot serve a model that `is_always_required` is not ready.
     """
 
     name: str
     versions: tuple[str, ...] = ()
     config: Mapping[str, Any] | str | None = None
-    capability_values: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # by the keys of capabilities
-    copies: CopyLimits | None = None
     is_always_required: bool = False
+    capability_values: Mapping[str, Any] = field(default_factory=dict)  # by their keys
 
     @property
     def load_parameters(self) -> dict[str, Any]:
         return {} if self.config is None else {"config": self.config}
+
+    @property
+    def is_loaded_by_capability(self) -> bool:
+        return any(isinstance(value, LoadRules) for value in self.capability_values.values())
 
     @cached_property
     def config_digest(self) -> str:
@@ -110,14 +106,11 @@ def parse_declared_model(entry: Any, capability_keys: KeyParsers) -> DeclaredMod
     except TypeError as exc:
         raise BadModelsFile(f"cannot be parsed: {exc}") from None
     capability_values = {
-        key: parse(entry["name"], entry[key])
-        for key, parse in capability_keys.items()
-        if key in entry
+        key: parse(entry) for key, parse in capability_keys.items() if key in entry
     }
     versions = tuple(str(version) for version in versions)
-    copies = parse_copy_limits(entry)
     is_required = parse_required(entry)
-    return DeclaredModel(entry["name"], versions, config, capability_values, copies, is_required)
+    return DeclaredModel(entry["name"], versions, config, is_required, capability_values)
 
 
 def parse_required(entry: Mapping[str, Any]) -> bool:
@@ -127,34 +120,7 @@ def parse_required(entry: Mapping[str, Any]) -> bool:
         return False
     if entry["required"] != "always":
         raise BadModelsFile(f"required of model {name!r} must be always, or be left out")
-    if entry.get("on_demand"):
-        raise BadModelsFile(f"model {name!r} has required, which on_demand: true does not permit")
     return True
-
-
-def parse_copy_limits(entry: Mapping[str, Any]) -> CopyLimits | None:
-    """Return the limits of an on-demand model; None for a model that is always loaded."""
-    name, on_demand = entry["name"], entry.get("on_demand", False)
-    if not isinstance(on_demand, bool):
-        raise BadModelsFile(f"on_demand of model {name!r} must be true or false")
-    if not on_demand:
-        if "replicas" in entry:
-            raise BadModelsFile(
-                f"model {name!r} has replicas, which only a model with on_demand: true can have"
-            )
-        return None
-    if entry.get("versions"):
-        raise BadModelsFile(f"model {name!r} has versions, which on_demand: true does not permit")
-    written = entry.get("replicas", 1)
-    limits = written if isinstance(written, dict) else {"min": written, "max": written}
-    minimum: Any = limits.get("min", 1)
-    maximum: Any = limits.get("max", minimum)
-    are_numbers = type(minimum) is int and type(maximum) is int
-    if are_numbers and limits.keys() <= {"min", "max"} and 1 <= minimum <= maximum:
-        return CopyLimits(minimum, maximum)
-    raise BadModelsFile(
-        f"replicas of model {name!r} must be a number above 0, or {{min: 1, max: 3}}"
-    )
 
 
 def read_models_file(path: Path, capability_keys: KeyParsers) -> Mapping[str, DeclaredModel]:
@@ -168,13 +134,13 @@ def read_models_file(path: Path, capability_keys: KeyParsers) -> Mapping[str, De
 
 
 class ModelsFile:
-    """The declared models, and those to load on demand; none without a file."""
+    """The declared models, and those that capabilities load; none without a file."""
 
     def __init__(self, path: Path | None, capability_keys: KeyParsers = NO_KEYS) -> None:
         read = partial(read_models_file, capability_keys=capability_keys)
         self.file = None if path is None else WatchedFile(path, read, label="models")
         self.models: Mapping[str, DeclaredModel] = {}
-        self.on_demand_models: Mapping[str, DeclaredModel] = {}
+        self.capability_models: Mapping[str, DeclaredModel] = {}
         self._split_models()
 
     async def reload_if_changed(self) -> bool:
@@ -185,7 +151,9 @@ class ModelsFile:
 
     def _split_models(self) -> None:
         models = {} if self.file is None else self.file.value
-        self.models = {name: model for name, model in models.items() if model.copies is None}
-        self.on_demand_models = {
-            name: model for name, model in models.items() if model.copies is not None
+        self.capability_models = {
+            name: model for name, model in models.items() if model.is_loaded_by_capability
+        }
+        self.models = {
+            name: model for name, model in models.items() if name not in self.capability_models
         }

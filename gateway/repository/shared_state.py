@@ -85,8 +85,9 @@ class SharedState:
         return self._models_file.models
 
     @property
-    def on_demand_models(self) -> Mapping[str, DeclaredModel]:
-        return self._models_file.on_demand_models
+    def capability_models(self) -> Mapping[str, DeclaredModel]:
+        """The models of the models file that capabilities load."""
+        return self._models_file.capability_models
 
     async def refresh(self) -> None:
         with suppress(StateUnavailable):  # the store logs it; the last known state stays in use

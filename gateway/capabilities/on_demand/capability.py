@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
+from gateway.capabilities.on_demand.model_keys import MODEL_KEYS
 from gateway.capabilities.on_demand.settings import OnDemandSettings
 from gateway.capability import Attachment, Capability, LaunchPlan
 from gateway.messages import CommandError
@@ -57,5 +58,9 @@ def check_workers(plan: LaunchPlan) -> None:
 
 
 CAPABILITY = Capability(
-    "on_demand", attach_on_demand, settings=OnDemandSettings, prepare_launch=check_workers
+    "on_demand",
+    attach_on_demand,
+    settings=OnDemandSettings,
+    prepare_launch=check_workers,
+    model_keys=MODEL_KEYS,
 )

@@ -8,11 +8,11 @@ from fnmatch import fnmatchcase
 from math import ceil, inf
 from typing import Any, Final
 
+from gateway.capabilities.on_demand.model_keys import ON_DEMAND, CopyLimits
 from gateway.capabilities.on_demand.plan import LoadTurns
 from gateway.capacity.admission import AdmissionQueue
 from gateway.errors import GatewayError, Unavailable
 from gateway.messages import join_names, quote_text
-from gateway.repository.models_file import CopyLimits
 from gateway.repository.shared_state import SharedState
 
 MAX_REPORTED_NUMBER: Final = 1e12
@@ -70,7 +70,7 @@ class OnDemandModels:
 
     @property
     def is_enabled(self) -> bool:
-        return bool(self._patterns or self._state.on_demand_models)
+        return bool(self._patterns or self._state.capability_models)
 
     def is_on_demand(self, model: str) -> bool:
         """Return whether requests load the model. The models file and the API take precedence."""
@@ -80,16 +80,19 @@ class OnDemandModels:
 
     def matches(self, model: str) -> bool:
         """Return whether the models file or a pattern names the model as one to load on demand."""
-        return model in self._state.on_demand_models or any(
+        return model in self._state.capability_models or any(
             fnmatchcase(model, pattern) for pattern in self._patterns
         )
 
     def get_copy_limits(self, model: str) -> CopyLimits:
-        entry = self._state.on_demand_models.get(model)
-        return CopyLimits() if entry is None or entry.copies is None else entry.copies
+        entry = self._state.capability_models.get(model)
+        if entry is None:
+            return CopyLimits()
+        limits: CopyLimits = entry.capability_values[ON_DEMAND]
+        return limits
 
     def get_load_parameters(self, model: str) -> dict[str, Any]:
-        entry = self._state.on_demand_models.get(model)
+        entry = self._state.capability_models.get(model)
         return {} if entry is None else entry.load_parameters
 
 

@@ -137,12 +137,13 @@ def decode_labels(table: RawTable) -> LabelTable:
 LABELS: Final = Table("labels", decode_labels)
 
 
-def parse_declared_labels(model: str, document: Any) -> ModelLabels:
+def parse_declared_labels(entry: Mapping[str, Any]) -> ModelLabels:
     """Parse labels by name, each with a version, or with the object that the API accepts.
 
     Raises `BadModelsFile`.
     """
-    labels = document or {}
+    model = entry["name"]
+    labels = entry[LABELS.name] or {}
     if not isinstance(labels, dict):
         raise BadModelsFile(f"labels of model {model!r} must be an object, such as {{stable: 1}}")
     declared = {}

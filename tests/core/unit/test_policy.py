@@ -49,7 +49,6 @@ from gateway.fleet.replica import BadAddress, ReplicaAddress
 from gateway.repository.maintenance import count_busy_gateways
 from gateway.repository.models_file import (
     BadModelsFile,
-    CopyLimits,
     DeclaredModel,
     ModelsFile,
     parse_models_file,
@@ -559,22 +558,9 @@ def test_merged_index_has_what_is_ready_on_every_replica(indexes: dict[str, Inde
             {"a": DeclaredModel("a", (), {"max_batch_size": 4})},
         ),
         ("models: [{name: a, config: '{}'}]", {"a": DeclaredModel("a", (), "{}")}),
-        ("models: [{name: a, on_demand: false}]", {"a": DeclaredModel("a")}),
         (
             "models: [{name: a, required: always}]",
             {"a": DeclaredModel("a", is_always_required=True)},
-        ),
-        (
-            "models: [{name: a, on_demand: true}]",
-            {"a": DeclaredModel("a", copies=CopyLimits(1, 1))},
-        ),
-        (
-            "models: [{name: a, on_demand: true, replicas: {min: 1, max: 3}}]",
-            {"a": DeclaredModel("a", copies=CopyLimits(1, 3))},
-        ),
-        (
-            "models: [{name: a, on_demand: true, replicas: 2}]",
-            {"a": DeclaredModel("a", copies=CopyLimits(2, 2))},
         ),
         ("models: ['no', '1', grün]", {name: DeclaredModel(name) for name in ("no", "1", "grün")}),
     ],
@@ -624,15 +610,6 @@ CONFIG_BOMB = "models:\n- name: m\n  config:\n    k0: &a0 [x, x]\n" + "".join(
         "models: [{name: a, required: never}]",
         "models: [{name: a, required: }]",
         "models: [{name: a, required: [always]}]",
-        "models: [{name: a, required: always, on_demand: true}]",
-        "models: [{name: a, on_demand: 1}]",
-        "models: [{name: a, on_demand: true, versions: [1]}]",
-        "models: [{name: a, replicas: 2}]",
-        "models: [{name: a, on_demand: true, replicas: 0}]",
-        "models: [{name: a, on_demand: true, replicas: true}]",
-        "models: [{name: a, on_demand: true, replicas: {min: 2, max: 1}}]",
-        "models: [{name: a, on_demand: true, replicas: {most: 3}}]",
-        "models: [{name: a, on_demand: true, replicas: {min: x}}]",
         "models: [{name: a, config: [x]}]",
         "models: [a, a]",
         "models: [a, {name: a}]",

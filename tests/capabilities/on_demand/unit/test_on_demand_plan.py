@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +18,7 @@ from gateway.capabilities.on_demand.inference_times import (
     parse_last_inference,
     update_last_inference,
 )
+from gateway.capabilities.on_demand.model_keys import MODEL_KEYS, CopyLimits
 from gateway.capabilities.on_demand.models import UNKNOWN_CALLER, ModelUsage, NoRoom
 from gateway.capabilities.on_demand.plan import (
     EVICTABLE,
@@ -42,7 +44,7 @@ from gateway.capabilities.on_demand.plan import (
     update_mean_demand,
 )
 from gateway.capacity.admission import AdmissionQueue
-from gateway.repository.models_file import CopyLimits
+from gateway.repository.models_file import BadModelsFile, parse_models_file
 from gateway.telemetry.metrics import Metrics
 from tests.capabilities.on_demand.support.on_demand import count_lru_loads
 
@@ -482,3 +484,42 @@ def test_copy_is_removable_unless_it_is_in_use_or_a_part() -> None:
     found = [each.name for each in replica.models if is_removable(replica, each.name)]
     assert found == ["ensemble", "free"]
     assert not is_removable(replica, "absent")
+
+
+@pytest.mark.parametrize(
+    ("keys", "limits"),
+    [
+        ("on_demand: false", None),
+        ("on_demand: true", CopyLimits(1, 1)),
+        ("on_demand: true, versions: []", CopyLimits(1, 1)),
+        ("on_demand: true, replicas: 2", CopyLimits(2, 2)),
+        ("on_demand: true, replicas: {min: 1, max: 3}", CopyLimits(1, 3)),
+    ],
+)
+def test_model_of_the_models_file_is_loaded_on_demand(keys: str, limits: CopyLimits | None) -> None:
+    model = parse_models_file(f"models: [{{name: a, {keys}}}]", MODEL_KEYS)["a"]
+    assert model.capability_values["on_demand"] == limits
+    assert model.is_loaded_by_capability == (limits is not None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ("on_demand: 1", "on_demand of model 'a' must be true or false"),
+        (
+            "on_demand: true, required: always",
+            "has required, which on_demand: true does not permit",
+        ),
+        ("on_demand: true, versions: [1]", "has versions, which on_demand: true does not permit"),
+        ("replicas: 2", "has replicas, which only a model with on_demand: true can have"),
+        ("on_demand: false, replicas: 2", "has replicas, which only a model with on_demand: true"),
+        ("on_demand: true, replicas: 0", "must be a number above 0, or {min: 1, max: 3}"),
+        ("on_demand: true, replicas: true", "must be a number above 0"),
+        ("on_demand: true, replicas: {min: 2, max: 1}", "must be a number above 0"),
+        ("on_demand: true, replicas: {most: 3}", "must be a number above 0"),
+        ("on_demand: true, replicas: {min: x}", "must be a number above 0"),
+    ],
+)
+def test_invalid_keys_of_an_on_demand_model_are_explained(keys: str, reason: str) -> None:
+    with pytest.raises(BadModelsFile, match=re.escape(reason)):
+        parse_models_file(f"models: [{{name: a, {keys}}}]", MODEL_KEYS)
