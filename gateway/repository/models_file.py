@@ -115,11 +115,10 @@ def parse_declared_model(entry: Any, capability_keys: KeyParsers) -> DeclaredMod
 
 def parse_required(entry: Mapping[str, Any]) -> bool:
     """Return whether a gateway that cannot serve the model is not ready."""
-    name = entry["name"]
     if "required" not in entry:
         return False
     if entry["required"] != "always":
-        raise BadModelsFile(f"required of model {name!r} must be always, or be left out")
+        raise BadModelsFile(f"required of model {entry['name']!r} must be always, or be left out")
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
@@ -37,10 +38,7 @@ LISTED_MODEL_FIELDS: Final = {
     "versions": {"type": "array", "items": VERSION_SCHEMA},
     "ready": READY_SCHEMA,
     "declared": {"const": True, "description": "The models file contains the model."},
-    "wished": {
-        "enum": ["loaded", "unloaded"],
-        "description": "Desired state set through the API.",
-    },
+    "wished": {"enum": ["loaded", "unloaded"], "description": "Desired state set through the API."},
     "replicas": build_map_schema(
         STRING_SCHEMA,
         "State on each replica, by address (only with the right to see the fleet).",
@@ -97,10 +95,7 @@ MODEL_FIELDS: Final = {
     "versions": {"type": "array", "items": STRING_SCHEMA},
     "platform": STRING_SCHEMA,
     "max_batch_size": COUNT_SCHEMA,
-    "decoupled": {
-        "type": "boolean",
-        "description": "A request may have any number of responses.",
-    },
+    "decoupled": {"type": "boolean", "description": "A request may have any number of responses."},
     "inputs": {"type": "array", "items": TENSOR_SCHEMA},
     "outputs": {"type": "array", "items": TENSOR_SCHEMA},
     "curl": {"type": "string", "description": "Example request with curl."},
@@ -136,18 +131,14 @@ def create_router(describers: Sequence[ModelDescriber]) -> APIRouter:
         summary="List models",
         responses=build_list_responses(describers),
     )(list_models)
-    responses = build_model_responses(describers)
-    described.get(
-        "/v1/models/{model}",
-        operation_id="describe_model",
-        summary="Describe a model",
-        responses=responses,
-    )(describe_model)
-    described.get(
+    route_model = partial(described.get, responses=build_model_responses(describers))
+    route_model("/v1/models/{model}", operation_id="describe_model", summary="Describe a model")(
+        describe_model
+    )
+    route_model(
         "/v1/models/{model}/versions/{version}",
         operation_id="describe_model_version",
         summary="Describe a version of a model",
-        responses=responses,
     )(describe_model)
     return described
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from gateway.capabilities.on_demand.activation import ModelActivator
@@ -40,20 +40,18 @@ class OnDemandDescriber(ModelDescriber):
         if activator is None or not activator.is_on_demand(name):
             return
         model["on_demand"] = True
-        model["state"] = find_best_name(index.model_state(name) for index in indexes.values())
+        states = {at: index.model_state(name) for at, index in indexes.items()}
+        model["state"] = find_best_name(states)
         model["versions"] = [
-            {
-                "version": number,
-                "state": find_best_name(find_states(indexes, name, number).values()),
-            }
+            {"version": number, "state": find_best_name(find_states(indexes, name, number))}
             for number in list_versions(indexes.values(), name)
         ]
         if "replicas" in model:
             model["replicas"] = {at: name_state(state) for at, state in model["replicas"].items()}
 
 
-def find_best_name(states: Iterable[VersionState]) -> str:
-    return name_state(find_best_state(states).state)
+def find_best_name(states: Mapping[str, VersionState]) -> str:
+    return name_state(find_best_state(states.values()).state)
 
 
 def name_state(state: str) -> str:

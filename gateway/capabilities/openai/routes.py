@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
 
 import orjson
 from fastapi import APIRouter, Request, Response
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from gateway.callers import Right
-from gateway.capabilities.openai.completions import RelayedResponse, build_completion_headers
 from gateway.capabilities.openai.servers import OpenAIServers
 from gateway.capabilities.openai.text_vectors import (
     ENCODING_FORMATS,
@@ -27,9 +30,12 @@ from gateway.capabilities.openai.text_vectors import (
 )
 from gateway.capacity.admission import Slot
 from gateway.errors import GatewayError
+from gateway.http_client.client import UpstreamResponse
+from gateway.http_client.connection import Headers
 from gateway.inference import pipeline
 from gateway.inference.body import Deadline, RequestBody
-from gateway.media_types import EVENT_STREAM
+from gateway.inference.pipeline import ATTACHMENT_HEADERS, is_active_content
+from gateway.media_types import EVENT_STREAM, JSON
 from gateway.routes.dependencies import ServicesForInference
 from gateway.routes.openapi import (
     COUNT_SCHEMA,
@@ -42,11 +48,16 @@ from gateway.routes.openapi import (
 )
 from gateway.services import ModelDescriber, Services
 from gateway.telemetry.request_info import RequestInfo
+from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS
 from gateway.tensors.codecs import DEFAULT_CODEC, JSON_CODEC, STRING_SCHEMA
 from gateway.tensors.json_body import parse_large_json
 from gateway.tensors.schema import Schema, build_object_schema
 from gateway.tensors.signature import Signature
 
+log = logging.getLogger(__name__)
+
+FORWARDED_HEADERS: Final = frozenset((b"accept", *TRACE_CONTEXT_HEADERS))
+RELAYED_HEADERS: Final = (b"content-type", b"retry-after")
 NAME_SCHEMA: Final[Schema] = {"type": "string", "minLength": 1, "description": "Name of the model."}
 POSITIVE_SCHEMA: Final[Schema] = {"type": ["integer", "null"], "minimum": 1}
 TEXTS_SCHEMA: Final[Schema] = {
@@ -186,7 +197,6 @@ LIST_FIELDS: Final[Schema] = {
         build_object_schema(MODEL_FIELDS), "The same models, in OpenAI's format."
     ),
 }
-
 ERROR_TYPES: Final = {
     401: "authentication_error",
     403: "permission_error",
@@ -334,3 +344,48 @@ async def receive_json(
     else:
         work = decoders.run_in_process(0, timeout_s, parse_large_json, parse, data, limits)
     return await deadline.limit(work), deadline
+
+
+def build_completion_headers(headers: Headers, length: int) -> Headers:
+    """Return the headers for the server: the body's framing, and the client's trace context."""
+    forwarded = [pair for pair in headers if pair[0] in FORWARDED_HEADERS]
+    framing = [(b"content-length", b"%d" % length), (b"content-type", JSON.encode())]
+    return [*framing, *forwarded]
+
+
+class RelayedResponse(StreamingResponse):
+    """The response of a server, as it arrives. A client disconnect closes the server's connection."""
+
+    def __init__(self, response: UpstreamResponse, timeout_s: float, slot: Slot) -> None:
+        headers = {
+            name.decode(): value.decode("latin-1")
+            for name in RELAYED_HEADERS
+            if (value := response.header(name))
+        }
+        if is_active_content(headers.get("content-type", "")):
+            headers |= ATTACHMENT_HEADERS
+        self._response = response
+        self._slot = slot
+        super().__init__(relay_chunks(response, timeout_s), response.status, headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except GatewayError as exc:
+            # The response has started: the server closes the connection, so that clients see the error.
+            log.warning("the response was aborted: %s", exc.detail)
+        finally:
+            self._response.close()
+            self._slot.release()
+
+
+async def relay_chunks(response: UpstreamResponse, timeout_s: float) -> AsyncIterator[bytes]:
+    """Yield the body; the timeout applies to each chunk."""
+    while True:
+        response.set_timeout(timeout_s)
+        chunk = await response.next_chunk()
+        yield chunk
+        if response.is_complete:
+            return
+        # A task group does not cancel a task whose next piece is there already, in each pass of the loop.
+        await asyncio.sleep(0)

@@ -20,7 +20,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from gateway.capabilities.openai.completions import relay_chunks
+from gateway.capabilities.openai.routes import relay_chunks
 from tests.capabilities.openai.support.lazy import LazyModule
 from tests.support.documents import COMPLETIONS, LANGUAGE_MODELS, assert_prints, examples
 from tests.support.keys import ADMIN, TEXTS, bearer, entry, written
