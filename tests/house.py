@@ -17,13 +17,13 @@ OUTSIDE: Final = ("capabilities", "client", "embedded")
 class Limits:
     """What a newcomer must be able to survey. Whoever lowers a size lowers its limit."""
 
-    folders: int = 17
+    folders: int = 16
     modules: int = 18  # at the top
     files_in_folder: int = 21
     core_files: int = 170
-    core_lines: int = 25_740
+    core_lines: int = 25_650
     capability_lines: int = 3_920
-    lines: int = 42_170
+    lines: int = 42_210
 
 
 @dataclass(frozen=True)
