@@ -690,8 +690,7 @@ SMALL_METHODS = (
             "CudaSharedMemoryUnregister",
         )
     ),
-    f"{HEALTH}/Check",
-    f"{HEALTH}/Watch",
+    f"{HEALTH}/Check",  # and not Watch, which reads no message, and goes on until its client leaves
     f"/grpc.reflection.v1.{REFLECTION}",
     f"/grpc.reflection.v1alpha.{REFLECTION}",
 )  # fmt: skip
