@@ -690,7 +690,7 @@ SMALL_METHODS = (
             "CudaSharedMemoryUnregister",
         )
     ),
-    f"{HEALTH}/Check",  # and not Watch, which reads no message, and goes on until its client leaves
+    f"{HEALTH}/Check",
     f"/grpc.reflection.v1.{REFLECTION}",
     f"/grpc.reflection.v1alpha.{REFLECTION}",
 )  # fmt: skip
@@ -750,6 +750,9 @@ def grpc_attacks() -> Iterator[tuple[str, Attack]]:
     )
     yield "gRPC: 60 silent calls", refused(HeldCalls(INFER, 60, tuple), with_=refusals)
     fields = b"\x78\1" * (2 * MIB)
+    # It reads no message, and goes on until its client leaves.
+    watches = HeldCalls(f"{HEALTH}/Watch", 60, lambda: [fields])
+    yield "gRPC: 60 calls that watch", refused(watches, with_=refusals, cpu_s=2)
     calls = [GrpcCall(method, fixed(fields)) for method in SMALL_METHODS]
     yield (
         "gRPC: messages of two million fields",
