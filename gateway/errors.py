@@ -267,7 +267,7 @@ class UpstreamResponseTooLarge(GatewayError):
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(
             f"the replica's response exceeds the limit of {limit_bytes} bytes; request less at a time, or "
-            "use /v2, which passes responses of any size"
+            "use /v2, which passes the responses of inferences of any size"
         )
 
 

@@ -21,7 +21,7 @@ class Limits:
     modules: int = 18  # at the top
     files_in_folder: int = 21
     core_files: int = 170
-    core_lines: int = 25_650
+    core_lines: int = 25_660
     capability_lines: int = 3_920
     lines: int = 42_210
 

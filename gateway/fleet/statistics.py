@@ -14,7 +14,13 @@ from typing import Any, Final
 
 import orjson
 
-from gateway.errors import BadUpstream, GatewayError, ModelNotReady, UnknownModel
+from gateway.errors import (
+    BadUpstream,
+    GatewayError,
+    ModelNotReady,
+    UnknownModel,
+    UpstreamResponseTooLarge,
+)
 from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.fleet.transports import decode_json, triton_model_path
@@ -26,8 +32,10 @@ from gateway.triton.request_target import RequestTarget
 # Of one version of a model, as in Triton's statistics extension.
 Statistics = Mapping[str, Any]
 REPLICA_TIMEOUT_S: Final = 5.0
-MAX_RESPONSE_BYTES: Final = 32 << 20
-MAX_VERSIONS: Final = 1000  # whose counts are kept
+MAX_RESPONSE_BYTES: Final = 8 << 20  # of a replica
+MAX_KEPT_BYTES: Final = (
+    16 << 20
+)  # of the JSON of all versions; in memory, about seven times as much
 MAX_REPLICAS: Final = 256  # of a version, with those that have left
 LATEST: Final = "last_inference"  # a time, of which the latest counts
 MEMORY: Final = "memory_usage"  # of a replica now: it is not kept
@@ -41,6 +49,7 @@ class VersionCounts:
         self._past: Statistics = {}
         self._last: dict[str, Statistics] = {}  # of each replica, also of those that have left
         self._received_at: dict[str, float] = {}
+        self.kept_bytes = 0  # about, as JSON
 
     def record(self, replica: str, statistics: Statistics, sent_at: float) -> None:
         """Record what a replica says; `sent_at` is when it was asked, by `time.perf_counter`."""
@@ -58,6 +67,12 @@ class VersionCounts:
         """Keep only the counts of a replica."""
         del self._received_at[replica]
         self._past = add_statistics(self._past, drop_memory(self._last.pop(replica)))
+
+    def serialize_sum(self, answering: Container[str]) -> bytes:
+        """Return the sum as JSON, and note the size of what is kept."""
+        document = orjson.dumps(self.sum(answering))
+        self.kept_bytes = len(document) * (len(self._last) + 1)
+        return document
 
     def sum(self, answering: Container[str]) -> Statistics:
         """Return the sum; the memory is that of the replicas that answered."""
@@ -107,6 +122,8 @@ class FleetStatistics:
     async def _try_to_read(self, replica: Replica, target: RequestTarget) -> bytes | GatewayError:
         try:
             return await self._read(replica, target)
+        except UpstreamResponseTooLarge:  # its last counts would be too old
+            raise
         except GatewayError as exc:
             return exc
 
@@ -140,15 +157,23 @@ class FleetStatistics:
                 counts = self._find_counts(statistics["name"], statistics["version"])
                 counts.record(replica, statistics, sent_at)
                 reported[counts] = None
-        return orjson.dumps({"model_stats": [counts.sum(answers) for counts in reported]})
+        documents = [counts.serialize_sum(answers) for counts in reported]
+        self._drop_oldest()
+        return b'{"model_stats":[%b]}' % b",".join(documents)
 
     def _find_counts(self, model: str, version: str) -> VersionCounts:
-        counts = self._versions.get((model, version))
-        if counts is None:
-            if len(self._versions) >= MAX_VERSIONS:
-                del self._versions[next(iter(self._versions))]
-            counts = self._versions[model, version] = VersionCounts()
+        """Return the counts of a version, which is dropped after those that were read before."""
+        counts = self._versions.pop((model, version), None) or VersionCounts()
+        self._versions[model, version] = counts
         return counts
+
+    def _drop_oldest(self) -> None:
+        excess = sum(counts.kept_bytes for counts in self._versions.values()) - MAX_KEPT_BYTES
+        for key, counts in list(self._versions.items()):
+            if excess <= 0:
+                break
+            del self._versions[key]
+            excess -= counts.kept_bytes
 
 
 def parse_statistics(body: bytes) -> list[Statistics]:

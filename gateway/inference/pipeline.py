@@ -84,7 +84,8 @@ async def open_request(
     target = services.resolver.resolve(request.scope, Right.infer, model, version)
     body = RequestBody(request.scope, request.receive)
     timeout_s = services.default_timeout_s
-    step, trace_headers = None, NO_HEADERS
+    step = None
+    trace_headers = NO_HEADERS
     if not OPTION_HEADERS.isdisjoint(body.headers):
         timeout_s = services.resolve_timeout_s(body.get_header(b"x-request-timeout"))
         step = sequence.parse_sequence_headers(
@@ -129,7 +130,8 @@ async def read_signature(
 
 async def receive_payload(opened: OpenedRequest) -> Payload | LargePayload:
     """Receive the body; return its parts, or what the converter decodes in a process."""
-    body, limits = opened.body, opened.services.payload_limits
+    body = opened.body
+    limits = opened.services.payload_limits
     if not body.content_type and body.has_content and is_text_model(opened.signature):
         body.content_type = OCTET_STREAM  # a text, as Triton takes it
     is_received = await body.receive_start(limits.max_bytes)
@@ -255,7 +257,8 @@ async def run_inferences(
 async def count_rows(opened: OpenedRequest, rows: int) -> None:
     """Count the inferences of a request that is several as requests of its key."""
     check_row_count(opened.signature, rows, opened.services.payload_limits)
-    info, caller = opened.info, opened.info.caller
+    info = opened.info
+    caller = info.caller
     if caller.requests_per_second is not None:
         await opened.services.rate_limiter.count_request(
             caller.name,

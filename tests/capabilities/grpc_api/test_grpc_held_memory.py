@@ -172,7 +172,7 @@ def test_stream_is_not_read_after_a_refusal_until_there_is_memory(triton: Triton
         with grpc.insecure_channel(served.address) as channel:
             answers = channel.stream_stream(STREAM)(iter([large] * 3), timeout=TIMEOUT_S)
             errors = [read_stream_error(next(answers))]
-            time.sleep(2.5)  # two checks of the memory
+            time.sleep(1.5)  # a check of the memory
             hold.unlink()
             held.result()
             errors += map(read_stream_error, answers)
