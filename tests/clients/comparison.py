@@ -109,10 +109,10 @@ Outcomes = dict[str, list[str]]  # by call
 NO_OUTCOME: Final = "the call was not made"
 
 
-def run_client(client: Client, targets: Sequence[Target], *calls: str) -> list[Outcomes]:
-    """Return the outcomes at each target, of all calls or of those with these beginnings."""
+def run_client(client: Client, targets: Sequence[Target], calls: str = "") -> list[Outcomes]:
+    """Return the outcomes at each target, of all calls or of those that begin with this pattern."""
     words = [word for target in targets for word in (target.http, target.grpc, target.key)]
-    environment = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "CALLS": ",".join(calls)}
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "CALLS": calls}
     run = subprocess.run(
         [*client.command(), *words],
         env=environment,

@@ -30,11 +30,9 @@ from tests.support.servers import ROOT
 
 DOCUMENT = ROOT / "docs" / "clients.md"
 # What `make test` runs, with one replica.
-QUICK = {
-    "tritonclient": ("http: ", "grpc: "),
-    "oldest tritonclient": ("http: ", "grpc: "),
-    "grpcio": (),
-}
+# Without loads that fail: about one of a hundred ends Triton itself (2.51).
+USUAL_CALLS = r"(?:http|grpc): (?!load unknown|load with)"
+QUICK = {"tritonclient": USUAL_CALLS, "oldest tritonclient": USUAL_CALLS, "grpcio": ""}
 
 
 Servers = Mapping[str, Target]
@@ -79,14 +77,14 @@ def two_replicas(
         )
 
 
-def compare(client: Client, servers: Servers, *calls: str) -> set[AllowedDifference]:
+def compare(client: Client, servers: Servers, calls: str = "") -> set[AllowedDifference]:
     """Compare the client's calls on all servers; return the allowed differences that were seen."""
     if not client.is_installed:
         pytest.skip(f"{client.name} is not installed; run: make test-clients")
     allowed = read_allowed_differences()
     first = 0 if client.is_known_to_triton else 1
     names = list(servers)[first:]
-    reference, *seen = run_client(client, [servers[name] for name in names], *calls)
+    reference, *seen = run_client(client, [servers[name] for name in names], calls)
     assert len(reference) >= 7
     differences = [
         str(difference)
@@ -103,7 +101,7 @@ def compare(client: Client, servers: Servers, *calls: str) -> set[AllowedDiffere
 def test_usual_calls_of_a_client_have_the_outcomes_of_triton(
     client: Client, one_replica: Servers
 ) -> None:
-    compare(client, one_replica, *QUICK[client.name])
+    compare(client, one_replica, QUICK[client.name])
 
 
 @pytest.mark.long

@@ -46,17 +46,17 @@ class Target(NamedTuple):
 def print_outcomes(list_calls: Callable[[Target], Iterable[Call]]) -> None:
     """Make the calls at every target that the command line names: three words each.
 
-    If the environment has CALLS, only those with one of these beginnings.
+    If the environment has CALLS, a regular expression, only those that begin with it.
     """
     words = sys.argv[1:]
-    beginnings = tuple(os.environ.get("CALLS", "").split(","))
+    pattern = re.compile(os.environ.get("CALLS", ""))
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     for number in range(len(words) // 3):
         http, grpc, key = words[3 * number : 3 * number + 3]
         target = Target(http, grpc, key, number)
         for name, call in list_calls(target):
-            if not name.startswith(beginnings):
+            if not pattern.match(name):
                 continue
             outcomes = [mask(outcome, target) for outcome in find_outcomes(loop, call)]
             line = {"target": number, "call": name, "outcomes": outcomes}
