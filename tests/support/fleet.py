@@ -146,7 +146,8 @@ class Fleet:
                 trouble.unlink()
         wait_until(lambda: set(self.replicas().values()) <= {"UP", "EJECTED"})
         for model in self.tritons[0].options.load_models:
-            assert self.load(model).status_code == 200
+            # A replica that has just been started again may still be known as it was before.
+            wait_until(lambda model=model: self.load(model).status_code == 200)  # type: ignore[misc]
 
     def replicas(self) -> dict[str, str]:
         """The state of each, as the gateway sees it."""
