@@ -27,6 +27,25 @@ class TaskSet(set[asyncio.Task[Any]]):
         return task
 
 
+def follow(task: asyncio.Task[T]) -> asyncio.Future[T]:
+    """Return a future of a task's result. To cancel it, or to let it fail, leaves the task alone."""
+    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+    def finish(task: asyncio.Task[T]) -> None:
+        failure = None if task.cancelled() else task.exception()
+        if future.done():
+            return
+        if task.cancelled():
+            future.cancel()
+        elif failure is not None:
+            future.set_exception(failure)
+        else:
+            future.set_result(task.result())
+
+    task.add_done_callback(finish)
+    return future
+
+
 async def repeat(loop: str, step: Callable[[], Awaitable[object]]) -> NoReturn:
     """Repeat a step of a background loop for ever, whatever it raises."""
     while True:

@@ -19,7 +19,7 @@ from gateway.access.auth import (
 )
 from gateway.access.peers import ClientCounts, client_network
 from gateway.callers import Right
-from gateway.capabilities.grpc_api.receive import MessageReader, ReceiveSlots
+from gateway.capabilities.grpc_api.receive import MessageReader, ReceiveSlots, operations
 from gateway.capabilities.grpc_api.status import CallStatus, describe_failure
 from gateway.errors import (
     Forbidden,
@@ -37,6 +37,7 @@ from gateway.passthrough.headers import NOT_FORWARDED
 from gateway.repository.resolver import ModelTarget, parse_triton_version
 from gateway.routes.middleware import end_trace, log_request
 from gateway.services import Services
+from gateway.tasks import follow
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
 from gateway.telemetry.request_info import RequestInfo, current_request_info
 from gateway.telemetry.tracing import create_request_id, find_request_id
@@ -279,7 +280,7 @@ class IncomingCall:
                 await self._write_large(response, timeout_s)
                 return
             with anyio.fail_after(timeout_s):
-                await self.context.write(response)
+                await follow(operations.start(self.context.write(response)))
         except TimeoutError:
             services.metrics.refusals.labels("answer_not_taken").inc()
             raise ResponseNotRead from None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, Final, Protocol
-
-import anyio
 
 from gateway.errors import RequestTooSlow
 from gateway.memory import MemoryBudgetExceeded
+from gateway.tasks import TaskSet, follow
 
 # A message that takes longer to arrive is large or slow, and may use the memory budget.
 FAST_RECEIVE_S: Final = 0.1
@@ -117,45 +117,53 @@ class SlowTimer:
         self._handle.cancel()
 
 
+# grpc.aio frees a message where the coroutine that reads or writes it ends: cancelled, it would leak the
+# whole message (https://github.com/grpc/grpc/issues/43360). So it goes on until it or its call ends.
+operations: Final = TaskSet()
+
+
 class MessageReader:
-    """Receives one message. A cancel scope, and no task of its own, ends what takes too long."""
+    """Receives one message, and ends the waiting for what takes too long."""
 
     can_end = True
 
     def __init__(self, context: Any, slots: ReceiveSlots, caller: str, timeout_s: float) -> None:
         self.caller = caller
-        self._context = context
         self._slots = slots
         self._timeout_s = timeout_s
-        self._failure: Exception = RequestTooSlow()
-        self._scope = anyio.CancelScope()
+        self._reading = operations.start(context.read())
+        self._message = follow(self._reading)
+        self._deadline: asyncio.TimerHandle | None = None
 
     async def read(self) -> Any:
         """Return the message or EOF. Raises `RequestTooSlow`, or `MemoryBudgetExceeded` without a slot."""
         timer = SlowTimer(min(FAST_RECEIVE_S, self._timeout_s), self._take_slot)
         try:
-            with self._scope:
-                return await self._context.read()
+            return await self._message
         finally:
             timer.cancel()
+            if self._deadline is not None:
+                self._deadline.cancel()
             self._slots.release(self)
-        raise self._failure
 
     def end_for_others(self) -> None:
         self._end(MessageStalled())
 
     def _end(self, failure: Exception) -> None:
-        self._failure = failure
-        self._scope.cancel()
+        if not self._message.done():
+            self._message.set_exception(failure)
 
     def _take_slot(self) -> None:
+        if self._reading.done():
+            return
         try:
             self._slots.acquire(self)
         except MemoryBudgetExceeded as exc:
             self._end(exc)
             return
         remaining_s = max(self._timeout_s - FAST_RECEIVE_S, 0)
-        self._scope.deadline = asyncio.get_running_loop().time() + remaining_s
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(remaining_s, self._end, RequestTooSlow())
 
 
 class StreamReader:
@@ -187,24 +195,25 @@ class StreamReader:
         """Return the next message or EOF."""
         while self._tasks:
             if self._slots.try_acquire(self):
-                return await self._read()
+                try:
+                    return await follow(operations.start(self._context.read()))
+                finally:
+                    self._slots.release(self)
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-        timer = SlowTimer(FAST_RECEIVE_S, self._take_slot)
+        reading = operations.start(self._context.read())
+        timer = SlowTimer(FAST_RECEIVE_S, partial(self._take_slot, reading))
         try:
-            return await self._read()
+            return await follow(reading)
         finally:
             timer.cancel()
-
-    async def _read(self) -> Any:
-        try:
-            return await self._context.read()
-        finally:
             self._slots.release(self)
 
     def end_for_others(self) -> None:
         self._end(StreamIdle())
 
-    def _take_slot(self) -> None:
+    def _take_slot(self, reading: asyncio.Task[Any]) -> None:
+        if reading.done():
+            return
         try:
             self._slots.acquire(self)
         except MemoryBudgetExceeded as exc:

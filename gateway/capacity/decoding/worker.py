@@ -26,6 +26,7 @@ from gateway.capacity.decoding.messages import (
     unpack_message,
 )
 from gateway.errors import GatewayError
+from gateway.memory import limit_heap_growth, return_free_memory
 
 NICENESS: Final = 5
 DEADLINE_GRACE_S: Final = 1.0  # the gateway itself kills the process at the deadline
@@ -82,6 +83,7 @@ def serve_calls(connection: socket.socket) -> None:
             connection.sendall(frame)
         del arguments, frames
         gc.collect()
+        return_free_memory()
 
 
 def data_segment_bytes() -> int:
@@ -94,6 +96,7 @@ def main() -> None:
     """Serve calls. The arguments are the socket's file descriptor and the memory limit in bytes."""
     descriptor, max_memory_bytes = map(int, sys.argv[1:])
     os.nice(NICENESS)
+    limit_heap_growth()
     # Parsed documents have no reference cycles, and the garbage collector makes parsing five times slower.
     gc.disable()
     gc.freeze()

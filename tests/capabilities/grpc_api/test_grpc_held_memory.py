@@ -42,6 +42,8 @@ CLIENTS = 60  # of each kind
 BODY_BYTES = 4 * MIB
 BUDGET_BYTES = 256 * MIB
 ROUNDS = 40
+# More than before, when all clients have left.
+MAX_KEPT_BYTES = 64 * MIB
 SHED = 'gateway_requests_shed_total{reason="memory"}'
 SETTINGS = {
     **LOG_WARNINGS,
@@ -202,7 +204,7 @@ def test_sixty_unread_streams_of_one_caller_hold_bounded_memory(triton: Triton) 
             end()
         assert peak - idle <= BUDGET_BYTES + 200 * MIB
         wait_until(lambda: set(held_memory(served.http).values()) == {0})
-        wait_until(lambda: memory_bytes(served.command.pid) - idle <= 200 * MIB)
+        wait_until(lambda: memory_bytes(served.command.pid) - idle <= MAX_KEPT_BYTES)
         assert_number("slowest inference of another", max(latencies) * 1000, "ms", at_most=100)
 
 
@@ -289,4 +291,4 @@ def test_clients_of_every_kind_together_hold_bounded_memory(triton: Triton) -> N
         assert outcomes.total() == 6 * CLIENTS
         assert peak_bytes(served.command.pid) - idle <= BUDGET_BYTES + 250 * MIB
         wait_until(lambda: set(held_memory(served.http).values()) == {0})
-        wait_until(lambda: memory_bytes(served.command.pid) - idle <= 200 * MIB)
+        wait_until(lambda: memory_bytes(served.command.pid) - idle <= MAX_KEPT_BYTES)

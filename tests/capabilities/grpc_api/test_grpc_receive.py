@@ -10,6 +10,7 @@ from threading import Event
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from gateway.capabilities.grpc_api.receive import FAST_RECEIVE_S, MessageReader, ReceiveSlots
@@ -17,6 +18,7 @@ from gateway.capabilities.grpc_api.server import build_options
 from gateway.capabilities.grpc_api.settings import GrpcSettings
 from gateway.memory import MemoryBudgetExceeded
 from gateway.settings import Settings
+from gateway.tasks import cancel_tasks
 from tests.support.wait import TIMEOUT_S, wait_until
 
 METHOD = "/test.Service/Method"
@@ -30,15 +32,18 @@ class OneMethod(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ty
         return self._handler
 
 
-class AbandonedCall:
-    """The context of a call that is cancelled, by its client, when its reader stops to wait."""
+class EndlessCall:
+    """The context of a call whose message does not arrive."""
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
 
     async def read(self) -> None:
-        message = asyncio.get_running_loop().create_future()
-        call = asyncio.current_task()
-        assert call is not None
-        message.add_done_callback(lambda _: call.cancel())  # before the task is woken
-        await message
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            self.is_cancelled = True
+            raise
 
 
 class SilentCall:
@@ -82,16 +87,18 @@ async def test_message_without_a_slot_takes_it_from_the_caller_that_has_most(
     assert ended == ([] if victim is None else [victim])
 
 
-@pytest.mark.parametrize("free_slots", [1, 0], ids=["at its deadline", "without a slot"])
-async def test_call_cancelled_at_its_deadline_stays_cancelled(free_slots: int) -> None:
-    slots = ReceiveSlots(1, 1, stall_s=60)
-    if not free_slots:
-        slots.acquire(SilentCall("other"))
-    reader = MessageReader(AbandonedCall(), slots, "caller", FAST_RECEIVE_S / 10)
+async def test_call_cancelled_at_its_deadline_stays_cancelled_and_its_read_goes_on() -> None:
+    """A cancelled read leaks the message that arrives afterwards."""
+    slots, call = ReceiveSlots(1, 1, stall_s=60), EndlessCall()
+    reader = MessageReader(call, slots, "caller", FAST_RECEIVE_S)
     reading = asyncio.create_task(reader.read())
+    await asyncio.sleep(0)
+    reader.end_for_others()
+    reading.cancel()
     await asyncio.wait([reading])
     assert reading.cancelled()
-    assert slots.try_acquire(reader) == free_slots
+    assert not call.is_cancelled
+    assert slots.try_acquire(reader)
 
 
 async def test_stream_that_is_not_read_receives_little() -> None:
@@ -165,5 +172,50 @@ async def test_message_that_arrives_while_the_loop_is_busy_needs_no_slot() -> No
     await server.start()
     try:
         assert await asyncio.to_thread(call, port) == b"in time"
+    finally:
+        await server.stop(0)
+
+
+async def test_message_that_arrives_when_its_call_ends_is_freed() -> None:
+    """grpc.aio leaks a message whose read is cancelled: 80 of these take 320 MiB."""
+    calls, message = 80, bytes(4 << 20)
+    is_reading, is_sent = Event(), Event()
+
+    def block_loop() -> None:
+        is_reading.set()
+        is_sent.wait(TIMEOUT_S)
+        time.sleep(0.02)  # until the message is there
+
+    async def handle(_: Any, context: Any) -> bytes:
+        reader = MessageReader(context, ReceiveSlots(1, 1, stall_s=60), "", TIMEOUT_S)
+        reading = asyncio.create_task(reader.read())
+        asyncio.get_running_loop().call_soon(block_loop)
+        await asyncio.sleep(0)
+        await cancel_tasks([reading])
+        return b""
+
+    def send_messages() -> Iterator[bytes]:
+        is_reading.wait(TIMEOUT_S)
+        yield message
+        is_sent.set()  # the library asks for the next message when it has sent one
+
+    def make_calls(port: int) -> None:
+        options = [("grpc.max_send_message_length", -1)]
+        with grpc.insecure_channel(f"127.0.0.1:{port}", options) as channel:
+            method = channel.stream_unary(METHOD)
+            for _ in range(calls):
+                is_reading.clear()
+                is_sent.clear()
+                method(send_messages(), timeout=TIMEOUT_S)
+
+    server = grpc.aio.server(options=build_options(Settings(), GrpcSettings(), shares_port=False))
+    server.add_generic_rpc_handlers((OneMethod(handle),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    process = psutil.Process()
+    try:
+        memory = process.memory_info().rss
+        await asyncio.to_thread(make_calls, port)
+        assert process.memory_info().rss - memory < calls * len(message) / 2
     finally:
         await server.stop(0)
