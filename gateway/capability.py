@@ -63,11 +63,11 @@ class LaunchPlan:
 
     settings: Settings
     host: str
-    ports: Mapping[str, int]  # by their flags
+    ports: Mapping[str, int]  # flag → port
     workers: int = 1
-    tritons: Sequence[TritonOptions] = ()  # that `up` starts
+    tritons: Sequence[TritonOptions] = ()  # the Tritons that `up` starts
     places: list[str] = field(default_factory=list)  # where something else than HTTP is served
-    has_page: bool = False  # for browsers, at /
+    has_page: bool = False  # a page for browsers is at /
 
     def update_settings(self, **values: Any) -> None:
         self.settings = self.settings.model_copy(update=values)
@@ -82,7 +82,7 @@ class Attachment:
     """The part of one application that a capability adds."""
 
     routers: Sequence[APIRouter] = ()
-    error_schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by their names
+    error_schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name → schema
     # By their paths; one that ends with a slash stands for all that begin with it.
     error_serializers: Mapping[str, ErrorSerializer] = field(default_factory=dict)
     paths: PathRules | None = None
@@ -104,9 +104,9 @@ class Capability:
 
     name: str
     attach: Callable[[Settings], Attachment | None]
-    check: Callable[[Settings], Iterable[Finding]] = check_nothing  # for `triton-gateway doctor`
+    check: Callable[[Settings], Iterable[Finding]] = check_nothing  # run by `triton-gateway doctor`
     settings: type[CapabilitySettings] | None = None
     # Called by `up` and `serve` before they start anything. Raises a `CommandError`.
     prepare_launch: Callable[[LaunchPlan], None] = prepare_nothing
-    table: Table[Any] | None = None  # of the state; its name is in `CAPABILITY_TABLES`
-    model_keys: KeyParsers = field(default_factory=dict)  # of the models file
+    table: Table[Any] | None = None  # its name is in `CAPABILITY_TABLES`
+    model_keys: KeyParsers = field(default_factory=dict)  # keys that it adds to the models file

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 METRICS_INTERVAL_S = 0.5
 TRIM_INTERVAL_S = 4.0
 THREAD_SWITCH_INTERVAL_S = 0.0005
-LAG_SAMPLES = 20  # of ten seconds, so that a scrape every ten seconds sees the maximum
+LAG_SAMPLES = 20  # ten seconds, so that a scrape every ten seconds sees the maximum
 
 
 def tune_interpreter() -> None:
@@ -59,7 +59,7 @@ def tune_interpreter() -> None:
 
 
 async def update_metrics(metrics: Metrics, admission: AdmissionQueue, memory: MemoryBudget) -> None:
-    """Measure the event loop's lag and flush the metrics, for the pages of other workers, for ever."""
+    """Measure the event loop's lag, and flush the metrics that other workers serve, until cancelled."""
     loop = asyncio.get_running_loop()
     lags: deque[float] = deque(maxlen=LAG_SAMPLES)
 
@@ -78,7 +78,7 @@ async def update_metrics(metrics: Metrics, admission: AdmissionQueue, memory: Me
 
 
 async def trim_heaps(memory: MemoryBudget) -> None:
-    """Return free memory to the system after requests used much of it, for ever."""
+    """Return free memory to the system after requests used much of it, until cancelled."""
 
     async def trim() -> None:
         await asyncio.sleep(TRIM_INTERVAL_S)
@@ -100,7 +100,7 @@ class AppComponents(NamedTuple):
 
 
 def build_components(settings: Settings, model_keys: KeyParsers = NO_KEYS) -> AppComponents:
-    """Raises `BadAddress`, `BadKeysFile`, `BadModelsFile`, `BadState` or `BadTracing`."""
+    """Build the components. Raises a `CommandError`: `BadAddress`, `BadKeysFile`, `BadState` …"""
     sources = [parse_replica_source(url) for url in settings.triton_urls]
     tracer = None
     if settings.otlp_endpoint:

@@ -112,7 +112,7 @@ def construct_mapping(items: list[Any]) -> dict[Any, Any]:
 
 
 def check_regular_file(status: os.stat_result) -> None:
-    """Raise `OSError` for a file that could be read for ever, or that is too large."""
+    """Check that reading the file ends, and soon. Raises `OSError`."""
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
     if status.st_size > MAX_FILE_BYTES:

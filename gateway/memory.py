@@ -27,10 +27,12 @@ MIN_BUDGET_BYTES: Final = 64 << 20
 SMALL_REQUEST_BYTES: Final = 1 << 20
 LARGE_REQUEST_SHARE: Final = 0.75
 # Parameters of mallopt(3).
-M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -3, -1
+M_ARENA_MAX = -8
+M_MMAP_THRESHOLD = -3
+M_TRIM_THRESHOLD = -1
 LIBC: Final = ctypes.CDLL(None)
 MAX_HEAPS: Final = 2
-MIN_MAPPED_BYTES: Final = 1 << 20  # of a buffer with pages of its own
+MIN_MAPPED_BYTES: Final = 1 << 20  # a buffer from this size on gets pages of its own
 # Free memory that each heap keeps for the next request: new pages cost more than decoding a NumPy file.
 MAX_FREE_HEAP_BYTES: Final = 8 << 20
 
@@ -54,7 +56,7 @@ def limit_heap_growth() -> None:
 
     By default, glibc has a heap for each thread, and keeps ever larger buffers in them.
     """
-    if hasattr(LIBC, "mallopt"):  # not in other C libraries
+    if hasattr(LIBC, "mallopt"):  # other C libraries lack it
         LIBC.mallopt(M_ARENA_MAX, MAX_HEAPS)
         LIBC.mallopt(M_MMAP_THRESHOLD, MIN_MAPPED_BYTES)
         LIBC.mallopt(M_TRIM_THRESHOLD, MAX_FREE_HEAP_BYTES)
@@ -153,9 +155,8 @@ class MemoryCharge:
         try:
             yield
         finally:
-            if (
-                self.kind == "held"
-            ):  # not if the request is several, of which another one has a response
+            # Another of several inferences in one request can have a response already.
+            if self.kind == "held":
                 self.change_kind(kind)
 
     def resize(self, held_bytes: int) -> None:

@@ -34,7 +34,7 @@ def can_write_line(stream: TextIO) -> bool:
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):
-        return True  # not a stream of the operating system
+        return True  # the stream is a Python object only
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(WRITE_TIMEOUT_MS))

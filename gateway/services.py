@@ -40,7 +40,7 @@ from gateway.tensors.signature import Signature
 
 T = TypeVar("T")
 # Each one occupies threads, which together would keep Python's global lock from the event loop.
-MAX_METRICS_PAGES: Final = 4  # at the same time
+MAX_METRICS_PAGES: Final = 4  # pages that are written at the same time
 
 
 class ModelDescriber:
@@ -115,7 +115,8 @@ class Services:
     def record_model(self, info: RequestInfo, model: str, version: str = "") -> None:
         """Set the labels of the request's metrics; only models that exist become label values."""
         if self.pool.has_model(model, version):
-            info.model, info.version = model, version
+            info.model = model
+            info.version = version
 
     def accept_load_parameters(
         self, info: RequestInfo, model: str, parameters: Mapping[str, Any], *, can_upload: bool
@@ -137,7 +138,8 @@ class Services:
         if activator is None or self.pool.can_serve(model, version):
             return timeout_s
         if self.dispatcher.continues_sequences(model, version):
-            return timeout_s  # the dispatcher waits for the model, unless the request is a step of these
+            # A step of a running sequence goes to its replica; for any other request the dispatcher waits.
+            return timeout_s
         return await activator.activate(model, timeout_s)
 
     @cached_property

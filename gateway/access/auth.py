@@ -1,4 +1,4 @@
-"""Authentication and authorization. Without a keys file, everyone may call, and local programs administer.
+"""Authentication and authorization. Without a keys file, anyone may call; only local programs administer.
 
 A request is authenticated once, before anything else, and authorized where it is handled.
 """
@@ -194,7 +194,7 @@ def name_caller(caller: Caller, scope: Scope) -> str:
 
 
 def authorize(scope: Scope, right: Right, model: str = "") -> None:
-    """Raise `Forbidden` if the caller lacks the right. `ModelResolver` checks its access to the model."""
+    """Check the caller's right; `ModelResolver` checks its access to the model. Raises `Forbidden`."""
     info = scope["request_info"]
     caller: Caller = info.caller
     if right is Right.manage and scope["method"] not in READ_METHODS:
@@ -206,7 +206,7 @@ def authorize(scope: Scope, right: Right, model: str = "") -> None:
 
 
 def authorize_all_models(scope: Scope, right: Right) -> None:
-    """Raise `Forbidden` unless the caller has the right and can see every model."""
+    """Check that the caller has the right, and can see every model. Raises `Forbidden`."""
     authorize(scope, right)
     caller: Caller = scope["request_info"].caller
     if not caller.can_see_all:
@@ -237,7 +237,8 @@ def explain_remote_origin(scope: Scope) -> str:
     Administration can execute code: a request that a proxy forwards, or that a web page or another user of
     the machine sends, must not pass as local.
     """
-    client, server = scope.get("client"), scope.get("server")
+    client = scope.get("client")
+    server = scope.get("server")
     if client is None or server is None or not is_loopback(client[0]):
         return "it comes from another address"
     if scope["http_version"] == "1.0":  # nginx's default for upstream requests

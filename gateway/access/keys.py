@@ -70,7 +70,8 @@ def parse_key_entry(label: str, entry: Any) -> Caller:
     if not isinstance(entry, dict) or not set(entry) <= KEY_FIELDS:
         names = ", ".join(sorted(KEY_FIELDS))
         raise BadKeysFile(f"{label} must be an object with the fields {names}")
-    name, digest = entry.get("name"), entry.get("sha256")
+    name = entry.get("name")
+    digest = entry.get("sha256")
     if not isinstance(name, str) or not KEY_NAME.fullmatch(name):
         raise BadKeysFile(
             f"the name of {label} must be 1 to 64 letters, digits and . @ : / + - _ (and not a key)"
@@ -226,7 +227,8 @@ def append_key_entry(text: str, entries: Sequence[Any]) -> str:
 def remove_key_entry(text: str, index: int, remaining: Sequence[Any]) -> str:
     key_list = find_key_list(text)
     if key_list is not None and remaining:
-        lines, nodes = text.splitlines(keepends=True), key_list.value
+        lines = text.splitlines(keepends=True)
+        nodes = key_list.value
         end = nodes[index + 1].start_mark if nodes[index + 1 :] else nodes[index].end_mark
         shortened = "".join(lines[: nodes[index].start_mark.line] + lines[end.line :])
         if holds_key_entries(shortened, remaining):

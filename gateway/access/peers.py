@@ -44,7 +44,8 @@ def find_peer_uid(client: SocketAddress, server: SocketAddress) -> int | None:
 
 
 def encode_diag_request(client: SocketAddress, server: SocketAddress) -> bytes:
-    source, destination = parse_ip_address(client[0]), parse_ip_address(server[0])
+    source = parse_ip_address(client[0])
+    destination = parse_ip_address(server[0])
     family = socket.AF_INET if isinstance(source, IPv4Address) else socket.AF_INET6
     addresses = source.packed.ljust(16, b"\0") + destination.packed.ljust(16, b"\0")
     request = DIAG_REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, ANY_STATE)

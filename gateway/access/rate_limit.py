@@ -94,7 +94,8 @@ class LocalRateWindows:
         self, window: RateLimitItem, name: str, inferences: int = 1, *, opens_window: bool = False
     ) -> WindowCount:
         """Count as `RateWindows.count` does."""
-        now, length_s = self._clock(), window.get_expiry()
+        now = self._clock()
+        length_s = window.get_expiry()
         times = self._times.setdefault((name, window.amount, length_s), deque())
         while times and times[0] <= now - length_s:
             times.popleft()
@@ -114,7 +115,8 @@ class LocalRateWindows:
         *,
         opens_window: bool,
     ) -> WindowCount:
-        amount, length_s = window.amount, window.get_expiry()
+        amount = window.amount
+        length_s = window.get_expiry()
         added = inferences - 1
         can_exceed = len(times) <= amount and (opens_window or not times)
         if len(times) + added > amount and not can_exceed:

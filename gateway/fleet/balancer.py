@@ -21,12 +21,12 @@ LATENCY_WEIGHT: Final = 0.2  # weight of the newest response in the moving avera
 LATENCY_SLACK_S: Final = 0.005  # jitter that a busy gateway itself adds
 MAX_RELATIVE_LATENCY: Final = 20.0
 MIN_RELATIVE_LATENCY: Final = 0.2
-MAX_LATENCY_GROWTH: Final = 2.0  # per response, so that a single outlier changes little
+MAX_LATENCY_GROWTH: Final = 2.0  # factor per response, so that a single outlier changes little
 DECAY_PER_TICK: Final = 0.93  # a tick is a probe interval, by default half a second
 SIMILAR_RATIO: Final = 1.5  # latencies within this ratio count as equal
 COLD_AFTER_S: Final = 5.0  # a replica that was idle for longer may be cold
-MIN_SHARE: Final = 0.1  # of the requests that a replica will get; Envoy's default
-MAX_MODELS: Final = 10_000  # with slow start
+MIN_SHARE: Final = 0.1  # first share of a replica's full number of requests; Envoy's default
+MAX_MODELS: Final = 10_000  # model versions whose warm-up is tracked
 
 
 class BalancerTarget(Protocol):
@@ -53,7 +53,8 @@ def choose_less_loaded(candidates: Sequence[Candidate]) -> Candidate:
     second = int(random() * (count - 1))  # noqa: S311 - not for security
     if second >= first:
         second += 1
-    one, other = candidates[first], candidates[second]
+    one = candidates[first]
+    other = candidates[second]
     ratio = one.relative_latency / other.relative_latency
     if 1 / SIMILAR_RATIO <= ratio <= SIMILAR_RATIO:
         return one if one.outstanding <= other.outstanding else other
@@ -108,7 +109,7 @@ class WarmUp(NamedTuple):
 
     since: dict[str, float]
     tracked_at: float
-    until: float  # then all of them have their full share
+    until: float  # when all of them have their full share
 
 
 @dataclass(eq=False, repr=False)
@@ -126,7 +127,8 @@ class SlowStart:
 
         The first ones of a model are equals, and none of them is noted.
         """
-        now, key = self.clock(), (model, version)
+        now = self.clock()
+        key = (model, version)
         previous = self._warm_ups.get(key)
         if previous is None:
             if len(self._warm_ups) >= MAX_MODELS:
@@ -141,7 +143,8 @@ class SlowStart:
         self, model: str, version: str, candidates: Sequence[WarmingCandidate]
     ) -> Sequence[WarmingCandidate]:
         """Return the candidates for one request: all, or those that are warmer than a random limit."""
-        warm_up, now = self._warm_ups.get((model, version)), self.clock()
+        warm_up = self._warm_ups.get((model, version))
+        now = self.clock()
         if warm_up is None or now >= warm_up.until:
             return candidates
         shares = [

@@ -31,7 +31,7 @@ async def resolve_host(name: str) -> list[str]:
 class DnsName:
     """A DNS name, which stands for a replica on each of its addresses."""
 
-    address: ReplicaAddress  # with the name as its host
+    address: ReplicaAddress  # its host is the name
     resolver: Resolver = field(default=resolve_host, compare=False)
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class DnsName:
         return self.address.tls
 
     async def find_addresses(self) -> list[ReplicaAddress]:
-        """Raises `OSError` or `UnicodeError`."""
+        """Resolve the name. Raises `OSError` or `UnicodeError`."""
         name = self.address.host
         hosts = await self.resolver(name)
         return [replace(self.address, host=host, server_name=name) for host in hosts]
@@ -79,7 +79,7 @@ class ReplicaDiscovery:
 
     def __post_init__(self) -> None:
         self._names = [source for source in self._sources if isinstance(source, DnsName)]
-        self._failures: dict[DnsName, str] = {}  # the last one of each name
+        self._failures: dict[DnsName, str] = {}  # the reason of each name's last failure
         self._addresses: dict[ReplicaSource, frozenset[ReplicaAddress]] = {
             source: frozenset((source,))
             for source in self._sources

@@ -43,7 +43,8 @@ T = TypeVar("T")
 MEAN_LATENCY_WEIGHT: Final = 0.05
 MAX_SEQUENCE_GUESSES: Final = 3  # replicas tried for a sequence that another gateway started
 MAX_ACTIVATIONS: Final = 3  # loads that one request waits for
-FIRST_ATTEMPT_TIMEOUT_S: Final = 1.0  # of an idempotent request, while another replica can be tried
+# Applies to an idempotent request, while another replica can be tried.
+FIRST_ATTEMPT_TIMEOUT_S: Final = 1.0
 EMPTY_BODY_HEADERS: Final = [(b"content-length", b"0")]
 # After these errors the replica has not executed the request.
 NOT_EXECUTED_ERRORS: Final = (RequestNotSent, ModelNotReady, UnknownModel, ReplicaStopping)
@@ -107,7 +108,8 @@ class Dispatcher:
         return await self._send_to_version(call.with_version(version), remaining_s)
 
     async def _send_to_version(self, call: UpstreamCall[T], timeout_s: float) -> T:
-        target, remaining_s = call.target, timeout_s
+        target = call.target
+        remaining_s = timeout_s
         step = target.sequence_step
         history = NO_ATTEMPTS
         if step is not None and not self._sequences.is_known(target.model, step):
@@ -137,7 +139,7 @@ class Dispatcher:
             started_at = perf_counter()  # the event loop's clock has a resolution of 1 ms
             try:
                 result = await call.send(replica, attempt_s, trace)
-            except asyncio.CancelledError:  # by the deadline, or a client disconnect
+            except asyncio.CancelledError:  # the deadline has passed, or the client has left
                 self._record_attempt(call, replica, started_at, "given_up", info)
                 raise
             except GatewayError as exc:
@@ -182,7 +184,8 @@ class Dispatcher:
 
         Raises `SequenceNotRunning` if the state is lost.
         """
-        pool, step = self._pool, target.sequence_step
+        pool = self._pool
+        step = target.sequence_step
         if step is None or step.is_start:
             candidates = pool.outliers.limit_candidates(target.model, candidates)
         if step is None:
@@ -198,7 +201,8 @@ class Dispatcher:
     async def _wait_for_model(self, target: RequestTarget, timeout_s: float) -> float:
         """Wait until the model can be used; return the remaining seconds."""
         activator = self._pool.activator
-        model, version = target.model, target.version
+        model = target.model
+        version = target.version
         if activator is None or self._pool.is_usable(model):
             raise NoReplica
         if target.can_activate and activator.can_activate(model):
@@ -221,7 +225,8 @@ class Dispatcher:
         """Return the history for the next attempt. Raises the error if there is none."""
         if remaining_s <= 0:
             raise error
-        target, step = call.target, call.target.sequence_step
+        target = call.target
+        step = call.target.sequence_step
         is_wrong_guess = history.is_sequence_guessed and isinstance(error, SequenceNotRunning)
         if step is not None and is_wrong_guess and call.is_resendable:
             refusing = (*history.refusing_replicas, replica)
@@ -234,7 +239,7 @@ class Dispatcher:
             return history._replace(activations=history.activations + 1)
         if history.failed_replica or not self._can_retry(call, replica, error):
             raise error
-        log.warning("retrying on another replica than %s: %s", replica.name, error.detail)
+        log.warning("retrying on a different replica (%s failed): %s", replica.name, error.detail)
         self._metrics.count_event(self._metrics.retries, replica.name)
         return history._replace(failed_replica=replica)
 
@@ -242,7 +247,8 @@ class Dispatcher:
         self, call: UpstreamCall[T], error: GatewayError, history: AttemptHistory
     ) -> bool:
         """Return whether the model is on no replica any longer, so that the request can wait for it again."""
-        activator, target = self._pool.activator, call.target
+        activator = self._pool.activator
+        target = call.target
         return (
             activator is not None
             and target.can_activate
@@ -259,7 +265,9 @@ class Dispatcher:
         It is safe if the request was not executed, or is idempotent. A streamed body cannot be sent again,
         and a running sequence has its state on one replica.
         """
-        model, version, step = call.target.model, call.target.version, call.target.sequence_step
+        model = call.target.model
+        version = call.target.version
+        step = call.target.sequence_step
         if step is not None and not step.is_start:
             return False
         is_transport_error = isinstance(error, TRANSPORT_ERRORS)
@@ -302,7 +310,8 @@ class Dispatcher:
     def _record_success(
         self, replica: Replica, call: UpstreamCall[T], started_at: float, duration_s: float
     ) -> None:
-        target, model = call.target, call.target.model
+        target = call.target
+        model = call.target.model
         if self._pool.outliers.is_tracked(model) and not call.is_idempotent:
             self._pool.outliers.record(model, replica.name, (), is_failure=False)
         if target.sequence_step is not None:
@@ -325,7 +334,9 @@ class Dispatcher:
         round if its files are removed: Triton's messages do not tell which.
         """
         target = call.target
-        pool, model, version = self._pool, target.model, target.version
+        pool = self._pool
+        model = target.model
+        version = target.version
         if not error.is_from_triton:
             if not isinstance(error, GrpcUnreachable):  # it says nothing about the replica's HTTP
                 pool.monitor.record_failure(replica, error, started_at)
@@ -356,7 +367,8 @@ class Dispatcher:
     ) -> None:
         """Count an error of Triton against the model on this replica, unless the request caused it."""
         if is_replica_failure(error) and not call.is_idempotent:
-            model, version = call.target.model, call.target.version
+            model = call.target.model
+            version = call.target.version
             others = self._pool.update_candidates(model, version)
             self._pool.outliers.record(model, replica.name, others, is_failure=True)
 

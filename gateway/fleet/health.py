@@ -14,7 +14,7 @@ SLOW_AFTER_MISSES: Final = 2  # probes missed in a row
 EJECT_AFTER_FAILURES: Final = 5  # failed requests in a row
 EJECTION_S: Final = 5.0
 MAX_EJECTION_S: Final = 300.0
-EJECTION_RESET_S: Final = 300.0  # after this time without an ejection, ejections start short again
+EJECTION_RESET_S: Final = 300.0  # a pause without ejections, after which they start short again
 
 
 # Triton lists its repository for each index: in a bucket with S3, it makes two requests for each model.
@@ -81,9 +81,9 @@ class Health:
 class IndexSchedule:
     """When to read a replica's index next, by the clock of the caller."""
 
-    duration_s: float = 0.0  # of the last read
+    duration_s: float = 0.0  # how long the last read took
     due_at: float = 0.0
-    has_failed: bool = False  # the last read
+    has_failed: bool = False  # the last read timed out
 
     @property
     def is_slow(self) -> bool:

@@ -77,7 +77,8 @@ class InferenceService:
                 return await self.infer(request)
         except (RefusedByModel, InputMismatch) as exc:
             piece = request.inputs
-            first, last = piece.batch_offset + 1, piece.batch_offset + piece.batch_size
+            first = piece.batch_offset + 1
+            last = piece.batch_offset + piece.batch_size
             # The message of the model counts the items within the piece.
             exc.detail = f"in the part of the batch with items {first} to {last}: {exc.detail}"
             raise

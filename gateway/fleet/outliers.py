@@ -17,13 +17,13 @@ from gateway.messages import quote_text
 
 log = logging.getLogger(__name__)
 
-MEMORY_S: Final = 30.0  # after this time, a counted request has lost 63 % of its weight
+MEMORY_S: Final = 30.0  # a counted request loses 63 % of its weight in this time
 MIN_FAILURES: Final = 4.5  # five within a few seconds
 MIN_FAILURE_SHARE: Final = 0.5
-MAX_RELATIVE_SHARE: Final = 0.5  # of the failures of the others, relative to those of an outlier
-TRIAL_INTERVAL_S: Final = 10.0  # between requests that find out whether an outlier has recovered
-NEXT_TRIAL_S: Final = 1.0  # after one that succeeded
-MIN_TRIAL_SUCCESSES: Final = 3  # in a row
+MAX_RELATIVE_SHARE: Final = 0.5  # failure share of the others, divided by the outlier's share
+TRIAL_INTERVAL_S: Final = 10.0  # pause between requests that test whether an outlier has recovered
+NEXT_TRIAL_S: Final = 1.0  # pause after a successful trial
+MIN_TRIAL_SUCCESSES: Final = 3  # consecutive successful trials that end the outlier's state
 MAX_MODELS: Final = 1000
 
 
@@ -58,7 +58,7 @@ class Outlier:
 
     since: float
     trial_at: float
-    successes: int = 0  # of trials in a row
+    successes: int = 0  # consecutive successful trials
 
 
 @dataclass(eq=False, repr=False)
@@ -129,7 +129,8 @@ class OutlierDetector:
 
     def _detect(self, model: str, replica: str, others: Sequence[str]) -> None:
         """Make the replica an outlier if the others do not fail; if they do, none is one."""
-        counts, outliers = self._counts[model], self._outliers[model]
+        counts = self._counts[model]
+        outliers = self._outliers[model]
         own = counts[replica]
         if own.failures < MIN_FAILURES:
             return

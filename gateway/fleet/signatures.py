@@ -19,7 +19,7 @@ from gateway.triton.request_target import RequestTarget
 REFRESH_AFTER_S = 2.0  # an older signature is refreshed in the background
 EXPIRE_AFTER_S = 10.0  # an older signature is not used
 METADATA_TIMEOUT_S = 5.0
-MAX_PARALLEL_READS = 16  # of configs
+MAX_PARALLEL_READS = 16  # configs that are read at the same time
 
 
 @dataclass

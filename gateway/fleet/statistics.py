@@ -32,13 +32,12 @@ from gateway.triton.request_target import RequestTarget
 # Of one version of a model, as in Triton's statistics extension.
 Statistics = Mapping[str, Any]
 REPLICA_TIMEOUT_S: Final = 5.0
-MAX_RESPONSE_BYTES: Final = 8 << 20  # of a replica
-MAX_KEPT_BYTES: Final = (
-    16 << 20
-)  # of the JSON of all versions; in memory, about seven times as much
-MAX_REPLICAS: Final = 256  # of a version, with those that have left
+MAX_RESPONSE_BYTES: Final = 8 << 20  # limit for the response of one replica
+# Size of all kept statistics as JSON; in memory, they take about seven times as much.
+MAX_KEPT_BYTES: Final = 16 << 20
+MAX_REPLICAS: Final = 256  # replicas of one version, removed ones included
 LATEST: Final = "last_inference"  # a time, of which the latest counts
-MEMORY: Final = "memory_usage"  # of a replica now: it is not kept
+MEMORY: Final = "memory_usage"  # a current value, which is not kept
 ITEM_KEYS: Final = ("batch_size", "type", "id")  # tell the items of a list apart
 
 
@@ -47,16 +46,16 @@ class VersionCounts:
 
     def __init__(self) -> None:
         self._past: Statistics = {}
-        self._last: dict[str, Statistics] = {}  # of each replica, also of those that have left
+        self._last: dict[str, Statistics] = {}  # replica, removed ones included → last statistics
         self._received_at: dict[str, float] = {}
-        self.kept_bytes = 0  # about, as JSON
+        self.kept_bytes = 0  # approximate size as JSON
 
     def record(self, replica: str, statistics: Statistics, sent_at: float) -> None:
         """Record what a replica says; `sent_at` is when it was asked, by `time.perf_counter`."""
         last = self._last.get(replica)
         if last is not None and has_fallen(last, statistics):
             if sent_at < self._received_at[replica]:
-                return  # of two requests at the same time, this one was answered first
+                return  # a later response to another request has replaced this one
             self._forget(replica)  # it counts from 0 again
         elif last is None and len(self._last) >= MAX_REPLICAS:
             self._forget(next(iter(self._last)))
@@ -128,7 +127,7 @@ class FleetStatistics:
             return exc
 
     async def _read(self, replica: Replica, target: RequestTarget) -> bytes:
-        """Raises Triton's error, or that of the transport."""
+        """Return a replica's response. Raises Triton's error or a transport error."""
         path = triton_model_path(target.model, target.version) if target.model else "/v2/models"
         response = await replica.http.request(
             b"GET",
@@ -151,7 +150,7 @@ class FleetStatistics:
 
     def _add_up(self, answers: Mapping[str, bytes], sent_at: float) -> bytes:
         """Record the answers of replicas, and return the sums of the versions in them, in a thread."""
-        reported: dict[VersionCounts, None] = {}  # in the order of the answers
+        reported: dict[VersionCounts, None] = {}  # a set that keeps the order of the answers
         for replica, body in answers.items():
             for statistics in parse_statistics(body):
                 counts = self._find_counts(statistics["name"], statistics["version"])

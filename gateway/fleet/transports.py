@@ -81,7 +81,7 @@ class HttpCall(NamedTuple):
     target: RequestTarget
     method: bytes
     path: bytes
-    headers: Headers  # with the body's framing
+    headers: Headers  # the body's framing included
     body: bytes | list[Buffer] | AsyncIterator[bytes] = b""
     is_idempotent: bool = False
 
@@ -109,7 +109,8 @@ class HttpCall(NamedTuple):
                 self.method, self.path, self.headers, self.body, timeout_s=timeout_s
             )
         else:
-            port, method = replica.address.port, self.method.decode()
+            port = replica.address.port
+            method = self.method.decode()
             with start_attempt_span(trace, replica, port, method) as span:
                 headers = span.inject_context(self.headers)
                 response = await replica.http.send(
@@ -136,7 +137,7 @@ class GrpcCall:
     __slots__ = ()
     is_idempotent: ClassVar[bool] = False
     is_resendable: ClassVar[bool] = True
-    needs_grpc: ClassVar[bool] = False  # without it, HTTP is used
+    needs_grpc: ClassVar[bool] = False  # false if HTTP can replace gRPC
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,8 @@ class GrpcUnaryCall(GrpcInferCall):
     """An inference with one response. HTTP is used while the replica's gRPC port is unreachable."""
 
     async def send(self, replica: Replica, timeout_s: float, trace: Trace | None) -> InferResponse:
-        reason, channel = "", replica.byte_channel
+        reason = ""
+        channel = replica.byte_channel
         client_metadata = build_grpc_metadata(self.request.trace_headers)
         with trace_grpc_attempt(trace, replica, client_metadata) as metadata:
             if not channel.is_unavailable:
@@ -220,7 +222,8 @@ class GrpcBytesCall(GrpcCall):
     needs_grpc: ClassVar[bool] = True
 
     def with_version(self, version: str) -> GrpcBytesCall:
-        target, message = self.target._replace(version=version), set_version(self.message, version)
+        target = self.target._replace(version=version)
+        message = set_version(self.message, version)
         return replace(self, target=target, message=message)
 
     async def send(self, replica: Replica, timeout_s: float, trace: Trace | None) -> bytes:

@@ -48,7 +48,8 @@ class FleetCollector(Collector):
         ready: Counter[str] = Counter()
         versions: dict[str, set[frozenset[str]]] = {}
         for replica in replicas:
-            address, current = str(replica.address), self._pool.replica_state(replica)
+            address = str(replica.address)
+            current = self._pool.replica_state(replica)
             for value in HealthState:
                 state.add_metric([address, value.name.lower()], float(value is current))
             outstanding.add_metric([address], replica.outstanding)

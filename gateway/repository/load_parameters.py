@@ -23,7 +23,7 @@ MAX_FILE_PATH_BYTES: Final = 4000
 
 
 def check_load_parameters(parameters: Mapping[str, Any], *, can_upload: bool) -> None:
-    """Raise `Forbidden` for uploads that are not allowed, `MalformedRequest` for invalid parameters."""
+    """Check load parameters. Raises `MalformedRequest`, or `Forbidden` for uploads that are not allowed."""
     for name, value in parameters.items():
         if name in FLAG_PARAMETERS:
             if not isinstance(value, bool):
@@ -45,7 +45,7 @@ def check_load_parameters(parameters: Mapping[str, Any], *, can_upload: bool) ->
 
 
 def check_file_path(parameter: str) -> None:
-    """Raise `MalformedRequest` for a path that is too long, or has a name that is.
+    """Check the lengths of a path and of its names. Raises `MalformedRequest`.
 
     The message begins like that of a Triton which survives it, which its example program compares.
     """

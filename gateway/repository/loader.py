@@ -38,8 +38,9 @@ from gateway.triton.response import MAX_METADATA_BYTES
 log = logging.getLogger(__name__)
 
 ACTION_POLL_S: Final = 0.1
-UNLOAD_START_S: Final = 2.0  # until the index shows an unload that Triton has accepted
-MAX_UNLOADED_PROBES: Final = 3  # in a row, after a load; a single one may be older than the load
+UNLOAD_START_S: Final = 2.0  # time until the index shows an unload that Triton has accepted
+# Consecutive indexes after a load that show the model unloaded; a single one may be older than the load.
+MAX_UNLOADED_PROBES: Final = 3
 
 
 @dataclass
@@ -50,9 +51,9 @@ class ActionProgress:
     """
 
     action: ModelAction
-    accepted_at: float  # by perf_counter
-    has_begun: bool = False  # the unload
-    unloaded_count: int = 0  # of indexes in a row
+    accepted_at: float  # a time of perf_counter
+    has_unload_begun: bool = False
+    unloaded_count: int = 0  # consecutive indexes that show the model unloaded
 
     def is_done(self, index: Index, *, is_current: bool) -> bool:
         """Raises `LoadFailed`. Without `is_current`, the replica did not answer the last probe."""
@@ -77,9 +78,9 @@ class ActionProgress:
             return True
         if is_current:
             is_ready = index.is_ready(model)
-            self.has_begun |= not is_ready
+            self.has_unload_begun = self.has_unload_begun or not is_ready
             is_late = perf_counter() - self.accepted_at > UNLOAD_START_S
-            if is_ready and (self.has_begun or is_late):
+            if is_ready and (self.has_unload_begun or is_late):
                 raise LoadFailed(model, "it was loaded again", "unload")
         return False
 
@@ -128,7 +129,8 @@ class ModelLoader:
         started_load: StartedLoad | None = None,
     ) -> None:
         """Run the action on a replica until its index confirms it. Raises the `GatewayError` of a failure."""
-        model, metric = action.model, self._pool.metrics.model_actions
+        model = action.model
+        metric = self._pool.metrics.model_actions
         if action.is_load and started_load is None and action.load_id:
             started_load = await self._state.begin_load(replica.name, model)
         resulting_load = ""  # unknown

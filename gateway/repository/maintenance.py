@@ -28,7 +28,8 @@ NOTICE_S: Final = 2.5
 class DrainTimeout(GatewayError):
     """The replica stays cordoned, so that the call can be repeated."""
 
-    status, code = 504, "DRAIN_TIMEOUT"
+    status = 504
+    code = "DRAIN_TIMEOUT"
 
     def __init__(self, replica: str, progress: DrainProgress) -> None:
         super().__init__(
@@ -88,7 +89,8 @@ class Maintenance:
                 if measured.is_finished:
                     others = count_busy_gateways(await self._exchange_reports(), name)
                     measured = replace(measured, other_gateways=others)
-                progress, is_finished = measured, measured.is_finished
+                progress = measured
+                is_finished = measured.is_finished
                 await asyncio.sleep(0 if is_finished else DRAIN_POLL_S)
         if not is_finished:
             raise DrainTimeout(name, progress)
@@ -116,7 +118,7 @@ class Maintenance:
 
     @asynccontextmanager
     async def _lock_cordons(self) -> AsyncIterator[None]:
-        """Wait until no other call, of any gateway, sets a cordon; and know those that others have set."""
+        """Hold the cordon lease of all gateways, and load the current cordons first."""
         while True:
             async with self.state.lease(LEASE_NAME) as is_granted:
                 if is_granted:

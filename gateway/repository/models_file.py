@@ -41,7 +41,7 @@ class DeclaredModel:
     versions: tuple[str, ...] = ()
     config: Mapping[str, Any] | str | None = None
     is_always_required: bool = False
-    capability_values: Mapping[str, Any] = field(default_factory=dict)  # by their keys
+    capability_values: Mapping[str, Any] = field(default_factory=dict)  # key → parsed value
 
     @property
     def load_parameters(self) -> dict[str, Any]:

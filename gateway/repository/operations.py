@@ -60,7 +60,7 @@ class OperationReport:
     is_load: bool
     replica_count: int
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    is_retried: bool = True  # by the reconciler, on the replicas that failed
+    is_retried: bool = True  # the reconciler repeats it on the replicas that failed
 
     @property
     def action(self) -> str:
@@ -115,7 +115,8 @@ class NothingDone(BadUpstream):
 
     def __init__(self, report: OperationReport) -> None:
         address, first = next(iter(report.errors.items()))
-        self.status, self.code = first.status, first.code  # type: ignore[misc]  # of the class elsewhere
+        self.status = first.status  # type: ignore[misc]  # a class variable elsewhere
+        self.code = first.code  # type: ignore[misc]  # a class variable elsewhere
         super().__init__(
             f"model {quote_text(report.model)} is {report.action}ed on 0 of {len(report.errors)} replicas, "
             f"and nothing is changed; error on {address}: {first.detail}",
@@ -127,7 +128,8 @@ class PartialFailure(BadUpstream):
     code = "PARTLY_DONE"
 
     def __init__(self, report: OperationReport) -> None:
-        errors, count = report.errors, len(report.outcomes)
+        errors = report.errors
+        count = len(report.outcomes)
         address, error = next(iter(errors.items()))
         next_step = "the gateway keeps retrying" if report.is_retried else "repeat the call"
         super().__init__(
@@ -192,12 +194,14 @@ class OperationRunner:
         self, operation_id: str, report: OperationReport, work: OperationWork
     ) -> None:
         task = self._tasks.start(work)
-        reported_count, recorded_at = 0, monotonic()
+        reported_count = 0
+        recorded_at = monotonic()
         while not task.done():
             await asyncio.wait([task], timeout=PROGRESS_POLL_S)
             is_heartbeat_due = monotonic() - recorded_at > HEARTBEAT_S
             if len(report.outcomes) > reported_count or is_heartbeat_due:
-                reported_count, recorded_at = len(report.outcomes), monotonic()
+                reported_count = len(report.outcomes)
+                recorded_at = monotonic()
                 with suppress(StateUnavailable):  # later records contain the same
                     await self._record(operation_id, report, "running")
         audit.log_result(report.action, report.model, task, operation_id)

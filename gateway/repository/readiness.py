@@ -23,7 +23,7 @@ class ReadinessMonitor:
         self._pool = pool
         self._state = state
         self._quorum = quorum
-        self.hold_s = 0.0  # for how long requests wait for a replica and its models
+        self.hold_s = 0.0  # how long requests wait for a replica and its models
         self._asleep_at = -inf
         self._was_ready = False
         self._expected_models = dict(state.declared_models)
@@ -144,7 +144,7 @@ def find_unready_models(
     usable = [replica for replica in replicas if replica.is_usable]
     for name, model in models.items():
         found = (replica for replica in usable if has_model(replica.index, model))
-        serving = list(islice(found, required_count))  # to look for more would cost their number
+        serving = list(islice(found, required_count))  # no more than needed: large fleets cost time
         if len(serving) < required_count:
             unready[name] = {
                 replica.address: explain_unready(replica, model)

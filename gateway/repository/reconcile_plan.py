@@ -81,7 +81,8 @@ def plan_actions(
     with a load in progress are skipped.
     """
     for model, desired in desired_models.items():
-        load, ready = loads.get(model, ""), index.is_ready(model)
+        load = loads.get(model, "")
+        ready = index.is_ready(model)
         if index.is_changing(model) or is_in_progress(load):
             continue
         if desired.is_loaded and (not ready or is_outdated(desired, load)):
@@ -102,7 +103,7 @@ class Backoff:
 
     repetitions: int = 0
     not_before: float = 0.0
-    reason: str = ""  # of the last failure
+    reason: str = ""  # why the action failed the last time
 
     def with_repetition(self, now: float, reason: str = "") -> Backoff:
         doublings = min(self.repetitions, MAX_BACKOFF_DOUBLINGS)

@@ -49,16 +49,15 @@ class ModelLock:
 class ModelProblems:
     """Failed loads and conflicts, by the names of the models."""
 
-    load_errors: Mapping[str, str] = field(
-        default_factory=dict
-    )  # where and why the last load failed
-    conflicts: Mapping[str, list[str]] = field(
-        default_factory=dict
-    )  # replicas: something else changes it
+    # Model → where and why its last load failed.
+    load_errors: Mapping[str, str] = field(default_factory=dict)
+    # Model → the replicas on which something else changes it.
+    conflicts: Mapping[str, list[str]] = field(default_factory=dict)
 
     def with_report(self, report: Mapping[str, Any]) -> ModelProblems:
         """Add those in the report of another gateway, which can be of any form."""
-        load_errors, conflicts = report.get("load_errors"), report.get("conflicts")
+        load_errors = report.get("load_errors")
+        conflicts = report.get("conflicts")
         return ModelProblems(
             {**keep_values(load_errors, str), **self.load_errors},
             {**keep_values(conflicts, list), **self.conflicts},
@@ -185,7 +184,8 @@ class Reconciler:
 
         The gateway that saw them leave may have exited before it could delete that.
         """
-        now, since = asyncio.get_running_loop().time(), self._absent_since
+        now = asyncio.get_running_loop().time()
+        since = self._absent_since
         stored = self._state.cordoned | self._state.loads.keys()
         self._absent_since = {name: since.get(name, now) for name in stored - current}
         return {name for name, at in self._absent_since.items() if now - at >= MAX_ABSENCE_S}

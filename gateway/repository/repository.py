@@ -54,12 +54,12 @@ from gateway.triton.request_target import RequestTarget
 log = logging.getLogger(__name__)
 
 REPLICA_UNREACHABLE: Final = "UNREACHABLE"
-MAX_INDEX_WAIT_S: Final = 2.0  # for replicas that stop answering, or whose index is slow
-MAX_LOAD_WAIT_S: Final = 30.0  # of a change of a model's files, for loads of the model in progress
-MAX_ACTION_DELAY_S: Final = 0.9  # of a load or unload, unless no index is known to have the model
+MAX_INDEX_WAIT_S: Final = 2.0  # limit for replicas that stop answering, or whose index is slow
+MAX_LOAD_WAIT_S: Final = 30.0  # how long a change of a model's files waits for its loads
+MAX_ACTION_DELAY_S: Final = 0.9  # how long a load waits for indexes if one has the model already
 
 VisibilityCheck = Callable[[str], bool]
-PROBE_PARAMETER: Final = "gateway.probe"  # in the model's config: the JSON body of an inference
+PROBE_PARAMETER: Final = "gateway.probe"  # config parameter: the JSON body of an inference
 PROBE_TIMEOUT_S: Final = 60.0
 MAX_PROBE_BYTES: Final = 1 << 20
 
@@ -79,7 +79,8 @@ class Repository:
     _settings: Settings
 
     def __post_init__(self) -> None:
-        pool, settings = self._pool, self._settings
+        pool = self._pool
+        settings = self._settings
         can_upload = settings.accepted_uploads is ModelUploads.code  # a config and files in a load
         self.state = SharedState(self._store, self._models_file, can_upload=can_upload)
         self.loader = ModelLoader(pool, self._signatures, self.state, settings.load_timeout_s)
@@ -104,7 +105,8 @@ class Repository:
 
     def outdated_replicas(self, model: str) -> list[str]:
         """Return the replicas that have not confirmed the last load of a model."""
-        desired, loads = self.state.merge_model(model), self.state.loads
+        desired = self.state.merge_model(model)
+        loads = self.state.loads
         if desired is None or not desired.load_id:
             return []
         confirmed = {
@@ -259,7 +261,8 @@ class Repository:
     async def _unload(
         self, report: OperationReport, parameters: Mapping[str, Any], is_visible: VisibilityCheck
     ) -> OperationReport:
-        model, with_dependents = report.model, bool(parameters.get(UNLOAD_DEPENDENTS))
+        model = report.model
+        with_dependents = bool(parameters.get(UNLOAD_DEPENDENTS))
         async with self._lock_model(model) as known_revision:
             if model in self.state.declared_models:
                 raise Conflict(
@@ -382,7 +385,8 @@ async def find_dependents(pool: ReplicaPool, signatures: SignatureCache, model: 
 
 
 class StagedLoadFailed(GatewayError):
-    status, code = 502, "STAGED_LOAD_FAILED"
+    status = 502
+    code = "STAGED_LOAD_FAILED"
 
     def __init__(self, report: OperationReport, replica: str, error: GatewayError) -> None:
         loaded = sum(outcome.error is None for outcome in report.outcomes.values())
@@ -405,7 +409,8 @@ async def run_staged_load(
     The returned loads stay in progress, so that no gateway repairs these replicas until the caller has
     stored the desired state. Raises `StagedLoadFailed` after the first failure.
     """
-    model, staged_loads = report.model, dict[Replica, StartedLoad]()
+    model = report.model
+    staged_loads = dict[Replica, StartedLoad]()
     replicas = sorted(
         pool.replicas.values(), key=lambda each: (each.health.missed_probes, each.name)
     )
@@ -442,7 +447,8 @@ async def check_outcome(report: OperationReport, replica: Replica) -> None:
 
 async def send_probe(replica: Replica, model: str) -> None:
     """Send the inference that the model's config contains, if any, to one replica. Raises its error."""
-    path, target = triton_model_path(model), RequestTarget(model, timeout_s=PROBE_TIMEOUT_S)
+    path = triton_model_path(model)
+    target = RequestTarget(model, timeout_s=PROBE_TIMEOUT_S)
     body = find_probe(await request_json(replica, target, b"GET", f"{path}/config")).encode()
     if body:
         check_probe(body)
@@ -450,7 +456,7 @@ async def send_probe(replica: Replica, model: str) -> None:
 
 
 def check_probe(body: bytes) -> None:
-    """Raise the error of a probe that `/v2` would refuse: whoever uploads a config must not crash Triton."""
+    """Check a probe as `/v2` does, whose errors it raises: an uploaded config must not crash Triton."""
     if len(body) > MAX_PROBE_BYTES:
         raise TooLarge(f"{PROBE_PARAMETER} can have at most {MAX_PROBE_BYTES} bytes")
     guard = JsonGuard(len(body))

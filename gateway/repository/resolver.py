@@ -95,7 +95,7 @@ class ModelTarget(NamedTuple):
 
     model: str
     version: str = ""  # normalized; empty means Triton's choice
-    choice: VersionChoice | None = None  # if a rule decided on the version
+    choice: VersionChoice | None = None  # set if a rule decided on the version
 
     @property
     def served_version(self) -> str:
@@ -127,8 +127,9 @@ class ModelResolver:
         not_found_error: type[UnknownModel] = UnknownModel,
         parse_version: Callable[[str], str | None] = normalize_version,
     ) -> ModelTarget:
-        """Raise `Forbidden` if the caller lacks the right, `not_found_error` if it cannot see the model.
+        """Return what the caller may use of the requested model and version.
 
+        Raises `Forbidden` if the caller lacks the right, and `not_found_error` if it cannot see the model.
         Invalid names and versions are unknown as well: a server on the way could read them as another path.
         With the right to infer, the policy chooses the version, and each call is one choice.
         Raises the errors of the policy, and those of `parse_version` for a version that is no label.
@@ -165,7 +166,7 @@ class ModelResolver:
         version: str = "",
         not_found_error: type[UnknownModel] = UnknownModel,
     ) -> None:
-        """Check the same, without the choice of a version that a name stands for."""
+        """Check the same as `resolve`, but choose no version for a name that stands for some."""
         if version and not self.policy.is_name(version):
             self.resolve(scope, right, model, version, not_found_error)
         else:

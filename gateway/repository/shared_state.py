@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 LEASE_RENEWAL_S: Final = 1.5
 LEASE_POLL_S: Final = 0.1
-MAX_CHANGE_WAIT_S: Final = 5.0  # for another change of the same model
+MAX_CHANGE_WAIT_S: Final = 5.0  # how long a change waits for another one of the same model
 OUTAGE_PAUSE_S: Final = 2.0
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ class SharedState:
         self._failure: StateUnavailable | None = None  # of the last call of `_try_store`
         self._retry_at = 0.0
         self._is_known = False  # the stored state was read
-        self._report: dict[str, Any] = {}  # of this gateway to the others
+        self._report: dict[str, Any] = {}  # what this gateway tells the others
         self._lease_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @property
@@ -156,7 +156,8 @@ class SharedState:
 
     def merge_model(self, model: str) -> DesiredModel | None:
         """Return the desired state of one model, its declaration included."""
-        desired, declared = self.desired_models, self.declared_models
+        desired = self.desired_models
+        declared = self.declared_models
         return merge_declared_models(
             {model: desired[model]} if model in desired else {},
             {model: declared[model]} if model in declared else {},
@@ -252,7 +253,7 @@ class SharedState:
         await repeat("lease", renew)
 
     async def _try_store(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of a call that gateways agree by. Raises `StateUnavailable`.
+        """Run a call that coordinates gateways (lease, report, load). Raises `StateUnavailable`.
 
         After a failure, one of these calls tries the store every two seconds, and the others fail at once:
         a load makes about ten of them, and each would wait for a store that hangs.
@@ -264,7 +265,8 @@ class SharedState:
         try:
             result = await call()
         except StateUnavailable as exc:
-            self._failure, self._retry_at = exc, monotonic() + OUTAGE_PAUSE_S
+            self._failure = exc
+            self._retry_at = monotonic() + OUTAGE_PAUSE_S
             raise
         self._failure = None
         return result

@@ -48,10 +48,10 @@ log = logging.getLogger(__name__)
 RETRY_PAUSE_S: Final = 0.02  # while the models that hold the memory are in use
 RETRY_PAUSES: Final = 10  # times the duration of the search for places, which grows with the fleet
 MAX_RETRY_PAUSE_S: Final = 0.25
-MAX_SEARCH_S: Final = 0.005  # at a time
+MAX_SEARCH_S: Final = 0.005  # the event loop is released after each search as long as this
 RESUME_PAUSE_S: Final = 0.005
 RESUMES_PER_PAUSE: Final = 32
-MIN_REMAINING_S: Final = 0.001  # after a wait until the deadline
+MIN_REMAINING_S: Final = 0.001  # left to a request that waited until its deadline
 MAX_UNREACHABLE: Final = 3  # replicas that fail during one load
 
 
@@ -61,9 +61,11 @@ class SharedLoad:
 
     task: asyncio.Task[NoPlacement | None]
     started_at: float
-    callers: Counter[str] = field(default_factory=Counter)  # the requests of each that wait
-    place: asyncio.Future[Placement | NoPlacement | None] | None = None  # if it waits for its turn
-    resumed: int = 0  # requests that were let through
+    callers: Counter[str] = field(default_factory=Counter)  # caller → number of waiting requests
+    place: asyncio.Future[Placement | NoPlacement | None] | None = (
+        None  # set while it waits for its turn
+    )
+    resumed: int = 0  # number of requests that were let through
     resume_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # let through one after another
     obstacle: NoPlacement | None = None  # why there was no room the last time
 
@@ -188,7 +190,8 @@ class ModelActivator:
             return ModelNotReady(model) if self._pool.has_live_replica else NoReplica()
         if load.obstacle is not None:
             return build_no_room_error(model, load.obstacle)
-        elapsed_s, expected_s = perf_counter() - load.started_at, self._load_times_s.get(model)
+        elapsed_s = perf_counter() - load.started_at
+        expected_s = self._load_times_s.get(model)
         return ModelLoading(model, compute_retry_after_s(expected_s, elapsed_s))
 
     def _check_backoff(self, model: str) -> None:
@@ -226,7 +229,8 @@ class ModelActivator:
     async def _load(self, model: str) -> NoPlacement | None:
         """Wait for a replica and load the model, or return why there is no room for it."""
         current_request_info.set(None)  # the load serves all requests, not only the first
-        load, unreachable = self._loads[model], 0
+        load = self._loads[model]
+        unreachable = 0
         while not self._pool.is_usable(model) and load.waiters:
             if not self.can_activate(model):
                 return None  # Triton's error tells why
@@ -355,7 +359,8 @@ def create_activator(
     settings: OnDemandSettings,
     metrics: OnDemandMetrics,
 ) -> ModelActivator:
-    state, reconciler = repository.state, repository.reconciler
+    state = repository.state
+    reconciler = repository.reconciler
     loader = OnDemandLoader(
         pool, signatures, state, repository.loader, reconciler, admission, settings, metrics
     )

@@ -36,7 +36,8 @@ class OnDemandDescriber(ModelDescriber):
     def complete_listed_model(
         self, services: Services, model: dict[str, Any], indexes: Mapping[str, Index]
     ) -> None:
-        activator, name = services.find(ModelActivator), model["name"]
+        activator = services.find(ModelActivator)
+        name = model["name"]
         if activator is None or not activator.is_on_demand(name):
             return
         model["on_demand"] = True

@@ -41,7 +41,7 @@ class ModelFactsCache:
     _signatures: SignatureCache
     _default_memory_mb: int
     facts: dict[str, ModelFacts] = field(default_factory=dict)
-    _read_at: dict[str, float] = field(default_factory=dict)  # of models with current facts
+    _read_at: dict[str, float] = field(default_factory=dict)  # has only models with current facts
     _ready_since: dict[str, float] = field(default_factory=dict)
     _changed_at: dict[str, float] = field(default_factory=dict)
 
@@ -50,7 +50,8 @@ class ModelFactsCache:
 
         Before models are unloaded, `checks_ensembles` reads the parts of all ensembles again.
         """
-        now, ready = perf_counter(), self._pool.ready_models
+        now = perf_counter()
+        ready = self._pool.ready_models
         self._ready_since = {model: self._ready_since.get(model, now) for model in ready}
         self._read_at = {model: at for model, at in self._read_at.items() if model in ready}
         oldest = now - MAX_FACTS_AGE_S

@@ -237,7 +237,8 @@ class OnDemandLoader:
             if not is_granted:
                 return
             await self.facts.update(checks_ensembles=True)
-            idle, idle_s = await self._confirm_idle_models(replica), self.settings.idle_unload_s
+            idle = await self._confirm_idle_models(replica)
+            idle_s = self.settings.idle_unload_s
             await self.evict(replica, idle, f"after {idle_s:g} s without requests", "idle")
             excess = plan_excess(self._describe(replica), self._budget)
             await self.evict(replica, excess, "because the replica exceeds its budget", "room")
@@ -269,7 +270,8 @@ class OnDemandLoader:
     async def evict(self, replica: Replica, models: Iterable[str], reason: str, label: str) -> bool:
         """Unload models that have no request in progress. Returns whether all are unloaded."""
         victims = list(models)
-        for model in victims:  # before anything is awaited, so that no new request arrives there
+        # Before the first `await`, so that no new request arrives there.
+        for model in victims:
             self._pool.set_draining(replica, model, is_draining=True)
         try:
             for model in victims:

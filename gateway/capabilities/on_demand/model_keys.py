@@ -10,7 +10,7 @@ from gateway.repository.models_file import BadModelsFile, LoadRules
 
 ON_DEMAND: Final = "on_demand"
 REPLICAS: Final = "replicas"
-OTHER_KEYS: Final = ("required", "versions")  # that an on-demand model cannot have
+FORBIDDEN_KEYS: Final = ("required", "versions")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def parse_on_demand(entry: Mapping[str, Any]) -> CopyLimits | None:
         raise BadModelsFile(f"on_demand of model {name!r} must be true or false")
     if not is_on_demand:
         return None
-    for key in OTHER_KEYS:
+    for key in FORBIDDEN_KEYS:
         if entry.get(key):
             raise BadModelsFile(f"model {name!r} has {key}, which on_demand: true does not permit")
     written = entry.get(REPLICAS, 1)
@@ -45,7 +45,7 @@ def parse_on_demand(entry: Mapping[str, Any]) -> CopyLimits | None:
 
 
 def check_copy_limits(entry: Mapping[str, Any]) -> None:
-    """Raise `BadModelsFile` unless the model is on demand; `parse_on_demand` reads the key."""
+    """Check that the model is on demand; `parse_on_demand` reads the key. Raises `BadModelsFile`."""
     if not entry.get(ON_DEMAND):
         raise BadModelsFile(
             f"model {entry['name']!r} has replicas, which only a model with on_demand: true can have"

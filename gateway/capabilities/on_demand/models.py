@@ -143,7 +143,7 @@ class ModelUsage:
         self._others_waiting: set[str] = set()
         self._others_requests: dict[str, int] = {}
         self._others_demand = 0
-        self.held_requests = 0  # that wait for a replica or a load
+        self.held_requests = 0  # requests that wait for a replica or a load
 
     def get_last_used(self, model: str) -> float:
         """Return the time of the last use; the start of this process for a model without any."""
@@ -184,7 +184,8 @@ class ModelUsage:
     def read_reports(self, reports: Iterable[Mapping[str, Any]]) -> None:
         """Take over what other gateways reported."""
         now = self._clock()
-        self._others_requests, self._others_demand = {}, 0
+        self._others_requests = {}
+        self._others_demand = 0
         self._others_waiting = set()
         for report in reports:
             self._others_demand += int(sum(parse_numbers(report.get("demand")).values()))

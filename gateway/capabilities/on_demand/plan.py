@@ -14,8 +14,8 @@ from gateway.tensors.signature import find_ensemble_steps
 
 MEMORY_PARAMETER: Final = "gateway.memory_mb"
 UNKNOWN_LOAD_S: Final = 5.0  # expected for a model that was never loaded
-LOAD_TIME_WEIGHT: Final = 0.5  # of the last load in the expected time
-DEMAND_WEIGHT: Final = 0.3  # of the last sample in the mean demand
+LOAD_TIME_WEIGHT: Final = 0.5  # weight of the last load in the expected time
+DEMAND_WEIGHT: Final = 0.3  # weight of the last sample in the mean demand
 # Concurrent requests per copy above which another copy is loaded, and below which one is unloaded.
 DEMAND_FOR_COPY: Final = 4.0
 DEMAND_WITHOUT_COPY: Final = 1.0
@@ -38,8 +38,8 @@ class Eviction(Enum):
     """The possibility to evict a loaded model."""
 
     FREE = "idle"
-    YIELDED = "shared"  # if nothing is free: its callers wait for room as well
-    BUSY = "in use"  # later, when its requests and changes have finished, or it is used no more
+    YIELDED = "shared"  # its callers wait for room as well: evicted if nothing is free
+    BUSY = "in use"  # it can be evicted when its requests and changes have finished
     NEVER = "kept loaded"  # declared, or loaded through the API
 
 
@@ -57,7 +57,7 @@ class LoadedModel:
     last_used: float = 0.0
     eviction: Eviction = Eviction.FREE
     parts: frozenset[str] = frozenset()  # the models that an ensemble uses
-    protected_until: float = -math.inf  # because other callers use it
+    protected_until: float = -math.inf  # other callers use it until then
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class NoPlacement:
 
     holders: tuple[str, ...]  # the models that hold the memory
     is_final: bool  # waiting does not help
-    protected_until: float = -math.inf  # of the models that would be unloaded
+    protected_until: float = -math.inf  # other callers use the possible victims until then
 
 
 def choose_placement(

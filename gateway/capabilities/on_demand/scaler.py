@@ -32,8 +32,10 @@ SERVER_OPTIONS: Final = (
     ("grpc.max_allowed_incoming_connections", 100),
 )
 # Defaults of the metadata of a trigger.
-TARGET_KEY, DEFAULT_TARGET = "targetValue", 8.0
-LINGER_KEY, DEFAULT_LINGER_S = "lingerSeconds", 30.0
+TARGET_KEY = "targetValue"
+DEFAULT_TARGET = 8.0
+LINGER_KEY = "lingerSeconds"
+DEFAULT_LINGER_S = 30.0
 MAX_METADATA_VALUE: Final = 1e6
 SERVICE: Final = "externalscaler.ExternalScaler"
 # Of KEDA 2. A map<string, string> such as scalerMetadata is encoded as its entries.
@@ -124,7 +126,8 @@ class FleetScaler:
 
     async def _poll_activity(self) -> None:
         if self._watches:
-            demand, idle_s = self._usage.count_demand(), self._usage.idle_s
+            demand = self._usage.count_demand()
+            idle_s = self._usage.idle_s
             for watch in self._watches:
                 watch.update(demand > 0 or idle_s < watch.linger_s)
         await asyncio.sleep(ACTIVITY_POLL_S)
@@ -187,5 +190,5 @@ def encode_message(name: str, /, **fields: Any) -> bytes:
 
 
 def decode_message(name: str, raw: bytes) -> Any:
-    """Raises `DecodeError` of protobuf for invalid bytes."""
+    """Decode a message. Raises protobuf's `DecodeError`."""
     return CLASSES[f"externalscaler.{name}"].FromString(raw)

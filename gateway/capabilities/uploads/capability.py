@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def attach_uploads(settings: Settings) -> Attachment:
-    """Raises `CannotUseBucket`."""
+    """Build the routes of uploads, and the store behind them. Raises `CannotUseBucket`."""
     from gateway.capabilities.uploads.model_files.configured import create_model_store
     from gateway.capabilities.uploads.publisher import ModelPublisher
     from gateway.capabilities.uploads.routes import router

@@ -13,7 +13,9 @@ from gateway.messages import CommandError
 
 
 def check_model_repository(settings: UploadSettings) -> Iterator[Finding]:
-    check, folder, bucket = "repository", settings.repository_folder, settings.repository_bucket
+    check = "repository"
+    folder = settings.repository_folder
+    bucket = settings.repository_bucket
     if bucket is not None:
         try:
             Bucket(bucket).list_top_level()

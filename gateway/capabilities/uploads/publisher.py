@@ -123,7 +123,7 @@ class ModelPublisher:
             await self._revert(model, change)
             raise
         except BaseException:
-            change.revert()  # in place: a cancelled task cannot wait
+            change.revert()  # blocks the event loop: a cancelled task cannot wait for a thread
             raise
         await self.files.run(change.commit)
 
@@ -149,7 +149,7 @@ class ModelPublisher:
             if not await files.run(files.has_model, model):
                 raise UnknownModel(model)
             async with self._repository.pause_loads(model):
-                pass  # before anything is changed: a load may take longer than the wait
+                pass  # a load may take longer than the wait, so this comes before any change
             with suppress(UnknownModel):  # the Tritons do not know it
                 await self._repository.unload(model, {}, is_visible)
             async with self._repository.pause_loads(model):

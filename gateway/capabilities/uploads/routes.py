@@ -287,12 +287,12 @@ async def stream_pieces(files: ModelStore, pieces: Iterator[bytes]) -> AsyncIter
 
 
 def get_files(services: Services) -> ModelStore:
-    """Raises `RepositoryNotConfigured`."""
+    """Return the store of the repository. Raises `RepositoryNotConfigured`."""
     return find_publisher(services).files
 
 
 def find_publisher(services: Services) -> ModelPublisher:
-    """Raises `RepositoryNotConfigured`."""
+    """Return the publisher, also if uploads are disabled. Raises `RepositoryNotConfigured`."""
     publisher = services.find(ModelPublisher)
     if publisher is None:
         raise RepositoryNotConfigured
@@ -300,7 +300,7 @@ def find_publisher(services: Services) -> ModelPublisher:
 
 
 def get_publisher(services: Services) -> ModelPublisher:
-    """Raises `RepositoryNotConfigured`, or `Forbidden` if uploads are disabled."""
+    """Return the publisher. Raises `RepositoryNotConfigured`, or `Forbidden` if uploads are disabled."""
     publisher = find_publisher(services)
     if services.settings.accepted_uploads is ModelUploads.off:
         raise Forbidden("uploads are disabled; set GATEWAY_MODEL_UPLOADS to artifacts or code")
@@ -308,7 +308,7 @@ def get_publisher(services: Services) -> ModelPublisher:
 
 
 def check_stored_name(model: str) -> None:
-    """Raise `UnknownModel` for a name that no uploaded model has."""
+    """Check that an uploaded model can have the name. Raises `UnknownModel`."""
     if not is_storable_name(model):
         raise UnknownModel(model)
 
@@ -352,7 +352,8 @@ async def receive_files(
                 raise DigestMismatch
             yield staging, received
         finally:
-            staging.stop()  # at once: if the client has left, all threads may work for such clients
+            # Not in a thread: all threads may work for clients that have left.
+            staging.stop()
             await files.run(staging.discard)
 
 

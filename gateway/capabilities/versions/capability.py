@@ -32,7 +32,8 @@ def attach_versions(settings: Settings) -> Attachment:
     max_shadow_bytes = settings.read(VersionSettings).max_shadow_bytes
 
     async def open_labels(services: Services, stack: AsyncExitStack) -> None:
-        pool, state = services.pool, services.repository.state
+        pool = services.pool
+        state = services.repository.state
         metrics = LabelMetrics(services.metrics.create)
         table = await state.open_table(LABELS)
         router = LabelRouter(pool, state, table, metrics.redirects)

@@ -56,10 +56,10 @@ class HttpCopy:
         self._shadow = shadow
         self._runner = runner
         self._call = call
-        self._has_tensors = has_tensors  # of `infer`, and not of `generate`
+        self._has_tensors = has_tensors  # true for `infer`, false for `generate`
         self._chunks: list[bytes] = []
         self.is_dropped = False
-        self.call = call  # to be sent instead
+        self.call = call  # the call to send instead of the original
         if isinstance(call.body, AsyncIterator):
             self.call = call._replace(body=self._copy_chunks(call.body))
         else:
@@ -109,7 +109,8 @@ class HttpCopy:
         # Sequences of `generate`, or of a body that was not received at once.
         if self.is_dropped or SEQUENCE_ID_KEY in body:
             return None
-        call, timeout_s = self._call.with_version(self._shadow.version), self._call.target.timeout_s
+        call = self._call.with_version(self._shadow.version)
+        timeout_s = self._call.target.timeout_s
         headers = [header for header in call.headers if header[0] not in NOT_COPIED]
         headers.append((b"content-length", b"%d" % len(body)))
         call = call._replace(headers=headers, body=body)

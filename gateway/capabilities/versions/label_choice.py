@@ -51,7 +51,8 @@ class LabelChoice:
     # Copies for the label's shadow.
 
     def copy_inference(self, request: InferRequest, result: InferResult) -> StartCopy | None:
-        label, target = self._label, request.target
+        label = self._label
+        target = request.target
         if target.sequence_step is not None or not (shadow := self._runner.choose_shadow(label)):
             return None
         if request.inputs.exceeds(request.signature.max_batch_size):  # it was sent in pieces
@@ -79,7 +80,8 @@ class LabelChoice:
     def copy_grpc_call(
         self, call: GrpcBytesCall, response: bytes, request_id: str
     ) -> StartCopy | None:
-        label, target = self._label, call.target
+        label = self._label
+        target = call.target
         if target.sequence_step is not None or not (shadow := self._runner.choose_shadow(label)):
             return None
 

@@ -33,7 +33,7 @@ from gateway.messages import quote_text
 from gateway.repository.resolver import VersionPolicy
 from gateway.repository.shared_state import SharedState
 
-MAX_LABELS: Final = 64  # of a model
+MAX_LABELS: Final = 64  # labels of one model
 MAX_PROBE_WAIT_S: Final = 2.0
 
 
@@ -80,7 +80,7 @@ class LabelManager(VersionPolicy):
         return () if label is None else label.value.shares
 
     def choose(self, scope: Scope, model: str, version: str) -> LabelChoice | None:
-        """Raises `LabelNotReady`."""
+        """Return the choice of the label, if it exists. Raises `LabelNotReady`."""
         label = self._router.find_label(model, version or DEFAULT_LABEL)
         return None if label is None else LabelChoice(label, scope, self._shadows)
 
@@ -161,7 +161,7 @@ class LabelManager(VersionPolicy):
             )
 
     def _check_version(self, model: str, version: str) -> None:
-        """Raise `VersionNotReady` unless the version is ready on the quorum, or on all of fewer replicas."""
+        """Check that the quorum of replicas has the version ready. Raises `VersionNotReady`."""
         replicas = list(self._pool.replicas.values())
         reasons = {
             replica.name: reason

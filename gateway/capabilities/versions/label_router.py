@@ -38,7 +38,8 @@ MAX_SEQUENCES: Final = 65_536
 
 
 class UnknownLabel(GatewayError):
-    status, code = 404, "LABEL_NOT_FOUND"
+    status = 404
+    code = "LABEL_NOT_FOUND"
 
     def __init__(self, model: str, name: str, labels: Iterable[str] = ()) -> None:
         known = sorted(labels)
@@ -86,7 +87,8 @@ class ActiveLabel:
     value: VersionLabel
 
     def __post_init__(self) -> None:
-        shadow, self._ready = self.value.shadow, self.value.shares
+        shadow = self.value.shadow
+        self._ready = self.value.shares
         self._is_split = self.value.is_split
         self._rotation = self._ready_rotation = WeightedRotation(self._ready)
         self._shadow_counter = PercentCounter(shadow.percent if shadow else 100)
@@ -99,7 +101,7 @@ class ActiveLabel:
             return next(iter(ready))
         if key := self._read_split_key(scope):
             return self.choose_by_key(key)
-        if scope["method"] != "POST":  # not an inference
+        if scope["method"] != "POST":  # the request reads metadata
             return find_largest_share(ready)
         version = self._rotation.choose()
         if version not in ready:
@@ -166,7 +168,7 @@ class ActiveLabel:
         # The request waits for the model, or gets the error of the pool.
         if not self._pool.has_live_replica or self._pool.is_awaited(self.model):
             return self.value.shares
-        # Where no new request may go, the sequences of a version go on.
+        # Cordoned replicas still serve the running sequences of a version.
         return self._find_shares(self._pool.is_usable) or self._find_shares(self._pool.list_holders)
 
     def _find_shares(self, find: Callable[[str, str], object]) -> Mapping[str, int]:

@@ -51,7 +51,7 @@ class VersionLabel:
     """The versions that a label means, with their shares of the requests."""
 
     shares: Mapping[str, int]
-    is_sticky_by_key: bool = False  # without X-Split-Key, the name of the caller's key decides
+    is_sticky_by_key: bool = False  # the name of the caller's key replaces a missing X-Split-Key
     shadow: Shadow | None = None
     unknown: Mapping[str, Any] = field(default_factory=dict)  # fields of a later release
 
@@ -81,7 +81,7 @@ def is_label_name(name: str) -> bool:
 
 
 def check_label_name(name: str) -> None:
-    """Raise `InvalidLabel` unless the name is a word in lower case."""
+    """Check that the name is a word in lower case. Raises `InvalidLabel`."""
     if not is_label_name(name):
         raise InvalidLabel(
             f"{quote_text(name)} is not a valid label: a label begins with a letter and has at most 63 of "

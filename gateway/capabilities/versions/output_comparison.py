@@ -7,7 +7,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-EQUAL, CLOSE, DIFFERENT = "equal", "close", "different"
+EQUAL = "equal"
+CLOSE = "close"
+DIFFERENT = "different"
 RESULT_RANKS: Final = (EQUAL, CLOSE, DIFFERENT)
 
 Arrays = Mapping[str, np.ndarray]
@@ -43,7 +45,8 @@ def compare_arrays(
     if primary.dtype.kind not in "iuf" and primary.dtype.name != "bfloat16":
         return Comparison(DIFFERENT, f"output {name!r} has other values")
     with np.errstate(all="ignore"):
-        first, second = primary.astype(np.float64), other.astype(np.float64)
+        first = primary.astype(np.float64)
+        second = other.astype(np.float64)
         difference = np.abs(first - second)
         difference[(first == second) | (np.isnan(first) & np.isnan(second))] = 0
         finite = np.abs(first[np.isfinite(first)])

@@ -34,10 +34,11 @@ from gateway.telemetry.request_info import current_request_info
 log = logging.getLogger(__name__)
 
 BUSY_SHARE: Final = 0.01  # copies per request while other requests are in progress
-MAX_COPIES: Final = 4  # in progress at the same time
-LOG_INTERVAL_S: Final = 10.0  # between two lines of a label
+MAX_COPIES: Final = 4  # copies in progress at the same time
+LOG_INTERVAL_S: Final = 10.0  # minimum time between two lines of a label
 MAX_INLINE_BYTES: Final = 64 << 10  # larger outputs are compared in a thread
-FAILED, DROPPED = "failed", "dropped"
+FAILED = "failed"
+DROPPED = "dropped"
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class ShadowCopy:
     label: ActiveLabel
     shadow: Shadow
     request_id: str
-    size_bytes: int  # of the larger one of request and response
+    size_bytes: int  # size of the request or the response, whichever is larger
     send: Callable[[Replica], Awaitable[Arrays]]
-    read_response: Callable[[], Awaitable[Arrays]]  # of the request itself
+    read_response: Callable[[], Awaitable[Arrays]]  # returns the outputs of the original request
 
 
 class ShadowRunner:
@@ -58,7 +59,7 @@ class ShadowRunner:
     def __init__(
         self, pool: ReplicaPool, admission: AdmissionQueue, metrics: LabelMetrics, max_bytes: int
     ) -> None:
-        self.max_bytes = max_bytes  # of the body of a request or response that is copied
+        self.max_bytes = max_bytes  # limit for the body of a copied request, and of a response
         self._pool = pool
         self._admission = admission
         self._metrics = metrics

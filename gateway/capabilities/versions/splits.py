@@ -22,11 +22,14 @@ class WeightedRotation:
         self._balances = dict.fromkeys(shares, 0)
 
     def choose(self) -> str:
-        balances, chosen, highest = self._balances, "", -self._total
+        balances = self._balances
+        chosen = ""
+        highest = -self._total
         for version, share in self._shares.items():
             balance = balances[version] = balances[version] + share
             if balance > highest:
-                chosen, highest = version, balance
+                chosen = version
+                highest = balance
         balances[chosen] -= self._total
         return chosen
 

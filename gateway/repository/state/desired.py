@@ -36,7 +36,7 @@ class DesiredModel:
     is_loaded: bool
     parameters: Document = field(default_factory=dict)
     revision: int = 0  # assigned by the store; a repeated request gets a new one
-    config_digest: str = ""  # of the config, if it comes from the models file
+    config_digest: str = ""  # set if the config comes from the models file
     unknown: Document = field(default_factory=dict)  # fields of a later release
 
     @property
@@ -51,7 +51,7 @@ class DesiredModel:
 
 
 def decode_models(table: RawTable) -> Mapping[str, DesiredModel]:
-    """Raise `UnreadableState` if a document is invalid."""
+    """Decode the table of desired models. Raises `UnreadableState`."""
     return {name: parse_desired_model(name, document) for name, document in table.items()}
 
 

@@ -35,7 +35,7 @@ from gateway.repository.state.loads import (
 from gateway.repository.state.tables import RawTable, Table, with_entry
 
 T = TypeVar("T")
-REVISION: Final = "revision"  # of the last change of a desired model
+REVISION: Final = "revision"  # the field with the number of changes of desired models
 
 
 class DocumentStore(ABC):
@@ -169,7 +169,7 @@ class MemoryStateStore(DocumentStore):
 
     async def record_operation(self, operation_id: str, document: Document) -> None:
         now = time.monotonic()
-        operations = self._operations  # in the order of their times
+        operations = self._operations  # the oldest one is the first
         operations.pop(operation_id, None)
         operations[operation_id] = (now, orjson.dumps(document))
         while now - operations[oldest := next(iter(operations))][0] > OPERATION_TTL_S:

@@ -198,9 +198,8 @@ class FileStateStore(DocumentStore):
             ) from None
 
     async def read(self, table: Table[T]) -> T:
-        if (
-            table is MODELS and WRITE_ACTION in self._outages
-        ):  # detect its end even if nobody changes a model
+        # Detect the end of an outage even if nobody changes a model.
+        if table is MODELS and WRITE_ACTION in self._outages:
             with suppress(StateUnavailable):
                 await self._run(WRITE_ACTION, self._probe_write)
         return await super().read(table)
@@ -364,7 +363,7 @@ def file_stamp(status: os.stat_result) -> tuple[int, ...]:
 
 
 def read_snapshot(path: Path) -> FileSnapshot:
-    """Raise `OSError` or `UnreadableState` if the file cannot be read."""
+    """Read the state file. Raises `OSError` or `UnreadableState`."""
     with ExitStack() as stack:
         file = stack.enter_context(path.open("rb"))
         stamp = file_stamp(os.fstat(file.fileno()))
@@ -374,7 +373,7 @@ def read_snapshot(path: Path) -> FileSnapshot:
 
 
 def parse_state_document(document: Any) -> Document:
-    """Raise `UnreadableState` if the document is invalid."""
+    """Validate the content of the state file. Raises `UnreadableState`."""
     match document:
         case {"format": int(version)} if version != STATE_FORMAT:
             raise UnreadableState(f"format {version} is not supported, only format {STATE_FORMAT}")

@@ -113,9 +113,9 @@ SET: Final = EntryCommands("SMEMBERS", "SADD", "SREM")
 class CachedTable:
     """A table, as it was last read."""
 
-    table: Table[Any]  # a raw one, until its owner has read it
+    table: Table[Any]  # a raw table until its owner has read it
     decode_entries: Callable[[Sequence[bytes]], RawTable]
-    keys: tuple[str, str]  # of the table, and of its last change
+    keys: tuple[str, str]  # the keys of the table and of its last change
     commands: EntryCommands = HASH
     value: Any = field(default_factory=dict)
     position: tuple[int, int] = (0, 0)  # the restorations that it includes, and its revision
@@ -140,7 +140,8 @@ class CachedTable:
         for each in entries:  # none, if they have not changed
             self.value = self.table.decode(self.decode_entries(each))
             self.entries = each
-        self.position, self.change = position, change
+        self.position = position
+        self.change = change
 
 
 class RedisStateStore:
@@ -157,7 +158,7 @@ class RedisStateStore:
         self.rate_windows = RedisRateWindows(server, prefix)
         self._token = secrets.token_hex(16)
         self._alive_key = format_alive_key(self._token)
-        self._leases: set[str] = set()  # the keys of those that were granted
+        self._leases: set[str] = set()  # the keys of granted leases
         self._has_loaded = False
         self.loss_count = 0
         decode_loads = partial(decode_pairs, decode=bytes.decode)
@@ -230,7 +231,7 @@ class RedisStateStore:
         await self._write(redis_scripts.END_LOAD, self._loads.keys, *arguments)
 
     async def forget_loads(self, replica: str) -> None:
-        loads = await self._read(self._loads)  # with those of exited processes
+        loads = await self._read(self._loads)  # includes loads of exited processes
         fields = [encode_keys((replica, model)) for model in loads.get(replica, {})]
         change = secrets.token_hex(8)
         await self._write(redis_scripts.FORGET_LOADS, self._loads.keys, change, *fields)
@@ -249,7 +250,8 @@ class RedisStateStore:
 
     async def acquire_lease(self, name: str) -> bool:
         key = f"lease:{name}"
-        script, keys = redis_scripts.ACQUIRE_LEASE, (key, self._alive_key)
+        script = redis_scripts.ACQUIRE_LEASE
+        keys = (key, self._alive_key)
         is_granted = await self._write(script, keys, self._token, LEASE_MS)
         if is_granted:
             self._leases.add(key)

@@ -14,8 +14,8 @@ from gateway.repository.state.redis_scripts import CHECK_DEADLINE
 from gateway.repository.state.tables import UnreadableState
 
 T = TypeVar("T")
-REDIS_TIMEOUT_S: Final = 1.0  # to connect, and for each response
-COMMAND_TIMEOUT_S: Final = 3.0  # in total, with a second connection if the first was stale
+REDIS_TIMEOUT_S: Final = 1.0  # limit for connecting, and for each response
+COMMAND_TIMEOUT_S: Final = 3.0  # total limit, a second connection after a stale one included
 # Exception name (of the class or a base class) → reason. The exception's own text is never shown, because
 # Redis quotes the arguments of rejected commands, which can include the password.
 REDIS_REASONS = {
@@ -54,7 +54,8 @@ def explain_redis_error(exc: Exception) -> str:
     if str(exc) == EXPIRED:
         return REDIS_REASONS["TimeoutError"]
     known = (REDIS_REASONS.get(kind.__name__) for kind in type(exc).__mro__)
-    reason, code = next(filter(None, known)), ERROR_CODE.match(str(exc))
+    reason = next(filter(None, known))
+    code = ERROR_CODE.match(str(exc))
     return f"{reason} ({code[0]})" if code else reason
 
 

@@ -44,7 +44,7 @@ def with_entry(table: RawTable, keys: Sequence[str], value: Any) -> dict[str, An
 
 
 def decode_state(raw: bytes) -> Any:
-    """Raise `UnreadableState` if it is no JSON."""
+    """Decode stored JSON. Raises `UnreadableState`."""
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError:
@@ -52,7 +52,7 @@ def decode_state(raw: bytes) -> Any:
 
 
 def check_capability_tables(document: Mapping[str, Any]) -> None:
-    """Raise `UnreadableState` unless the tables of capabilities have two names for each value."""
+    """Check that the tables of capabilities have two names for each value. Raises `UnreadableState`."""
     for name in CAPABILITY_TABLES:
         table = document.get(name, {})
         if not isinstance(table, dict) or not all(

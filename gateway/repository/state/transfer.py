@@ -32,7 +32,7 @@ class ExportedState:
     """The state without what belongs to one store: revisions, loads and operations."""
 
     models: Mapping[str, DesiredModel]
-    tables: Mapping[str, RawTable]  # of capabilities, by their names
+    tables: Mapping[str, RawTable]  # name → table of a capability
     cordons: frozenset[str]
 
     def to_json(self) -> bytes:
@@ -47,7 +47,7 @@ class ExportedState:
 
 
 def parse_export(raw: bytes, capability_tables: Iterable[Table[Any]] = ()) -> ExportedState:
-    """Raises `BadExport`, also if a capability cannot decode its table."""
+    """Parse an exported state. Raises `BadExport`, also if a capability cannot decode its table."""
     try:
         exported = parse_exported_document(decode_state(raw))
         for table in capability_tables:
@@ -58,7 +58,7 @@ def parse_export(raw: bytes, capability_tables: Iterable[Table[Any]] = ()) -> Ex
 
 
 def parse_exported_document(document: Any) -> ExportedState:
-    """Raises `BadExport` or `UnreadableState`."""
+    """Validate the document of an exported state. Raises `BadExport` or `UnreadableState`."""
     match document:
         case {"format": int(version)} if version != EXPORT_FORMAT:
             raise BadExport(f"format {version} is not supported, only format {EXPORT_FORMAT}")

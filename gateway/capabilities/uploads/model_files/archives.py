@@ -38,16 +38,19 @@ FILE_TYPE_MASK: Final = 0o170000
 ACCEPTED_FILE_TYPES: Final = (0, 0o040000, 0o100000)  # unknown, a folder, a regular file
 BLOCK_BYTES: Final = 512
 MAX_EXTENDED_HEADER_BYTES: Final = 64 << 10
-MAX_EXTENDED_HEADERS_BYTES: Final = 4 << 20  # of an archive
+MAX_EXTENDED_HEADERS_BYTES: Final = 4 << 20  # all extended headers of an archive together
 # Each gzip member costs as much as inflating this; programs that write many use 64 KiB (bgzip).
-MIN_MEMBER_BYTES: Final = 16 << 10  # of those beyond the first `MAX_SMALL_MEMBERS`
+MIN_MEMBER_BYTES: Final = 16 << 10  # applies to the mean of all but `MAX_SMALL_MEMBERS` members
 MAX_SMALL_MEMBERS: Final = 1000
 PAX_RECORD_START: Final = re.compile(rb"([0-9]{1,7}) ([^=\n]{1,255})=")
 PAX_SIZE: Final = re.compile(rb"[0-9]{1,18}")
 LINE_FEED: Final = ord("\n")
 GZIP_WBITS: Final = 16 + zlib.MAX_WBITS
 REGULAR_FLAGS: Final = (b"0", b"\0", b"7")
-FOLDER_FLAG, LONG_NAME_FLAG, PAX_FLAG, GLOBAL_PAX_FLAG = b"5", b"L", b"x", b"g"
+FOLDER_FLAG = b"5"
+LONG_NAME_FLAG = b"L"
+PAX_FLAG = b"x"
+GLOBAL_PAX_FLAG = b"g"
 DAMAGED: Final = "the archive is damaged or incomplete"
 
 Piece = bytes | memoryview
@@ -92,7 +95,8 @@ def read_archive(
 
     Each content must be read before the next entry. Raises `InvalidModelFile` or `TooLarge`.
     """
-    is_zip, is_gzip = suffix == ".zip", suffix == ".tar.gz"
+    is_zip = suffix == ".zip"
+    is_gzip = suffix == ".tar.gz"
     with translate_archive_errors(limits):
         entries = read_zip(file, limits) if is_zip else read_tar(file, limits, is_gzip=is_gzip)
         for name, pieces in entries:
@@ -146,7 +150,8 @@ def read_zip_entry(file: BinaryIO, entry: ArchiveEntry, start: int) -> Pieces:
     compressed = read_range(file, start, entry.compressed_size)
     is_stored = entry.method == STORED
     for piece in compressed if is_stored else inflate_pieces(compressed, -zlib.MAX_WBITS):
-        size, checksum = size + len(piece), zlib.crc32(piece, checksum)
+        size += len(piece)
+        checksum = zlib.crc32(piece, checksum)
         if size > entry.size:
             break
         yield piece
@@ -203,7 +208,8 @@ def read_tar(
     while (header := reader.read(BLOCK_BYTES)).strip(b"\0"):
         limits.count_entry()
         check_tar_checksum(header)
-        flag, size = header[156:157], parse_tar_number(header[124:136])
+        flag = header[156:157]
+        size = parse_tar_number(header[124:136])
         if flag in (LONG_NAME_FLAG, PAX_FLAG, GLOBAL_PAX_FLAG):
             extended_bytes += size
             if extended_bytes > MAX_EXTENDED_HEADERS_BYTES:
@@ -225,7 +231,7 @@ def read_tar(
         elif flag in REGULAR_FLAGS and not name.endswith("/"):
             pieces = reader.read_pieces(size)
             yield name, pieces
-            for rest in pieces:  # of an entry that is ignored
+            for rest in pieces:  # nobody has read them if the entry is ignored
                 limits.count_bytes(len(rest))
         else:
             raise InvalidModelFile(describe_special_entry(name))
@@ -244,7 +250,8 @@ class PieceReader:
             piece = memoryview(self._rest or next(self._pieces, b""))
             if not piece:
                 raise EOFError
-            piece, self._rest = piece[:size], piece[size:]
+            self._rest = piece[size:]
+            piece = piece[:size]
             size -= len(piece)
             yield piece
 
@@ -286,7 +293,8 @@ def parse_pax_records(content: bytes) -> dict[str, bytes]:
         end = position + int(match[1]) if match is not None else 0
         if match is None or not match.end() < end <= len(content) or content[end - 1] != LINE_FEED:
             raise DamagedArchive("an extended header is malformed")
-        key, value = match[2], content[match.end() : end - 1]
+        key = match[2]
+        value = content[match.end() : end - 1]
         if key.startswith(b"GNU.sparse"):
             raise DamagedArchive("sparse files are not supported")
         if key == b"size" and not PAX_SIZE.fullmatch(value):

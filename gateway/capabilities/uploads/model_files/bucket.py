@@ -175,7 +175,7 @@ class Bucket:
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects, those that do not exist included."""
         with self._translate():
-            for key in keys:  # in order, which a request for all of them does not keep
+            for key in keys:  # one after the other: a request for all of them keeps no order
                 self._api.delete(self._store, key)
 
 

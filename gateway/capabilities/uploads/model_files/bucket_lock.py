@@ -40,7 +40,8 @@ class BucketLock:
         self._bucket = bucket
         self._key = f"{LOCK_PREFIX}{model}"
         # Of another gateway's lock: its tag, and the time since which it has not changed.
-        self._other_e_tag, self._other_since_s = "", 0.0
+        self._other_e_tag = ""
+        self._other_since_s = 0.0
         self._writing = threading.Lock()
         self.nonce = secrets.token_hex(8)
         self._writes = 0
@@ -60,15 +61,18 @@ class BucketLock:
         except FileNotFoundError:
             return False  # released meanwhile
         if e_tag != self._other_e_tag:
-            self._other_e_tag, self._other_since_s = e_tag, time.monotonic()
+            self._other_e_tag = e_tag
+            self._other_since_s = time.monotonic()
         if time.monotonic() - self._other_since_s < LEASE_S:
             return False
         with suppress(ObjectChanged):
-            self._e_tag, self.record = e_tag, orjson.loads(content)["change"]
+            self._e_tag = e_tag
+            self.record = orjson.loads(content)["change"]
             self._write()
             log.warning("took over the lock of model %s", quote_text(self.model))
             return True
-        self._e_tag, self.record = "", None
+        self._e_tag = ""
+        self.record = None
         return False
 
     def write_record(self, record: ChangeRecord | None) -> None:
@@ -78,7 +82,7 @@ class BucketLock:
             self._renew()
 
     def check(self) -> None:
-        """Raise `RepositoryUnavailable` if another gateway may have taken over the lock."""
+        """Check that no other gateway can have taken over the lock. Raises `RepositoryUnavailable`."""
         if self._is_lost or time.monotonic() - self._renewed_s > LEASE_S:
             raise RepositoryUnavailable("the lock of the model could not be renewed in time")
 

@@ -50,7 +50,7 @@ class BucketStore(ModelStore):
     """
 
     def __init__(self, location: BucketLocation, *, can_write: bool, max_bytes: int = 0) -> None:
-        """Raises `CannotUseBucket`."""
+        """Create the store without a request to the bucket. Raises `CannotUseBucket`."""
         super().__init__(can_write=can_write, max_bytes=max_bytes)
         self._bucket = Bucket(location)
         self._name = location.bucket

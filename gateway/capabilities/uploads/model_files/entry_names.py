@@ -31,7 +31,7 @@ def is_storable_name(model: str) -> bool:
 
 
 def check_storable_name(model: str) -> None:
-    """Raise `MalformedRequest` for a name that a folder should not have."""
+    """Check that a folder may have the name. Raises `MalformedRequest`."""
     if not is_storable_name(model):
         raise MalformedRequest(
             "the name of an uploaded model consists of up to 128 letters, digits and the characters _ . + -, "
@@ -115,7 +115,7 @@ def arrange_entries(names: Iterable[str]) -> dict[str, FolderEntry]:
 
 
 def check_distinct_paths(paths: Iterable[str]) -> None:
-    """Raise `InvalidModelFile` for a path that is there twice, or is a file and a folder."""
+    """Check that no path is there twice, or is a file and a folder. Raises `InvalidModelFile`."""
     seen: set[str] = set()
     folders: set[str] = set()
     for path in paths:

@@ -231,7 +231,8 @@ class FolderStore(ModelStore):
         with self._reserving:
             self._free_bytes -= count
             if self._free_bytes < 0:
-                needed_bytes = self._unwritten_bytes + count  # which the folder does not show yet
+                # The measured size of the folder does not include the unwritten bytes.
+                needed_bytes = self._unwritten_bytes + count
                 self._free_bytes = self.check_quota(needed_bytes) - needed_bytes
             self._unwritten_bytes += count
         try:
@@ -245,7 +246,7 @@ class FolderStore(ModelStore):
         return sum(path.lstat().st_size for path in files)
 
     def check_upload(self, upload: ModelUpload) -> None:
-        self.check_quota()  # which counts temporary files as well
+        self.check_quota()  # the staged files are in the folder, and so counted
 
     def read_config(self, model: str) -> bytes | None:
         try:
@@ -254,7 +255,7 @@ class FolderStore(ModelStore):
             return None
 
     def _check_folder(self, model: str) -> None:
-        """Raise `Conflict` for a model whose folder is a link, because its files are elsewhere."""
+        """Check that the folder is no link: its files would be elsewhere. Raises `Conflict`."""
         if (self.root / model).is_symlink():
             raise Conflict(
                 f"the folder of model {quote_text(model)} is a symbolic link; the gateway changes only "

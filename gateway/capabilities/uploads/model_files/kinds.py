@@ -12,12 +12,14 @@ from gateway.messages import join_names, quote_text
 HEAD_BYTES: Final = 64 << 10
 XML_HEAD_BYTES: Final = 4 << 10
 GZIP_MAGIC: Final = b"\x1f\x8b"
-TAR_MAGIC, TAR_MAGIC_OFFSET = b"ustar", 257
+TAR_MAGIC = b"ustar"
+TAR_MAGIC_OFFSET = 257
 ZIP_MAGICS: Final = (b"PK\x03\x04", b"PK\x05\x06")
 PLAN_MAGICS: Final = (b"ftrt", b"ptrt")
 XML_STARTS: Final = (b"<?xml", b"<net")
 # PyTorch's files are ZIP files; the position of these names in the first entries differs.
-EXPORT_ENTRY, TORCH_ENTRY = b"/archive_format", b"/data.pkl"
+EXPORT_ENTRY = b"/archive_format"
+TORCH_ENTRY = b"/data.pkl"
 TORCH_HEAD_BYTES: Final = 1 << 10
 
 
@@ -86,7 +88,8 @@ def identify_file(file: BinaryIO, size: int, file_name: str, backend: str = "") 
 
     Raises `InvalidModelFile` if they contradict each other, or if the kind is unknown.
     """
-    content, named = identify_content(file, size), find_suffix(file_name)
+    content = identify_content(file, size)
+    named = find_suffix(file_name)
     if content == ".pt" and named == ".pt2":
         content = named
     if named and content and named != content:

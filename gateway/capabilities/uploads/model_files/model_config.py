@@ -36,18 +36,18 @@ FILE_NAME_FIELDS: Final = frozenset(
     ("default_model_filename", "label_filename", "input_data_file", "data_file")
 )
 FILE_NAMES_FIELD: Final = "cc_model_filenames"
-PARAMETERS_FIELD: Final = "parameters"  # of the model, of its accelerators and of its agents
+PARAMETERS_FIELD: Final = "parameters"  # the model, its accelerators and its agents have one
 PATH_PARAMETER: Final = re.compile(r"path|librar|extension|plugin", re.IGNORECASE)
 GATEWAY_PARAMETERS: Final = "gateway."  # read by the gateway only
 PATH_CHARACTERS: Final = frozenset("/\\$~")
 THREADS_PARAMETER: Final = re.compile(r"thread|stream", re.IGNORECASE)
 LEADING_NUMBER: Final = re.compile(r"\s*\+?0*([0-9]{1,9})")  # as far as backends read a number
-MAX_THREADS: Final = 256  # of an instance, by each parameter
+MAX_THREADS: Final = 256  # threads that one parameter may give an instance
 MAX_PRIORITY_LEVELS: Final = 256  # each has a queue
 ELEMENT_BYTES: Final = {
     number: parse_datatype(name).numpy_dtype.itemsize for name, number in DataType.items() if number
 }
-MAX_ELEMENT_BYTES: Final = 8  # of a datatype that is not known
+UNKNOWN_ELEMENT_BYTES: Final = 8  # assumed size of an unknown datatype
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def check_config_name(config: Any, model: str) -> None:
 
 
 def check_data_config(config: Any) -> None:
-    """Raise `InvalidModelFile` for a config that runs code, or reads files outside of the model's folder."""
+    """Check that a config runs no code, and reads no files outside the folder. Raises `InvalidModelFile`."""
     backend = read_backend(config)
     if backend and backend not in DATA_BACKENDS:
         raise InvalidModelFile(
@@ -129,7 +129,7 @@ def check_data_config(config: Any) -> None:
 
 
 def check_config_limits(config: Any, limits: ConfigLimits) -> None:
-    """Raise `InvalidModelFile` for counts and sizes that cost Triton much, however small the config is."""
+    """Check the counts and sizes that a small config can make expensive. Raises `InvalidModelFile`."""
     instances = sum(
         max(group.count, 1) * max(len(group.gpus), 1) for group in config.instance_group
     )
@@ -160,7 +160,7 @@ def check_limit(what: str, count: int, limit: int, setting: str = "") -> None:
 
 def find_tensor_bytes(tensor: Any, limit: int) -> int:
     """Return the size of a tensor with `data_type` and `dims`, or a number above the limit."""
-    size = ELEMENT_BYTES.get(tensor.data_type, MAX_ELEMENT_BYTES)
+    size = ELEMENT_BYTES.get(tensor.data_type, UNKNOWN_ELEMENT_BYTES)
     for dimension in tensor.dims:
         size *= max(dimension, 1)  # -1 is any size
         if size > limit:  # the product of thousands of dimensions would take long

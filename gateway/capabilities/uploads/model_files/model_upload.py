@@ -71,8 +71,8 @@ class UploadRules:
 
     model: str
     accepts_code: bool
-    max_bytes: int  # of all files together, after decompression
-    config_limits: ConfigLimits  # unless the upload may contain code
+    max_bytes: int  # limit for all files together, after decompression
+    config_limits: ConfigLimits  # ignored if the upload may contain code
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class ModelUpload:
 
     shared_files: Files = field(default_factory=dict)
     versions: Versions = field(default_factory=dict)
-    sha256: str = ""  # of the model file or archive that the client sent
+    sha256: str = ""  # checksum of the model file or archive that the client sent
     size: int = 0
 
     def assign_version(self, number: int | None, next_number: int) -> ModelUpload:
@@ -259,7 +259,8 @@ class UploadBuilder:
             if len(kinds) > 1:
                 raise InvalidModelFile("the versions in the archive are models of different kinds")
             (self._kind,) = kinds
-        kind, accepts_code = self._kind, self._rules.accepts_code
+        kind = self._kind
+        accepts_code = self._rules.accepts_code
         if not accepts_code:
             self._check_data_files(kind)
         if kind is not None and self._backend not in ("", kind.backend):
@@ -344,7 +345,7 @@ class UploadBuilder:
 
 
 def check_data_file(path: str, file: StagedFile) -> None:
-    """Raise `InvalidModelFile` for a file that is code."""
+    """Check that a file is not code. Raises `InvalidModelFile`."""
     name = path.lower()
     with file.path.open("rb") as stream:
         head = stream.read(8)

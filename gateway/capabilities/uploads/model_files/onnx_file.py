@@ -7,8 +7,10 @@ from typing import BinaryIO, Final, NamedTuple
 
 MAX_TOP_LEVEL_FIELDS: Final = 5_000
 MAX_FIELD_HEADER_BYTES: Final = 20  # two varints
-VARINT, LENGTH_DELIMITED = 0, 2  # wire types
-FIXED_BYTES: Final = {1: 8, 5: 4}  # of the other wire types
+# Wire types.
+VARINT = 0
+LENGTH_DELIMITED = 2
+FIXED_BYTES: Final = {1: 8, 5: 4}  # wire type → size of the value
 # The fields of ModelProto (onnx.proto) by number, with their wire types.
 MODEL_FIELDS: Final = {
     1: VARINT,  # ir_version
@@ -56,7 +58,9 @@ def walk_message(file: BinaryIO, start: int, end: int) -> Iterator[WireField]:
         file.seek(start)
         header = file.read(MAX_FIELD_HEADER_BYTES)
         tag, length = read_varint(header, 0)
-        number, wire_type, value = tag >> 3, tag & 7, 0
+        number = tag >> 3
+        wire_type = tag & 7
+        value = 0
         if wire_type not in FIXED_BYTES:
             value, length = read_varint(header, length)
         sizes = {VARINT: 0, LENGTH_DELIMITED: value, **FIXED_BYTES}

@@ -20,9 +20,18 @@ MAX_GRAPH_FIELDS: Final = 300_000
 MAX_NAME_BYTES: Final = 4 << 10
 DYNAMIC: Final = -1
 MAX_DIMENSION: Final = (1 << 63) - 1  # a negative number is a larger one on the wire
-MODEL_GRAPH, GRAPH_INITIALIZER, GRAPH_INPUT, GRAPH_OUTPUT, INITIALIZER_NAME = 7, 5, 11, 12, 8
-VALUE_NAME, VALUE_TYPE, TYPE_TENSOR, TENSOR_ELEMENT, TENSOR_SHAPE = 1, 2, 1, 1, 2
-SHAPE_DIMENSION, DIMENSION_SIZE = 1, 1
+MODEL_GRAPH = 7
+GRAPH_INITIALIZER = 5
+GRAPH_INPUT = 11
+GRAPH_OUTPUT = 12
+INITIALIZER_NAME = 8
+VALUE_NAME = 1
+VALUE_TYPE = 2
+TYPE_TENSOR = 1
+TENSOR_ELEMENT = 1
+TENSOR_SHAPE = 2
+SHAPE_DIMENSION = 1
+DIMENSION_SIZE = 1
 # TensorProto.DataType, and the datatypes of a Triton config.
 ELEMENT_TYPES: Final = {
     1: "TYPE_FP32", 2: "TYPE_UINT8", 3: "TYPE_INT8", 4: "TYPE_UINT16", 5: "TYPE_INT16", 6: "TYPE_INT32",
@@ -81,7 +90,9 @@ class OnnxGraph:
         return self._file.read(field.end - field.start).decode(errors="replace")
 
     def _read_tensor(self, message: WireField) -> OnnxTensor:
-        name, element_type, dims = "", 0, None
+        name = ""
+        element_type = 0
+        dims = None
         for field in self._walk(message):
             if field.number == VALUE_NAME:
                 name = self._read_text(field)

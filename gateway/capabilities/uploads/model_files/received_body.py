@@ -63,7 +63,7 @@ class FormBody:
         self._files: list[ReceivedFile] = []
 
     def feed(self, data: bytes) -> None:
-        """Raises `MalformedRequest` or `TooLarge`."""
+        """Parse the next part of the form. Raises `MalformedRequest` or `TooLarge`."""
         self._hash.update(data)
         for part in self._parser.feed(data):
             self._write(part.headers, part.content)

@@ -25,7 +25,7 @@ FULL_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def translate_os_errors() -> Iterator[None]:
-    """Raise `RepositoryFull` or `RepositoryUnavailable` for errors of the file system."""
+    """Translate errors of the file system. Raises `RepositoryFull` or `RepositoryUnavailable`."""
     try:
         yield
     except OSError as exc:
@@ -59,7 +59,7 @@ class StagedWriter:
         self._file = FileIO(os.open(path, flags, FILE_MODE), "wb")
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Raises `UploadAborted`, `RepositoryFull` or `OSError`."""
+        """Append data. Raises `UploadAborted`, `RepositoryFull` or `OSError`."""
         self._staging.check_open()
         view = memoryview(data)
         with self._staging.reserve(len(view)):

@@ -22,7 +22,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 STORE_THREADS: Final = 4
-MAX_UPLOADS: Final = 16  # at a time
+MAX_UPLOADS: Final = 16  # uploads in progress at the same time
 MAX_CACHED_CHECKSUMS: Final = 10_000
 NO_FILES: Final = "the repository of the gateway has no files of this model and version"
 NO_FILE: Final = "the model has no such file; GET /v1/models/NAME/files lists them"
@@ -148,7 +148,7 @@ class ModelStore(ABC):
 
     @abstractmethod
     def check_upload(self, upload: ModelUpload) -> None:
-        """Raise `RepositoryFull` if the staged files do not fit."""
+        """Check that the staged files fit. Raises `RepositoryFull`."""
 
     @abstractmethod
     def read_config(self, model: str) -> bytes | None:
