@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from gateway import __version__
 from gateway.access.auth import CORE_PATHS, Authenticator, PathRules
@@ -88,7 +88,8 @@ async def trim_heaps(memory: MemoryBudget) -> None:
     await repeat("heaps", trim)
 
 
-class AppComponents(NamedTuple):
+@dataclass(frozen=True)
+class AppComponents:
     """The validated components that the settings name, before anything runs."""
 
     sources: Sequence[ReplicaSource]
@@ -125,7 +126,13 @@ async def open_fleet(
     signatures = SignatureCache(dispatcher)
     stack.callback(signatures.close)
     inference = InferenceService(dispatcher, signatures, settings.cancellable_models)
-    repository = Repository(pool, signatures, components.store, components.models_file, settings)
+    repository = Repository(
+        pool,
+        signatures,
+        components.store,
+        models_file=components.models_file,
+        settings=settings,
+    )
     await stack.enter_async_context(repository)
     metrics.collector_registry.register(FleetCollector(pool, repository))
     metrics.collector_registry.register(StateCollector(components.store))

@@ -6,7 +6,6 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, get_args
 
@@ -126,14 +125,16 @@ class MemoryBudget:
         return has_shrunk
 
 
-@dataclass(slots=True, eq=False)
 class MemoryCharge:
     """The share of one request in the memory budget, until its response is sent."""
 
-    _budget: MemoryBudget
-    kind: MemoryKind = "body"
-    held_bytes: int = 0
-    is_released: bool = False  # nothing would release what is added later
+    __slots__ = ("_budget", "held_bytes", "is_released", "kind")
+
+    def __init__(self, budget: MemoryBudget, kind: MemoryKind = "body") -> None:
+        self._budget = budget
+        self.kind = kind
+        self.held_bytes = 0
+        self.is_released = False  # nothing would release what is added later
 
     def add(self, more_bytes: int) -> None:
         if self.is_released:

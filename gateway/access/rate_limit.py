@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 from limits import RateLimitItem, RateLimitItemPerSecond
 
@@ -24,7 +24,8 @@ MIN_RATE_WAIT_S: Final = 0.001
 SHARED_WINDOWS_RETRY_S: Final = 2.0
 
 
-class WindowCount(NamedTuple):
+@dataclass(frozen=True)
+class WindowCount:
     """The result of counting a request."""
 
     wait_s: float = 0.0  # 0 if it was counted; otherwise the time until it can be
@@ -130,19 +131,22 @@ class LocalRateWindows:
         return COUNTED_REQUEST
 
 
-@dataclass(eq=False, repr=False)
 class RateLimiter:
     """Counts requests by the name of the key in sliding windows.
 
     While the `shared` windows are unavailable, every process counts for itself.
     """
 
-    metrics: Metrics
-    shared: RateWindows | None = None
-    clock: Callable[[], float] = time.monotonic
-    _shared_retry_at: float = 0.0
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        shared: RateWindows | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.metrics = metrics
+        self.shared = shared
+        self.clock = clock
+        self._shared_retry_at = 0.0
         self._local = LocalRateWindows(self.clock)
 
     async def count_request(

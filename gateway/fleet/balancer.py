@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import random
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 LATENCY_WEIGHT: Final = 0.2  # weight of the newest response in the moving average
 LATENCY_SLACK_S: Final = 0.005  # jitter that a busy gateway itself adds
@@ -104,7 +104,8 @@ class StartedReplica(Protocol):
 WarmingCandidate = TypeVar("WarmingCandidate", bound=StartedReplica)
 
 
-class WarmUp(NamedTuple):
+@dataclass(frozen=True)
+class WarmUp:
     """The candidates for a model version, and since when each one is a candidate."""
 
     since: dict[str, float]
@@ -112,13 +113,13 @@ class WarmUp(NamedTuple):
     until: float  # when all of them have their full share
 
 
-@dataclass(eq=False, repr=False)
 class SlowStart:
     """The warm-up of the replicas, by model version."""
 
-    duration_s: float
-    clock: Callable[[], float]
-    _warm_ups: dict[tuple[str, str], WarmUp] = field(default_factory=dict)
+    def __init__(self, duration_s: float, clock: Callable[[], float]) -> None:
+        self.duration_s = duration_s
+        self.clock = clock
+        self._warm_ups: dict[tuple[str, str], WarmUp] = {}
 
     def track_candidates(
         self, model: str, version: str, candidates: Sequence[StartedReplica]

@@ -69,21 +69,18 @@ def parse_replica_source(url: str) -> ReplicaSource:
     return parse_replica_url(url)
 
 
-@dataclass(eq=False, repr=False)
 class ReplicaDiscovery:
     """The current addresses of the replicas. `on_change` is called after each successful lookup."""
 
-    _sources: Sequence[ReplicaSource]
-    _on_change: Callable[[], None]
-    _interval_s: float
-
-    def __post_init__(self) -> None:
-        self._names = [source for source in self._sources if isinstance(source, DnsName)]
+    def __init__(
+        self, sources: Sequence[ReplicaSource], on_change: Callable[[], None], interval_s: float
+    ) -> None:
+        self._on_change = on_change
+        self._interval_s = interval_s
+        self._names = [source for source in sources if isinstance(source, DnsName)]
         self._failures: dict[DnsName, str] = {}  # the reason of each name's last failure
         self._addresses: dict[ReplicaSource, frozenset[ReplicaAddress]] = {
-            source: frozenset((source,))
-            for source in self._sources
-            if isinstance(source, ReplicaAddress)
+            source: frozenset((source,)) for source in sources if isinstance(source, ReplicaAddress)
         }
 
     @property

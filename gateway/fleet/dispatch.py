@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from gateway.errors import (
     BadUpstream,
@@ -55,7 +56,8 @@ ATTEMPT_OUTCOMES: Final = tuple(
 )
 
 
-class AttemptHistory(NamedTuple):
+@dataclass(frozen=True)
+class AttemptHistory:
     """The failed attempts of one request."""
 
     failed_replica: Replica | None = None
@@ -234,14 +236,14 @@ class Dispatcher:
             if len(refusing) >= MAX_SEQUENCE_GUESSES or not set(candidates).difference(refusing):
                 raise error
             self._sequences.forget(target.model, step)
-            return history._replace(refusing_replicas=refusing)
+            return replace(history, refusing_replicas=refusing)
         if self._can_activate_again(call, error, history):
-            return history._replace(activations=history.activations + 1)
+            return replace(history, activations=history.activations + 1)
         if history.failed_replica or not self._can_retry(call, replica, error):
             raise error
         log.warning("retrying on a different replica (%s failed): %s", replica.name, error.detail)
         self._metrics.count_event(self._metrics.retries, replica.name)
-        return history._replace(failed_replica=replica)
+        return replace(history, failed_replica=replica)
 
     def _can_activate_again(
         self, call: UpstreamCall[T], error: GatewayError, history: AttemptHistory

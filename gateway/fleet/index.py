@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from gateway.triton.error_mapping import sanitize_message
 
@@ -29,7 +29,8 @@ STATE_KEYS: Final = ("state", "reason")
 MAX_INDEX_ENTRIES: Final = 50_000
 
 
-class VersionState(NamedTuple):
+@dataclass(frozen=True)
+class VersionState:
     state: str
     reason: str = ""
 
@@ -173,7 +174,7 @@ def merge_version_states(states: Mapping[str, VersionState]) -> dict[str, str]:
     worst = states[addresses[0]]
     if len(addresses) < len(states):
         place = f"on {', '.join(addresses)}"
-        worst = worst._replace(reason=f"{place}: {worst.reason}" if worst.reason else place)
+        worst = replace(worst, reason=f"{place}: {worst.reason}" if worst.reason else place)
     return worst.to_dict()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from gateway.errors import GatewayError, InputMismatch, ModelNotReady, RefusedByModel, UnknownModel
@@ -29,7 +28,6 @@ MAX_PARALLEL_PIECES = 32
 STALE_SIGNATURE_ERRORS = (UnknownModel, ModelNotReady, InputMismatch)
 
 
-@dataclass(eq=False, repr=False)
 class InferenceService:
     """Inferences on the fleet.
 
@@ -37,9 +35,12 @@ class InferenceService:
     allows it.
     """
 
-    _dispatcher: Dispatcher
-    _signatures: SignatureCache
-    _cancellable: Sequence[str] = ()
+    def __init__(
+        self, dispatcher: Dispatcher, signatures: SignatureCache, cancellable: Sequence[str] = ()
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._signatures = signatures
+        self._cancellable = cancellable
 
     async def infer(self, request: InferRequest) -> InferResult:
         """Run an inference. A batch above the model's maximum is split, sent in parallel, and joined."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
 from gateway.messages import quote_text
@@ -61,13 +61,13 @@ class Outlier:
     successes: int = 0  # consecutive successful trials
 
 
-@dataclass(eq=False, repr=False)
 class OutlierDetector:
     """The outliers of each model. Models without a recent failure cost nothing."""
 
-    clock: Callable[[], float]
-    _counts: dict[str, dict[str, RequestCounts]] = field(default_factory=dict)
-    _outliers: dict[str, dict[str, Outlier]] = field(default_factory=dict)
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self._counts: dict[str, dict[str, RequestCounts]] = {}
+        self._outliers: dict[str, dict[str, Outlier]] = {}
 
     def is_tracked(self, model: str) -> bool:
         """Return whether requests of the model have failed lately, so that successes count as well."""

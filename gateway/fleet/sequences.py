@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final, Protocol, TypeVar
 
@@ -35,14 +34,19 @@ class NamedReplica(Protocol):
 ReplicaT = TypeVar("ReplicaT", bound=NamedReplica)
 
 
-@dataclass(eq=False, repr=False)
 class SequenceRouter:
     """The running sequences and their replicas. The sequence that was idle longest is dropped first."""
 
-    clock: Callable[[], float]
-    idle_s: float = SEQUENCE_IDLE_S
-    max_sequences: int = MAX_SEQUENCES
-    _running: OrderedDict[SequenceKey, tuple[str, float]] = field(default_factory=OrderedDict)
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        idle_s: float = SEQUENCE_IDLE_S,
+        max_sequences: int = MAX_SEQUENCES,
+    ) -> None:
+        self.clock = clock
+        self.idle_s = idle_s
+        self.max_sequences = max_sequences
+        self._running: OrderedDict[SequenceKey, tuple[str, float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._running)

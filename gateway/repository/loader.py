@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final
 
@@ -106,20 +106,27 @@ class LoadError:
     was_ready: bool
 
 
-@dataclass(eq=False, repr=False)
 class ModelLoader:
     """Runs actions on replicas, and keeps their errors."""
 
-    _pool: ReplicaPool
-    _signatures: SignatureCache
-    _state: SharedState
-    _load_timeout_s: float
-    # By model: the last load that failed.
-    _load_errors: dict[str, LoadError] = field(default_factory=dict)
-    # Replicas whose model control mode allows neither loads nor unloads.
-    uncontrollable_replicas: set[str] = field(default_factory=set)
-    # Called with the model of each action that has ended.
-    change_listeners: list[Callable[[str], None]] = field(default_factory=list)
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        signatures: SignatureCache,
+        state: SharedState,
+        *,
+        load_timeout_s: float,
+    ) -> None:
+        self._pool = pool
+        self._signatures = signatures
+        self._state = state
+        self._load_timeout_s = load_timeout_s
+        # By model: the last load that failed.
+        self._load_errors: dict[str, LoadError] = {}
+        # Replicas whose model control mode allows neither loads nor unloads.
+        self.uncontrollable_replicas: set[str] = set()
+        # Called with the model of each action that has ended.
+        self.change_listeners: list[Callable[[str], None]] = []
 
     async def run(
         self,

@@ -69,23 +69,30 @@ def keep_values(table: Any, kind: type[T]) -> dict[str, T]:
     return {name: value for name, value in entries if isinstance(value, kind)}
 
 
-@dataclass(eq=False, repr=False)
 class Reconciler:
     """Starts the actions that replicas need, while this gateway holds the lease."""
 
-    _pool: ReplicaPool
-    _state: SharedState
-    _loader: ModelLoader
-    _readiness: ReadinessMonitor
-    is_leader: bool = False
-    action_tasks: dict[ActionKey, asyncio.Task[None]] = field(default_factory=dict)
-    _locks: dict[str, ModelLock] = field(default_factory=dict)
-    _backoffs: dict[ActionKey, Backoff] = field(default_factory=dict)
-    # Of actions that succeeded: something else that changes the model undoes them again and again.
-    _corrections: dict[ActionKey, Backoff] = field(default_factory=dict)
-    _published_problems: ModelProblems = ModelProblems()
-    _known_replicas: set[str] = field(default_factory=set)
-    _absent_since: dict[str, float] = field(default_factory=dict)  # replicas that have stored state
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        state: SharedState,
+        loader: ModelLoader,
+        *,
+        readiness: ReadinessMonitor,
+    ) -> None:
+        self._pool = pool
+        self._state = state
+        self._loader = loader
+        self._readiness = readiness
+        self.is_leader = False
+        self.action_tasks: dict[ActionKey, asyncio.Task[None]] = {}
+        self._locks: dict[str, ModelLock] = {}
+        self._backoffs: dict[ActionKey, Backoff] = {}
+        # Successful actions that something else undoes again and again.
+        self._corrections: dict[ActionKey, Backoff] = {}
+        self._published_problems = ModelProblems()
+        self._known_replicas: set[str] = set()
+        self._absent_since: dict[str, float] = {}  # replicas that have stored state
 
     async def run(self) -> None:
         await repeat("reconciler", self._reconcile)

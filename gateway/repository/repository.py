@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Any, Final
@@ -68,26 +67,31 @@ def is_always_visible(model: str) -> bool:
     return True
 
 
-@dataclass(eq=False, repr=False)
 class Repository:
     """Model management of the fleet. As a context manager it runs the reconciler."""
 
-    _pool: ReplicaPool
-    _signatures: SignatureCache
-    _store: StateStore
-    _models_file: ModelsFile
-    _settings: Settings
-
-    def __post_init__(self) -> None:
-        pool = self._pool
-        settings = self._settings
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        signatures: SignatureCache,
+        store: StateStore,
+        *,
+        models_file: ModelsFile,
+        settings: Settings,
+    ) -> None:
+        self._pool = pool
+        self._signatures = signatures
+        self._store = store
+        self._settings = settings
         can_upload = settings.accepted_uploads is ModelUploads.code  # a config and files in a load
-        self.state = SharedState(self._store, self._models_file, can_upload=can_upload)
-        self.loader = ModelLoader(pool, self._signatures, self.state, settings.load_timeout_s)
+        self.state = SharedState(store, models_file, can_upload=can_upload)
+        self.loader = ModelLoader(
+            pool, signatures, self.state, load_timeout_s=settings.load_timeout_s
+        )
         self.readiness = ReadinessMonitor(pool, self.state, settings.ready_quorum)
-        self.reconciler = Reconciler(pool, self.state, self.loader, self.readiness)
+        self.reconciler = Reconciler(pool, self.state, self.loader, readiness=self.readiness)
         self._tasks = TaskSet()
-        self.operations = OperationRunner(self._store, self._tasks)
+        self.operations = OperationRunner(store, self._tasks)
 
     async def __aenter__(self) -> Repository:
         await self.state.refresh()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Container
-from typing import Final, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
 
 from starlette.types import Scope, Send
 
@@ -90,7 +91,8 @@ class VersionPolicy:
         """Remove the rules of a model whose files were removed."""
 
 
-class ModelTarget(NamedTuple):
+@dataclass(frozen=True)
+class ModelTarget:
     """A model and a version that the caller may use."""
 
     model: str
@@ -106,7 +108,7 @@ class ModelTarget(NamedTuple):
         """Return the target of a sequence step, which keeps the version of the sequence."""
         if step is None or self.choice is None:
             return self
-        return self._replace(version=self.choice.choose_sequence_version(step))
+        return replace(self, version=self.choice.choose_sequence_version(step))
 
 
 NO_MODEL: Final = ModelTarget("")

@@ -110,21 +110,21 @@ class StateContract:
     ) -> None:
         async with opened(fresh()) as (store,):
             assert await store.read_loads() == {}
-            token, before = await store.begin_load("a:8000", "core")
-            assert before == ""
-            assert await store.read_loads() == {"a:8000": {"core": token}}
-            assert is_in_progress(token)
+            load = await store.begin_load("a:8000", "core")
+            assert load.confirmed_load == ""
+            assert await store.read_loads() == {"a:8000": {"core": load.token}}
+            assert is_in_progress(load.token)
             for _ in range(2):  # again, if the response to the first was lost
-                await store.end_load("a:8000", "core", token, "7")
+                await store.end_load("a:8000", "core", load.token, "7")
                 assert await store.read_loads() == {"a:8000": {"core": "7"}}
-            token, before = await store.begin_load("a:8000", "core")
-            assert before == "7"
-            await store.end_load("a:8000", "core", token, "")
+            load = await store.begin_load("a:8000", "core")
+            assert load.confirmed_load == "7"
+            await store.end_load("a:8000", "core", load.token, "")
             assert known(await store.read_loads()) == {}
-            first, _ = await store.begin_load("a:8000", "core")
-            second, before = await store.begin_load("a:8000", "core")
-            assert before == ""
-            await store.end_load("a:8000", "core", second, "8")
+            first = (await store.begin_load("a:8000", "core")).token
+            second = await store.begin_load("a:8000", "core")
+            assert second.confirmed_load == ""
+            await store.end_load("a:8000", "core", second.token, "8")
             assert await store.read_loads() == {"a:8000": {"core": "8"}}
             await store.end_load("a:8000", "core", first, "7")
             assert known(await store.read_loads()) == {}
@@ -133,7 +133,7 @@ class StateContract:
         async with opened(fresh()) as (store,):
             for replica in ("a:8000", "b:8000"):
                 for model in ("core", "[::1]", 'é"\0'):
-                    token, _ = await store.begin_load(replica, model)
+                    token = (await store.begin_load(replica, model)).token
                     await store.end_load(replica, model, token, "1")
             await store.forget_loads("a:8000")
             await store.forget_loads("c:8000")
@@ -222,8 +222,8 @@ class SharedStateContract:
         url = shared()
         async with opened(url) as (one,):
             async with opened(url) as (other,):
-                token, _ = await other.begin_load("a:8000", "core")
-                confirmed, _ = await other.begin_load("b:8000", "core")
+                token = (await other.begin_load("a:8000", "core")).token
+                confirmed = (await other.begin_load("b:8000", "core")).token
                 await other.end_load("b:8000", "core", confirmed, "3")
                 assert await one.read_loads() == {
                     "a:8000": {"core": token},

@@ -74,18 +74,18 @@ class SharedLoad:
         return self.callers.total()
 
 
-@dataclass(eq=False, repr=False)
 class ModelActivator:
     """Lets requests wait for a replica and for the load of their model, which they share."""
 
-    _pool: ReplicaPool
-    loader: OnDemandLoader
-    _reconciler: Reconciler
-    _loads: dict[str, SharedLoad] = field(default_factory=dict)
-    _failures: dict[str, Backoff] = field(default_factory=dict)
-    _load_times_s: dict[str, float] = field(default_factory=dict)
-    _tasks: TaskSet = field(default_factory=TaskSet)
-    _wants_places: asyncio.Event = field(default_factory=asyncio.Event)
+    def __init__(self, pool: ReplicaPool, loader: OnDemandLoader, reconciler: Reconciler) -> None:
+        self._pool = pool
+        self.loader = loader
+        self._reconciler = reconciler
+        self._loads: dict[str, SharedLoad] = {}
+        self._failures: dict[str, Backoff] = {}
+        self._load_times_s: dict[str, float] = {}
+        self._tasks = TaskSet()
+        self._wants_places = asyncio.Event()
 
     def can_activate(self, model: str) -> bool:
         """Return whether requests for the model wait while no replica has it ready."""
@@ -362,7 +362,14 @@ def create_activator(
     state = repository.state
     reconciler = repository.reconciler
     loader = OnDemandLoader(
-        pool, signatures, state, repository.loader, reconciler, admission, settings, metrics
+        pool,
+        signatures,
+        state,
+        loader=repository.loader,
+        reconciler=reconciler,
+        admission=admission,
+        settings=settings,
+        metrics=metrics,
     )
     return ModelActivator(pool, loader, reconciler)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
 from time import perf_counter
@@ -33,17 +33,19 @@ MAX_FACTS_AGE_S: Final = 30.0
 FIRST_USE_S: Final = 1.0
 
 
-@dataclass(eq=False, repr=False)
 class ModelFactsCache:
     """The facts of all models that were ready once. Triton returns the configs of ready models only."""
 
-    _pool: ReplicaPool
-    _signatures: SignatureCache
-    _default_memory_mb: int
-    facts: dict[str, ModelFacts] = field(default_factory=dict)
-    _read_at: dict[str, float] = field(default_factory=dict)  # has only models with current facts
-    _ready_since: dict[str, float] = field(default_factory=dict)
-    _changed_at: dict[str, float] = field(default_factory=dict)
+    def __init__(
+        self, pool: ReplicaPool, signatures: SignatureCache, default_memory_mb: int
+    ) -> None:
+        self._pool = pool
+        self._signatures = signatures
+        self._default_memory_mb = default_memory_mb
+        self.facts: dict[str, ModelFacts] = {}
+        self._read_at: dict[str, float] = {}  # has only models with current facts
+        self._ready_since: dict[str, float] = {}
+        self._changed_at: dict[str, float] = {}
 
     async def update(self, *, checks_ensembles: bool = False) -> None:
         """Read the configs that are not known, or too old. Those that cannot be read stay unknown.
@@ -91,18 +93,26 @@ class ModelFactsCache:
         return {name: self.get_memory_mb(name) for name in (model, *self.find_parts(model))}
 
 
-@dataclass(eq=False, repr=False)
 class HeldModels:
     """Describes replicas for one decision: each model is described once for all of them."""
 
-    _state: SharedState
-    _reconciler: Reconciler
-    _models: OnDemandModels
-    _usage: ModelUsage
-    _facts: ModelFactsCache
-    awaited: set[str] = field(default_factory=set)  # models that requests wait for
-    starting: dict[str, set[str]] = field(default_factory=dict)  # replica → own loads in progress
-    loaded_at: dict[str, float] = field(default_factory=dict)  # the ends of own loads
+    def __init__(
+        self,
+        state: SharedState,
+        reconciler: Reconciler,
+        models: OnDemandModels,
+        *,
+        usage: ModelUsage,
+        facts: ModelFactsCache,
+    ) -> None:
+        self._state = state
+        self._reconciler = reconciler
+        self._models = models
+        self._usage = usage
+        self._facts = facts
+        self.awaited: set[str] = set()  # models that requests wait for
+        self.starting: dict[str, set[str]] = {}  # replica → own loads in progress
+        self.loaded_at: dict[str, float] = {}  # the ends of own loads
 
     def describe(
         self, replicas: Iterable[Replica], callers: Set[str] | None = None

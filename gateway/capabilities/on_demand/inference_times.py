@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from gateway.errors import GatewayError
 from gateway.fleet.replica import Replica
@@ -18,18 +18,19 @@ log = logging.getLogger(__name__)
 STATISTICS_TIMEOUT_S: Final = 1.0
 
 
-class LastInference(NamedTuple):
+@dataclass(frozen=True)
+class LastInference:
     """The time of an inference, by the clocks of the replica and of this process."""
 
     timestamp_ms: int
     at: float
 
 
-@dataclass(eq=False, repr=False)
 class InferenceTimes:
     """The last known inference of each model on each replica."""
 
-    _known: dict[tuple[str, str], LastInference] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], LastInference] = {}
 
     async def read(self, replica: Replica, model: str) -> float:
         """Return when the model last ran there, by `time.perf_counter`; -inf if that is not known."""

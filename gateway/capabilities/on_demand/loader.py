@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Set
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Final
 
@@ -48,30 +47,34 @@ EVICTION_TIMEOUT_S: Final = 10.0
 MAX_PROBE_WAIT_S: Final = 2.0
 
 
-@dataclass(eq=False, repr=False)
 class OnDemandLoader:
     """Loads models on one replica each, within the replica's budget."""
 
-    _pool: ReplicaPool
-    _signatures: SignatureCache
-    state: SharedState
-    _loader: ModelLoader
-    _reconciler: Reconciler
-    _admission: AdmissionQueue
-    settings: OnDemandSettings
-    metrics: OnDemandMetrics
-    inference_times: InferenceTimes = field(default_factory=InferenceTimes)
-
-    def __post_init__(self) -> None:
-        settings = self.settings
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        signatures: SignatureCache,
+        state: SharedState,
+        *,
+        loader: ModelLoader,
+        reconciler: Reconciler,
+        admission: AdmissionQueue,
+        settings: OnDemandSettings,
+        metrics: OnDemandMetrics,
+    ) -> None:
+        self._pool = pool
+        self.state = state
+        self._loader = loader
+        self._reconciler = reconciler
+        self.settings = settings
+        self.metrics = metrics
+        self.inference_times = InferenceTimes()
         self._budget = ModelBudget(settings.max_loaded_models, settings.model_memory_mb)
-        self.models = OnDemandModels(self.state, settings.on_demand_models)
-        protection_s = settings.eviction_protection_s
-        self.usage = ModelUsage(self._admission, perf_counter, protection_s)
-        default_mb = settings.default_model_memory_mb
-        self.facts = ModelFactsCache(self._pool, self._signatures, default_mb)
-        self._loader.change_listeners.append(self.facts.invalidate)
-        self.held = HeldModels(self.state, self._reconciler, self.models, self.usage, self.facts)
+        self.models = OnDemandModels(state, settings.on_demand_models)
+        self.usage = ModelUsage(admission, perf_counter, settings.eviction_protection_s)
+        self.facts = ModelFactsCache(pool, signatures, settings.default_model_memory_mb)
+        loader.change_listeners.append(self.facts.invalidate)
+        self.held = HeldModels(state, reconciler, self.models, usage=self.usage, facts=self.facts)
 
     # The replicas.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
 
@@ -29,18 +28,18 @@ NO_CALLERS: Final[frozenset[str]] = frozenset()
 UNUSED_COPY_S: Final = 2.0  # a copy that other gateways need runs more often
 
 
-@dataclass(eq=False, repr=False)
 class ModelCopies:
     """Keeps the number of copies of each model within its limits, while this gateway holds the lease.
 
     A copy is loaded only where there is room, so that it displaces no other model.
     """
 
-    _loader: OnDemandLoader
-    _reconciler: Reconciler
-    _mean_demand: dict[str, float] = field(default_factory=dict)
-    _changes: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    _backoffs: dict[str, Backoff] = field(default_factory=dict)
+    def __init__(self, loader: OnDemandLoader, reconciler: Reconciler) -> None:
+        self._loader = loader
+        self._reconciler = reconciler
+        self._mean_demand: dict[str, float] = {}
+        self._changes: dict[str, asyncio.Task[None]] = {}
+        self._backoffs: dict[str, Backoff] = {}
 
     async def run(self) -> None:
         async def update() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import ceil, inf
 from typing import Any, Final
@@ -61,12 +60,12 @@ class NoRoom(Unavailable):
         )
 
 
-@dataclass(eq=False, repr=False)
 class OnDemandModels:
     """The rules by which a model is loaded on demand and may be evicted."""
 
-    _state: SharedState
-    _patterns: tuple[str, ...]
+    def __init__(self, state: SharedState, patterns: tuple[str, ...]) -> None:
+        self._state = state
+        self._patterns = patterns
 
     @property
     def is_enabled(self) -> bool:
@@ -125,20 +124,20 @@ class UseTimes:
                 del self.last_used[name], self._by_caller[name]
 
 
-@dataclass(eq=False, repr=False)
 class ModelUsage:
     """The last uses of each model, the requests in progress, and the callers that wait for loads."""
 
-    admission: AdmissionQueue
-    _clock: Callable[[], float]
-    _protection_s: float
-
-    def __post_init__(self) -> None:
-        self._started_at = self._clock()
+    def __init__(
+        self, admission: AdmissionQueue, clock: Callable[[], float], protection_s: float
+    ) -> None:
+        self.admission = admission
+        self._clock = clock
+        self._protection_s = protection_s
+        self._started_at = clock()
         self._uses = UseTimes()  # the ends of requests
-        self.admission.record_use = self.record_use
+        admission.record_use = self.record_use
         self.turns = LoadTurns()
-        # The same of the other gateways, as they last reported.
+        # What the other gateways last reported.
         self._others_uses = UseTimes()
         self._others_waiting: set[str] = set()
         self._others_requests: dict[str, int] = {}

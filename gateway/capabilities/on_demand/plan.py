@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import zip_longest
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from gateway.capabilities.on_demand.model_keys import CopyLimits
 from gateway.tensors.signature import find_ensemble_steps
@@ -69,7 +69,8 @@ class ReplicaLoad:
     outstanding: int = 0
 
 
-class Placement(NamedTuple):
+@dataclass(frozen=True)
+class Placement:
     """The replica for a load, and the models to unload there first."""
 
     replica: str

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import grpc
@@ -14,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from gateway.capabilities.on_demand.models import ModelUsage
 from gateway.messages import CommandError
-from gateway.tasks import cancel_tasks, repeat
+from gateway.tasks import TaskSet, cancel_tasks, repeat
 
 log = logging.getLogger(__name__)
 
@@ -71,13 +70,13 @@ POOL.Add(text_format.Parse(DESCRIPTOR, descriptor_pb2.FileDescriptorProto()))
 CLASSES: Final = message_factory.GetMessageClassesForFiles(("externalscaler.proto",), POOL)
 
 
-@dataclass(eq=False)
 class ActivityWatch:
     """One stream that reports whether the fleet is needed."""
 
-    linger_s: float
-    is_active: bool
-    changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    def __init__(self, linger_s: float, is_active: bool) -> None:
+        self.linger_s = linger_s
+        self.is_active = is_active
+        self.changed = asyncio.Event()
 
     def update(self, is_active: bool) -> None:
         if is_active is not self.is_active:
@@ -85,18 +84,17 @@ class ActivityWatch:
             self.changed.set()
 
 
-@dataclass(eq=False, repr=False)
 class FleetScaler:
     """The service `externalscaler.ExternalScaler`. As a context manager it listens on its port."""
 
-    _usage: ModelUsage
-    _port: int
-    _server: grpc.aio.Server = field(init=False)
-    _poller: asyncio.Task[None] = field(init=False)
-    _watches: set[ActivityWatch] = field(init=False, default_factory=set)
+    def __init__(self, usage: ModelUsage, port: int) -> None:
+        self._usage = usage
+        self._port = port
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._tasks = TaskSet()
+        self._watches: set[ActivityWatch] = set()
 
     async def __aenter__(self) -> FleetScaler:
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
         unary = grpc.unary_unary_rpc_method_handler
         handlers = {
             "IsActive": unary(self._check_active),
@@ -111,12 +109,12 @@ class FleetScaler:
         except RuntimeError:
             raise CommandError(f"GATEWAY_SCALER_PORT: port {self._port} is in use") from None
         await self._server.start()
-        self._poller = asyncio.create_task(repeat("scaler", self._poll_activity))
+        self._tasks.start(repeat("scaler", self._poll_activity))
         log.info("the external scaler of KEDA listens on port %d", self._port)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await cancel_tasks([self._poller])
+        await cancel_tasks(self._tasks)
         await self._server.stop(0)
         await self._server.wait_for_termination(CLOSE_TIMEOUT_S)
 

@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from gateway.capabilities.uploads.model_files.model_upload import ModelUpload
@@ -27,13 +26,13 @@ T = TypeVar("T")
 UploadBuild = Callable[[bytes | None], ModelUpload]
 
 
-@dataclass(eq=False, repr=False)
 class ModelPublisher:
     """Publishes uploaded versions and removes models, one change of a model at a time."""
 
-    files: ModelStore
-    _repository: Repository
-    _tasks: TaskSet = field(default_factory=TaskSet)
+    def __init__(self, files: ModelStore, repository: Repository) -> None:
+        self.files = files
+        self._repository = repository
+        self._tasks = TaskSet()
 
     def start(self) -> None:
         self._tasks.start(self._recover())

@@ -75,23 +75,30 @@ class SequenceVersions:
         return version
 
 
-@dataclass(eq=False, repr=False)
 class ActiveLabel:
     """A label in use: the rotation of its versions, and those that can be served now."""
 
-    _pool: ReplicaPool
-    _sequences: SequenceVersions
-    _redirects: Counter
-    model: str
-    name: str
-    value: VersionLabel
-
-    def __post_init__(self) -> None:
-        shadow = self.value.shadow
-        self._ready = self.value.shares
-        self._is_split = self.value.is_split
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        sequences: SequenceVersions,
+        redirects: Counter,
+        *,
+        model: str,
+        name: str,
+        value: VersionLabel,
+    ) -> None:
+        self._pool = pool
+        self._sequences = sequences
+        self._redirects = redirects
+        self.model = model
+        self.name = name
+        self.value = value
+        self._ready = value.shares
+        self._is_split = value.is_split
         self._rotation = self._ready_rotation = WeightedRotation(self._ready)
-        self._shadow_counter = PercentCounter(shadow.percent if shadow else 100)
+        percent = 100 if value.shadow is None else value.shadow.percent
+        self._shadow_counter = PercentCounter(percent)
         self._seen_change = -1
 
     def choose_version(self, scope: Scope) -> str:
@@ -223,7 +230,12 @@ class LabelRouter:
                 active = before.get((model, name))
                 if active is None or active.value != value:
                     active = ActiveLabel(
-                        self._pool, self._sequences, self._redirects, model, name, value
+                        self._pool,
+                        self._sequences,
+                        self._redirects,
+                        model=model,
+                        name=name,
+                        value=value,
                     )
                 self._active[model, name] = active
         self.labels = labels

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -15,7 +16,8 @@ RESULT_RANKS: Final = (EQUAL, CLOSE, DIFFERENT)
 Arrays = Mapping[str, np.ndarray]
 
 
-class Comparison(NamedTuple):
+@dataclass(frozen=True)
+class Comparison:
     """The result, and for different outputs the first difference."""
 
     result: str

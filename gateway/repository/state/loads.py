@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final
 
 from gateway.repository.state.tables import with_entry
 
@@ -15,7 +16,8 @@ LOADS: Final = "loads"  # the name of the table
 IN_PROGRESS_PREFIX: Final = "?"
 
 
-class StartedLoad(NamedTuple):
+@dataclass(frozen=True)
+class StartedLoad:
     """A load in progress on a replica, and the load that the replica had confirmed before."""
 
     token: str

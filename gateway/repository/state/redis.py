@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, Final, TypeVar, cast
 from urllib.parse import SplitResult, parse_qsl, unquote
 
 import orjson
@@ -97,7 +97,8 @@ def open_redis_store(url: SplitResult, port: int) -> RedisStateStore | None:
     return RedisStateStore(server, prefix)
 
 
-class EntryCommands(NamedTuple):
+@dataclass(frozen=True)
+class EntryCommands:
     """The Redis commands that read all entries of a table, add one and delete one."""
 
     read: str

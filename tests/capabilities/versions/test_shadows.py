@@ -349,7 +349,14 @@ async def count_copies(slots: int, percent: float, *, waits: bool = False) -> in
     label_metrics = LabelMetrics(metrics.create)
     runner = ShadowRunner(pool, admission, label_metrics, 1 << 20)
     value = VersionLabel({"1": 1}, shadow=Shadow("2", percent))
-    label = ActiveLabel(pool, SequenceVersions(), label_metrics.redirects, NAME, "stable", value)
+    label = ActiveLabel(
+        pool,
+        SequenceVersions(),
+        label_metrics.redirects,
+        model=NAME,
+        name="stable",
+        value=value,
+    )
     assert all(admission.try_acquire(NAME) for _ in range(slots))
     waiting = asyncio.create_task(admission.acquire(NAME, 60)) if waits else None
     await asyncio.sleep(0)

@@ -127,7 +127,7 @@ async def managing(
     signatures = SignatureCache(dispatcher_of(pool))
     file = file or ModelsFile(None)
     async with Repository(
-        pool, signatures, open_state_store(state), file, Settings()
+        pool, signatures, open_state_store(state), models_file=file, settings=Settings()
     ) as repository:
         yield repository
     signatures.close()
@@ -813,7 +813,7 @@ async def test_state_of_a_replica_that_was_never_seen_is_deleted_later(
     state, gone = f"file://{tmp_path}/state.json", "127.0.9.9:8000"
     store = open_state_store(state)
     await store.write(CORDONS, (gone,), True)
-    token, _ = await store.begin_load(gone, "m")
+    token = (await store.begin_load(gone, "m")).token
     await store.end_load(gone, "m", token, "1")
     async with (
         simulated_replicas(2) as fakes,

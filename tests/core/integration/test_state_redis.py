@@ -601,7 +601,7 @@ async def test_redis_that_loses_its_data_gets_the_last_known_state_again(
         await first.set_desired_model("other", UNLOADED)
         await first.write(LABELS, ("core", "stable"), {"version": "1"})
         await second.write(CORDONS, ("a:8000",), True)
-        token, _ = await first.begin_load("a:8000", "core")
+        token = (await first.begin_load("a:8000", "core")).token
         await first.end_load("a:8000", "core", token, "1")
         known = await read_all(first)
         assert await read_all(second) == known

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from gateway.capabilities.uploads.errors import RepositoryUnavailable
 from gateway.capabilities.uploads.model_files.bucket_url import BucketLocation
@@ -43,7 +44,8 @@ class ObjectChanged(Exception):
     """A conditional write found another object than expected."""
 
 
-class ObjectEntry(NamedTuple):
+@dataclass(frozen=True)
+class ObjectEntry:
     """An object of the bucket, by its key below the prefix."""
 
     key: str
@@ -160,7 +162,7 @@ class Bucket:
                 for page in pages
                 for each in page
             ]
-        return sorted(found)
+        return sorted(found, key=lambda entry: entry.key)
 
     def list_top_level(self) -> list[str]:
         """Return the keys of the objects that are in no folder."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Final
 
 from gateway.capabilities.uploads.errors import RepositoryUnavailable
@@ -185,7 +186,7 @@ class BucketStore(ModelStore):
         if is_safe_path(path):
             with suppress(FileNotFoundError):
                 found = self._bucket.open(key)
-                return found._replace(sha256=found.sha256 or self._hash_object(key))
+                return replace(found, sha256=found.sha256 or self._hash_object(key))
         raise NotFound(NO_FILE)
 
     def _find_checksum(self, entry: ObjectEntry) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
 BUCKET_URL: Final = re.compile(
     r"s3://"
@@ -13,7 +14,8 @@ BUCKET_URL: Final = re.compile(
 )
 
 
-class BucketLocation(NamedTuple):
+@dataclass(frozen=True)
+class BucketLocation:
     """A bucket and the prefix of its keys. The empty endpoint is AWS."""
 
     bucket: str

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
 from gateway.capabilities.uploads.errors import InvalidModelFile
 from gateway.errors import MalformedRequest
@@ -81,7 +82,8 @@ def is_safe_segment(segment: str) -> bool:
 NEXT_VERSION: Final = 0  # the number that a version gets when it is published
 
 
-class FolderEntry(NamedTuple):
+@dataclass(frozen=True)
+class FolderEntry:
     """The place of an entry in a model's folder: in the folder itself (None), or in that of a version."""
 
     version: int | None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import BinaryIO, Final, NamedTuple
+from dataclasses import dataclass
+from typing import BinaryIO, Final
 
 from gateway.capabilities.uploads.errors import InvalidModelFile
 from gateway.capabilities.uploads.model_files.onnx_file import is_onnx_file
@@ -23,7 +24,8 @@ TORCH_ENTRY = b"/data.pkl"
 TORCH_HEAD_BYTES: Final = 1 << 10
 
 
-class FileKind(NamedTuple):
+@dataclass(frozen=True)
+class FileKind:
     """A kind of model file and its name in a version folder.
 
     `is_data` means that its backend runs no code of the file.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import BinaryIO, Final, NamedTuple
+from dataclasses import dataclass
+from typing import BinaryIO, Final
 
 MAX_TOP_LEVEL_FIELDS: Final = 5_000
 MAX_FIELD_HEADER_BYTES: Final = 20  # two varints
@@ -29,7 +30,8 @@ MODEL_FIELDS: Final = {
 REQUIRED_FIELDS: Final = frozenset((1, 7, 8))
 
 
-class WireField(NamedTuple):
+@dataclass(frozen=True)
+class WireField:
     """A field of a message: its number and type, and its value or the place of its content."""
 
     number: int

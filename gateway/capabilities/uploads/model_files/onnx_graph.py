@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import BinaryIO, Final, NamedTuple
+from dataclasses import dataclass
+from typing import BinaryIO, Final
 
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -43,7 +44,8 @@ UNREADABLE: Final = (
 )
 
 
-class OnnxTensor(NamedTuple):
+@dataclass(frozen=True)
+class OnnxTensor:
     """An input or output; `dims` is None if the file does not contain its shape."""
 
     name: str

@@ -7,7 +7,8 @@ import binascii
 import hashlib
 import re
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
 from gateway.capabilities.uploads.model_files.entry_names import is_safe_segment
 from gateway.capabilities.uploads.model_files.staging import StagedFile, StagedWriter, Staging
@@ -26,7 +27,8 @@ SHA256_BYTES: Final = 32
 SHA256_ITEM: Final = re.compile(r"(?:^|,)[ \t]*sha-256=:([A-Za-z0-9+/=]*):")
 
 
-class ReceivedFile(NamedTuple):
+@dataclass(frozen=True)
+class ReceivedFile:
     """A file of an upload, and the field of the form that contains it."""
 
     field: str

@@ -11,10 +11,10 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from gateway.capabilities.uploads.errors import RepositoryFull, RepositoryUnavailable
 
@@ -35,7 +35,8 @@ def translate_os_errors() -> Iterator[None]:
         raise RepositoryUnavailable(reason) from None
 
 
-class StagedFile(NamedTuple):
+@dataclass(frozen=True)
+class StagedFile:
     """A complete temporary file."""
 
     path: Path
@@ -76,7 +77,6 @@ class StagedWriter:
         self._file.close()
 
 
-@dataclass(eq=False, repr=False)
 class Staging:
     """The temporary files of one upload. `discard` removes those that were not installed.
 
@@ -84,11 +84,16 @@ class Staging:
     holds a number of bytes while they are written.
     """
 
-    _name_temporary: Callable[[], Path]
-    reserve: Callable[[int], AbstractContextManager[object]] = nullcontext
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _writers: list[StagedWriter] = field(default_factory=list)
-    _is_open: bool = True
+    def __init__(
+        self,
+        name_temporary: Callable[[], Path],
+        reserve: Callable[[int], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._name_temporary = name_temporary
+        self.reserve = reserve
+        self._lock = threading.Lock()
+        self._writers: list[StagedWriter] = []
+        self._is_open = True
 
     def check_open(self) -> None:
         if not self._is_open:

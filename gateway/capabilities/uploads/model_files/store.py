@@ -9,7 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from typing import Final, NamedTuple, ParamSpec, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Final, ParamSpec, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from gateway.capabilities.uploads.errors import RepositoryFull
@@ -32,7 +33,8 @@ class TooManyUploads(Overloaded):
     message = f"{MAX_UPLOADS} uploads are in progress; try again when one of them has ended"
 
 
-class FileEntry(NamedTuple):
+@dataclass(frozen=True)
+class FileEntry:
     """A file of a model, by its path in the model's folder."""
 
     path: str
@@ -40,7 +42,8 @@ class FileEntry(NamedTuple):
     sha256: str
 
 
-class FileContent(NamedTuple):
+@dataclass(frozen=True)
+class FileContent:
     """A file that is open for reading; its pieces are read in the threads of its store."""
 
     size: int

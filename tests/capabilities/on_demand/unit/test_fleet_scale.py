@@ -71,7 +71,9 @@ def build_fleet() -> LargeFleet:
         replica.health = Health(is_down=False)
         replica.index = build_index(number)
     signatures = SignatureCache(Dispatcher(pool))
-    repository = Repository(pool, signatures, MemoryStateStore(), ModelsFile(None), settings)
+    repository = Repository(
+        pool, signatures, MemoryStateStore(), models_file=ModelsFile(None), settings=settings
+    )
     admission = AdmissionQueue(64, 32, 100, pool.metrics)
     metrics = OnDemandMetrics(pool.metrics.create)
     activator = create_activator(pool, signatures, repository, admission, on_demand, metrics)
