@@ -101,7 +101,7 @@ class AppComponents:
 
 
 def build_components(settings: Settings, model_keys: KeyParsers = NO_KEYS) -> AppComponents:
-    """Build the components. Raises a `CommandError`: `BadAddress`, `BadKeysFile`, `BadState` …"""
+    """Build the components. Raises the `CommandError` of an invalid address, file or state."""
     sources = [parse_replica_source(url) for url in settings.triton_urls]
     tracer = None
     if settings.otlp_endpoint:
@@ -116,10 +116,20 @@ def build_components(settings: Settings, model_keys: KeyParsers = NO_KEYS) -> Ap
     )
 
 
+@dataclass(frozen=True)
+class FleetComponents:
+    """The components that know the replicas and their models."""
+
+    pool: ReplicaPool
+    dispatcher: Dispatcher
+    signatures: SignatureCache
+    inference: InferenceService
+    repository: Repository
+
+
 async def open_fleet(
     settings: Settings, components: AppComponents, metrics: Metrics, stack: AsyncExitStack
-) -> tuple[ReplicaPool, Dispatcher, SignatureCache, InferenceService, Repository]:
-    """Open the components that know the replicas and their models."""
+) -> FleetComponents:
     pool = ReplicaPool(components.sources, settings, components.tls, metrics)
     await stack.enter_async_context(pool)
     dispatcher = Dispatcher(pool)
@@ -136,7 +146,7 @@ async def open_fleet(
     await stack.enter_async_context(repository)
     metrics.collector_registry.register(FleetCollector(pool, repository))
     metrics.collector_registry.register(StateCollector(components.store))
-    return pool, dispatcher, signatures, inference, repository
+    return FleetComponents(pool, dispatcher, signatures, inference=inference, repository=repository)
 
 
 @asynccontextmanager
@@ -147,9 +157,7 @@ async def run_services(
     async with AsyncExitStack() as stack:
         stack.callback(logs.flush)  # a worker is killed by its own signal right afterwards
         metrics = Metrics()
-        pool, dispatcher, signatures, inference, repository = await open_fleet(
-            settings, components, metrics, stack
-        )
+        fleet = await open_fleet(settings, components, metrics, stack)
         decoders = DecodeExecutor(settings.decode_threads, settings.max_pixels_in_flight, metrics)
         stack.push_async_callback(decoders.close)
         admission = AdmissionQueue(
@@ -163,7 +171,7 @@ async def run_services(
         authenticator = Authenticator(
             components.keys_file, settings.allowed_hosts, paths, local_admin=settings.local_admin
         )
-        maintenance = Maintenance(pool, dispatcher, repository.state)
+        maintenance = Maintenance(fleet.pool, fleet.dispatcher, fleet.repository.state)
         for work in (
             update_metrics(metrics, admission, memory),
             trim_heaps(memory),
@@ -177,21 +185,21 @@ async def run_services(
         management_headers = [] if restricted is None else restricted.headers
         tune_interpreter()
         yield Services(
-            settings,
-            pool,
-            dispatcher,
-            signatures,
-            inference,
-            repository,
-            FleetStatistics(pool, management_headers),
-            decoders,
-            admission,
-            memory,
-            metrics,
-            authenticator,
-            ModelResolver(),
-            RateLimiter(metrics, components.store.rate_windows),
-            maintenance,
-            components.tracer,
-            management_headers,
+            settings=settings,
+            pool=fleet.pool,
+            dispatcher=fleet.dispatcher,
+            signatures=fleet.signatures,
+            inference=fleet.inference,
+            repository=fleet.repository,
+            statistics=FleetStatistics(fleet.pool, management_headers),
+            decode_executor=decoders,
+            admission=admission,
+            memory=memory,
+            metrics=metrics,
+            access=authenticator,
+            resolver=ModelResolver(),
+            rate_limiter=RateLimiter(metrics, components.store.rate_windows),
+            maintenance=maintenance,
+            tracer=components.tracer,
+            management_headers=management_headers,
         )

@@ -120,7 +120,6 @@ def check_regular_file(status: os.stat_result) -> None:
 
 
 def read_config_file(path: Path) -> str:
-    """Return the text of a file in UTF-8. Raises `OSError` or `UnicodeDecodeError`."""
     # A pipe without a writer would block without O_NONBLOCK.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         check_regular_file(os.fstat(file.fileno()))
@@ -199,7 +198,6 @@ class WatchedFile(Generic[T]):
         return max(self._deadline - time.monotonic(), 0.0)
 
     def _finish_check(self) -> bool:
-        """Use the result of the check if there is one."""
         check = self._check
         if check is None:  # another task has used it
             return False

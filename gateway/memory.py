@@ -90,7 +90,6 @@ class MemoryBudget:
         return self.used_bytes > self._total_bytes // 2
 
     def has_room(self, needed_bytes: int) -> bool:
-        """Return whether a new request can reserve this much now."""
         return self.used_bytes + needed_bytes <= self._limit_bytes(needed_bytes)
 
     def reserve(self, kind: MemoryKind, held_bytes: int, more_bytes: int) -> None:
@@ -150,7 +149,6 @@ class MemoryCharge:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Count what the request holds as waiting for its model."""
         kind = self.kind
         self.change_kind("held")
         try:

@@ -94,11 +94,9 @@ class Services:
         self._provided[type(component)] = component
 
     def find(self, kind: type[T]) -> T | None:
-        """Return the component of this class, if there is one."""
         return self._provided.get(kind)
 
     def get(self, kind: type[T]) -> T:
-        """Return the component of this class, which exists."""
         component: T = self._provided[kind]
         return component
 

@@ -170,7 +170,6 @@ def extract_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
 
 
 def hash_key(scope: Scope) -> bytes:
-    """Return the SHA-256 of a request's key. Raises `Unauthenticated`."""
     return hashlib.sha256(extract_key(scope["headers"])).digest()
 
 
@@ -251,7 +250,6 @@ def explain_remote_origin(scope: Scope) -> str:
 
 
 def explain_foreign_headers(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return the reason why the headers are those of a proxy or a web page; empty if they are not."""
     origin = host = ""
     for name, value in headers:
         if name == b"host":

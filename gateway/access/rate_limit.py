@@ -94,7 +94,6 @@ class LocalRateWindows:
     def count(
         self, window: RateLimitItem, name: str, inferences: int = 1, *, opens_window: bool = False
     ) -> WindowCount:
-        """Count as `RateWindows.count` does."""
         now = self._clock()
         length_s = window.get_expiry()
         times = self._times.setdefault((name, window.amount, length_s), deque())

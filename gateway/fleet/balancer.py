@@ -157,11 +157,9 @@ class SlowStart:
 
 
 def find_start(previous: WarmUp, replica: StartedReplica, now: float) -> float:
-    """Return since when the replica is a candidate: now, if its process is another one."""
     is_restarted = replica.up_since > previous.tracked_at
     return now if is_restarted else previous.since.get(replica.name, now)
 
 
 def compute_share(age_s: float, duration_s: float) -> float:
-    """Return the share of a replica's requests that it gets at this age."""
     return min(max(age_s / duration_s, MIN_SHARE), 1.0)

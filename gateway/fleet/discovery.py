@@ -22,7 +22,6 @@ DNS_PREFIX = "dns+"
 
 
 async def resolve_host(name: str) -> list[str]:
-    """Return the addresses of a DNS name. Raises `OSError`."""
     entries = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
     return sorted({str(entry[4][0]) for entry in entries})
 
@@ -42,7 +41,6 @@ class DnsName:
         return self.address.tls
 
     async def find_addresses(self) -> list[ReplicaAddress]:
-        """Resolve the name. Raises `OSError` or `UnicodeError`."""
         name = self.address.host
         hosts = await self.resolver(name)
         return [replace(self.address, host=host, server_name=name) for host in hosts]

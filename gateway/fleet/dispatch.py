@@ -201,7 +201,6 @@ class Dispatcher:
         return self._sequences.choose_replica(target.model, step, untried, holders)
 
     async def _wait_for_model(self, target: RequestTarget, timeout_s: float) -> float:
-        """Wait until the model can be used; return the remaining seconds."""
         activator = self._pool.activator
         model = target.model
         version = target.version
@@ -382,7 +381,6 @@ def prefer_grpc(candidates: Sequence[Replica]) -> Sequence[Replica]:
 
 
 def is_replica_failure(error: GatewayError) -> bool:
-    """Return whether Triton or the model failed, and not because of the request."""
     return error.is_from_triton and isinstance(error, REPLICA_FAILURES)
 
 

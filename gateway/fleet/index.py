@@ -78,7 +78,6 @@ class Index:
 
     @cached_property
     def state_counts(self) -> Counter[str]:
-        """The number of models by state."""
         return Counter(self.model_state(name).state for name in self.models)
 
     def is_ready(self, model: str, version: str = "") -> bool:
@@ -93,7 +92,6 @@ class Index:
         return frozenset(number for number, value in versions.items() if value.state == READY)
 
     def model_state(self, model: str) -> VersionState:
-        """Return the state of the model's best version."""
         return self._model_states.get(model, NOT_IN_REPOSITORY)
 
     @cached_property

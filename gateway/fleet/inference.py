@@ -12,6 +12,7 @@ from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.transports import (
     GrpcStreamCall,
     GrpcUnaryCall,
+    StartedStream,
     prepare_http_infer,
     read_infer_response,
 )
@@ -19,7 +20,6 @@ from gateway.tasks import run_together
 from gateway.telemetry.request_info import measure_upstream_time
 from gateway.tensors.outputs import InferResult, concatenate_results
 from gateway.tensors.signature import Signature
-from gateway.triton.grpc.byte_channel import ByteStream
 from gateway.triton.inference import InferRequest, InferResponse, decode_http_response
 
 # Pieces of one batch in flight; each uses a connection of its own.
@@ -98,14 +98,15 @@ class InferenceService:
             )
         call = GrpcStreamCall(request)
         try:
-            stream, first = await self._dispatcher.send(call, request.remaining_s)
-            if stream.first_error is not None:  # `/v1` has no results after an error
-                stream.close()
-                raise stream.first_error
+            started = await self._dispatcher.send(call, request.remaining_s)
+            error = started.stream.first_error
+            if error is not None:  # `/v1` has no results after an error
+                started.stream.close()
+                raise error
         except STALE_SIGNATURE_ERRORS as exc:
             self._check_signature(request, exc)
             raise
-        return iterate_results(request, stream, first)
+        return iterate_results(request, started)
 
     def _check_signature(self, request: InferRequest, error: GatewayError) -> None:
         """Invalidate the signature if Triton contradicts it. A client's own mismatch says nothing of it."""
@@ -118,14 +119,15 @@ class InferenceService:
 
 
 async def iterate_results(
-    request: InferRequest, stream: ByteStream, first: InferResponse | None
+    request: InferRequest, started: StartedStream
 ) -> AsyncGenerator[InferResult, None]:
+    response = started.first
     try:
-        while first is not None:
-            yield build_result(request, first)
-            first = await read_infer_response(stream, request.target.timeout_s)
+        while response is not None:
+            yield build_result(request, response)
+            response = await read_infer_response(started.stream, request.target.timeout_s)
     finally:
-        stream.close()
+        started.stream.close()
 
 
 def build_result(request: InferRequest, response: InferResponse) -> InferResult:

@@ -74,7 +74,6 @@ class OutlierDetector:
         return model in self._counts
 
     def list_models(self, replica: str) -> list[str]:
-        """Return the models of which the replica is an outlier."""
         return sorted(model for model, outliers in self._outliers.items() if replica in outliers)
 
     def record(

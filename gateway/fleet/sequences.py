@@ -60,7 +60,6 @@ class SequenceRouter:
         return sum(name == replica and used >= oldest for name, used in self._running.values())
 
     def runs_on(self, model: str, replicas: Set[str]) -> bool:
-        """Return whether a known sequence of the model runs on one of the replicas."""
         return any(key[0] == model and name in replicas for key, (name, _) in self._running.items())
 
     def is_known(self, model: str, step: SequenceStep) -> bool:
@@ -112,7 +111,6 @@ class SequenceRouter:
 
 
 def choose_by_rendezvous(key: SequenceKey, replicas: Iterable[ReplicaT]) -> ReplicaT:
-    """Return the replica with the highest hash of its name and the sequence."""
     model, sequence_id = key
 
     def weight(replica: ReplicaT) -> bytes:

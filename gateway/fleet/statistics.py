@@ -127,7 +127,6 @@ class FleetStatistics:
             return exc
 
     async def _read(self, replica: Replica, target: RequestTarget) -> bytes:
-        """Return a replica's response. Raises Triton's error or a transport error."""
         path = triton_model_path(target.model, target.version) if target.model else "/v2/models"
         response = await replica.http.request(
             b"GET",
@@ -176,7 +175,6 @@ class FleetStatistics:
 
 
 def parse_statistics(body: bytes) -> list[Statistics]:
-    """Return the statistics of each version. Raises `BadUpstream`."""
     match decode_json(body):
         case {"model_stats": [*versions]} if all(map(is_statistics, versions)):
             return versions
@@ -200,7 +198,6 @@ def is_statistics(value: Any) -> bool:
 
 
 def has_fallen(before: Statistics, now: Statistics) -> bool:
-    """Return whether a replica counts less than before."""
     return any(map(int.__gt__, list_counts(before), list_counts(now)))
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Final, Protocol, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeVar
 
 import orjson
 
@@ -75,8 +75,7 @@ class UpstreamCall(Protocol[T_co]):
         """Make one attempt. Raises Triton's error, that of the transport, or `FailedResponse`."""
 
 
-@dataclass(frozen=True)
-class HttpCall:
+class HttpCall(NamedTuple):
     """A request over HTTP, which costs least. A client disconnect does not cancel it in Triton."""
 
     target: RequestTarget
@@ -100,7 +99,7 @@ class HttpCall:
         segments = path.split(b"/")
         segments[4 : 6 if self.target.version else 4] = [b"versions", version.encode()]
         target = self.target._replace(version=version)
-        return replace(self, target=target, path=b"/".join(segments) + mark + query)
+        return self._replace(target=target, path=b"/".join(segments) + mark + query)
 
     async def send(
         self, replica: Replica, timeout_s: float, trace: Trace | None
@@ -185,14 +184,20 @@ class GrpcUnaryCall(GrpcInferCall):
             return await decode_http_response(await response.read_complete())
 
 
+@dataclass(frozen=True)
+class StartedStream:
+    """A stream and its first response, unless it ended without any."""
+
+    stream: ByteStream
+    first: InferResponse | None
+
+
 class GrpcStreamCall(GrpcInferCall):
     """An inference with any number of responses; an attempt ends with the first."""
 
     needs_grpc: ClassVar[bool] = True
 
-    async def send(
-        self, replica: Replica, timeout_s: float, trace: Trace | None
-    ) -> tuple[ByteStream, InferResponse | None]:
+    async def send(self, replica: Replica, timeout_s: float, trace: Trace | None) -> StartedStream:
         client_metadata = build_grpc_metadata(self.request.trace_headers)
         with trace_grpc_attempt(trace, replica, client_metadata) as metadata:
             message = await self.request.encode(encode_grpc_request)
@@ -206,8 +211,8 @@ class GrpcStreamCall(GrpcInferCall):
                 stream.close()
                 raise
         if stream.first_error is not None:
-            raise FailedResponse(stream.first_error, (stream, None))
-        return stream, first
+            raise FailedResponse(stream.first_error, StartedStream(stream, None))
+        return StartedStream(stream, first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +315,6 @@ async def request_json(
 
 
 def decode_json(body: bytes) -> Any:
-    """Return a response's JSON; None for an empty body. Raises `BadUpstream`."""
     try:
         return orjson.loads(body) if body else None
     except orjson.JSONDecodeError as exc:

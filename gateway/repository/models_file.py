@@ -114,7 +114,6 @@ def parse_declared_model(entry: Any, capability_keys: KeyParsers) -> DeclaredMod
 
 
 def parse_required(entry: Mapping[str, Any]) -> bool:
-    """Return whether a gateway that cannot serve the model is not ready."""
     if "required" not in entry:
         return False
     if entry["required"] != "always":

@@ -217,7 +217,6 @@ class OperationRunner:
     async def _record_result(
         self, operation_id: str, report: OperationReport, status: str, **failure: str
     ) -> None:
-        """Record the result as soon as the state is available, unless that takes too long."""
         give_up_at = monotonic() + OPERATION_TTL_S
         while monotonic() < give_up_at:
             with suppress(StateUnavailable):  # the store logs it

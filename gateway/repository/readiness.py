@@ -62,7 +62,6 @@ class ReadinessMonitor:
             self.check(is_draining=False)
 
     def find_missing_models(self) -> Collection[str]:
-        """Return the declared models that are ready on fewer replicas than the quorum."""
         declared = self._state.declared_models
         return find_unready_models(self._list_statuses(), declared, self._quorum).keys()
 

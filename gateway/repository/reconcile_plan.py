@@ -50,14 +50,13 @@ def merge_declared_models(
     return merged
 
 
-def filter_uploads(
+def find_ignored_models(
     desired_models: Mapping[str, DesiredModel], *, can_upload: bool
-) -> tuple[dict[str, DesiredModel], dict[str, str]]:
-    """Split the desired models into the permitted ones, and the reasons for ignoring the others.
+) -> dict[str, str]:
+    """Return model → reason for the desired models that are not permitted.
 
     Write access to the state does not imply the right to upload code.
     """
-    accepted: dict[str, DesiredModel] = {}
     ignored: dict[str, str] = {}
     for model, desired in desired_models.items():
         if not (model and is_model_name(model)):  # Triton would take it for a path
@@ -67,9 +66,7 @@ def filter_uploads(
             check_load_parameters(desired.parameters, can_upload=can_upload)
         except (Forbidden, MalformedRequest) as exc:
             ignored[model] = exc.detail
-        else:
-            accepted[model] = desired
-    return accepted, ignored
+    return ignored
 
 
 def plan_actions(

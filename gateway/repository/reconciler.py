@@ -129,7 +129,6 @@ class Reconciler:
                 self._pool.changes.set()
 
     def is_locked(self, model: str) -> bool:
-        """Return whether a call for the model, or an action on it, is in progress."""
         return model in self._locks or any(key[1] == model for key in self.action_tasks)
 
     def run_action(
@@ -148,7 +147,6 @@ class Reconciler:
                     del table[key]
 
     def _list_problems(self) -> ModelProblems:
-        """Return what this gateway knows."""
         conflicts: dict[str, list[str]] = {}
         for (replica, model), corrections in self._corrections.items():
             if corrections.repetitions >= CONFLICT_CORRECTIONS:
@@ -198,7 +196,6 @@ class Reconciler:
         return {name for name, at in self._absent_since.items() if now - at >= MAX_ABSENCE_S}
 
     def _start_missing_actions(self) -> None:
-        """Start the missing actions, a few per replica at a time, and none that is in backoff."""
         desired_models = self._state.merge_models()
         for replica in list(self._pool.replicas.values()):
             name = replica.name

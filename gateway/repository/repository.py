@@ -108,7 +108,6 @@ class Repository:
     # What the fleet should have, and what it has.
 
     def outdated_replicas(self, model: str) -> list[str]:
-        """Return the replicas that have not confirmed the last load of a model."""
         desired = self.state.merge_model(model)
         loads = self.state.loads
         if desired is None or not desired.load_id:
@@ -185,7 +184,6 @@ class Repository:
             yield
 
     async def _find_loading_replicas(self, model: str) -> list[str]:
-        """Return the replicas that load the model, and answer."""
         pool = self._pool
         await pool.monitor.probe_all(MAX_INDEX_WAIT_S)
         await self.state.refresh_loads()
@@ -198,7 +196,6 @@ class Repository:
         ]
 
     def is_wanted(self, model: str) -> bool:
-        """Return whether a replica has the model ready, or should have it."""
         return self.state.is_desired(model) or self._pool.is_ready(model)
 
     async def start_operation(

@@ -17,7 +17,7 @@ from gateway.errors import ChangeInProgress, StateUnavailable
 from gateway.fleet.replica import Replica
 from gateway.messages import describe_difference, join_names, quote_text
 from gateway.repository.models_file import DeclaredModel, ModelsFile
-from gateway.repository.reconcile_plan import filter_uploads, merge_declared_models
+from gateway.repository.reconcile_plan import find_ignored_models, merge_declared_models
 from gateway.repository.state.desired import CORDONS, MODELS, DesiredModel, StateStore
 from gateway.repository.state.loads import (
     Loads,
@@ -120,8 +120,10 @@ class SharedState:
     async def _read_desired_models(self) -> None:
         self._stored_models = await self.store.read(MODELS)
         previous = self.desired_models
-        can_upload = self._can_upload
-        self.desired_models, ignored = filter_uploads(self._stored_models, can_upload=can_upload)
+        ignored = find_ignored_models(self._stored_models, can_upload=self._can_upload)
+        self.desired_models = {
+            model: desired for model, desired in self._stored_models.items() if model not in ignored
+        }
         if self._is_known and self.desired_models != previous:
             difference = describe_difference(previous, self.desired_models)
             log.info("the desired state has changed: %s", difference)
@@ -131,7 +133,6 @@ class SharedState:
         self._ignored_models = ignored
 
     def get_revision(self, model: str) -> int:
-        """Return the revision of the stored desired state of a model; 0 if it has none."""
         stored = self._stored_models.get(model)
         return 0 if stored is None else stored.revision
 
@@ -155,7 +156,6 @@ class SharedState:
         return merge_declared_models(self.desired_models, self.declared_models)
 
     def merge_model(self, model: str) -> DesiredModel | None:
-        """Return the desired state of one model, its declaration included."""
         desired = self.desired_models
         declared = self.declared_models
         return merge_declared_models(
@@ -223,7 +223,6 @@ class SharedState:
             yield
 
     def describe_change(self, model: str) -> str:
-        """Return what is known of a change of the model by another gateway."""
         replicas = [
             name for name, loads in self.loads.items() if is_in_progress(loads.get(model, ""))
         ]

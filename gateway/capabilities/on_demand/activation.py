@@ -88,7 +88,6 @@ class ModelActivator:
         self._wants_places = asyncio.Event()
 
     def can_activate(self, model: str) -> bool:
-        """Return whether requests for the model wait while no replica has it ready."""
         if not self._pool.has_live_replica:
             return self.loader.settings.hold_s > 0
         if self._is_loadable(model):
@@ -97,7 +96,6 @@ class ModelActivator:
         return self.loader.settings.hold_s > 0 and self.loader.state.is_desired(model)
 
     def is_on_demand(self, model: str) -> bool:
-        """Return whether requests load the model, and no administrator has loaded or unloaded it."""
         return self.loader.models.is_on_demand(model)
 
     def matches(self, model: str) -> bool:
@@ -324,7 +322,6 @@ class ModelActivator:
         return self.loader.choose_placement(model, load.callers.keys())
 
     async def _load_once(self, model: str, replica: str, callers: Set[str]) -> bool:
-        """Load the model unless there is no room any longer. Raises the error of a failed load."""
         started_at = perf_counter()
         async with self._reconciler.lock_model(model):
             if self._pool.is_usable(model) or not self._is_loadable(model):
@@ -392,7 +389,6 @@ def build_no_room_error(model: str, obstacle: NoPlacement) -> NoRoom:
 
 
 def hold_charge() -> AbstractContextManager[None]:
-    """Count the memory of the current request as held, during the context."""
     info = current_request_info.get()
     return nullcontext() if info is None or info.charge is None else info.charge.hold()
 

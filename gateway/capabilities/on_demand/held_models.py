@@ -89,7 +89,6 @@ class ModelFactsCache:
         return find_all_parts(model, self.facts)
 
     def list_memory_mb(self, model: str) -> dict[str, int]:
-        """Return the memory of the model and of each of its parts, by name."""
         return {name: self.get_memory_mb(name) for name in (model, *self.find_parts(model))}
 
 

@@ -96,7 +96,6 @@ class OnDemandLoader:
         )
 
     def find_holders(self) -> dict[str, list[Replica]]:
-        """Return the replicas in service that have each model, or load it."""
         holders: dict[str, list[Replica]] = {}
         for replica in self._list_controllable_replicas():
             if replica.name not in self._pool.cordoned:
@@ -116,7 +115,6 @@ class OnDemandLoader:
     # Loads.
 
     def choose_placement(self, model: str, callers: Set[str]) -> Placement | NoPlacement:
-        """Return the replica for a load that `callers` wait for, judging by the last known indexes."""
         replicas = self.held.describe(self.list_candidates(model), callers)
         return choose_placement(replicas, self.facts.list_memory_mb(model), self._budget)
 
@@ -166,7 +164,6 @@ class OnDemandLoader:
         self.usage.read_reports(reports)
 
     def is_locked(self, replica_name: str) -> bool:
-        """Return whether this gateway makes a decision on the replica."""
         return self.state.has_lease(f"replica:{replica_name}")
 
     async def _make_room(
@@ -227,7 +224,6 @@ class OnDemandLoader:
         await repeat("on_demand", unload)
 
     def _find_surplus_replicas(self) -> list[Replica]:
-        """Return the replicas with idle models, or that exceed the budget; the others are not locked."""
         replicas = self._list_controllable_replicas()
         return [
             replica

@@ -90,7 +90,6 @@ class ModelCopies:
             self._backoffs.pop(model, None)
 
     async def _unload(self, model: str, holders: list[Replica]) -> None:
-        """Unload the copy on the replica that holds most. It waits until the model has no request."""
         loads = dict(zip(holders, self._loader.held.describe(holders), strict=True))
         removable = [replica for replica, load in loads.items() if is_removable(load, model)]
         if not removable:

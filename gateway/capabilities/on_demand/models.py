@@ -78,7 +78,6 @@ class OnDemandModels:
         return self.matches(model)
 
     def matches(self, model: str) -> bool:
-        """Return whether the models file or a pattern names the model as one to load on demand."""
         return model in self._state.capability_models or any(
             fnmatchcase(model, pattern) for pattern in self._patterns
         )
@@ -112,7 +111,6 @@ class UseTimes:
             times[UNKNOWN_CALLER] = max(times.pop(earliest), unknown_at)
 
     def find_callers(self, model: str, since: float) -> dict[str, float]:
-        """Return the callers that used the model since then, with the times of their last uses."""
         times = self._by_caller.get(model, {})
         return {caller: used_at for caller, used_at in times.items() if used_at > since}
 
@@ -160,7 +158,6 @@ class ModelUsage:
 
     @property
     def waiting_callers(self) -> Set[str]:
-        """Return the callers whose loads wait for room, on all gateways."""
         return self.turns.callers | self._others_waiting
 
     def build_report(self) -> dict[str, Any]:
@@ -181,7 +178,6 @@ class ModelUsage:
         }
 
     def read_reports(self, reports: Iterable[Mapping[str, Any]]) -> None:
-        """Take over what other gateways reported."""
         now = self._clock()
         self._others_requests = {}
         self._others_demand = 0
@@ -221,7 +217,6 @@ class ModelUsage:
         return self.count_own_demand() + self._others_demand
 
     def count_own_demand(self) -> int:
-        """Return the number of inferences of this gateway that run or wait."""
         return self.admission.running + self.admission.waiting + self.held_requests
 
     @property

@@ -281,7 +281,6 @@ class LoadTurns:
 
 
 def plan_copies(mean_demand: float, copies: int, limits: CopyLimits) -> int:
-    """Return the number of copies that a model needs for its mean number of concurrent requests."""
     if copies < limits.minimum or (
         copies < limits.maximum and mean_demand > DEMAND_FOR_COPY * copies
     ):
@@ -330,6 +329,5 @@ def update_load_time(expected_s: float | None, duration_s: float) -> float:
 
 
 def compute_retry_after_s(expected_s: float | None, elapsed_s: float) -> int:
-    """Return when a load will be finished, judging by earlier loads: at least one second."""
     remaining_s = (UNKNOWN_LOAD_S if expected_s is None else expected_s) - elapsed_s
     return max(math.ceil(remaining_s), 1)

@@ -119,7 +119,6 @@ class FleetScaler:
         await self._server.wait_for_termination(CLOSE_TIMEOUT_S)
 
     def is_active(self, linger_s: float) -> bool:
-        """Return whether requests run or wait, or did until a short time ago."""
         return self._usage.count_demand() > 0 or self._usage.idle_s < linger_s
 
     async def _poll_activity(self) -> None:
@@ -135,7 +134,6 @@ class FleetScaler:
         return encode_message("IsActiveResponse", result=self.is_active(linger_s))
 
     async def _stream_activity(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
-        """Yield the state now, and at once when it changes."""
         linger_s = await read_metadata(raw, context, LINGER_KEY, DEFAULT_LINGER_S)
         watch = ActivityWatch(linger_s, self.is_active(linger_s))
         self._watches.add(watch)
@@ -167,7 +165,6 @@ class FleetScaler:
 
 
 async def read_metadata(raw: bytes, context: Any, key: str, default: float) -> float:
-    """Return a number of the trigger's metadata, or the default if it is missing or invalid."""
     try:
         reference = decode_message("ScaledObjectRef", raw)
     except DecodeError:
@@ -188,5 +185,4 @@ def encode_message(name: str, /, **fields: Any) -> bytes:
 
 
 def decode_message(name: str, raw: bytes) -> Any:
-    """Decode a message. Raises protobuf's `DecodeError`."""
     return CLASSES[f"externalscaler.{name}"].FromString(raw)

@@ -111,7 +111,6 @@ class ModelPublisher:
             return upload
 
     async def _apply(self, model: str, change: ModelChange, *, load: bool) -> None:
-        """Load the model with changed files; revert the change if no replica could load it."""
         try:
             if load:
                 await self._repository.load(model, {})

@@ -287,7 +287,6 @@ async def stream_pieces(files: ModelStore, pieces: Iterator[bytes]) -> AsyncIter
 
 
 def get_files(services: Services) -> ModelStore:
-    """Return the store of the repository. Raises `RepositoryNotConfigured`."""
     return find_publisher(services).files
 
 
@@ -308,7 +307,6 @@ def get_publisher(services: Services) -> ModelPublisher:
 
 
 def check_stored_name(model: str) -> None:
-    """Check that an uploaded model can have the name. Raises `UnknownModel`."""
     if not is_storable_name(model):
         raise UnknownModel(model)
 
@@ -323,7 +321,6 @@ def find_stored_version(model: str, version: str) -> int:
 
 
 def record_version(request: Request, version: str, upload: ModelUpload | None = None) -> None:
-    """Add the facts of the call to the audit log."""
     info: RequestInfo = request.scope["request_info"]
     if info.management_call is not None:
         info.management_call.version = version

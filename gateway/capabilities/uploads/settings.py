@@ -47,11 +47,9 @@ class UploadSettings(CapabilitySettings):
 
     @property
     def repository_folder(self) -> Path | None:
-        """Return the folder of GATEWAY_REPOSITORY; None if it is not a folder."""
         folder = self.repository.removeprefix("file://")
         return Path(folder) if folder != self.repository else None
 
     @property
     def repository_bucket(self) -> BucketLocation | None:
-        """Return the bucket of GATEWAY_REPOSITORY; None if it is not a bucket."""
         return parse_bucket_url(self.repository)

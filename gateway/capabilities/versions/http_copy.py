@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -62,7 +61,7 @@ class HttpCopy:
         self.is_dropped = False
         self.call = call  # the call to send instead of the original
         if isinstance(call.body, AsyncIterator):
-            self.call = replace(call, body=self._copy_chunks(call.body))
+            self.call = call._replace(body=self._copy_chunks(call.body))
         else:
             chunks = call.body if isinstance(call.body, list) else [call.body]
             self._chunks = [bytes(chunk) for chunk in chunks]
@@ -80,7 +79,6 @@ class HttpCopy:
             yield chunk
 
     def watch_response(self, send: Send, request_id: str) -> Send:
-        """Return the function that sends the response, after which the copy is sent."""
         received: list[bytes] = []
         headers: Headers = []
         size_bytes = 0
@@ -114,7 +112,7 @@ class HttpCopy:
         timeout_s = self._call.target.timeout_s
         headers = [header for header in call.headers if header[0] not in NOT_COPIED]
         headers.append((b"content-length", b"%d" % len(body)))
-        call = replace(call, headers=headers, body=body)
+        call = call._replace(headers=headers, body=body)
 
         async def send(replica: Replica) -> Arrays:
             upstream = await call.send(replica, timeout_s, None)
@@ -127,7 +125,6 @@ class HttpCopy:
         return ShadowCopy(self._label, self._shadow, request_id, size_bytes, send, read_response)
 
     async def _read_outputs(self, reply: CompleteResponse) -> Arrays:
-        """Return the outputs of a response of `infer` or `generate`. Raises `BadUpstream`."""
         encoding = reply.header(b"content-encoding").decode("latin-1")
         if encoding in ZLIB_WBITS:
             chunks = inflate_chunks(iterate_once(reply.body), ZLIB_WBITS[encoding])

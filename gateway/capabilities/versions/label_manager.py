@@ -80,7 +80,6 @@ class LabelManager(VersionPolicy):
         return () if label is None else label.value.shares
 
     def choose(self, scope: Scope, model: str, version: str) -> LabelChoice | None:
-        """Return the choice of the label, if it exists. Raises `LabelNotReady`."""
         label = self._router.find_label(model, version or DEFAULT_LABEL)
         return None if label is None else LabelChoice(label, scope, self._shadows)
 
@@ -161,7 +160,6 @@ class LabelManager(VersionPolicy):
             )
 
     def _check_version(self, model: str, version: str) -> None:
-        """Check that the quorum of replicas has the version ready. Raises `VersionNotReady`."""
         replicas = list(self._pool.replicas.values())
         reasons = {
             replica.name: reason
@@ -173,7 +171,6 @@ class LabelManager(VersionPolicy):
             raise VersionNotReady(model, version, listed)
 
     def _explain_unready(self, replica: Replica, model: str, version: str) -> str:
-        """Return the reason why a replica cannot serve the version; empty if it can."""
         state = self._pool.replica_state(replica)
         if state > HealthState.EJECTED:
             return state.name.lower()

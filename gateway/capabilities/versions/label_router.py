@@ -102,7 +102,6 @@ class ActiveLabel:
         self._seen_change = -1
 
     def choose_version(self, scope: Scope) -> str:
-        """Return the version of a request. Raises `LabelNotReady`."""
         ready = self.find_ready_shares()
         if not self._is_split:
             return next(iter(ready))
@@ -210,7 +209,6 @@ class LabelRouter:
         return self._active.get((model, name))
 
     async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
-        """Store a label, or delete it if None."""
         await self._stored.set((model, name), None if label is None else label.to_dict())
         self._update()
 

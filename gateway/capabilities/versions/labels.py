@@ -81,7 +81,6 @@ def is_label_name(name: str) -> bool:
 
 
 def check_label_name(name: str) -> None:
-    """Check that the name is a word in lower case. Raises `InvalidLabel`."""
     if not is_label_name(name):
         raise InvalidLabel(
             f"{quote_text(name)} is not a valid label: a label begins with a letter and has at most 63 of "
@@ -121,7 +120,6 @@ def parse_label(document: Any, *, is_stored: bool = False) -> VersionLabel:
 
 
 def decode_labels(table: RawTable) -> LabelTable:
-    """Return the labels of the state. Raises `UnreadableState` for an invalid name or label."""
     decoded: dict[str, dict[str, VersionLabel]] = {}
     for model, labels in table.items():
         for name, document in labels.items():

@@ -72,5 +72,4 @@ def _weigh_hash(version: str, key: str) -> float:
 
 
 def find_largest_share(shares: Mapping[str, int]) -> str:
-    """Return the version with the largest share; of equal ones the first."""
     return max(shares, key=lambda version: shares[version])

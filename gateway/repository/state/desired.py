@@ -51,7 +51,6 @@ class DesiredModel:
 
 
 def decode_models(table: RawTable) -> Mapping[str, DesiredModel]:
-    """Decode the table of desired models. Raises `UnreadableState`."""
     return {name: parse_desired_model(name, document) for name, document in table.items()}
 
 
@@ -145,7 +144,6 @@ def is_operation_id(operation_id: str) -> bool:
 
 
 def decode_operation(raw: bytes) -> Document:
-    """Return the record of an operation. Raises `UnreadableState`."""
     document = decode_state(raw)
     if not isinstance(document, dict):
         raise UnreadableState("unexpected structure of an operation")

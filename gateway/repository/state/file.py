@@ -363,7 +363,6 @@ def file_stamp(status: os.stat_result) -> tuple[int, ...]:
 
 
 def read_snapshot(path: Path) -> FileSnapshot:
-    """Read the state file. Raises `OSError` or `UnreadableState`."""
     with ExitStack() as stack:
         file = stack.enter_context(path.open("rb"))
         stamp = file_stamp(os.fstat(file.fileno()))
@@ -373,7 +372,6 @@ def read_snapshot(path: Path) -> FileSnapshot:
 
 
 def parse_state_document(document: Any) -> Document:
-    """Validate the content of the state file. Raises `UnreadableState`."""
     match document:
         case {"format": int(version)} if version != STATE_FORMAT:
             raise UnreadableState(f"format {version} is not supported, only format {STATE_FORMAT}")

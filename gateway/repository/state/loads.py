@@ -36,7 +36,6 @@ def parse_loads(document: Any) -> Loads:
 
 
 def new_load_token(owner: str) -> str:
-    """Return a token for a load in progress in the process `owner`."""
     return f"{IN_PROGRESS_PREFIX}{owner}:{secrets.token_hex(8)}"
 
 
@@ -86,6 +85,5 @@ def drop_orphaned_loads(loads: Loads, live_owners: frozenset[str]) -> Loads:
 
 
 def load_owners(loads: Loads) -> frozenset[str]:
-    """Return the processes that have loads in progress."""
     all_loads = (load for models in loads.values() for load in models.values())
     return frozenset(token_owner(load) for load in all_loads if is_in_progress(load))

@@ -110,6 +110,14 @@ HASH: Final = EntryCommands("HGETALL", "HSET", "HDEL")
 SET: Final = EntryCommands("SMEMBERS", "SADD", "SREM")
 
 
+@dataclass(frozen=True, order=True)
+class Position:
+    """The state that a table shows: how often it had been restored, and the revision since."""
+
+    restorations: int = 0
+    revision: int = 0
+
+
 @dataclass
 class CachedTable:
     """A table, as it was last read."""
@@ -119,7 +127,7 @@ class CachedTable:
     keys: tuple[str, str]  # the keys of the table and of its last change
     commands: EntryCommands = HASH
     value: Any = field(default_factory=dict)
-    position: tuple[int, int] = (0, 0)  # the restorations that it includes, and its revision
+    position: Position = Position()
     change: bytes = b""
     entries: Sequence[bytes] = ()  # the value, as it is stored
 
@@ -132,12 +140,12 @@ class CachedTable:
     def is_later_than(self, restorations: int, change: bytes) -> bool:
         """Return whether this was read later than what the last restoration wrote and nothing changed."""
         restored = RESTORED_CHANGE.fullmatch(change)
-        if restored is None or restorations <= self.position[0]:
+        if restored is None or restorations <= self.position.restorations:
             return False
         number, revision = map(int, restored.groups())
-        return number == restorations and revision < self.position[1]
+        return number == restorations and revision < self.position.revision
 
-    def update(self, position: tuple[int, int], change: bytes, *entries: Sequence[bytes]) -> None:
+    def update(self, position: Position, change: bytes, *entries: Sequence[bytes]) -> None:
         for each in entries:  # none, if they have not changed
             self.value = self.table.decode(self.decode_entries(each))
             self.entries = each
@@ -222,7 +230,10 @@ class RedisStateStore:
             WRITE_ACTION,
             redis_scripts.BEGIN_LOAD,
             (*self._loads.keys, self._alive_key),
-            *(encode_keys((replica, model)), token, LEASE_MS, self._token),
+            encode_keys((replica, model)),
+            token,
+            LEASE_MS,
+            self._token,
             decode=bytes.decode,
         )
         return StartedLoad(token, drop_token(before))
@@ -268,7 +279,9 @@ class RedisStateStore:
             WRITE_ACTION,
             redis_scripts.EXCHANGE_REPORTS,
             ("reports",),
-            *(self._token, orjson.dumps(report), LEASE_MS),
+            self._token,
+            orjson.dumps(report),
+            LEASE_MS,
             decode=decode_reports,
         )
 
@@ -294,7 +307,8 @@ class RedisStateStore:
             READ_ACTION,
             redis_scripts.READ_IF_CHANGED,
             (*table.keys, *HISTORY_KEYS),
-            *(table.commands.read, table.change),
+            table.commands.read,
+            table.change,
             decode=partial(self._update, table),
         )
         if not is_current:
@@ -302,8 +316,6 @@ class RedisStateStore:
         return table.value
 
     async def _change(self, script: str, table: CachedTable, *arguments: str | bytes) -> int:
-        """Run a script that changes a table, and return its result."""
-
         def decode(reply: Any) -> int | None:
             result, *stored = reply
             if not stored:
@@ -312,11 +324,16 @@ class RedisStateStore:
             return int(result)
 
         async def run() -> int | None:
+            latest = self._find_position()
             return await self._redis.run_script(
                 WRITE_ACTION,
                 redis_scripts.CHANGE_TABLE % script,
                 (*table.keys, *HISTORY_KEYS),
-                *(*arguments, table.commands.read, *self._find_position(), table.position[0]),
+                *arguments,
+                table.commands.read,
+                latest.restorations,
+                latest.revision,
+                table.position.restorations,
                 decode=decode,
             )
 
@@ -330,8 +347,8 @@ class RedisStateStore:
             raise StateUnavailable(WRITE_ACTION, "Redis has lost the state repeatedly")
         return result
 
-    def _find_position(self) -> tuple[int, int]:
-        """Return how many restorations this gateway has seen, and the latest revision since."""
+    def _find_position(self) -> Position:
+        """Return the latest position of all tables."""
         return max(table.position for table in self._tables.values())
 
     def _update(self, table: CachedTable, reply: Sequence[Any]) -> bool:
@@ -341,7 +358,7 @@ class RedisStateStore:
         """
         match reply:
             case [int(restorations), int(revision), bytes(change), *entries]:
-                position = restorations, revision
+                position = Position(restorations, revision)
             case _:
                 raise UnreadableState("unexpected counters")
         if position < self._find_position() or table.is_later_than(restorations, change):
@@ -351,13 +368,15 @@ class RedisStateStore:
 
     async def _restore(self) -> None:
         """Write the last known state again, which Redis has lost."""
-        arguments: list[str | bytes | int] = [*self._find_position()]
+        latest = self._find_position()
+        arguments: list[str | bytes | int] = [latest.restorations, latest.revision]
         for table in self._tables.values():
             entries = table.entries
             if table is self._loads:
                 # One in progress may have ended since, and nobody would end it again.
                 entries = drop_loads_in_progress(entries)
-            arguments += [*table.position, table.commands.add, len(entries), *entries]
+            arguments += [table.position.restorations, table.position.revision]
+            arguments += [table.commands.add, len(entries), *entries]
         keys = (*chain.from_iterable(table.keys for table in self._tables.values()), *HISTORY_KEYS)
         is_lost, written = await self._redis.run_script(
             WRITE_ACTION, redis_scripts.RESTORE, keys, *arguments, decode=tuple
@@ -381,7 +400,6 @@ class RedisStateStore:
             )
 
     async def _write(self, script: str, keys: Sequence[str], *arguments: str | bytes | int) -> bool:
-        """Run a script that writes, and return the truth of its result."""
         return await self._redis.run_script(WRITE_ACTION, script, keys, *arguments, decode=bool)
 
 
@@ -399,7 +417,6 @@ def encode_keys(keys: Sequence[str]) -> str | bytes:
 
 
 def pair_up(values: Sequence[bytes]) -> Iterable[tuple[bytes, bytes]]:
-    """Return the entries of a hash, whose fields and values alternate."""
     return zip(values[::2], values[1::2], strict=True)
 
 
@@ -408,7 +425,6 @@ def decode_documents(values: Sequence[bytes]) -> RawTable:
 
 
 def decode_pairs(values: Sequence[bytes], decode: Callable[[bytes], Any]) -> RawTable:
-    """Return a table whose keys have two names. Raises `UnreadableState`."""
     table: dict[str, dict[str, Any]] = {}
     for field_name, raw in pair_up(values):
         match decode_state(field_name):

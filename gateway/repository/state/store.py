@@ -46,7 +46,6 @@ def open_state_store(url: str) -> StateStore:
 
 
 def open_configured_store(settings: Settings) -> StateStore:
-    """Open the store of the desired state. Raises `BadState`."""
     if settings.state:
         return open_state_store(settings.state)
     folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")

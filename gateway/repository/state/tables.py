@@ -44,7 +44,6 @@ def with_entry(table: RawTable, keys: Sequence[str], value: Any) -> dict[str, An
 
 
 def decode_state(raw: bytes) -> Any:
-    """Decode stored JSON. Raises `UnreadableState`."""
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError:

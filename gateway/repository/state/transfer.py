@@ -58,7 +58,6 @@ def parse_export(raw: bytes, capability_tables: Iterable[Table[Any]] = ()) -> Ex
 
 
 def parse_exported_document(document: Any) -> ExportedState:
-    """Validate the document of an exported state. Raises `BadExport` or `UnreadableState`."""
     match document:
         case {"format": int(version)} if version != EXPORT_FORMAT:
             raise BadExport(f"format {version} is not supported, only format {EXPORT_FORMAT}")

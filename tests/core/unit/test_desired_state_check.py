@@ -9,7 +9,7 @@ import pytest
 from gateway.errors import Forbidden, MalformedRequest
 from gateway.repository.load_parameters import check_load_parameters
 from gateway.repository.models_file import DeclaredModel
-from gateway.repository.reconcile_plan import filter_uploads, merge_declared_models
+from gateway.repository.reconcile_plan import find_ignored_models, merge_declared_models
 from gateway.repository.state.desired import DesiredModel
 
 PLAIN = {
@@ -37,11 +37,10 @@ NEITHER: list[dict[str, Any]] = [
 @pytest.mark.parametrize("parameters", CODE)
 def test_code_is_ignored_unless_uploads_are_allowed(parameters: dict[str, Any]) -> None:
     wishes = {**PLAIN, "evil": DesiredModel(True, parameters, 4)}
-    found, ignored = filter_uploads(wishes, can_upload=False)
-    assert found == PLAIN
+    ignored = find_ignored_models(wishes, can_upload=False)
     assert list(ignored) == ["evil"]
     assert "GATEWAY_MODEL_UPLOADS=code" in ignored["evil"]
-    assert filter_uploads(wishes, can_upload=True) == (wishes, {})
+    assert find_ignored_models(wishes, can_upload=True) == {}
 
 
 def test_invalid_parameters_and_names_are_always_ignored() -> None:
@@ -50,8 +49,8 @@ def test_invalid_parameters_and_names_are_always_ignored() -> None:
     invalid += [(name, DesiredModel(True, {}, 4)) for name in names]
     for name, wish in invalid:
         for can_upload in (False, True):
-            found, ignored = filter_uploads({**PLAIN, name: wish}, can_upload=can_upload)
-            assert (found, list(ignored)) == (PLAIN, [name])
+            ignored = find_ignored_models({**PLAIN, name: wish}, can_upload=can_upload)
+            assert list(ignored) == [name]
 
 
 def test_load_parameters_are_checked_like_those_of_the_state() -> None:
@@ -64,11 +63,10 @@ def test_load_parameters_are_checked_like_those_of_the_state() -> None:
             check_load_parameters(parameters, can_upload=True)
 
 
-def test_declaration_applies_if_the_state_has_no_parameters_or_is_ignored() -> None:
+def test_declaration_applies_if_the_state_has_no_parameters_or_no_model() -> None:
     declared = {"evil": DeclaredModel("evil", (), {"max_batch_size": 4})}
-    found, _ = filter_uploads({"evil": DesiredModel(True, CODE[0], 4)}, can_upload=False)
     parameters = {"config": {"max_batch_size": 4}}
-    assert merge_declared_models(found, declared) == {
+    assert merge_declared_models({}, declared) == {
         "evil": DesiredModel(True, parameters, 0, declared["evil"].config_digest)
     }
     loaded = {"evil": DesiredModel(True, {}, 1)}

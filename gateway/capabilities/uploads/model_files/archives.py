@@ -145,7 +145,6 @@ def read_zip(file: BinaryIO, limits: ArchiveLimits) -> Iterator[tuple[str, Piece
 
 
 def read_zip_entry(file: BinaryIO, entry: ArchiveEntry, start: int) -> Pieces:
-    """Yield the content. Raises `DamagedArchive` if its size or checksum is wrong."""
     size = checksum = 0
     compressed = read_range(file, start, entry.compressed_size)
     is_stored = entry.method == STORED

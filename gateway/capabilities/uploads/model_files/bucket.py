@@ -54,6 +54,14 @@ class ObjectEntry:
     modified_s: int
 
 
+@dataclass(frozen=True)
+class ObjectContent:
+    """A small object, and the tag that changes with its content."""
+
+    content: bytes
+    e_tag: str
+
+
 class Bucket:
     """The objects below a prefix. All methods block, and raise `RepositoryUnavailable`."""
 
@@ -123,11 +131,11 @@ class Bucket:
         with self._translate():
             self._api.put(self._store, MARKER_KEY, b"models\n", use_multipart=False)
 
-    def read(self, key: str) -> tuple[bytes, str]:
-        """Return a small object and its tag. Raises `FileNotFoundError`."""
+    def read(self, key: str) -> ObjectContent:
+        """Return a small object. Raises `FileNotFoundError`."""
         with self._translate():
             found = self._api.get(self._store, key)
-            return bytes(found.bytes()), str(found.meta["e_tag"])
+            return ObjectContent(bytes(found.bytes()), str(found.meta["e_tag"]))
 
     def open(self, key: str) -> FileContent:
         """Open an object; the checksum is empty if it was not uploaded by a gateway."""
@@ -148,7 +156,6 @@ class Bucket:
             return str(found.attributes.get(CHECKSUM_ATTRIBUTE, ""))
 
     def list_objects(self, folder: str = "") -> list[ObjectEntry]:
-        """Return the objects of a folder, in the order of their keys."""
         prefix = f"{folder.rstrip('/')}/" if folder else None
         with self._translate():
             pages = self._api.list(self._store, prefix=prefix)
@@ -165,7 +172,6 @@ class Bucket:
         return sorted(found, key=lambda entry: entry.key)
 
     def list_top_level(self) -> list[str]:
-        """Return the keys of the objects that are in no folder."""
         with self._translate():
             found = self._api.list_with_delimiter(self._store)
             return sorted(each["path"] for each in found["objects"])
@@ -175,7 +181,6 @@ class Bucket:
             self._api.copy(self._patient_store, source, target)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects, those that do not exist included."""
         with self._translate():
             for key in keys:  # one after the other: a request for all of them keeps no order
                 self._api.delete(self._store, key)

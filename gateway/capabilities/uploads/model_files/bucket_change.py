@@ -114,5 +114,4 @@ class BucketChange:
 
 
 def parse_copy_name(key: str) -> str:
-    """Return the model of a copy."""
     return key.removeprefix(COPY_PREFIX).rpartition(COPY_MARK)[0]

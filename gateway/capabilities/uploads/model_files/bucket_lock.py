@@ -57,17 +57,17 @@ class BucketLock:
             self._write()
             return True
         try:
-            content, e_tag = self._bucket.read(self._key)
+            other = self._bucket.read(self._key)
         except FileNotFoundError:
-            return False  # released meanwhile
-        if e_tag != self._other_e_tag:
-            self._other_e_tag = e_tag
+            return False  # it was released since the write
+        if other.e_tag != self._other_e_tag:
+            self._other_e_tag = other.e_tag
             self._other_since_s = time.monotonic()
         if time.monotonic() - self._other_since_s < LEASE_S:
             return False
         with suppress(ObjectChanged):
-            self._e_tag = e_tag
-            self.record = orjson.loads(content)["change"]
+            self._e_tag = other.e_tag
+            self.record = orjson.loads(other.content)["change"]
             self._write()
             log.warning("took over the lock of model %s", quote_text(self.model))
             return True

@@ -51,7 +51,6 @@ class BucketStore(ModelStore):
     """
 
     def __init__(self, location: BucketLocation, *, can_write: bool, max_bytes: int = 0) -> None:
-        """Create the store without a request to the bucket. Raises `CannotUseBucket`."""
         super().__init__(can_write=can_write, max_bytes=max_bytes)
         self._bucket = Bucket(location)
         self._name = location.bucket
@@ -109,7 +108,6 @@ class BucketStore(ModelStore):
                 self._unreleased_locks.append(lock)
 
     def _clean(self, lock: BucketLock) -> None:
-        """Revert the change of the lock's previous owner, and remove copies that nobody needs."""
         BucketChange(self._bucket, lock).revert()
         keys = self._bucket.list_top_level()
         copies = (key for key in keys if key.startswith(COPY_PREFIX))
@@ -128,7 +126,7 @@ class BucketStore(ModelStore):
 
     def read_config(self, model: str) -> bytes | None:
         try:
-            return self._bucket.read(f"{model}/{CONFIG_FILE}")[0]
+            return self._bucket.read(f"{model}/{CONFIG_FILE}").content
         except FileNotFoundError:
             return None
 
@@ -190,7 +188,6 @@ class BucketStore(ModelStore):
         raise NotFound(NO_FILE)
 
     def _find_checksum(self, entry: ObjectEntry) -> str:
-        """Return the SHA-256 checksum, which is kept until the object changes."""
         key = (entry.key, entry.e_tag)
         if known := self._checksums.get(key):
             return known

@@ -32,7 +32,6 @@ def is_storable_name(model: str) -> bool:
 
 
 def check_storable_name(model: str) -> None:
-    """Check that a folder may have the name. Raises `MalformedRequest`."""
     if not is_storable_name(model):
         raise MalformedRequest(
             "the name of an uploaded model consists of up to 128 letters, digits and the characters _ . + -, "
@@ -41,7 +40,6 @@ def check_storable_name(model: str) -> None:
 
 
 def parse_version_number(version: str) -> int:
-    """Return the number of a version. Raises `MalformedRequest`."""
     number = int(normalize_version(version) or "0")
     if not 0 < number <= MAX_VERSION:
         raise MalformedRequest("a version must be a number from 1")

@@ -38,7 +38,6 @@ class FolderChange:
         self._journal: Path | None = None
 
     def put(self, sources: Mapping[str, Path]) -> None:
-        """Move files and folders to their paths within the folder."""
         targets = {path: self.folder / path for path in sources}
         make_folders(target.parent for target in targets.values())
         steps = [

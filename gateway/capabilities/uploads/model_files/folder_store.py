@@ -84,7 +84,6 @@ class FolderStore(ModelStore):
     # Life cycle.
 
     def open(self) -> None:
-        """Remove the unfinished uploads of processes that have exited; log a folder that cannot be used."""
         if not self.can_write:
             return
         try:
@@ -130,7 +129,6 @@ class FolderStore(ModelStore):
                     os.close(descriptor)
 
     def _has_exited(self, prefix: str) -> bool:
-        """Return whether the process with these temporary files has exited."""
         if prefix == self._prefix:
             return False
         try:
@@ -144,7 +142,6 @@ class FolderStore(ModelStore):
         return True
 
     def _list_abandoned_prefixes(self, folder: Path) -> list[str]:
-        """Return the prefixes of temporary files in a folder whose processes have exited."""
         matches = (OWNER_PREFIX.match(entry.name) for entry in os.scandir(folder))
         return list(filter(self._has_exited, {match[0] for match in matches if match}))
 
@@ -168,7 +165,6 @@ class FolderStore(ModelStore):
         return folder.is_dir() and bool(self._list_abandoned_prefixes(folder))
 
     def _revert_abandoned_changes(self, model: str) -> bool:
-        """Revert the uncommitted changes of exited processes; return whether there were any."""
         folder = self.root / model
         if not folder.is_dir():
             return False
@@ -389,5 +385,4 @@ def move_files(files: Files, folder: Path) -> None:
 
 
 def list_tree(folder: Path) -> list[Path]:
-    """Return a folder and all folders and files below it."""
     return [Path(place, name) for place, _, names in os.walk(folder) for name in ("", *names)]

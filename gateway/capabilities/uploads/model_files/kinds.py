@@ -64,7 +64,6 @@ def find_suffix(file_name: str) -> str:
 
 
 def identify_content(file: BinaryIO, size: int) -> str:
-    """Return the suffix of the kind that the content has; empty if it is unknown."""
     file.seek(0)
     head = file.read(HEAD_BYTES)
     recognize: Mapping[str, Callable[[], bool]] = {

@@ -169,7 +169,6 @@ def find_tensor_bytes(tensor: Any, limit: int) -> int:
 
 
 def walk_fields(message: Message) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value of each set field, of nested messages too."""
     for field, value in message.ListFields():
         yield field.name, value
         if field.message_type is None:

@@ -99,7 +99,6 @@ class ModelUpload:
 
     @property
     def all_files(self) -> list[tuple[str, StagedFile]]:
-        """The paths, in the model's folder or in that of a version, and the files."""
         groups = (self.shared_files, *self.versions.values())
         return [item for files in groups for item in files.items()]
 
@@ -122,13 +121,14 @@ def build_upload(
         raise MalformedRequest(f"the form has several fields {CONFIG_FIELD!r}")
     config = read_staged_config(configs[0].content) if configs else None
     suffix = identify_archive(models)
-    shared: Files = {}
-    versions: Versions = {NEXT_VERSION: {}}
+    upload = ModelUpload(versions={NEXT_VERSION: {}})
     if suffix:
-        shared, versions = extract_files(models[0].content, suffix, staging, rules)
-        if config is None and CONFIG_FILE in shared:
-            config = read_staged_config(shared[CONFIG_FILE])
-    builder = UploadBuilder(staging, rules, ModelUpload(shared, versions), config, existing_config)
+        upload = extract_files(models[0].content, suffix, staging, rules=rules)
+        if config is None and CONFIG_FILE in upload.shared_files:
+            config = read_staged_config(upload.shared_files[CONFIG_FILE])
+    builder = UploadBuilder(
+        staging, rules, upload, config_text=config, existing_config=existing_config
+    )
     if not suffix:
         builder.add_files(models)
     builder.check_files()
@@ -138,7 +138,7 @@ def build_upload(
     total = sum(each.content.size for each in models)
     # Of several files, the first is the model; the others are its weights.
     content = models[0].content
-    return ModelUpload(shared, versions, content.sha256, content.size if suffix else total)
+    return replace(upload, sha256=content.sha256, size=content.size if suffix else total)
 
 
 def read_staged_config(file: StagedFile) -> bytes:
@@ -160,9 +160,8 @@ def identify_archive(models: Sequence[ReceivedFile]) -> str:
 
 
 def extract_files(
-    archive: StagedFile, suffix: str, staging: Staging, rules: UploadRules
-) -> tuple[Files, Versions]:
-    """Return the files of the model's folder and of its versions."""
+    archive: StagedFile, suffix: str, staging: Staging, *, rules: UploadRules
+) -> ModelUpload:
     files: Files = {}
     names: list[str] = []
     with archive.path.open("rb") as stream:
@@ -186,7 +185,7 @@ def extract_files(
         folder[place.path] = files[name]
     if not files:
         raise InvalidModelFile("the archive contains no files")
-    return shared, versions or {NEXT_VERSION: {}}
+    return ModelUpload(shared, versions or {NEXT_VERSION: {}})
 
 
 class UploadBuilder:
@@ -197,6 +196,7 @@ class UploadBuilder:
         staging: Staging,
         rules: UploadRules,
         upload: ModelUpload,
+        *,
         config_text: bytes | None,
         existing_config: bytes | None,
     ) -> None:
@@ -276,7 +276,6 @@ class UploadBuilder:
             )
 
     def _find_model_file(self, version: Files) -> FileKind | None:
-        """Return the kind of the model file in an extracted folder; None if it is unknown."""
         kinds = {kind.file_name: (suffix, kind) for suffix, kind in FILE_KINDS.items()}
         names = [self._declared_file_name] if self._declared_file_name else list(kinds)
         found = next((name for name in names if name in version), "")
@@ -315,7 +314,6 @@ class UploadBuilder:
                 raise InvalidModelFile(f"{path} has another backend than the model file")
 
     def write_config(self, *, has_labels: bool = False) -> None:
-        """Write the config with its backend, or generate one, with a file of labels if there is one."""
         backend = "" if self._kind is None else self._kind.backend
         if self._config_text is not None:
             content = encode_model_config(self._config_text, self._config, backend)
@@ -345,7 +343,6 @@ class UploadBuilder:
 
 
 def check_data_file(path: str, file: StagedFile) -> None:
-    """Check that a file is not code. Raises `InvalidModelFile`."""
     name = path.lower()
     with file.path.open("rb") as stream:
         head = stream.read(8)

@@ -74,7 +74,6 @@ class OnnxGraph:
         self.inputs = [tensor for tensor in self.inputs if tensor.name not in defaults]
 
     def _walk(self, message: WireField, number: int = 0) -> Iterator[WireField]:
-        """Yield the fields of a message, or those with a number."""
         try:
             for field in walk_message(self._file, message.start, message.end):
                 self._remaining_fields -= 1

@@ -36,6 +36,15 @@ class ReceivedFile:
     content: StagedFile
 
 
+@dataclass(frozen=True)
+class FormPart:
+    """A field of the form that contains a file, and the file as it is written."""
+
+    field: str
+    file_name: str
+    writer: StagedWriter
+
+
 class FileBody:
     """A body that is one file. After `finish`, `digest` is the SHA-256 digest of all of it."""
 
@@ -61,11 +70,10 @@ class FormBody:
         self._staging = staging
         self._parser = MultipartParser(boundary, MAX_FORM_PARTS)
         self._hash = hashlib.sha256()
-        self._part: tuple[str, str, StagedWriter] | None = None
+        self._part: FormPart | None = None
         self._files: list[ReceivedFile] = []
 
     def feed(self, data: bytes) -> None:
-        """Parse the next part of the form. Raises `MalformedRequest` or `TooLarge`."""
         self._hash.update(data)
         for part in self._parser.feed(data):
             self._write(part.headers, part.content)
@@ -75,13 +83,15 @@ class FormBody:
 
     def _write(self, headers: Mapping[str, str], content: bytes | bytearray) -> None:
         if self._part is None:
-            self._part = (*parse_form_part(headers), self._staging.create_file())
-        self._part[2].write(content)
+            options = parse_part_options(headers)
+            file_name = clean_file_name(decode_header_text(options.get("filename", "")))
+            self._part = FormPart(options["name"], file_name, self._staging.create_file())
+        self._part.writer.write(content)
 
     def _end_part(self) -> None:
         if self._part is not None:
-            field, file_name, writer = self._part
-            self._files.append(ReceivedFile(field, file_name, writer.finish()))
+            part = self._part
+            self._files.append(ReceivedFile(part.field, part.file_name, part.writer.finish()))
             self._part = None
 
     def finish(self) -> list[ReceivedFile]:
@@ -96,15 +106,15 @@ class FormBody:
 ReceivedBody = FileBody | FormBody
 
 
-def parse_form_part(headers: Mapping[str, str]) -> tuple[str, str]:
-    """Return the names of the field and of the file. Raises `MalformedRequest`."""
+def parse_part_options(headers: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the options of a part with a known `name`. Raises `MalformedRequest`."""
     disposition, options = parse_header_parameters(headers.get("content-disposition", ""))
     name = options.get("name", "")
     if disposition != "form-data" or name not in FORM_FIELDS:
         raise MalformedRequest(
             f"the form has a field {quote_text(name)}; the fields of an upload are {join_names(FORM_FIELDS)}"
         )
-    return name, clean_file_name(decode_header_text(options.get("filename", "")))
+    return options
 
 
 def decode_header_text(text: str) -> str:

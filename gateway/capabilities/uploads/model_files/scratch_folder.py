@@ -29,7 +29,6 @@ class ScratchFolder:
         self._numbers = count(1)
 
     def name_file(self) -> Path:
-        """Return a new path in the folder. Raises `OSError`."""
         with self._creating:
             while self._folder is None:
                 folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))

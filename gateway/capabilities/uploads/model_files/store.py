@@ -146,16 +146,14 @@ class ModelStore(ABC):
         return free_bytes
 
     @abstractmethod
-    def _measure(self) -> int:
-        """Return the size of all files in bytes."""
+    def _measure(self) -> int: ...
 
     @abstractmethod
     def check_upload(self, upload: ModelUpload) -> None:
         """Check that the staged files fit. Raises `RepositoryFull`."""
 
     @abstractmethod
-    def read_config(self, model: str) -> bytes | None:
-        """Return the config.pbtxt of a model; None if there is none."""
+    def read_config(self, model: str) -> bytes | None: ...
 
     @abstractmethod
     def list_versions(self, model: str) -> list[int]: ...
@@ -187,7 +185,6 @@ class ModelStore(ABC):
         """Open a file of a model. Raises `NotFound`."""
 
     def _remember_checksum(self, key: tuple[int | str, ...], checksum: str) -> str:
-        """Keep and return the checksum of a file; the key changes with its content."""
         if len(self._checksums) >= MAX_CACHED_CHECKSUMS:
             self._checksums.clear()
         self._checksums[key] = checksum
@@ -195,7 +192,6 @@ class ModelStore(ABC):
 
 
 def hash_pieces(pieces: Iterable[bytes]) -> str:
-    """Return the SHA-256 checksum of a file."""
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
