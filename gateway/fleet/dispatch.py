@@ -32,7 +32,7 @@ from gateway.fleet.transports import (
     decode_json,
 )
 from gateway.http_client.connection import RequestNotSent
-from gateway.telemetry.request_info import RequestInfo, current_request_info
+from gateway.telemetry.request_info import current_request_info
 from gateway.triton.error_mapping import ReplicaStopping
 from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.request_target import RequestTarget, VersionFallback
@@ -112,28 +112,16 @@ class Dispatcher:
     async def _send_to_version(self, call: UpstreamCall[T], timeout_s: float) -> T:
         target = call.target
         remaining_s = timeout_s
-        step = target.sequence_step
-        history = NO_ATTEMPTS
-        if step is not None and not self._sequences.is_known(target.model, step):
-            history = AttemptHistory(is_sequence_guessed=True)
+        history = self._begin_history(target)
         info = current_request_info.get()
         trace = None if info is None else info.trace
-        pool = self._pool
         while True:
-            is_new = step is None or step.is_start
-            find = pool.get_candidates if is_new else pool.get_sequence_candidates
-            find = pool.get_metadata_candidates if call.is_idempotent else find
             try:
-                candidates = find(target.model, target.version, history.failed_replica)
+                candidates = self._find_candidates(call, history.failed_replica)
             except NoReplica:
                 remaining_s = await self._wait_for_model(target, remaining_s)
                 continue
-            candidates = prefer_grpc(candidates) if call.needs_grpc else candidates
-            replica = (
-                candidates[0]
-                if step is None and len(candidates) == 1
-                else self._choose_replica(target, candidates, history)
-            )
+            replica = self._choose_replica(target, candidates, history)
             can_try_another = call.is_idempotent and history is NO_ATTEMPTS and len(candidates) > 1
             attempt_s = (
                 min(remaining_s, FIRST_ATTEMPT_TIMEOUT_S) if can_try_another else remaining_s
@@ -142,26 +130,36 @@ class Dispatcher:
             try:
                 result = await call.send(replica, attempt_s, trace)
             except asyncio.CancelledError:  # the deadline has passed, or the client has left
-                self._record_attempt(call, replica, started_at, "given_up", info)
+                self._record_attempt(call, replica, started_at, "given_up")
                 raise
-            except GatewayError as exc:
-                outcome = get_failure_outcome(exc)
-                if outcome is None:  # an error of the client, found while its body was sent
-                    raise
-                self._record_attempt(call, replica, started_at, outcome, info)
-                error = self._handle_failure(replica, call, exc, started_at)
             except FailedResponse as failed:
                 outcome = "failed" if is_replica_failure(failed.error) else "answered"
-                self._record_attempt(call, replica, started_at, outcome, info)
+                self._record_attempt(call, replica, started_at, outcome)
                 self._record_model_failure(replica, call, failed.error)
                 return cast(T, failed.response)
+            except GatewayError as failure:
+                failure_outcome = get_failure_outcome(failure)
+                if failure_outcome is None:  # the client caused it while its body was sent
+                    raise
+                remaining_s -= self._record_attempt(call, replica, started_at, failure_outcome)
+                error = self._translate_failure(replica, call, failure)
+                if error is not failure:
+                    error.__cause__ = failure
+                self._record_failure(replica, call, failure, started_at)
             else:
-                duration_s = self._record_attempt(call, replica, started_at, "answered", info)
-                if step is not None or len(self._pool.replicas) > 1:
-                    self._record_success(replica, call, started_at, duration_s)
+                duration_s = self._record_attempt(call, replica, started_at, "answered")
+                self._record_success(replica, call, started_at, duration_s)
                 return result
-            remaining_s -= perf_counter() - started_at
-            history = self._plan_retry(call, replica, error, history, remaining_s)
+            retry = self._plan_retry(call, replica, error, history) if remaining_s > 0 else None
+            if retry is None:
+                raise error
+            history = retry
+
+    def _begin_history(self, target: RequestTarget) -> AttemptHistory:
+        step = target.sequence_step
+        if step is None or self._sequences.is_known(target.model, step):
+            return NO_ATTEMPTS
+        return AttemptHistory(is_sequence_guessed=True)
 
     def count_sequences(self, replica: str) -> int:
         return self._sequences.count_on(replica)
@@ -179,6 +177,22 @@ class Dispatcher:
         response = await self.send(call, target.timeout_s)
         return decode_json((await response.read_complete(MAX_METADATA_BYTES)).body)
 
+    def _find_candidates(
+        self, call: UpstreamCall[T], failed_replica: Replica | None
+    ) -> Sequence[Replica]:
+        """Return the replicas that can execute the call. Raises `NoReplica`."""
+        target = call.target
+        step = target.sequence_step
+        pool = self._pool
+        if call.is_idempotent:
+            find = pool.get_metadata_candidates
+        elif step is None or step.is_start:
+            find = pool.get_candidates
+        else:
+            find = pool.get_sequence_candidates
+        candidates = find(target.model, target.version, failed_replica)
+        return prefer_grpc(candidates) if call.needs_grpc else candidates
+
     def _choose_replica(
         self, target: RequestTarget, candidates: Sequence[Replica], history: AttemptHistory
     ) -> Replica:
@@ -188,6 +202,8 @@ class Dispatcher:
         """
         pool = self._pool
         step = target.sequence_step
+        if step is None and len(candidates) == 1:
+            return candidates[0]
         if step is None or step.is_start:
             candidates = pool.outliers.limit_candidates(target.model, candidates)
         if step is None:
@@ -221,25 +237,22 @@ class Dispatcher:
         replica: Replica,
         error: GatewayError,
         history: AttemptHistory,
-        remaining_s: float,
-    ) -> AttemptHistory:
-        """Return the history for the next attempt. Raises the error if there is none."""
-        if remaining_s <= 0:
-            raise error
+    ) -> AttemptHistory | None:
+        """Return the history for the next attempt; None if there is to be none."""
         target = call.target
-        step = call.target.sequence_step
+        step = target.sequence_step
         is_wrong_guess = history.is_sequence_guessed and isinstance(error, SequenceNotRunning)
         if step is not None and is_wrong_guess and call.is_resendable:
             refusing = (*history.refusing_replicas, replica)
             candidates = self._pool.get_sequence_candidates(target.model, target.version)
             if len(refusing) >= MAX_SEQUENCE_GUESSES or not set(candidates).difference(refusing):
-                raise error
+                return None
             self._sequences.forget(target.model, step)
             return replace(history, refusing_replicas=refusing)
         if self._can_activate_again(call, error, history):
             return replace(history, activations=history.activations + 1)
         if history.failed_replica or not self._can_retry(call, replica, error):
-            raise error
+            return None
         log.warning("retrying on a different replica (%s failed): %s", replica.name, error.detail)
         self._metrics.count_event(self._metrics.retries, replica.name)
         return replace(history, failed_replica=replica)
@@ -294,17 +307,18 @@ class Dispatcher:
         replica: Replica,
         started_at: float,
         outcome: str,
-        info: RequestInfo | None,
     ) -> float:
         """Record an attempt and return its duration in seconds.
 
         Metadata that the gateway reads is idempotent, and not an attempt of the client's request.
         """
+        info = current_request_info.get()
         duration_s = perf_counter() - started_at
         self._metrics.pending_attempts[replica.name, outcome] += 1
         if info is not None:
             info.replica = replica.name
-            info.attempts += not call.is_idempotent
+            if not call.is_idempotent:
+                info.attempts += 1
             info.upstream_s += duration_s
         return duration_s
 
@@ -312,7 +326,9 @@ class Dispatcher:
         self, replica: Replica, call: UpstreamCall[T], started_at: float, duration_s: float
     ) -> None:
         target = call.target
-        model = call.target.model
+        model = target.model
+        if target.sequence_step is None and len(self._pool.replicas) <= 1:
+            return  # nothing would use it
         if self._pool.outliers.is_tracked(model) and not call.is_idempotent:
             self._pool.outliers.record(model, replica.name, (), is_failure=False)
         if target.sequence_step is not None:
@@ -325,10 +341,21 @@ class Dispatcher:
             replica.latency.update(duration_s, mean_s)
             self._mean_latency_s[model] = mean_s + MEAN_LATENCY_WEIGHT * (duration_s - mean_s)
 
-    def _handle_failure(
-        self, replica: Replica, call: UpstreamCall[T], error: GatewayError, started_at: float
+    def _record_failure(
+        self, replica: Replica, call: UpstreamCall[T], failure: GatewayError, started_at: float
+    ) -> None:
+        if not failure.is_from_triton:
+            if not isinstance(failure, GrpcUnreachable):  # it says nothing about the replica's HTTP
+                self._pool.monitor.record_failure(replica, failure, started_at)
+            return
+        if isinstance(failure, (ModelNotReady, UnknownModel)):
+            self._pool.mark_unloaded(replica, call.target.model, call.target.version)
+        self._record_model_failure(replica, call, failure)
+
+    def _translate_failure(
+        self, replica: Replica, call: UpstreamCall[T], failure: GatewayError
     ) -> GatewayError:
-        """Update what is known of the replica, and return the error for the client.
+        """Return the error for the client; often it is the failure itself.
 
         `DeadlinePassed` names the timeout of the request instead of that of the attempt. `UnknownModel` is
         replaced with `ModelNotReady` if the model is in the repository but not loaded, and the other way
@@ -338,30 +365,24 @@ class Dispatcher:
         pool = self._pool
         model = target.model
         version = target.version
-        if not error.is_from_triton:
-            if not isinstance(error, GrpcUnreachable):  # it says nothing about the replica's HTTP
-                pool.monitor.record_failure(replica, error, started_at)
-            if isinstance(error, DeadlinePassed) and not call.is_idempotent:
-                return DeadlinePassed(target.timeout_s)
-            return error
+        if not failure.is_from_triton:
+            is_deadline = isinstance(failure, DeadlinePassed) and not call.is_idempotent
+            return DeadlinePassed(target.timeout_s) if is_deadline else failure
         is_known = pool.has_model(model)
         if (
-            isinstance(error, UnknownModel)
+            isinstance(failure, UnknownModel)
             and is_known
             and (not pool.is_ready(model) or pool.has_model(model, version))
         ):
-            error = ModelNotReady(model, version)
-        elif (
-            isinstance(error, ModelNotReady)
+            return ModelNotReady(model, version)
+        if (
+            isinstance(failure, ModelNotReady)
             and not (is_known or target.is_health_check)
             and replica.is_index_valid
         ):
             # Triton remembers the models that it has unloaded or failed to load, and its index does not.
-            error = target.not_found_error(model, version)
-        if isinstance(error, (ModelNotReady, UnknownModel)):
-            pool.mark_unloaded(replica, model, version)
-        self._record_model_failure(replica, call, error)
-        return error
+            return target.not_found_error(model, version)
+        return failure
 
     def _record_model_failure(
         self, replica: Replica, call: UpstreamCall[T], error: GatewayError
