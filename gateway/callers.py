@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
 from functools import cached_property
-from operator import attrgetter
 from typing import Final
 
 from gateway.names import quote_path_segment
@@ -38,7 +37,13 @@ ROLE_RIGHTS: Final = {
 }
 
 
-@dataclass(frozen=True, eq=False)
+class CallerKind(Enum):
+    key = "key"
+    anonymous = "anonymous"  # the gateway has no keys
+    unauthenticated = "unauthenticated"  # the path requires no key
+
+
+@dataclass(frozen=True)
 class Caller:
     """A client, identified by its key; `name` is the name of the key."""
 
@@ -48,7 +53,9 @@ class Caller:
     requests_per_second: float | None = None
     digest: bytes = field(default=b"", repr=False)
     rights: frozenset[Right] = frozenset()
-    _visibility_cache: dict[str, bool] = field(default_factory=dict, repr=False)
+    kind: CallerKind = CallerKind.key
+    may_administer_locally: bool = False  # a local program of the gateway's user has all rights
+    _visibility_cache: dict[str, bool] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def can_see_all(self) -> bool:
@@ -65,10 +72,6 @@ class Caller:
                     self._visibility_cache.clear()
                 self._visibility_cache[model] = visible
         return visible
-
-    def describes_same(self, other: Caller) -> bool:
-        fields = attrgetter("name", "roles", "models", "requests_per_second")
-        return bool(fields(self) == fields(other))
 
     def matches(self, name: str) -> bool:
         """Return whether a pattern of the key matches a name that does not become part of a path."""

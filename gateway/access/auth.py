@@ -21,7 +21,7 @@ from starlette.types import Scope
 
 from gateway.access.keys import KeysFile
 from gateway.access.peers import can_identify_peers, client_network, find_peer_uid, parse_ip_address
-from gateway.callers import Caller, Right, Role
+from gateway.callers import Caller, CallerKind, Right, Role
 from gateway.errors import Forbidden, Unauthenticated
 from gateway.messages import quote_text
 from gateway.tasks import repeat
@@ -34,10 +34,7 @@ KEY_HEADERS: Final = frozenset((AUTHORIZATION, b"x-api-key"))
 BEARER: Final = b"bearer"
 BASIC: Final = b"basic"
 ANONYMOUS_RIGHTS: Final = frozenset((Right.infer, Right.metrics, Right.fleet))
-ANONYMOUS: Final = Caller("", rights=ANONYMOUS_RIGHTS)
-# The anonymous caller if GATEWAY_LOCAL_ADMIN is false.
-ANONYMOUS_NON_ADMIN: Final = Caller("", rights=ANONYMOUS_RIGHTS)
-UNAUTHENTICATED: Final = Caller("", models=())
+UNAUTHENTICATED: Final = Caller("", models=(), kind=CallerKind.unauthenticated)
 ROOT_UID: Final = 0
 READ_METHODS: Final = ("GET", "HEAD")
 # Headers with which proxies and content delivery networks describe their client.
@@ -97,7 +94,12 @@ class Authenticator:
         self._keys_file = keys_file
         self._paths = paths
         self._allowed_hosts = tuple(allowed_hosts)
-        self._anonymous = ANONYMOUS if local_admin else ANONYMOUS_NON_ADMIN
+        self._anonymous = Caller(
+            "",
+            rights=ANONYMOUS_RIGHTS,
+            kind=CallerKind.anonymous,
+            may_administer_locally=local_admin,
+        )
 
     @property
     def requires_key(self) -> bool:
@@ -198,10 +200,14 @@ def authorize(scope: Scope, right: Right, model: str = "") -> None:
     caller: Caller = info.caller
     if right is Right.manage and scope["method"] not in READ_METHODS:
         info.management_call = ManagementCall(model)
-    if right not in caller.rights:
-        reason = explain_remote_origin(scope) if caller is ANONYMOUS else ""
-        if reason or caller is not ANONYMOUS:
-            raise create_forbidden_error(caller, right, reason)
+    if right in caller.rights:
+        return
+    if caller.kind is not CallerKind.anonymous:
+        raise MissingRole(caller, right)
+    if not caller.may_administer_locally:
+        raise AdministrationDisabled
+    if reason := explain_remote_origin(scope):
+        raise RemoteAdministration(reason)
 
 
 def authorize_all_models(scope: Scope, right: Right) -> None:
@@ -214,20 +220,26 @@ def authorize_all_models(scope: Scope, right: Right) -> None:
         )
 
 
-def create_forbidden_error(caller: Caller, right: Right, reason: str = "") -> Forbidden:
-    if caller is ANONYMOUS:
-        return Forbidden(
+class MissingRole(Forbidden):
+    def __init__(self, caller: Caller, right: Right) -> None:
+        role = REQUIRED_ROLES.get(right, Role.admin.value)
+        super().__init__(
+            f"key {quote_text(caller.name)} lacks the role {quote_text(role)}, which this requires"
+        )
+
+
+class AdministrationDisabled(Forbidden):
+    message = (
+        "administration is disabled: GATEWAY_LOCAL_ADMIN is false and GATEWAY_KEYS_FILE is not set"
+    )
+
+
+class RemoteAdministration(Forbidden):
+    def __init__(self, reason: str) -> None:
+        super().__init__(
             "without a key, only the gateway's own user on the same machine may administer; "
             f"this request was rejected because {reason}; use an admin key (GATEWAY_KEYS_FILE)"
         )
-    if caller is ANONYMOUS_NON_ADMIN:
-        return Forbidden(
-            "administration is disabled: GATEWAY_LOCAL_ADMIN is false and GATEWAY_KEYS_FILE is not set"
-        )
-    role = REQUIRED_ROLES.get(right, Role.admin.value)
-    return Forbidden(
-        f"key {quote_text(caller.name)} lacks the role {quote_text(role)}, which this requires"
-    )
 
 
 def explain_remote_origin(scope: Scope) -> str:

@@ -117,7 +117,7 @@ class KeysFile(WatchedFile[Mapping[bytes, Caller]]):
         """Return the callers; those that did not change are the same objects."""
         callers = read_keys_file(path)
         for digest in callers.keys() & self.value.keys():
-            if callers[digest].describes_same(self.value[digest]):
+            if callers[digest] == self.value[digest]:
                 callers[digest] = self.value[digest]
         return callers
 

@@ -10,13 +10,7 @@ from urllib.parse import unquote
 import anyio
 import grpc
 
-from gateway.access.auth import (
-    ANONYMOUS,
-    UNAUTHENTICATED,
-    authorize,
-    authorize_all_models,
-    name_caller,
-)
+from gateway.access.auth import UNAUTHENTICATED, authorize, authorize_all_models, name_caller
 from gateway.access.peers import ClientCounts, client_network
 from gateway.callers import Right
 from gateway.capabilities.grpc_api.receive import MessageReader, ReceiveSlots, operations
@@ -197,7 +191,7 @@ class IncomingCall:
 
     def _check_administrator(self, right: Right) -> None:
         # A proxy on this machine can forward gRPC without leaving a trace in the call.
-        if right is Right.manage and self.info.caller is ANONYMOUS:
+        if right is Right.manage and self.info.caller.may_administer_locally:
             raise Forbidden(
                 "administration over gRPC requires an admin key (GATEWAY_KEYS_FILE); without keys, local "
                 "programs administer over HTTP"
