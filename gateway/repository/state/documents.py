@@ -64,61 +64,64 @@ class DocumentStore(ABC):
         """Replace tables of one document together."""
 
     async def read(self, table: Table[T]) -> T:
-        def run() -> T:
-            raw = self._load_field(table.name)
-            known, value = self._decoded.get(table, (None, None))
-            if known is not raw:
-                value = table.decode(raw)
-                self._decoded[table] = raw, value
-            return value  # type: ignore[return-value]  # it was decoded by this table
+        return await self._run(READ_ACTION, lambda: self._read_table(table))
 
-        return await self._run(READ_ACTION, run)
+    def _read_table(self, table: Table[T]) -> T:
+        raw = self._load_field(table.name)
+        known, value = self._decoded.get(table, (None, None))
+        if known is not raw:
+            value = table.decode(raw)
+            self._decoded[table] = raw, value
+        return value  # type: ignore[return-value]  # it was decoded by this table
 
     async def write(self, table: Table[T], keys: Sequence[str], value: Any) -> T:
-        def run() -> T:
-            with self._exclude_others():
-                raw = with_entry(self._load_field(table.name), keys, value)
-                decoded = table.decode(raw)
-                self._save_fields({table.name: raw})
-            return decoded
+        return await self._run(WRITE_ACTION, lambda: self._write_entry(table, keys, value))
 
-        return await self._run(WRITE_ACTION, run)
+    def _write_entry(self, table: Table[T], keys: Sequence[str], value: Any) -> T:
+        with self._exclude_others():
+            raw = with_entry(self._load_field(table.name), keys, value)
+            decoded = table.decode(raw)
+            self._save_fields({table.name: raw})
+        return decoded
 
     async def set_desired_model(
         self, model: str, desired: DesiredModel | None, expected_revision: int | None = None
     ) -> int:
-        def run() -> int:
-            with self._exclude_others():
-                models = self._load_field(MODELS.name)
-                if expected_revision not in (None, models.get(model, {}).get(REVISION, 0)):
-                    return 0
-                revision: int = self._load_field(REVISION) + 1
-                value = None
-                if desired is not None:
-                    value = {**desired.to_dict(), REVISION: desired.revision or revision}
-                self._save_fields(
-                    {REVISION: revision, MODELS.name: with_entry(models, (model,), value)}
-                )
-            return revision
+        return await self._run(
+            WRITE_ACTION, lambda: self._write_desired_model(model, desired, expected_revision)
+        )
 
-        return await self._run(WRITE_ACTION, run)
+    def _write_desired_model(
+        self, model: str, desired: DesiredModel | None, expected_revision: int | None
+    ) -> int:
+        with self._exclude_others():
+            models = self._load_field(MODELS.name)
+            if expected_revision not in (None, models.get(model, {}).get(REVISION, 0)):
+                return 0
+            revision: int = self._load_field(REVISION) + 1
+            value = None
+            if desired is not None:
+                value = {**desired.to_dict(), REVISION: desired.revision or revision}
+            models = with_entry(models, (model,), value)
+            self._save_fields({REVISION: revision, MODELS.name: models})
+        return revision
 
     async def read_loads(self) -> Loads:
-        def run() -> Loads:
-            loads = self._load_field(LOADS)
-            return drop_orphaned_loads(loads, frozenset(filter(self._is_alive, load_owners(loads))))
+        return await self._run(READ_ACTION, self._read_live_loads)
 
-        return await self._run(READ_ACTION, run)
+    def _read_live_loads(self) -> Loads:
+        loads = self._load_field(LOADS)
+        return drop_orphaned_loads(loads, frozenset(filter(self._is_alive, load_owners(loads))))
 
     async def begin_load(self, replica: str, model: str) -> StartedLoad:
-        def run() -> StartedLoad:
-            with self._exclude_others():
-                loads: Loads = self._load_field(LOADS)
-                token = new_load_token(self._claim_loads())
-                self._save_fields({LOADS: with_load(loads, replica, model, token)})
-            return StartedLoad(token, drop_token(loads.get(replica, {}).get(model, "")))
+        return await self._run(WRITE_ACTION, lambda: self._write_load_token(replica, model))
 
-        return await self._run(WRITE_ACTION, run)
+    def _write_load_token(self, replica: str, model: str) -> StartedLoad:
+        with self._exclude_others():
+            loads: Loads = self._load_field(LOADS)
+            token = new_load_token(self._claim_loads())
+            self._save_fields({LOADS: with_load(loads, replica, model, token)})
+        return StartedLoad(token, drop_token(loads.get(replica, {}).get(model, "")))
 
     async def end_load(self, replica: str, model: str, token: str, resulting_load: str) -> None:
         await self._change_loads(
@@ -129,11 +132,11 @@ class DocumentStore(ABC):
         await self._change_loads(lambda loads: without_replica(loads, replica))
 
     async def _change_loads(self, change: Callable[[Loads], Loads]) -> None:
-        def run() -> None:
-            with self._exclude_others():
-                self._save_fields({LOADS: change(self._load_field(LOADS))})
+        await self._run(WRITE_ACTION, lambda: self._replace_loads(change))
 
-        await self._run(WRITE_ACTION, run)
+    def _replace_loads(self, change: Callable[[Loads], Loads]) -> None:
+        with self._exclude_others():
+            self._save_fields({LOADS: change(self._load_field(LOADS))})
 
     def _claim_loads(self) -> str:
         """Return the owner of this process's loads, which `_is_alive` until the process exits."""
