@@ -110,9 +110,9 @@ def build_components(settings: Settings, model_keys: KeyParsers = NO_KEYS) -> Ap
         sources,
         create_tls_context(settings, sources),
         ModelsFile(settings.models_file, model_keys),
-        None if settings.keys_file is None else KeysFile(settings.keys_file),
-        open_configured_store(settings),
-        tracer,
+        keys_file=None if settings.keys_file is None else KeysFile(settings.keys_file),
+        store=open_configured_store(settings),
+        tracer=tracer,
     )
 
 
@@ -130,7 +130,7 @@ class FleetComponents:
 async def open_fleet(
     settings: Settings, components: AppComponents, metrics: Metrics, stack: AsyncExitStack
 ) -> FleetComponents:
-    pool = ReplicaPool(components.sources, settings, components.tls, metrics)
+    pool = ReplicaPool(components.sources, settings, components.tls, metrics=metrics)
     await stack.enter_async_context(pool)
     dispatcher = Dispatcher(pool)
     signatures = SignatureCache(dispatcher)
@@ -164,7 +164,7 @@ async def run_services(
             settings.max_inflight,
             settings.max_model_inflight or max(settings.max_inflight // 2, 1),
             settings.max_queue,
-            metrics,
+            metrics=metrics,
         )
         memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics.shed)
         stack.callback(metrics.flush)

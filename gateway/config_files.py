@@ -56,7 +56,7 @@ def parse_yaml(text: str) -> Any:
         loader.get_event()  # the start of the stream
         if isinstance(loader.get_event(), yaml.StreamEndEvent):
             return None
-        value = read_yaml_value(loader)
+        value = parse_yaml_value(loader)
         loader.get_event()  # the end of the document
         if not isinstance(loader.get_event(), yaml.StreamEndEvent):
             raise ValueError("the file must contain a single document")
@@ -65,7 +65,7 @@ def parse_yaml(text: str) -> Any:
         loader.dispose()
 
 
-def read_yaml_value(loader: yaml.CSafeLoader) -> Any:
+def parse_yaml_value(loader: yaml.CSafeLoader) -> Any:
     open_collections: list[tuple[bool, list[Any]]] = []  # whether it is a mapping, and its items
     while True:
         event = loader.get_event()

@@ -302,6 +302,8 @@ class StateUnavailable(GatewayError):
 
     def __init__(self, action: str, reason: str) -> None:
         super().__init__(f"the desired state cannot be {action}: {reason}")
+        self.action = action
+        self.reason = reason
 
 
 class DeadlinePassed(GatewayError):

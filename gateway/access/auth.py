@@ -63,7 +63,7 @@ class PathRules:
             self.public | other.public,
             self.public_prefixes + other.public_prefixes,
             self.probes | other.probes,
-            self.output_prefixes + other.output_prefixes,
+            output_prefixes=self.output_prefixes + other.output_prefixes,
         )
 
     @cached_property
@@ -165,7 +165,7 @@ def extract_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
             raise Unauthenticated("the request contains two different keys")
         key = credentials
     if key is None and len(basic) == 1 and not is_from_browser(headers):
-        key = read_password(basic[0])
+        key = decode_password(basic[0])
     if not key:
         raise Unauthenticated("a key is required: send Authorization: Bearer KEY or X-API-Key: KEY")
     return key
@@ -175,7 +175,7 @@ def hash_key(scope: Scope) -> bytes:
     return hashlib.sha256(extract_key(scope["headers"])).digest()
 
 
-def read_password(credentials: bytes) -> bytes:
+def decode_password(credentials: bytes) -> bytes:
     """Return the password of Basic credentials (RFC 7617); empty if they are invalid."""
     try:
         return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]

@@ -92,9 +92,9 @@ def parse_key_entry(label: str, entry: Any) -> Caller:
         name,
         tuple(map(Role, roles)),
         tuple(models),
-        rate and float(rate),
-        bytes.fromhex(digest),
-        frozenset().union(*(ROLE_RIGHTS[Role(role)] for role in roles)),
+        requests_per_second=rate and float(rate),
+        digest=bytes.fromhex(digest),
+        rights=frozenset().union(*(ROLE_RIGHTS[Role(role)] for role in roles)),
     )
 
 

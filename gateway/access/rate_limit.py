@@ -169,5 +169,5 @@ class RateLimiter:
             result = self._local.count(window, name, inferences, opens_window=opens_window)
         if result.wait_s:
             self.metrics.shed.labels("rate").inc()
-            raise RateLimitExceeded(name, window, result.wait_s, inferences)
+            raise RateLimitExceeded(name, window, result.wait_s, inferences=inferences)
         return result.opens_window

@@ -32,7 +32,8 @@ from gateway.fleet.transports import (
     decode_json,
 )
 from gateway.http_client.connection import RequestNotSent
-from gateway.telemetry.request_info import current_request_info
+from gateway.telemetry.request_info import RequestInfo, current_request_info
+from gateway.tensors.sequence import SequenceStep
 from gateway.triton.error_mapping import ReplicaStopping
 from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.request_target import RequestTarget, VersionFallback
@@ -112,7 +113,8 @@ class Dispatcher:
     async def _send_to_version(self, call: UpstreamCall[T], timeout_s: float) -> T:
         target = call.target
         remaining_s = timeout_s
-        history = self._begin_history(target)
+        step = target.sequence_step
+        history = NO_ATTEMPTS if step is None else self._begin_history(target.model, step)
         info = current_request_info.get()
         trace = None if info is None else info.trace
         while True:
@@ -121,7 +123,11 @@ class Dispatcher:
             except NoReplica:
                 remaining_s = await self._wait_for_model(target, remaining_s)
                 continue
-            replica = self._choose_replica(target, candidates, history)
+            replica = (
+                candidates[0]
+                if step is None and len(candidates) == 1
+                else self._choose_replica(target, candidates, history)
+            )
             can_try_another = call.is_idempotent and history is NO_ATTEMPTS and len(candidates) > 1
             attempt_s = (
                 min(remaining_s, FIRST_ATTEMPT_TIMEOUT_S) if can_try_another else remaining_s
@@ -130,36 +136,36 @@ class Dispatcher:
             try:
                 result = await call.send(replica, attempt_s, trace)
             except asyncio.CancelledError:  # the deadline has passed, or the client has left
-                self._record_attempt(call, replica, started_at, "given_up")
+                self._record_attempt(call, replica, started_at, "given_up", info=info)
                 raise
             except FailedResponse as failed:
                 outcome = "failed" if is_replica_failure(failed.error) else "answered"
-                self._record_attempt(call, replica, started_at, outcome)
+                self._record_attempt(call, replica, started_at, outcome, info=info)
                 self._record_model_failure(replica, call, failed.error)
                 return cast(T, failed.response)
             except GatewayError as failure:
                 failure_outcome = get_failure_outcome(failure)
                 if failure_outcome is None:  # the client caused it while its body was sent
                     raise
-                remaining_s -= self._record_attempt(call, replica, started_at, failure_outcome)
+                remaining_s -= self._record_attempt(
+                    call, replica, started_at, failure_outcome, info=info
+                )
                 error = self._translate_failure(replica, call, failure)
-                if error is not failure:
-                    error.__cause__ = failure
-                self._record_failure(replica, call, failure, started_at)
+                self._record_failure(replica, call, failure, started_at=started_at)
             else:
-                duration_s = self._record_attempt(call, replica, started_at, "answered")
-                self._record_success(replica, call, started_at, duration_s)
+                duration_s = self._record_attempt(call, replica, started_at, "answered", info=info)
+                if step is not None or len(self._pool.replicas) > 1:
+                    self._record_success(replica, call, started_at, duration_s=duration_s)
                 return result
-            retry = self._plan_retry(call, replica, error, history) if remaining_s > 0 else None
+            can_retry = remaining_s > 0
+            retry = self._plan_retry(call, replica, error, history=history) if can_retry else None
             if retry is None:
                 raise error
             history = retry
 
-    def _begin_history(self, target: RequestTarget) -> AttemptHistory:
-        step = target.sequence_step
-        if step is None or self._sequences.is_known(target.model, step):
-            return NO_ATTEMPTS
-        return AttemptHistory(is_sequence_guessed=True)
+    def _begin_history(self, model: str, step: SequenceStep) -> AttemptHistory:
+        is_known = self._sequences.is_known(model, step)
+        return NO_ATTEMPTS if is_known else AttemptHistory(is_sequence_guessed=True)
 
     def count_sequences(self, replica: str) -> int:
         return self._sequences.count_on(replica)
@@ -202,8 +208,6 @@ class Dispatcher:
         """
         pool = self._pool
         step = target.sequence_step
-        if step is None and len(candidates) == 1:
-            return candidates[0]
         if step is None or step.is_start:
             candidates = pool.outliers.limit_candidates(target.model, candidates)
         if step is None:
@@ -236,6 +240,7 @@ class Dispatcher:
         call: UpstreamCall[T],
         replica: Replica,
         error: GatewayError,
+        *,
         history: AttemptHistory,
     ) -> AttemptHistory | None:
         """Return the history for the next attempt; None if there is to be none."""
@@ -307,12 +312,13 @@ class Dispatcher:
         replica: Replica,
         started_at: float,
         outcome: str,
+        *,
+        info: RequestInfo | None,
     ) -> float:
         """Record an attempt and return its duration in seconds.
 
         Metadata that the gateway reads is idempotent, and not an attempt of the client's request.
         """
-        info = current_request_info.get()
         duration_s = perf_counter() - started_at
         self._metrics.pending_attempts[replica.name, outcome] += 1
         if info is not None:
@@ -323,12 +329,10 @@ class Dispatcher:
         return duration_s
 
     def _record_success(
-        self, replica: Replica, call: UpstreamCall[T], started_at: float, duration_s: float
+        self, replica: Replica, call: UpstreamCall[T], started_at: float, *, duration_s: float
     ) -> None:
         target = call.target
         model = target.model
-        if target.sequence_step is None and len(self._pool.replicas) <= 1:
-            return  # nothing would use it
         if self._pool.outliers.is_tracked(model) and not call.is_idempotent:
             self._pool.outliers.record(model, replica.name, (), is_failure=False)
         if target.sequence_step is not None:
@@ -342,7 +346,7 @@ class Dispatcher:
             self._mean_latency_s[model] = mean_s + MEAN_LATENCY_WEIGHT * (duration_s - mean_s)
 
     def _record_failure(
-        self, replica: Replica, call: UpstreamCall[T], failure: GatewayError, started_at: float
+        self, replica: Replica, call: UpstreamCall[T], failure: GatewayError, *, started_at: float
     ) -> None:
         if not failure.is_from_triton:
             if not isinstance(failure, GrpcUnreachable):  # it says nothing about the replica's HTTP
@@ -366,22 +370,23 @@ class Dispatcher:
         model = target.model
         version = target.version
         if not failure.is_from_triton:
-            is_deadline = isinstance(failure, DeadlinePassed) and not call.is_idempotent
-            return DeadlinePassed(target.timeout_s) if is_deadline else failure
+            if isinstance(failure, DeadlinePassed) and not call.is_idempotent:
+                return with_cause(DeadlinePassed(target.timeout_s), failure)
+            return failure
         is_known = pool.has_model(model)
         if (
             isinstance(failure, UnknownModel)
             and is_known
             and (not pool.is_ready(model) or pool.has_model(model, version))
         ):
-            return ModelNotReady(model, version)
+            return with_cause(ModelNotReady(model, version), failure)
         if (
             isinstance(failure, ModelNotReady)
             and not (is_known or target.is_health_check)
             and replica.is_index_valid
         ):
             # Triton remembers the models that it has unloaded or failed to load, and its index does not.
-            return target.not_found_error(model, version)
+            return with_cause(target.not_found_error(model, version), failure)
         return failure
 
     def _record_model_failure(
@@ -393,6 +398,12 @@ class Dispatcher:
             version = call.target.version
             others = self._pool.update_candidates(model, version)
             self._pool.outliers.record(model, replica.name, others, is_failure=True)
+
+
+def with_cause(error: GatewayError, cause: GatewayError) -> GatewayError:
+    """Return the error as `raise error from cause` would raise it."""
+    error.__cause__ = cause
+    return error
 
 
 def prefer_grpc(candidates: Sequence[Replica]) -> Sequence[Replica]:

@@ -135,8 +135,8 @@ def build_result(request: InferRequest, response: InferResponse) -> InferResult:
         request.signature,
         response.outputs,
         request.inputs.is_batched,
-        request.request_id,
-        response.version,
+        id=request.request_id,
+        version=response.version,
         has_classifications=bool(
             request.parameters.get("classification", request.signature.default_class_counts)
         ),

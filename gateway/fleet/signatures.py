@@ -139,7 +139,7 @@ class SignatureCache:
         await asyncio.gather(*map(read, sorted(models)))
 
 
-def check_output_names(model: Signature, requested: Sequence[str]) -> tuple[str, ...]:
+def select_outputs(model: Signature, requested: Sequence[str]) -> tuple[str, ...]:
     """Return the requested outputs; empty means all. Raises `InputMismatch` for an unknown output."""
     if not requested:
         return ()

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from gateway.callers import Right
 from gateway.capacity.admission import Slot
 from gateway.errors import InputMismatch, MalformedRequest, ModelNotReady, UnknownModel
-from gateway.fleet.signatures import SignatureCache, check_output_names
+from gateway.fleet.signatures import SignatureCache, select_outputs
 from gateway.http_client.connection import Headers
 from gateway.inference.body import Deadline, LargePayload, PayloadConverter, RequestBody, read_body
 from gateway.media_types import OCTET_STREAM
@@ -183,7 +183,7 @@ def build_request(opened: OpenedRequest, payload: Payload, inputs: InferInputs) 
         ),
         signature,
         inputs,
-        check_output_names(signature, payload.outputs),
+        select_outputs(signature, payload.outputs),
         payload.parameters,
         payload.id or opened.info.request_id,
         deadline.at,

@@ -55,13 +55,16 @@ class ActionProgress:
     has_unload_begun: bool = False
     unloaded_count: int = 0  # consecutive indexes that show the model unloaded
 
-    def is_done(self, index: Index, *, is_current: bool) -> bool:
-        """Raises `LoadFailed`. Without `is_current`, the replica did not answer the last probe."""
-        return (
-            self._is_loaded(index) if self.action.is_load else self._is_unloaded(index, is_current)
-        )
+    def observe(self, index: Index, *, is_current: bool) -> bool:
+        """Take the next index into account, and return whether the action is done. Raises `LoadFailed`.
 
-    def _is_loaded(self, index: Index) -> bool:
+        Without `is_current`, the replica did not answer the last probe, and the index is an earlier one.
+        """
+        if self.action.is_load:
+            return self._observe_load(index)
+        return self._observe_unload(index, is_current=is_current)
+
+    def _observe_load(self, index: Index) -> bool:
         model = self.action.model
         if index.is_ready(model):
             return True
@@ -72,7 +75,7 @@ class ActionProgress:
         self.unloaded_count = self.unloaded_count + 1 if is_unloaded else 0
         return self.unloaded_count == MAX_UNLOADED_PROBES
 
-    def _is_unloaded(self, index: Index, is_current: bool) -> bool:
+    def _observe_unload(self, index: Index, *, is_current: bool) -> bool:
         model = self.action.model
         if index.is_unloaded(model):
             return True
@@ -202,7 +205,9 @@ class ModelLoader:
         elif action.is_load:
             load = "" if started_load is None else started_load.confirmed_load
             is_ready = replica.index.is_ready(action.model)
-            self._load_errors[action.model] = LoadError(replica.name, error.detail, load, is_ready)
+            self._load_errors[action.model] = LoadError(
+                replica.name, error.detail, load, was_ready=is_ready
+            )
 
     async def _wait_while_reachable(
         self, replica: Replica, work: Coroutine[Any, Any, None]
@@ -294,7 +299,7 @@ class ModelLoader:
             while True:
                 await self._pool.monitor.probe(replica)
                 is_up = self._pool.replica_state(replica) is HealthState.UP
-                if progress.is_done(replica.index, is_current=is_up):
+                if progress.observe(replica.index, is_current=is_up):
                     return
                 await asyncio.sleep(max(ACTION_POLL_S, replica.index_schedule.duration_s))
         raise LoadTimedOut(action, self._load_timeout_s)

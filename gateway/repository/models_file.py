@@ -110,7 +110,13 @@ def parse_declared_model(entry: Any, capability_keys: KeyParsers) -> DeclaredMod
     }
     versions = tuple(str(version) for version in versions)
     is_required = parse_required(entry)
-    return DeclaredModel(entry["name"], versions, config, is_required, capability_values)
+    return DeclaredModel(
+        entry["name"],
+        versions,
+        config,
+        is_always_required=is_required,
+        capability_values=capability_values,
+    )
 
 
 def parse_required(entry: Mapping[str, Any]) -> bool:

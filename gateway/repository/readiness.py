@@ -28,12 +28,12 @@ class ReadinessMonitor:
         self._was_ready = False
         self._expected_models = dict(state.declared_models)
 
-    def check(self, *, is_draining: bool) -> Readiness:
-        readiness = check_readiness(
+    def evaluate(self, *, is_draining: bool) -> Readiness:
+        readiness = evaluate_readiness(
             self._list_statuses(),
             self._state.declared_models,
             self._expected_models,
-            self._quorum,
+            quorum=self._quorum,
             was_ready=self._was_ready,
             is_draining=is_draining,
         )
@@ -56,10 +56,10 @@ class ReadinessMonitor:
         declared = self._state.declared_models
         if self._expected_models != declared:
             self._expected_models = update_expected_models(
-                self._expected_models, declared, self._list_statuses(), self._quorum
+                self._expected_models, declared, self._list_statuses(), quorum=self._quorum
             )
         if not self._was_ready:
-            self.check(is_draining=False)
+            self.evaluate(is_draining=False)
 
     def find_missing_models(self) -> Collection[str]:
         declared = self._state.declared_models
@@ -71,7 +71,7 @@ class ReadinessMonitor:
                 replica.name,
                 self._pool.replica_state(replica),
                 replica.index,
-                replica.reason,
+                reason=replica.reason,
                 is_cordoned=replica.name in self._pool.cordoned,
             )
             for replica in self._pool.replicas.values()
@@ -101,7 +101,7 @@ class Readiness:
     document: Mapping[str, Any]
 
 
-def check_readiness(
+def evaluate_readiness(
     replicas: Collection[ReplicaStatus],
     declared: Mapping[str, DeclaredModel],
     expected: Mapping[str, DeclaredModel],

@@ -46,7 +46,9 @@ def merge_declared_models(
     for name, model in declared.items():
         if name not in merged or not merged[name].is_loaded or not merged[name].parameters:
             revision = merged[name].revision if name in merged and merged[name].is_loaded else 0
-            merged[name] = DesiredModel(True, model.load_parameters, revision, model.config_digest)
+            merged[name] = DesiredModel(
+                True, model.load_parameters, revision, config_digest=model.config_digest
+            )
     return merged
 
 
@@ -83,7 +85,7 @@ def plan_actions(
         if index.is_changing(model) or is_in_progress(load):
             continue
         if desired.is_loaded and (not ready or is_outdated(desired, load)):
-            yield ModelAction(model, True, desired.parameters, desired.load_id)
+            yield ModelAction(model, True, desired.parameters, load_id=desired.load_id)
         elif ready and not desired.is_loaded:
             yield ModelAction(model, False, {})
 

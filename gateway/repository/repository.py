@@ -215,36 +215,52 @@ class Repository:
         self, report: OperationReport, parameters: Mapping[str, Any]
     ) -> OperationReport:
         model = report.model
-        is_staged = bool(parameters.get(STAGED))
-        parameters = {name: value for name, value in parameters.items() if name != STAGED}
+        kept_parameters = {name: value for name, value in parameters.items() if name != STAGED}
         async with self._lock_model(model) as known_revision:
             # A model that exists only in the load request is in no index, so its state would be unknown.
             if not await self._find_model(model):
                 raise UnknownModelToLoad(model)
             before = self.state.desired_models.get(model)
             staged_loads: Mapping[Replica, StartedLoad] = {}
-            if is_staged:
+            if parameters.get(STAGED):
                 # Raises if the state cannot be changed, before any replica is.
                 await self._set_desired_model(model, before, known_revision)
-                staged_loads = await self._load_in_stages(report, parameters)
-            # Recorded before the desired state, so that another gateway's reconciler does not load it too.
-            started_loads = {
-                replica: await self.state.begin_load(replica.name, model)
-                for replica in list(self._pool.replicas.values())
-                if replica not in staged_loads
-            }
-            try:
-                desired = DesiredModel(True, dict(parameters))
-                revision = await self._set_desired_model(model, desired, known_revision)
-            except BaseException:
-                await self.state.end_loads(model, staged_loads, "")
-                await self.state.end_loads(model, started_loads, None)
-                raise
+                staged_loads = await self._load_in_stages(report, kept_parameters)
+            desired = DesiredModel(True, kept_parameters)
+            started_loads = await self._store_load(
+                model, desired, known_revision, staged_loads=staged_loads
+            )
+            revision = self.state.get_revision(model)
             merged = self.state.merge_models()[model]
             await self.state.end_loads(model, staged_loads, merged.load_id)
-            action = ModelAction(model, True, merged.parameters, merged.load_id)
+            action = ModelAction(model, True, merged.parameters, load_id=merged.load_id)
             await self._run_on_replicas(report, action, started_loads)
             return await self._conclude(report, before, revision)
+
+    async def _store_load(
+        self,
+        model: str,
+        desired: DesiredModel,
+        known_revision: int,
+        *,
+        staged_loads: Mapping[Replica, StartedLoad],
+    ) -> Mapping[Replica, StartedLoad]:
+        """Store the desired state, and return loads in progress on all replicas but the staged ones.
+
+        They are recorded first, so that another gateway's reconciler does not load the model too.
+        """
+        started_loads = {
+            replica: await self.state.begin_load(replica.name, model)
+            for replica in list(self._pool.replicas.values())
+            if replica not in staged_loads
+        }
+        try:
+            await self._set_desired_model(model, desired, known_revision)
+        except BaseException:
+            await self.state.end_loads(model, staged_loads, "")
+            await self.state.end_loads(model, started_loads, None)
+            raise
+        return started_loads
 
     async def _load_in_stages(
         self, report: OperationReport, parameters: Mapping[str, Any]
@@ -257,7 +273,7 @@ class Repository:
         async def run(replica: Replica) -> None:
             await self._run_on_replica(report, action, replica, None)
 
-        return await run_staged_load(self._pool, self.state, report, run)
+        return await run_staged_load(self._pool, self.state, report, run_on_replica=run)
 
     async def _unload(
         self, report: OperationReport, parameters: Mapping[str, Any], is_visible: VisibilityCheck

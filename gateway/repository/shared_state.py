@@ -55,6 +55,34 @@ class SharedTable(Generic[T]):
         self.value = await self._store.write(self._table, keys, value)
 
 
+class CircuitBreaker:
+    """Calls of a store that may be down. After a failure, one call in each pause tries it.
+
+    The others fail at once: a load makes about ten calls, and each would wait for a store that hangs.
+    """
+
+    def __init__(self, pause_s: float) -> None:
+        self._pause_s = pause_s
+        self._failure: StateUnavailable | None = None  # set while the last call failed
+        self._retry_at = 0.0
+
+    async def run(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of the call. Raises `StateUnavailable`."""
+        if self._failure is not None:
+            now = monotonic()
+            if now < self._retry_at:
+                raise StateUnavailable(self._failure.action, self._failure.reason)
+            self._retry_at = now + self._pause_s
+        try:
+            result = await call()
+        except StateUnavailable as exc:
+            self._failure = exc
+            self._retry_at = monotonic() + self._pause_s
+            raise
+        self._failure = None
+        return result
+
+
 class SharedState:
     """A copy of the stored state, with the models file. Changes are stored first."""
 
@@ -74,8 +102,8 @@ class SharedState:
         self._ignored_models: dict[str, str] = {}  # model → why its desired state is ignored
         # Replica and model → the arguments of an `end_load` that the store did not record.
         self._unrecorded_ends: dict[tuple[str, str], tuple[str, str]] = {}
-        self._failure: StateUnavailable | None = None  # of the last call of `_try_store`
-        self._retry_at = 0.0
+        # For the calls that coordinate gateways: leases, reports and loads.
+        self._breaker = CircuitBreaker(OUTAGE_PAUSE_S)
         self._is_known = False  # the stored state was read
         self._report: dict[str, Any] = {}  # what this gateway tells the others
         self._lease_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -194,7 +222,7 @@ class SharedState:
             finally:
                 await cancel_tasks([renewal])
                 with suppress(StateUnavailable):
-                    await self._try_store(lambda: self.store.release_lease(name))
+                    await self._breaker.run(lambda: self.store.release_lease(name))
 
     def has_lease(self, name: str) -> bool:
         """Return whether a task of this gateway has the lease, or asks for it."""
@@ -240,7 +268,7 @@ class SharedState:
         several leaders, a replica only gets the same loads several times; without any, it would stay empty.
         """
         try:
-            return await self._try_store(lambda: self.store.acquire_lease(name))
+            return await self._breaker.run(lambda: self.store.acquire_lease(name))
         except StateUnavailable:
             return True
 
@@ -251,25 +279,6 @@ class SharedState:
 
         await repeat("lease", renew)
 
-    async def _try_store(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Run a call that coordinates gateways (lease, report, load). Raises `StateUnavailable`.
-
-        After a failure, one of these calls tries the store every two seconds, and the others fail at once:
-        a load makes about ten of them, and each would wait for a store that hangs.
-        """
-        if self._failure is not None:
-            if monotonic() < self._retry_at:
-                raise self._failure.with_traceback(None)
-            self._retry_at = monotonic() + OUTAGE_PAUSE_S
-        try:
-            result = await call()
-        except StateUnavailable as exc:
-            self._failure = exc
-            self._retry_at = monotonic() + OUTAGE_PAUSE_S
-            raise
-        self._failure = None
-        return result
-
     @property
     def has_reports(self) -> bool:
         """Return whether gateways know each other's requests: not without a shared store, or in an outage."""
@@ -277,7 +286,7 @@ class SharedState:
 
     async def refresh_loads(self) -> None:
         with suppress(StateUnavailable):
-            self.loads = await self._try_store(self._read_loads)
+            self.loads = await self._breaker.run(self._read_loads)
 
     async def exchange_reports(self, **changes: Any) -> list[Mapping[str, Any]]:
         """Publish changes of this gateway's report; return the reports of the others.
@@ -285,14 +294,14 @@ class SharedState:
         Raises `StateUnavailable`.
         """
         self._report = report = {**self._report, **changes}
-        return await self._try_store(lambda: self.store.exchange_reports(report))
+        return await self._breaker.run(lambda: self.store.exchange_reports(report))
 
     # Loads.
 
     async def begin_load(self, replica: str, model: str) -> StartedLoad:
         self._unrecorded_ends.pop((replica, model), None)
         try:
-            started_load = await self._try_store(lambda: self.store.begin_load(replica, model))
+            started_load = await self._breaker.run(lambda: self.store.begin_load(replica, model))
         except StateUnavailable:  # load anyway; other gateways cannot see it then
             confirmed_load = self.loads.get(replica, {}).get(model, "")
             started_load = StartedLoad(new_load_token(""), confirmed_load)
@@ -305,7 +314,7 @@ class SharedState:
         self.loads = with_load(self.loads, replica, model, resulting_load)
         end = (started_load.token, resulting_load)
         try:
-            await self._try_store(lambda: self.store.end_load(replica, model, *end))
+            await self._breaker.run(lambda: self.store.end_load(replica, model, *end))
         except StateUnavailable:
             self._unrecorded_ends[replica, model] = end
 

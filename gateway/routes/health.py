@@ -84,7 +84,7 @@ async def readyz(request: Request, services: ServicesForAnyCaller) -> Response:
     `required: always` cannot.
     Callers without the right to see the fleet get only `ready` and `asleep`.
     """
-    readiness = services.repository.readiness.check(is_draining=request.state.drain.is_draining)
+    readiness = services.repository.readiness.evaluate(is_draining=request.state.drain.is_draining)
     caller = get_caller(request)
     public = ("ready", "asleep")
     document = {name: readiness.document[name] for name in public if name in readiness.document}
@@ -109,7 +109,7 @@ async def v2_ready(request: Request, services: ServicesForInference) -> Response
     No replica's own readiness is returned: with strict readiness, Triton returns 400 during every load and
     after a failed one.
     """
-    readiness = services.repository.readiness.check(is_draining=request.state.drain.is_draining)
+    readiness = services.repository.readiness.evaluate(is_draining=request.state.drain.is_draining)
     if not readiness.is_ready:
         raise NotReady
     return Response(headers={"Content-Type": "text/plain"})  # as Triton does

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.capacity.admission import Slot
 from gateway.errors import GatewayError, serialize_error
-from gateway.fleet.signatures import check_output_names
+from gateway.fleet.signatures import select_outputs
 from gateway.inference import pipeline
 from gateway.media_types import EVENT_STREAM, JSON, NDJSON, NPY, NPZ
 from gateway.routes.dependencies import ServicesForInference
@@ -163,7 +163,7 @@ async def handle_infer(
             results = await services.inference.stream(infer_request)
             request_id = opened.info.request_id
             return InferStreamResponse(results, stream_type, request_id, slot.transfer())
-        outputs = check_output_names(signature, payload.outputs) or tuple(signature.outputs)
+        outputs = select_outputs(signature, payload.outputs) or tuple(signature.outputs)
         render = choose_result_encoder(accept, signature, outputs)
         if dry_run:
             describe = partial(build_dry_run_description, signature, inputs)

@@ -34,7 +34,7 @@ class HealthService:
 
     def is_ready(self, call: IncomingCall) -> bool:
         repository = call.services.repository
-        return repository.readiness.check(is_draining=self._drain.is_draining).is_ready
+        return repository.readiness.evaluate(is_draining=self._drain.is_draining).is_ready
 
     async def serve_server_ready(self, call: IncomingCall) -> bytes:
         """Answer for the fleet: with strict readiness, a replica is not ready during every load."""

@@ -35,9 +35,9 @@ def attach_on_demand(settings: Settings) -> Attachment:
                 pool,
                 services.signatures,
                 services.repository,
-                services.admission,
-                on_demand,
-                metrics,
+                admission=services.admission,
+                settings=on_demand,
+                metrics=metrics,
             )
             pool.activator = await stack.enter_async_context(activator)
             services.provide(activator)

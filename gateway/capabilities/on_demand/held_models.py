@@ -167,11 +167,11 @@ class HeldModels:
             model,
             self._facts.get_memory_mb(model),
             last_used,
-            self._check_eviction(model, is_part=is_part),
-            self._facts.find_parts(model),
+            eviction=self._find_eviction(model, is_part=is_part),
+            parts=self._facts.find_parts(model),
         )
 
-    def _check_eviction(self, model: str, *, is_part: bool) -> Eviction:
+    def _find_eviction(self, model: str, *, is_part: bool) -> Eviction:
         is_kept = model in self._state.declared_models or model in self._state.desired_models
         if is_kept or not (is_part or self._models.is_on_demand(model)):
             return Eviction.NEVER

@@ -161,7 +161,7 @@ class OnDemandLoader:
         reports: list[Mapping[str, Any]] = []
         with suppress(StateUnavailable):  # the store logs it
             reports = await self.state.exchange_reports(**self.usage.build_report())
-        self.usage.read_reports(reports)
+        self.usage.apply_reports(reports)
 
     def is_locked(self, replica_name: str) -> bool:
         return self.state.has_lease(f"replica:{replica_name}")

@@ -177,7 +177,7 @@ class ModelUsage:
             "demand": {"requests": self.count_own_demand()},
         }
 
-    def read_reports(self, reports: Iterable[Mapping[str, Any]]) -> None:
+    def apply_reports(self, reports: Iterable[Mapping[str, Any]]) -> None:
         now = self._clock()
         self._others_requests = {}
         self._others_demand = 0

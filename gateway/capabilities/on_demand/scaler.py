@@ -97,7 +97,7 @@ class FleetScaler:
     async def __aenter__(self) -> FleetScaler:
         unary = grpc.unary_unary_rpc_method_handler
         handlers = {
-            "IsActive": unary(self._check_active),
+            "IsActive": unary(self._answer_active),
             "StreamIsActive": grpc.unary_stream_rpc_method_handler(self._stream_activity),
             "GetMetricSpec": unary(self._describe_metric),
             "GetMetrics": unary(self._read_metric),
@@ -129,12 +129,12 @@ class FleetScaler:
                 watch.update(demand > 0 or idle_s < watch.linger_s)
         await asyncio.sleep(ACTIVITY_POLL_S)
 
-    async def _check_active(self, raw: bytes, context: Any) -> bytes:
-        linger_s = await read_metadata(raw, context, LINGER_KEY, DEFAULT_LINGER_S)
+    async def _answer_active(self, raw: bytes, context: Any) -> bytes:
+        linger_s = await decode_metadata(raw, context, LINGER_KEY, DEFAULT_LINGER_S)
         return encode_message("IsActiveResponse", result=self.is_active(linger_s))
 
     async def _stream_activity(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
-        linger_s = await read_metadata(raw, context, LINGER_KEY, DEFAULT_LINGER_S)
+        linger_s = await decode_metadata(raw, context, LINGER_KEY, DEFAULT_LINGER_S)
         watch = ActivityWatch(linger_s, self.is_active(linger_s))
         self._watches.add(watch)
         try:
@@ -146,7 +146,7 @@ class FleetScaler:
             self._watches.discard(watch)
 
     async def _describe_metric(self, raw: bytes, context: Any) -> bytes:
-        target = await read_metadata(raw, context, TARGET_KEY, DEFAULT_TARGET)
+        target = await decode_metadata(raw, context, TARGET_KEY, DEFAULT_TARGET)
         spec = {
             "metricName": METRIC_NAME,
             "targetSize": max(round(target), 1),
@@ -164,7 +164,7 @@ class FleetScaler:
         return encode_message("GetMetricsResponse", metricValues=[value])
 
 
-async def read_metadata(raw: bytes, context: Any, key: str, default: float) -> float:
+async def decode_metadata(raw: bytes, context: Any, key: str, default: float) -> float:
     try:
         reference = decode_message("ScaledObjectRef", raw)
     except DecodeError:

@@ -180,7 +180,7 @@ ERROR_SERIALIZERS: Final = dict.fromkeys(
 @router.get("/ping", operation_id="ping", summary="Readiness", responses=PING_RESPONSES)
 async def ping(request: Request, services: ServicesForAnyCaller) -> Response:
     """Return 200 if the fleet is ready, else 503. The status is that of `/readyz`."""
-    readiness = services.repository.readiness.check(is_draining=request.state.drain.is_draining)
+    readiness = services.repository.readiness.evaluate(is_draining=request.state.drain.is_draining)
     status, headers = ("Healthy", {}) if readiness.is_ready else ("Unhealthy", {"Retry-After": "1"})
     body = orjson.dumps({"status": status})
     return Response(body, 200 if readiness.is_ready else 503, headers, JSON)

@@ -69,5 +69,9 @@ def prepare_uploads(plan: LaunchPlan) -> None:
 
 
 CAPABILITY = Capability(
-    "uploads", attach_uploads, check_uploads, UploadSettings, prepare_launch=prepare_uploads
+    "uploads",
+    attach_uploads,
+    check_uploads,
+    settings=UploadSettings,
+    prepare_launch=prepare_uploads,
 )

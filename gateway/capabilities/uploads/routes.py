@@ -360,9 +360,9 @@ def build_upload_rules(services: Services, model: str, *, accepts_code: bool) ->
         settings.max_model_instances,
         settings.max_model_warmups,
         settings.max_model_sequences,
-        services.settings.max_body_bytes,
+        max_tensor_bytes=services.settings.max_body_bytes,
     )
-    return UploadRules(model, accepts_code, settings.max_model_bytes, limits)
+    return UploadRules(model, accepts_code, settings.max_model_bytes, config_limits=limits)
 
 
 def find_digest(body: RequestBody) -> bytes:

@@ -36,10 +36,10 @@ def attach_versions(settings: Settings) -> Attachment:
         state = services.repository.state
         metrics = LabelMetrics(services.metrics.create)
         table = await state.open_table(LABELS)
-        router = LabelRouter(pool, state, table, metrics.redirects)
-        shadows = ShadowRunner(pool, services.admission, metrics, max_shadow_bytes)
+        router = LabelRouter(pool, state, table, redirects=metrics.redirects)
+        shadows = ShadowRunner(pool, services.admission, metrics, max_bytes=max_shadow_bytes)
         stack.push_async_callback(shadows.close)
-        manager = LabelManager(pool, state, router, shadows, settings.ready_quorum)
+        manager = LabelManager(pool, state, router, shadows=shadows, quorum=settings.ready_quorum)
         services.provide(manager)
         services.resolver.policy = manager
 

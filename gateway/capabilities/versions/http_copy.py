@@ -122,7 +122,14 @@ class HttpCopy:
             return await self._read_outputs(response)
 
         size_bytes = max(size_bytes, len(body))
-        return ShadowCopy(self._label, self._shadow, request_id, size_bytes, send, read_response)
+        return ShadowCopy(
+            self._label,
+            self._shadow,
+            request_id,
+            size_bytes=size_bytes,
+            send=send,
+            read_response=read_response,
+        )
 
     async def _read_outputs(self, reply: CompleteResponse) -> Arrays:
         encoding = reply.header(b"content-encoding").decode("latin-1")

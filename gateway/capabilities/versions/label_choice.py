@@ -74,7 +74,14 @@ class LabelChoice:
 
         input_bytes = sum(array.nbytes for array in request.inputs.arrays.values())
         size_bytes = max(input_bytes, result.size_bytes)
-        copy = ShadowCopy(label, shadow, request.request_id, size_bytes, send, read_response)
+        copy = ShadowCopy(
+            label,
+            shadow,
+            request.request_id,
+            size_bytes=size_bytes,
+            send=send,
+            read_response=read_response,
+        )
         return partial(self._runner.start, copy)
 
     def copy_grpc_call(
@@ -96,7 +103,9 @@ class LabelChoice:
             return (await decode_grpc_response(response)).outputs
 
         size_bytes = max(len(call.message), len(response))
-        copy = ShadowCopy(label, shadow, request_id, size_bytes, send, read_response)
+        copy = ShadowCopy(
+            label, shadow, request_id, size_bytes=size_bytes, send=send, read_response=read_response
+        )
         return partial(self._runner.start, copy)
 
     def copy_http_call(self, call: HttpCall, *, has_tensors: bool) -> HttpCall:
@@ -105,7 +114,9 @@ class LabelChoice:
         shadow = self._runner.choose_shadow(self._label)
         if shadow is None:
             return call
-        self._http_copy = HttpCopy(self._label, shadow, self._runner, call, has_tensors)
+        self._http_copy = HttpCopy(
+            self._label, shadow, self._runner, call=call, has_tensors=has_tensors
+        )
         return self._http_copy.call
 
     def watch_response(self, send: Send, request_id: str) -> Send:

@@ -105,7 +105,7 @@ class ActiveLabel:
         ready = self.find_ready_shares()
         if not self._is_split:
             return next(iter(ready))
-        if key := self._read_split_key(scope):
+        if key := self._find_split_key(scope):
             return self.choose_by_key(key)
         if scope["method"] != "POST":  # the request reads metadata
             return find_largest_share(ready)
@@ -121,14 +121,14 @@ class ActiveLabel:
         A sequence keeps the version of its start. One that another gateway started gets the version of its
         hash, which is the same everywhere.
         """
-        key = self._read_split_key(scope)
+        key = self._find_split_key(scope)
         if not key:
             key = f"sequence {step.sequence_id}"
             if self._is_split and len(self._ready) == len(self.value.shares):
                 self._rotation.return_choice(chosen)
         return self._sequences.find_version(self.model, step, lambda: self.choose_by_key(key))
 
-    def _read_split_key(self, scope: Scope) -> str:
+    def _find_split_key(self, scope: Scope) -> str:
         """Return the key that decides on the version of a request; empty if the rotation does."""
         for header in scope["headers"]:
             if header[0] == SPLIT_KEY_HEADER:
@@ -160,7 +160,7 @@ class ActiveLabel:
         """Return the versions that a replica can serve. Raises `LabelNotReady` if there are none."""
         if self._seen_change != self._pool.change_count:
             self._seen_change = self._pool.change_count
-            before, self._ready = self._ready, self._read_ready_shares()
+            before, self._ready = self._ready, self._find_ready_shares()
             if before.keys() != self._ready.keys():
                 self._ready_rotation = WeightedRotation(self._ready)
             for version in before.keys() - self._ready.keys():
@@ -170,7 +170,7 @@ class ActiveLabel:
             raise LabelNotReady(self.model, self.name, self.value.shares)
         return self._ready
 
-    def _read_ready_shares(self) -> Mapping[str, int]:
+    def _find_ready_shares(self) -> Mapping[str, int]:
         # The request waits for the model, or gets the error of the pool.
         if not self._pool.has_live_replica or self._pool.is_awaited(self.model):
             return self.value.shares

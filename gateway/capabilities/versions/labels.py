@@ -110,7 +110,7 @@ def parse_label(document: Any, *, is_stored: bool = False) -> VersionLabel:
         shares,
         sticky is not None,
         None if shadow is None else parse_shadow(shadow, is_stored=is_stored),
-        unknown,
+        unknown=unknown,
     )
     if label.shadow is not None and label.shadow.version in shares:
         raise InvalidLabel(
@@ -179,7 +179,9 @@ def parse_shadow(document: Any, *, is_stored: bool) -> Shadow:
     tolerance = document.get("tolerance", DEFAULT_TOLERANCE)
     if not is_number(tolerance) or not 0 <= tolerance <= 1:
         raise InvalidLabel('"tolerance" must be a number from 0 to 1')
-    return Shadow(parse_version(document["version"]), float(percent), float(tolerance), unknown)
+    return Shadow(
+        parse_version(document["version"]), float(percent), float(tolerance), unknown=unknown
+    )
 
 
 def parse_version(version: Any) -> str:

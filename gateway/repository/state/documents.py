@@ -125,7 +125,9 @@ class DocumentStore(ABC):
 
     async def end_load(self, replica: str, model: str, token: str, resulting_load: str) -> None:
         await self._change_loads(
-            lambda loads: with_finished_load(loads, replica, model, token, resulting_load)
+            lambda loads: with_finished_load(
+                loads, replica, model, token=token, resulting_load=resulting_load
+            )
         )
 
     async def forget_loads(self, replica: str) -> None:

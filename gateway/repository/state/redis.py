@@ -90,9 +90,9 @@ def open_redis_store(url: SplitResult, port: int) -> RedisStateStore | None:
         unquote(url.hostname),
         port,
         int(database),
-        None if url.username is None else unquote(url.username) or None,
-        None if url.password is None else unquote(url.password),
-        options if tls else None,
+        user=None if url.username is None else unquote(url.username) or None,
+        password=None if url.password is None else unquote(url.password),
+        tls=options if tls else None,
     )
     return RedisStateStore(server, prefix)
 
@@ -175,7 +175,9 @@ class RedisStateStore:
         self._tables = {
             MODELS.name: CachedTable(MODELS, decode_documents, ("wishes", "change")),
             LOADS: self._loads,
-            CORDONS.name: CachedTable(CORDONS, decode_members, change_keys(CORDONS.name), SET),
+            CORDONS.name: CachedTable(
+                CORDONS, decode_members, change_keys(CORDONS.name), commands=SET
+            ),
         }
         for name in CAPABILITY_TABLES:
             decode = partial(decode_pairs, decode=decode_state)

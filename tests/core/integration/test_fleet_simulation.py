@@ -654,12 +654,12 @@ async def test_model_declared_at_runtime_affects_readiness_once_it_was_ready(
         async with over(fakes) as pool, managing(pool, file) as repository:
 
             def pending() -> set[str]:
-                found = repository.readiness.check(is_draining=False)
+                found = repository.readiness.evaluate(is_draining=False)
                 assert found.is_ready, found.document
                 return set(found.document.get("pending", ()))
 
             def missing() -> set[str]:
-                found = repository.readiness.check(is_draining=False)
+                found = repository.readiness.evaluate(is_draining=False)
                 return set(found.document.get("missing", ()))
 
             path.write_text("models: [a, slow, misspelt]")
@@ -688,7 +688,7 @@ async def test_gateway_becomes_ready_with_all_declared_models_and_stays_so_with_
         async with over(fakes) as pool, managing(pool, file) as repository:
 
             def state() -> tuple[bool, set[str]]:
-                found = repository.readiness.check(is_draining=False)
+                found = repository.readiness.evaluate(is_draining=False)
                 return found.is_ready, set(found.document.get("missing", ()))
 
             await skip_until(lambda: state() == (False, {"b"}))

@@ -56,7 +56,7 @@ from gateway.repository.models_file import (
 from gateway.repository.readiness import (
     Readiness,
     ReplicaStatus,
-    check_readiness,
+    evaluate_readiness,
     update_expected_models,
 )
 from gateway.repository.reconcile_plan import (
@@ -929,7 +929,7 @@ def ready_with(
     draining: bool = False,
 ) -> Readiness:
     models = {model.name: model for model in declared}
-    return check_readiness(
+    return evaluate_readiness(
         replicas, models, models, quorum, was_ready=was_ready, is_draining=draining
     )
 
@@ -1044,7 +1044,7 @@ def check_expected(
     expected: Mapping[str, DeclaredModel],
 ) -> Readiness:
     """Return the readiness of a gateway that was ready."""
-    return check_readiness(replicas, declared, expected, 1, was_ready=True, is_draining=False)
+    return evaluate_readiness(replicas, declared, expected, 1, was_ready=True, is_draining=False)
 
 
 @pytest.mark.parametrize("added_model", [DeclaredModel("added"), REQUIRED_OTHER])
@@ -1109,7 +1109,7 @@ REPLICAS = st.lists(
 def test_readiness_is_explained_or_complete(
     replicas: list[ReplicaStatus], declared: dict[str, DeclaredModel], quorum: int, draining: bool
 ) -> None:
-    found = check_readiness(
+    found = evaluate_readiness(
         replicas, declared, declared, quorum, was_ready=False, is_draining=draining
     )
     assert orjson.loads(orjson.dumps(found.document)) == found.document

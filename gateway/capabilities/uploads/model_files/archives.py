@@ -222,7 +222,7 @@ def read_tar(
             elif flag == PAX_FLAG:
                 extended |= parse_pax_records(content)
             continue
-        name = (extended.get("path") or read_tar_name(header)).decode()
+        name = (extended.get("path") or parse_tar_name(header)).decode()
         size = int(extended.get("size", size))
         extended = {}
         if flag == FOLDER_FLAG and not size:
@@ -277,7 +277,7 @@ def parse_tar_number(field: bytes) -> int:
     return int(digits or b"0", 8)
 
 
-def read_tar_name(header: bytes) -> bytes:
+def parse_tar_name(header: bytes) -> bytes:
     name, prefix = (field.partition(b"\0")[0] for field in (header[:100], header[345:500]))
     is_ustar = header[257:263] == b"ustar\0"  # GNU's format has other fields there
     return prefix + b"/" + name if is_ustar and prefix else name

@@ -164,7 +164,7 @@ class Bucket:
                     each["path"],
                     each["size"],
                     str(each["e_tag"]),
-                    int(each["last_modified"].timestamp()),
+                    modified_s=int(each["last_modified"].timestamp()),
                 )
                 for page in pages
                 for each in page

@@ -229,7 +229,7 @@ class FolderStore(ModelStore):
             if self._free_bytes < 0:
                 # The measured size of the folder does not include the unwritten bytes.
                 needed_bytes = self._unwritten_bytes + count
-                self._free_bytes = self.check_quota(needed_bytes) - needed_bytes
+                self._free_bytes = self.find_free_bytes(needed_bytes) - needed_bytes
             self._unwritten_bytes += count
         try:
             yield

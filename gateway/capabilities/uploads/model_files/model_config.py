@@ -81,7 +81,7 @@ def is_json_config(text: bytes) -> bool:
     return text.lstrip()[:1] == b"{"
 
 
-def read_backend(config: Any) -> str:
+def find_backend(config: Any) -> str:
     """Return the declared backend; empty if Triton derives it from the files."""
     platform: str = config.platform
     return config.backend or PLATFORM_BACKENDS.get(platform, platform)
@@ -91,7 +91,7 @@ def encode_model_config(text: bytes, config: Any, backend: str) -> bytes:
     """Return the content of config.pbtxt, with the backend, which other files must not decide."""
     if is_json_config(text):
         text = text_format.MessageToString(config).encode()
-    return text if not backend or read_backend(config) else declare_backend(backend) + text
+    return text if not backend or find_backend(config) else declare_backend(backend) + text
 
 
 def declare_backend(backend: str) -> bytes:
@@ -109,7 +109,7 @@ def check_config_name(config: Any, model: str) -> None:
 
 def check_data_config(config: Any) -> None:
     """Check that a config runs no code, and reads no files outside the folder. Raises `InvalidModelFile`."""
-    backend = read_backend(config)
+    backend = find_backend(config)
     if backend and backend not in DATA_BACKENDS:
         raise InvalidModelFile(
             f"the config has the backend {quote_text(backend)}; GATEWAY_MODEL_UPLOADS=artifacts accepts "

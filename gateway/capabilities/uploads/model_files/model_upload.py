@@ -33,10 +33,10 @@ from gateway.capabilities.uploads.model_files.model_config import (
     check_data_config,
     declare_backend,
     encode_model_config,
+    find_backend,
     is_plain_file_name,
     list_label_files,
     parse_model_config,
-    read_backend,
 )
 from gateway.capabilities.uploads.model_files.onnx_graph import generate_label_config
 from gateway.capabilities.uploads.model_files.received_body import (
@@ -221,7 +221,7 @@ class UploadBuilder:
 
     @property
     def _backend(self) -> str:
-        return "" if self._config is None else read_backend(self._config)
+        return "" if self._config is None else find_backend(self._config)
 
     @property
     def _declared_file_name(self) -> str:
@@ -310,7 +310,7 @@ class UploadBuilder:
         for path, file in configs.items():
             self._staging.check_open()
             config = self._parse_config(read_staged_config(file))
-            if read_backend(config) not in ("", kind.backend):
+            if find_backend(config) not in ("", kind.backend):
                 raise InvalidModelFile(f"{path} has another backend than the model file")
 
     def write_config(self, *, has_labels: bool = False) -> None:

@@ -59,21 +59,21 @@ def walk_message(file: BinaryIO, start: int, end: int) -> Iterator[WireField]:
     while start < end:
         file.seek(start)
         header = file.read(MAX_FIELD_HEADER_BYTES)
-        tag, length = read_varint(header, 0)
+        tag, length = parse_varint(header, 0)
         number = tag >> 3
         wire_type = tag & 7
         value = 0
         if wire_type not in FIXED_BYTES:
-            value, length = read_varint(header, length)
+            value, length = parse_varint(header, length)
         sizes = {VARINT: 0, LENGTH_DELIMITED: value, **FIXED_BYTES}
         content = start + length
         if wire_type not in sizes or content + sizes[wire_type] > end:
             raise ValueError
         start = content + sizes[wire_type]
-        yield WireField(number, wire_type, value, content, start)
+        yield WireField(number, wire_type, value, start=content, end=start)
 
 
-def read_varint(data: bytes, start: int) -> tuple[int, int]:
+def parse_varint(data: bytes, start: int) -> tuple[int, int]:
     """Return the value and the position after it. Raises `ValueError` if it is incomplete."""
     value = 0
     for position in range(start, min(len(data), start + 10)):

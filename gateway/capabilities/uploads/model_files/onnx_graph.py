@@ -62,7 +62,7 @@ class OnnxGraph:
         self.inputs: list[OnnxTensor] = []
         self.outputs: list[OnnxTensor] = []
         defaults = set()
-        for graph in self._walk(WireField(0, LENGTH_DELIMITED, 0, 0, size), MODEL_GRAPH):
+        for graph in self._walk(WireField(0, LENGTH_DELIMITED, 0, start=0, end=size), MODEL_GRAPH):
             for field in self._walk(graph):
                 if field.number == GRAPH_INPUT:
                     self.inputs.append(self._read_tensor(field))

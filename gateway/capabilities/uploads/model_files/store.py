@@ -135,7 +135,10 @@ class ModelStore(ABC):
     @abstractmethod
     def create_staging(self) -> Staging: ...
 
-    def check_quota(self, needed_bytes: int = 0) -> int:
+    def check_quota(self, needed_bytes: int = 0) -> None:
+        self.find_free_bytes(needed_bytes)
+
+    def find_free_bytes(self, needed_bytes: int) -> int:
         """Return the bytes that the limit leaves. Raises `RepositoryFull` if more are needed."""
         free_bytes = self._max_bytes - self._measure() if self._max_bytes else sys.maxsize
         if needed_bytes > free_bytes:

@@ -29,7 +29,7 @@ from gateway.fleet.replica import Replica, ReplicaAddress
 from gateway.fleet.signatures import SignatureCache
 from gateway.repository.collector import FleetCollector
 from gateway.repository.models_file import DeclaredModel, ModelsFile
-from gateway.repository.readiness import ReplicaStatus, check_readiness
+from gateway.repository.readiness import ReplicaStatus, evaluate_readiness
 from gateway.repository.repository import Repository
 from gateway.repository.state.documents import MemoryStateStore
 from gateway.settings import Settings
@@ -122,7 +122,9 @@ def check_declared_models(fleet: LargeFleet) -> None:
         for each in fleet.pool.replicas.values()
     ]
     declared: Mapping[str, DeclaredModel] = {f"m{n}": DeclaredModel(f"m{n}") for n in range(MODELS)}
-    readiness = check_readiness(statuses, declared, declared, 1, was_ready=False, is_draining=False)
+    readiness = evaluate_readiness(
+        statuses, declared, declared, 1, was_ready=False, is_draining=False
+    )
     assert readiness.is_ready
 
 

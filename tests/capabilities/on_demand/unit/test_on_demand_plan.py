@@ -357,12 +357,12 @@ def test_gateways_tell_each_other_the_callers_of_their_models() -> None:
     usage.record_use("m", "lab")
     usage.turns.add("wanted", ["lab"])
     now = 111.0
-    other.read_reports([orjson.loads(orjson.dumps(usage.build_report()))])
+    other.apply_reports([orjson.loads(orjson.dumps(usage.build_report()))])
     assert usage.find_users("m") == other.find_users("m") == {"lab": 118.0}
     assert other.find_users("old") == {}
     assert other.get_last_used("old") == 100.0
     assert other.waiting_callers == {"lab"}
-    other.read_reports(
+    other.apply_reports(
         [
             {"ages": {"x": 1}},
             {"ages": {"y": 2}, "callers": {"y": [1]}, "waiting": {"lab": 1}},
