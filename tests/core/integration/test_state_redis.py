@@ -448,11 +448,10 @@ def test_gateway_serves_with_any_data_in_redis(server: RedisServer, tmp_path: Pa
     url = server.url()
     prefix = url.partition("prefix=")[2]
     (nobody,) = free_ports(1)
-    settings = {"state": url, "on_demand_models": "*", "log_level": "warning"}
-
+    document = '{"loaded": true, "parameters": {}, "revision": 1}'
     with (
         server.client() as redis_client,
-        gateway(f"http://127.0.0.1:{nobody}", **settings) as (client, command),
+        gateway(f"http://127.0.0.1:{nobody}", state=url) as (client, command),
     ):
         put = partial(put_entry, redis_client, prefix)
         for number, (key, field, value) in enumerate((HOSTILE[0], HOSTILE[6])):
@@ -464,12 +463,8 @@ def test_gateway_serves_with_any_data_in_redis(server: RedisServer, tmp_path: Pa
                 )
             )
             put(key, field, None)
-            put("labels", f'["m", "label{number}"]', LABEL)
-            wait_until(
-                lambda number=number: (  # type: ignore[misc]
-                    f"label{number}" in client.get("/v1/models/m/labels").text
-                )
-            )
+            put("wishes", f"model{number}", document)
+            command.wait_for(f"added 'model{number}'")
         redis_client.sadd(f"{prefix}cordons", b"\xff")
         command.wait_for("cannot be read: Redis has invalid data")
         for record in ("5", "[]", '{"model": "m", "id": []', b"\xff"):
@@ -482,7 +477,11 @@ def test_gateway_serves_with_any_data_in_redis(server: RedisServer, tmp_path: Pa
         for at in ("", "0 ", "99999999999999 ", "x"):  # in milliseconds
             for report in ("5", "[]", '{"ages": 5}', '{"demand": {"requests": 1e999}}', "{"):
                 redis_client.hset(f"{prefix}reports", uuid4().hex, f"{at}{report}")
-        wait_until(lambda: redis_client.hlen(f"{prefix}reports") == 1)  # the gateway's own
+        # A gateway with a cordon reports its work, and drops what is no report.
+        redis_client.delete(f"{prefix}cordons")
+        redis_client.sadd(f"{prefix}cordons", "a:8000")
+        redis_client.set(f"{prefix}cordons-change", uuid4().hex)
+        wait_until(lambda: redis_client.hlen(f"{prefix}reports") == 1)
         assert client.get("/livez").status_code == 200
 
 

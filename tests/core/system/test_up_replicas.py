@@ -10,7 +10,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.errors import assert_error
 from tests.support.servers import free_ports
 from tests.support.up import Up, nothing_left, write_model
 from tests.support.wait import TIMEOUT_S, wait_until
@@ -43,11 +42,6 @@ def test_up_starts_all_replicas_and_leaves_no_process(
         up.wait_for("ready after")
         assert [serves(triton) for triton in up.tritons] == [True, True]
         assert lives(up)
-        listed = up.get("/v1/models/echo/files").json()["files"]
-        assert [file["path"] for file in listed] == ["1/model.py", "config.pbtxt"]
-        code = {"model": ("model.py", b"import os")}
-        refused = httpx.put(f"{up.url}/v1/models/added", files=code, timeout=TIMEOUT_S)
-        assert_error(refused, 422, "INVALID_MODEL_FILE", "accepts data only")
         for triton in up.tritons:
             up.wait_for(f"{triton}: Triton: successfully loaded 'echo'")
         with nothing_left(up, brief=number is signal.SIGINT):
