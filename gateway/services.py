@@ -52,7 +52,7 @@ class ModelDescriber:
     model_fields: ClassVar[Mapping[str, Schema]] = {}
 
     def describe_list(self, models: Iterable[str]) -> Mapping[str, Any]:
-        """Return fields of the list of these models."""
+        """Return fields of the list that contains the models."""
         return {}
 
     def complete_listed_model(

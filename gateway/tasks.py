@@ -47,7 +47,7 @@ def follow(task: asyncio.Task[T]) -> asyncio.Future[T]:
 
 
 async def repeat(loop: str, step: Callable[[], Awaitable[object]]) -> NoReturn:
-    """Repeat a step of a background loop for ever, whatever it raises."""
+    """Repeat a step of a background loop until cancelled, whatever the step raises."""
     while True:
         await run_step(loop, step)
 

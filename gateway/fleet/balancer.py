@@ -5,7 +5,7 @@ It performs nearly as well as choosing the shortest queue, and does not send all
 
 Slow start: a replica that can serve a model again, or for the first time, gets few requests at first. As in
 Envoy, its share grows linearly, so that caches, GPU memory and just-in-time compilers are warm before it
-serves as many requests as the others. The share is that of one model: a model may be loaded on a replica that
+serves as many requests as the others. Each model has its own share: it may be loaded on a replica that
 has served others for days.
 """
 
@@ -76,7 +76,7 @@ class RelativeLatency:
     def record_response(self, model: str, started_at: float, now: float) -> bool:
         """Record a response and return whether its latency is representative.
 
-        The first response after an idle time is not, nor are those of requests in flight with it.
+        The first response after an idle time is not, nor are responses to requests in flight with it.
         """
         first, last = self._response_times.get(model, (now, -math.inf))
         if now - last > COLD_AFTER_S:
@@ -143,7 +143,7 @@ class SlowStart:
     def limit_candidates(
         self, model: str, version: str, candidates: Sequence[WarmingCandidate]
     ) -> Sequence[WarmingCandidate]:
-        """Return the candidates for one request: all, or those that are warmer than a random limit."""
+        """Return the candidates for one request: all, or the ones that are warmer than a random limit."""
         warm_up = self._warm_ups.get((model, version))
         now = self.clock()
         if warm_up is None or now >= warm_up.until:

@@ -1,4 +1,4 @@
-"""The addresses of the replicas: those that are configured, and those that are looked up."""
+"""The addresses of the replicas, which are configured or looked up."""
 
 from __future__ import annotations
 

@@ -361,7 +361,7 @@ class Dispatcher:
     ) -> GatewayError:
         """Return the error for the client; often it is the failure itself.
 
-        `DeadlinePassed` names the timeout of the request instead of that of the attempt. `UnknownModel` is
+        `DeadlinePassed` names the timeout of the request instead of the attempt's. `UnknownModel` is
         replaced with `ModelNotReady` if the model is in the repository but not loaded, and the other way
         round if its files are removed: Triton's messages do not tell which.
         """

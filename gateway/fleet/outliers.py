@@ -2,7 +2,7 @@
 
 A replica whose GPU or model instance is broken answers its probes, and each inference with an error at once.
 It would look less loaded than the others and attract their requests. As with Envoy's failure percentage, the
-share of failures is compared with that of the other replicas: a model that fails everywhere has no outlier.
+share of failures is compared with the other replicas' share: a model that fails everywhere has no outlier.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class OutlierDetector:
     def record(
         self, model: str, replica: str, others: Sequence[RatedReplica], *, is_failure: bool
     ) -> None:
-        """Count a request that the replica answered; `others` are those that can serve the model too."""
+        """Count a request that the replica answered; `others` are replicas that can serve the model too."""
         now = self.clock()
         counts = self._counts.get(model)
         if counts is None:
@@ -155,7 +155,7 @@ class OutlierDetector:
 
 
 def is_outlier(own: RequestCounts, others: Sequence[RequestCounts]) -> bool:
-    """Return whether a replica fails often, and the others far less often; those without requests do not."""
+    """Return whether a replica fails often, and the others far less often, or have had no requests."""
     if own.failures < MIN_FAILURES or own.failures < MIN_FAILURE_SHARE * own.requests:
         return False
     requests = sum(each.requests for each in others)

@@ -81,7 +81,7 @@ class SignatureCache:
 
     def _finish_first_read(self, key: tuple[str, str], task: asyncio.Task[Signature]) -> None:
         if self._pending_reads.get(key) is not task:
-            return  # invalidated meanwhile: the result may be outdated
+            return  # `invalidate` was called during the read: the result may be outdated
         del self._pending_reads[key]
         self._store_signature(key, task)
 
@@ -127,7 +127,7 @@ class SignatureCache:
         return await self._dispatcher.request_json(target, f"{path}/config")
 
     async def read_configs(self, models: Iterable[str], store: Callable[[str, Any], None]) -> None:
-        """Pass the config of each model to `store`, unless the model was unloaded meanwhile."""
+        """Pass the config of each model to `store`, unless the model is not loaded any longer."""
         semaphore = asyncio.Semaphore(MAX_PARALLEL_READS)
 
         async def read(model: str) -> None:

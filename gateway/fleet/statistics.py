@@ -42,7 +42,7 @@ ITEM_KEYS: Final = ("batch_size", "type", "id")  # tell the items of a list apar
 
 
 class VersionCounts:
-    """The statistics of one version of a model by replica, and those from before their restarts."""
+    """The statistics of one version of a model by replica, and what they counted before their restarts."""
 
     def __init__(self) -> None:
         self._past: Statistics = {}
@@ -74,7 +74,7 @@ class VersionCounts:
         return document
 
     def sum(self, answering: Container[str]) -> Statistics:
-        """Return the sum; the memory is that of the replicas that answered."""
+        """Return the sum; the memory is only summed for the replicas that answered."""
         current = [
             statistics if replica in answering else drop_memory(statistics)
             for replica, statistics in self._last.items()
@@ -160,7 +160,7 @@ class FleetStatistics:
         return b'{"model_stats":[%b]}' % b",".join(documents)
 
     def _find_counts(self, model: str, version: str) -> VersionCounts:
-        """Return the counts of a version, which is dropped after those that were read before."""
+        """Return the counts of a version, and make it the one that is dropped last."""
         counts = self._versions.pop((model, version), None) or VersionCounts()
         self._versions[model, version] = counts
         return counts

@@ -72,7 +72,7 @@ class UpstreamCall(Protocol[T_co]):
         """Return the same request to another version."""
 
     def send(self, replica: Replica, timeout_s: float, trace: Trace | None) -> Awaitable[T_co]:
-        """Make one attempt. Raises Triton's error, that of the transport, or `FailedResponse`."""
+        """Make one attempt. Raises Triton's error, a transport error, or `FailedResponse`."""
 
 
 class HttpCall(NamedTuple):
@@ -303,7 +303,7 @@ def start_attempt_span(
 async def request_json(
     replica: Replica, target: RequestTarget, method: bytes, path: str, body: bytes = b""
 ) -> Any:
-    """Return the JSON of one replica's response. Raises Triton's error, or that of the transport."""
+    """Return the JSON of one replica's response. Raises Triton's error or a transport error."""
     response = await replica.http.request(
         method,
         path.encode(),

@@ -47,7 +47,7 @@ def check_load_parameters(parameters: Mapping[str, Any], *, can_upload: bool) ->
 def check_file_path(parameter: str) -> None:
     """Check the lengths of a path and of its names. Raises `MalformedRequest`.
 
-    The message begins like that of a Triton which survives it, which its example program compares.
+    The message begins like Triton's own, where Triton survives it: its example program compares that.
     """
     path = parameter.removeprefix("file:").encode()
     names = path.split(b"/")

@@ -242,7 +242,7 @@ class ModelLoader:
         return is_begun or replica.index.is_loading(model)
 
     async def _wait_for_load(self, replica: Replica, action: ModelAction) -> None:
-        """Wait until no load of the model is in progress: some Tritons do not survive an unload then."""
+        """Wait until the model is not being loaded: some Tritons do not survive an unload during a load."""
         model = action.model
         with anyio.move_on_after(self._load_timeout_s):
             while True:

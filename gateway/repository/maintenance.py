@@ -97,7 +97,7 @@ class Maintenance:
         return progress
 
     async def report_work(self) -> None:
-        """Tell the other gateways, for ever, on which cordoned replicas this one still has work."""
+        """Tell the other gateways on which cordoned replicas this one still has work, until cancelled."""
 
         async def report() -> None:
             await asyncio.sleep(REPORT_INTERVAL_S)

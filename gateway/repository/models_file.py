@@ -138,7 +138,7 @@ def read_models_file(path: Path, capability_keys: KeyParsers) -> Mapping[str, De
 
 
 class ModelsFile:
-    """The declared models, and those that capabilities load; none without a file."""
+    """The declared models, and the models that capabilities load; none without a file."""
 
     def __init__(self, path: Path | None, capability_keys: KeyParsers = NO_KEYS) -> None:
         read = partial(read_models_file, capability_keys=capability_keys)

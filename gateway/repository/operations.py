@@ -153,12 +153,12 @@ class OperationLost(Unavailable):
 
 
 class OperationRunner:
-    """Runs operations as tasks of their own, and records those that are started in the background."""
+    """Runs operations as tasks of their own, and records the ones that are started in the background."""
 
     def __init__(self, store: StateStore, tasks: TaskSet) -> None:
         self._store = store
         self._tasks = tasks
-        self._recorded_at: deque[float] = deque()  # the starts of those that can still be read
+        self._recorded_at: deque[float] = deque()  # starts of operations that can still be read
 
     async def run(self, report: OperationReport, work: OperationWork) -> OperationReport:
         # A client disconnect must not leave the model loaded on a part of the fleet.

@@ -40,7 +40,7 @@ def merge_declared_models(
 ) -> dict[str, DesiredModel]:
     """Return the desired models with the declared ones added. A declared model is always loaded.
 
-    The parameters of its last load through the API take precedence over those of its declaration.
+    The parameters of its last load through the API take precedence over its declared ones.
     """
     merged = dict(desired_models)
     for name, model in declared.items():

@@ -55,7 +55,7 @@ class ModelProblems:
     conflicts: Mapping[str, list[str]] = field(default_factory=dict)
 
     def with_report(self, report: Mapping[str, Any]) -> ModelProblems:
-        """Add those in the report of another gateway, which can be of any form."""
+        """Add the problems in the report of another gateway, which can be of any form."""
         load_errors = report.get("load_errors")
         conflicts = report.get("conflicts")
         return ModelProblems(
@@ -113,7 +113,7 @@ class Reconciler:
 
     @asynccontextmanager
     async def lock_model(self, model: str) -> AsyncIterator[None]:
-        """Serialize the calls for one model. The reconciler does not act on it meanwhile."""
+        """Serialize the calls for one model. In the block, the reconciler does not act on it."""
         model_lock = self._locks.setdefault(model, ModelLock())
         model_lock.waiters += 1
         try:

@@ -421,7 +421,7 @@ async def run_staged_load(
     report: OperationReport,
     run_on_replica: Callable[[Replica], Awaitable[None]],
 ) -> Mapping[Replica, StartedLoad]:
-    """Load the model on one replica after the other; those that do not respond are no stages.
+    """Load the model on one replica after the other; replicas that do not respond are left out.
 
     The returned loads stay in progress, so that no gateway repairs these replicas until the caller has
     stored the desired state. Raises `StagedLoadFailed` after the first failure.

@@ -135,7 +135,7 @@ class ModelResolver:
         Raises `Forbidden` if the caller lacks the right, and `not_found_error` if it cannot see the model.
         Invalid names and versions are unknown as well: a server on the way could read them as another path.
         With the right to infer, the policy chooses the version, and each call is one choice.
-        Raises the errors of the policy, and those of `parse_version` for a version that is no label.
+        Raises the errors of the policy, and of `parse_version` for a version that is no label.
         """
         check_model(scope, right, model, version, not_found_error)
         if right is Right.infer and model in self.policy.models:

@@ -302,7 +302,7 @@ class SharedState:
         self._unrecorded_ends.pop((replica, model), None)
         try:
             started_load = await self._breaker.run(lambda: self.store.begin_load(replica, model))
-        except StateUnavailable:  # load anyway; other gateways cannot see it then
+        except StateUnavailable:  # load anyway, though other gateways cannot see it
             confirmed_load = self.loads.get(replica, {}).get(model, "")
             started_load = StartedLoad(new_load_token(""), confirmed_load)
         self.loads = with_load(self.loads, replica, model, started_load.token)

@@ -179,7 +179,7 @@ class ModelActivator:
             while load.waiters > RESUMES_PER_PAUSE and admission.is_crowded(model):  # noqa: ASYNC110 - cheaper
                 await asyncio.sleep(RESUME_PAUSE_S)
             load.resumed += 1
-            # Those before are admitted meanwhile, or queue and crowd the model.
+            # In this time, earlier requests are admitted, or queue and crowd the model.
             if load.resumed % RESUMES_PER_PAUSE == 0 or admission.is_busy:
                 await asyncio.sleep(RESUME_PAUSE_S)
 

@@ -64,7 +64,7 @@ def update_last_inference(
 ) -> LastInference:
     """Return the time of an inference by this process's clock.
 
-    Only for the first reading, the replica's clock is trusted to agree with that of this machine: an
+    Only for the first reading, the clocks of the replica and of this machine are trusted to agree: an
     inference that is new in a later reading ran since the previous one, whatever its timestamp is.
     """
     if known is not None:

@@ -199,7 +199,7 @@ class OnDemandLoader:
         log.info("model %s is ready on %s after %.1f s", model, replica.name, duration_s)
 
     async def report_usage(self) -> None:
-        """Tell the other gateways what this one uses, for ever; no slow action delays it."""
+        """Tell the other gateways what this one uses, until cancelled; no slow action delays it."""
 
         async def report() -> None:
             self.usage.drop_unknown_models(self._pool.has_model)
@@ -213,7 +213,7 @@ class OnDemandLoader:
     # What is unloaded without a request for another model.
 
     async def run(self) -> None:
-        """Unload idle models, and what exceeds the budget, for ever."""
+        """Unload idle models, and what exceeds the budget, until cancelled."""
 
         async def unload() -> None:
             await asyncio.sleep(SURPLUS_CHECK_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""The models that are loaded on demand: those of the models file, and those that match a pattern."""
+"""The models that are loaded on demand, because the models file or a pattern names them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gateway.messages import join_names, quote_text
 from gateway.repository.shared_state import SharedState
 
 MAX_REPORTED_NUMBER: Final = 1e12
-# With more times of use than this, those of models that do not exist are dropped.
+# From this number of used models on, the times of models that do not exist are dropped.
 MAX_USED_MODELS: Final = 1000
 # Of more callers that used a model, the earliest ones are one unknown caller.
 MAX_KNOWN_CALLERS: Final = 16

@@ -257,7 +257,7 @@ class LoadTurns:
                 self._queues.pop(caller, None)
 
     def take(self, model: str) -> None:
-        """Remove a load that gets room. The caller whose turn this was is the last one then."""
+        """Remove a load that gets room. The caller whose turn this was becomes the last one."""
         places = {
             caller: list(queue).index(model)
             for caller, queue in self._queues.items()

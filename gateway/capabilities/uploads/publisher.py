@@ -131,7 +131,7 @@ class ModelPublisher:
             with suppress(Conflict):
                 await stack.enter_async_context(self._repository.pause_loads(model))
             await self.files.run(change.revert)
-        with suppress(GatewayError):  # the caller gets that of the load
+        with suppress(GatewayError):  # the caller gets the error of the load
             if not await self.files.run(self.files.has_model, model):
                 await self._forget(model)
 

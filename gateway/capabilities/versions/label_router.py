@@ -76,7 +76,7 @@ class SequenceVersions:
 
 
 class ActiveLabel:
-    """A label in use: the rotation of its versions, and those that can be served now."""
+    """A label in use: the rotation of its versions, and the versions that can be served now."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class ActiveLabel:
 
 
 class LabelRouter:
-    """The labels of all models: those of the state, and those of the models file, which take precedence."""
+    """The labels of all models, from the state and from the models file, which takes precedence."""
 
     def __init__(
         self,

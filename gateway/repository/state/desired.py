@@ -71,7 +71,7 @@ CORDONS: Final = Table("cordons", frozenset[str], "the cordon of replica")
 
 
 class StateStore(Protocol):
-    """A store of desired state. Methods raise `StateUnavailable`, and leave the state unchanged then."""
+    """A store of desired state. A method that raises `StateUnavailable` leaves the state unchanged."""
 
     async def read(self, table: Table[T]) -> T:
         """Return the table; the same object as before if it has not changed."""
@@ -96,7 +96,7 @@ class StateStore(Protocol):
         """Record a load in progress; return its token, and the load confirmed before."""
 
     async def end_load(self, replica: str, model: str, token: str, resulting_load: str) -> None:
-        """Record the load that a replica has now; empty, or unknown if another load began meanwhile."""
+        """Record the load that a replica has now; empty, or unknown if another load has begun since."""
 
     async def forget_loads(self, replica: str) -> None:
         """Delete the confirmed loads of a replica that restarted or was removed."""
@@ -110,7 +110,7 @@ class StateStore(Protocol):
     async def acquire_lease(self, name: str) -> bool:
         """Take or renew a lease, and return whether this process has it.
 
-        No other process has it meanwhile. It ends with the process, at the latest five seconds after the
+        No other process has it until it ends: with this process, at the latest five seconds after the
         last call.
         """
 

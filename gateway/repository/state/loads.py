@@ -57,7 +57,7 @@ def with_finished_load(
 ) -> Loads:
     """Return the table with the resulting load.
 
-    If another load began meanwhile, it is unknown which of them ended last. A repeated call changes nothing.
+    If another load has begun since, it is unknown which ended last. A repeated call changes nothing.
     """
     is_known = loads.get(replica, {}).get(model) in (token, resulting_load)
     return with_load(loads, replica, model, resulting_load if is_known else "")

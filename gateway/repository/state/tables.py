@@ -34,7 +34,7 @@ def create_raw_table(name: str) -> Table[RawTable]:
 
 
 def with_entry(table: RawTable, keys: Sequence[str], value: Any) -> dict[str, Any]:
-    """Return the table with a value, or without it and what is empty then if None."""
+    """Return the table with a value; None deletes the value, and objects that become empty."""
     first, *others = keys
     if others:
         value = with_entry(table.get(first, {}), others, value) or None

@@ -120,7 +120,7 @@ class Bucket:
             )
 
     def write_if_unchanged(self, key: str, content: bytes, e_tag: str) -> str:
-        """Replace an object that has this tag; the empty tag is that of no object. Raises `ObjectChanged`."""
+        """Replace an object with this tag, or for an empty tag create it. Raises `ObjectChanged`."""
         mode: Any = {"e_tag": e_tag} if e_tag else "create"
         with self._translate():
             result = self._api.put(self._store, key, content, mode=mode, use_multipart=False)

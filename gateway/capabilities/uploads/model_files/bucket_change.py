@@ -84,7 +84,7 @@ class BucketChange:
         self.commit()
 
     def _make_newer(self, than: Sequence[ObjectEntry]) -> None:
-        """Make the model's newest object newer than those of `than`, in whole seconds.
+        """Make the model's newest object newer than all objects of `than`, in whole seconds.
 
         Otherwise, a Triton that loaded those does not read the model again.
         """

@@ -82,7 +82,7 @@ NEXT_VERSION: Final = 0  # the number that a version gets when it is published
 
 @dataclass(frozen=True)
 class FolderEntry:
-    """The place of an entry in a model's folder: in the folder itself (None), or in that of a version."""
+    """The place of an entry in a model's folder: in the folder itself (None), or in a version's folder."""
 
     version: int | None
     path: str
@@ -92,7 +92,7 @@ def arrange_entries(names: Iterable[str]) -> dict[str, FolderEntry]:
     """Return the place of each file of an archive. Names that end with / are folders.
 
     A folder around everything is left out. Without a version folder, the files but for configs and labels
-    are those of the version. The number of a single version does not matter; several keep theirs. Raises
+    belong to the version. The number of a single version does not matter; several keep theirs. Raises
     `InvalidModelFile`.
     """
     paths = list(names)

@@ -119,7 +119,7 @@ class FolderChange:
             moved.unlink(missing_ok=True)  # two links to one file are not replaced
 
     def _delete(self, target: Path) -> None:
-        # Renamed first: a Triton that starts meanwhile reads all of it or nothing.
+        # Renamed first, so that a Triton that is starting reads all of it or nothing.
         parent = self.folder.parent if target == self.folder else self.folder
         doomed = self._name_temporary(parent)
         with suppress(FileNotFoundError):

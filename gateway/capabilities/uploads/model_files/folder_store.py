@@ -78,8 +78,8 @@ class FolderStore(ModelStore):
         self._reserving = threading.Lock()
         self._free_bytes = 0
         self._unwritten_bytes = 0
-        self._owner_lock = -1
-        self._model_locks = -1
+        self._owner_lock: int | None = None  # descriptors of open files
+        self._model_locks: int | None = None
 
     # Life cycle.
 
@@ -94,14 +94,14 @@ class FolderStore(ModelStore):
 
     def close(self) -> None:
         self._threads.shutdown()
-        if self._owner_lock >= 0:
+        if self._owner_lock is not None:
             with suppress(OSError):
                 for folder in list_stored_folders(self.root):
                     recover_folder(folder, self._prefix, self._name_temporary)
                 self._remove_uploads(self._prefix)
                 self._owner_lock_path(self._prefix).unlink(missing_ok=True)
             os.close(self._owner_lock)
-        if self._model_locks >= 0:
+        if self._model_locks is not None:
             os.close(self._model_locks)
 
     async def list_interrupted(self) -> list[str]:
@@ -118,8 +118,8 @@ class FolderStore(ModelStore):
 
     def _ensure_owner_lock(self) -> None:
         path = self._owner_lock_path(self._prefix)
-        with self._opening:  # a second descriptor would wait for the first one for ever
-            while self._owner_lock < 0:
+        with self._opening:  # a second descriptor would never get the lock of the first one
+            while self._owner_lock is None:
                 descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 # Another process removes the file if it finds it before it is locked.
@@ -181,10 +181,10 @@ class FolderStore(ModelStore):
 
     @asynccontextmanager
     async def _lock_processes(self, model: str, pause_loads: LoadPause) -> AsyncIterator[bool]:
-        await self.run(self._open_locks)
+        locks = await self.run(self._open_locks)
         # A byte of one file for each model; two models with the same byte only wait for each other.
         position = crc32(model.encode())
-        while not self._try_lock(position):  # noqa: ASYNC110 - another process has the lock
+        while not try_lock_byte(locks, position):  # noqa: ASYNC110 - another process has the lock
             await asyncio.sleep(MODEL_LOCK_POLL_S)
         try:
             await self.run(self._check_folder, model)
@@ -194,23 +194,15 @@ class FolderStore(ModelStore):
                 is_reverted = await self.run(self._revert_abandoned_changes, model)
             yield is_reverted
         finally:
-            fcntl.lockf(self._model_locks, fcntl.LOCK_UN, 1, position)
+            fcntl.lockf(locks, fcntl.LOCK_UN, 1, position)
 
-    def _open_locks(self) -> None:
+    def _open_locks(self) -> int:
         self._ensure_owner_lock()
         with self._opening:
-            if self._model_locks < 0:
+            if self._model_locks is None:
                 path = self.root / MODEL_LOCKS_FILE
                 self._model_locks = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-
-    def _try_lock(self, position: int) -> bool:
-        try:
-            fcntl.lockf(self._model_locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, position)
-        except OSError as exc:
-            if exc.errno in (errno.EACCES, errno.EAGAIN):
-                return False
-            raise RepositoryUnavailable("it does not support locks") from None
-        return True
+            return self._model_locks
 
     # Uploads.
 
@@ -340,6 +332,16 @@ class FolderStore(ModelStore):
         if known := self._checksums.get(key):
             return known
         return self._remember_checksum(key, hash_pieces(read_file_pieces(path.open("rb"))))
+
+
+def try_lock_byte(file: int, position: int) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, position)
+    except OSError as exc:
+        if exc.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise RepositoryUnavailable("it does not support locks") from None
+    return True
 
 
 def read_file_pieces(file: BinaryIO) -> Iterator[bytes]:

@@ -109,7 +109,7 @@ def build_upload(
     rules: UploadRules,
     existing_config: bytes | None,
 ) -> ModelUpload:
-    """Return the validated upload. `existing_config` is that of the model, if it exists already.
+    """Return the validated upload. A model that exists already has an `existing_config`.
 
     Raises `InvalidModelFile`, `MalformedRequest` or `TooLarge`.
     """

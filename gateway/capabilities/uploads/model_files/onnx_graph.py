@@ -130,7 +130,7 @@ def generate_label_config(file: BinaryIO, size: int, label_filename: str) -> byt
     tensors = [*graph.inputs, output]
     if not datatype or any(tensor.dims is None for tensor in tensors):
         raise InvalidModelFile(UNREADABLE)
-    # As Triton does: a dynamic first dimension everywhere is that of the batch.
+    # As Triton does: if the first dimension is dynamic everywhere, it is the batch.
     is_batching = all((tensor.dims or ())[:1] == (DYNAMIC,) for tensor in tensors)
     dims = (output.dims or ())[1:] if is_batching else output.dims or ()
     if not dims:

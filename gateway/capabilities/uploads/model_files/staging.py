@@ -78,7 +78,7 @@ class StagedWriter:
 
 
 class Staging:
-    """The temporary files of one upload. `discard` removes those that were not installed.
+    """The temporary files of one upload. `discard` removes the ones that were not installed.
 
     A thread may still write when the upload is discarded: its next write raises `UploadAborted`. `reserve`
     holds a number of bytes while they are written.

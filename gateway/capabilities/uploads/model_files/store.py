@@ -66,7 +66,7 @@ LoadPause = Callable[[str], AbstractAsyncContextManager[None]]
 class ModelStore(ABC):
     """The models that the gateway writes and the Tritons read.
 
-    All methods but those of the locks block: `run` runs them in a few threads of the store.
+    All methods but `lock_model` and `hold_upload_slot` block: `run` runs them in a few threads.
     """
 
     def __init__(self, *, can_write: bool, max_bytes: int = 0) -> None:

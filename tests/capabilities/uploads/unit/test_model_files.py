@@ -764,6 +764,7 @@ def test_next_start_removes_leftovers_of_dead_processes_alone(tmp_path: Path) ->
     orphan = dead.create_staging().write_file(b"half").path
     kept = alive.create_staging().write_file(b"half").path
     # As the end of a process does.
+    assert dead._owner_lock is not None
     os.close(dead._owner_lock)
     FolderStore(tmp_path, can_write=True).open()
     assert not orphan.exists()
