@@ -39,7 +39,6 @@ class BadKeysFile(CommandError):
 
 
 def parse_keys(text: str) -> dict[bytes, Caller]:
-    """Return the callers by the hash of their key. Raises `BadKeysFile`."""
     entries = parse_key_entries(text)
     callers = [parse_key_entry(f"key {number}", entry) for number, entry in enumerate(entries, 1)]
     callers_by_digest = {caller.digest: caller for caller in callers}

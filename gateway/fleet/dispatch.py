@@ -186,7 +186,6 @@ class Dispatcher:
     def _find_candidates(
         self, call: UpstreamCall[T], failed_replica: Replica | None
     ) -> Sequence[Replica]:
-        """Return the replicas that can execute the call. Raises `NoReplica`."""
         target = call.target
         step = target.sequence_step
         pool = self._pool

@@ -181,7 +181,6 @@ def version_sort_key(version: str) -> tuple[int, str]:
 
 
 def list_versions(indexes: Iterable[Index], model: str) -> list[str]:
-    """Return the versions of a model on any replica, in ascending order."""
     numbers = {number for index in indexes for number in index.models.get(model, ())}
     return sorted(numbers, key=version_sort_key)
 

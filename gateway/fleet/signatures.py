@@ -66,7 +66,6 @@ class SignatureCache:
         return cached.signature
 
     def find_remembered_signature(self, model: str, version: str) -> Signature | None:
-        """Return the last known signature of a model, which may not be loaded any longer."""
         return self._remembered.get((model, version))
 
     async def _read_once(self, key: tuple[str, str]) -> Signature:

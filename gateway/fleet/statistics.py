@@ -68,7 +68,6 @@ class VersionCounts:
         self._past = add_statistics(self._past, drop_memory(self._last.pop(replica)))
 
     def serialize_sum(self, answering: Container[str]) -> bytes:
-        """Return the sum as JSON, and note the size of what is kept."""
         document = orjson.dumps(self.sum(answering))
         self.kept_bytes = len(document) * (len(self._last) + 1)
         return document

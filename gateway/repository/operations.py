@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from time import monotonic, time
 from typing import Any, Final
 
+import anyio
+
 from gateway.errors import (
     BadUpstream,
     GatewayError,
@@ -30,7 +32,6 @@ from gateway.tasks import TaskSet
 from gateway.telemetry import audit
 from gateway.triton.error_mapping import LoadFailed
 
-PROGRESS_POLL_S: Final = 0.1
 RECORD_RETRY_S: Final = 1.0
 HEARTBEAT_S: Final = 5.0
 # The operation ended with its gateway. The clocks of gateways may differ by less.
@@ -61,6 +62,11 @@ class OperationReport:
     replica_count: int
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     is_retried: bool = True  # the reconciler repeats it on the replicas that failed
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def record(self, replica: str, outcome: Outcome) -> None:
+        self.outcomes[replica] = outcome
+        self.changed.set()
 
     @property
     def action(self) -> str:
@@ -194,14 +200,12 @@ class OperationRunner:
         self, operation_id: str, report: OperationReport, work: OperationWork
     ) -> None:
         task = self._tasks.start(work)
-        reported_count = 0
-        recorded_at = monotonic()
+        task.add_done_callback(lambda _: report.changed.set())
         while not task.done():
-            await asyncio.wait([task], timeout=PROGRESS_POLL_S)
-            is_heartbeat_due = monotonic() - recorded_at > HEARTBEAT_S
-            if len(report.outcomes) > reported_count or is_heartbeat_due:
-                reported_count = len(report.outcomes)
-                recorded_at = monotonic()
+            with anyio.move_on_after(HEARTBEAT_S):
+                await report.changed.wait()
+            report.changed.clear()
+            if not task.done():
                 with suppress(StateUnavailable):  # later records contain the same
                     await self._record(operation_id, report, "running")
         audit.log_result(report.action, report.model, task, operation_id)

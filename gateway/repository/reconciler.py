@@ -161,7 +161,6 @@ class Reconciler:
                 self._published_problems = problems
 
     async def collect_problems(self) -> ModelProblems:
-        """Return what all gateways with this state know."""
         problems = self._list_problems()
         with suppress(StateUnavailable):
             for report in await self._state.exchange_reports():

@@ -308,7 +308,8 @@ class Repository:
         await self._set_desired_model(report.model, None, revision)
         self.loader.forget_error(report.model)
         report.replica_count = len(self._pool.replicas)
-        report.outcomes = {str(at): Outcome(UNAVAILABLE) for at in self._pool.replicas}
+        for address in self._pool.replicas:
+            report.record(str(address), Outcome(UNAVAILABLE))
         return report
 
     @asynccontextmanager
@@ -370,16 +371,17 @@ class Repository:
     ) -> None:
         try:
             await self.loader.run(replica, action, "api", started_load)
-            report.outcomes[replica.name] = Outcome(READY if action.is_load else UNAVAILABLE)
+            report.record(replica.name, Outcome(READY if action.is_load else UNAVAILABLE))
         except GatewayError as exc:
             state = replica.index.model_state(action.model).state
             is_reachable = self._pool.is_reachable(replica) and self._pool.is_responsive(replica)
             is_changing = is_reachable and replica.index.is_changing(action.model)
-            report.outcomes[replica.name] = Outcome(
+            outcome = Outcome(
                 state if is_reachable else REPLICA_UNREACHABLE,
                 exc,
                 is_in_progress=is_changing and isinstance(exc, DeadlinePassed),
             )
+            report.record(replica.name, outcome)
 
 
 class ModelNeeded(Conflict):
@@ -457,7 +459,8 @@ async def check_outcome(report: OperationReport, replica: Replica) -> None:
         try:
             await send_probe(replica, report.model)
         except GatewayError as exc:
-            outcome = report.outcomes[replica.name] = Outcome(outcome.state, exc)
+            outcome = Outcome(outcome.state, exc)
+            report.record(replica.name, outcome)
     if outcome.error is not None:
         raise StagedLoadFailed(report, replica.name, outcome.error)
 

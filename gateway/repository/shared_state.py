@@ -192,7 +192,6 @@ class SharedState:
         ).get(model)
 
     def is_desired(self, model: str) -> bool:
-        """Return whether the reconciler loads the model."""
         desired = self.merge_model(model)
         return desired is not None and desired.is_loaded
 

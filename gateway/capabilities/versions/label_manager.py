@@ -118,7 +118,6 @@ class LabelManager(VersionPolicy):
         return self._describe(model, name, label)
 
     async def delete_label(self, model: str, name: str) -> dict[str, Any]:
-        """Delete a label and return its description. Raises `UnknownLabel` or `Conflict`."""
         async with self._state.lock_model(model):
             label = self._find_label(model, name)
             self._check_not_declared(model, name)

@@ -210,7 +210,7 @@ async def test_operation_that_ends_without_the_state_is_recorded_later(
 
     operation = await OperationRunner(store, tasks).start(report, load)
     (tmp_path / "state").rename(tmp_path / "away")
-    report.outcomes["a:8000"] = Outcome("READY")
+    report.record("a:8000", Outcome("READY"))
     await wait_until_async(lambda: not store.is_available)  # progress was not recorded
     is_over.set()
     await wait_until_async(lambda: len(tasks) == 1)

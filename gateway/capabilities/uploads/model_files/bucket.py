@@ -132,7 +132,6 @@ class Bucket:
             self._api.put(self._store, MARKER_KEY, b"models\n", use_multipart=False)
 
     def read(self, key: str) -> ObjectContent:
-        """Return a small object. Raises `FileNotFoundError`."""
         with self._translate():
             found = self._api.get(self._store, key)
             return ObjectContent(bytes(found.bytes()), str(found.meta["e_tag"]))
