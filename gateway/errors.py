@@ -36,6 +36,9 @@ class GatewayError(HTTPException):
             headers.setdefault("Retry-After", str(self.retry_after_s))
         super().__init__(self.status, detail or self.message, headers)
 
+    def add_context(self, context: str) -> None:
+        self.detail = f"{context}: {self.detail}"
+
 
 class MalformedRequest(GatewayError):
     status, code = 400, "MALFORMED_REQUEST"

@@ -232,8 +232,6 @@ class Dispatcher:
         known = self._pool.has_model(model)
         raise ModelNotReady(model, version) if known else UnknownModel(model, version)
 
-    # Retries.
-
     def _plan_retry(
         self,
         call: UpstreamCall[T],
@@ -302,8 +300,6 @@ class Dispatcher:
             )
         ]
         return bool(others) and self._retry_budget.try_spend()
-
-    # Accounting.
 
     def _record_attempt(
         self,

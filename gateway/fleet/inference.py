@@ -81,7 +81,7 @@ class InferenceService:
             first = piece.batch_offset + 1
             last = piece.batch_offset + piece.batch_size
             # The message of the model counts the items within the piece.
-            exc.detail = f"in the part of the batch with items {first} to {last}: {exc.detail}"
+            exc.add_context(f"in the part of the batch with items {first} to {last}")
             raise
 
     async def stream(self, request: InferRequest) -> AsyncGenerator[InferResult, None]:

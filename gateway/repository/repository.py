@@ -105,8 +105,6 @@ class Repository:
         await cancel_tasks([*self._tasks, *self.reconciler.action_tasks.values()])
         await self._store.close()
 
-    # What the fleet should have, and what it has.
-
     def outdated_replicas(self, model: str) -> list[str]:
         desired = self.state.merge_model(model)
         loads = self.state.loads
@@ -134,8 +132,6 @@ class Repository:
             if model in model_names(self._pool.list_usable_indexes().values()):
                 return True
         return False
-
-    # Operations.
 
     async def load(self, model: str, parameters: Mapping[str, Any]) -> OperationReport:
         """Load the model on every replica. Raises the report's error if any of them fails."""

@@ -139,8 +139,6 @@ class SharedState:
             await shared.refresh()
         return shared
 
-    # Desired models.
-
     async def refresh_desired_models(self) -> None:
         with suppress(StateUnavailable):
             await self._read_desired_models()
@@ -205,8 +203,6 @@ class SharedState:
 
     async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
         await self.cordons.set((replica,), is_cordoned or None)
-
-    # Agreement between gateways.
 
     @asynccontextmanager
     async def lease(self, name: str) -> AsyncIterator[bool]:
@@ -294,8 +290,6 @@ class SharedState:
         """
         self._report = report = {**self._report, **changes}
         return await self._breaker.run(lambda: self.store.exchange_reports(report))
-
-    # Loads.
 
     async def begin_load(self, replica: str, model: str) -> StartedLoad:
         self._unrecorded_ends.pop((replica, model), None)

@@ -62,9 +62,8 @@ class SharedLoad:
     task: asyncio.Task[NoPlacement | None]
     started_at: float
     callers: Counter[str] = field(default_factory=Counter)  # caller → number of waiting requests
-    place: asyncio.Future[Placement | NoPlacement | None] | None = (
-        None  # set while it waits for its turn
-    )
+    # Set while the load waits for its turn.
+    place: asyncio.Future[Placement | NoPlacement | None] | None = None
     resumed: int = 0  # number of requests that were let through
     resume_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # let through one after another
     obstacle: NoPlacement | None = None  # why there was no room the last time
@@ -196,8 +195,6 @@ class ModelActivator:
         failure = self._failures.get(model, Backoff())
         if perf_counter() < failure.not_before:
             raise build_load_error(model, failure.reason)
-
-    # The load.
 
     async def __aenter__(self) -> ModelActivator:
         copies = ModelCopies(self.loader, self._reconciler)

@@ -76,8 +76,6 @@ class OnDemandLoader:
         loader.change_listeners.append(self.facts.invalidate)
         self.held = HeldModels(state, reconciler, self.models, usage=self.usage, facts=self.facts)
 
-    # The replicas.
-
     def list_candidates(self, model: str) -> list[Replica]:
         return [
             replica
@@ -111,8 +109,6 @@ class OnDemandLoader:
             and self._pool.replica_state(replica) is HealthState.UP
             for replica in self._pool.replicas.values()
         )
-
-    # Loads.
 
     def choose_placement(self, model: str, callers: Set[str]) -> Placement | NoPlacement:
         replicas = self.held.describe(self.list_candidates(model), callers)
@@ -209,8 +205,6 @@ class OnDemandLoader:
             await asyncio.sleep(REPORT_INTERVAL_S)
 
         await repeat("on_demand", report)
-
-    # What is unloaded without a request for another model.
 
     async def run(self) -> None:
         """Unload idle models, and what exceeds the budget, until cancelled."""

@@ -48,8 +48,6 @@ class LabelChoice:
         self.version = version or self.version
         return version
 
-    # Copies for the label's shadow.
-
     def copy_inference(self, request: InferRequest, result: InferResult) -> StartCopy | None:
         label = self._label
         target = request.target

@@ -58,8 +58,6 @@ class BucketStore(ModelStore):
         self._held_locks: dict[str, BucketLock] = {}
         self._unreleased_locks: list[BucketLock] = []
 
-    # Life cycle.
-
     def open(self) -> None:
         if not self.can_write:
             return
@@ -86,8 +84,6 @@ class BucketStore(ModelStore):
                 lock.release()
         self._scratch.close()
 
-    # Locks.
-
     @asynccontextmanager
     async def _lock_processes(self, model: str, pause_loads: LoadPause) -> AsyncIterator[bool]:
         lock = BucketLock(self._bucket, model)
@@ -112,8 +108,6 @@ class BucketStore(ModelStore):
         keys = self._bucket.list_top_level()
         copies = (key for key in keys if key.startswith(COPY_PREFIX))
         self._bucket.delete(key for key in copies if parse_copy_name(key) == lock.model)
-
-    # Uploads.
 
     def create_staging(self) -> Staging:
         return Staging(self._scratch.name_file)
@@ -165,8 +159,6 @@ class BucketStore(ModelStore):
 
     def remove_model(self, model: str) -> None:
         BucketChange(self._bucket, self._held_locks[model]).delete_all(self._list_keys(model))
-
-    # Files.
 
     def list_files(self, model: str, version: str = "") -> list[FileEntry]:
         folder = f"{model}/{version}" if version else model

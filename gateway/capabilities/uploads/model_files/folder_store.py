@@ -81,8 +81,6 @@ class FolderStore(ModelStore):
         self._owner_lock: int | None = None  # descriptors of open files
         self._model_locks: int | None = None
 
-    # Life cycle.
-
     def open(self) -> None:
         if not self.can_write:
             return
@@ -177,8 +175,6 @@ class FolderStore(ModelStore):
     def _name_temporary(self, folder: Path) -> Path:
         return folder / f"{self._prefix}{next(self._numbers)}"
 
-    # Locks.
-
     @asynccontextmanager
     async def _lock_processes(self, model: str, pause_loads: LoadPause) -> AsyncIterator[bool]:
         locks = await self.run(self._open_locks)
@@ -203,8 +199,6 @@ class FolderStore(ModelStore):
                 path = self.root / MODEL_LOCKS_FILE
                 self._model_locks = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
             return self._model_locks
-
-    # Uploads.
 
     def create_staging(self) -> Staging:
         self._ensure_owner_lock()
@@ -301,8 +295,6 @@ class FolderStore(ModelStore):
 
     def remove_model(self, model: str) -> None:
         FolderChange(self.root / model, self._name_temporary).remove_folder()
-
-    # Files.
 
     def list_files(self, model: str, version: str = "") -> list[FileEntry]:
         folder = self.root / model

@@ -77,8 +77,6 @@ class ModelStore(ABC):
         self._upload_slots = MAX_UPLOADS
         self._checksums: dict[tuple[int | str, ...], str] = {}
 
-    # Life cycle.
-
     @abstractmethod
     def open(self) -> None:
         """Prepare the store; log a warning if it cannot be used."""
@@ -99,8 +97,6 @@ class ModelStore(ABC):
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, run_translated)
 
-    # Locks.
-
     @asynccontextmanager
     async def lock_model(self, model: str, pause_loads: LoadPause) -> AsyncIterator[bool]:
         """Wait until no other process and no other task changes this model.
@@ -118,8 +114,6 @@ class ModelStore(ABC):
         self, model: str, pause_loads: LoadPause
     ) -> AbstractAsyncContextManager[bool]:
         """Do what `lock_model` says, for other processes."""
-
-    # Uploads.
 
     @contextmanager
     def hold_upload_slot(self) -> Iterator[None]:
@@ -176,8 +170,6 @@ class ModelStore(ABC):
 
     @abstractmethod
     def remove_model(self, model: str) -> None: ...
-
-    # Files.
 
     @abstractmethod
     def list_files(self, model: str, version: str = "") -> list[FileEntry]:
