@@ -1,4 +1,4 @@
-"""Callers, and what they may do: values that every edge and every check uses."""
+"""Callers and their rights: values that every edge and every check uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seam between the core and the capabilities: what a capability tells the core of itself.
+"""The seam between the core and the capabilities: the values with which a capability describes itself.
 
 The core knows no capability. `gateway/capabilities/installed.py` lists them.
 """
@@ -59,7 +59,7 @@ def check_nothing(settings: Settings) -> Iterable[Finding]:
 
 @dataclass
 class LaunchPlan:
-    """Plan of what `up` or `serve` starts. Capabilities check it, and add what they serve."""
+    """The plan of `up` or `serve`. Capabilities check it, and add the places that they serve."""
 
     settings: Settings
     host: str
@@ -87,7 +87,7 @@ class Attachment:
     error_serializers: Mapping[str, ErrorSerializer] = field(default_factory=dict)
     paths: PathRules | None = None
     describer: ModelDescriber | None = None
-    # Opens what the routes use, and provides it in `services`; the stack closes it.
+    # Opens the components of the routes, and provides them in `services`; the stack closes them.
     open: Callable[[Services, AsyncExitStack], Awaitable[None]] = open_nothing
     # Their paths come first. A request without a query is passed to a handler without the framework, with the
     # services and the parameters of the path.

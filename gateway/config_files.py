@@ -39,7 +39,7 @@ SCALAR_TAGS: Final = frozenset(
     for name in ("null", "bool", "int", "float", "binary", "timestamp", "str")
 )
 COLLECTION_TAGS: Final = (None, "!", "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
-# PyYAML does not wrap what its constructors raise, such as for `!!int x` or the date 2020-13-45.
+# PyYAML does not wrap the errors of its constructors, such as for `!!int x` or the date 2020-13-45.
 YAML_ERRORS: Final = (
     yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
@@ -271,7 +271,7 @@ async def wait_for_future(future: Future[Any], timeout_s: float) -> None:
 
 @contextmanager
 def pause_garbage_collection() -> Iterator[None]:
-    """Never scan what the block creates: for a large file, each scan would hold the GIL for 50 ms."""
+    """Never scan the block's new objects: for a large file, each scan would hold the GIL for 50 ms."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

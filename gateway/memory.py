@@ -133,7 +133,7 @@ class MemoryCharge:
         self._budget = budget
         self.kind = kind
         self.held_bytes = 0
-        self.is_released = False  # nothing would release what is added later
+        self.is_released = False  # nothing would release bytes that are added later
 
     def add(self, more_bytes: int) -> None:
         if self.is_released:

@@ -44,7 +44,7 @@ MAX_METRICS_PAGES: Final = 4  # pages that are written at the same time
 
 
 class ModelDescriber:
-    """Adds fields of a capability, which overrides what it needs, to the descriptions of models."""
+    """Adds fields of a capability, which overrides some methods, to the descriptions of models."""
 
     # Schemas by the names of fields: of the list, of each model in it, and of the description of one model.
     list_fields: ClassVar[Mapping[str, Schema]] = {}

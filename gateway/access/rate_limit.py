@@ -120,12 +120,12 @@ class LocalRateWindows:
         added = inferences - 1
         can_exceed = len(times) <= amount and (opens_window or not times)
         if len(times) + added > amount and not can_exceed:
-            # The last of those that must have left the window.
+            # The last request that must have left the window.
             last = times[min(inferences, amount) - amount - 1]
             return WindowCount(max(last + length_s - now, MIN_RATE_WAIT_S))
         for _ in range(added):
             is_full = len(times) >= amount
-            # What exceeds the amount counts in the next windows.
+            # Inferences above the amount count in the next windows.
             times.append(times[-amount] + length_s if is_full else now)
         return COUNTED_REQUEST
 

@@ -1,4 +1,4 @@
-"""Requests to the fleet: the attempts at replicas, retries, and what is recorded of them."""
+"""Requests to the fleet: the attempts at replicas, retries, and their records."""
 
 from __future__ import annotations
 

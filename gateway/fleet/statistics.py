@@ -51,7 +51,7 @@ class VersionCounts:
         self.kept_bytes = 0  # approximate size as JSON
 
     def record(self, replica: str, statistics: Statistics, sent_at: float) -> None:
-        """Record what a replica says; `sent_at` is when it was asked, by `time.perf_counter`."""
+        """Record a replica's answer; `sent_at` is when it was asked, by `time.perf_counter`."""
         last = self._last.get(replica)
         if last is not None and has_fallen(last, statistics):
             if sent_at < self._received_at[replica]:
@@ -114,7 +114,7 @@ class FleetStatistics:
             return await asyncio.to_thread(self._add_up, answers, sent_at)
 
     async def read_replica(self, name: str, target: RequestTarget) -> bytes:
-        """Return what one replica says. Raises `UnknownReplica`, or as `read`."""
+        """Return the answer of one replica. Raises `UnknownReplica`, or as `read`."""
         return await self._read(self._pool.get_replica(name), target)
 
     async def _try_to_read(self, replica: Replica, target: RequestTarget) -> bytes | GatewayError:

@@ -101,7 +101,7 @@ class LoadTimedOut(DeadlinePassed):
 
 @dataclass(frozen=True)
 class LoadError:
-    """A failed load, and what the replica had before it."""
+    """A failed load, and the replica's state before it."""
 
     replica: str
     message: str
@@ -233,7 +233,7 @@ class ModelLoader:
         await self._wait_for_index(replica, action)
 
     def is_loading(self, replica: Replica, model: str) -> bool:
-        """Return whether the replica loads the model, by its index or by what gateways have begun.
+        """Return whether the replica loads the model, by its index or by the gateways' records.
 
         While Triton loads a version again that is ready, its index does not show it.
         """

@@ -88,7 +88,7 @@ class OperationReport:
 
     @property
     def is_refused(self) -> bool:
-        """Return whether no replica has done it. What may still be done after the deadline is not refused."""
+        """Return whether no replica has done it, and none is still doing it after the deadline."""
         outcomes = self.outcomes.values()
         is_in_progress = any(each.is_in_progress for each in outcomes) and not self.answers
         return len(self.errors) == len(outcomes) and not is_in_progress

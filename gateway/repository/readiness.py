@@ -51,7 +51,7 @@ class ReadinessMonitor:
         return now - self._asleep_at < self.hold_s
 
     def update(self) -> None:
-        """Note what is ready. Follows every change of that, and of the models file."""
+        """Note the ready models, after every change of theirs, or of the models file."""
         self._update_sleep()
         declared = self._state.declared_models
         if self._expected_models != declared:

@@ -248,7 +248,7 @@ class Reconciler:
             self._record_correction(key)
 
     async def _run_if_needed(self, replica: Replica, action: ModelAction, what: str) -> bool:
-        """Run the action, unless another gateway has changed what is desired; return whether it ran.
+        """Run the action, unless another gateway has changed the desired state; return whether it ran.
 
         A load is recorded before the desired state is read again, and an unload by another gateway changes
         the desired state before it looks for loads: one of them notices the other.

@@ -105,7 +105,7 @@ class SharedState:
         # For the calls that coordinate gateways: leases, reports and loads.
         self._breaker = CircuitBreaker(OUTAGE_PAUSE_S)
         self._is_known = False  # the stored state was read
-        self._report: dict[str, Any] = {}  # what this gateway tells the others
+        self._report: dict[str, Any] = {}  # the report of this gateway to the others
         self._lease_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @property
@@ -314,7 +314,7 @@ class SharedState:
     async def end_loads(
         self, model: str, loads: Mapping[Replica, StartedLoad], resulting_load: str | None
     ) -> None:
-        """Record what the replicas have now; None is what each had confirmed before."""
+        """Record the resulting load of each replica; None stands for the one it had confirmed before."""
         for replica, started_load in loads.items():
             result = started_load.confirmed_load if resulting_load is None else resulting_load
             await self.end_load(replica.name, model, started_load, result)

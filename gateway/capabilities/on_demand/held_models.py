@@ -116,7 +116,7 @@ class HeldModels:
     def describe(
         self, replicas: Iterable[Replica], callers: Set[str] | None = None
     ) -> list[ReplicaLoad]:
-        """Return what each replica holds, what is being loaded, and what must be loaded there.
+        """Return the models that each replica holds, is loading, or must load.
 
         Models that others than `callers` use are protected, if room is wanted for these.
         """

@@ -127,7 +127,7 @@ class OnDemandLoader:
             return False
         starting = self.held.starting.setdefault(replica.name, set())
         async with AsyncExitStack() as stack:
-            # Of gateways that share a state, only one at a time changes what a replica or a model has.
+            # Of gateways that share a state, only one at a time changes a replica or a model.
             if not await stack.enter_async_context(self.state.lease(f"model:{model}")):
                 return False
             async with self.lock_replica(replica) as is_granted:
@@ -195,7 +195,7 @@ class OnDemandLoader:
         log.info("model %s is ready on %s after %.1f s", model, replica.name, duration_s)
 
     async def report_usage(self) -> None:
-        """Tell the other gateways what this one uses, until cancelled; no slow action delays it."""
+        """Report used models to the other gateways, until cancelled; no slow action delays it."""
 
         async def report() -> None:
             self.usage.drop_unknown_models(self._pool.has_model)
@@ -207,7 +207,7 @@ class OnDemandLoader:
         await repeat("on_demand", report)
 
     async def run(self) -> None:
-        """Unload idle models, and what exceeds the budget, until cancelled."""
+        """Unload idle models, and models beyond the budget, until cancelled."""
 
         async def unload() -> None:
             await asyncio.sleep(SURPLUS_CHECK_INTERVAL_S)

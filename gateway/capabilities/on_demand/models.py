@@ -135,7 +135,7 @@ class ModelUsage:
         self._uses = UseTimes()  # the ends of requests
         admission.record_use = self.record_use
         self.turns = LoadTurns()
-        # What the other gateways last reported.
+        # The last reports of the other gateways.
         self._others_uses = UseTimes()
         self._others_waiting: set[str] = set()
         self._others_requests: dict[str, int] = {}

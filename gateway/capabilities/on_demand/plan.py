@@ -62,7 +62,7 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class ReplicaLoad:
-    """A replica that can load a model, and what it holds when its actions in progress are done."""
+    """A replica that can load a model, and its models when its actions in progress are done."""
 
     name: str
     models: tuple[LoadedModel, ...] = ()

@@ -312,7 +312,7 @@ def check_stored_name(model: str) -> None:
 
 
 def find_stored_version(model: str, version: str) -> int:
-    """Return the number of a version. Raises `UnknownModel` for what cannot be one."""
+    """Return the number of a version. Raises `UnknownModel` for an impossible one."""
     check_stored_name(model)
     try:
         return parse_version_number(version)

@@ -29,7 +29,7 @@ LabelTable = Mapping[str, ModelLabels]  # model → label → value
 
 
 class InvalidLabel(ValueError):
-    """An invalid label; the message says what is valid."""
+    """An invalid label; the message describes a valid one."""
 
 
 @dataclass(frozen=True)

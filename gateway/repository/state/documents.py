@@ -209,7 +209,7 @@ class StateNotShared(Conflict):
 
 
 class ReadOnlyStateStore(MemoryStateStore):
-    """State for gateways that do not share any: only the models file decides what is loaded."""
+    """State for gateways that do not share any: only the models file decides on loads."""
 
     async def write(self, table: Table[T], keys: Sequence[str], value: Any) -> T:
         raise StateNotShared(table.subject, keys[0])

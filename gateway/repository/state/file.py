@@ -323,7 +323,7 @@ class FileStateStore(DocumentStore):
     def _probe_write(self) -> None:
         probe = self._path.with_name(f"{self._path.name}.probe")
         with self._exclude_others():
-            # As large as what must be written: a full disk may have room for an empty file.
+            # As large as the files to write: a full disk may have room for an empty file.
             size = sum(
                 path.stat().st_size for path in (self._path, self._loads_path) if path.exists()
             )

@@ -354,7 +354,7 @@ class RedisStateStore:
         return max(table.position for table in self._tables.values())
 
     def _update(self, table: CachedTable, reply: Sequence[Any]) -> bool:
-        """Note what was read. Return whether it is, unlike after a loss, what is known or later.
+        """Keep the reply, and return True, unless it is older than the known state, as after a loss.
 
         Raises `UnreadableState`.
         """

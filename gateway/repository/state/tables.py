@@ -25,7 +25,7 @@ class Table(Generic[T_co]):
 
     name: str
     decode: Callable[[RawTable], T_co]
-    subject: str = "model"  # what the first name of a key means, in messages
+    subject: str = "model"  # the meaning of a key's first name, for messages
 
 
 def create_raw_table(name: str) -> Table[RawTable]:

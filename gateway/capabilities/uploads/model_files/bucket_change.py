@@ -67,7 +67,7 @@ class BucketChange:
         self.revert()
 
     def revert(self) -> None:
-        """Restore what the record of the lock says. Can be repeated."""
+        """Restore the objects by the record of the lock. Can be repeated."""
         record = self._lock.record
         if record is None:
             return

@@ -21,7 +21,7 @@ TEMPORARY_PREFIX: Final = ".triton-gateway-"
 CONFIG_FILE: Final = "config.pbtxt"
 CONFIGS_FOLDER: Final = "configs"
 LABELS_SUFFIX: Final = ".txt"
-# What archive programs add by themselves.
+# Entries that archive programs add by themselves.
 IGNORED_FOLDER: Final = "__MACOSX"
 IGNORED_FILES: Final = (".DS_Store", "Thumbs.db")
 MAX_VERSION: Final = (1 << 63) - 1

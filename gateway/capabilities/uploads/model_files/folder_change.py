@@ -33,7 +33,7 @@ class FolderChange:
     def __init__(self, folder: Path, name_temporary: Callable[[Path], Path]) -> None:
         self.folder = folder
         self._name_temporary = name_temporary
-        # As in the journal: a path, and what was moved aside.
+        # As in the journal: a path, and the name of the old file or folder, which was moved aside.
         self._steps: list[tuple[str, str]] = []
         self._journal: Path | None = None
 
@@ -213,7 +213,7 @@ def recover_folder(folder: Path, prefix: str, name_temporary: Callable[[Path], P
 
 
 def read_journal(journal: Path) -> list[tuple[str, str]]:
-    lines = journal.read_bytes().split(b"\n")[:-1]  # what follows the last line feed is incomplete
+    lines = journal.read_bytes().split(b"\n")[:-1]  # a line without a line feed is incomplete
     return [(path, aside) for path, aside in map(orjson.loads, lines)]
 
 

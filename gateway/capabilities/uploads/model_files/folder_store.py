@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 LOCK_SUFFIX: Final = "lock"
 MODEL_LOCKS_FILE: Final = f"{TEMPORARY_PREFIX}models.{LOCK_SUFFIX}"
-# What the names of a process's temporary files begin with.
+# The beginning of the names of a process's temporary files.
 OWNER_PREFIX: Final = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]+-")
 MODEL_LOCK_POLL_S: Final = 0.05
 BYTECODE_FOLDER: Final = "__pycache__"

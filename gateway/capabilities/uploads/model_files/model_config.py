@@ -52,7 +52,7 @@ UNKNOWN_ELEMENT_BYTES: Final = 8  # assumed size of an unknown datatype
 
 @dataclass(frozen=True)
 class ConfigLimits:
-    """The limits of what Triton allocates for a config when it loads the model."""
+    """The limits of Triton's allocations for a config when it loads the model."""
 
     max_instances: int
     max_warmups: int

@@ -143,7 +143,7 @@ def build_upload(
 
 def read_staged_config(file: StagedFile) -> bytes:
     with file.path.open("rb") as stream:
-        return stream.read(MAX_CONFIG_BYTES + 1)  # the parser rejects what is longer
+        return stream.read(MAX_CONFIG_BYTES + 1)  # the parser rejects a longer config
 
 
 def identify_archive(models: Sequence[ReceivedFile]) -> str:

@@ -1,4 +1,4 @@
-"""The interface of a store of uploaded models, and what all stores share: threads, and a lock per model."""
+"""The interface of a store of uploaded models, with the threads and the lock per model of all stores."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class ModelStore(ABC):
     def _lock_processes(
         self, model: str, pause_loads: LoadPause
     ) -> AbstractAsyncContextManager[bool]:
-        """Do what `lock_model` says, for other processes."""
+        """Do the same as `lock_model` for other processes."""
 
     @contextmanager
     def hold_upload_slot(self) -> Iterator[None]:
