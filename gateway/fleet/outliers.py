@@ -48,7 +48,7 @@ class RequestCounts:
     def add(self, now: float, *, is_failure: bool) -> None:
         weight = math.exp((self.updated_at - now) / MEMORY_S)
         self.requests = self.requests * weight + 1
-        self.failures = self.failures * weight + is_failure
+        self.failures = self.failures * weight + (1 if is_failure else 0)
         self.updated_at = now
 
 
@@ -144,7 +144,9 @@ class OutlierDetector:
         outliers[replica] = Outlier(now, now + TRIAL_INTERVAL_S)
         log.warning(
             "replica %s gets only trial requests of model %s: %.0f %% of its last requests failed",
-            *(replica, quote_text(model), 100 * own.failures / own.requests),
+            replica,
+            quote_text(model),
+            100 * own.failures / own.requests,
         )
 
     def _remove(self, model: str, replica: str, reason: str) -> None:

@@ -101,7 +101,7 @@ def read_archive(
         entries = read_zip(file, limits) if is_zip else read_tar(file, limits, is_gzip=is_gzip)
         for name, pieces in entries:
             if path := clean_entry_name(name):
-                path += "/" * name.endswith("/")
+                path += "/" if name.endswith("/") else ""
                 limits.count_folders(path)
                 yield path, count_pieces(pieces, limits)
 
