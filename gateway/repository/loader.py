@@ -261,8 +261,8 @@ class ModelLoader:
                 grpc_target,
                 build(action.model, action.parameters),
                 self._load_timeout_s,
-                replica.grpc_tls,
-                replica.management_metadata,
+                tls=replica.grpc_tls,
+                metadata=replica.management_metadata,
             )
         except DeadlinePassed as exc:
             raise LoadTimedOut(action, self._load_timeout_s) from exc

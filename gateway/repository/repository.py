@@ -468,7 +468,7 @@ async def send_probe(replica: Replica, model: str) -> None:
     body = find_probe(await request_json(replica, target, b"GET", f"{path}/config")).encode()
     if body:
         check_probe(body)
-        await request_json(replica, target, b"POST", f"{path}/infer", body)
+        await request_json(replica, target, b"POST", f"{path}/infer", body=body)
 
 
 def check_probe(body: bytes) -> None:

@@ -171,7 +171,7 @@ class ModelResolver:
     ) -> None:
         """Check the same as `resolve`, but choose no version for a name that stands for some."""
         if version and not self.policy.is_name(version):
-            self.resolve(scope, right, model, version, not_found_error)
+            self.resolve(scope, right, model, version=version, not_found_error=not_found_error)
         else:
             check_model(scope, right, model, version, not_found_error)
 
