@@ -1019,6 +1019,8 @@ async def test_short_deadlines_do_not_eject_a_healthy_replica() -> None:
             found = await at_once(pool, 8, timeout_s=0.02)
             assert len(found.errors) == 8
             assert {type(error) for error in found.errors} == {DeadlinePassed}
+            # The error of the attempt.
+            assert {type(error.__cause__) for error in found.errors} == {DeadlinePassed}
         assert states(pool) == {HealthState.UP: 4}
 
 
