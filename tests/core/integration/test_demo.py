@@ -16,6 +16,9 @@ from PIL import Image
 
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.messages import join_names
+from gateway.tensors.images import decode_image, inspect_image
+from gateway.tensors.payload import PayloadLimits
+from gateway.tensors.signature import ChannelLayout, ImageSpec
 from tests.support.errors import assert_error
 from tests.support.servers import ROOT, Command, free_ports
 
@@ -37,6 +40,20 @@ def converted(image: bytes, kind: str) -> bytes:
     file = io.BytesIO()
     Image.open(io.BytesIO(image)).convert("RGB").save(file, kind)
     return file.getvalue()
+
+
+def test_jpeg_at_a_reduced_scale_has_the_top_class_of_the_whole_picture(demo: httpx.Client) -> None:
+    spec = ImageSpec(ChannelLayout.CHANNELS_FIRST, "L", 16, 16)
+    for degrees in (0, 10, -10):
+        picture = Image.open(io.BytesIO(SEVEN)).convert("L").rotate(degrees, fillcolor=255)
+        file = io.BytesIO()
+        picture.resize((640, 480)).save(file, "JPEG")
+        reduced = decode_image(inspect_image(file.getvalue(), PayloadLimits(), "X"), spec, "X")
+        whole = np.asarray(Image.open(file).resize((16, 16), Image.Resampling.BILINEAR))[None]
+        ink = 1 - np.stack([reduced, whole]) / 255
+        response = demo.post("/v1/models/core/infer", json={"inputs": ink.tolist()})
+        scores = np.array(response.json()["outputs"]["OUTPUT__0"])
+        assert len(set(scores.argmax(1))) == 1
 
 
 def test_image_is_classified_however_it_is_sent(

@@ -139,6 +139,40 @@ def test_image_is_turned_by_its_exif_orientation() -> None:
         assert np.array_equal(read_pixels(data), np.asarray(upright)), orientation
 
 
+# Decoding at a reduced scale.
+
+
+def draw_jpeg(seed: int, mode: str) -> bytes:
+    """Return a JPEG of blurred areas with noise, of any size and encoding."""
+    random = np.random.default_rng(seed)
+    width, height, columns, rows = map(int, random.integers((60, 60, 2, 2), (1400, 1400, 24, 24)))
+    areas = Image.fromarray(random.integers(0, 256, (rows, columns, 3), np.uint8))
+    picture = np.asarray(areas.resize((width, height), Image.Resampling.BICUBIC), np.float64)
+    noise = random.normal(0, random.uniform(0, 12), picture.shape)
+    image = Image.fromarray((picture + noise).clip(0, 255).astype(np.uint8)).convert(mode)
+    options = {"quality": 50 + seed % 46, "subsampling": seed % 3, "progressive": seed % 2 == 1}
+    return encoded(image, "JPEG", **options)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(6), pytest.param(range(6, 200), marks=pytest.mark.long)], ids=["few", "many"]
+)
+def test_jpeg_decoded_at_a_reduced_scale_is_almost_the_resized_whole(seeds: range) -> None:
+    differences = []
+    for seed in seeds:
+        mode = ("RGB", "L")[seed // 2 % 2]
+        data = draw_jpeg(seed, mode)
+        width, height = 28 + 37 * seed % 270, 28 + 53 * seed % 270
+        pixels = read_pixels(data, ImageSpec(ChannelLayout.CHANNELS_LAST, mode, height, width))
+        whole = Image.open(io.BytesIO(data)).resize((width, height), Image.Resampling.BILINEAR)
+        expected = np.asarray(whole, np.float64).reshape(pixels.shape)
+        difference = np.abs(pixels - expected)
+        assert difference.mean() < 10, seed
+        assert difference.max() < 64, seed
+        differences.append(difference.mean())
+    assert np.mean(differences) < 3
+
+
 # EXIF.
 
 EXIF_BLOCKS = {
