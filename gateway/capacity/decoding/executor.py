@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from gateway.capacity.admission import WeightedSemaphore
@@ -55,10 +56,15 @@ class DecodeExecutor:
         Cancellation does not stop the thread. Its pixels count against the limit until it ends.
         """
         acquired = await self._take_pixels(pixels)
-        future = self._threads.submit(self._run_timed, work)
-        future.add_done_callback(lambda _: self._release_pixels(acquired))
-        with trace_span("decode"):
-            return await asyncio.wrap_future(future)
+        submitted = self._threads.submit(self._run_timed, work)
+        waiter: asyncio.Future[T] = self._loop.create_future()
+        submitted.add_done_callback(partial(self._wake_loop, waiter, acquired))
+        try:
+            with trace_span("decode"):
+                return await waiter
+        except asyncio.CancelledError:
+            submitted.cancel()
+            raise
 
     async def run_in_process(
         self, pixels: int, timeout_s: float, function: Callable[..., T], *arguments: Any
@@ -86,9 +92,21 @@ class DecodeExecutor:
         with self._metrics.decode_duration.time():
             return work()
 
-    def _release_pixels(self, pixels: int) -> None:
-        with suppress(RuntimeError):  # the loop is closed, so that nothing waits for the pixels
-            self._loop.call_soon_threadsafe(self._pixel_budget.release, pixels)
+    def _wake_loop(self, waiter: asyncio.Future[T], pixels: int, submitted: Future[T]) -> None:
+        # `asyncio.wrap_future` would wake the loop again, to release the pixels.
+        with suppress(RuntimeError):  # the loop is closed, so that nothing waits for the outcome
+            self._loop.call_soon_threadsafe(self._finish, waiter, pixels, submitted)
+
+    def _finish(self, waiter: asyncio.Future[T], pixels: int, submitted: Future[T]) -> None:
+        self._pixel_budget.release(pixels)
+        if waiter.done():
+            return
+        if submitted.cancelled():
+            waiter.cancel()
+        elif (error := submitted.exception()) is not None:
+            waiter.set_exception(error)
+        else:
+            waiter.set_result(submitted.result())
 
     async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
