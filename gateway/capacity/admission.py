@@ -69,12 +69,17 @@ class Slot:
         self._callbacks: tuple[Callable[[], None], ...] = ()
         self.is_taken = False
 
+    def try_acquire(self) -> bool:
+        """Take the place if it is free."""
+        self.is_taken = self._admission.try_acquire(self._model)
+        return self.is_taken
+
     async def acquire(self, timeout_s: float) -> float:
         """Take the place or wait for it; return the remaining seconds.
 
         Raises `AdmissionQueueFull` at once, or `DeadlinePassed`.
         """
-        if not self._admission.try_acquire(self._model):
+        if not self.try_acquire():
             timeout_s = await self._admission.acquire(self._model, timeout_s, self._caller)
         self.is_taken = True
         return timeout_s

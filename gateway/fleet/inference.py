@@ -114,8 +114,9 @@ class InferenceService:
             self._signatures.invalidate(request.target.model)
 
     def _is_cancellable(self, model: Signature) -> bool:
-        globs = self._cancellable
-        return model.is_cancellable or any(fnmatchcase(model.model, glob) for glob in globs)
+        if model.is_cancellable or not self._cancellable:
+            return model.is_cancellable
+        return any(fnmatchcase(model.model, glob) for glob in self._cancellable)
 
 
 async def iterate_results(

@@ -18,19 +18,20 @@ from gateway.media_types import MULTIPART
 from gateway.memory import MemoryCharge
 from gateway.services import Services
 from gateway.telemetry.request_info import RequestInfo, read_head
-from gateway.tensors.codecs import DEFAULT_CODEC, JSON_CODEC, find_codec
+from gateway.tensors.codecs import DEFAULT_CODEC, JSON_CODEC, parse_body_type
 from gateway.tensors.form import MultipartForm
 from gateway.tensors.inputs import (
     InferInputs,
     JsonParser,
     convert_payload,
+    convert_single_element,
     decode_body,
     decode_form,
     decode_json_body,
     inspect_payload,
     read_payload,
 )
-from gateway.tensors.media_type import MAX_CONTENT_TYPE_CHARS, parse_content_type
+from gateway.tensors.media_type import MAX_CONTENT_TYPE_CHARS
 from gateway.tensors.payload import (
     LARGE_ARRAY_BYTES,
     Payload,
@@ -169,16 +170,27 @@ class RequestBody:
         if not self._is_started:
             await self._receive_first(max_bytes)
         if not self._has_more and not self._encoding:  # as nearly all bodies
-            data, self._first_chunk = self._first_chunk, b""
+            data = self._first_chunk
+            self._first_chunk = b""
             check_length(len(data), max_bytes)
             charge.add(factor * len(data))
             return data
         # Joining the chunks of a large body at its end would hold the event loop.
         file = io.BytesIO()
-        async for chunk in self.stream(max_bytes):
+        if self._encoding:
+            async for chunk in self.stream(max_bytes):
+                charge.add(factor * len(chunk))
+                file.write(chunk)
+            return file.getvalue()
+        chunk = self._first_chunk
+        self._first_chunk = b""
+        while True:
+            check_length(file.tell() + len(chunk), max_bytes)
             charge.add(factor * len(chunk))
             file.write(chunk)
-        return file.getvalue()
+            if not self._has_more:
+                return file.getvalue()
+            chunk, self._has_more = await self._receive_chunk()
 
     async def stream(self, max_bytes: int) -> AsyncIterator[bytes]:
         """Yield the decompressed body as it arrives, up to `max_bytes`. Raises `BodyTooLarge`."""
@@ -228,9 +240,9 @@ async def read_body(
     A multipart body is split into parts as it arrives.
     """
     content_type = body.content_type
-    media_type, _ = parse_content_type(content_type)
-    codec = find_codec(media_type)
-    if media_type == MULTIPART:
+    body_type = parse_body_type(content_type)
+    codec = body_type.codec
+    if body_type.media_type == MULTIPART:
         return await read_form(body, limits, charge, run_in_thread)
     data = await body.read(limits.max_bytes, charge)
     if codec is None or len(data) <= codec.max_inline_bytes:
@@ -259,9 +271,9 @@ async def read_form(
 
 
 def find_memory_factor(content_type: str) -> int:
-    # Cut, because `find_codec` keeps its arguments.
-    media_type = content_type[:MAX_CONTENT_TYPE_CHARS].partition(";")[0].strip().lower()
-    return (find_codec(media_type) or DEFAULT_CODEC).memory_factor
+    # A longer type is refused where the body is decoded.
+    codec = parse_body_type(content_type[:MAX_CONTENT_TYPE_CHARS]).codec
+    return (codec or DEFAULT_CODEC).memory_factor
 
 
 def check_length(length: int, max_bytes: int) -> None:
@@ -286,6 +298,8 @@ class PayloadConverter:
         if isinstance(received, LargePayload):
             arguments = (*received.args, self._signature, self._limits)
             return await self._run_in_process(0, received.func, *arguments)
+        if (inputs := convert_single_element(received, self._signature)) is not None:
+            return received, inputs
         inspect = partial(inspect_payload, received, self._signature, self._limits)
         is_large = estimate_payload_bytes(received, self._signature) > LARGE_ARRAY_BYTES
         inspected = await self.run_in_thread(inspect) if is_large else inspect()

@@ -44,7 +44,7 @@ NO_HEADERS: Final[Headers] = []
 RESPONSE_MEMORY_FACTOR: Final = 4
 # Documents of types with these words can run scripts: text/html, image/svg+xml, application/xml, …
 ACTIVE_CONTENT_WORDS: Final = ("html", "xml", "xsl", "script", "multipart")
-VERSION_HEADER: Final = "x-model-version"  # of responses whose version a label decided
+VERSION_HEADER: Final = b"x-model-version"  # of responses whose version a label decided
 ATTACHMENT_HEADERS: Final = {"content-disposition": "attachment"}
 # Of these, a misspelt one is reported.
 KNOWN_PARAMETERS: Final = ("classification", "priority", "timeout", *sequence.SEQUENCE_KEYS)
@@ -98,7 +98,8 @@ async def open_request(
         target = target.with_sequence(step)
     if deadline is None:
         deadline = Deadline.after(timeout_s)
-    if services.pool.activator is not None:
+    pool = services.pool
+    if pool.activator is not None and not pool.can_serve(target.model, target.version):
         await services.activate_model(target.model, target.version, deadline.remaining_s)
     signature = services.signatures.find_signature(target.model, target.version)
     if signature is None:
@@ -159,7 +160,8 @@ async def admit(opened: OpenedRequest) -> Slot:
     Raises `AdmissionQueueFull` or `DeadlinePassed`.
     """
     slot = Slot(opened.services.admission, opened.signature.model, opened.info.caller_name)
-    await slot.acquire(opened.deadline.remaining_s)
+    if not slot.try_acquire():
+        await slot.acquire(opened.deadline.remaining_s)
     return slot
 
 
@@ -277,11 +279,31 @@ async def render_results(
     """Return the rendered results, which contain `more_bytes` of the request."""
     is_large = are_large(results, more_bytes)
     encoded = await opened.converter.run_in_thread(render) if is_large else render()
-    # Browsers download an output that could run a script instead of displaying it.
-    headers = ATTACHMENT_HEADERS if is_active_content(encoded.content_type) else None
+    more_headers = NO_HEADERS
     if opened.choice is not None:
-        headers = {**(headers or {}), VERSION_HEADER: opened.info.version}
-    return Response(encoded.body, headers=headers, media_type=encoded.content_type)
+        more_headers = [(VERSION_HEADER, opened.info.version.encode("latin-1"))]
+    return ResultResponse(encoded, more_headers)
+
+
+class ResultResponse(Response):
+    """A response with encoded results. The headers that follow from its content type are built once."""
+
+    def __init__(self, encoded: EncodedBody, more_headers: Headers) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = encoded.body
+        *first, content_type = build_content_headers(encoded.content_type)
+        length = (b"content-length", b"%d" % len(encoded.body))
+        self.raw_headers = [*first, *more_headers, length, content_type]
+
+
+@lru_cache(256)
+def build_content_headers(content_type: str) -> Headers:
+    """Return the headers for a content type, which a model declares; Content-Type is the last."""
+    # Browsers download an output that could run a script instead of displaying it.
+    headers = ATTACHMENT_HEADERS if is_active_content(content_type) else None
+    response = Response(headers=headers, media_type=content_type)
+    return [pair for pair in response.raw_headers if pair[0] != b"content-length"]
 
 
 @lru_cache(256)

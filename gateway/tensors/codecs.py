@@ -16,6 +16,7 @@ from gateway.media_types import ANY_IMAGE, JSON, MULTIPART, NPY, NPZ, OCTET_STRE
 from gateway.messages import quote_text
 from gateway.tensors.dtypes import DatatypeKind
 from gateway.tensors.json_body import decode_b64_objects, parse_json_body, read_json_payload
+from gateway.tensors.media_type import parse_content_type
 from gateway.tensors.npy import read_npy
 from gateway.tensors.npz import read_npz
 from gateway.tensors.payload import Part, Payload, PayloadLimits
@@ -160,19 +161,32 @@ JSON_CODEC: Final = CODECS_BY_TYPE[JSON]
 DEFAULT_CODEC: Final = CODECS_BY_TYPE[OCTET_STREAM]
 
 
+@dataclass(frozen=True)
+class BodyType:
+    """A parsed content type with its codec, which is None for a type that is not supported."""
+
+    content_type: str
+    media_type: str
+    parameters: Mapping[str, str]
+    codec: Codec | None
+
+    def read_value(self, body: bytes) -> Any:
+        """Return the value of a body that is one value. Raises `UnsupportedBody` for other types."""
+        codec = self.codec
+        if codec is None or codec.read_value is None:
+            raise UnsupportedBody(self.content_type, CODECS_BY_TYPE)
+        return codec.read_value(body, self.parameters)
+
+
 @lru_cache(256)
+def parse_body_type(content_type: str) -> BodyType:
+    """Parse a content type, once for all bodies that have it. Raises `UnsupportedBody` for a long one."""
+    media_type, parameters = parse_content_type(content_type)
+    return BodyType(content_type, media_type, parameters, find_codec(media_type))
+
+
 def find_codec(media_type: str) -> Codec | None:
     codec = CODECS_BY_TYPE.get(media_type)
     if codec is None and media_type.startswith("image/"):
         return CODECS_BY_TYPE[ANY_IMAGE]
     return codec
-
-
-def read_single_value(
-    body: bytes, media_type: str, parameters: Mapping[str, str], content_type: str
-) -> Any:
-    """Raise `UnsupportedBody` for a type that is not one value."""
-    codec = find_codec(media_type)
-    if codec is None or codec.read_value is None:
-        raise UnsupportedBody(content_type, CODECS_BY_TYPE)
-    return codec.read_value(body, parameters)

@@ -6,7 +6,7 @@ from typing import Any
 
 from gateway.errors import MalformedRequest
 from gateway.media_types import JSON, OCTET_STREAM, TEXT
-from gateway.tensors.codecs import find_codec, read_bytes, read_single_value
+from gateway.tensors.codecs import parse_body_type, read_bytes
 from gateway.tensors.copying import copy_bytes
 from gateway.tensors.json_body import check_json_memory, parse_json_body, validate_parameters
 from gateway.tensors.media_type import parse_content_type, parse_header_parameters
@@ -58,7 +58,7 @@ class MultipartForm:
 
 
 def is_raw_file(raw_part: RawPart) -> bool:
-    codec = find_codec(parse_content_type(raw_part.headers.get("content-type", TEXT))[0])
+    codec = parse_body_type(raw_part.headers.get("content-type", TEXT)).codec
     return codec is not None and codec.read_value is read_bytes and not is_json_part(raw_part)
 
 
@@ -81,11 +81,12 @@ def read_form_field(raw_part: RawPart) -> tuple[str, Part]:
         ) from None
     is_file, data = "filename" in options, copy_bytes(raw_part.content)
     content_type = raw_part.headers.get("content-type", OCTET_STREAM if is_file else TEXT)
-    kind, parameters = parse_content_type(content_type)
-    codec = find_codec(kind)
+    body_type = parse_body_type(content_type)
+    kind = body_type.media_type
+    codec = body_type.codec
     if is_file and (kind == TEXT or codec is None or codec.read_value is None):
         return name, Part(data, kind)
-    return name, Part(read_single_value(data, kind, parameters, content_type), kind)
+    return name, Part(body_type.read_value(data), kind)
 
 
 def parse_form_parameters(value: Any) -> Any:

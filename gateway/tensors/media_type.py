@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Final
 
 from gateway.errors import UnsupportedBody
@@ -22,7 +21,6 @@ UNQUOTED_VALUE: Final = re.compile(r"[^;]*")
 QUOTED_PAIR: Final = re.compile(r'\\(["\\])')
 
 
-@lru_cache(256)
 def parse_content_type(content_type: str) -> tuple[str, Mapping[str, str]]:
     """`text/plain; charset=utf-8` → ("text/plain", {"charset": "utf-8"}). Raises `UnsupportedBody`."""
     if len(content_type) > MAX_CONTENT_TYPE_CHARS:

@@ -106,8 +106,9 @@ def encode_json_result(result: InferResult) -> EncodedBody:
 
 def are_large(results: Sequence[InferResult], more_bytes: int = 0) -> bool:
     """Return whether the results and more bytes take too long to serialize on the event loop."""
-    size_bytes = sum(result.size_bytes for result in results) + more_bytes
-    return size_bytes > MAX_INLINE_RESULT_BYTES
+    for result in results:
+        more_bytes += result.size_bytes
+    return more_bytes > MAX_INLINE_RESULT_BYTES
 
 
 def dump_json(value: Any) -> bytes:

@@ -147,6 +147,14 @@ class Signature:
         return [tensor for tensor in self.inputs.values() if not tensor.is_optional]
 
     @cached_property
+    def only_bytes_input(self) -> TensorSpec | None:
+        """The input that takes a text or a file without a name as its only element, if there is one."""
+        tensors = self.required_inputs or list(self.inputs.values())
+        if len(tensors) != 1 or tensors[0].datatype.kind is not DatatypeKind.BYTES:
+            return None
+        return tensors[0] if tensors[0].can_be_single else None
+
+    @cached_property
     def accepts_only_bytes(self) -> bool:
         return all(tensor.datatype.kind is DatatypeKind.BYTES for tensor in self.inputs.values())
 

@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import orjson
-from tritonclient.http import InferInput
 from tritonclient.utils import TRITON_RESERVED_REQUEST_PARAMS, TRITON_RESERVED_REQUEST_PARAMS_PREFIX
 
 from gateway.errors import BadUpstream, InputMismatch
@@ -194,11 +193,15 @@ def build_http_request(
     return headers, b"".join(buffers) if length <= MAX_JOINED_BYTES else buffers
 
 
-class BinaryInput(InferInput):  # type: ignore[misc]  # tritonclient has no types
+class BinaryInput:
     """An input whose data is not copied; `buffers` are what Triton receives."""
 
+    __slots__ = ("_datatype", "_name", "_shape", "buffers")
+
     def __init__(self, name: str, array: np.ndarray, datatype: str) -> None:
-        super().__init__(name, list(array.shape), datatype)
+        self._name = name
+        self._shape = array.shape
+        self._datatype = datatype
         self.buffers: Sequence[Buffer]
         if datatype == BYTES.name:
             self.buffers = encode_bytes_elements(array.ravel().tolist())
@@ -208,9 +211,9 @@ class BinaryInput(InferInput):  # type: ignore[misc]  # tritonclient has no type
 
     def describe(self) -> dict[str, Any]:
         return {
-            "name": self.name(),
-            "shape": self.shape(),
-            "datatype": self.datatype(),
+            "name": self._name,
+            "shape": self._shape,
+            "datatype": self._datatype,
             "parameters": {"binary_data_size": sum(map(len, self.buffers))},
         }
 

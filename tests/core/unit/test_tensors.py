@@ -18,7 +18,13 @@ from gateway.routes.model_openapi import build_model_openapi
 from gateway.tensors.codecs import SUPPORTED_CODECS
 from gateway.tensors.dtypes import DATATYPES, DatatypeKind
 from gateway.tensors.examples import build_example_body, format_curl_example, format_python_example
-from gateway.tensors.inputs import InferInputs, inspect_payload, read_payload, to_inputs
+from gateway.tensors.inputs import (
+    InferInputs,
+    convert_single_element,
+    inspect_payload,
+    read_payload,
+    to_inputs,
+)
 from gateway.tensors.outputs import (
     InferResult,
     choose_result_encoder,
@@ -347,6 +353,40 @@ def test_text_of_a_known_charset_becomes_valid_unicode_and_others_are_refused() 
 
 NUMBERS = (DatatypeKind.INTEGER, DatatypeKind.FLOAT)
 NUMERIC = [each for each in DATATYPES.values() if each.kind in NUMBERS]
+
+
+@pytest.mark.parametrize("value", ["a text", "é", "", b"a file", b"\xff\xd8\xff", b"\x93NUMPY"])
+def test_single_element_becomes_the_same_tensor_on_the_short_way(value: str | bytes) -> None:
+    payload = Payload({"": [Part(value)]})
+    for shape in ([1], [-1], [1, -1], []):
+        for batch in (0, 8):
+            texts = model({"T": ("BYTES", shape)}, {}, batch)
+            short = convert_single_element(payload, texts)
+            inputs = to_inputs(payload, texts, PayloadLimits())
+            assert short is not None
+            assert short._replace(arrays={}) == inputs._replace(arrays={})
+            assert short.arrays["T"].dtype == inputs.arrays["T"].dtype == object
+            assert short.arrays["T"].shape == inputs.arrays["T"].shape
+            assert short.arrays["T"].item() == inputs.arrays["T"].item()
+
+
+def test_other_payloads_do_not_take_the_short_way() -> None:
+    text = model({"T": ("BYTES", [1])}, {}, 8)
+    pairs, numbers = model({"T": ("BYTES", [2])}, {}), model({"T": ("FP32", [1])}, {})
+    both = model({"T": ("BYTES", [1]), "U": ("BYTES", [1])}, {})
+    part = Part("a")
+    assert all(
+        convert_single_element(Payload({"": [part]}), m) is None for m in (pairs, numbers, both)
+    )
+    for payload in (
+        Payload({"T": [part]}),
+        Payload({"": [part, part]}),
+        Payload({"": [part], "U": [part]}),
+        Payload({"": [part]}, instance_count=1),
+        Payload({"": [Part(["a"])]}),
+        Payload({"": [Part("a" * (1 << 20))]}),
+    ):
+        assert convert_single_element(payload, text) is None
 
 
 def test_image_keeps_its_values_in_each_datatype_or_is_refused() -> None:
