@@ -6,6 +6,7 @@ import base64
 import io
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -266,11 +267,18 @@ def choose_result_encoder(
             )
             if tensor.content_type and tensor.content_type != JSON:
                 encoders[tensor.content_type] = encoders[OCTET_STREAM]
-    ranges = parse_accept(accept)
-    ranked = [(rank, name) for name in encoders if (rank := rank_media_type(name, ranges))]
-    if not ranked:
+    media_type = choose_media_type(accept, tuple(encoders))
+    if not media_type:
         raise NotAcceptable(accept, encoders)
-    return encoders[max(ranked, key=itemgetter(0))[1]]  # the first one on a tie
+    return encoders[media_type]
+
+
+@lru_cache(256)
+def choose_media_type(accept: str, offered: tuple[str, ...]) -> str:
+    """Return the offered type that `Accept` prefers, the first one on a tie; empty if it accepts none."""
+    ranges = parse_accept(accept)
+    ranked = [(rank, name) for name in offered if (rank := rank_media_type(name, ranges))]
+    return max(ranked, key=itemgetter(0))[1] if ranked else ""
 
 
 class MediaRange(NamedTuple):
