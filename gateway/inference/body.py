@@ -67,10 +67,13 @@ class Deadline(NamedTuple):
     async def limit(self, work: Awaitable[T]) -> T:
         """Await work that may take long, and cancel it at the deadline. Raises `DeadlinePassed`."""
         try:
-            with anyio.fail_after(self.at - anyio.current_time()):
+            with anyio.CancelScope(
+                deadline=self.at
+            ):  # as `fail_after`, which reads the clock again
                 return await work
         except TimeoutError as exc:
             raise DeadlinePassed(self.timeout_s) from exc
+        raise DeadlinePassed(self.timeout_s)
 
 
 class LargePayload(partial[tuple[Payload, InferInputs]]):

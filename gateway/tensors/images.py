@@ -50,13 +50,18 @@ class EncodedImage:
 def inspect_image(data: bytes, limits: PayloadLimits, input_name: str) -> EncodedImage:
     """Read the header and check the limits. Raises `BadImage` or `TooLarge`."""
     header = read_image_header(data, input_name)
-    width, height = header.width, header.height
-    size = f"the image for input {quote_text(input_name)} has {width} × {height} pixels"
     if header.pixels > limits.max_image_pixels:
-        raise TooLarge(f"{size}; the limit is {limits.max_image_pixels} pixels")
-    if max(width, height) > limits.max_image_side:
-        raise TooLarge(f"{size}; the limit is {limits.max_image_side} pixels per side")
+        raise build_size_error(header, input_name, f"{limits.max_image_pixels} pixels")
+    if max(header.width, header.height) > limits.max_image_side:
+        raise build_size_error(header, input_name, f"{limits.max_image_side} pixels per side")
     return EncodedImage(data, header)
+
+
+def build_size_error(header: ImageHeader, input_name: str, limit: str) -> TooLarge:
+    return TooLarge(
+        f"the image for input {quote_text(input_name)} has {header.width} × {header.height} pixels; "
+        f"the limit is {limit}"
+    )
 
 
 def decode_image(image: EncodedImage, spec: ImageSpec, input_name: str) -> np.ndarray:

@@ -204,7 +204,7 @@ def parse_encoded_part(part: Part, tensor: TensorSpec, limits: PayloadLimits) ->
     if tensor.image_spec is None:
         raise build_input_mismatch(tensor, "bytes, but the input's shape is not an image shape")
     inspected = [inspect_image(blob, limits, tensor.name) for blob in blobs]
-    return part._replace(value=inspected if isinstance(value, list) else inspected[0])
+    return Part(inspected if isinstance(value, list) else inspected[0], part.content_type)
 
 
 def extract_image_bytes(value: Any) -> list[bytes]:

@@ -27,9 +27,8 @@ HEADER_READERS: Final[dict[bytes, HeaderReader]] = {
 
 def read_image_header(data: bytes, input_name: str) -> ImageHeader:
     """Return the header of a JPEG, PNG or WebP image. Raises `BadImage`, or `TooLarge` for too many parts."""
-    label = f"the image for input {quote_text(input_name)}"
     if not data:
-        raise BadImage(f"{label} is empty")
+        raise BadImage(f"the image for input {quote_text(input_name)} is empty")
     reader = find_header_reader(data)
     if reader is None:
         raise BadImage(
@@ -40,12 +39,18 @@ def read_image_header(data: bytes, input_name: str) -> ImageHeader:
         if not header.pixels:
             raise DamagedImage("its width or height is zero")
     except DamagedImage as exc:
-        raise BadImage(f"{label} is truncated or damaged: {exc}") from None
+        raise build_damage_error(input_name, str(exc)) from None
     except ExcessiveImage as exc:
-        raise TooLarge(f"{label} has {exc}") from None
+        raise TooLarge(f"the image for input {quote_text(input_name)} has {exc}") from None
     except (IndexError, ValueError, struct.error):
-        raise BadImage(f"{label} is truncated or damaged: it ends within its header") from None
+        raise build_damage_error(input_name, "it ends within its header") from None
     return header
+
+
+def build_damage_error(input_name: str, reason: str) -> BadImage:
+    return BadImage(
+        f"the image for input {quote_text(input_name)} is truncated or damaged: {reason}"
+    )
 
 
 def find_header_reader(data: bytes) -> HeaderReader | None:
