@@ -12,7 +12,8 @@ TEXT: Final = "text/plain"
 MULTIPART: Final = "multipart/form-data"
 ANY_IMAGE: Final = "image/*"
 EVENT_STREAM: Final = "text/event-stream"
-EVENT_END: Final = b"\n\n"  # of an event in such a stream
+# An event of a stream ends with this.
+EVENT_END: Final = b"\n\n"
 NDJSON: Final = "application/x-ndjson"
 UTF8_TEXT: Final = f"{TEXT}; charset=utf-8"
 

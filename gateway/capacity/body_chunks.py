@@ -54,7 +54,7 @@ async def iterate_once(body: bytes) -> AsyncIterator[bytes]:
 
 
 async def limit_length(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[bytes]:
-    """Raises `BodyTooLarge`."""
+    """Yield the chunks of a body up to this length. Raises `BodyTooLarge`."""
     length = 0
     async for chunk in chunks:
         length += len(chunk)

@@ -54,7 +54,7 @@ class Deadline(NamedTuple):
     """The time at which a request must have ended, on the event loop's clock."""
 
     at: float
-    timeout_s: float  # of the whole request
+    timeout_s: float  # the timeout of the whole request
 
     @classmethod
     def after(cls, timeout_s: float) -> Deadline:
@@ -136,7 +136,9 @@ class RequestBody:
 
     async def peek(self) -> bytes:
         """Return the first bytes of the body as they are sent; `read` and `stream` return them again."""
-        receive, beginning, has_more = self._receive, b"", True
+        receive = self._receive
+        beginning = b""
+        has_more = True
         while has_more and len(beginning) < MIN_PEEKED_BYTES:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -249,7 +251,8 @@ async def read_body(
         return await read_form(body, limits, charge, run_in_thread)
     data = await body.read(limits.max_bytes, charge)
     if codec is None or len(data) <= codec.max_inline_bytes:
-        return read_payload(data, content_type, limits)  # or the error of an unsupported type
+        # This raises the error of a type that is not supported.
+        return read_payload(data, content_type, limits)
     if len(data) > codec.max_thread_bytes:
         return LargePayload(decode_body, data, content_type)
     return await run_in_thread(partial(read_payload, data, content_type, limits))

@@ -44,7 +44,8 @@ NO_HEADERS: Final[Headers] = []
 RESPONSE_MEMORY_FACTOR: Final = 4
 # Documents of types with these words can run scripts: text/html, image/svg+xml, application/xml, …
 ACTIVE_CONTENT_WORDS: Final = ("html", "xml", "xsl", "script", "multipart")
-VERSION_HEADER: Final = b"x-model-version"  # of responses whose version a label decided
+# Responses to requests whose version a label decided have this header.
+VERSION_HEADER: Final = b"x-model-version"
 ATTACHMENT_HEADERS: Final = {"content-disposition": "attachment"}
 # Of these, a misspelt one is reported.
 KNOWN_PARAMETERS: Final = ("classification", "priority", "timeout", *sequence.SEQUENCE_KEYS)
@@ -65,8 +66,10 @@ class OpenedRequest(NamedTuple):
     deadline: Deadline
     converter: PayloadConverter
     trace_headers: Headers  # the client's trace context
-    step: SequenceStep | None  # from the sequence headers
-    choice: VersionChoice | None  # if a rule decided on the version
+    # What the sequence headers say.
+    step: SequenceStep | None
+    # The decision of a label on the version.
+    choice: VersionChoice | None
 
 
 async def open_request(
@@ -105,7 +108,8 @@ async def open_request(
     if signature is None:
         signature = await deadline.limit(read_signature(services.signatures, target, step))
     info: RequestInfo = request.scope["request_info"]
-    info.model, info.version = signature.model, signature.version
+    info.model = signature.model
+    info.version = signature.version
     charge = services.get_charge(info)
     converter = PayloadConverter(services, signature, charge, deadline)
     choice = target.choice
@@ -166,7 +170,10 @@ async def admit(opened: OpenedRequest) -> Slot:
 
 
 def build_request(opened: OpenedRequest, payload: Payload, inputs: InferInputs) -> InferRequest:
-    """Raises `InputMismatch` or `MalformedRequest` for the outputs or parameters of the payload."""
+    """Return the request to the model.
+
+    Raises `InputMismatch` or `MalformedRequest` for the outputs or parameters of the payload.
+    """
     signature = opened.signature
     version = signature.version
     deadline = opened.deadline
@@ -206,7 +213,7 @@ def resolve_sequence_step(opened: OpenedRequest, payload: Payload) -> SequenceSt
 
 
 def check_parameter_names(parameters: Iterable[str]) -> None:
-    """Raise `MalformedRequest` for a name that differs a little from one that the gateway reads.
+    """Check for names that differ a little from one that the gateway reads. Raises `MalformedRequest`.
 
     Triton ignores a parameter that the model does not read.
     """

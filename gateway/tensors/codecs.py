@@ -51,13 +51,14 @@ class Codec:
     """
 
     media_type: str
-    schema: dict[str, Any]  # of the body, for the API description
-    read_value: ValueReader | None = None  # of a body or form field that is one value
-    read_payload: PayloadReader | None = None  # of a body with several named values
+    schema: dict[str, Any]  # describes the body in the API description
+    read_value: ValueReader | None = None  # reads a body or form field that is one value
+    read_payload: PayloadReader | None = None  # reads a body with several named values
     memory_factor: int = 3  # bytes of memory per byte: the body, its tensors, the request to Triton
     max_inline_bytes: float = 16 << 10
     max_thread_bytes: float = math.inf
-    is_accepted: Callable[[TensorSpec], bool] = lambda _: True  # by an input that is the whole body
+    # Says whether an input that is the whole body accepts the type.
+    is_accepted: Callable[[TensorSpec], bool] = lambda _: True
 
 
 def accepts_text(tensor: TensorSpec) -> bool:

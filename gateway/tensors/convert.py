@@ -37,7 +37,8 @@ IMAGE_SCALES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def convert_part(part: Part, tensor: TensorSpec) -> np.ndarray:
-    value, spec = part.value, tensor.image_spec
+    value = part.value
+    spec = tensor.image_spec
     if isinstance(value, np.ndarray):
         return convert_array(value, tensor)
     encoded_images = list_encoded_images(value)
@@ -108,7 +109,8 @@ def flatten_lists(value: Any, tensor: TensorSpec) -> tuple[list[Any], tuple[int,
     """Return the leaves of nested lists and the shape, without a Python call per number."""
     if type(value) not in (list, dict):
         return [value], ()
-    level, shape = [value], []
+    level = [value]
+    shape: list[int] = []
     while level and set(map(type, level)) == {list}:
         lengths = set(map(len, level))
         if len(lengths) > 1:
@@ -182,7 +184,8 @@ CONVERTERS: Mapping[DatatypeKind, tuple[set[type], Converter]] = {
 
 def convert_array(array: np.ndarray, tensor: TensorSpec) -> np.ndarray:
     """Return a NumPy array in the model's datatype. Raises where the cast would change a value."""
-    datatype, kind = tensor.datatype, array.dtype.kind
+    datatype = tensor.datatype
+    kind = array.dtype.kind
     if array.dtype == datatype.numpy_dtype:
         return array
     if datatype == BF16 and kind == "V" and array.dtype.itemsize == 2:
@@ -259,7 +262,8 @@ def fit_part_to_shape(
     part: Part, tensor: TensorSpec, supports_batching: bool
 ) -> tuple[np.ndarray, bool]:
     """Return the array with the dimensions that Triton expects, and whether the part is a batch."""
-    array, shape = convert_part(part, tensor), tensor.shape
+    array = convert_part(part, tensor)
+    shape = tensor.shape
     is_json_list = isinstance(part.value, list)
     if not supports_batching:
         return fit_unbatched_array(array, tensor), False

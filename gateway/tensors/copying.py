@@ -19,4 +19,4 @@ def copy_bytes(data: bytes | bytearray | memoryview) -> bytes:
     view = memoryview(data)
     for start in range(0, len(data), MAX_PIECE_BYTES):
         file.write(view[start : start + MAX_PIECE_BYTES])
-    return file.getvalue()  # without a copy
+    return file.getvalue()  # this makes no copy

@@ -80,7 +80,8 @@ def percent_decode(encoded: bytes) -> bytes:
         return encoded
     characters = np.frombuffer(encoded, np.uint8)
     starts = np.flatnonzero(characters[:-2] == PERCENT_SIGN)
-    high, low = HEX_DIGITS[characters[starts + 1]], HEX_DIGITS[characters[starts + 2]]
+    high = HEX_DIGITS[characters[starts + 1]]
+    low = HEX_DIGITS[characters[starts + 2]]
     are_escapes = (high != NOT_A_HEX_DIGIT) & (low != NOT_A_HEX_DIGIT)
     starts = starts[are_escapes]
     decoded = characters.copy()

@@ -27,7 +27,7 @@ class ExampleBody:
     content_type: str
     file_name: str = ""
     text: str = ""
-    tensors: tuple[TensorSpec, ...] = ()  # of the inputs of a JSON document
+    tensors: tuple[TensorSpec, ...] = ()  # the inputs in a JSON document
 
 
 def build_example_body(signature: Signature) -> ExampleBody:
@@ -90,7 +90,8 @@ def format_curl_example(signature: Signature, base_url: str) -> str:
     header = f"-H {shlex.quote(f'Content-Type: {example.content_type}')}"
     command = "curl -s"
     if signature.is_decoupled:
-        command, header = "curl -sN", f"{header} -H {shlex.quote(f'Accept: {EVENT_STREAM}')}"
+        command = "curl -sN"
+        header = f"{header} -H {shlex.quote(f'Accept: {EVENT_STREAM}')}"
     if example.file_name:
         return f"{command} --data-binary @{example.file_name} {header} {url}"
     if example.text:

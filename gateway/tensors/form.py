@@ -79,7 +79,8 @@ def read_form_field(raw_part: RawPart) -> tuple[str, Part]:
         raise MalformedRequest(
             "a part of the multipart body has a name that is not valid UTF-8"
         ) from None
-    is_file, data = "filename" in options, copy_bytes(raw_part.content)
+    is_file = "filename" in options
+    data = copy_bytes(raw_part.content)
     content_type = raw_part.headers.get("content-type", OCTET_STREAM if is_file else TEXT)
     body_type = parse_body_type(content_type)
     kind = body_type.media_type

@@ -77,7 +77,7 @@ class InspectedPayload(NamedTuple):
 
     parts: Mapping[str, list[Part]]
     instance_count: int = 0
-    decoding_cost: int = 0  # of the images, in pixels
+    decoding_cost: int = 0  # the cost of decoding the images, in pixels
     decoded_bytes: int = 0  # the memory that the decoded images need
 
 
@@ -151,11 +151,13 @@ def to_inputs(payload: Payload, signature: Signature, limits: PayloadLimits) -> 
 def convert_payload(inspected: InspectedPayload, signature: Signature) -> InferInputs:
     """Return the model's input tensors. Raises `InputMismatch` or `BadImage`."""
     arrays: dict[str, np.ndarray] = {}
-    supports_batching, is_any_batched = signature.supports_batching, False
+    supports_batching = signature.supports_batching
+    is_any_batched = False
     rows = inspected.instance_count
     is_stacked = rows > 0 and signature.has_batch_dimension
     for name, parts in inspected.parts.items():
-        tensor, is_batched = signature.inputs[name], True
+        tensor = signature.inputs[name]
+        is_batched = True
         if is_stacked or len(parts) > 1:
             arrays[name] = stack_parts(parts, tensor, supports_batching)
         else:
@@ -267,7 +269,7 @@ def decode_payload(
 
 
 def check_row_count(signature: Signature, rows: int, limits: PayloadLimits) -> None:
-    """Raise `TooLarge` for a request that would be too many inferences.
+    """Check how many inferences a request becomes. Raises `TooLarge`.
 
     It takes one place in the admission queue, however many they are.
     """
@@ -288,7 +290,7 @@ def check_row_count(signature: Signature, rows: int, limits: PayloadLimits) -> N
 def check_listed_rows(
     value: Any, tensor: TensorSpec, signature: Signature, limits: PayloadLimits
 ) -> None:
-    """Raise `TooLarge` for a list that is a batch of too many inferences, before it is converted."""
+    """Check how many inferences a list becomes, before it is converted. Raises `TooLarge`."""
     if not isinstance(value, list) or len(value) <= limits.max_inferences:
         return
     depth = 0
@@ -304,6 +306,9 @@ def check_listed_rows(
 def decode_json_body(
     parse: JsonParser, body: bytes, signature: Signature, limits: PayloadLimits
 ) -> list[InferInputs]:
-    """Raises `TooLarge`, and the errors of `parse` and `to_inputs`."""
+    """Return the input tensors of each inference of a JSON body.
+
+    Raises `TooLarge`, and the errors of `parse` and `to_inputs`.
+    """
     check_json_memory(body, limits)
     return [to_inputs(payload, signature, limits) for payload in parse(body, signature, limits)]

@@ -74,13 +74,14 @@ class MultipartParser:
             delimiter = self._find_delimiter()
             if delimiter is None:
                 return
-            headers, content = self._headers, self._cut_content(delimiter)
+            headers = self._headers
+            content = self._cut_content(delimiter)
             self._begin_part(delimiter.is_last)
             if headers is not None:
                 yield RawPart(headers, content)
 
     def finish(self) -> None:
-        """Raises `MalformedRequest` if the body is not complete."""
+        """Check that the body is complete. Raises `MalformedRequest`."""
         if not self.is_complete:
             raise MalformedRequest("the multipart body ends before its closing boundary")
 
@@ -118,7 +119,9 @@ class MultipartParser:
 
     def _cut_content(self, delimiter: Delimiter) -> bytes | bytearray:
         """Return the content before the delimiter, and remove both from the buffer."""
-        buffer, (start, end, _) = self._buffer, delimiter
+        buffer = self._buffer
+        start = delimiter.start
+        end = delimiter.end
         if start <= MAX_COPIED_PART_BYTES:
             content = bytes(memoryview(buffer)[:start])
             del buffer[:end]
@@ -130,7 +133,9 @@ class MultipartParser:
     def _begin_part(self, is_complete: bool) -> None:
         if is_complete:
             self._buffer = bytearray()
-        self._search_start, self._headers, self._is_preamble = 0, None, False
+        self._search_start = 0
+        self._headers = None
+        self._is_preamble = False
         self.is_complete = is_complete
         self._part_count += not is_complete
         if self._part_count > self._max_parts:

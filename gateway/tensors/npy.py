@@ -53,7 +53,8 @@ class NpyHeader:
 def read_npy(data: bytes | memoryview) -> np.ndarray:
     """Return the array of a complete file as a view of `data`. Raises `MalformedRequest`."""
     header = read_npy_header(data)
-    count, width = math.prod(header.shape), header.dtype.itemsize
+    count = math.prod(header.shape)
+    width = header.dtype.itemsize
     size_bytes = len(data) - header.data_start
     if count * width != size_bytes:
         raise MalformedRequest(
@@ -103,14 +104,16 @@ parse_remembered_header = lru_cache(256)(parse_npy_header)
 
 def parse_npy_entries(header: bytes) -> dict[str, bytes]:
     entries: dict[str, bytes] = {}
-    position, has_next = 1, header.startswith(b"{")
+    position = 1
+    has_next = header.startswith(b"{")
     while has_next and (entry := HEADER_ENTRY.match(header, position)):
         key = entry["key"].decode()
         value: bytes | None = entry[key]
         if value is None or key in entries:
             break
         entries[key] = value
-        position, has_next = entry.end(), bool(entry["comma"])
+        position = entry.end()
+        has_next = bool(entry["comma"])
     if len(entries) == 3 and HEADER_END.fullmatch(header, position):
         return entries
     raise MalformedRequest(

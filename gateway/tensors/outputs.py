@@ -47,7 +47,7 @@ class InferResult(NamedTuple):
     version: str = ""
     has_classifications: bool = False
     instance_count: int = 0  # more than 0 if the client expects one result per instance
-    size_bytes: int = 0  # of Triton's response
+    size_bytes: int = 0  # the size of Triton's response
 
     @property
     def is_large(self) -> bool:
@@ -139,7 +139,8 @@ def dump_json_chunks(value: np.ndarray | list[Any], chunk_length: int) -> bytes:
 
 def output_to_json(result: InferResult, name: str) -> Any:
     """Return an output as a value for orjson. A batch of single values (shape [1]) is a flat list."""
-    array, tensor = result.get_array(name), result.signature.outputs.get(name)
+    array = result.get_array(name)
+    tensor = result.signature.outputs.get(name)
     if result.signature.supports_batching and tensor is not None and tensor.shape == (1,):
         item_ndim = array.ndim - result.is_batched
         if item_ndim > 0 and array.shape[-1] == 1:

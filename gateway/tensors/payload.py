@@ -29,7 +29,8 @@ class PayloadLimits:
     max_bytes: int = 64 << 20
     max_parts: int = 128
     max_json_memory_bytes: int = 1 << 30
-    max_image_pixels: int = 25_000_000  # of one image, and of all decoded ones together
+    # The limit applies to one image, and to all decoded ones together.
+    max_image_pixels: int = 25_000_000
     max_image_side: int = 16_384
     max_inferences: int = 2048
 
@@ -42,7 +43,7 @@ class TooManyParameters(MalformedRequest):
 
 
 def check_parameter_limits(parameters: Mapping[str, Any]) -> None:
-    """Raise `MalformedRequest` for many parameters, and for long names."""
+    """Check the number of parameters and the length of their names. Raises `MalformedRequest`."""
     if len(parameters) > MAX_PARAMETERS:
         raise TooManyParameters
     if parameters and max(map(len, parameters)) > MAX_PARAMETER_NAME_CHARS:
@@ -99,7 +100,8 @@ def estimate_value_bytes(value: Any) -> int:
         return IMAGE_HEADER_COST_BYTES
     if not isinstance(value, list):
         return BYTES_PER_CHARACTER * len(value) if isinstance(value, (str, bytes)) else 0
-    items, size = value, BYTES_PER_LISTED_VALUE * len(value)
+    items = value
+    size = BYTES_PER_LISTED_VALUE * len(value)
     while items and size <= LARGE_ARRAY_BYTES:
         types = set(map(type, items))
         if not types.isdisjoint((str, bytes)):

@@ -17,7 +17,7 @@ from gateway.messages import quote_text
 from gateway.tensors.dtypes import Datatype, DatatypeKind, parse_datatype
 
 MAX_DIMENSIONS = 64  # as in NumPy
-MAX_TENSORS = 4096  # of each side
+MAX_TENSORS = 4096  # the limit of the inputs, and of the outputs
 CONTENT_TYPE = re.compile(r"[!-~]{1,127}(?:; ?[ -~]{1,127})?")
 IMAGE_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 JsonObject = Mapping[str, Any]
@@ -96,7 +96,8 @@ class TensorSpec:
 
 
 def guess_channel_layout(shape: tuple[int, ...]) -> ChannelLayout | None:
-    first, last = shape[0] in IMAGE_MODES, shape[2] in IMAGE_MODES
+    first = shape[0] in IMAGE_MODES
+    last = shape[2] in IMAGE_MODES
     if last and (not first or (shape[0] == 1 and shape[2] > 1)):
         return ChannelLayout.CHANNELS_LAST
     if first:
@@ -277,5 +278,6 @@ def find_ensemble_steps(config: Any) -> frozenset[str]:
     try:
         steps = config.get("ensemble_scheduling", {}).get("step", ())
         return frozenset(str(step.get("model_name", "")) for step in steps)
-    except (AttributeError, TypeError):  # not as Triton describes a model
+    except (AttributeError, TypeError):
+        # Triton does not describe a model like this.
         return frozenset()

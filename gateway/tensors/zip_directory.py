@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Final
 
 MAX_ENTRY_NAME_BYTES: Final = 255
-STORED, DEFLATED = 0, 8
-ENCRYPTED_FLAG, UTF8_FLAG = 1 << 0, 1 << 11
+STORED: Final = 0
+DEFLATED: Final = 8
+ENCRYPTED_FLAG: Final = 1 << 0
+UTF8_FLAG: Final = 1 << 11
 END_RECORD: Final = struct.Struct("<4s4H2LH")
 END_SIGNATURE: Final = b"PK\x05\x06"
 MAX_COMMENT_BYTES: Final = (1 << 16) - 1

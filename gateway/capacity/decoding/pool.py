@@ -48,7 +48,8 @@ class DecodeProcess:
         local, remote = socket.socketpair()
         local.setblocking(False)
         with ExitStack() as connection, remote:
-            connection.callback(local.close)  # if it is cancelled: the process exits then
+            # The process exits if this is cancelled.
+            connection.callback(local.close)
             process = await asyncio.create_subprocess_exec(
                 *(
                     sys.executable,

@@ -25,8 +25,12 @@ MAX_SCANS: Final = 64
 MAX_FILL_BYTES: Final = 16  # the padding before a marker
 SEARCH_CHUNK_BYTES: Final = 64 << 10  # small, because a search holds the GIL
 
-SOI, EOI, SOS = 0xD8, 0xD9, 0xDA
-EXIF_MARKER, ADOBE, JFIF = 0xE1, 0xEE, 0xE0
+SOI: Final = 0xD8
+EOI: Final = 0xD9
+SOS: Final = 0xDA
+JFIF: Final = 0xE0
+EXIF_MARKER: Final = 0xE1
+ADOBE: Final = 0xEE
 FRAME_MARKERS: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 # The longest useful table segment by marker.
 MAX_TABLE_BYTES: Final = {
@@ -47,7 +51,10 @@ ENTROPY_DATA_MARKER: Final = re.compile(b"\xff(?:[\xc0-\xcf\xd8-\xfe]|\xff{%d})"
 
 
 def read_jpeg(data: bytes) -> ImageHeader:
-    """Raises `DamagedImage` or `ExcessiveImage`, and `IndexError` or `ValueError` for truncated data."""
+    """Return the header of a JPEG.
+
+    Raises `DamagedImage` or `ExcessiveImage`, and `IndexError` or `ValueError` for truncated data.
+    """
     spans: list[Span] = [(0, 2)]
     frames: list[tuple[int, int]] = []
     orientation = UPRIGHT_ORIENTATION

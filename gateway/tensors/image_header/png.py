@@ -24,7 +24,11 @@ PNG_SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 BYTES_PER_CHUNK: Final = 2048
 PNG_CHUNK_HEADER: Final = struct.Struct(">L4s")
 CHECKSUM_BYTES: Final = 4
-IHDR, PLTE, IDAT, IEND, PNG_EXIF = b"IHDR", b"PLTE", b"IDAT", b"IEND", b"eXIf"
+IHDR: Final = b"IHDR"
+PLTE: Final = b"PLTE"
+IDAT: Final = b"IDAT"
+IEND: Final = b"IEND"
+PNG_EXIF: Final = b"eXIf"
 IHDR_FIELDS: Final = struct.Struct(">LLBBBBB")
 INDEXED: Final = 3
 # The valid bits per sample by colour type.
@@ -36,10 +40,14 @@ MAX_PNG_EXIF_BYTES: Final = 64 << 10
 
 
 def read_png(data: bytes) -> ImageHeader:
-    """Raises `DamagedImage` or `ExcessiveImage`, and `struct.error` for truncated data."""
+    """Return the header of a PNG.
+
+    Raises `DamagedImage` or `ExcessiveImage`, and `struct.error` for truncated data.
+    """
     width, height, needed, position = read_png_size(data)
     spans: list[Span] = [(0, position)]
-    orientation, seen = UPRIGHT_ORIENTATION, set[bytes]()
+    orientation = UPRIGHT_ORIENTATION
+    seen: set[bytes] = set()
     for _ in range(MAX_SEGMENTS + len(data) // BYTES_PER_CHUNK):
         if position == len(data) or IEND in seen:
             break  # a missing IEND chunk is left to the decoder

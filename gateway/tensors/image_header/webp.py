@@ -19,7 +19,10 @@ RIFF_SIGNATURE: Final = b"RIFF"
 WEBP_FORM_TYPE: Final = b"WEBP"
 RIFF_HEADER: Final = struct.Struct("<4sL4s")
 RIFF_CHUNK_HEADER: Final = struct.Struct("<4sL")
-LOSSY, LOSSLESS, EXTENDED, WEBP_EXIF = b"VP8 ", b"VP8L", b"VP8X", b"EXIF"
+LOSSY: Final = b"VP8 "
+LOSSLESS: Final = b"VP8L"
+EXTENDED: Final = b"VP8X"
+WEBP_EXIF: Final = b"EXIF"
 # The chunks of an extended file that decoding needs; only the first of each type counts.
 NEEDED_WEBP_CHUNKS: Final = frozenset({b"ANIM", b"ANMF", b"ALPH", LOSSY, LOSSLESS})
 FRAME_START: Final = b"\x9d\x01\x2a"
@@ -28,7 +31,10 @@ MAX_WEBP_EXIF_BYTES: Final = 64 << 10
 
 
 def read_webp(data: bytes) -> ImageHeader:
-    """Raises `DamagedImage` or `ExcessiveImage`, and `struct.error` for truncated data."""
+    """Return the header of a WebP image.
+
+    Raises `DamagedImage` or `ExcessiveImage`, and `struct.error` for truncated data.
+    """
     end = RIFF_HEADER.unpack_from(data)[1] + RIFF_CHUNK_HEADER.size
     if end > len(data):
         raise DamagedImage("its RIFF header declares more bytes than the file has")
@@ -47,7 +53,8 @@ def read_webp(data: bytes) -> ImageHeader:
 
 def read_extended_chunks(data: bytes, position: int, end: int, spans: list[Span]) -> int:
     """Return the orientation, and append the chunks that decoding needs to `spans`."""
-    orientation, seen = UPRIGHT_ORIENTATION, set[bytes]()
+    orientation = UPRIGHT_ORIENTATION
+    seen: set[bytes] = set()
     for _ in range(MAX_SEGMENTS):
         if position >= end:
             return orientation
