@@ -67,9 +67,8 @@ class Deadline(NamedTuple):
     async def limit(self, work: Awaitable[T]) -> T:
         """Await work that may take long, and cancel it at the deadline. Raises `DeadlinePassed`."""
         try:
-            with anyio.CancelScope(
-                deadline=self.at
-            ):  # as `fail_after`, which reads the clock again
+            # `fail_after` would read the clock again.
+            with anyio.CancelScope(deadline=self.at):
                 return await work
         except TimeoutError as exc:
             raise DeadlinePassed(self.timeout_s) from exc
@@ -182,20 +181,12 @@ class RequestBody:
             return data
         # Joining the chunks of a large body at its end would hold the event loop.
         file = io.BytesIO()
-        if self._encoding:
-            async for chunk in self.stream(max_bytes):
-                charge.add(factor * len(chunk))
-                file.write(chunk)
-            return file.getvalue()
-        chunk = self._first_chunk
-        self._first_chunk = b""
-        while True:
+        chunks = self.stream(max_bytes) if self._encoding else self._receive_chunks()
+        async for chunk in chunks:
             check_length(file.tell() + len(chunk), max_bytes)
             charge.add(factor * len(chunk))
             file.write(chunk)
-            if not self._has_more:
-                return file.getvalue()
-            chunk, self._has_more = await self._receive_chunk()
+        return file.getvalue()
 
     async def stream(self, max_bytes: int) -> AsyncIterator[bytes]:
         """Yield the decompressed body as it arrives, up to `max_bytes`. Raises `BodyTooLarge`."""

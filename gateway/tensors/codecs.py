@@ -183,11 +183,7 @@ class BodyType:
 def parse_body_type(content_type: str) -> BodyType:
     """Parse a content type, once for all bodies that have it. Raises `UnsupportedBody` for a long one."""
     media_type, parameters = parse_content_type(content_type)
-    return BodyType(content_type, media_type, parameters, find_codec(media_type))
-
-
-def find_codec(media_type: str) -> Codec | None:
     codec = CODECS_BY_TYPE.get(media_type)
     if codec is None and media_type.startswith("image/"):
-        return CODECS_BY_TYPE[ANY_IMAGE]
-    return codec
+        codec = CODECS_BY_TYPE[ANY_IMAGE]
+    return BodyType(content_type, media_type, parameters, codec)

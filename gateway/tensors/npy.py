@@ -21,7 +21,6 @@ NPY_MAGIC: Final = b"\x93NUMPY"
 # The size of the header length by version. Version 3 differs from version 2 only by UTF-8.
 LENGTH_FIELD_BYTES: Final = {(1, 0): 2, (2, 0): 4, (3, 0): 4}
 MAX_NPY_HEADER_BYTES: Final = 10_000  # the limit of NumPy's own reader
-MAX_REMEMBERED_HEADER_BYTES: Final = 256
 # NumPy supports 64, and a batch of arrays has one dimension more.
 MAX_DIMENSIONS: Final = 32
 MAX_SIZE_DIGITS: Final = 19
@@ -81,13 +80,10 @@ def read_npy_header(data: bytes | memoryview) -> NpyHeader:
             f"the .npy header declares a length of {length} bytes; the header must lie within the file and "
             f"have at most {MAX_NPY_HEADER_BYTES} bytes"
         )
-    data_start = begin + length
-    header = bytes(data[begin:data_start])
-    if length <= MAX_REMEMBERED_HEADER_BYTES:
-        return parse_remembered_header(header, data_start)
-    return parse_npy_header(header, data_start)
+    return parse_npy_header(bytes(data[begin : begin + length]), begin + length)
 
 
+@lru_cache(64)  # the files for an input of a model have the same header
 def parse_npy_header(header: bytes, data_start: int) -> NpyHeader:
     entries = parse_npy_entries(header)
     return NpyHeader(
@@ -96,10 +92,6 @@ def parse_npy_header(header: bytes, data_start: int) -> NpyHeader:
         parse_npy_shape(entries["shape"]),
         data_start,
     )
-
-
-# The files for an input of a model have the same header.
-parse_remembered_header = lru_cache(256)(parse_npy_header)
 
 
 def parse_npy_entries(header: bytes) -> dict[str, bytes]:

@@ -15,7 +15,7 @@ from gateway.config_files import watched_files
 from gateway.media_types import IMAGE_SIGNATURES
 from gateway.passthrough.rules import ROUTE_RULES, Forwarding
 from gateway.settings import Settings
-from gateway.tensors.codecs import CODECS, find_codec
+from gateway.tensors.codecs import CODECS, parse_body_type
 from gateway.tensors.image_header import HEADER_READERS
 from tests.capabilities.grpc_api.support.grpc_gateway import SERVICE
 from tests.interface.openapi import build_document
@@ -62,7 +62,7 @@ def test_each_path_with_a_body_has_an_attack() -> None:
 
 def test_each_type_and_encoding_of_a_body_has_an_attack() -> None:
     inferences = [request for request in HTTP_REQUESTS if request.path.endswith("/infer")]
-    codecs = [find_codec(media_type(request)) for request in inferences]
+    codecs = [parse_body_type(media_type(request)).codec for request in inferences]
     attacked = {codec.media_type for codec in codecs if codec is not None}
     assert attacked == {codec.media_type for codec in CODECS}
     image_types = {
