@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,38 @@ def follow(task: asyncio.Task[T]) -> asyncio.Future[T]:
 
     task.add_done_callback(finish)
     return future
+
+
+class TaskTimeout:
+    """Cancels the work in its `with` block after a time, and raises `TimeoutError` then.
+
+    The same as `asyncio.timeout`, which Python 3.10 lacks. A cancel scope of anyio costs ten times as much,
+    a quarter of a probe.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
+        self._loop = loop
+        self._timeout_s = timeout_s
+        self._has_expired = False
+
+    def __enter__(self) -> None:
+        self._task = cast("asyncio.Task[Any]", asyncio.current_task(self._loop))
+        self._expiry = self._loop.call_later(self._timeout_s, self._expire)
+        if sys.version_info >= (3, 11):
+            self._earlier_cancellations = self._task.cancelling()
+
+    def _expire(self) -> None:
+        self._has_expired = True
+        self._task.cancel()
+
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        self._expiry.cancel()
+        if not self._has_expired:
+            return
+        if sys.version_info >= (3, 11) and self._task.uncancel() > self._earlier_cancellations:
+            return  # the task is cancelled for another reason as well
+        if exc_type is asyncio.CancelledError:
+            raise TimeoutError
 
 
 async def repeat(loop: str, step: Callable[[], Awaitable[object]]) -> NoReturn:

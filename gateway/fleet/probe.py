@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from time import perf_counter
@@ -29,6 +30,9 @@ MAX_SILENCE_S: Final = 3.0  # of a replica whose index is being read
 MIN_PROBE_PAUSE_S: Final = 0.05
 TIMER_RESOLUTION_S: Final = 0.001  # of the event loop's timers
 DOWN_PROBE_INTERVAL_S: Final = 0.2
+# The replicas are probed in this number of groups, which take turns within the interval. Single probes would
+# cost more.
+PROBE_SLOTS: Final = 3
 INDEX_PATH: Final = b"/v2/repository/index"
 LIVENESS_PATH: Final = b"/v2/health/live"
 SLOW_INDEX_TIMEOUT_S: Final = 20.0  # while the replica answers on its liveness path
@@ -49,32 +53,41 @@ class HealthMonitor:
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _round: asyncio.Task[None] | None = None  # the last one of `probe_all`
     _index_reads: TaskSet = field(default_factory=TaskSet)  # slow ones, beside the probes
+    _slots: Iterator[int] = field(default_factory=itertools.count)
 
     async def probe_periodically(self, replica: Replica) -> None:
+        # Probes of all replicas at once would delay the requests that come with them.
+        phase_s = self._interval_s * (next(self._slots) % PROBE_SLOTS) / PROBE_SLOTS
         # A cancellation can be lost (see `cancel_tasks`), so a removed replica ends the loop as well.
         while self._replicas.get(replica.address) is replica:
-            await run_step("probe", lambda: self._probe_and_wait(replica))
+            await run_step("probe", lambda: self._probe_and_wait(replica, phase_s))
 
-    async def _probe_and_wait(self, replica: Replica) -> None:
+    async def _probe_and_wait(self, replica: Replica, phase_s: float) -> None:
         if replica.health.is_down or not replica.index_schedule.is_slow:
             await self.probe(replica)
         elif await self._check_liveness(replica):
             is_due = self._loop.time() >= replica.index_schedule.due_at
             if is_due and not replica.index_lock.locked():
                 self._index_reads.start(self.probe(replica))
-        await asyncio.sleep(MIN_PROBE_PAUSE_S)
-        pause_s = self._interval_s
-        if replica.health.state(self._loop.time()) is HealthState.DOWN:
+        await self._wait_for_next_probe(replica, phase_s)
+        replica.latency.decay()
+
+    async def _wait_for_next_probe(self, replica: Replica, phase_s: float) -> None:
+        now = self._loop.time()
+        pause_s = self._interval_s - (now - phase_s) % self._interval_s
+        if replica.health.state(now) is HealthState.DOWN:
             # A refused connection costs little, and a fast recovery matters.
             pause_s = min(pause_s, DOWN_PROBE_INTERVAL_S)
         # A cancel scope instead of the timer would cost a fifth of the whole probe.
-        tick = self._loop.call_later(pause_s - MIN_PROBE_PAUSE_S, replica.probe_requested.set)
+        tick = self._loop.call_later(pause_s, replica.probe_requested.set)
         try:
             await replica.probe_requested.wait()
         finally:
             tick.cancel()
+        too_early_s = now + MIN_PROBE_PAUSE_S - self._loop.time()
+        if too_early_s > 0:
+            await asyncio.sleep(too_early_s)
         replica.probe_requested.clear()
-        replica.latency.decay()
 
     async def probe_all(self, max_wait_s: float = inf) -> None:
         """Probe the replicas after this call began, and wait for those that answered their last probe.

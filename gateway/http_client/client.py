@@ -14,11 +14,10 @@ from functools import partial
 from time import perf_counter
 from typing import Final, NamedTuple
 
-import anyio
-
 from gateway.errors import DeadlinePassed, GatewayError, UpstreamResponseTooLarge
 from gateway.http_client.connection import Buffer, Headers, RequestNotSent, UpstreamConnection
 from gateway.media_types import EVENT_STREAM
+from gateway.tasks import TaskTimeout
 
 COALESCE_REQUEST_UNDER_BYTES: Final = 64 * 1024
 MAX_RESPONSE_BYTES: Final = (1 << 31) - 1
@@ -268,7 +267,7 @@ class HttpClient:
         if timeout_s <= 0:
             raise DeadlinePassed(0)
         try:
-            with anyio.fail_after(min(self._connect_timeout_s, timeout_s)):
+            with TaskTimeout(self._loop, min(self._connect_timeout_s, timeout_s)):
                 _, connection = await self._loop.create_connection(
                     lambda: UpstreamConnection(self._loop),
                     self._host,

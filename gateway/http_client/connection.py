@@ -134,6 +134,8 @@ class UpstreamConnection(asyncio.Protocol):
                 exc,
             )
         self._wake_writer()
+        # The parser refers to this connection. Collecting that cycle would cost more than the parser's work.
+        del self._parser
 
     def pause_writing(self) -> None:
         if self._write_waiter is None:

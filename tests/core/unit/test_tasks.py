@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from gateway import tasks
-from gateway.tasks import cancel_tasks, repeat
+from gateway.tasks import TaskTimeout, cancel_tasks, repeat
 from gateway.telemetry.metrics import Metrics
 
 
@@ -38,3 +38,30 @@ async def test_background_loop_continues_after_an_unexpected_error(
     )
     assert value == 1
     assert not tasks.background_failures
+
+
+async def test_work_that_takes_too_long_is_cancelled() -> None:
+    loop = asyncio.get_running_loop()
+    with pytest.raises(TimeoutError), TaskTimeout(loop, 0.01):
+        await asyncio.sleep(10)
+    with TaskTimeout(loop, 10):
+        await asyncio.sleep(0)
+    with pytest.raises(ZeroDivisionError), TaskTimeout(loop, 10):
+        raise ZeroDivisionError
+    # The task is not cancelled any more.
+    await asyncio.sleep(0.02)
+
+
+async def test_cancellation_from_outside_is_not_a_timeout() -> None:
+    async def work() -> None:
+        with TaskTimeout(asyncio.get_running_loop(), 10):
+            await asyncio.sleep(10)
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with anyio.move_on_after(0.01) as scope:
+        await work()
+    assert scope.cancelled_caught
