@@ -192,6 +192,7 @@ def parse_scrapes(scrapes: Sequence[Scrape]) -> None:
                 time.sleep(PAUSE_S)
             except InvalidExposition as exc:
                 scrape.reason = f"invalid metrics page: {exc}"
+            scrape.page = None  # the pages of a large fleet would fill the memory
         if scrape.families is None:
             log.info("no metrics from replica %s: %s", scrape.replica, scrape.reason)
 
