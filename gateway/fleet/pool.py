@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 LOOKUP_PAUSE_S: Final = 0.1  # while requests wait for a replica
 STARTUP_PROBE_TIMEOUT_S: Final = 2.0
-UNRESPONSIVE_AFTER_S: Final = 3.5  # without an answer to a probe
+# A replica that has answered no probe for this time is not responsive.
+UNRESPONSIVE_AFTER_S: Final = 3.5
 MAX_CANDIDATE_LISTS: Final = 10_000
 
 
@@ -71,15 +72,17 @@ class ReplicaPool:
         metrics: Metrics | None = None,
     ) -> None:
         self.replicas: dict[ReplicaAddress, Replica] = {}
-        self.cordoned: frozenset[str] = frozenset()  # replicas that get no new requests
-        self.changes = asyncio.Event()  # set when a replica's state or models change
+        # The names of replicas that get no new requests.
+        self.cordoned: frozenset[str] = frozenset()
+        # Set when a replica's state or models change.
+        self.changes = asyncio.Event()
         self.change_count = 0
         self.metrics = metrics or Metrics()
         self.monitor = HealthMonitor(
             self.replicas, self._notify_change, settings.poll_interval_s, self.metrics
         )
-        # Tells the models that requests wait for while no replica has them ready.
-        self.activator: Activator | None = None  # without it, no request waits for its model
+        # Tells the models that requests wait for while no replica has them ready. None: no request waits.
+        self.activator: Activator | None = None
         self._discovery = ReplicaDiscovery(sources, self._update_replicas, settings.dns_interval_s)
         self._settings = settings
         self._tls = tls
@@ -157,7 +160,7 @@ class ReplicaPool:
         return replica.health.state(self._loop.time())
 
     def get_replica(self, name: str) -> Replica:
-        """Raises `UnknownReplica`."""
+        """Return the replica with this address. Raises `UnknownReplica`."""
         replica = self.find_replica(name)
         if replica is None:
             raise UnknownReplica(name)
@@ -296,7 +299,8 @@ class ReplicaPool:
         usable = ready if model and (ready or self.is_awaited(model)) else alive
         worst = HealthState.UP
         if not any(states[replica] == HealthState.UP for replica in usable):
-            worst = HealthState.SLOW  # no healthy replica: accept any that may be alive
+            # No replica is healthy: accept any that may be alive.
+            worst = HealthState.SLOW
         return tuple(replica for replica in usable if states[replica] <= worst)
 
     def is_awaited(self, model: str) -> bool:

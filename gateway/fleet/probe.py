@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping
 from math import inf
 from time import perf_counter
 from typing import Any, Final
@@ -26,9 +25,10 @@ from gateway.triton.response import MAX_METADATA_BYTES
 log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S: Final = 1.0
-MAX_SILENCE_S: Final = 3.0  # of a replica whose index is being read
+# A replica that answers no liveness probe for this time has stopped reading its index as well.
+MAX_SILENCE_S: Final = 3.0
 MIN_PROBE_PAUSE_S: Final = 0.05
-TIMER_RESOLUTION_S: Final = 0.001  # of the event loop's timers
+EVENT_LOOP_RESOLUTION_S: Final = 0.001
 DOWN_PROBE_INTERVAL_S: Final = 0.2
 # The replicas are probed in this number of groups, which take turns within the interval. Single probes would
 # cost more.
@@ -42,18 +42,25 @@ PROBE_STATUS_REASONS: Final = {
 }
 
 
-@dataclass(eq=False, repr=False)
 class HealthMonitor:
     """The health of the replicas. `on_change` is called when a replica's state or models change."""
 
-    _replicas: Mapping[ReplicaAddress, Replica]
-    _on_change: Callable[[], None]
-    _interval_s: float
-    _metrics: Metrics
-    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    _round: asyncio.Task[None] | None = None  # the last one of `probe_all`
-    _index_reads: TaskSet = field(default_factory=TaskSet)  # slow ones, beside the probes
-    _slots: Iterator[int] = field(default_factory=itertools.count)
+    def __init__(
+        self,
+        replicas: Mapping[ReplicaAddress, Replica],
+        on_change: Callable[[], None],
+        interval_s: float,
+        metrics: Metrics,
+    ) -> None:
+        self._replicas = replicas
+        self._on_change = on_change
+        self._interval_s = interval_s
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._last_round: asyncio.Task[None] | None = None
+        # Slow reads of indexes run beside the probes.
+        self._slow_index_reads = TaskSet()
+        self._slots = itertools.count()
 
     async def probe_periodically(self, replica: Replica) -> None:
         # Probes of all replicas at once would delay the requests that come with them.
@@ -68,7 +75,7 @@ class HealthMonitor:
         elif await self._check_liveness(replica):
             is_due = self._loop.time() >= replica.index_schedule.due_at
             if is_due and not replica.index_lock.locked():
-                self._index_reads.start(self.probe(replica))
+                self._slow_index_reads.start(self.probe(replica))
         await self._wait_for_next_probe(replica, phase_s)
         replica.latency.decay()
 
@@ -95,19 +102,20 @@ class HealthMonitor:
         Calls that wait at the same time share the probes. After `max_wait_s`, the last indexes have to do.
         """
         with anyio.move_on_after(max_wait_s):
-            if (running := self._round) is not None and not running.done():
-                await asyncio.wait([running])  # what it reads may be from before this call
-            if self._round is None or self._round.done():
-                self._round = asyncio.create_task(self._probe_round())
-            await asyncio.shield(self._round)
+            if (running := self._last_round) is not None and not running.done():
+                # The indexes that it reads may be from before this call.
+                await asyncio.wait([running])
+            if self._last_round is None or self._last_round.done():
+                self._last_round = asyncio.create_task(self._probe_answering())
+            await asyncio.shield(self._last_round)
 
-    async def _probe_round(self) -> None:
+    async def _probe_answering(self) -> None:
         answering = [each for each in self._replicas.values() if not each.health.missed_probes]
         await asyncio.gather(*map(self.probe, answering))
 
     async def close(self) -> None:
-        rounds = [] if self._round is None else [self._round]
-        await cancel_tasks([*rounds, *self._index_reads])
+        rounds = [] if self._last_round is None else [self._last_round]
+        await cancel_tasks([*rounds, *self._slow_index_reads])
 
     async def probe(self, replica: Replica) -> None:
         """Read the replica's index, which shows that it is alive as well."""
@@ -209,8 +217,9 @@ class HealthMonitor:
         health = replica.health
         is_refused = isinstance(error, RequestNotSent) and error.is_refused
         replica.health = health.with_refusal() if is_refused else health.with_probe_timeout()
-        has_no_response = isinstance(error, DeadlinePassed)  # whose advice is for clients
-        replica.reason = "no response to a probe in time" if has_no_response else error.detail
+        # The message of `DeadlinePassed` gives advice to clients.
+        is_late = isinstance(error, DeadlinePassed)
+        replica.reason = "no response to a probe in time" if is_late else error.detail
         self._report_state_change(replica, previous)
 
     def record_failure(self, replica: Replica, error: GatewayError, started_at: float) -> None:
@@ -236,7 +245,8 @@ class HealthMonitor:
             replica.reason = error.detail
             self._metrics.count_event(self._metrics.ejections, replica.name)
             # A uvloop timer can fire slightly early, when the replica would still be ejected.
-            self._loop.call_at(replica.health.ejected_until + TIMER_RESOLUTION_S, self._on_change)
+            timer_due = replica.health.ejected_until + EVENT_LOOP_RESOLUTION_S
+            self._loop.call_at(timer_due, self._on_change)
         self._report_state_change(replica, previous)
 
     def _report_state_change(self, replica: Replica, previous: HealthState) -> None:
@@ -246,7 +256,8 @@ class HealthMonitor:
         replica.http.keep_alive = state in (HealthState.UP, HealthState.EJECTED)
         if not replica.http.keep_alive:
             replica.drop_idle()
-            replica.raw_index = b""  # the next index may come from another process
+            # The next index may come from another process.
+            replica.raw_index = b""
             log.warning("replica %s is %s: %s", replica.address, state.name, replica.reason)
         else:
             log.info("replica %s is %s", replica.address, state.name)
@@ -254,7 +265,7 @@ class HealthMonitor:
 
 
 async def parse_index_response(body: bytes) -> Index:
-    """Raises `ValueError` if Triton's response is invalid."""
+    """Parse a response of Triton, a large one in a thread. Raises `ValueError` if it is invalid."""
     if len(body) <= MAX_INLINE_INDEX_BYTES:
         return parse_index(orjson.loads(body))
     return await asyncio.to_thread(lambda: parse_index(orjson.loads(body)))

@@ -19,7 +19,9 @@ from gateway.telemetry.exposition.page_cache import PageCache
 from gateway.triton.grpc.byte_channel import GrpcByteChannel, GrpcTlsFiles, Metadata
 from gateway.triton.restricted_api import read_restricted_api
 
-HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
+HTTP_PORT = 8000
+GRPC_PORT = 8001
+METRICS_PORT = 8002
 PORT = re.compile("[0-9]{1,5}")
 TLS_BY_SCHEME = {"http": False, "https": True}
 
@@ -52,7 +54,7 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def parse_replica_url(url: str) -> ReplicaAddress:
-    """Raises `BadAddress`."""
+    """Parse an entry of GATEWAY_TRITON_URLS that stands for one replica. Raises `BadAddress`."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         port = HTTP_PORT if parts.port is None else parts.port
@@ -97,18 +99,23 @@ class Replica:
         self.name = str(address)
         self.restricted_api = read_restricted_api(settings)
         self.health = Health()
-        # When a probe found it up after it was down, and when it last answered one, by the loop's clock.
-        self.up_since = self.answered_at = 0.0
+        # By the loop's clock: when a probe found it up after it was down, and when it last answered one.
+        self.up_since = 0.0
+        self.answered_at = 0.0
         self.index: Index = EMPTY_INDEX
         self.raw_index = b""
         self.index_schedule = IndexSchedule()
-        self.is_index_valid = True  # the last one that was read
-        self.index_lock = asyncio.Lock()  # a read that began later must not end earlier
+        # Whether the index that was read last could be parsed.
+        self.is_index_valid = True
+        # A read that began later must not end earlier.
+        self.index_lock = asyncio.Lock()
         self.reason = "not probed yet"
         self.latency = RelativeLatency()
-        self.page_cache = PageCache()  # of its metrics page
-        self.draining_models: set[str] = set()  # they get no new requests before they are unloaded
-        self.probe_requested = asyncio.Event()  # probe now, not at the next interval
+        self.metrics_page_cache = PageCache()
+        # Models get no new requests before they are unloaded.
+        self.draining_models: set[str] = set()
+        # Set to probe now, not at the next interval.
+        self.probe_requested = asyncio.Event()
         self.http = create_http_client(address, settings, tls)
         # Triton's metrics port speaks plain HTTP, even if a proxy terminates TLS before the other ports.
         self.metrics = HttpClient(
@@ -127,7 +134,7 @@ class Replica:
 
     @property
     def management_metadata(self) -> Metadata:
-        """The same over gRPC."""
+        """The gRPC metadata that authorizes these calls."""
         return () if self.restricted_api is None else self.restricted_api.metadata
 
     @property

@@ -137,7 +137,7 @@ def parse_scrape_timeout(header: str) -> float:
 
 
 async def scrape_replica(pool: ReplicaPool, replica: Replica, timeout_s: float) -> Scrape:
-    scrape = Scrape(replica.name, replica.page_cache, reason="the replica is down")
+    scrape = Scrape(replica.name, replica.metrics_page_cache, reason="the replica is down")
     if not pool.is_live(replica):
         return scrape
     scrape.reason = f"no response within {timeout_s:g} s"
@@ -175,11 +175,11 @@ def merge_metrics_pages(
     parse_scrapes(scrapes)
     pages = {scrape.replica: scrape.families for scrape in scrapes if scrape.families is not None}
     metrics = chain(collect_own(), loop_metrics, collect_scrape_gauges(scrapes))
-    families, omitted = merge_families(convert_metrics(metrics), pages)
-    for replica, names in omitted.items():
+    merged = merge_families(convert_metrics(metrics), pages)
+    for replica, names in merged.left_out.items():
         message = "omitted metrics of replica %s whose types differ from those of other servers: %s"
         log.warning(message, replica, join_names(names))
-    return families
+    return merged.families
 
 
 def parse_scrapes(scrapes: Sequence[Scrape]) -> None:

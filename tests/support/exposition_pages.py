@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import Metric, parser
 from prometheus_client.openmetrics import parser as open_parser
@@ -43,13 +44,13 @@ def whole(page: str, server: str = "") -> Families:
 
 def merged(*pages: str, own: str = "", form: PageFormat = PageFormat.PROMETHEUS_TEXT) -> str:
     """The pages of the replicas `r0`, `r1`, … and of the gateway."""
-    families, _ = merge_families(whole(own), numbered(pages))
+    families = merge_families(whole(own), numbered(pages)).families
     return "".join(encode_page(families, form))
 
 
-def left_out(own: str, *pages: str) -> dict[str, list[str]]:
+def left_out(own: str, *pages: str) -> Mapping[str, Sequence[str]]:
     """The names that a page loses, by its replica."""
-    return merge_families(whole(own), numbered(pages))[1]
+    return merge_families(whole(own), numbered(pages)).left_out
 
 
 def numbered(pages: tuple[str, ...]) -> dict[str, Families]:

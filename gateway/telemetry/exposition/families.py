@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -52,10 +52,16 @@ def join_labels(pairs: Iterable[LabelPair]) -> str:
     return ",".join([f'{name}="{value}"' for name, value in pairs])
 
 
-def merge_families(
-    gateway_families: Families, pages: Mapping[str, Families]
-) -> tuple[Families, dict[str, list[str]]]:
-    """Merge pages; return all families, and by page the names of the families that were left out.
+@dataclass(frozen=True)
+class MergedFamilies:
+    """The families of several pages, and by page the names of those that were left out."""
+
+    families: Families
+    left_out: Mapping[str, Sequence[str]]
+
+
+def merge_families(gateway_families: Families, pages: Mapping[str, Families]) -> MergedFamilies:
+    """Merge the pages of several servers.
 
     The first page with a family defines it. A family of a later page is left out if its TYPE differs, if its
     sample names belong to another family, or if the gateway itself has a family of this name.
@@ -77,4 +83,4 @@ def merge_families(
             existing.samples += family.samples
             existing.sample_names |= family.sample_names
             owners.update(dict.fromkeys(family.sample_names, existing))
-    return merged, left_out
+    return MergedFamilies(merged, left_out)

@@ -21,7 +21,8 @@ from gateway.telemetry.exposition.families import (
     join_labels,
 )
 
-MAX_LINE_CHARS: Final = 1 << 16  # of lines that the regular expression SAMPLE_LINE matches
+# Longer lines are not matched with the regular expression SAMPLE_LINE.
+MAX_LINE_CHARS: Final = 1 << 16
 
 METRIC_NAME: Final = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 METADATA: Final = re.compile(r"#[ \t]+(HELP|TYPE|UNIT)[ \t]+([^ \t]+)(?:[ \t]+(.*))?")
@@ -53,7 +54,8 @@ def decode_page(page: bytes) -> str:
 
 
 def split_page_lines(text: str) -> list[str]:
-    return text.split("\n")  # not splitlines(), which would split label values at other characters
+    # splitlines() would split label values at other characters as well.
+    return text.split("\n")
 
 
 def parse_families(lines: Iterable[str], replica: str = "") -> Families:
@@ -95,7 +97,8 @@ class PageParser:
         keyword, name, text = match.groups(default="")
         family = self._find_or_add_family(name)
         if family.name != name:
-            return  # the name belongs to the samples of another family
+            # The name belongs to the samples of another family.
+            return
         if keyword == "TYPE":
             self._set_type(family, text.rstrip(" \t"))
         elif keyword == "HELP":

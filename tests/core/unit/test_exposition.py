@@ -452,7 +452,7 @@ def test_cost_of_merging_is_linear(form: PageFormat) -> None:
                 name: parse_families(split_page_lines(decode_page(page)), name)
                 for name in ("r0", "r1", "r2")
             }
-            families, _ = merge_families({}, pages)
+            families = merge_families({}, pages).families
             return sum(len(piece) for piece in encode_page(families, form))
 
         return merge_three
