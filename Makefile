@@ -102,7 +102,7 @@ fmt: $(VENV)/.dev ## Format the code and apply safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.dev ## Measure beside nginx, a plain FastAPI application and other proxies
+bench: $(VENV)/.dev ## Measure beside nginx, a plain FastAPI application and other proxies, and compare with the limits
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 # Count the instructions of one request, which the load of the machine does not change; needs valgrind.

@@ -4,14 +4,15 @@ The servers take turns in each round, so that a slow minute of the machine affec
 median of the rounds is reported, and for ratios of CPU time the minimum and maximum of the rounds. CPU is
 the user and system time of the server's process tree, divided by the number of requests that wrk counted.
 MiB is the peak of the proportional set size. A failed request aborts the run; a server that is not installed
-is skipped.
+is skipped. The first table judges the run: it compares measures with their limits.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,23 +25,46 @@ from benchmarks import (
     fleet,
     grpc_calls,
     hot_path,
+    idle,
+    page,
     peers,
     perf_analyzer,
     results,
     servers,
     startup,
     streams,
+    verdicts,
 )
 from benchmarks.requests import Request, encode_v2_infer
-from benchmarks.tables import Target, format_table, run_rounds
-from benchmarks.workloads import JSON_HEADERS, build_workloads
+from benchmarks.run import Run
+from benchmarks.tables import Target
+from benchmarks.verdicts import PLAIN
+from benchmarks.workloads import (
+    FORM_TITLE,
+    JPEG_TITLE,
+    JSON_HEADERS,
+    NPY_TITLE,
+    STREAM_TITLE,
+    TEXT_TITLE,
+    build_workloads,
+)
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.servers import triton_on_free_ports
 from tests.support.tools import of_models
 
-PREPARED, PREPARED_V2 = "nginx, prepared tensor", "gateway /v2, prepared tensor"
-PLAIN = "plain FastAPI"
+PREPARED = "nginx, prepared tensor"
+PREPARED_V2 = "gateway /v2, prepared tensor"
+GATEWAY = "gateway /v1"
+# The rows of the verdicts that compare the gateway with plain FastAPI, by the title of the workload.
+PLAIN_ROWS = {
+    JPEG_TITLE: "JPEG",
+    FORM_TITLE: "form",
+    NPY_TITLE: "npy",
+    STREAM_TITLE: "stream",
+}
+LOADS = (1, 2, 4, 8, 16, 32)  # connections of the suite `latency`
 SMALL_PATH = "/v2/models/small/infer"
+INTERRUPTED = 130  # the exit status of a program that Ctrl-C ends
 
 
 def start_proxies(upstream: str, stack: ExitStack) -> dict[str, servers.RunningServer]:
@@ -53,26 +77,37 @@ def start_proxies(upstream: str, stack: ExitStack) -> dict[str, servers.RunningS
     return proxies if envoy is None else {**proxies, "Envoy": envoy}
 
 
-def friendly(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) -> Iterator[str]:
+def friendly(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator[str]:
     """Measure the conversion of `/v1` against the same work in plain FastAPI routes."""
     address = f"127.0.0.1:{triton.options.http_port}"
     gateway_url, gateway = stack.enter_context(servers.gateway(triton.options.url))
     plain_url, plain = stack.enter_context(servers.plain_fastapi(triton))
     nginx_url, nginx = stack.enter_context(servers.nginx(address))
+    judged = {TEXT_TITLE, *PLAIN_ROWS}
     for work in build_workloads():
+        if run.is_quick and work.title not in judged:
+            continue
         path = f"/v1/models/{work.model}/infer"
         targets = [
             Target(PREPARED, nginx_url + work.prepared_path, nginx, work.prepared_request),
             Target(PREPARED_V2, gateway_url + work.prepared_path, gateway, work.prepared_request),
-            Target("gateway /v1", gateway_url + path, gateway, work.request),
+            Target(GATEWAY, gateway_url + path, gateway, work.request),
             Target(PLAIN, plain_url + work.plain_path, plain, work.plain_request),
         ]
-        yield from format_table(work.title, run_rounds(targets, 4, seconds, count), PLAIN)
+        rounds = run.measure(targets, 4)
+        if row := PLAIN_ROWS.get(work.title):
+            run.record_cpu(row, rounds, GATEWAY, PLAIN)
+        if work.title == TEXT_TITLE:
+            run.record_cpu("text", rounds, GATEWAY, PREPARED_V2)
+        if work.title == STREAM_TITLE:
+            speeds, plain_speeds = (
+                [each.requests_per_s for each in rounds[name]] for name in (GATEWAY, PLAIN)
+            )
+            run.record_ratios("events", speeds, plain_speeds)
+        yield from run.tabulate(work.title, rounds, PLAIN)
 
 
-def pass_through(
-    triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int
-) -> Iterator[str]:
+def pass_through(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator[str]:
     """Measure the overhead of the gateway, with a key and its rate, and other proxies without."""
     address = f"127.0.0.1:{triton.options.http_port}"
     plain_url, plain = stack.enter_context(servers.plain_fastapi(triton))
@@ -99,14 +134,14 @@ def pass_through(
         url, process = kserve
         url = f"{url}/v1/models/small:predict"
         targets.append(Target(name, url, process, Request(body, JSON_HEADERS)))
-    for connections in (16, 1):
-        title = (
-            f"1 KB binary infer, {connections} connection{'s' * (connections > 1)}, one worker each"
-        )
-        yield from format_table(title, run_rounds(targets, connections, seconds, count), "nginx")
+    for connections, title in ((16, page.PASS_THROUGH), (1, page.ONE_CONNECTION)):
+        rounds = run.measure(targets, connections)
+        if connections == 16:
+            run.record_cpu("Envoy", rounds, "gateway /v2", "Envoy")
+        yield from run.tabulate(title, rounds, "nginx")
 
 
-def instant(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) -> Iterator[str]:
+def instant(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator[str]:
     """Measure proxies in front of a server that answers at once, vLLM's router on its own path."""
     index = [{"name": "small", "version": "1", "state": "READY"}]
     reply = {"model_name": "small", "model_version": "1", "outputs": []}
@@ -133,11 +168,28 @@ def instant(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int
     if router is not None:
         url, process = router
         targets.append(Target("vLLM router", f"{url}{llm_path}", process, request))
-    title = "1 KB of JSON to a server that answers at once, 16 connections"
-    yield from format_table(title, run_rounds(targets, 16, seconds, count), "nginx")
+    yield from run.tabulate(page.INSTANT, run.measure(targets, 16), "nginx")
 
 
-def large(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) -> Iterator[str]:
+def latency(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator[str]:
+    """Measure the latency with more and more connections, of which each sends one request after the other."""
+    address = f"127.0.0.1:{triton.options.http_port}"
+    array = np.random.default_rng(0).random((1, 256), np.float32)
+    plain_url, plain = stack.enter_context(servers.plain_fastapi(triton))
+    url, process = stack.enter_context(servers.gateway(triton.options.url))
+    nginx_url, nginx = stack.enter_context(servers.nginx(address))
+    request = encode_v2_infer(array, "FP32")
+    targets = [
+        Target("nginx", nginx_url + SMALL_PATH, nginx, request),
+        Target("gateway /v2", url + SMALL_PATH, process, request),
+        Target(PLAIN, f"{plain_url}/small", plain, Request(array.tobytes(), {})),
+    ]
+    for connections in LOADS:
+        name = f"{page.LATENCY}{connections}"
+        yield from run.tabulate(name, run.measure(targets, connections), "nginx")
+
+
+def large(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator[str]:
     """Measure bodies of 64 MiB, to show whether they are streamed or buffered."""
     settings = {"GATEWAY_MAX_BODY_BYTES": str(1 << 30)}
     request = encode_v2_infer(np.ones(1 << 24, np.float32), "FP32")
@@ -149,12 +201,10 @@ def large(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) 
         Target(name, f"{url}/v2/models/large/infer", process, request)
         for name, (url, process) in proxies.items()
     ]
-    yield from format_table(
-        "64 MiB in and out, 1 connection", run_rounds(targets, 1, 2 * seconds, count), "nginx"
-    )
+    yield from run.tabulate("64 MiB in and out, 1 connection", run.measure(targets, 1, 2), "nginx")
 
 
-def workers(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) -> Iterator[str]:
+def workers(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator[str]:
     """Measure a second worker, also of nginx. It helps only with enough cores for it, wrk and Triton."""
     request = encode_v2_infer(np.ones((1, 256), np.float32), "FP32")
     address = f"127.0.0.1:{triton.options.http_port}"
@@ -169,12 +219,10 @@ def workers(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int
         for name, server in running.items()
         for url, process in [stack.enter_context(server)]
     ]
-    yield from format_table(
-        "1 KB, 32 connections, workers", run_rounds(targets, 32, seconds, count), "one worker"
-    )
+    yield from run.tabulate("1 KB, 32 connections, workers", run.measure(targets, 32), "one worker")
 
 
-def scraping(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) -> Iterator[str]:
+def scraping(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator[str]:
     """Measure inference during scrapes of a large metrics page: 200 models on each of 3 more replicas."""
     pages = stack.enter_context(servers.metrics_pages(of_models(200), 3))
     urls = ",".join((triton.options.url, *pages))
@@ -189,16 +237,14 @@ def scraping(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: in
     targets = [
         Target(name, f"{url}{SMALL_PATH}", process, request, loop) for name, loop in loops.items()
     ]
-    yield from format_table(
-        "1 KB, 1 connection, during scrapes of 3 × 200 models",
-        run_rounds(targets, 1, 2 * seconds, count),
-        "no scrapes",
-    )
+    title = "1 KB, 1 connection, during scrapes of 3 × 200 models"
+    yield from run.tabulate(title, run.measure(targets, 1, 2), "no scrapes")
 
 
 SUITES = {
     "pass-through": pass_through,
     "instant": instant,
+    "latency": latency,
     "large": large,
     "friendly": friendly,
     "workers": workers,
@@ -208,37 +254,72 @@ SUITES = {
     "streams": streams.table,
     "grpc": grpc_calls.table,
 }
-WITHOUT_TRITON = {"hot-path": hot_path.table, "fleet": fleet.table}
+WITHOUT_TRITON = {"hot-path": hot_path.table, "fleet": fleet.table, "idle": idle.table}
+ALL_SUITES = (*SUITES, *WITHOUT_TRITON)
+# The suites that judge a row, or that the page about performance shows.
+QUICK_SUITES = {*(row.suite for row in verdicts.ROWS), "instant", "latency"}
+QUICK_SECONDS, QUICK_COUNT = 1.0, 3
 
 
-def measure_suite(name: str, triton: EmbeddedTriton, seconds: float, count: int) -> Iterator[str]:
-    # The servers of a suite end with it, so that they do not use the machine during the next one.
-    with ExitStack() as stack:
-        yield from SUITES[name](triton, stack, seconds, count)
+def measure_suites(names: Sequence[str], run: Run) -> Iterator[str]:
+    with ExitStack() as tritons:
+        triton = None
+        for number, name in enumerate(names, 1):
+            run.suite = f"{name} ({number} of {len(names)})"
+            # The servers of a suite end with it, so that they do not use the machine during the next one.
+            with ExitStack() as stack:
+                if name in WITHOUT_TRITON:
+                    yield from WITHOUT_TRITON[name](stack, run)
+                    continue
+                if triton is None:
+                    repository = tritons.enter_context(servers.repository())
+                    triton = tritons.enter_context(triton_on_free_ports(repository))
+                yield from SUITES[name](triton, stack, run)
 
 
-def main(seconds: float = 3.0, count: int = 5, only: str = "") -> None:
-    """Print the tables. A full run also writes them to benchmarks/results.md."""
-    if only and only not in {*SUITES, *WITHOUT_TRITON}:
-        raise typer.BadParameter(f"{only} is not one of {', '.join([*SUITES, *WITHOUT_TRITON])}")
+def choose_suites(only: str, *, quick: bool) -> list[str]:
+    """Return the suites to run. Raises `typer.BadParameter`."""
+    chosen = [name for name in only.split(",") if name]
+    if unknown := [name for name in chosen if name not in ALL_SUITES]:
+        raise typer.BadParameter(f"{unknown[0]} is not one of {', '.join(ALL_SUITES)}")
+    return [
+        name
+        for name in ALL_SUITES
+        if name in chosen or (not chosen and (not quick or name in QUICK_SUITES))
+    ]
+
+
+def main(seconds: float = 3.0, count: int = 5, only: str = "", quick: bool = False) -> None:
+    """Measure, print the tables and compare the measures with their limits; exit with 1 if one fails.
+
+    A run of all suites also writes benchmarks/results.md, benchmarks/results.json, docs/performance.md and
+    its images. --quick measures for a shorter time, only what is judged or shown there, and leaves
+    results.md. --only takes the names of suites, separated by commas, and writes nothing.
+    """
+    if quick:
+        seconds, count = QUICK_SECONDS, QUICK_COUNT
+    run = Run(seconds, count, quick)
+    names = choose_suites(only, quick=quick)
     today = f"{datetime.now(timezone.utc):%Y-%m-%d}, {results.describe_machine()}"
-    lines = [
+    head = [
         "# Results of the last run",
         f"\n{today}. The machine is shared; only ratios count.",
         f"\n{str(__doc__).partition(chr(10))[2].strip()}",
     ]
-    names = [name for name in SUITES if only in ("", name)]
-    if names:
-        with servers.repository() as repository, triton_on_free_ports(repository) as triton:
-            for name in names:
-                lines += measure_suite(name, triton, seconds, count)
-    for name, table in WITHOUT_TRITON.items():
-        if only in ("", name):
-            lines += table()
-    text = "\n".join(lines) + "\n"
+    try:
+        lines = list(measure_suites(names, run))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    judged = list(verdicts.format_verdicts(run.ratios, names))
+    text = "\n".join([*head, *judged, *lines]) + "\n"
     print(text)
     if not only:
-        results.write_tables(text)
+        results.write_measured(results.describe_run(run))
+        page.write_page(results.read_measured())
+        if not quick:
+            results.write_tables(text)
+    print("\n".join(judged), file=sys.stderr)
+    sys.exit(verdicts.has_failed(run.ratios, names))
 
 
 if __name__ == "__main__":

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
-from multiprocessing.connection import Connection
+from contextlib import ExitStack
 
 import uvloop
 
+from benchmarks.run import Run
+from benchmarks.simulated_fleet import name_models, simulated_fleet
 from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.index import parse_index
 from gateway.fleet.pool import ReplicaPool
@@ -18,42 +17,11 @@ from gateway.fleet.replica import ReplicaAddress
 from gateway.repository.reconcile_plan import plan_actions
 from gateway.repository.state.desired import DesiredModel
 from gateway.settings import Settings
-from tests.support.simulated_replicas import SimulatedTriton
 
 SMALL, LARGE, MODELS = 10, 100, 200
-NAMES = tuple(f"model_{number}" for number in range(MODELS))
+NAMES = name_models(MODELS)
 REPEAT, PROBES = 7, 5
 NEVER_S = 3600.0
-
-
-def serve(count: int, pipe: Connection) -> None:
-    """Run simulated replicas until the other end of the pipe is closed."""
-
-    async def run_replicas() -> None:
-        async with AsyncExitStack() as stack:
-            tritons = [
-                await stack.enter_async_context(SimulatedTriton(dict.fromkeys(NAMES, True)))
-                for _ in range(count)
-            ]
-            pipe.send([triton.port for triton in tritons])
-            closed = asyncio.Event()
-            asyncio.get_running_loop().add_reader(pipe.fileno(), closed.set)
-            await closed.wait()
-            asyncio.get_running_loop().remove_reader(pipe.fileno())
-
-    uvloop.run(run_replicas())
-
-
-@contextmanager
-def replicas(count: int) -> Iterator[list[ReplicaAddress]]:
-    context = multiprocessing.get_context("spawn")
-    local, remote = context.Pipe()
-    process = context.Process(target=serve, args=(count, remote), daemon=True)
-    process.start()
-    remote.close()
-    with local:
-        yield [ReplicaAddress("127.0.0.1", port) for port in local.recv()]
-    process.join()
 
 
 def cpu_us(work: Callable[[], object]) -> float:
@@ -94,10 +62,11 @@ async def measure_parts(addresses: Sequence[ReplicaAddress]) -> Mapping[str, flo
     }
 
 
-def table() -> Iterator[str]:
+def table(stack: ExitStack, run: Run) -> Iterator[str]:
     measured = []
     for count in (SMALL, LARGE):
-        with replicas(count) as addresses:
+        with simulated_fleet(count, NAMES) as ports:
+            addresses = [ReplicaAddress("127.0.0.1", port) for port in ports]
             measured.append(uvloop.run(measure_parts(addresses)))
     yield "\n**The fleet's own work, by the number of replicas**\n"
     yield f"| | µs with {SMALL} replicas | µs with {LARGE} | ratio |"

@@ -21,8 +21,10 @@ from benchmarks import servers
 from benchmarks.baselines.grpc_forwarder import INFER
 from benchmarks.load import cpu_s
 from benchmarks.requests import encode_v2_infer
-from benchmarks.tables import Target, describe_spread, format_table
-from benchmarks.tables import run_rounds as run_http_rounds
+from benchmarks.run import Run
+from benchmarks.tables import Target, describe_spread
+from benchmarks.verdicts import PLAIN_GRPC
+from benchmarks.workloads import build_workloads
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.servers import ROOT, free_ports
 
@@ -51,7 +53,7 @@ def grpc_forwarder(triton: EmbeddedTriton) -> Iterator[RunningGrpcServer]:
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "benchmarks.baselines.grpc_forwarder", str(port)]
     environment = {**os.environ, **servers.triton_variables(triton)}
-    started = subprocess.Popen(command, cwd=ROOT, env=environment)
+    started = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     try:
         wait_until_connected(f"127.0.0.1:{port}")
         yield f"127.0.0.1:{port}", psutil.Process(started.pid)
@@ -91,13 +93,13 @@ def measure_grpc(server: RunningGrpcServer, message: bytes, seconds: float) -> G
 
 
 def run_grpc_rounds(
-    targets: Mapping[str, RunningGrpcServer], message: bytes, seconds: float, count: int
+    targets: Mapping[str, RunningGrpcServer], message: bytes, run: Run
 ) -> Mapping[str, Sequence[GrpcMeasurement]]:
     rounds: dict[str, list[GrpcMeasurement]] = {name: [] for name in targets}
-    for number in range(count):
+    for number in range(run.count):
         for name, server in targets.items():
-            print(f"  round {number + 1} of {count}: {name}", file=sys.stderr, flush=True)
-            rounds[name].append(measure_grpc(server, message, seconds))
+            run.report(number, name)
+            rounds[name].append(measure_grpc(server, message, run.seconds))
     return rounds
 
 
@@ -115,15 +117,35 @@ def format_grpc_table(rounds: Mapping[str, Sequence[GrpcMeasurement]]) -> Iterat
         )
 
 
-def table(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) -> Iterator[str]:
+def tabulate_cancellable(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator[str]:
+    """Measure a model that the gateway calls over gRPC, so that its calls can be cancelled."""
+    work = build_workloads()[0]
+    settings = {"GATEWAY_CANCELLABLE_MODELS": work.model}
+    url, process = stack.enter_context(servers.gateway(triton.options.url, settings=settings))
+    plain_url, plain = stack.enter_context(servers.plain_fastapi(triton))
+    path = f"/v1/models/{work.model}/infer"
+    targets = [
+        Target("gateway /v1", url + path, process, work.request),
+        Target(PLAIN_GRPC, f"{plain_url}/blob-grpc", plain, work.plain_request),
+    ]
+    rounds = run.measure(targets, 4)
+    run.record_cpu("cancellable", rounds, "gateway /v1", PLAIN_GRPC)
+    yield from run.tabulate(f"{work.title}, a cancellable model", rounds, PLAIN_GRPC)
+
+
+def table(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator[str]:
     (port,) = free_ports(1)
     values = np.zeros((1, FLOATS), np.float32)
     with_grpc = servers.gateway(triton.options.url, settings={"GATEWAY_GRPC_PORT": str(port)})
     url, process = stack.enter_context(with_grpc)
     forwarder = stack.enter_context(grpc_forwarder(triton))
     targets = {FORWARDER: forwarder, "gateway": (f"127.0.0.1:{port}", process)}
-    message = encode_infer_message(values)
-    yield from format_grpc_table(run_grpc_rounds(targets, message, seconds, count))
+    rounds = run_grpc_rounds(targets, encode_infer_message(values), run)
+    spent_us, reference_us = (
+        [each.cpu_us for each in rounds[name]] for name in ("gateway", FORWARDER)
+    )
+    run.record_ratios("gRPC", spent_us, reference_us)
+    yield from format_grpc_table(rounds)
     plain_url, plain = stack.enter_context(servers.gateway(triton.options.url))
     request = encode_v2_infer(values, "FP32")
     path = "/v2/models/small/infer"
@@ -132,5 +154,5 @@ def table(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) 
         Target("with gRPC", url + path, process, request),
     ]
     title = f"1 KB over HTTP, {CONCURRENCY} connections, with and without the gRPC front end"
-    http_rounds = run_http_rounds(http_targets, CONCURRENCY, seconds, count)
-    yield from format_table(title, http_rounds, "without gRPC")
+    yield from run.tabulate(title, run.measure(http_targets, CONCURRENCY), "without gRPC")
+    yield from tabulate_cancellable(triton, stack, run)

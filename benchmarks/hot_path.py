@@ -6,11 +6,13 @@ import hashlib
 import tempfile
 import timeit
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import yaml
 from starlette.types import Scope
 
+from benchmarks.run import Run
 from gateway.access.auth import CORE_PATHS, Authenticator, authorize
 from gateway.access.keys import KeysFile
 from gateway.access.rate_limit import RateLimiter
@@ -78,7 +80,7 @@ def build_parts(folder: Path) -> Mapping[str, Callable[[], object]]:
     }
 
 
-def table() -> Iterator[str]:
+def table(stack: ExitStack, run: Run) -> Iterator[str]:
     yield "\n**The gateway's own work per request, by part, without a network**\n"
     yield "| | µs |"
     yield "|---|---|"

@@ -16,6 +16,7 @@ import psutil
 
 from benchmarks import peers, servers
 from benchmarks.load import cpu_s
+from benchmarks.run import Run
 from benchmarks.tables import describe_spread
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.servers import free_ports
@@ -64,7 +65,7 @@ def analyze(
     )
 
 
-def table(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) -> Iterator[str]:
+def table(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator[str]:
     address = f"127.0.0.1:{triton.options.http_port}"
     try:
         program = peers.find_program(NAME)
@@ -76,7 +77,7 @@ def table(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) 
             "gateway /v2": (url, gateway),
             "gateway gRPC": (f"grpc://127.0.0.1:{grpc_port}", gateway),
         }
-        rounds = run_rounds(program, targets, triton, seconds, count)
+        rounds = analyze_rounds(program, targets, triton, run)
     except servers.ServerNotStarted as exc:
         peers.report_skipped(NAME, exc)
         return
@@ -95,15 +96,15 @@ def table(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) 
         )
 
 
-def run_rounds(
+def analyze_rounds(
     program: str,
     targets: Mapping[str, servers.RunningServer],
     triton: EmbeddedTriton,
-    seconds: float,
-    count: int,
+    run: Run,
 ) -> Mapping[str, Sequence[Analysis]]:
     rounds: dict[str, list[Analysis]] = {name: [] for name in targets}
-    for _ in range(count):
+    for number in range(run.count):
         for name, (url, process) in targets.items():
-            rounds[name].append(analyze(program, url, process, triton, seconds))
+            run.report(number, name)
+            rounds[name].append(analyze(program, url, process, triton, run.seconds))
     return rounds

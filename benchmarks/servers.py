@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -20,12 +21,20 @@ from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.model_zoo.zoo import TICKING, Model, Names, T, write_repository
 from tests.support.servers import ROOT, Command, free_ports
 
+SLOW_STREAMS = 8
+# Each instance runs one stream at a time.
+SLOW_TICKING = replace(
+    TICKING,
+    name="slow_ticking",
+    extra=f"instance_group [{{ count: {SLOW_STREAMS} kind: KIND_CPU }}]",
+)
 MODELS = (
     Model("small", "identity", (T("X", "FP32", (256,)),), (T("Y", "FP32", (256,)),), 64),
     Model("large", "identity", (T("X", "FP32", (-1,)),), (T("Y", "FP32", (-1,)),)),
     Model("blob", "length", (T("X", "BYTES", (1,)),), (T("Y", "INT32", (1,)),), 64),
     Model("array", "mean", (T("X", "FP32", (3, 224, 224)),), (T("Y", "FP32", (1,)),), 64),
     TICKING,
+    SLOW_TICKING,
 )
 
 
@@ -67,8 +76,13 @@ def repository() -> Iterator[Path]:
 def process(command: list[str], url: str, **environment: str) -> Iterator[psutil.Process]:
     """Run a server, and provide its process once `url` responds. Raises `ServerNotStarted`."""
     try:
+        # Ctrl-C ends the benchmark, which ends the server.
         started = subprocess.Popen(
-            command, env={**os.environ, **environment}, cwd=ROOT, stdout=subprocess.DEVNULL
+            command,
+            env={**os.environ, **environment},
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
         )
     except OSError as exc:
         raise ServerNotStarted(f"{command[0]} cannot be run: {exc}") from exc

@@ -22,6 +22,7 @@ import psutil
 from benchmarks import peers, servers
 from benchmarks.load import cpu_s, family, measure, memory_mib, pss_kib
 from benchmarks.requests import Request, encode_v2_infer
+from benchmarks.run import Run
 from benchmarks.tables import describe_spread
 from benchmarks.workloads import build_workloads
 from gateway.embedded.supervisor import EmbeddedTriton
@@ -126,6 +127,7 @@ def measure_start(start: ServerStart, seconds: float) -> tuple[StartTimes, Memor
         env={**os.environ, **WITH_BYTECODE, **start.environment},
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
+        start_new_session=True,
     )
     process = psutil.Process(running.pid)
 
@@ -189,12 +191,13 @@ def children_cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def tabulate_starts(triton: EmbeddedTriton, seconds: float, count: int) -> Iterator[str]:
+def tabulate_starts(triton: EmbeddedTriton, run: Run) -> Iterator[str]:
     starts = list_starts(triton)
     measured: dict[str, list[tuple[StartTimes, Memory]]] = {name: [] for name in starts}
-    for _ in range(count):
+    for number in range(run.count):
         for name, start in starts.items():
-            measured[name].append(measure_start(start, seconds))
+            run.report(number, name)
+            measured[name].append(measure_start(start, run.seconds))
     yield "\n**Start-up, from the command to the first 200, and PSS of all processes**\n"
     yield (
         "| | first 200, s | CPU s until then | first inference, s | MiB at rest | MiB under load "
@@ -210,7 +213,7 @@ def tabulate_starts(triton: EmbeddedTriton, seconds: float, count: int) -> Itera
     address = f"127.0.0.1:{triton.options.http_port}"
     others = {"nginx": lambda: servers.nginx(address), "Envoy": lambda: peers.envoy(address)}
     for name, server in others.items():
-        peer_memory = measure_peer_memory(name, server, seconds)
+        peer_memory = measure_peer_memory(name, server, run.seconds)
         if peer_memory is not None:
             yield f"| {name} | | | | {format_memory(peer_memory)} |"
 
@@ -219,10 +222,11 @@ def format_memory(memory: Memory) -> str:
     return " | ".join(f"{mib:.0f}" for mib in memory)
 
 
-def tabulate_imports(count: int) -> Iterator[str]:
+def tabulate_imports(run: Run) -> Iterator[str]:
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in IMPORTS}
-    for _ in range(count):
+    for number in range(run.count):
         for name, statement in IMPORTS.items():
+            run.report(number, f"imports of {name}")
             measured[name].append(measure_import(statement))
     yield "\n**Imports, in a new process**\n"
     yield "| | s | CPU s |"
@@ -232,6 +236,6 @@ def tabulate_imports(count: int) -> Iterator[str]:
         yield f"| {name} | {wall} | {cpu} |"
 
 
-def table(triton: EmbeddedTriton, stack: ExitStack, seconds: float, count: int) -> Iterator[str]:
-    yield from tabulate_starts(triton, seconds, count)
-    yield from tabulate_imports(count)
+def table(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator[str]:
+    yield from tabulate_starts(triton, run)
+    yield from tabulate_imports(run)

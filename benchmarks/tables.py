@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 import psutil
@@ -28,12 +27,18 @@ class Target:
 Rounds = Mapping[str, Sequence[Measured]]
 
 
-def run_rounds(targets: Sequence[Target], connections: int, seconds: float, count: int) -> Rounds:
-    """Measure the targets in turns; return the measurements of each."""
+def measure_rounds(
+    targets: Sequence[Target],
+    connections: int,
+    seconds: float,
+    count: int,
+    report: Callable[[int, str], None],
+) -> Rounds:
+    """Measure the targets in turns; return the measurements of each. `report` shows the progress."""
     results: dict[str, list[Measured]] = {target.name: [] for target in targets}
     for number in range(count):
         for target in targets:
-            print(f"  round {number + 1} of {count}: {target.name}", file=sys.stderr, flush=True)
+            report(number, target.name)
             with servers.shell(target.beside):
                 result = measure(target.url, target.request, target.process, connections, seconds)
             results[target.name].append(result)

@@ -13,6 +13,12 @@ BATCH = 8
 EVENTS = 100
 JPEG_HEADERS = {"Content-Type": "image/jpeg"}
 JSON_HEADERS = {"Content-Type": "application/json"}
+STREAM_HEADERS = {**JSON_HEADERS, "Accept": "text/event-stream"}
+TEXT_TITLE = "a text to a BYTES input"
+JPEG_TITLE = "a JPEG of 640×480 to FP32 3×224×224"
+NPY_TITLE = "a 3×224×224 FP32 array as .npy"
+FORM_TITLE = f"a form of {BATCH} JPEGs to FP32 3×224×224"
+STREAM_TITLE = f"a stream of {EVENTS} events"
 TEXT = "The ship left the harbour at dawn. " * 4
 
 
@@ -37,17 +43,17 @@ def build_workload(
     return Workload(title, model, request, plain_path, request, path, prepared)
 
 
-def build_stream() -> Workload:
-    inputs = {"COUNT": [EVENTS], "SECONDS": [0.0]}
-    event_headers = {**JSON_HEADERS, "Accept": "text/event-stream"}
-    prepared = {"COUNT": EVENTS, "SECONDS": 0.0}
+def build_stream(model: str = "ticking", pause_s: float = 0.0) -> Workload:
+    inputs = {"COUNT": [EVENTS], "SECONDS": [pause_s]}
+    prepared = {"COUNT": EVENTS, "SECONDS": pause_s}
+    plain = {"model": model, "count": EVENTS, "seconds": pause_s}
     return Workload(
-        f"a stream of {EVENTS} events",
-        "ticking",
-        Request(json.dumps({"inputs": inputs}).encode(), event_headers),
+        STREAM_TITLE,
+        model,
+        Request(json.dumps({"inputs": inputs}).encode(), STREAM_HEADERS),
         "/events",
-        Request(json.dumps({"count": EVENTS}).encode(), JSON_HEADERS),
-        "/v2/models/ticking/generate_stream",
+        Request(json.dumps(plain).encode(), JSON_HEADERS),
+        f"/v2/models/{model}/generate_stream",
         Request(json.dumps(prepared).encode(), JSON_HEADERS),
     )
 
@@ -63,24 +69,18 @@ def build_workloads() -> list[Workload]:
     texts, files = np.array([[TEXT.encode()]], object), np.array([[file] for file in jpegs], object)
     images = np.repeat(array[None], BATCH, axis=0)
     return [
-        build_workload("a text to a BYTES input", "blob", text, "/blob", texts, "BYTES"),
+        build_workload(TEXT_TITLE, "blob", text, "/blob", texts, "BYTES"),
         build_workload(
             "a JPEG of 640×480 to a BYTES input", "blob", jpeg, "/blob", files[:1], "BYTES"
         ),
-        build_workload(
-            "a JPEG of 640×480 to FP32 3×224×224", "array", jpeg, "/image", array[None], "FP32"
-        ),
+        build_workload(JPEG_TITLE, "array", jpeg, "/image", array[None], "FP32"),
         build_workload(
             "a JPEG of 1920×1080 to FP32 3×224×224", "array", photo, "/image", array[None], "FP32"
         ),
-        build_workload(
-            "a 3×224×224 FP32 array as .npy", "array", npy, "/array", array[None], "FP32"
-        ),
+        build_workload(NPY_TITLE, "array", npy, "/array", array[None], "FP32"),
         build_workload(
             f"a form of {BATCH} JPEGs to a BYTES input", "blob", form, "/blobs", files, "BYTES"
         ),
-        build_workload(
-            f"a form of {BATCH} JPEGs to FP32 3×224×224", "array", form, "/images", images, "FP32"
-        ),
+        build_workload(FORM_TITLE, "array", form, "/images", images, "FP32"),
         build_stream(),
     ]

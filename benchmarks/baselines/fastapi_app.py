@@ -67,6 +67,16 @@ async def blob(request: Request) -> dict[str, int]:
     return {"Y": int((await infer("blob", array, "BYTES"))[0, 0])}
 
 
+@app.post("/blob-grpc")
+async def blob_over_grpc(request: Request) -> dict[str, int]:
+    """Take a text as BYTES, and call Triton over gRPC, so that the call could be cancelled."""
+    array = np.array([[await request.body()]], object)
+    tensor = tritonclient.grpc.InferInput("X", list(array.shape), "BYTES")
+    inputs = [tensor.set_data_from_numpy(array)]
+    result = await app.state.grpc_client.infer("blob", inputs)
+    return {"Y": int(result.as_numpy("Y")[0, 0])}
+
+
 @app.post("/blobs")
 async def blobs(files: Annotated[list[UploadFile], File(alias="X")]) -> dict[str, Any]:
     """Take the files of a form as a batch of BYTES."""
@@ -96,18 +106,22 @@ async def images(files: Annotated[list[UploadFile], File(alias="X")]) -> dict[st
 
 
 @app.post("/events")
-async def events(count: Annotated[int, Body(embed=True)]) -> StreamingResponse:
+async def events(
+    count: Annotated[int, Body()],
+    model: Annotated[str, Body()] = "ticking",
+    seconds: Annotated[float, Body()] = 0.0,
+) -> StreamingResponse:
     """Return an event for each response of a decoupled model."""
     inputs = [
         tritonclient.grpc.InferInput(name, [1], datatype).set_data_from_numpy(np.array([value]))
         for name, datatype, value in (
             ("COUNT", "INT32", np.int32(count)),
-            ("SECONDS", "FP32", np.float32(0)),
+            ("SECONDS", "FP32", np.float32(seconds)),
         )
     ]
 
     async def requests() -> AsyncIterator[dict[str, Any]]:
-        yield {"model_name": "ticking", "inputs": inputs}
+        yield {"model_name": model, "inputs": inputs}
 
     async def encode_events() -> AsyncIterator[str]:
         async for result, error in app.state.grpc_client.stream_infer(requests()):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import xml.etree.ElementTree as ET
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 import benchmarks
-from benchmarks import count, peers, results
+from benchmarks import charts, count, page, peers, results, verdicts
 from benchmarks.in_process import REPLICA, build_requests, find_message_end
 from benchmarks.load import Measured
+from benchmarks.run import Run
 from benchmarks.servers import ServerNotStarted
 from benchmarks.tables import describe_spread, format_table
+from benchmarks.verdicts import Row, Verdict
 
 PEERS_ONLY = (
     "benchmarks.baselines.kserve_transformer"  # imports what only the peers' environment has
@@ -102,3 +105,51 @@ def test_peer_that_is_not_installed_is_skipped_with_a_message(
     assert capsys.readouterr().err == (
         "skipped: A peer: no-such-program is not installed; run: make bench-peers\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("row", "values", "verdict"),
+    [
+        (Row("a", "s", "", 0.7), [0.9, 0.6, 0.7], Verdict.PASSED),
+        (Row("a", "s", "", 0.7), [0.1, 0.8, 0.8], Verdict.FAILED),
+        (Row("a", "s", "", 0.95, is_minimum=True), [0.9, 1.0, 1.0], Verdict.PASSED),
+        (Row("a", "s", "", 0.95, is_minimum=True), [0.9, 0.9, 1.0], Verdict.FAILED),
+        (Row("a", "s", "", None), [9.0], Verdict.REPORTED),
+        (Row("a", "s", "", 0.7), [], Verdict.FAILED),
+        (Row("a", "s", "", 0.7, peer="Envoy"), [], Verdict.SKIPPED),
+    ],
+)
+def test_median_decides_whether_a_measure_is_within_its_limit(
+    row: Row, values: list[float], verdict: Verdict
+) -> None:
+    assert verdicts.judge(row, values) is verdict
+
+
+def test_ratio_to_a_peer_that_is_not_installed_is_left_out() -> None:
+    run = Run()
+    rounds = {
+        "gateway": [Measured(100, 1, 1, 3.0, 1, 0)],
+        "nginx": [Measured(100, 1, 1, 2.0, 1, 0)],
+    }
+    run.record_cpu("Envoy", rounds, "gateway", "Envoy")
+    run.record_cpu("nginx", rounds, "gateway", "nginx")
+    assert run.ratios == {"nginx": [1.5]}
+
+
+def test_page_and_its_charts_are_those_of_the_recorded_run() -> None:
+    measured = results.read_measured()
+    assert (page.DOCS / "performance.md").read_text() == page.format_page(measured)
+    for name, svg in page.draw_charts(measured):
+        assert (page.DOCS / "images" / f"performance-{name}.svg").read_text() == svg
+        assert ET.fromstring(svg).get("aria-label")
+
+
+def test_bar_is_as_long_as_its_value_says() -> None:
+    bars = charts.make_bars({"nginx": 10.0, "gateway": 40.0}, "gateway")
+    svg = ET.fromstring(charts.draw_bars("A <title>", bars, "µs"))
+    drawn = {
+        each.get("class"): float(str(each.get("width")))
+        for each in svg.iter()
+        if "rect" in each.tag
+    }
+    assert drawn["b"] == pytest.approx(4 * drawn["a"], rel=0.01)
