@@ -259,14 +259,13 @@ def exit_on_signal(number: int, frame: FrameType | None) -> None:
 
 @cache
 def build_command() -> Callable[..., object]:
-    """Return the root command, with all others."""
     return typer.main.get_command(root_cli)
 
 
 def main() -> None:
     """Run the command; print expected failures as one sentence on standard error."""
-    # Imports create many objects and hardly any garbage. With the default of 700 new objects, the searches
-    # for it take a quarter of the start.
+    # Imports create many objects and hardly any garbage. With the default of 700 new objects, the garbage
+    # collector takes a quarter of the start.
     gc.set_threshold(IMPORT_COLLECTION_THRESHOLD)
     signal.signal(signal.SIGTERM, exit_on_signal)
     # Shells start background commands with SIGINT ignored.

@@ -69,7 +69,6 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_installation() -> Iterator[Finding]:
-    """Check what `up` needs of the machine, and what it would download."""
     check = "embedded"
     cache = installation.cache_folder()
     folder = next(place for place in (cache, *cache.parents) if place.exists())
@@ -119,7 +118,8 @@ def check_setting_names(settings: Settings) -> Iterator[Finding]:
 
 
 def check_keys_file(settings: Settings) -> Iterator[Finding]:
-    check, path = "keys file", settings.keys_file
+    check = "keys file"
+    path = settings.keys_file
     command = f"triton-gateway key create NAME --file {path or 'keys.yaml'}"
     if path is None:
         message = "not set: every client that reaches the gateway may use all models"
@@ -135,7 +135,8 @@ def check_keys_file(settings: Settings) -> Iterator[Finding]:
 
 
 def check_models_file(settings: Settings) -> Iterator[Finding]:
-    check, path = "models file", settings.models_file
+    check = "models file"
+    path = settings.models_file
     if path is None:
         yield Finding(check, OK, "not set: no model is required for readiness")
         return
@@ -150,21 +151,20 @@ def check_models_file(settings: Settings) -> Iterator[Finding]:
 def check_state(settings: Settings) -> Iterator[Finding]:
     check = "state"
 
-    async def read_state() -> tuple[bool, int]:
-        store = open_configured_store(settings)
+    async def count_models() -> int:
         try:
-            is_forgotten = not settings.state and isinstance(store, MemoryStateStore)
-            return is_forgotten, len(await store.read(MODELS))
+            return len(await store.read(MODELS))
         finally:
             await store.close()
 
     try:
-        is_forgotten, count = asyncio.run(read_state())
+        store = open_configured_store(settings)
+        count = asyncio.run(count_models())
     except (CommandError, GatewayError) as exc:
         advice = "see GATEWAY_STATE in docs/settings.md"
         yield Finding(check, FAILED, describe_error(exc), advice)
         return
-    if is_forgotten:
+    if not settings.state and isinstance(store, MemoryStateStore):
         message = "no folder for the state file: loaded models are forgotten at a restart"
         yield Finding(check, WARNING, message, "set XDG_STATE_HOME or GATEWAY_STATE")
     else:
@@ -175,7 +175,6 @@ def check_state(settings: Settings) -> Iterator[Finding]:
 
 
 def check_port(settings: Settings, host: str, port: int) -> Iterator[Finding]:
-    """Check that the gateway can listen there, or that a gateway answers already."""
     try:
         check_port_free(host, port, "--port")
     except CannotStart as exc:

@@ -76,7 +76,8 @@ async def render_error(request: Request, exc: Exception) -> Response:
 
 def translate_framework_error(request: Request, exc: Exception) -> Exception:
     if isinstance(exc, RequestValidationError):
-        location, reason = exc.errors()[0]["loc"], exc.errors()[0]["msg"]
+        location = exc.errors()[0]["loc"]
+        reason = exc.errors()[0]["msg"]
         name = quote_text(str(location[-1]))
         return MalformedRequest(f"invalid {location[0]} parameter {name}: {reason}")
     if not isinstance(exc, HTTPException) or isinstance(exc, GatewayError):

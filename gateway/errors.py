@@ -27,7 +27,7 @@ class GatewayError(HTTPException):
     code: ClassVar[str] = "INTERNAL"
     message: ClassVar[str] = ""  # the default of `detail`
     retry_after_s: ClassVar[int | None] = None
-    report: Mapping[str, Any] | None = None  # of a management call, by replica
+    report: Mapping[str, Any] | None = None  # results of a management call, by replica
     is_from_triton: bool = False  # Triton returned it
 
     def __init__(self, detail: str = "", *, headers: dict[str, str] | None = None) -> None:
@@ -41,30 +41,35 @@ class GatewayError(HTTPException):
 
 
 class MalformedRequest(GatewayError):
-    status, code = 400, "MALFORMED_REQUEST"
+    status = 400
+    code = "MALFORMED_REQUEST"
 
 
 class Unauthenticated(GatewayError):
     """The request has no key, or an unknown one."""
 
-    status, code = 401, "UNAUTHENTICATED"
+    status = 401
+    code = "UNAUTHENTICATED"
 
     def __init__(self, detail: str) -> None:
         super().__init__(detail, headers={"WWW-Authenticate": "Bearer"})
 
 
 class Forbidden(GatewayError):
-    status, code = 403, "FORBIDDEN"
+    status = 403
+    code = "FORBIDDEN"
 
 
 class NotFound(GatewayError):
-    status, code = 404, "NOT_FOUND"
+    status = 404
+    code = "NOT_FOUND"
 
 
 class UnknownModel(GatewayError):
     """The message begins like Triton's, which existing clients compare."""
 
-    status, code = 404, "MODEL_NOT_FOUND"
+    status = 404
+    code = "MODEL_NOT_FOUND"
 
     def __init__(self, model: str, version: str = "") -> None:
         super().__init__(f"{self.describe(model, version)}; GET /v1/models lists the models")
@@ -100,7 +105,8 @@ class UnknownModelToTrace(UnknownModel):
 
 
 class MethodNotAllowed(GatewayError):
-    status, code = 405, "METHOD_NOT_ALLOWED"
+    status = 405
+    code = "METHOD_NOT_ALLOWED"
 
     def __init__(self, methods: Iterable[str]) -> None:
         allowed = sorted(methods)
@@ -110,7 +116,8 @@ class MethodNotAllowed(GatewayError):
 
 
 class NotAcceptable(GatewayError):
-    status, code = 406, "NOT_ACCEPTABLE"
+    status = 406
+    code = "NOT_ACCEPTABLE"
 
     def __init__(self, accept: str, offered: Iterable[str]) -> None:
         super().__init__(
@@ -128,12 +135,14 @@ class UnrepresentableResponse(NotAcceptable):
 class RequestTooSlow(GatewayError):
     """The client sends its request too slowly."""
 
-    status, code = 408, "REQUEST_TOO_SLOW"
+    status = 408
+    code = "REQUEST_TOO_SLOW"
     message = "the request was not received in time"
 
 
 class Conflict(GatewayError):
-    status, code = 409, "CONFLICT"
+    status = 409
+    code = "CONFLICT"
 
 
 class ChangeInProgress(Conflict):
@@ -161,7 +170,8 @@ class ModelControlModeConflict(Conflict):
 class SequenceNotRunning(GatewayError):
     """A request continues a sequence whose state does not exist."""
 
-    status, code = 409, "SEQUENCE_NOT_RUNNING"
+    status = 409
+    code = "SEQUENCE_NOT_RUNNING"
 
     def __init__(
         self,
@@ -176,7 +186,8 @@ class SequenceNotRunning(GatewayError):
 
 
 class TooLarge(GatewayError):
-    status, code = 413, "TOO_LARGE"
+    status = 413
+    code = "TOO_LARGE"
 
 
 class BodyTooLarge(TooLarge):
@@ -185,14 +196,16 @@ class BodyTooLarge(TooLarge):
 
 
 class UrlTooLong(GatewayError):
-    status, code = 414, "URL_TOO_LONG"
+    status = 414
+    code = "URL_TOO_LONG"
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(f"the URL exceeds the limit of {limit_bytes} bytes")
 
 
 class UnsupportedBody(GatewayError):
-    status, code = 415, "UNSUPPORTED_BODY"
+    status = 415
+    code = "UNSUPPORTED_BODY"
 
     def __init__(self, content_type: str, supported: Iterable[str]) -> None:
         problem = "Content-Type is missing"
@@ -208,7 +221,8 @@ class UnsupportedBody(GatewayError):
 class UnsupportedEncoding(GatewayError):
     """The content coding of the body is not supported (RFC 9110, section 15.5.16)."""
 
-    status, code = UnsupportedBody.status, UnsupportedBody.code
+    status = UnsupportedBody.status
+    code = UnsupportedBody.code
 
     def __init__(self, encoding: str) -> None:
         super().__init__(
@@ -220,7 +234,8 @@ class UnsupportedEncoding(GatewayError):
 class InputMismatch(GatewayError):
     """The request is well-formed, but does not match the model's metadata."""
 
-    status, code = 422, "DOES_NOT_FIT_MODEL"
+    status = 422
+    code = "DOES_NOT_FIT_MODEL"
 
 
 class BadImage(InputMismatch):
@@ -230,15 +245,19 @@ class BadImage(InputMismatch):
 class RefusedByModel(GatewayError):
     """Triton or the model rejected the request as invalid."""
 
-    status, code = 422, "REFUSED_BY_MODEL"
+    status = 422
+    code = "REFUSED_BY_MODEL"
 
 
 class Overloaded(GatewayError):
-    status, code, retry_after_s = 429, "OVERLOADED", 1
+    status = 429
+    code = "OVERLOADED"
+    retry_after_s = 1
 
 
 class HeaderTooLarge(GatewayError):
-    status, code = 431, "HEADER_TOO_LARGE"
+    status = 431
+    code = "HEADER_TOO_LARGE"
 
     def __init__(self, limit_bytes: int, limit_fields: int) -> None:
         super().__init__(
@@ -253,19 +272,22 @@ class InternalError(GatewayError):
 
 
 class ModelFault(GatewayError):
-    status, code = 500, "MODEL_FAULT"
+    status = 500
+    code = "MODEL_FAULT"
 
 
 class BadUpstream(GatewayError):
     """A replica sent an invalid or incomplete response."""
 
-    status, code = 502, "BAD_UPSTREAM"
+    status = 502
+    code = "BAD_UPSTREAM"
 
 
 class UpstreamResponseTooLarge(GatewayError):
     """A response is too large to buffer. It does not count against the replica's health."""
 
-    status, code = 502, "BAD_UPSTREAM"
+    status = 502
+    code = "BAD_UPSTREAM"
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(
@@ -275,21 +297,29 @@ class UpstreamResponseTooLarge(GatewayError):
 
 
 class Unavailable(GatewayError):
-    status, code, retry_after_s = 503, "UNAVAILABLE", 1
+    status = 503
+    code = "UNAVAILABLE"
+    retry_after_s = 1
 
 
 class NotEnoughMemory(GatewayError):
-    status, code, retry_after_s = 503, "OUT_OF_MEMORY", 1
+    status = 503
+    code = "OUT_OF_MEMORY"
+    retry_after_s = 1
     message = "not enough memory for this request; try again later, or send less at a time"
 
 
 class TooManyConnections(GatewayError):
-    status, code, retry_after_s = 503, "TOO_MANY_CONNECTIONS", 1
+    status = 503
+    code = "TOO_MANY_CONNECTIONS"
+    retry_after_s = 1
     message = "the gateway has reached its connection limit; try again later"
 
 
 class ModelNotReady(GatewayError):
-    status, code, retry_after_s = 503, "MODEL_NOT_READY", 1
+    status = 503
+    code = "MODEL_NOT_READY"
+    retry_after_s = 1
 
     def __init__(self, model: str, version: str = "") -> None:
         prefix = f"version {quote_text(version)} of " if version else ""
@@ -301,7 +331,9 @@ class ModelNotReady(GatewayError):
 class StateUnavailable(GatewayError):
     """The desired state cannot be read or written; the stored one is unchanged."""
 
-    status, code, retry_after_s = 503, "STATE_UNAVAILABLE", 1
+    status = 503
+    code = "STATE_UNAVAILABLE"
+    retry_after_s = 1
 
     def __init__(self, action: str, reason: str) -> None:
         super().__init__(f"the desired state cannot be {action}: {reason}")
@@ -310,7 +342,8 @@ class StateUnavailable(GatewayError):
 
 
 class DeadlinePassed(GatewayError):
-    status, code = 504, "DEADLINE_PASSED"
+    status = 504
+    code = "DEADLINE_PASSED"
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(

@@ -23,7 +23,7 @@ from gateway.telemetry import logs
 log = logging.getLogger(__name__)
 
 THREAD_JOIN_S: Final = 0.5  # enough for an idle thread to end
-CLOSE_TIMEOUT_S: Final = 5.0  # for closing the services after the last request
+CLOSE_TIMEOUT_S: Final = 5.0  # limit for closing the services after the last request
 # After this time the kernel kills the process, in case a thread does not release the interpreter.
 KERNEL_KILL_GRACE_S: Final = 3.0
 OVERDUE_EXIT_STATUS: Final = 1
@@ -48,7 +48,6 @@ class ExitDeadline:
             signal.setitimer(signal.ITIMER_REAL, limit_s + KERNEL_KILL_GRACE_S)
 
     def release(self) -> None:
-        """End the thread if no deadline was set."""
         self._deadlines.put(None)
 
     def _enforce(self) -> None:
