@@ -27,7 +27,7 @@ class ApiClient:
         self._client = httpx.Client(
             base_url=target.base_url,
             headers=target.headers,
-            verify=target.ssl_context or False,  # without TLS, skip loading the CA certificates
+            verify=target.ssl_context or False,  # False skips loading the CA certificates
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, API_CONNECT_TIMEOUT_S)),
             trust_env=False,
         )
@@ -42,7 +42,6 @@ class ApiClient:
         return self.call("GET", path)
 
     def call(self, method: str, path: str, body: Any = None, **options: Any) -> ResponseDocument:
-        """Return the JSON of a successful response. Raises `ClientError`."""
         return decode_json_response(self.request(method, path, body, **options))
 
     def get_model(self, name: str, version: str = "") -> ResponseDocument:
@@ -87,20 +86,18 @@ def model_api_path(name: str, version: str = "") -> str:
 
 
 def label_api_path(model: str, label: str) -> str:
-    """Return the path of a label; without a name, that of all labels of the model."""
     path = f"{model_api_path(model)}/labels"
     return f"{path}/{quote(label, safe='')}" if label else path
 
 
 def check_status(response: httpx.Response) -> httpx.Response:
-    """Raises `AccessDenied` or `ClientError` with the gateway's error message."""
+    """Return a successful response. Raises `AccessDenied` or `ClientError` with the gateway's message."""
     if response.is_success:
         return response
     raise make_response_error(response)
 
 
 def make_response_error(response: httpx.Response) -> ClientError:
-    """Return the error of a response that is not successful, with the gateway's message."""
     message = decode_json_object(response.content).get("error")
     if not isinstance(message, str):
         message = (

@@ -13,7 +13,7 @@ from typing import Any, Final
 import uvloop
 
 from gateway.client.errors import ClientError, UsageError
-from gateway.client.infer_client import InferClient, NoResponse, extract_failure
+from gateway.client.infer_client import InferClient, NoResponse, find_failure
 from gateway.client.inputs import InputBody
 from gateway.client.target import Target
 
@@ -51,7 +51,6 @@ class Benchmark:
     is_decoupled: bool = False
 
     def measure(self, concurrencies: Sequence[int]) -> list[BenchResult]:
-        """Raises `ClientError` if a warm-up request fails."""
         return uvloop.run(self._measure_all(concurrencies))
 
     async def _measure_all(self, concurrencies: Sequence[int]) -> list[BenchResult]:
@@ -66,8 +65,8 @@ class Benchmark:
         try:
             for _ in range(WARM_UP_REQUESTS):
                 reply = await client.infer(self.body.content_type, self.body.data)
-                if failure := extract_failure(reply):
-                    raise ClientError(failure[0])
+                if failure := find_failure(reply):
+                    raise ClientError(failure.message)
             return [await self._measure_level(client, concurrency) for concurrency in concurrencies]
         finally:
             client.close()
@@ -84,7 +83,7 @@ class Benchmark:
                 sent_at = time.perf_counter()
                 try:
                     reply = await client.infer(self.body.content_type, self.body.data)
-                    succeeded = extract_failure(reply) is None
+                    succeeded = find_failure(reply) is None
                 except NoResponse:
                     succeeded = False
                 now = time.perf_counter()
@@ -152,7 +151,8 @@ def plot_results(results: Sequence[BenchResult]) -> str:
         lines.append(f"\n{title}")
         for result, value in zip(results, values, strict=True):
             length = 0 if not maximum or math.isnan(value) else value / maximum * BAR_CHARS
-            bar, figure = format_bar(length), number_format.format(value)
+            bar = format_bar(length)
+            figure = number_format.format(value)
             lines.append(f"{result.concurrency:>{label}} {bar} {figure}")
     return "\n".join(lines)
 

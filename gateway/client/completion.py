@@ -13,7 +13,6 @@ COMPLETION_TIMEOUT_S: Final = 1.0
 
 
 def complete_model_name(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of the gateway's models; none if it does not answer in time."""
     from gateway.client.api import ApiClient
 
     flags = context.params

@@ -50,7 +50,6 @@ OPERATION_PANEL = "Watch and diagnose"
 
 
 def format_examples(*commands: str) -> str:
-    """Return the examples as the last part of a command's help."""
     # Blank lines separate the lines of the help; backslashes keep brackets from being markup.
     lines = ("Examples:", *commands)
     return "\n\n".join(line.replace("[", "\\[") for line in lines)

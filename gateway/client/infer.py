@@ -86,7 +86,6 @@ class InferStats:
 
 
 def run_infer(options: InferOptions) -> int:
-    """Return the exit status. Raises `ClientError`."""
     with ApiClient(options.target) as api:
         model = api.get_model(options.model, options.version)
     check_batching(options, model)
@@ -102,7 +101,13 @@ def run_infer(options: InferOptions) -> int:
     descriptor = open_output(options.flags)
     gc.freeze()  # the imported modules stay; collecting over them costs 5 % of a run
     try:
-        run = InferRun(options, writer, done_counts, descriptor, model["decoupled"])
+        run = InferRun(
+            options,
+            writer,
+            done_counts,
+            descriptor=descriptor,
+            is_decoupled=model["decoupled"],
+        )
         return uvloop.run(run.run())
     finally:
         if descriptor != STDOUT_DESCRIPTOR:
@@ -110,7 +115,6 @@ def run_infer(options: InferOptions) -> int:
 
 
 def check_batching(options: InferOptions, model: dict[str, Any]) -> None:
-    """Raises `UsageError` if the model does not support `--batch`."""
     if options.flags.batch == 1:
         return
     required = [tensor for tensor in model["inputs"] if not tensor.get("optional")]
@@ -143,20 +147,26 @@ def open_output(flags: InferFlags) -> int:
         raise ClientError(f"{flags.output} cannot be written: {exc.strerror}") from None
 
 
-@dataclass(eq=False, repr=False)
 class InferRun:
     """A run of the command, inside an event loop."""
 
-    options: InferOptions
-    writer: RecordWriter
-    done_counts: Counter[str]
-    descriptor: int
-    is_decoupled: bool
-    received_signal: int = 0
-    show_counts: Callable[[int, int], None] | None = None
-
-    def __post_init__(self) -> None:
-        self.stats = InferStats(self.options.inputs.total)
+    def __init__(
+        self,
+        options: InferOptions,
+        writer: RecordWriter,
+        done_counts: Counter[str],
+        *,
+        descriptor: int,
+        is_decoupled: bool,
+    ) -> None:
+        self.options = options
+        self.writer = writer
+        self.done_counts = done_counts
+        self.descriptor = descriptor
+        self.is_decoupled = is_decoupled
+        self.received_signal = 0
+        self.show_counts: Callable[[int, int], None] | None = None
+        self.stats = InferStats(options.inputs.total)
 
     async def run(self) -> int:
         options = self.options

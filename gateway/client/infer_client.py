@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from gateway.client.api import API_CONNECT_TIMEOUT_S, decode_json_object, model_api_path
@@ -39,7 +40,7 @@ class InferClient:
         model: str,
         version: str,
         *,
-        timeout_s: float,  # of all responses of a stream together
+        timeout_s: float,  # one limit for all responses of a stream
         retries: int,
         is_decoupled: bool = False,
     ) -> None:
@@ -109,13 +110,20 @@ def is_ndjson_stream(reply: CompleteResponse) -> bool:
     return reply.status == 200 and reply.header(b"content-type").startswith(NDJSON_BYTES)
 
 
-def extract_failure(reply: CompleteResponse) -> tuple[str, str] | None:
-    """Return a failed response's message and code. A stream reports a failure in its last line."""
+@dataclass(frozen=True)
+class ResponseFailure:
+    message: str
+    code: str = ""
+
+
+def find_failure(reply: CompleteResponse) -> ResponseFailure | None:
+    """Return the error of a response, which a stream reports in its last line."""
     if reply.status == 200 and not is_ndjson_stream(reply):
         return None
     document = decode_json_object(reply.body.rstrip(b"\n").rpartition(b"\n")[2])
     if isinstance(document.get("error"), str):
-        return translate_hints(document["error"]), str(document.get("code", ""))
+        message = translate_hints(document["error"])
+        return ResponseFailure(message, str(document.get("code", "")))
     if reply.status == 200:
         return None
-    return f"HTTP status {reply.status} without an error message", ""
+    return ResponseFailure(f"HTTP status {reply.status} without an error message")

@@ -32,7 +32,6 @@ class Input:
     source: str | bytes  # a path, or the text itself
 
     def read(self) -> InputBody:
-        """Raises `OSError`."""
         if isinstance(self.source, bytes):
             return InputBody(UTF8_TEXT, self.source)
         data = read_input_file(self.source)
@@ -101,7 +100,7 @@ class InputSource:
 
 @contextmanager
 def report_unreadable(label: str) -> Iterator[None]:
-    """Raise a `UsageError` for an `OSError`: without a file, the number of missing texts is unknown."""
+    """Turn an `OSError` into a `UsageError`: the number of texts that are missing is unknown."""
     try:
         yield
     except OSError as exc:
@@ -120,7 +119,8 @@ async def read_file_lines(path: str) -> AsyncIterator[Input]:
 
 
 async def read_descriptor_lines(descriptor: int, name: str, label: str) -> AsyncIterator[Input]:
-    number, partial = 0, b""
+    number = 0
+    partial = b""
     with report_unreadable(label):
         while data := await read_available(descriptor):
             *lines, partial = (partial + data).split(b"\n")

@@ -95,7 +95,6 @@ def rollout(
 
 
 def build_label(versions: Sequence[str], sticky: bool) -> dict[str, Any]:
-    """Return the body of a label. Raises `UsageError`."""
     document: dict[str, Any] = {"version": versions[0]}
     if len(versions) > 1 or "=" in versions[0]:
         document = {"versions": dict(map(parse_share, versions))}

@@ -19,7 +19,7 @@ from gateway.client.errors import ClientError, UsageError
 from gateway.client.progress import create_transfer_bar
 from gateway.client.target import Target
 
-TRANSFER_TIMEOUT_S: Final = 600.0  # of one step; the load of a model is one
+TRANSFER_TIMEOUT_S: Final = 600.0  # limit of one step, such as the load of a model
 TRANSFER_PIECE_BYTES: Final = 256 << 10
 ARCHIVE_NAME: Final = "model.tar.gz"
 
@@ -45,7 +45,6 @@ class PushedModel:
 
 
 def push_model(target: Target, pushed: PushedModel) -> dict[str, Any]:
-    """Upload a model; return the gateway's response. Raises `ClientError`."""
     path = model_api_path(pushed.model, pushed.version) + ("" if pushed.load else "?load=false")
     with ExitStack() as stack:
         api = stack.enter_context(ApiClient(target, TRANSFER_TIMEOUT_S))
@@ -111,7 +110,6 @@ def is_file_of_version(path: str, version: str) -> bool:
 
 
 def download_file(api: ApiClient, name: str, entry: dict[str, Any], folder: Path) -> Iterator[int]:
-    """Write the file, and yield the sizes of its pieces."""
     path = PurePosixPath(entry["path"])
     if path.is_absolute() or ".." in path.parts:
         raise ClientError(f"the gateway listed an unsafe path: {entry['path']!r}")

@@ -50,7 +50,7 @@ class OrderedExecutor(Generic[J, R]):
                 task.cancel()
 
     async def run(self, jobs: AsyncIterator[J]) -> None:
-        """Raises the first error of a job or the writer, after writing the results so far."""
+        """Run all jobs. Raises the first error of a job or the writer, after writing the results so far."""
         self._producer = asyncio.create_task(self._produce(jobs))
         self._writer = asyncio.create_task(self._write_results())
         for task in (self._producer, self._writer):

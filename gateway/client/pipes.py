@@ -30,7 +30,7 @@ async def read_available(descriptor: int) -> bytes:
 
 
 async def write_descriptor(descriptor: int, data: bytes) -> None:
-    """Raises `OSError`, which is `BrokenPipeError` when the reader has closed the pipe."""
+    """Write all data. Raises `OSError`; it is a `BrokenPipeError` when the reader has closed the pipe."""
     at_once = len(data) <= ATOMIC_WRITE_BYTES and is_descriptor_ready(descriptor, select.POLLOUT)
     if is_regular_file(descriptor) or at_once:
         write_blocking(descriptor, data)

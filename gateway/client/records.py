@@ -104,7 +104,8 @@ class CsvWriter:
                 yield line
 
         for number, cells in enumerate(csv.reader(collect_raw_lines())):
-            text, raw[:] = "".join(raw), []
+            text = "".join(raw)
+            raw[:] = []
             if number == 0 and cells != self._columns:
                 raise UsageError(f"its columns are not {', '.join(self._columns)}")
             if number and len(cells) == len(self._columns) and text.endswith("\n"):

@@ -12,7 +12,8 @@ from gateway.client.target import Target
 from gateway.messages import escape_unprintable
 
 DRAIN_TIMEOUT_S: Final = 300.0
-TIMEOUT_MARGIN_S: Final = 10.0  # of the client, so that the gateway's own message arrives
+# The client waits longer than the gateway, whose own message then arrives.
+TIMEOUT_MARGIN_S: Final = 10.0
 
 replica_commands = typer.Typer(invoke_without_command=True)
 
@@ -64,7 +65,6 @@ def drain(
 
 
 def call_replica(target: Target, address: str, action: str, timeout_s: float) -> str:
-    """Return a sentence with the result. Raises `ClientError`."""
     from urllib.parse import quote
 
     from gateway.client.api import ApiClient

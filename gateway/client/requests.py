@@ -9,7 +9,7 @@ from typing import Any, Final
 import orjson
 
 from gateway.client.api import decode_json_object
-from gateway.client.infer_client import InferClient, NoResponse, extract_failure, is_ndjson_stream
+from gateway.client.infer_client import InferClient, NoResponse, find_failure, is_ndjson_stream
 from gateway.client.inputs import Input, InputBody
 from gateway.client.records import Record
 from gateway.http_client.client import CompleteResponse
@@ -72,8 +72,8 @@ async def infer_inputs(client: InferClient, names: Sequence[str], body: InputBod
         reply = await client.infer(body.content_type, body.data)
         if len(names) > 1 and reply.status in BATCH_SPLIT_STATUSES:
             return []
-        if failure := extract_failure(reply):
-            return [Record(name, None, *failure) for name in names]
+        if failure := find_failure(reply):
+            return [Record(name, error=failure.message, code=failure.code) for name in names]
         outputs = split_outputs(reply, len(names))
     except NoResponse as exc:
         return [Record(name, error=str(exc), code="NO_ANSWER") for name in names]
@@ -90,7 +90,6 @@ def collect_stream_outputs(reply: CompleteResponse) -> dict[str, list[Any]]:
 
 
 def decode_outputs(body: bytes) -> dict[str, Any]:
-    """Raises `NoResponse`."""
     outputs = decode_json_object(body).get("outputs")
     if not isinstance(outputs, dict):
         raise NoResponse("the response has no outputs")
@@ -98,7 +97,6 @@ def decode_outputs(body: bytes) -> dict[str, Any]:
 
 
 def split_outputs(reply: CompleteResponse, count: int) -> list[dict[str, Any]]:
-    """Return the outputs of each input. Raises `NoResponse`."""
     if count == 1:
         is_stream = is_ndjson_stream(reply)
         return [collect_stream_outputs(reply) if is_stream else decode_outputs(reply.body)]

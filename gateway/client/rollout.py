@@ -42,7 +42,7 @@ class RolloutLimits:
     max_failed_share: float = 0.01
     max_p99_s: float = inf
     max_p99_ratio: float = inf
-    min_requests: int = 20  # before a step is judged
+    min_requests: int = 20  # fewer do not judge a step
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ def parse_limits(max_errors: str, max_p99: str, min_requests: int) -> RolloutLim
     limit = LATENCY_LIMIT.fullmatch(max_p99)
     if limit is None:
         raise UsageError(f"--max-p99 must be such as 2x, 250ms or 1.5s, not {max_p99!r}")
-    value, unit = float(limit[1]), limit[2]
+    value = float(limit[1])
+    unit = limit[2]
     if unit == "x":
         return replace(limits, max_p99_ratio=value)
     return replace(limits, max_p99_s=value / 1000 if unit == "ms" else value)
@@ -103,14 +104,17 @@ def compute_p99_s(traffic: ModelTraffic) -> float:
     bounds = sorted(traffic.buckets)
     if not bounds or not traffic.count:
         return inf
-    rank, lower, below = QUANTILE * traffic.buckets[bounds[-1]], 0.0, 0.0
+    rank = QUANTILE * traffic.buckets[bounds[-1]]
+    lower = 0.0
+    below = 0.0
     for bound in bounds:
         count = traffic.buckets[bound]
         if count >= rank:
             if bound == inf:
                 return lower
             return lower + (bound - lower) * (rank - below) / max(count - below, 1e-9)
-        lower, below = bound, count
+        lower = bound
+        below = count
     return inf
 
 
@@ -196,7 +200,7 @@ class Rollout:
             time.sleep(POLL_S)
 
     def _check_label(self) -> None:
-        """Raise `ClientError` if the label does not mean the old version."""
+        """Check that the label means the old version. Raises `ClientError`."""
         response = self._api.request("GET", self._path)
         if decode_json_object(response.content).get("code") == "LABEL_NOT_FOUND":
             return
@@ -217,7 +221,8 @@ class Rollout:
         versions: dict[str, Any] = {"versions": {plan.old: 100 - percent, plan.new: percent}}
         if percent in (0, 100):
             versions = {"version": plan.new if percent else plan.old}
-        had_moved, self._has_moved = self._has_moved, True  # unless a response says otherwise
+        had_moved = self._has_moved
+        self._has_moved = True  # the change may arrive even if its response does not
         response = self._api.request("PUT", self._path, {**self._kept, **versions})
         self._has_moved = had_moved or response.is_success
         check_status(response)
@@ -256,8 +261,8 @@ class Rollout:
             raise RolledBack(f"version {self._plan.new} is not ready on any replica")
 
     def _read_counters(self) -> VersionTraffic:
-        """Return the traffic since the gateway started."""
-        plan, families = self._plan, read_families(self._api)
+        plan = self._plan
+        families = read_families(self._api)
         old, new = (count_traffic(families, plan.model, each) for each in (plan.old, plan.new))
         return VersionTraffic(old, new)
 
@@ -267,7 +272,8 @@ class Rollout:
         if counters.is_reset_after(self._last):
             self._start = VersionTraffic()
         self._last = counters
-        old, new = counters.old.subtract(self._start.old), counters.new.subtract(self._start.new)
+        old = counters.old.subtract(self._start.old)
+        new = counters.new.subtract(self._start.new)
         if old.count >= self._plan.limits.min_requests:
             self._old_p99_s = compute_p99_s(old)
         return VersionTraffic(old, new, self._old_p99_s)

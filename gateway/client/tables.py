@@ -108,7 +108,8 @@ REPORT_COLUMNS = ("MODEL", "REPLICA", "STATE", "REASON")
 
 
 def format_report_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    model, replicas = report["model"], report["replicas"].items()
+    model = report["model"]
+    replicas = report["replicas"].items()
     return [(model, at, replica["state"], replica.get("reason", "")) for at, replica in replicas]
 
 

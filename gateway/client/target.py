@@ -68,7 +68,6 @@ class Target:
 
     @property
     def path_prefix(self) -> str:
-        """Return the prefix of every API path, for a gateway behind a proxy path."""
         return self.url_parts.path.rstrip("/")
 
     @cached_property

@@ -84,7 +84,6 @@ class GatewaySnapshot:
 
 
 def take_snapshot(api: ApiClient) -> GatewaySnapshot:
-    """Raises `ClientError`."""
     models = api.get("/v1/models")["models"]
     try:
         replicas = api.get("/v1/replicas")["replicas"]
@@ -104,7 +103,6 @@ def take_snapshot(api: ApiClient) -> GatewaySnapshot:
 
 
 def read_families(api: ApiClient) -> Families:
-    """Return the families of the metrics page. Raises `ClientError`."""
     try:
         page = check_status(api.request("GET", "/metrics")).text
         return parse_families(split_page_lines(page))
