@@ -96,7 +96,7 @@ def install_triton(on_message: Callable[[str], None]) -> Installation:
 
 
 def check_cache_path(cache: Path) -> None:
-    """Raises `CannotInstall` for a path from which the Python backend cannot be started."""
+    """Check that the Python backend can be started from this path. Raises `CannotInstall`."""
     if unsafe := find_unsafe_characters(cache):
         raise CannotInstall(
             f"the cache folder {quote_text(str(cache), 200)} cannot be used: Triton's Python backend "
@@ -117,7 +117,6 @@ class HostPlatform:
 
 
 def check_platform(host_platform: HostPlatform) -> None:
-    """Raises `CannotInstall` if the server does not run on this platform."""
     description = (
         f"{host_platform.system} {host_platform.machine}, "
         f"{host_platform.implementation} {host_platform.python}"
@@ -182,7 +181,6 @@ def name_server_folder(cache: Path) -> Path:
 
 
 def list_missing_parts() -> list[str]:
-    """Return the names of the parts that the next `install_triton` downloads."""
     cache = cache_folder()
     folders = {
         "tritonserver": name_server_folder(cache),
@@ -217,7 +215,6 @@ def fetch_server(cache: Path, models: Path, on_message: Callable[[str], None]) -
 
 
 def assemble_backends(files: Path, triton: Path) -> Path:
-    """Build Triton's backend folder: its Python backend, and the Python-based ones of this package."""
     sources = sorted(backends.FOLDER.glob("*.py"))
     version = hash_files([find_lock_file("tritonserver.txt"), *sources])
     # The backend needs the stub of the running Python version.

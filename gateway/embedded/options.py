@@ -89,7 +89,7 @@ class TritonOptions:
     grpc_port: int = 8001
     metrics_port: int = 8002
     start_timeout_s: float = 120.0
-    restricted_api: RestrictedApi | None = None  # not part of `build_command`
+    restricted_api: RestrictedApi | None = None  # passed in the environment, not by `build_command`
     port_offset: int = 0  # difference to the ports of the flags
 
     def for_replica(self, number: int) -> TritonOptions:
@@ -127,7 +127,6 @@ class TritonOptions:
         return [str(place) for place in self.model_repositories if is_remote_repository(place)]
 
     def validate(self) -> None:
-        """Raises `CannotStart` for options with which Triton cannot start."""
         for repository in self.model_repositories:
             check_repository(repository)
         self._check_mode()
@@ -168,7 +167,6 @@ class TritonOptions:
                 )
 
     def build_environment(self) -> dict[str, str]:
-        """Return the environment variables of the server for its backends."""
         settings = [
             match["setting"]
             for value in self.backend_configs
@@ -225,7 +223,7 @@ def check_repository(repository: Path | str) -> None:
 
 
 def check_argument(argument: str) -> None:
-    """Raises `CannotStart` for a reserved flag, or a prefix of one, which Triton accepts as well."""
+    """Refuse a reserved flag, or a prefix of one, which Triton accepts as well. Raises `CannotStart`."""
     if not argument.startswith("--"):
         return  # the value of the preceding flag
     flag = argument[2:].partition("=")[0]
@@ -239,7 +237,6 @@ def collect_ports(fleet: Sequence[TritonOptions]) -> dict[str, int]:
 
 
 def check_distinct_ports(ports: Mapping[str, int]) -> None:
-    """Raises `CannotStart` if two flags use the same port, or one is not a port number."""
     flags: dict[int, str] = {}
     for flag, port in ports.items():
         check_port_number(port, flag)
@@ -256,7 +253,7 @@ def check_port_number(port: int, flag: str) -> None:
 
 
 def check_port_free(host: str, port: int, flag: str) -> None:
-    """Raises `CannotStart` if the port is in use; Triton's own message does not name the flag."""
+    """Check that the port is free; Triton's own message does not name the flag. Raises `CannotStart`."""
     check_port_number(port, flag)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:

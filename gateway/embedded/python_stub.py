@@ -73,6 +73,5 @@ def read_fields(model: Path) -> dict[str, str]:
 
 
 def find_unsafe_characters(path: Path) -> list[str]:
-    """Return the unsupported characters, each once, in printable form."""
     unsafe = dict.fromkeys(c for c in str(path) if not SHELL_SAFE_PATH.fullmatch(c))
     return ["a space" if c == " " else c if c.isprintable() else ascii(c) for c in unsafe]

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import IO, cast
 
 import orjson
@@ -33,7 +32,8 @@ from gateway.messages import join_names, print_message
 
 READY_POLL_INTERVAL_S = 0.05
 MODEL_READY = "READY"
-MAX_RESTARTS, RESTART_WINDOW_S = 3, 60.0
+MAX_RESTARTS = 3
+RESTART_WINDOW_S = 60.0
 
 
 class ServerRun:
@@ -97,7 +97,8 @@ class ServerRun:
 
     def _request(self, method: str, path: str) -> bytes | None:
         # A new connection each time: a stopping Triton keeps responding on old ones.
-        host, port = self._options.host, self._options.http_port
+        host = self._options.host
+        port = self._options.http_port
         connection = http.client.HTTPConnection(host, port, timeout=1)
         try:
             connection.request(method, path, headers=self._headers)
@@ -145,7 +146,6 @@ class ServerRun:
         reaper.remove_shared_memory(self._shared_memory_prefix)
 
 
-@dataclass(eq=False, repr=False)
 class EmbeddedTriton:
     """A Triton that is ready inside its `with` block.
 
@@ -153,12 +153,18 @@ class EmbeddedTriton:
     minute; then `on_failure` is called, from a thread, with the reason.
     """
 
-    options: TritonOptions
-    on_message: Callable[[str], None] = print_message
-    on_failure: Callable[[str], None] = print_message
-    message_prefix: str = ""  # of every message, to distinguish replicas
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        options: TritonOptions,
+        *,
+        on_message: Callable[[str], None] = print_message,
+        on_failure: Callable[[str], None] = print_message,
+        message_prefix: str = "",
+    ) -> None:
+        self.options = options
+        self.on_message = on_message
+        self.on_failure = on_failure
+        self.message_prefix = message_prefix
         self._stop_requested = threading.Event()
         self._supervisor = threading.Thread(
             target=self._supervise, name="triton-supervisor", daemon=True
@@ -178,7 +184,6 @@ class EmbeddedTriton:
         return self._server_run.process.pid
 
     def start(self, installation: Installation) -> None:
-        """Start the server, without waiting until it is ready."""
         self._installation = installation
         self._server_run = ServerRun(self.options, installation, self._report_log_line)
 
@@ -194,12 +199,10 @@ class EmbeddedTriton:
         return ready
 
     def request_stop(self) -> None:
-        """Stop the server without waiting for it."""
         self._stop_requested.set()
         self._server_run.request_stop()
 
     def stop(self) -> None:
-        """Stop the server and its supervision, and wait for both."""
         self._stop_requested.set()
         self._server_run.stop()
         while self._supervisor.is_alive():
@@ -276,7 +279,6 @@ def run_embedded_tritons(tritons: Sequence[EmbeddedTriton]) -> Iterator[None]:
 def prepare_installation(
     fleet: Sequence[TritonOptions], on_message: Callable[[str], None]
 ) -> Installation:
-    """Check the options of all servers and install Triton. Raises `CannotInstall` or `CannotStart`."""
     for options in fleet:
         options.validate()
     check_distinct_ports(collect_ports(fleet))

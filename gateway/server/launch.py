@@ -107,7 +107,9 @@ def run_fleet(
     def create_triton(options: TritonOptions) -> EmbeddedTriton:
         # The messages of several Tritons begin with their addresses.
         prefix = f"{options.address}: " if len(tritons) > 1 else ""
-        return EmbeddedTriton(options, print_line, on_failure, prefix)
+        return EmbeddedTriton(
+            options, on_message=print_line, on_failure=on_failure, message_prefix=prefix
+        )
 
     with run_embedded_tritons(list(map(create_triton, tritons))):
         gateway.run()
@@ -116,7 +118,6 @@ def run_fleet(
 
 
 def prepare_capabilities(plan: LaunchPlan) -> LaunchPlan:
-    """Let the capabilities check the plan, and complete it. Raises `CommandError`."""
     for capability in INSTALLED:
         capability.prepare_launch(plan)
     return plan

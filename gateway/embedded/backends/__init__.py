@@ -7,14 +7,16 @@ the backends that this Triton lacks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 FOLDER: Final = Path(__file__).parent
 PACKAGE_COPY: Final = "triton_gateway_backends"
 
 
-class PythonBasedBackend(NamedTuple):
+@dataclass(frozen=True)
+class PythonBasedBackend:
     """A backend: its module, and the files by which Triton recognizes its models without a config."""
 
     module: str

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final
 
 import onnxruntime
 
@@ -42,7 +43,8 @@ TYPE_ADVICE: Final = {
 BOOLEANS: Final = {"1": True, "true": True, "0": False, "false": False}
 
 
-class GraphTensor(NamedTuple):
+@dataclass(frozen=True)
+class GraphTensor:
     """An input or output of an ONNX graph; dynamic dimensions are -1."""
 
     name: str
@@ -122,7 +124,7 @@ def declare_tensor(direction: str, tensor: GraphTensor, is_batching: bool) -> di
 
 
 def check_features(config: ModelConfig) -> None:
-    """Raises `TritonModelException` for a feature of Triton that only its C++ backend has."""
+    """Refuse features that only Triton's C++ backend has. Raises `TritonModelException`."""
     ragged = any(tensor.get("allow_ragged_batch") for tensor in config["input"])
     unsupported = {
         "ragged batches (allow_ragged_batch, batch_input, batch_output)": ragged

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,10 +44,9 @@ from .onnx_session import (
 Array = npt.NDArray[Any]
 
 
-class Work(NamedTuple):
-    """The position of a request in the call, and its tensors."""
-
-    place: int
+@dataclass(frozen=True)
+class Work:
+    place: int  # the position of the request in the call
     tensors: dict[str, Array]
 
 

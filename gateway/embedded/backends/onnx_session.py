@@ -119,7 +119,6 @@ def choose_providers(config: ModelConfig, kind: str, device: int) -> list[Any]:
 
 
 def list_providers(config: ModelConfig, kind: str, device: int) -> dict[str, dict[str, str]]:
-    """Return the execution providers that the config requests for an instance, with their options."""
     accelerators = config.get("optimization", {}).get("execution_accelerators", {})
     on_gpu = accelerators.get("gpu_execution_accelerator", []) if kind == "GPU" else []
     on_cpu = accelerators.get("cpu_execution_accelerator", [])
