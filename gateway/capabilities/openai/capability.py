@@ -20,7 +20,6 @@ class OpenAISettings(CapabilitySettings):
 
 
 def attach_openai(settings: Settings) -> Attachment:
-    """Raises `BadAddress`."""
     from gateway.capabilities.openai.routes import (
         ERROR_SERIALIZERS,
         OPENAI_ERROR_SCHEMA,

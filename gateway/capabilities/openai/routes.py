@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import orjson
 from fastapi import APIRouter, Request, Response
@@ -244,7 +245,8 @@ route_completion = partial(
 
 
 class NoOpenAIServer(GatewayError):
-    status, code = 501, "NO_OPENAI_SERVER"
+    status = 501
+    code = "NO_OPENAI_SERVER"
     message = (
         "this gateway knows no server for completions; set GATEWAY_OPENAI_URLS to the addresses of vLLM or "
         "Triton's OpenAI frontend"
@@ -260,8 +262,11 @@ class NoOpenAIServer(GatewayError):
 )
 async def create_embeddings(request: Request, services: ServicesForInference) -> Response:
     """Return a vector for each text, from any model with a text input and a floating-point output."""
-    wanted, deadline = await receive_json(request, services, parse_embeddings_request)
-    opened = await pipeline.open_request(request, services, wanted.model, deadline=deadline)
+    received = await receive_json(request, services, parse_embeddings_request)
+    wanted = received.document
+    opened = await pipeline.open_request(
+        request, services, wanted.model, deadline=received.deadline
+    )
     check_dimensions(opened.signature, wanted.dimensions)
     limits = services.payload_limits
     payloads = build_embedding_payloads(opened.signature, wanted.texts, limits)
@@ -285,11 +290,13 @@ async def create_completion(request: Request, services: ServicesForInference) ->
     servers = services.find(OpenAIServers)
     if servers is None:
         raise NoOpenAIServer
-    (model, body), deadline = await receive_json(request, services, parse_completion_request)
+    received = await receive_json(request, services, parse_completion_request)
+    model = received.document.model
+    body = received.document.body
     services.resolver.check_served_name(request.scope, Right.infer, model)
     info: RequestInfo = request.scope["request_info"]
     slot = Slot(services.admission, model, info.caller_name)
-    timeout_s = await slot.acquire(deadline.remaining_s)
+    timeout_s = await slot.acquire(received.deadline.remaining_s)
     try:
         headers = build_completion_headers(request.scope["headers"], len(body))
         path = request.scope["path"].encode()
@@ -311,8 +318,11 @@ async def create_completion(request: Request, services: ServicesForInference) ->
 )
 async def rerank(request: Request, services: ServicesForInference) -> Response:
     """Return the documents with their scores, best first, from any model with two text inputs."""
-    wanted, deadline = await receive_json(request, services, parse_rerank_request)
-    opened = await pipeline.open_request(request, services, wanted.model, deadline=deadline)
+    received = await receive_json(request, services, parse_rerank_request)
+    wanted = received.document
+    opened = await pipeline.open_request(
+        request, services, wanted.model, deadline=received.deadline
+    )
     payloads = build_rerank_payloads(opened.signature, wanted, services.payload_limits)
     opened.charge.add(DEFAULT_CODEC.memory_factor * wanted.query_bytes + wanted.returned_bytes)
     with await pipeline.admit(opened) as slot:
@@ -322,10 +332,16 @@ async def rerank(request: Request, services: ServicesForInference) -> Response:
         return await pipeline.render_results(opened, results, render, wanted.returned_bytes)
 
 
+@dataclass(frozen=True)
+class ReceivedDocument(Generic[T]):
+    document: T
+    deadline: Deadline
+
+
 async def receive_json(
     request: Request, services: Services, parse: Callable[[bytes], T]
-) -> tuple[T, Deadline]:
-    """Return the parsed body, and the request's deadline.
+) -> ReceivedDocument[T]:
+    """Read and parse the body.
 
     Raises the errors of `parse`, `BodyTooLarge`, `MemoryBudgetExceeded` or `DeadlinePassed`.
     """
@@ -337,17 +353,16 @@ async def receive_json(
     read = body.read(limits.max_bytes, services.get_charge(info))
     data = await deadline.limit(read)
     if len(data) <= JSON_CODEC.max_inline_bytes:
-        return parse(data), deadline
+        return ReceivedDocument(parse(data), deadline)
     decoders = services.decode_executor
     if len(data) <= JSON_CODEC.max_thread_bytes:
         work = decoders.run_in_thread(0, partial(parse, data))
     else:
         work = decoders.run_in_process(0, timeout_s, parse_large_json, parse, data, limits)
-    return await deadline.limit(work), deadline
+    return ReceivedDocument(await deadline.limit(work), deadline)
 
 
 def build_completion_headers(headers: Headers, length: int) -> Headers:
-    """Return the headers for the server: the body's framing, and the client's trace context."""
     forwarded = [pair for pair in headers if pair[0] in FORWARDED_HEADERS]
     framing = [(b"content-length", b"%d" % length), (b"content-type", JSON.encode())]
     return [*framing, *forwarded]

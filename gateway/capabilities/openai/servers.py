@@ -48,7 +48,7 @@ class OpenAIServers:
         Raises `RequestNotSent` if none does, `BadUpstream` or `DeadlinePassed`.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s  # of all attempts together
+        deadline = loop.time() + timeout_s  # all attempts share it
         for client in sorted(self._clients, key=attrgetter("outstanding")):
             remaining_s = deadline - loop.time()
             try:

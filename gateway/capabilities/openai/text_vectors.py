@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 import orjson
@@ -36,7 +37,8 @@ DIMENSIONS_PARAMETER: Final = "gateway.embedding_dimensions"
 NO_USAGE: Final = b'{"prompt_tokens":0,"total_tokens":0}'
 
 
-class EmbeddingsRequest(NamedTuple):
+@dataclass(frozen=True)
+class EmbeddingsRequest:
     """The body of `POST /v1/embeddings`."""
 
     model: str
@@ -45,7 +47,8 @@ class EmbeddingsRequest(NamedTuple):
     dimensions: int | None
 
 
-class RerankRequest(NamedTuple):
+@dataclass(frozen=True)
+class RerankRequest:
     """The body of `POST /v1/rerank`."""
 
     model: str
@@ -53,15 +56,21 @@ class RerankRequest(NamedTuple):
     documents: list[str]
     top_n: int
     returns_documents: bool
-    query_bytes: int  # of the query, repeated for each document
-    returned_bytes: int  # of the documents in the response
+    query_bytes: int  # size of the query times the number of documents
+    returned_bytes: int  # size of the documents in the response
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    model: str
+    body: bytes
 
 
 # Requests.
 
 
 def parse_embeddings_request(body: bytes) -> EmbeddingsRequest:
-    """Raises `MalformedRequest` or `TooLarge`. Unknown keys are ignored, as clients send their own."""
+    """Ignore unknown keys, as clients send their own. Raises `MalformedRequest` or `TooLarge`."""
     document = parse_object(body)
     dimensions = document.get("dimensions")
     if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
@@ -77,33 +86,43 @@ def parse_embeddings_request(body: bytes) -> EmbeddingsRequest:
             "(langchain-openai: check_embedding_ctx_length=False)"
         )
     return EmbeddingsRequest(
-        read_model_name(document), check_texts(texts, "input"), encoding_format, dimensions
+        model=parse_model_name(document),
+        texts=validate_texts(texts, "input"),
+        encoding_format=encoding_format,
+        dimensions=dimensions,
     )
 
 
 def parse_rerank_request(body: bytes) -> RerankRequest:
-    """Raises `MalformedRequest` or `TooLarge`. A document is a string or an object with `text`."""
+    """Accept documents as strings or objects with `text`. Raises `MalformedRequest` or `TooLarge`."""
     document = parse_object(body)
     items = document.get("documents")
     if isinstance(items, list):
         items = [item.get("text") if isinstance(item, dict) else item for item in items]
-    documents = check_texts(items, "documents")
+    documents = validate_texts(items, "documents")
     top_n = document.get("top_n")
     if top_n is None:
         top_n = len(documents)
     if type(top_n) is not int or top_n < 1:
         raise MalformedRequest('"top_n" must be a positive integer')
-    model, query = read_model_name(document), read_string(document, "query")
+    model = parse_model_name(document)
+    query = parse_string(document, "query")
     returns_documents = document.get("return_documents") is True
     query_bytes = count_text_bytes([query]) * len(documents)
     returned_bytes = count_text_bytes(documents) if returns_documents else 0
     return RerankRequest(
-        model, query, documents, top_n, returns_documents, query_bytes, returned_bytes
+        model=model,
+        query=query,
+        documents=documents,
+        top_n=top_n,
+        returns_documents=returns_documents,
+        query_bytes=query_bytes,
+        returned_bytes=returned_bytes,
     )
 
 
-def parse_completion_request(body: bytes) -> tuple[str, bytes]:
-    """Return the model, and the body for the server, which names no other one. Raises `MalformedRequest`.
+def parse_completion_request(body: bytes) -> CompletionRequest:
+    """Return a request whose body names no other model. Raises `MalformedRequest`.
 
     The body is encoded again, because a server may use another one of several keys `model`, for which the
     caller has no right. Some servers ignore the case of keys.
@@ -113,7 +132,7 @@ def parse_completion_request(body: bytes) -> tuple[str, bytes]:
         if key != MODEL_KEY and key.lower() == MODEL_KEY:
             raise MalformedRequest(f'unknown key {quote_text(key)}; write "model" in lower case')
     try:
-        return read_model_name(document), orjson.dumps(document)
+        return CompletionRequest(parse_model_name(document), orjson.dumps(document))
     except orjson.JSONEncodeError:  # it can read more levels than it can write
         raise MalformedRequest("the body has too many levels of nested values") from None
 
@@ -125,15 +144,15 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return document
 
 
-def read_string(document: dict[str, Any], key: str) -> str:
+def parse_string(document: dict[str, Any], key: str) -> str:
     value = document.get(key)
     if not isinstance(value, str) or not value:
         raise MalformedRequest(f'"{key}" must be a non-empty string')
     return value
 
 
-def read_model_name(document: dict[str, Any]) -> str:
-    name = read_string(document, "model")
+def parse_model_name(document: dict[str, Any]) -> str:
+    name = parse_string(document, "model")
     if len(name) > MAX_MODEL_NAME_CHARS:
         raise MalformedRequest(f'"model" can have at most {MAX_MODEL_NAME_CHARS} characters')
     return name
@@ -143,7 +162,7 @@ def count_text_bytes(texts: Iterable[str]) -> int:
     return sum(len(text.encode(errors="surrogatepass")) for text in texts)
 
 
-def check_texts(texts: Any, key: str) -> list[str]:
+def validate_texts(texts: Any, key: str) -> list[str]:
     if isinstance(texts, list) and len(texts) > MAX_TEXTS:
         raise TooLarge(f'"{key}" can have at most {MAX_TEXTS} texts; got {len(texts)}')
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
@@ -240,7 +259,7 @@ def has_hint(signature: Signature, hint: str, tensor: TensorSpec) -> bool:
 
 
 def check_dimensions(signature: Signature, dimensions: int | None) -> None:
-    """Raise `InputMismatch` if the model's config does not allow shorter vectors of this length."""
+    """Check that the model's config allows vectors of this length. Raises `InputMismatch`."""
     if dimensions is None:
         return
     size = find_float_output(signature, EMBEDDING_HINT).shape[-1:]
@@ -299,7 +318,6 @@ def encode_ranking(results: Sequence[InferResult], request: RerankRequest) -> En
 
 
 def list_rows(results: Sequence[InferResult], count: int) -> list[np.ndarray]:
-    """Return the output's values for each text as a vector of FP32 or FP64."""
     rows = [row for result in results for row in iterate_rows(result)]
     if len(rows) != count:
         raise ModelFault(f"the model returned {len(rows)} vectors for {count} texts")

@@ -56,7 +56,6 @@ def parse_predict_body(body: bytes, signature: Signature, limits: PayloadLimits)
 
 
 def build_batch_payload(instances: list[Any]) -> Payload:
-    """Return each input's values of all instances as a batch. Raises `InputMismatch`."""
     count = len(instances)
     if dict not in map(type, instances):
         parts = {"": [Part(instance, JSON) for instance in instances]}
@@ -111,7 +110,6 @@ def get_output_column(result: InferResult, name: str) -> list[Any]:
 
 
 def build_model_metadata(signature: Signature) -> dict[str, Any]:
-    """Return the document of `GET /v1/models/{model}/metadata`."""
     version = signature.version or next(iter(signature.versions[-1:]), "")
     definition = {
         "inputs": build_tensor_infos(signature, signature.inputs.values()),

@@ -118,7 +118,7 @@ async def predict(
     body = await pipeline.receive_bytes(opened)
     with await pipeline.admit(opened) as slot:
         inputs = await opened.converter.convert_json(body, parse_predict_body)
-        del body  # not kept while the model runs
+        del body  # its memory is free while the model runs
         results = await pipeline.run_inferences(opened, slot, pipeline.NO_PAYLOAD, inputs)
         return await pipeline.render_results(opened, results, partial(encode_results, results))
 

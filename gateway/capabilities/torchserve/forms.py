@@ -59,7 +59,8 @@ def encode_prediction(result: InferResult) -> EncodedBody:
         values = {name: output_value(result, name) for name in result.arrays}
         return EncodedBody(dump_json(values), JSON)
     (name,) = result.arrays
-    array, tensor = result.get_array(name), result.signature.outputs.get(name)
+    array = result.get_array(name)
+    tensor = result.signature.outputs.get(name)
     if array.dtype.kind == "O" and array.size == 1 and not result.has_classifications:
         content_type = tensor.content_type if tensor is not None else ""
         return encode_raw_result(result, content_type or UTF8_TEXT)

@@ -133,7 +133,7 @@ route_scaling = partial(router.put, responses=SCALING_RESPONSES)
 PING: Final = frozenset(("/ping",))
 PREDICTIONS: Final = "/predictions/"
 PATH_RULES: Final = PathRules(public=PING, probes=PING, output_prefixes=(PREDICTIONS,))
-DEFAULT_LABEL: Final = "default"  # in the audit log
+DEFAULT_LABEL: Final = "default"  # the name that the audit log has
 ERROR_TYPES: Final = {
     400: "BadRequestException",
     404: "ResourceNotFoundException",
@@ -156,7 +156,8 @@ CONFIG_FIELDS: Final = {
 
 
 class ScalingNotSupported(GatewayError):
-    status, code = 501, "SCALING_NOT_SUPPORTED"
+    status = 501
+    code = "SCALING_NOT_SUPPORTED"
 
     def __init__(self, model: str) -> None:
         super().__init__(
@@ -355,7 +356,7 @@ async def unregister_model(
 
 
 def check_only_version(indexes: dict[str, Index], model: str, version: str) -> None:
-    """Raise `UnknownModel` for a version that is not ready, `Conflict` if others are ready as well."""
+    """Check that only this version is ready. Raises `UnknownModel`, or `Conflict` for several versions."""
     ready = {number for index in indexes.values() for number in index.ready_versions(model)}
     if to_version_number(version) not in ready:
         raise UnknownModel(model, version)
