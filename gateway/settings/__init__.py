@@ -66,7 +66,8 @@ def read_settings(*kinds: type[CapabilitySettings], **overrides: Any) -> Setting
     except ValidationError as exc:
         error = exc.errors()[0]
         name = ENV_PREFIX + "_".join(map(str, error["loc"])).upper()
-        reason = error.get("ctx", {}).get("error", error["msg"])  # without pydantic's prefix
+        # The context has the message without pydantic's prefix.
+        reason = error.get("ctx", {}).get("error", error["msg"])
         if error["loc"][0] in find_secrets(Settings, *kinds):
             raise CommandError(f"{name} is invalid: {reason}") from None
         value = format_setting(error["input"])
@@ -91,12 +92,10 @@ def format_setting(value: Any) -> str:
 
 
 def list_setting_names(*kinds: type[BaseSettings]) -> list[str]:
-    """Return the names of the settings of the core, and of these capabilities."""
     return [*Settings.model_fields, *(name for kind in kinds for name in kind.model_fields)]
 
 
 def describe_unknown_settings(names: Iterable[str], *kinds: type[CapabilitySettings]) -> list[str]:
-    """Return a warning for each variable with the prefix that is not a setting."""
     known = [name.upper() for name in list_setting_names(*kinds)]
     warnings = []
     for name in sorted({name.upper() for name in names if name.upper().startswith(ENV_PREFIX)}):

@@ -138,7 +138,7 @@ def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path | Non
 
 @contextmanager
 def describe_os_errors(error: type[Exception], problem: str) -> Iterator[None]:
-    """Raise an `OSError` of the block as another one, with the reason in words instead of numbers."""
+    """Turn an `OSError` of the block into `error`, with the reason in words instead of numbers."""
     try:
         yield
     except OSError as exc:

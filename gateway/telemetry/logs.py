@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import lru_cache
 from queue import SimpleQueue
@@ -31,7 +30,7 @@ LogFields = Mapping[str, Any]
 OWN_RECORD_FIELDS = {"message", "asctime", "request_id", "color_message"}
 STANDARD_RECORD_FIELDS = vars(logging.makeLogRecord({})).keys() | OWN_RECORD_FIELDS
 
-MAX_QUEUED_BYTES: Final = 4 << 20  # of lines that wait to be written
+MAX_QUEUED_BYTES: Final = 4 << 20  # limit of the lines that wait to be written
 WRITE_BATCH_BYTES: Final = 64 << 10
 # Lines that follow the first one within this time are written together, because waking the thread for each
 # line would cost more than the line itself.
@@ -43,7 +42,6 @@ def format_dropped_notice(count: int) -> str:
     return f"{count} log lines were dropped here because standard error was not read in time"
 
 
-@dataclass(eq=False, repr=False)
 class LineWriter:
     """A bounded queue of lines, and the thread that writes them.
 
@@ -51,16 +49,20 @@ class LineWriter:
     methods may be called from any thread and from signal handlers.
     """
 
-    descriptor: int
-    max_bytes: int = MAX_QUEUED_BYTES
-    format_notice: Callable[[int], str] = format_dropped_notice
-    dropped_count: int = 0
-    _lines: deque[str] = field(default_factory=deque)
-    _queued_size: int = 0
-    _unreported_count: int = 0  # dropped since the last notice
-    _is_idle: bool = True
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        descriptor: int,
+        max_bytes: int = MAX_QUEUED_BYTES,
+        format_notice: Callable[[int], str] = format_dropped_notice,
+    ) -> None:
+        self.descriptor = descriptor
+        self.max_bytes = max_bytes
+        self.format_notice = format_notice
+        self.dropped_count = 0
+        self._unreported_count = 0  # lines dropped since the last notice
+        self._lines: deque[str] = deque()
+        self._queued_size = 0
+        self._is_idle = True
         self._wakeup: SimpleQueue[None] = SimpleQueue()
         self._lock = threading.RLock()  # reentrant: a signal handler may interrupt its holder
         threading.Thread(target=self._run, name="log-writer", daemon=True).start()
@@ -78,8 +80,9 @@ class LineWriter:
             if self._unreported_count:
                 self._append_notice()
             self._append(text)
-            wake, self._is_idle = self._is_idle, False
-        if wake:
+            was_idle = self._is_idle
+            self._is_idle = False
+        if was_idle:
             self._wakeup.put(None)
 
     def flush(self, timeout_s: float) -> bool:
@@ -152,12 +155,12 @@ def write_fully(descriptor: int, data: bytes) -> None:
 
 
 def add_request_id(record: logging.LogRecord) -> bool:
-    """Add the request id to a record, and the trace and span ids if the request is traced."""
     info = current_request_info.get()
     if not getattr(record, "request_id", ""):
         record.request_id = info.request_id if info is not None else ""
     if info is not None and info.trace is not None:
-        record.trace_id, record.span_id = info.trace.trace_id, info.trace.span_id
+        record.trace_id = info.trace.trace_id
+        record.span_id = info.trace.span_id
     return True  # log it
 
 
@@ -258,7 +261,6 @@ class QueuedLogHandler(logging.Handler):
             self.handleError(record)
 
     def write_line(self, message: str, fields: LogFields) -> None:
-        """Write a line of level INFO."""
         if line := self.line_formatter.format_line(time.time(), "info", message, fields):
             self.writer.enqueue(f"{line}\n")
 

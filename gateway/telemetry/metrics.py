@@ -43,7 +43,9 @@ REFUSAL_REASONS: Final = (
     "malformed_request", "request_too_slow", "url_too_long", "header_too_large",
     "too_many_connections", "answer_not_taken",
 )  # fmt: skip
-V2_ROUTE, V1_ROUTE = "/v2", "/v1"  # passed through, or processed by the gateway
+# Requests of /v2 are passed through; the gateway processes all others.
+V2_ROUTE = "/v2"
+V1_ROUTE = "/v1"
 REPLACED_WORKER_PREFIX: Final = "replaced-worker-"  # the name of a file for each
 
 

@@ -17,7 +17,7 @@ from gateway.memory import MemoryCharge
 from gateway.telemetry.tracing import Trace
 
 T = TypeVar("T")
-HEADER_FACTS: Final = "header_facts"  # in the ASGI scope of a request with a repeated header
+HEADER_FACTS: Final = "header_facts"  # key in the ASGI scope of a request with a repeated header
 MAX_RECORDED_PARAMETERS: Final = 16
 MAX_PARAMETER_CHARS: Final = 128
 
@@ -29,8 +29,8 @@ class ManagementCall:
     model: str = ""
     parameters: tuple[str, ...] = ()  # the names of the parameters in the body
     operation: str = ""  # continues after the response
-    version: str = ""  # of an upload or removal
-    sha256: str = ""  # of the uploaded file
+    version: str = ""  # the version that is uploaded or removed
+    sha256: str = ""  # checksum of the uploaded file
     label: str = ""  # a version label
 
     def record_parameters(self, names: Iterable[str]) -> None:
@@ -39,7 +39,7 @@ class ManagementCall:
         self.parameters = tuple(name[:MAX_PARAMETER_CHARS] for name in names)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class RequestInfo:
     """The facts about one request. Model and version are set only if they exist: they become label values."""
 
@@ -47,12 +47,12 @@ class RequestInfo:
     route: str = ""
     model: str = ""
     version: str = ""
-    replica: str = ""  # of the last attempt
+    replica: str = ""  # address of the replica of the last attempt
     attempts: int = 0
     timeout_s: float = 0.0  # the timeout of the request
     upstream_s: float = 0.0  # time spent waiting for Triton
-    bytes_in: int = 0  # of the request body
-    bytes_out: int = 0
+    bytes_in: int = 0  # length of the request body
+    bytes_out: int = 0  # length of the response body
     key: str = ""  # the name of the caller's key
     opens_window: bool = False  # it was the first request in the window of the key's rate
     caller_name: str = ""  # the name of the key, or without keys the client's network
@@ -81,7 +81,8 @@ current_request_info: ContextVar[RequestInfo | None] = ContextVar("request_info"
 @contextmanager
 def measure_upstream_time() -> Iterator[None]:
     """Count the upstream time of parallel requests once, not once per request."""
-    info, started_at = current_request_info.get(), perf_counter()
+    info = current_request_info.get()
+    started_at = perf_counter()
     before_s = info.upstream_s if info is not None else 0.0
     try:
         yield
