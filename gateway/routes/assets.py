@@ -31,8 +31,8 @@ class Asset:
 
 
 def load_assets(folder: Path) -> dict[str, Asset]:
-    """Read the files; HTML may contain the version of the gateway as VERSION_PLACEHOLDER."""
-    assets: dict[str, Asset] = {}  # by path, relative to the folder
+    """Return the assets by their path in the folder; HTML may contain VERSION_PLACEHOLDER."""
+    assets: dict[str, Asset] = {}
     for path in folder.rglob("*"):
         if content_type := ASSET_CONTENT_TYPES.get(path.suffix):
             body = path.read_bytes()

@@ -53,7 +53,7 @@ def require_right(
 
 
 def check_query(request: Request) -> None:
-    """Raise `MalformedRequest` for a query parameter that the route does not have."""
+    """Accept only query parameters that the route has. Raises `MalformedRequest`."""
     known = [parameter.alias for parameter in request.scope["route"].dependant.query_params]
     for name in request.query_params:
         if name not in known:

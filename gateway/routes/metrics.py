@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 router = APIRouter(tags=["metrics"])
 
 MAX_SCRAPE_TIMEOUT_S: Final = 2.0
-SCRAPE_MARGIN_S: Final = 0.25  # for merging the pages and sending the response
+SCRAPE_MARGIN_S: Final = 0.25  # left for merging the pages and sending the response
 MAX_PAGE_BYTES: Final = 16 << 20
 SCRAPE_HEADERS: Final = [(b"accept", b"text/plain;version=0.0.4")]
 OPEN_METRICS_TYPES: Final = ("application/openmetrics-text",)
@@ -113,7 +113,6 @@ async def iterate_in_thread(
 
 
 async def scrape_fleet(services: Services, timeout_s: float) -> Families:
-    """Return the metrics of the gateway and of all replicas."""
     is_enabled = services.settings.metrics_replicas
     replicas = sorted(services.pool.replicas.values(), key=attrgetter("name")) if is_enabled else []
     scrapes = await asyncio.gather(

@@ -46,9 +46,9 @@ class InferenceCall(NamedTuple):
 class RequestHead(NamedTuple):
     """Facts in the request line and the headers, which repeated requests share."""
 
-    request_id: str  # "" for a new one
+    request_id: str  # "" if the client sent none
     route_group: str
-    inference: InferenceCall | None  # if it needs nothing of the framework, as nearly all do
+    inference: InferenceCall | None  # None if the request needs the framework
 
 
 def parse_head(inference_routes: Sequence[APIRoute], scope: Scope) -> RequestHead:
@@ -253,7 +253,6 @@ def log_request(scope: Scope, info: RequestInfo, status: int, duration_s: float)
 
 
 def end_trace(trace: Trace, scope: Scope, info: RequestInfo, status: int) -> None:
-    """End the span with the attributes of OpenTelemetry's semantic conventions for HTTP."""
     host, port = scope.get("server") or ("", "")
     trace.end(
         f"{scope['method']} {info.route}".rstrip(),

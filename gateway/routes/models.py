@@ -167,13 +167,15 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
 
     Details of replicas require the right to see the fleet.
     """
-    repository, caller = services.repository, get_caller(request)
+    repository = services.repository
+    caller = get_caller(request)
     problems = (
         await repository.reconciler.collect_problems()
         if Right.fleet in caller.rights
         else ModelProblems()
     )
-    declared, desired = repository.state.declared_models, repository.state.desired_models
+    declared = repository.state.declared_models
+    desired = repository.state.desired_models
     indexes = services.pool.list_usable_indexes()
     expected_names = {*declared, *desired}
     models = group_model_versions(merge_indexes(indexes), expected_names, caller)
@@ -240,7 +242,8 @@ async def describe_model(
     """
     signature = await get_signature(request, services, model, version)
     info: RequestInfo = request.scope["request_info"]
-    info.model, info.version = signature.model, signature.version
+    info.model = signature.model
+    info.version = signature.version
     base_url = str(request.base_url).rstrip("/")
     description = {
         **build_model_description(

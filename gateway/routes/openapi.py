@@ -134,7 +134,8 @@ def build_error_responses(
     schema: Schema = ERROR_REFERENCE,
     descriptions: dict[int, str] | None = None,
 ) -> OpenApiResponses:
-    texts, content = ERROR_DESCRIPTIONS | (descriptions or {}), build_json_content(schema)
+    texts = ERROR_DESCRIPTIONS | (descriptions or {})
+    content = build_json_content(schema)
     return {
         status: build_response(texts[status], content, EXTRA_ERROR_HEADERS.get(status))
         for status in sorted({*COMMON_ERROR_STATUSES, *statuses})

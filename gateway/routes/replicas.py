@@ -76,7 +76,8 @@ route_change = partial(router.post, tags=["management"])
 )
 async def list_replicas(request: Request, services: ServicesForFleet) -> dict[str, Any]:
     """Return the replicas with their state, load and models."""
-    pool, caller = services.pool, get_caller(request)
+    pool = services.pool
+    caller = get_caller(request)
     replicas = pool.replicas.values()
     return {"replicas": [build_replica_description(pool, each, caller) for each in replicas]}
 

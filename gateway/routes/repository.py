@@ -162,7 +162,7 @@ route_change = partial(
     router.post, responses=MANAGEMENT_RESPONSES, openapi_extra=MANAGEMENT_OPENAPI
 )
 MAX_MANAGEMENT_BODY_BYTES: Final = 64 << 10
-MAX_LOAD_BODY_BYTES: Final = 1 << 20  # without files
+MAX_LOAD_BODY_BYTES: Final = 1 << 20  # the parameters; files have another limit
 
 
 @router.post(

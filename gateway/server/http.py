@@ -39,7 +39,7 @@ TLS_HANDSHAKE_TIMEOUT_S: Final = 10.0
 # Without this limit the kernel buffers megabytes of a response for a client that reads nothing, which costs
 # memory and hides how slowly the client reads.
 MAX_UNSENT_BYTES: Final = 256 * 1024
-RESERVED_DESCRIPTORS: Final = 64  # for files and sockets other than connections
+RESERVED_DESCRIPTORS: Final = 64  # left for files, and sockets other than connections
 
 
 class Loop(uvloop.Loop):
@@ -72,7 +72,7 @@ class ServerCertificate:
         self._file: WatchedFile[ssl.SSLContext] | None = None
 
     def create_context(self, *_: Any) -> ssl.SSLContext:
-        """Raises `BadCertificate`."""
+        """Return the context for new connections. Raises `BadCertificate`."""
         companions = () if self._key_file is None else (self._key_file,)
         file = WatchedFile(self._cert_file, self._load, *companions, label="certificate")
         self._file = file

@@ -36,7 +36,6 @@ class Welcome:
         self._services = services
 
     def start(self) -> None:
-        """Start a task that prints the lines. Requires a running event loop."""
         if self._services is not None:
             self._task = asyncio.create_task(self._print(self._services))
 
