@@ -92,7 +92,9 @@ class UpstreamConnection(asyncio.Protocol):
         if self._state == STATE_IDLE:
             self.abort()  # unsolicited data must not become the response to a later request
             return
-        size, known, body_bytes = len(data), self._known_response, self._body_bytes
+        size = len(data)
+        known = self._known_response
+        body_bytes = self._body_bytes
         is_first = self._state == STATE_HEAD and not self._head_bytes
         if is_first and known is not None and size == known.size and data.startswith(known.header):
             self._repeat_response(known, data)
@@ -291,7 +293,6 @@ class UpstreamConnection(asyncio.Protocol):
         return self._state == STATE_DONE
 
     def end_request(self) -> bool:
-        """End the exchange; return True if the connection can be reused, else abort it."""
         reusable = (
             self._state == STATE_DONE
             and self._is_request_sent

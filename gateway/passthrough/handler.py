@@ -91,7 +91,8 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
         response = await forward_request(services, scope, receive, route, action, target, slot)
         try:
             start = build_start_message(response, scope)
-            info.model, info.version = target.model, target.served_version
+            info.model = target.model
+            info.version = target.served_version
             if (choice := target.choice) is not None:
                 start["headers"].append((VERSION_HEADER, info.version.encode()))
                 send = choice.watch_response(send, info.request_id)
@@ -135,8 +136,8 @@ def find_status(error: GatewayError) -> int:
 
 
 def resolve_target(services: Services, scope: Scope, route: MatchedRoute) -> ModelTarget:
-    """Check the caller's rights, and return the model and the version that the request means."""
-    rule, model = route.rule, route.model
+    rule = route.rule
+    model = route.model
     if rule.for_all_models:
         authorize_all_models(scope, rule.right)
         return ModelTarget(model)
@@ -171,7 +172,8 @@ async def forward_request(
     slot: Slot,
 ) -> UpstreamResponse:
     """Return Triton's successful response. For an inference, the caller must release the slot."""
-    rule, model = route.rule, route.model
+    rule = route.rule
+    model = route.model
     info: RequestInfo = scope["request_info"]
     has_tensors = action.json_rules.has_tensors
     prepare_headers = prepare_infer_headers if has_tensors else prepare_request_headers
@@ -225,7 +227,8 @@ async def prepare_body(
     version: str,
 ) -> tuple[Headers, PassthroughBody, SequenceStep | None]:
     """Return the headers for Triton with the framing of the body, the body, and its sequence step."""
-    length, forwarded = headers.content_length, headers.forwarded.copy()
+    length = headers.content_length
+    forwarded = headers.forwarded.copy()
     limit = services.settings.max_body_bytes
     if length is not None and length > limit:
         raise BodyTooLarge(limit)
@@ -235,15 +238,18 @@ async def prepare_body(
     first: bytes = message.get("body", b"")
     body = build_passthrough_body(message, receive, forwarded, length, limit, scope["request_info"])
     if headers.content_encoding:
-        first, length = b"", None
+        first = b""
+        length = None
         charge = services.get_charge(scope["request_info"])
         body = await inflate_body(body, headers.content_encoding, limit, forwarded, charge)
     if isinstance(body, bytes):
-        first, length = body, len(body)
+        first = body
+        length = len(body)
     else:
         body = coalesce_chunks(body, MIN_CHUNK_BYTES)
         length = limit if length is None else length
-    json_bytes, step = headers.json_bytes, headers.step
+    json_bytes = headers.json_bytes
+    step = headers.step
     if json_bytes is not None and json_bytes > length:
         raise header_length_error(str(json_bytes), f"the body has at most {length} bytes")
     refuses_sequence = False

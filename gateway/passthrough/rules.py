@@ -127,7 +127,8 @@ class MatchedRoute:
     def with_version(self, version: str) -> MatchedRoute:
         if version == self.version:
             return self
-        start, end = self.version_start, self.version_start + len(self.version)
+        start = self.version_start
+        end = self.version_start + len(self.version)
         added = version if self.version else f"/versions/{version}"
         path = b"%b%b%b" % (self.path[:start], added.encode(), self.path[end:])
         return replace(
@@ -146,7 +147,6 @@ def is_passthrough(raw_path: bytes) -> bool:
 
 
 def find_route(scope: Scope) -> MatchedRoute:
-    """Raises as `match_route`."""
     path = scope["raw_path"].decode("latin-1")
     match = match_route_cached if len(path) <= MAX_CACHED_PATH_LENGTH else match_route
     return match(path, scope["method"])
@@ -166,7 +166,8 @@ def match_route(path: str, method: str) -> MatchedRoute:
 
 def build_route(rule: RouteRule, action: Action, match: re.Match[str]) -> MatchedRoute:
     names = match.groupdict("")
-    model, version = names.get("model", ""), names.get("version", "")
+    model = names.get("model", "")
+    version = names.get("version", "")
     if version.isascii() and version.isdigit():
         parse_triton_version(version)
     version_start = match.start("version") if version else match.end("model") if model else -1

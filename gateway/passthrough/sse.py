@@ -58,7 +58,8 @@ class EventStreamScrubber:
                 break
             start = end + len(EVENT_END)
             self._state = EventState.passed
-        self._tail, self._held = text[max(start - len(EVENT_END), 0) : start], text[start:]
+        self._tail = text[max(start - len(EVENT_END), 0) : start]
+        self._held = text[start:]
         return b"".join(passed)
 
     def _find_next_error(self, text: bytes, start: int) -> int:

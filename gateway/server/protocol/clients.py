@@ -70,7 +70,8 @@ class ClientRegistry:
         self._rejected_count += 1
         if now - self._logged_at >= REJECTION_LOG_INTERVAL_S:
             log.warning("too many connections: %d rejected", self._rejected_count, extra=log_fields)
-            self._rejected_count, self._logged_at = 0, now
+            self._rejected_count = 0
+            self._logged_at = now
 
     def enqueue_refused(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
         """Return a future that is done when a client whose last request was refused may start the next."""
@@ -133,5 +134,4 @@ class ClientAccount:
 
 
 def parse_socket_name(name: Any) -> SocketName | None:
-    """Return host and port; None for a Unix socket."""
     return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None

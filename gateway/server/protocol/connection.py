@@ -86,7 +86,6 @@ class HttpProtocol(asyncio.Protocol):
         self._schedule_check(self._deadlines.idle_end)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the work for the client."""
         self._connections.discard(self)
         self._account.close()
         if self._timer is not None:
@@ -223,7 +222,8 @@ class HttpProtocol(asyncio.Protocol):
             self._close()
             return
         self._is_refused = True
-        now, request_id = self.loop.time(), create_request_id()
+        now = self.loop.time()
+        request_id = create_request_id()
         self.transport.write(encode_error_response(error, request_id))
         self._account.record_refusal(error, request_id, now)
         if self._current_cycle is not None:
@@ -293,7 +293,8 @@ class HttpProtocol(asyncio.Protocol):
     # Deadlines: each connection has one timer, which runs all checks.
 
     def _watch_request(self, size: int) -> None:
-        now, cycle = self.loop.time(), self._receiving_cycle
+        now = self.loop.time()
+        cycle = self._receiving_cycle
         if cycle is None:
             self._schedule_check(self._deadlines.receive_header(now))
             return
@@ -356,7 +357,6 @@ class HttpProtocol(asyncio.Protocol):
 
 
 def build_common_scope(transport: asyncio.BaseTransport) -> Scope:
-    """Return the part of the ASGI scope that all requests of a connection share."""
     tls = transport.get_extra_info("sslcontext") is not None
     return {
         "server": parse_socket_name(transport.get_extra_info("sockname")),

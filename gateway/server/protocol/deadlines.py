@@ -74,9 +74,11 @@ class Deadlines:
         """Record data of a request whose body is incomplete; return its deadline."""
         if self._body_end == inf:
             self.is_receiving = True
-            self._opened_at, self._header_end = None, inf
+            self._opened_at = None
+            self._header_end = inf
             self._body_end = now + self._limits.body_stall_s
-            self._body_checked_at, self._body_bytes = now, 0
+            self._body_checked_at = now
+            self._body_bytes = 0
             self.was_paused = self.was_paused or is_paused
         else:
             self._body_bytes += size
@@ -143,7 +145,8 @@ class Deadlines:
         elif not is_closing:
             self._defer_request(now, is_paused=is_paused)
             ends[Due.HALF_CLOSED] = self._next_half_closed_check_at
-            ends[Due.BODY], ends[Due.HEADER] = self._body_end, self._header_end
+            ends[Due.BODY] = self._body_end
+            ends[Due.HEADER] = self._header_end
             if is_idle and self._header_end == inf:
                 ends[Due.IDLE] = self.idle_end
         due = min(ends, key=ends.__getitem__)
@@ -160,7 +163,8 @@ class Deadlines:
             else:
                 moved_s = self._body_bytes / self._limits.min_bytes_per_s
                 self._body_end = min(self._body_end + moved_s, now + self._limits.body_stall_s)
-            self._body_checked_at, self._body_bytes = now, 0
+            self._body_checked_at = now
+            self._body_bytes = 0
 
     def _defer_response(self, now: float, unwritten_bytes: int) -> None:
         if self._response_end < inf:

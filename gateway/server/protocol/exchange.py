@@ -202,7 +202,8 @@ class RequestCycle:
             if name == b"content-length":
                 self._remaining_bytes = int(value)
             elif name == b"connection" and b"close" in value.lower():
-                says_close, self.keep_alive = True, False
+                says_close = True
+                self.keep_alive = False
             lines += (name, b": ", value, b"\r\n")
             count += 1
         added = self._choose_framing(status, says_close=says_close)

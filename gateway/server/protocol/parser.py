@@ -6,7 +6,8 @@ httptools has no limits and accepts ambiguous request lengths, so both are check
 from __future__ import annotations
 
 import re
-from typing import Any, Final, NamedTuple, Protocol
+from enum import Enum, auto
+from typing import Any, Final, Protocol
 from urllib.parse import unquote
 
 import httptools
@@ -30,13 +31,14 @@ REQUEST_HEADER_END: Final = b"\r\n\r\n"
 # Fields that change how a request is read; each may occur once. httptools checks Content-Length strictly.
 CRITICAL_HEADERS: Final = frozenset((b"host", b"transfer-encoding", b"expect"))
 FRAMING_FIELDS: Final = frozenset((b"content-length", b"transfer-encoding"))
-PERSISTENT_VERSIONS: Final = ("1.1", "1.0")  # 1.0 if the client asks for it
+PERSISTENT_VERSIONS: Final = ("1.1", "1.0")  # clients ask for it in HTTP/1.0
 VALID_HOST: Final = re.compile(
     rb"(?:[\w.~!$&'()*+,;=%-]*|\[[\da-fA-Fv.:]+\])(?::\d*)?[ \t]*", re.ASCII
 )
 SMALL_READ_BYTES: Final = 2048  # smaller reads are parsed at once, even if they are pipelined
-MIN_FEED_BYTES: Final = 64
-MAX_KNOWN_HEADER_BYTES: Final = 2048  # of each connection
+MIN_PIECE_BYTES: Final = 64
+# Limit of what a connection keeps to recognize a repeated header.
+MAX_KNOWN_HEADER_BYTES: Final = 2048
 
 
 class BodyReceiver(Protocol):
@@ -52,21 +54,140 @@ class RequestReceiver(Protocol):
     def end_request(self) -> None: ...
 
 
-class KnownRequest(NamedTuple):
-    """A request after which the connection persists, and what was delivered for its header."""
+class Phase(Enum):
+    """The part of a request that the parsed data ends with."""
 
-    header: bytes
-    size: int  # with the body
-    scope: dict[str, Any]
-    expects_continue: bool
+    REQUEST_END = auto()  # also before the first data
+    EMPTY_LINES = auto()  # after a request, which is over
+    HEADER = auto()
+    BODY = auto()
 
 
-class RequestParser:
-    """Splits the data of a connection into requests, and delivers their ASGI scopes and bodies.
+class IncomingBody:
+    """The body that is being received."""
+
+    __slots__ = ("_content_length", "_headers", "_receiver", "received_bytes")
+
+    def __init__(self, receiver: BodyReceiver, headers: HeaderPairs) -> None:
+        self._receiver = receiver
+        self._headers = headers
+        self._content_length: int | None = None
+        self.received_bytes = 0
+
+    def feed(self, data: bytes) -> None:
+        self.received_bytes += len(data)
+        self._receiver.feed_body(data)
+
+    @property
+    def content_length(self) -> int:
+        """The length that the header declares; 0 if the body comes in chunks."""
+        # Only a body that comes in several reads needs it.
+        if self._content_length is None:
+            self._content_length = parse_content_length(self._headers)
+        return self._content_length
+
+    @property
+    def remaining_bytes(self) -> int:
+        return max(self.content_length - self.received_bytes, 0)
+
+
+class RepeatedHead:
+    """The header of the last request, if its read contained nothing else.
 
     Many clients send the same header again and again. A request with the header of the last one, byte for
     byte, is delivered without being parsed, which costs a tenth of what the gateway does for a request.
     """
+
+    def __init__(self, receiver: RequestReceiver) -> None:
+        self._receiver = receiver
+        self.is_known = False
+        self._header = b""
+        self._request_bytes = 0  # the header and the body
+        self._scope: dict[str, Any] = {}
+        self._keep_alive = False
+        self._expects_continue = False
+
+    def deliver(self, data: bytes) -> bool:
+        """Deliver a read that has the known header and a body of the same size; return whether it has."""
+        if len(data) != self._request_bytes or not data.startswith(self._header):
+            return False
+        receiver = self._receiver
+        body_receiver = receiver.begin_request(self._scope.copy(), True, self._expects_continue)
+        if len(self._header) < self._request_bytes:
+            body_receiver.feed_body(data[len(self._header) :])
+        receiver.end_request()
+        return True
+
+    def record(self, scope: dict[str, Any], keep_alive: bool, expects_continue: bool) -> None:
+        """Keep what is delivered for a header, of which the receiver changes its own copy."""
+        self._scope = scope.copy()
+        self._keep_alive = keep_alive
+        self._expects_continue = expects_continue
+
+    def learn(self, data: bytes, body_bytes: int) -> None:
+        """Recognize the recorded header from now on, if the data is its request and nothing else."""
+        header_bytes = data.find(REQUEST_HEADER_END) + len(REQUEST_HEADER_END)
+        is_whole_request = header_bytes + body_bytes == len(data)
+        if is_whole_request and self._keep_alive and header_bytes <= MAX_KNOWN_HEADER_BYTES:
+            self.is_known = True
+            self._header = data[:header_bytes]
+            self._request_bytes = len(data)
+            self._scope[HEADER_FACTS] = {}
+
+    def forget(self) -> None:
+        self.is_known = False
+
+
+class SizeGuard:
+    """Counts what httptools does not limit, and raises `HeaderTooLarge` or `UrlTooLong`."""
+
+    def __init__(self, limits: ProtocolLimits) -> None:
+        self._limits = limits
+        self._header_bytes = 0  # in earlier pieces than the one that is parsed
+        self._framing_bytes = 0  # chunk extensions and trailers since the last body data
+
+    def end_header(self, piece_bytes: int, method: bytes, url: bytes, headers: HeaderPairs) -> None:
+        limits = self._limits
+        if (
+            self._header_bytes + piece_bytes > limits.max_header_bytes
+            or len(headers) > limits.max_header_fields
+        ):
+            self.check_fields(headers, len(method) + len(url) + len("  HTTP/1.1\r\n"))
+        if len(url) > limits.max_url_bytes:
+            raise UrlTooLong(limits.max_url_bytes)
+        self._header_bytes = 0
+        self._framing_bytes = 0
+
+    def end_piece_in_header(self, piece_bytes: int, url: bytes) -> None:
+        limits = self._limits
+        self._header_bytes += piece_bytes
+        if len(url) > limits.max_url_bytes:
+            raise UrlTooLong(limits.max_url_bytes)
+        # A small read that was parsed at once may contain the end of another request.
+        if self._header_bytes > limits.max_header_bytes + SMALL_READ_BYTES:
+            raise self._too_large()
+
+    def end_read_in_body(self, read_bytes: int, body_bytes: int) -> None:
+        self._framing_bytes = 0 if body_bytes else self._framing_bytes + read_bytes
+        if self._framing_bytes > self._limits.max_header_bytes:
+            raise self._too_large()
+
+    def check_fields(self, headers: HeaderPairs, first_line_bytes: int = 0) -> None:
+        self.check_field_count(headers)
+        size = first_line_bytes + sum(len(name) + len(value) + 4 for name, value in headers)
+        if size > self._limits.max_header_bytes:
+            raise self._too_large()
+
+    def check_field_count(self, headers: HeaderPairs) -> None:
+        if len(headers) > self._limits.max_header_fields:
+            raise self._too_large()
+
+    def _too_large(self) -> HeaderTooLarge:
+        return HeaderTooLarge(self._limits.max_header_bytes, self._limits.max_header_fields)
+
+
+class RequestParser:
+    """Splits the data of a connection into requests, and delivers their ASGI scopes and bodies."""
 
     def __init__(
         self, receiver: RequestReceiver, limits: ProtocolLimits, common_scope: Scope
@@ -78,39 +199,34 @@ class RequestParser:
         self._limits = limits
         self._scope = {**SCOPE, **common_scope}
         self._parser = httptools.HttpRequestParser(self)
-        self._url = b""
-        self._headers: HeaderPairs = []
-        self._critical_headers: HeaderPairs = []
+        self._sizes = SizeGuard(limits)
+        self._repeated = RepeatedHead(receiver)
+        self._phase = Phase.REQUEST_END
+        self._body: IncomingBody | None = None  # None unless a body is being received
+        self._body_bytes = 0  # received of the last body, when it was complete
+        self._piece_bytes = 0  # size of the data that httptools is parsing
+        self._start_header()
         # The critical headers of the last request if they were only a valid Host.
         self._usual_critical_headers: HeaderPairs = [(b"", b"")]
         # The framing headers of a request with an Upgrade, after which httptools stops.
         self._declined_upgrade: bytes | None = None
         self._ignores_next_header = False  # a restarted parser gets the framing headers again
-        self._is_between_requests = True
-        self._known_request: KnownRequest | None = None  # the last read, if it was just this
-        # What was delivered for the last header of this read.
-        self._delivered: tuple[dict[str, Any], bool, bool] | None = None
-        self._was_at_request_end = True  # the last read ended with a request, or there was none
-        self._fed_bytes = SMALL_READ_BYTES  # the maximum size of the data that httptools is given
-        self._header_bytes = 0  # of an incomplete header, without those
-        self._request_headers: HeaderPairs = []
-        self._body_receiver: BodyReceiver | None = None  # while a body is received
-        self._body_bytes = 0
-        self._seen_body_bytes = -1  # at the end of the last read, if a body comes in several
-        self.content_length = 0  # of such a body; 0 if it comes in chunks
-        self._remaining_body_bytes = 0
-        self._framing_bytes = 0  # chunk framing since the last body data
+
+    @property
+    def content_length(self) -> int:
+        """The length of the body that is being received; 0 if it comes in chunks, or there is none."""
+        return 0 if self._body is None else self._body.content_length
 
     def close(self) -> None:
         """Ignore all further data."""
         self.is_closed = True
         self.unparsed = b""
-        self._known_request = None
+        self._repeated.forget()
 
     def release(self) -> None:
         """Close, and break the reference cycles."""
         self.close()
-        del self._parser, self._receiver, self._body_receiver
+        del self._parser, self._receiver, self._repeated, self._body
 
     def feed(self, data: bytes) -> bool:
         """Deliver the events of the data; return whether it ends within a request.
@@ -119,66 +235,76 @@ class RequestParser:
         """
         if self.is_closed:
             return False
-        size, known = len(data), self._known_request
-        if (
-            known is not None
-            and size == known.size
-            and data.startswith(known.header)
-            and not self.pending
-        ):
-            self._repeat_request(known, data)
+        if self._repeated.is_known:
+            if not self.pending and self._repeated.deliver(data):
+                return False
+            self._repeated.forget()
+        begins_request = self._phase is Phase.REQUEST_END and not self.unparsed
+        self._parse(data)
+        if self.is_closed:
             return False
-        begins_request = self._was_at_request_end
-        self._was_at_request_end = 0 < size == self._remaining_body_bytes
-        self._known_request = self._delivered = None
-        is_incomplete = self._parse(data)
-        if begins_request and self._delivered is not None and not is_incomplete:
-            self._learn_request(data, *self._delivered)
-        return is_incomplete
+        if begins_request and self._phase is Phase.REQUEST_END:
+            self._repeated.learn(data, self._body_bytes)
+        return self._phase is Phase.HEADER or self._phase is Phase.BODY
 
-    def _learn_request(
-        self, data: bytes, scope: dict[str, Any], keep_alive: bool, expects_continue: bool
-    ) -> None:
-        """Keep the header if the data is one request without chunks, and nothing else."""
-        header_bytes = data.find(REQUEST_HEADER_END) + len(REQUEST_HEADER_END)
+    def _parse(self, data: bytes) -> None:
         size = len(data)
-        if header_bytes + self._body_bytes != size or header_bytes > MAX_KNOWN_HEADER_BYTES:
+        body = self._body
+        if body is not None and size <= body.remaining_bytes and not self.unparsed:
+            self._parse_piece(data)
             return
-        self._was_at_request_end = True
-        if keep_alive:
-            header = data[:header_bytes]
-            scope[HEADER_FACTS] = {}
-            self._known_request = KnownRequest(header, size, scope, expects_continue)
+        received_bytes = 0 if body is None else body.received_bytes
+        if size > SMALL_READ_BYTES or self.pending or self.unparsed:
+            self._parse_in_pieces(self.unparsed + data)
+        else:
+            rest = data
+            while rest and not self.is_closed:
+                rest = rest[self._parse_piece(rest) :]
+        if body is not None and body is self._body:
+            self._sizes.end_read_in_body(size, body.received_bytes - received_bytes)
 
-    def _repeat_request(self, known: KnownRequest, data: bytes) -> None:
-        scope = known.scope.copy()
-        body_receiver = self._receiver.begin_request(scope, True, known.expects_continue)
-        if len(known.header) < known.size:
-            body_receiver.feed_body(data[len(known.header) :])
-        self._receiver.end_request()
+    def _parse_in_pieces(self, data: bytes) -> None:
+        """Parse pieces of few headers, so that the number of pipelined requests stays near its limit."""
+        view = memoryview(data)
+        start = 0
+        self.unparsed = b""
+        while start < len(data) and not self.is_closed:
+            if self.pending >= self._limits.max_pipelined:
+                self.unparsed = data[start:]
+                return
+            body_bytes = 0 if self._body is None else self._body.remaining_bytes
+            end = start + body_bytes if body_bytes else find_piece_end(data, start)
+            start += self._parse_piece(view[start:end])
 
-    def _parse(self, data: bytes) -> bool:
-        size = len(data)
+    def _parse_piece(self, piece: bytes | memoryview) -> int:
+        """Return how much of the piece was parsed: all of it, or the header of a declined Upgrade."""
+        if self._phase is Phase.REQUEST_END:
+            self._phase = Phase.EMPTY_LINES
+        self._piece_bytes = parsed_bytes = len(piece)
         try:
-            if self.unparsed or (
-                size > self._remaining_body_bytes and (size > SMALL_READ_BYTES or self.pending)
-            ):
-                return self._feed_in_pieces(self.unparsed + data)
-            if self._remaining_body_bytes:
-                self._remaining_body_bytes -= size
-            self._is_between_requests = False
-            self._parser.feed_data(data)
+            self._parser.feed_data(piece)
         except httptools.HttpParserUpgrade as exc:
             self._decline_upgrade()
-            rest = data[exc.args[0] :]
-            return self.feed(rest) if rest else self._check_incomplete(rest)
+            parsed_bytes = exc.args[0]
         except httptools.HttpParserError as exc:
             raise find_cause(exc) from None
-        if self._is_between_requests and not self._url:
-            return False
-        return self._check_incomplete(data)
+        if self._phase is Phase.REQUEST_END or self.is_closed:
+            return parsed_bytes
+        if self._phase is not Phase.BODY:
+            self._sizes.end_piece_in_header(self._piece_bytes, self._url)
+        if self._headers:  # the header or the trailers are incomplete
+            self._sizes.check_field_count(self._headers)
+        return parsed_bytes
+
+    def _start_header(self) -> None:
+        self._url = b""
+        self._headers: HeaderPairs = []
+        self._critical_headers: HeaderPairs = []
 
     # Called by httptools.
+
+    def on_message_begin(self) -> None:
+        self._phase = Phase.HEADER
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -190,156 +316,90 @@ class RequestParser:
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        self._phase = Phase.BODY
         if self._ignores_next_header:
-            self._ignores_next_header, self._url = False, b""
-            self._headers, self._critical_headers = [], []
+            self._ignores_next_header = False
+            self._start_header()
             return
-        parser, limits, headers = self._parser, self._limits, self._headers
-        if parser.should_upgrade():
-            self._check_upgrade()
+        parser = self._parser
+        headers = self._headers
+        method = parser.get_method()
         version = parser.get_http_version()
+        if parser.should_upgrade():
+            self._check_upgrade(method)
         expects_continue = False
         if self._critical_headers != self._usual_critical_headers:
-            expects_continue = check_critical_headers(self._critical_headers, version)
-            if len(self._critical_headers) == 1 and version == "1.1":
-                self._usual_critical_headers = self._critical_headers
-        self._critical_headers = []
-        if (
-            self._header_bytes + self._fed_bytes > limits.max_header_bytes
-            or len(headers) > limits.max_header_fields
-        ):
-            self._check_header_size(
-                len(parser.get_method()) + len(self._url) + len("  HTTP/1.1\r\n")
-            )
-        self._header_bytes = 0
-        if len(self._url) > limits.max_url_bytes:
-            raise UrlTooLong(limits.max_url_bytes)
+            expects_continue = self._check_critical_headers(version)
+        self._sizes.end_header(self._piece_bytes, method, self._url, headers)
         url = httptools.parse_url(self._url)
         raw_path = url.path or b"/"
         path = raw_path.decode("ascii")
         scope = self._scope.copy()
         scope["http_version"] = version
-        scope["method"] = parser.get_method().decode("ascii")
+        scope["method"] = method.decode("ascii")
         scope["path"] = unquote(path) if "%" in path else path
         scope["raw_path"] = raw_path
         scope["query_string"] = url.query or b""
         scope["headers"] = headers
-        self._is_between_requests = False  # it may follow another request in the same read
-        self._request_headers = headers
-        self._url = b""
-        self._headers = []
-        self._body_bytes = 0
+        self._start_header()
         keep_alive = version in PERSISTENT_VERSIONS and parser.should_keep_alive()
-        self._delivered = scope.copy(), keep_alive, expects_continue
-        self._body_receiver = self._receiver.begin_request(scope, keep_alive, expects_continue)
+        self._repeated.record(scope, keep_alive, expects_continue)
+        receiver = self._receiver.begin_request(scope, keep_alive, expects_continue)
+        self._body = IncomingBody(receiver, headers)
 
     def on_body(self, data: bytes) -> None:
-        self._body_bytes += len(data)
-        if self._body_receiver is not None:
-            self._body_receiver.feed_body(data)
+        if self._body is not None:
+            self._body.feed(data)
 
     def on_message_complete(self) -> None:
         if self._declined_upgrade is not None:
             return  # httptools treats the body as data of the other protocol
-        self._is_between_requests = True
-        self._body_receiver = None
-        self._remaining_body_bytes = 0
-        self._seen_body_bytes = -1
+        self._phase = Phase.REQUEST_END
+        if self._body is not None:
+            self._body_bytes = self._body.received_bytes
+            self._body = None
         if self._headers:
             # Trailers are not merged into the headers (RFC 9110, section 6.5.1).
-            self._check_header_size(0)
-            self._headers = []
-            self._critical_headers = []
+            self._sizes.check_fields(self._headers)
+            self._start_header()
         self._receiver.end_request()
 
-    def _feed_in_pieces(self, data: bytes) -> bool:
-        """Parse in pieces of few headers, so that the number of pipelined requests stays near its limit."""
-        view = memoryview(data)
-        start, size, piece = 0, len(data), view
-        self.unparsed = b""
-        try:
-            while start < size and not self.is_closed:
-                if self.pending >= self._limits.max_pipelined:
-                    self.unparsed = data[start:]
-                    return False
-                end = start + self._remaining_body_bytes
-                if end <= start:
-                    header_end = data.find(REQUEST_HEADER_END, start + MIN_FEED_BYTES)
-                    end = size if header_end < 0 else header_end + len(REQUEST_HEADER_END)
-                piece = view[start:end]
-                self._fed_bytes = len(piece)
-                self._remaining_body_bytes -= min(self._remaining_body_bytes, len(piece))
-                self._is_between_requests = False
-                try:
-                    self._parser.feed_data(piece)
-                except httptools.HttpParserUpgrade as exc:
-                    self._decline_upgrade()
-                    end = start + exc.args[0]
-                if self._body_receiver is not None and not self._remaining_body_bytes:
-                    self._measure_body()
-                start = end
-                if start < size and not self._is_between_requests and self._body_receiver is None:
-                    self._header_bytes += len(piece)  # empty lines before a request
-        finally:
-            self._fed_bytes = SMALL_READ_BYTES
-        return self._check_incomplete(piece)
+    def _check_critical_headers(self, version: str) -> bool:
+        headers = self._critical_headers
+        expects_continue = check_critical_headers(headers, version)
+        if len(headers) == 1 and version == "1.1":
+            self._usual_critical_headers = headers
+        return expects_continue
 
-    def _measure_body(self) -> None:
-        for name, value in self._request_headers:
-            if name == b"content-length":
-                self.content_length = int(value)
-                self._remaining_body_bytes = self.content_length - self._body_bytes
-                return
-        self.content_length = 0
-
-    def _check_incomplete(self, data: bytes | memoryview) -> bool:
-        """Check the sizes of a request that the data ends within; return whether there is one."""
-        if self.is_closed or (self._is_between_requests and not self._url):
-            return False
-        limits = self._limits
-        if len(self._headers) > limits.max_header_fields:
-            raise HeaderTooLarge(limits.max_header_bytes, limits.max_header_fields)
-        if self._body_receiver is None:
-            self._header_bytes += len(data)
-            if len(self._url) > limits.max_url_bytes:
-                raise UrlTooLong(limits.max_url_bytes)
-            # A small read that was parsed at once may contain the end of another request.
-            if self._header_bytes > limits.max_header_bytes + SMALL_READ_BYTES:
-                raise HeaderTooLarge(limits.max_header_bytes, limits.max_header_fields)
-            return bool(self._url or bytes(data).strip(b"\r\n"))
-        if self._seen_body_bytes < 0:
-            self._measure_body()
-        if self._body_bytes != self._seen_body_bytes:
-            self._framing_bytes = 0
-        else:
-            self._framing_bytes += len(data)  # chunk extensions or trailers
-            if self._framing_bytes > limits.max_header_bytes:
-                raise HeaderTooLarge(limits.max_header_bytes, limits.max_header_fields)
-        self._seen_body_bytes = self._body_bytes
-        return True
-
-    def _check_header_size(self, first_line_bytes: int) -> None:
-        limits, headers = self._limits, self._headers
-        size = first_line_bytes + sum(len(name) + len(value) + 4 for name, value in headers)
-        if size > limits.max_header_bytes or len(headers) > limits.max_header_fields:
-            raise HeaderTooLarge(limits.max_header_bytes, limits.max_header_fields)
-
-    def _check_upgrade(self) -> None:
+    def _check_upgrade(self, method: bytes) -> None:
         """Accept an offer of h2c, as of Java's client, to be ignored (RFC 9110, section 7.8)."""
         protocols = [value.lower() for name, value in self._headers if name == b"upgrade"]
-        if protocols != [b"h2c"] or self._parser.get_method() == b"CONNECT":
+        if protocols != [b"h2c"] or method == b"CONNECT":
             raise MalformedRequest("protocol upgrades are not supported; remove the Upgrade header")
         framing = [pair for pair in self._headers if pair[0] in FRAMING_FIELDS]
         self._declined_upgrade = b"".join(b"%b: %b\r\n" % pair for pair in framing)
 
     def _decline_upgrade(self) -> None:
         """Continue after the header with a new parser that does not see the Upgrade."""
-        framing, self._declined_upgrade = self._declined_upgrade, None
+        framing = self._declined_upgrade
         if framing is None:
             raise MalformedRequest(NOT_HTTP_MESSAGE)
+        self._declined_upgrade = None
         self._parser = httptools.HttpRequestParser(self)
         self._ignores_next_header = True
         self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % framing)
+
+
+def parse_content_length(headers: HeaderPairs) -> int:
+    for name, value in headers:
+        if name == b"content-length":
+            return int(value)
+    return 0
+
+
+def find_piece_end(data: bytes, start: int) -> int:
+    header_end = data.find(REQUEST_HEADER_END, start + MIN_PIECE_BYTES)
+    return len(data) if header_end < 0 else header_end + len(REQUEST_HEADER_END)
 
 
 def check_critical_headers(pairs: HeaderPairs, version: str) -> bool:

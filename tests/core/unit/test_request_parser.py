@@ -163,9 +163,10 @@ def test_scope_has_the_values_of_the_header() -> None:
 
 def test_feed_returns_whether_a_request_is_incomplete() -> None:
     parser = Recorder().parser
-    data = (b"\r\n", b"POST / HT", b"TP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nbo", b"d", b"y")
-    assert [parser.feed(piece) for piece in data] == [False, True, True, True, False]
+    data = (b"\r\n", b"POST / HT", b"TP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nbo", b"d")
+    assert [parser.feed(piece) for piece in data] == [False, True, True, True]
     assert parser.content_length == 4
+    assert parser.feed(b"y") is False
 
 
 def test_pipelined_requests_are_parsed_while_few_wait() -> None:
