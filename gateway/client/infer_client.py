@@ -89,7 +89,7 @@ class InferClient:
         limit_s = self._timeout_s + RESPONSE_GRACE_S
         try:
             return await self._http_client.request(
-                b"POST", self._path, body, headers, timeout_s=limit_s
+                b"POST", self._path, headers=headers, body=body, timeout_s=limit_s
             )
         except DeadlinePassed:
             raise NoResponse(f"no response within {limit_s:g} s") from None

@@ -109,7 +109,11 @@ class HttpCall(NamedTuple):
     ) -> UpstreamResponse:
         if trace is None:
             response = await replica.http.send(
-                self.method, self.path, self.headers, self.body, timeout_s=timeout_s
+                self.method,
+                self.path,
+                headers=self.headers,
+                body=self.body,
+                timeout_s=timeout_s,
             )
         else:
             port = replica.address.port
@@ -117,7 +121,11 @@ class HttpCall(NamedTuple):
             with start_attempt_span(trace, replica, port, method) as span:
                 headers = span.inject_context(self.headers)
                 response = await replica.http.send(
-                    self.method, self.path, headers, self.body, timeout_s=timeout_s
+                    self.method,
+                    self.path,
+                    headers=headers,
+                    body=self.body,
+                    timeout_s=timeout_s,
                 )
                 span.set_response_status(response.status)
         if response.status >= 400:
@@ -177,7 +185,7 @@ class GrpcUnaryCall(GrpcInferCall):
             call = await prepare_http_infer(self.request, build_http_headers(metadata))
             remaining_s = self.request.remaining_s
             response = await replica.http.send(
-                call.method, call.path, call.headers, call.body, timeout_s=remaining_s
+                call.method, call.path, headers=call.headers, body=call.body, timeout_s=remaining_s
             )
             if reason and channel.mark_unavailable():  # the replica itself works
                 text = "%s at %s; client disconnects do not cancel inference there"
@@ -307,8 +315,8 @@ async def request_json(
     response = await replica.http.request(
         method,
         path.encode(),
-        body,
-        JSON_HEADERS if body else (),
+        body=body,
+        headers=JSON_HEADERS if body else (),
         timeout_s=target.timeout_s,
         max_bytes=MAX_METADATA_BYTES,
     )

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import io
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Final, NamedTuple
+from typing import Final
 
 from gateway.errors import DeadlinePassed, GatewayError, UpstreamResponseTooLarge
 from gateway.http_client.connection import Buffer, Headers, RequestNotSent, UpstreamConnection
@@ -115,9 +116,8 @@ class UpstreamResponse:
             self._release(connection)
 
 
-class CompleteResponse(NamedTuple):
-    """A response with its whole body."""
-
+@dataclass(frozen=True, slots=True)
+class CompleteResponse:
     status: int
     headers: Headers
     body: bytes
@@ -146,15 +146,15 @@ class HttpClient:
         self._server_name = server_name or host
         self.keep_alive = True  # reuse connections
         self.outstanding = 0
-        self.last_response_at = 0.0  # by perf_counter
+        self.last_response_at = 0.0  # a time of `perf_counter`
         self._connect_timeout_s = connect_timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._max_answer_bytes = max_answer_bytes
+        self._is_closed = False
         # Stored, because getting the running loop is a system call each time.
         self._loop = asyncio.get_running_loop()
-        self._idle_connections: list[
-            UpstreamConnection
-        ] = []  # a stack: the most recently used first
+        # A stack: the connection that was used last is used next.
+        self._idle_connections: list[UpstreamConnection] = []
         self._sweep_timer: asyncio.TimerHandle | None = None
         self.authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._host_header = f"host: {self.authority}\r\n".encode("latin-1")
@@ -163,9 +163,9 @@ class HttpClient:
         self,
         method: bytes,
         target: bytes,
-        headers: Iterable[tuple[bytes, bytes]],
-        body: bytes | list[Buffer] | AsyncIterator[bytes] = b"",
         *,
+        headers: Sequence[tuple[bytes, bytes]],
+        body: bytes | list[Buffer] | AsyncIterator[bytes] = b"",
         timeout_s: float,
         fresh: bool = False,
     ) -> UpstreamResponse:
@@ -178,27 +178,28 @@ class HttpClient:
         connection: UpstreamConnection | None = None
         send_task: asyncio.Task[None] | None = None
         release = self._release_fresh if fresh else self._release
-        self.outstanding += not fresh  # a fresh connection only serves health checks
+        if not fresh:  # health checks and loads are not counted
+            self.outstanding += 1
         try:
             connection = None if fresh else self._take_idle()
             if connection is None:
                 connection = await self._connect(timeout_s)
                 if not connection.is_usable:
                     raise RequestNotSent("the replica closed a new connection")
-            head, chunked = self._build_head(method, target, headers)
+            head = encode_head(method, target, self._host_header, headers)
             connection.begin_request(timeout_s)
             if isinstance(body, (bytes, list)):
                 write_request(connection, head, body)
             else:
                 connection.write(head)
+                chunked = any(name == b"transfer-encoding" for name, _ in headers)
                 send_task = self._loop.create_task(
                     write_body_chunks(connection, body, chunked=chunked)
                 )
                 send_task.add_done_callback(partial(on_body_written, connection))
             while connection.is_awaiting_head:
                 await connection.wait_for_data()
-            if connection.error is not None and not connection.is_complete:
-                raise connection.error
+            connection.raise_if_failed()
         except BaseException:
             if send_task is not None:
                 send_task.cancel()
@@ -214,9 +215,9 @@ class HttpClient:
         self,
         method: bytes,
         target: bytes,
-        body: bytes = b"",
-        headers: Iterable[tuple[bytes, bytes]] = (),
         *,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+        body: bytes = b"",
         timeout_s: float,
         fresh: bool = False,
         max_bytes: int = MAX_RESPONSE_BYTES,
@@ -227,13 +228,18 @@ class HttpClient:
         """
         framing = (b"content-length", str(len(body)).encode())
         response = await self.send(
-            method, target, [framing, *headers], body, timeout_s=timeout_s, fresh=fresh
+            method,
+            target,
+            headers=[framing, *headers],
+            body=body,
+            timeout_s=timeout_s,
+            fresh=fresh,
         )
         return await response.read_complete(max_bytes)
 
     def close(self) -> None:
         """Close the idle connections; a busy one is closed when its exchange ends."""
-        self._idle_timeout_s = 0.0
+        self._is_closed = True
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
         self.drop_idle()
@@ -243,22 +249,11 @@ class HttpClient:
             connection.close()
         self._idle_connections.clear()
 
-    def _build_head(
-        self, method: bytes, target: bytes, headers: Iterable[tuple[bytes, bytes]]
-    ) -> tuple[bytes, bool]:
-        lines = [method, b" ", target, b" HTTP/1.1\r\n", self._host_header]
-        chunked = False
-        for name, value in headers:
-            chunked = chunked or name == b"transfer-encoding"
-            lines += (name, b": ", value, b"\r\n")
-        lines.append(b"\r\n")
-        return b"".join(lines), chunked
-
     def _take_idle(self) -> UpstreamConnection | None:
         while self._idle_connections:
             connection = self._idle_connections.pop()
-            fresh = self._loop.time() - connection.idle_since < self._idle_timeout_s
-            if fresh and connection.is_usable:
+            idle_s = self._loop.time() - connection.idle_since
+            if idle_s < self._idle_timeout_s and connection.is_usable:
                 return connection
             connection.close()
         return None
@@ -291,7 +286,7 @@ class HttpClient:
         self.outstanding -= 1
         if connection is None or not connection.end_request():
             return
-        if self._idle_timeout_s <= 0 or not self.keep_alive:
+        if self._is_closed or not self.keep_alive:
             connection.close()
             return
         connection.idle_since = self._loop.time()
@@ -313,6 +308,16 @@ class HttpClient:
         if remaining:
             wait_s = self._idle_timeout_s - (now - remaining[0].idle_since)
             self._sweep_timer = self._loop.call_later(max(wait_s, 0.05), self._close_expired)
+
+
+def encode_head(
+    method: bytes, target: bytes, host_header: bytes, headers: Sequence[tuple[bytes, bytes]]
+) -> bytes:
+    lines = [method, b" ", target, b" HTTP/1.1\r\n", host_header]
+    for name, value in headers:
+        lines += (name, b": ", value, b"\r\n")
+    lines.append(b"\r\n")
+    return b"".join(lines)
 
 
 def write_request(connection: UpstreamConnection, head: bytes, body: bytes | list[Buffer]) -> None:

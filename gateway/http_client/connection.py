@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Final, NamedTuple, cast
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final, cast
 
 import httptools
 
@@ -20,9 +22,10 @@ Buffer = bytes | memoryview
 RESPONSE_HIGH_WATER_BYTES: Final = 256 * 1024
 MAX_RESPONSE_HEADERS: Final = 200
 MAX_RESPONSE_HEAD_BYTES: Final = 128 * 1024
-MAX_KNOWN_HEADER_BYTES: Final = 2048  # of each connection
+# Limit of what a connection keeps to recognize a repeated header.
+MAX_KNOWN_HEADER_BYTES: Final = 2048
 RESPONSE_HEADER_END: Final = b"\r\n\r\n"
-MIN_STATUS, MAX_STATUS = 100, 599  # RFC 9110, section 15
+STATUSES: Final = range(100, 600)  # RFC 9110, section 15
 RESPONSE_FRAMING_HEADERS: Final = (b"content-length", b"transfer-encoding")
 
 
@@ -37,18 +40,20 @@ class RequestNotSent(Unavailable):
         self.is_refused = is_refused
 
 
-# The states of an exchange; plain integers, because they are compared a dozen times per request.
-STATE_IDLE: Final = 0
-STATE_HEAD: Final = 1  # request in progress, no response yet
-STATE_BODY: Final = 2
-STATE_DONE: Final = 3
+class ExchangeState(Enum):
+    IDLE = auto()  # no request
+    HEAD = auto()  # waiting for the header of the response
+    BODY = auto()
+    DONE = auto()  # the response is complete
+    FAILED = auto()  # before the response was complete
 
 
-class KnownResponse(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class KnownResponse:
     """A response that arrived in one read, and after which the connection persists."""
 
     header: bytes
-    size: int  # with the body
+    response_bytes: int  # the header and the body
     headers: Headers
 
 
@@ -62,10 +67,10 @@ class UpstreamConnection(asyncio.Protocol):
         self._loop = loop
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
-        self._state = STATE_IDLE
+        self._state = ExchangeState.IDLE
         self._can_keep_alive = True
         self._is_request_sent = True
-        self.error: BaseException | None = None
+        self._error: BaseException | None = None
         self._read_waiter: asyncio.Future[None] | None = None
         self._write_waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -78,7 +83,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._is_close_delimited = False
         self._head_bytes = 0
         self._body_bytes = 0
-        self._known_response: KnownResponse | None = None  # the last read, if it was just this
+        # The response in the last read, if the read contained exactly one.
+        self._known_response: KnownResponse | None = None
         self.status = 0
         self.headers: Headers = []
         self.idle_since = 0.0
@@ -89,27 +95,32 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._state == STATE_IDLE:
+        if self._state is ExchangeState.IDLE:
             self.abort()  # unsolicited data must not become the response to a later request
             return
         size = len(data)
         known = self._known_response
         body_bytes = self._body_bytes
-        is_first = self._state == STATE_HEAD and not self._head_bytes
-        if is_first and known is not None and size == known.size and data.startswith(known.header):
+        is_first = self._state is ExchangeState.HEAD and not self._head_bytes
+        if (
+            is_first
+            and known is not None
+            and size == known.response_bytes
+            and data.startswith(known.header)
+        ):
             self._repeat_response(known, data)
             return
         self._known_response = None
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
-            self.fail(BadUpstream("the replica's response is not HTTP/1.1"), exc)
+            self.fail(create_failure("the replica's response is not HTTP/1.1", exc))
         # An endless header or trailer never reaches a callback, so its size is counted here.
-        if self._state in (STATE_HEAD, STATE_BODY) and self._body_bytes == body_bytes:
+        if self._is_receiving and self._body_bytes == body_bytes:
             self._head_bytes += size
             if self._head_bytes > MAX_RESPONSE_HEAD_BYTES:
                 self.fail(BadUpstream("the replica's response header is too large"))
-        elif is_first and self._state == STATE_DONE and self._can_keep_alive:
+        elif is_first and self._state is ExchangeState.DONE and self._can_keep_alive:
             self._learn_response(data)
 
     def _learn_response(self, data: bytes) -> None:
@@ -121,20 +132,19 @@ class UpstreamConnection(asyncio.Protocol):
             self._known_response = KnownResponse(header, size, self.headers)
 
     def _repeat_response(self, known: KnownResponse, data: bytes) -> None:
-        self.headers = known.headers  # and the status is still that of the last response
+        self.headers = known.headers
+        # The status line is a part of the header, so that `self.status` is right already.
         self.on_body(data[len(known.header) :])
-        self._state = STATE_DONE
+        self._state = ExchangeState.DONE
         self._wake_reader()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._can_keep_alive = False
-        if self._state == STATE_BODY and self._is_close_delimited and self.error is exc is None:
+        if self._state is ExchangeState.BODY and self._is_close_delimited and exc is None:
             self.on_message_complete()  # RFC 9112, section 6.3: the close ends a body without a length
-        elif self._state in (STATE_HEAD, STATE_BODY):
-            self.fail(
-                BadUpstream("the replica closed the connection before its response was complete"),
-                exc,
-            )
+        elif self._is_receiving:
+            reason = "the replica closed the connection before its response was complete"
+            self.fail(create_failure(reason, exc))
         self._wake_writer()
         # The parser refers to this connection. Collecting that cycle would cost more than the parser's work.
         del self._parser
@@ -149,18 +159,18 @@ class UpstreamConnection(asyncio.Protocol):
     # Callbacks of the parser.
 
     def on_message_begin(self) -> None:
-        if self._state == STATE_DONE:
+        if self._state is ExchangeState.DONE:
             raise httptools.HttpParserError("an unsolicited second response")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._state == STATE_HEAD:  # trailers are ignored
+        if self._state is ExchangeState.HEAD:  # trailers are ignored
             self.headers.append((name.lower(), value))
             if len(self.headers) > MAX_RESPONSE_HEADERS:
                 raise httptools.HttpParserError("too many headers")
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
-        if not MIN_STATUS <= self.status <= MAX_STATUS:
+        if self.status not in STATUSES:
             raise httptools.HttpParserError("an invalid status")
         if self.status < 200:
             return
@@ -169,7 +179,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._is_close_delimited = not any(
                 name in RESPONSE_FRAMING_HEADERS for name, _ in self.headers
             )
-        self._state = STATE_BODY
+        self._state = ExchangeState.BODY
         self._wake_reader()
 
     def on_body(self, body: bytes) -> None:
@@ -187,13 +197,12 @@ class UpstreamConnection(asyncio.Protocol):
         self._wake_reader()
 
     def on_message_complete(self) -> None:
-        if self._state == STATE_HEAD:  # an interim response, such as 100 Continue
+        if self._state is ExchangeState.HEAD:  # an interim response, such as 100 Continue
             self.headers = []
-        elif self._state == STATE_BODY:
-            self._can_keep_alive = (
-                self._can_keep_alive and self._parser.should_keep_alive()
-            )  # a trailer may request a close
-            self._state = STATE_DONE
+        elif self._state is ExchangeState.BODY:
+            # A trailer may request a close.
+            self._can_keep_alive = self._can_keep_alive and self._parser.should_keep_alive()
+            self._state = ExchangeState.DONE
             self._wake_reader()
 
     # The interface for an exchange.
@@ -207,13 +216,17 @@ class UpstreamConnection(asyncio.Protocol):
         )
 
     @property
+    def _is_receiving(self) -> bool:
+        return self._state is ExchangeState.HEAD or self._state is ExchangeState.BODY
+
+    @property
     def is_awaiting_head(self) -> bool:
-        return self._state == STATE_HEAD
+        return self._state is ExchangeState.HEAD
 
     def begin_request(self, timeout_s: float) -> None:
-        self._state = STATE_HEAD
+        self._state = ExchangeState.HEAD
         self._is_request_sent = False
-        self.error = None
+        self._error = None
         self._is_close_delimited = False
         self._head_bytes = 0
         self._body_bytes = 0
@@ -239,7 +252,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _check_deadline(self) -> None:
         self._timer = None
-        if self._state == STATE_IDLE or self._state == STATE_DONE:
+        if not self._is_receiving:
             return
         if self._loop.time() >= self._deadline:
             self.fail(DeadlinePassed(round(self._timeout_s, 3)))
@@ -261,15 +274,18 @@ class UpstreamConnection(asyncio.Protocol):
         """Wait until the server accepts more data. Raises the error of a failed exchange."""
         if self._write_waiter is not None:
             await self._write_waiter
-        if self.error is not None:
-            raise self.error
+        self.raise_if_failed()
+
+    def raise_if_failed(self) -> None:
+        if self._state is ExchangeState.FAILED and self._error is not None:
+            raise self._error
 
     async def next_chunk(self) -> bytes:
         """Return the body received since the last call; empty at its end."""
-        while not self._chunks and self._state == STATE_BODY:
-            if self.error is not None:
-                raise self.error
+        while not self._chunks and self._state is ExchangeState.BODY:
             await self.wait_for_data()
+        if not self._chunks:
+            self.raise_if_failed()
         return self.take_buffered()
 
     def take_buffered(self) -> bytes:
@@ -290,16 +306,16 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def is_complete(self) -> bool:
-        return self._state == STATE_DONE
+        return self._state is ExchangeState.DONE
 
     def end_request(self) -> bool:
         reusable = (
-            self._state == STATE_DONE
+            self._state is ExchangeState.DONE
             and self._is_request_sent
             and self.is_usable
             and self._is_drained
         )
-        self._state = STATE_IDLE
+        self._state = ExchangeState.IDLE
         self._chunks.clear()
         self._buffered_bytes = 0
         if not reusable:
@@ -328,13 +344,11 @@ class UpstreamConnection(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
 
-    def fail(self, error: BaseException, cause: BaseException | None = None) -> None:
+    def fail(self, error: BaseException) -> None:
         """End the exchange with an error, which pending reads and writes raise."""
-        error.__cause__ = cause or error.__cause__
-        if self.error is None:
-            self.error = error
-        if self._state == STATE_HEAD:
-            self._state = STATE_BODY  # the waiter for the head finds the error
+        if self._is_receiving:
+            self._state = ExchangeState.FAILED
+            self._error = error
         self.abort()
         self._wake_reader()
         self._wake_writer()
@@ -351,3 +365,9 @@ class UpstreamConnection(asyncio.Protocol):
         if self._write_waiter is not None and not self._write_waiter.done():
             self._write_waiter.set_result(None)
         self._write_waiter = None
+
+
+def create_failure(reason: str, cause: BaseException | None) -> BadUpstream:
+    error = BadUpstream(reason)
+    error.__cause__ = cause
+    return error

@@ -283,8 +283,8 @@ class ModelLoader:
         response = await replica.http.request(
             b"POST",
             f"/v2/repository/models/{model}/{action.verb}".encode(),
-            orjson.dumps({"parameters": dict(action.parameters)}),
-            replica.management_headers,
+            headers=replica.management_headers,
+            body=orjson.dumps({"parameters": dict(action.parameters)}),
             timeout_s=self._load_timeout_s,
             fresh=True,
             max_bytes=MAX_METADATA_BYTES,

@@ -52,7 +52,9 @@ class OpenAIServers:
         for client in sorted(self._clients, key=attrgetter("outstanding")):
             remaining_s = deadline - loop.time()
             try:
-                return await client.send(b"POST", path, headers, body, timeout_s=remaining_s)
+                return await client.send(
+                    b"POST", path, headers=headers, body=body, timeout_s=remaining_s
+                )
             except RequestNotSent:
                 log.warning("OpenAI server %s cannot be reached", client.authority)
             except DeadlinePassed:

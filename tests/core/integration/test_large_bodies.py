@@ -80,7 +80,7 @@ def answer_large(listening: socket.socket) -> None:
 def test_response_body_is_read_into_one_buffer() -> None:
     async def request() -> None:
         client = HttpClient("127.0.0.1", port, max_answer_bytes=SIZE_BYTES)
-        response = await client.request(b"GET", b"/", b"", timeout_s=TIMEOUT_S)
+        response = await client.request(b"GET", b"/", body=b"", timeout_s=TIMEOUT_S)
         assert len(response.body) == SIZE_BYTES
         client.close()
 

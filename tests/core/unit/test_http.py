@@ -500,7 +500,7 @@ async def test_request_is_sent_completely_and_a_small_one_in_one_packet(
     async with before(serve, host=host) as (upstream, replica):
         for headers in ([], [(b"x-a", b"b"), (b"X-Caf\xe9", b"\xff")]):
             reply = await upstream.request(
-                b"POST", b"/v2/a%20b?c=%00", body, headers, timeout_s=PATIENCE_S
+                b"POST", b"/v2/a%20b?c=%00", body=body, headers=headers, timeout_s=PATIENCE_S
             )
             assert reply.body == b"ok"
         (peer,) = replica.peers
@@ -557,8 +557,8 @@ async def test_streamed_body_is_framed_as_its_headers_say(
             answer = await upstream.send(
                 b"POST",
                 b"/infer",
-                [header, (b"x-a", b"b")],
-                each(*pieces),
+                headers=[header, (b"x-a", b"b")],
+                body=each(*pieces),
                 timeout_s=PATIENCE_S,
             )
             assert await answer.read() == b"yes"
@@ -621,7 +621,9 @@ async def test_early_response_ends_request_and_connection(
 
     async with before(first(serve)) as (upstream, replica):
         header = (b"content-length", b"%d" % (1 << 40)) if framing == "length" else CHUNKED
-        answer = await upstream.send(b"POST", b"/", [header], body(), timeout_s=PATIENCE_S)
+        answer = await upstream.send(
+            b"POST", b"/", headers=[header], body=body(), timeout_s=PATIENCE_S
+        )
         assert answer.status == status
         await wait_until_async(lambda: answer.is_complete)
         await turns(20)
@@ -646,7 +648,7 @@ async def test_connection_with_unsent_body_is_not_reused() -> None:
         await asyncio.sleep(PATIENCE_S)  # reads no more
 
     async with before(first(serve)) as (upstream, replica):
-        reply = await upstream.request(b"POST", b"/", bytes(64 * MIB), timeout_s=PATIENCE_S)
+        reply = await upstream.request(b"POST", b"/", body=bytes(64 * MIB), timeout_s=PATIENCE_S)
         assert (reply.status, reply.body) == (413, b"no")
         await still_serves(upstream, replica, on_connection=2)
 
@@ -675,7 +677,7 @@ async def test_error_of_request_body_is_raised_and_ends_request(when: str) -> No
         raise ClientLeft
 
     async with before(first(serve)) as (upstream, replica):
-        sending = upstream.send(b"POST", b"/", [CHUNKED], body(), timeout_s=PATIENCE_S)
+        sending = upstream.send(b"POST", b"/", headers=[CHUNKED], body=body(), timeout_s=PATIENCE_S)
         if when == "before the answer":
             with pytest.raises(ClientLeft):
                 await sending
@@ -779,7 +781,7 @@ async def test_truncated_or_invalid_response_is_bad_upstream(wire: bytes, end: s
     reason = r"not HTTP/1\.1" if end == "waiting" else "closed the connection before"
     async with before(first(serve)) as (upstream, replica):
         with pytest.raises(BadUpstream, match=reason):
-            await upstream.request(b"POST", b"/", b"body", timeout_s=PATIENCE_S)
+            await upstream.request(b"POST", b"/", body=b"body", timeout_s=PATIENCE_S)
         await wait_until_async(lambda: end != "waiting" or replica.peers[0].closed)
         await still_serves(upstream, replica, on_connection=2)
         assert [asked.body for asked in received] == [b"body"]
@@ -875,7 +877,7 @@ async def test_unsolicited_data_is_never_read_as_a_response(when: str, spare: by
         await peer.gone()
 
     async with before(first(serve)) as (upstream, replica):
-        answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
+        answer = await upstream.send(b"GET", b"/", headers=[EMPTY], timeout_s=PATIENCE_S)
         if when == "before it is read":
             await has_sent.wait()
             await turns(20)
@@ -902,7 +904,7 @@ async def test_response_closed_unread_does_not_affect_the_next(size: int) -> Non
         await orderly(peer)
 
     async with before(serve) as (upstream, replica):
-        answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
+        answer = await upstream.send(b"GET", b"/", headers=[EMPTY], timeout_s=PATIENCE_S)
         await turns(50)
         # Whole or not, it may be left; only a whole one may leave its connection to others.
         whole = answer.is_complete
@@ -925,7 +927,7 @@ async def test_response_closed_in_its_middle_closes_connection(is_reset: bool) -
         await peer.gone()
 
     async with before(first(serve)) as (upstream, replica):
-        answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
+        answer = await upstream.send(b"GET", b"/", headers=[EMPTY], timeout_s=PATIENCE_S)
         assert await answer.next_chunk() == b"hello"
         if is_reset:
             with pytest.raises(BadUpstream):
@@ -965,7 +967,7 @@ async def test_request_on_connection_that_closes_runs_at_most_once(
                 assert reply.body == one
                 await turns(client_turns)
                 second = await outcome(
-                    upstream.request(b"POST", two, b"body", timeout_s=PATIENCE_S)
+                    upstream.request(b"POST", two, body=b"body", timeout_s=PATIENCE_S)
                 )
                 if isinstance(second, CompleteResponse):
                     assert (second.status, second.body, seen[two]) == (200, two, 1)
@@ -1096,7 +1098,7 @@ def test_incomplete_request_or_response_raises_at_its_deadline(name: str) -> Non
         async with before(first(STOPS.get(name, reads_later))) as (upstream, replica):
             if name in UNSENT:
                 body = UNSENT[name]()
-                request = upstream.send(b"POST", b"/", [CHUNKED], body, timeout_s=0.15)
+                request = upstream.send(b"POST", b"/", headers=[CHUNKED], body=body, timeout_s=0.15)
             else:
                 request = get(upstream, timeout_s=0.15)
             with takes_at_least(0.15), pytest.raises(DeadlinePassed, match=r"0\.15 s"):
@@ -1119,7 +1121,7 @@ def test_each_request_of_a_connection_has_its_own_deadline() -> None:
         async with before(serve) as (upstream, replica):
             long_s, short_s = PATIENCE_S, 0.15
             # The deadline of a complete response, which is not read yet, has no effect.
-            answer = await upstream.send(b"GET", b"/0", [EMPTY], timeout_s=short_s)
+            answer = await upstream.send(b"GET", b"/0", headers=[EMPTY], timeout_s=short_s)
             await asyncio.sleep(0.25)
             assert answer.is_complete
             assert await answer.read() == b"/0"
@@ -1153,7 +1155,7 @@ def test_set_timeout_moves_the_deadline() -> None:
 
     async def scenario() -> None:
         async with before(first(serve)) as (upstream, replica):
-            answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=0.15)
+            answer = await upstream.send(b"GET", b"/", headers=[EMPTY], timeout_s=0.15)
             assert await answer.next_chunk() == b"1"
             answer.set_timeout(PATIENCE_S)
             assert await answer.next_chunk() == b"2"
@@ -1226,7 +1228,7 @@ async def test_unread_response_is_not_buffered(
 
     async with before(serve) as (upstream, replica):
         with memory_below(2 * MIB) as held:
-            answer = await upstream.send(b"GET", b"/", [EMPTY], timeout_s=PATIENCE_S)
+            answer = await upstream.send(b"GET", b"/", headers=[EMPTY], timeout_s=PATIENCE_S)
             stopped_at = await settled(lambda: sent)
             assert 0 < stopped_at < count
             assert held() < 2 * MIB
@@ -1268,7 +1270,7 @@ async def test_request_body_that_replica_does_not_read_is_not_buffered(
 
     async with before(serve) as (upstream, replica):
         header = of_length(piece * count)[0] if framing == "length" else CHUNKED
-        request = upstream.send(b"POST", b"/", [header], body(), timeout_s=PATIENCE_S)
+        request = upstream.send(b"POST", b"/", headers=[header], body=body(), timeout_s=PATIENCE_S)
         with memory_below(8 * MIB) as held:
             sending = asyncio.create_task(request)
             stopped_at = await settled(lambda: given_out)
@@ -1348,7 +1350,7 @@ async def test_close_closes_idle_connections_at_once_and_busy_ones_later() -> No
 
     async with before(serve) as (upstream, replica):
         await asyncio.gather(*(get(upstream) for _ in range(4)))
-        answer = await upstream.send(b"GET", b"/slow", [EMPTY], timeout_s=PATIENCE_S)
+        answer = await upstream.send(b"GET", b"/slow", headers=[EMPTY], timeout_s=PATIENCE_S)
         upstream.close()
         await wait_until_async(lambda: sum(peer.closed for peer in replica.peers) == 3)
         go_on.set()
@@ -1390,7 +1392,9 @@ async def test_cancelled_request_closes_its_connection(
         request: Coroutine[Any, Any, UpstreamResponse | CompleteResponse] = get(upstream)
         if waiting_for in ("the replica to read", "its body"):
             request.close()
-            request = upstream.send(b"POST", b"/", [CHUNKED], body(), timeout_s=PATIENCE_S)
+            request = upstream.send(
+                b"POST", b"/", headers=[CHUNKED], body=body(), timeout_s=PATIENCE_S
+            )
         task = asyncio.create_task(request)
         await wait_until_async(lambda: replica.peers)
         await settled(lambda: given_out)
@@ -1470,7 +1474,9 @@ class Rush:
         headers: Headers = list(of_length(body if isinstance(body, bytes) else b""))
         if i % 3 == 1:
             body, headers = each(number, number * 2), [CHUNKED]
-        answer = await upstream.send(b"POST", b"/" + number, headers, body, timeout_s=PATIENCE_S)
+        answer = await upstream.send(
+            b"POST", b"/" + number, headers=headers, body=body, timeout_s=PATIENCE_S
+        )
         try:
             assert answer.status == 200
             assert answer.header(b"x-number") == number
