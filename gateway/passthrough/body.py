@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import orjson
@@ -50,6 +51,49 @@ MAX_BUFFERED_BYTES: Final = 1 << 20
 MAX_PARSED_BYTES: Final = 64 * 1024
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedBody:
+    """The body for Triton and the headers that fit it. Each step of the preparation returns another one."""
+
+    headers: Headers
+    content: PassthroughBody
+    max_bytes: int  # the length, or the limit of a stream
+    beginning: bytes  # the part of a stream that has been received; all of a complete body
+
+
+async def receive_body(
+    receive: Receive, headers: RequestHeaders, action: Forwarding, *, limit: int, info: RequestInfo
+) -> PreparedBody:
+    """Return the body as bytes if it arrives in one message, else as a stream. Count `info.bytes_in`.
+
+    Raises `MalformedRequest`, `BodyTooLarge` or `ClientDisconnect`, for a stream while it is read.
+    """
+    length = headers.content_length
+    if length is not None and length > limit:
+        raise BodyTooLarge(limit)
+    message = await receive()
+    if message.get("more_body", False):
+        message = await buffer_body(message, receive, count_buffered_bytes(headers, action))
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect
+    data: bytes = message.get("body", b"")
+    if message.get("more_body", False):
+        stream = stream_limited_body(message, receive, limit, info)
+        return PreparedBody(headers.forwarded, stream, limit if length is None else length, data)
+    if length is not None and len(data) != length:
+        raise MalformedRequest(
+            f"the body has {len(data)} bytes, but its Content-Length is {length}"
+        )
+    if len(data) > limit:
+        raise BodyTooLarge(limit)
+    info.bytes_in = len(data)
+    forwarded = headers.forwarded
+    if length is None:
+        forwarded = [header for header in forwarded if header[0] != b"transfer-encoding"]
+        forwarded.append((b"content-length", b"%d" % len(data)))
+    return PreparedBody(forwarded, data, len(data), data)
+
+
 def count_buffered_bytes(headers: RequestHeaders, action: Forwarding) -> int:
     """Return how much of a body is received first: a small one, or the JSON that can name a sequence."""
     length = headers.content_length
@@ -79,37 +123,6 @@ async def buffer_body(message: Message, receive: Receive, needed_bytes: int) -> 
     raise ClientDisconnect
 
 
-def build_passthrough_body(
-    message: Message,
-    receive: Receive,
-    headers: Headers,
-    content_length: int | None,
-    limit: int,
-    info: RequestInfo,
-) -> PassthroughBody:
-    """Return the body as bytes if it arrived in one message, else as a stream.
-
-    Adjusts the framing in `headers` and counts `info.bytes_in`. Raises `MalformedRequest`, `BodyTooLarge`
-    or `ClientDisconnect`, for a stream while it is read.
-    """
-    if message["type"] == "http.disconnect":
-        raise ClientDisconnect
-    first: bytes = message.get("body", b"")
-    if message.get("more_body", False):
-        return stream_limited_body(message, receive, limit, info)
-    if content_length is not None and len(first) != content_length:
-        raise MalformedRequest(
-            f"the body has {len(first)} bytes, but its Content-Length is {content_length}"
-        )
-    if content_length is None:
-        headers[:] = [header for header in headers if header[0] != b"transfer-encoding"]
-        headers.append((b"content-length", b"%d" % len(first)))
-    if len(first) > limit:
-        raise BodyTooLarge(limit)
-    info.bytes_in = len(first)
-    return first
-
-
 async def stream_limited_body(
     message: Message, receive: Receive, limit: int, info: RequestInfo
 ) -> AsyncIterator[bytes]:
@@ -130,16 +143,17 @@ async def stream_limited_body(
 
 
 async def inflate_body(
-    body: PassthroughBody, encoding: str, limit: int, headers: Headers, charge: MemoryCharge
-) -> PassthroughBody:
-    """Return the inflated body and adjust the framing in `headers`; charge a body that is not streamed.
+    prepared: PreparedBody, encoding: str, *, limit: int, charge: MemoryCharge
+) -> PreparedBody:
+    """Return the inflated body; charge a body that is not streamed.
 
     Raises `MemoryBudgetExceeded`, and `BodyTooLarge` or `MalformedRequest`, for a stream while it is read.
     """
-    chunks = iterate_once(body) if isinstance(body, bytes) else body
+    content = prepared.content
+    chunks = iterate_once(content) if isinstance(content, bytes) else content
     pieces = limit_length(inflate_chunks(chunks, ZLIB_WBITS[encoding]), limit)
-    headers[:] = [header for header in headers if header[0] not in BODY_FRAMING_HEADERS]
-    if isinstance(body, bytes):
+    headers = [header for header in prepared.headers if header[0] not in BODY_FRAMING_HEADERS]
+    if isinstance(content, bytes):
         buffered: list[bytes] = []
         remaining_bytes = MAX_BUFFERED_BYTES
         async for piece in pieces:
@@ -148,13 +162,13 @@ async def inflate_body(
             if remaining_bytes < 0:
                 break
         else:
-            body = b"".join(buffered)
-            charge.add(len(body))
-            headers.append((b"content-length", b"%d" % len(body)))
-            return body
+            data = b"".join(buffered)
+            charge.add(len(data))
+            headers.append((b"content-length", b"%d" % len(data)))
+            return PreparedBody(headers, data, len(data), data)
         pieces = prepend_chunks(buffered, pieces)
     headers.append((b"transfer-encoding", b"chunked"))
-    return pieces
+    return PreparedBody(headers, pieces, limit, b"")
 
 
 async def prepend_chunks(
@@ -184,33 +198,38 @@ def find_sequence_step(body: bytes, json_bytes: int | None) -> SequenceStep | No
         return None
 
 
+def is_longer_than_searched(prepared: PreparedBody, json_bytes: int | None) -> bool:
+    """Return whether the JSON can name a sequence behind what `find_sequence_step` has searched."""
+    searched_bytes = min(len(prepared.beginning), MAX_SEQUENCE_JSON_BYTES)
+    return (prepared.max_bytes if json_bytes is None else json_bytes) > searched_bytes
+
+
 async def guard_body(
-    body: PassthroughBody,
+    prepared: PreparedBody,
     rules: JsonRules,
-    length: int,
     json_bytes: int | None,
+    *,
     load_signature: Callable[[], Awaitable[Signature]],
     turn: asyncio.Lock,
-    *,
-    refuses_sequence: bool = False,
-) -> PassthroughBody:
+    refuses_sequence: bool,
+) -> PreparedBody:
     """Return the body, of which every byte is validated before Triton receives it.
 
-    `length` is that of the body, or its upper limit. Raises `InputMismatch` or `MalformedRequest`, for a
-    stream while it is read.
+    Raises `InputMismatch` or `MalformedRequest`, for a stream while it is read.
     """
-    if isinstance(body, bytes) and len(body) <= GUARD_CHUNK_BYTES:
-        has_classification = check_complete_json(body, json_bytes, rules)
+    content = prepared.content
+    if isinstance(content, bytes) and len(content) <= GUARD_CHUNK_BYTES:
+        has_classification = check_complete_json(content, json_bytes, rules)
     else:
-        guard = JsonGuard(length, json_bytes, rules, refuses_sequence=refuses_sequence)
-        if not isinstance(body, bytes):
-            return guard_chunks(body, guard, load_signature, turn)
-        await guard_chunk(body, guard, turn)
+        guard = JsonGuard(prepared.max_bytes, json_bytes, rules, refuses_sequence=refuses_sequence)
+        if not isinstance(content, bytes):
+            return replace(prepared, content=guard_chunks(content, guard, load_signature, turn))
+        await guard_chunk(content, guard, turn)
         guard.finish()
         has_classification = guard.has_classification
     if has_classification:
-        check_class_outputs(await load_signature(), find_class_outputs(body[:json_bytes]))
-    return body
+        check_class_outputs(await load_signature(), find_class_outputs(content[:json_bytes]))
+    return prepared
 
 
 async def guard_chunks(

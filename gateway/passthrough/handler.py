@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Final
@@ -19,7 +20,6 @@ from gateway.capacity.admission import Slot
 from gateway.capacity.body_chunks import coalesce_chunks
 from gateway.error_responses import render_error
 from gateway.errors import (
-    BodyTooLarge,
     GatewayError,
     InputMismatch,
     MalformedRequest,
@@ -31,15 +31,13 @@ from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
 from gateway.media_types import JSON
 from gateway.passthrough.body import (
-    MAX_SEQUENCE_JSON_BYTES,
     MIN_CHUNK_BYTES,
-    PassthroughBody,
-    buffer_body,
-    build_passthrough_body,
-    count_buffered_bytes,
+    PreparedBody,
     find_sequence_step,
     guard_body,
     inflate_body,
+    is_longer_than_searched,
+    receive_body,
 )
 from gateway.passthrough.headers import (
     RequestHeaders,
@@ -53,7 +51,6 @@ from gateway.passthrough.rules import (
     Forwarding,
     MatchedRoute,
     Statistics,
-    change_version_cached,
     find_route,
 )
 from gateway.passthrough.sse import EventStreamScrubber
@@ -61,13 +58,12 @@ from gateway.repository.resolver import NO_MODEL, ModelTarget
 from gateway.services import Services
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
 from gateway.telemetry.request_info import RequestInfo, read_head
-from gateway.tensors.sequence import SequenceStep
 from gateway.triton.error_mapping import sanitize_event
 from gateway.triton.request_target import RequestTarget
 
 log = logging.getLogger(__name__)
 
-VERSION_HEADER: Final = b"x-model-version"  # of responses whose version a label decided
+VERSION_HEADER: Final = b"x-model-version"  # says which version a label chose
 
 
 async def pass_through(services: Services, scope: Scope, receive: Receive, send: Send) -> int:
@@ -87,28 +83,33 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
         if isinstance(action, Statistics):
             document = await answer_statistics(services, scope, target)
             return await send_own_response(document, scope, receive, send)
-        slot = Slot(services.admission, target.model, info.caller_name)
-        response = await forward_request(services, scope, receive, route, action, target, slot)
-        try:
-            start = build_start_message(response, scope)
-            info.model = target.model
-            info.version = target.served_version
-            if (choice := target.choice) is not None:
-                start["headers"].append((VERSION_HEADER, info.version.encode()))
-                send = choice.watch_response(send, info.request_id)
-            if response.is_complete and not response.is_event_stream and scope["method"] != "HEAD":
-                status = response.status
-                await send(start)
-                body = response.take_buffered()
-                info.bytes_out = len(body)
-                await send({"type": "http.response.body", "body": body})
-            else:
-                async for message in relay_response(response, start, scope):
-                    status = response.status
-                    await send(message)
-        finally:
-            response.close()
-            slot.release()
+        with Slot(services.admission, target.model, info.caller_name) as slot:
+            response = await forward_request(
+                services, scope, receive, route=route, action=action, target=target, slot=slot
+            )
+            try:
+                start = build_start_message(response, scope)
+                info.model = target.model
+                info.version = target.served_version
+                if (choice := target.choice) is not None:
+                    start["headers"].append((VERSION_HEADER, info.version.encode()))
+                    send = choice.watch_response(send, info.request_id)
+                if (
+                    response.is_complete
+                    and not response.is_event_stream
+                    and scope["method"] != "HEAD"
+                ):
+                    status = start["status"]
+                    await send(start)
+                    body = response.take_buffered()
+                    info.bytes_out = len(body)
+                    await send({"type": "http.response.body", "body": body})
+                else:
+                    async for message in relay_response(response, start, scope):
+                        status = start["status"]
+                        await send(message)
+            finally:
+                response.close()
     except ClientDisconnect:
         return CLIENT_CLOSED_REQUEST
     except Exception as exc:  # noqa: BLE001 - the border of the process: every request gets a response
@@ -166,12 +167,13 @@ async def forward_request(
     services: Services,
     scope: Scope,
     receive: Receive,
+    *,
     route: MatchedRoute,
     action: Forwarding,
     target: ModelTarget,
     slot: Slot,
 ) -> UpstreamResponse:
-    """Return Triton's successful response. For an inference, the caller must release the slot."""
+    """Return Triton's successful response; an inference takes the slot, which the caller releases."""
     rule = route.rule
     model = route.model
     info: RequestInfo = scope["request_info"]
@@ -183,11 +185,24 @@ async def forward_request(
     info.timeout_s = timeout_s
     if action.can_activate and services.pool.activator is not None:
         timeout_s = await services.activate_model(model, target.version, timeout_s)
-    forwarded, body, step = await prepare_body(
-        services, scope, receive, route, action, headers, target.version
-    )
+    prepared = await prepare_body(services, scope, receive, headers=headers, action=action)
+    step = headers.step
+    refuses_sequence = False
+    if has_tensors and step is None:
+        step = find_sequence_step(prepared.beginning, headers.json_bytes)
+        refuses_sequence = is_longer_than_searched(prepared, headers.json_bytes)
+    if "POST" in rule.methods:
+        prepared = await guard_body(
+            prepared,
+            action.json_rules,
+            headers.json_bytes,
+            load_signature=partial(services.signatures.get_signature, model, target.version),
+            turn=services.large_body_turn,
+            refuses_sequence=refuses_sequence,
+        )
     if step is not None:
         target = target.with_sequence(step)
+    forwarded = prepared.headers
     if rule.right is Right.manage:
         forwarded = add_management_headers(forwarded, services.management_headers)
     if action.is_inference:
@@ -196,79 +211,49 @@ async def forward_request(
         model,
         target.version,
         timeout_s,
-        action.is_health_check,
-        step,
-        rule.not_found_error,
-        action.can_activate,
-        target.choice,
+        is_health_check=action.is_health_check,
+        sequence_step=step,
+        not_found_error=rule.not_found_error,
+        can_activate=action.can_activate,
+        fallback=target.choice,
     )
     # Triton sends a body for HEAD, which would be read as the next response.
     method = b"GET" if scope["method"] == "HEAD" else scope["method"].encode()
     query: bytes = scope["query_string"]
-    path = change_version_cached(route, target.version).path
-    path = b"%b?%b" % (path, query) if query else path
-    call = HttpCall(upstream, method, path, forwarded, body)
+    path = route.path_for_version(target.version)
+    if query:
+        path = b"%b?%b" % (path, query)
+    call = HttpCall(upstream, method, path, headers=forwarded, body=prepared.content)
     if target.choice is not None and action.is_inference:
         call = target.choice.copy_http_call(call, has_tensors=has_tensors)
-    try:
-        return await services.dispatcher.send(call, timeout_s)
-    except BaseException:
-        slot.release()
-        raise
+    return await services.dispatcher.send(call, timeout_s)
 
 
 async def prepare_body(
     services: Services,
     scope: Scope,
     receive: Receive,
-    route: MatchedRoute,
-    action: Forwarding,
+    *,
     headers: RequestHeaders,
-    version: str,
-) -> tuple[Headers, PassthroughBody, SequenceStep | None]:
-    """Return the headers for Triton with the framing of the body, the body, and its sequence step."""
-    length = headers.content_length
-    forwarded = headers.forwarded.copy()
+    action: Forwarding,
+) -> PreparedBody:
+    """Receive the body, or its beginning. Compressed bodies are inflated, small chunks joined."""
     limit = services.settings.max_body_bytes
-    if length is not None and length > limit:
-        raise BodyTooLarge(limit)
-    message: Message = await receive()
-    if message.get("more_body", False):
-        message = await buffer_body(message, receive, count_buffered_bytes(headers, action))
-    first: bytes = message.get("body", b"")
-    body = build_passthrough_body(message, receive, forwarded, length, limit, scope["request_info"])
+    info: RequestInfo = scope["request_info"]
+    prepared = await receive_body(receive, headers, action, limit=limit, info=info)
     if headers.content_encoding:
-        first = b""
-        length = None
-        charge = services.get_charge(scope["request_info"])
-        body = await inflate_body(body, headers.content_encoding, limit, forwarded, charge)
-    if isinstance(body, bytes):
-        first = body
-        length = len(body)
-    else:
-        body = coalesce_chunks(body, MIN_CHUNK_BYTES)
-        length = limit if length is None else length
-    json_bytes = headers.json_bytes
-    step = headers.step
-    if json_bytes is not None and json_bytes > length:
-        raise header_length_error(str(json_bytes), f"the body has at most {length} bytes")
-    refuses_sequence = False
-    if action.json_rules.has_tensors and step is None:
-        step = find_sequence_step(first, json_bytes)
-        searched_bytes = min(len(first), MAX_SEQUENCE_JSON_BYTES)
-        refuses_sequence = (length if json_bytes is None else json_bytes) > searched_bytes
-    if "POST" in route.rule.methods:
-        signature = partial(services.signatures.get_signature, route.model, version)
-        body = await guard_body(
-            body,
-            action.json_rules,
-            length,
-            json_bytes,
-            signature,
-            services.large_body_turn,
-            refuses_sequence=refuses_sequence,
+        charge = services.get_charge(info)
+        prepared = await inflate_body(
+            prepared, headers.content_encoding, limit=limit, charge=charge
         )
-    return forwarded, body, step
+    if not isinstance(prepared.content, bytes):
+        chunks = coalesce_chunks(prepared.content, MIN_CHUNK_BYTES)
+        prepared = replace(prepared, content=chunks)
+    json_bytes = headers.json_bytes
+    if json_bytes is not None and json_bytes > prepared.max_bytes:
+        reason = f"the body has at most {prepared.max_bytes} bytes"
+        raise header_length_error(str(json_bytes), reason)
+    return prepared
 
 
 def add_management_headers(headers: Headers, management_headers: Headers) -> Headers:
@@ -277,13 +262,13 @@ def add_management_headers(headers: Headers, management_headers: Headers) -> Hea
 
 
 def build_start_message(response: UpstreamResponse, scope: Scope) -> Message:
-    if response.first_error is not None:
-        response.status = find_status(response.first_error)
+    error = response.first_error
     headers = [
         *filter_response_headers(response.headers),
         (b"x-request-id", scope["request_id"].encode()),
     ]
-    return {"type": "http.response.start", "status": response.status, "headers": headers}
+    status = response.status if error is None else find_status(error)
+    return {"type": "http.response.start", "status": status, "headers": headers}
 
 
 async def relay_response(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Set
+from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 from starlette.types import Scope
 
@@ -58,8 +59,9 @@ QVALUE: Final = re.compile(rb"0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?")  # RFC 9110, s
 RESPONSE_ENCODINGS: Final = frozenset((b"gzip", b"deflate", b"identity"))  # supported by Triton
 
 
-class RequestHeaders(NamedTuple):
-    """The headers for Triton, and the values of those that concern the gateway."""
+@dataclass(frozen=True, slots=True)
+class RequestHeaders:
+    """The headers for Triton, and the values of the headers that concern the gateway."""
 
     forwarded: Headers
     content_length: int | None
@@ -70,7 +72,7 @@ class RequestHeaders(NamedTuple):
 
 
 def prepare_headers(not_forwarded: Set[bytes], scope: Scope) -> RequestHeaders:
-    """Raises `MalformedRequest` or `UnsupportedEncoding`."""
+    """Filter and check the headers. Raises `MalformedRequest` or `UnsupportedEncoding`."""
     forwarded: Headers = []
     special: Headers = NO_HEADERS
     length: int | None = None
@@ -121,36 +123,40 @@ def parse_control_headers(
     step = None
     if not values.keys().isdisjoint(SEQUENCE_HEADERS):
         step = parse_sequence_headers(*map(values.get, SEQUENCE_HEADERS))
-    body_headers = [header for header in control_headers if header[0] in BODY_HEADERS]
-    encoding, json_bytes = parse_body_headers(body_headers) if body_headers else ("", None)
+    body_headers = [name for name, _ in control_headers if name in BODY_HEADERS]
+    if len(set(body_headers)) < len(body_headers):
+        raise MalformedRequest(f"the request has more than one {body_headers[-1].decode().title()}")
+    encoding = parse_content_encoding(values.get(b"content-encoding", ""))
     if not encoding and b"content-encoding" in values:  # empty or identity, which Triton lacks
         forwarded = [header for header in forwarded if header[0] != b"content-encoding"]
-    timeout = values.get(b"x-request-timeout")
-    return RequestHeaders(forwarded, content_length, timeout, encoding, json_bytes, step)
+    return RequestHeaders(
+        forwarded,
+        content_length,
+        requested_timeout=values.get(b"x-request-timeout"),
+        content_encoding=encoding,
+        json_bytes=parse_json_length(values.get(JSON_LENGTH_HEADER)),
+        step=step,
+    )
 
 
-def parse_body_headers(headers: Headers) -> tuple[str, int | None]:
-    """Return the compression of the body, or "", and the JSON's size.
-
-    Raises `MalformedRequest` or `UnsupportedEncoding`.
-    """
-    values = dict(headers)
-    if len(values) < len(headers):
-        raise MalformedRequest(f"the request has more than one {headers[-1][0].decode().title()}")
-    encoding = values.get(b"content-encoding", b"").decode("latin-1").strip().lower()
-    if encoding == "identity":
-        encoding = ""
-    elif encoding and encoding not in ZLIB_WBITS:
+def parse_content_encoding(value: str) -> str:
+    """Return the compression of the body, or "". Raises `UnsupportedEncoding`."""
+    encoding = value.strip().lower()
+    if encoding in ("", "identity"):
+        return ""
+    if encoding not in ZLIB_WBITS:
         raise UnsupportedEncoding(encoding)
-    json_bytes = values.get(JSON_LENGTH_HEADER)
-    if json_bytes is None:
-        return encoding, None
-    value = json_bytes.decode("latin-1")
-    if not json_bytes.isdigit():
+    return encoding
+
+
+def parse_json_length(value: str | None) -> int | None:
+    if value is None:
+        return None
+    if not (value.isascii() and value.isdigit()):
         raise header_length_error(value, "only digits are allowed")
-    if len(json_bytes) > MAX_BODY_SIZE_DIGITS:
+    if len(value) > MAX_BODY_SIZE_DIGITS:
         raise header_length_error(value, "the number is too large")
-    return encoding, int(json_bytes)
+    return int(value)
 
 
 def header_length_error(value: str, reason: str) -> MalformedRequest:

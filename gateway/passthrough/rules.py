@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ class Forwarding:
 
     is_health_check: bool = False
     is_inference: bool = False  # requires a slot
-    json_rules: JsonRules = GENERATE_RULES  # of the body
+    json_rules: JsonRules = GENERATE_RULES
     can_activate: bool = False  # waits for a model that is loaded on demand
 
 
@@ -112,28 +112,25 @@ ROUTE_RULES: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class MatchedRoute:
     """The rule of a path, and the path's parameters."""
 
     rule: RouteRule
     action: Action
-    template: str  # for metrics: the path with placeholders
+    template: str  # the path with placeholders, a label value of metrics
     model: str
     version: str
     path: bytes
-    version_start: int  # in the path; without a version, the end of the model
+    version_start: int  # where the path has the version, or would have it
 
-    def with_version(self, version: str) -> MatchedRoute:
+    def path_for_version(self, version: str) -> bytes:
         if version == self.version:
-            return self
+            return self.path
         start = self.version_start
-        end = self.version_start + len(self.version)
+        end = start + len(self.version)
         added = version if self.version else f"/versions/{version}"
-        path = b"%b%b%b" % (self.path[:start], added.encode(), self.path[end:])
-        return replace(
-            self, version=version, path=path, version_start=start + len(added) - len(version)
-        )
+        return b"%b%b%b" % (self.path[:start], added.encode(), self.path[end:])
 
 
 def is_passthrough(raw_path: bytes) -> bool:
@@ -153,7 +150,7 @@ def find_route(scope: Scope) -> MatchedRoute:
 
 
 def match_route(path: str, method: str) -> MatchedRoute:
-    """Raises `NotFound`, `Forbidden`, `MethodNotAllowed` or `InvalidVersion`."""
+    """Apply the rules to a path. Raises `NotFound`, `Forbidden`, `MethodNotAllowed` or `InvalidVersion`."""
     for rule in ROUTE_RULES:
         if match := rule.pattern.fullmatch(path):
             if isinstance(rule.action, Refusal):
@@ -170,9 +167,18 @@ def build_route(rule: RouteRule, action: Action, match: re.Match[str]) -> Matche
     version = names.get("version", "")
     if version.isascii() and version.isdigit():
         parse_triton_version(version)
-    version_start = match.start("version") if version else match.end("model") if model else -1
-    path = match.string.encode("latin-1")
-    return MatchedRoute(rule, action, format_template(match), model, version, path, version_start)
+    version_start = 0
+    if model:
+        version_start = match.start("version") if version else match.end("model")
+    return MatchedRoute(
+        rule=rule,
+        action=action,
+        template=format_template(match),
+        model=model,
+        version=version,
+        path=match.string.encode("latin-1"),
+        version_start=version_start,
+    )
 
 
 def format_template(match: re.Match[str]) -> str:
@@ -188,6 +194,4 @@ def format_template(match: re.Match[str]) -> str:
     return template
 
 
-# For versions that labels decide on. A route is found again only if its path is in this module's cache.
-change_version_cached = lru_cache(1024)(MatchedRoute.with_version)
 match_route_cached = lru_cache(1024)(match_route)

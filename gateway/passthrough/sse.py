@@ -9,8 +9,8 @@ from gateway.media_types import EVENT_END
 
 # The start of an error event of Triton's generate extension after the first event.
 ERROR_EVENT_START = b'data: {"error":'
-MAX_HELD_EVENT_BYTES = 64 * 1024  # of an error event
-MAX_SCRUBBED_ERRORS = 64  # of one stream; further errors repeat the last message
+MAX_HELD_EVENT_BYTES = 64 * 1024  # limit of an error event
+MAX_SCRUBBED_ERRORS = 64  # further errors of a stream repeat the last message
 
 
 class EventState(Enum):
