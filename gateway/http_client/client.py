@@ -10,10 +10,9 @@ import asyncio
 import io
 import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Final
+from typing import Final, NamedTuple
 
 from gateway.errors import DeadlinePassed, GatewayError, UpstreamResponseTooLarge
 from gateway.http_client.connection import Buffer, Headers, RequestNotSent, UpstreamConnection
@@ -116,8 +115,9 @@ class UpstreamResponse:
             self._release(connection)
 
 
-@dataclass(frozen=True, slots=True)
-class CompleteResponse:
+class CompleteResponse(NamedTuple):
+    """A response with its whole body; a tuple, because a frozen dataclass costs 1 µs more."""
+
     status: int
     headers: Headers
     body: bytes

@@ -48,6 +48,10 @@ class ExchangeState(Enum):
     FAILED = auto()  # before the response was complete
 
 
+# A request compares a dozen members, and each costs 0.4 µs more if it is read from its class.
+IDLE, HEAD, BODY, DONE, FAILED = ExchangeState
+
+
 @dataclass(frozen=True, slots=True)
 class KnownResponse:
     """A response that arrived in one read, and after which the connection persists."""
@@ -67,7 +71,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._loop = loop
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
-        self._state = ExchangeState.IDLE
+        self._state = IDLE
         self._can_keep_alive = True
         self._is_request_sent = True
         self._error: BaseException | None = None
@@ -95,13 +99,13 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._state is ExchangeState.IDLE:
+        if self._state is IDLE:
             self.abort()  # unsolicited data must not become the response to a later request
             return
         size = len(data)
         known = self._known_response
         body_bytes = self._body_bytes
-        is_first = self._state is ExchangeState.HEAD and not self._head_bytes
+        is_first = self._state is HEAD and not self._head_bytes
         if (
             is_first
             and known is not None
@@ -120,7 +124,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._head_bytes += size
             if self._head_bytes > MAX_RESPONSE_HEAD_BYTES:
                 self.fail(BadUpstream("the replica's response header is too large"))
-        elif is_first and self._state is ExchangeState.DONE and self._can_keep_alive:
+        elif is_first and self._state is DONE and self._can_keep_alive:
             self._learn_response(data)
 
     def _learn_response(self, data: bytes) -> None:
@@ -135,12 +139,12 @@ class UpstreamConnection(asyncio.Protocol):
         self.headers = known.headers
         # The status line is a part of the header, so that `self.status` is right already.
         self.on_body(data[len(known.header) :])
-        self._state = ExchangeState.DONE
+        self._state = DONE
         self._wake_reader()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._can_keep_alive = False
-        if self._state is ExchangeState.BODY and self._is_close_delimited and exc is None:
+        if self._state is BODY and self._is_close_delimited and exc is None:
             self.on_message_complete()  # RFC 9112, section 6.3: the close ends a body without a length
         elif self._is_receiving:
             reason = "the replica closed the connection before its response was complete"
@@ -159,11 +163,11 @@ class UpstreamConnection(asyncio.Protocol):
     # Callbacks of the parser.
 
     def on_message_begin(self) -> None:
-        if self._state is ExchangeState.DONE:
+        if self._state is DONE:
             raise httptools.HttpParserError("an unsolicited second response")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._state is ExchangeState.HEAD:  # trailers are ignored
+        if self._state is HEAD:  # trailers are ignored
             self.headers.append((name.lower(), value))
             if len(self.headers) > MAX_RESPONSE_HEADERS:
                 raise httptools.HttpParserError("too many headers")
@@ -179,7 +183,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._is_close_delimited = not any(
                 name in RESPONSE_FRAMING_HEADERS for name, _ in self.headers
             )
-        self._state = ExchangeState.BODY
+        self._state = BODY
         self._wake_reader()
 
     def on_body(self, body: bytes) -> None:
@@ -197,12 +201,12 @@ class UpstreamConnection(asyncio.Protocol):
         self._wake_reader()
 
     def on_message_complete(self) -> None:
-        if self._state is ExchangeState.HEAD:  # an interim response, such as 100 Continue
+        if self._state is HEAD:  # an interim response, such as 100 Continue
             self.headers = []
-        elif self._state is ExchangeState.BODY:
+        elif self._state is BODY:
             # A trailer may request a close.
             self._can_keep_alive = self._can_keep_alive and self._parser.should_keep_alive()
-            self._state = ExchangeState.DONE
+            self._state = DONE
             self._wake_reader()
 
     # The interface for an exchange.
@@ -217,14 +221,14 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def _is_receiving(self) -> bool:
-        return self._state is ExchangeState.HEAD or self._state is ExchangeState.BODY
+        return self._state is HEAD or self._state is BODY
 
     @property
     def is_awaiting_head(self) -> bool:
-        return self._state is ExchangeState.HEAD
+        return self._state is HEAD
 
     def begin_request(self, timeout_s: float) -> None:
-        self._state = ExchangeState.HEAD
+        self._state = HEAD
         self._is_request_sent = False
         self._error = None
         self._is_close_delimited = False
@@ -277,12 +281,12 @@ class UpstreamConnection(asyncio.Protocol):
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        if self._state is ExchangeState.FAILED and self._error is not None:
+        if self._state is FAILED and self._error is not None:
             raise self._error
 
     async def next_chunk(self) -> bytes:
         """Return the body received since the last call; empty at its end."""
-        while not self._chunks and self._state is ExchangeState.BODY:
+        while not self._chunks and self._state is BODY:
             await self.wait_for_data()
         if not self._chunks:
             self.raise_if_failed()
@@ -306,16 +310,13 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def is_complete(self) -> bool:
-        return self._state is ExchangeState.DONE
+        return self._state is DONE
 
     def end_request(self) -> bool:
         reusable = (
-            self._state is ExchangeState.DONE
-            and self._is_request_sent
-            and self.is_usable
-            and self._is_drained
+            self._state is DONE and self._is_request_sent and self.is_usable and self._is_drained
         )
-        self._state = ExchangeState.IDLE
+        self._state = IDLE
         self._chunks.clear()
         self._buffered_bytes = 0
         if not reusable:
@@ -347,7 +348,7 @@ class UpstreamConnection(asyncio.Protocol):
     def fail(self, error: BaseException) -> None:
         """End the exchange with an error, which pending reads and writes raise."""
         if self._is_receiving:
-            self._state = ExchangeState.FAILED
+            self._state = FAILED
             self._error = error
         self.abort()
         self._wake_reader()

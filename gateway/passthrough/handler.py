@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Final
@@ -20,6 +19,7 @@ from gateway.capacity.admission import Slot
 from gateway.capacity.body_chunks import coalesce_chunks
 from gateway.error_responses import render_error
 from gateway.errors import (
+    BodyTooLarge,
     GatewayError,
     InputMismatch,
     MalformedRequest,
@@ -33,11 +33,12 @@ from gateway.media_types import JSON
 from gateway.passthrough.body import (
     MIN_CHUNK_BYTES,
     PreparedBody,
+    begin_body,
+    buffer_body,
+    count_buffered_bytes,
     find_sequence_step,
     guard_body,
     inflate_body,
-    is_longer_than_searched,
-    receive_body,
 )
 from gateway.passthrough.headers import (
     RequestHeaders,
@@ -187,10 +188,9 @@ async def forward_request(
         timeout_s = await services.activate_model(model, target.version, timeout_s)
     prepared = await prepare_body(services, scope, receive, headers=headers, action=action)
     step = headers.step
-    refuses_sequence = False
-    if has_tensors and step is None:
+    searches_sequence = has_tensors and step is None
+    if searches_sequence:
         step = find_sequence_step(prepared.beginning, headers.json_bytes)
-        refuses_sequence = is_longer_than_searched(prepared, headers.json_bytes)
     if "POST" in rule.methods:
         prepared = await guard_body(
             prepared,
@@ -198,7 +198,7 @@ async def forward_request(
             headers.json_bytes,
             load_signature=partial(services.signatures.get_signature, model, target.version),
             turn=services.large_body_turn,
-            refuses_sequence=refuses_sequence,
+            searches_sequence=searches_sequence,
         )
     if step is not None:
         target = target.with_sequence(step)
@@ -207,15 +207,15 @@ async def forward_request(
         forwarded = add_management_headers(forwarded, services.management_headers)
     if action.is_inference:
         timeout_s = await slot.acquire(timeout_s)
-    upstream = RequestTarget(
+    upstream = RequestTarget(  # by position: the names would cost 1.5 µs
         model,
         target.version,
         timeout_s,
-        is_health_check=action.is_health_check,
-        sequence_step=step,
-        not_found_error=rule.not_found_error,
-        can_activate=action.can_activate,
-        fallback=target.choice,
+        action.is_health_check,
+        step,
+        rule.not_found_error,
+        action.can_activate,
+        target.choice,
     )
     # Triton sends a body for HEAD, which would be read as the next response.
     method = b"GET" if scope["method"] == "HEAD" else scope["method"].encode()
@@ -223,7 +223,7 @@ async def forward_request(
     path = route.path_for_version(target.version)
     if query:
         path = b"%b?%b" % (path, query)
-    call = HttpCall(upstream, method, path, headers=forwarded, body=prepared.content)
+    call = HttpCall(upstream, method, path, forwarded, prepared.content)
     if target.choice is not None and action.is_inference:
         call = target.choice.copy_http_call(call, has_tensors=has_tensors)
     return await services.dispatcher.send(call, timeout_s)
@@ -240,7 +240,12 @@ async def prepare_body(
     """Receive the body, or its beginning. Compressed bodies are inflated, small chunks joined."""
     limit = services.settings.max_body_bytes
     info: RequestInfo = scope["request_info"]
-    prepared = await receive_body(receive, headers, action, limit=limit, info=info)
+    if headers.content_length is not None and headers.content_length > limit:
+        raise BodyTooLarge(limit)
+    message = await receive()
+    if message.get("more_body", False):
+        message = await buffer_body(message, receive, count_buffered_bytes(headers, action))
+    prepared = begin_body(message, receive, headers, limit, info)
     if headers.content_encoding:
         charge = services.get_charge(info)
         prepared = await inflate_body(
@@ -248,7 +253,7 @@ async def prepare_body(
         )
     if not isinstance(prepared.content, bytes):
         chunks = coalesce_chunks(prepared.content, MIN_CHUNK_BYTES)
-        prepared = replace(prepared, content=chunks)
+        prepared = prepared._replace(content=chunks)
     json_bytes = headers.json_bytes
     if json_bytes is not None and json_bytes > prepared.max_bytes:
         reason = f"the body has at most {prepared.max_bytes} bytes"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -137,7 +136,7 @@ class HttpCopy:
         if encoding in ZLIB_WBITS:
             chunks = inflate_chunks(iterate_once(reply.body), ZLIB_WBITS[encoding])
             pieces = [piece async for piece in limit_length(chunks, self._runner.max_bytes)]
-            reply = replace(reply, body=b"".join(pieces))
+            reply = reply._replace(body=b"".join(pieces))
         if self._has_tensors:
             return (await decode_http_response(reply)).outputs
         if len(reply.body) <= MAX_INLINE_BYTES:

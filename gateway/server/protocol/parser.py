@@ -63,6 +63,10 @@ class Phase(Enum):
     BODY = auto()
 
 
+# A request compares several members, and each costs 0.4 µs more if it is read from its class.
+REQUEST_END, EMPTY_LINES, HEADER, BODY = Phase
+
+
 class IncomingBody:
     """The body that is being received."""
 
@@ -201,7 +205,7 @@ class RequestParser:
         self._parser = httptools.HttpRequestParser(self)
         self._sizes = SizeGuard(limits)
         self._repeated = RepeatedHead(receiver)
-        self._phase = Phase.REQUEST_END
+        self._phase = REQUEST_END
         self._body: IncomingBody | None = None  # None unless a body is being received
         self._body_bytes = 0  # received of the last body, when it was complete
         self._piece_bytes = 0  # size of the data that httptools is parsing
@@ -239,13 +243,13 @@ class RequestParser:
             if not self.pending and self._repeated.deliver(data):
                 return False
             self._repeated.forget()
-        begins_request = self._phase is Phase.REQUEST_END and not self.unparsed
+        begins_request = self._phase is REQUEST_END and not self.unparsed
         self._parse(data)
         if self.is_closed:
             return False
-        if begins_request and self._phase is Phase.REQUEST_END:
+        if begins_request and self._phase is REQUEST_END:
             self._repeated.learn(data, self._body_bytes)
-        return self._phase is Phase.HEADER or self._phase is Phase.BODY
+        return self._phase is HEADER or self._phase is BODY
 
     def _parse(self, data: bytes) -> None:
         size = len(data)
@@ -278,8 +282,8 @@ class RequestParser:
 
     def _parse_piece(self, piece: bytes | memoryview) -> int:
         """Return how much of the piece was parsed: all of it, or the header of a declined Upgrade."""
-        if self._phase is Phase.REQUEST_END:
-            self._phase = Phase.EMPTY_LINES
+        if self._phase is REQUEST_END:
+            self._phase = EMPTY_LINES
         self._piece_bytes = parsed_bytes = len(piece)
         try:
             self._parser.feed_data(piece)
@@ -288,9 +292,9 @@ class RequestParser:
             parsed_bytes = exc.args[0]
         except httptools.HttpParserError as exc:
             raise find_cause(exc) from None
-        if self._phase is Phase.REQUEST_END or self.is_closed:
+        if self._phase is REQUEST_END or self.is_closed:
             return parsed_bytes
-        if self._phase is not Phase.BODY:
+        if self._phase is not BODY:
             self._sizes.end_piece_in_header(self._piece_bytes, self._url)
         if self._headers:  # the header or the trailers are incomplete
             self._sizes.check_field_count(self._headers)
@@ -304,7 +308,7 @@ class RequestParser:
     # Called by httptools.
 
     def on_message_begin(self) -> None:
-        self._phase = Phase.HEADER
+        self._phase = HEADER
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -316,7 +320,7 @@ class RequestParser:
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        self._phase = Phase.BODY
+        self._phase = BODY
         if self._ignores_next_header:
             self._ignores_next_header = False
             self._start_header()
@@ -354,7 +358,7 @@ class RequestParser:
     def on_message_complete(self) -> None:
         if self._declined_upgrade is not None:
             return  # httptools treats the body as data of the other protocol
-        self._phase = Phase.REQUEST_END
+        self._phase = REQUEST_END
         if self._body is not None:
             self._body_bytes = self._body.received_bytes
             self._body = None
