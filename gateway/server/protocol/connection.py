@@ -23,7 +23,7 @@ from gateway.telemetry.tracing import create_request_id
 
 HEALTH_PATHS: Final = frozenset((b"/livez", b"/readyz", b"/v2/health/live", b"/v2/health/ready"))
 RESERVED_CONNECTIONS: Final = 32  # connections over the limit that may send health probes
-LINGER_ZERO: Final = pack("ii", 1, 0)  # for SO_LINGER: enabled, zero seconds
+LINGER_ZERO: Final = pack("ii", 1, 0)  # the option SO_LINGER: enabled, zero seconds
 
 
 class HttpProtocol(asyncio.Protocol):

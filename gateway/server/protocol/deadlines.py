@@ -11,8 +11,10 @@ from gateway.server.protocol.limits import ProtocolLimits
 MIN_CHECK_INTERVAL_S: Final = 0.25
 RESERVED_HEADER_TIMEOUT_S: Final = 1.0
 CLOSE_LINGER_S: Final = 1.0
-LAST_REQUEST_S: Final = 1.0  # for a request that may be on its way when the server stops
-HALF_CLOSED_S: Final = 0.05  # before the first check of a client that has closed its half
+# When the server stops, a request may be on its way for this time.
+LAST_REQUEST_S: Final = 1.0
+# A client that has closed its half is checked after this time.
+HALF_CLOSED_S: Final = 0.05
 
 
 class Due(Enum):
@@ -47,7 +49,7 @@ class Deadlines:
         # Since the last check, reading was paused or the client waited for 100 Continue.
         self.was_paused = False
         self._header_end = inf
-        self._body_end = inf  # of a body that comes in several reads
+        self._body_end = inf  # infinity for a body that comes in one read
         self._body_checked_at = now
         self._body_bytes = 0  # received since then
         self._response_end = inf  # while the client has not read all responses

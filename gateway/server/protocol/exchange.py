@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
+from enum import Enum, auto
 from typing import Any, Final, NoReturn, Protocol
 
 from starlette.types import ASGIApp, Message, Scope
@@ -20,6 +21,20 @@ MAX_DISCARDED_BYTES: Final = 64 << 20
 CONTINUE_RESPONSE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 DISCONNECT_MESSAGE: Final = {"type": "http.disconnect"}
 BODILESS_STATUSES: Final = (204, 304)
+
+
+class BodyFraming(Enum):
+    """The sign by which the client finds the end of a body (RFC 9112, section 6.3)."""
+
+    LENGTH = auto()  # Content-Length
+    CHUNKS = auto()  # Transfer-Encoding: chunked
+    CLOSE = auto()  # the end of the connection, for HTTP/1.0
+    NO_BODY = auto()  # the response has none
+
+
+# A response compares several members, and each costs 0.4 µs more if it is read from its class.
+LENGTH, CHUNKS, CLOSE, NO_BODY = BodyFraming
+
 STATUS_LINES: Final = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()
     for status in http.HTTPStatus
@@ -48,7 +63,7 @@ class RequestCycle:
         "_connection",
         "_discarded_bytes",
         "_expects_continue",
-        "_is_chunked",
+        "_framing",
         "_is_disconnected",
         "_is_muted",
         "_is_request_complete",
@@ -74,17 +89,16 @@ class RequestCycle:
         self._chunks: list[bytes] = []
         self._unread_bytes = 0
         self._discarded_bytes = 0
-        self._is_request_complete = False  # all of the request was received
-        self._is_request_delivered = False  # … and passed to the application
+        self._is_request_complete = False  # the end of the request was received
+        self._is_request_delivered = False  # the application has received the end of the request
         self._is_disconnected = False
         self._is_muted = False
         self._receive_waiter: asyncio.Future[None] | None = None
         self._pending_head = b""
-        self._is_chunked = False
-        # Of the response's Content-Length; None without one, -1 for a response without a body.
-        self._remaining_bytes: int | None = None
+        self._framing = NO_BODY
+        self._remaining_bytes = 0  # what is missing of the response's Content-Length
         self.started = False
-        self.status = 0  # until the response starts
+        self.status = 0  # 0: the response has not started
         self.complete = False
 
     async def run(self, app: ASGIApp, turn: asyncio.Future[None] | None) -> None:
@@ -165,7 +179,7 @@ class RequestCycle:
             self._chunks
             or self._is_disconnected
             or self.complete
-            or self._is_request_complete > self._is_request_delivered
+            or (self._is_request_complete and not self._is_request_delivered)
         ):
             self._receive_waiter = self._connection.loop.create_future()
             await self._receive_waiter
@@ -198,15 +212,18 @@ class RequestCycle:
         lines = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
         count = 1
         says_close = False
+        has_length = False
         for name, value in headers:
             if name == b"content-length":
+                has_length = True
                 self._remaining_bytes = int(value)
             elif name == b"connection" and b"close" in value.lower():
                 says_close = True
                 self.keep_alive = False
             lines += (name, b": ", value, b"\r\n")
             count += 1
-        added = self._choose_framing(status, says_close=says_close)
+        self._framing = choose_framing(self._scope, status, has_length=has_length)
+        added = self._encode_connection_headers(says_close=says_close)
         lines += added
         count += len(added)
         lines.append(b"\r\n")
@@ -214,36 +231,30 @@ class RequestCycle:
         if head.count(b"\n") != count + 1 or head.count(b"\r") != count + 1:
             self._abort("a response header contains a line break")
 
-    def _choose_framing(self, status: int, *, says_close: bool) -> list[bytes]:
-        """Choose the framing of the body and the persistence of the connection; return their header lines."""
-        version = self._scope["http_version"]
-        if self._scope["method"] == "HEAD" or status in BODILESS_STATUSES:
-            self._remaining_bytes = -1
-        elif self._remaining_bytes is None:
-            self._is_chunked = version == "1.1"
-            # Without chunks, the end of the connection is the end of the body.
-            self.keep_alive = self.keep_alive and self._is_chunked
-        added = []
+    def _encode_connection_headers(self, *, says_close: bool) -> list[bytes]:
+        if self._framing is CLOSE:
+            self.keep_alive = False
+        lines = []
         if not self.keep_alive and not says_close:
-            added.append(b"connection: close\r\n")
-        elif self.keep_alive and version == "1.0":
-            added.append(b"connection: keep-alive\r\n")
-        if self._is_chunked:
-            added.append(b"transfer-encoding: chunked\r\n")
-        return added
+            lines.append(b"connection: close\r\n")
+        elif self.keep_alive and self._scope["http_version"] == "1.0":
+            lines.append(b"connection: keep-alive\r\n")
+        if self._framing is CHUNKS:
+            lines.append(b"transfer-encoding: chunked\r\n")
+        return lines
 
     def _send_body(self, body: bytes, has_more: bool) -> None:
         if self.complete or not self.started:
             raise RuntimeError("unexpected response body")
-        head, self._pending_head = self._pending_head, b""
-        remaining = self._remaining_bytes
-        if remaining == -1:
+        head = self._pending_head
+        self._pending_head = b""
+        if self._framing is NO_BODY:
             body = b""
-        elif remaining is not None:
-            self._remaining_bytes = remaining = remaining - len(body)
-            if remaining < 0 or (remaining and not has_more):
+        elif self._framing is LENGTH:
+            self._remaining_bytes -= len(body)
+            if self._remaining_bytes < 0 or (self._remaining_bytes and not has_more):
                 self._abort("the response body does not match its Content-Length")
-        elif self._is_chunked:
+        elif self._framing is CHUNKS:
             if body:
                 head += b"%x\r\n" % len(body)
                 body += b"\r\n"
@@ -263,6 +274,14 @@ class RequestCycle:
     def _wake_receiver(self) -> None:
         if self._receive_waiter is not None and not self._receive_waiter.done():
             self._receive_waiter.set_result(None)
+
+
+def choose_framing(scope: Scope, status: int, *, has_length: bool) -> BodyFraming:
+    if scope["method"] == "HEAD" or status in BODILESS_STATUSES:
+        return NO_BODY
+    if has_length:
+        return LENGTH
+    return CHUNKS if scope["http_version"] == "1.1" else CLOSE
 
 
 def write_parts(transport: asyncio.Transport, head: bytes, body: bytes) -> None:

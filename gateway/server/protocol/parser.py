@@ -58,7 +58,7 @@ class Phase(Enum):
     """The part of a request that the parsed data ends with."""
 
     REQUEST_END = auto()  # also before the first data
-    EMPTY_LINES = auto()  # after a request, which is over
+    EMPTY_LINES = auto()  # no header has begun since the last request
     HEADER = auto()
     BODY = auto()
 
@@ -147,7 +147,7 @@ class SizeGuard:
 
     def __init__(self, limits: ProtocolLimits) -> None:
         self._limits = limits
-        self._header_bytes = 0  # in earlier pieces than the one that is parsed
+        self._header_bytes = 0  # bytes of the header in earlier pieces
         self._framing_bytes = 0  # chunk extensions and trailers since the last body data
 
     def end_header(self, piece_bytes: int, method: bytes, url: bytes, headers: HeaderPairs) -> None:
