@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from enum import Enum, auto
 from socket import SO_ERROR, SO_LINGER, SOL_SOCKET
 from struct import pack
 from typing import Any, Final, cast
@@ -24,6 +25,16 @@ from gateway.telemetry.tracing import create_request_id
 HEALTH_PATHS: Final = frozenset((b"/livez", b"/readyz", b"/v2/health/live", b"/v2/health/ready"))
 RESERVED_CONNECTIONS: Final = 32  # connections over the limit that may send health probes
 LINGER_ZERO: Final = pack("ii", 1, 0)  # the option SO_LINGER: enabled, zero seconds
+
+
+class ConnectionPhase(Enum):
+    OPEN = auto()
+    STOPPING = auto()  # one more request is read, because it may be on its way
+    REFUSED = auto()  # an error response is sent, and nothing else is read or sent
+
+
+# Each request compares members, which costs 0.4 µs more if they are read from their class.
+OPEN, STOPPING, REFUSED = ConnectionPhase
 
 
 class HttpProtocol(asyncio.Protocol):
@@ -55,15 +66,14 @@ class HttpProtocol(asyncio.Protocol):
         self._is_reserved = False  # over the limit: only health probes are served
         self._parser: RequestParser
         self._deadlines: Deadlines
-        self._receiving_cycle: RequestCycle | None = None  # the body of which is being received
-        self._current_cycle: RequestCycle | None = None  # the response of which is being sent
+        self._receiving_cycle: RequestCycle | None = None  # its body is being received
+        self._current_cycle: RequestCycle | None = None  # its response is being sent
         self._pipelined_cycles: deque[RequestCycle] = deque()  # RFC 9112, section 9.3.2
         self._was_last_refused = False  # the last response was a 4xx
         self._task: asyncio.Task[None] | None = None
         self.drain_waiter: asyncio.Future[None] | None = None
         self._is_reading = True
-        self._is_refused = False
-        self._is_stopping = False
+        self._phase = OPEN
         self._timer: asyncio.TimerHandle | None = None
         self._next_check_at = math.inf
 
@@ -93,7 +103,7 @@ class HttpProtocol(asyncio.Protocol):
         self.resume_writing()
         self._pipelined_cycles.clear()
         self._receiving_cycle = None
-        if self._current_cycle is not None and not self._is_refused:
+        if self._current_cycle is not None and self._phase is not REFUSED:
             self._abandon_cycle(self._current_cycle)
         if self._task is None:
             self._current_cycle = None  # breaks a reference cycle, as does the next line
@@ -106,7 +116,7 @@ class HttpProtocol(asyncio.Protocol):
         except GatewayError as error:
             self.refuse(error)
         if self._parser.is_closed:
-            self.yield_reading()  # what follows is discarded
+            self.yield_reading()  # all further data is discarded
 
     def eof_received(self) -> bool:
         """Return whether to keep the connection open, for the response to a complete request.
@@ -116,7 +126,7 @@ class HttpProtocol(asyncio.Protocol):
         """
         cycle = self._current_cycle
         is_waiting = cycle is not None and cycle is not self._receiving_cycle
-        if cycle is None or not is_waiting or cycle.is_responding or self._is_refused:
+        if cycle is None or not is_waiting or cycle.is_responding or self._phase is REFUSED:
             return False
         if self.transport.get_extra_info("sslcontext") is not None:
             return False  # TLS has no half-closed connections here: asyncio closes them
@@ -142,7 +152,7 @@ class HttpProtocol(asyncio.Protocol):
             if scope["raw_path"] not in HEALTH_PATHS:
                 raise TooManyConnections
             keep_alive = False
-        if self._is_stopping or (self._drain is not None and self._drain.is_draining):
+        if self._phase is STOPPING or (self._drain is not None and self._drain.is_draining):
             keep_alive = False
         scope["state"] = self._app_state.copy()
         cycle = self._receiving_cycle = RequestCycle(self, scope, keep_alive, expects_continue)
@@ -196,7 +206,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._task is not None:
             self._tasks.discard(self._task)
             self._task = None
-        if self.transport.is_closing() or self._is_refused:
+        if self.transport.is_closing() or self._phase is REFUSED:
             return
         if not cycle.complete:
             self.transport.abort()  # the response must not look complete
@@ -209,19 +219,23 @@ class HttpProtocol(asyncio.Protocol):
             self.resume_reading()
 
     def refuse(self, error: GatewayError, *, linger: bool = True) -> None:
-        """Send an error response and close the connection."""
+        """Reject the request that is being received, and close the connection."""
         self._parser.close()
         self._deadlines.end_receiving()
-        if self._pipelined_cycles and self._receiving_cycle is not None:
-            self._pipelined_cycles.pop()  # the rest of it is not read
+        receiving = self._receiving_cycle
+        if self._pipelined_cycles and receiving is not None:
+            self._pipelined_cycles.pop()  # the rest of the request is not read
         last = self._pipelined_cycles[-1] if self._pipelined_cycles else self._current_cycle
-        if last is not None and last is not self._receiving_cycle:
-            last.keep_alive = False  # closes the connection after its response
-            return
-        if self._receiving_cycle is not None and self._receiving_cycle.started:
-            self._close()
-            return
-        self._is_refused = True
+        if last is not None and last is not receiving:
+            # Earlier requests get their responses, and no other request does.
+            last.keep_alive = False
+        elif receiving is not None and receiving.started:
+            self._close()  # its response has begun, so that no error can be sent
+        else:
+            self._send_refusal(error, linger=linger)
+
+    def _send_refusal(self, error: GatewayError, *, linger: bool) -> None:
+        self._phase = REFUSED
         now = self.loop.time()
         request_id = create_request_id()
         self.transport.write(encode_error_response(error, request_id))
@@ -243,7 +257,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._current_cycle is not None:
             self._current_cycle.keep_alive = False
         elif self._deadlines.is_receiving:
-            self._is_stopping = True
+            self._phase = STOPPING
             self._schedule_check(self._deadlines.limit_last_request(self.loop.time()))
         else:
             self._close()
