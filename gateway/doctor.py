@@ -108,7 +108,7 @@ def check_open_files() -> Iterator[Finding]:
 
 
 def check_setting_names(settings: Settings) -> Iterator[Finding]:
-    del settings  # the names are those of the environment
+    del settings  # the environment has the names
     warnings = describe_unknown_settings(os.environ, *SETTINGS)
     for warning in warnings:
         yield Finding("settings", WARNING, warning)

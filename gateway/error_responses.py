@@ -104,7 +104,7 @@ def find_model_verb(request: Request) -> str:
 def find_allowed_methods(request: Request) -> set[str]:
     """Return the methods of all routes of the path's template.
 
-    The first template that matches counts: that of `/v1/models/{model}` matches `m:predict` as well.
+    The first matching template counts; `/v1/models/{model}` matches `m:predict` as well.
     """
     routes: list[BaseRoute] = request.app.routes
     matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]

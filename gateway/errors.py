@@ -146,7 +146,7 @@ class Conflict(GatewayError):
 
 
 class ChangeInProgress(Conflict):
-    """Something else is changing the model, or has changed it meanwhile."""
+    """Another call is changing the model, or has just changed it."""
 
     code = "CHANGE_IN_PROGRESS"
 

@@ -24,7 +24,7 @@ BAR_CHARS: Final = 40
 
 @dataclass(frozen=True)
 class BenchResult:
-    """The figures of one concurrency level. Latencies are those of the requests that succeeded."""
+    """The figures of one concurrency level. Only successful requests have latencies."""
 
     concurrency: int
     requests: int

@@ -37,7 +37,7 @@ class PushedModel:
 
     @property
     def model(self) -> str:
-        """Return the name to serve the model under: that of the file or folder unless another is set."""
+        """Return the name that is set for the model, else the name of its file or folder."""
         name = self.name or self.source.resolve().name.partition(".")[0]
         if not name:
             raise UsageError(f"{self.source} has no name for a model; choose one with --name")

@@ -81,7 +81,7 @@ class JsonLinesWriter:
 
 
 class CsvWriter:
-    """Writes a column per output, JSON for values other than text; escapes what controls a terminal."""
+    """Writes a column per output, JSON for values other than text; escapes control characters."""
 
     def __init__(self, outputs: Sequence[str], *, to_terminal: bool = False) -> None:
         self._outputs = outputs

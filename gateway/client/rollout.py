@@ -37,7 +37,7 @@ LATENCY_LIMIT: Final = re.compile(r"(\d+(?:\.\d+)?)(x|ms|s)")
 
 @dataclass(frozen=True)
 class RolloutLimits:
-    """Limits of the new version; the p99 is limited in seconds, or relative to that of the old version."""
+    """Limits of the new version. Its p99 is limited in seconds, or relative to the p99 of the old version."""
 
     max_failed_share: float = 0.01
     max_p99_s: float = inf

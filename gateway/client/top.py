@@ -43,7 +43,7 @@ class ModelTraffic:
     buckets: dict[float, float] = field(default_factory=dict)
 
     def subtract(self, earlier: ModelTraffic) -> ModelTraffic:
-        """Return the traffic since `earlier`, or since the gateway started if it restarted meanwhile."""
+        """Return the traffic since `earlier`, or since a later restart of the gateway."""
         if self.count < earlier.count:
             return self
         return ModelTraffic(

@@ -53,7 +53,7 @@ def runs_in_stub(model: Path) -> bool:
     if backend := fields.get("backend"):
         return backend in STUB_BACKENDS
     if platform := fields.get("platform"):
-        return platform != ENSEMBLE  # each of the others is that of a backend in `STUB_BACKENDS`
+        return platform != ENSEMBLE  # any other platform is a backend of `STUB_BACKENDS`
     if fields.get("default_model_filename") in MODEL_FILES:
         return True
     try:

@@ -134,7 +134,7 @@ class ServerRun:
         cast(IO[bytes], self.process.stdin).close()
 
     def stop(self) -> None:
-        """Stop the server and wait; remove what a killed reaper left."""
+        """Stop the server and wait; remove the leftovers of a killed reaper."""
         self.request_stop()
         try:
             self.process.wait(EXIT_GRACE_S + 2)

@@ -22,7 +22,7 @@ Buffer = bytes | memoryview
 RESPONSE_HIGH_WATER_BYTES: Final = 256 * 1024
 MAX_RESPONSE_HEADERS: Final = 200
 MAX_RESPONSE_HEAD_BYTES: Final = 128 * 1024
-# Limit of what a connection keeps to recognize a repeated header.
+# A longer header is not kept by its connection, to be recognized when it is repeated.
 MAX_KNOWN_HEADER_BYTES: Final = 2048
 RESPONSE_HEADER_END: Final = b"\r\n\r\n"
 STATUSES: Final = range(100, 600)  # RFC 9110, section 15

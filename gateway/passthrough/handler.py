@@ -150,7 +150,7 @@ def resolve_target(services: Services, scope: Scope, route: MatchedRoute) -> Mod
 
 
 async def answer_statistics(services: Services, scope: Scope, target: ModelTarget) -> Response:
-    """Return the sum over the fleet or, with `?replica=`, what one replica says."""
+    """Return the sum over the fleet or, with `?replica=`, the statistics of one replica."""
     requested = read_head(scope, prepare_request_headers).requested_timeout
     timeout_s = services.resolve_timeout_s(requested)
     upstream = RequestTarget(target.model, target.version, timeout_s)

@@ -53,7 +53,7 @@ def build_json_content(schema: Schema, **fields: Any) -> Schema:
 
 
 def build_json_body(schema: Schema, *, required: bool = True, **fields: Any) -> Schema:
-    """Return the part of an operation that describes its request body; `fields` are those of its content."""
+    """Return the part of an operation that describes its request body; `fields` describe its content."""
     return {"requestBody": {"required": required, "content": build_json_content(schema, **fields)}}
 
 

@@ -50,12 +50,12 @@ class Settings(
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="allow")
 
     def read(self, kind: type[T]) -> T:
-        """Return the settings of a capability: of the environment, and what this object was made with."""
+        """Return a capability's settings from the environment and from this object's arguments."""
         return kind(**(self.model_extra or {}))
 
 
 def read_settings(*kinds: type[CapabilitySettings], **overrides: Any) -> Settings:
-    """Return the settings of the environment, after a check of those of capabilities.
+    """Return the settings of the environment, after a check of the capabilities' settings.
 
     Raises `CommandError`.
     """

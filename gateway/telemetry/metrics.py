@@ -1,7 +1,7 @@
 """The gateway's own metrics. Only models that exist in Triton become label values.
 
 Requests are counted in plain numbers, because prometheus_client's objects take a lock or two for each sample.
-`flush` adds the numbers to those objects, periodically and for every page.
+`flush` adds the numbers to prometheus_client's objects, periodically and for every page.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class ManagementCall:
     label: str = ""  # a version label
 
     def record_parameters(self, names: Iterable[str]) -> None:
-        """Record the names of the parameters, without what would make the line of the audit log long."""
+        """Record the names of the parameters, cut so that the line of the audit log stays short."""
         names = islice(names, MAX_RECORDED_PARAMETERS)
         self.parameters = tuple(name[:MAX_PARAMETER_CHARS] for name in names)
 
@@ -63,7 +63,7 @@ class RequestInfo:
 
 
 def read_head(scope: Scope, read: Callable[[Scope], T]) -> T:
-    """Return what the function reads in the request line and the headers; it reads a repeated head once.
+    """Return `read(scope)`, which depends on the request line and the headers; read a repeated head once.
 
     The requests with that head share the result, which must not be changed.
     """

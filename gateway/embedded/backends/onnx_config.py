@@ -34,7 +34,7 @@ TRITON_TYPES: Final = {
     "tensor(double)": "TYPE_FP64",
     "tensor(string)": "TYPE_STRING",
 }
-# Types that Triton or its Python backend cannot carry, by how they begin, and what helps.
+# Advice for types that Triton or its Python backend cannot carry, by the beginning of the type's name.
 TYPE_ADVICE: Final = {
     "tensor(": "export the model with FP16 or FP32 in its place",
     "seq(map(": "if scikit-learn's converter wrote it, convert again with the option zipmap=False",
@@ -77,7 +77,7 @@ def describe_tensor(tensor: Any) -> GraphTensor:
 
 
 def complete_config(config: ModelConfig, graph: Graph) -> None:
-    """Add what the config does not declare; its inputs and outputs are added all or not at all."""
+    """Add missing declarations to the config; inputs and outputs are added all or not at all."""
     if graph.can_batch():
         config["max_batch_size"] = config["max_batch_size"] or read_default_max_batch_size()
         if config["max_batch_size"] > 1 and "sequence_batching" not in config:

@@ -21,7 +21,7 @@ CPU: Final = "CPUExecutionProvider"
 TENSORRT: Final = "TensorrtExecutionProvider"
 GPU_ACCELERATORS: Final = {"tensorrt": TENSORRT, "cuda": CUDA}
 CPU_ACCELERATORS: Final = {"openvino": "OpenVINOExecutionProvider"}
-# Parameters of the accelerator "tensorrt" whose names differ from those of ONNX Runtime.
+# Parameters of the accelerator "tensorrt" that have other names in ONNX Runtime.
 TENSORRT_OPTIONS: Final = {
     "max_workspace_size_bytes": "trt_max_workspace_size",
     "int8_calibration_table_name": "trt_int8_calibration_table_name",
@@ -136,7 +136,7 @@ def list_providers(config: ModelConfig, kind: str, device: int) -> dict[str, dic
     place = {"device_id": str(device)}
     if TENSORRT in providers:
         providers[TENSORRT] = place | translate_tensorrt(providers[TENSORRT])
-    # CUDA runs what an accelerator cannot.
+    # CUDA runs the operators that an accelerator cannot.
     providers[CUDA] = place | read_cuda_parameters(config) | providers.pop(CUDA, {})
     return providers
 

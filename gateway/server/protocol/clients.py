@@ -52,7 +52,7 @@ class PacedCalls:
 
 
 class ClientRegistry:
-    """Connection counts per client, rejections, and what the connections of this process take turns in."""
+    """The connections of each client, rejections, and the work in which connections take turns."""
 
     def __init__(self) -> None:
         self.connections = ClientCounts()

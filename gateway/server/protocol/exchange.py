@@ -96,7 +96,7 @@ class RequestCycle:
         self._receive_waiter: asyncio.Future[None] | None = None
         self._pending_head = b""
         self._framing = NO_BODY
-        self._remaining_bytes = 0  # what is missing of the response's Content-Length
+        self._remaining_bytes = 0  # the unsent part of the response's Content-Length
         self.started = False
         self.status = 0  # 0: the response has not started
         self.complete = False
@@ -133,7 +133,7 @@ class RequestCycle:
             self._wake_receiver()
 
     def mute(self) -> None:
-        """Discard what the application sends from now on."""
+        """Discard all that the application sends from now on."""
         self._is_muted = True
 
     def disconnect(self) -> None:

@@ -37,7 +37,7 @@ VALID_HOST: Final = re.compile(
 )
 SMALL_READ_BYTES: Final = 2048  # smaller reads are parsed at once, even if they are pipelined
 MIN_PIECE_BYTES: Final = 64
-# Limit of what a connection keeps to recognize a repeated header.
+# A longer header is not kept by its connection, to be recognized when it is repeated.
 MAX_KNOWN_HEADER_BYTES: Final = 2048
 
 
@@ -123,7 +123,7 @@ class RepeatedHead:
         return True
 
     def record(self, scope: dict[str, Any], keep_alive: bool, expects_continue: bool) -> None:
-        """Keep what is delivered for a header, of which the receiver changes its own copy."""
+        """Keep a copy of the values that are delivered for a header; the receiver changes the scope."""
         self._scope = scope.copy()
         self._keep_alive = keep_alive
         self._expects_continue = expects_continue
@@ -143,7 +143,7 @@ class RepeatedHead:
 
 
 class SizeGuard:
-    """Counts what httptools does not limit, and raises `HeaderTooLarge` or `UrlTooLong`."""
+    """The limits that httptools lacks. Raises `HeaderTooLarge` or `UrlTooLong`."""
 
     def __init__(self, limits: ProtocolLimits) -> None:
         self._limits = limits
