@@ -21,6 +21,7 @@ from gateway.telemetry.request_info import RequestInfo, read_head
 from gateway.tensors.codecs import DEFAULT_CODEC, JSON_CODEC, parse_body_type
 from gateway.tensors.form import MultipartForm
 from gateway.tensors.inputs import (
+    DecodedBody,
     InferInputs,
     JsonParser,
     convert_payload,
@@ -75,7 +76,7 @@ class Deadline(NamedTuple):
         raise DeadlinePassed(self.timeout_s)
 
 
-class LargePayload(partial[tuple[Payload, InferInputs]]):
+class LargePayload(partial[DecodedBody]):
     """The decoding of a body in a process, without its last arguments, the signature and the limits.
 
     It may take much time or memory.
@@ -290,13 +291,13 @@ class PayloadConverter:
         self._charge = charge
         self._deadline = deadline
 
-    async def convert(self, received: Payload | LargePayload) -> tuple[Payload, InferInputs]:
+    async def convert(self, received: Payload | LargePayload) -> DecodedBody:
         """Return the payload of a body, and its tensors."""
         if isinstance(received, LargePayload):
             arguments = (*received.args, self._signature, self._limits)
             return await self._run_in_process(0, received.func, *arguments)
         if (inputs := convert_single_element(received, self._signature)) is not None:
-            return received, inputs
+            return DecodedBody(received, inputs)
         inspect = partial(inspect_payload, received, self._signature, self._limits)
         is_large = estimate_payload_bytes(received, self._signature) > LARGE_ARRAY_BYTES
         inspected = await self.run_in_thread(inspect) if is_large else inspect()
@@ -304,11 +305,11 @@ class PayloadConverter:
         if inspected.decoded_bytes:
             self._charge.add(inspected.decoded_bytes)
         if not cost and not is_large:
-            return received, convert_payload(inspected, self._signature)
+            return DecodedBody(received, convert_payload(inspected, self._signature))
         convert = partial(convert_payload, inspected, self._signature)
         if cost > MAX_THREAD_PIXELS:
-            return received, await self._run_in_process(cost, convert)
-        return received, await self.run_in_thread(convert, cost)
+            return DecodedBody(received, await self._run_in_process(cost, convert))
+        return DecodedBody(received, await self.run_in_thread(convert, cost))
 
     async def convert_all(self, payloads: Sequence[Payload]) -> list[InferInputs]:
         """Convert payloads of separate inferences; let the event loop run between them."""
@@ -316,8 +317,8 @@ class PayloadConverter:
         for payload in payloads:
             if len(inputs) % PAYLOADS_PER_TURN == PAYLOADS_PER_TURN - 1:
                 await asyncio.sleep(0)
-            _, converted = await self.convert(payload)
-            inputs.append(converted)
+            decoded = await self.convert(payload)
+            inputs.append(decoded.inputs)
         return inputs
 
     async def convert_json(self, body: bytes, parse: JsonParser) -> list[InferInputs]:

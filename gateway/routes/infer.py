@@ -153,7 +153,9 @@ async def handle_infer(
     stream_type = choose_stream_type(accept)
     received = await pipeline.receive_payload(opened)
     with await pipeline.admit(opened) as slot:
-        payload, inputs = await opened.converter.convert(received)
+        decoded = await opened.converter.convert(received)
+        payload = decoded.payload
+        inputs = decoded.inputs
         del received  # a large body, which a process has decoded
         if classification is not None:
             parameters = {**payload.parameters, "classification": classification}

@@ -6,6 +6,7 @@ A worker process can run `decode_body`, `decode_form` and `decode_json_body`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -242,9 +243,17 @@ def assign_parts(payload: Payload, signature: Signature) -> dict[str, list[Part]
     return parts
 
 
+@dataclass(frozen=True, slots=True)
+class DecodedBody:
+    """The payload of a body, which may be without its parts, and the tensors that they became."""
+
+    payload: Payload
+    inputs: InferInputs
+
+
 def decode_body(
     body: bytes, content_type: str, signature: Signature, limits: PayloadLimits
-) -> tuple[Payload, InferInputs]:
+) -> DecodedBody:
     """Return the payload without its parts, and the input tensors.
 
     Raises `MalformedRequest`, `UnsupportedBody`, `InputMismatch`, `BadImage` or `TooLarge`.
@@ -254,18 +263,14 @@ def decode_body(
     return decode_payload(read_payload(body, content_type, limits), signature, limits)
 
 
-def decode_form(
-    form: MultipartForm, signature: Signature, limits: PayloadLimits
-) -> tuple[Payload, InferInputs]:
+def decode_form(form: MultipartForm, signature: Signature, limits: PayloadLimits) -> DecodedBody:
     form.check_json_memory(limits)
     return decode_payload(form.build_payload(), signature, limits)
 
 
-def decode_payload(
-    payload: Payload, signature: Signature, limits: PayloadLimits
-) -> tuple[Payload, InferInputs]:
+def decode_payload(payload: Payload, signature: Signature, limits: PayloadLimits) -> DecodedBody:
     inputs = to_inputs(payload, signature, limits)
-    return payload._replace(parts={}), inputs
+    return DecodedBody(payload._replace(parts={}), inputs)
 
 
 def check_row_count(signature: Signature, rows: int, limits: PayloadLimits) -> None:

@@ -224,7 +224,9 @@ async def create_prediction(
             payload = pipeline.NO_PAYLOAD
             (inputs,) = await opened.converter.convert_json(received, parse_prediction_body)
         else:
-            payload, inputs = await opened.converter.convert(received)
+            decoded = await opened.converter.convert(received)
+            payload = decoded.payload
+            inputs = decoded.inputs
         del received  # a large body, which a process has decoded
         count = choose_class_count(signature)
         if count and not signature.default_class_counts:

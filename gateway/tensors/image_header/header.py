@@ -23,6 +23,15 @@ class ExcessiveImage(Exception):
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """A chunk of a file: its type, the start of its content and its end, a checksum or padding included."""
+
+    kind: bytes
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class ImageHeader:
     """The properties that an encoded image declares."""
 

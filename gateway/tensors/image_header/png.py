@@ -12,6 +12,7 @@ from typing import Final
 from gateway.tensors.image_header.exif import UPRIGHT_ORIENTATION, read_orientation
 from gateway.tensors.image_header.header import (
     MAX_SEGMENTS,
+    Chunk,
     DamagedImage,
     ExcessiveImage,
     ImageHeader,
@@ -51,17 +52,20 @@ def read_png(data: bytes) -> ImageHeader:
     for _ in range(MAX_SEGMENTS + len(data) // BYTES_PER_CHUNK):
         if position == len(data) or IEND in seen:
             break  # a missing IEND chunk is left to the decoder
-        kind, start, end = read_png_chunk(data, position)
+        chunk = read_png_chunk(data, position)
+        kind = chunk.kind
         if kind == IHDR:
             raise DamagedImage("it has two IHDR chunks")
         if kind == PNG_EXIF:
-            orientation = read_orientation(data[start : min(end, start + MAX_PNG_EXIF_BYTES)])
+            orientation = read_orientation(
+                data[chunk.start : min(chunk.end, chunk.start + MAX_PNG_EXIF_BYTES)]
+            )
         elif kind in NEEDED_CHUNK_LIMITS and (kind in ALLOWED_AFTER_DATA or IDAT not in seen):
-            if end - start - CHECKSUM_BYTES > NEEDED_CHUNK_LIMITS[kind]:
+            if chunk.end - chunk.start - CHECKSUM_BYTES > NEEDED_CHUNK_LIMITS[kind]:
                 raise DamagedImage("a chunk is too long")
-            spans.append((position, end))
+            spans.append((position, chunk.end))
         seen.add(kind)
-        position = end
+        position = chunk.end
     else:
         raise ExcessiveImage("too many chunks for its file size")
     if not needed <= seen:
@@ -69,8 +73,7 @@ def read_png(data: bytes) -> ImageHeader:
     return ImageHeader("PNG", width, height, merge_spans(spans), orientation=orientation)
 
 
-def read_png_chunk(data: bytes, position: int) -> tuple[bytes, int, int]:
-    """Return the chunk's type, the start of its content and the end of its checksum."""
+def read_png_chunk(data: bytes, position: int) -> Chunk:
     length, kind = PNG_CHUNK_HEADER.unpack_from(data, position)
     start = position + PNG_CHUNK_HEADER.size
     end = start + length + CHECKSUM_BYTES
@@ -78,15 +81,16 @@ def read_png_chunk(data: bytes, position: int) -> tuple[bytes, int, int]:
         raise DamagedImage("a chunk is longer than the file")
     if not kind.isalpha():
         raise DamagedImage("a chunk has an invalid type")
-    return kind, start, end
+    return Chunk(kind, start, end)
 
 
 def read_png_size(data: bytes) -> tuple[int, int, set[bytes], int]:
     """Return the width, the height, the types of the chunks that must follow, and their start."""
-    kind, start, end = read_png_chunk(data, len(PNG_SIGNATURE))
-    if kind != IHDR or end - start != IHDR_FIELDS.size + CHECKSUM_BYTES:
+    chunk = read_png_chunk(data, len(PNG_SIGNATURE))
+    if chunk.kind != IHDR or chunk.end - chunk.start != IHDR_FIELDS.size + CHECKSUM_BYTES:
         raise DamagedImage("it does not begin with an IHDR chunk")
-    width, height, bits, colour_type, *methods, interlacing = IHDR_FIELDS.unpack_from(data, start)
+    fields = IHDR_FIELDS.unpack_from(data, chunk.start)
+    width, height, bits, colour_type, *methods, interlacing = fields
     if bits not in BIT_DEPTHS.get(colour_type, ()) or any(methods) or interlacing > 1:
         raise DamagedImage("its IHDR chunk has an invalid field")
-    return width, height, {IDAT, PLTE} if colour_type == INDEXED else {IDAT}, end
+    return width, height, {IDAT, PLTE} if colour_type == INDEXED else {IDAT}, chunk.end

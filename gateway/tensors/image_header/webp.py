@@ -8,6 +8,7 @@ from typing import Final
 from gateway.tensors.image_header.exif import UPRIGHT_ORIENTATION, read_orientation
 from gateway.tensors.image_header.header import (
     MAX_SEGMENTS,
+    Chunk,
     DamagedImage,
     ExcessiveImage,
     ImageHeader,
@@ -38,14 +39,14 @@ def read_webp(data: bytes) -> ImageHeader:
     end = RIFF_HEADER.unpack_from(data)[1] + RIFF_CHUNK_HEADER.size
     if end > len(data):
         raise DamagedImage("its RIFF header declares more bytes than the file has")
-    kind, start, position = read_webp_chunk(data, RIFF_HEADER.size, end)
-    if kind not in SIZE_READERS:
+    first = read_webp_chunk(data, RIFF_HEADER.size, end)
+    if first.kind not in SIZE_READERS:
         raise DamagedImage("it does not begin with a VP8, VP8L or VP8X chunk")
-    width, height = SIZE_READERS[kind](data, start)
-    spans: list[Span] = [(RIFF_HEADER.size, position)]
+    width, height = SIZE_READERS[first.kind](data, first.start)
+    spans: list[Span] = [(RIFF_HEADER.size, first.end)]
     orientation = UPRIGHT_ORIENTATION
-    if kind == EXTENDED:
-        orientation = read_extended_chunks(data, position, end, spans)
+    if first.kind == EXTENDED:
+        orientation = read_extended_chunks(data, first.end, end, spans)
     size = sum(stop - begin for begin, stop in spans)
     prefix = RIFF_HEADER.pack(RIFF_SIGNATURE, len(WEBP_FORM_TYPE) + size, WEBP_FORM_TYPE)
     return ImageHeader("WEBP", width, height, merge_spans(spans), prefix, orientation)
@@ -58,24 +59,25 @@ def read_extended_chunks(data: bytes, position: int, end: int, spans: list[Span]
     for _ in range(MAX_SEGMENTS):
         if position >= end:
             return orientation
-        kind, start, stop = read_webp_chunk(data, position, end)
-        if kind in NEEDED_WEBP_CHUNKS and kind not in seen:
-            spans.append((position, stop))
-        elif kind == WEBP_EXIF and kind not in seen:
-            orientation = read_orientation(data[start : min(stop, start + MAX_WEBP_EXIF_BYTES)])
-        seen.add(kind)
-        position = stop
+        chunk = read_webp_chunk(data, position, end)
+        if chunk.kind not in seen:
+            if chunk.kind in NEEDED_WEBP_CHUNKS:
+                spans.append((position, chunk.end))
+            elif chunk.kind == WEBP_EXIF:
+                end_of_exif = min(chunk.end, chunk.start + MAX_WEBP_EXIF_BYTES)
+                orientation = read_orientation(data[chunk.start : end_of_exif])
+        seen.add(chunk.kind)
+        position = chunk.end
     raise ExcessiveImage(f"more than {MAX_SEGMENTS} chunks")
 
 
-def read_webp_chunk(data: bytes, position: int, end: int) -> tuple[bytes, int, int]:
-    """Return the chunk's type, the start of its content and the start of the next chunk."""
+def read_webp_chunk(data: bytes, position: int, end: int) -> Chunk:
     kind, length = RIFF_CHUNK_HEADER.unpack_from(data, position)
     start = position + RIFF_CHUNK_HEADER.size
     stop = start + length + length % 2
     if stop > end:
         raise DamagedImage("a chunk is longer than the file")
-    return kind, start, stop
+    return Chunk(kind, start, stop)
 
 
 def read_lossy_size(data: bytes, start: int) -> tuple[int, int]:
