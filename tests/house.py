@@ -21,9 +21,9 @@ class Limits:
     modules: int = 18  # at the top
     files_in_folder: int = 21
     core_files: int = 170
-    core_lines: int = 26_130
+    core_lines: int = 26_360
     capability_lines: int = 3_935
-    lines: int = 42_740
+    lines: int = 43_020
 
 
 @dataclass(frozen=True)
