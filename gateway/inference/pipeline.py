@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,6 +19,7 @@ from gateway.errors import InputMismatch, MalformedRequest, ModelNotReady, Unkno
 from gateway.fleet.signatures import SignatureCache, select_outputs
 from gateway.http_client.connection import Headers
 from gateway.inference.body import Deadline, LargePayload, PayloadConverter, RequestBody, read_body
+from gateway.inference.curl_body import check_for_form, has_curl_default_type, recognize_curl_body
 from gateway.media_types import OCTET_STREAM
 from gateway.memory import MemoryCharge
 from gateway.messages import quote_text, suggest_name
@@ -136,9 +137,26 @@ async def read_signature(
 async def receive_payload(opened: OpenedRequest) -> Payload | LargePayload:
     """Receive the body; return its parts, or what the converter decodes in a process."""
     body = opened.body
-    limits = opened.services.payload_limits
+    if has_curl_default_type(body.content_type):
+        return await receive_curl_body(opened)
     if not body.content_type and body.has_content and is_text_model(opened.signature):
         body.content_type = OCTET_STREAM  # a text, as Triton takes it
+    return await receive_typed_payload(opened)
+
+
+async def receive_curl_body(opened: OpenedRequest) -> Payload | LargePayload:
+    """Raises `UnsupportedBody` or `FormNotSupported` for a body that is neither JSON nor a text."""
+    takes_text = is_text_model(opened.signature)
+    await opened.deadline.limit(recognize_curl_body(opened.body, takes_text=takes_text))
+    payload = await receive_typed_payload(opened)
+    if opened.body.content_type == OCTET_STREAM:
+        check_for_form(cast(Payload, payload))
+    return payload
+
+
+async def receive_typed_payload(opened: OpenedRequest) -> Payload | LargePayload:
+    body = opened.body
+    limits = opened.services.payload_limits
     is_received = await body.receive_start(limits.max_bytes)
     reading = read_body(body, limits, opened.charge, opened.converter.run_in_thread)
     return await (reading if is_received else opened.deadline.limit(reading))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from gateway.inference.curl_body import begins_as_json
 from gateway.media_types import JSON, UTF8_TEXT, detect_media_type
 from gateway.tensors.json_body import decode_b64_objects, list_json_parts, parse_json_body
 from gateway.tensors.outputs import (
@@ -21,7 +22,6 @@ from gateway.tensors.payload import Payload, PayloadLimits
 from gateway.tensors.signature import Signature
 
 IMAGE_CLASSIFIER_CLASSES: Final = 5
-JSON_BEGINNINGS: Final = (b"{", b"[")
 
 
 def recognize_body_type(content_type: str, beginning: bytes, signature: Signature) -> str:
@@ -29,7 +29,7 @@ def recognize_body_type(content_type: str, beginning: bytes, signature: Signatur
 
     A file for a model that takes only BYTES is taken as it is, even if it contains JSON.
     """
-    is_json = beginning.lstrip()[:1] in JSON_BEGINNINGS
+    is_json = begins_as_json(beginning)
     if content_type:
         return JSON if is_json else content_type
     if is_json and not signature.accepts_only_bytes:

@@ -24,6 +24,7 @@ from gateway.tensors.dtypes import DATATYPES as TABLE
 from tests.support.errors import assert_error
 from tests.support.model_zoo.zoo import DATATYPES, LABELS, NUMERIC, Zoo, any_names
 
+CURL_TYPE = "application/x-www-form-urlencoded"
 NPY = {"Content-Type": "application/x-npy", "Accept": "application/x-npy"}
 PROPERTY = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -612,6 +613,7 @@ def test_body_that_is_not_of_its_type_is_refused(zoo: Zoo, subtests: pytest.Subt
     npy_type, npz_type = "application/x-npy", "application/x-npz"
     gzipped = "text/plain with gzip"
     zipped = gzip.compress(b"hello")
+    gzipped_json = gzip.compress(b'{"inputs": "a"}')
     for name, content_type, body, (status, code), words in (
         ("a form without a boundary", "multipart/form-data", form(field), malformed, ""),
         ("a form that is truncated", form_type, form(field, end=b""), malformed, ""),
@@ -629,7 +631,8 @@ def test_body_that_is_not_of_its_type_is_refused(zoo: Zoo, subtests: pytest.Subt
         ("gzip of 100 MiB", gzipped, gzip.compress(bytes(100 << 20)), too_large, "limit"),
         ("an unknown encoding", "text/plain with br", b"x", unsupported, "gzip"),
         ("HTML", "text/html", b"x", unsupported, "application/json"),
-        ("curl's default", "application/x-www-form-urlencoded", b"x", unsupported, "-H 'Content-Type: …'"),
+        ("a form of curl -d", CURL_TYPE, b"name=x&more[0].a-b=", unsupported, "-F NAME=VALUE"),
+        ("gzip of curl -d", f"{CURL_TYPE} with gzip", gzipped_json, unsupported, "-H 'Content-Type: …'"),
         ("no media type", "x", b"x", unsupported, "application/json"),
     ):  # fmt: skip
         with subtests.test(name):
@@ -640,6 +643,25 @@ def test_body_that_is_not_of_its_type_is_refused(zoo: Zoo, subtests: pytest.Subt
             model = "plain_FP32" if "np" in media_type else "single_BYTES"
             response = zoo.post(model, content=body, headers=headers)
             assert_error(response, status, code, words)
+
+
+def test_body_of_curl_d_is_json_or_a_text(zoo: Zoo, subtests: pytest.Subtests) -> None:
+    headers = {"Content-Type": f"{CURL_TYPE}; charset=utf-8"}
+    for body, text in (
+        (b' {"inputs": "a"}', "a"),
+        (b"hello & a=1", "hello & a=1"),
+        (b"a+b%20c=d", "a+b%20c=d"),
+        (b"&a=1", "&a=1"),
+        (b"", ""),
+    ):
+        with subtests.test(repr(body)):
+            assert zoo.outputs(zoo.post("single_BYTES", content=body, headers=headers)) == {
+                "Y": text
+            }
+    numbers = zoo.post("plain_FP32", content=b'{"inputs": [1, 2, 3]}', headers=headers)
+    assert zoo.outputs(numbers) == {"Y": [[1, 2, 3]]}
+    refused = zoo.post("plain_FP32", content=b"1 2 3", headers=headers)
+    assert_error(refused, 415, "UNSUPPORTED_BODY", "-H 'Content-Type: …'")
 
 
 def test_body_that_is_compressed_is_inflated(zoo: Zoo) -> None:
