@@ -183,7 +183,6 @@ class WatchedFile(Generic[T]):
         return self._finish_check()
 
     def name_entries(self, value: T) -> Mapping[str, object]:
-        """Return the entries of a value by the names that the log gets."""
         return value if isinstance(value, Mapping) else {}
 
     def _start_check(self) -> Future[FileChange[T] | None]:

@@ -37,7 +37,6 @@ MAX_FREE_HEAP_BYTES: Final = 8 << 20
 
 
 def memory_limit_bytes() -> int:
-    """Return the limit of the control group, or the physical memory if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in CGROUP_LIMITS:
         with suppress(OSError, ValueError):  # no such file, or its value is "max"

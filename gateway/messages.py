@@ -67,7 +67,6 @@ def quote_text(text: str, limit: int = 80) -> str:
 
 
 def join_names(names: Iterable[str], limit: int = 20) -> str:
-    """Return `a, b and c`, cut after `limit` names."""
     shown: Sequence[str] = list(names)
     if len(shown) > limit:
         shown = [*shown[:limit], f"{len(shown) - limit} more"]

@@ -52,7 +52,6 @@ class ModelDescriber:
     model_fields: ClassVar[Mapping[str, Schema]] = {}
 
     def describe_list(self, models: Iterable[str]) -> Mapping[str, Any]:
-        """Return fields of the list that contains the models."""
         return {}
 
     def complete_listed_model(
@@ -152,7 +151,6 @@ class Services:
 
     @cached_property
     def metrics_page_threads(self) -> CapacityLimiter:
-        """Limits the threads that write metrics pages."""
         return CapacityLimiter(MAX_METRICS_PAGES)
 
     @cached_property

@@ -178,7 +178,6 @@ def is_special_file(path: str) -> bool:
 
 
 def walk_files(folder: str) -> Iterator[str]:
-    """Yield the files of a folder, recursively and sorted, without hidden and special files."""
     for directory, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         names = sorted(name for name in files if not name.startswith("."))

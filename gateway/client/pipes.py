@@ -23,7 +23,6 @@ ATOMIC_WRITE_BYTES: Final = select.PIPE_BUF
 
 
 async def read_available(descriptor: int) -> bytes:
-    """Return the bytes that are available; empty at the end of the input."""
     if is_regular_file(descriptor) or is_descriptor_ready(descriptor, select.POLLIN):
         return os.read(descriptor, PIPE_READ_BYTES)
     return await run_in_daemon_thread(lambda: os.read(descriptor, PIPE_READ_BYTES))

@@ -54,7 +54,6 @@ class LogFilter:
     )
 
     def filter_line(self, line: str) -> str | None:
-        """Return the message to show for a line, or None to drop it."""
         summary = self._summarize_line(line)
         return (line or None) if self.verbose else summary
 

@@ -32,7 +32,6 @@ ENSEMBLE: Final = "ensemble"
 
 
 def find_unsupported_path(repository: Path, names: frozenset[str] | None) -> Path | None:
-    """Return the unsupported path: the repository or one of the models `names` (None: all)."""
     models = (folder for folder in list_model_folders(repository) if runs_in_stub(folder))
     if not SHELL_SAFE_PATH.fullmatch(str(repository)):
         return repository if any(models) else None

@@ -240,7 +240,6 @@ class Dispatcher:
         *,
         history: AttemptHistory,
     ) -> AttemptHistory | None:
-        """Return the history for the next attempt; None if there is to be none."""
         target = call.target
         step = target.sequence_step
         is_wrong_guess = history.is_sequence_guessed and isinstance(error, SequenceNotRunning)

@@ -167,7 +167,6 @@ class ReplicaPool:
         return replica
 
     def is_live(self, replica: Replica) -> bool:
-        """Return whether the replica is not `DOWN`."""
         return self.replica_state(replica) is not HealthState.DOWN
 
     def is_reachable(self, replica: Replica) -> bool:
@@ -268,7 +267,6 @@ class ReplicaPool:
         return self.cordoned & {replica.name for replica in self.list_holders(model, version)}
 
     def update_candidates(self, model: str, version: str) -> tuple[Replica, ...]:
-        """Find the candidates for a model again, and return them."""
         allowed = (
             replica for replica in self.replicas.values() if replica.name not in self.cordoned
         )

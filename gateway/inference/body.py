@@ -292,7 +292,6 @@ class PayloadConverter:
         self._deadline = deadline
 
     async def convert(self, received: Payload | LargePayload) -> DecodedBody:
-        """Return the payload of a body, and its tensors."""
         if isinstance(received, LargePayload):
             arguments = (*received.args, self._signature, self._limits)
             return await self._run_in_process(0, received.func, *arguments)
@@ -322,7 +321,6 @@ class PayloadConverter:
         return inputs
 
     async def convert_json(self, body: bytes, parse: JsonParser) -> list[InferInputs]:
-        """Return the tensors of each inference of a JSON body."""
         if len(body) > JSON_CODEC.max_thread_bytes:
             arguments = (parse, body, self._signature, self._limits)
             return await self._run_in_process(0, decode_json_body, *arguments)

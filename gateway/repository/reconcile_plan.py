@@ -91,7 +91,6 @@ def plan_actions(
 
 
 def is_outdated(desired: DesiredModel, confirmed_load: str) -> bool:
-    """Return whether the replica lacks the desired load, and no load is in progress."""
     is_current = desired.load_id in ("", confirmed_load)
     return desired.is_loaded and not is_current and not is_in_progress(confirmed_load)
 

@@ -65,7 +65,6 @@ class VersionPolicy:
         return ()
 
     def is_name(self, version: str) -> bool:
-        """Return whether this can be a name that rules give to versions."""
         return False
 
     def find_default_versions(self, model: str) -> Collection[str]:

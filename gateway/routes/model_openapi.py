@@ -74,7 +74,6 @@ def build_body_content(signature: Signature) -> Schema:
 
 
 def build_result_content(signature: Signature) -> Schema:
-    """Return the result in every content type; `Accept` selects one."""
     if signature.is_decoupled:
         return STREAM_CONTENT
     json_content = {"schema": build_response_schema(signature)}

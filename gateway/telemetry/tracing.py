@@ -30,7 +30,6 @@ TraceHeaders = list[tuple[bytes, bytes]]
 
 
 def find_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return the caller's `X-Request-ID` if it is valid, else an empty string."""
     for name, value in headers:
         if name == b"x-request-id" and VALID_REQUEST_ID.fullmatch(value):
             return value.decode()

@@ -54,7 +54,6 @@ class InferInputs(NamedTuple):
         return self.batch_size > max_batch_size  # the size is 0 without a batch dimension
 
     def split(self, max_batch_size: int) -> Iterator[InferInputs]:
-        """Yield sub-batches of at most `max_batch_size` items, in order."""
         if not self.exceeds(max_batch_size):
             yield self
             return

@@ -118,7 +118,6 @@ class MultipartParser:
         return None
 
     def _cut_content(self, delimiter: Delimiter) -> bytes | bytearray:
-        """Return the content before the delimiter, and remove both from the buffer."""
         buffer = self._buffer
         start = delimiter.start
         end = delimiter.end

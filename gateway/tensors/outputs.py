@@ -106,7 +106,6 @@ def encode_json_result(result: InferResult) -> EncodedBody:
 
 
 def are_large(results: Sequence[InferResult], more_bytes: int = 0) -> bool:
-    """Return whether the results and more bytes take too long to serialize on the event loop."""
     for result in results:
         more_bytes += result.size_bytes
     return more_bytes > MAX_INLINE_RESULT_BYTES

@@ -29,7 +29,6 @@ class SequenceStep:
 
     @property
     def values(self) -> tuple[int | str, bool, bool]:
-        """The values of `SEQUENCE_KEYS`."""
         return self.sequence_id, self.is_start, self.is_end
 
 

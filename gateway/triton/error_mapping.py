@@ -256,7 +256,6 @@ def make_triton_error(status: int, body: bytes, target: RequestTarget) -> Gatewa
 
 
 def log_error_text(status: int, body: bytes) -> str:
-    """Log an error response, and return the beginning of its text."""
     log.warning(
         "Triton returned status %d: %s", status, body[:MAX_LOGGED_BYTES].decode(errors="replace")
     )

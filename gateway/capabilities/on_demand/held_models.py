@@ -153,7 +153,6 @@ class HeldModels:
         return started | self.starting.get(replica.name, set())
 
     def _find_ensemble_parts(self) -> set[str]:
-        """Return the parts of on-demand ensembles, which may be evicted as well."""
         return {
             part
             for name, facts in self._facts.facts.items()

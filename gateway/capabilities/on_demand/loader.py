@@ -102,7 +102,6 @@ class OnDemandLoader:
         return holders
 
     def is_loading(self, model: str) -> bool:
-        """Return whether another process loads the model on a live replica."""
         return any(
             replica.index.is_changing(model)
             and replica.index.model_state(model).state != UNLOADING

@@ -350,7 +350,6 @@ class RedisStateStore:
         return result
 
     def _find_position(self) -> Position:
-        """Return the latest position of all tables."""
         return max(table.position for table in self._tables.values())
 
     def _update(self, table: CachedTable, reply: Sequence[Any]) -> bool:

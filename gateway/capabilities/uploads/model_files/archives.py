@@ -75,7 +75,6 @@ class ArchiveLimits:
             raise TooLarge(f"the archive contains more than {self.max_entries} entries")
 
     def count_folders(self, path: str) -> None:
-        """Count the folders of a path, which need no entries of their own."""
         while (path := path.rpartition("/")[0]) and path not in self._folders:
             self._folders.add(path)
         if len(self._folders) > self.max_entries:

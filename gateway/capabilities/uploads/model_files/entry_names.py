@@ -47,7 +47,6 @@ def parse_version_number(version: str) -> int:
 
 
 def is_version_name(name: str) -> bool:
-    """Return whether Triton reads a folder of this name as a version."""
     return normalize_version(name) == name != "0"
 
 

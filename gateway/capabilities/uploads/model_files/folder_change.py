@@ -67,7 +67,6 @@ class FolderChange:
         sync_folder(self.folder.parent)
 
     def remove_folder(self) -> None:
-        """Remove the whole folder, which cannot be reverted."""
         self._delete(self.folder)
         sync_folder(self.folder.parent)
 
@@ -108,7 +107,6 @@ class FolderChange:
             self._journal = None
 
     def revert_step(self, path: str, aside: str) -> None:
-        """Revert a step of this change, or of the journal of an exited process."""
         target = self.folder / path
         if not aside:
             self._delete(target)
