@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from gateway.errors import GatewayError, InputMismatch, ModelNotReady, RefusedByModel, UnknownModel
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.signatures import SignatureCache
-from gateway.fleet.transports import (
-    GrpcStreamCall,
-    GrpcUnaryCall,
-    StartedStream,
-    prepare_http_infer,
-    read_infer_response,
-)
+from gateway.fleet.transports import GrpcStreamCall, GrpcUnaryCall, prepare_http_infer
 from gateway.tasks import run_together
 from gateway.telemetry.request_info import measure_upstream_time
 from gateway.tensors.outputs import InferResult, concatenate_results
 from gateway.tensors.signature import Signature
-from gateway.triton.inference import InferRequest, InferResponse, decode_http_response
+from gateway.triton.grpc.byte_channel import STREAM_METHOD, ByteStream, map_stream_error
+from gateway.triton.grpc.messages import (
+    build_grpc_metadata,
+    encode_grpc_request,
+    render_streamed_result,
+)
+from gateway.triton.inference import InferRequest, decode_http_response
 
 # Pieces of one batch in flight; each uses a connection of its own.
 MAX_PARALLEL_PIECES = 32
@@ -49,11 +49,11 @@ class InferenceService:
         try:
             if self._is_cancellable(request.signature):
                 call = GrpcUnaryCall(request)
-                return build_result(request, await self._dispatcher.send(call, request.remaining_s))
+                return request.build_result(await self._dispatcher.send(call, request.remaining_s))
             http_call = await prepare_http_infer(request, request.trace_headers)
             response = await self._dispatcher.send(http_call, request.remaining_s)
             reply = await response.read_complete()
-            return build_result(request, await decode_http_response(reply))
+            return request.build_result(await decode_http_response(reply))
         except STALE_SIGNATURE_ERRORS as exc:
             self._check_signature(request, exc)
             raise
@@ -84,8 +84,8 @@ class InferenceService:
             exc.add_context(f"in the part of the batch with items {first} to {last}")
             raise
 
-    async def stream(self, request: InferRequest) -> AsyncGenerator[InferResult, None]:
-        """Start a streaming inference; return its responses. Closing the iterator cancels the inference.
+    async def stream(self, request: InferRequest) -> ResultStream:
+        """Start a streaming inference; return its results.
 
         The first response is available when this returns; each of the others may take the request's timeout.
         Raises `InputMismatch` for a batch above the model's maximum, because the responses of its pieces
@@ -96,17 +96,21 @@ class InferenceService:
             raise InputMismatch(
                 f"the model accepts at most {max_batch_size} items per streaming request"
             )
-        call = GrpcStreamCall(request)
+        message = await request.encode(encode_grpc_request)
+        metadata = build_grpc_metadata(request.trace_headers)
+        call = GrpcStreamCall(request.target, STREAM_METHOD, message, metadata)
         try:
-            started = await self._dispatcher.send(call, request.remaining_s)
-            error = started.stream.first_error
-            if error is not None:  # `/v1` has no results after an error
-                started.stream.close()
-                raise error
+            stream = await self._dispatcher.send(call, request.remaining_s)
+            results = ResultStream(request, stream)
+            try:
+                await results.read_first()
+            except BaseException:
+                results.close()
+                raise
         except STALE_SIGNATURE_ERRORS as exc:
             self._check_signature(request, exc)
             raise
-        return iterate_results(request, started)
+        return results
 
     def _check_signature(self, request: InferRequest, error: GatewayError) -> None:
         """Invalidate the signature if Triton contradicts it. A client's own mismatch says nothing of it."""
@@ -119,28 +123,32 @@ class InferenceService:
         return any(fnmatchcase(model.model, glob) for glob in self._cancellable)
 
 
-async def iterate_results(
-    request: InferRequest, started: StartedStream
-) -> AsyncGenerator[InferResult, None]:
-    response = started.first
-    try:
-        while response is not None:
-            yield build_result(request, response)
-            response = await read_infer_response(started.stream, request.target.timeout_s)
-    finally:
-        started.stream.close()
+class ResultStream:
+    """The results of a streaming inference. Its owner must close it, which cancels the rest."""
 
+    def __init__(self, request: InferRequest, stream: ByteStream) -> None:
+        self._request = request
+        self._stream = stream
+        self._first: bytes | None = None
 
-def build_result(request: InferRequest, response: InferResponse) -> InferResult:
-    return InferResult(
-        request.signature,
-        response.outputs,
-        request.inputs.is_batched,
-        id=request.request_id,
-        version=response.version,
-        has_classifications=bool(
-            request.parameters.get("classification", request.signature.default_class_counts)
-        ),
-        instance_count=request.inputs.instance_count,
-        size_bytes=response.size_bytes,
-    )
+    async def read_first(self) -> None:
+        """Read the first result, whose error is that of the request."""
+        self._first = await self.read_json()
+
+    async def read_json(self) -> bytes | None:
+        """Return the next result; None after the last. Raises the mapped error of a failure."""
+        first = self._first
+        if first is not None:
+            self._first = None
+            return first
+        target = self._request.target
+        message = await self._stream.read_message(target.timeout_s)
+        if message is None:
+            return None
+        if (error := map_stream_error(message, target)) is not None:
+            raise error
+        return await render_streamed_result(self._request, message)
+
+    def close(self) -> None:
+        """Cancel the rest. A reader that waits gets None."""
+        self._stream.close()

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 JSON_HEADERS: Final = [(b"content-type", b"application/json")]
 TRANSPORT_ERRORS: Final = (RequestNotSent, BadUpstream, DeadlinePassed)  # Triton may be healthy
 T_co = TypeVar("T_co", covariant=True)
-InferCall = TypeVar("InferCall", bound="GrpcInferCall")
+BytesCall = TypeVar("BytesCall", bound="GrpcBytesCall")
 
 
 class FailedResponse(Exception):
@@ -152,8 +152,8 @@ class GrpcCall:
 
 
 @dataclass(frozen=True)
-class GrpcInferCall(GrpcCall):
-    """An inference over gRPC."""
+class GrpcUnaryCall(GrpcCall):
+    """An inference with one response. HTTP is used while the replica's gRPC port is unreachable."""
 
     request: InferRequest
 
@@ -161,13 +161,9 @@ class GrpcInferCall(GrpcCall):
     def target(self) -> RequestTarget:
         return self.request.target
 
-    def with_version(self: InferCall, version: str) -> InferCall:
+    def with_version(self, version: str) -> GrpcUnaryCall:
         target = self.target._replace(version=version)
         return replace(self, request=self.request._replace(target=target))
-
-
-class GrpcUnaryCall(GrpcInferCall):
-    """An inference with one response. HTTP is used while the replica's gRPC port is unreachable."""
 
     async def send(self, replica: Replica, timeout_s: float, trace: Trace | None) -> InferResponse:
         reason = ""
@@ -196,39 +192,8 @@ class GrpcUnaryCall(GrpcInferCall):
 
 
 @dataclass(frozen=True)
-class StartedStream:
-    """A stream and its first response, unless it ended without any."""
-
-    stream: ByteStream
-    first: InferResponse | None
-
-
-class GrpcStreamCall(GrpcInferCall):
-    """An inference with any number of responses; an attempt ends with the first."""
-
-    needs_grpc: ClassVar[bool] = True
-
-    async def send(self, replica: Replica, timeout_s: float, trace: Trace | None) -> StartedStream:
-        client_metadata = build_grpc_metadata(self.request.trace_headers)
-        with trace_grpc_attempt(trace, replica, client_metadata) as metadata:
-            message = await self.request.encode(encode_grpc_request)
-            stream = await open_stream(replica, self.target, message, metadata)
-            first = None
-            try:
-                answer = await stream.read_first_message(timeout_s)
-                if answer is not None and stream.first_error is None:
-                    first = await decode_grpc_response(answer, is_streamed=True)
-            except BaseException:
-                stream.close()
-                raise
-        if stream.first_error is not None:
-            raise FailedResponse(stream.first_error, StartedStream(stream, None))
-        return StartedStream(stream, first)
-
-
-@dataclass(frozen=True, slots=True)
 class GrpcBytesCall(GrpcCall):
-    """A call of the gRPC front end, which goes to a replica as the client's bytes."""
+    """A call whose message goes to a replica as it is."""
 
     target: RequestTarget
     method: str
@@ -238,10 +203,9 @@ class GrpcBytesCall(GrpcCall):
     is_management: bool = False
     needs_grpc: ClassVar[bool] = True
 
-    def with_version(self, version: str) -> GrpcBytesCall:
+    def with_version(self: BytesCall, version: str) -> BytesCall:
         target = self.target._replace(version=version)
-        message = set_version(self.message, version)
-        return replace(self, target=target, message=message)
+        return replace(self, target=target, message=set_version(self.message, version))
 
     async def send(self, replica: Replica, timeout_s: float, trace: Trace | None) -> bytes:
         metadata = self.metadata
@@ -257,14 +221,23 @@ class GrpcBytesCall(GrpcCall):
             raise
 
 
-async def open_stream(
-    replica: Replica, target: RequestTarget, message: bytes, metadata: Metadata
-) -> ByteStream:
-    try:
-        return await ByteStream.open(replica.byte_channel, target, message, metadata)
-    except GrpcUnreachable:
-        mark_unavailable(replica)
-        raise
+class GrpcStreamCall(GrpcBytesCall):
+    """A streaming inference with any number of responses; an attempt ends with the first message."""
+
+    async def send(  # type: ignore[override]  # the result is a stream
+        self, replica: Replica, timeout_s: float, trace: Trace | None
+    ) -> ByteStream:
+        try:
+            with trace_grpc_attempt(trace, replica, self.metadata) as metadata:
+                stream = await ByteStream.open(
+                    replica.byte_channel, self.target, self.message, metadata, timeout_s
+                )
+        except GrpcUnreachable:
+            mark_unavailable(replica)
+            raise
+        if stream.first_error is not None:
+            raise FailedResponse(stream.first_error, stream)
+        return stream
 
 
 def mark_unavailable(replica: Replica) -> None:
@@ -273,12 +246,6 @@ def mark_unavailable(replica: Replica) -> None:
         log.warning(
             "the gRPC port of %s is unreachable; streams and gRPC clients need it", replica.address
         )
-
-
-async def read_infer_response(stream: ByteStream, timeout_s: float) -> InferResponse | None:
-    """Return the next response; None after the last. Raises the mapped error of a failure."""
-    message = await stream.read_response(timeout_s)
-    return None if message is None else await decode_grpc_response(message, is_streamed=True)
 
 
 @contextmanager

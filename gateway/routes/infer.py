@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Final
 
 import numpy as np
 import orjson
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
-from gateway.capacity.admission import Slot
-from gateway.errors import GatewayError, serialize_error
 from gateway.fleet.signatures import select_outputs
 from gateway.inference import pipeline
-from gateway.media_types import EVENT_STREAM, JSON, NDJSON, NPY, NPZ
+from gateway.media_types import JSON, NPY, NPZ
 from gateway.routes.dependencies import ServicesForInference
+from gateway.routes.infer_stream import InferStreamResponse, choose_stream_format
 from gateway.routes.openapi import (
     BINARY_CONTENT,
     COUNT_SCHEMA,
@@ -31,14 +27,7 @@ from gateway.routes.openapi import (
 from gateway.tensors.codecs import CODECS, STRING_SCHEMA
 from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.inputs import InferInputs
-from gateway.tensors.outputs import (
-    InferResult,
-    array_to_json,
-    bytes_to_json,
-    choose_result_encoder,
-    encode_json_result,
-    list_accepted_types,
-)
+from gateway.tensors.outputs import array_to_json, bytes_to_json, choose_result_encoder
 from gateway.tensors.schema import build_object_schema
 from gateway.tensors.sequence import MAX_SEQUENCE_ID_BYTES
 from gateway.tensors.signature import Signature
@@ -118,8 +107,6 @@ router = APIRouter(tags=["inference"])
 MAX_CLASSES = (1 << 31) - 1
 FIRST_VALUES_COUNT: Final = 8
 MAX_VALUE_BYTES: Final = 200
-# The second one tells proxies not to buffer.
-STREAM_HEADERS: Final = {"cache-control": "no-store", "x-accel-buffering": "no"}
 route_infer = partial(router.post, responses=INFER_RESPONSES, openapi_extra=INFER_OPENAPI)
 
 
@@ -150,7 +137,7 @@ async def handle_infer(
     opened = await pipeline.open_request(request, services, model, version)
     signature = opened.signature
     accept = opened.body.get_header(b"accept") or ""
-    stream_type = choose_stream_type(accept)
+    stream_format = choose_stream_format(accept)
     received = await pipeline.receive_payload(opened)
     with await pipeline.admit(opened) as slot:
         decoded = await opened.converter.convert(received)
@@ -160,11 +147,11 @@ async def handle_infer(
         if classification is not None:
             parameters = {**payload.parameters, "classification": classification}
             payload = payload._replace(parameters=parameters)
-        if stream_type and not dry_run:
+        if stream_format is not None and not dry_run:
             infer_request = pipeline.build_request(opened, payload, inputs)
             results = await services.inference.stream(infer_request)
             request_id = opened.info.request_id
-            return InferStreamResponse(results, stream_type, request_id, slot.transfer())
+            return InferStreamResponse(results, stream_format, request_id, slot.transfer())
         outputs = select_outputs(signature, payload.outputs) or tuple(signature.outputs)
         render = choose_result_encoder(accept, signature, outputs)
         if dry_run:
@@ -204,69 +191,3 @@ def first_values(array: np.ndarray) -> Sequence[Any]:
         return [bytes_to_json(value[:MAX_VALUE_BYTES]) for value in first]
     values = array_to_json(first)
     return list(values.tolist() if isinstance(values, np.ndarray) else values)
-
-
-@lru_cache(128)
-def choose_stream_type(accept: str) -> str:
-    """Return the stream's media type if `Accept` prefers one, else an empty string."""
-    preferred = next(iter(list_accepted_types(accept)), "")
-    return preferred if preferred in (EVENT_STREAM, NDJSON) else ""
-
-
-class InferStreamResponse(StreamingResponse):
-    """A stream that releases its resources when it ends. Client disconnects cancel the inference.
-
-    An error before the first result is an ordinary response. The timeout applies to each result.
-    """
-
-    def __init__(
-        self,
-        results: AsyncGenerator[InferResult, None],
-        stream_type: str,
-        request_id: str,
-        slot: Slot,
-    ) -> None:
-        self._results = results
-        self._slot = slot
-        encode = stream_events if stream_type == EVENT_STREAM else stream_json_lines
-        pieces = encode(results, request_id)
-        super().__init__(pieces, headers=STREAM_HEADERS, media_type=stream_type)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._slot.release()
-            await self._results.aclose()
-
-
-async def encode_stream_item(result: InferResult) -> bytes:
-    if result.is_large:
-        return (await asyncio.to_thread(encode_json_result, result)).body
-    return encode_json_result(result).body
-
-
-async def stream_events(
-    results: AsyncIterator[InferResult], request_id: str
-) -> AsyncIterator[bytes]:
-    """Yield server-sent events (WHATWG HTML, section 9.2): one per result with its number as ID, then
-    `error` if the inference failed, then `end`.
-    """
-    number = 0
-    try:
-        async for result in results:
-            number += 1
-            yield b"id: %d\ndata: %b\n\n" % (number, await encode_stream_item(result))
-    except GatewayError as exc:
-        yield b"event: error\ndata: %b\n\n" % serialize_error(exc.detail, exc.code, request_id)
-    yield b"event: end\ndata: {}\n\n"
-
-
-async def stream_json_lines(
-    results: AsyncIterator[InferResult], request_id: str
-) -> AsyncIterator[bytes]:
-    try:
-        async for result in results:
-            yield await encode_stream_item(result) + b"\n"
-    except GatewayError as exc:
-        yield serialize_error(exc.detail, exc.code, request_id) + b"\n"

@@ -138,18 +138,32 @@ def dump_json_chunks(value: np.ndarray | list[Any], chunk_length: int) -> bytes:
 
 def output_to_json(result: InferResult, name: str) -> Any:
     """Return an output as a value for orjson. A batch of single values (shape [1]) is a flat list."""
-    array = result.get_array(name)
+    array = result.arrays[name]
     tensor = result.signature.outputs.get(name)
-    if result.signature.supports_batching and tensor is not None and tensor.shape == (1,):
-        item_ndim = array.ndim - result.is_batched
-        if item_ndim > 0 and array.shape[-1] == 1:
-            array = array.reshape(array.shape[:-1])
+    shape = find_json_shape(result.signature, name, array.shape, is_batched=result.is_batched)
+    if shape != array.shape:
+        array = array.reshape(shape)
     if array.dtype.kind == "O":
         content_type = tensor.content_type if tensor is not None else ""
         if result.has_classifications and (tensor is None or tensor.can_classify):
             return map_nested(array, parse_classification)
         return map_nested(array, parse_json_output if content_type == JSON else bytes_to_json)
     return array_to_json(array)
+
+
+def find_json_shape(
+    signature: Signature, name: str, shape: tuple[int, ...], *, is_batched: bool
+) -> tuple[int, ...]:
+    """Return the shape without the batch dimension if the request had none, and without a last one of 1."""
+    if not signature.supports_batching:
+        return shape
+    if not is_batched and shape[:1] == (1,):  # a model may return another batch size
+        shape = shape[1:]
+    tensor = signature.outputs.get(name)
+    is_single_value = tensor is not None and tensor.shape == (1,)
+    if is_single_value and len(shape) > is_batched and shape[-1] == 1:
+        return shape[:-1]
+    return shape
 
 
 def array_to_json(array: np.ndarray) -> Any:

@@ -23,6 +23,7 @@ from gateway.tensors import sequence
 from gateway.tensors.copying import MAX_PIECE_BYTES, copy_bytes
 from gateway.tensors.dtypes import BYTES, DATATYPES, build_bytes_array
 from gateway.tensors.inputs import InferInputs
+from gateway.tensors.outputs import InferResult
 from gateway.tensors.signature import Signature
 from gateway.triton.request_target import RequestTarget
 
@@ -95,6 +96,23 @@ class InferRequest(NamedTuple):
         if elements > MAX_INLINE_REQUEST_ELEMENTS or size_bytes > MAX_INLINE_REQUEST_BYTES:
             return await asyncio.to_thread(build, self, self.remaining_s)
         return build(self, self.remaining_s)
+
+    @property
+    def has_classifications(self) -> bool:
+        counts = self.signature.default_class_counts
+        return bool(self.parameters.get("classification", counts))
+
+    def build_result(self, response: InferResponse) -> InferResult:
+        return InferResult(
+            self.signature,
+            response.outputs,
+            self.inputs.is_batched,
+            self.request_id,
+            response.version,
+            has_classifications=self.has_classifications,
+            instance_count=self.inputs.instance_count,
+            size_bytes=response.size_bytes,
+        )
 
     def build_options(self, remaining_s: float) -> RequestOptions:
         """Raises `InputMismatch` for parameters that Triton would reject or misread."""

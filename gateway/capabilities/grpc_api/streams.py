@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Final, cast
+from typing import Any, Final, cast
 
 import grpc
 from tritonclient.grpc import service_pb2
@@ -32,52 +32,19 @@ from gateway.capabilities.grpc_api.inference import build_upstream_target, check
 from gateway.capabilities.grpc_api.receive import StreamReader
 from gateway.capacity.admission import Slot
 from gateway.errors import GatewayError, Unauthenticated
-from gateway.fleet.replica import Replica
 from gateway.fleet.sequences import SequenceKey
-from gateway.fleet.transports import FailedResponse, GrpcCall, open_stream, trace_grpc_attempt
+from gateway.fleet.transports import GrpcStreamCall
 from gateway.memory import MemoryBudgetExceeded
 from gateway.repository.resolver import NO_MODEL, ModelTarget
 from gateway.tasks import cancel_tasks
 from gateway.telemetry.request_info import current_request_info
-from gateway.telemetry.tracing import Trace
-from gateway.triton.grpc.byte_channel import FINAL_RESPONSE, ByteStream, Metadata, map_stream_error
-from gateway.triton.grpc.messages import set_version
-from gateway.triton.request_target import RequestTarget
+from gateway.triton.grpc.byte_channel import FINAL_RESPONSE, STREAM_METHOD, map_stream_error
 
 MAX_STREAM_REQUESTS: Final = 64  # in progress on one stream; further ones are read later
 # After a request that was refused for memory, the next one is read when there is room, or at last then.
 MAX_MEMORY_WAIT_S: Final = 30.0
 
 NO_HEAD: Final = InferHead("", "", "", None, ())
-
-
-@dataclass(frozen=True, slots=True)
-class GrpcBytesStreamCall(GrpcCall):
-    """A streaming inference with any number of responses; an attempt ends with the first."""
-
-    target: RequestTarget
-    message: bytes
-    metadata: Metadata = ()
-    needs_grpc: ClassVar[bool] = True
-
-    def with_version(self, version: str) -> GrpcBytesStreamCall:
-        target, message = self.target._replace(version=version), set_version(self.message, version)
-        return replace(self, target=target, message=message)
-
-    async def send(
-        self, replica: Replica, timeout_s: float, trace: Trace | None
-    ) -> tuple[ByteStream, bytes | None]:
-        with trace_grpc_attempt(trace, replica, self.metadata) as metadata:
-            target = self.target._replace(timeout_s=timeout_s)
-            stream = await open_stream(replica, target, self.message, metadata)
-            try:
-                message = await stream.read_first_message(timeout_s)
-            except BaseException:
-                stream.close()
-                raise
-        if stream.first_error is not None:
-            raise FailedResponse(stream.first_error, (stream, message))
-        return stream, message
 
 
 @dataclass
@@ -260,11 +227,12 @@ class InferStream:
     async def _relay(self, request: StreamRequest, timeout_s: float, slot: Slot) -> None:
         call = request.call
         upstream = build_upstream_target(call, request.target, request.head)
-        stream_call = GrpcBytesStreamCall(upstream, request.message, self._metadata)
-        stream, message = await self._services.dispatcher.send(stream_call, timeout_s)
+        stream_call = GrpcStreamCall(upstream, STREAM_METHOD, request.message, self._metadata)
+        stream = await self._services.dispatcher.send(stream_call, timeout_s)
         request.message = b""
         del stream_call  # it has the message, which can be large
         try:
+            message = await stream.read_message(timeout_s)
             if message is not None and request.waits_for_order:
                 # The model has answered, and is not to wait for that of another request.
                 slot.release()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from random import random
@@ -50,6 +51,7 @@ CHANNEL_IDLE_TIMEOUT_S: Final = 2.0
 MIN_CANCEL_GRACE_S: Final = 0.1
 MAX_CANCEL_GRACE_S: Final = 0.6
 GRPC_UNAVAILABLE_S: Final = 30.0
+MAX_UNREAD_BYTES: Final = 64 << 10  # of a stream whose reader is slow, before its last message
 
 CLEANUPS: Final = TaskSet()  # of abandoned calls and idle channels
 Metadata = tuple[tuple[str, str | bytes], ...]
@@ -221,7 +223,10 @@ def parse_server_version(server_metadata: bytes) -> tuple[int, ...]:
 
 
 class ByteStream:
-    """The responses to one request of a stream, as bytes. Its owner must close it, which cancels the rest."""
+    """The responses to one request of a stream, as bytes. Its owner must close it, which cancels the rest.
+
+    One task reads all responses: gRPC cancels the whole call if a read is cancelled.
+    """
 
     def __init__(
         self,
@@ -233,15 +238,29 @@ class ByteStream:
         self.first_error: GatewayError | None = None  # of the model, in the first message
         self._channel = channel
         self._call = call
-        self._read_task: asyncio.Task[Any] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._messages: deque[bytes] = deque()
+        self._unread_bytes = 0
+        self._room = asyncio.Event()
+        self._error: GatewayError | None = None
         self._is_open = True
         self._has_ended = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._reading = asyncio.create_task(self._read_messages())
 
     @classmethod
     async def open(
-        cls, channel: GrpcByteChannel, target: RequestTarget, message: bytes, metadata: Metadata
+        cls,
+        channel: GrpcByteChannel,
+        target: RequestTarget,
+        message: bytes,
+        metadata: Metadata,
+        timeout_s: float,
     ) -> ByteStream:
-        """Send the request on a new stream. Raises `GrpcUnreachable`."""
+        """Send the request on a new stream; return it when its first message can be read.
+
+        Raises `GrpcUnreachable`, or an error that Triton found before the model has run.
+        """
         client = channel.acquire()
         try:
             if channel.is_new:
@@ -252,6 +271,11 @@ class ByteStream:
             raise
         try:
             await stream._send_request(message)
+            first = await stream._peek_message(timeout_s)
+            if first is not None:
+                stream.first_error = error = map_stream_error(first, target)
+                if error is not None and not is_model_response(first):
+                    raise error
         except BaseException:
             stream.close()
             raise
@@ -264,68 +288,78 @@ class ByteStream:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the next read raises the status
 
-    async def read_response(self, timeout_s: float) -> bytes | None:
-        """Return the next response; None after the last. Raises the mapped error of a failure."""
-        message = await self.read_message(timeout_s)
-        if message is not None and (error := map_stream_error(message, self.target)) is not None:
-            raise error
-        return message
-
-    async def read_first_message(self, timeout_s: float) -> bytes | None:
-        """Return the first message. Raises an error that Triton found before the model has run."""
-        message = await self.read_message(timeout_s)
-        if message is not None and (error := map_stream_error(message, self.target)) is not None:
-            if not is_model_response(message):
-                raise error
-            self.first_error = error
-        return message
+    async def _read_messages(self) -> None:
+        try:
+            while (message := await self._call.read()) is not grpc.aio.EOF:
+                if not self._is_open:
+                    continue
+                self._messages.append(message)
+                self._unread_bytes += len(message)
+                self._wake_reader()
+                if self._unread_bytes > MAX_UNREAD_BYTES:
+                    self._room.clear()
+                    await self._room.wait()
+        except grpc.aio.AioRpcError as exc:
+            self._error = map_rpc_error(exc, self.target, self._channel)
+            self._error.__cause__ = exc
+        self._has_ended = True
+        self._wake_reader()
 
     async def read_message(self, timeout_s: float) -> bytes | None:
-        """Return the next response, which can be an error of the model; None after the last."""
-        # Read in a separate task: gRPC cancels the whole call if a read is cancelled.
-        task = self._read_task
-        if task is None:
-            task = self._read_task = asyncio.ensure_future(self._call.read())
-            task.add_done_callback(retrieve_exception)
-        await asyncio.wait({task}, timeout=timeout_s)
-        if not task.done():
+        """Return the next response, which can be an error of the model; None after the last or `close`."""
+        message = await self._peek_message(timeout_s)
+        if message is not None:
+            self._messages.popleft()
+            self._unread_bytes -= len(message)
+            self._room.set()
+        return message
+
+    async def _peek_message(self, timeout_s: float) -> bytes | None:
+        if not self._messages and not self._has_ended:
+            await self._wait_for_message(timeout_s)
+        if self._messages:
+            return self._messages[0]
+        if self._error is not None:
+            raise self._error
+        if self._is_open and not self._has_ended:
             raise DeadlinePassed(self.target.timeout_s)
-        self._read_task = None
+        return None
+
+    async def _wait_for_message(self, timeout_s: float) -> None:
+        """Wait for a message, the end or the timeout."""
+        self._waiter = self._loop.create_future()
+        timer = self._loop.call_later(max(timeout_s, 0), self._wake_reader)
         try:
-            message = task.result()
-        except grpc.aio.AioRpcError as exc:
-            raise map_rpc_error(exc, self.target, self._channel) from exc
-        if message is grpc.aio.EOF:
-            self._has_ended = True
-            return None
-        return cast(bytes, message)
+            await self._waiter
+        finally:
+            timer.cancel()
+
+    def _wake_reader(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def close(self) -> None:
+        """Cancel the rest. A reader that waits gets None."""
         if not self._is_open:
             return
         self._is_open = False
+        self._messages.clear()
+        self._room.set()
+        self._wake_reader()
         if self._has_ended:
             self._channel.release(is_complete=True)
         else:
             CLEANUPS.start(self._finish_or_cancel())
 
     async def _finish_or_cancel(self) -> None:
-        drain = asyncio.ensure_future(self._drain())
-        drain.add_done_callback(retrieve_exception)
+        """Cancel the call, unless it completes within the grace period."""
         try:
-            await asyncio.wait({drain}, timeout=self._channel.choose_cancel_delay_s())
+            await asyncio.wait({self._reading}, timeout=self._channel.choose_cancel_delay_s())
         finally:
-            is_complete = drain.done() and drain.exception() is None
+            is_complete = self._has_ended and self._error is None
             self._call.cancel()
-            drain.cancel()
+            self._reading.cancel()
             self._channel.release(is_complete=is_complete)
-
-    async def _drain(self) -> None:
-        while (task := self._read_task) is not None or not self._call.done():
-            self._read_task = None
-            message = await (self._call.read() if task is None else task)
-            if message is grpc.aio.EOF:
-                return
 
 
 def map_rpc_error(
@@ -353,12 +387,6 @@ def is_model_response(message: bytes) -> bool:
     """Return whether the model, and not Triton before it, made a ModelStreamInferResponse."""
     response = service_pb2.ModelStreamInferResponse.FromString(message)
     return FINAL_RESPONSE in response.infer_response.parameters
-
-
-def retrieve_exception(task: asyncio.Task[Any]) -> None:
-    # Otherwise asyncio logs the exception of an abandoned call as never retrieved.
-    if not task.cancelled():
-        task.exception()
 
 
 async def send_bytes(

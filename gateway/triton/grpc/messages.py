@@ -6,17 +6,20 @@ import asyncio
 from typing import Any, Final
 
 import numpy as np
+import orjson
 from google.protobuf.message import DecodeError, EncodeError
 from tritonclient.grpc import service_pb2
 
 from gateway.errors import BadUpstream, TooLarge
 from gateway.http_client.connection import Headers
 from gateway.tensors.dtypes import DATATYPES
+from gateway.tensors.outputs import encode_json_result, find_json_shape
 from gateway.tensors.sequence import SEQUENCE_KEYS
 from gateway.triton.grpc.byte_channel import Metadata
 from gateway.triton.inference import (
     DECODE_ERRORS,
     INT64_RANGE,
+    LENGTH,
     MAX_INLINE_RESPONSE_BYTES,
     BinaryInput,
     InferRequest,
@@ -25,6 +28,8 @@ from gateway.triton.inference import (
     decode_binary_data,
 )
 
+INVALID_RESPONSE: Final = "the replica's inference response is invalid"
+PLAIN_DTYPE_KINDS: Final = "biuf"  # which orjson writes as JSON has them
 PARAMETER_FIELDS: Final = {
     bool: "bool_param",
     int: "int64_param",
@@ -84,24 +89,26 @@ def set_version(message: bytes, version: str) -> bytes:
     return message + added
 
 
-async def decode_grpc_response(message: bytes, *, is_streamed: bool = False) -> InferResponse:
+async def decode_grpc_response(message: bytes) -> InferResponse:
     """Return a ModelInferResponse, decoded in a thread if it is large. Raises `BadUpstream`."""
     if len(message) > MAX_INLINE_RESPONSE_BYTES:
-        return await asyncio.to_thread(parse_grpc_response, message, is_streamed)
-    return parse_grpc_response(message, is_streamed)
+        return await asyncio.to_thread(parse_grpc_response, message)
+    return parse_grpc_response(message)
 
 
-def parse_grpc_response(message: bytes, is_streamed: bool) -> InferResponse:
+def parse_grpc_response(message: bytes) -> InferResponse:
     try:
-        if is_streamed:
-            response = service_pb2.ModelStreamInferResponse.FromString(message).infer_response
-        else:
-            response = service_pb2.ModelInferResponse.FromString(message)
-        contents = zip(response.outputs, response.raw_output_contents, strict=True)
-        arrays = {output.name: decode_grpc_output(output, data) for output, data in contents}
+        response = service_pb2.ModelInferResponse.FromString(message)
+        return decode_grpc_outputs(response, len(message))
     except (DecodeError, *DECODE_ERRORS) as exc:
-        raise BadUpstream("the replica's inference response is invalid") from exc
-    return InferResponse(arrays, str(response.model_version), len(message))
+        raise BadUpstream(INVALID_RESPONSE) from exc
+
+
+def decode_grpc_outputs(response: Any, size_bytes: int) -> InferResponse:
+    """Raises one of `DECODE_ERRORS`."""
+    contents = zip(response.outputs, response.raw_output_contents, strict=True)
+    arrays = {output.name: decode_grpc_output(output, data) for output, data in contents}
+    return InferResponse(arrays, str(response.model_version), size_bytes)
 
 
 def decode_grpc_output(output: Any, data: bytes) -> np.ndarray:
@@ -109,3 +116,67 @@ def decode_grpc_output(output: Any, data: bytes) -> np.ndarray:
     check_output_entry(output.name, datatype)
     array = decode_binary_data(data, 0, len(data), DATATYPES[datatype].numpy_dtype)
     return array.reshape(tuple(output.shape))
+
+
+async def render_streamed_result(request: InferRequest, message: bytes) -> bytes:
+    """Return the JSON of a ModelStreamInferResponse, made in a thread if it is large.
+
+    Raises `BadUpstream`.
+    """
+    if len(message) > MAX_INLINE_RESPONSE_BYTES:
+        return await asyncio.to_thread(render_any_result, request, message)
+    return render_small_result(request, message) or render_any_result(request, message)
+
+
+def render_any_result(request: InferRequest, message: bytes) -> bytes:
+    try:
+        response = service_pb2.ModelStreamInferResponse.FromString(message).infer_response
+        decoded = decode_grpc_outputs(response, len(message))
+    except (DecodeError, *DECODE_ERRORS) as exc:
+        raise BadUpstream(INVALID_RESPONSE) from exc
+    return encode_json_result(request.build_result(decoded)).body
+
+
+def render_small_result(request: InferRequest, message: bytes) -> bytes | None:
+    """Decode and render a result of numbers and single texts in one pass, as `encode_json_result` does.
+
+    Return None for what needs the general way: other values, NaN and infinities, an invalid message.
+    """
+    signature = request.signature
+    is_batched = request.inputs.is_batched
+    values: dict[str, Any] = {}
+    try:
+        response = service_pb2.ModelStreamInferResponse.FromString(message).infer_response
+        contents = zip(response.outputs, response.raw_output_contents, strict=True)
+        for output, data in contents:
+            name = output.name
+            shape = find_json_shape(signature, name, tuple(output.shape), is_batched=is_batched)
+            dtype = DATATYPES[output.datatype].numpy_dtype
+            if dtype.kind == "O":
+                values[name] = render_text(request, name, shape, data)
+            elif dtype.kind in PLAIN_DTYPE_KINDS:
+                array = np.frombuffer(data, dtype).reshape(shape)
+                values[name] = array if shape else array.item()
+            else:
+                return None
+    except (DecodeError, *DECODE_ERRORS):
+        return None
+    document = {
+        "id": request.request_id,
+        "model": signature.model,
+        "version": response.model_version,
+        "outputs": values,
+    }
+    body = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+    return None if b"null" in body else body  # which orjson writes for NaN and infinities
+
+
+def render_text(request: InferRequest, name: str, shape: tuple[int, ...], data: bytes) -> Any:
+    """Return a single text. Raises `ValueError` for other values."""
+    tensor = request.signature.outputs.get(name)
+    has_content_type = tensor is not None and tensor.content_type
+    is_single = len(data) - LENGTH.size == LENGTH.unpack_from(data)[0]
+    if not is_single or has_content_type or request.has_classifications or len(shape) > 1:
+        raise ValueError("an output is not a single text")
+    text = data[LENGTH.size :].decode()
+    return [text] if shape == (1,) else text

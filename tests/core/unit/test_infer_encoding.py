@@ -22,7 +22,7 @@ from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import build_signature
-from gateway.triton.grpc.messages import encode_grpc_request
+from gateway.triton.grpc.messages import encode_grpc_request, render_any_result, render_small_result
 from gateway.triton.inference import (
     MAX_SEPARATE_ELEMENTS,
     BinaryInput,
@@ -216,3 +216,37 @@ def test_grpc_request_is_encoded_as_by_tritonclient(
     )
     message = service_pb2.ModelInferRequest.FromString(encode_grpc_request(request, 1.0))
     assert message == expected
+
+
+@given(st.data())
+def test_streamed_result_is_rendered_in_one_pass_as_in_two(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from([*DATATYPES]))
+    array = data.draw(tensors(name))
+    output = {"name": "Y", "datatype": name, "shape": data.draw(st.sampled_from([[1], [-1]]))}
+    batch_size = data.draw(st.sampled_from([0, 4]))
+    metadata = {"name": "m", "versions": ["1"], "inputs": [], "outputs": [output]}
+    signature = build_signature(metadata, {"max_batch_size": batch_size})
+    inputs = InferInputs({}, is_batched=data.draw(st.booleans()))
+    target = RequestTarget("m")
+    request = InferRequest(target, signature, inputs, (), {}, "an id", 0.0, [])
+    message = service_pb2.ModelStreamInferResponse()
+    response = message.infer_response
+    response.model_version = "3"
+    response.outputs.add(name="Y", datatype=name, shape=array.shape)
+    response.raw_output_contents.append(b"".join(BinaryInput("Y", array, name).buffers))
+    encoded = message.SerializeToString()
+    rendered = render_small_result(request, encoded)
+    if rendered is not None:
+        assert rendered == render_any_result(request, encoded)
+    elif name == "BYTES":
+        assert array.size != 1 or not is_utf8(array.item()) or array.ndim > 1
+    else:
+        assert name == "BF16" or not np.isfinite(array.astype(np.float64)).all()
+
+
+def is_utf8(value: bytes) -> bool:
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

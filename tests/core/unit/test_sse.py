@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, MutableMapping
+from collections.abc import MutableMapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,14 +10,13 @@ import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.requests import ClientDisconnect
 
 from gateway.capacity.admission import AdmissionQueue, Slot
+from gateway.fleet.inference import ResultStream
 from gateway.media_types import EVENT_STREAM
 from gateway.passthrough.sse import MAX_HELD_EVENT_BYTES, EventStreamScrubber
-from gateway.routes.infer import InferStreamResponse
+from gateway.routes.infer_stream import STREAM_FORMATS, InferStreamResponse
 from gateway.telemetry.metrics import Metrics
-from gateway.tensors.outputs import InferResult
 
 GOOD = b'data: {"model_name":"m","text":"data: {\\"error\\": no}"}\n\n'
 BAD = b'data: {"error":"boom /srv/x"}\n\n'
@@ -75,15 +74,24 @@ def test_endless_error_event_is_truncated(cuts: list[int]) -> None:
     assert scrubber.end() == b""
 
 
+class NoResults(ResultStream):
+    """The results of a model that sends none."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    async def read_json(self) -> bytes | None:
+        return None
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
 @pytest.mark.parametrize("client_leaves", [False, True])
 async def test_slot_of_a_stream_is_released_when_the_stream_ends(client_leaves: bool) -> None:
     admission = AdmissionQueue(1, 1, 1, Metrics())
     slot = Slot(admission, "model", "caller")
     await slot.acquire(1)
-
-    async def results() -> AsyncGenerator[InferResult, None]:
-        return
-        yield
 
     async def send(message: MutableMapping[str, Any]) -> None:
         if client_leaves:
@@ -93,8 +101,9 @@ async def test_slot_of_a_stream_is_released_when_the_stream_ends(client_leaves: 
         await anyio.sleep_forever()
         raise AssertionError
 
-    response = InferStreamResponse(results(), EVENT_STREAM, "id", slot)
-    scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
-    with pytest.raises(ClientDisconnect) if client_leaves else nullcontext():
-        await response(scope, receive, send)
+    results = NoResults()
+    response = InferStreamResponse(results, STREAM_FORMATS[EVENT_STREAM], "id", slot)
+    with pytest.raises(OSError, match="has left") if client_leaves else nullcontext():
+        await response({"type": "http"}, receive, send)
     assert admission.running == 0
+    assert results.is_closed
