@@ -53,7 +53,8 @@ MAX_CANCEL_GRACE_S: Final = 0.6
 GRPC_UNAVAILABLE_S: Final = 30.0
 MAX_UNREAD_BYTES: Final = 64 << 10  # of a stream whose reader is slow, before its last message
 
-CLEANUPS: Final = TaskSet()  # of abandoned calls and idle channels
+# Ends of abandoned calls and idle channels, and the reading of streams, which may outlive their owners.
+CLEANUPS: Final = TaskSet()
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 
@@ -246,7 +247,7 @@ class ByteStream:
         self._is_open = True
         self._has_ended = False
         self._waiter: asyncio.Future[None] | None = None
-        self._reading = asyncio.create_task(self._read_messages())
+        self._reading = CLEANUPS.start(self._read_messages())
 
     @classmethod
     async def open(
@@ -357,8 +358,9 @@ class ByteStream:
             await asyncio.wait({self._reading}, timeout=self._channel.choose_cancel_delay_s())
         finally:
             is_complete = self._has_ended and self._error is None
+            # This ends the read as well. A read that was cancelled itself would leak a message that arrives
+            # (https://github.com/grpc/grpc/issues/43360).
             self._call.cancel()
-            self._reading.cancel()
             self._channel.release(is_complete=is_complete)
 
 
