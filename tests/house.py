@@ -20,10 +20,10 @@ class Limits:
     folders: int = 16
     modules: int = 18  # at the top
     files_in_folder: int = 21
-    core_files: int = 171
-    core_lines: int = 26_440
+    core_files: int = 172
+    core_lines: int = 26_545
     capability_lines: int = 3_935
-    lines: int = 43_095
+    lines: int = 43_200
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,6 @@ def summarize_level(
 
 
 def percentile(sorted_values: Sequence[float], percent: int) -> float:
-    """Return the nearest-rank percentile; NaN if there are no values."""
     position = math.ceil(len(sorted_values) * percent / 100) - 1
     return sorted_values[position] if sorted_values else math.nan
 

@@ -38,7 +38,6 @@ class Input:
         return InputBody(guess_content_type(self.source, data), data)
 
     async def read_async(self) -> InputBody:
-        """Like `read`, without blocking the event loop on a pipe."""
         if isinstance(self.source, bytes) or not is_special_file(self.source):
             return self.read()
         return await run_in_daemon_thread(self.read)

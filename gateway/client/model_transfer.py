@@ -37,7 +37,6 @@ class PushedModel:
 
     @property
     def model(self) -> str:
-        """Return the name that is set for the model, else the name of its file or folder."""
         name = self.name or self.source.resolve().name.partition(".")[0]
         if not name:
             raise UsageError(f"{self.source} has no name for a model; choose one with --name")

@@ -216,7 +216,6 @@ class Rollout:
             del self._kept["shadow"]
 
     def _set_share(self, percent: int) -> None:
-        """Give the new version a share of the requests; 0 moves all of them back."""
         plan = self._plan
         versions: dict[str, Any] = {"versions": {plan.old: 100 - percent, plan.new: percent}}
         if percent in (0, 100):
@@ -267,7 +266,6 @@ class Rollout:
         return VersionTraffic(old, new)
 
     def _read_traffic(self) -> VersionTraffic:
-        """Return the traffic since the beginning of the step, or since a restart of the gateway."""
         counters = self._read_counters()
         if counters.is_reset_after(self._last):
             self._start = VersionTraffic()

@@ -133,7 +133,6 @@ ANY_SIZE: Final = "any"
 
 
 def print_model(model: Mapping[str, Any], curl_header: str) -> None:
-    """Print the answer of `/v1/models/NAME`. `curl_header` is appended to the curl command."""
     for name, value in describe_properties(model):
         sys.stdout.write(f"{name:10} {escape_unprintable(value)}\n")
     for title, tensors in (("inputs", model["inputs"]), ("outputs", model["outputs"])):

@@ -43,7 +43,6 @@ class ModelTraffic:
     buckets: dict[float, float] = field(default_factory=dict)
 
     def subtract(self, earlier: ModelTraffic) -> ModelTraffic:
-        """Return the traffic since `earlier`, or since a later restart of the gateway."""
         if self.count < earlier.count:
             return self
         return ModelTraffic(
@@ -54,7 +53,6 @@ class ModelTraffic:
         )
 
     def add_sample(self, name: str, labels: Mapping[str, str], value: float, *, ok: bool) -> None:
-        """Add a sample of the histogram of durations, of requests that succeeded or failed."""
         if name.endswith("_bucket"):
             bound = float(labels["le"])
             self.buckets[bound] = self.buckets.get(bound, 0) + value

@@ -33,7 +33,6 @@ def with_demonstration(options: TritonOptions, on_message: Callable[[str], None]
 
 
 def prepare_demonstration(source: Path, on_message: Callable[[str], None]) -> Path:
-    """Return the folder of the demonstration models, which are copied and built once."""
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     with build_once(cache / f"demonstration-{hash_folder(source)}") as (folder, needed):

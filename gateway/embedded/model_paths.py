@@ -78,7 +78,6 @@ def is_model(path: Path) -> bool:
 
 
 def make_model_name(path: Path) -> str:
-    """Return the name of the file or folder, with underscores for characters that Triton cannot use."""
     name = path.stem if path.is_file() else path.resolve().name
     return UNSUITABLE_CHARACTERS.sub("_", name).strip(".") or DEFAULT_NAME
 

@@ -62,7 +62,6 @@ def runs_in_stub(model: Path) -> bool:
 
 
 def read_fields(model: Path) -> dict[str, str]:
-    """Return the fields of the model's config that select its backend and its file."""
     try:
         config = next((model / name for name in CONFIG_NAMES if (model / name).is_file()), None)
         text = config.read_text(errors="replace") if config is not None else ""

@@ -130,7 +130,6 @@ class ServerRun:
         return f"Triton exited with status {self.process.returncode}: {message}"
 
     def request_stop(self) -> None:
-        """Close the reaper's standard input, which makes it stop the server."""
         cast(IO[bytes], self.process.stdin).close()
 
     def stop(self) -> None:
@@ -180,7 +179,6 @@ class EmbeddedTriton:
 
     @property
     def reaper_pid(self) -> int:
-        """The process id of the reaper, whose only child is the server."""
         return self._server_run.process.pid
 
     def start(self, installation: Installation) -> None:

@@ -73,7 +73,6 @@ class UpstreamResponse:
         return b"" if self._connection is None else self._connection.take_buffered()
 
     def unread(self, data: bytes) -> None:
-        """Put data of `next_chunk` back in front of the rest."""
         if data and self._connection is not None:
             self._connection.unread(data)
 

@@ -76,7 +76,8 @@ def sanitize_message(text: str) -> str:
 class LoadFailed(GatewayError):
     """Triton could not load or unload the model because of the model itself."""
 
-    status, code = 422, "LOAD_FAILED"
+    status = 422
+    code = "LOAD_FAILED"
 
     def __init__(self, model: str, reason: str, verb: str = "load") -> None:
         super().__init__(f"failed to {verb} {quote_text(model)}: {reason}")
@@ -222,7 +223,6 @@ def extract_error_text(body: bytes) -> str:
 
 
 def sanitize_event(payload: bytes) -> bytes:
-    """Return the sanitized JSON of an error that arrived in the middle of a stream."""
     log.warning("Triton's stream failed: %s", payload[:MAX_LOGGED_BYTES].decode(errors="replace"))
     text = extract_error_text(payload)[:MAX_ERROR_CHARS]
     code = next(

@@ -39,13 +39,15 @@ DECODE_ERRORS: Final = (
     struct.error,
 )
 # Limits up to which data is encoded and decoded on the event loop; above, a thread does it.
-MAX_INLINE_REQUEST_ELEMENTS: Final = 4096  # of BYTES, which Python processes one by one
+# Python processes the elements of BYTES one by one.
+MAX_INLINE_REQUEST_ELEMENTS: Final = 4096
 MAX_INLINE_REQUEST_BYTES: Final = 1 << 20
 MAX_INLINE_RESPONSE_BYTES: Final = 64 << 10  # BYTES can take four bytes per element
 MAX_JOINED_BYTES: Final = 64 << 10  # larger requests are sent without being copied
 INT64_RANGE: Final = range(-(1 << 63), 1 << 63)
 LENGTH: Final = struct.Struct("<I")  # precedes each element of BYTES
-MAX_SEPARATE_ELEMENTS: Final = 64  # of BYTES that are sent without being copied into one buffer
+# So few elements of BYTES are sent without being copied into one buffer.
+MAX_SEPARATE_ELEMENTS: Final = 64
 
 
 class InferResponse(NamedTuple):
@@ -115,7 +117,7 @@ class InferRequest(NamedTuple):
         )
 
     def build_options(self, remaining_s: float) -> RequestOptions:
-        """Raises `InputMismatch` for parameters that Triton would reject or misread."""
+        """Return the options. Raises `InputMismatch` for parameters that Triton would reject or misread."""
         default_timeout_us = max(int(remaining_s * 1e6), 1)
         default_counts = self.signature.default_class_counts
         if not self.parameters and not default_counts:
@@ -273,7 +275,7 @@ async def decode_http_response(reply: CompleteResponse) -> InferResponse:
 
 
 def parse_http_response(reply: CompleteResponse) -> InferResponse:
-    """Raises `BadUpstream`."""
+    """Return the decoded response. Raises `BadUpstream`."""
     length = reply.header(b"inference-header-content-length")
     try:
         version, arrays = decode_infer_response(reply.body, int(length) if length else None)
@@ -305,7 +307,7 @@ def decode_infer_response(
 
 
 def check_output_entry(name: Any, datatype: Any) -> None:
-    """Raises `ValueError` for a name that is not text, and for an unknown datatype."""
+    """Check the entry of an output. Raises `ValueError` for a name or datatype that is none."""
     if not isinstance(name, str) or datatype not in DATATYPES:
         raise ValueError("an output has no valid name or datatype")
 

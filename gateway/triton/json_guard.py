@@ -39,7 +39,8 @@ INFER_RULES: Final = JsonRules(10_000, 1000)
 GENERATE_RULES: Final = JsonRules(256, 256, has_tensors=False)
 MAX_KEY_BYTES: Final = 256
 MAX_JSON_DEPTH: Final = 1024
-MAX_SHAPE_BYTES: Final = 4096  # from the opening bracket of the list to its end
+# The length of a list of dimensions, with its brackets.
+MAX_SHAPE_BYTES: Final = 4096
 MAX_EMPTY_SHAPE_PRODUCT: Final = 1 << 40
 # Checking a chunk of this size takes at most a few milliseconds, whatever it contains.
 GUARD_CHUNK_BYTES: Final = 32 * 1024
@@ -95,11 +96,13 @@ class JsonGuard:
         self._body_bytes = 0
         # The state of the structure checks.
         self._partial_escape = b""  # the beginning of an incomplete escape
-        self._in_string = 0  # or 1: the first part between quotes that is outside strings
+        self._in_string = (
+            0  # the index of the first part between quotes that is outside strings: 0 or 1
+        )
         self._depth = 0
         self._key_count = 0
         self._consecutive_keys = 0
-        self._open_string_bytes = 0  # of the string that is open, or may still be a key
+        self._open_string_bytes = 0  # the length of the string that is open, or may still be a key
         # The state of the shape checks.
         self._pending = b""  # an incomplete word, key or list
         self._largest_elements = 0
@@ -194,7 +197,8 @@ class JsonGuard:
             return
         separators = parts[first::2]
         if first:
-            strings[0] += bytes(min(earlier_bytes, MAX_KEY_BYTES + 1))  # from earlier chunks
+            # Zeros stand for the part of the string in earlier chunks.
+            strings[0] += bytes(min(earlier_bytes, MAX_KEY_BYTES + 1))
         else:
             strings.insert(0, bytes(min(earlier_bytes, MAX_KEY_BYTES + 1)))
         for string, separator in zip(strings, separators, strict=False):
@@ -227,7 +231,8 @@ class JsonGuard:
                 return
             elements = count_elements(dims, self._max_elements)
             if elements > self._largest_elements:
-                self._largest_elements, self._largest_shape = elements, dims
+                self._largest_elements = elements
+                self._largest_shape = dims
         self._pending = find_partial_key(text)
 
 

@@ -12,7 +12,8 @@ from gateway.triton.request_target import RequestTarget
 
 MAX_ERROR_BODY_BYTES: Final = 1 << 20
 MAX_ERROR_EVENT_BYTES: Final = 64 << 10
-MAX_METADATA_BYTES: Final = 4 << 20  # of a repository's index or a model's metadata
+# The size of a repository's index, and of a model's metadata.
+MAX_METADATA_BYTES: Final = 4 << 20
 
 
 async def read_error_response(response: UpstreamResponse, target: RequestTarget) -> GatewayError:

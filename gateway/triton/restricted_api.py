@@ -37,7 +37,6 @@ class RestrictedApi:
         return ((f"{GRPC_KEY_PREFIX}{self.key}", self.secret),)
 
     def server_arguments(self) -> list[str]:
-        """Return the arguments of a tritonserver that restricts these APIs. They contain the secret."""
         value = f"{','.join(RESTRICTED_APIS)}:{self.setting}"
         return [f"--http-restricted-api={value}", f"--grpc-restricted-protocol={value}"]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 from urllib.parse import unquote
 
 import anyio
@@ -51,7 +52,8 @@ SHORT_MESSAGE_TIMEOUT_S: Final = 5.0
 # Triton accepts 8 KiB (RFC 9113, section 6.5.2), including what the gateway and gRPC add. Up to 16 KiB, it
 # refuses calls at random.
 MAX_METADATA_BYTES: Final = 7 << 10
-FIELD_BYTES: Final = 32  # of each, besides its name and value
+# What HTTP/2 counts for a field besides its name and value.
+FIELD_BYTES: Final = 32
 # With `triton_grpc_error`, tritonserver 2.51 crashes when it ends a stream with an error.
 DROPPED_METADATA: Final = frozenset(name.decode() for name in NOT_FORWARDED) | {
     "user-agent",
@@ -70,7 +72,8 @@ class NoRequest(MalformedRequest):
 
 
 class MetadataTooLarge(GatewayError):
-    status, code = HeaderTooLarge.status, HeaderTooLarge.code
+    status = HeaderTooLarge.status
+    code = HeaderTooLarge.code
     message = (
         "the call has more than 7 KiB of metadata for Triton, which accepts no more; send less"
     )
@@ -84,23 +87,26 @@ class TooManyCalls(Overloaded):
     message = "this address has too many calls in progress (GATEWAY_MAX_CONNECTIONS_PER_CLIENT)"
 
 
-class MethodAccess(NamedTuple):
+@dataclass(frozen=True)
+class MethodAccess:
     """The access rules of a method, and how its calls are counted."""
 
-    route: str  # in the log and the metrics
+    route: str  # the name of the method in the log and the metrics
     is_public: bool = False  # needs no key
     is_unlimited: bool = False  # does not count against the rate of the key
     is_container: bool = False  # a stream: its requests are counted, itself only if it fails
-    http_method: str = "POST"  # of the same call over HTTP; a read takes no turn of a split
+    http_method: str = "POST"  # what the call is over HTTP: a GET takes no turn of a split
 
 
-class CallEnvironment(NamedTuple):
+@dataclass(frozen=True)
+class CallEnvironment:
     """The objects that all calls share."""
 
     services: Services
     receive_slots: ReceiveSlots
-    clients: ClientCounts  # with calls in progress
-    max_requests: int  # in progress; with more, a stream has one at a time
+    clients: ClientCounts  # counts the calls in progress by client
+    # With more requests in progress, each stream runs one at a time.
+    max_requests: int
     stopping: asyncio.Event  # set when the server stops accepting calls
 
 
@@ -144,7 +150,8 @@ class IncomingCall:
         """Count the call as one in progress of its client. Raises `TooManyCalls`."""
         address = self.scope["client"]
         if address is not None:
-            client, clients = client_network(address[0]), self.environment.clients
+            client = client_network(address[0])
+            clients = self.environment.clients
             limit = self.services.settings.max_connections_per_client
             if clients.add(client) > limit > 0:
                 clients.remove(client)
@@ -152,8 +159,12 @@ class IncomingCall:
             self._client = client
 
     async def identify_caller(self) -> None:
-        """Raises `Unauthenticated`, `Forbidden` or `RateLimitExceeded`."""
-        info, services = self.info, self.services
+        """Authenticate the caller, and count the call at its rate.
+
+        Raises `Unauthenticated`, `Forbidden` or `RateLimitExceeded`.
+        """
+        info = self.info
+        services = self.services
         try:
             caller = services.access.authenticate(self.scope)
         except Unauthenticated:
@@ -173,7 +184,10 @@ class IncomingCall:
         version: str = "",
         not_found_error: type[UnknownModel] = UnknownModel,
     ) -> ModelTarget:
-        """Raises `Forbidden`, `InvalidVersion`, or `not_found_error` for a model the caller cannot see."""
+        """Return the target that the caller may use.
+
+        Raises `Forbidden`, `InvalidVersion`, or `not_found_error` for a model that the caller cannot see.
+        """
         self._check_administrator(right)
         if not model:
             raise not_found_error(model)
@@ -181,7 +195,6 @@ class IncomingCall:
         return resolve(self.scope, right, model, version, not_found_error, parse_triton_version)
 
     def authorize(self, right: Right) -> None:
-        """Raises `Forbidden`."""
         self._check_administrator(right)
         authorize(self.scope, right)
 
@@ -199,7 +212,6 @@ class IncomingCall:
 
     @property
     def slot_owner(self) -> str:
-        """The caller whose messages share receive slots."""
         return self.info.key or self._client
 
     # The request.
@@ -241,7 +253,7 @@ class IncomingCall:
         return message
 
     def count_message(self, message: bytes, min_charged_bytes: int = MIN_CHARGED_BYTES) -> None:
-        """Raises `MemoryBudgetExceeded`."""
+        """Count the message, and charge it. Raises `MemoryBudgetExceeded`."""
         self.info.bytes_in = size = len(message)
         if size > min_charged_bytes:
             self.services.get_charge(self.info, "message").add(COPIES * size)
@@ -309,7 +321,8 @@ class IncomingCall:
         return status
 
     def end(self) -> None:
-        info, metrics = self.info, self.services.metrics
+        info = self.info
+        metrics = self.services.metrics
         if info.charge is not None:
             info.charge.release()
         metrics.in_flight[GRPC_ROUTE] -= 1
@@ -325,13 +338,13 @@ class IncomingCall:
 
 
 def ignore_failure(task: asyncio.Task[None]) -> None:
-    """Keep asyncio from reporting that nobody asked for the task's exception."""
+    # Otherwise asyncio reports that nobody has asked for the exception.
     if not task.cancelled():
         task.exception()
 
 
 def check_size(message: bytes, max_bytes: int) -> None:
-    """Raise `MalformedRequest` for a message that would take long to decode on the event loop."""
+    """Check that a message is decoded quickly on the event loop. Raises `MalformedRequest`."""
     if len(message) > max_bytes:
         raise MalformedRequest(
             f"the message has {len(message)} bytes; this method accepts at most {max_bytes}"

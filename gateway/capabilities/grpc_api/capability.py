@@ -14,7 +14,8 @@ from gateway.settings import Settings
 if TYPE_CHECKING:
     from gateway.services import Services
 
-USUAL_PORT: Final = 8001  # of Triton, where its gRPC clients expect it
+# Triton's own port, where its clients expect gRPC.
+USUAL_PORT: Final = 8001
 PORT_SETTING: Final = "GATEWAY_GRPC_PORT"
 
 
@@ -51,7 +52,6 @@ def prepare_grpc(plan: LaunchPlan) -> None:
 
 
 def can_use_usual_port(plan: LaunchPlan) -> bool:
-    """Return whether the port is not set, and nothing else uses Triton's usual one."""
     from gateway.embedded.options import check_port_free
 
     if PORT_SETTING in os.environ or USUAL_PORT in plan.ports.values():

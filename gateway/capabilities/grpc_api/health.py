@@ -17,10 +17,14 @@ from gateway.draining import Drain
 from gateway.errors import Overloaded
 
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"
-SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"  # HealthCheckResponse messages
+# Messages of the type HealthCheckResponse.
+SERVING = b"\x08\x01"
+NOT_SERVING = b"\x08\x02"
 WATCH_INTERVAL_S: Final = 0.5
 MAX_WATCHES: Final = 1024
-READY, NOT_READY = SERVING, EMPTY_MESSAGE  # of ServerReadyResponse
+# Messages of the type ServerReadyResponse.
+READY = SERVING
+NOT_READY = EMPTY_MESSAGE
 
 
 class HealthService:
@@ -66,7 +70,6 @@ class HealthService:
         raise ShuttingDown
 
     def _read_status(self, call: IncomingCall) -> bytes:
-        """Return the status, which all calls that watch it share for a short time."""
         now = monotonic()
         if now >= self._next_reading:
             self._next_reading = now + WATCH_INTERVAL_S / 2

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
@@ -27,13 +28,15 @@ TYPED_CONTENTS: Final = {
     )
 }
 MAX_TENSORS: Final = 1000
-MAX_DIMS: Final = 4096  # of all inputs together
+# The dimensions of all inputs together.
+MAX_DIMS: Final = 4096
 SHARED_MEMORY_PREFIX: Final = "shared_memory_"
 CLASSIFICATION: Final = "classification"
 UINT64_COUNT: Final = 1 << 64
 
 
-class InferHead(NamedTuple):
+@dataclass(frozen=True)
+class InferHead:
     """The parts of an inference request that decide where it goes."""
 
     model: str
@@ -44,7 +47,10 @@ class InferHead(NamedTuple):
 
 
 def read_infer_request(message: bytes) -> InferHead:
-    """Raises `MalformedRequest`, `InputMismatch` or `Forbidden` for what Triton must not receive."""
+    """Return the head of a request, and check the rest.
+
+    Raises `MalformedRequest`, `InputMismatch` or `Forbidden` for a request that Triton must not receive.
+    """
     head = message
     if len(message) > MAX_DECODED_BYTES:
         head = remove_fields(message, RAW_CONTENTS, TYPED_CONTENTS, MAX_HEAD_BYTES)
@@ -61,12 +67,12 @@ def read_infer_request(message: bytes) -> InferHead:
 
 
 def change_version(message: bytes, requested: str, version: str) -> bytes:
-    """Return a request to this version instead of the requested one."""
     return message if version == requested else set_version(message, version)
 
 
 def check_message(request: Any, body_bytes: int) -> None:
-    inputs, outputs = request.inputs, request.outputs
+    inputs = request.inputs
+    outputs = request.outputs
     if len(inputs) > MAX_TENSORS or len(outputs) > MAX_TENSORS:
         raise MalformedRequest(f"a request can have at most {MAX_TENSORS} inputs and outputs")
     check_parameter_limits(request.parameters)

@@ -21,13 +21,16 @@ from gateway.triton.request_target import RequestTarget
 
 
 async def serve_infer(call: IncomingCall) -> bytes:
-    services, timeout_s = call.services, call.find_timeout_s()
+    services = call.services
+    timeout_s = call.find_timeout_s()
     started_at = perf_counter()
     metadata = call.select_metadata()
     message = await call.read_message(timeout_s)
     head = read_infer_request(message)
     target = call.resolve(Right.infer, head.model, head.version).with_sequence(head.step)
-    model, version, choice = target.model, target.version, target.choice
+    model = target.model
+    version = target.version
+    choice = target.choice
     remaining_s = timeout_s - (perf_counter() - started_at)
     start_copy = None
     try:
@@ -66,7 +69,7 @@ def build_upstream_target(
 
 
 async def check_classification(services: Services, target: ModelTarget, head: InferHead) -> None:
-    """Raise `InputMismatch` if an output cannot be classified: Triton would divide by 0."""
+    """Check that all outputs can be classified: otherwise Triton divides by 0. Raises `InputMismatch`."""
     if head.class_outputs:
         signature = await services.signatures.get_signature(target.model, target.version)
         find_outputs_without_classes(signature, head.class_outputs)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 from gateway.capabilities.grpc_api import inference, models, repository
 from gateway.capabilities.grpc_api.call import IncomingCall, MethodAccess
@@ -16,7 +17,8 @@ UnaryHandler = Callable[[IncomingCall], Awaitable[bytes]]
 StreamHandler = Callable[[IncomingCall], Awaitable[None]]
 
 
-class Method(NamedTuple):
+@dataclass(frozen=True)
+class Method:
     access: MethodAccess
     serve: UnaryHandler | StreamHandler
     is_stream: bool = False  # `serve` writes the responses itself
@@ -56,7 +58,8 @@ def list_methods(health: HealthService) -> dict[str, Method]:
         is_unlimited = name in UNLIMITED_METHODS
         access = MethodAccess(path, is_unlimited=is_unlimited, http_method=http_method)
         methods[path] = Method(access, serve)
-    check, watch = f"/{HEALTH_SERVICE}/Check", f"/{HEALTH_SERVICE}/Watch"
+    check = f"/{HEALTH_SERVICE}/Check"
+    watch = f"/{HEALTH_SERVICE}/Watch"
     methods[check] = Method(MethodAccess(check, is_public=True, is_unlimited=True), health.check)
     methods[watch] = Method(
         MethodAccess(watch, is_public=True, is_unlimited=True), health.watch, is_stream=True

@@ -21,14 +21,14 @@ from gateway.repository.resolver import NO_MODEL, ModelTarget
 from gateway.triton.request_target import RequestTarget
 
 EMPTY_MESSAGE: Final = b""
-NOT_READY: Final = EMPTY_MESSAGE  # of a ModelReadyResponse: `ready` has its default, false
+# A ModelReadyResponse in which `ready` has its default, false.
+NOT_READY: Final = EMPTY_MESSAGE
 MAX_SMALL_MESSAGE_BYTES: Final = 64 << 10
 
 
 async def forward(
     call: IncomingCall, message: bytes, upstream: RequestTarget, *, is_management: bool = False
 ) -> bytes:
-    """Return a replica's response to a call that is no inference."""
     path: str = call.scope["path"]
     request = GrpcBytesCall(upstream, path, message, call.select_metadata(), is_management)
     try:
@@ -67,7 +67,6 @@ async def serve_model_ready(call: IncomingCall) -> bytes:
 
 
 def select_version(call: IncomingCall, message: bytes, request: Any) -> tuple[ModelTarget, bytes]:
-    """Return what the request means, and its message with the number of the version."""
     target = call.resolve(Right.infer, request.name, request.version)
     return target, change_version(message, request.version, target.version)
 
@@ -80,7 +79,7 @@ async def serve_statistics(call: IncomingCall) -> bytes:
         call.authorize_all_models(Right.infer)
     else:
         target = call.resolve(Right.infer, request.name, request.version)
-        if not request.version:  # of all versions, whatever the label `default` means
+        if not request.version:  # the statistics of all versions, whatever `default` means
             target = ModelTarget(target.model)
     upstream = RequestTarget(target.model, target.version, timeout_s)
     statistics = await call.services.statistics.read(upstream)
@@ -89,7 +88,6 @@ async def serve_statistics(call: IncomingCall) -> bytes:
 
 
 def encode_statistics(document: bytes) -> bytes:
-    """Return the message of statistics in the form of Triton's HTTP API."""
     response = service_pb2.ModelStatisticsResponse()
     ParseDict(orjson.loads(document), response, ignore_unknown_fields=True)
     message: bytes = response.SerializeToString()

@@ -60,7 +60,7 @@ class ReceiveSlots:
         return True
 
     def acquire(self, receiver: Receiver) -> None:
-        """Raises `MemoryBudgetExceeded`."""
+        """Take a slot, if need be from another caller. Raises `MemoryBudgetExceeded`."""
         if not self._free:
             victim = self._find_victim(receiver.caller)
             if victim is None:
@@ -95,7 +95,7 @@ class ReceiveSlots:
             if receivers[ending[0]] <= asyncio.get_running_loop().time() - self._stall_s:
                 return ending[0]
             if len(receivers) > self._share > count:
-                return ending[-1]  # of which least has arrived
+                return ending[-1]  # the newest one, of which least has arrived
         return None
 
 

@@ -27,9 +27,14 @@ from gateway.triton.grpc.byte_channel import GRPC_SERVICE
 REFLECTION_VERSIONS: Final = ("grpc.reflection.v1", "grpc.reflection.v1alpha")
 SERVICES: Final = (GRPC_SERVICE.removeprefix("/"), HEALTH_SERVICE)
 # Fields of ServerReflectionRequest.
-FILE_BY_FILENAME, FILE_CONTAINING_SYMBOL, LIST_SERVICES = 3, 4, 7
+FILE_BY_FILENAME = 3
+FILE_CONTAINING_SYMBOL = 4
+LIST_SERVICES = 7
 # Fields of ServerReflectionResponse.
-ORIGINAL_REQUEST, FILE_DESCRIPTORS, SERVICE_LIST, ERROR = 2, 4, 6, 7
+ORIGINAL_REQUEST = 2
+FILE_DESCRIPTORS = 4
+SERVICE_LIST = 6
+ERROR = 7
 MAX_REFLECTION_BYTES: Final = 4 << 10
 # Fields of files, messages and services that contain the descriptions of what has a name (descriptor.proto).
 MEMBER_FIELDS: Final = (
@@ -60,7 +65,7 @@ class ReflectionService:
     def __init__(self) -> None:
         self._pool = DescriptorPool()
         health_file = text_format.Parse(HEALTH_FILE, descriptor_pb2.FileDescriptorProto())
-        self._files: dict[str, str] = {}  # by symbol
+        self._files: dict[str, str] = {}  # symbol → file
         for file in (*list_files(service_pb2.DESCRIPTOR), health_file):
             self._pool.Add(file)
             self._files.update(dict.fromkeys(list_symbols(file, file.package), file.name))

@@ -29,7 +29,8 @@ async def serve_index(call: IncomingCall) -> bytes:
 
 
 async def serve_load(call: IncomingCall) -> bytes:
-    call.authorize(Right.manage)  # before a message is decoded that may contain files
+    # The caller is checked before a message is decoded that may contain files.
+    call.authorize(Right.manage)
     message = await call.read_message(call.find_timeout_s())
     request = decode(service_pb2.RepositoryModelLoadRequest, message)
     can_upload = call.services.accepts_code(call.info.caller)
@@ -48,7 +49,6 @@ async def serve_unload(call: IncomingCall) -> bytes:
 def prepare_change(
     call: IncomingCall, request: Any, not_found_error: type[UnknownModel], *, can_upload: bool
 ) -> tuple[str, dict[str, Any]]:
-    """Return the model and the parameters of a load or unload, which the caller may request."""
     model = call.resolve(Right.manage, request.model_name, not_found_error=not_found_error).model
     parameters = {name: read_value(value) for name, value in request.parameters.items()}
     call.services.accept_load_parameters(call.info, model, parameters, can_upload=can_upload)

@@ -41,16 +41,19 @@ LOCALHOST: Final = "127.0.0.1"
 KEEP_ALIVE_TIMEOUT_S: Final = 20
 # A request in progress takes about this, besides its message: its objects, and buffers of the library.
 REQUEST_BYTES: Final = 16 << 10
-REQUESTS_SHARE: Final = 0.25  # of the memory budget
+# The share of the memory budget for requests, besides their messages.
+REQUESTS_SHARE: Final = 0.25
 # Sets of compression algorithms, as bits: identity, deflate, gzip.
-NO_COMPRESSION, ALL_COMPRESSION = 0b001, 0b111
+NO_COMPRESSION = 0b001
+ALL_COMPRESSION = 0b111
 UNKNOWN_METHOD: Final = MethodAccess("")
 STREAM_ACCESS: Final = MethodAccess(STREAM_METHOD, is_unlimited=True, is_container=True)
 STREAM_REQUEST_ACCESS: Final = MethodAccess(STREAM_METHOD)
 
 
 class UnknownMethod(GatewayError):
-    status, code = 501, "UNKNOWN_METHOD"
+    status = 501
+    code = "UNKNOWN_METHOD"
     message = (
         "unknown gRPC method; the gateway serves inference.GRPCInferenceService, grpc.health.v1.Health and "
         "server reflection"

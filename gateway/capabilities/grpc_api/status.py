@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
 import grpc
 
@@ -39,20 +40,21 @@ GRPC_CODES: Final = {
 }
 
 
-class CallStatus(NamedTuple):
+@dataclass(frozen=True)
+class CallStatus:
     """The status with which a call ends."""
 
-    http_status: int  # in the log and the metrics
+    http_status: int  # the status in the log and the metrics
     code: grpc.StatusCode
     detail: str
     trailers: Metadata
 
 
 def describe_failure(exc: Exception, request_id: str) -> CallStatus:
-    """Return the status of any exception."""
     error = to_gateway_error(exc, request_id)
-    code, detail = GRPC_CODES[error.status], str(error.detail)[:MAX_DETAIL_CHARS]
-    return CallStatus(error.status, code, detail, build_trailers(error, detail, request_id))
+    detail = str(error.detail)[:MAX_DETAIL_CHARS]
+    trailers = build_trailers(error, detail, request_id)
+    return CallStatus(error.status, GRPC_CODES[error.status], detail, trailers)
 
 
 def build_trailers(error: GatewayError, detail: str, request_id: str) -> Metadata:

@@ -40,7 +40,8 @@ from gateway.tasks import cancel_tasks
 from gateway.telemetry.request_info import current_request_info
 from gateway.triton.grpc.byte_channel import FINAL_RESPONSE, STREAM_METHOD, map_stream_error
 
-MAX_STREAM_REQUESTS: Final = 64  # in progress on one stream; further ones are read later
+# A stream with this many requests in progress is not read.
+MAX_STREAM_REQUESTS: Final = 64
 # After a request that was refused for memory, the next one is read when there is room, or at last then.
 MAX_MEMORY_WAIT_S: Final = 30.0
 
@@ -58,8 +59,10 @@ class StreamRequest:
     target: ModelTarget = NO_MODEL
     failure: GatewayError | None = None  # found before it was sent
     sequence: SequenceKey | None = None
-    previous_step: asyncio.Event | None = None  # of its sequence
-    previous_response: asyncio.Event | None = None  # that must be written first
+    previous_step: asyncio.Event | None = (
+        None  # set when the step of its sequence before it is done
+    )
+    previous_response: asyncio.Event | None = None  # set when the response before it is written
 
     @property
     def waits_for_order(self) -> bool:
@@ -157,12 +160,14 @@ class InferStream:
                 call.fail(exc)
                 call.end()
                 raise
-            request.failure, request.message = exc, b""
+            request.failure = exc
+            request.message = b""
         except BaseException:
             call.end()
             raise
         if is_ordered:
-            request.previous_response, self._last_response = self._last_response, request.is_done
+            request.previous_response = self._last_response
+            self._last_response = request.is_done
         task = asyncio.create_task(self._answer(request))
         self._tasks.add(task)
         task.add_done_callback(partial(self._finish, request))
@@ -178,7 +183,8 @@ class InferStream:
             request.sequence = key = (target.model, head.step.sequence_id)
             request.previous_step = self._last_steps.get(key)
             self._last_steps[key] = request.is_done
-        model, version = target.model, target.version
+        model = target.model
+        version = target.version
         await self._services.activate_model(model, version, request.call.find_timeout_s())
         signatures = self._services.signatures
         signature = signatures.find_signature(model, version)
@@ -209,7 +215,8 @@ class InferStream:
 
     async def _answer(self, request: StreamRequest) -> None:
         """Send the request to Triton and relay its responses; errors become messages of the stream."""
-        call, target = request.call, request.target
+        call = request.call
+        target = request.target
         current_request_info.set(call.info)
         try:
             if request.failure is not None:
@@ -252,10 +259,10 @@ class InferStream:
             stream.close()
 
     async def _write_error(self, request: StreamRequest, exc: GatewayError) -> None:
-        """Write the error with which the request ends, in the form of an error of the model."""
         status = request.call.fail(exc)
         message: Any = service_pb2.ModelStreamInferResponse(error_message=status.detail)
-        response, head = message.infer_response, request.head
+        response = message.infer_response
+        head = request.head
         response.id = head.request_id
         response.model_name = head.model
         response.model_version = request.target.served_version or head.version
@@ -272,7 +279,6 @@ class InferStream:
 
 
 def set_error_text(message: bytes, text: str) -> bytes:
-    """Return a ModelStreamInferResponse with another error message."""
     response: Any = service_pb2.ModelStreamInferResponse.FromString(message)
     response.error_message = text
     return bytes(response.SerializeToString())

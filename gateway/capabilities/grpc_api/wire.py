@@ -11,10 +11,14 @@ from typing import Final, NamedTuple
 
 from gateway.errors import MalformedRequest
 
-VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
+VARINT = 0
+FIXED64 = 1
+LENGTH_DELIMITED = 2
+FIXED32 = 5
 FIXED_SIZES: Final = {FIXED64: 8, FIXED32: 4}
 MAX_VARINT_BYTES: Final = 10
-MAX_FIELDS: Final = 4096  # of a message that is not decoded completely
+# The fields of a message that is not decoded completely.
+MAX_FIELDS: Final = 4096
 MAX_FIELD_NUMBER: Final = (1 << 29) - 1
 
 
@@ -70,7 +74,8 @@ def iterate_fields(data: bytes, start: int, end: int) -> Iterator[FieldSpan]:
     position = start
     while position < end:
         tag, value_start = decode_varint(data, position)
-        number, wire_type = tag >> 3, tag & 7
+        number = tag >> 3
+        wire_type = tag & 7
         if wire_type == LENGTH_DELIMITED:
             length, value_start = decode_varint(data, value_start)
             next_position = value_start + length
@@ -125,7 +130,7 @@ class FieldBudget:
             yield field
 
     def copy(self, data: bytes, field: FieldSpan) -> bytes:
-        """Raises `MalformedRequest` for too many bytes."""
+        """Count bytes. Raises `MalformedRequest` for too many."""
         self._remaining_bytes -= field.end - field.start
         if self._remaining_bytes < 0:
             raise MalformedRequest(

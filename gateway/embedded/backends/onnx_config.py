@@ -207,7 +207,6 @@ def list_names(tensors: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def list_control_inputs(config: ModelConfig) -> list[str]:
-    """Return the inputs that Triton's sequence batcher adds to each request."""
     return list_names(config.get("sequence_batching", {}).get("control_input", []))
 
 

@@ -51,7 +51,8 @@ CHANNEL_IDLE_TIMEOUT_S: Final = 2.0
 MIN_CANCEL_GRACE_S: Final = 0.1
 MAX_CANCEL_GRACE_S: Final = 0.6
 GRPC_UNAVAILABLE_S: Final = 30.0
-MAX_UNREAD_BYTES: Final = 64 << 10  # of a stream whose reader is slow, before its last message
+# A stream whose reader is slow is read on until it has more than this.
+MAX_UNREAD_BYTES: Final = 64 << 10
 
 # Ends of abandoned calls and idle channels, and the reading of streams, which may outlive their owners.
 CLEANUPS: Final = TaskSet()
@@ -130,7 +131,8 @@ class GrpcByteChannel:
     It is closed when idle, because Triton's shutdown waits for open ones.
     """
 
-    can_cancel_at_once = False  # without the crash that `choose_grace_s` avoids
+    # Whether cancelling at any time is safe; if not, `choose_grace_s` avoids a crash.
+    can_cancel_at_once = False
 
     def __init__(
         self, address: str, tls: GrpcTlsFiles | None, max_answer_bytes: int = MAX_RESPONSE_BYTES
@@ -142,7 +144,7 @@ class GrpcByteChannel:
         self._idle_timer: asyncio.TimerHandle | None = None
         self._has_abandoned_call = False  # one that was abandoned before it was complete
         self._unavailable_until = 0.0
-        self.is_new = True  # without any response so far
+        self.is_new = True  # no response has arrived so far
         self.active_calls = 0
 
     @property
@@ -236,7 +238,7 @@ class ByteStream:
         call: grpc.aio.StreamStreamCall[bytes, bytes],
     ) -> None:
         self.target = target
-        self.first_error: GatewayError | None = None  # of the model, in the first message
+        self.first_error: GatewayError | None = None  # the model's error in the first message
         self._channel = channel
         self._call = call
         self._loop = asyncio.get_running_loop()
@@ -327,7 +329,6 @@ class ByteStream:
         return None
 
     async def _wait_for_message(self, timeout_s: float) -> None:
-        """Wait for a message, the end or the timeout."""
         self._waiter = self._loop.create_future()
         timer = self._loop.call_later(max(timeout_s, 0), self._wake_reader)
         try:
@@ -353,7 +354,6 @@ class ByteStream:
             CLEANUPS.start(self._finish_or_cancel())
 
     async def _finish_or_cancel(self) -> None:
-        """Cancel the call, unless it completes within the grace period."""
         try:
             await asyncio.wait({self._reading}, timeout=self._channel.choose_cancel_delay_s())
         finally:
@@ -445,7 +445,6 @@ async def wait_for_status(call: grpc.aio.Call, timeout_s: float) -> None:
 
 
 async def finish_or_cancel(call: grpc.aio.Call, channel: GrpcByteChannel) -> None:
-    """Cancel an abandoned call, unless it completes within the grace period."""
     try:
         await wait_for_status(call, channel.choose_cancel_delay_s())
     finally:

@@ -41,7 +41,7 @@ FILE_PARAMETER_PREFIX: Final = "file:"
 
 
 def build_load_request(model: str, parameters: Mapping[str, Any]) -> Any:
-    """Raises `MalformedRequest` for a file that is not valid base64."""
+    """Return the parameter of a load. Raises `MalformedRequest` for a file that is not valid base64."""
     message = service_pb2.RepositoryModelLoadRequest(model_name=model)
     config = parameters.get("config")
     if config is not None:
@@ -81,12 +81,14 @@ async def call_management_api(
         await client.probe(LIVE_METHOD)
         await client.start_call(method, message.SerializeToString(), timeout_s, metadata)
     except grpc.aio.AioRpcError as exc:
-        code, details = exc.code().name, str(exc.details())
+        code = exc.code().name
+        details = str(exc.details())
         if code == "DEADLINE_EXCEEDED":
             raise DeadlinePassed(timeout_s) from exc
         if code == "UNAVAILABLE" and UNREACHABLE_MESSAGE.search(details):
             raise GrpcUnreachable(NO_RESPONSE) from exc
-        status, error = HTTP_STATUS_BY_GRPC_CODE.get(code, 400), encode_triton_error(details)
+        status = HTTP_STATUS_BY_GRPC_CODE.get(code, 400)
+        error = encode_triton_error(details)
         raise map_load_error(status, error, message.model_name, verb) from exc
     finally:
         await client.close()

@@ -29,7 +29,8 @@ from gateway.triton.inference import (
 )
 
 INVALID_RESPONSE: Final = "the replica's inference response is invalid"
-PLAIN_DTYPE_KINDS: Final = "biuf"  # which orjson writes as JSON has them
+# The kinds of NumPy's types whose values orjson writes as JSON has them.
+PLAIN_DTYPE_KINDS: Final = "biuf"
 PARAMETER_FIELDS: Final = {
     bool: "bool_param",
     int: "int64_param",
@@ -40,7 +41,8 @@ PARAMETER_FIELDS: Final = {
 
 def encode_grpc_request(request: InferRequest, remaining_s: float) -> bytes:
     """Return a ModelInferRequest. Raises `InputMismatch`, or `TooLarge` for more than a message can hold."""
-    options, target = request.build_options(remaining_s), request.target
+    options = request.build_options(remaining_s)
+    target = request.target
     message = service_pb2.ModelInferRequest(
         model_name=target.model, model_version=target.version, id=request.request_id
     )
@@ -105,7 +107,7 @@ def parse_grpc_response(message: bytes) -> InferResponse:
 
 
 def decode_grpc_outputs(response: Any, size_bytes: int) -> InferResponse:
-    """Raises one of `DECODE_ERRORS`."""
+    """Return the outputs as arrays. Raises one of `DECODE_ERRORS`."""
     contents = zip(response.outputs, response.raw_output_contents, strict=True)
     arrays = {output.name: decode_grpc_output(output, data) for output, data in contents}
     return InferResponse(arrays, str(response.model_version), size_bytes)
@@ -168,7 +170,8 @@ def render_small_result(request: InferRequest, message: bytes) -> bytes | None:
         "outputs": values,
     }
     body = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
-    return None if b"null" in body else body  # which orjson writes for NaN and infinities
+    # orjson writes NaN and infinities as null.
+    return None if b"null" in body else body
 
 
 def render_text(request: InferRequest, name: str, shape: tuple[int, ...], data: bytes) -> Any:
