@@ -21,7 +21,7 @@ class Limits:
     modules: int = 18  # at the top
     files_in_folder: int = 21
     core_files: int = 172
-    core_lines: int = 26_545
+    core_lines: int = 26_560
     capability_lines: int = 3_935
     lines: int = 43_200
 
