@@ -69,7 +69,7 @@ VERSION_HEADER: Final = b"x-model-version"  # says which version a label chose
 
 async def pass_through(services: Services, scope: Scope, receive: Receive, send: Send) -> int:
     """Forward a request to Triton and send the response, or an error. Returns the status."""
-    status = 0
+    status = 0  # set when the response starts: until then, an error can still be sent
     target = NO_MODEL
     info: RequestInfo = scope["request_info"]
     try:
@@ -143,10 +143,11 @@ def resolve_target(services: Services, scope: Scope, route: MatchedRoute) -> Mod
     if rule.for_all_models:
         authorize_all_models(scope, rule.right)
         return ModelTarget(model)
-    target = services.resolver.resolve(
-        scope, rule.right, model, route.version, rule.not_found_error
-    )
-    return target if route.version or rule.has_default_version else ModelTarget(model)
+    resolver = services.resolver
+    if not route.version and not rule.has_default_version:
+        resolver.check_access(scope, rule.right, model, not_found_error=rule.not_found_error)
+        return ModelTarget(model)
+    return resolver.resolve(scope, rule.right, model, route.version, rule.not_found_error)
 
 
 async def answer_statistics(services: Services, scope: Scope, target: ModelTarget) -> Response:

@@ -350,7 +350,8 @@ class Repository:
     ) -> None:
         """Run the action on all replicas and record every outcome, not only the first failure."""
         replicas = list(started_loads if action.is_load else self._pool.replicas.values())
-        report.replica_count = len(replicas) + len(report.outcomes)
+        names = {replica.name for replica in replicas}
+        report.replica_count = len(names | report.outcomes.keys())
         await asyncio.gather(
             *(
                 self._run_on_replica(report, action, replica, started_loads.get(replica))
@@ -440,7 +441,10 @@ async def run_staged_load(
                     # A failed load leaves the previous one in place.
                     await state.end_loads(model, {replica: staged_loads.pop(replica)}, None)
                 if pool.is_live(replica) and not pool.is_responsive(replica):
-                    continue  # it hangs; the reconciler loads the model when it responds again
+                    # It hangs, and may have the model or not: it is loaded when it responds again.
+                    if replica in staged_loads:
+                        await state.end_loads(model, {replica: staged_loads.pop(replica)}, "")
+                    continue
                 await check_outcome(report, replica)
     except BaseException:
         await state.end_loads(model, staged_loads, "")

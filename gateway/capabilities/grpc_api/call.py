@@ -194,6 +194,10 @@ class IncomingCall:
         resolve = self.services.resolver.resolve
         return resolve(self.scope, right, model, version, not_found_error, parse_triton_version)
 
+    def check_access(self, right: Right, model: str) -> None:
+        self._check_administrator(right)
+        self.services.resolver.check_access(self.scope, right, model)
+
     def authorize(self, right: Right) -> None:
         self._check_administrator(right)
         authorize(self.scope, right)

@@ -77,10 +77,11 @@ async def serve_statistics(call: IncomingCall) -> bytes:
     target = NO_MODEL
     if not request.name:
         call.authorize_all_models(Right.infer)
-    else:
+    elif request.version:
         target = call.resolve(Right.infer, request.name, request.version)
-        if not request.version:  # the statistics of all versions, whatever `default` means
-            target = ModelTarget(target.model)
+    else:  # the statistics of all versions, whatever the label `default` means
+        call.check_access(Right.infer, request.name)
+        target = ModelTarget(request.name)
     upstream = RequestTarget(target.model, target.version, timeout_s)
     statistics = await call.services.statistics.read(upstream)
     call.services.record_model(call.info, target.model, target.version)

@@ -54,7 +54,7 @@ class StreamRequest:
 
     call: IncomingCall
     message: bytes
-    is_done: asyncio.Event
+    is_done: asyncio.Event  # ends the wait of the next step, and of the next response
     head: InferHead = NO_HEAD
     target: ModelTarget = NO_MODEL
     failure: GatewayError | None = None  # found before it was sent
@@ -119,7 +119,7 @@ class InferStream:
 
     async def _read_message(self, stopping: asyncio.Task[Any]) -> Any:
         """Return the next message; EOF at the end of the stream, and when the gateway stops."""
-        await self._window.acquire()
+        await self._window.acquire()  # released when the request has ended
         while self._tasks and self._has_one_request_at_a_time():
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         reading = asyncio.create_task(self._reader.read())
@@ -219,10 +219,11 @@ class InferStream:
         target = request.target
         current_request_info.set(call.info)
         try:
-            if request.failure is not None:
-                raise request.failure
+            # Also before an error: the next step may begin when this one is done.
             if request.previous_step is not None:
                 await request.previous_step.wait()
+            if request.failure is not None:
+                raise request.failure
             with Slot(self._services.admission, target.model, call.info.caller_name) as slot:
                 timeout_s = await slot.acquire(call.find_timeout_s())
                 await self._relay(request, timeout_s, slot)

@@ -314,6 +314,7 @@ def test_unloaded_version_of_a_label_is_redirected_or_refused_until_it_returns(
         with gateway(triton.options.url, **settings) as (client, command):
             wait_until(lambda: client.get(V1).status_code == 200)
             put(client, "newest", version="3")
+            put(client, "default", version="3")
             put(client, "canary", versions={"1": 50, "3": 50})
             path = f"{V2}/versions/canary/infer"
             remove_version(triton, 3)
@@ -325,6 +326,9 @@ def test_unloaded_version_of_a_label_is_redirected_or_refused_until_it_returns(
             answer = client.post(f"{V2}/versions/newest/infer", json=V2_BODY)
             assert_error(answer, 503, "LABEL_NOT_READY", "means version 3, which is not ready")
             assert answer.headers["retry-after"] == "1"
+            # What is asked of all versions needs none of the label `default`.
+            assert client.get(f"{V2}/stats").status_code == 200
+            assert client.delete(f"{LABELS}/default").is_success
         # A gateway that starts now has the labels, and waits for the version.
         with gateway(triton.options.url, **settings) as (client, command):
             wait_until(lambda: client.get(V1).status_code == 200)

@@ -504,6 +504,26 @@ async def test_staged_load_that_a_gateway_did_not_finish_is_undone_by_the_next(
             assert fakes[2].requests["load"] == 1
 
 
+@pytest.mark.fault("a replica accepts connections and never answers, while models")
+async def test_replica_that_hangs_in_a_staged_load_loads_the_model_when_it_answers(
+    tmp_path: Path,
+) -> None:
+    """Its index says that the model is ready: with what was loaded before."""
+    state = f"file://{tmp_path}/state.json"
+    async with (
+        simulated_replicas(2) as fakes,
+        over(fakes) as pool,
+        managing(pool, state=state) as repository,
+    ):
+        await repository.load("m", {})
+        fakes[1].hangs = True
+        with pytest.raises(PartialFailure):
+            await repository.load("m", {"staged": True})
+        loads = fakes[1].requests["load"]
+        fakes[1].hangs = False
+        await wait_until_async(lambda: fakes[1].requests["load"] > loads)
+
+
 @with_skips
 @pytest.mark.parametrize(
     ("state", "gateways", "status", "code"),
