@@ -41,7 +41,7 @@ from tests.support.model_zoo.zoo import (
     identity,
     write_repository,
 )
-from tests.support.servers import ROOT, Triton, free_ports, gateway_before, triton_with
+from tests.support.servers import ROOT, Triton, free_ports, gateway, gateway_before, triton_with
 from tests.support.wait import wait_until
 
 pytestmark = pytest.mark.skipif(not browser.is_installed(), reason=browser.MISSING)
@@ -275,7 +275,7 @@ def test_key_is_asked_for_until_it_is_valid_and_kept_in_the_tab_alone(
     page.see("#live-notice", "lacks the role")
     page.click("#key-button")
     page.click("#key-remove")
-    page.see("#live-notice", "a key is required")
+    page.see("#live-notice", "A key is required.")
 
 
 def test_model_is_unloaded_and_loaded_with_a_report_of_each_replica(
@@ -950,16 +950,41 @@ def test_unreachable_triton_is_shown_in_each_view(page: browser.Page) -> None:
     with gateway_of(page, f"http://127.0.0.1:{free_ports(1)[0]}", log_level="error") as client:
         for view in ("try", "model"):
             page.open(str(client.base_url), f"#{view}")
-            page.see("main .notice:not([hidden])", "no Triton is reachable")
+            page.see("main .notice:not([hidden])", "No Triton can be reached.")
             assert not visible_tags(
                 page, "main :is(select, table, pre, form)"
             )  # nothing that is empty
-        page.open(str(client.base_url), "#fleet")
-        page.see("#fleet-notice", "no Triton is reachable")
-        page.see("#replicas tbody", "DOWN")
         page.open(str(client.base_url), "#live")
         page.see("#live-now", "No requests yet")
         assert not visible_tags(page, "#live-charts, #by-model")
+        page.open(str(client.base_url), "#model")
+        page.click("#model-view-notice button")  # Open Fleet
+        page.see("#fleet-notice", "No Triton can be reached.")
+        page.see("#replicas tbody", "DOWN")
+
+
+@pytest.mark.long
+def test_gateway_that_does_not_answer_is_shown_above_every_view(
+    page: browser.Page, triton: tuple[str, Names]
+) -> None:
+    """And a model that one replica lacks is not shown as ready everywhere."""
+    page.refusals = {503, "net::ERR_CONNECTION_REFUSED"}
+    (port,) = free_ports(1)
+    with gateway(triton[0], f"http://127.0.0.1:{free_ports(1)[0]}", port=port):
+        page.open(f"http://127.0.0.1:{port}", "#fleet")
+        page.see('#models tr[data-key="ensemble"] .warn', "1 ready on 1 of 2")
+    for view in ("fleet", "try", "live"):
+        page.run("location.hash = arguments[0]", view)
+        page.see("#connection", "The gateway does not answer.")
+    assert "What is shown is as of" in page.see("#connection", "as of")
+    assert page.all("main.stale")
+    page.run("location.hash = 'fleet'")
+    page.see("#replicas tbody", "UP")  # what was known, but not as if it were of now
+    with gateway(triton[0], port=port):
+        page.until(lambda: not page.all("#connection:not([hidden])"), "an answer")
+        assert not page.all("main.stale")
+        page.see('#models tr[data-key="ensemble"]', "1 READY")
+        page.close()
 
 
 @pytest.mark.long

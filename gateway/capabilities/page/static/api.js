@@ -14,16 +14,37 @@ export class ApiError extends Error {
   }
 }
 
+/** The gateway was not reached, or did not answer in time. */
+export class GatewayUnreachable extends Error {
+  constructor(message = "The gateway does not answer.") {
+    super(message);
+  }
+}
+
+export const connection = { isLost: false, answeredAt: Date.now() };
+
+function recordAnswer(isAnswered) {
+  if (isAnswered) connection.answeredAt = Date.now();
+  if (connection.isLost !== isAnswered) return;
+  connection.isLost = !isAnswered;
+  dispatchEvent(new Event("connectionchange"));
+}
+
 export const key = {
   get: () => sessionStorage.getItem(STORAGE_KEY) ?? "",
   set: (value) => (value ? sessionStorage.setItem(STORAGE_KEY, value) : sessionStorage.removeItem(STORAGE_KEY)),
 };
 
-/** Return a successful response. Throws `ApiError`, or `TypeError` if the gateway cannot be reached. */
+/** Return a successful response. Throws `ApiError` or `GatewayUnreachable`, or an AbortError if the signal stops it. */
 export async function call(path, options = {}) {
   const headers = new Headers(options.headers);
   if (key.get()) headers.set("Authorization", `Bearer ${key.get()}`);
-  const response = await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" });
+  const response = await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" }).catch((error) => {
+    if (error.name === "AbortError") throw error;
+    recordAnswer(false);
+    throw new GatewayUnreachable();
+  });
+  recordAnswer(true);
   if (response.ok) return response;
   throw new ApiError(response.status, await response.json().catch(() => ({})));
 }
@@ -58,12 +79,9 @@ export function uploadModel(model, file, onProgress) {
     request.upload.addEventListener("progress", (event) => onProgress(event.total ? event.loaded / event.total : 1));
     request.addEventListener("load", () =>
       request.status < 300 ? resolve(request.response) : reject(new ApiError(request.status, request.response ?? {})));
-    request.addEventListener("error", () => reject(new TypeError("the connection failed during the upload")));
+    request.addEventListener("error", () => reject(new GatewayUnreachable("The connection failed during the upload.")));
     request.addEventListener("abort", () => reject(new DOMException("", "AbortError")));
     request.send(file);
   });
   return { request, response };
 }
-
-export const errorMessage = (error) =>
-  error instanceof ApiError ? error.message : `Cannot reach the gateway: ${error.message}`;

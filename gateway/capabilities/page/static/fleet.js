@@ -2,6 +2,7 @@
 
 import * as api from "./api.js";
 import { $, el, setText, showNotice, updateRows } from "./dom.js";
+import { errorMessage, showErrorNotice } from "./errors.js";
 import { promptForKey, withKey } from "./key.js";
 import { describeLabels } from "./labels.js";
 import * as upload from "./upload.js";
@@ -39,7 +40,7 @@ export async function refresh() {
   const error = models.reason ?? (isRefused ? null : replicas.reason);
   shownModels = models.value ?? shownModels;
   if (replicas.value || !error) draw(shownModels, replicas.value ?? null);
-  if (error) showNotice($("fleet-notice"), api.errorMessage(error), error.needsKey ? "Use another key" : "", error.needsKey ? useAnotherKey : null);
+  if (error) showErrorNotice($("fleet-notice"), error, useAnotherKey);
   else if (isRefused) showNotice($("fleet-notice"), "Viewing replicas requires an administrator's key.", "Use another key", useAnotherKey);
   else showNotice($("fleet-notice"), shownModels.length ? "" : "The repository has no models yet. Drop a model file at the end of this page.");
 }
@@ -126,17 +127,23 @@ function modelCells(model, addresses) {
   });
   const missing = model.wished === "loaded" && !model.ready;
   const reasons = model.versions.map((version) => version.reason).filter((reason) => reason && reason !== "unloaded");
+  const text = versions.join(", ") || (model.on_demand ? "on demand" : "not loaded");
   return [
     modelLink(model.name),
-    {
-      text: (versions.join(", ") || (model.on_demand ? "on demand" : "not loaded")) + (missing ? ", load pending" : ""),
-      class: model.ready ? "state good" : "state quiet",
-    },
+    describePartialState(model, addresses) ?? { text: text + (missing ? ", load pending" : ""), class: model.ready ? "state good" : "state quiet" },
     { text: describeLabels(model.labels), class: "long" },
     ...addresses.map((address) => replicaStateCell(model, address)),
     { text: model.last_error ?? reasons[0] ?? "", class: "long" },
     actionButtons(model.name, model.ready, missing, model.on_demand),
   ];
+}
+
+/** Return a cell for a model that some replicas lack; null for another. An on-demand model is loaded where it is requested. */
+function describePartialState(model, addresses) {
+  const count = addresses.filter((address) => model.replicas?.[address] === "READY").length;
+  if (model.on_demand || count === 0 || count === addresses.length) return null;
+  const versions = model.versions.map(({ version }) => version).filter(Boolean).join(", ");
+  return { text: `${versions} ready on ${count} of ${addresses.length}`.trim(), class: "state warn" };
 }
 
 /** Unloading a missing model cancels the pending load. */
@@ -190,7 +197,7 @@ async function runAction(model, action, parameters = {}) {
   try {
     showReport(model, action, await withKey(() => api.changeModel(model, action, parameters)));
   } catch (error) {
-    showReport(model, action, error.body ?? {}, api.errorMessage(error));
+    showReport(model, action, error.body ?? {}, errorMessage(error));
   } finally {
     busy.delete(model);
     await refresh();

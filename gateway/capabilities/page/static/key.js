@@ -2,14 +2,12 @@
 
 import { key } from "./api.js";
 import { $, setText } from "./dom.js";
+import { toSentence } from "./errors.js";
 
 let resolvePrompt = null;
 
 /** The API's advice about headers is for programs. */
-const explain = (message) => {
-  const [reason] = message.split(/[:;] /);
-  return reason ? `${reason[0].toUpperCase()}${reason.slice(1)}.` : "";
-};
+const explain = (message) => toSentence(message.split(/[:;] /)[0]);
 
 export function updateButton() {
   setText($("key-button"), key.get() ? "Key: set" : "Key: none");

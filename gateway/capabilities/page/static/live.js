@@ -2,6 +2,7 @@
 
 import * as api from "./api.js";
 import { $, el, setText, showNotice, updateRows } from "./dom.js";
+import { showErrorNotice } from "./errors.js";
 import { promptForKey } from "./key.js";
 import { describeVersion } from "./labels.js";
 import { formatRange, increase, parseSamples, quantile, quantileRange, sumBy } from "./metrics.js";
@@ -53,7 +54,7 @@ export async function refresh() {
     showNotice($("live-notice"));
   } catch (error) {
     const retry = async () => { if (await promptForKey()) { reset(); await refresh(); } };
-    showNotice($("live-notice"), api.errorMessage(error), error.needsKey ? "Use another key" : "", error.needsKey ? retry : null);
+    showErrorNotice($("live-notice"), error, retry);
   }
 }
 

@@ -1,5 +1,6 @@
 // Navigation between the views. The visible view is refreshed periodically.
 
+import * as connection from "./connection.js";
 import { $ } from "./dom.js";
 import * as fleet from "./fleet.js";
 import * as key from "./key.js";
@@ -52,4 +53,5 @@ key.start(() => {
 });
 addEventListener("hashchange", show);
 show();
+connection.start(show);
 refreshPeriodically();

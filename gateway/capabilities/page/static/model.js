@@ -2,6 +2,7 @@
 
 import * as api from "./api.js";
 import { $, el, setText, showNotice, updateRows } from "./dom.js";
+import { showErrorNotice } from "./errors.js";
 import { renderGraph } from "./graph.js";
 import { formatShape } from "./inputs.js";
 import { promptForKey, withKey } from "./key.js";
@@ -65,7 +66,7 @@ async function chooseFirst(ready) {
 function showError(error) {
   $("model-body").hidden = !description;
   const retry = async () => (await promptForKey()) && show("");
-  showNotice($("model-view-notice"), api.errorMessage(error), error.needsKey ? "Use another key" : "", error.needsKey ? retry : null);
+  showErrorNotice($("model-view-notice"), error, retry);
 }
 
 function drawFacts() {

@@ -3,6 +3,7 @@
 import * as api from "./api.js";
 import { startTurn } from "./chat.js";
 import { $, el, setText } from "./dom.js";
+import { renderError } from "./errors.js";
 import { withKey } from "./key.js";
 import { cosineSimilarity, isNumbers, renderVector } from "./plot.js";
 import { renderJson, renderOutputs } from "./response.js";
@@ -17,7 +18,7 @@ export function showRequestError(error, started) {
   if (isStopped) return;
   const { code, request_id: id } = error.body ?? {};
   $("response-body").append(
-    el("p", { class: "bad", text: api.errorMessage(error) }),
+    renderError(error),
     code ? el("p", { class: "quiet", text: `${error.status} ${code}, request ${id}` }) : "");
 }
 

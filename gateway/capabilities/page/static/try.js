@@ -3,6 +3,7 @@
 import * as api from "./api.js";
 import * as codetabs from "./codetabs.js";
 import { $, el, setText, showNotice } from "./dom.js";
+import { showErrorNotice } from "./errors.js";
 import * as history from "./history.js";
 import { Field } from "./inputs.js";
 import { promptForKey, withKey } from "./key.js";
@@ -131,7 +132,7 @@ function showReady(ready) {
 function showError(error) {
   $("try-body").hidden = !description;
   const retry = async () => (await promptForKey()) && show("");
-  showNotice($("try-notice"), api.errorMessage(error), error.needsKey ? "Use another key" : "", error.needsKey ? retry : null);
+  showErrorNotice($("try-notice"), error, retry);
 }
 
 function clear() {

@@ -2,6 +2,7 @@
 
 import * as api from "./api.js";
 import { $, setText } from "./dom.js";
+import { errorMessage } from "./errors.js";
 import { withKey } from "./key.js";
 
 const MIB = 1 << 20;
@@ -69,7 +70,7 @@ async function upload() {
     showResult(`Version ${version} of ${model} is uploaded and loaded.`);
   } catch (error) {
     setBusy(false);
-    showResult(error.name === "AbortError" ? "The upload was cancelled." : api.errorMessage(error), error.name !== "AbortError");
+    showResult(error.name === "AbortError" ? "The upload was cancelled." : errorMessage(error), error.name !== "AbortError");
   }
   await onUploaded();
 }

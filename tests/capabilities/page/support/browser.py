@@ -49,7 +49,8 @@ class Page:
 
     def __init__(self, driver: webdriver.Chrome) -> None:
         self.driver = driver
-        self.refusals: set[int] = set()  # statuses that a test provokes, which the console reports
+        # Statuses and failures of the network that a test provokes, which the console reports.
+        self.refusals: set[int | str] = set()
         self.origin = ""
 
     def open(self, origin: str, fragment: str = "", key: str = "") -> None:
@@ -120,7 +121,9 @@ class Page:
 
     def console(self) -> list[str]:
         """Return the warnings and errors of the console, without the refusals that a test provoked."""
-        expected = tuple(f"status of {status}" for status in self.refusals)
+        expected = tuple(
+            one if isinstance(one, str) else f"status of {one}" for one in self.refusals
+        )
         entries = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
         lines = [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
         return [line for line in lines if not any(words in line for words in expected)]
