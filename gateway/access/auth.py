@@ -56,6 +56,7 @@ class PathRules:
     public: frozenset[str] = frozenset()  # probes and browsers that load pages have no key
     public_prefixes: tuple[str, ...] = ()
     probes: frozenset[str] = frozenset()  # they come every few seconds, and are not traced
+    polled: frozenset[str] = frozenset()  # the page reads them every few seconds
     output_prefixes: tuple[str, ...] = ()  # responses that can be a model's output
 
     def __or__(self, other: PathRules) -> PathRules:
@@ -63,6 +64,7 @@ class PathRules:
             self.public | other.public,
             self.public_prefixes + other.public_prefixes,
             self.probes | other.probes,
+            self.polled | other.polled,
             output_prefixes=self.output_prefixes + other.output_prefixes,
         )
 
@@ -71,11 +73,18 @@ class PathRules:
         """The paths whose requests do not count at the rate of their key."""
         return self.public | self.probes
 
+    def is_routine(self, path: str) -> bool:
+        """Return whether reads of the path say nothing about the gateway's use."""
+        return (
+            path in self.unlimited or path in self.polled or path.startswith(self.public_prefixes)
+        )
+
 
 CORE_PATHS: Final = PathRules(
     public=frozenset(("/", "/livez", "/readyz", "/docs", "/redoc", "/openapi.json")),
     public_prefixes=("/docs/",),
     probes=frozenset(("/livez", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready")),
+    polled=frozenset(("/v1/models", "/v1/replicas")),
     output_prefixes=("/v1/",),
 )
 

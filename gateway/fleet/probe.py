@@ -16,7 +16,7 @@ import orjson
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
 from gateway.fleet.health import HealthState, can_eject
 from gateway.fleet.index import Index, parse_index
-from gateway.fleet.replica import Replica, ReplicaAddress
+from gateway.fleet.replica import NOT_PROBED, Replica, ReplicaAddress
 from gateway.http_client.connection import RequestNotSent
 from gateway.tasks import TaskSet, cancel_tasks, run_step
 from gateway.telemetry.metrics import Metrics
@@ -37,6 +37,8 @@ INDEX_PATH: Final = b"/v2/repository/index"
 LIVENESS_PATH: Final = b"/v2/health/live"
 SLOW_INDEX_TIMEOUT_S: Final = 20.0  # while the replica answers on its liveness path
 MAX_INLINE_INDEX_BYTES: Final = 64 << 10  # about a thousand models; more are parsed in a thread
+LOCAL_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
+START_ADVICE: Final = "; to start a Triton here: triton-gateway up"
 PROBE_STATUS_REASONS: Final = {
     403: "Triton restricts its repository API; check GATEWAY_TRITON_RESTRICTED_API"
 }
@@ -217,9 +219,12 @@ class HealthMonitor:
         health = replica.health
         is_refused = isinstance(error, RequestNotSent) and error.is_refused
         replica.health = health.with_refusal() if is_refused else health.with_probe_timeout()
+        is_first_probe = replica.reason == NOT_PROBED
         # The message of `DeadlinePassed` gives advice to clients.
         is_late = isinstance(error, DeadlinePassed)
         replica.reason = "no response to a probe in time" if is_late else error.detail
+        if is_first_probe:
+            warn_of_start(replica)
         self._report_state_change(replica, previous)
 
     def record_failure(self, replica: Replica, error: GatewayError, started_at: float) -> None:
@@ -262,6 +267,16 @@ class HealthMonitor:
         else:
             log.info("replica %s is %s", replica.address, state.name)
         self._on_change()
+
+
+def warn_of_start(replica: Replica) -> None:
+    """Name a replica that its first probe does not reach: its state does not change."""
+    log.warning(
+        "replica %s is DOWN: %s; its models are served as soon as it answers%s",
+        replica.address,
+        replica.reason,
+        START_ADVICE if replica.address.host in LOCAL_HOSTS else "",
+    )
 
 
 async def parse_index_response(body: bytes) -> Index:

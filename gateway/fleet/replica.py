@@ -22,6 +22,7 @@ from gateway.triton.restricted_api import read_restricted_api
 HTTP_PORT = 8000
 GRPC_PORT = 8001
 METRICS_PORT = 8002
+NOT_PROBED = "not probed yet"
 PORT = re.compile("[0-9]{1,5}")
 TLS_BY_SCHEME = {"http": False, "https": True}
 
@@ -109,7 +110,7 @@ class Replica:
         self.is_index_valid = True
         # A read that began later must not end earlier.
         self.index_lock = asyncio.Lock()
-        self.reason = "not probed yet"
+        self.reason = NOT_PROBED
         self.latency = RelativeLatency()
         self.metrics_page_cache = PageCache()
         # Models get no new requests before they are unloaded.

@@ -184,7 +184,7 @@ class GrpcUnaryCall(GrpcCall):
                 call.method, call.path, headers=call.headers, body=call.body, timeout_s=remaining_s
             )
             if reason and channel.mark_unavailable():  # the replica itself works
-                text = "%s at %s; client disconnects do not cancel inference there"
+                text = "%s (replica %s); client disconnects do not cancel inference there"
                 log.warning(text, reason, replica.address)
             if response.status >= 400:
                 raise await read_error_response(response, self.target)
@@ -244,7 +244,10 @@ def mark_unavailable(replica: Replica) -> None:
     """Prefer other replicas for a while; the replica's HTTP may work."""
     if replica.byte_channel.mark_unavailable():
         log.warning(
-            "the gRPC port of %s is unreachable; streams and gRPC clients need it", replica.address
+            "the gRPC port %s of replica %s is unreachable; streams and gRPC clients need it; "
+            "set another with ?grpc=PORT in GATEWAY_TRITON_URLS",
+            replica.address.grpc_port,
+            replica.address,
         )
 
 

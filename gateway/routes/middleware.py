@@ -24,7 +24,7 @@ from gateway.passthrough.headers import NOSNIFF_HEADER
 from gateway.passthrough.rules import is_passthrough
 from gateway.services import Services
 from gateway.telemetry import audit
-from gateway.telemetry.logs import ACCESS_LOGGER, log_fields
+from gateway.telemetry.logs import ACCESS_LOGGER, READING_METHODS, log_fields
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST, V1_ROUTE, V2_ROUTE
 from gateway.telemetry.request_info import RequestInfo, current_request_info, read_head
 from gateway.telemetry.tracing import Trace, create_request_id, find_request_id
@@ -128,9 +128,19 @@ class GatewayMiddleware:
             in_flight[route_group] -= 1
             duration_s = perf_counter() - started
             services.metrics.observe(info, status, duration_s)
-            log_request(scope, info, status, duration_s)
+            if not self._is_routine(scope, status):
+                log_request(scope, info, status, duration_s)
             if info.trace is not None:
                 end_trace(info.trace, scope, info, status)
+
+    def _is_routine(self, scope: Scope, status: int) -> bool:
+        """Return whether only a detailed log has the request: a successful probe, or a read of the page."""
+        return (
+            scope["method"] in READING_METHODS
+            and status < 400
+            and self.paths.is_routine(scope["path"])
+            and not log.isEnabledFor(logging.DEBUG)
+        )
 
     async def _call_framework(
         self, scope: Scope, receive: Receive, send: Send, info: RequestInfo

@@ -105,9 +105,16 @@ def build_replica_description(
     failing = filter(caller.can_see, pool.outliers.list_models(replica.name))
     if failing_models := list(failing):
         description["failing_models"] = failing_models
-    if replica.reason:
-        description["reason"] = replica.reason
+    if reason := "; ".join(filter(None, (replica.reason, describe_missing_streams(replica)))):
+        description["reason"] = reason
     return description
+
+
+def describe_missing_streams(replica: Replica) -> str:
+    """Return why the replica's streams fail; empty if they do not."""
+    if not replica.byte_channel.has_failed:
+        return ""
+    return f"streams: no (gRPC port {replica.address.grpc_port} is unreachable; set ?grpc=PORT)"
 
 
 @route_change(

@@ -152,6 +152,11 @@ class GrpcByteChannel:
         # gRPC did not respond recently, although the replica was healthy.
         return perf_counter() < self._unavailable_until
 
+    @property
+    def has_failed(self) -> bool:
+        # gRPC did not respond when it was last needed.
+        return self._unavailable_until > 0
+
     def mark_unavailable(self) -> bool:
         """Avoid the channel for `GRPC_UNAVAILABLE_S`; return True if it was available before."""
         was_available = not self._unavailable_until

@@ -19,7 +19,9 @@ HTTP_STATUS_BY_GRPC_CODE: Final = {
     "UNAVAILABLE": 503,
     "UNIMPLEMENTED": 501,
 }
-NO_RESPONSE: Final = "no response from the replica's gRPC port"
+NO_RESPONSE: Final = (
+    "no response from the replica's gRPC port, which ?grpc=PORT in GATEWAY_TRITON_URLS sets"
+)
 # Prefixes of gRPC's own messages, because a model's messages may contain the same words.
 NOT_SENT_MESSAGE: Final = re.compile(
     r"failed to connect|connections to all backends|errors resolving |dns resolution|"

@@ -786,7 +786,8 @@ def test_keys_reach_neither_triton_nor_logs_nor_metrics_nor_traces(tmp_path: Pat
             while not fake.requests.empty():
                 requests.append(b"".join(fake.requests.get()).lower())
             page = client.get("/metrics", headers=bearer(METRICS)).text
-            wait_until(lambda: "GET /metrics 200" in command.output)
+            client.get("/v1/replicas", headers=bearer(METRICS))
+            wait_until(lambda: "GET /v1/replicas 403" in command.output)
         wait_until(lambda: len(collector.spans) > len(TRICKS))
         spans = str(collector.spans)
     assert len(requests) >= 4 * len(TRICKS)

@@ -212,6 +212,17 @@ def test_request_has_one_access_line_with_all_fields(
         assert (line["route"], line["model"]) == (LOAD.format("{model}"), logged_model)
 
 
+def test_probes_and_reads_of_the_page_write_no_access_line_unless_they_fail(
+    fresh: tuple[httpx.Client, Command],
+) -> None:
+    client, command = fresh
+    for path in ("/", "/docs/docs.js", "/livez", "/metrics", "/v1/models", "/v1/replicas"):
+        assert client.get(path, headers={"X-Request-ID": "routine-1"}).status_code == 200
+    client.post("/v1/models", headers={"X-Request-ID": "failed-1"})
+    assert logged(command, "failed-1")[0]["message"] == "POST /v1/models 405"
+    assert not [line for line in command.lines if "routine-1" in line]
+
+
 def test_access_line_of_an_abandoned_inference_has_the_upstream_time(
     fresh: tuple[httpx.Client, Command],
 ) -> None:
@@ -439,8 +450,8 @@ def test_log_line_cannot_be_ended_by_a_client(
     with gateway(demo_triton.options.url, log_format="console") as for_people:
         for client, command in (fresh, for_people):
             client.get("/v1/models/%0d%0aFORGED%1b%5b31m/infer", headers={"X-Request-ID": "evil-1"})
-            client.get("/v1/models", headers={"X-Request-ID": "bad id\x1b[31m"})
-            client.get("/v1/models", headers={"X-Request-ID": "good-1"})
+            client.get("/v1/models/nobody", headers={"X-Request-ID": "bad id\x1b[31m"})
+            client.get("/v1/models/nobody", headers={"X-Request-ID": "good-1"})
             command.wait_for("good-1")
             assert not [line for line in command.lines if line.startswith("FORGED")]
             assert "\x1b" not in command.output

@@ -37,6 +37,13 @@ def test_invalid_settings_are_reported_once_at_the_start(tmp_path: Path) -> None
     assert "Traceback" not in serve.output
 
 
+def test_replica_that_was_never_reached_is_named_at_the_start() -> None:
+    (port,) = free_ports(1)
+    with Command("serve", "--port", str(port), environment=NO_TRITON) as serve:
+        serve.wait_for("replica 127.0.0.1:9 is DOWN: ")
+        serve.wait_for("served as soon as it answers; to start a Triton here: triton-gateway up")
+
+
 @pytest.mark.long
 def test_workers_serve_https(tmp_path: Path) -> None:
     authority = trustme.CA()

@@ -292,7 +292,12 @@ def test_stream_without_grpc_is_an_error_and_the_replica_stays_up(
             with streaming(client, ticks(1)) as answer:
                 answer.read()
             assert answer.status_code in (502, 503)
-            assert "gRPC" in answer.json()["error"]
+            assert (
+                "gRPC port, which ?grpc=PORT in GATEWAY_TRITON_URLS sets" in answer.json()["error"]
+            )
+        (replica,) = client.get("/v1/replicas").json()["replicas"]
+        reason = f"streams: no (gRPC port {closed} is unreachable; set ?grpc=PORT)"
+        assert (replica["state"], replica["reason"]) == ("UP", reason)
         attempts = f'attempts_total{{replica="127.0.0.1:{port}",outcome="refused"}} 7.0'
         assert attempts in client.get("/metrics").text
         body = {"inputs": {"X": ["x"]}}
