@@ -343,11 +343,9 @@ class GatewayProcess:
 
 
 @contextmanager
-def gateway(
-    *urls: str, port: int | None = None, **settings: str
-) -> Iterator[tuple[httpx.Client, Command]]:
+def gateway(*urls: str, **settings: str) -> Iterator[tuple[httpx.Client, Command]]:
     """`triton-gateway serve` before these Tritons: a client of it, and the process."""
-    port = port or free_ports(1)[0]
+    (port,) = free_ports(1)
     environment = {f"GATEWAY_{name.upper()}": value for name, value in settings.items()}
     environment["GATEWAY_TRITON_URLS"] = ",".join(urls)
     with (

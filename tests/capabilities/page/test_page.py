@@ -41,7 +41,7 @@ from tests.support.model_zoo.zoo import (
     identity,
     write_repository,
 )
-from tests.support.servers import ROOT, Triton, free_ports, gateway, gateway_before, triton_with
+from tests.support.servers import ROOT, Command, Triton, free_ports, gateway_before, triton_with
 from tests.support.wait import wait_until
 
 pytestmark = pytest.mark.skipif(not browser.is_installed(), reason=browser.MISSING)
@@ -147,7 +147,7 @@ def renamed(
 
 def best_label(page: browser.Page) -> str:
     """Wait for the scores of a response; return the first label."""
-    page.see("#response-body .scores", "0.")
+    page.see("#response-body .scores", " %")
     return page.all("#response-body .scores tbody th")[0].text
 
 
@@ -161,6 +161,13 @@ def draw_a_seven(page: browser.Page, origin: str) -> None:
 def test_drawn_digit_is_recognized(page: browser.Page, demo_url: str) -> None:
     draw_a_seven(page, demo_url)
     assert "ms" in page.text("#response-state")
+    # The bar is the share of its track that the number beside it says.
+    shares = page.run(
+        "const width = (css) => document.querySelector(css).getBoundingClientRect().width;"
+        "return 100 * width('.scores .bar') / width('.scores .track')"
+    )
+    number = page.all("#response-body .scores .number")[0].text
+    assert shares == pytest.approx(float(number.removesuffix(" %")), abs=1)
     assert page.text("#curl") == (
         "curl -s --data-binary @drawing.png -H 'Content-Type: image/png' "
         f"{page.origin}/v1/models/ensemble/infer"
@@ -193,6 +200,8 @@ def test_image_is_chosen_dropped_or_pasted(page: browser.Page, demo_url: str) ->
     page.click("#infer")
     assert best_label(page) == "3"
     assert "@three.jpg -H 'Content-Type: image/jpeg'" in page.text("#curl")
+    drop_files(page, ".drop", **{"broken.png": b"no image"})
+    page.see(".thumbnails .tile", "PNG\ncannot be shown")
     drop_files(page, ".drop", **{"it's a seven.png": (IMAGES / "seven.png").read_bytes()})
     page.see(".drop", "it's a seven.png")
     page.click("#infer")
@@ -295,15 +304,45 @@ def test_model_is_unloaded_and_loaded_with_a_report_of_each_replica(
     page.all(buttons)[1].click()
     page.see("#unload-dialog", model)
     page.click("#unload-form button.main")
-    assert "UNAVAILABLE" in page.see("#report", "is unloaded on every replica")
-    assert not page.all("#report .bad")  # it was intended
+    row = f'#models tr[data-key="{model}"]'
+    assert "UNAVAILABLE" in page.see(f"{row} .report", "Is unloaded on every replica")
+    page.see("#toasts", f"{model} is unloaded on every replica.")
+    assert not page.all(f"{row} .report.bad, #toasts .bad")  # it was intended
     page.find(f"{buttons}:nth-of-type(2):disabled")
     page.see("#replicas tbody", "UP")
     page.see(f'#models tr[data-key="{model}"]', "not loaded")
     assert not page.all(f'#models tr[data-key="{model}"] .bad')
     page.all(buttons)[0].click()
-    assert "READY" in page.see("#report", "is loaded on every replica")
+    assert "READY" in page.see(f"{row} .report", "Is loaded on every replica")
     page.find(f"{buttons}:nth-of-type(2):enabled")
+
+
+@pytest.mark.long
+def test_model_that_is_not_loaded_can_be_loaded_by_an_administrator(
+    page: browser.Page, renamed: RenamedModels
+) -> None:
+    page.refusals = {404, 422}
+    page.open(renamed.url, renamed.fragment("picture"), key=INFER)
+    page.find("#try-form fieldset")
+    assert page.text("#model-facts")
+    page.run("location.hash = '#try/nosuchmodel'")
+    page.see("#try-notice", "There is no model nosuchmodel.")
+    assert not page.all("#model-facts")[0].text
+    page.click("#try-notice button")  # Choose another
+    page.find("#try-form fieldset")
+    for view in ("try", "model"):
+        page.run("location.hash = arguments[0]", f"#{view}/countdown")
+        page.see(f"#{view}-unloaded", "countdown Not loaded")
+        page.see(f"#{view}-unloaded", "Ask an administrator")
+        assert not visible_tags(page, "#try-body, #model-body")
+        assert visible_tags(page, "main select")
+    page.open(renamed.url, "#model/countdown", key=ADMIN)
+    page.click("#model-unloaded button")
+    page.see("#model-view-heading", "countdown")
+    page.see("#model-tensors", "input")
+    page.run("location.hash = '#fleet'")
+    page.see('#models tr[data-key="countdown"]', "READY")
+    assert not faults(page)
 
 
 @pytest.fixture(scope="module")
@@ -358,11 +397,20 @@ def test_dropped_model_is_uploaded_with_an_administrators_key(
         "upload-namemy_digits"
     )
     page.type("#upload-name", Keys.ENTER)
-    page.see("#upload-result", "Version 1 of my_digits is uploaded and loaded.")
+    page.see("#upload-result", "my_digits version 1 is loaded. Try it Its API")
+    links = [link.get_attribute("href") for link in page.all("#upload-result a")]
+    assert links == [f"{page.origin}/#try/my_digits", f"{page.origin}/docs?model=my_digits"]
     page.see('#models tr[data-key="my_digits"]', "READY")
     assert not faults(page)
     headers = {"Authorization": f"Bearer {ADMIN}"}
     body = {"inputs": {"X": [1, 2]}}
+    answer = httpx.post(f"{uploads}/v1/models/my_digits/infer", json=body, headers=headers)
+    assert answer.json()["outputs"]["Y"] == [2, 3]
+    drop_files(page, "#upload-form", **{"my digits.onnx": SECOND})
+    page.see("#upload-existing", "my_digits exists: this becomes its next version")
+    page.click("#upload-store-only")
+    page.click("#upload-start")
+    page.see("#upload-result", "my_digits version 2 is stored.")
     answer = httpx.post(f"{uploads}/v1/models/my_digits/infer", json=body, headers=headers)
     assert answer.json()["outputs"]["Y"] == [2, 3]
 
@@ -387,7 +435,7 @@ def test_refused_upload_says_why_and_can_be_sent_again(
     page.click("#upload-start")
     page.see("#upload-result", "Enter a name for the model.")
     page.type("#upload-name", "words\n")
-    page.see("#upload-result", "Version 1 of words is uploaded and loaded.")
+    page.see("#upload-result", "words version 1 is loaded.")
 
 
 @pytest.mark.long
@@ -437,7 +485,7 @@ async def test_pending_load_of_a_missing_model_is_shown_and_can_be_cancelled(
         page.click(f"{row} button:nth-of-type(2):enabled")
         page.see("#unload-dialog", "lost")
         page.click("#unload-form button.main")
-        page.see("#report", "is unloaded on every replica")
+        page.see("#toasts", "is unloaded on every replica")
         page.until(lambda: not page.all(row), "the row of a model that nobody wants to go")
 
 
@@ -538,6 +586,8 @@ def test_live_view_shows_rates_and_latencies(page: browser.Page, renamed: Rename
     page.until(replicas, "the replicas")
     page.find("#rate-chart canvas")
     row = page.see("#by-model tbody", renamed.names.model("single_BYTES"))
+    assert not visible_tags(page, "#errors-legend")
+    assert len(page.all("#by-model tbody tr")) == 1  # models without requests are counted only
     # No digits that the buckets of the histogram do not have: 10–25, < 1.
     assert re.search(r" (< \d+(\.\d+)?|\d+(\.\d+)?–\d+(\.\d+)?)( |$)", row)
     page.see("#live-now", "requests/s")
@@ -969,8 +1019,11 @@ def test_gateway_that_does_not_answer_is_shown_above_every_view(
 ) -> None:
     """And a model that one replica lacks is not shown as ready everywhere."""
     page.refusals = {503, "net::ERR_CONNECTION_REFUSED"}
-    (port,) = free_ports(1)
-    with gateway(triton[0], f"http://127.0.0.1:{free_ports(1)[0]}", port=port):
+    port, nobody = free_ports(2)
+    arguments = ("serve", "--port", str(port))
+    urls = f"{triton[0]},http://127.0.0.1:{nobody}"
+    with Command(*arguments, environment={"GATEWAY_TRITON_URLS": urls}) as command:
+        command.wait_for("serving")
         page.open(f"http://127.0.0.1:{port}", "#fleet")
         page.see('#models tr[data-key="ensemble"] .warn', "1 ready on 1 of 2")
     for view in ("fleet", "try", "live"):
@@ -980,7 +1033,7 @@ def test_gateway_that_does_not_answer_is_shown_above_every_view(
     assert page.all("main.stale")
     page.run("location.hash = 'fleet'")
     page.see("#replicas tbody", "UP")  # what was known, but not as if it were of now
-    with gateway(triton[0], port=port):
+    with Command(*arguments, environment={"GATEWAY_TRITON_URLS": triton[0]}):
         page.until(lambda: not page.all("#connection:not([hidden])"), "an answer")
         assert not page.all("main.stale")
         page.see('#models tr[data-key="ensemble"]', "1 READY")
@@ -1039,6 +1092,21 @@ def test_every_button_is_on_the_screen_of_a_phone(page: browser.Page, demo_url: 
             assert not outside, fragment
             wide = page.run("return document.documentElement.scrollWidth - innerWidth")
             assert wide <= 0, fragment
+        page.open(demo_url, "#try/ensemble")
+        page.click(".sample-value")
+        page.click("#infer")
+        best_label(page)
+        page.until(lambda: page.run("return scrollY") > 0, "the answer to be scrolled to")
+        bottom = page.run(
+            "return document.querySelector('#response').getBoundingClientRect().bottom"
+        )
+        assert bottom <= page.run("return innerHeight")
+    page.driver.set_window_size(900, 800)
+    page.open(demo_url, "#fleet")
+    page.find("#models tbody tr button")
+    for button in page.all("#models button"):
+        assert button.rect["x"] + button.rect["width"] <= 900
+    page.driver.set_window_size(1200, 1000)
 
 
 @pytest.mark.long

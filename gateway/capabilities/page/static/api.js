@@ -66,13 +66,13 @@ export const changeModel = (model, action, parameters = {}) =>
   });
 
 /**
- * Upload a file as the next version of a model. Returns the request, which can be aborted, and a promise of
+ * Upload a file as the next version of a model, and load it if `isLoaded`. Returns the request, which can be aborted, and a promise of
  * the response; `onProgress` is called with the fraction that was sent. fetch() reports no progress.
  */
-export function uploadModel(model, file, onProgress) {
+export function uploadModel(model, file, isLoaded, onProgress) {
   const request = new XMLHttpRequest();
   const response = new Promise((resolve, reject) => {
-    request.open("PUT", `${modelPath(model)}?filename=${encodeURIComponent(file.name)}`);
+    request.open("PUT", `${modelPath(model)}?filename=${encodeURIComponent(file.name)}${isLoaded ? "" : "&load=false"}`);
     if (key.get()) request.setRequestHeader("Authorization", `Bearer ${key.get()}`);
     request.setRequestHeader("Content-Type", "application/octet-stream");
     request.responseType = "json";

@@ -5,11 +5,13 @@ import { $, el, setText, showNotice, updateRows } from "./dom.js";
 import { errorMessage, showErrorNotice } from "./errors.js";
 import { promptForKey, withKey } from "./key.js";
 import { describeLabels } from "./labels.js";
+import { removeToasts, showToast } from "./toast.js";
 import * as upload from "./upload.js";
 
 const ACTIONS = { load: ["Load", "loading…"], unload: ["Unload", "unloading…"] };
 const buttons = new Map(); // by model; kept between refreshes, so that the focus stays
-const links = new Map(); // by model, for the same reason
+const names = new Map(); // by model: the cell with its link and its report, for the same reason
+const reports = new Map(); // model → {text, isFailure} of its last action, until the view is shown again
 const busy = new Map(); // model → action in progress
 let shownModels = [];
 let columns = null;
@@ -21,14 +23,18 @@ export function start() {
   upload.start(refresh);
 }
 
-export const show = () => refresh();
+export function show() {
+  reports.clear();
+  return refresh();
+}
 
 /** Remove everything that was loaded with another key. */
 export function reset() {
   for (const table of ["models", "replicas"]) $(table).tBodies[0].replaceChildren();
   buttons.clear();
+  reports.clear();
+  removeToasts();
   columns = null;
-  $("report").replaceChildren();
   shownModels = [];
   upload.reset();
 }
@@ -39,6 +45,7 @@ export async function refresh() {
   const isRefused = Boolean(replicas.reason?.needsKey);
   const error = models.reason ?? (isRefused ? null : replicas.reason);
   shownModels = models.value ?? shownModels;
+  upload.setExistingModels(shownModels.map(({ name }) => name));
   if (replicas.value || !error) draw(shownModels, replicas.value ?? null);
   if (error) showErrorNotice($("fleet-notice"), error, useAnotherKey);
   else if (isRefused) showNotice($("fleet-notice"), "Viewing replicas requires an administrator's key.", "Use another key", useAnotherKey);
@@ -99,9 +106,17 @@ function replicaStateCell(model, address) {
   return isIntended ? { text: "not loaded", class: "state quiet" } : stateCell(name);
 }
 
-function modelLink(name) {
-  if (!links.has(name)) links.set(name, el("a", { href: `#model/${encodeURIComponent(name)}`, text: name }));
-  return links.get(name);
+function nameCell(name) {
+  if (!names.has(name)) {
+    const link = el("a", { href: `#model/${encodeURIComponent(name)}`, text: name });
+    names.set(name, el("div", {}, link, el("div")));
+  }
+  const line = names.get(name).lastChild;
+  const { text = "", isFailure = false } = reports.get(name) ?? {};
+  line.className = isFailure ? "report long bad" : "report long";
+  line.hidden = !text;
+  setText(line, text);
+  return names.get(name);
 }
 
 const GOOD = new Set(["READY", "UP"]);
@@ -129,7 +144,7 @@ function modelCells(model, addresses) {
   const reasons = model.versions.map((version) => version.reason).filter((reason) => reason && reason !== "unloaded");
   const text = versions.join(", ") || (model.on_demand ? "on demand" : "not loaded");
   return [
-    modelLink(model.name),
+    nameCell(model.name),
     describePartialState(model, addresses) ?? { text: text + (missing ? ", load pending" : ""), class: model.ready ? "state good" : "state quiet" },
     { text: describeLabels(model.labels), class: "long" },
     ...addresses.map((address) => replicaStateCell(model, address)),
@@ -192,7 +207,7 @@ function confirmUnload(model) {
 async function runAction(model, action, parameters = {}) {
   if (busy.has(model)) return;
   busy.set(model, action);
-  setText($("report"), `${model}: ${ACTIONS[action][1]}`);
+  reports.delete(model);
   await refresh();
   try {
     showReport(model, action, await withKey(() => api.changeModel(model, action, parameters)));
@@ -204,20 +219,12 @@ async function runAction(model, action, parameters = {}) {
   }
 }
 
-/** Show the result on each replica. Failures can have a report, too. */
+/** Show the result on each replica in the row of the model, and as a toast. Failures can have a report, too. */
 function showReport(model, action, document, failure = "") {
   const participle = action === "load" ? "loaded" : "unloaded";
-  const heading = failure ? `${model} could not be ${participle} on every replica` : `${model} is ${participle} on every replica`;
-  const rows = Object.entries(document.replicas ?? {}).map(([address, result]) =>
-    el("tr", {},
-      el("th", { scope: "row", text: address }),
-      el("td", { class: action === "unload" && !failure ? "state quiet" : stateCell(result.state).class, text: result.state }),
-      el("td", { class: "long", text: result.reason ?? "" })));
-  const parts = [el("h3", { text: heading, class: failure ? "bad" : "" })];
-  if (failure) parts.push(el("p", { text: failure }));
-  if (rows.length) {
-    const names = ["Replica", "State", "Reason"].map((name) => el("th", { scope: "col", text: name }));
-    parts.push(el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...names)), el("tbody", {}, ...rows))));
-  }
-  $("report").replaceChildren(...parts);
+  const heading = failure ? `could not be ${participle} on every replica` : `is ${participle} on every replica`;
+  const replicas = Object.entries(document.replicas ?? {}).map(([address, { state, reason }]) => `${address} ${state}${reason ? ` (${reason})` : ""}`);
+  const text = [`${heading}:`, failure, replicas.join(", ")].filter(Boolean).join(" ");
+  reports.set(model, { text: `${text[0].toUpperCase()}${text.slice(1)}`, isFailure: Boolean(failure) });
+  showToast(failure ? `${model} ${heading}: ${failure}` : `${model} ${heading}.`, Boolean(failure));
 }

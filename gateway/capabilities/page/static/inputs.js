@@ -31,6 +31,17 @@ export function inputMethods(tensor) {
   return tensor.image.layout === "NHW" ? ["values", "file", "draw"] : ["draw", "file", "values"];
 }
 
+/** Return an image, which becomes a tile if the browser cannot decode the file. */
+function renderPreview(file, alt) {
+  const image = el("img", { alt, src: URL.createObjectURL(file) });
+  const suffix = file.name.split(".").at(-1).slice(0, 5).toUpperCase();
+  image.addEventListener("error", () => {
+    URL.revokeObjectURL(image.src);
+    image.replaceWith(el("span", { class: "tile", title: file.name }, el("strong", { text: suffix }), "cannot be shown"));
+  });
+  return image;
+}
+
 export class Field {
   /** @param {{compares: boolean, batches: boolean}} options: accept a second text, or several files */
   constructor(tensor, number, { compares, batches }, onChange) {
@@ -123,7 +134,7 @@ export class Field {
     this.fileStatus = el("span", { class: "quiet", role: "status", text: "No file selected." });
     const zone = el("div", { class: "drop" },
       el("label", {}, this.fileHint(isImage), fileInput({})),
-      isImage ? el("label", { class: "camera" }, "Take a photo", fileInput({ capture: "environment", multiple: null })) : null,
+      isImage ? el("label", { class: "camera" }, "Take a photo", fileInput({ class: "visually-hidden", capture: "environment", multiple: null })) : null,
       this.fileStatus, this.previews);
     zone.addEventListener("dragover", (event) => { event.preventDefault(); zone.classList.add("over"); });
     zone.addEventListener("dragleave", () => zone.classList.remove("over"));
@@ -150,9 +161,9 @@ export class Field {
     const size = files.reduce((sum, file) => sum + file.size, 0);
     const name = files.length > 1 ? `${files.length} files` : files[0].name || "pasted";
     setText(this.fileStatus, `${name}, ${Math.max(Math.round(size / 1024), 1)} KB`);
-    for (const image of this.previews.children) URL.revokeObjectURL(image.src);
+    for (const image of this.previews.querySelectorAll("img")) URL.revokeObjectURL(image.src);
     this.previews.replaceChildren(...files.filter(({ type }) => PREVIEW.test(type)).map((file) =>
-      el("img", { alt: files.length > 1 ? file.name : "Selected image", src: URL.createObjectURL(file) })));
+      renderPreview(file, files.length > 1 ? file.name : "Selected image")));
     this.onChange();
   }
 

@@ -132,7 +132,10 @@ const numberCell = (value, digits = 1) => ({ text: value === null || value === u
 
 function updateTables(models, replicas) {
   const named = [...models].filter(([model]) => model !== ALL).sort(([a], [b]) => a.localeCompare(b));
-  updateRows($("by-model").tBodies[0], named, ([model]) => model, ([model, stats]) =>
+  const busy = named.filter(([name]) => history.some((point) => point.models.get(name)?.requests > 0));
+  const idleCount = named.length - busy.length;
+  setText($("idle-models"), idleCount ? `${idleCount} ${idleCount === 1 ? "model" : "models"} without requests since this view was opened` : "");
+  updateRows($("by-model").tBodies[0], busy, ([model]) => model, ([model, stats]) =>
     [model, numberCell(stats.requests), numberCell(stats.errors), ...stats.ranges.map(rangeCell)]);
   updateRows($("by-replica").tBodies[0], [...replicas], ([replica]) => replica, ([replica, stats]) =>
     [replica, numberCell(stats.requests), numberCell(stats.failed), numberCell(stats.outstanding, 0)]);
@@ -166,11 +169,14 @@ function draw() {
     return;
   }
   const times = history.map((point) => point.at);
+  const hasErrors = points.some((stats) => stats?.errors > 0);
+  $("errors-legend").hidden = !hasErrors;
   const data = [
-    [times, column((stats) => stats.requests), column((stats) => stats.errors)],
+    // Errors are drawn first, below the requests, and only if there were any: their line would hide the other at 0.
+    [times, hasErrors ? column((stats) => stats.errors) : times.map(() => null), column((stats) => stats.requests)],
     [times, ...QUANTILES.map((_, index) => column((stats) => stats.quantiles[index]))],
   ];
-  if (charts.length === 0) charts = [createChart("rate-chart", [["accent"], ["bad"]]), createChart("latency-chart", [["accent"], ["accent", [6, 4]], ["text"]])];
+  if (charts.length === 0) charts = [createChart("rate-chart", [["bad"], ["accent"]]), createChart("latency-chart", [["accent"], ["accent", [6, 4]], ["text"]])];
   charts.forEach((chart, index) => chart.setData(data[index]));
   const last = points.at(-1);
   const [p50, , p99] = last?.ranges ?? [];

@@ -8,6 +8,7 @@ import { formatShape } from "./inputs.js";
 import { promptForKey, withKey } from "./key.js";
 import { parseSamples, sumBy } from "./metrics.js";
 import { formatMs, summarize } from "./statistics.js";
+import { renderUnloaded } from "./unloaded.js";
 
 const DURATION_SUM = "gateway_request_duration_seconds_sum";
 const DURATION_COUNT = "gateway_request_duration_seconds_count";
@@ -30,16 +31,29 @@ export function start() {
 export function reset() {
   shownModel = "";
   description = config = null;
+  $("model-body").hidden = true;
+  setText($("model-view-heading"), "Model");
+  setText($("model-view-facts"), "");
+  $("model-view-links").replaceChildren();
 }
 
 export async function show(requested) {
   try {
-    const ready = (await withKey(api.listModels)).filter((model) => model.ready).map((model) => model.name);
+    const models = await withKey(api.listModels);
+    const ready = models.filter((model) => model.ready).map((model) => model.name);
     const name = requested || shownModel || (await chooseFirst(ready));
     const listed = name && !ready.includes(name) ? [name, ...ready] : ready;
     $("model-choice").replaceChildren(...listed.map((each) => el("option", { value: each, text: each, selected: each === name })));
+    $("model-choice-line").hidden = listed.length === 0;
+    const unloaded = models.find((model) => model.name === name && !model.ready && !model.on_demand);
+    $("model-unloaded").hidden = !unloaded;
+    if (!name || unloaded) reset();
+    if (unloaded) {
+      showNotice($("model-view-notice"));
+      $("model-unloaded").replaceChildren(renderUnloaded(unloaded, () => show(name)));
+      return;
+    }
     if (!name) {
-      $("model-body").hidden = true;
       showNotice($("model-view-notice"), "No model is ready. An administrator can load one under Fleet.");
       return;
     }

@@ -34,18 +34,21 @@ export function renderVector(values) {
     el("figcaption", { class: "quiet", text: summary }));
 }
 
-/** Draw a table of scores in descending order, with bars. */
+const formatShare = (share) => (share > 0 && share < 0.001 ? "< 0.1 %" : `${(share * 100).toFixed(1)} %`);
+
+/** Draw a table of scores in descending order, with bars. The track of a share stands for 100 %. */
 export function renderScores(rows, limit = 10) {
   const sorted = [...rows].sort((a, b) => b.score - a.score);
   const top = Math.max(...sorted.map(({ score }) => score), Number.MIN_VALUE);
-  const scale = top <= 1 ? 1 : top;
+  const areShares = sorted.every(({ score }) => score >= 0 && score <= 1);
+  const scale = areShares ? 1 : top;
   const lines = sorted.slice(0, limit).map(({ label, score }) => {
     const bar = el("span", { class: "bar" });
     bar.style.width = `${Math.max(Math.min(score / scale, 1), 0) * 100}%`;
     return el("tr", {},
       el("th", { scope: "row", text: label }),
-      el("td", { class: "track" }, bar),
-      el("td", { class: "number", text: score < 0.001 && score > 0 ? "< 0.001" : score.toFixed(3) }));
+      el("td", { class: "share-cell" }, el("span", { class: "track" }, bar)),
+      el("td", { class: "number", text: areShares ? formatShare(score) : formatNumber(score) }));
   });
   const names = ["Label", "", "Score"].map((name) => el(name ? "th" : "td", name ? { scope: "col", text: name } : {}));
   return el("div", {},

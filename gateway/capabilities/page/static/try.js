@@ -11,9 +11,11 @@ import { RequestOptions } from "./options.js";
 import { buildRequest } from "./request.js";
 import * as results from "./results.js";
 import { placeholderValue } from "./samples.js";
+import { renderUnloaded } from "./unloaded.js";
 
 const MIN_SEARCHED_MODELS = 6; // with fewer, the search is hidden
 const MAX_DEFAULT_CANDIDATES = 12; // models that are examined to choose the default
+const MIN_VISIBLE_RESPONSE_PX = 200;
 let description = null;
 let fields = [];
 let options = null; // RequestOptions
@@ -58,7 +60,8 @@ function listModels() {
 
 export async function show(requestedModel) {
   try {
-    const models = (await withKey(api.listModels)).filter((model) => model.ready || model.on_demand);
+    const allModels = await withKey(api.listModels);
+    const models = allModels.filter((model) => model.ready || model.on_demand);
     listedModels = models.map((model) => model.name);
     sleepingModels = new Set(models.filter((model) => !model.ready).map((model) => model.name));
     $("model-search").value = "";
@@ -71,12 +74,22 @@ export async function show(requestedModel) {
       showNoModel();
       return;
     }
-    if (description?.name !== model) await openModel(model);
+    const unloaded = allModels.find(({ name, ready, on_demand: onDemand }) => name === model && !ready && !onDemand);
+    if (unloaded) showUnloaded(unloaded);
+    else if (description?.name !== model) await openModel(model);
     else await reopenIfChanged();
     listModels();
   } catch (error) {
     showError(error);
   }
+}
+
+function showUnloaded(model) {
+  clear();
+  $("try-body").hidden = true;
+  showNotice($("try-notice"));
+  $("try-unloaded").hidden = false;
+  $("try-unloaded").replaceChildren(renderUnloaded(model, () => show(model.name)));
 }
 
 function showNoModel() {
@@ -144,7 +157,10 @@ function clear() {
   $("response-body").replaceChildren();
   setText($("response-state"), "No request sent yet: enter an input, and press Infer or Ctrl+Enter.");
   codetabs.showCode([]);
+  setText($("model-facts"), "");
+  $("version").hidden = $("version-label").hidden = true;
   $("model-details").hidden = $("model-api").hidden = true;
+  $("try-unloaded").hidden = true;
 }
 
 function showModelInfo(version) {
@@ -256,9 +272,17 @@ async function submit() {
     if (running === controller) {
       running = null;
       $("stop").hidden = true;
+      showResponse();
       history.addEntry(description.name, $("response-state").textContent, isFailure, [...$("response-body").childNodes], showAgain);
     }
   }
+}
+
+/** Scroll to the response if it begins below the screen, as it does on a phone. */
+function showResponse() {
+  const { top, bottom } = $("response").getBoundingClientRect();
+  const isVisible = top >= 0 && Math.min(bottom, top + MIN_VISIBLE_RESPONSE_PX) <= innerHeight;
+  if (!isVisible) $("response").scrollIntoView({ block: "nearest" });
 }
 
 function run(requests, signal, started) {

@@ -1,7 +1,7 @@
 // Uploads of model files in the fleet view: a form, with a zone for a dropped file and a progress bar.
 
 import * as api from "./api.js";
-import { $, setText } from "./dom.js";
+import { $, el, setText } from "./dom.js";
 import { errorMessage } from "./errors.js";
 import { withKey } from "./key.js";
 
@@ -9,6 +9,7 @@ const MIB = 1 << 20;
 let file = null;
 let request = null; // in progress
 let onUploaded = () => {};
+let existingModels = [];
 
 export function start(whenUploaded) {
   onUploaded = whenUploaded;
@@ -28,6 +29,21 @@ export function start(whenUploaded) {
     upload();
   });
   $("upload-cancel").addEventListener("click", () => request?.abort());
+  $("upload-name").addEventListener("input", announceExisting);
+}
+
+export function setExistingModels(names) {
+  existingModels = names;
+  announceExisting();
+}
+
+/** The next version of a model that exists takes over its requests. */
+function announceExisting() {
+  const name = $("upload-name").value.trim();
+  const isExisting = existingModels.includes(name);
+  $("upload-existing").hidden = !isExisting;
+  if (!isExisting) $("upload-store-only").checked = false;
+  setText($("upload-existing-text"), isExisting ? `${name} exists: this becomes its next version, and answers its requests as soon as it is loaded.` : "");
 }
 
 export function reset() {
@@ -47,6 +63,7 @@ function selectFile(selected) {
     return;
   }
   $("upload-name").value = suggestName(file.name);
+  announceExisting();
   showResult("");
   $("upload-name").focus();
 }
@@ -64,10 +81,11 @@ async function upload() {
   setBusy(true);
   showResult("");
   try {
-    const { version } = await withKey(() => send(model));
+    const isLoaded = !$("upload-store-only").checked;
+    const { version } = await withKey(() => send(model, isLoaded));
     setBusy(false);
     selectFile(null);
-    showResult(`Version ${version} of ${model} is uploaded and loaded.`);
+    showUploaded(model, version, isLoaded);
   } catch (error) {
     setBusy(false);
     showResult(error.name === "AbortError" ? "The upload was cancelled." : errorMessage(error), error.name !== "AbortError");
@@ -75,8 +93,8 @@ async function upload() {
   await onUploaded();
 }
 
-function send(model) {
-  const sent = api.uploadModel(model, file, showProgress);
+function send(model, isLoaded) {
+  const sent = api.uploadModel(model, file, isLoaded, showProgress);
   request = sent.request;
   return sent.response.finally(() => (request = null));
 }
@@ -90,6 +108,13 @@ function setBusy(isBusy) {
   $("upload-busy").hidden = !isBusy;
   $("upload-file").disabled = $("upload-name").disabled = $("upload-start").disabled = isBusy;
   if (isBusy) showProgress(0);
+}
+
+function showUploaded(model, version, isLoaded) {
+  showResult(`${model} version ${version} is ${isLoaded ? "loaded" : "stored"}. `);
+  if (!isLoaded) return;
+  const name = encodeURIComponent(model);
+  $("upload-result").append(el("a", { href: `#try/${name}`, text: "Try it" }), " ", el("a", { href: `/docs?model=${name}`, text: "Its API" }));
 }
 
 function showResult(text, isError = false) {

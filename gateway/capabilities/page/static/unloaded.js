@@ -1,0 +1,33 @@
+// What a view shows of a model that is not loaded.
+
+import * as api from "./api.js";
+import { el, setText } from "./dom.js";
+import { errorMessage, toSentence } from "./errors.js";
+import { withKey } from "./key.js";
+
+/** Render the model of `GET /v1/models` with its last error and a button. `onLoaded` is called when it is loaded. */
+export function renderUnloaded(model, onLoaded) {
+  const reasons = model.versions.map(({ reason }) => reason).filter((reason) => reason && reason !== "unloaded");
+  const error = model.last_error ?? reasons[0];
+  const status = el("p", { role: "status" });
+  const load = el("button", { type: "button", class: "main", text: "Load", "aria-label": `Load ${model.name}` });
+  load.addEventListener("click", async () => {
+    load.disabled = true;
+    status.className = "quiet";
+    setText(status, "Loading…");
+    try {
+      await withKey(() => api.changeModel(model.name, "load"));
+      await onLoaded();
+    } catch (failure) {
+      load.disabled = false;
+      status.className = "bad";
+      setText(status, errorMessage(failure));
+    }
+  });
+  // The states on the replicas are listed for keys that may load models.
+  const remedy = model.replicas ? load : el("p", { text: "Ask an administrator of this gateway to load it, or choose another model." });
+  return el("div", {},
+    el("h3", {}, model.name, " ", el("span", { class: "pill", text: "Not loaded" })),
+    error ? el("p", { class: "bad", text: toSentence(error) }) : null,
+    remedy, status);
+}
