@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
 
 from gateway import __version__
 from gateway.access.keys import add_key, read_keys_file, remove_key
@@ -259,7 +260,18 @@ def exit_on_signal(number: int, frame: FrameType | None) -> None:
 
 @cache
 def build_command() -> Callable[..., object]:
-    return typer.main.get_command(root_cli)
+    command = typer.main.get_command(root_cli)
+    list_options_in_lines(command)
+    return command
+
+
+def list_options_in_lines(group: Any) -> None:
+    """Print the options of each command in lines: a narrow terminal cuts their names in a table."""
+    for command in group.commands.values():
+        if isinstance(command, TyperGroup):
+            list_options_in_lines(command)
+        else:
+            command.rich_markup_mode = None
 
 
 def main() -> None:

@@ -50,9 +50,8 @@ OPERATION_PANEL = "Watch and diagnose"
 
 
 def format_examples(*commands: str) -> str:
-    # Blank lines separate the lines of the help; backslashes keep brackets from being markup.
-    lines = ("Examples:", *commands)
-    return "\n\n".join(line.replace("[", "\\[") for line in lines)
+    # Blank lines separate the lines of the help.
+    return "\n\n".join(("Examples:", *commands))
 
 
 ModelArgument = Annotated[

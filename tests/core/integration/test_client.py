@@ -685,7 +685,11 @@ def test_help_groups_the_commands_and_gives_examples() -> None:
     assert places == sorted(places)
     assert re.search(r"doctor +Check this machine", text[places[-1] :])
     for name in ("up", "serve", "infer", "bench", "describe", "push", "rm", "doctor"):
-        assert re.search(rf"Examples:\s+(GATEWAY_\S+ )?triton-gateway {name} ", show_help(name))
+        text = show_help(name)
+        assert re.search(rf"Examples:\s+(GATEWAY_\S+ )?triton-gateway {name}\b", text)
+        assert "…" not in text  # no name of an option is cut
+        assert max(map(len, text.splitlines())) <= 80
+    assert re.search(r"--triton-metrics-port <int> +Triton's metrics port\.", show_help("up"))
 
 
 @pytest.mark.long
