@@ -2,6 +2,7 @@
 
 import * as api from "./api.js";
 import * as codetabs from "./codetabs.js";
+import { attachMatches } from "./combobox.js";
 import { $, el, setText, showNotice } from "./dom.js";
 import { showErrorNotice } from "./errors.js";
 import * as history from "./history.js";
@@ -25,13 +26,13 @@ let running = null; // the AbortController of the request in progress
 let generation = 0; // of the form: responses for an older one are ignored
 
 export function start() {
-  $("model").addEventListener("change", () => { location.hash = `try/${encodeURIComponent($("model").value)}`; });
+  $("model").addEventListener("change", () => openAddress($("model").value));
   $("version").addEventListener("change", () => openModel($("model").value, $("version").value));
   $("try-form").addEventListener("submit", (event) => { event.preventDefault(); submit(); });
   $("try-form").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) submit();
   });
-  $("model-search").addEventListener("input", listModels);
+  attachMatches($("model-search"), $("model-matches"), findModels, openAddress);
   codetabs.start();
   document.addEventListener("paste", handlePaste);
   for (const name of ["dragover", "drop"]) document.addEventListener(name, (event) => event.preventDefault());
@@ -46,14 +47,20 @@ export function reset() {
   clear();
 }
 
-/** List the models that the search matches; the current one is always listed. */
+function openAddress(model) {
+  location.hash = `try/${encodeURIComponent(model)}`;
+}
+
+const modelLabel = (name) => name + (sleepingModels.has(name) ? " (loads on demand)" : "");
+
+const findModels = (words) =>
+  listedModels.filter((name) => name.toLowerCase().includes(words)).map((name) => ({ value: name, text: modelLabel(name) }));
+
 function listModels() {
-  const words = $("model-search").value.trim().toLowerCase();
-  const names = listedModels.filter((name) => name === description?.name || name.toLowerCase().includes(words));
-  $("model-search").hidden = listedModels.length < MIN_SEARCHED_MODELS;
+  $("model-search-part").hidden = listedModels.length < MIN_SEARCHED_MODELS;
   $("try-choice").hidden = listedModels.length === 0;
   const choice = description ? [] : [el("option", { value: "", text: "Choose a model", disabled: true, selected: true })];
-  const options = names.map((name) => el("option", { value: name, text: name + (sleepingModels.has(name) ? " (loads on demand)" : "") }));
+  const options = listedModels.map((name) => el("option", { value: name, text: modelLabel(name) }));
   $("model").replaceChildren(...choice, ...options);
   if (description) $("model").value = description.name;
 }
@@ -64,7 +71,6 @@ export async function show(requestedModel) {
     const models = allModels.filter((model) => model.ready || model.on_demand);
     listedModels = models.map((model) => model.name);
     sleepingModels = new Set(models.filter((model) => !model.ready).map((model) => model.name));
-    $("model-search").value = "";
     listModels();
     // A model is not loaded only because somebody opens the page.
     const loaded = listedModels.filter((name) => !sleepingModels.has(name));
