@@ -18,7 +18,6 @@ ASSET_CONTENT_TYPES: Final = {
     ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
 }
-VERSION_PLACEHOLDER: Final = b"{{version}}"
 # The files have no version in their names, so that browsers revalidate each of them.
 CACHE_CONTROL: Final = "no-cache"
 
@@ -30,14 +29,16 @@ class Asset:
     etag: str
 
 
-def load_assets(folder: Path) -> dict[str, Asset]:
-    """Return the assets by their path in the folder; HTML may contain VERSION_PLACEHOLDER."""
+def load_assets(folder: Path, **placeholders: str) -> dict[str, Asset]:
+    """Return the assets by their path in the folder. HTML may contain {{version}} and {{a placeholder}}."""
     assets: dict[str, Asset] = {}
+    texts = {"version": __version__, **placeholders}
     for path in folder.rglob("*"):
         if content_type := ASSET_CONTENT_TYPES.get(path.suffix):
             body = path.read_bytes()
             if path.suffix == ".html":
-                body = body.replace(VERSION_PLACEHOLDER, __version__.encode())
+                for name, text in texts.items():
+                    body = body.replace(f"{{{{{name}}}}}".encode(), text.encode())
             etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
             assets[path.relative_to(folder).as_posix()] = Asset(body, content_type, etag)
     return assets

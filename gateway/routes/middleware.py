@@ -128,19 +128,16 @@ class GatewayMiddleware:
             in_flight[route_group] -= 1
             duration_s = perf_counter() - started
             services.metrics.observe(info, status, duration_s)
-            if not self._is_routine(scope, status):
+            is_read = scope["method"] in READING_METHODS
+            if not (is_read and self._is_routine(scope["path"], status)):
                 log_request(scope, info, status, duration_s)
             if info.trace is not None:
                 end_trace(info.trace, scope, info, status)
 
-    def _is_routine(self, scope: Scope, status: int) -> bool:
-        """Return whether only a detailed log has the request: a successful probe, or a read of the page."""
-        return (
-            scope["method"] in READING_METHODS
-            and status < 400
-            and self.paths.is_routine(scope["path"])
-            and not log.isEnabledFor(logging.DEBUG)
-        )
+    def _is_routine(self, path: str, status: int) -> bool:
+        """Return whether only a detailed log has this read: a successful probe, or one of the page."""
+        is_detailed = log.isEnabledFor(logging.DEBUG)
+        return status < 400 and not is_detailed and self.paths.is_routine(path)
 
     async def _call_framework(
         self, scope: Scope, receive: Receive, send: Send, info: RequestInfo

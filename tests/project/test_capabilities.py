@@ -80,7 +80,7 @@ OWN_NAMES = {
         r"|replica_model_memory_bytes)",
     ),
     "grpc_api": OwnNames(others=r"setting GATEWAY_GRPC_\w+|code \d+ UNKNOWN_METHOD"),
-    "page": OwnNames(others=r"setting GATEWAY_PAGE"),
+    "page": OwnNames(others=r"setting GATEWAY_(PAGE|DOCUMENTATION_URL)"),
 }
 KINDS = ("setting", "code", "path", "command", "flag", "metric")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from html import escape
 from pathlib import Path
 from typing import Final
 
 from fastapi import APIRouter, Request, Response
+from pydantic import HttpUrl
 
 from gateway.errors import NotFound
 from gateway.messages import quote_text
@@ -13,31 +15,43 @@ from gateway.routes.assets import build_asset_response, load_assets
 from gateway.routes.root import get_root
 from gateway.tensors.outputs import list_accepted_types
 
-router = APIRouter(include_in_schema=False)
-
 # Model names and responses are untrusted input: inline scripts and strings as markup are forbidden.
 UI_SECURITY_POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-ASSETS: Final = load_assets(Path(__file__).parent / "static")
+STATIC: Final = Path(__file__).parent / "static"
 HTML_TYPE: Final = "text/html"
+PAGE_METHODS: Final = ["GET", "HEAD"]
 
 
-@router.api_route("/", methods=["GET", "HEAD"])
-async def get_page(request: Request) -> Response:
-    """Return the page if `Accept` contains `text/html`, else what a program gets."""
-    if HTML_TYPE in list_accepted_types(request.headers.get("accept", "")):
-        response = build_asset_response(request, ASSETS["index.html"], UI_SECURITY_POLICY)
-    else:
-        response = await get_root()
-    response.headers["Vary"] = "Accept"
-    return response
+class PageRoutes:
+    """The page, with a link to the documentation if there is a URL, and its files."""
+
+    def __init__(self, documentation_url: HttpUrl | None) -> None:
+        self._assets = load_assets(STATIC, documentation=render_link(documentation_url))
+        self.router = APIRouter(include_in_schema=False)
+        self.router.add_api_route("/", self.get_page, methods=PAGE_METHODS)
+        self.router.add_api_route("/static/{name:path}", self.get_static_file, methods=PAGE_METHODS)
+
+    async def get_page(self, request: Request) -> Response:
+        """Return the page if `Accept` contains `text/html`, else what a program gets."""
+        if HTML_TYPE in list_accepted_types(request.headers.get("accept", "")):
+            page = self._assets["index.html"]
+            response = build_asset_response(request, page, UI_SECURITY_POLICY)
+        else:
+            response = await get_root()
+        response.headers["Vary"] = "Accept"
+        return response
+
+    async def get_static_file(self, request: Request, name: str) -> Response:
+        if name not in self._assets:
+            raise NotFound(f"the page has no file {quote_text(name)}")
+        return build_asset_response(request, self._assets[name], UI_SECURITY_POLICY)
 
 
-@router.api_route("/static/{name:path}", methods=["GET", "HEAD"])
-async def get_static_file(request: Request, name: str) -> Response:
-    if name not in ASSETS:
-        raise NotFound(f"the page has no file {quote_text(name)}")
-    return build_asset_response(request, ASSETS[name], UI_SECURITY_POLICY)
+def render_link(documentation_url: HttpUrl | None) -> str:
+    if documentation_url is None:
+        return ""
+    return f'<a href="{escape(str(documentation_url))}" rel="noreferrer">Documentation</a>'

@@ -251,7 +251,7 @@ def test_similarity_of_two_texts_is_shown(page: browser.Page, demo_url: str) -> 
 
 
 @pytest.mark.long
-def test_start_shows_a_model_with_a_drawing_the_version_and_the_documents(
+def test_start_shows_a_model_with_a_drawing_and_the_version(
     page: browser.Page, demo_url: str
 ) -> None:
     page.open(demo_url)
@@ -260,7 +260,7 @@ def test_start_shows_a_model_with_a_drawing_the_version_and_the_documents(
     assert f"triton-gateway {__version__}" in page.text("footer")
     links = {one.text: str(one.get_attribute("href")) for one in page.all("footer a")}
     assert links["API"] == f"{page.origin}/docs"
-    assert links["Documentation"].startswith("https://")
+    assert "Documentation" not in links
 
 
 def test_key_is_asked_for_until_it_is_valid_and_kept_in_the_tab_alone(

@@ -66,8 +66,8 @@ def test_output_to_a_pipe_has_all_fields_of_a_request(tmp_path: Path) -> None:
     write_model(tmp_path)
     with Up(tmp_path) as up:
         up.wait_for("paste:")
-        up.get("/v1/replicas")
-        line = up.wait_for("GET /v1/replicas 200")
+        up.get("/v1/models/echo")
+        line = up.wait_for("GET /v1/models/echo 200")
         assert "client=127.0.0.1" in line
         assert "request_id=" in line
 
