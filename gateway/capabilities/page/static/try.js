@@ -53,8 +53,12 @@ function openAddress(model) {
 
 const modelLabel = (name) => name + (sleepingModels.has(name) ? " (loads on demand)" : "");
 
-const findModels = (words) =>
-  listedModels.filter((name) => name.toLowerCase().includes(words)).map((name) => ({ value: name, text: modelLabel(name) }));
+/** Return the models whose names contain the words; those that begin with them come first. */
+function findModels(words) {
+  const places = listedModels.map((name) => [name, name.toLowerCase().indexOf(words)]).filter(([, place]) => place >= 0);
+  const sorted = places.sort(([, a], [, b]) => Math.sign(a) - Math.sign(b));
+  return sorted.map(([name]) => ({ value: name, text: modelLabel(name) }));
+}
 
 function listModels() {
   $("model-search-part").hidden = listedModels.length < MIN_SEARCHED_MODELS;
