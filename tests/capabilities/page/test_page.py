@@ -1105,6 +1105,12 @@ def test_every_button_is_on_the_screen_of_a_phone(page: browser.Page, demo_url: 
             wide = page.run("return document.documentElement.scrollWidth - innerWidth")
             assert wide <= 0, fragment
         page.open(demo_url, "#try/ensemble")
+        touch = "Emulation.setTouchEmulationEnabled"
+        page.driver.execute_cdp_cmd(touch, {"enabled": True})
+        page.click("input[value=file]")
+        assert page.text(".camera") == "Take a photo"
+        assert page.find(".camera input").rect["width"] == 1  # without the browser's own button
+        page.driver.execute_cdp_cmd(touch, {"enabled": False})
         page.click(".sample-value")
         page.click("#infer")
         best_label(page)
