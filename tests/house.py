@@ -21,9 +21,9 @@ class Limits:
     modules: int = 18  # at the top
     files_in_folder: int = 21
     core_files: int = 172
-    core_lines: int = 26_630
+    core_lines: int = 26_640
     capability_lines: int = 3_935
-    lines: int = 43_300
+    lines: int = 43_310
 
 
 @dataclass(frozen=True)

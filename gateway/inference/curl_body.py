@@ -15,6 +15,7 @@ from gateway.media_types import JSON, OCTET_STREAM
 from gateway.tensors.codecs import CODECS_BY_TYPE
 from gateway.tensors.payload import Payload
 
+UNCOMPRESSED: Final = (b"", b"identity")
 JSON_BEGINNINGS: Final = (b"{", b"[")
 FORM_FIELD: Final = re.compile(rb"[\w.\[\]-]+=")
 # A longer body is a form if its beginning is one.
@@ -40,7 +41,7 @@ def begins_as_json(beginning: bytes) -> bool:
 
 async def recognize_curl_body(body: RequestBody, *, takes_text: bool) -> None:
     """Give the body the type that it is of. Raises `UnsupportedBody` if the model takes no text."""
-    if b"content-encoding" not in body.headers:
+    if body.headers.get(b"content-encoding", b"") in UNCOMPRESSED:
         if begins_as_json(await body.peek()):
             body.content_type = JSON
             return

@@ -148,7 +148,14 @@ async def receive_curl_body(opened: OpenedRequest) -> Payload | LargePayload:
     """Raises `UnsupportedBody` or `FormNotSupported` for a body that is neither JSON nor a text."""
     takes_text = is_text_model(opened.signature)
     await opened.deadline.limit(recognize_curl_body(opened.body, takes_text=takes_text))
-    payload = await receive_typed_payload(opened)
+    try:
+        payload = await receive_typed_payload(opened)
+    except MalformedRequest as exc:
+        if takes_text:
+            exc.add_context(
+                "the body begins as JSON does (send a text with -H 'Content-Type: text/plain')"
+            )
+        raise
     if opened.body.content_type == OCTET_STREAM:
         check_for_form(cast(Payload, payload))
     return payload

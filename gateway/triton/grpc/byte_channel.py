@@ -319,7 +319,8 @@ class ByteStream:
         if message is not None:
             self._messages.popleft()
             self._unread_bytes -= len(message)
-            self._room.set()
+            if self._unread_bytes <= MAX_UNREAD_BYTES:
+                self._room.set()
         return message
 
     async def _peek_message(self, timeout_s: float) -> bytes | None:

@@ -151,6 +151,8 @@ def render_small_result(request: InferRequest, message: bytes) -> bytes | None:
         response = service_pb2.ModelStreamInferResponse.FromString(message).infer_response
         contents = zip(response.outputs, response.raw_output_contents, strict=True)
         for output, data in contents:
+            if min(output.shape, default=0) < 0:
+                return None
             name = output.name
             shape = find_json_shape(signature, name, tuple(output.shape), is_batched=is_batched)
             dtype = DATATYPES[output.datatype].numpy_dtype
@@ -179,7 +181,8 @@ def render_text(request: InferRequest, name: str, shape: tuple[int, ...], data: 
     tensor = request.signature.outputs.get(name)
     has_content_type = tensor is not None and tensor.content_type
     is_single = len(data) - LENGTH.size == LENGTH.unpack_from(data)[0]
-    if not is_single or has_content_type or request.has_classifications or len(shape) > 1:
+    is_plain = not has_content_type and not request.has_classifications
+    if not is_single or not is_plain or shape not in ((), (1,)):
         raise ValueError("an output is not a single text")
     text = data[LENGTH.size :].decode()
     return [text] if shape == (1,) else text

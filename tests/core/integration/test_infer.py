@@ -660,6 +660,8 @@ def test_body_of_curl_d_is_json_or_a_text(zoo: Zoo, subtests: pytest.Subtests) -
             }
     numbers = zoo.post("plain_FP32", content=b'{"inputs": [1, 2, 3]}', headers=headers)
     assert zoo.outputs(numbers) == {"Y": [[1, 2, 3]]}
+    template = zoo.post("single_BYTES", content=b"{name}, hello", headers=headers)
+    assert_error(template, 400, "MALFORMED_REQUEST", "-H 'Content-Type: text/plain'")
     refused = zoo.post("plain_FP32", content=b"1 2 3", headers=headers)
     assert_error(refused, 415, "UNSUPPORTED_BODY", "-H 'Content-Type: …'")
 

@@ -1,15 +1,26 @@
-"""gRPC calls to a host that does not exist."""
+"""gRPC calls to a host that does not exist, and to one that sends more than is read."""
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
+import grpc
 import pytest
 
-from gateway.triton.grpc.byte_channel import INFER_METHOD, GrpcByteChannel, send_bytes
+from gateway.triton.grpc.byte_channel import (
+    INFER_METHOD,
+    STREAM_METHOD,
+    ByteStream,
+    GrpcByteChannel,
+    send_bytes,
+)
 from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.grpc.management import build_load_request, call_management_api
 from gateway.triton.request_target import RequestTarget
 from tests.support.wait import TIMEOUT_S
 
+MIB = 1 << 20
 NOBODY = "nobody.invalid:8001"  # RFC 6761, section 6.4
 
 
@@ -19,3 +30,42 @@ async def test_calls_to_an_unknown_host_raise_unreachable() -> None:
         await send_bytes(GrpcByteChannel(NOBODY, None), target, INFER_METHOD, b"", ())
     with pytest.raises(GrpcUnreachable):
         await call_management_api(NOBODY, build_load_request("m", {}), TIMEOUT_S)
+
+
+class Sender(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
+    """A server whose stream has many small messages, and large ones after them."""
+
+    def __init__(self) -> None:
+        self.large_count = 0
+
+    def service(self, details: Any) -> Any:
+        if details.method != STREAM_METHOD:
+            return None
+        return grpc.stream_stream_rpc_method_handler(self.stream)
+
+    async def stream(self, _: Any, context: Any) -> None:
+        for _ in range(700):
+            await context.write(bytes(100))
+        while True:
+            await context.write(bytes(MIB))
+            self.large_count += 1
+
+
+async def test_stream_that_is_read_slowly_is_not_read_ahead_of_its_reader() -> None:
+    """Each message that is taken makes room for no more than its bytes."""
+    sender = Sender()
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((sender,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        channel = GrpcByteChannel(f"127.0.0.1:{port}", None)
+        stream = await ByteStream.open(channel, RequestTarget("m"), b"", (), TIMEOUT_S)
+        for _ in range(300):
+            assert await stream.read_message(TIMEOUT_S) == bytes(100)
+            await asyncio.sleep(0.001)
+        # gRPC itself receives some messages that nobody has read.
+        assert sender.large_count < 50
+        stream.close()
+    finally:
+        await server.stop(0)
