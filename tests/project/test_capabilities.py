@@ -121,6 +121,7 @@ def test_gateway_without_a_capability_serves_the_others(
     environment = {
         "PYTHONPATH": str(folder),
         **{setting: "" if value == () else str(value) for setting, value in list_defaults(NAMES)},
+        "GATEWAY_DOCUMENTATION_URL": "https://docs.example",
         "GATEWAY_TRITON_URLS": "127.0.0.1:9",
         "GATEWAY_DIALECTS": "torchserve",
     }
