@@ -172,7 +172,7 @@ def draw_charts(measured: MeasuredRun) -> Iterator[tuple[str, str]]:
 
 def write_page(measured: MeasuredRun, docs: Path = DOCS) -> None:
     for name, svg in draw_charts(measured):
-        (docs / "images" / f"performance-{name}.svg").write_text(svg)
+        (docs / "charts" / f"{name}.svg").write_text(svg)
     (docs / "performance.md").write_text(format_page(measured))
 
 

@@ -123,7 +123,7 @@ def hanging(**settings: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     ) as process:
         try:
             assert process.stderr is not None
-            assert "serving" in process.stderr.readline()
+            assert any("serving" in line for line in process.stderr)
             url = f"http://127.0.0.1:{port}"
             wait_until(lambda: answers(url))
             yield process, url
