@@ -12,6 +12,7 @@ import multiprocessing
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import cast
 
@@ -148,7 +149,7 @@ def serve(ports: Sequence[int], models: Sequence[str], pipe: Connection) -> None
         for port in ports:
             replica = SimulatedReplica(models, responses)
             await loop.create_server(
-                lambda replica=replica: ReplicaConnection(replica),  # type: ignore[misc]  # bound now
+                partial(ReplicaConnection, replica),
                 "127.0.0.1",
                 port,
                 backlog=1024,

@@ -83,6 +83,8 @@ async def trim_heaps(memory: MemoryBudget) -> None:
     async def trim() -> None:
         await asyncio.sleep(TRIM_INTERVAL_S)
         if memory.has_shrunk():
+            # A failed request can be in a cycle with its error, and so its body; most are young.
+            gc.collect(1)
             await asyncio.to_thread(return_free_memory)
 
     await repeat("heaps", trim)

@@ -23,7 +23,7 @@ class Limits:
     core_files: int = 172
     core_lines: int = 26_640
     capability_lines: int = 3_935
-    lines: int = 43_310
+    lines: int = 43_330
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,12 @@ class Dispatcher:
             can_retry = remaining_s > 0
             retry = self._plan_retry(call, replica, error, history=history) if can_retry else None
             if retry is None:
-                raise error
+                try:
+                    raise error
+                finally:
+                    # The error's traceback has this frame, and those with the request and its message: as a
+                    # cycle, they would stay until a garbage collection.
+                    del error
             history = retry
 
     def _begin_history(self, model: str, step: SequenceStep) -> AttemptHistory:

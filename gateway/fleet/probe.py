@@ -38,6 +38,7 @@ LIVENESS_PATH: Final = b"/v2/health/live"
 SLOW_INDEX_TIMEOUT_S: Final = 20.0  # while the replica answers on its liveness path
 MAX_INLINE_INDEX_BYTES: Final = 64 << 10  # about a thousand models; more are parsed in a thread
 LOCAL_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
+SERVED_LATER: Final = "; its models are served as soon as it answers"
 START_ADVICE: Final = "; to start a Triton here: triton-gateway up"
 PROBE_STATUS_REASONS: Final = {
     403: "Triton restricts its repository API; check GATEWAY_TRITON_RESTRICTED_API"
@@ -224,7 +225,7 @@ class HealthMonitor:
         is_late = isinstance(error, DeadlinePassed)
         replica.reason = "no response to a probe in time" if is_late else error.detail
         if is_first_probe:
-            warn_of_start(replica)
+            warn_of_start(replica, error)
         self._report_state_change(replica, previous)
 
     def record_failure(self, replica: Replica, error: GatewayError, started_at: float) -> None:
@@ -269,14 +270,13 @@ class HealthMonitor:
         self._on_change()
 
 
-def warn_of_start(replica: Replica) -> None:
-    """Name a replica that its first probe does not reach: its state does not change."""
-    log.warning(
-        "replica %s is DOWN: %s; its models are served as soon as it answers%s",
-        replica.address,
-        replica.reason,
-        START_ADVICE if replica.address.host in LOCAL_HOSTS else "",
-    )
+def warn_of_start(replica: Replica, error: GatewayError) -> None:
+    """Name a replica whose first probe fails: its state does not change."""
+    advice = ""
+    if isinstance(error, RequestNotSent):
+        is_local = replica.address.host in LOCAL_HOSTS
+        advice = SERVED_LATER + (START_ADVICE if is_local else "")
+    log.warning("replica %s is DOWN: %s%s", replica.address, replica.reason, advice)
 
 
 async def parse_index_response(body: bytes) -> Index:

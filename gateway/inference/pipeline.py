@@ -152,9 +152,8 @@ async def receive_curl_body(opened: OpenedRequest) -> Payload | LargePayload:
         payload = await receive_typed_payload(opened)
     except MalformedRequest as exc:
         if takes_text:
-            exc.add_context(
-                "the body begins as JSON does (send a text with -H 'Content-Type: text/plain')"
-            )
+            advice = "if it is a text, send it with -H 'Content-Type: text/plain'"
+            raise MalformedRequest(f"{exc.detail}; {advice}") from exc
         raise
     if opened.body.content_type == OCTET_STREAM:
         check_for_form(cast(Payload, payload))

@@ -288,14 +288,17 @@ class IncomingCall:
         try:
             if len(response) > MIN_CHARGED_BYTES:
                 await self._write_large(response, timeout_s)
-                return
-            with anyio.fail_after(timeout_s):
-                await follow(operations.start(self.context.write(response)))
+            else:
+                with anyio.fail_after(timeout_s):
+                    await follow(operations.start(self.context.write(response)))
+            return
         except TimeoutError:
-            services.metrics.refusals.labels("answer_not_taken").inc()
-            raise ResponseNotRead from None
+            pass
         except grpc.aio.InternalError:
             raise asyncio.CancelledError from None  # the client is gone, and gRPC cancels the call
+        services.metrics.refusals.labels("answer_not_taken").inc()
+        # The timeout is not the context of this error: its frames have the response.
+        raise ResponseNotRead
 
     async def _write_large(self, response: bytes, timeout_s: float) -> None:
         """Send a response, which stays charged until grpcio drops it, even if that is after the call."""

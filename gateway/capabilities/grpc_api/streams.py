@@ -160,7 +160,8 @@ class InferStream:
                 call.fail(exc)
                 call.end()
                 raise
-            request.failure = exc
+            # Its traceback would keep the message for as long as the request.
+            request.failure = exc.with_traceback(None)
             request.message = b""
         except BaseException:
             call.end()
@@ -211,6 +212,9 @@ class InferStream:
         if not self._failure.done():
             if isinstance(failure, MemoryBudgetExceeded):
                 self._services.metrics.shed.labels("memory").inc()
+            if isinstance(failure, GatewayError):
+                # Its frames have this stream, and the messages: a cycle.
+                failure = failure.with_traceback(None)
             self._failure.set_exception(failure)
 
     async def _answer(self, request: StreamRequest) -> None:

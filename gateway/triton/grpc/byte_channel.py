@@ -303,13 +303,15 @@ class ByteStream:
                     continue
                 self._messages.append(message)
                 self._unread_bytes += len(message)
+                del message  # it can be large, and taken long before the next one is read
                 self._wake_reader()
                 if self._unread_bytes > MAX_UNREAD_BYTES:
                     self._room.clear()
                     await self._room.wait()
         except grpc.aio.AioRpcError as exc:
             self._error = map_rpc_error(exc, self.target, self._channel)
-            self._error.__cause__ = exc
+            # Its traceback has this frame: a cycle, with the last message.
+            self._error.__cause__ = exc.with_traceback(None)
         self._has_ended = True
         self._wake_reader()
 

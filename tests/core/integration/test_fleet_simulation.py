@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import itertools
 import shutil
 import socket
 import statistics
 import time
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -19,7 +21,14 @@ from typing import Any
 
 import pytest
 
-from gateway.errors import Conflict, DeadlinePassed, GatewayError, ModelNotReady, UnknownModel
+from gateway.errors import (
+    BadUpstream,
+    Conflict,
+    DeadlinePassed,
+    GatewayError,
+    ModelNotReady,
+    UnknownModel,
+)
 from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.discovery import DnsName
 from gateway.fleet.dispatch import Dispatcher
@@ -30,6 +39,7 @@ from gateway.fleet.probe import PROBE_TIMEOUT_S
 from gateway.fleet.replica import Replica, ReplicaAddress
 from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.transports import HttpCall
+from gateway.http_client.client import UpstreamResponse
 from gateway.repository.maintenance import Maintenance
 from gateway.repository.models_file import ModelsFile
 from gateway.repository.operations import PartialFailure
@@ -157,6 +167,33 @@ async def infer(pool: ReplicaPool, model: str = "m", timeout_s: float = TIMEOUT_
         await answer.read()
     finally:
         answer.close()
+
+
+class RequestBody(list[bytes | memoryview]):
+    """A body that can be referenced weakly."""
+
+
+class FailingCall(HttpCall):
+    async def send(self, *_: object) -> UpstreamResponse:
+        raise BadUpstream("no answer")
+
+
+async def test_error_of_a_request_does_not_keep_its_body() -> None:
+    """The error and the frame that raises it are no cycle, which would stay until a garbage collection."""
+
+    async def send(pool: ReplicaPool) -> weakref.ref[RequestBody]:
+        body = RequestBody([b"{}"])
+        call = FailingCall(RequestTarget("m"), b"POST", b"/v2/models/m/infer", [], body)
+        with suppress(BadUpstream):
+            await dispatcher_of(pool).send(call, TIMEOUT_S)
+        return weakref.ref(body)
+
+    async with simulated_replicas(1) as fakes, over(fakes) as pool:
+        gc.disable()
+        try:
+            assert (await send(pool))() is None
+        finally:
+            gc.enable()
 
 
 @dataclass
