@@ -276,7 +276,6 @@ def pause_garbage_collection() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
         if was_enabled:
             gc.enable()
 

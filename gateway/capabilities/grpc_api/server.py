@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import grpc
 
@@ -104,9 +104,7 @@ def make_handler(environment: CallEnvironment, path: str, method: Method) -> Any
             raise
         finally:
             if is_unread:
-                context.add_done_callback(
-                    lambda _: call.end()
-                )  # when it is sent, or the client is gone
+                call_when_done(lambda _: call.end())  # it is sent, or the client is gone
             else:
                 call.end()
 
@@ -127,6 +125,14 @@ def make_infer_stream_handler(environment: CallEnvironment) -> Any:
     return make_handler(environment, STREAM_METHOD, Method(STREAM_ACCESS, serve, is_stream=True))
 
 
+def call_when_done(callback: Callable[[asyncio.Task[Any]], None]) -> None:
+    """Call back when gRPC's task of this call has ended.
+
+    A callback of the context would stay in a cycle with it, and so with the call and its metadata.
+    """
+    cast("asyncio.Task[Any]", asyncio.current_task()).add_done_callback(callback)
+
+
 async def abort_call(call: IncomingCall, exc: Exception) -> None:
     """End the call with the status of an error, by raising gRPC's own exception."""
     if isinstance(exc, grpc.aio.AbortError):
@@ -136,6 +142,15 @@ async def abort_call(call: IncomingCall, exc: Exception) -> None:
         await call.context.abort(status.code, status.detail, status.trailers)
     except grpc.aio.InternalError:
         raise asyncio.CancelledError from None  # the client is gone
+    except grpc.aio.AbortError as abort:
+        # gRPC's state of the call keeps this error, whose frames keep that state and the messages: a cycle.
+        call_when_done(partial(forget_frames, abort))
+        raise
+
+
+def forget_frames(error: Exception, _: object) -> None:
+    error.__traceback__ = None
+    error.__context__ = None
 
 
 def build_options(

@@ -292,3 +292,18 @@ def test_clients_of_every_kind_together_hold_bounded_memory(triton: Triton) -> N
         assert peak_bytes(served.command.pid) - idle <= BUDGET_BYTES + 250 * MIB
         wait_until(lambda: set(held_memory(served.http).values()) == {0})
         wait_until(lambda: memory_bytes(served.command.pid) - idle <= MAX_KEPT_BYTES)
+
+
+def test_refused_calls_leave_their_messages_to_nothing(triton: Triton) -> None:
+    """An error that is in a cycle with its call would keep the message until a garbage collection."""
+    with (
+        gateway_at_rest(triton) as (served, memory),
+        grpc.insecure_channel(served.address) as channel,
+    ):
+        call = channel.unary_unary(INFER)
+        for number in range(300):
+            name = f"{number}{'x' * 200_000}"
+            with pytest.raises(grpc.RpcError, match="NOT_FOUND"):
+                call(encode_request(name, 8), timeout=TIMEOUT_S)
+        assert_number("growth", (memory_bytes(served.command.pid) - memory) / MIB, "MiB")
+        assert memory_bytes(served.command.pid) - memory <= 16 * MIB
