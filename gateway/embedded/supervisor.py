@@ -169,6 +169,8 @@ class EmbeddedTriton:
             target=self._supervise, name="triton-supervisor", daemon=True
         )
         self._exit_stack = ExitStack()
+        self._installation: Installation
+        self._server_run: ServerRun
 
     def __enter__(self) -> EmbeddedTriton:
         self._exit_stack.enter_context(run_embedded_tritons([self]))

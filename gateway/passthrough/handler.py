@@ -185,8 +185,9 @@ async def forward_request(
     requested = headers.requested_timeout
     timeout_s = services.resolve_timeout_s(requested) if requested else services.default_timeout_s
     info.timeout_s = timeout_s
+    remaining_s = timeout_s
     if action.can_activate and services.pool.activator is not None:
-        timeout_s = await services.activate_model(model, target.version, timeout_s)
+        remaining_s = await services.activate_model(model, target.version, timeout_s)
     prepared = await prepare_body(services, scope, receive, headers=headers, action=action)
     step = headers.step
     searches_sequence = has_tensors and step is None
@@ -207,11 +208,11 @@ async def forward_request(
     if rule.right is Right.manage:
         forwarded = add_management_headers(forwarded, services.management_headers)
     if action.is_inference:
-        timeout_s = await slot.acquire(timeout_s)
+        remaining_s = await slot.acquire(remaining_s)
     upstream = RequestTarget(  # named arguments would cost 1.5 µs
         model,
         target.version,
-        timeout_s,
+        remaining_s,
         action.is_health_check,
         step,
         rule.not_found_error,
@@ -227,7 +228,7 @@ async def forward_request(
     call = HttpCall(upstream, method, path, forwarded, prepared.content)
     if target.choice is not None and action.is_inference:
         call = target.choice.copy_http_call(call, has_tensors=has_tensors)
-    return await services.dispatcher.send(call, timeout_s)
+    return await services.dispatcher.send(call, remaining_s)
 
 
 async def prepare_body(

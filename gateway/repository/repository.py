@@ -125,7 +125,7 @@ class Repository:
         await self._pool.monitor.probe_all(MAX_INDEX_WAIT_S)
         return self._pool.list_usable_indexes()
 
-    async def _find_model(self, model: str) -> bool:
+    async def _has_model(self, model: str) -> bool:
         """Return whether a usable replica has the model in its repository. Raises `NoReplica`."""
         for max_wait_s in (MAX_ACTION_DELAY_S, inf):
             await self._pool.monitor.probe_all(max_wait_s)
@@ -214,7 +214,7 @@ class Repository:
         kept_parameters = {name: value for name, value in parameters.items() if name != STAGED}
         async with self._lock_model(model) as known_revision:
             # A model that exists only in the load request is in no index, so its state would be unknown.
-            if not await self._find_model(model):
+            if not await self._has_model(model):
                 raise UnknownModelToLoad(model)
             before = self.state.desired_models.get(model)
             staged_loads: Mapping[Replica, StartedLoad] = {}
@@ -281,7 +281,7 @@ class Repository:
                 raise Conflict(
                     f"model {quote_text(model)} is declared in the models file; remove it there first"
                 )
-            if not await self._find_model(model):
+            if not await self._has_model(model):
                 return await self._unload_absent(report, known_revision)
             if not with_dependents and (
                 dependents := await find_dependents(self._pool, self._signatures, model)

@@ -60,11 +60,10 @@ class VersionPolicy:
     """
 
     @property
-    def models(self) -> Container[str]:
-        """The models that have more rules."""
+    def models_with_rules(self) -> Container[str]:
         return ()
 
-    def is_name(self, version: str) -> bool:
+    def is_label(self, version: str) -> bool:
         return False
 
     def find_default_versions(self, model: str) -> Collection[str]:
@@ -137,7 +136,7 @@ class ModelResolver:
         Raises the errors of the policy, and of `parse_version` for a version that is no label.
         """
         check_model(scope, right, model, version, not_found_error)
-        if right is Right.infer and model in self.policy.models:
+        if right is Right.infer and model in self.policy.models_with_rules:
             choice = self.policy.choose(scope, model, version)
             if choice is not None:
                 return ModelTarget(model, choice.version, choice)
@@ -169,7 +168,7 @@ class ModelResolver:
         not_found_error: type[UnknownModel] = UnknownModel,
     ) -> None:
         """Check the same as `resolve`, but choose no version for a name that stands for some."""
-        if version and not self.policy.is_name(version):
+        if version and not self.policy.is_label(version):
             self.resolve(scope, right, model, version=version, not_found_error=not_found_error)
         else:
             check_model(scope, right, model, version, not_found_error)

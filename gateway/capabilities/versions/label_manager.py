@@ -65,10 +65,10 @@ class LabelManager(VersionPolicy):
         self._quorum = quorum
 
     @property
-    def models(self) -> Container[str]:
+    def models_with_rules(self) -> Container[str]:
         return self._router.labels
 
-    def is_name(self, version: str) -> bool:
+    def is_label(self, version: str) -> bool:
         return is_label_name(version)
 
     def list_labels(self, model: str) -> dict[str, Any]:

@@ -209,7 +209,9 @@ class RequestParser:
         self._body: IncomingBody | None = None  # None unless a body is being received
         self._body_bytes = 0  # received of the last body, when it was complete
         self._piece_bytes = 0  # size of the data that httptools is parsing
-        self._start_header()
+        self._url = b""
+        self._headers: HeaderPairs = []
+        self._critical_headers: HeaderPairs = []
         # The critical headers of the last request if they were only a valid Host.
         self._usual_critical_headers: HeaderPairs = [(b"", b"")]
         # The framing headers of a request with an Upgrade, after which httptools stops.
@@ -302,8 +304,8 @@ class RequestParser:
 
     def _start_header(self) -> None:
         self._url = b""
-        self._headers: HeaderPairs = []
-        self._critical_headers: HeaderPairs = []
+        self._headers = []
+        self._critical_headers = []
 
     # Called by httptools.
 
