@@ -296,7 +296,7 @@ class PayloadConverter:
             arguments = (*received.args, self._signature, self._limits)
             return await self._run_in_process(0, received.func, *arguments)
         if (inputs := convert_single_element(received, self._signature)) is not None:
-            return DecodedBody(received, inputs)
+            return DecodedBody(received.options, inputs)
         inspect = partial(inspect_payload, received, self._signature, self._limits)
         is_large = estimate_payload_bytes(received, self._signature) > LARGE_ARRAY_BYTES
         inspected = await self.run_in_thread(inspect) if is_large else inspect()
@@ -304,11 +304,13 @@ class PayloadConverter:
         if inspected.decoded_bytes:
             self._charge.add(inspected.decoded_bytes)
         if not cost and not is_large:
-            return DecodedBody(received, convert_payload(inspected, self._signature))
+            return DecodedBody(received.options, convert_payload(inspected, self._signature))
         convert = partial(convert_payload, inspected, self._signature)
         if cost > MAX_THREAD_PIXELS:
-            return DecodedBody(received, await self._run_in_process(cost, convert))
-        return DecodedBody(received, await self.run_in_thread(convert, cost))
+            inputs = await self._run_in_process(cost, convert)
+        else:
+            inputs = await self.run_in_thread(convert, cost)
+        return DecodedBody(received.options, inputs)
 
     async def convert_all(self, payloads: Sequence[Payload]) -> list[InferInputs]:
         """Convert payloads of separate inferences; let the event loop run between them."""

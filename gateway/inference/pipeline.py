@@ -6,9 +6,9 @@ Open (resolve the model), receive, admit, convert (`body.py`), run the inference
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,7 +31,7 @@ from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS
 from gateway.tensors import sequence
 from gateway.tensors.inputs import InferInputs, check_row_count
 from gateway.tensors.outputs import EncodedBody, InferResult, are_large
-from gateway.tensors.payload import Payload
+from gateway.tensors.payload import Payload, PayloadOptions
 from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import Signature
 from gateway.triton.inference import InferRequest
@@ -53,7 +53,6 @@ KNOWN_PARAMETERS: Final = ("classification", "priority", "timeout", *sequence.SE
 MAX_SUGGESTED_PARAMETERS: Final = 16
 MISSPELT_SIMILARITY: Final = 0.85
 MAX_CONCURRENT_ROWS: Final = 16
-NO_PAYLOAD: Final = Payload({})
 
 
 class OpenedRequest(NamedTuple):
@@ -193,16 +192,15 @@ async def admit(opened: OpenedRequest) -> Slot:
     return slot
 
 
-def build_request(opened: OpenedRequest, payload: Payload, inputs: InferInputs) -> InferRequest:
-    """Return the request to the model.
-
-    Raises `InputMismatch` or `MalformedRequest` for the outputs or parameters of the payload.
-    """
+def build_request(
+    opened: OpenedRequest, options: PayloadOptions, inputs: InferInputs
+) -> InferRequest:
+    """Return the request to the model. Raises `InputMismatch` or `MalformedRequest` for its options."""
     signature = opened.signature
     version = signature.version
     deadline = opened.deadline
     choice = opened.choice
-    step = resolve_sequence_step(opened, payload) if payload.parameters else opened.step
+    step = resolve_sequence_step(opened, options.parameters) if options.parameters else opened.step
     if choice is not None and step is not None and step is not opened.step:
         version = opened.info.version = choice.choose_sequence_version(step)
     return InferRequest(
@@ -216,19 +214,21 @@ def build_request(opened: OpenedRequest, payload: Payload, inputs: InferInputs) 
         ),
         signature,
         inputs,
-        select_outputs(signature, payload.outputs),
-        payload.parameters,
-        payload.id or opened.info.request_id,
+        select_outputs(signature, options.outputs),
+        options.parameters,
+        options.id or opened.info.request_id,
         deadline.at,
         opened.trace_headers,
     )
 
 
-def resolve_sequence_step(opened: OpenedRequest, payload: Payload) -> SequenceStep | None:
+def resolve_sequence_step(
+    opened: OpenedRequest, parameters: Mapping[str, Any]
+) -> SequenceStep | None:
     """Check the parameters, and return the request's step of a sequence. Raises `MalformedRequest`."""
-    if len(payload.parameters) <= MAX_SUGGESTED_PARAMETERS:
-        check_parameter_names(payload.parameters)
-    step = sequence.parse_sequence_parameters(payload.parameters)
+    if len(parameters) <= MAX_SUGGESTED_PARAMETERS:
+        check_parameter_names(parameters)
+    step = sequence.parse_sequence_parameters(parameters)
     if step is not None and opened.step is not None:
         raise MalformedRequest(
             "the sequence is set by both X-Sequence-ID and a parameter; send only one of them"
@@ -263,14 +263,14 @@ async def run_inference(opened: OpenedRequest, slot: Slot, request: InferRequest
 
 
 async def run_inferences(
-    opened: OpenedRequest, slot: Slot, payload: Payload, inputs_list: Sequence[InferInputs]
+    opened: OpenedRequest, slot: Slot, options: PayloadOptions, inputs_list: Sequence[InferInputs]
 ) -> list[InferResult]:
     """Return the results of inferences that differ in their tensors.
 
     Raises `InputMismatch` or `RateLimitExceeded`.
     """
     if len(inputs_list) == 1:
-        request = build_request(opened, payload, inputs_list[0])
+        request = build_request(opened, options, inputs_list[0])
         return [await run_inference(opened, slot, request)]
     # Concurrent inferences have no order, which a sequence requires.
     if opened.step is not None and inputs_list:
@@ -282,7 +282,7 @@ async def run_inferences(
 
     async def infer_one(inputs: InferInputs) -> InferResult:
         async with semaphore:
-            return await run_inference(opened, slot, build_request(opened, payload, inputs))
+            return await run_inference(opened, slot, build_request(opened, options, inputs))
 
     return await run_together(map(infer_one, inputs_list))
 

@@ -141,24 +141,24 @@ async def handle_infer(
     received = await pipeline.receive_payload(opened)
     with await pipeline.admit(opened) as slot:
         decoded = await opened.converter.convert(received)
-        payload = decoded.payload
+        options = decoded.options
         inputs = decoded.inputs
         del received  # a large body, which a process has decoded
         if classification is not None:
-            parameters = {**payload.parameters, "classification": classification}
-            payload = payload._replace(parameters=parameters)
+            parameters = {**options.parameters, "classification": classification}
+            options = options._replace(parameters=parameters)
         if stream_format is not None and not dry_run:
-            infer_request = pipeline.build_request(opened, payload, inputs)
+            infer_request = pipeline.build_request(opened, options, inputs)
             results = await services.inference.stream(infer_request)
             request_id = opened.info.request_id
             return InferStreamResponse(results, stream_format, request_id, slot.transfer())
-        outputs = select_outputs(signature, payload.outputs) or tuple(signature.outputs)
+        outputs = select_outputs(signature, options.outputs) or tuple(signature.outputs)
         render = choose_result_encoder(accept, signature, outputs)
         if dry_run:
             describe = partial(build_dry_run_description, signature, inputs)
             document = await services.decode_executor.run_in_thread(0, describe)
             return Response(orjson.dumps(document), media_type=JSON)
-        infer_request = pipeline.build_request(opened, payload, inputs)
+        infer_request = pipeline.build_request(opened, options, inputs)
         result = await pipeline.run_inference(opened, slot, infer_request)
         return await pipeline.render_results(opened, [result], partial(render, result))
 

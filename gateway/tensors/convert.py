@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from gateway.errors import InputMismatch
-from gateway.messages import join_names, quote_text
+from gateway.messages import join_names
 from gateway.tensors import images
 from gateway.tensors.dtypes import BF16, DatatypeKind, build_bytes_array
 from gateway.tensors.mismatch import (
@@ -24,15 +24,14 @@ from gateway.tensors.mismatch import (
 )
 from gateway.tensors.npy import MAX_DIMENSIONS
 from gateway.tensors.payload import Part
-from gateway.tensors.signature import ImageSpec, TensorSpec
+from gateway.tensors.signature import ImageSpec, PixelScale, TensorSpec
 
 # A float of this size or more may be the result of rounding another integer.
 FIRST_INEXACT_INTEGER = 1 << 53
-IMAGE_SCALES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
-    "": lambda values: values,
-    "none": lambda values: values,
-    "0..1": lambda values: values / np.float32(255),
-    "-1..1": lambda values: values / np.float32(127.5) - np.float32(1),
+PIXEL_SCALES: Mapping[PixelScale, Callable[[np.ndarray], np.ndarray]] = {
+    PixelScale.NONE: lambda values: values,
+    PixelScale.ZERO_TO_ONE: lambda values: values / np.float32(255),
+    PixelScale.MINUS_ONE_TO_ONE: lambda values: values / np.float32(127.5) - np.float32(1),
 }
 
 
@@ -62,20 +61,15 @@ def list_encoded_images(value: Any) -> Sequence[images.EncodedImage]:
 
 def convert_image(image: images.EncodedImage, tensor: TensorSpec, spec: ImageSpec) -> np.ndarray:
     values = images.decode_image(image, spec, tensor.name)
-    if tensor.scale not in IMAGE_SCALES:
-        raise build_input_mismatch(
-            tensor,
-            f"an image, but the model's config has the unknown gateway.scale {quote_text(tensor.scale)}",
-        )
     # The order of the elements becomes that of the tensor here, and not when the request is encoded.
-    if tensor.scale in ("", "none") and not tensor.mean and not tensor.std:
+    if tensor.scale is PixelScale.NONE and not tensor.mean and not tensor.std:
         if not np.can_cast(np.uint8, tensor.datatype.numpy_dtype):
             raise build_input_mismatch(
                 tensor,
                 "an image, whose values 0..255 do not fit; set gateway.scale in the model's config",
             )
         return values.astype(tensor.datatype.numpy_dtype, order="C")
-    scaled = IMAGE_SCALES[tensor.scale](values.astype(np.float32, order="C"))
+    scaled = PIXEL_SCALES[tensor.scale](values.astype(np.float32, order="C"))
     for hint, apply in ((tensor.mean, np.subtract), (tensor.std, np.divide)):
         if hint:
             scaled = apply(scaled, reshape_per_channel(hint, tensor, spec))

@@ -11,7 +11,7 @@ from gateway.tensors.copying import copy_bytes
 from gateway.tensors.json_body import check_json_memory, parse_json_body, validate_parameters
 from gateway.tensors.media_type import parse_content_type, parse_header_parameters
 from gateway.tensors.multipart import MultipartParser, RawPart
-from gateway.tensors.payload import Part, Payload, PayloadLimits
+from gateway.tensors.payload import Part, Payload, PayloadLimits, PayloadOptions
 
 
 class MultipartForm:
@@ -54,7 +54,7 @@ class MultipartForm:
                 parameters = validate_parameters(parse_form_parameters(part.value))
             else:
                 parts.setdefault(name, []).append(part)
-        return Payload(parts, parameters=parameters)
+        return Payload(parts, PayloadOptions(parameters=parameters))
 
 
 def is_raw_file(raw_part: RawPart) -> bool:

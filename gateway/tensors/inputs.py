@@ -30,6 +30,7 @@ from gateway.tensors.payload import (
     Part,
     Payload,
     PayloadLimits,
+    PayloadOptions,
 )
 from gateway.tensors.signature import ImageSpec, Signature, TensorSpec
 
@@ -244,16 +245,16 @@ def assign_parts(payload: Payload, signature: Signature) -> dict[str, list[Part]
 
 @dataclass(frozen=True, slots=True)
 class DecodedBody:
-    """The payload of a body, which may be without its parts, and the tensors that they became."""
+    """The options of a body, and the tensors that its parts became."""
 
-    payload: Payload
+    options: PayloadOptions
     inputs: InferInputs
 
 
 def decode_body(
     body: bytes, content_type: str, signature: Signature, limits: PayloadLimits
 ) -> DecodedBody:
-    """Return the payload without its parts, and the input tensors.
+    """Return the input tensors of a complete body.
 
     Raises `MalformedRequest`, `UnsupportedBody`, `InputMismatch`, `BadImage` or `TooLarge`.
     """
@@ -268,8 +269,7 @@ def decode_form(form: MultipartForm, signature: Signature, limits: PayloadLimits
 
 
 def decode_payload(payload: Payload, signature: Signature, limits: PayloadLimits) -> DecodedBody:
-    inputs = to_inputs(payload, signature, limits)
-    return DecodedBody(payload._replace(parts={}), inputs)
+    return DecodedBody(payload.options, to_inputs(payload, signature, limits))
 
 
 def check_row_count(signature: Signature, rows: int, limits: PayloadLimits) -> None:

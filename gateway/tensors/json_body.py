@@ -11,7 +11,13 @@ from gateway.errors import MalformedRequest, TooLarge
 from gateway.media_types import JSON, NPY
 from gateway.messages import quote_text
 from gateway.tensors.data_uri import decode_base64_text
-from gateway.tensors.payload import Part, Payload, PayloadLimits, check_parameter_limits
+from gateway.tensors.payload import (
+    Part,
+    Payload,
+    PayloadLimits,
+    PayloadOptions,
+    check_parameter_limits,
+)
 
 T = TypeVar("T")
 MAX_JSON_DEPTH = 64
@@ -59,12 +65,13 @@ def read_json_payload(body: bytes, limits: PayloadLimits) -> Payload:
             f"unknown key {quote_text(min(unknown))} in the JSON body; "
             'valid keys are "inputs", "outputs", "parameters" and "id"'
         )
-    return Payload(
-        list_json_parts(decode_b64_objects(document["inputs"])),
+    parts = list_json_parts(decode_b64_objects(document["inputs"]))
+    options = PayloadOptions(
         outputs=validate_output_names(document.get("outputs")),
         parameters=validate_parameters(document.get("parameters")),
         id=validate_request_id(document.get("id", "")),
     )
+    return Payload(parts, options)
 
 
 def list_json_parts(value: Any) -> dict[str, list[Part]]:

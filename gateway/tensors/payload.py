@@ -59,6 +59,17 @@ class Part(NamedTuple):
     content_type: str = ""
 
 
+class PayloadOptions(NamedTuple):
+    """The outputs, parameters and id that a body asks for."""
+
+    outputs: tuple[str, ...] = ()  # empty means all
+    parameters: Mapping[str, Any] = NO_PARAMETERS
+    id: str = ""
+
+
+NO_OPTIONS: Final = PayloadOptions()
+
+
 class Payload(NamedTuple):
     """The content of a request: lists of parts by name, several if a form field is repeated.
 
@@ -66,9 +77,7 @@ class Payload(NamedTuple):
     """
 
     parts: Mapping[str, list[Part]]
-    outputs: tuple[str, ...] = ()
-    parameters: Mapping[str, Any] = NO_PARAMETERS
-    id: str = ""
+    options: PayloadOptions = NO_OPTIONS
     # More than 0 if each part is one item of a batch, even if there is only one.
     instance_count: int = 0
 

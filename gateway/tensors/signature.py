@@ -23,6 +23,14 @@ IMAGE_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 JsonObject = Mapping[str, Any]
 
 
+class PixelScale(Enum):
+    """The range that the values 0..255 of an image's pixels are mapped to."""
+
+    NONE = "none"  # they stay as they are
+    ZERO_TO_ONE = "0..1"
+    MINUS_ONE_TO_ONE = "-1..1"
+
+
 class ChannelLayout(str, Enum):
     CHANNELS_FIRST = "NCHW"
     CHANNELS_LAST = "NHWC"
@@ -49,7 +57,7 @@ class TensorSpec:
     is_optional: bool = False
     layout: ChannelLayout | None = None
     content_type: str = ""
-    scale: str = ""
+    scale: PixelScale = PixelScale.NONE
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     has_labels: bool = False
@@ -239,7 +247,7 @@ def build_tensor_spec(
         is_optional=bool(config.get("optional", False)),
         layout=layouts.get(config.get("format", "")),
         content_type=check_content_type(hint("content_type"), f"gateway.content_type.{name}"),
-        scale=hint("scale"),
+        scale=parse_pixel_scale(hint("scale"), f"gateway.scale.{name}"),
         mean=parse_channel_values(hint("mean"), f"gateway.mean.{name}"),
         std=parse_channel_values(hint("std"), f"gateway.std.{name}", are_divisors=True),
         has_labels=bool(config.get("label_filename")),
@@ -252,6 +260,16 @@ def check_content_type(text: str, key: str) -> str:
     if text and not CONTENT_TYPE.fullmatch(text):
         raise build_hint_error(text, key, "a media type")
     return text
+
+
+def parse_pixel_scale(text: str, key: str) -> PixelScale:
+    if not text:
+        return PixelScale.NONE
+    try:
+        return PixelScale(text)
+    except ValueError:
+        expected = ", ".join(scale.value for scale in PixelScale)
+        raise build_hint_error(text, key, f"one of {expected}") from None
 
 
 def parse_channel_values(text: str, key: str, *, are_divisors: bool = False) -> tuple[float, ...]:

@@ -272,7 +272,7 @@ async def create_embeddings(request: Request, services: ServicesForInference) ->
     payloads = build_embedding_payloads(opened.signature, wanted.texts, limits)
     with await pipeline.admit(opened) as slot:
         inputs = await opened.converter.convert_all(payloads)
-        results = await pipeline.run_inferences(opened, slot, payloads[0], inputs)
+        results = await pipeline.run_inferences(opened, slot, payloads[0].options, inputs)
         render = partial(encode_embeddings, results, wanted)
         return await pipeline.render_results(opened, results, render)
 
@@ -327,7 +327,7 @@ async def rerank(request: Request, services: ServicesForInference) -> Response:
     opened.charge.add(DEFAULT_CODEC.memory_factor * wanted.query_bytes + wanted.returned_bytes)
     with await pipeline.admit(opened) as slot:
         inputs = await opened.converter.convert_all(payloads)
-        results = await pipeline.run_inferences(opened, slot, payloads[0], inputs)
+        results = await pipeline.run_inferences(opened, slot, payloads[0].options, inputs)
         render = partial(encode_ranking, results, wanted)
         return await pipeline.render_results(opened, results, render, wanted.returned_bytes)
 

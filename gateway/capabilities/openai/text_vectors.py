@@ -23,7 +23,7 @@ from gateway.tensors.dtypes import DatatypeKind
 from gateway.tensors.inputs import check_row_count
 from gateway.tensors.json_body import parse_json_body
 from gateway.tensors.outputs import EncodedBody, InferResult
-from gateway.tensors.payload import Part, Payload, PayloadLimits
+from gateway.tensors.payload import Part, Payload, PayloadLimits, PayloadOptions
 from gateway.tensors.signature import Signature, TensorSpec
 
 MAX_TEXTS: Final = 2048
@@ -217,10 +217,11 @@ def build_text_payloads(
     count = max(map(len, columns.values()))
     check_row_count(signature, count, limits)
     parts = {name: [Part(text, TEXT) for text in texts] for name, texts in columns.items()}
+    options = PayloadOptions((output,))
     if signature.has_batch_dimension:
-        return [Payload(parts, (output,), instance_count=count)]
+        return [Payload(parts, options, instance_count=count)]
     return [
-        Payload({name: [column[row]] for name, column in parts.items()}, (output,))
+        Payload({name: [column[row]] for name, column in parts.items()}, options)
         for row in range(count)
     ]
 

@@ -53,6 +53,7 @@ from gateway.routes.openapi import (
 )
 from gateway.tensors.codecs import BINARY_SCHEMA, STRING_SCHEMA
 from gateway.tensors.media_type import parse_content_type
+from gateway.tensors.payload import NO_OPTIONS
 from gateway.tensors.schema import Schema, build_object_schema
 
 TORCHSERVE_ERROR_SCHEMA: Final = build_object_schema(
@@ -221,17 +222,18 @@ async def create_prediction(
     received = await receive(opened)
     with await pipeline.admit(opened) as slot:
         if isinstance(received, bytes):
-            payload = pipeline.NO_PAYLOAD
+            options = NO_OPTIONS
             (inputs,) = await opened.converter.convert_json(received, parse_prediction_body)
         else:
             decoded = await opened.converter.convert(received)
-            payload = decoded.payload
+            options = decoded.options
             inputs = decoded.inputs
         del received  # a large body, which a process has decoded
         count = choose_class_count(signature)
         if count and not signature.default_class_counts:
-            payload = payload._replace(parameters={"classification": count, **payload.parameters})
-        infer_request = pipeline.build_request(opened, payload, inputs)
+            parameters = {"classification": count, **options.parameters}
+            options = options._replace(parameters=parameters)
+        infer_request = pipeline.build_request(opened, options, inputs)
         result = await pipeline.run_inference(opened, slot, infer_request)
         return await pipeline.render_results(opened, [result], partial(encode_prediction, result))
 

@@ -86,6 +86,7 @@ INVALID_HINTS = (
     ("mean", "-inf", "not a list of finite numbers"),
     ("mean", "1e39", "not a list of finite numbers"),
     ("mean", "half", "not a list of numbers"),
+    ("scale", "0..255", "not one of none, 0..1, -1..1"),
     ("content_type", "text/html\r\nSet-Cookie: a=b", "not a media type"),
     ("content_type", "image/é", "not a media type"),
     ("content_type", "a" * 300, "not a media type"),
@@ -101,6 +102,8 @@ def test_model_with_an_invalid_hint_or_too_many_dimensions_or_tensors_is_a_fault
     for kind in ("std", "mean"):
         for valid in ("", "0.5", "0.485, -0.456,1e6,"):
             model(tensor, tensor, 8, hints={f"gateway.{kind}.X": valid})
+    for valid in ("", "none", " 0..1", "-1..1"):
+        model(tensor, tensor, 8, hints={"gateway.scale.X": valid})
     model({}, text, hints={"gateway.content_type.X": "text/csv; charset=utf-8"})
     for kind, value, words in INVALID_HINTS:
         with subtests.test(f"{kind} {value[:40]!r}"):
