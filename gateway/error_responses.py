@@ -1,16 +1,17 @@
-"""The responses of errors."""
+"""The responses that the gateway builds itself: errors, and how each response is finished and sent."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Match
+from starlette.types import Message, Receive, Scope, Send
 
 from gateway.errors import (
     GatewayError,
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 ErrorSerializer = Callable[[str, str, int], bytes]
 # The key of a scope with such errors.
 ERROR_SERIALIZER: Final = "error_serializer"
+
+NOSNIFF_HEADER: Final = (b"x-content-type-options", b"nosniff")
 
 # Errors that the framework raises itself, by status; its own message is only the status phrase.
 FRAMEWORK_ERRORS: Final[dict[int, tuple[type[GatewayError], str]]] = {
@@ -112,3 +115,38 @@ def find_allowed_methods(request: Request) -> set[str]:
     same = (route for route in matching if getattr(route, "path", None) == path)
     methods = {method for route in same for method in getattr(route, "methods", None) or ()}
     return methods | {"HEAD"} if "GET" in methods else methods  # the middleware serves HEAD as GET
+
+
+class BytesCounter(Protocol):
+    bytes_out: int
+
+
+def build_own_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """Return the headers of every response that the gateway builds."""
+    return [(b"x-request-id", scope["request_id"].encode()), NOSNIFF_HEADER]
+
+
+async def send_response(response: Response, scope: Scope, receive: Receive, send: Send) -> int:
+    """Send a response with the headers that each has, and count its bytes. Returns the status."""
+    info: BytesCounter = scope["request_info"]
+    response.raw_headers += build_own_headers(scope)
+    if isinstance(response, StreamingResponse):
+        await response(scope, receive, count_sent_bytes(send, info))
+        return response.status_code
+    info.bytes_out = len(response.body)
+    start = {
+        "type": "http.response.start",
+        "status": response.status_code,
+        "headers": response.raw_headers,
+    }
+    await send(start)
+    await send({"type": "http.response.body", "body": response.body})
+    return response.status_code
+
+
+def count_sent_bytes(send: Send, counter: BytesCounter) -> Send:
+    async def send_counted(message: Message) -> None:
+        counter.bytes_out += len(message.get("body", b""))
+        await send(message)
+
+    return send_counted

@@ -17,7 +17,7 @@ from gateway.access.auth import authorize_all_models
 from gateway.callers import Right
 from gateway.capacity.admission import Slot
 from gateway.capacity.body_chunks import coalesce_chunks
-from gateway.error_responses import render_error
+from gateway.error_responses import render_error, send_response
 from gateway.errors import (
     BodyTooLarge,
     GatewayError,
@@ -80,10 +80,10 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
         target = resolve_target(services, scope, route)
         if isinstance(action, FixedResponse):
             fixed = Response(action.body, media_type=JSON)
-            return await send_own_response(fixed, scope, receive, send)
+            return await send_response(fixed, scope, receive, send)
         if isinstance(action, Statistics):
             document = await answer_statistics(services, scope, target)
-            return await send_own_response(document, scope, receive, send)
+            return await send_response(document, scope, receive, send)
         with Slot(services.admission, target.model, info.caller_name) as slot:
             response = await forward_request(
                 services, scope, receive, route=route, action=action, target=target, slot=slot
@@ -120,7 +120,7 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
             return status
         services.record_model(info, target.model, target.version)
         error = await render_v2_error(Request(scope, receive), exc)
-        return await send_own_response(error, scope, receive, send)
+        return await send_response(error, scope, receive, send)
     return status
 
 
@@ -320,12 +320,3 @@ async def relay_response(
 
 def encode_headers(headers: Mapping[str, str]) -> Headers:
     return [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-
-
-async def send_own_response(response: Response, scope: Scope, receive: Receive, send: Send) -> int:
-    info: RequestInfo = scope["request_info"]
-    info.bytes_out = len(response.body)
-    response.headers["x-request-id"] = scope["request_id"]
-    response.headers["x-content-type-options"] = "nosniff"
-    await response(scope, receive, send)
-    return response.status_code

@@ -12,6 +12,7 @@ from starlette.types import Scope
 
 from gateway.access.auth import KEY_HEADERS
 from gateway.capacity.body_chunks import ZLIB_WBITS
+from gateway.error_responses import NOSNIFF_HEADER
 from gateway.errors import MalformedRequest, UnsupportedEncoding
 from gateway.http_client.connection import Headers
 from gateway.messages import quote_text
@@ -50,7 +51,6 @@ NOT_RELAYED: Final = HOP_BY_HOP | frozenset(
     b"access-control-allow-headers access-control-allow-methods access-control-allow-private-network "
     b"access-control-expose-headers access-control-max-age".split()
 )
-NOSNIFF_HEADER: Final = (b"x-content-type-options", b"nosniff")
 
 KEEP_ALIVE_TOKENS: Final = [b"keep-alive"]
 NO_HEADERS: Final[Headers] = []

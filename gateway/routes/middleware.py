@@ -11,16 +11,20 @@ from typing import NamedTuple
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.access.auth import PathRules, name_caller
 from gateway.access.rate_limit import RateLimitExceeded
-from gateway.error_responses import ERROR_SERIALIZER, ErrorSerializer, render_error
+from gateway.error_responses import (
+    ERROR_SERIALIZER,
+    ErrorSerializer,
+    build_own_headers,
+    render_error,
+    send_response,
+)
 from gateway.errors import Forbidden, GatewayError, Unauthenticated
 from gateway.http_client.connection import Headers
 from gateway.passthrough.handler import pass_through
-from gateway.passthrough.headers import NOSNIFF_HEADER
 from gateway.passthrough.rules import is_passthrough
 from gateway.services import Services
 from gateway.telemetry import audit
@@ -144,7 +148,7 @@ class GatewayMiddleware:
     ) -> int:
         status = CLIENT_CLOSED_REQUEST
         self._choose_error_serializer(scope)
-        extra_headers = self._build_extra_headers(scope)
+        extra_headers = [*build_own_headers(scope), *self._find_output_headers(scope)]
         # The server omits the body of a response to HEAD (RFC 9110, section 9.3.2).
         framework_scope = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
@@ -169,11 +173,9 @@ class GatewayMiddleware:
             if scope["path"] == path or (path[-1] == "/" and scope["path"].startswith(path)):
                 scope[ERROR_SERIALIZER] = serialize
 
-    def _build_extra_headers(self, scope: Scope) -> Headers:
-        headers = [(b"x-request-id", scope["request_id"].encode()), NOSNIFF_HEADER]
-        if scope["path"].startswith(self.paths.output_prefixes):
-            headers.append(SANDBOX_HEADER)
-        return headers
+    def _find_output_headers(self, scope: Scope) -> Headers:
+        """Return the headers of a response that can be a model's output."""
+        return [SANDBOX_HEADER] if scope["path"].startswith(self.paths.output_prefixes) else []
 
     async def _send_refusal(
         self, scope: Scope, receive: Receive, send: Send, exc: GatewayError
@@ -181,10 +183,8 @@ class GatewayMiddleware:
         # The request is answered before any handler sees it.
         self._choose_error_serializer(scope)
         response = await render_error(Request(scope), exc)
-        response.raw_headers += self._build_extra_headers(scope)
-        scope["request_info"].bytes_out = len(response.body)
-        await response(scope, receive, send)
-        return response.status_code
+        response.raw_headers += self._find_output_headers(scope)
+        return await send_response(response, scope, receive, send)
 
 
 async def serve_inference(
@@ -203,31 +203,8 @@ async def serve_inference(
         return CLIENT_CLOSED_REQUEST
     except Exception as exc:  # noqa: BLE001 - the border of the process: every request gets a response
         response = await render_error(request, exc)
-    response.raw_headers += [
-        (b"x-request-id", info.request_id.encode()),
-        NOSNIFF_HEADER,
-        SANDBOX_HEADER,
-    ]
-    if isinstance(response, StreamingResponse):
-        await response(scope, receive, count_sent_bytes(send, info))
-        return response.status_code
-    info.bytes_out = len(response.body)
-    start = {
-        "type": "http.response.start",
-        "status": response.status_code,
-        "headers": response.raw_headers,
-    }
-    await send(start)
-    await send({"type": "http.response.body", "body": response.body})
-    return response.status_code
-
-
-def count_sent_bytes(send: Send, info: RequestInfo) -> Send:
-    async def send_counted(message: Message) -> None:
-        info.bytes_out += len(message.get("body", b""))
-        await send(message)
-
-    return send_counted
+    response.raw_headers.append(SANDBOX_HEADER)
+    return await send_response(response, scope, receive, send)
 
 
 def client_address(scope: Scope) -> str:
