@@ -66,11 +66,12 @@ class HttpProtocol(asyncio.Protocol):
         self._is_reserved = False  # over the limit: only health probes are served
         self._parser: RequestParser
         self._deadlines: Deadlines
-        self._receiving_cycle: RequestCycle | None = None  # its body is being received
-        self._current_cycle: RequestCycle | None = None  # its response is being sent
-        self._pipelined_cycles: deque[RequestCycle] = deque()  # RFC 9112, section 9.3.2
+        # The requests without a complete response, in order; the first is being answered, and the others
+        # wait for it (RFC 9112, section 9.3.2).
+        self._cycles: deque[RequestCycle] = deque()
+        # The request whose body is being received: the last of these, or one that was answered early.
+        self._receiving: RequestCycle | None = None
         self._was_last_refused = False  # the last response was a 4xx
-        self._task: asyncio.Task[None] | None = None
         self.drain_waiter: asyncio.Future[None] | None = None
         self._is_reading = True
         self._phase = OPEN
@@ -101,12 +102,11 @@ class HttpProtocol(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self.resume_writing()
-        self._pipelined_cycles.clear()
-        self._receiving_cycle = None
-        if self._current_cycle is not None and self._phase is not REFUSED:
-            self._abandon_cycle(self._current_cycle)
-        if self._task is None:
-            self._current_cycle = None  # breaks a reference cycle, as does the next line
+        if self._cycles and self._phase is not REFUSED:
+            self._cycles[0].abandon()
+        # This breaks reference cycles, as does the next line.
+        self._receiving = None
+        self._cycles.clear()
         self._parser.release()
 
     def data_received(self, data: bytes) -> None:
@@ -124,9 +124,10 @@ class HttpProtocol(asyncio.Protocol):
         The client has closed its half. Nothing tells one that waits for its response from one that is gone,
         until it is sent something.
         """
-        cycle = self._current_cycle
-        is_waiting = cycle is not None and cycle is not self._receiving_cycle
-        if cycle is None or not is_waiting or cycle.is_responding or self._phase is REFUSED:
+        if not self._cycles or self._cycles[0] is self._receiving:
+            return False  # no complete request waits for its response
+        cycle = self._cycles[0]
+        if cycle.is_responding or self._phase is REFUSED:
             return False
         if self.transport.get_extra_info("sslcontext") is not None:
             return False  # TLS has no half-closed connections here: asyncio closes them
@@ -155,17 +156,17 @@ class HttpProtocol(asyncio.Protocol):
         if self._phase is STOPPING or (self._drain is not None and self._drain.is_draining):
             keep_alive = False
         scope["state"] = self._app_state.copy()
-        cycle = self._receiving_cycle = RequestCycle(self, scope, keep_alive, expects_continue)
-        if self._current_cycle is None:
-            self._current_cycle = cycle
-        else:
-            self._pipelined_cycles.append(cycle)
-            self._parser.pending = len(self._pipelined_cycles)
+        cycle = self._receiving = RequestCycle(self, scope, keep_alive, expects_continue)
+        cycles = self._cycles
+        if cycles:
+            self._parser.pending = len(cycles)
             self.pause_reading()
+        cycles.append(cycle)
         return cycle
 
     def end_request(self) -> None:
-        cycle, self._receiving_cycle = self._receiving_cycle, None
+        cycle = self._receiving
+        self._receiving = None
         if self._deadlines.is_receiving:
             self._deadlines.end_receiving()
         if cycle is None:
@@ -173,7 +174,7 @@ class HttpProtocol(asyncio.Protocol):
         if not cycle.keep_alive:
             self._parser.close()
         cycle.end_body()
-        if self._task is None and self._current_cycle is cycle:
+        if cycle.task is None and self._cycles and self._cycles[0] is cycle:
             self._start_cycle(cycle)
 
     # Called by the request cycles.
@@ -185,7 +186,7 @@ class HttpProtocol(asyncio.Protocol):
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        if not self._is_reading and not self._pipelined_cycles and not self._parser.unparsed:
+        if not self._is_reading and not self._parser.pending and not self._parser.unparsed:
             self._is_reading = True
             self._clients.large_reads.add(self.loop, self._continue_reading)
 
@@ -201,11 +202,12 @@ class HttpProtocol(asyncio.Protocol):
 
     def end_cycle(self, cycle: RequestCycle) -> None:
         """Finish a request: start the next pipelined one, or wait for data."""
-        self._current_cycle = None
+        cycles = self._cycles
+        if cycles:  # otherwise the connection is lost
+            cycles.popleft()
         self._was_last_refused = 400 <= cycle.status < 500
-        if self._task is not None:
-            self._tasks.discard(self._task)
-            self._task = None
+        self._tasks.discard(cycle.task)
+        cycle.task = None
         if self.transport.is_closing() or self._phase is REFUSED:
             return
         if not cycle.complete:
@@ -214,22 +216,22 @@ class HttpProtocol(asyncio.Protocol):
             self._close()
         else:
             self._deadlines.idle_since = self.loop.time()
-            if self._pipelined_cycles:
-                self._start_pipelined()
+            if cycles:
+                self._start_pipelined(cycles[0])
             self.resume_reading()
 
     def refuse(self, error: GatewayError, *, linger: bool = True) -> None:
         """Reject the request that is being received, and close the connection."""
         self._parser.close()
         self._deadlines.end_receiving()
-        receiving = self._receiving_cycle
-        if self._pipelined_cycles and receiving is not None:
-            self._pipelined_cycles.pop()  # the rest of the request is not read
-        last = self._pipelined_cycles[-1] if self._pipelined_cycles else self._current_cycle
-        if last is not None and last is not receiving:
+        refused = self._receiving
+        if refused is not None and len(self._cycles) > 1:
+            self._cycles.pop()  # the rest of the request is not read
+            self._parser.pending = len(self._cycles) - 1
+        if self._cycles and self._cycles[-1] is not refused:
             # Earlier requests get their responses, and no other request does.
-            last.keep_alive = False
-        elif receiving is not None and receiving.started:
+            self._cycles[-1].keep_alive = False
+        elif refused is not None and refused.started:
             self._close()  # its response has begun, so that no error can be sent
         else:
             self._send_refusal(error, linger=linger)
@@ -240,10 +242,10 @@ class HttpProtocol(asyncio.Protocol):
         request_id = create_request_id()
         self.transport.write(encode_error_response(error, request_id))
         self._account.record_refusal(error, request_id, now)
-        if self._current_cycle is not None:
-            self._current_cycle.mute()
+        if self._cycles:
+            self._cycles[0].mute()
             # Deferred, because a task that is cancelled before its first step never calls `end_cycle`.
-            self.loop.call_soon(self._abandon_cycle, self._current_cycle)
+            self.loop.call_soon(self._cycles[0].abandon)
         if not linger:
             self._close()
             return
@@ -254,8 +256,8 @@ class HttpProtocol(asyncio.Protocol):
 
     def shutdown(self) -> None:
         """Close the connection after the current request, or after one that may be on its way."""
-        if self._current_cycle is not None:
-            self._current_cycle.keep_alive = False
+        if self._cycles:
+            self._cycles[0].keep_alive = False
         elif self._deadlines.is_receiving:
             self._phase = STOPPING
             self._schedule_check(self._deadlines.limit_last_request(self.loop.time()))
@@ -264,28 +266,24 @@ class HttpProtocol(asyncio.Protocol):
 
     def _start_cycle(self, cycle: RequestCycle) -> None:
         turn = self._clients.enqueue_refused(self.loop) if self._was_last_refused else None
-        self._task = self.loop.create_task(cycle.run(self.app, turn))
-        self._tasks.add(self._task)
+        cycle.task = self.loop.create_task(cycle.run(self.app, turn))
+        self._tasks.add(cycle.task)
 
-    def _start_pipelined(self) -> None:
-        cycle = self._current_cycle = self._pipelined_cycles.popleft()
-        self._parser.pending = len(self._pipelined_cycles)
-        if cycle is self._receiving_cycle:
-            self._start_early()
+    def _start_pipelined(self, cycle: RequestCycle) -> None:
+        self._parser.pending = len(self._cycles) - 1
+        if cycle is self._receiving:
+            self._start_early(cycle)
         else:
             self._start_cycle(cycle)
         if self._parser.unparsed:
             self.data_received(b"")
 
-    def _start_early(self) -> None:
-        """Start the request before its body is complete, if enough of it was received.
+    def _start_early(self, cycle: RequestCycle) -> None:
+        """Start the request whose turn it is before its body is complete, if enough of it was received.
 
         Starting earlier would let a thousand slow clients cost as much as a thousand responses. A body with
         a Content-Length above the limit is rejected at once.
         """
-        cycle = self._receiving_cycle
-        if cycle is None or self._task is not None or cycle is not self._current_cycle:
-            return
         is_too_large = self._parser.content_length > self._limits.max_body_bytes
         if is_too_large or not cycle.is_gathering():
             self._start_cycle(cycle)
@@ -293,11 +291,6 @@ class HttpProtocol(asyncio.Protocol):
     def _continue_reading(self) -> None:
         if self._is_reading and not self.transport.is_closing():
             self.transport.resume_reading()
-
-    def _abandon_cycle(self, cycle: RequestCycle) -> None:
-        cycle.disconnect()
-        if self._task is not None and not cycle.complete:
-            self._task.cancel()
 
     def _close(self) -> None:
         self.transport.close()
@@ -308,13 +301,14 @@ class HttpProtocol(asyncio.Protocol):
 
     def _watch_request(self, size: int) -> None:
         now = self.loop.time()
-        cycle = self._receiving_cycle
+        cycle = self._receiving
         if cycle is None:
             self._schedule_check(self._deadlines.receive_header(now))
             return
         is_paused = cycle.is_awaiting_continue()
         self._schedule_check(self._deadlines.receive_body(now, size, is_paused=is_paused))
-        self._start_early()
+        if cycle.task is None and self._cycles and self._cycles[0] is cycle:
+            self._start_early(cycle)
 
     def _watch_writes(self) -> None:
         unwritten_bytes = self.transport.get_write_buffer_size()
@@ -333,10 +327,10 @@ class HttpProtocol(asyncio.Protocol):
         if self not in self._connections:
             return  # the connection is closed
         self._next_check_at = math.inf
-        cycle = self._receiving_cycle
+        cycle = self._receiving
         due, next_check_at = self._deadlines.check(
             self.loop.time(),
-            is_idle=self._current_cycle is None,
+            is_idle=not self._cycles,
             is_paused=not self._is_reading or (cycle is not None and cycle.is_awaiting_continue()),
             is_closing=self.transport.is_closing(),
             unwritten_bytes=self.transport.get_write_buffer_size(),
@@ -347,10 +341,9 @@ class HttpProtocol(asyncio.Protocol):
 
     def _check_half_closed(self) -> None:
         """Abort if the client is gone: it answers an interim response with a reset, and others ignore it."""
-        cycle = self._current_cycle
         is_gone = was_reset(self.transport)
-        if cycle is not None and not is_gone:
-            is_gone = not cycle.send_continue()
+        if self._cycles and not is_gone:
+            is_gone = not self._cycles[0].send_continue()
         if is_gone:
             self.transport.abort()
         else:

@@ -77,6 +77,7 @@ class RequestCycle:
         "keep_alive",
         "started",
         "status",
+        "task",
     )
 
     def __init__(
@@ -100,6 +101,7 @@ class RequestCycle:
         self.started = False
         self.status = 0  # 0: the response has not started
         self.complete = False
+        self.task: asyncio.Task[None] | None = None  # set while the application runs
 
     async def run(self, app: ASGIApp, turn: asyncio.Future[None] | None) -> None:
         try:
@@ -136,9 +138,13 @@ class RequestCycle:
         """Discard all that the application sends from now on."""
         self._is_muted = True
 
-    def disconnect(self) -> None:
-        self._is_disconnected = self._is_muted = True
+    def abandon(self) -> None:
+        """Tell the application that the client is gone, and cancel it unless its response is complete."""
+        self._is_disconnected = True
+        self._is_muted = True
         self._wake_receiver()
+        if self.task is not None and not self.complete:
+            self.task.cancel()
 
     def is_gathering(self) -> bool:
         """Return whether to wait for more of the body before the application starts."""
