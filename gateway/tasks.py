@@ -28,6 +28,25 @@ class TaskSet(set[asyncio.Task[Any]]):
         return task
 
 
+class ChangeSignal:
+    """A count of changes, for which any number of tasks can wait."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._next_change = asyncio.Event()
+
+    def notify(self) -> None:
+        self.count += 1
+        self._next_change.set()
+        self._next_change = asyncio.Event()
+
+    async def wait(self, seen: int) -> int:
+        """Wait until the count is not the one that the caller has seen; return it."""
+        while self.count == seen:
+            await self._next_change.wait()
+        return self.count
+
+
 def follow(task: asyncio.Task[T]) -> asyncio.Future[T]:
     """Return a future of a task's result. To cancel it, or to let it fail, leaves the task alone."""
     future: asyncio.Future[T] = asyncio.get_running_loop().create_future()

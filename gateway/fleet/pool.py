@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import ssl
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
@@ -16,11 +17,11 @@ from gateway.fleet.discovery import ReplicaDiscovery, ReplicaSource
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import EMPTY_INDEX, Index
 from gateway.fleet.outliers import OutlierDetector
-from gateway.fleet.probe import HealthMonitor
+from gateway.fleet.probe import EVENT_LOOP_RESOLUTION_S, HealthMonitor
 from gateway.fleet.replica import Replica, ReplicaAddress
 from gateway.messages import quote_text
 from gateway.settings import Settings
-from gateway.tasks import TaskSet, cancel_tasks
+from gateway.tasks import ChangeSignal, TaskSet, cancel_tasks
 from gateway.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -74,9 +75,8 @@ class ReplicaPool:
         self.replicas: dict[ReplicaAddress, Replica] = {}
         # The names of replicas that get no new requests.
         self.cordoned: frozenset[str] = frozenset()
-        # Set when a replica's state or models change.
-        self.changes = asyncio.Event()
-        self.change_count = 0
+        # Changes of the replicas, their states and their models.
+        self.changes = ChangeSignal()
         self.metrics = metrics or Metrics()
         self.monitor = HealthMonitor(
             self.replicas, self._notify_change, settings.poll_interval_s, self.metrics
@@ -126,8 +126,7 @@ class ReplicaPool:
 
     def _notify_change(self) -> None:
         self._candidates.clear()
-        self.change_count += 1
-        self.changes.set()
+        self.changes.notify()
 
     def set_cordoned(self, names: frozenset[str]) -> None:
         for name in names ^ self.cordoned:
@@ -178,6 +177,18 @@ class ReplicaPool:
         is_missed = replica.health.missed_probes > 0
         is_late = is_missed and self._loop.time() - replica.answered_at > UNRESPONSIVE_AFTER_S
         return self.is_live(replica) and not is_late
+
+    async def wait_while_responsive(self, replica: Replica) -> None:
+        """Wait until the replica has left the fleet, is down or has been silent for too long."""
+        seen = self.changes.count
+        while self.replicas.get(replica.address) is replica and self.is_responsive(replica):
+            wait_s = math.inf  # the first missed probe is a change
+            if replica.health.missed_probes:
+                silent_s = self._loop.time() - replica.answered_at
+                wait_s = max(UNRESPONSIVE_AFTER_S - silent_s, 0.0) + EVENT_LOOP_RESOLUTION_S
+            with anyio.move_on_after(wait_s):
+                await self.changes.wait(seen)
+            seen = self.changes.count
 
     def is_in_service(self, replica: Replica) -> bool:
         """Return whether the replica is reachable and not cordoned."""

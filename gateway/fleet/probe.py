@@ -226,6 +226,8 @@ class HealthMonitor:
         replica.reason = "no response to a probe in time" if is_late else error.detail
         if is_first_probe:
             warn_of_start(replica, error)
+        if replica.health.missed_probes and not health.missed_probes:
+            self._on_change()  # `ReplicaPool.wait_while_responsive` watches the time from now on
         self._report_state_change(replica, previous)
 
     def record_failure(self, replica: Replica, error: GatewayError, started_at: float) -> None:

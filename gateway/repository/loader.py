@@ -214,17 +214,15 @@ class ModelLoader:
     ) -> None:
         """Wait for the action, which may take minutes, or until the replica is gone or does not respond."""
         task = asyncio.create_task(work)
+        watch = asyncio.create_task(self._pool.wait_while_responsive(replica))
         try:
-            while not task.done():
-                await asyncio.wait([task], timeout=ACTION_POLL_S)
-                is_member = self._pool.replicas.get(replica.address) is replica
-                if not (task.done() or (is_member and self._pool.is_responsive(replica))):
-                    reason = replica.reason or "its address was removed"
-                    raise RequestNotSent(f"the replica became unavailable: {reason}")
+            await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                reason = replica.reason or "its address was removed"
+                raise RequestNotSent(f"the replica became unavailable: {reason}")
             await task
         finally:
-            if not task.done():
-                await cancel_tasks([task])
+            await cancel_tasks([each for each in (task, watch) if not each.done()])
 
     async def _apply_action(self, replica: Replica, action: ModelAction) -> None:
         if not action.is_load:

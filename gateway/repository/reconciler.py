@@ -92,6 +92,7 @@ class Reconciler:
         self._corrections: dict[ActionKey, Backoff] = {}
         self._published_problems = ModelProblems()
         self._known_replicas: set[str] = set()
+        self._seen_changes = 0
         self._absent_since: dict[str, float] = {}  # replicas that have stored state
 
     async def run(self) -> None:
@@ -108,8 +109,8 @@ class Reconciler:
         await self._publish_problems()
         await asyncio.sleep(MIN_RECONCILE_PAUSE_S)
         with anyio.move_on_after(RECONCILE_INTERVAL_S - MIN_RECONCILE_PAUSE_S):
-            await self._pool.changes.wait()
-        self._pool.changes.clear()
+            await self._pool.changes.wait(self._seen_changes)
+        self._seen_changes = self._pool.changes.count
 
     @asynccontextmanager
     async def lock_model(self, model: str) -> AsyncIterator[None]:
@@ -126,7 +127,7 @@ class Reconciler:
             model_lock.waiters -= 1
             if not model_lock.waiters:
                 del self._locks[model]
-                self._pool.changes.set()
+                self._pool.changes.notify()
 
     def is_locked(self, model: str) -> bool:
         return model in self._locks or any(key[1] == model for key in self.action_tasks)
@@ -231,7 +232,7 @@ class Reconciler:
 
     def _finish_action(self, key: ActionKey) -> None:
         self.action_tasks.pop(key, None)
-        self._pool.changes.set()
+        self._pool.changes.notify()
 
     async def _run_action(self, replica: Replica, action: ModelAction) -> None:
         key = (replica.name, action.model)

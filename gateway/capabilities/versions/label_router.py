@@ -158,8 +158,8 @@ class ActiveLabel:
 
     def find_ready_shares(self) -> Mapping[str, int]:
         """Return the versions that a replica can serve. Raises `LabelNotReady` if there are none."""
-        if self._seen_change != self._pool.change_count:
-            self._seen_change = self._pool.change_count
+        if self._seen_change != self._pool.changes.count:
+            self._seen_change = self._pool.changes.count
             before, self._ready = self._ready, self._find_ready_shares()
             if before.keys() != self._ready.keys():
                 self._ready_rotation = WeightedRotation(self._ready)

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from gateway import tasks
-from gateway.tasks import TaskTimeout, cancel_tasks, repeat
+from gateway.tasks import ChangeSignal, TaskTimeout, cancel_tasks, repeat
 from gateway.telemetry.metrics import Metrics
 
 
@@ -65,3 +65,16 @@ async def test_cancellation_from_outside_is_not_a_timeout() -> None:
     with anyio.move_on_after(0.01) as scope:
         await work()
     assert scope.cancelled_caught
+
+
+async def test_change_reaches_every_task_that_waits_and_one_that_comes_later() -> None:
+    changes = ChangeSignal()
+    waiting = [asyncio.create_task(changes.wait(0)) for _ in range(3)]
+    await asyncio.sleep(0)
+    changes.notify()
+    with anyio.fail_after(10):
+        assert await asyncio.gather(*waiting) == [1, 1, 1]
+        assert await changes.wait(0) == 1
+    with anyio.move_on_after(0.01) as pause:
+        await changes.wait(1)
+    assert pause.cancelled_caught
