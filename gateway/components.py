@@ -28,7 +28,7 @@ from gateway.memory import MemoryBudget, default_budget_bytes, limit_heap_growth
 from gateway.repository.collector import FleetCollector, StateCollector
 from gateway.repository.maintenance import Maintenance
 from gateway.repository.models_file import NO_KEYS, KeyParsers, ModelsFile
-from gateway.repository.repository import Repository
+from gateway.repository.repository import Repository, build_repository
 from gateway.repository.resolver import ModelResolver
 from gateway.repository.state.desired import StateStore
 from gateway.repository.state.store import open_configured_store
@@ -138,7 +138,7 @@ async def open_fleet(
     signatures = SignatureCache(dispatcher)
     stack.callback(signatures.close)
     inference = InferenceService(dispatcher, signatures, settings.cancellable_models)
-    repository = Repository(
+    repository = build_repository(
         pool,
         signatures,
         components.store,

@@ -7,7 +7,10 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from math import inf
 from typing import Any, Final, NoReturn, TypeVar, cast
+
+import anyio
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +43,11 @@ class ChangeSignal:
         self._next_change.set()
         self._next_change = asyncio.Event()
 
-    async def wait(self, seen: int) -> int:
-        """Wait until the count is not the one that the caller has seen; return it."""
-        while self.count == seen:
-            await self._next_change.wait()
+    async def wait(self, seen: int, timeout_s: float = inf) -> int:
+        """Wait until the count is not the one that the caller has seen, or for the time; return it."""
+        with anyio.move_on_after(timeout_s):
+            while self.count == seen:
+                await self._next_change.wait()
         return self.count
 
 

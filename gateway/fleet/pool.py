@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import ssl
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import Final, Protocol
 
 import anyio
@@ -182,13 +182,11 @@ class ReplicaPool:
         """Wait until the replica has left the fleet, is down or has been silent for too long."""
         seen = self.changes.count
         while self.replicas.get(replica.address) is replica and self.is_responsive(replica):
-            wait_s = math.inf  # the first missed probe is a change
+            wait_s = inf  # the first missed probe is a change
             if replica.health.missed_probes:
                 silent_s = self._loop.time() - replica.answered_at
                 wait_s = max(UNRESPONSIVE_AFTER_S - silent_s, 0.0) + EVENT_LOOP_RESOLUTION_S
-            with anyio.move_on_after(wait_s):
-                await self.changes.wait(seen)
-            seen = self.changes.count
+            seen = await self.changes.wait(seen, wait_s)
 
     def is_in_service(self, replica: Replica) -> bool:
         """Return whether the replica is reachable and not cordoned."""

@@ -24,7 +24,7 @@ from gateway.messages import quote_text
 from gateway.names import quote_path_segment
 from gateway.repository.reconcile_plan import ModelAction
 from gateway.repository.shared_state import SharedState
-from gateway.repository.state.loads import StartedLoad, is_in_progress
+from gateway.repository.state.loads import UNKNOWN_LOAD, StartedLoad, is_in_progress
 from gateway.tasks import cancel_tasks
 from gateway.triton.error_mapping import LoadFailed, map_load_error, sanitize_message
 from gateway.triton.grpc.errors import GrpcUnreachable
@@ -138,12 +138,12 @@ class ModelLoader:
         initiator: str,
         started_load: StartedLoad | None = None,
     ) -> None:
-        """Run the action on a replica until its index confirms it. Raises the `GatewayError` of a failure."""
+        """Run the action until the replica's index confirms it, and end the load. Raises `GatewayError`."""
         model = action.model
         metric = self._pool.metrics.model_actions
         if action.is_load and started_load is None and action.load_id:
             started_load = await self._state.begin_load(replica.name, model)
-        resulting_load = ""  # unknown
+        resulting_load = UNKNOWN_LOAD
         try:
             if not self._pool.is_responsive(replica):
                 raise RequestNotSent(replica.reason)

@@ -161,21 +161,21 @@ class OperationLost(Unavailable):
 class OperationRunner:
     """Runs operations as tasks of their own, and records the ones that are started in the background."""
 
-    def __init__(self, store: StateStore, tasks: TaskSet) -> None:
+    def __init__(self, store: StateStore) -> None:
         self._store = store
-        self._tasks = tasks
+        self.tasks = TaskSet()
         self._recorded_at: deque[float] = deque()  # starts of operations that can still be read
 
     async def run(self, report: OperationReport, work: OperationWork) -> OperationReport:
         # A client disconnect must not leave the model loaded on a part of the fleet.
-        return await audit.run_audited(self._tasks, report.action, report.model, work)
+        return await audit.run_audited(self.tasks, report.action, report.model, work)
 
     async def start(self, report: OperationReport, work: Callable[[], OperationWork]) -> str:
         """Start an operation in the background and return its id. Raises `TooManyOperations`."""
         self._count_recorded(monotonic())
         operation_id = secrets.token_hex(16)
         await self._record(operation_id, report, "running")
-        self._tasks.start(self._run_recorded(operation_id, report, work()))
+        self.tasks.start(self._run_recorded(operation_id, report, work()))
         return operation_id
 
     async def read(self, operation_id: str) -> Mapping[str, Any] | None:
@@ -192,14 +192,14 @@ class OperationRunner:
     def _count_recorded(self, now: float) -> None:
         while self._recorded_at and self._recorded_at[0] < now - OPERATION_TTL_S:
             self._recorded_at.popleft()
-        if len(self._tasks) >= MAX_RUNNING_TASKS or len(self._recorded_at) >= MAX_RECORDED:
+        if len(self.tasks) >= MAX_RUNNING_TASKS or len(self._recorded_at) >= MAX_RECORDED:
             raise TooManyOperations
         self._recorded_at.append(now)
 
     async def _run_recorded(
         self, operation_id: str, report: OperationReport, work: OperationWork
     ) -> None:
-        task = self._tasks.start(work)
+        task = self.tasks.start(work)
         task.add_done_callback(lambda _: report.changed.set())
         while not task.done():
             with anyio.move_on_after(HEARTBEAT_S):

@@ -9,8 +9,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeVar
 
-import anyio
-
 from gateway.errors import GatewayError, StateUnavailable
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
@@ -108,9 +106,8 @@ class Reconciler:
             self._start_missing_actions()
         await self._publish_problems()
         await asyncio.sleep(MIN_RECONCILE_PAUSE_S)
-        with anyio.move_on_after(RECONCILE_INTERVAL_S - MIN_RECONCILE_PAUSE_S):
-            await self._pool.changes.wait(self._seen_changes)
-        self._seen_changes = self._pool.changes.count
+        pause_s = RECONCILE_INTERVAL_S - MIN_RECONCILE_PAUSE_S
+        self._seen_changes = await self._pool.changes.wait(self._seen_changes, pause_s)
 
     @asynccontextmanager
     async def lock_model(self, model: str) -> AsyncIterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from math import inf
@@ -22,8 +22,6 @@ from gateway.errors import (
     Conflict,
     DeadlinePassed,
     GatewayError,
-    InputMismatch,
-    TooLarge,
     UnknownModel,
     UnknownModelToLoad,
 )
@@ -31,7 +29,6 @@ from gateway.fleet.index import READY, UNAVAILABLE, Index, model_names
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.fleet.signatures import SignatureCache
-from gateway.fleet.transports import TRANSPORT_ERRORS, request_json, triton_model_path
 from gateway.messages import join_names, quote_text
 from gateway.repository.load_parameters import STAGED, UNLOAD_DEPENDENTS
 from gateway.repository.loader import ACTION_POLL_S, ModelLoader
@@ -40,15 +37,14 @@ from gateway.repository.operations import OperationReport, OperationRunner, Outc
 from gateway.repository.readiness import ReadinessMonitor
 from gateway.repository.reconcile_plan import ModelAction, is_outdated, merge_declared_models
 from gateway.repository.reconciler import Reconciler
-from gateway.repository.shared_state import SharedState
+from gateway.repository.shared_state import SharedState, StartedLoads
+from gateway.repository.staged_load import run_staged_load
 from gateway.repository.state.desired import DesiredModel, StateStore
-from gateway.repository.state.loads import StartedLoad
+from gateway.repository.state.loads import UNKNOWN_LOAD, StartedLoad
 from gateway.settings import Settings
 from gateway.settings.access import ModelUploads
-from gateway.tasks import TaskSet, cancel_tasks
+from gateway.tasks import cancel_tasks
 from gateway.tensors.signature import find_ensemble_steps
-from gateway.triton.json_guard import GUARD_CHUNK_BYTES, JsonGuard
-from gateway.triton.request_target import RequestTarget
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +54,6 @@ MAX_LOAD_WAIT_S: Final = 30.0  # how long a change of a model's files waits for 
 MAX_ACTION_DELAY_S: Final = 0.9  # how long a load waits for indexes if one has the model already
 
 VisibilityCheck = Callable[[str], bool]
-PROBE_PARAMETER: Final = "gateway.probe"  # config parameter: the JSON body of an inference
-PROBE_TIMEOUT_S: Final = 60.0
-MAX_PROBE_BYTES: Final = 1 << 20
 
 
 def is_always_visible(model: str) -> bool:
@@ -74,51 +67,42 @@ class Repository:
         self,
         pool: ReplicaPool,
         signatures: SignatureCache,
-        store: StateStore,
+        state: SharedState,
         *,
-        models_file: ModelsFile,
-        settings: Settings,
+        loader: ModelLoader,
+        readiness: ReadinessMonitor,
+        reconciler: Reconciler,
+        operations: OperationRunner,
+        max_load_wait_s: float,
     ) -> None:
         self._pool = pool
         self._signatures = signatures
-        self._store = store
-        self._settings = settings
-        can_upload = settings.accepted_uploads is ModelUploads.code  # a config and files in a load
-        self.state = SharedState(store, models_file, can_upload=can_upload)
-        self.loader = ModelLoader(
-            pool, signatures, self.state, load_timeout_s=settings.load_timeout_s
-        )
-        self.readiness = ReadinessMonitor(pool, self.state, settings.ready_quorum)
-        self.reconciler = Reconciler(pool, self.state, self.loader, readiness=self.readiness)
-        self._tasks = TaskSet()
-        self.operations = OperationRunner(store, self._tasks)
+        self.state = state
+        self.loader = loader
+        self.readiness = readiness
+        self.reconciler = reconciler
+        self.operations = operations
+        self._max_load_wait_s = max_load_wait_s
 
     async def __aenter__(self) -> Repository:
         await self.state.refresh()
         self._pool.set_cordoned(self.state.cordoned)
         if self.state.desired_models:
             log.info("restored desired state: %s", self.state.summarize_desired_models())
-        self._tasks.start(self.reconciler.run())
+        self.operations.tasks.start(self.reconciler.run())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await cancel_tasks([*self._tasks, *self.reconciler.action_tasks.values()])
-        await self._store.close()
+        await cancel_tasks([*self.operations.tasks, *self.reconciler.action_tasks.values()])
+        await self.state.store.close()
 
     def outdated_replicas(self, model: str) -> list[str]:
         desired = self.state.merge_model(model)
         loads = self.state.loads
-        if desired is None or not desired.load_id:
+        if desired is None:
             return []
-        confirmed = {
-            replica.name: loads.get(replica.name, {}).get(model, "")
-            for replica in self._pool.replicas.values()
-        }
-        return [
-            name
-            for name, load in confirmed.items()
-            if load != desired.load_id and is_outdated(desired, load)
-        ]
+        names = (replica.name for replica in self._pool.replicas.values())
+        return [name for name in names if is_outdated(desired, loads.get(name, {}).get(model, ""))]
 
     async def read_indexes(self) -> dict[str, Index]:
         """Probe all replicas, and return the indexes of the usable ones by address. Raises `NoReplica`."""
@@ -167,10 +151,9 @@ class Repository:
 
         A Triton whose files are moved during a load may never end it. Raises `ChangeInProgress`.
         """
-        max_wait_s = min(MAX_LOAD_WAIT_S, self._settings.load_timeout_s)
         loading: list[str] = []
         async with AsyncExitStack() as stack:
-            with anyio.move_on_after(max_wait_s) as wait:
+            with anyio.move_on_after(self._max_load_wait_s) as wait:
                 await stack.enter_async_context(self._lock_model(model))
                 while loading := await self._find_loading_replicas(model):  # noqa: ASYNC110 - they tell the end
                     await asyncio.sleep(ACTION_POLL_S)
@@ -217,59 +200,34 @@ class Repository:
             if not await self._has_model(model):
                 raise UnknownModelToLoad(model)
             before = self.state.desired_models.get(model)
-            staged_loads: Mapping[Replica, StartedLoad] = {}
-            if parameters.get(STAGED):
-                # Raises if the state cannot be changed, before any replica is.
-                await self._set_desired_model(model, before, known_revision)
-                staged_loads = await self._load_in_stages(report, kept_parameters)
-            desired = DesiredModel(True, kept_parameters)
-            started_loads = await self._store_load(
-                model, desired, known_revision, staged_loads=staged_loads
-            )
-            revision = self.state.get_revision(model)
+            staged = StartedLoads(self.state, model, result_of_error=UNKNOWN_LOAD)
+            started = StartedLoads(self.state, model, result_of_error=None)
+            async with staged, started:
+                if parameters.get(STAGED):
+                    # Raises if the state cannot be changed, before any replica is.
+                    await self._set_desired_model(model, before, known_revision)
+                    await self._load_in_stages(report, kept_parameters, staged)
+                # Before the desired state, so that another gateway's reconciler does not load the model too.
+                for replica in list(self._pool.replicas.values()):
+                    if replica not in staged.by_replica:
+                        await started.begin(replica)
+                desired = DesiredModel(True, kept_parameters)
+                revision = await self._set_desired_model(model, desired, known_revision)
             merged = self.state.merge_models()[model]
-            await self.state.end_loads(model, staged_loads, merged.load_id)
+            await staged.end_all(merged.load_id)
             action = ModelAction(model, True, merged.parameters, load_id=merged.load_id)
-            await self._run_on_replicas(report, action, started_loads)
+            await self._run_on_replicas(report, action, started.by_replica)  # each ends its load
             return await self._conclude(report, before, revision)
 
-    async def _store_load(
-        self,
-        model: str,
-        desired: DesiredModel,
-        known_revision: int,
-        *,
-        staged_loads: Mapping[Replica, StartedLoad],
-    ) -> Mapping[Replica, StartedLoad]:
-        """Store the desired state, and return loads in progress on all replicas but the staged ones.
-
-        They are recorded first, so that another gateway's reconciler does not load the model too.
-        """
-        started_loads = {
-            replica: await self.state.begin_load(replica.name, model)
-            for replica in list(self._pool.replicas.values())
-            if replica not in staged_loads
-        }
-        try:
-            await self._set_desired_model(model, desired, known_revision)
-        except BaseException:
-            await self.state.end_loads(model, staged_loads, "")
-            await self.state.end_loads(model, started_loads, None)
-            raise
-        return started_loads
-
     async def _load_in_stages(
-        self, report: OperationReport, parameters: Mapping[str, Any]
-    ) -> Mapping[Replica, StartedLoad]:
+        self, report: OperationReport, parameters: Mapping[str, Any], staged: StartedLoads
+    ) -> None:
         desired = {report.model: DesiredModel(True, parameters)}
         merged = merge_declared_models(desired, self.state.declared_models)[report.model]
         # Without an id, because the state does not have the load yet.
         action = ModelAction(report.model, True, merged.parameters)
-
-        async def run(replica: Replica) -> None:
-            await self._run_on_replica(report, action, replica, None)
-
-        return await run_staged_load(self._pool, self.state, report, run_on_replica=run)
+        run = partial(self._run_on_replica, report, action, started_load=None)
+        await run_staged_load(self._pool, report, staged, run_on_replica=run)
 
     async def _unload(
         self, report: OperationReport, parameters: Mapping[str, Any], is_visible: VisibilityCheck
@@ -381,6 +339,30 @@ class Repository:
             report.record(replica.name, outcome)
 
 
+def build_repository(
+    pool: ReplicaPool,
+    signatures: SignatureCache,
+    store: StateStore,
+    *,
+    models_file: ModelsFile,
+    settings: Settings,
+) -> Repository:
+    can_upload = settings.accepted_uploads is ModelUploads.code  # a config and files in a load
+    state = SharedState(store, models_file, can_upload=can_upload)
+    loader = ModelLoader(pool, signatures, state, load_timeout_s=settings.load_timeout_s)
+    readiness = ReadinessMonitor(pool, state, settings.ready_quorum)
+    return Repository(
+        pool,
+        signatures,
+        state,
+        loader=loader,
+        readiness=readiness,
+        reconciler=Reconciler(pool, state, loader, readiness=readiness),
+        operations=OperationRunner(store),
+        max_load_wait_s=min(MAX_LOAD_WAIT_S, settings.load_timeout_s),
+    )
+
+
 class ModelNeeded(Conflict):
     """The model is a step of a loaded ensemble."""
 
@@ -398,97 +380,3 @@ async def find_dependents(pool: ReplicaPool, signatures: SignatureCache, model: 
     configs: dict[str, Any] = {}
     await signatures.read_configs(pool.ready_models - {model}, configs.__setitem__)
     return sorted(name for name, config in configs.items() if model in find_ensemble_steps(config))
-
-
-class StagedLoadFailed(GatewayError):
-    status = 502
-    code = "STAGED_LOAD_FAILED"
-
-    def __init__(self, report: OperationReport, replica: str, error: GatewayError) -> None:
-        loaded = sum(outcome.error is None for outcome in report.outcomes.values())
-        super().__init__(
-            f"the staged load of model {quote_text(report.model)} stopped at {replica}: {error.detail}; "
-            f"the model is loaded on {loaded} of {report.replica_count} replicas, and the others keep what "
-            "they had"
-        )
-        self.report = report.to_dict()
-
-
-async def run_staged_load(
-    pool: ReplicaPool,
-    state: SharedState,
-    report: OperationReport,
-    run_on_replica: Callable[[Replica], Awaitable[None]],
-) -> Mapping[Replica, StartedLoad]:
-    """Load the model on one replica after the other; replicas that do not respond are left out.
-
-    The returned loads stay in progress, so that no gateway repairs these replicas until the caller has
-    stored the desired state. Raises `StagedLoadFailed` after the first failure.
-    """
-    model = report.model
-    staged_loads = dict[Replica, StartedLoad]()
-    replicas = sorted(
-        pool.replicas.values(), key=lambda each: (each.health.missed_probes, each.name)
-    )
-    report.replica_count = len(replicas)
-    try:
-        for replica in replicas:
-            if pool.is_reachable(replica) and pool.is_responsive(replica):
-                staged_loads[replica] = await state.begin_load(replica.name, model)
-                await run_on_replica(replica)
-                error = report.outcomes[replica.name].error
-                if error is not None and not isinstance(error, TRANSPORT_ERRORS):
-                    # A failed load leaves the previous one in place.
-                    await state.end_loads(model, {replica: staged_loads.pop(replica)}, None)
-                if pool.is_live(replica) and not pool.is_responsive(replica):
-                    # It hangs, and may have the model or not: it is loaded when it responds again.
-                    if replica in staged_loads:
-                        await state.end_loads(model, {replica: staged_loads.pop(replica)}, "")
-                    continue
-                await check_outcome(report, replica)
-    except BaseException:
-        await state.end_loads(model, staged_loads, "")
-        raise
-    return staged_loads
-
-
-async def check_outcome(report: OperationReport, replica: Replica) -> None:
-    """Probe the replica if the load succeeded there. Raises `StagedLoadFailed`."""
-    outcome = report.outcomes[replica.name]
-    if outcome.error is None:
-        try:
-            await send_probe(replica, report.model)
-        except GatewayError as exc:
-            outcome = Outcome(outcome.state, exc)
-            report.record(replica.name, outcome)
-    if outcome.error is not None:
-        raise StagedLoadFailed(report, replica.name, outcome.error)
-
-
-async def send_probe(replica: Replica, model: str) -> None:
-    """Send the inference that the model's config contains, if any, to one replica. Raises its error."""
-    path = triton_model_path(model)
-    target = RequestTarget(model, timeout_s=PROBE_TIMEOUT_S)
-    body = find_probe(await request_json(replica, target, b"GET", f"{path}/config")).encode()
-    if body:
-        check_probe(body)
-        await request_json(replica, target, b"POST", f"{path}/infer", body=body)
-
-
-def check_probe(body: bytes) -> None:
-    """Check a probe as `/v2` does, whose errors it raises: an uploaded config must not crash Triton."""
-    if len(body) > MAX_PROBE_BYTES:
-        raise TooLarge(f"{PROBE_PARAMETER} can have at most {MAX_PROBE_BYTES} bytes")
-    guard = JsonGuard(len(body))
-    for start in range(0, len(body), GUARD_CHUNK_BYTES):
-        guard.feed(body[start : start + GUARD_CHUNK_BYTES])
-    guard.finish()
-    if guard.has_classification:
-        raise InputMismatch(f"{PROBE_PARAMETER} must not use classification")
-
-
-def find_probe(config: Any) -> str:
-    try:
-        return str(config["parameters"][PROBE_PARAMETER]["string_value"])
-    except (KeyError, TypeError):
-        return ""

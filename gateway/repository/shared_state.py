@@ -311,14 +311,6 @@ class SharedState:
         except StateUnavailable:
             self._unrecorded_ends[replica, model] = end
 
-    async def end_loads(
-        self, model: str, loads: Mapping[Replica, StartedLoad], resulting_load: str | None
-    ) -> None:
-        """Record the resulting load of each replica; None stands for the one it had confirmed before."""
-        for replica, started_load in loads.items():
-            result = started_load.confirmed_load if resulting_load is None else resulting_load
-            await self.end_load(replica.name, model, started_load, result)
-
     async def _read_loads(self) -> Loads:
         """Return the stored loads. Those whose end was not recorded are over, whatever the store has."""
         with suppress(StateUnavailable):
@@ -335,3 +327,37 @@ class SharedState:
         with suppress(StateUnavailable):
             await self.store.forget_loads(replica)
             self.loads = without_replica(self.loads, replica)
+
+
+class StartedLoads:
+    """The loads of a model in progress, by replica. An error in the `async with` block ends the rest.
+
+    A result is a load, or None for the one that the replica had confirmed before.
+    """
+
+    def __init__(self, state: SharedState, model: str, *, result_of_error: str | None) -> None:
+        self._state = state
+        self._model = model
+        self._result_of_error = result_of_error
+        self.by_replica: dict[Replica, StartedLoad] = {}
+
+    async def __aenter__(self) -> StartedLoads:
+        return self
+
+    async def __aexit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        if exc_type is not None:
+            await self.end_all(self._result_of_error)
+
+    async def begin(self, replica: Replica) -> None:
+        self.by_replica[replica] = await self._state.begin_load(replica.name, self._model)
+
+    async def end(self, replica: Replica, result: str | None) -> None:
+        """End the load, unless it has ended already."""
+        started_load = self.by_replica.pop(replica, None)
+        if started_load is not None:
+            load = started_load.confirmed_load if result is None else result
+            await self._state.end_load(replica.name, self._model, started_load, load)
+
+    async def end_all(self, result: str | None) -> None:
+        for replica in list(self.by_replica):
+            await self.end(replica, result)

@@ -67,9 +67,6 @@ class PayloadOptions(NamedTuple):
     id: str = ""
 
 
-NO_OPTIONS: Final = PayloadOptions()
-
-
 class Payload(NamedTuple):
     """The content of a request: lists of parts by name, several if a form field is repeated.
 
@@ -77,7 +74,7 @@ class Payload(NamedTuple):
     """
 
     parts: Mapping[str, list[Part]]
-    options: PayloadOptions = NO_OPTIONS
+    options: PayloadOptions = PayloadOptions()
     # More than 0 if each part is one item of a batch, even if there is only one.
     instance_count: int = 0
 

@@ -263,10 +263,8 @@ def check_content_type(text: str, key: str) -> str:
 
 
 def parse_pixel_scale(text: str, key: str) -> PixelScale:
-    if not text:
-        return PixelScale.NONE
     try:
-        return PixelScale(text)
+        return PixelScale(text) if text else PixelScale.NONE
     except ValueError:
         expected = ", ".join(scale.value for scale in PixelScale)
         raise build_hint_error(text, key, f"one of {expected}") from None

@@ -25,7 +25,7 @@ from gateway.routes.openapi import (
     build_responses,
 )
 from gateway.services import ModelDescriber, Services
-from gateway.tensors.payload import NO_OPTIONS
+from gateway.tensors.payload import PayloadOptions
 from gateway.tensors.schema import Schema, build_object_schema
 from gateway.tensors.signature import Signature
 
@@ -120,7 +120,7 @@ async def predict(
     with await pipeline.admit(opened) as slot:
         inputs = await opened.converter.convert_json(body, parse_predict_body)
         del body  # its memory is free while the model runs
-        results = await pipeline.run_inferences(opened, slot, NO_OPTIONS, inputs)
+        results = await pipeline.run_inferences(opened, slot, PayloadOptions(), inputs)
         return await pipeline.render_results(opened, results, partial(encode_results, results))
 
 

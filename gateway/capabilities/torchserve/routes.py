@@ -53,7 +53,7 @@ from gateway.routes.openapi import (
 )
 from gateway.tensors.codecs import BINARY_SCHEMA, STRING_SCHEMA
 from gateway.tensors.media_type import parse_content_type
-from gateway.tensors.payload import NO_OPTIONS
+from gateway.tensors.payload import PayloadOptions
 from gateway.tensors.schema import Schema, build_object_schema
 
 TORCHSERVE_ERROR_SCHEMA: Final = build_object_schema(
@@ -222,7 +222,7 @@ async def create_prediction(
     received = await receive(opened)
     with await pipeline.admit(opened) as slot:
         if isinstance(received, bytes):
-            options = NO_OPTIONS
+            options = PayloadOptions()
             (inputs,) = await opened.converter.convert_json(received, parse_prediction_body)
         else:
             decoded = await opened.converter.convert(received)

@@ -14,6 +14,7 @@ Loads = Mapping[str, Mapping[str, str]]
 
 LOADS: Final = "loads"  # the name of the table
 IN_PROGRESS_PREFIX: Final = "?"
+UNKNOWN_LOAD: Final = ""  # the replica may have any load of the model, or none
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,11 @@ def with_finished_load(
     If another load has begun since, it is unknown which ended last. A repeated call changes nothing.
     """
     is_known = loads.get(replica, {}).get(model) in (token, resulting_load)
-    return with_load(loads, replica, model, resulting_load if is_known else "")
+    return with_load(loads, replica, model, resulting_load if is_known else UNKNOWN_LOAD)
 
 
 def with_load(loads: Loads, replica: str, model: str, load: str) -> Loads:
-    """Return the table with a load; without one if it is empty, which is unknown."""
+    """Return the table with a load; without one if it is unknown."""
     return with_entry(loads, (replica, model), load or None)
 
 

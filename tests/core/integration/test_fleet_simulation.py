@@ -45,7 +45,7 @@ from gateway.repository.models_file import ModelsFile
 from gateway.repository.operations import PartialFailure
 from gateway.repository.reconcile_plan import INITIAL_BACKOFF_S, plan_actions
 from gateway.repository.reconciler import MAX_ABSENCE_S, RECONCILE_INTERVAL_S
-from gateway.repository.repository import Repository
+from gateway.repository.repository import Repository, build_repository
 from gateway.repository.state.desired import CORDONS, DesiredModel
 from gateway.repository.state.store import open_state_store
 from gateway.settings import Settings
@@ -136,7 +136,7 @@ async def managing(
 ) -> AsyncIterator[Repository]:
     signatures = SignatureCache(dispatcher_of(pool))
     file = file or ModelsFile(None)
-    async with Repository(
+    async with build_repository(
         pool, signatures, open_state_store(state), models_file=file, settings=Settings()
     ) as repository:
         yield repository

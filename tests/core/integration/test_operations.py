@@ -23,7 +23,6 @@ from gateway.repository.operations import (
 )
 from gateway.repository.state.documents import MemoryStateStore
 from gateway.repository.state.store import open_state_store
-from gateway.tasks import TaskSet
 from gateway.triton.error_mapping import LoadFailed
 from tests.support.gateway_forks import run_gateway
 from tests.support.redis_server import RedisServer
@@ -172,8 +171,7 @@ async def test_operations_in_the_background_are_bounded() -> None:
 
     async def start_until_refused(*, ends: bool) -> int:
         """Return how many operations are started before one is refused; they end soon, or do not."""
-        tasks = TaskSet()
-        runner = OperationRunner(MemoryStateStore(), tasks)
+        runner = OperationRunner(MemoryStateStore())
         is_over = asyncio.Event()
 
         async def wait() -> OperationReport:
@@ -187,9 +185,9 @@ async def test_operations_in_the_background_are_bounded() -> None:
                 started += 1
                 if ends and started % 100 == 0:
                     is_over.set()
-                    await asyncio.gather(*tasks)
+                    await asyncio.gather(*runner.tasks)
         is_over.set()
-        await asyncio.gather(*tasks)
+        await asyncio.gather(*runner.tasks)
         return started
 
     assert await start_until_refused(ends=False) in range(256, 513)
@@ -200,7 +198,7 @@ async def test_operations_in_the_background_are_bounded() -> None:
 async def test_operation_that_ends_without_the_state_is_recorded_later(
     tmp_path: Path, error: GatewayError | None
 ) -> None:
-    tasks, store = TaskSet(), open_state_store(f"file://{tmp_path}/state/state.json")
+    store = open_state_store(f"file://{tmp_path}/state/state.json")
     report, is_over = OperationReport("m", True, 2), asyncio.Event()
 
     async def load() -> OperationReport:
@@ -209,14 +207,15 @@ async def test_operation_that_ends_without_the_state_is_recorded_later(
             raise error
         return report
 
-    operation = await OperationRunner(store, tasks).start(report, load)
+    runner = OperationRunner(store)
+    operation = await runner.start(report, load)
     (tmp_path / "state").rename(tmp_path / "away")
     report.record("a:8000", Outcome("READY"))
     await wait_until_async(lambda: not store.is_available)  # progress was not recorded
     is_over.set()
-    await wait_until_async(lambda: len(tasks) == 1)
+    await wait_until_async(lambda: len(runner.tasks) == 1)
     (tmp_path / "away").rename(tmp_path / "state")
-    await asyncio.gather(*tasks)
+    await asyncio.gather(*runner.tasks)
     found = await store.read_operation(operation)
     assert found is not None
     assert found["operation"] == ("succeeded" if error is None else "failed")
@@ -225,8 +224,8 @@ async def test_operation_that_ends_without_the_state_is_recorded_later(
 
 
 async def test_operation_whose_gateway_ended_has_failed(tmp_path: Path) -> None:
-    tasks, store = TaskSet(), open_state_store(f"file://{tmp_path}/state.json")
-    runner, report = OperationRunner(store, tasks), OperationReport("m", True, 2)
+    store = open_state_store(f"file://{tmp_path}/state.json")
+    runner, report = OperationRunner(store), OperationReport("m", True, 2)
 
     async def wait() -> OperationReport:
         await asyncio.Event().wait()
@@ -236,9 +235,9 @@ async def test_operation_whose_gateway_ended_has_failed(tmp_path: Path) -> None:
     running = await runner.read(operation)
     assert running is not None
     assert running["operation"] == "running"
-    for task in tasks:
+    for task in runner.tasks:
         task.cancel()  # as at the end of a gateway
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*runner.tasks, return_exceptions=True)
     old = {**running, "updated_at": int(time.time() - MAX_HEARTBEAT_AGE_S) - 1}
     await store.record_operation(operation, old)
     lost = await runner.read(operation)

@@ -30,7 +30,7 @@ from gateway.fleet.signatures import SignatureCache
 from gateway.repository.collector import FleetCollector
 from gateway.repository.models_file import DeclaredModel, ModelsFile
 from gateway.repository.readiness import ReplicaStatus, evaluate_readiness
-from gateway.repository.repository import Repository
+from gateway.repository.repository import Repository, build_repository
 from gateway.repository.state.documents import MemoryStateStore
 from gateway.settings import Settings
 
@@ -71,7 +71,7 @@ def build_fleet() -> LargeFleet:
         replica.health = Health(is_down=False)
         replica.index = build_index(number)
     signatures = SignatureCache(Dispatcher(pool))
-    repository = Repository(
+    repository = build_repository(
         pool, signatures, MemoryStateStore(), models_file=ModelsFile(None), settings=settings
     )
     admission = AdmissionQueue(64, 32, 100, pool.metrics)
