@@ -111,7 +111,7 @@ class Services:
 
     def record_model(self, info: RequestInfo, model: str, version: str = "") -> None:
         """Set the labels of the request's metrics; only models that exist become label values."""
-        if self.pool.has_model(model, version):
+        if self.pool.is_listed(model, version):
             info.model = model
             info.version = version
 
@@ -132,7 +132,7 @@ class Services:
     async def activate_model(self, model: str, version: str, timeout_s: float) -> float:
         """Wait until an on-demand model can be used; return the remaining seconds."""
         activator = self.pool.activator
-        if activator is None or self.pool.can_serve(model, version):
+        if activator is None or self.pool.has_cached_candidates(model, version):
             return timeout_s
         if self.dispatcher.continues_sequences(model, version):
             # A step of a running sequence goes to its replica; for any other request the dispatcher waits.

@@ -228,13 +228,13 @@ class Dispatcher:
         activator = self._pool.activator
         model = target.model
         version = target.version
-        if activator is None or self._pool.is_usable(model):
+        if activator is None or self._pool.is_served(model):
             raise NoReplica
         if target.can_activate and activator.can_activate(model):
             return await activator.activate(model, timeout_s)
         if not self._pool.has_live_replica:
             raise NoReplica
-        known = self._pool.has_model(model)
+        known = self._pool.is_listed(model)
         raise ModelNotReady(model, version) if known else UnknownModel(model, version)
 
     def _plan_retry(
@@ -275,7 +275,7 @@ class Dispatcher:
             and isinstance(error, NOT_EXECUTED_ERRORS)
             and call.is_resendable
             and history.activations < MAX_ACTIVATIONS
-            and not self._pool.is_usable(target.model)
+            and not self._pool.is_served(target.model)
             and activator.can_activate(target.model)
         )
 
@@ -372,11 +372,11 @@ class Dispatcher:
             if isinstance(failure, DeadlinePassed) and not call.is_idempotent:
                 return with_cause(DeadlinePassed(target.timeout_s), failure)
             return failure
-        is_known = pool.has_model(model)
+        is_known = pool.is_listed(model)
         if (
             isinstance(failure, UnknownModel)
             and is_known
-            and (not pool.is_ready(model) or pool.has_model(model, version))
+            and (not pool.is_loaded(model) or pool.is_listed(model, version))
         ):
             return with_cause(ModelNotReady(model, version), failure)
         if (

@@ -63,7 +63,21 @@ class Activator(Protocol):
 
 
 class ReplicaPool:
-    """All replicas. As a context manager it discovers and probes them in the background."""
+    """All replicas. As a context manager it discovers and probes them in the background.
+
+    Of a replica:
+    `is_live`: it is not `DOWN`.
+    `is_responsive`: it is live and has answered a probe lately, so that an action on it may end.
+    `is_reachable`: it answers probes in time; one that is ejected does.
+    `accepts_requests`: it is reachable and not cordoned.
+
+    Of a model or its version:
+    `is_listed`: a replica has it in its repository, ready or not.
+    `is_loaded`: a replica has it ready.
+    `is_served`: a live replica has it ready for new requests.
+    `is_awaited`: it is not served, and requests wait until it is.
+    `has_cached_candidates`: candidates for it are known, which costs less than to find them.
+    """
 
     def __init__(
         self,
@@ -169,11 +183,9 @@ class ReplicaPool:
         return self.replica_state(replica) is not HealthState.DOWN
 
     def is_reachable(self, replica: Replica) -> bool:
-        """Return whether the replica answers probes in time; one that is ejected does."""
         return self.replica_state(replica) <= HealthState.EJECTED
 
     def is_responsive(self, replica: Replica) -> bool:
-        """Return whether the replica has answered a probe lately, so that an action on it may end."""
         is_missed = replica.health.missed_probes > 0
         is_late = is_missed and self._loop.time() - replica.answered_at > UNRESPONSIVE_AFTER_S
         return self.is_live(replica) and not is_late
@@ -188,8 +200,7 @@ class ReplicaPool:
                 wait_s = max(UNRESPONSIVE_AFTER_S - silent_s, 0.0) + EVENT_LOOP_RESOLUTION_S
             seen = await self.changes.wait(seen, wait_s)
 
-    def is_in_service(self, replica: Replica) -> bool:
-        """Return whether the replica is reachable and not cordoned."""
+    def accepts_requests(self, replica: Replica) -> bool:
         return replica.name not in self.cordoned and self.is_reachable(replica)
 
     def known_index(self, replica: Replica) -> Index:
@@ -200,9 +211,9 @@ class ReplicaPool:
     def ready_models(self) -> set[str]:
         return {name for each in self.replicas.values() for name in each.index.ready_models}
 
-    def list_usable_indexes(self) -> dict[str, Index]:
+    def list_serving_indexes(self) -> dict[str, Index]:
         """Return the indexes of the replicas that can serve requests, by address. Raises `NoReplica`."""
-        replicas = filter(self.is_in_service, self.replicas.values())
+        replicas = filter(self.accepts_requests, self.replicas.values())
         indexes = {replica.name: replica.index for replica in replicas}
         if not indexes:
             raise NoReplica
@@ -211,15 +222,14 @@ class ReplicaPool:
     def ejected_for_s(self, replica: Replica) -> float:
         return max(replica.health.ejected_until - self._loop.time(), 0.0)
 
-    def has_model(self, model: str, version: str = "") -> bool:
-        """Return whether the model is in the repository of any replica, ready or not."""
+    def is_listed(self, model: str, version: str = "") -> bool:
         return any(
             model in replica.index.models
             and (not version or version in replica.index.models[model])
             for replica in self.replicas.values()
         )
 
-    def is_ready(self, model: str, version: str = "") -> bool:
+    def is_loaded(self, model: str, version: str = "") -> bool:
         return any(replica.index.is_ready(model, version) for replica in self.replicas.values())
 
     def list_holders(self, model: str, version: str) -> list[Replica]:
@@ -267,7 +277,7 @@ class ReplicaPool:
         self, model: str, version: str = "", excluded: Replica | None = None
     ) -> Sequence[Replica]:
         """Return the replicas to read metadata from: cordoned ones if no other has the version ready."""
-        if self.cordoned and not self.is_usable(model, version):
+        if self.cordoned and not self.is_served(model, version):
             return self.get_sequence_candidates(model, version, excluded)
         return self.get_candidates(model, version, excluded)
 
@@ -311,20 +321,17 @@ class ReplicaPool:
         return tuple(replica for replica in usable if states[replica] <= worst)
 
     def is_awaited(self, model: str) -> bool:
-        """Return whether no replica can serve the model, and requests wait until one can."""
-        if self.activator is None or self.is_usable(model):
+        if self.activator is None or self.is_served(model):
             return False
         return self.activator.can_activate(model)
 
-    def is_usable(self, model: str, version: str = "") -> bool:
-        """Return whether a live replica has the version ready for new requests."""
+    def is_served(self, model: str, version: str = "") -> bool:
         return any(
             replica.name not in self.cordoned and model not in replica.draining_models
             for replica in self.list_holders(model, version)
         )
 
-    def can_serve(self, model: str, version: str) -> bool:
-        """Return whether candidates for the model are known. Costs less than to find them."""
+    def has_cached_candidates(self, model: str, version: str) -> bool:
         return bool(self._candidates.get((model, version)))
 
     def set_draining(self, replica: Replica, model: str, *, is_draining: bool) -> None:

@@ -142,7 +142,7 @@ class FleetStatistics:
         for failure in failures:
             if not isinstance(failure, UnknownModel):
                 return failure
-        if self._pool.has_model(target.model, target.version):
+        if self._pool.is_listed(target.model, target.version):
             return ModelNotReady(target.model, target.version)
         return failures[0]
 

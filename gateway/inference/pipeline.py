@@ -102,7 +102,7 @@ async def open_request(
     if deadline is None:
         deadline = Deadline.after(timeout_s)
     pool = services.pool
-    if pool.activator is not None and not pool.can_serve(target.model, target.version):
+    if pool.activator is not None and not pool.has_cached_candidates(target.model, target.version):
         await services.activate_model(target.model, target.version, deadline.remaining_s)
     signature = services.signatures.find_signature(target.model, target.version)
     if signature is None:

@@ -60,7 +60,7 @@ class FleetCollector(Collector):
             cordoned.add_metric([address], float(replica.name in self._pool.cordoned))
             failing.add_metric([address], len(self._pool.outliers.list_models(replica.name)))
             ready.update(dict.fromkeys(replica.index.models, 0))
-            if self._pool.is_in_service(replica):
+            if self._pool.accepts_requests(replica):
                 ready.update(replica.index.ready_models)
                 for name, numbers in replica.index.ready_versions_by_model.items():
                     versions.setdefault(name, set()).add(numbers)

@@ -134,7 +134,7 @@ class Maintenance:
 
     def _check_others(self, replica: Replica) -> None:
         others = (other for other in self.pool.replicas.values() if other is not replica)
-        if not any(map(self.pool.is_in_service, others)):
+        if not any(map(self.pool.accepts_requests, others)):
             raise Conflict(
                 f"replica {replica.name} is the last one that can serve requests; add or uncordon another "
                 "first"

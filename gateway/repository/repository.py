@@ -107,13 +107,13 @@ class Repository:
     async def read_indexes(self) -> dict[str, Index]:
         """Probe all replicas, and return the indexes of the usable ones by address. Raises `NoReplica`."""
         await self._pool.monitor.probe_all(MAX_INDEX_WAIT_S)
-        return self._pool.list_usable_indexes()
+        return self._pool.list_serving_indexes()
 
     async def _has_model(self, model: str) -> bool:
         """Return whether a usable replica has the model in its repository. Raises `NoReplica`."""
         for max_wait_s in (MAX_ACTION_DELAY_S, inf):
             await self._pool.monitor.probe_all(max_wait_s)
-            if model in model_names(self._pool.list_usable_indexes().values()):
+            if model in model_names(self._pool.list_serving_indexes().values()):
                 return True
         return False
 
@@ -175,7 +175,7 @@ class Repository:
         ]
 
     def is_wanted(self, model: str) -> bool:
-        return self.state.is_desired(model) or self._pool.is_ready(model)
+        return self.state.is_desired(model) or self._pool.is_loaded(model)
 
     async def start_operation(
         self,

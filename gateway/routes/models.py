@@ -176,7 +176,7 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
     )
     declared = repository.state.declared_models
     desired = repository.state.desired_models
-    indexes = services.pool.list_usable_indexes()
+    indexes = services.pool.list_serving_indexes()
     expected_names = {*declared, *desired}
     models = group_model_versions(merge_indexes(indexes), expected_names, caller)
     ready_models: set[str] = set().union(*(index.ready_models for index in indexes.values()))
@@ -247,7 +247,7 @@ async def describe_model(
     base_url = str(request.base_url).rstrip("/")
     description = {
         **build_model_description(
-            signature, is_ready=services.pool.is_ready(signature.model, signature.version)
+            signature, is_ready=services.pool.is_loaded(signature.model, signature.version)
         ),
         "curl": examples.format_curl_example(signature, base_url),
         "python": examples.format_python_example(signature, base_url),
@@ -283,7 +283,7 @@ async def get_signature(
     """Return the signature of a model. One that is loaded on demand is loaded if it never was before."""
     target = services.resolver.resolve(request.scope, Right.infer, model, version)
     activator = services.pool.activator
-    if activator is not None and not services.pool.is_usable(target.model):
+    if activator is not None and not services.pool.is_served(target.model):
         remembered = services.signatures.find_remembered_signature(target.model, target.version)
         if remembered is not None and activator.can_activate(target.model):
             return remembered

@@ -72,7 +72,7 @@ async def choose_example(services: Services, url: str) -> str:
 
 async def read_signatures(services: Services) -> list[Signature]:
     try:
-        indexes = services.pool.list_usable_indexes().values()
+        indexes = services.pool.list_serving_indexes().values()
         names = sorted({name for index in indexes for name in index.ready_models})
         names = names[:MAX_EXAMINED_MODELS]
         return [await services.signatures.get_signature(name) for name in names]

@@ -104,7 +104,7 @@ class ModelActivator:
         return (
             self._pool.has_live_replica
             and self.loader.models.is_on_demand(model)
-            and self._pool.has_model(model)
+            and self._pool.is_listed(model)
         )
 
     async def activate(self, model: str, timeout_s: float) -> float:
@@ -113,7 +113,7 @@ class ModelActivator:
         Raises `NoReplica`, `ModelNotReady`, `ModelLoading` or `NoRoom` after the timeout, `LoadFailed`, or
         `AdmissionQueueFull`.
         """
-        if self._pool.is_usable(model) or not self.can_activate(model):
+        if self._pool.is_served(model) or not self.can_activate(model):
             return timeout_s
         metrics = self.loader.metrics
         waiting = self.loader.usage.held_requests
@@ -226,7 +226,7 @@ class ModelActivator:
         current_request_info.set(None)  # the load serves all requests, not only the first
         load = self._loads[model]
         unreachable = 0
-        while not self._pool.is_usable(model) and load.waiters:
+        while not self._pool.is_served(model) and load.waiters:
             if not self.can_activate(model):
                 return None  # Triton's error tells why
             if not self._pool.has_live_replica:
@@ -310,7 +310,7 @@ class ModelActivator:
 
     def _choose_place(self, model: str, load: SharedLoad) -> Placement | NoPlacement | None:
         if (
-            self._pool.is_usable(model)
+            self._pool.is_served(model)
             or not self._is_loadable(model)
             or self.loader.is_loading(model)
             or not self.loader.list_candidates(model)
@@ -321,7 +321,7 @@ class ModelActivator:
     async def _load_once(self, model: str, replica: str, callers: Set[str]) -> bool:
         started_at = perf_counter()
         async with self._reconciler.lock_model(model):
-            if self._pool.is_usable(model) or not self._is_loadable(model):
+            if self._pool.is_served(model) or not self._is_loadable(model):
                 return True  # an administrator loaded or unloaded it
             try:
                 is_loaded = await self.loader.load(model, replica, callers)

@@ -167,7 +167,7 @@ class OnDemandLoader:
         """Unload victims until the model fits. Returns False if another replica is the better one now."""
         await self._pool.monitor.probe_all(MAX_PROBE_WAIT_S)
         await self.facts.update(checks_ensembles=True)
-        if self._pool.is_usable(model) and not is_copy:
+        if self._pool.is_served(model) and not is_copy:
             return False  # another gateway has loaded it
         placement = self.choose_placement(model, callers)
         if isinstance(placement, NoPlacement) or placement.replica != replica.name:
@@ -197,7 +197,7 @@ class OnDemandLoader:
         """Report used models to the other gateways, until cancelled; no slow action delays it."""
 
         async def report() -> None:
-            self.usage.drop_unknown_models(self._pool.has_model)
+            self.usage.drop_unknown_models(self._pool.is_listed)
             self.metrics.demand.set(self.usage.count_own_demand())
             if self.models.is_enabled or self.settings.scaler_port:
                 await self.exchange_usage()

@@ -79,7 +79,7 @@ class StatusDescriber(ModelDescriber):
     model_fields = STATUS_FIELDS
 
     def describe_model(self, services: Services, signature: Signature) -> Mapping[str, Any]:
-        entries = merge_indexes(services.pool.list_usable_indexes(), [signature.model])
+        entries = merge_indexes(services.pool.list_serving_indexes(), [signature.model])
         return {
             "model_version_status": build_version_status(
                 entry for entry in entries if signature.version in ("", entry.get("version", ""))

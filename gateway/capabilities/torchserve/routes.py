@@ -271,7 +271,7 @@ async def describe_registered_model(
     services: ServicesForFleet, model: str, model_version: str = ""
 ) -> list[dict[str, Any]]:
     """Return the default version, another one, or `all`; each replica is a worker."""
-    indexes = services.pool.list_usable_indexes()
+    indexes = services.pool.list_serving_indexes()
     numbers = list_versions(indexes.values(), model)[::-1]
     if model_version != ALL_VERSIONS:
         defaults = services.resolver.policy.find_default_versions(model) or numbers
@@ -353,7 +353,7 @@ async def unregister_model(
 ) -> Response:
     """Unload a model from every replica; its files stay. Triton unloads all versions at the same time."""
     if model_version:
-        check_only_version(services.pool.list_usable_indexes(), model, model_version)
+        check_only_version(services.pool.list_serving_indexes(), model, model_version)
     services.record_model(request.scope["request_info"], model)
     await services.repository.unload(model, {}, get_caller(request).can_see)
     return build_status(f'Model "{model}" unregistered')

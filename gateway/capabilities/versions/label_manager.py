@@ -84,7 +84,7 @@ class LabelManager(VersionPolicy):
         return None if label is None else LabelChoice(label, scope, self._shadows)
 
     def explain_unknown(self, model: str, version: str) -> UnknownLabel | None:
-        if not (is_label_name(version) and self._pool.has_model(model)):
+        if not (is_label_name(version) and self._pool.is_listed(model)):
             return None
         return UnknownLabel(model, version, self._router.labels.get(model, ()))
 
@@ -148,7 +148,7 @@ class LabelManager(VersionPolicy):
         return labels[name]
 
     def _check_model(self, model: str) -> None:
-        if not self._pool.has_model(model):
+        if not self._pool.is_listed(model):
             raise UnknownModel(model)
 
     def _check_not_declared(self, model: str, name: str) -> None:
@@ -183,7 +183,7 @@ class LabelManager(VersionPolicy):
             "label": name,
             **label.to_dict(),
             **({"declared": True} if self._router.is_declared(model, name) else {}),
-            "ready": {each: self._pool.is_usable(model, each) for each in label.versions},
+            "ready": {each: self._pool.is_served(model, each) for each in label.versions},
             "model_version_status": build_version_status(
                 {"version": each, **self._find_best_state(model, each).to_dict()}
                 for each in label.shares

@@ -175,7 +175,7 @@ class ActiveLabel:
         if not self._pool.has_live_replica or self._pool.is_awaited(self.model):
             return self.value.shares
         # Cordoned replicas still serve the running sequences of a version.
-        return self._find_shares(self._pool.is_usable) or self._find_shares(self._pool.list_holders)
+        return self._find_shares(self._pool.is_served) or self._find_shares(self._pool.list_holders)
 
     def _find_shares(self, find: Callable[[str, str], object]) -> Mapping[str, int]:
         shares = self.value.shares

@@ -332,7 +332,7 @@ async def test_replica_with_a_slow_index_is_up_unless_its_index_is_invalid() -> 
         fake.index_s = 1.2 * PROBE_TIMEOUT_S
         async with over([fake]) as pool:
             replica = replica_of(pool, fake)
-            is_up = functools.partial(pool.is_ready, "a")
+            is_up = functools.partial(pool.is_loaded, "a")
             await wait_until_async(is_up)
             read = fake.requests["index"]
             for _ in range(30):
@@ -363,7 +363,7 @@ async def test_replica_with_a_slow_index_is_up_unless_its_index_is_invalid() -> 
             fake.index_s = 0.0
             fake.models["b"] = True
             await pool.monitor.probe(replica)  # as after a load
-            assert pool.is_ready("b")
+            assert pool.is_loaded("b")
             await fake.stop()
             await wait_until_async(lambda: states(pool) == {HealthState.DOWN: 1})
 
@@ -383,7 +383,7 @@ async def test_concurrent_calls_for_the_index_share_their_probes() -> None:
         await asyncio.gather(first, *others)
         assert fakes[0].requests["index"] - before <= 3
         assert all(replica.index.models for replica in pool.replicas.values())
-        assert pool.has_model("new")  # as after any of the calls
+        assert pool.is_listed("new")  # as after any of the calls
 
 
 def test_plan_of_a_replica_costs_the_same_per_model() -> None:

@@ -113,7 +113,7 @@ def place_model(fleet: LargeFleet) -> None:
 
 
 def merge_one_model(fleet: LargeFleet) -> None:
-    assert len(merge_indexes(fleet.pool.list_usable_indexes(), ["m0"])) == 1
+    assert len(merge_indexes(fleet.pool.list_serving_indexes(), ["m0"])) == 1
 
 
 def check_declared_models(fleet: LargeFleet) -> None:
