@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -117,10 +117,6 @@ def find_allowed_methods(request: Request) -> set[str]:
     return methods | {"HEAD"} if "GET" in methods else methods  # the middleware serves HEAD as GET
 
 
-class BytesCounter(Protocol):
-    bytes_out: int
-
-
 def build_own_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     """Return the headers of every response that the gateway builds."""
     return [(b"x-request-id", scope["request_id"].encode()), NOSNIFF_HEADER]
@@ -128,25 +124,23 @@ def build_own_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
 
 async def send_response(response: Response, scope: Scope, receive: Receive, send: Send) -> int:
     """Send a response with the headers that each has, and count its bytes. Returns the status."""
-    info: BytesCounter = scope["request_info"]
-    response.raw_headers += build_own_headers(scope)
+    status = response.status_code
+    headers = response.raw_headers
+    headers.extend(build_own_headers(scope))
     if isinstance(response, StreamingResponse):
-        await response(scope, receive, count_sent_bytes(send, info))
-        return response.status_code
-    info.bytes_out = len(response.body)
-    start = {
-        "type": "http.response.start",
-        "status": response.status_code,
-        "headers": response.raw_headers,
-    }
-    await send(start)
+        await response(scope, receive, count_sent_bytes(send, scope))
+        return status
+    scope["request_info"].bytes_out = len(response.body)
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": response.body})
-    return response.status_code
+    return status
 
 
-def count_sent_bytes(send: Send, counter: BytesCounter) -> Send:
+def count_sent_bytes(send: Send, scope: Scope) -> Send:
+    info = scope["request_info"]
+
     async def send_counted(message: Message) -> None:
-        counter.bytes_out += len(message.get("body", b""))
+        info.bytes_out += len(message.get("body", b""))
         await send(message)
 
     return send_counted

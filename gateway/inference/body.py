@@ -307,10 +307,8 @@ class PayloadConverter:
             return DecodedBody(received.options, convert_payload(inspected, self._signature))
         convert = partial(convert_payload, inspected, self._signature)
         if cost > MAX_THREAD_PIXELS:
-            inputs = await self._run_in_process(cost, convert)
-        else:
-            inputs = await self.run_in_thread(convert, cost)
-        return DecodedBody(received.options, inputs)
+            return DecodedBody(received.options, await self._run_in_process(cost, convert))
+        return DecodedBody(received.options, await self.run_in_thread(convert, cost))
 
     async def convert_all(self, payloads: Sequence[Payload]) -> list[InferInputs]:
         """Convert payloads of separate inferences; let the event loop run between them."""

@@ -17,10 +17,9 @@ from gateway.fleet.replica import Replica
 from gateway.repository.shared_state import SharedState
 from gateway.tasks import repeat
 
-DRAIN_POLL_S: Final = 0.1
+DRAIN_POLL_S: Final = 0.1  # an event would cost something for each request that ends
 REPORT_INTERVAL_S: Final = 0.5
 LEASE_NAME: Final = "cordons"
-LEASE_POLL_S: Final = 0.05
 # Until every gateway has read the cordon (once a second) and reported the work that it still has.
 NOTICE_S: Final = 2.5
 
@@ -119,14 +118,10 @@ class Maintenance:
     @asynccontextmanager
     async def _lock_cordons(self) -> AsyncIterator[None]:
         """Hold the cordon lease of all gateways, and load the current cordons first."""
-        while True:
-            async with self.state.lease(LEASE_NAME) as is_granted:
-                if is_granted:
-                    await self.state.refresh()
-                    self.pool.set_cordoned(self.state.cordoned)
-                    yield
-                    return
-            await asyncio.sleep(LEASE_POLL_S)
+        async with self.state.wait_for_lease(LEASE_NAME):
+            await self.state.refresh()
+            self.pool.set_cordoned(self.state.cordoned)
+            yield
 
     async def _set_cordon(self, name: str, *, is_cordoned: bool) -> None:
         await self.state.set_cordon(name, is_cordoned=is_cordoned)

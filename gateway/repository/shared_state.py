@@ -219,6 +219,16 @@ class SharedState:
                 with suppress(StateUnavailable):
                     await self._breaker.run(lambda: self.store.release_lease(name))
 
+    @asynccontextmanager
+    async def wait_for_lease(self, name: str) -> AsyncIterator[None]:
+        """Wait until no other gateway has the lease, and keep it in the block."""
+        while True:
+            async with self.lease(name) as is_granted:
+                if is_granted:
+                    yield
+                    return
+            await asyncio.sleep(LEASE_POLL_S)  # a store tells nobody that a lease has ended
+
     def has_lease(self, name: str) -> bool:
         """Return whether a task of this gateway has the lease, or asks for it."""
         lock = self._lease_locks.get(name)
@@ -231,17 +241,10 @@ class SharedState:
         Raises `ChangeInProgress` after some seconds.
         """
         async with AsyncExitStack() as stack:
-            is_granted = False
-            with anyio.move_on_after(MAX_CHANGE_WAIT_S):
-                while not is_granted:
-                    async with AsyncExitStack() as attempt:
-                        is_granted = await attempt.enter_async_context(self.lease(f"model:{model}"))
-                        if is_granted:
-                            stack.push_async_exit(attempt.pop_all())
-                    if not is_granted:
-                        await asyncio.sleep(LEASE_POLL_S)
+            with anyio.move_on_after(MAX_CHANGE_WAIT_S) as wait:
+                await stack.enter_async_context(self.wait_for_lease(f"model:{model}"))
             await self.refresh()
-            if not is_granted:
+            if wait.cancelled_caught:
                 raise ChangeInProgress(model, self.describe_change(model))
             yield
 
@@ -352,9 +355,8 @@ class StartedLoads:
         self.by_replica[replica] = await self._state.begin_load(replica.name, self._model)
 
     async def end(self, replica: Replica, result: str | None) -> None:
-        """End the load, unless it has ended already."""
         started_load = self.by_replica.pop(replica, None)
-        if started_load is not None:
+        if started_load is not None:  # otherwise it has ended already
             load = started_load.confirmed_load if result is None else result
             await self._state.end_load(replica.name, self._model, started_load, load)
 

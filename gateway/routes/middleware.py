@@ -174,7 +174,6 @@ class GatewayMiddleware:
                 scope[ERROR_SERIALIZER] = serialize
 
     def _find_output_headers(self, scope: Scope) -> Headers:
-        """Return the headers of a response that can be a model's output."""
         return [SANDBOX_HEADER] if scope["path"].startswith(self.paths.output_prefixes) else []
 
     async def _send_refusal(
