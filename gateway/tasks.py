@@ -81,9 +81,6 @@ class TaskTimeout:
         self._loop = loop
         self._timeout_s = timeout_s
         self._has_expired = False
-        self._task: asyncio.Task[Any]
-        self._expiry: asyncio.TimerHandle
-        self._earlier_cancellations = 0
 
     def __enter__(self) -> None:
         self._task = cast("asyncio.Task[Any]", asyncio.current_task(self._loop))

@@ -123,7 +123,7 @@ class ModelLoader:
         self._pool = pool
         self._signatures = signatures
         self._state = state
-        self._load_timeout_s = load_timeout_s
+        self.load_timeout_s = load_timeout_s
         # By model: the last load that failed.
         self._load_errors: dict[str, LoadError] = {}
         # Replicas whose model control mode allows neither loads nor unloads.
@@ -242,14 +242,14 @@ class ModelLoader:
     async def _wait_for_load(self, replica: Replica, action: ModelAction) -> None:
         """Wait until the model is not being loaded: some Tritons do not survive an unload during a load."""
         model = action.model
-        with anyio.move_on_after(self._load_timeout_s):
+        with anyio.move_on_after(self.load_timeout_s):
             while True:
                 await self._state.refresh_loads()
                 if not self.is_loading(replica, model):
                     return
                 await asyncio.sleep(ACTION_POLL_S)
                 await self._pool.monitor.probe(replica)
-        raise LoadTimedOut(action, self._load_timeout_s)
+        raise LoadTimedOut(action, self.load_timeout_s)
 
     async def _send_action(self, replica: Replica, action: ModelAction) -> None:
         grpc_target = replica.address.grpc_target
@@ -258,12 +258,12 @@ class ModelLoader:
             await call_management_api(
                 grpc_target,
                 build(action.model, action.parameters),
-                self._load_timeout_s,
+                self.load_timeout_s,
                 tls=replica.grpc_tls,
                 metadata=replica.management_metadata,
             )
         except DeadlinePassed as exc:
-            raise LoadTimedOut(action, self._load_timeout_s) from exc
+            raise LoadTimedOut(action, self.load_timeout_s) from exc
         except GrpcUnreachable as exc:
             await self._pool.monitor.probe(replica)
             if self._pool.replica_state(replica) is not HealthState.UP:
@@ -283,7 +283,7 @@ class ModelLoader:
             f"/v2/repository/models/{model}/{action.verb}".encode(),
             headers=replica.management_headers,
             body=orjson.dumps({"parameters": dict(action.parameters)}),
-            timeout_s=self._load_timeout_s,
+            timeout_s=self.load_timeout_s,
             fresh=True,
             max_bytes=MAX_METADATA_BYTES,
         )
@@ -293,11 +293,11 @@ class ModelLoader:
     async def _wait_for_index(self, replica: Replica, action: ModelAction) -> None:
         """Probe until the index confirms the action: Triton responds before it is done."""
         progress = ActionProgress(action, perf_counter())
-        with anyio.move_on_after(self._load_timeout_s):
+        with anyio.move_on_after(self.load_timeout_s):
             while True:
                 await self._pool.monitor.probe(replica)
                 is_up = self._pool.replica_state(replica) is HealthState.UP
                 if progress.observe(replica.index, is_current=is_up):
                     return
                 await asyncio.sleep(max(ACTION_POLL_S, replica.index_schedule.duration_s))
-        raise LoadTimedOut(action, self._load_timeout_s)
+        raise LoadTimedOut(action, self.load_timeout_s)

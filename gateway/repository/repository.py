@@ -73,7 +73,6 @@ class Repository:
         readiness: ReadinessMonitor,
         reconciler: Reconciler,
         operations: OperationRunner,
-        max_load_wait_s: float,
     ) -> None:
         self._pool = pool
         self._signatures = signatures
@@ -82,7 +81,6 @@ class Repository:
         self.readiness = readiness
         self.reconciler = reconciler
         self.operations = operations
-        self._max_load_wait_s = max_load_wait_s
 
     async def __aenter__(self) -> Repository:
         await self.state.refresh()
@@ -151,9 +149,10 @@ class Repository:
 
         A Triton whose files are moved during a load may never end it. Raises `ChangeInProgress`.
         """
+        max_wait_s = min(MAX_LOAD_WAIT_S, self.loader.load_timeout_s)
         loading: list[str] = []
         async with AsyncExitStack() as stack:
-            with anyio.move_on_after(self._max_load_wait_s) as wait:
+            with anyio.move_on_after(max_wait_s) as wait:
                 await stack.enter_async_context(self._lock_model(model))
                 while loading := await self._find_loading_replicas(model):  # noqa: ASYNC110 - they tell the end
                     await asyncio.sleep(ACTION_POLL_S)
@@ -359,7 +358,6 @@ def build_repository(
         readiness=readiness,
         reconciler=Reconciler(pool, state, loader, readiness=readiness),
         operations=OperationRunner(store),
-        max_load_wait_s=min(MAX_LOAD_WAIT_S, settings.load_timeout_s),
     )
 
 

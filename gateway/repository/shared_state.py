@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from time import monotonic
 from typing import Any, Final, Generic, TypeVar
@@ -332,7 +332,7 @@ class SharedState:
             self.loads = without_replica(self.loads, replica)
 
 
-class StartedLoads:
+class StartedLoads(AbstractAsyncContextManager["StartedLoads"]):
     """The loads of a model in progress, by replica. An error in the `async with` block ends the rest.
 
     A result is a load, or None for the one that the replica had confirmed before.
@@ -343,9 +343,6 @@ class StartedLoads:
         self._model = model
         self._result_of_error = result_of_error
         self.by_replica: dict[Replica, StartedLoad] = {}
-
-    async def __aenter__(self) -> StartedLoads:
-        return self
 
     async def __aexit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         if exc_type is not None:
