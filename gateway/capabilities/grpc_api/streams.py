@@ -7,10 +7,12 @@ those of decoupled models as they arrive. The steps of a sequence run one after 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
+from weakref import WeakValueDictionary
 
 import grpc
 from tritonclient.grpc import service_pb2
@@ -32,41 +34,80 @@ from gateway.capabilities.grpc_api.inference import build_upstream_target, check
 from gateway.capabilities.grpc_api.receive import StreamReader
 from gateway.capacity.admission import Slot
 from gateway.errors import GatewayError, Unauthenticated
-from gateway.fleet.sequences import SequenceKey
 from gateway.fleet.transports import GrpcStreamCall
 from gateway.memory import MemoryBudgetExceeded
 from gateway.repository.resolver import NO_MODEL, ModelTarget
-from gateway.tasks import cancel_tasks
+from gateway.tasks import TaskSet, cancel_tasks
 from gateway.telemetry.request_info import current_request_info
-from gateway.triton.grpc.byte_channel import FINAL_RESPONSE, STREAM_METHOD, map_stream_error
+from gateway.triton.grpc.byte_channel import (
+    FINAL_RESPONSE,
+    STREAM_METHOD,
+    ByteStream,
+    map_stream_error,
+)
 
 # A stream with this many requests in progress is not read.
 MAX_STREAM_REQUESTS: Final = 64
 # After a request that was refused for memory, the next one is read when there is room, or at last then.
 MAX_MEMORY_WAIT_S: Final = 30.0
 
+# What is known of a message that cannot be read.
 NO_HEAD: Final = InferHead("", "", "", None, ())
 
 
-@dataclass
-class StreamRequest:
-    """One request of a stream, and what it waits for."""
+class Turn:
+    """The place of a request in an order: after another one, or at once. Whoever takes it must end it."""
 
-    call: IncomingCall
-    message: bytes
-    is_done: asyncio.Event  # ends the wait of the next step, and of the next response
-    head: InferHead = NO_HEAD
-    target: ModelTarget = NO_MODEL
-    failure: GatewayError | None = None  # found before it was sent
-    sequence: SequenceKey | None = None
-    previous_step: asyncio.Event | None = (
-        None  # set when the step of its sequence before it is done
-    )
-    previous_response: asyncio.Event | None = None  # set when the response before it is written
+    def __init__(self, previous: Turn | None = None) -> None:
+        self._previous = previous
+        self._end = asyncio.Event()
 
     @property
-    def waits_for_order(self) -> bool:
-        return self.previous_response is not None and not self.previous_response.is_set()
+    def is_waiting(self) -> bool:
+        return self._previous is not None and not self._previous._end.is_set()
+
+    async def wait(self) -> None:
+        """Wait until the turn before this one has ended."""
+        if self._previous is not None:
+            await self._previous._end.wait()
+            self._previous = None
+
+    def end(self) -> None:
+        self._end.set()
+
+
+NO_ORDER: Final = Turn()
+
+
+class TurnOrder:
+    """Gives turns, which come one after the other for each key."""
+
+    def __init__(self) -> None:
+        # The last turn of each key, for as long as a request has it or waits for it.
+        self._last: WeakValueDictionary[Hashable, Turn] = WeakValueDictionary()
+
+    def take(self, key: Hashable = None) -> Turn:
+        turn = Turn(self._last.get(key))
+        self._last[key] = turn
+        return turn
+
+
+@dataclass(frozen=True)
+class StreamRequest:
+    """A request of a stream, without its message: that is large, and the request lasts longer."""
+
+    call: IncomingCall
+    head: InferHead
+    target: ModelTarget
+    step: Turn  # among the steps of its sequence
+    response: Turn  # among the responses of models with one response per request
+
+
+@dataclass(frozen=True)
+class RejectedRequest(StreamRequest):
+    """A request that is not sent; its head and target are what was known when it was refused."""
+
+    error: GatewayError
 
 
 class InferStream:
@@ -79,14 +120,14 @@ class InferStream:
         self._max_requests = opening.environment.max_requests
         self._window = asyncio.Semaphore(MAX_STREAM_REQUESTS)
         self._write_lock = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         slots = opening.environment.receive_slots
         self._metadata = opening.select_metadata()
         self._reader = StreamReader(
             opening.context, slots, opening.slot_owner, self._tasks, self._fail
         )
-        self._last_response: asyncio.Event | None = None
-        self._last_steps: dict[SequenceKey, asyncio.Event] = {}
+        self._responses = TurnOrder()
+        self._steps = TurnOrder()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
@@ -149,60 +190,62 @@ class InferStream:
         Raises `Unauthenticated` for a revoked key.
         """
         call = self._start_request()
-        request = StreamRequest(call, message, asyncio.Event())
-        is_ordered = True
         try:
-            await call.identify_caller()
-            call.count_message(message, min_charged_bytes=0)
-            is_ordered = await self._prepare(request)
-        except GatewayError as exc:
-            if isinstance(exc, Unauthenticated):
-                call.fail(exc)
-                call.end()
-                raise
-            # Its traceback would keep the message for as long as the request.
-            request.failure = exc.with_traceback(None)
-            request.message = b""
+            request = await self._check(call, message)
         except BaseException:
             call.end()
             raise
-        if is_ordered:
-            request.previous_response = self._last_response
-            self._last_response = request.is_done
-        task = asyncio.create_task(self._answer(request))
-        self._tasks.add(task)
+        if isinstance(request, RejectedRequest):
+            error = request.error
+            task = self._tasks.start(self._reject(request))
+        else:
+            error = None
+            message = change_version(message, request.head.version, request.target.version)
+            task = self._tasks.start(self._answer(request, message))
         task.add_done_callback(partial(self._finish, request))
-        return request.failure
+        return error
 
-    async def _prepare(self, request: StreamRequest) -> bool:
-        """Check a request; return whether its response comes in the order of the requests."""
-        request.head = head = read_infer_request(request.message)
-        target = request.call.resolve(Right.infer, head.model, head.version)
-        request.target = target = target.with_sequence(head.step)
-        request.message = change_version(request.message, head.version, target.version)
-        if head.step is not None:
-            request.sequence = key = (target.model, head.step.sequence_id)
-            request.previous_step = self._last_steps.get(key)
-            self._last_steps[key] = request.is_done
+    async def _check(self, call: IncomingCall, message: bytes) -> StreamRequest:
+        """Return a request that can be sent, or a `RejectedRequest`, with its turns."""
+        head = NO_HEAD
+        target = NO_MODEL
+        step = NO_ORDER
+        try:
+            await call.identify_caller()
+            call.count_message(message, min_charged_bytes=0)
+            head = read_infer_request(message)
+            target = call.resolve(Right.infer, head.model, head.version).with_sequence(head.step)
+            if head.step is not None:
+                step = self._steps.take((target.model, head.step.sequence_id))
+            is_decoupled = await self._check_model(call, head, target)
+        except Unauthenticated as exc:
+            call.fail(exc)
+            raise
+        except GatewayError as exc:
+            # Its traceback would keep the message for as long as the request.
+            error = exc.with_traceback(None)
+            return RejectedRequest(call, head, target, step, self._responses.take(), error)
+        response = NO_ORDER if is_decoupled else self._responses.take()
+        return StreamRequest(call, head, target, step, response)
+
+    async def _check_model(self, call: IncomingCall, head: InferHead, target: ModelTarget) -> bool:
+        """Check that the model can serve a request; return whether it is decoupled."""
         model = target.model
         version = target.version
-        await self._services.activate_model(model, version, request.call.find_timeout_s())
+        await self._services.activate_model(model, version, call.find_timeout_s())
         signatures = self._services.signatures
         signature = signatures.find_signature(model, version)
         signature = signature or await signatures.get_signature(model, version)
         await check_classification(self._services, target, head)
-        return not signature.is_decoupled
+        return signature.is_decoupled
 
     def _finish(self, request: StreamRequest, task: asyncio.Task[None]) -> None:
-        request.is_done.set()
-        if self._last_response is request.is_done:
-            self._last_response = None
-        if request.sequence and self._last_steps.get(request.sequence) is request.is_done:
-            del self._last_steps[request.sequence]
+        """Give back what a request has, also if it was cancelled before it began."""
+        request.step.end()
+        request.response.end()
         target = request.target
         self._services.record_model(request.call.info, target.model, target.served_version)
         request.call.end()
-        self._tasks.discard(task)
         self._window.release()
         if not task.cancelled() and (failure := task.exception()) is not None:
             self._fail(failure)
@@ -217,51 +260,56 @@ class InferStream:
                 failure = failure.with_traceback(None)
             self._failure.set_exception(failure)
 
-    async def _answer(self, request: StreamRequest) -> None:
-        """Send the request to Triton and relay its responses; errors become messages of the stream."""
+    async def _reject(self, request: RejectedRequest) -> None:
+        current_request_info.set(request.call.info)
+        # The next step begins when this one is done, and may not overtake those before.
+        await request.step.wait()
+        await self._write_error(request, request.error)
+
+    async def _answer(self, request: StreamRequest, message: bytes) -> None:
+        """Send a request to Triton and relay its responses; errors become messages of the stream."""
         call = request.call
-        target = request.target
         current_request_info.set(call.info)
         try:
-            # Also before an error: the next step may begin when this one is done.
-            if request.previous_step is not None:
-                await request.previous_step.wait()
-            if request.failure is not None:
-                raise request.failure
-            with Slot(self._services.admission, target.model, call.info.caller_name) as slot:
+            await request.step.wait()
+            with Slot(
+                self._services.admission, request.target.model, call.info.caller_name
+            ) as slot:
                 timeout_s = await slot.acquire(call.find_timeout_s())
-                await self._relay(request, timeout_s, slot)
+                stream = await self._send(request, message, timeout_s)
+                del message
+                with closing(stream):
+                    await self._relay(request, stream, timeout_s, slot)
         except ResponseNotRead:
             raise
         except GatewayError as exc:
             await self._write_error(request, exc)
 
-    async def _relay(self, request: StreamRequest, timeout_s: float, slot: Slot) -> None:
+    async def _send(self, request: StreamRequest, message: bytes, timeout_s: float) -> ByteStream:
+        upstream = build_upstream_target(request.call, request.target, request.head)
+        stream_call = GrpcStreamCall(upstream, STREAM_METHOD, message, self._metadata)
+        return await self._services.dispatcher.send(stream_call, timeout_s)
+
+    async def _relay(
+        self, request: StreamRequest, stream: ByteStream, timeout_s: float, slot: Slot
+    ) -> None:
         call = request.call
-        upstream = build_upstream_target(call, request.target, request.head)
-        stream_call = GrpcStreamCall(upstream, STREAM_METHOD, request.message, self._metadata)
-        stream = await self._services.dispatcher.send(stream_call, timeout_s)
-        request.message = b""
-        del stream_call  # it has the message, which can be large
-        try:
-            message = await stream.read_message(timeout_s)
-            if message is not None and request.waits_for_order:
-                # The model has answered, and is not to wait for that of another request.
-                slot.release()
-            error = stream.first_error
-            while message is not None:
-                if error is not None:
-                    message = set_error_text(message, call.fail(error).detail)
-                call.charge_response(message)
-                await self._write(request, message)
-                if error is None:
-                    call.succeed(message)
-                message = await stream.read_message(call.info.timeout_s)
-                error = None if message is None else map_stream_error(message, stream.target)
-            if not call.info.bytes_out:
-                call.succeed(b"")  # a decoupled model may send no response
-        finally:
-            stream.close()
+        message = await stream.read_message(timeout_s)
+        if message is not None and request.response.is_waiting:
+            # The model has answered, and is not to wait for that of another request.
+            slot.release()
+        error = stream.first_error
+        while message is not None:
+            if error is not None:
+                message = set_error_text(message, call.fail(error).detail)
+            call.charge_response(message)
+            await self._write(request, message)
+            if error is None:
+                call.succeed(message)
+            message = await stream.read_message(call.info.timeout_s)
+            error = None if message is None else map_stream_error(message, stream.target)
+        if not call.info.bytes_out:
+            call.succeed(b"")  # a decoupled model may send no response
 
     async def _write_error(self, request: StreamRequest, exc: GatewayError) -> None:
         status = request.call.fail(exc)
@@ -276,9 +324,7 @@ class InferStream:
 
     async def _write(self, request: StreamRequest, response: bytes) -> None:
         """Write a response. Raises `ResponseNotRead` if the client does not read."""
-        if request.previous_response is not None:
-            await request.previous_response.wait()
-            request.previous_response = None
+        await request.response.wait()
         async with self._write_lock:
             await request.call.write(response)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -26,9 +27,17 @@ from tests.capabilities.grpc_api.support.grpc_gateway import (
     make_input,
 )
 from tests.support.metrics import metric
-from tests.support.model_zoo.zoo import AS_WRITTEN, COUNTING, SHARED, write_repository
+from tests.support.model_zoo.zoo import AS_WRITTEN, COUNTING, SHARED, TICKING, T, write_repository
 from tests.support.servers import triton_with
 from tests.support.wait import TIMEOUT_S, wait_until
+
+# Its second output has no fixed shape, and so no classes.
+TICKING_SEQUENCE = replace(
+    TICKING,
+    name="ticking_sequence",
+    outputs=(T("NUMBER", "INT32", (1,)), T("MADE", "FP64", (-1,))),
+    extra=COUNTING.extra,
+)
 
 Outcome = tuple[triton_grpc.InferResult | None, InferenceServerException | None]
 
@@ -36,7 +45,7 @@ Outcome = tuple[triton_grpc.InferResult | None, InferenceServerException | None]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("streams")
-    write_repository(folder, AS_WRITTEN, (*SHARED, COUNTING))
+    write_repository(folder, AS_WRITTEN, (*SHARED, COUNTING, TICKING_SEQUENCE))
     return folder
 
 
@@ -44,8 +53,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def triton(folder: Path) -> Iterator[EmbeddedTriton]:
     with triton_with(
         (folder,),
-        ("plain_FP32", "ticking", "counting", "failing", "refusing", "sleeping", "cancellable"),
-    ) as triton:
+        (
+            "plain_FP32", "ticking", "counting", "failing", "refusing", "sleeping", "cancellable",
+            TICKING_SEQUENCE.name,
+        ),
+    ) as triton:  # fmt: skip
         yield triton
 
 
@@ -326,6 +338,24 @@ def test_step_of_an_unknown_sequence_is_refused(served: GrpcGateway) -> None:
         stream.send("counting", int32(1), sequence_id=4711)
         with pytest.raises(InferenceServerException, match=r"sequence 4711 .* is not running"):
             stream.receive()
+
+
+def test_step_after_a_refused_one_waits_for_the_step_before_that(served: GrpcGateway) -> None:
+    """The model is decoupled: otherwise the responses keep the order as well."""
+
+    def send(count: int, **options: Any) -> None:
+        stream.send(TICKING_SEQUENCE.name, *ticks(count, 0.01), sequence_id=1, **options)
+
+    classified = triton_grpc.InferRequestedOutput("MADE", class_count=1)
+    with open_stream(served.address) as stream:
+        send(5000, sequence_start=True)
+        assert stream.receive().as_numpy("NUMBER") == 0
+        send(1, outputs=[classified])
+        send(1)
+        # The stream itself is one of them.
+        wait_until(lambda: metric(served.http, 'gateway_requests_in_flight{route="grpc"}') == 4)
+        (replica,) = served.http.get("/v1/replicas").json()["replicas"]
+        assert replica["outstanding"] == 1
 
 
 ENDLESS = fp32(600, name="SECONDS", shape=(1, 1))
