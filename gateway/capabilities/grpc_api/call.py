@@ -14,7 +14,7 @@ import grpc
 from gateway.access.auth import UNAUTHENTICATED, authorize, authorize_all_models, name_caller
 from gateway.access.peers import ClientCounts, client_network
 from gateway.callers import Right
-from gateway.capabilities.grpc_api.receive import MessageReader, ReceiveSlots, operations
+from gateway.capabilities.grpc_api.receive import MessageReader, ReceiveSlots, grpc_operations
 from gateway.capabilities.grpc_api.status import CallStatus, describe_failure
 from gateway.errors import (
     Forbidden,
@@ -290,7 +290,7 @@ class IncomingCall:
                 await self._write_large(response, timeout_s)
             else:
                 with anyio.fail_after(timeout_s):
-                    await follow(operations.start(self.context.write(response)))
+                    await follow(grpc_operations.start(self.context.write(response)))
             return
         except TimeoutError:
             pass

@@ -117,13 +117,17 @@ class SlowTimer:
         self._handle.cancel()
 
 
-# grpc.aio frees a message where the coroutine that reads or writes it ends: cancelled, it would leak the
-# whole message (https://github.com/grpc/grpc/issues/43360). So it goes on until it or its call ends.
-operations: Final = TaskSet()
+# Reads and writes of messages. grpc.aio frees a message where the coroutine that reads or writes it ends:
+# cancelled, it would leak the whole message (https://github.com/grpc/grpc/issues/43360). So nobody cancels
+# one: whoever waits for it follows it, and it ends by itself or with its call.
+grpc_operations: Final = TaskSet()
 
 
 class MessageReader:
-    """Receives one message, and ends the waiting for what takes too long."""
+    """Receives one message, and ends the waiting for what takes too long.
+
+    The message has a slot from when it is slow until it has arrived, or the slot is needed by another.
+    """
 
     can_end = True
 
@@ -131,7 +135,7 @@ class MessageReader:
         self.caller = caller
         self._slots = slots
         self._timeout_s = timeout_s
-        self._reading = operations.start(context.read())
+        self._reading = grpc_operations.start(context.read())
         self._message = follow(self._reading)
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -170,7 +174,8 @@ class StreamReader:
     """Receives the messages of one stream.
 
     A stream may wait for its next message as long as nobody else needs its slot. While its requests are in
-    progress, it reads ahead only if a slot is free, because it could not be ended then.
+    progress, it reads ahead only if a slot is free, because it could not be ended then. The requests are
+    the stream's, which starts and ends them; here they are only waited for. `end` ends the stream.
     """
 
     def __init__(
@@ -178,29 +183,29 @@ class StreamReader:
         context: Any,
         slots: ReceiveSlots,
         caller: str,
-        tasks: Collection[asyncio.Task[None]],
+        requests_in_progress: Collection[asyncio.Task[None]],
         end: Callable[[BaseException], None],
     ) -> None:
         self.caller = caller
         self._context = context
         self._slots = slots
-        self._tasks = tasks  # the requests in progress
+        self._requests_in_progress = requests_in_progress
         self._end = end
 
     @property
     def can_end(self) -> bool:
-        return not self._tasks
+        return not self._requests_in_progress
 
     async def read(self) -> Any:
         """Return the next message or EOF."""
-        while self._tasks:
+        while self._requests_in_progress:
             if self._slots.try_acquire(self):
                 try:
-                    return await follow(operations.start(self._context.read()))
+                    return await follow(grpc_operations.start(self._context.read()))
                 finally:
                     self._slots.release(self)
-            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-        reading = operations.start(self._context.read())
+            await asyncio.wait(self._requests_in_progress, return_when=asyncio.FIRST_COMPLETED)
+        reading = grpc_operations.start(self._context.read())
         timer = SlowTimer(FAST_RECEIVE_S, partial(self._take_slot, reading))
         try:
             return await follow(reading)

@@ -111,7 +111,13 @@ class RejectedRequest(StreamRequest):
 
 
 class InferStream:
-    """The requests and responses of one stream."""
+    """The requests and responses of one stream.
+
+    `run` starts the task that reads the requests, which starts a task for each request; it ends all of them.
+    The task of a request releases its slot of the model; what else a request has is given back by `_finish`,
+    also if its task is cancelled before it begins. The call of the stream is ended by the handler that has
+    opened it.
+    """
 
     def __init__(self, opening: IncomingCall, start_request: Callable[[], IncomingCall]) -> None:
         self._services = opening.services
@@ -120,11 +126,14 @@ class InferStream:
         self._max_requests = opening.environment.max_requests
         self._window = asyncio.Semaphore(MAX_STREAM_REQUESTS)
         self._write_lock = asyncio.Lock()
-        self._tasks = TaskSet()
-        slots = opening.environment.receive_slots
+        self._request_tasks = TaskSet()
         self._metadata = opening.select_metadata()
         self._reader = StreamReader(
-            opening.context, slots, opening.slot_owner, self._tasks, self._fail
+            opening.context,
+            opening.environment.receive_slots,
+            opening.slot_owner,
+            requests_in_progress=self._request_tasks,
+            end=self._fail,
         )
         self._responses = TurnOrder()
         self._steps = TurnOrder()
@@ -140,7 +149,7 @@ class InferStream:
             requests.result()
         finally:
             self._failure.cancel()
-            await cancel_tasks([requests, *self._tasks])
+            await cancel_tasks([requests, *self._request_tasks])
 
     async def _read_requests(self) -> None:
         stopping = asyncio.create_task(self._stopping.wait())
@@ -151,8 +160,8 @@ class InferStream:
                 del message  # it can be large, and the next one may come much later
                 if isinstance(failure, MemoryBudgetExceeded):
                     await self._wait_for_memory(charged_bytes, stopping)
-            if self._tasks:
-                await asyncio.wait(self._tasks)
+            if self._request_tasks:
+                await asyncio.wait(self._request_tasks)
             if self._stopping.is_set():
                 raise ShuttingDown
         finally:
@@ -161,8 +170,8 @@ class InferStream:
     async def _read_message(self, stopping: asyncio.Task[Any]) -> Any:
         """Return the next message; EOF at the end of the stream, and when the gateway stops."""
         await self._window.acquire()  # released when the request has ended
-        while self._tasks and self._has_one_request_at_a_time():
-            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        while self._request_tasks and self._has_one_request_at_a_time():
+            await asyncio.wait(self._request_tasks, return_when=asyncio.FIRST_COMPLETED)
         reading = asyncio.create_task(self._reader.read())
         try:
             await asyncio.wait((reading, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -197,11 +206,11 @@ class InferStream:
             raise
         if isinstance(request, RejectedRequest):
             error = request.error
-            task = self._tasks.start(self._reject(request))
+            task = self._request_tasks.start(self._reject(request))
         else:
             error = None
             message = change_version(message, request.head.version, request.target.version)
-            task = self._tasks.start(self._answer(request, message))
+            task = self._request_tasks.start(self._answer(request, message))
         task.add_done_callback(partial(self._finish, request))
         return error
 
@@ -240,7 +249,7 @@ class InferStream:
         return signature.is_decoupled
 
     def _finish(self, request: StreamRequest, task: asyncio.Task[None]) -> None:
-        """Give back what a request has, also if it was cancelled before it began."""
+        """Give back what a request has when its task has ended; an unexpected failure ends the stream."""
         request.step.end()
         request.response.end()
         target = request.target
