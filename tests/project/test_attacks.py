@@ -85,8 +85,8 @@ INFERENCE_ATTACKS = [
     for name, attack in ATTACKS.items()
     if all(isinstance(each, HttpRequest) and each.key == keys.INFER for each in attack.requests)
 ]
-# Besides the outcomes of an attack, while others are under way. A few of thousands of gRPC calls then end
-# with CANCELLED; the reason is not known yet.
+# Besides the outcomes of an attack, while others are under way. The server of gRPC itself answers CANCELLED,
+# before the gateway sees the call, while thousands of calls that were reset wait for their handlers.
 REFUSALS = {
     *("408", "429", "503", "504"),
     *("RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"),

@@ -43,6 +43,9 @@ KEEP_ALIVE_TIMEOUT_S: Final = 20
 REQUEST_BYTES: Final = 16 << 10
 # The share of the memory budget for requests, besides their messages.
 REQUESTS_SHARE: Final = 0.25
+# When this many calls wait for their handlers, gRPC refuses further ones with CANCELLED, which tells clients
+# nothing. Otherwise it would refuse some of them at random from 1,000 on.
+MAX_WAITING_CALLS: Final = 3000
 # Sets of compression algorithms, as bits: identity, deflate, gzip.
 NO_COMPRESSION = 0b001
 ALL_COMPRESSION = 0b111
@@ -167,6 +170,8 @@ def build_options(
         ("grpc.max_metadata_size", settings.max_header_bytes),
         ("grpc.absolute_max_metadata_size", settings.max_header_bytes),
         ("grpc.max_concurrent_streams", grpc_settings.grpc_max_streams),
+        ("grpc.server.max_pending_requests", MAX_WAITING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_WAITING_CALLS),
         ("grpc.max_allowed_incoming_connections", settings.max_connections),
         ("grpc.max_connection_idle_ms", keep_alive_ms),
         # Connections whose client is gone are found, and closed, by pings.

@@ -59,6 +59,7 @@ MODELS = (
     "cancellable",
     "large_FP32",
 )
+CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
 SHED = 'gateway_requests_shed_total{reason="memory"}'
 IN_PROGRESS = 'gateway_requests_in_flight{route="grpc"}'
@@ -433,6 +434,18 @@ def test_request_that_would_crash_triton_is_refused(
                 (response,) = channel.stream_stream(STREAM)(iter([message]), timeout=TIMEOUT_S)
             assert service_pb2.ModelStreamInferResponse.FromString(response).error_message
             assert serves(served)
+
+
+@pytest.mark.fault("two thousand gRPC calls at the same moment")
+def test_calls_of_a_burst_are_answered(served: GrpcGateway) -> None:
+    calls = 200  # GATEWAY_GRPC_MAX_STREAMS
+    with ExitStack() as stack:
+        connections = [stack.enter_context(Http2Connection(served.address)) for _ in range(10)]
+        bursts = [[client.call(CHECK) for _ in range(calls)] for client in connections]
+        for client, frames in zip(connections, bursts, strict=True):
+            client.send(*frames)
+        statuses = {client.wait_for_status() for client in connections for _ in range(calls)}
+    assert statuses == {0}
 
 
 @pytest.mark.fault("thousands of gRPC calls that are reset at once, pings without end")
