@@ -38,7 +38,6 @@ from gateway.fleet.transports import GrpcStreamCall
 from gateway.memory import MemoryBudgetExceeded
 from gateway.repository.resolver import NO_MODEL, ModelTarget
 from gateway.tasks import TaskSet, cancel_tasks
-from gateway.telemetry.request_info import current_request_info
 from gateway.triton.grpc.byte_channel import (
     FINAL_RESPONSE,
     STREAM_METHOD,
@@ -113,10 +112,9 @@ class RejectedRequest(StreamRequest):
 class InferStream:
     """The requests and responses of one stream.
 
-    `run` starts the task that reads the requests, which starts a task for each request; it ends all of them.
-    The task of a request releases its slot of the model; what else a request has is given back by `_finish`,
-    also if its task is cancelled before it begins. The call of the stream is ended by the handler that has
-    opened it.
+    `run` starts the task that reads the requests, which starts a task for each; `run` ends all of them. The
+    task of a request releases its slot of the model. `_finish` gives back what else a request has, also if
+    its task is cancelled before it begins. The handler that opened the stream ends the stream's call.
     """
 
     def __init__(self, opening: IncomingCall, start_request: Callable[[], IncomingCall]) -> None:
@@ -270,7 +268,6 @@ class InferStream:
             self._failure.set_exception(failure)
 
     async def _reject(self, request: RejectedRequest) -> None:
-        current_request_info.set(request.call.info)
         # The next step begins when this one is done, and may not overtake those before.
         await request.step.wait()
         await self._write_error(request, request.error)
@@ -278,7 +275,6 @@ class InferStream:
     async def _answer(self, request: StreamRequest, message: bytes) -> None:
         """Send a request to Triton and relay its responses; errors become messages of the stream."""
         call = request.call
-        current_request_info.set(call.info)
         try:
             await request.step.wait()
             with Slot(
