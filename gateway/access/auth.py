@@ -17,15 +17,13 @@ from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 from typing import Final
 
-from starlette.types import Scope
-
 from gateway.access.keys import KeysFile
 from gateway.access.peers import can_identify_peers, client_network, find_peer_uid, parse_ip_address
 from gateway.callers import Caller, CallerKind, Right, Role
 from gateway.errors import Forbidden, Unauthenticated
 from gateway.messages import quote_text
 from gateway.tasks import repeat
-from gateway.telemetry.request_info import ManagementCall, read_head
+from gateway.telemetry.request_info import ManagementCall, RequestScope, read_head
 
 KEYS_FILE_POLL_S: Final = 0.5
 AUTHORIZATION: Final = b"authorization"
@@ -114,7 +112,7 @@ class Authenticator:
     def requires_key(self) -> bool:
         return self._keys_file is not None
 
-    def authenticate(self, scope: Scope) -> Caller:
+    def authenticate(self, scope: RequestScope) -> Caller:
         """Return the caller. Raises `Unauthenticated`, or `Forbidden` for a host that is not allowed."""
         if self._allowed_hosts:
             self._check_host(scope["headers"])
@@ -180,7 +178,7 @@ def extract_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     return key
 
 
-def hash_key(scope: Scope) -> bytes:
+def hash_key(scope: RequestScope) -> bytes:
     return hashlib.sha256(extract_key(scope["headers"])).digest()
 
 
@@ -197,16 +195,15 @@ def is_from_browser(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     return any(name in BROWSER_HEADERS for name, _ in headers)
 
 
-def name_caller(caller: Caller, scope: Scope) -> str:
+def name_caller(caller: Caller, client: tuple[str, int] | None) -> str:
     """Return the name by which callers take turns: of the key, or without keys the client's network."""
-    client = scope.get("client")
     return caller.name or (client_network(client[0]) if client else "")
 
 
-def authorize(scope: Scope, right: Right, model: str = "") -> None:
+def authorize(scope: RequestScope, right: Right, model: str = "") -> None:
     """Check the caller's right; `ModelResolver` checks its access to the model. Raises `Forbidden`."""
     info = scope["request_info"]
-    caller: Caller = info.caller
+    caller = info.caller
     if right is Right.manage and scope["method"] not in READ_METHODS:
         info.management_call = ManagementCall(model)
     if right in caller.rights:
@@ -219,10 +216,10 @@ def authorize(scope: Scope, right: Right, model: str = "") -> None:
         raise RemoteAdministration(reason)
 
 
-def authorize_all_models(scope: Scope, right: Right) -> None:
+def authorize_all_models(scope: RequestScope, right: Right) -> None:
     """Check that the caller has the right, and can see every model. Raises `Forbidden`."""
     authorize(scope, right)
-    caller: Caller = scope["request_info"].caller
+    caller = scope["request_info"].caller
     if not caller.can_see_all:
         raise Forbidden(
             f"key {quote_text(caller.name)} is limited to some models; this requires access to all models"
@@ -251,7 +248,7 @@ class RemoteAdministration(Forbidden):
         )
 
 
-def explain_remote_origin(scope: Scope) -> str:
+def explain_remote_origin(scope: RequestScope) -> str:
     """Return the reason why a request is not from a local program of this user; empty if it is.
 
     Administration can execute code: a request that a proxy forwards, or that a web page or another user of

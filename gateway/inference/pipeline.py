@@ -26,7 +26,7 @@ from gateway.messages import quote_text, suggest_name
 from gateway.repository.resolver import ModelTarget, VersionChoice
 from gateway.services import Services
 from gateway.tasks import run_together
-from gateway.telemetry.request_info import RequestInfo
+from gateway.telemetry.request_info import RequestInfo, RequestScope
 from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS
 from gateway.tensors import sequence
 from gateway.tensors.inputs import InferInputs, check_row_count
@@ -84,7 +84,8 @@ async def open_request(
     The deadline is that of a request whose body was received before.
     Raises `Forbidden`, `UnknownModel`, `ModelNotReady`, `DeadlinePassed` or `MalformedRequest`.
     """
-    target = services.resolver.resolve(request.scope, Right.infer, model, version)
+    scope = cast(RequestScope, request.scope)
+    target = services.resolver.resolve(scope, Right.infer, model, version)
     body = RequestBody(request.scope, request.receive)
     timeout_s = services.default_timeout_s
     step = None

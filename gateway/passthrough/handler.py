@@ -58,7 +58,7 @@ from gateway.passthrough.sse import EventStreamScrubber
 from gateway.repository.resolver import NO_MODEL, ModelTarget
 from gateway.services import Services
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
-from gateway.telemetry.request_info import RequestInfo, read_head
+from gateway.telemetry.request_info import RequestInfo, RequestScope, read_head
 from gateway.triton.error_mapping import sanitize_event
 from gateway.triton.request_target import RequestTarget
 
@@ -140,14 +140,17 @@ def find_status(error: GatewayError) -> int:
 def resolve_target(services: Services, scope: Scope, route: MatchedRoute) -> ModelTarget:
     rule = route.rule
     model = route.model
+    request_scope: RequestScope = scope  # type: ignore[assignment]  # typing.cast costs a call
     if rule.for_all_models:
-        authorize_all_models(scope, rule.right)
+        authorize_all_models(request_scope, rule.right)
         return ModelTarget(model)
     resolver = services.resolver
     if not route.version and not rule.has_default_version:
-        resolver.check_access(scope, rule.right, model, not_found_error=rule.not_found_error)
+        resolver.check_access(
+            request_scope, rule.right, model, not_found_error=rule.not_found_error
+        )
         return ModelTarget(model)
-    return resolver.resolve(scope, rule.right, model, route.version, rule.not_found_error)
+    return resolver.resolve(request_scope, rule.right, model, route.version, rule.not_found_error)
 
 
 async def answer_statistics(services: Services, scope: Scope, target: ModelTarget) -> Response:

@@ -6,13 +6,14 @@ import re
 from collections.abc import Callable, Collection, Container
 from typing import Final, NamedTuple, Protocol
 
-from starlette.types import Scope, Send
+from starlette.types import Send
 
 from gateway.access.auth import authorize
-from gateway.callers import Caller, Right
+from gateway.callers import Right
 from gateway.errors import GatewayError, InvalidVersion, NotFound, UnknownModel
 from gateway.fleet.transports import GrpcBytesCall, HttpCall
 from gateway.names import is_model_name, normalize_version
+from gateway.telemetry.request_info import RequestScope
 from gateway.tensors.outputs import InferResult
 from gateway.tensors.sequence import SequenceStep
 from gateway.triton.inference import InferRequest
@@ -70,7 +71,7 @@ class VersionPolicy:
         """Return the versions that requests without a version mean; empty if Triton chooses."""
         return ()
 
-    def choose(self, scope: Scope, model: str, version: str) -> VersionChoice | None:
+    def choose(self, scope: RequestScope, model: str, version: str) -> VersionChoice | None:
         """Return the choice for an inference of a model with rules; None if no rule applies."""
         return None
 
@@ -121,7 +122,7 @@ class ModelResolver:
 
     def resolve(
         self,
-        scope: Scope,
+        scope: RequestScope,
         right: Right,
         model: str,
         version: str = "",
@@ -149,19 +150,19 @@ class ModelResolver:
             raise error
         raise not_found_error(model, version)
 
-    def check_served_name(self, scope: Scope, right: Right, name: str) -> None:
+    def check_served_name(self, scope: RequestScope, right: Right, name: str) -> None:
         """Check the caller's rights to a model that another server names, e.g. `org/model`.
 
         Raises `Forbidden` or `UnknownModel`.
         """
         authorize(scope, right, name)
-        caller: Caller = scope["request_info"].caller
+        caller = scope["request_info"].caller
         if not caller.matches(name):
             raise UnknownModel(name)
 
     def check_access(
         self,
-        scope: Scope,
+        scope: RequestScope,
         right: Right,
         model: str,
         version: str = "",
@@ -188,9 +189,9 @@ def parse_triton_version(version: str) -> str:
 
 
 def check_model(
-    scope: Scope, right: Right, model: str, version: str, not_found_error: type[UnknownModel]
+    scope: RequestScope, right: Right, model: str, version: str, not_found_error: type[UnknownModel]
 ) -> None:
     authorize(scope, right, model)
-    caller: Caller = scope["request_info"].caller
+    caller = scope["request_info"].caller
     if model and not (is_model_name(model) and caller.can_see(model)):
         raise not_found_error(model, version)

@@ -12,6 +12,7 @@ from gateway.callers import Caller, Right
 from gateway.errors import MalformedRequest, UnknownModel, UnknownModelToLoad
 from gateway.messages import quote_text, suggest_name
 from gateway.services import Services
+from gateway.telemetry.request_info import RequestScope
 
 V1_PREFIX: Final = "/v1/"
 
@@ -37,7 +38,7 @@ def require_right(
             check_query(request)
         services = cast(Services, request.app.state.services)
         if for_all_models:
-            authorize_all_models(request.scope, right)
+            authorize_all_models(cast(RequestScope, request.scope), right)
         else:
             model = request.path_params.get("model", "")
             version = request.path_params.get("version", "")

@@ -30,7 +30,12 @@ from gateway.services import Services
 from gateway.telemetry import audit
 from gateway.telemetry.logs import ACCESS_LOGGER, READING_METHODS, log_fields
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST, V1_ROUTE, V2_ROUTE
-from gateway.telemetry.request_info import RequestInfo, current_request_info, read_head
+from gateway.telemetry.request_info import (
+    RequestInfo,
+    RequestScope,
+    current_request_info,
+    read_head,
+)
 from gateway.telemetry.tracing import Trace, create_request_id, find_request_id
 
 log = logging.getLogger(ACCESS_LOGGER)
@@ -105,15 +110,16 @@ class GatewayMiddleware:
         current_request_info.set(info)
         scope["request_id"] = info.request_id
         scope["request_info"] = info
+        request_scope: RequestScope = scope  # type: ignore[assignment]  # typing.cast costs a call
         if services.tracer is not None and scope["path"] not in self.paths.probes:
             info.trace = services.tracer.start_trace(scope["method"], scope["headers"])
         in_flight = services.metrics.in_flight
         in_flight[route_group] += 1
         status = CLIENT_CLOSED_REQUEST
         try:
-            info.caller = caller = services.access.authenticate(scope)
+            info.caller = caller = services.access.authenticate(request_scope)
             info.key = caller.name
-            info.caller_name = name_caller(caller, scope)
+            info.caller_name = name_caller(caller, request_scope["client"])
             if caller.requests_per_second is not None and scope["path"] not in self.paths.unlimited:
                 info.opens_window = await services.rate_limiter.count_request(
                     caller.name, caller.requests_per_second
@@ -134,9 +140,9 @@ class GatewayMiddleware:
             services.metrics.observe(info, status, duration_s)
             is_read = scope["method"] in READING_METHODS
             if not (is_read and self._is_routine(scope["path"], status)):
-                log_request(scope, info, status, duration_s)
+                log_request(request_scope, info, status, duration_s)
             if info.trace is not None:
-                end_trace(info.trace, scope, info, status)
+                end_trace(info.trace, request_scope, info, status)
 
     def _is_routine(self, path: str, status: int) -> bool:
         """Return whether only a detailed log has this read: a successful probe, or one of the page."""
@@ -206,11 +212,12 @@ async def serve_inference(
     return await send_response(response, scope, receive, send)
 
 
-def client_address(scope: Scope) -> str:
-    return scope["client"][0] if scope.get("client") else ""
+def client_address(scope: RequestScope) -> str:
+    client = scope["client"]
+    return client[0] if client else ""
 
 
-def log_request(scope: Scope, info: RequestInfo, status: int, duration_s: float) -> None:
+def log_request(scope: RequestScope, info: RequestInfo, status: int, duration_s: float) -> None:
     if info.management_call is not None:
         audit.log_call(info, scope["method"], scope["path"], client_address(scope), status)
     if not log.isEnabledFor(logging.INFO):
@@ -235,7 +242,7 @@ def log_request(scope: Scope, info: RequestInfo, status: int, duration_s: float)
     log_fields(log, message, info.request_id, fields)
 
 
-def end_trace(trace: Trace, scope: Scope, info: RequestInfo, status: int) -> None:
+def end_trace(trace: Trace, scope: RequestScope, info: RequestInfo, status: int) -> None:
     host, port = scope.get("server") or ("", "")
     trace.end(
         f"{scope['method']} {info.route}".rstrip(),

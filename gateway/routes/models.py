@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from fastapi import APIRouter, Request
 
@@ -21,7 +21,7 @@ from gateway.routes.openapi import (
     build_responses,
 )
 from gateway.services import ModelDescriber, Services
-from gateway.telemetry.request_info import RequestInfo
+from gateway.telemetry.request_info import RequestInfo, RequestScope
 from gateway.tensors import examples
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.dtypes import DATATYPES
@@ -281,7 +281,8 @@ async def get_signature(
     request: Request, services: Services, model: str, version: str
 ) -> Signature:
     """Return the signature of a model. One that is loaded on demand is loaded if it never was before."""
-    target = services.resolver.resolve(request.scope, Right.infer, model, version)
+    scope = cast(RequestScope, request.scope)
+    target = services.resolver.resolve(scope, Right.infer, model, version)
     activator = services.pool.activator
     if activator is not None and not services.pool.is_served(target.model):
         remembered = services.signatures.find_remembered_signature(target.model, target.version)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import islice
 from time import perf_counter
-from typing import Any, Final, TypeVar
-
-from starlette.types import Scope
+from typing import Any, Final, TypedDict, TypeVar
 
 from gateway.callers import Caller
 from gateway.memory import MemoryCharge
 from gateway.telemetry.tracing import Trace
 
 T = TypeVar("T")
+ScopeT = TypeVar("ScopeT", bound=Mapping[str, Any])
 HEADER_FACTS: Final = "header_facts"  # key in the ASGI scope of a request with a repeated header
 MAX_RECORDED_PARAMETERS: Final = 16
 MAX_PARAMETER_CHARS: Final = 128
@@ -62,7 +61,24 @@ class RequestInfo:
     caller: Caller = field(init=False, repr=False)  # set by the authentication
 
 
-def read_head(scope: Scope, read: Callable[[Scope], T]) -> T:
+class RequestScope(TypedDict):
+    """The part of an ASGI scope that authentication, rights, labels, the log and traces read.
+
+    The middleware completes the scope of an HTTP request, which has more; gRPC builds one of each call.
+    """
+
+    method: str
+    path: str
+    scheme: str
+    http_version: str
+    headers: list[tuple[bytes, bytes]]
+    client: tuple[str, int] | None
+    server: tuple[str, int] | None  # None over gRPC, which never is local administration
+    request_id: str
+    request_info: RequestInfo
+
+
+def read_head(scope: ScopeT, read: Callable[[ScopeT], T]) -> T:
     """Return `read(scope)`, which depends on the request line and the headers; read a repeated head once.
 
     The requests with that head share the result, which must not be changed.

@@ -34,7 +34,7 @@ from gateway.routes.middleware import end_trace, log_request
 from gateway.services import Services
 from gateway.tasks import follow
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
-from gateway.telemetry.request_info import RequestInfo, current_request_info
+from gateway.telemetry.request_info import RequestInfo, RequestScope, current_request_info
 from gateway.telemetry.tracing import create_request_id, find_request_id
 from gateway.triton.grpc.byte_channel import Metadata
 from gateway.triton.grpc.messages import build_http_headers
@@ -128,9 +128,7 @@ class IncomingCall:
         self.info = info = RequestInfo(find_request_id(headers) or create_request_id())
         info.route = access.route
         current_request_info.set(info)
-        # The keys of an ASGI scope that authentication, authorization, the log and traces read.
-        self.scope: dict[str, Any] = {
-            "type": "http",
+        self.scope: RequestScope = {
             "method": access.http_method,
             "path": path,
             "scheme": "grpc",
@@ -139,6 +137,7 @@ class IncomingCall:
             "request_id": info.request_id,
             "request_info": info,
             "client": parse_peer(context.peer()),
+            "server": None,
         }
         if services.tracer is not None and not access.is_public:
             info.trace = services.tracer.start_trace(access.http_method, headers)
@@ -173,7 +172,7 @@ class IncomingCall:
             caller = UNAUTHENTICATED
         info.caller = caller
         info.key = caller.name
-        info.caller_name = name_caller(caller, self.scope)
+        info.caller_name = name_caller(caller, self.scope["client"])
         if caller.requests_per_second is not None and not self._access.is_unlimited:
             await services.rate_limiter.count_request(caller.name, caller.requests_per_second)
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar, cast
 
 import orjson
 from fastapi import APIRouter, Request, Response
@@ -48,7 +48,7 @@ from gateway.routes.openapi import (
     build_responses,
 )
 from gateway.services import ModelDescriber, Services
-from gateway.telemetry.request_info import RequestInfo
+from gateway.telemetry.request_info import RequestInfo, RequestScope
 from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS
 from gateway.tensors.codecs import DEFAULT_CODEC, JSON_CODEC, STRING_SCHEMA
 from gateway.tensors.json_body import parse_large_json
@@ -293,7 +293,7 @@ async def create_completion(request: Request, services: ServicesForInference) ->
     received = await receive_json(request, services, parse_completion_request)
     model = received.document.model
     body = received.document.body
-    services.resolver.check_served_name(request.scope, Right.infer, model)
+    services.resolver.check_served_name(cast(RequestScope, request.scope), Right.infer, model)
     info: RequestInfo = request.scope["request_info"]
     slot = Slot(services.admission, model, info.caller_name)
     timeout_s = await slot.acquire(received.deadline.remaining_s)

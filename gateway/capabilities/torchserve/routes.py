@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, cast
 from urllib.parse import urlsplit
 
 import orjson
@@ -51,6 +51,7 @@ from gateway.routes.openapi import (
     build_response,
     build_responses,
 )
+from gateway.telemetry.request_info import RequestScope
 from gateway.tensors.codecs import BINARY_SCHEMA, STRING_SCHEMA
 from gateway.tensors.media_type import parse_content_type
 from gateway.tensors.payload import PayloadOptions
@@ -322,7 +323,7 @@ async def register_model(
     if not name:
         raise MalformedRequest("the parameter url or model_name is required: the name of a model")
     target = services.resolver.resolve(
-        request.scope, Right.manage, name, not_found_error=UnknownModelToLoad
+        cast(RequestScope, request.scope), Right.manage, name, not_found_error=UnknownModelToLoad
     )
     services.record_model(request.scope["request_info"], target.model)
     report = await services.repository.load(target.model, {})

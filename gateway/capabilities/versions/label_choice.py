@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 from functools import partial
 
-from starlette.types import Scope, Send
+from starlette.types import Send
 
 from gateway.capabilities.versions.http_copy import HttpCopy, can_copy
 from gateway.capabilities.versions.label_router import ActiveLabel
@@ -17,6 +17,7 @@ from gateway.errors import UpstreamResponseTooLarge
 from gateway.fleet.replica import Replica
 from gateway.fleet.transports import GrpcBytesCall, HttpCall, prepare_http_infer
 from gateway.repository.resolver import StartCopy
+from gateway.telemetry.request_info import RequestScope
 from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS
 from gateway.tensors.outputs import InferResult
 from gateway.tensors.sequence import SequenceStep
@@ -30,7 +31,7 @@ TRACE_METADATA = frozenset(name.decode() for name in TRACE_CONTEXT_HEADERS)
 class LabelChoice:
     """A `VersionChoice` by a label. Sequences and streams are never copied for its shadow."""
 
-    def __init__(self, label: ActiveLabel, scope: Scope, runner: ShadowRunner) -> None:
+    def __init__(self, label: ActiveLabel, scope: RequestScope, runner: ShadowRunner) -> None:
         self.version = label.choose_version(scope)
         self._label = label
         self._scope = scope

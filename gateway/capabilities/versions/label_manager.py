@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable
 from typing import Any, Final
 
-from starlette.types import Scope
-
 from gateway.capabilities.versions.label_choice import LabelChoice
 from gateway.capabilities.versions.label_router import LabelRouter, UnknownLabel
 from gateway.capabilities.versions.labels import (
@@ -32,6 +30,7 @@ from gateway.fleet.replica import Replica
 from gateway.messages import quote_text
 from gateway.repository.resolver import VersionPolicy
 from gateway.repository.shared_state import SharedState
+from gateway.telemetry.request_info import RequestScope
 
 MAX_LABELS: Final = 64  # labels of one model
 MAX_PROBE_WAIT_S: Final = 2.0
@@ -79,7 +78,7 @@ class LabelManager(VersionPolicy):
         label = self._router.find_label(model, DEFAULT_LABEL)
         return () if label is None else label.value.shares
 
-    def choose(self, scope: Scope, model: str, version: str) -> LabelChoice | None:
+    def choose(self, scope: RequestScope, model: str, version: str) -> LabelChoice | None:
         label = self._router.find_label(model, version or DEFAULT_LABEL)
         return None if label is None else LabelChoice(label, scope, self._shadows)
 

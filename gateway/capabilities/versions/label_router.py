@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from prometheus_client import Counter
-from starlette.types import Scope
 
 from gateway.capabilities.versions.labels import (
     LABELS,
@@ -29,6 +28,7 @@ from gateway.fleet.pool import ReplicaPool
 from gateway.messages import join_names, quote_text
 from gateway.repository.models_file import DeclaredModel
 from gateway.repository.shared_state import SharedState, SharedTable
+from gateway.telemetry.request_info import RequestScope
 from gateway.tensors.sequence import SequenceStep
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class ActiveLabel:
         self._shadow_counter = PercentCounter(percent)
         self._seen_change = -1
 
-    def choose_version(self, scope: Scope) -> str:
+    def choose_version(self, scope: RequestScope) -> str:
         ready = self.find_ready_shares()
         if not self._is_split:
             return next(iter(ready))
@@ -115,7 +115,7 @@ class ActiveLabel:
             return self._ready_rotation.choose()
         return version
 
-    def choose_sequence_version(self, scope: Scope, chosen: str, step: SequenceStep) -> str:
+    def choose_sequence_version(self, scope: RequestScope, chosen: str, step: SequenceStep) -> str:
         """Return the version of a sequence instead of the one that was `chosen` for the request.
 
         A sequence keeps the version of its start. One that another gateway started gets the version of its
@@ -128,7 +128,7 @@ class ActiveLabel:
                 self._rotation.return_choice(chosen)
         return self._sequences.find_version(self.model, step, lambda: self.choose_by_key(key))
 
-    def _find_split_key(self, scope: Scope) -> str:
+    def _find_split_key(self, scope: RequestScope) -> str:
         """Return the key that decides on the version of a request; empty if the rotation does."""
         for header in scope["headers"]:
             if header[0] == SPLIT_KEY_HEADER:

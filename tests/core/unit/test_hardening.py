@@ -274,7 +274,7 @@ def test_connection_above_the_limit_is_refused_except_for_health(setting: str) -
 def test_caller_is_named_by_its_key_or_else_by_its_network(
     key: str, client: tuple[str, int] | None, name: str
 ) -> None:
-    assert name_caller(Caller(key), {"client": client}) == name
+    assert name_caller(Caller(key), client) == name
 
 
 @pytest.mark.parametrize("apart", [False, True])
