@@ -17,15 +17,15 @@ from typer.core import TyperGroup
 from gateway import __version__
 from gateway.access.keys import add_key, read_keys_file, remove_key
 from gateway.callers import Role
-from gateway.client import commands
-from gateway.client.flags import (
+from gateway.commands import client_commands
+from gateway.commands.flags import (
     MODELS_PANEL,
     OPERATION_PANEL,
     JsonOption,
     add_flags,
     format_examples,
 )
-from gateway.client.label_commands import label_cli, rollout_cli
+from gateway.commands.label_commands import label_cli, rollout_cli
 from gateway.embedded.flags import TritonFlags
 from gateway.embedded.model_paths import exclude_startup_models
 from gateway.messages import CommandError, print_message
@@ -38,7 +38,7 @@ root_cli = CliGroup(pretty_exceptions_enable=False)
 key_commands = CliGroup(help="Manage the API keys of the gateway.")
 START_PANEL = "Start a gateway"
 root_cli.add_typer(key_commands, name="key", rich_help_panel=START_PANEL)
-root_cli.add_typer(commands.cli)
+root_cli.add_typer(client_commands.cli)
 root_cli.add_typer(label_cli, name="label", rich_help_panel=MODELS_PANEL)
 root_cli.add_typer(rollout_cli)
 root_cli.add_typer(state_commands, name="state", rich_help_panel=OPERATION_PANEL)
@@ -224,7 +224,7 @@ def create_key(
 @key_commands.command("list")
 def list_keys(file: KeysPath = None) -> None:
     """List the keys with their roles, models and limits."""
-    from gateway.client.tables import print_table
+    from gateway.commands.tables import print_table
 
     rows = []
     for caller in read_keys_file(resolve_keys_path(file)).values():

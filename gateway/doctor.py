@@ -18,8 +18,8 @@ import httpx
 from gateway.access.keys import read_keys_file
 from gateway.capabilities.installed import INSTALLED, MODEL_KEYS, SETTINGS
 from gateway.capability import FAILED, OK, WARNING, CheckStatus, Finding, describe_error
-from gateway.client import tables
-from gateway.client.api import ERRNO_PREFIX
+from gateway.client.transport import describe_os_error
+from gateway.commands import tables
 from gateway.embedded import installation
 from gateway.embedded.options import CannotStart, check_port_free
 from gateway.errors import GatewayError
@@ -236,7 +236,7 @@ def ask_triton(client: httpx.Client, address: ReplicaAddress, unreachable: Check
         version = answer.raise_for_status().json()["version"]
         ready = client.get(f"{scheme}://{address}/v2/health/ready").is_success
     except httpx.TransportError as exc:
-        reason = ERRNO_PREFIX.sub("", str(exc)) or type(exc).__name__
+        reason = describe_os_error(exc)
         advice = f"start Triton there, set {URLS_SETTING}, or use up, which starts one"
         return Finding("triton", unreachable, f"{address} cannot be reached: {reason}", advice)
     except (httpx.HTTPError, ValueError, LookupError, TypeError):

@@ -1,1 +1,18 @@
-"""The client commands of `triton-gateway`. They do not import the server."""
+"""The Python client of the gateway. It imports httpx, and nothing of the server; NumPy only to use arrays."""
+
+from gateway.client.async_client import AsyncClient
+from gateway.client.bodies import Body
+from gateway.client.client import Client
+from gateway.client.errors import GatewayError
+from gateway.client.models import ModelInfo, TensorInfo
+from gateway.client.results import InferResult
+
+__all__ = [
+    "AsyncClient",
+    "Body",
+    "Client",
+    "GatewayError",
+    "InferResult",
+    "ModelInfo",
+    "TensorInfo",
+]

@@ -1,45 +1,39 @@
-"""Errors of the client commands: a message for standard error and an exit status (docs/cli.md)."""
+"""The error of the client, and the codes of failures that the gateway does not report itself."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
-from gateway.messages import CommandError
-
-
-class ClientError(CommandError):
-    """A rejected or failed request."""
-
-
-class UsageError(ClientError):
-    """An invalid command line."""
-
-    status = 2
+UNREACHABLE: Final = "UNREACHABLE"
+TIMEOUT: Final = "TIMEOUT"
+CONNECTION_LOST: Final = "CONNECTION_LOST"
+INVALID_RESPONSE: Final = "INVALID_RESPONSE"
+UNREADABLE: Final = "UNREADABLE"
 
 
-class GatewayUnreachable(ClientError):
-    """No response, or a response of something that is not a gateway."""
+class GatewayError(Exception):
+    """A request that failed. Its text is the gateway's sentence, or says why there is no response.
 
-    status = 3
+    `code` is one of the gateway's (docs/errors.md), or one of the client: `UNREACHABLE` (no connection),
+    `TIMEOUT` (no response in time), `CONNECTION_LOST` (the request may have been executed),
+    `INVALID_RESPONSE` (of something that is not a gateway) and `UNREADABLE` (an input file). `status` is the
+    HTTP status, and 0 without a response. `retry_after_s` is the delay that the gateway asks for. `document`
+    is the body of the response, which for loads and unloads contains a report for each replica.
+    """
 
-
-class AccessDenied(ClientError):
-    """A missing, wrong or unauthorised key."""
-
-    status = 4
-
-
-# The gateway's advice to users of its API, and the same for users of the commands.
-COMMAND_HINTS: Final = {
-    "GET /v1/models lists the models": "triton-gateway models lists the models",
-    "GET /v1/replicas lists the replicas": "triton-gateway replicas lists the replicas",
-    "GET /readyz shows the reason": "triton-gateway replicas shows the reason",
-    'send {"parameters": {"unload_dependents": true}}': "use --dependents",
-    "send Authorization: Bearer KEY or X-API-Key: KEY": "use --key KEY or TRITON_GATEWAY_KEY",
-}
-
-
-def translate_hints(message: str) -> str:
-    for hint, command_hint in COMMAND_HINTS.items():
-        message = message.replace(hint, command_hint)
-    return message
+    def __init__(
+        self,
+        message: str,
+        code: str = "",
+        status: int = 0,
+        *,
+        request_id: str = "",
+        retry_after_s: float | None = None,
+        document: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = status
+        self.request_id = request_id
+        self.retry_after_s = retry_after_s
+        self.document = document or {}

@@ -20,7 +20,7 @@ from gateway.fleet.signatures import SignatureCache, select_outputs
 from gateway.http_client.connection import Headers
 from gateway.inference.body import Deadline, LargePayload, PayloadConverter, RequestBody, read_body
 from gateway.inference.curl_body import check_for_form, has_curl_default_type, recognize_curl_body
-from gateway.media_types import OCTET_STREAM
+from gateway.media_types import JSON, OCTET_STREAM
 from gateway.memory import MemoryCharge
 from gateway.messages import quote_text, suggest_name
 from gateway.repository.resolver import ModelTarget, VersionChoice
@@ -45,7 +45,7 @@ NO_HEADERS: Final[Headers] = []
 RESPONSE_MEMORY_FACTOR: Final = 4
 # Documents of types with these words can run scripts: text/html, image/svg+xml, application/xml, …
 ACTIVE_CONTENT_WORDS: Final = ("html", "xml", "xsl", "script", "multipart")
-# Responses to requests whose version a label decided have this header.
+# Responses have this header if a label decided on the version, or if their body does not contain it.
 VERSION_HEADER: Final = b"x-model-version"
 ATTACHMENT_HEADERS: Final = {"content-disposition": "attachment"}
 # Of these, a misspelt one is reported.
@@ -312,8 +312,9 @@ async def render_results(
     is_large = are_large(results, more_bytes)
     encoded = await opened.converter.run_in_thread(render) if is_large else render()
     more_headers = NO_HEADERS
-    if opened.choice is not None:
-        more_headers = [(VERSION_HEADER, opened.info.version.encode("latin-1"))]
+    if opened.choice is not None or encoded.content_type != JSON:
+        version = results[0].version or opened.info.version
+        more_headers = [(VERSION_HEADER, version.encode("latin-1"))]
     return ResultResponse(encoded, more_headers)
 
 

@@ -57,9 +57,9 @@ DRY_RUN_SCHEMA = build_object_schema(
     },
     description="The tensors, if `dry_run` is true.",
 )
-LABEL_HEADER = {
+VERSION_HEADERS = {
     "X-Model-Version": {
-        "description": "The version that answered, if a label decided on it.",
+        "description": "The version that answered, if a label decided on it or the body does not say it.",
         "required": False,
         "schema": STRING_SCHEMA,
     }
@@ -68,7 +68,7 @@ INFER_RESPONSES = build_responses(
     {"anyOf": [INFER_RESPONSE_SCHEMA, DRY_RUN_SCHEMA]},
     "The model's outputs.",
     *ERROR_DESCRIPTIONS,
-    headers=LABEL_HEADER,
+    headers=VERSION_HEADERS,
 )
 INFER_RESPONSES[200]["content"] |= {
     NPY: BINARY_CONTENT,

@@ -23,6 +23,7 @@ from tests.support.documents import (
     assert_prints_its_comment,
     examples,
     programs,
+    python_programs,
 )
 from tests.support.servers import ROOT
 from tests.support.source import setting_descriptions
@@ -60,6 +61,17 @@ def test_programs_in_tabs_print_their_comments(
             if shutil.which(interpreter) is None:
                 pytest.skip(f"{interpreter} is not installed; the gate installs it with npm")
             assert_prints_its_comment(demo, language, program)
+
+
+@pytest.mark.long
+def test_programs_of_the_python_client_print_their_comments(
+    demo: httpx.Client, subtests: pytest.Subtests
+) -> None:
+    found = python_programs(ROOT / "docs/python.md")
+    assert len(found) >= 7
+    for number, program in enumerate(found):
+        with subtests.test(number=number):
+            assert_prints_its_comment(demo, "Python", program)
 
 
 def test_documented_errors_are_those_of_the_gateway() -> None:

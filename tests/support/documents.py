@@ -86,10 +86,18 @@ def assert_prints(gateway: httpx.Client, command: str, answer: str) -> None:
 
 
 def assert_prints_its_comment(gateway: httpx.Client, language: str, program: str) -> None:
-    """Run the program: it prints what the comment at the end of its last line with one says."""
-    expected = re.findall(r"(?:#|//) (.*)$", program, re.MULTILINE)[-1]
-    source = program.replace("http://localhost:8080", str(gateway.base_url).rstrip("/"))
-    command = [*INTERPRETERS[language], source]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    """Run the program: each line that prints says in its comment what."""
+    prints = r"(?:print\(|console\.log\().*(?:#|//) (.*)$"
+    expected = "\n".join(re.findall(prints, program, re.MULTILINE))
+    url = str(gateway.base_url).rstrip("/")
+    run = subprocess.run(
+        [*INTERPRETERS[language], program.replace("http://localhost:8080", url)],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_GATEWAY_URL": url},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert expected
     assert run.returncode == 0, run.stderr
     assert matches(expected, run.stdout.strip()), run.stdout

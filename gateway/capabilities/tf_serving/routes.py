@@ -16,7 +16,7 @@ from gateway.capabilities.tf_serving.bodies import (
 from gateway.fleet.index import build_version_status, merge_indexes
 from gateway.inference import pipeline
 from gateway.routes.dependencies import ServicesForInference
-from gateway.routes.infer import INFER_HEADER_PARAMETERS, LABEL_HEADER
+from gateway.routes.infer import INFER_HEADER_PARAMETERS, VERSION_HEADERS
 from gateway.routes.models import MODEL_ERRORS, VERSION_STATUS_SCHEMA, get_signature
 from gateway.routes.openapi import (
     ERROR_DESCRIPTIONS,
@@ -58,7 +58,7 @@ PREDICT_RESPONSES: Final = build_responses(
     PREDICT_RESPONSE_SCHEMA,
     "One prediction per row, or the outputs as columns.",
     *ERROR_DESCRIPTIONS,
-    headers=LABEL_HEADER,
+    headers=VERSION_HEADERS,
 )
 METADATA_SCHEMA: Final = build_object_schema(
     {"model_spec": {"type": "object"}, "metadata": {"type": "object"}}

@@ -26,6 +26,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from gateway.capabilities.uploads.model_files.store import STORE_THREADS
+from gateway.client import AsyncClient, Client, GatewayError
 from tests.capabilities.uploads.support.uploads import (
     FIRST,
     MIB,
@@ -485,6 +486,31 @@ def test_commands_push_pull_and_remove_models(place: FolderPlace, tmp_path: Path
     absent = run_command(place, "push", tmp_path / "absent.onnx")
     assert absent.returncode == 1
     assert "no such file or directory" in absent.stderr.lower()
+
+
+async def test_python_client_pushes_files_and_folders(place: FolderPlace, tmp_path: Path) -> None:
+    file, labels = tmp_path / "mine.onnx", tmp_path / "labels.txt"
+    file.write_bytes(FIRST)
+    labels.write_text("zero\none\n")
+    url = str(place.client.base_url)
+    with Client(url) as client:
+        stored = client.push(file, load=False)
+        assert (stored["model"], stored["version"]) == ("mine", "1")
+        with file.open("rb") as opened:
+            assert client.push(opened, name="mine", version=7, load=False)["version"] == "7"
+        with pytest.raises(GatewayError, match="No such file"):
+            client.push("nothing.onnx")
+        with pytest.raises(ValueError, match="has no name for a model"):
+            client.push("/")
+    async with AsyncClient(url) as client:
+        assert (await client.push(file, load=False))["version"] == "8"
+        with pytest.raises(GatewayError) as caught:
+            await client.push(file, labels=labels, name="labelled", config=file, load=False)
+        assert caught.value.code == "INVALID_MODEL_FILE"
+        await client.delete("mine", 7)
+        assert place.versions("mine") == ["1", "8"]
+        await client.delete("mine")
+    assert not (place.repository / "mine").exists()
 
 
 @pytest.mark.long

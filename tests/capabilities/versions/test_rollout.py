@@ -16,9 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.client.api import ApiClient
-from gateway.client.errors import ClientError, UsageError
-from gateway.client.rollout import (
+from gateway.commands.api import connect
+from gateway.commands.errors import ClientError, UsageError
+from gateway.commands.rollout import (
     Rollout,
     RolloutLimits,
     RolloutPlan,
@@ -28,8 +28,8 @@ from gateway.client.rollout import (
     parse_limits,
     parse_steps,
 )
-from gateway.client.target import Target
-from gateway.client.top import ModelTraffic
+from gateway.commands.target import Target
+from gateway.commands.top import ModelTraffic
 from tests.capabilities.versions.support.versioned import (
     LABELS,
     NAME,
@@ -230,8 +230,8 @@ def test_server_that_is_not_a_gateway_is_reported() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), OtherServer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         target = Target(f"http://127.0.0.1:{server.server_port}")
-        with ApiClient(target) as api, pytest.raises(ClientError, match="HTTP status 404"):
-            Rollout(api, plan).run()
+        with pytest.raises(ClientError, match="HTTP status 404"), connect(target) as client:
+            Rollout(client, plan).run()
         server.shutdown()
 
 

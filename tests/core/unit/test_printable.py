@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.client import tables
-from gateway.client.records import CsvWriter, JsonLinesWriter, Record
+from gateway.commands import tables
+from gateway.commands.records import CsvWriter, JsonLinesWriter, Record
 from gateway.embedded.log_filter import LogFilter
 from gateway.messages import escape_unprintable, escape_unprintable_json, print_message
 from gateway.telemetry.logs import ConsoleFormatter

@@ -20,16 +20,10 @@ LAYOUT = (ROOT / "docs/architecture.md").read_text().partition("## Layout")[2].p
 # The rows of the table, from the lowest to the highest.
 ROWS = [re.findall(r"`(\w+)(?:/|\.py)`", row) for row in re.findall(r"^\| (`.*?) \|", LAYOUT, re.M)]
 LAYERS = {f"gateway.{name}": layer for layer, row in enumerate(reversed(ROWS)) for name in row}
-# The commands are a user of the API: they depend on nothing of the server.
+# The commands and the Python client are users of the API: they depend on nothing of the server.
 CLIENT_DEPENDENCIES = {
-    f"gateway.{name}"
-    for name in (
-        "client",
-        "http_client",
-        "errors",
-        "media_types",
-        "messages",
-    )
+    "gateway.client": ("client", "media_types"),
+    "gateway.commands": ("client", "commands", "http_client", "errors", "media_types", "messages"),
 }
 PAGE_PARSER = "gateway.telemetry.exposition."
 # Bytes in, values out: these modules do no I/O, and so contain nothing asynchronous.
@@ -163,13 +157,15 @@ def test_tests_of_the_core_and_common_helpers_import_no_capability() -> None:
     assert not foreign
 
 
-def test_client_imports_no_module_of_the_server() -> None:
+@pytest.mark.parametrize("room", CLIENT_DEPENDENCIES)
+def test_clients_import_no_module_of_the_server(room: str) -> None:
     foreign = [
-        name
+        f"{module} imports {name}"
         for module, imports in package_imports().items()
-        if package_of(module) == "gateway.client"
+        if package_of(module) == room
         for name in imports
-        if package_of(name) not in CLIENT_DEPENDENCIES and not name.startswith(PAGE_PARSER)
+        if package_of(name).removeprefix("gateway.") not in CLIENT_DEPENDENCIES[room]
+        and not (room == "gateway.commands" and name.startswith(PAGE_PARSER))
     ]
     assert not foreign
 

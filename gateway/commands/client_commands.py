@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gateway.client.completion import complete_model_name
-from gateway.client.errors import ClientError, UsageError
-from gateway.client.flags import (
+from gateway.commands.completion import complete_model_name
+from gateway.commands.errors import ClientError, UsageError
+from gateway.commands.flags import (
     INFERENCE_PANEL,
     MODELS_PANEL,
     OPERATION_PANEL,
@@ -22,9 +22,12 @@ from gateway.client.flags import (
     add_flags,
     format_examples,
 )
-from gateway.client.replica_commands import replica_commands
-from gateway.client.target import Target
+from gateway.commands.replica_commands import replica_commands
+from gateway.commands.target import Target
 from gateway.messages import escape_unprintable
+
+if TYPE_CHECKING:
+    from gateway.client import Client
 
 cli = typer.Typer()
 cli.add_typer(replica_commands, name="replicas", rich_help_panel=OPERATION_PANEL)
@@ -71,9 +74,9 @@ def infer(
     version: VersionOption = "",
 ) -> None:
     """Run inference on files and texts; print one record for each, in input order."""
-    from gateway.client.infer import InferOptions, run_infer
-    from gateway.client.inputs import InputSource, find_input_files
-    from gateway.client.records import OutputFormat
+    from gateway.commands.infer import InferOptions, run_infer
+    from gateway.commands.inputs import InputSource, find_input_files
+    from gateway.commands.records import OutputFormat
 
     if flags.resume and (flags.output is None or flags.overwrite):
         raise UsageError("--resume requires --output FILE and excludes --overwrite")
@@ -92,7 +95,7 @@ def infer(
 @add_flags(Target)
 def models(target: Target, json: JsonOption = False) -> None:
     """List the models and whether each is ready."""
-    from gateway.client.tables import print_resource_list
+    from gateway.commands.tables import print_resource_list
 
     print_resource_list("models", target, json=json)
 
@@ -101,14 +104,17 @@ def models(target: Target, json: JsonOption = False) -> None:
 @add_flags(Target)
 def ready(target: Target, json: JsonOption = False) -> None:
     """Report whether requests can be served. The exit status is 1 if they cannot."""
-    from gateway.client import tables
-    from gateway.client.api import ApiClient, decode_json_object, make_response_error
+    from gateway.client import GatewayError
+    from gateway.commands import tables
+    from gateway.commands.api import connect
 
-    with ApiClient(target) as api:
-        response = api.request("GET", "/readyz")
-    readiness = decode_json_object(response.content)
-    if "ready" not in readiness:
-        raise make_response_error(response)
+    with connect(target) as client:
+        try:
+            readiness: Mapping[str, Any] = client.request("GET", "/readyz")
+        except GatewayError as exc:
+            readiness = exc.document
+            if "ready" not in readiness:
+                raise
     if json:
         tables.print_json(readiness)
     elif readiness["ready"]:
@@ -119,7 +125,7 @@ def ready(target: Target, json: JsonOption = False) -> None:
         raise ClientError(explain_not_ready(readiness))
 
 
-def explain_not_ready(readiness: dict[str, Any]) -> str:
+def explain_not_ready(readiness: Mapping[str, Any]) -> str:
     if readiness.get("draining"):
         return "not ready: the gateway is shutting down"
     missing = readiness.get("missing") or {}
@@ -141,8 +147,7 @@ def load(
     json: JsonOption = False,
 ) -> None:
     """Load models on every replica and wait for completion."""
-    body = {"parameters": {"staged": True}} if staged else {}
-    manage_models("load", models, body, json, target)
+    change_models(target, models, lambda client, name: client.load(name, staged=staged), json=json)
 
 
 @cli.command(
@@ -159,30 +164,39 @@ def unload(
     json: JsonOption = False,
 ) -> None:
     """Unload models from every replica and wait for completion."""
-    body = {"parameters": {"unload_dependents": True}} if dependents else {}
-    manage_models("unload", models, body, json, target)
+
+    def unload(client: Client, name: str) -> dict[str, Any]:
+        return client.unload(name, dependents=dependents)
+
+    change_models(target, models, unload, json=json)
 
 
-def manage_models(
-    action: str, names: Sequence[str], body: dict[str, Any], json: bool, target: Target
+def change_models(
+    target: Target,
+    names: Sequence[str],
+    change: Callable[[Client, str], dict[str, Any]],
+    *,
+    json: bool,
 ) -> None:
     """Load or unload the models one by one; a failure does not stop the others."""
-    from urllib.parse import quote
-
-    from gateway.client import tables
-    from gateway.client.api import ApiClient, decode_json_object, make_response_error
+    from gateway.client import GatewayError
+    from gateway.client.errors import UNREACHABLE
+    from gateway.commands import tables
+    from gateway.commands.api import connect, make_command_error
 
     reports: list[dict[str, Any]] = []
     failures: list[ClientError] = []
-    with ApiClient(target, timeout_s=600) as api:
+    with connect(target) as client:
         for name in names:
-            path = f"/v2/repository/models/{quote(name, safe='')}/{action}"
-            response = api.request("POST", path, body)
-            report = decode_json_object(response.content)
+            try:
+                report = change(client, name)
+            except GatewayError as exc:
+                if exc.code == UNREACHABLE:
+                    raise
+                failures.append(make_command_error(exc))
+                report = exc.document
             if "replicas" in report:
                 reports.append(report)
-            if not response.is_success:
-                failures.append(make_response_error(response))
     if json:
         tables.print_json(reports)
     elif reports:
@@ -217,11 +231,12 @@ def push(
     json: JsonOption = False,
 ) -> None:
     """Upload a model, and load it on every replica."""
-    from gateway.client import tables
-    from gateway.client.model_transfer import PushedModel, push_model
+    from gateway.client.uploads import ModelSource
+    from gateway.commands import tables
+    from gateway.commands.model_transfer import push_model
 
-    pushed = PushedModel(file, name, version, config, labels, load)
-    published = push_model(target, pushed)
+    upload = ModelSource(file, name, version, config=config, labels=labels, load=load)
+    published = push_model(target, upload)
     if json:
         tables.print_json(published)
     else:
@@ -243,7 +258,7 @@ def pull(
     ] = Path(),
 ) -> None:
     """Download the files of a model, with its config."""
-    from gateway.client.model_transfer import pull_model
+    from gateway.commands.model_transfer import pull_model
 
     for path in pull_model(target, model, version, output):
         typer.echo(escape_unprintable(path))
@@ -265,7 +280,7 @@ def remove(
     ],
 ) -> None:
     """Unload models and remove their files."""
-    from gateway.client.model_transfer import remove_models
+    from gateway.commands.model_transfer import remove_models
 
     for name in remove_models(target, names):
         typer.echo(f"removed {escape_unprintable(name)}")
@@ -278,21 +293,21 @@ def top(
     interval: Annotated[float, typer.Option(min=0.1, help="Refresh interval, in seconds.")] = 1.0,
 ) -> None:
     """Show live traffic, models and replicas; press q to quit."""
-    from gateway.client.api import ApiClient
-    from gateway.client.top import run_top
+    from gateway.commands.api import connect
+    from gateway.commands.top import run_top
 
-    with ApiClient(target) as api, suppress(KeyboardInterrupt):
-        run_top(api, interval)
+    with connect(target) as client, suppress(KeyboardInterrupt):
+        run_top(client, interval)
 
 
 @cli.command(rich_help_panel=INFERENCE_PANEL)
 @add_flags(Target)
 def curl(target: Target, model: ModelArgument, version: VersionOption = "") -> None:
     """Print a curl command for the model."""
-    from gateway.client.api import ApiClient
+    from gateway.commands.api import connect
 
-    with ApiClient(target) as api:
-        line = api.get_model(model, version)["curl"]
+    with connect(target) as client:
+        line = client.model(model, version).document["curl"]
     typer.echo(escape_unprintable(line) + format_curl_header(target))
 
 
@@ -310,11 +325,11 @@ def describe(
     target: Target, model: ModelArgument, version: VersionOption = "", json: JsonOption = False
 ) -> None:
     """Show the versions, inputs and outputs of a model, and a curl command for it."""
-    from gateway.client import tables
-    from gateway.client.api import ApiClient
+    from gateway.commands import tables
+    from gateway.commands.api import connect
 
-    with ApiClient(target) as api:
-        description = api.get_model(model, version)
+    with connect(target) as client:
+        description = client.model(model, version).document
     if json:
         tables.print_json(description)
     else:
@@ -348,19 +363,23 @@ def bench(
     json: JsonOption = False,
 ) -> None:
     """Measure latency and throughput at increasing concurrency."""
-    from gateway.client import bench, tables
-    from gateway.client.api import ApiClient
-    from gateway.client.inputs import Input, report_unreadable
+    from gateway.commands import bench, tables
+    from gateway.commands.api import connect
+    from gateway.commands.inputs import Input, report_unreadable
 
     if file and text is not None:
         raise UsageError("pass either FILE or --text, not both")
-    with ApiClient(target) as api:
-        model_info = api.get_model(model, version)
+    with connect(target) as client:
+        model_info = client.model(model, version)
     source = text.encode() if text is not None else file
     with report_unreadable(str(file)):
-        body = bench.build_bench_body(model_info) if source is None else Input("", source).read()
+        body = (
+            bench.build_bench_body(model_info.document)
+            if source is None
+            else Input("", source).read()
+        )
     benchmark = bench.Benchmark(
-        target, model, version, body, seconds, timeout, is_decoupled=model_info["decoupled"]
+        target, model, version, body, seconds, timeout, is_decoupled=model_info.is_decoupled
     )
     results = benchmark.measure(bench.parse_concurrencies(concurrency))
     if json:

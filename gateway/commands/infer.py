@@ -10,21 +10,20 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Final
+from typing import Final, cast
 
 import uvloop
 
-from gateway.client.api import ApiClient
-from gateway.client.errors import ClientError, UsageError
-from gateway.client.flags import InferFlags
-from gateway.client.infer_client import InferClient
-from gateway.client.inputs import Input, InputSource
-from gateway.client.ordered import OrderedExecutor
-from gateway.client.pipes import write_descriptor
-from gateway.client.records import (
+from gateway.client import ModelInfo
+from gateway.client.ordered import OrderedTasks
+from gateway.commands.api import connect
+from gateway.commands.errors import ClientError, UsageError
+from gateway.commands.flags import InferFlags
+from gateway.commands.inputs import Input, InputSource
+from gateway.commands.pipes import write_descriptor
+from gateway.commands.records import (
     CsvWriter,
     JsonLinesWriter,
     OutputFormat,
@@ -32,8 +31,8 @@ from gateway.client.records import (
     RecordWriter,
     resume_output,
 )
-from gateway.client.requests import infer_group
-from gateway.client.target import Target
+from gateway.commands.requests import GroupInference
+from gateway.commands.target import Target
 from gateway.messages import print_message
 
 MAX_LISTED_FAILURES: Final = 10
@@ -86,10 +85,10 @@ class InferStats:
 
 
 def run_infer(options: InferOptions) -> int:
-    with ApiClient(options.target) as api:
-        model = api.get_model(options.model, options.version)
+    with connect(options.target) as client:
+        model = client.model(options.model, options.version)
     check_batching(options, model)
-    names = [output["name"] for output in model["outputs"]]
+    names = [output.name for output in model.outputs]
     output = options.flags.output
     writer: RecordWriter = JsonLinesWriter()
     if options.format is OutputFormat.csv:
@@ -106,7 +105,7 @@ def run_infer(options: InferOptions) -> int:
             writer,
             done_counts,
             descriptor=descriptor,
-            is_decoupled=model["decoupled"],
+            is_decoupled=model.is_decoupled,
         )
         return uvloop.run(run.run())
     finally:
@@ -114,19 +113,21 @@ def run_infer(options: InferOptions) -> int:
             os.close(descriptor)
 
 
-def check_batching(options: InferOptions, model: dict[str, Any]) -> None:
+def check_batching(options: InferOptions, model: ModelInfo) -> None:
     if options.flags.batch == 1:
         return
-    required = [tensor for tensor in model["inputs"] if not tensor.get("optional")]
-    if model["decoupled"]:
+    required = [tensor for tensor in model.inputs if not tensor.is_optional]
+    if model.is_decoupled:
         raise UsageError(
             f"--batch: {options.model} is decoupled: it returns any number of responses"
         )
-    if model["max_batch_size"] == 0:
+    if model.max_batch_size == 0:
         raise UsageError(f"--batch: {options.model} has no batch dimension")
-    tensor = required[0] if len(required) == 1 else {}
-    is_text = tensor.get("datatype") == "BYTES" and tensor["shape"] == [1]
-    if not is_text and "image" not in tensor:
+    is_possible = len(required) == 1 and (
+        (required[0].datatype, required[0].shape) == ("BYTES", (1,))
+        or "image" in required[0].document
+    )
+    if not is_possible:
         raise UsageError(f"--batch: the input of {options.model} is not a single text or image")
 
 
@@ -170,43 +171,43 @@ class InferRun:
 
     async def run(self) -> int:
         options = self.options
-        client = InferClient(
-            options.target,
-            options.model,
-            options.version,
-            timeout_s=options.flags.timeout,
-            retries=options.flags.retries,
-            is_decoupled=self.is_decoupled,
+        client = options.target.create_async_client(options.flags.timeout, options.flags.retries)
+        inference = GroupInference(
+            client, options.model, options.version, is_decoupled=self.is_decoupled
         )
-        executor: OrderedExecutor[list[Input], list[Record]] = OrderedExecutor(
-            partial(infer_group, client), self._write_groups, options.flags.concurrency
-        )
-        self._install_signal_handlers(executor)
+        groups = OrderedTasks(inference.infer, self._group_inputs(), options.flags.concurrency)
+        self._install_signal_handlers(groups)
         try:
-            with ExitStack() as stack:
+            async with AsyncExitStack() as stack:
+                await stack.enter_async_context(client)
+                stack.push_async_callback(groups.aclose)
                 if sys.stderr.isatty():
-                    from gateway.client.progress import show_counts
+                    from gateway.commands.progress import show_counts
 
                     self.show_counts = stack.enter_context(show_counts(self.stats.total))
                 if self.descriptor == STDOUT_DESCRIPTOR or not os.fstat(self.descriptor).st_size:
                     await write_descriptor(self.descriptor, self.writer.header)
-                await executor.run(self._group_inputs())
+                async for records in groups:
+                    await self._write(records)
         except BrokenPipeError:
             return BROKEN_PIPE_STATUS
+        except asyncio.CancelledError:  # by the third signal
+            if not self.received_signal:
+                raise
         except ClientError as exc:
             raise type(exc)(f"{exc}; {self._describe_remaining()}") from exc
         except OSError as exc:
             raise ClientError(f"the results cannot be written: {exc.strerror}") from exc
-        finally:
-            client.close()
         return self._report_outcome(client.retry_count)
 
-    def _install_signal_handlers(
-        self, executor: OrderedExecutor[list[Input], list[Record]]
-    ) -> None:
+    def _install_signal_handlers(self, groups: OrderedTasks[list[Input], list[Record]]) -> None:
+        """Stop at the first signal, cancel the requests at the second, and the writer at the third."""
+        steps = iter((groups.stop, groups.cancel))
+        run = cast("asyncio.Task[int]", asyncio.current_task())
+
         def stop(number: int) -> None:
             self.received_signal = number
-            executor.stop()
+            next(steps, run.cancel)()
 
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -226,8 +227,7 @@ class InferRun:
         if group:
             yield group
 
-    async def _write_groups(self, groups: list[list[Record]]) -> None:
-        records = [record for group in groups for record in group]
+    async def _write(self, records: list[Record]) -> None:
         await write_descriptor(self.descriptor, b"".join(map(self.writer.encode_record, records)))
         for record in records:
             self.stats.add_record(record)

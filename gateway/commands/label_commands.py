@@ -7,9 +7,15 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from gateway.client.errors import UsageError
-from gateway.client.flags import MODELS_PANEL, JsonOption, ModelArgument, add_flags, format_examples
-from gateway.client.target import Target
+from gateway.commands.errors import UsageError
+from gateway.commands.flags import (
+    MODELS_PANEL,
+    JsonOption,
+    ModelArgument,
+    add_flags,
+    format_examples,
+)
+from gateway.commands.target import Target
 from gateway.messages import escape_unprintable
 
 label_cli = typer.Typer(no_args_is_help=True, help="Manage the version labels of models.")
@@ -85,13 +91,13 @@ def rollout(
     ] = 20,
 ) -> None:
     """Move a label to another version step by step, and back if errors or latencies exceed the limits."""
-    from gateway.client.api import ApiClient
-    from gateway.client.rollout import Rollout, RolloutPlan, parse_limits, parse_steps
+    from gateway.commands.api import connect
+    from gateway.commands.rollout import Rollout, RolloutPlan, parse_limits, parse_steps
 
     limits = parse_limits(max_errors, max_p99, min_requests)
     plan = RolloutPlan(model, label, old, new, parse_steps(steps), every, limits)
-    with ApiClient(target) as api:
-        Rollout(api, plan).run()
+    with connect(target) as client:
+        Rollout(client, plan).run()
 
 
 def build_label(versions: Sequence[str], sticky: bool) -> dict[str, Any]:
@@ -115,11 +121,12 @@ def parse_share(text: str) -> tuple[str, int]:
 def print_labels(
     target: Target, method: str, model: str, label: str, json: bool, body: Any = None
 ) -> None:
-    from gateway.client import tables
-    from gateway.client.api import ApiClient, label_api_path
+    from gateway.client.calls import build_label_path
+    from gateway.commands import tables
+    from gateway.commands.api import connect
 
-    with ApiClient(target) as api:
-        document = api.call(method, label_api_path(model, label), body)
+    with connect(target) as client:
+        document = client.request(method, build_label_path(model, label), body)
     labels = document.get("labels", [document])
     if json:
         tables.print_json(labels)

@@ -17,9 +17,10 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from gateway.client import tables
-from gateway.client.api import ApiClient, check_status
-from gateway.client.errors import AccessDenied, ClientError
+from gateway.client import Client, GatewayError
+from gateway.commands import tables
+from gateway.commands.api import ACCESS_STATUSES
+from gateway.commands.errors import ClientError
 from gateway.telemetry.exposition.families import LABEL_PAIR, Families, InvalidExposition
 from gateway.telemetry.exposition.parser import parse_families, split_page_lines
 
@@ -81,16 +82,14 @@ class GatewaySnapshot:
     traffic: Mapping[str, ModelTraffic]
 
 
-def take_snapshot(api: ApiClient) -> GatewaySnapshot:
-    models = api.get("/v1/models")["models"]
-    try:
-        replicas = api.get("/v1/replicas")["replicas"]
-    except AccessDenied:
-        replicas = []
-    try:
-        families = read_families(api)
-    except AccessDenied:
-        families = {}
+def take_snapshot(client: Client) -> GatewaySnapshot:
+    models = client.request("GET", "/v1/models")["models"]
+    replicas: Sequence[Mapping[str, Any]] = []
+    with ignore_missing_rights():
+        replicas = client.request("GET", "/v1/replicas")["replicas"]
+    families: Families = {}
+    with ignore_missing_rights():
+        families = read_families(client)
     gauges = {
         title: sum(float(value) for _, _, value in families[name].samples)
         for name, title in GAUGE_TITLES.items()
@@ -100,9 +99,18 @@ def take_snapshot(api: ApiClient) -> GatewaySnapshot:
     return GatewaySnapshot(time.monotonic(), models, replicas, gauges, traffic)
 
 
-def read_families(api: ApiClient) -> Families:
+@contextmanager
+def ignore_missing_rights() -> Iterator[None]:
     try:
-        page = check_status(api.request("GET", "/metrics")).text
+        yield
+    except GatewayError as exc:
+        if exc.status not in ACCESS_STATUSES:
+            raise
+
+
+def read_families(client: Client) -> Families:
+    page = b"".join(client.download("/metrics")).decode()
+    try:
         return parse_families(split_page_lines(page))
     except InvalidExposition as exc:
         raise ClientError(f"the metrics page cannot be read: {exc}") from None
@@ -149,11 +157,11 @@ def format_latencies(traffic: ModelTraffic) -> tuple[str, str]:
     return f"{1000 * traffic.total_s / traffic.count:.1f}", p95
 
 
-def run_top(api: ApiClient, interval_s: float) -> None:
+def run_top(client: Client, interval_s: float) -> None:
     """Refresh until q or Ctrl-C; without a terminal, print one snapshot."""
-    previous = take_snapshot(api)
+    previous = take_snapshot(client)
     time.sleep(FIRST_INTERVAL_S)
-    current = take_snapshot(api)
+    current = take_snapshot(client)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         tables.print_renderable(render_snapshot(current, previous))
         return
@@ -163,7 +171,7 @@ def run_top(api: ApiClient, interval_s: float) -> None:
     ):
         live.refresh()
         while not wait_for_quit(interval_s):
-            previous, current = current, take_snapshot(api)
+            previous, current = current, take_snapshot(client)
             live.update(render_snapshot(current, previous), refresh=True)
 
 

@@ -6,9 +6,9 @@ from typing import Annotated, Final
 
 import typer
 
-from gateway.client.errors import UsageError
-from gateway.client.flags import JsonOption, TimeoutOption, add_flags
-from gateway.client.target import Target
+from gateway.commands.errors import UsageError
+from gateway.commands.flags import JsonOption, TimeoutOption, add_flags
+from gateway.commands.target import Target
 from gateway.messages import escape_unprintable
 
 DRAIN_TIMEOUT_S: Final = 300.0
@@ -30,7 +30,7 @@ def replicas(
     json: JsonOption = False,
 ) -> None:
     """List the Triton replicas and their state; cordon, drain or uncordon one."""
-    from gateway.client.tables import print_resource_list
+    from gateway.commands.tables import print_resource_list
 
     if context.invoked_subcommand is None:
         print_resource_list("replicas", target, json=json)
@@ -67,12 +67,11 @@ def drain(
 def call_replica(target: Target, address: str, action: str, timeout_s: float) -> str:
     from urllib.parse import quote
 
-    from gateway.client.api import ApiClient
+    from gateway.commands.api import connect
 
-    headers = {**target.headers, "x-request-timeout": f"{timeout_s:g}"}
-    with ApiClient(target, timeout_s=timeout_s + TIMEOUT_MARGIN_S) as api:
+    with connect(target, timeout_s + TIMEOUT_MARGIN_S) as client:
         path = f"/v1/replicas/{quote(address, safe='')}/{action}"
-        result = api.call("POST", path, headers=headers)
+        result = client.request("POST", path, headers={"x-request-timeout": f"{timeout_s:g}"})
     state = "cordoned" if result["cordoned"] else "in service"
     return escape_unprintable(
         f"{result['address']} is {state}: {result['outstanding']} requests and "

@@ -6,16 +6,16 @@ import asyncio
 import math
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import uvloop
 
-from gateway.client.errors import ClientError, UsageError
-from gateway.client.infer_client import InferClient, NoResponse, find_failure
-from gateway.client.inputs import InputBody
-from gateway.client.target import Target
+from gateway.commands.errors import ClientError, UsageError
+from gateway.commands.inputs import InputBody
+from gateway.commands.load_client import LoadClient
+from gateway.commands.target import Target
 
 LATENCY_PERCENTILES: Final = (50, 90, 95, 99, 100)
 WARM_UP_REQUESTS: Final = 3  # requests before anything is measured
@@ -54,24 +54,23 @@ class Benchmark:
         return uvloop.run(self._measure_all(concurrencies))
 
     async def _measure_all(self, concurrencies: Sequence[int]) -> list[BenchResult]:
-        client = InferClient(
+        client = LoadClient(
             self.target,
             self.model,
             self.version,
+            self.body,
             timeout_s=self.timeout_s,
-            retries=0,
             is_decoupled=self.is_decoupled,
         )
         try:
             for _ in range(WARM_UP_REQUESTS):
-                reply = await client.infer(self.body.content_type, self.body.data)
-                if failure := find_failure(reply):
-                    raise ClientError(failure.message)
+                if failure := await client.infer():
+                    raise ClientError(failure)
             return [await self._measure_level(client, concurrency) for concurrency in concurrencies]
         finally:
             client.close()
 
-    async def _measure_level(self, client: InferClient, concurrency: int) -> BenchResult:
+    async def _measure_level(self, client: LoadClient, concurrency: int) -> BenchResult:
         latencies_s: list[float] = []
         failed = 0
         started_at = time.perf_counter()
@@ -81,13 +80,9 @@ class Benchmark:
             nonlocal failed
             while True:  # the shortest duration measures one request as well
                 sent_at = time.perf_counter()
-                try:
-                    reply = await client.infer(self.body.content_type, self.body.data)
-                    succeeded = find_failure(reply) is None
-                except NoResponse:
-                    succeeded = False
+                failure = await client.infer()
                 now = time.perf_counter()
-                if succeeded:
+                if not failure:
                     latencies_s.append(now - sent_at)
                 else:
                     failed += 1
@@ -118,7 +113,7 @@ def percentile(sorted_values: Sequence[float], percent: int) -> float:
     return sorted_values[position] if sorted_values else math.nan
 
 
-def build_bench_body(model: dict[str, Any]) -> InputBody:
+def build_bench_body(model: Mapping[str, Any]) -> InputBody:
     """Return the model's example request. Raises `UsageError` if that needs a file."""
     words = shlex.split(model["curl"])
     if words[0] != "curl" or "-d" not in words:

@@ -26,8 +26,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gateway.client import errors
-from gateway.client.ordered import OrderedExecutor
+from gateway.client.ordered import OrderedTasks
+from gateway.commands import errors
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.gateway_forks import run_gateway
 from tests.support.keys import entry, written
@@ -385,7 +385,7 @@ def test_infer_retries_what_an_overloaded_gateway_refuses(
     # The gateway has ended.
     _, message = running.communicate(b"another line\n", timeout=60)
     assert running.returncode == 3
-    sentence = f"cannot reach the gateway at {limited.url}; the remaining inputs were not sent"
+    sentence = f"at {limited.url}: Connection refused; the remaining inputs were not sent"
     assert sentence in message.decode()
 
 
@@ -559,10 +559,9 @@ async def numbers(count: int) -> AsyncIterator[int]:
         yield number
 
 
-async def test_executor_keeps_the_order_and_runs_at_most_its_number_of_jobs() -> None:
+async def test_tasks_keep_the_order_and_run_at_most_their_number_of_jobs() -> None:
     draw = random.Random(3)
     delays_s = [draw.choice((0, 0.001, 0.01)) for _ in range(300)]
-    written: list[int] = []
     running = 0
     most = 0
 
@@ -574,52 +573,56 @@ async def test_executor_keeps_the_order_and_runs_at_most_its_number_of_jobs() ->
         running -= 1
         return number
 
-    async def write(outcomes: list[int]) -> None:
-        written.extend(outcomes)
-
-    await OrderedExecutor(do, write, 7).run(numbers(300))
-    assert written == list(range(300))
+    tasks = OrderedTasks(do, numbers(300), 7)
+    assert [number async for number in tasks] == list(range(300))
     assert most == 7
 
 
-async def test_executor_that_is_stopped_finishes_its_running_jobs() -> None:
+async def test_tasks_that_are_stopped_finish_their_running_jobs() -> None:
     """The first job ends after the stop, which is while another is done."""
-    written: list[int] = []
     stopped = asyncio.Event()
 
     async def do(number: int) -> int:
         if number == 20:
-            work.stop()
+            tasks.stop()
             stopped.set()
         await (asyncio.sleep(0) if number else stopped.wait())
         return number
 
-    async def write(outcomes: list[int]) -> None:
-        written.extend(outcomes)
-
-    work = OrderedExecutor(do, write, 4)
-    await work.run(numbers(1000))
-    assert 20 < len(written) < 25
-    assert written == list(range(len(written)))
+    tasks = OrderedTasks(do, numbers(1000), 4)
+    results = [number async for number in tasks]
+    assert 20 < len(results) < 25
+    assert results == list(range(len(results)))
 
 
-async def test_executor_that_is_stopped_twice_writes_only_finished_jobs() -> None:
-    written: list[int] = []
-
+async def test_tasks_that_are_cancelled_yield_only_finished_jobs() -> None:
     async def do(number: int) -> int:
         if number in (1, 4):
             await asyncio.Event().wait()
         if number == 5:
-            for _ in range(2):
-                asyncio.get_running_loop().call_soon(work.stop)
+            asyncio.get_running_loop().call_soon(tasks.cancel)
         return number
 
-    async def write(outcomes: list[int]) -> None:
-        written.extend(outcomes)
+    tasks = OrderedTasks(do, numbers(6), 4)
+    assert [number async for number in tasks] == [0, 2, 3, 5]
 
-    work = OrderedExecutor(do, write, 4)
-    await work.run(numbers(6))
-    assert written == [0, 2, 3, 5]
+
+async def test_error_of_the_source_or_of_a_job_is_raised_in_its_turn() -> None:
+    async def source() -> AsyncIterator[int]:
+        yield 0
+        raise OSError("the source")
+
+    async def do(number: int) -> int:
+        if number == 2:
+            raise OSError("a job")
+        return number
+
+    for jobs, results, message in ((source(), [0], "the source"), (numbers(9), [0, 1], "a job")):
+        tasks = OrderedTasks(do, jobs, 2)
+        assert [await anext(tasks) for _ in results] == results
+        with pytest.raises(OSError, match=message):
+            await anext(tasks)
+        await tasks.aclose()
 
 
 @pytest.mark.long

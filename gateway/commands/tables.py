@@ -13,8 +13,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gateway.client.api import ApiClient
-from gateway.client.target import Target
+from gateway.commands.api import connect
+from gateway.commands.target import Target
 from gateway.messages import escape_unprintable, escape_unprintable_json
 
 # Piped output is not truncated.
@@ -119,8 +119,8 @@ def format_state_counts(states: Iterable[str]) -> str:
 
 
 def print_resource_list(resource: str, target: Target, *, json: bool) -> None:
-    with ApiClient(target) as api:
-        entries = api.get(f"/v1/{resource}")[resource]
+    with connect(target) as client:
+        entries = client.request("GET", f"/v1/{resource}")[resource]
     if json:
         print_json(entries)
     else:

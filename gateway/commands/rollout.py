@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Final
@@ -13,15 +13,11 @@ from typing import Any, Final
 import typer
 from rich.console import Console
 
-from gateway.client.api import (
-    ApiClient,
-    check_status,
-    decode_json_object,
-    decode_json_response,
-    label_api_path,
-)
-from gateway.client.errors import AccessDenied, ClientError, UsageError
-from gateway.client.top import ModelTraffic, list_duration_samples, read_families
+from gateway.client import Client, GatewayError
+from gateway.client.calls import build_label_path
+from gateway.commands.api import ACCESS_STATUSES
+from gateway.commands.errors import ClientError, UsageError
+from gateway.commands.top import ModelTraffic, list_duration_samples, read_families
 from gateway.messages import escape_unprintable
 from gateway.telemetry.exposition.families import Families
 
@@ -153,10 +149,10 @@ def count_traffic(families: Families, model: str, version: str) -> ModelTraffic:
 class Rollout:
     """A rollout in progress."""
 
-    def __init__(self, api: ApiClient, plan: RolloutPlan) -> None:
-        self._api = api
+    def __init__(self, client: Client, plan: RolloutPlan) -> None:
+        self._client = client
         self._plan = plan
-        self._path = label_api_path(plan.model, plan.label)
+        self._path = build_label_path(plan.model, plan.label)
         self._kept: dict[str, Any] = {}  # fields of the label that the rollout does not change
         self._old_p99_s = inf
         self._has_moved = False
@@ -174,7 +170,7 @@ class Rollout:
                 if not self._has_moved:
                     raise
                 self._move_back()
-                if not isinstance(exc, (ClientError, *INTERRUPTIONS)):
+                if not isinstance(exc, (ClientError, GatewayError, *INTERRUPTIONS)):
                     raise
                 reason = "interrupted" if isinstance(exc, INTERRUPTIONS) else str(exc)
                 raise RolledBack(
@@ -190,7 +186,7 @@ class Rollout:
             try:
                 self._set_share(0)
                 break
-            except ClientError as exc:
+            except GatewayError as exc:
                 failures += 1
                 if failures > MAX_FAILED_POLLS:
                     raise ClientError(
@@ -201,10 +197,12 @@ class Rollout:
 
     def _check_label(self) -> None:
         """Check that the label means the old version. Raises `ClientError`."""
-        response = self._api.request("GET", self._path)
-        if decode_json_object(response.content).get("code") == "LABEL_NOT_FOUND":
-            return
-        label: Mapping[str, Any] = decode_json_response(response)
+        try:
+            label = self._client.request("GET", self._path)
+        except GatewayError as exc:
+            if exc.code == "LABEL_NOT_FOUND":
+                return
+            raise
         shares = label.get("versions") or {label["version"]: 1}
         if not shares.keys() <= {self._plan.old, self._plan.new}:
             raise ClientError(
@@ -222,9 +220,12 @@ class Rollout:
             versions = {"version": plan.new if percent else plan.old}
         had_moved = self._has_moved
         self._has_moved = True  # the change may arrive even if its response does not
-        response = self._api.request("PUT", self._path, {**self._kept, **versions})
-        self._has_moved = had_moved or response.is_success
-        check_status(response)
+        try:
+            self._client.request("PUT", self._path, {**self._kept, **versions})
+        except GatewayError as exc:
+            if exc.status:  # the gateway refused the change
+                self._has_moved = had_moved
+            raise
 
     def _watch_step(self, percent: int) -> VersionTraffic:
         """Wait until the step is over and judged. Raises `RolledBack`, with the reason only."""
@@ -238,11 +239,9 @@ class Rollout:
                 try:
                     traffic = self._read_traffic()
                     self._check_ready()
-                except (RolledBack, AccessDenied):
-                    raise
-                except ClientError:
+                except GatewayError as exc:
                     failed_polls += 1
-                    if failed_polls > MAX_FAILED_POLLS:
+                    if failed_polls > MAX_FAILED_POLLS or exc.status in ACCESS_STATUSES:
                         raise
                     continue
                 failed_polls = 0
@@ -255,13 +254,13 @@ class Rollout:
                     return traffic
 
     def _check_ready(self) -> None:
-        label = self._api.get(self._path)
+        label = self._client.request("GET", self._path)
         if not label["ready"].get(self._plan.new, True):
             raise RolledBack(f"version {self._plan.new} is not ready on any replica")
 
     def _read_counters(self) -> VersionTraffic:
         plan = self._plan
-        families = read_families(self._api)
+        families = read_families(self._client)
         old, new = (count_traffic(families, plan.model, each) for each in (plan.old, plan.new))
         return VersionTraffic(old, new)
 

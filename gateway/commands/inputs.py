@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gateway.client.errors import UsageError
-from gateway.client.pipes import PIPE_READ_BYTES, read_available, run_in_daemon_thread
-from gateway.media_types import TYPES_BY_SUFFIX, UTF8_TEXT, detect_media_type
+from gateway.client.bodies import guess_content_type
+from gateway.commands.errors import UsageError
+from gateway.commands.pipes import PIPE_READ_BYTES, read_available, run_in_daemon_thread
+from gateway.media_types import UTF8_TEXT
 
 STDIN_ARGUMENT: Final = "-"
 
@@ -57,11 +58,6 @@ def read_input_file(path: str) -> bytes:
         return b"".join(chunks)
     finally:
         os.close(descriptor)
-
-
-def guess_content_type(path: str, data: bytes) -> str:
-    by_suffix = TYPES_BY_SUFFIX.get(os.path.splitext(path)[1].lower())  # noqa: PTH122 - strings are faster
-    return by_suffix or detect_media_type(data)
 
 
 def format_path(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
 from collections import Counter
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from gateway.client.errors import UsageError
+from gateway.commands.errors import UsageError
 from gateway.messages import escape_unprintable, escape_unprintable_json
 
 DELETE = b"\x7f"
@@ -61,7 +62,7 @@ class JsonLinesWriter:
             document["outputs"] = record.outputs
         else:
             document |= {"error": record.error, "code": record.code}
-        raw = orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE)
+        raw = orjson.dumps(document, default=encode_bytes, option=orjson.OPT_APPEND_NEWLINE)
         if raw.isascii() and DELETE not in raw:
             return raw  # orjson escapes the other control characters
         return escape_unprintable_json(raw.decode()).encode()
@@ -119,7 +120,14 @@ def encode_csv_row(cells: Iterable[str]) -> bytes:
 
 
 def format_cell(value: Any) -> str:
-    return value if isinstance(value, str) else orjson.dumps(value).decode()
+    return value if isinstance(value, str) else orjson.dumps(value, default=encode_bytes).decode()
+
+
+def encode_bytes(value: Any) -> dict[str, str]:
+    """Return `bytes` as the gateway writes them in JSON. Raises `TypeError` for another value."""
+    if not isinstance(value, bytes):
+        raise TypeError(f"{type(value).__name__} has no JSON")
+    return {"b64": base64.b64encode(value).decode()}
 
 
 def resume_output(path: Path, writer: RecordWriter) -> Counter[str]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import typer
 
-from gateway.client.completion import complete_model_name
+from gateway.commands.completion import complete_model_name
 
 F = TypeVar("F")
 P = ParamSpec("P")

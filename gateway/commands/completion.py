@@ -6,21 +6,20 @@ from typing import Final
 
 import typer
 
-from gateway.client.target import Target
+from gateway.commands.target import Target
 from gateway.messages import CommandError
 
 COMPLETION_TIMEOUT_S: Final = 1.0
 
 
 def complete_model_name(context: typer.Context, incomplete: str) -> list[str]:
-    from gateway.client.api import ApiClient
+    from gateway.commands.api import connect
 
     flags = context.params
     try:
         target = Target(**{name: flags[name] for name in ("url", "key", "ca") if flags.get(name)})
-        with ApiClient(target, COMPLETION_TIMEOUT_S) as api:
-            models = api.get("/v1/models")["models"]
-        names = [str(model["name"]) for model in models]
+        with connect(target, COMPLETION_TIMEOUT_S) as client:
+            names = [model.name for model in client.models()]
     except (CommandError, LookupError, TypeError):  # another server answered, or none
         return []
     given = flags.get("models") or flags.get("names") or ()

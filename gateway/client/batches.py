@@ -1,0 +1,121 @@
+"""Many inferences: batches of inputs, of which each fails alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any, Final, TypeAlias
+
+from gateway.client.bodies import Body, encode_file, is_array, is_file
+from gateway.client.calls import InferCall, split_document
+from gateway.client.errors import INVALID_RESPONSE, GatewayError
+from gateway.client.ordered import OrderedTasks
+from gateway.client.results import InferResult
+from gateway.media_types import OCTET_STREAM
+
+InferOutcome: TypeAlias = "InferResult | GatewayError"
+Infer: TypeAlias = Callable[[InferCall], Awaitable[InferResult]]
+
+# A single input of a batch may have caused these: every input is then sent alone.
+BATCH_SPLIT_STATUSES: Final = (400, 413, 415, 422, 500)
+
+
+async def group_values(
+    values: Iterable[Any] | AsyncIterable[Any], size: int
+) -> AsyncIterator[list[Any]]:
+    group: list[Any] = []
+    async for value in iterate(values):
+        group.append(value)
+        if len(group) == size:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+async def iterate(values: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:
+    if isinstance(values, AsyncIterable):
+        async for value in values:
+            yield value
+        return
+    for value in values:
+        yield value
+
+
+async def infer_batch(infer: Infer, call: InferCall, values: Sequence[Any]) -> list[InferOutcome]:
+    """Send the values in one request, or one for each; return a result or an error for each, in order."""
+    items = await asyncio.to_thread(read_items, values)
+    outcomes: dict[int, InferOutcome] = {
+        number: item for number, item in enumerate(items) if isinstance(item, GatewayError)
+    }
+    batchable = [number for number, item in enumerate(items) if is_batchable(item)]
+    batch = [items[number] for number in batchable]
+    if can_combine(batch):
+        parts = await infer_items(infer, call.with_value(batch), len(batch))
+        outcomes |= zip(batchable, parts, strict=False)
+    for number, item in enumerate(items):
+        if number not in outcomes:
+            outcomes[number] = await infer_item(infer, call.with_value(item))
+    return [outcomes[number] for number in range(len(items))]
+
+
+def read_items(values: Sequence[Any]) -> list[Any]:
+    """Return the values, with the contents of files, or the error that reading one is."""
+
+    def read(value: Any) -> Any:
+        try:
+            return encode_file(value) if is_file(value) else value
+        except GatewayError as exc:
+            return exc
+
+    return [read(value) for value in values]
+
+
+def is_batchable(item: Any) -> bool:
+    if isinstance(item, Body):
+        return item.content_type == OCTET_STREAM or item.content_type.startswith("image/")
+    return isinstance(item, str) or is_array(item)
+
+
+def can_combine(items: Sequence[Any]) -> bool:
+    """Return whether items fit into one batch: files, texts, or arrays of the same shape."""
+    shapes = {item.shape for item in items if is_array(item)}
+    kinds = {Body if isinstance(item, Body) else type(item) for item in items}
+    return len(items) > 1 and len(kinds) == 1 and len(shapes) <= 1
+
+
+async def infer_item(infer: Infer, call: InferCall) -> InferOutcome:
+    try:
+        return await infer(call)
+    except GatewayError as exc:
+        return exc
+
+
+async def infer_items(infer: Infer, call: InferCall, count: int) -> Sequence[InferOutcome]:
+    """Return no outcomes if each input must be sent alone, to find the one that failed."""
+    outcome = await infer_item(infer, call)
+    if isinstance(outcome, GatewayError):
+        return [] if outcome.status in BATCH_SPLIT_STATUSES else [outcome] * count
+    parts = split_document(outcome, count)
+    if parts is None:
+        message = f"an output of {call.model} does not have {count} values, one for each input"
+        return [GatewayError(message, INVALID_RESPONSE)] * count
+    return parts
+
+
+class InferOutcomes(AsyncIterator[InferOutcome]):
+    """The outcomes of many inferences, in the order of their values, from batches that run concurrently."""
+
+    def __init__(self, batches: OrderedTasks[list[Any], list[InferOutcome]]) -> None:
+        self._batches = batches
+        self._outcomes: deque[InferOutcome] = deque()
+
+    async def __anext__(self) -> InferOutcome:
+        while not self._outcomes:
+            self._outcomes += await anext(self._batches)
+        return self._outcomes.popleft()
+
+    async def aclose(self) -> None:
+        """Cancel the requests in progress."""
+        await self._batches.aclose()

@@ -1,0 +1,266 @@
+"""The requests of the API, and their responses, as values: no I/O, so that both clients share them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from typing import Any, Final
+from urllib.parse import quote
+
+from gateway.client.bodies import Body, CallInputs, Form, encode_inputs, encode_json
+from gateway.client.errors import INVALID_RESPONSE, GatewayError
+from gateway.client.models import ModelInfo, parse_model
+from gateway.client.replies import (
+    Reply,
+    decode_object,
+    make_error,
+    make_invalid_response_error,
+    parse_json_object,
+)
+from gateway.client.results import InferResult, parse_result
+from gateway.client.uploads import ModelSource, UploadContent
+from gateway.media_types import JSON, NDJSON, NPZ
+
+DEFAULT_TIMEOUT_S: Final = 60.0
+DEFAULT_RETRIES: Final = 10
+# Loads and transfers of models.
+OPERATION_TIMEOUT_S: Final = 600.0
+READY_POLL_S: Final = 0.5
+MODEL_INFO_TTL_S: Final = 60.0
+SEQUENCE_PARAMETER: Final = "sequence_id"
+SEQUENCE_HEADER: Final = "x-sequence-id"
+
+
+def has_numpy() -> bool:
+    """Return whether NumPy is installed, without importing it."""
+    return find_spec("numpy") is not None
+
+
+def quote_part(text: str) -> str:
+    return quote(text, safe="")
+
+
+def build_model_path(name: str, version: str = "") -> str:
+    path = f"/v1/models/{quote_part(name)}"
+    return f"{path}/versions/{quote_part(version)}" if version else path
+
+
+def build_label_path(model: str, label: str) -> str:
+    path = f"{build_model_path(model)}/labels"
+    return f"{path}/{quote_part(label)}" if label else path
+
+
+@dataclass(frozen=True)
+class ApiRequest:
+    """A request of the API. One that is not repeatable is sent again only if it was not executed."""
+
+    method: str
+    path: str
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: Body | Form | UploadContent | None = None
+    is_repeatable: bool = True
+    has_deadline: bool = False
+
+
+@dataclass(frozen=True)
+class InferCall:
+    """An inference: the model, its inputs and what the user asks for."""
+
+    model: str
+    value: Any = None
+    by_name: Mapping[str, Any] = field(default_factory=dict)
+    version: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    classification: int = 0
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def needs_name(self) -> bool:
+        """Return whether the value has no name, although other inputs have one."""
+        return self.value is not None and bool(self.by_name)
+
+    def build_request(self, accept: str, info: ModelInfo | None) -> ApiRequest:
+        """Return the request. Raises `TypeError` for inputs of an unknown type or without a name."""
+        by_name = self.by_name
+        if isinstance(self.value, Mapping):
+            by_name = {**self.value, **by_name}
+        elif self.needs_name and info is not None:
+            by_name = {info.find_input_for(by_name): self.value, **by_name}
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        is_sequence = SEQUENCE_PARAMETER in self.parameters or SEQUENCE_HEADER in headers
+        headers |= {"accept": accept, "idempotency-key": uuid.uuid4().hex}
+        query = {"classification": str(self.classification)} if self.classification else {}
+        return ApiRequest(
+            "POST",
+            f"{build_model_path(self.model, self.version)}/infer",
+            query=query,
+            headers=headers,
+            body=encode_inputs(CallInputs(self.value, by_name, self.parameters)),
+            is_repeatable=not is_sequence,
+            has_deadline=True,
+        )
+
+    def choose_accept(self, info: ModelInfo | None, *, uses_arrays: bool) -> str:
+        """Return `.npz` for numbers that become arrays, else JSON."""
+        if info is None or not uses_arrays or self.classification or not info.has_only_numbers:
+            return JSON
+        return NPZ
+
+    def with_value(self, value: Any) -> InferCall:
+        return replace(self, value=value)
+
+
+def create_infer_call(
+    model: str,
+    value: Any,
+    inputs: Mapping[str, Any],
+    *,
+    version: str | int,
+    parameters: Mapping[str, Any] | None,
+    classification: int = 0,
+    headers: Mapping[str, str] | None,
+) -> InferCall:
+    if value is None and not inputs:
+        raise TypeError("an inference needs inputs: pass a value, or values by input name")
+    return InferCall(
+        model,
+        value,
+        inputs,
+        version=str(version),
+        parameters=parameters or {},
+        classification=classification,
+        headers=headers or {},
+    )
+
+
+class ModelInfoCache:
+    """Descriptions of models, which are read again after a while: a model may be loaded anew."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[str, str], tuple[ModelInfo, float]] = {}
+
+    def get(self, model: str, version: str, now: float) -> ModelInfo | None:
+        info, expires_at = self._entries.get((model, version), (None, 0.0))
+        return info if now < expires_at else None
+
+    def put(self, model: str, version: str, info: ModelInfo, now: float) -> None:
+        self._entries[model, version] = info, now + MODEL_INFO_TTL_S
+
+
+def parse_model_reply(reply: Reply) -> ModelInfo:
+    return parse_model_document(reply, decode_object(reply))
+
+
+def parse_models_reply(reply: Reply) -> list[ModelInfo]:
+    documents = decode_object(reply).get("models")
+    if not isinstance(documents, list):
+        raise make_invalid_response_error(reply, "its response has no field 'models'")
+    return [parse_model_document(reply, document) for document in documents]
+
+
+def parse_model_document(reply: Reply, document: Mapping[str, Any]) -> ModelInfo:
+    try:
+        return parse_model(document)
+    except (LookupError, TypeError, AttributeError) as exc:
+        reason = f"its response describes no model ({exc!r})"
+        raise make_invalid_response_error(reply, reason) from None
+
+
+def create_load_call(model: str, *, staged: bool) -> ApiRequest:
+    parameters: dict[str, Any] = {"staged": True} if staged else {}
+    return build_operation_request(model, "load", parameters)
+
+
+def create_unload_call(model: str, *, dependents: bool) -> ApiRequest:
+    parameters: dict[str, Any] = {"unload_dependents": True} if dependents else {}
+    return build_operation_request(model, "unload", parameters)
+
+
+def build_operation_request(model: str, action: str, parameters: dict[str, Any]) -> ApiRequest:
+    document = {"parameters": parameters} if parameters else {}
+    return ApiRequest(
+        "POST",
+        f"/v2/repository/models/{quote_part(model)}/{action}",
+        body=encode_json(document),
+        is_repeatable=False,
+    )
+
+
+def build_json_request(
+    method: str, path: str, document: Any = None, headers: Mapping[str, str] | None = None
+) -> ApiRequest:
+    body = None if document is None else encode_json(document)
+    return ApiRequest(
+        method, path, headers=headers or {}, body=body, is_repeatable=method in ("GET", "HEAD")
+    )
+
+
+def build_upload_request(upload: ModelSource, content: UploadContent) -> ApiRequest:
+    return ApiRequest(
+        "PUT",
+        build_model_path(content.model, upload.version),
+        query={} if upload.load else {"load": "false"},
+        body=content,
+        is_repeatable=False,
+    )
+
+
+def is_model_ready(reply: Reply) -> bool:
+    """Return whether a description says that the model can be used."""
+    return decode_object(reply).get("ready") is True
+
+
+class StreamDecoder:
+    """Splits the lines of a stream, and decodes them. Its last line may be an error."""
+
+    def __init__(self, reply: Reply, info: ModelInfo | None) -> None:
+        self._reply = reply
+        self._info = info
+        self._partial = b""
+
+    def feed(self, data: bytes) -> Iterator[InferResult]:
+        """Yield the results of complete lines. Raises `GatewayError` for a line that is an error."""
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        yield from map(self._decode, lines)
+
+    def finish(self) -> Iterator[InferResult]:
+        if self._partial:
+            yield self._decode(self._partial)
+
+    def _decode(self, line: bytes) -> InferResult:
+        document = parse_json_object(line)
+        if document is None:
+            raise GatewayError(
+                f"the stream of {self._reply.url} contains a line that is not a JSON object",
+                INVALID_RESPONSE,
+                self._reply.status,
+                request_id=self._reply.request_id,
+            )
+        message = document.get("error")
+        if isinstance(message, str):
+            raise make_error(document, message, self._reply)
+        return parse_result(document, self._reply, self._info)
+
+
+def check_stream_type(reply: Reply) -> None:
+    if reply.content_type != NDJSON:
+        raise make_invalid_response_error(reply, "its response is not a stream")
+
+
+def split_document(result: InferResult, count: int) -> Sequence[InferResult] | None:
+    """Return a result for each item of a batch; None if an output has another number of values."""
+    if any(not hasattr(value, "__len__") or len(value) != count for value in result.values()):
+        return None
+    return [
+        InferResult(
+            {name: value[number] for name, value in result.items()},
+            model=result.model,
+            version=result.version,
+            id=result.id,
+            elapsed_s=result.elapsed_s,
+        )
+        for number in range(count)
+    ]

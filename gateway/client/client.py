@@ -1,0 +1,320 @@
+"""The synchronous client."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from typing import Any, BinaryIO, TypeVar
+
+from gateway.client.batches import InferOutcome
+from gateway.client.calls import (
+    DEFAULT_RETRIES,
+    DEFAULT_TIMEOUT_S,
+    OPERATION_TIMEOUT_S,
+    READY_POLL_S,
+    ApiRequest,
+    InferCall,
+    ModelInfoCache,
+    StreamDecoder,
+    build_json_request,
+    build_model_path,
+    build_upload_request,
+    check_stream_type,
+    create_infer_call,
+    create_load_call,
+    create_unload_call,
+    has_numpy,
+    is_model_ready,
+    parse_model_reply,
+    parse_models_reply,
+)
+from gateway.client.connection import find_access
+from gateway.client.errors import GatewayError
+from gateway.client.models import ModelInfo
+from gateway.client.replies import Reply, ResponseDocument, decode_object
+from gateway.client.results import InferResult, decode_result
+from gateway.client.retries import Attempts, WaitForReady
+from gateway.client.uploads import ModelSource, open_upload
+from gateway.media_types import NDJSON
+
+T = TypeVar("T")
+
+
+class Client:
+    """A client of a gateway. Threads may share it; nothing uses the network before the first call.
+
+    Without arguments, `TRITON_GATEWAY_URL`, `TRITON_GATEWAY_KEY` and `TRITON_GATEWAY_CA` say what to use. A
+    call takes at most `timeout_s` seconds, with up to `retries` repetitions of requests that were refused
+    (429, 502, 503) or found no connection; the gateway's `Retry-After` says when. `arrays=False` returns
+    lists in place of NumPy arrays. Every method raises `GatewayError`.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        key: str | None = None,
+        ca: str | os.PathLike[str] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        retries: int = DEFAULT_RETRIES,
+        arrays: bool | None = None,
+        proxy: str | None = None,
+    ) -> None:
+        from gateway.client.transport import Transport
+
+        self._access = find_access(url, key, ca)
+        self.url = self._access.address.base_url
+        self.retry_count = 0  # requests that were sent again
+        self._timeout_s = timeout_s
+        self._retries = retries
+        self._uses_arrays = has_numpy() if arrays is None else arrays
+        self._proxy = proxy
+        self._models = ModelInfoCache()
+        self._transport = Transport(self._access, proxy)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections. The client cannot be used afterwards."""
+        self._transport.close()
+
+    def infer(
+        self,
+        model: str,
+        value: Any = None,
+        /,
+        *,
+        version: str | int = "",
+        parameters: Mapping[str, Any] | None = None,
+        classification: int = 0,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        **inputs: Any,
+    ) -> InferResult:
+        """Run an inference with a value for the only required input, or with values by input name.
+
+        A value is a text, a number, bytes, a path of a file, an image of Pillow, an array, or a list of
+        these. Inputs whose names are those of arguments of this method are passed in a mapping, as `value`.
+        """
+        call = create_infer_call(
+            model,
+            value,
+            inputs,
+            version=version,
+            parameters=parameters,
+            classification=classification,
+            headers=headers,
+        )
+        return self._infer(call, timeout_s)
+
+    def _infer(self, call: InferCall, timeout_s: float | None) -> InferResult:
+        attempts = self._start_attempts(timeout_s)
+        info = self._find_info(call, attempts)
+        accept = call.choose_accept(info, uses_arrays=self._uses_arrays)
+        reply = self._send(call.build_request(accept, info), attempts)
+        return decode_result(reply, info if self._uses_arrays else None)
+
+    def infer_many(
+        self,
+        model: str,
+        values: Iterable[Any],
+        /,
+        *,
+        batch: int = 1,
+        concurrency: int = 16,
+        version: str | int = "",
+        parameters: Mapping[str, Any] | None = None,
+        classification: int = 0,
+        timeout_s: float | None = None,
+    ) -> Iterator[InferOutcome]:
+        """Yield a result, or the `GatewayError`, for each value, in order.
+
+        At most `concurrency` requests are in progress, each with `batch` values; if a batch fails because of
+        one of its values, they are sent alone. Ending the iteration cancels the requests in progress. They
+        run in a thread of their own, in which `values` is read as well.
+        """
+        from gateway.client.threads import run_infer_many
+
+        return run_infer_many(
+            self._create_async_options(),
+            (model, values),
+            {
+                "batch": batch,
+                "concurrency": concurrency,
+                "version": version,
+                "parameters": parameters,
+                "classification": classification,
+                "timeout_s": timeout_s,
+            },
+        )
+
+    def stream(
+        self,
+        model: str,
+        value: Any = None,
+        /,
+        *,
+        version: str | int = "",
+        parameters: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        **inputs: Any,
+    ) -> Iterator[InferResult]:
+        """Yield each response of an inference as it arrives; the time limit is that of the next response.
+
+        Ending the iteration cancels the inference. The inputs are those of `infer`.
+        """
+        call = create_infer_call(
+            model, value, inputs, version=version, parameters=parameters, headers=headers
+        )
+        return self._stream(call, timeout_s)
+
+    def _stream(self, call: InferCall, timeout_s: float | None) -> Iterator[InferResult]:
+        attempts = self._start_attempts(timeout_s)
+        info = self._find_info(call, attempts)
+        request = call.build_request(NDJSON, info)
+        with closing(self._retry(self._transport.open, request, attempts)) as reply:
+            check_stream_type(reply.head)
+            decoder = StreamDecoder(reply.head, info if self._uses_arrays else None)
+            for data in reply.iter_bytes():
+                yield from decoder.feed(data)
+            yield from decoder.finish()
+
+    def model(self, name: str, version: str | int = "") -> ModelInfo:
+        """Return the inputs, outputs and versions of a model."""
+        path = build_model_path(name, str(version))
+        return parse_model_reply(self._call(build_json_request("GET", path)))
+
+    def models(self) -> list[ModelInfo]:
+        """Return the models that the key may use, also those that are not loaded."""
+        return parse_models_reply(self._call(build_json_request("GET", "/v1/models")))
+
+    def load(
+        self, name: str, *, staged: bool = False, timeout_s: float = OPERATION_TIMEOUT_S
+    ) -> dict[str, Any]:
+        """Load a model on every replica, or on one after the other; return the report of the replicas."""
+        request = create_load_call(name, staged=staged)
+        return decode_object(self._call(request, timeout_s=timeout_s))
+
+    def unload(
+        self, name: str, *, dependents: bool = False, timeout_s: float = OPERATION_TIMEOUT_S
+    ) -> dict[str, Any]:
+        """Unload a model from every replica, also those an ensemble consists of; return the report."""
+        request = create_unload_call(name, dependents=dependents)
+        return decode_object(self._call(request, timeout_s=timeout_s))
+
+    def wait_ready(self, name: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Wait until a replica can serve a model."""
+        request = build_json_request("GET", build_model_path(name))
+        wait = WaitForReady(name, timeout_s)
+        while True:
+            try:
+                if is_model_ready(self._call(request, timeout_s=wait.remaining_s, retries=0)):
+                    return
+            except GatewayError as exc:
+                wait.check(exc)
+            time.sleep(wait.choose_pause(READY_POLL_S))
+
+    def push(
+        self,
+        source: str | os.PathLike[str] | BinaryIO,
+        *,
+        name: str = "",
+        version: str | int = "",
+        config: str | os.PathLike[str] | None = None,
+        labels: str | os.PathLike[str] | None = None,
+        load: bool = True,
+        timeout_s: float = OPERATION_TIMEOUT_S,
+    ) -> dict[str, Any]:
+        """Upload a model file, archive or folder, and load it; return what the gateway stored."""
+        upload = ModelSource(source, name, str(version), config=config, labels=labels, load=load)
+        with open_upload(upload) as content:
+            request = build_upload_request(upload, content)
+            return decode_object(self._call(request, timeout_s=timeout_s, retries=0))
+
+    def delete(self, name: str, version: str | int = "") -> None:
+        """Unload a model, and remove its files or those of a version."""
+        request = build_json_request("DELETE", build_model_path(name, str(version)))
+        self._call(request, timeout_s=OPERATION_TIMEOUT_S)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        json: Any = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        retries: int | None = None,
+    ) -> ResponseDocument:
+        """Call any path of the API, and return the JSON object of its response."""
+        request = build_json_request(method, path, json, headers)
+        reply = self._call(request, timeout_s=timeout_s, retries=retries)
+        return ResponseDocument(reply.url, decode_object(reply))
+
+    def download(self, path: str, *, timeout_s: float = OPERATION_TIMEOUT_S) -> Iterator[bytes]:
+        """Yield the body of a response as it arrives."""
+        request = build_json_request("GET", path)
+        attempts = self._start_attempts(timeout_s)
+        with closing(self._retry(self._transport.open, request, attempts)) as reply:
+            yield from reply.iter_bytes()
+
+    def _call(
+        self, request: ApiRequest, *, timeout_s: float | None = None, retries: int | None = None
+    ) -> Reply:
+        return self._send(request, self._start_attempts(timeout_s, retries=retries))
+
+    def _start_attempts(self, timeout_s: float | None, *, retries: int | None = None) -> Attempts:
+        return Attempts(
+            self._timeout_s if timeout_s is None else timeout_s,
+            self._retries if retries is None else retries,
+        )
+
+    def _find_info(self, call: InferCall, attempts: Attempts) -> ModelInfo | None:
+        """Return the description that an inference needs, if it needs one."""
+        if not (self._uses_arrays or call.needs_name):
+            return None
+        now = time.monotonic()
+        info = self._models.get(call.model, call.version, now)
+        if info is None:
+            path = build_model_path(call.model, call.version)
+            info = parse_model_reply(self._send(build_json_request("GET", path), attempts))
+            self._models.put(call.model, call.version, info, now)
+        return info
+
+    def _send(self, request: ApiRequest, attempts: Attempts) -> Reply:
+        """Return a successful response, after as many attempts as it takes."""
+        return self._retry(self._transport.read, request, attempts)
+
+    def _retry(
+        self,
+        attempt: Callable[[ApiRequest, Attempts], T],
+        request: ApiRequest,
+        attempts: Attempts,
+    ) -> T:
+        while True:
+            try:
+                return attempt(request, attempts)
+            except GatewayError as exc:
+                delay_s = attempts.plan_retry(exc, is_repeatable=request.is_repeatable)
+                if delay_s is None:
+                    raise
+                self.retry_count += 1
+            time.sleep(delay_s)
+
+    def _create_async_options(self) -> dict[str, Any]:
+        return {
+            "url": self.url,
+            "key": self._access.key,
+            "ca": self._access.ca_file,
+            "timeout_s": self._timeout_s,
+            "retries": self._retries,
+            "arrays": self._uses_arrays,
+            "proxy": self._proxy,
+        }

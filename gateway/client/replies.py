@@ -1,0 +1,98 @@
+"""Responses of the gateway, and the errors that they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, NoReturn
+
+from gateway.client.errors import INVALID_RESPONSE, GatewayError
+
+DEFAULT_RETRY_AFTER_S: Final = 1.0  # for a date
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A complete response of any status. The names of the headers are in lower case."""
+
+    url: str
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+    elapsed_s: float = 0.0
+
+    @property
+    def content_type(self) -> str:
+        return self.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+    @property
+    def request_id(self) -> str:
+        return self.headers.get("x-request-id", "")
+
+    def with_content(self, content: bytes, elapsed_s: float) -> Reply:
+        return replace(self, content=content, elapsed_s=elapsed_s)
+
+
+def make_reply_error(reply: Reply) -> GatewayError:
+    document = parse_json_object(reply.content) or {}
+    message = document.get("error")
+    if not isinstance(message, str):
+        message = (
+            f"the server at {reply.url} returned HTTP status {reply.status} without an error message; check "
+            "that the URL is the gateway's"
+        )
+    return make_error(document, message, reply)
+
+
+def make_error(document: dict[str, Any], message: str, reply: Reply) -> GatewayError:
+    return GatewayError(
+        message,
+        str(document.get("code", "")),
+        reply.status,
+        request_id=str(document.get("request_id", reply.request_id)),
+        retry_after_s=parse_retry_after(reply.headers.get("retry-after", "")),
+        document=document,
+    )
+
+
+def parse_retry_after(value: str) -> float | None:
+    """Return the seconds of `Retry-After` (RFC 9110, section 10.2.3); None without the header."""
+    if not value:
+        return None
+    return float(value) if value.isascii() and value.isdigit() else DEFAULT_RETRY_AFTER_S
+
+
+def parse_json_object(content: bytes) -> dict[str, Any] | None:
+    try:
+        document = json.loads(content)
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def decode_object(reply: Reply) -> dict[str, Any]:
+    """Return the JSON object of a response. Raises `GatewayError` if it is anything else."""
+    document = parse_json_object(reply.content)
+    if document is None:
+        raise make_invalid_response_error(reply, "its response is not a JSON object")
+    return document
+
+
+class ResponseDocument(dict[str, Any]):
+    """The JSON object of a response. A missing field means that the server is not a gateway."""
+
+    def __init__(self, url: str, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        self._url = url
+
+    def __missing__(self, field: str) -> NoReturn:
+        raise make_wrong_server_error(self._url, f"its response has no field {field!r}")
+
+
+def make_invalid_response_error(reply: Reply, reason: str) -> GatewayError:
+    return make_wrong_server_error(reply.url, reason)
+
+
+def make_wrong_server_error(url: str, reason: str) -> GatewayError:
+    return GatewayError(f"the server at {url} is not a gateway: {reason}", INVALID_RESPONSE)

@@ -1,0 +1,145 @@
+"""Uploads of models: a file, an archive or a folder, with the files that belong to it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import os
+import tarfile
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from gateway.client.errors import UNREADABLE, GatewayError
+from gateway.media_types import OCTET_STREAM
+
+PIECE_BYTES: Final = 256 << 10
+ARCHIVE_NAME: Final = "model.tar.gz"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model to upload. `source` is a path, or a file that is open for reading."""
+
+    source: str | os.PathLike[str] | BinaryIO
+    name: str = ""
+    version: str = ""
+    config: str | os.PathLike[str] | None = None
+    labels: str | os.PathLike[str] | None = None
+    load: bool = True
+
+    @property
+    def source_path(self) -> Path | None:
+        return Path(self.source) if isinstance(self.source, (str, os.PathLike)) else None
+
+    @property
+    def model(self) -> str:
+        """The name of the model, by default that of the file. Raises `ValueError` without one."""
+        path = self.source_path
+        name = self.name or ("" if path is None else path.resolve().name.partition(".")[0])
+        if not name:
+            raise ValueError(f"{path or 'a file'} has no name for a model")
+        return name
+
+
+@dataclass(frozen=True)
+class UploadContent:
+    """The open files of an upload."""
+
+    model: str
+    file: BinaryIO
+    file_name: str
+    attached: dict[str, tuple[str, BinaryIO]] = field(default_factory=dict)
+
+    def create_options(self) -> dict[str, Any]:
+        """Return the body and its headers for `httpx.Client`."""
+        if self.attached:
+            return {"files": {"model": (self.file_name, self.file), **self.attached}}
+        return {"content": read_pieces(self.file), "headers": self._create_headers()}
+
+    def create_async_options(self) -> dict[str, Any]:
+        """Return the body and its headers for `httpx.AsyncClient`."""
+        if self.attached:
+            return self.create_options()
+        return {"content": read_pieces_async(self.file), "headers": self._create_headers()}
+
+    def _create_headers(self) -> dict[str, str]:
+        digest = base64.b64encode(hash_file(self.file)).decode()
+        return {"content-type": OCTET_STREAM, "repr-digest": f"sha-256=:{digest}:"}
+
+
+@contextmanager
+def open_upload(upload: ModelSource) -> Iterator[UploadContent]:
+    """Open the files of an upload, a folder as an archive.
+
+    Raises `GatewayError` if one cannot be read, and `ValueError` if the model has no name.
+    """
+    model = upload.model
+    path = upload.source_path
+    with ExitStack() as stack:
+        file: BinaryIO = (
+            upload.source  # type: ignore[assignment]  # it is no path
+            if path is None
+            else stack.enter_context(open_archive(path) if path.is_dir() else open_file(path))
+        )
+        fields = {"config": upload.config, "labels": upload.labels}
+        attached = {
+            name: (Path(place).name, stack.enter_context(open_file(Path(place))))
+            for name, place in fields.items()
+            if place is not None
+        }
+        yield UploadContent(model, file, find_file_name(file), attached)
+
+
+def find_file_name(file: BinaryIO) -> str:
+    """Return the name of a file without its folder; that of an archive if it has none."""
+    name = getattr(file, "name", "")
+    return Path(name).name if isinstance(name, str) and name else ARCHIVE_NAME
+
+
+@contextmanager
+def open_archive(folder: Path) -> Iterator[BinaryIO]:
+    with tempfile.TemporaryFile() as archive:
+        with report_file_errors(), tarfile.open(fileobj=archive, mode="w:gz") as packed:
+            packed.add(folder, folder.resolve().name)
+        archive.seek(0)
+        yield archive
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[BinaryIO]:
+    with report_file_errors():
+        file = path.open("rb")
+    with file:
+        yield file
+
+
+@contextmanager
+def report_file_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise GatewayError(f"{exc.filename or 'the file'}: {exc.strerror}", UNREADABLE) from None
+
+
+def hash_file(file: BinaryIO) -> bytes:
+    start = file.tell()
+    digest = hashlib.sha256()
+    for piece in read_pieces(file):
+        digest.update(piece)
+    file.seek(start)
+    return digest.digest()
+
+
+def read_pieces(file: BinaryIO) -> Iterator[bytes]:
+    while piece := file.read(PIECE_BYTES):
+        yield piece
+
+
+async def read_pieces_async(file: BinaryIO) -> AsyncIterator[bytes]:
+    while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
+        yield piece

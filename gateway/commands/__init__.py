@@ -1,0 +1,1 @@
+"""The client commands of `triton-gateway`. They do not import the server."""

@@ -1,0 +1,45 @@
+"""Errors of the client commands: a message for standard error and an exit status (docs/cli.md)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gateway.messages import CommandError
+
+
+class ClientError(CommandError):
+    """A rejected or failed request."""
+
+
+class UsageError(ClientError):
+    """An invalid command line."""
+
+    status = 2
+
+
+class GatewayUnreachable(ClientError):
+    """No response, or a response of something that is not a gateway."""
+
+    status = 3
+
+
+class AccessDenied(ClientError):
+    """A missing, wrong or unauthorised key."""
+
+    status = 4
+
+
+# The gateway's advice to users of its API, and the same for users of the commands.
+COMMAND_HINTS: Final = {
+    "GET /v1/models lists the models": "triton-gateway models lists the models",
+    "GET /v1/replicas lists the replicas": "triton-gateway replicas lists the replicas",
+    "GET /readyz shows the reason": "triton-gateway replicas shows the reason",
+    'send {"parameters": {"unload_dependents": true}}': "use --dependents",
+    "send Authorization: Bearer KEY or X-API-Key: KEY": "use --key KEY or TRITON_GATEWAY_KEY",
+}
+
+
+def translate_hints(message: str) -> str:
+    for hint, command_hint in COMMAND_HINTS.items():
+        message = message.replace(hint, command_hint)
+    return message

@@ -1,0 +1,90 @@
+"""The gateway's URL, and the credentials and certificates to use with it."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gateway.commands.errors import UsageError
+
+if TYPE_CHECKING:
+    from gateway.client import AsyncClient, Client
+    from gateway.client.connection import GatewayAccess
+
+
+@dataclass(frozen=True)
+class Target:
+    """The flags of the gateway that a command uses. Properties raise `UsageError` for invalid values."""
+
+    url: Annotated[
+        str,
+        typer.Option(envvar="TRITON_GATEWAY_URL", help="URL of the gateway.", show_envvar=True),
+    ] = "http://localhost:8080"
+    key: Annotated[
+        str,
+        typer.Option(
+            envvar="TRITON_GATEWAY_KEY",
+            help="API key, if the gateway requires one.",
+            show_default=False,
+        ),
+    ] = ""
+    ca: Annotated[
+        Path | None,
+        typer.Option(envvar="TRITON_GATEWAY_CA", help="PEM file of the trusted CA certificates."),
+    ] = None
+
+    @cached_property
+    def access(self) -> GatewayAccess:
+        """The access of these flags. Raises `UsageError`."""
+        from gateway.client.connection import find_access
+
+        with report_invalid_flags():
+            return find_access(self.url, self.key, self.ca or "")
+
+    @cached_property
+    def ssl_context(self) -> ssl.SSLContext | None:
+        with report_invalid_flags():
+            return self.access.create_ssl_context()
+
+    def create_client(self, timeout_s: float) -> Client:
+        """Return a client that repeats no requests. Raises `UsageError`."""
+        from gateway.client import Client
+
+        with report_invalid_flags():
+            return Client(
+                self.url,
+                key=self.key,
+                ca=self.ca or "",
+                timeout_s=timeout_s,
+                retries=0,
+                arrays=False,
+            )
+
+    def create_async_client(self, timeout_s: float, retries: int) -> AsyncClient:
+        """Return a client whose results are Python's values. Raises `UsageError`."""
+        from gateway.client import AsyncClient
+
+        with report_invalid_flags():
+            return AsyncClient(
+                self.url,
+                key=self.key,
+                ca=self.ca or "",
+                timeout_s=timeout_s,
+                retries=retries,
+                arrays=False,
+            )
+
+
+@contextmanager
+def report_invalid_flags() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as exc:
+        raise UsageError(str(exc)) from None
