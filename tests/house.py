@@ -20,10 +20,10 @@ class Limits:
     folders: int = 17
     modules: int = 18  # at the top
     files_in_folder: int = 21
-    core_files: int = 172
-    core_lines: int = 26_640
+    core_files: int = 173
+    core_lines: int = 26_740
     capability_lines: int = 3_935
-    lines: int = 45_430
+    lines: int = 45_590
 
 
 @dataclass(frozen=True)
