@@ -489,15 +489,15 @@ def test_commands_push_pull_and_remove_models(place: FolderPlace, tmp_path: Path
 
 
 async def test_python_client_pushes_files_and_folders(place: FolderPlace, tmp_path: Path) -> None:
-    file, labels = tmp_path / "mine.onnx", tmp_path / "labels.txt"
+    file, labels = tmp_path / "of_python.onnx", tmp_path / "labels.txt"
     file.write_bytes(FIRST)
     labels.write_text("zero\none\n")
     url = str(place.client.base_url)
     with Client(url) as client:
         stored = client.push(file, load=False)
-        assert (stored["model"], stored["version"]) == ("mine", "1")
+        assert (stored["model"], stored["version"]) == ("of_python", "1")
         with file.open("rb") as opened:
-            assert client.push(opened, name="mine", version=7, load=False)["version"] == "7"
+            assert client.push(opened, name="of_python", version=7, load=False)["version"] == "7"
         with pytest.raises(GatewayError, match="No such file"):
             client.push("nothing.onnx")
         with pytest.raises(ValueError, match="has no name for a model"):
@@ -507,10 +507,10 @@ async def test_python_client_pushes_files_and_folders(place: FolderPlace, tmp_pa
         with pytest.raises(GatewayError) as caught:
             await client.push(file, labels=labels, name="labelled", config=file, load=False)
         assert caught.value.code == "INVALID_MODEL_FILE"
-        await client.delete("mine", 7)
-        assert place.versions("mine") == ["1", "8"]
-        await client.delete("mine")
-    assert not (place.repository / "mine").exists()
+        await client.delete("of_python", 7)
+        assert place.versions("of_python") == ["1", "8"]
+        await client.delete("of_python")
+    assert not (place.repository / "of_python").exists()
 
 
 @pytest.mark.long

@@ -35,7 +35,7 @@ OWN_MODULES = ("gateway", "gateway.client", "gateway.media_types")
 PIXELS = np.arange(6 * 4 * 3, dtype=np.uint8).reshape(6, 4, 3)
 MODELS = (
     "pair", "optional", "nhwc", "batched_BF16", "batched_FP32", "batched_BYTES", "single_BYTES", "not_utf8",
-    "json", "picture", "classes", "sleeping", "ticking", "patient", "vector_FP32",
+    "json", "picture", "classes", "sleeping", "ticking", "cancellable", "vector_FP32",
 )  # fmt: skip
 
 
@@ -275,7 +275,7 @@ def test_two_thousand_files_are_in_order(gw: Client, tmp_path: Path) -> None:
 
 def test_iteration_that_ends_cancels_what_runs(gw: Client, url: str) -> None:
     threads = threading.active_count()
-    for outcome in gw.infer_many("sleeping", [0.0, *[30.0] * 20], concurrency=3):
+    for outcome in gw.infer_many("cancellable", [0.0, *[30.0] * 20], concurrency=3):
         assert isinstance(outcome, InferResult)
         break
     assert threading.active_count() == threads
