@@ -1,4 +1,5 @@
-"""The public names, one per line: settings, paths, codes, metrics, log fields, commands, flags and values.
+"""The public names, one per line: settings, paths, codes, metrics, log fields, commands, flags, values and
+the Python client.
 
 Settings, codes, metrics, log fields and values of the chart are read from the documentation, which
 other tests compare with the code.
@@ -6,6 +7,7 @@ other tests compare with the code.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from typing import Any
 
 import typer.main
 
+import gateway.client
 from gateway.cli import root_cli
 from tests.support.servers import ROOT
 
@@ -78,6 +81,17 @@ def list_values() -> Iterator[str]:
         yield f"value {name}"
 
 
+def list_client() -> Iterator[str]:
+    """The classes of the Python client, their methods and properties, and the parameters of these."""
+    for kind in gateway.client.__all__:
+        for name, member in vars(getattr(gateway.client, kind)).items():
+            if isinstance(member, property):
+                yield f"python {kind}.{name}"
+            elif inspect.isfunction(member) and (name == "__init__" or not name.startswith("_")):
+                for parameter in list(inspect.signature(member).parameters)[1:] or [""]:
+                    yield f"python {kind}.{name} {parameter}".rstrip()
+
+
 def list_names(document: dict[str, Any]) -> set[str]:
     return {
         *list_settings(),
@@ -87,6 +101,7 @@ def list_names(document: dict[str, Any]) -> set[str]:
         *list_paths(document),
         *list_commands(),
         *list_values(),
+        *list_client(),
     }
 
 

@@ -46,7 +46,17 @@ def test_every_public_name_is_recorded(document: Document) -> None:
 
 def test_recorded_names_cover_every_kind(document: Document) -> None:
     kinds = {name.split()[0] for name in names.list_names(document)}
-    assert kinds == {"setting", "path", "code", "metric", "field", "command", "flag", "value"}
+    assert kinds == {
+        "setting",
+        "path",
+        "python",
+        "code",
+        "metric",
+        "field",
+        "command",
+        "flag",
+        "value",
+    }
     text = (ROOT / "docs" / "stability.md").read_text()
     for kind in kinds:
         assert re.search(rf"\b{kind}s?\b", text), kind
