@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """A client of a gateway for asyncio, with the arguments and errors of `Client`.
+    """A client of a gateway for asyncio, with the arguments, results and errors of `Client`.
 
     Nothing uses the network before the first call.
     """
@@ -80,7 +80,6 @@ class AsyncClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the connections. The client cannot be used afterwards."""
         await self._transport.aclose()
 
     async def infer(
@@ -178,30 +177,25 @@ class AsyncClient:
                 yield result
 
     async def model(self, name: str, version: str | int = "") -> ModelInfo:
-        """Return the inputs, outputs and versions of a model."""
         path = build_model_path(name, str(version))
         return parse_model_reply(await self._call(build_json_request("GET", path)))
 
     async def models(self) -> list[ModelInfo]:
-        """Return the models that the key may use, also those that are not loaded."""
         return parse_models_reply(await self._call(build_json_request("GET", "/v1/models")))
 
     async def load(
         self, name: str, *, staged: bool = False, timeout_s: float = OPERATION_TIMEOUT_S
     ) -> dict[str, Any]:
-        """Load a model on every replica, or on one after the other; return the report of the replicas."""
         request = create_load_call(name, staged=staged)
         return decode_object(await self._call(request, timeout_s=timeout_s))
 
     async def unload(
         self, name: str, *, dependents: bool = False, timeout_s: float = OPERATION_TIMEOUT_S
     ) -> dict[str, Any]:
-        """Unload a model from every replica, also those an ensemble consists of; return the report."""
         request = create_unload_call(name, dependents=dependents)
         return decode_object(await self._call(request, timeout_s=timeout_s))
 
     async def wait_ready(self, name: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Wait until a replica can serve a model."""
         request = build_json_request("GET", build_model_path(name))
         wait = WaitForReady(name, timeout_s)
         while True:
@@ -223,14 +217,12 @@ class AsyncClient:
         load: bool = True,
         timeout_s: float = OPERATION_TIMEOUT_S,
     ) -> dict[str, Any]:
-        """Upload a model file, archive or folder, and load it; return what the gateway stored."""
         upload = ModelSource(source, name, str(version), config=config, labels=labels, load=load)
         with open_upload(upload) as content:
             request = build_upload_request(upload, content)
             return decode_object(await self._call(request, timeout_s=timeout_s, retries=0))
 
     async def delete(self, name: str, version: str | int = "") -> None:
-        """Unload a model, and remove its files or those of a version."""
         request = build_json_request("DELETE", build_model_path(name, str(version)))
         await self._call(request, timeout_s=OPERATION_TIMEOUT_S)
 
@@ -244,7 +236,6 @@ class AsyncClient:
         timeout_s: float | None = None,
         retries: int | None = None,
     ) -> ResponseDocument:
-        """Call any path of the API, and return the JSON object of its response."""
         request = build_json_request(method, path, json, headers)
         reply = await self._call(request, timeout_s=timeout_s, retries=retries)
         return ResponseDocument(reply.url, decode_object(reply))
@@ -252,7 +243,6 @@ class AsyncClient:
     async def download(
         self, path: str, *, timeout_s: float = OPERATION_TIMEOUT_S
     ) -> AsyncIterator[bytes]:
-        """Yield the body of a response as it arrives."""
         request = build_json_request("GET", path)
         attempts = self._start_attempts(timeout_s)
         async with aclosing(await self._retry(self._transport.open, request, attempts)) as reply:
@@ -271,7 +261,6 @@ class AsyncClient:
         )
 
     async def _find_info(self, call: InferCall, attempts: Attempts) -> ModelInfo | None:
-        """Return the description that an inference needs, if it needs one."""
         if not (self._uses_arrays or call.needs_name):
             return None
         now = time.monotonic()
@@ -283,7 +272,6 @@ class AsyncClient:
         return info
 
     async def _send(self, request: ApiRequest, attempts: Attempts) -> Reply:
-        """Return a successful response, after as many attempts as it takes."""
         return await self._retry(self._transport.read, request, attempts)
 
     async def _retry(

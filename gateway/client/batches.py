@@ -117,5 +117,4 @@ class InferOutcomes(AsyncIterator[InferOutcome]):
         return self._outcomes.popleft()
 
     async def aclose(self) -> None:
-        """Cancel the requests in progress."""
         await self._batches.aclose()

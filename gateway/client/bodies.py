@@ -136,7 +136,6 @@ def encode_form_value(value: Any) -> Body:
 
 
 def is_image(value: Any) -> bool:
-    """Return whether a value is an image of Pillow, which need not be installed."""
     return hasattr(value, "save") and hasattr(value, "getbands")
 
 

@@ -34,7 +34,6 @@ SEQUENCE_HEADER: Final = "x-sequence-id"
 
 
 def has_numpy() -> bool:
-    """Return whether NumPy is installed, without importing it."""
     return find_spec("numpy") is not None
 
 
@@ -79,7 +78,6 @@ class InferCall:
 
     @property
     def needs_name(self) -> bool:
-        """Return whether the value has no name, although other inputs have one."""
         return self.value is not None and bool(self.by_name)
 
     def build_request(self, accept: str, info: ModelInfo | None) -> ApiRequest:
@@ -209,7 +207,6 @@ def build_upload_request(upload: ModelSource, content: UploadContent) -> ApiRequ
 
 
 def is_model_ready(reply: Reply) -> bool:
-    """Return whether a description says that the model can be used."""
     return decode_object(reply).get("ready") is True
 
 

@@ -37,12 +37,10 @@ class ModelInfo:
 
     @property
     def has_only_numbers(self) -> bool:
-        """Return whether a NumPy file can contain all outputs as they are."""
         return all(tensor.datatype != "BYTES" for tensor in self.outputs)
 
     @property
     def datatypes(self) -> dict[str, str]:
-        """The datatypes of the outputs, by name."""
         return {tensor.name: tensor.datatype for tensor in self.outputs}
 
     def find_input_for(self, named: Mapping[str, Any]) -> str:

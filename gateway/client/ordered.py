@@ -79,7 +79,6 @@ class OrderedTasks(Generic[J, R]):
             task.cancel()
 
     async def aclose(self) -> None:
-        """Cancel everything, and wait for its end."""
         self.cancel()
         tasks = [task for task in (self._producer, *self._tasks) if task is not None]
         await asyncio.gather(*tasks, return_exceptions=True)

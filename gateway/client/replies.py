@@ -9,7 +9,8 @@ from typing import Any, Final, NoReturn
 
 from gateway.client.errors import INVALID_RESPONSE, GatewayError
 
-DEFAULT_RETRY_AFTER_S: Final = 1.0  # for a date
+# The delay of a `Retry-After` that is a date.
+DEFAULT_RETRY_AFTER_S: Final = 1.0
 
 
 @dataclass(frozen=True)

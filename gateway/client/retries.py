@@ -44,7 +44,7 @@ class Attempts:
         return self.remaining_s + RESPONSE_GRACE_S
 
     def check_deadline(self) -> None:
-        """Raises `GatewayError` when the response is late, although parts of it still arrive."""
+        """Check that the response is not late, although parts of it still arrive. Raises `GatewayError`."""
         if time.monotonic() > self._deadline + RESPONSE_GRACE_S:
             raise self.create_timeout_error()
 
@@ -83,7 +83,7 @@ class WaitForReady:
         return max(self._deadline - time.monotonic(), MIN_WAIT_S)
 
     def check(self, error: GatewayError) -> None:
-        """Raises `error` if the model does not become ready by itself, or in time."""
+        """Check that the model can become ready by itself, and in time. Raises `error` if it cannot."""
         if not can_retry(error, is_repeatable=True) and error.code != TIMEOUT:
             raise error
         if time.monotonic() >= self._deadline:

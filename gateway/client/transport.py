@@ -38,7 +38,6 @@ def create_http_options(access: GatewayAccess, proxy: str | None) -> dict[str, A
 
 @contextmanager
 def translate_errors(base_url: str) -> Iterator[None]:
-    """Raise `GatewayError` for the errors of httpx."""
     try:
         yield
     except httpx.ConnectTimeout:

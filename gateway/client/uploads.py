@@ -56,13 +56,11 @@ class UploadContent:
     attached: dict[str, tuple[str, BinaryIO]] = field(default_factory=dict)
 
     def create_options(self) -> dict[str, Any]:
-        """Return the body and its headers for `httpx.Client`."""
         if self.attached:
             return {"files": {"model": (self.file_name, self.file), **self.attached}}
         return {"content": read_pieces(self.file), "headers": self._create_headers()}
 
     def create_async_options(self) -> dict[str, Any]:
-        """Return the body and its headers for `httpx.AsyncClient`."""
         if self.attached:
             return self.create_options()
         return {"content": read_pieces_async(self.file), "headers": self._create_headers()}
@@ -96,7 +94,6 @@ def open_upload(upload: ModelSource) -> Iterator[UploadContent]:
 
 
 def find_file_name(file: BinaryIO) -> str:
-    """Return the name of a file without its folder; that of an archive if it has none."""
     name = getattr(file, "name", "")
     return Path(name).name if isinstance(name, str) and name else ARCHIVE_NAME
 

@@ -191,7 +191,8 @@ class InferRun:
                     await self._write(records)
         except BrokenPipeError:
             return BROKEN_PIPE_STATUS
-        except asyncio.CancelledError:  # by the third signal
+        except asyncio.CancelledError:
+            # The third signal cancels the run.
             if not self.received_signal:
                 raise
         except ClientError as exc:
