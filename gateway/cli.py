@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from types import FrameType
 from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperGroup
 
 from gateway import __version__
 from gateway.access.keys import add_key, read_keys_file, remove_key
@@ -25,6 +25,7 @@ from gateway.commands.flags import (
     add_flags,
     format_examples,
 )
+from gateway.commands.help import HelpAllOption, RootGroup, arrange_help
 from gateway.commands.label_commands import label_cli, rollout_cli
 from gateway.embedded.flags import TritonFlags
 from gateway.embedded.model_paths import exclude_startup_models
@@ -34,7 +35,7 @@ from gateway.repository.state.commands import StateUrl, import_file, state_comma
 IMPORT_COLLECTION_THRESHOLD = 200_000  # more than the imports of any command
 HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
 CliGroup = partial(typer.Typer, no_args_is_help=True, context_settings=HELP_FLAGS)
-root_cli = CliGroup(pretty_exceptions_enable=False)
+root_cli = CliGroup(cls=RootGroup, pretty_exceptions_enable=False)
 key_commands = CliGroup(help="Manage the API keys of the gateway.")
 START_PANEL = "Start a gateway"
 root_cli.add_typer(key_commands, name="key", rich_help_panel=START_PANEL)
@@ -47,6 +48,11 @@ root_cli.add_typer(diagnosis_commands)
 
 Host = Annotated[str, typer.Option(help="Address that the gateway listens on.")]
 Port = Annotated[int, typer.Option(help="Port that the gateway listens on.")]
+GrpcPort = Annotated[
+    int | None,
+    typer.Option(min=0, max=65535, help="Port of the gateway's gRPC API; 0 for none."),
+]
+OpenPage = Annotated[bool, typer.Option("--open", help="Open the page in a browser when ready.")]
 TritonHost = Annotated[
     str,
     typer.Option(
@@ -135,8 +141,11 @@ def up(
     host: Host = "127.0.0.1",
     port: Port = 8080,
     replicas: ReplicaCount = 1,
+    open_page: OpenPage = False,
+    grpc_port: GrpcPort = None,
     on_demand: OnDemandPatterns = None,
     max_loaded_models: MaxLoadedModels = None,
+    help_all: HelpAllOption = False,
 ) -> None:
     """Start one or several embedded Tritons with a gateway in front of them."""
     from gateway.server import launch
@@ -149,12 +158,16 @@ def up(
             options = exclude_startup_models(options, on_demand)
     if max_loaded_models is not None:
         settings["max_loaded_models"] = max_loaded_models
-    launch.run_with_embedded_triton(options, host, port, replicas, settings)
+    if grpc_port is not None:
+        os.environ["GATEWAY_GRPC_PORT"] = str(grpc_port)
+    launch.run_with_embedded_triton(options, host, port, replicas, settings, opens_page=open_page)
 
 
 @root_cli.command(rich_help_panel=START_PANEL)
 @add_flags(TritonFlags)
-def triton(flags: TritonFlags, host: TritonHost = "127.0.0.1") -> None:
+def triton(
+    flags: TritonFlags, host: TritonHost = "127.0.0.1", help_all: HelpAllOption = False
+) -> None:
     """Start an embedded Triton without a gateway."""
     from gateway.server import launch
 
@@ -261,17 +274,8 @@ def exit_on_signal(number: int, frame: FrameType | None) -> None:
 @cache
 def build_command() -> Callable[..., object]:
     command = typer.main.get_command(root_cli)
-    list_options_in_lines(command)
+    arrange_help(command)
     return command
-
-
-def list_options_in_lines(group: Any) -> None:
-    """Print the options of each command in lines: a narrow terminal cuts their names in a table."""
-    for command in group.commands.values():
-        if isinstance(command, TyperGroup):
-            list_options_in_lines(command)
-        else:
-            command.rich_markup_mode = None
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gateway.commands.completion import complete_model_name
 from gateway.commands.errors import ClientError, UsageError
 from gateway.commands.flags import (
     INFERENCE_PANEL,
@@ -23,11 +23,12 @@ from gateway.commands.flags import (
     format_examples,
 )
 from gateway.commands.replica_commands import replica_commands
-from gateway.commands.target import Target
+from gateway.commands.target import Target, complete_model_name
 from gateway.messages import escape_unprintable
 
 if TYPE_CHECKING:
     from gateway.client import Client
+    from gateway.commands.records import OutputFormat
 
 cli = typer.Typer()
 cli.add_typer(replica_commands, name="replicas", rich_help_panel=OPERATION_PANEL)
@@ -50,8 +51,8 @@ TextsOption = Annotated[
     rich_help_panel=INFERENCE_PANEL,
     epilog=format_examples(
         "triton-gateway infer MODEL photos/ --output results.jsonl",
-        "triton-gateway infer MODEL --text 'some text' --text 'another'",
-        "triton-gateway infer MODEL reviews.txt --lines --batch 8 --output results.csv",
+        "triton-gateway infer MODEL 'some text'",
+        "triton-gateway infer MODEL reviews.txt --lines --batch 8 --output out.csv",
     ),
 )
 @add_flags(Target)
@@ -64,7 +65,7 @@ def infer(
         list[str] | None,
         typer.Argument(
             metavar="FILES",
-            help="Files, folders and glob patterns; - is standard input, one text per line.",
+            help="Files, folders, glob patterns, or a text; - is standard input, one text per line.",
         ),
     ] = None,
     text: TextsOption = None,
@@ -75,20 +76,33 @@ def infer(
 ) -> None:
     """Run inference on files and texts; print one record for each, in input order."""
     from gateway.commands.infer import InferOptions, run_infer
-    from gateway.commands.inputs import InputSource, find_input_files
-    from gateway.commands.records import OutputFormat
+    from gateway.commands.inputs import InputSource, find_input_files, is_text
 
     if flags.resume and (flags.output is None or flags.overwrite):
         raise UsageError("--resume requires --output FILE and excludes --overwrite")
     if not (files or text):
         raise UsageError("nothing to infer: pass files, a folder, - or --text")
+    form = choose_format(flags)
+    arguments = files or ()
+    words = () if lines else tuple(filter(is_text, arguments))
+    paths = find_input_files([each for each in arguments if each not in words], flags.output)
+    inputs = InputSource((*(text or ()), *words), paths, lines)
+    raise SystemExit(run_infer(InferOptions(target, model, version, inputs, flags, form, words)))
+
+
+def choose_format(flags: InferFlags) -> OutputFormat:
+    """Return the format of the records. Raises `UsageError`."""
+    from gateway.commands.records import OutputFormat
+
     names = [form.value for form in OutputFormat]
-    if flags.format not in (None, *names):
-        raise UsageError(f"--format must be {' or '.join(names)}, not {flags.format!r}")
-    suffix = flags.output.suffix[1:] if flags.output is not None else ""
-    form = OutputFormat(flags.format or (suffix if suffix in names else OutputFormat.jsonl))
-    inputs = InputSource(text or (), find_input_files(files or (), flags.output), lines)
-    raise SystemExit(run_infer(InferOptions(target, model, version, inputs, flags, form)))
+    name = OutputFormat.jsonl if flags.json else flags.format
+    if name not in (None, *names):
+        raise UsageError(f"--format must be {', '.join(names)}, not {name!r}")
+    if flags.output is None:
+        return OutputFormat(name or ("text" if sys.stdout.isatty() else "jsonl"))
+    if name == OutputFormat.text:
+        raise UsageError("--format text is for the standard output, not for --output FILE")
+    return OutputFormat(name or ("csv" if flags.output.suffix == ".csv" else "jsonl"))
 
 
 @cli.command(rich_help_panel=MODELS_PANEL)

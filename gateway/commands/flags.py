@@ -11,7 +11,8 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import typer
 
-from gateway.commands.completion import complete_model_name
+from gateway.commands.help import HelpAllOption
+from gateway.commands.target import complete_model_name
 
 F = TypeVar("F")
 P = ParamSpec("P")
@@ -50,8 +51,8 @@ OPERATION_PANEL = "Watch and diagnose"
 
 
 def format_examples(*commands: str) -> str:
-    # Blank lines separate the lines of the help.
-    return "\n\n".join(("Examples:", *commands))
+    # The first character keeps the lines as they are.
+    return "\n  ".join(("\b\nExamples:", *commands))
 
 
 ModelArgument = Annotated[
@@ -76,8 +77,12 @@ class InferFlags:
         Path | None, typer.Option("--output", "-o", help="Output file. Default: standard output.")
     ] = None
     format: Annotated[
-        str | None, typer.Option(help="jsonl or csv. Default: by the output file's suffix.")
+        str | None,
+        typer.Option(
+            help="text, jsonl or csv. Default: by the output file's suffix; text on a terminal, else jsonl."
+        ),
     ] = None
+    json: Annotated[bool, typer.Option("--json", help="Same as --format jsonl.")] = False
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue an interrupted output file.")
     ] = False
@@ -88,3 +93,4 @@ class InferFlags:
         10
     )
     timeout: TimeoutOption = 60.0
+    help_all: HelpAllOption = False

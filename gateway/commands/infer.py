@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Final, cast
@@ -29,10 +29,12 @@ from gateway.commands.records import (
     OutputFormat,
     Record,
     RecordWriter,
+    TextWriter,
     resume_output,
 )
 from gateway.commands.requests import GroupInference
 from gateway.commands.target import Target
+from gateway.media_types import TEXT
 from gateway.messages import print_message
 
 MAX_LISTED_FAILURES: Final = 10
@@ -50,6 +52,7 @@ class InferOptions:
     inputs: InputSource
     flags: InferFlags
     format: OutputFormat
+    words: Sequence[str] = ()  # texts without --text
 
 
 @dataclass
@@ -87,6 +90,10 @@ class InferStats:
 def run_infer(options: InferOptions) -> int:
     with connect(options.target) as client:
         model = client.model(options.model, options.version)
+    if options.words and not takes_one_text(model):
+        raise UsageError(
+            f"no such file or folder: {options.words[0]}; the input of {options.model} is not a single text"
+        )
     check_batching(options, model)
     names = [output.name for output in model.outputs]
     output = options.flags.output
@@ -94,6 +101,8 @@ def run_infer(options: InferOptions) -> int:
     if options.format is OutputFormat.csv:
         to_terminal = output is None and os.isatty(STDOUT_DESCRIPTOR)
         writer = CsvWriter(names, to_terminal=to_terminal)
+    elif options.format is OutputFormat.text:
+        writer = TextWriter()
     done_counts: Counter[str] = Counter()
     if options.flags.resume and output is not None and output.exists():
         done_counts = resume_output(output, writer)
@@ -113,10 +122,16 @@ def run_infer(options: InferOptions) -> int:
             os.close(descriptor)
 
 
+def takes_one_text(model: ModelInfo) -> bool:
+    required = model.required_inputs
+    is_single = [(tensor.datatype, tensor.shape) for tensor in required] == [("BYTES", (1,))]
+    return is_single and required[0].content_type in ("", TEXT)
+
+
 def check_batching(options: InferOptions, model: ModelInfo) -> None:
     if options.flags.batch == 1:
         return
-    required = [tensor for tensor in model.inputs if not tensor.is_optional]
+    required = model.required_inputs
     if model.is_decoupled:
         raise UsageError(
             f"--batch: {options.model} is decoupled: it returns any number of responses"

@@ -14,7 +14,7 @@ from typing import Final
 from gateway.client.bodies import guess_content_type
 from gateway.commands.errors import UsageError
 from gateway.commands.pipes import PIPE_READ_BYTES, read_available, run_in_daemon_thread
-from gateway.media_types import UTF8_TEXT
+from gateway.media_types import TYPES_BY_SUFFIX, UTF8_TEXT
 
 STDIN_ARGUMENT: Final = "-"
 
@@ -146,6 +146,15 @@ def find_input_files(arguments: Sequence[str], exclude: Path | None = None) -> l
     ]
 
 
+def is_text(argument: str) -> bool:
+    """Return whether an argument neither names a file nor looks like a path."""
+    if argument == STDIN_ARGUMENT or os.path.lexists(argument):
+        return False
+    if os.sep in argument or Path(argument).suffix.lower() in TYPES_BY_SUFFIX:
+        return False
+    return not glob.glob(argument)  # noqa: PTH207 - a text may be an invalid pattern
+
+
 def expand_argument(argument: str) -> list[str]:
     if argument == STDIN_ARGUMENT:
         return [STDIN_ARGUMENT]
@@ -158,7 +167,8 @@ def expand_argument(argument: str) -> list[str]:
     files = sorted(path for path in paths if not is_special_file(path))
     if not files:
         raise UsageError(
-            f"no such file or folder, and no file matches the pattern: {format_path(argument)}"
+            f"no such file or folder, and no file matches the pattern: {format_path(argument)}; "
+            "--text sends it as a text"
         )
     return files
 

@@ -1,4 +1,4 @@
-"""Output records as JSON lines or CSV: writing them, and reading them to resume a file."""
+"""Output records as readable text, JSON lines or CSV: writing them, and reading them to resume a file."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import orjson
 
+from gateway.client.notebook import find_scores
 from gateway.commands.errors import UsageError
 from gateway.messages import escape_unprintable, escape_unprintable_json
 
 DELETE = b"\x7f"
+BAR_CHARS: Final = 20
+SHOWN_VALUES: Final = 6  # of an array, in readable text
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Record:
 
 
 class OutputFormat(str, Enum):
+    text = "text"  # to read on a terminal
     jsonl = "jsonl"
     csv = "csv"
 
@@ -111,6 +116,48 @@ class CsvWriter:
                 raise UsageError(f"its columns are not {', '.join(self._columns)}")
             if number and len(cells) == len(self._columns) and text.endswith("\n"):
                 yield StoredRecord(text, cells[0], not cells[-1])
+
+
+class TextWriter:
+    """Writes each output for people: labels with bars, texts, and the first values of arrays."""
+
+    header = b""
+
+    def encode_record(self, record: Record) -> bytes:
+        lines = [record.name if record.outputs is not None else f"{record.name}: {record.error}"]
+        for name, value in (record.outputs or {}).items():
+            first, *others = describe_value(value)
+            lines.append(f"  {name}  {first}")
+            lines += [f"  {'':{len(name)}}  {other}" for other in others]
+        return "".join(f"{escape_unprintable(line)}\n" for line in lines).encode("utf-8", "replace")
+
+    def read_records(self, lines: Iterable[str]) -> Iterator[StoredRecord]:
+        raise UsageError("text for people cannot be read again")
+
+
+def describe_value(value: Any) -> list[str]:
+    """Return the lines, at least one, that show the value of an output."""
+    if scores := find_scores(value):
+        width = max(len(label) for label, _ in scores)
+        bars = ((label, share, "█" * round(BAR_CHARS * share)) for label, share in scores)
+        return [f"{label:{width}} {share:7.1%}  {bar}".rstrip() for label, share, bar in bars]
+    if isinstance(value, str):
+        return value.splitlines() or [""]
+    if isinstance(value, dict) and "b64" not in value:
+        lines: list[str] = []
+        for key, part in value.items():
+            described = describe_value(part)
+            lines += [f"{key}: {described[0]}"] if len(described) == 1 else described
+        return lines or ["nothing"]
+    if not isinstance(value, list):
+        return [format_cell(value)]
+    shape = [len(value)]
+    while value and isinstance(value[0], list):
+        value = value[0]
+        shape.append(len(value))
+    shown = [f"{v:.5g}" if isinstance(v, float) else format_cell(v) for v in value[:SHOWN_VALUES]]
+    more = ", …" if prod(shape) > len(shown) else ""
+    return [f"[{' x '.join(map(str, shape))}] {', '.join(shown)}{more}"]
 
 
 def encode_csv_row(cells: Iterable[str]) -> bytes:

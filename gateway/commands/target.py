@@ -1,4 +1,4 @@
-"""The gateway's URL, and the credentials and certificates to use with it."""
+"""The gateway's URL, the credentials and certificates to use with it, and completion of its models' names."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from gateway.commands.errors import UsageError
+from gateway.messages import CommandError
 
 if TYPE_CHECKING:
     from gateway.client import AsyncClient, Client
     from gateway.client.connection import GatewayAccess
+
+COMPLETION_TIMEOUT_S: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -25,19 +28,29 @@ class Target:
 
     url: Annotated[
         str,
-        typer.Option(envvar="TRITON_GATEWAY_URL", help="URL of the gateway.", show_envvar=True),
+        typer.Option(
+            envvar="TRITON_GATEWAY_URL",
+            help="URL. Default: TRITON_GATEWAY_URL, else http://localhost:8080.",
+            show_envvar=False,
+            show_default=False,
+        ),
     ] = "http://localhost:8080"
     key: Annotated[
         str,
         typer.Option(
             envvar="TRITON_GATEWAY_KEY",
-            help="API key, if the gateway requires one.",
+            help="API key. Default: TRITON_GATEWAY_KEY.",
+            show_envvar=False,
             show_default=False,
         ),
     ] = ""
     ca: Annotated[
         Path | None,
-        typer.Option(envvar="TRITON_GATEWAY_CA", help="PEM file of the trusted CA certificates."),
+        typer.Option(
+            envvar="TRITON_GATEWAY_CA",
+            help="PEM file of trusted certificates. Default: TRITON_GATEWAY_CA.",
+            show_envvar=False,
+        ),
     ] = None
 
     @cached_property
@@ -88,3 +101,18 @@ def report_invalid_flags() -> Iterator[None]:
         yield
     except ValueError as exc:
         raise UsageError(str(exc)) from None
+
+
+def complete_model_name(context: typer.Context, incomplete: str) -> list[str]:
+    """Ask the gateway for the names of models; never wait long, and never fail."""
+    from gateway.client import GatewayError
+
+    flags = context.params
+    try:
+        target = Target(**{name: flags[name] for name in ("url", "key", "ca") if flags.get(name)})
+        with target.create_client(COMPLETION_TIMEOUT_S) as client:
+            names = [model.name for model in client.models()]
+    except (CommandError, GatewayError, LookupError, TypeError):  # another server answered, or none
+        return []
+    given = flags.get("models") or flags.get("names") or ()
+    return [name for name in names if name.startswith(incomplete) and name not in given]

@@ -44,7 +44,13 @@ MessageWriter = Callable[[str], None]
 
 
 def run_with_embedded_triton(
-    options: TritonOptions, host: str, port: int, replicas: int, overrides: Mapping[str, Any]
+    options: TritonOptions,
+    host: str,
+    port: int,
+    replicas: int,
+    overrides: Mapping[str, Any],
+    *,
+    opens_page: bool,
 ) -> None:
     """Run Tritons and a gateway; the overrides are settings that flags set. Raises `CommandError`."""
     started_at = time.monotonic()
@@ -59,7 +65,9 @@ def run_with_embedded_triton(
     settings, print_line = configure_process(
         triton_urls=tuple(triton.url for triton in tritons), drain_s=0, **overrides
     )
-    plan = prepare_capabilities(LaunchPlan(settings, host, ports, tritons=tritons))
+    plan = prepare_capabilities(
+        LaunchPlan(settings, host, ports, tritons=tritons, opens_page=opens_page)
+    )
     plan.settings = restrict_allowed_hosts(host, plan.settings)
     api = read_restricted_api(settings) or generate_restricted_api()
     plan.update_settings(triton_restricted_api=SecretStr(api.setting))
@@ -87,7 +95,7 @@ def run_fleet(
     from gateway.server.http import create_server
     from gateway.server.welcome import Welcome
 
-    welcome = Welcome(plan.host, port, print_line, has_page=plan.has_page)
+    welcome = Welcome(plan, port, print_line)
 
     def on_ready() -> None:
         print_ready()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import webbrowser
 from collections.abc import Callable
 from typing import Final
 
 from gateway.access.auth import is_loopback
+from gateway.capability import LaunchPlan
 from gateway.errors import GatewayError
 from gateway.fleet.replica import join_host_port
 from gateway.services import Services
@@ -22,13 +24,10 @@ ENSEMBLE: Final = "ensemble"
 class Welcome:
     """Prints the lines in the background, once the server listens."""
 
-    def __init__(
-        self, host: str, port: int, print_line: Callable[[str], None], *, has_page: bool
-    ) -> None:
-        self._host = host
+    def __init__(self, plan: LaunchPlan, port: int, print_line: Callable[[str], None]) -> None:
+        self._plan = plan
         self._port = port
         self._print_line = print_line
-        self._has_page = has_page
         self._services: Services | None = None
         self._task: asyncio.Task[None] | None = None  # the event loop has weak references only
 
@@ -40,9 +39,11 @@ class Welcome:
             self._task = asyncio.create_task(self._print(self._services))
 
     async def _print(self, services: Services) -> None:
-        url = format_url(services.settings, self._host, self._port)
-        if self._has_page:
+        url = format_url(services.settings, self._plan.host, self._port)
+        if self._plan.has_page:
             self._print_line(f"open:   {url}/")
+            if self._plan.opens_page:
+                await asyncio.to_thread(webbrowser.open, f"{url}/")
         if example := await choose_example(services, url):
             self._print_line(f"paste:  {example}")
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # Triton's own port, where its clients expect gRPC.
 USUAL_PORT: Final = 8001
 PORT_SETTING: Final = "GATEWAY_GRPC_PORT"
+PORT_FLAG: Final = "--grpc-port"  # of `up`, which sets the setting
 
 
 def attach_grpc_server(settings: Settings) -> Attachment | None:
@@ -44,8 +45,9 @@ def prepare_grpc(plan: LaunchPlan) -> None:
     if not settings.grpc_port:
         return
     host = settings.grpc_host or plan.host
-    check_distinct_ports({**plan.ports, PORT_SETTING: settings.grpc_port})
-    check_port_free(host, settings.grpc_port, PORT_SETTING)
+    flag = PORT_FLAG if plan.tritons else PORT_SETTING
+    check_distinct_ports({**plan.ports, flag: settings.grpc_port})
+    check_port_free(host, settings.grpc_port, flag)
     os.environ["GATEWAY_GRPC_HOST"] = host
     plan.update_settings(grpc_host=host)
     plan.places.append(f"gRPC port {settings.grpc_port}")

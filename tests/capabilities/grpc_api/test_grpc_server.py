@@ -176,7 +176,7 @@ def test_unusable_grpc_port_ends_the_start_with_its_number(triton: Triton) -> No
 def test_up_serves_grpc(tmp_path: Path) -> None:
     write_echo(tmp_path, "echo")
     (port,) = free_ports(1)
-    with Up(tmp_path, environment={"GATEWAY_GRPC_PORT": str(port)}) as up:
+    with Up(tmp_path, "--grpc-port", str(port)) as up:
         line = up.wait_for("ready after")
         assert f"and gRPC port {port}" in line
         with triton_grpc.InferenceServerClient(f"{HOST}:{port}") as client:

@@ -28,6 +28,7 @@ from PIL import Image
 
 from gateway.client.ordered import OrderedTasks
 from gateway.commands import errors
+from gateway.commands.records import describe_value
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.gateway_forks import run_gateway
 from tests.support.keys import entry, written
@@ -312,6 +313,35 @@ def test_inputs_of_every_kind_are_read(gateway: Gateway, tmp_path: Path) -> None
     assert [value_of(record) for record in records(texts.stdout)] == ["-x", 'a,\n"b"']
 
 
+def test_word_that_is_no_file_is_a_text(gateway: Gateway, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("from a file")
+    ended = gateway.run("infer", TEXTS, "what is this?", tmp_path / "a.txt", "x" * 300)
+    texts = ["what is this?", "x" * 300, "from a file"]
+    assert [value_of(record) for record in records(ended.stdout)] == texts
+    shown = gateway.run("infer", TEXTS, "what is this?", "--format", "text").stdout
+    assert re.fullmatch(r"text:1\n  \S+  what is this\?\n", shown)
+    mine, its = pty.openpty()
+    running = gateway.start("infer", TEXTS, "what is this?", stdout=its, stderr=its)
+    os.close(its)
+    assert b"{" not in seen_until(mine, b"1 succeeded")
+    assert running.wait(60) == 0
+    os.close(mine)
+
+
+def test_readable_record_shows_scores_texts_and_the_first_values_of_arrays() -> None:
+    scores = [{"label": "7", "score": 0.99}, {"label": "12", "score": 0.01}]
+    table: dict[str, tuple[Any, list[str]]] = {
+        "scores": (scores, ["7    99.0%  " + "█" * 20, "12    1.0%"]),
+        "object": ({"best": scores, "odd": False}, ["7    99.0%  " + "█" * 20, "12    1.0%", "odd: false"]),
+        "text": ("one\ntwo", ["one", "two"]),
+        "vector": ([0.123456789] * 384, ["[384] " + "0.12346, " * 6 + "…"]),
+        "matrix": ([[1, 2], [3, 4]], ["[2 x 2] 1, 2, …"]),
+        "empty": ([], ["[0] "]),
+    }  # fmt: skip
+    for name, (value, lines) in table.items():
+        assert describe_value(value) == lines, name
+
+
 @pytest.mark.long
 def test_model_with_several_responses_has_them_in_one_record(
     gateway: Gateway, tmp_path: Path
@@ -407,6 +437,10 @@ def test_command_that_fails_prints_one_sentence_and_has_its_exit_status(
     two = (NUMBERS, "--text", "a", "--batch", "2")
     table: list[tuple[Gateway, int, tuple[str | Path, ...], str]] = [
         (gateway, 2, ("infer", TEXTS, tmp_path / "nothing*.png"), "no such file or folder"),
+        (gateway, 2, ("infer", TEXTS, "no/file"), "--text sends it as a text"),
+        (gateway, 2, ("infer", TEXTS, "no file.PNG"), "--text sends it as a text"),
+        (gateway, 2, ("infer", NUMBERS, "a word"), "is not a single text"),
+        (gateway, 2, ("infer", TEXTS, "a", "--format", "xml"), "--format must be text, jsonl, csv"),
         (gateway, 2, ("infer", TEXTS), "nothing to infer"),
         (gateway, 2, ("infer", *two), "has no batch dimension"),
         (gateway, 2, ("infer", *one, "--resume"), "--output FILE"),
@@ -692,7 +726,24 @@ def test_help_groups_the_commands_and_gives_examples() -> None:
         assert re.search(rf"Examples:\s+(GATEWAY_\S+ )?triton-gateway {name}\b", text)
         assert "…" not in text  # no name of an option is cut
         assert max(map(len, text.splitlines())) <= 80
-    assert re.search(r"--triton-metrics-port <int> +Triton's metrics port\.", show_help("up"))
+    first, complete = show_help("up"), run_gateway("up", "--help-all").stdout
+    assert len(first.splitlines()) < 50
+    folded = "\n  --triton-metrics-port <int>\n      Triton's metrics port."
+    assert folded not in first
+    assert "--triton-metrics-port" in first
+    assert folded in complete
+    assert re.search(r"\nConnection:\n  --url .*\n  --key .*\n  --ca .*\n", show_help("infer"))
+
+
+def test_first_words_lead_to_the_commands() -> None:
+    alone = run_gateway().stdout.splitlines()
+    assert alone[0] == "Start here:"
+    assert all(line.startswith("  triton-gateway ") for line in alone[1:5])
+    meant = {"ls": "'models'", "ps": "'models'", "run": "'infer' or 'up'", "modles": "'models'"}
+    for word, names in meant.items():
+        ended = run_gateway(word)
+        assert ended.returncode == 2
+        assert f"No such command '{word}'. Did you mean {names}?" in ended.stderr
 
 
 @pytest.mark.long

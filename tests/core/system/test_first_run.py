@@ -16,7 +16,7 @@ import pytest
 from tests.support.keys import entry, written
 from tests.support.servers import ROOT
 from tests.support.up import Up, write_model
-from tests.support.wait import TIMEOUT_S
+from tests.support.wait import TIMEOUT_S, wait_until
 
 TOO_NEW = sorted(Path.home().glob(".pyenv/versions/3.1[3-9].*/bin/python"))
 KEY = "tgw_a-key-of-the-first-run"
@@ -62,10 +62,20 @@ def test_printed_request_reads_the_key_from_the_shell(tmp_path: Path) -> None:
         assert json.loads(answer.stdout)["model"] == "echo"
 
 
-def test_output_to_a_pipe_has_all_fields_of_a_request(tmp_path: Path) -> None:
+def test_output_to_a_pipe_has_all_fields_of_a_request_and_open_shows_the_page(
+    tmp_path: Path,
+) -> None:
     write_model(tmp_path)
-    with Up(tmp_path) as up:
+    browser = tmp_path / "browser"
+    browser.write_text(
+        f'#!/bin/sh\necho "$1" > {tmp_path}/opened.part\nmv {tmp_path}/opened.part {tmp_path}/opened'
+    )
+    browser.chmod(0o755)
+    with Up(tmp_path, "--open", environment={"BROWSER": f"{browser} %s"}) as up:
+        page = up.wait_for("open:").split()[-1]
         up.wait_for("paste:")
+        wait_until((tmp_path / "opened").exists)
+        assert (tmp_path / "opened").read_text().strip() == page
         up.get("/v1/models/echo")
         line = up.wait_for("GET /v1/models/echo 200")
         assert "client=127.0.0.1" in line
