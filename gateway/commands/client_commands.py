@@ -107,11 +107,21 @@ def choose_format(flags: InferFlags) -> OutputFormat:
 
 @cli.command(rich_help_panel=MODELS_PANEL)
 @add_flags(Target)
-def models(target: Target, json: JsonOption = False) -> None:
-    """List the models and whether each is ready."""
+def models(
+    target: Target,
+    ready: Annotated[bool, typer.Option("--ready", help="Only models that are ready.")] = False,
+    text: Annotated[
+        str, typer.Option("--filter", help="Only models with this in their names.")
+    ] = "",
+    json: JsonOption = False,
+) -> None:
+    """List the models with their states."""
     from gateway.commands.tables import print_resource_list
 
-    print_resource_list("models", target, json=json)
+    def is_wanted(model: Mapping[str, Any]) -> bool:
+        return text.lower() in model["name"].lower() and (model["ready"] or not ready)
+
+    print_resource_list("models", target, json=json, is_wanted=is_wanted)
 
 
 @cli.command(rich_help_panel=OPERATION_PANEL)

@@ -19,11 +19,20 @@ from gateway.messages import escape_unprintable, escape_unprintable_json
 
 # Piped output is not truncated.
 NON_TERMINAL_WIDTH = 1000
-STATE_COLOURS = {
-    **dict.fromkeys(("READY", "HEALTHY", "UP", "yes"), "green"),
-    "LOADING": "yellow",
-    "ON_DEMAND": "cyan",
-    **dict.fromkeys(("EJECTED", "DOWN", "UNAVAILABLE", "no"), "red"),
+# JSON has the raw states.
+STATE_WORDS: Final = {
+    "READY": "ready",
+    "UP": "ready",
+    "ON_DEMAND": "on demand",
+    "UNAVAILABLE": "not loaded",
+    "DOWN": "unreachable",
+}
+FAILED: Final = "failed"
+STATE_COLOURS: Final = {
+    "ready": "green",
+    "loading": "yellow",
+    "on demand": "cyan",
+    **dict.fromkeys(("ejected", "unreachable", FAILED), "red"),
 }
 
 
@@ -58,15 +67,33 @@ def print_json(value: Any) -> None:
 
 
 REASON_TEXTS: Final = {"declared": "declared", "on_demand": "on demand"}
-MODEL_COLUMNS = ("MODEL", "READY", "VERSIONS", "REPLICAS", "REASON")
+MODEL_COLUMNS = ("MODEL", "STATE", "VERSIONS", "REPLICAS", "REASON")
+
+
+def format_state(state: str) -> str:
+    return STATE_WORDS.get(state, state.lower())
+
+
+def describe_model_state(model: Mapping[str, Any]) -> str:
+    states = list(model.get("replicas", {}).values())
+    states += [version.get("state", "") for version in model["versions"]]
+    if model["ready"]:
+        count, ready = len(model.get("replicas", {})), states.count("READY")
+        return f"ready on {ready} of {count}" if ready < count else "ready"
+    if "last_error" in model:
+        return FAILED
+    return format_state("LOADING" if "LOADING" in states else "".join(states[:1]) or "UNAVAILABLE")
+
+
+def format_version(version: Mapping[str, Any], model_state: str) -> str:
+    """Return the number of a version, with its state if this differs from the model's."""
+    state = format_state(version.get("state", ""))
+    return f"{version.get('version', '')} {'' if state == model_state else state}".strip()
 
 
 def format_model_row(model: Mapping[str, Any]) -> tuple[str, ...]:
-    versions = ", ".join(
-        f"{version.get('version', '')} {version.get('state', '')}".strip()
-        for version in model["versions"]
-    )
-    versions = versions or model.get("state", "")
+    state = describe_model_state(model)
+    versions = ", ".join(format_version(version, state) for version in model["versions"])
     reasons = [REASON_TEXTS[field] for field in REASON_TEXTS if field in model]
     if "last_error" in model:
         reasons.append(model["last_error"])
@@ -75,9 +102,8 @@ def format_model_row(model: Mapping[str, Any]) -> tuple[str, ...]:
         reasons.insert(0, f"{'to be ' * missing}{model['wished']} by the API")
     if "behind" in model:
         reasons.append(f"outdated load on {', '.join(model['behind'])}")
-    ready = "yes" if model["ready"] else "no"
     replicas = format_state_counts(model.get("replicas", {}).values())
-    return model["name"], ready, versions, replicas, "; ".join(reasons)
+    return model["name"], state, versions, replicas, "; ".join(reasons)
 
 
 REPLICA_COLUMNS = ("REPLICA", "STATE", "OUTSTANDING", "SLOWNESS", "MODELS", "REASON")
@@ -89,10 +115,10 @@ def format_replica_row(replica: Mapping[str, Any]) -> tuple[str, ...]:
         reason = f"ejected for {replica['ejected_for_s']:g} s; {reason}"
     if "failing_models" in replica:
         reason = f"fails requests of {', '.join(replica['failing_models'])}; {reason}".rstrip("; ")
-    cordon = ", CORDONED" if replica.get("cordoned") else ""
+    cordon = ", cordoned" if replica.get("cordoned") else ""
     return (
         replica["address"],
-        f"{replica['state']}{cordon}",
+        f"{format_state(replica['state'])}{cordon}",
         str(replica["outstanding"]),
         f"{replica['slowness']:g}",
         format_state_counts(replica["models"].values()),
@@ -109,18 +135,28 @@ REPORT_COLUMNS = ("MODEL", "REPLICA", "STATE", "REASON")
 
 def format_report_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     model = report["model"]
-    replicas = report["replicas"].items()
-    return [(model, at, replica["state"], replica.get("reason", "")) for at, replica in replicas]
+    return [
+        (model, at, format_state(replica["state"]), replica.get("reason", ""))
+        for at, replica in report["replicas"].items()
+    ]
 
 
 def format_state_counts(states: Iterable[str]) -> str:
-    # such as "3 READY, 1 LOADING"
-    return ", ".join(f"{count} {state}" for state, count in Counter(states).most_common())
+    # such as "3 ready, 1 loading"
+    return ", ".join(
+        f"{count} {format_state(state)}" for state, count in Counter(states).most_common()
+    )
 
 
-def print_resource_list(resource: str, target: Target, *, json: bool) -> None:
+def print_resource_list(
+    resource: str,
+    target: Target,
+    *,
+    json: bool,
+    is_wanted: Callable[[Mapping[str, Any]], bool] = lambda _: True,
+) -> None:
     with connect(target) as client:
-        entries = client.request("GET", f"/v1/{resource}")[resource]
+        entries = list(filter(is_wanted, client.request("GET", f"/v1/{resource}")[resource]))
     if json:
         print_json(entries)
     else:

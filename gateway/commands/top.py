@@ -8,7 +8,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -30,7 +30,8 @@ GAUGE_TITLES: Final = {
     "gateway_requests_waiting": "waiting",
     "gateway_connections": "connections",
 }
-TRAFFIC_COLUMNS: Final = ("MODEL", "READY", "PER SECOND", "FAILED PER SECOND", "MEAN MS", "P95 MS")
+TRAFFIC_COLUMNS: Final = ("MODEL", "STATE", "REQUESTS/S", "ERRORS/S", "MEAN MS", "P95 MS")
+MAX_NAME_CHARS: Final = 24
 FIRST_INTERVAL_S: Final = 0.2
 
 
@@ -133,27 +134,66 @@ def aggregate_traffic(families: Families) -> dict[str, ModelTraffic]:
 
 def render_snapshot(current: GatewaySnapshot, previous: GatewaySnapshot) -> RenderableType:
     elapsed_s = max(current.taken_at - previous.taken_at, 1e-9)
-    rows = []
-    for model in current.models:
-        name = model["name"]
-        before = previous.traffic.get(name, ModelTraffic())
-        traffic = current.traffic.get(name, ModelTraffic()).subtract(before)
-        if model["ready"] or traffic.count:
-            latencies = ("", "") if not traffic.count else format_latencies(traffic)
-            rates = f"{traffic.count / elapsed_s:.1f}", f"{traffic.failed / elapsed_s:.1f}"
-            rows.append((name, "yes" if model["ready"] else "no", *rates, *latencies))
-    rows.sort(key=lambda row: (-float(row[2]), row[0]))
-    gauges = ", ".join(f"{value:.0f} {title}" for title, value in current.gauges.items())
-    parts: list[RenderableType] = [Text(gauges or "the key may not read the metrics", "bold")]
+    changes = {
+        name: traffic.subtract(previous.traffic.get(name, ModelTraffic()))
+        for name, traffic in current.traffic.items()
+    }
+    active = [
+        model
+        for model in current.models
+        if model["name"] in changes and changes[model["name"]].count
+    ]
+    active.sort(key=lambda model: (-changes[model["name"]].count, model["name"]))
+    parts: list[RenderableType] = [Text(format_fleet(current, changes.values(), elapsed_s), "bold")]
     if current.replicas:
-        replica_rows = map(tables.format_replica_row, current.replicas)
-        parts.append(tables.build_table(tables.REPLICA_COLUMNS, replica_rows))
-    return Group(*parts, Text(), tables.build_table(TRAFFIC_COLUMNS, rows))
+        replicas = map(tables.format_replica_row, current.replicas)
+        parts.append(tables.build_table(tables.REPLICA_COLUMNS, replicas))
+    rows = (format_traffic_row(model, changes[model["name"]], elapsed_s) for model in active)
+    parts += [Text(), tables.build_table(TRAFFIC_COLUMNS, rows)]
+    idle = sorted(
+        model["name"] for model in current.models if model["ready"] and model not in active
+    )
+    if idle:
+        names = ", ".join(map(shorten_name, idle))
+        line = Text(f"{len(idle)} without requests: {names}", "dim", no_wrap=True)
+        line.overflow = "ellipsis"
+        parts.append(line)
+    return Group(*parts)
+
+
+def format_fleet(
+    snapshot: GatewaySnapshot, changes: Collection[ModelTraffic], elapsed_s: float
+) -> str:
+    """Return the line of the fleet, such as `2 of 2 replicas up, 67.0 requests/s, 0.0 errors/s`."""
+    parts = []
+    if snapshot.replicas:
+        up = sum(replica["state"] == "UP" for replica in snapshot.replicas)
+        parts.append(f"{up} of {len(snapshot.replicas)} replicas up")
+    if not snapshot.gauges:
+        return ", ".join([*parts, "the key may not read the metrics"])
+    parts.append(f"{sum(each.count for each in changes) / elapsed_s:.1f} requests/s")
+    parts.append(f"{sum(each.failed for each in changes) / elapsed_s:.1f} errors/s")
+    parts += [f"{value:.0f} {title}" for title, value in snapshot.gauges.items()]
+    return ", ".join(parts)
+
+
+def format_traffic_row(
+    model: Mapping[str, Any], traffic: ModelTraffic, elapsed_s: float
+) -> tuple[str, ...]:
+    rates = f"{traffic.count / elapsed_s:.1f}", f"{traffic.failed / elapsed_s:.1f}"
+    state = tables.describe_model_state(model)
+    return shorten_name(model["name"]), state, *rates, *format_latencies(traffic)
+
+
+def shorten_name(name: str) -> str:
+    """Shorten a long name in its middle: its beginning and its end tell it from others."""
+    half = MAX_NAME_CHARS // 2
+    return name if len(name) <= MAX_NAME_CHARS else f"{name[: half - 1]}…{name[-half:]}"
 
 
 def format_latencies(traffic: ModelTraffic) -> tuple[str, str]:
     bound = traffic.p95_s()
-    p95 = f"< {1000 * bound:g}" if bound != float("inf") else "above all buckets"
+    p95 = f"< {1000 * bound:g}" if bound != float("inf") else "> buckets"
     return f"{1000 * traffic.total_s / traffic.count:.1f}", p95
 
 

@@ -25,10 +25,12 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
 from gateway.client.ordered import OrderedTasks
 from gateway.commands import errors
 from gateway.commands.records import describe_value
+from gateway.commands.top import GatewaySnapshot, ModelTraffic, render_snapshot
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.gateway_forks import run_gateway
 from tests.support.keys import entry, written
@@ -484,16 +486,17 @@ def test_server_that_is_not_a_gateway_is_named(gateway: Gateway) -> None:
         server.shutdown()
 
 
-@pytest.mark.long
 def test_models_and_replicas_are_listed_as_tables_or_json(
     gateway: Gateway, triton: EmbeddedTriton
 ) -> None:
-    assert re.search(rf"^{TEXTS} +yes +1 READY ", gateway.run("models").stdout, re.MULTILINE)
+    assert re.search(rf"^{TEXTS} +ready +1 +1 ready$", gateway.run("models").stdout, re.MULTILINE)
     listed = json.loads(gateway.run("models", "--json").stdout)
     assert {model["name"] for model in listed if model["ready"]} == set(ALL)
+    chosen = gateway.run("models", "--ready", "--filter", TEXTS[1:].upper(), "--json").stdout
+    assert [model["name"] for model in json.loads(chosen)] == [TEXTS]
     address = f"127.0.0.1:{triton.options.http_port}"
     table = gateway.run("replicas").stdout
-    assert re.search(rf"^{address} +UP +0 .* {len(ALL)} READY$", table, re.MULTILINE), table
+    assert re.search(rf"^{address} +ready +0 .* {len(ALL)} ready$", table, re.MULTILINE), table
     assert json.loads(gateway.run("replicas", "--json").stdout)[0]["address"] == address
 
 
@@ -503,7 +506,10 @@ def test_load_unload_and_ready_report_each_replica(
     address = f"127.0.0.1:{triton.options.http_port}"
     unloaded = gateway.run("unload", NUMBERS)
     assert unloaded.returncode == 0
-    assert re.search(rf"^{NUMBERS} +{address} +UNAVAILABLE", unloaded.stdout, re.MULTILINE)
+    assert re.search(rf"^{NUMBERS} +{address} +not loaded", unloaded.stdout, re.MULTILINE)
+    listed = gateway.run("models").stdout
+    assert re.search(rf"^{NUMBERS} +not loaded .* +unloaded by the API$", listed, re.MULTILINE)
+    assert NUMBERS not in gateway.run("models", "--ready").stdout
     loaded = gateway.run("load", "nonesuch", NUMBERS, "--json")
     assert loaded.returncode == 1
     assert "failed to load 'nonesuch'" in loaded.stderr
@@ -558,8 +564,8 @@ def test_top_shows_the_fleet_in_a_terminal(gateway: Gateway) -> None:
     running = gateway.start("top", "--interval", "0.1", stdin=its, stdout=its, stderr=its)
     try:
         shown = seen_until(mine, TEXTS.encode())
+        assert b"1 of 1 replicas up" in shown
         assert b"in flight" in shown
-        assert b"UP" in shown
         os.write(mine, b"q")
         seen_until(mine, b"\x1b[?1049l")  # the screen is as it was before
         assert running.wait(60) == 0
@@ -569,6 +575,32 @@ def test_top_shows_the_fleet_in_a_terminal(gateway: Gateway) -> None:
         os.close(mine)
         os.close(its)
     assert TEXTS in gateway.run("top").stdout
+
+
+def test_top_fits_80_columns_and_folds_models_without_requests() -> None:
+    long_name = "a" * 30 + "-of-the-second-team"
+    names = [long_name, *(f"model-{number}" for number in range(40))]
+    models = [{"name": name, "ready": True, "versions": []} for name in names]
+    replica = {
+        "address": "10.11.12.13:8000", "state": "DOWN", "outstanding": 0, "slowness": 1,
+        "models": dict.fromkeys(names, "READY"), "reason": "the replica cannot be reached",
+    }  # fmt: skip
+    gauges = {"in flight": 1.0, "waiting": 0.0, "connections": 12.0}
+    traffic = [{long_name: ModelTraffic(count, failed=count / 2)} for count in (0, 20)]
+    before, now = (
+        GatewaySnapshot(time_s, models, [replica], gauges, each)
+        for time_s, each in zip((0, 2), traffic, strict=True)
+    )
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(render_snapshot(now, before))
+    lines = captured.get().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("0 of 1 replicas up, 10.0 requests/s, 5.0 errors/s, 1 in flight")
+    assert re.search(
+        r"^aaaaaaaaaaa…-second-team +ready +10\.0 +5\.0 ", captured.get(), re.MULTILINE
+    )
+    assert lines[-1].startswith("40 without requests: model-0, model-1, ")
 
 
 def test_progress_is_shown_only_in_a_terminal(gateway: Gateway, tmp_path: Path) -> None:

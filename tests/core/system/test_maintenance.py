@@ -280,7 +280,7 @@ def test_commands_cordon_list_and_uncordon_a_replica(pair: Pair) -> None:
     first = pair.tritons[0].address
     assert run_command(pair, "cordon", first).returncode == 0
     listed = run_command(pair).stdout
-    assert f"{first}  UP, CORDONED" in " ".join(listed.splitlines())
+    assert f"{first}  ready, cordoned" in " ".join(listed.splitlines())
     assert run_command(pair, "uncordon", first).stdout.startswith(f"{first} is in service: ")
     ended = run_gateway("replicas", "--url", "http://a", "drain", first)
     assert ended.returncode == 2
