@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from functools import partial
 from typing import Annotated, Any, Final
 
 import typer
@@ -24,7 +25,8 @@ PANELS: Final = {
 }
 FOLDED_PANELS: Final = ("Triton's ports", "Advanced")
 HELP_ALL_FLAG: Final = "--help-all"
-NO_LIMIT: Final = 1000  # characters of a description
+# Typer's labels of variables and defaults, without which an option of the connection fits in a line.
+LABEL: Final = re.compile(r"env var: |default: | (?= )")
 # Typer's names of types, such as <list[str]> and <int range>.
 TYPE_NAME: Final = re.compile(r"<(?:list\[)?(\w+)(?:\]| range)>")
 
@@ -37,11 +39,7 @@ Start here:
 SYNONYMS: Final = {
     **dict.fromkeys(("list", "ls", "ps"), ("models",)),
     "run": ("infer", "up"),
-    "start": ("up", "serve"),
-    "predict": ("infer",),
-    "upload": ("push",),
-    "download": ("pull",),
-    "delete": ("rm",),
+    "remove": ("rm",),
     "status": ("ready", "replicas"),
 }
 
@@ -87,71 +85,52 @@ def arrange_help(group: Any) -> None:
     """
     for command in group.commands.values():
         command.rich_markup_mode = None
-        command.format_options = OptionWriter(command)
+        command.format_options = partial(write_options, command)
         if isinstance(command, TyperGroup):
             arrange_help(command)
 
 
-class OptionWriter:
-    """Writes the arguments and options of a command in panels, and the commands of a group."""
-
-    def __init__(self, command: Any) -> None:
-        self._command = command
-
-    def __call__(self, context: Any, formatter: Any) -> None:
-        shows_all = HELP_ALL_FLAG in context.meta
-        for title, parameters in group_parameters(self._command.get_params(context)).items():
-            if title in FOLDED_PANELS and not shows_all:
-                flags = ", ".join(parameter.opts[0] for parameter in parameters)
-                formatter.write_paragraph()
-                write_wrapped(f"{title} ({HELP_ALL_FLAG} explains them): {flags}", formatter)
-                continue
-            rows = [parameter.get_help_record(context) for parameter in parameters]
-            rows = [(TYPE_NAME.sub(r"<\1>", name), text) for name, text in rows]
-            with formatter.section(title):
-                if title == CONNECTION:
-                    formatter.write_dl(rows)
-                else:
-                    write_in_lines(rows, formatter)
-        if isinstance(self._command, TyperGroup):
-            commands = self._command.commands.items()
-            with formatter.section("Commands"):
-                formatter.write_dl(
-                    [(name, each.get_short_help_str(NO_LIMIT)) for name, each in commands]
-                )
-
-
-def group_parameters(parameters: list[Any]) -> dict[str, list[Any]]:
-    """Return the parameters by panel. A command without --help-all has few, and needs no panels."""
-    has_panels = any(each.name == "help_all" for each in parameters)
+def write_options(command: Any, context: Any, formatter: Any) -> None:
+    """Write the arguments and options of a command in panels, and the commands of a group."""
     # Arguments come first in their panel.
-    parameters = sorted(parameters, key=lambda each: each.param_type_name)
-    panels: dict[str, list[Any]] = {title: [] for title in ("Arguments", *PANELS)}
-    for parameter in parameters:
-        title = "Arguments" if parameter.param_type_name == "argument" else "Options"
-        known = (each for each, names in PANELS.items() if parameter.name in names)
-        if has_panels or parameter.name in PANELS[CONNECTION]:
-            title = next(known, "Advanced")
-        panels[title].append(parameter)
-    return {title: listed for title, listed in panels.items() if listed}
+    parameters = sorted(command.get_params(context), key=lambda each: each.param_type_name)
+    is_long = any(each.name == "help_all" for each in parameters)
+    for title in ("Arguments", *PANELS):
+        members = [each for each in parameters if find_panel(each, is_long=is_long) == title]
+        if title in FOLDED_PANELS and HELP_ALL_FLAG not in context.meta and members:
+            flags = ", ".join(each.opts[0] for each in members)
+            formatter.write_paragraph()
+            write_wrapped(f"{title} ({HELP_ALL_FLAG} explains them): {flags}", formatter)
+        elif members:
+            write_panel(title, [each.get_help_record(context) for each in members], formatter)
+    if isinstance(command, TyperGroup):
+        rows = [(name, each.get_short_help_str(100)) for name, each in command.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
-def write_in_lines(rows: list[tuple[str, str]], formatter: Any) -> None:
-    for name, text in rows:
-        write_wrapped(name, formatter)
-        with formatter.indentation(), formatter.indentation():
-            write_wrapped(text, formatter)
+def find_panel(parameter: Any, *, is_long: bool) -> str:
+    """Return the panel of a parameter. A command without --help-all is short, and needs few panels."""
+    for title, names in PANELS.items():
+        if parameter.name in names and (is_long or title == CONNECTION):
+            return title
+    if is_long:
+        return "Advanced"
+    return "Arguments" if parameter.param_type_name == "argument" else "Options"
+
+
+def write_panel(title: str, rows: list[tuple[str, str]], formatter: Any) -> None:
+    with formatter.section(title):
+        if title == CONNECTION:
+            formatter.write_dl([(name, LABEL.sub("", text)) for name, text in rows])
+            return
+        for name, text in rows:
+            write_wrapped(TYPE_NAME.sub(r"<\1>", name), formatter)
+            with formatter.indentation(), formatter.indentation():
+                write_wrapped(text, formatter)
 
 
 def write_wrapped(text: str, formatter: Any) -> None:
     """Write lines that break at blanks only: the formatter's own break within names of options."""
-    indent = " " * formatter.current_indent
-    lines = textwrap.fill(
-        text,
-        formatter.width,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    formatter.write(f"{lines}\n")
+    lines = textwrap.wrap(text, formatter.width - formatter.current_indent, break_on_hyphens=False)
+    formatter.write("".join(f"{'':{formatter.current_indent}}{line}\n" for line in lines))

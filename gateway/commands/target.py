@@ -1,4 +1,4 @@
-"""The gateway's URL, the credentials and certificates to use with it, and completion of its models' names."""
+"""The gateway's URL, the credentials and certificates to use with it, and the names of its models."""
 
 from __future__ import annotations
 
@@ -28,29 +28,19 @@ class Target:
 
     url: Annotated[
         str,
-        typer.Option(
-            envvar="TRITON_GATEWAY_URL",
-            help="URL. Default: TRITON_GATEWAY_URL, else http://localhost:8080.",
-            show_envvar=False,
-            show_default=False,
-        ),
+        typer.Option(envvar="TRITON_GATEWAY_URL", help="URL of the gateway.", show_envvar=True),
     ] = "http://localhost:8080"
     key: Annotated[
         str,
         typer.Option(
             envvar="TRITON_GATEWAY_KEY",
-            help="API key. Default: TRITON_GATEWAY_KEY.",
-            show_envvar=False,
+            help="API key, if the gateway requires one.",
             show_default=False,
         ),
     ] = ""
     ca: Annotated[
         Path | None,
-        typer.Option(
-            envvar="TRITON_GATEWAY_CA",
-            help="PEM file of trusted certificates. Default: TRITON_GATEWAY_CA.",
-            show_envvar=False,
-        ),
+        typer.Option(envvar="TRITON_GATEWAY_CA", help="PEM file of the trusted CA certificates."),
     ] = None
 
     @cached_property

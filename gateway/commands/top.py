@@ -138,43 +138,31 @@ def render_snapshot(current: GatewaySnapshot, previous: GatewaySnapshot) -> Rend
         name: traffic.subtract(previous.traffic.get(name, ModelTraffic()))
         for name, traffic in current.traffic.items()
     }
-    active = [
-        model
-        for model in current.models
-        if model["name"] in changes and changes[model["name"]].count
-    ]
-    active.sort(key=lambda model: (-changes[model["name"]].count, model["name"]))
+    counts = {name: traffic.count for name, traffic in changes.items() if traffic.count}
+    active = [model for model in current.models if model["name"] in counts]
+    active.sort(key=lambda model: (-counts[model["name"]], model["name"]))
     parts: list[RenderableType] = [Text(format_fleet(current, changes.values(), elapsed_s), "bold")]
     if current.replicas:
         replicas = map(tables.format_replica_row, current.replicas)
         parts.append(tables.build_table(tables.REPLICA_COLUMNS, replicas))
     rows = (format_traffic_row(model, changes[model["name"]], elapsed_s) for model in active)
     parts += [Text(), tables.build_table(TRAFFIC_COLUMNS, rows)]
-    idle = sorted(
-        model["name"] for model in current.models if model["ready"] and model not in active
-    )
-    if idle:
-        names = ", ".join(map(shorten_name, idle))
-        line = Text(f"{len(idle)} without requests: {names}", "dim", no_wrap=True)
-        line.overflow = "ellipsis"
-        parts.append(line)
-    return Group(*parts)
+    idle = [shorten_name(each["name"]) for each in current.models if each not in active]
+    line = f"{len(idle)} without requests: {', '.join(idle)}"
+    return Group(*parts, Text(line, "dim", no_wrap=True, overflow="ellipsis"))
 
 
 def format_fleet(
     snapshot: GatewaySnapshot, changes: Collection[ModelTraffic], elapsed_s: float
 ) -> str:
-    """Return the line of the fleet, such as `2 of 2 replicas up, 67.0 requests/s, 0.0 errors/s`."""
-    parts = []
-    if snapshot.replicas:
-        up = sum(replica["state"] == "UP" for replica in snapshot.replicas)
-        parts.append(f"{up} of {len(snapshot.replicas)} replicas up")
     if not snapshot.gauges:
-        return ", ".join([*parts, "the key may not read the metrics"])
-    parts.append(f"{sum(each.count for each in changes) / elapsed_s:.1f} requests/s")
-    parts.append(f"{sum(each.failed for each in changes) / elapsed_s:.1f} errors/s")
-    parts += [f"{value:.0f} {title}" for title, value in snapshot.gauges.items()]
-    return ", ".join(parts)
+        return "the key may not read the metrics"
+    up = sum(replica["state"] == "UP" for replica in snapshot.replicas)
+    count = sum(each.count for each in changes)
+    failed = sum(each.failed for each in changes)
+    parts = [f"{up} of {len(snapshot.replicas)} replicas up"] if snapshot.replicas else []
+    parts += [f"{count / elapsed_s:.1f} requests/s", f"{failed / elapsed_s:.1f} errors/s"]
+    return ", ".join(parts + [f"{value:.0f} {title}" for title, value in snapshot.gauges.items()])
 
 
 def format_traffic_row(

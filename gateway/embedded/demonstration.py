@@ -37,7 +37,7 @@ def prepare_demonstration(source: Path, on_message: Callable[[str], None]) -> Pa
     cache.mkdir(parents=True, exist_ok=True)
     with build_once(cache / f"demonstration-{hash_folder(source)}") as (folder, needed):
         if needed:
-            on_message("building the demonstration models (first start only)")
+            on_message("fetching and building the demonstration models, 130 MB (first start only)")
             shutil.copytree(source, folder)
             build_models(folder)
     return folder / DEFAULT_REPOSITORY
@@ -57,7 +57,12 @@ def build_models(folder: Path) -> None:
     """Convert the weights of the sentence model, in a process that imports nothing of the gateway."""
     command = [sys.executable, "-m", "models.sentences"]
     ended = subprocess.run(
-        command, cwd=folder, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
+        command,
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     if ended.returncode:
         lines = ended.stderr.strip().splitlines() or ["its build failed"]

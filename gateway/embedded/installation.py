@@ -200,8 +200,7 @@ def prepare_models_environment(cache: Path, on_message: Callable[[str], None]) -
                     "python -m venv failed; install it (Debian, Ubuntu: apt-get install "
                     f"python{PYTHON_VERSION}-venv)"
                 )
-            # Quiet: pip would report every entry of the lock file for another Python version.
-            pip_install(folder, lock, "--quiet")
+            pip_install(folder, lock)
     return folder
 
 
@@ -243,11 +242,13 @@ def assemble_backends(files: Path, triton: Path) -> Path:
 
 
 def pip_install(environment: Path, lock: Path, *arguments: str) -> None:
-    """Install a lock file, with pip's progress on standard error. Raises `CannotInstall`."""
+    """Install a lock file. Raises `CannotInstall`."""
     python = str(environment / "bin" / "python")
     command = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
     command += ["--no-deps", "--require-hashes", "--only-binary=:all:", "-r", str(lock), *arguments]
-    run = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False)
+    run = subprocess.run(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+    )
     if run.returncode:
         raise CannotInstall(explain_pip_failure(run.stderr))
 

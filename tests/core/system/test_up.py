@@ -335,7 +335,9 @@ def test_first_start_without_a_network_names_the_package_index(
     arguments = ("up", "--port", str(gateway), "--model-repository", str(repository))
     with Command(*arguments, environment=environment) as up:
         assert up.end() == 1
-    assert "the package index cannot be reached" in up.lines[-1]
+    step, error = up.lines  # and no output of pip
+    assert step == "installing the models' Python environment, 35 MB (first start only)"
+    assert "the package index cannot be reached" in error
     assert not [path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]
 
 
