@@ -28,7 +28,6 @@ REQUEST_DURATION_METRIC: Final = "gateway_request_duration_seconds"
 GAUGE_TITLES: Final = {
     "gateway_requests_in_flight": "in flight",
     "gateway_requests_waiting": "waiting",
-    "gateway_connections": "connections",
 }
 TRAFFIC_COLUMNS: Final = ("MODEL", "STATE", "REQUESTS/S", "ERRORS/S", "MEAN MS", "P95 MS")
 MAX_NAME_CHARS: Final = 24
@@ -160,7 +159,7 @@ def format_fleet(
     up = sum(replica["state"] == "UP" for replica in snapshot.replicas)
     count = sum(each.count for each in changes)
     failed = sum(each.failed for each in changes)
-    parts = [f"{up} of {len(snapshot.replicas)} replicas up"] if snapshot.replicas else []
+    parts = [f"{up}/{len(snapshot.replicas)} replicas up"] if snapshot.replicas else []
     parts += [f"{count / elapsed_s:.1f} requests/s", f"{failed / elapsed_s:.1f} errors/s"]
     return ", ".join(parts + [f"{value:.0f} {title}" for title, value in snapshot.gauges.items()])
 

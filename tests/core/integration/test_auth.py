@@ -744,6 +744,7 @@ def test_gateway_warns_if_it_listens_on_every_address_without_keys(
             commands[host, keys_file] = command
         for command in commands.values():
             command.wait_for("serving")
+            command.wait_for(" is UP")  # the first state of its replica
     for (host, keys_file), command in commands.items():
         warnings = command.output.count("GATEWAY_KEYS_FILE")
         assert warnings == (host == "0.0.0.0" and not keys_file), (host, keys_file)
