@@ -40,17 +40,13 @@ class ModelInfo:
         return all(tensor.datatype != "BYTES" for tensor in self.outputs)
 
     @property
-    def required_inputs(self) -> list[TensorInfo]:
-        return [tensor for tensor in self.inputs if not tensor.is_optional]
-
-    @property
     def datatypes(self) -> dict[str, str]:
         return {tensor.name: tensor.datatype for tensor in self.outputs}
 
     def find_input_for(self, named: Mapping[str, Any]) -> str:
         """Return the only required input that is not in `named`. Raises `TypeError` if there is not one."""
         free = [tensor.name for tensor in self.inputs if tensor.name not in named]
-        required = [tensor.name for tensor in self.required_inputs]
+        required = [tensor.name for tensor in self.inputs if not tensor.is_optional]
         candidates = [name for name in free if name in required] or free
         if len(candidates) != 1:
             names = ", ".join(candidates) or "no input"

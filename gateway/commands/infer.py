@@ -16,7 +16,7 @@ from typing import Final, cast
 
 import uvloop
 
-from gateway.client import ModelInfo
+from gateway.client import ModelInfo, TensorInfo
 from gateway.client.ordered import OrderedTasks
 from gateway.commands.api import connect
 from gateway.commands.errors import ClientError, UsageError
@@ -122,8 +122,12 @@ def run_infer(options: InferOptions) -> int:
             os.close(descriptor)
 
 
+def list_required_inputs(model: ModelInfo) -> list[TensorInfo]:
+    return [tensor for tensor in model.inputs if not tensor.is_optional]
+
+
 def takes_one_text(model: ModelInfo) -> bool:
-    required = model.required_inputs
+    required = list_required_inputs(model)
     is_single = [(tensor.datatype, tensor.shape) for tensor in required] == [("BYTES", (1,))]
     return is_single and required[0].content_type in ("", TEXT)
 
@@ -131,7 +135,7 @@ def takes_one_text(model: ModelInfo) -> bool:
 def check_batching(options: InferOptions, model: ModelInfo) -> None:
     if options.flags.batch == 1:
         return
-    required = model.required_inputs
+    required = list_required_inputs(model)
     if model.is_decoupled:
         raise UsageError(
             f"--batch: {options.model} is decoupled: it returns any number of responses"
