@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Mapping
+from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
-from gateway.client.batches import InferOutcomes, group_values, infer_batch
+from gateway.client.batches import InferMany, InferOutcome, InferOutcomes, group_values, infer_batch
 from gateway.client.calls import (
     DEFAULT_RETRIES,
     DEFAULT_TIMEOUT_S,
@@ -115,10 +115,10 @@ class AsyncClient:
         attempts = self._start_attempts(timeout_s)
         info = await self._find_info(call, attempts)
         accept = call.choose_accept(info, uses_arrays=self._uses_arrays)
-        reply = await self._send(call.build_request(accept, info), attempts)
+        reply = await self._send(await self._build(call, accept, info), attempts)
         return decode_result(reply, info if self._uses_arrays else None)
 
-    def infer_many(
+    async def infer_many(
         self,
         model: str,
         values: Iterable[Any] | AsyncIterable[Any],
@@ -129,18 +129,36 @@ class AsyncClient:
         version: str | int = "",
         parameters: Mapping[str, Any] | None = None,
         classification: int = 0,
+        headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
-    ) -> InferOutcomes:
-        """Iterate over a result, or the `GatewayError`, for each value, in order: see `Client.infer_many`."""
+    ) -> AsyncGenerator[InferOutcome, None]:
+        """Yield a result, or the `GatewayError`, for each value, in order: see `Client.infer_many`."""
         call = InferCall(
             model,
             version=str(version),
             parameters=parameters or {},
             classification=classification,
+            headers=headers or {},
         )
-        infer = partial(self._infer, timeout_s=timeout_s)
-        groups = group_values(values, batch)
-        return InferOutcomes(OrderedTasks(partial(infer_batch, infer, call), groups, concurrency))
+        many = InferMany(call, values, batch, concurrency, timeout_s)
+        outcomes = self.start_many(many)
+        try:
+            async for outcome in outcomes:
+                yield outcome
+        finally:
+            await outcomes.aclose()
+
+    def start_many(self, many: InferMany) -> InferOutcomes:
+        """Return the outcomes, which must be closed to cancel what runs."""
+        infer = partial(self._infer, timeout_s=many.timeout_s)
+        groups = group_values(many.values, many.batch)
+        tasks = OrderedTasks(partial(infer_batch, infer, many.call), groups, many.concurrency)
+        return InferOutcomes(tasks)
+
+    async def _build(self, call: InferCall, accept: str, info: ModelInfo | None) -> ApiRequest:
+        if call.has_files:  # reading and encoding them can take a while
+            return await asyncio.to_thread(call.build_request, accept, info)
+        return call.build_request(accept, info)
 
     def stream(
         self,
@@ -153,7 +171,7 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         **inputs: Any,
-    ) -> AsyncIterator[InferResult]:
+    ) -> AsyncGenerator[InferResult, None]:
         """Yield each response of an inference as it arrives; the time limit is that of the next response.
 
         Ending the iteration cancels the inference. The inputs are those of `infer`.
@@ -163,13 +181,15 @@ class AsyncClient:
         )
         return self._stream(call, timeout_s)
 
-    async def _stream(self, call: InferCall, timeout_s: float | None) -> AsyncIterator[InferResult]:
+    async def _stream(
+        self, call: InferCall, timeout_s: float | None
+    ) -> AsyncGenerator[InferResult, None]:
         attempts = self._start_attempts(timeout_s)
         info = await self._find_info(call, attempts)
-        request = call.build_request(NDJSON, info)
+        request = await self._build(call, NDJSON, info)
         async with aclosing(await self._retry(self._transport.open, request, attempts)) as reply:
             check_stream_type(reply.head)
-            decoder = StreamDecoder(reply.head, info if self._uses_arrays else None)
+            decoder = StreamDecoder(reply.head, info if self._uses_arrays else None, attempts)
             async for data in reply.iter_bytes():
                 for result in decoder.feed(data):
                     yield result
@@ -202,6 +222,7 @@ class AsyncClient:
             try:
                 if is_model_ready(await self._call(request, timeout_s=wait.remaining_s, retries=0)):
                     return
+                wait.check_deadline()
             except GatewayError as exc:
                 wait.check(exc)
             await asyncio.sleep(wait.choose_pause(READY_POLL_S))
@@ -218,7 +239,8 @@ class AsyncClient:
         timeout_s: float = OPERATION_TIMEOUT_S,
     ) -> dict[str, Any]:
         upload = ModelSource(source, name, str(version), config=config, labels=labels, load=load)
-        with open_upload(upload) as content:
+        with ExitStack() as stack:
+            content = await asyncio.to_thread(stack.enter_context, open_upload(upload))
             request = build_upload_request(upload, content)
             return decode_object(await self._call(request, timeout_s=timeout_s, retries=0))
 
@@ -238,11 +260,11 @@ class AsyncClient:
     ) -> ResponseDocument:
         request = build_json_request(method, path, json, headers)
         reply = await self._call(request, timeout_s=timeout_s, retries=retries)
-        return ResponseDocument(reply.url, decode_object(reply))
+        return ResponseDocument(reply.url, decode_object(reply) if reply.content else {})
 
     async def download(
         self, path: str, *, timeout_s: float = OPERATION_TIMEOUT_S
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         request = build_json_request("GET", path)
         attempts = self._start_attempts(timeout_s)
         async with aclosing(await self._retry(self._transport.open, request, attempts)) as reply:

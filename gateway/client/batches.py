@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from gateway.client.bodies import Body, encode_file, is_array, is_file
@@ -14,9 +15,26 @@ from gateway.client.ordered import OrderedTasks
 from gateway.client.results import InferResult
 from gateway.media_types import OCTET_STREAM
 
+
+@dataclass(frozen=True)
+class InferMany:
+    """Inferences of many values. `call` has what they share."""
+
+    call: InferCall
+    values: Iterable[Any] | AsyncIterable[Any]
+    batch: int
+    concurrency: int
+    timeout_s: float | None
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.concurrency < 1:
+            raise ValueError("batch and concurrency must be at least 1")
+
+
 InferOutcome: TypeAlias = "InferResult | GatewayError"
 Infer: TypeAlias = Callable[[InferCall], Awaitable[InferResult]]
 
+END: Final = object()
 # A single input of a batch may have caused these: every input is then sent alone.
 BATCH_SPLIT_STATUSES: Final = (400, 413, 415, 422, 500)
 
@@ -39,7 +57,13 @@ async def iterate(values: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[A
         async for value in values:
             yield value
         return
-    for value in values:
+    if isinstance(values, (list, tuple)):
+        for value in values:
+            yield value
+        return
+    # Another iterable may block, as one that reads a queue does.
+    iterator = iter(values)
+    while (value := await asyncio.to_thread(next, iterator, END)) is not END:
         yield value
 
 

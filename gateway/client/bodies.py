@@ -25,6 +25,8 @@ from gateway.media_types import (
 PARAMETERS_FIELD: Final = "parameters"
 # The gateway gives the only required input of a model the only field of a form, whatever its name.
 SINGLE_FIELD: Final = "input"
+# Modes of Pillow that a PNG file can have.
+PNG_MODES: Final = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,9 @@ def encode_inputs(inputs: CallInputs) -> Body | Form:
     if inputs.by_name:
         return encode_named_values(inputs.by_name, inputs.parameters)
     value = inputs.value
-    if isinstance(value, Body):
-        return value
     if not inputs.parameters:
+        if isinstance(value, Body):
+            return value
         if is_file(value) or is_array(value):
             return encode_file(value)
         if isinstance(value, str):
@@ -164,7 +166,8 @@ def encode_file(value: Any) -> Body:
         return read_file(value)
     if is_image(value):
         file = io.BytesIO()
-        value.save(file, "PNG")
+        image = value if value.mode in PNG_MODES else value.convert("RGB")
+        image.save(file, "PNG")
         return Body(file.getvalue(), "image/png")
     if is_array(value):
         return encode_array(value)

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any, Final
 from urllib.parse import quote
 
-from gateway.client.bodies import Body, CallInputs, Form, encode_inputs, encode_json
+from gateway.client.bodies import Body, CallInputs, Form, contains_files, encode_inputs, encode_json
 from gateway.client.errors import INVALID_RESPONSE, GatewayError
 from gateway.client.models import ModelInfo, parse_model
 from gateway.client.replies import (
@@ -20,6 +20,7 @@ from gateway.client.replies import (
     parse_json_object,
 )
 from gateway.client.results import InferResult, parse_result
+from gateway.client.retries import Attempts
 from gateway.client.uploads import ModelSource, UploadContent
 from gateway.media_types import JSON, NDJSON, NPZ
 
@@ -29,6 +30,8 @@ DEFAULT_RETRIES: Final = 10
 OPERATION_TIMEOUT_S: Final = 600.0
 READY_POLL_S: Final = 0.5
 MODEL_INFO_TTL_S: Final = 60.0
+DOT_SEGMENTS: Final = (".", "..")
+MAX_KNOWN_MODELS: Final = 1000
 SEQUENCE_PARAMETER: Final = "sequence_id"
 SEQUENCE_HEADER: Final = "x-sequence-id"
 
@@ -42,6 +45,9 @@ def quote_part(text: str) -> str:
 
 
 def build_model_path(name: str, version: str = "") -> str:
+    """Return the path of a model. Raises `ValueError` for a name that would make another path of it."""
+    if not name or name in DOT_SEGMENTS or version in DOT_SEGMENTS:
+        raise ValueError(f"{name!r} with version {version!r} is not a model")
     path = f"/v1/models/{quote_part(name)}"
     return f"{path}/versions/{quote_part(version)}" if version else path
 
@@ -77,6 +83,13 @@ class InferCall:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def has_files(self) -> bool:
+        values = [self.value, *self.by_name.values()]
+        if isinstance(self.value, Mapping):
+            values += self.value.values()
+        return any(map(contains_files, values))
+
+    @property
     def needs_name(self) -> bool:
         return self.value is not None and bool(self.by_name)
 
@@ -89,7 +102,7 @@ class InferCall:
             by_name = {info.find_input_for(by_name): self.value, **by_name}
         headers = {name.lower(): value for name, value in self.headers.items()}
         is_sequence = SEQUENCE_PARAMETER in self.parameters or SEQUENCE_HEADER in headers
-        headers |= {"accept": accept, "idempotency-key": uuid.uuid4().hex}
+        headers = {"idempotency-key": uuid.uuid4().hex, **headers, "accept": accept}
         query = {"classification": str(self.classification)} if self.classification else {}
         return ApiRequest(
             "POST",
@@ -145,6 +158,8 @@ class ModelInfoCache:
         return info if now < expires_at else None
 
     def put(self, model: str, version: str, info: ModelInfo, now: float) -> None:
+        if len(self._entries) >= MAX_KNOWN_MODELS:
+            self._entries.clear()
         self._entries[model, version] = info, now + MODEL_INFO_TTL_S
 
 
@@ -213,19 +228,24 @@ def is_model_ready(reply: Reply) -> bool:
 class StreamDecoder:
     """Splits the lines of a stream, and decodes them. Its last line may be an error."""
 
-    def __init__(self, reply: Reply, info: ModelInfo | None) -> None:
+    def __init__(self, reply: Reply, info: ModelInfo | None, attempts: Attempts) -> None:
         self._reply = reply
         self._info = info
-        self._partial = b""
+        self._attempts = attempts
+        self._partial: list[bytes] = []  # pieces of a line that is not complete
 
     def feed(self, data: bytes) -> Iterator[InferResult]:
         """Yield the results of complete lines. Raises `GatewayError` for a line that is an error."""
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        yield from map(self._decode, lines)
+        first, *more = data.split(b"\n")
+        self._partial.append(first)
+        if more:
+            lines = [b"".join(self._partial), *more[:-1]]
+            self._partial = [more[-1]]
+            yield from map(self._decode, lines)
 
     def finish(self) -> Iterator[InferResult]:
-        if self._partial:
-            yield self._decode(self._partial)
+        if line := b"".join(self._partial):
+            yield self._decode(line)
 
     def _decode(self, line: bytes) -> InferResult:
         document = parse_json_object(line)
@@ -239,7 +259,8 @@ class StreamDecoder:
         message = document.get("error")
         if isinstance(message, str):
             raise make_error(document, message, self._reply)
-        return parse_result(document, self._reply, self._info)
+        reply = self._reply.with_content(line, self._attempts.elapsed_s)
+        return parse_result(document, reply, self._info)
 
 
 def check_stream_type(reply: Reply) -> None:
@@ -249,8 +270,11 @@ def check_stream_type(reply: Reply) -> None:
 
 def split_document(result: InferResult, count: int) -> Sequence[InferResult] | None:
     """Return a result for each item of a batch; None if an output has another number of values."""
-    if any(not hasattr(value, "__len__") or len(value) != count for value in result.values()):
-        return None
+    for value in result.values():
+        if isinstance(value, (str, bytes, dict)) or not hasattr(value, "__len__"):
+            return None
+        if len(value) != count:
+            return None
     return [
         InferResult(
             {name: value[number] for name, value in result.items()},

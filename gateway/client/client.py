@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
 from typing import Any, BinaryIO, TypeVar
 
-from gateway.client.batches import InferOutcome
+from gateway.client.batches import InferMany, InferOutcome
 from gateway.client.calls import (
     DEFAULT_RETRIES,
     DEFAULT_TIMEOUT_S,
@@ -46,9 +46,10 @@ class Client:
     """A client of a gateway. Threads may share it; nothing uses the network before the first call.
 
     Without arguments, `TRITON_GATEWAY_URL`, `TRITON_GATEWAY_KEY` and `TRITON_GATEWAY_CA` say what to use. A
-    call takes at most `timeout_s` seconds, with up to `retries` repetitions of requests that were refused
-    (429, 502, 503) or found no connection; the gateway's `Retry-After` says when. `arrays=False` returns
-    lists in place of NumPy arrays. Every method raises `GatewayError`.
+    call and its repetitions take at most `timeout_s` seconds, which the gateway keeps as the deadline of an
+    inference. Requests that were refused (429, 503), lost (502) or found no connection are sent again, up to
+    `retries` times; the gateway's `Retry-After` says when. `arrays=False` returns lists in place of NumPy
+    arrays. Every method raises `GatewayError`.
     """
 
     def __init__(
@@ -131,8 +132,9 @@ class Client:
         version: str | int = "",
         parameters: Mapping[str, Any] | None = None,
         classification: int = 0,
+        headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
-    ) -> Iterator[InferOutcome]:
+    ) -> Generator[InferOutcome, None, None]:
         """Yield a result, or the `GatewayError`, for each value, in order.
 
         At most `concurrency` requests are in progress, each with `batch` values; if a batch fails because of
@@ -141,18 +143,15 @@ class Client:
         """
         from gateway.client.threads import run_infer_many
 
-        return run_infer_many(
-            self._create_async_options(),
-            (model, values),
-            {
-                "batch": batch,
-                "concurrency": concurrency,
-                "version": version,
-                "parameters": parameters,
-                "classification": classification,
-                "timeout_s": timeout_s,
-            },
+        call = InferCall(
+            model,
+            version=str(version),
+            parameters=parameters or {},
+            classification=classification,
+            headers=headers or {},
         )
+        many = InferMany(call, values, batch, concurrency, timeout_s)
+        return run_infer_many(self._create_async_options(), many)
 
     def stream(
         self,
@@ -165,7 +164,7 @@ class Client:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         **inputs: Any,
-    ) -> Iterator[InferResult]:
+    ) -> Generator[InferResult, None, None]:
         """Yield each response of an inference as it arrives; the time limit is that of the next response.
 
         Ending the iteration cancels the inference. The inputs are those of `infer`.
@@ -175,13 +174,15 @@ class Client:
         )
         return self._stream(call, timeout_s)
 
-    def _stream(self, call: InferCall, timeout_s: float | None) -> Iterator[InferResult]:
+    def _stream(
+        self, call: InferCall, timeout_s: float | None
+    ) -> Generator[InferResult, None, None]:
         attempts = self._start_attempts(timeout_s)
         info = self._find_info(call, attempts)
         request = call.build_request(NDJSON, info)
         with closing(self._retry(self._transport.open, request, attempts)) as reply:
             check_stream_type(reply.head)
-            decoder = StreamDecoder(reply.head, info if self._uses_arrays else None)
+            decoder = StreamDecoder(reply.head, info if self._uses_arrays else None, attempts)
             for data in reply.iter_bytes():
                 yield from decoder.feed(data)
             yield from decoder.finish()
@@ -217,6 +218,7 @@ class Client:
             try:
                 if is_model_ready(self._call(request, timeout_s=wait.remaining_s, retries=0)):
                     return
+                wait.check_deadline()
             except GatewayError as exc:
                 wait.check(exc)
             time.sleep(wait.choose_pause(READY_POLL_S))
@@ -256,9 +258,11 @@ class Client:
         """Call any path of the API, and return the JSON object of its response."""
         request = build_json_request(method, path, json, headers)
         reply = self._call(request, timeout_s=timeout_s, retries=retries)
-        return ResponseDocument(reply.url, decode_object(reply))
+        return ResponseDocument(reply.url, decode_object(reply) if reply.content else {})
 
-    def download(self, path: str, *, timeout_s: float = OPERATION_TIMEOUT_S) -> Iterator[bytes]:
+    def download(
+        self, path: str, *, timeout_s: float = OPERATION_TIMEOUT_S
+    ) -> Generator[bytes, None, None]:
         """Yield the body of a response as it arrives."""
         request = build_json_request("GET", path)
         attempts = self._start_attempts(timeout_s)

@@ -65,6 +65,7 @@ class OrderedTasks(Generic[J, R]):
             task.add_done_callback(lambda _: self._job_slots.release())
             self._tasks.append(task)
             self._has_changed.set()
+            await asyncio.sleep(0)  # the job begins before the next one is taken from its source
 
     def stop(self) -> None:
         """Start no more jobs. The results of those that run can still be read."""

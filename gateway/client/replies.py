@@ -88,7 +88,10 @@ class ResponseDocument(dict[str, Any]):
         self._url = url
 
     def __missing__(self, field: str) -> NoReturn:
-        raise make_wrong_server_error(self._url, f"its response has no field {field!r}")
+        raise GatewayError(
+            f"the response of {self._url} has no field {field!r}; check that the URL is the gateway's",
+            INVALID_RESPONSE,
+        )
 
 
 def make_invalid_response_error(reply: Reply, reason: str) -> GatewayError:

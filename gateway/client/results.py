@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Mapping
 from typing import Any
+from zipfile import BadZipFile
 
 from gateway.client.models import ModelInfo
 from gateway.client.replies import Reply, decode_object, make_invalid_response_error
@@ -85,7 +86,7 @@ def decode_arrays(reply: Reply, info: ModelInfo | None) -> dict[str, Any]:
 
     try:
         return decode_npz(reply.content, info.datatypes if info is not None else {})
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, EOFError, BadZipFile) as exc:
         raise make_invalid_response_error(reply, f"its response is no .npz file: {exc}") from None
 
 
@@ -93,7 +94,10 @@ def parse_result(document: Mapping[str, Any], reply: Reply, info: ModelInfo | No
     outputs = document.get("outputs")
     if not isinstance(outputs, dict):
         raise make_invalid_response_error(reply, "its response has no outputs")
-    values = {name: decode_bytes(value) for name, value in outputs.items()}
+    try:
+        values = {name: decode_bytes(value) for name, value in outputs.items()}
+    except ValueError as exc:
+        raise make_invalid_response_error(reply, f"its base64 is invalid: {exc}") from None
     if info is not None:
         from gateway.client.arrays import to_array
 

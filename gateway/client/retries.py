@@ -86,9 +86,12 @@ class WaitForReady:
         """Check that the model can become ready by itself, and in time. Raises `error` if it cannot."""
         if not can_retry(error, is_repeatable=True) and error.code != TIMEOUT:
             raise error
+        self.check_deadline(f": {error}")
+
+    def check_deadline(self, reason: str = "") -> None:
         if time.monotonic() >= self._deadline:
-            message = f"model {self._model} is not ready after {self._timeout_s:g} s: {error}"
-            raise GatewayError(message, TIMEOUT) from error
+            message = f"model {self._model} is not ready after {self._timeout_s:g} s{reason}"
+            raise GatewayError(message, TIMEOUT)
 
     def choose_pause(self, interval_s: float) -> float:
         return min(interval_s, self.remaining_s)

@@ -9,10 +9,17 @@ from typing import Any, Final
 import anyio
 import httpx
 
+from gateway import __version__
 from gateway.client.bodies import Body, Form
 from gateway.client.calls import ApiRequest
 from gateway.client.connection import GatewayAccess
-from gateway.client.errors import CONNECTION_LOST, TIMEOUT, UNREACHABLE, GatewayError
+from gateway.client.errors import (
+    CONNECTION_LOST,
+    INVALID_RESPONSE,
+    TIMEOUT,
+    UNREACHABLE,
+    GatewayError,
+)
 from gateway.client.replies import Reply, make_reply_error
 from gateway.client.retries import CONNECT_TIMEOUT_S, Attempts
 from gateway.client.uploads import UploadContent
@@ -20,13 +27,14 @@ from gateway.media_types import JSON
 
 MAX_IDLE_CONNECTIONS: Final = 100
 FILE_NAME: Final = "file"
+USER_AGENT: Final = f"triton-gateway-client/{__version__}"
 
 
 def create_http_options(access: GatewayAccess, proxy: str | None) -> dict[str, Any]:
     """Return the options of httpx's clients. Neither the environment nor `.netrc` changes the requests."""
     return {
         "base_url": access.address.base_url,
-        "headers": access.create_headers(),
+        "headers": {"user-agent": USER_AGENT, **access.create_headers()},
         "verify": access.create_ssl_context() or False,  # False skips loading the CA certificates
         "limits": httpx.Limits(
             max_connections=None, max_keepalive_connections=MAX_IDLE_CONNECTIONS
@@ -45,8 +53,14 @@ def translate_errors(base_url: str) -> Iterator[None]:
     except httpx.TimeoutException:
         message = f"the gateway at {base_url} did not respond in time"
         raise GatewayError(message, TIMEOUT) from None
-    except (httpx.ConnectError, httpx.ProxyError, httpx.InvalidURL, UnicodeError) as exc:
+    except (httpx.ConnectError, httpx.ProxyError, UnicodeError) as exc:
         raise make_unreachable_error(base_url, describe_os_error(exc)) from None
+    except httpx.LocalProtocolError as exc:
+        raise ValueError(f"the request is invalid: {exc}") from None
+    except httpx.DecodingError as exc:
+        raise GatewayError(
+            f"the response of {base_url} is damaged: {exc}", INVALID_RESPONSE
+        ) from None
     except httpx.TransportError as exc:
         message = f"the connection to {base_url} was closed before the response was complete"
         raise GatewayError(message, CONNECTION_LOST) from exc
@@ -143,8 +157,8 @@ class Transport:
         """Return a successful response when its head has arrived. Raises `GatewayError` for any other."""
         body = request.body
         upload = body.create_options() if isinstance(body, UploadContent) else {}
+        sent = build_attempt(self._http, request, attempts, upload)
         with translate_errors(self._base_url):
-            sent = build_attempt(self._http, request, attempts, upload)
             response = self._http.send(sent, stream=True)
             if not response.is_success:
                 response.read()
@@ -192,8 +206,8 @@ class AsyncTransport:
     async def open(self, request: ApiRequest, attempts: Attempts) -> AsyncOpenReply:
         body = request.body
         upload = body.create_async_options() if isinstance(body, UploadContent) else {}
+        sent = build_attempt(self._http, request, attempts, upload)
         with translate_errors(self._base_url):
-            sent = build_attempt(self._http, request, attempts, upload)
             response = await self._http.send(sent, stream=True)
             if not response.is_success:
                 await response.aread()

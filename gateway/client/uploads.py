@@ -53,6 +53,7 @@ class UploadContent:
     model: str
     file: BinaryIO
     file_name: str
+    digest: bytes  # SHA-256; empty for a file that can be read only once
     attached: dict[str, tuple[str, BinaryIO]] = field(default_factory=dict)
 
     def create_options(self) -> dict[str, Any]:
@@ -66,8 +67,10 @@ class UploadContent:
         return {"content": read_pieces_async(self.file), "headers": self._create_headers()}
 
     def _create_headers(self) -> dict[str, str]:
-        digest = base64.b64encode(hash_file(self.file)).decode()
-        return {"content-type": OCTET_STREAM, "repr-digest": f"sha-256=:{digest}:"}
+        headers = {"content-type": OCTET_STREAM}
+        if self.digest:
+            headers["repr-digest"] = f"sha-256=:{base64.b64encode(self.digest).decode()}:"
+        return headers
 
 
 @contextmanager
@@ -90,7 +93,8 @@ def open_upload(upload: ModelSource) -> Iterator[UploadContent]:
             for name, place in fields.items()
             if place is not None
         }
-        yield UploadContent(model, file, find_file_name(file), attached)
+        digest = hash_file(file) if file.seekable() else b""
+        yield UploadContent(model, file, find_file_name(file), digest, attached)
 
 
 def find_file_name(file: BinaryIO) -> str:

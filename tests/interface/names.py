@@ -84,7 +84,7 @@ def list_values() -> Iterator[str]:
 def list_client() -> Iterator[str]:
     """The classes of the Python client, their methods and properties, and the parameters of these."""
     for kind in gateway.client.__all__:
-        for name, member in vars(getattr(gateway.client, kind)).items():
+        for name, member in getattr(getattr(gateway.client, kind), "__dict__", {}).items():
             if isinstance(member, property):
                 yield f"python {kind}.{name}"
             elif inspect.isfunction(member) and (name == "__init__" or not name.startswith("_")):

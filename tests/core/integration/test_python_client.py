@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import pickle
+import queue
 import subprocess
 import sys
 import threading
@@ -81,6 +82,8 @@ def test_image_is_a_path_bytes_an_image_of_pillow_or_an_array(gw: Client, tmp_pa
         result = gw.infer("nhwc", value)
         assert np.array_equal(result["Y"], PIXELS.astype(np.float32)), type(value)
         assert result["Y"].dtype == np.float32
+    assert gw.infer("nhwc", Image.open(path).convert("CMYK"))["Y"].shape == (6, 4, 3)
+    assert gw.infer("nhwc", path, parameters={"note": 1})["Y"].shape == (6, 4, 3)
     batch = gw.infer("nhwc", [path, Image.open(path), path.read_bytes()])
     assert batch["Y"].shape == (3, 6, 4, 3)
     assert gw.infer("nhwc", PIXELS.astype(np.float32))["Y"].shape == (6, 4, 3)
@@ -163,6 +166,12 @@ def test_error_has_the_sentence_the_code_and_the_request(gw: Client, url: str) -
     for wrong in ("ftp://x", "http://user@host", "http://host:99999"):
         with pytest.raises(ValueError, match="URL"):
             Client(wrong)
+    for name, version in (("", ""), ("..", ""), ("pair", "..")):
+        with pytest.raises(ValueError, match="is not a model"):
+            gw.delete(name, version)
+    for value in ("grüße", "two\nlines"):
+        with pytest.raises(ValueError, match=r"ascii|invalid"):
+            gw.infer("single_BYTES", "x", headers={"X-Split-Key": value})
     with pytest.raises(GatewayError, match="cannot be read: No such file"):
         gw.infer("nhwc", Path("nothing.png"))
 
@@ -178,6 +187,9 @@ def test_models_are_listed_and_described(gw: Client) -> None:
     assert [tensor.is_optional for tensor in model.inputs] == [False, True, True]
     assert model.document["curl"].startswith("curl ")
     assert gw.request("GET", "/readyz")["ready"] is True
+    assert gw.request("GET", "/v2/health/ready") == {}
+    with pytest.raises(GatewayError, match="has no field 'models'"):
+        gw.request("GET", "/readyz")["models"]
 
 
 def test_model_is_loaded_awaited_and_unloaded(gw: Client) -> None:
@@ -225,6 +237,8 @@ async def test_async_client_has_the_same_calls(url: str) -> None:
         assert [piece["NUMBER"].tolist() for piece in pieces] == [[0], [1]]
         async for _ in client.stream("ticking", COUNT=1000, SECONDS=0.05):
             break
+        async for _ in client.infer_many("cancellable", [0.0, *[30.0] * 20], concurrency=3):
+            break
         with pytest.raises(GatewayError) as caught:
             await client.infer("sleeping", 5.0, timeout_s=0.2)
         assert caught.value.code == "DEADLINE_PASSED"
@@ -258,6 +272,22 @@ def test_many_are_in_order_and_errors_are_values(gw: Client, tmp_path: Path, bat
         else:
             assert isinstance(outcome, InferResult)
             assert np.unique(outcome["Y"]).tolist() == [number]
+
+
+def test_many_take_options_and_a_source_that_waits_for_the_outcomes(gw: Client) -> None:
+    outcomes: queue.Queue[Any] = queue.Queue()
+
+    def texts() -> Iterator[str]:
+        yield "first"
+        yield f"after {outcomes.get(timeout=60)}"
+
+    for outcome in gw.infer_many("single_BYTES", texts(), headers={"X-Request-ID": "mine"}):
+        assert isinstance(outcome, InferResult)
+        assert outcome.id == "mine"
+        outcomes.put(outcome.text)
+    assert outcomes.queue[-1] == "after first"
+    with pytest.raises(ValueError, match="at least 1"):
+        gw.infer_many("single_BYTES", [], concurrency=0)
 
 
 @pytest.mark.long
@@ -395,6 +425,33 @@ def answer(script: Script) -> None:
     script.answer(200, b'{"outputs": {"Y": 1}}', Content_Type="application/json")
 
 
+def damage(content: bytes, content_type: str) -> Callable[[Script], None]:
+    return lambda script: script.answer(200, content, Content_Type=content_type)
+
+
+@pytest.mark.parametrize(
+    ("content", "content_type"),
+    [
+        (b'{"outputs": {"Y": {"b64": "a"}}}', "application/json"),
+        (b'{"outputs": []}', "application/json"),
+        (b"PK of which nothing else is there", "application/x-npz"),
+        (b"", "application/x-npz"),
+    ],
+)
+def test_damaged_response_is_an_error_of_the_client(content: bytes, content_type: str) -> None:
+    with serving(damage(content, content_type)) as server, pytest.raises(GatewayError) as caught:
+        infer_sync(server.url)
+    assert caught.value.code == INVALID_RESPONSE
+
+
+def test_model_that_is_never_ready_is_awaited_until_the_timeout() -> None:
+    model = b'{"name": "m", "ready": false, "versions": []}'
+    with serving(*[lambda script: script.answer(200, model)] * 9) as server:
+        with Client(server.url) as client, pytest.raises(GatewayError, match="is not ready"):
+            client.wait_ready("m", timeout_s=0.6)
+        assert len(server.received) < 9
+
+
 async def infer_async(url: str, **options: Any) -> InferResult:
     async with AsyncClient(url, arrays=False, timeout_s=5) as client:
         return await client.infer("m", "x", **options)
@@ -416,8 +473,13 @@ def test_retries_keep_the_idempotency_key_and_the_deadline(
     steps = refuse(503, Retry_After="0"), refuse(502), cut, refuse(429, Retry_After="0"), answer
     with serving(*steps) as server:
         assert infer(server.url)["Y"] == 1
-    assert len({received["idempotency-key"] for received in server.received}) == 1
     timeouts = [float(received["x-request-timeout"]) for received in server.received]
+    (key,) = {received["idempotency-key"] for received in server.received}
+    assert len(key) == 32
+    with serving(answer) as server:
+        infer(server.url, headers={"Idempotency-Key": "mine"})
+    assert server.received[0]["idempotency-key"] == "mine"
+    assert server.received[0]["user-agent"].startswith("triton-gateway-client/")
     assert timeouts == sorted(timeouts, reverse=True)
     assert len(timeouts) == 5
 
