@@ -68,6 +68,18 @@ class SignatureCache:
     def find_remembered_signature(self, model: str, version: str) -> Signature | None:
         return self._remembered.get((model, version))
 
+    async def read_unknown_signatures(self, models: Iterable[str]) -> None:
+        """Read the signature of each model that was never read, unless that fails."""
+        semaphore = asyncio.Semaphore(MAX_PARALLEL_READS)
+
+        async def read(model: str) -> None:
+            with suppress(GatewayError):
+                async with semaphore:
+                    await self.get_signature(model)
+
+        unknown = [model for model in models if (model, "") not in self._remembered]
+        await asyncio.gather(*map(read, unknown))
+
     async def _read_once(self, key: tuple[str, str]) -> Signature:
         task = self._pending_reads.get(key)
         if task is None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Final, cast
+from typing import Annotated, Any, Final, cast
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 
 from gateway.callers import Caller, Right
 from gateway.fleet.index import TF_SERVING_STATES, merge_indexes
@@ -33,7 +33,15 @@ VERSION_SCHEMA = build_object_schema(
     optional=("reason",),
 )
 READY_SCHEMA = {"type": "boolean", "description": "At least one replica can serve it."}
+# From the model's config, for people. In the list, they are known once the model was described or used.
+PRESENTATION_FIELDS: Final = {
+    "title": STRING_SCHEMA,
+    "description": STRING_SCHEMA,
+    "hidden": {"const": True, "description": "Lists for people leave the model out."},
+    "steps": build_list_schema(STRING_SCHEMA, "The models of an ensemble."),
+}
 LISTED_MODEL_FIELDS: Final = {
+    **PRESENTATION_FIELDS,
     "name": STRING_SCHEMA,
     "versions": {"type": "array", "items": VERSION_SCHEMA},
     "ready": READY_SCHEMA,
@@ -75,10 +83,13 @@ TENSOR_SCHEMA = build_object_schema(
         "labels": {"const": True, "description": "`classification` returns labels of this output."},
         "example": {
             "type": "string",
-            "description": "A sample value: a text, JSON, or a file as a data: URI.",
+            "description": "The first of the examples.",
         },
+        "examples": build_list_schema(
+            STRING_SCHEMA, "Sample values: texts, JSON, or files as data: URIs."
+        ),
     },
-    optional=("optional", "content_type", "image", "labels", "example"),
+    optional=("optional", "content_type", "image", "labels", "example", "examples"),
 )
 VERSION_STATUS_SCHEMA = build_object_schema(
     {
@@ -98,6 +109,8 @@ MODEL_FIELDS: Final = {
     "decoupled": {"type": "boolean", "description": "A request may have any number of responses."},
     "inputs": {"type": "array", "items": TENSOR_SCHEMA},
     "outputs": {"type": "array", "items": TENSOR_SCHEMA},
+    **PRESENTATION_FIELDS,
+    "example_run": {"const": False, "description": "The web page does not run the first example."},
     "curl": {"type": "string", "description": "Example request with curl."},
     "python": {"type": "string", "description": "Example request in Python."},
 }
@@ -158,11 +171,18 @@ def build_model_responses(describers: Iterable[ModelDescriber]) -> OpenApiRespon
     fields: Schema = {}
     for describer in describers:
         fields |= describer.model_fields
-    schema = build_object_schema(fields | MODEL_FIELDS)
+    optional = (*PRESENTATION_FIELDS, "example_run")
+    schema = build_object_schema(fields | MODEL_FIELDS, optional)
     return build_responses(schema, "The model's inputs and outputs.", *MODEL_ERRORS)
 
 
-async def list_models(request: Request, services: ServicesForInference) -> dict[str, Any]:
+async def list_models(
+    request: Request,
+    services: ServicesForInference,
+    describe: Annotated[
+        bool, Query(description="Read the configs of ready models that were not described yet.")
+    ] = False,
+) -> dict[str, Any]:
     """Return every model that the caller may access, with its versions, state and desired state.
 
     Details of replicas require the right to see the fleet.
@@ -180,6 +200,7 @@ async def list_models(request: Request, services: ServicesForInference) -> dict[
     expected_names = {*declared, *desired}
     models = group_model_versions(merge_indexes(indexes), expected_names, caller)
     ready_models: set[str] = set().union(*(index.ready_models for index in indexes.values()))
+    await add_presentations(services, models, caller, ready_models if describe else ())
     for name, model in models.items():
         model["ready"] = name in ready_models
         if name in declared:
@@ -249,9 +270,12 @@ async def describe_model(
         **build_model_description(
             signature, is_ready=services.pool.is_loaded(signature.model, signature.version)
         ),
+        **describe_presentation(signature, get_caller(request)),
         "curl": examples.format_curl_example(signature, base_url),
         "python": examples.format_python_example(signature, base_url),
     }
+    if signature.has_flag("gateway.example_run", "false"):
+        description["example_run"] = False
     for describer in services.describers:
         description |= describer.describe_model(services, signature)
     return description
@@ -292,6 +316,27 @@ async def get_signature(
     return await services.signatures.get_signature(target.model, target.version)
 
 
+async def add_presentations(
+    services: Services, models: dict[str, dict[str, Any]], caller: Caller, ready: Iterable[str]
+) -> None:
+    """Add the `PRESENTATION_FIELDS` that are known; those of the ready models are read before."""
+    await services.signatures.read_unknown_signatures(models.keys() & ready)
+    for name, model in models.items():
+        if signature := services.signatures.find_remembered_signature(name, ""):
+            model.update(describe_presentation(signature, caller))
+
+
+def describe_presentation(signature: Signature, caller: Caller) -> dict[str, Any]:
+    """Return the `PRESENTATION_FIELDS` that the model has."""
+    fields = {
+        "title": signature.title,
+        "description": signature.description,
+        "hidden": signature.has_flag("gateway.hidden"),
+        "steps": sorted(filter(caller.can_see, signature.steps)),
+    }
+    return {name: value for name, value in fields.items() if value}
+
+
 def build_model_description(signature: Signature, *, is_ready: bool) -> dict[str, Any]:
     return {
         "name": signature.model,
@@ -317,6 +362,7 @@ def build_tensor_description(tensor: TensorSpec) -> dict[str, Any]:
         "content_type": tensor.content_type,
         "image": image and {name: getattr(image, name) for name in IMAGE_FIELDS},
         "labels": tensor.has_class_labels,
-        "example": tensor.example,
+        "example": tensor.examples[0] if tensor.examples else "",
+        "examples": list(tensor.examples),
     }
     return description | {name: value for name, value in optional.items() if value}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ from gateway.tensors.dtypes import Datatype, DatatypeKind, parse_datatype
 
 MAX_DIMENSIONS = 64  # as in NumPy
 MAX_TENSORS = 4096  # the limit of the inputs, and of the outputs
+MAX_DESCRIPTION_LENGTH = 200
+MAX_EXAMPLES = 8  # of an input
 CONTENT_TYPE = re.compile(r"[!-~]{1,127}(?:; ?[ -~]{1,127})?")
 IMAGE_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 JsonObject = Mapping[str, Any]
@@ -61,7 +64,7 @@ class TensorSpec:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     has_labels: bool = False
-    example: str = ""  # a text, JSON, or a file as a data: URI
+    examples: tuple[str, ...] = ()  # texts, JSON, or files as data: URIs
 
     @cached_property
     def is_numeric(self) -> bool:
@@ -126,6 +129,7 @@ class Signature:
     platform: str = ""
     is_decoupled: bool = False
     parameters: Mapping[str, str] = field(default_factory=dict)
+    steps: frozenset[str] = frozenset()  # the models of an ensemble
     # The number of classes to return by output, for requests that do not ask for another number.
     default_class_counts: Mapping[str, int] = field(default_factory=dict)
 
@@ -149,7 +153,18 @@ class Signature:
     @cached_property
     def is_cancellable(self) -> bool:
         # The inference is cancelled in Triton when the client disconnects.
-        return self.parameters.get("gateway.cancellable", "").strip().lower() == "true"
+        return self.has_flag("gateway.cancellable")
+
+    def has_flag(self, parameter: str, value: str = "true") -> bool:
+        return self.parameters.get(parameter, "").strip().lower() == value
+
+    @property
+    def title(self) -> str:
+        return self.parameters.get("gateway.title", "").strip()
+
+    @property
+    def description(self) -> str:
+        return self.parameters.get("gateway.description", "").strip()
 
     @cached_property
     def required_inputs(self) -> list[TensorSpec]:
@@ -191,6 +206,10 @@ def build_signature(metadata: JsonObject, config: JsonObject, version: str = "")
         }
 
     outputs = tensors("output")
+    description = parameters.get("gateway.description", "").strip()
+    if len(description) > MAX_DESCRIPTION_LENGTH:
+        expected = f"a text of at most {MAX_DESCRIPTION_LENGTH} characters"
+        raise build_hint_error(description, "gateway.description", expected)
     return Signature(
         model=metadata["name"],
         version=version,
@@ -201,6 +220,7 @@ def build_signature(metadata: JsonObject, config: JsonObject, version: str = "")
         platform=str(metadata.get("platform") or config.get("backend") or ""),
         is_decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
         parameters=parameters,
+        steps=find_ensemble_steps(config),
         default_class_counts=parse_class_counts(outputs, parameters),
     )
 
@@ -251,7 +271,7 @@ def build_tensor_spec(
         mean=parse_channel_values(hint("mean"), f"gateway.mean.{name}"),
         std=parse_channel_values(hint("std"), f"gateway.std.{name}", are_divisors=True),
         has_labels=bool(config.get("label_filename")),
-        example=hint("example"),
+        examples=parse_examples(hint("examples"), hint("example"), f"gateway.examples.{name}"),
     )
 
 
@@ -268,6 +288,20 @@ def parse_pixel_scale(text: str, key: str) -> PixelScale:
     except ValueError:
         expected = ", ".join(scale.value for scale in PixelScale)
         raise build_hint_error(text, key, f"one of {expected}") from None
+
+
+def parse_examples(text: str, only_example: str, key: str) -> tuple[str, ...]:
+    """Parse the JSON list of examples; without one, return the only example. Raises `ModelFault`."""
+    if not text:
+        return (only_example,) if only_example else ()
+    try:
+        examples = json.loads(text)
+    except (ValueError, RecursionError):
+        examples = None
+    is_list = isinstance(examples, list) and all(isinstance(each, str) for each in examples)
+    if not is_list or len(examples) > MAX_EXAMPLES:
+        raise build_hint_error(text, key, f"a JSON list of at most {MAX_EXAMPLES} strings")
+    return tuple(examples)
 
 
 def parse_channel_values(text: str, key: str, *, are_divisors: bool = False) -> tuple[float, ...]:

@@ -330,6 +330,12 @@ def test_listings_have_only_what_the_key_sees(client: httpx.Client) -> None:
 
     for key in (TEXTS, TEXTS_ADMIN):
         assert {model["name"] for model in get("/v1/models", key)["models"]} == TEXT_MODELS
+        # Configs are read for those who ask, and then known.
+        for query in ("?describe=true", ""):
+            listed = {model["name"]: model for model in get(f"/v1/models{query}", key)["models"]}
+            assert listed["text_ensemble"]["title"] == "Sentence embeddings"
+            steps = TEXT_MODELS - {"text_ensemble"}
+            assert set(listed["text_ensemble"]["steps"]) == steps & listed.keys()
         assert set(get("/v2/models", key)["models"]) == TEXT_MODELS
     for body in ({}, {"ready": True}):
         for query in ("", "?detail=replicas"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 from collections.abc import Mapping
 from contextlib import suppress
@@ -87,6 +88,9 @@ INVALID_HINTS = (
     ("mean", "1e39", "not a list of finite numbers"),
     ("mean", "half", "not a list of numbers"),
     ("scale", "0..255", "not one of none, 0..1, -1..1"),
+    ("examples", "7", "not a JSON list of at most 8 strings"),
+    ("examples", "[1]", "not a JSON list of at most 8 strings"),
+    ("examples", '["' + '","' * 8 + '"]', "not a JSON list of at most 8 strings"),
     ("content_type", "text/html\r\nSet-Cookie: a=b", "not a media type"),
     ("content_type", "image/é", "not a media type"),
     ("content_type", "a" * 300, "not a media type"),
@@ -105,6 +109,12 @@ def test_model_with_an_invalid_hint_or_too_many_dimensions_or_tensors_is_a_fault
     for valid in ("", "none", " 0..1", "-1..1"):
         model(tensor, tensor, 8, hints={"gateway.scale.X": valid})
     model({}, text, hints={"gateway.content_type.X": "text/csv; charset=utf-8"})
+    for kind, examples in {"example": ("[1]",), "examples": ("1", "2")}.items():
+        value = examples[0] if kind == "example" else json.dumps(examples)
+        only = model(tensor, tensor, 8, hints={f"gateway.{kind}.X": value}).inputs["X"]
+        assert only.examples == examples
+    with pytest.raises(ModelFault, match="which is not a text of at most 200 characters"):
+        model(tensor, tensor, 8, hints={"gateway.description": "a" * 201})
     for kind, value, words in INVALID_HINTS:
         with subtests.test(f"{kind} {value[:40]!r}"):
             outputs = text if kind == "content_type" else tensor
