@@ -17,6 +17,7 @@ ASSET_CONTENT_TYPES: Final = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
+    ".woff2": "font/woff2",
 }
 # The files have no version in their names, so that browsers revalidate each of them.
 CACHE_CONTROL: Final = "no-cache"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 from pathlib import Path
 from typing import Final
@@ -18,9 +19,11 @@ from gateway.tensors.outputs import list_accepted_types
 # Model names and responses are untrusted input: inline scripts and strings as markup are forbidden.
 UI_SECURITY_POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
+IMPORT: Final = re.compile(r'^import .*from "\./(\w+\.js)";$', re.MULTILINE)
+FIRST_MODULES: Final = ("main.js", "try.js")  # of the first view
 STATIC: Final = Path(__file__).parent / "static"
 HTML_TYPE: Final = "text/html"
 PAGE_METHODS: Final = ["GET", "HEAD"]
@@ -30,7 +33,9 @@ class PageRoutes:
     """The page, with a link to the documentation if there is a URL, and its files."""
 
     def __init__(self, documentation_url: HttpUrl | None) -> None:
-        self._assets = load_assets(STATIC, documentation=render_link(documentation_url))
+        self._assets = load_assets(
+            STATIC, documentation=render_link(documentation_url), modules=render_preloads()
+        )
         self.router = APIRouter(include_in_schema=False)
         self.router.add_api_route("/", self.get_page, methods=PAGE_METHODS)
         self.router.add_api_route("/static/{name:path}", self.get_static_file, methods=PAGE_METHODS)
@@ -49,6 +54,15 @@ class PageRoutes:
         if name not in self._assets:
             raise NotFound(f"the page has no file {quote_text(name)}")
         return build_asset_response(request, self._assets[name], UI_SECURITY_POLICY)
+
+
+def render_preloads() -> str:
+    """Render links to the modules of the first view, so that the browser asks for all of them at once."""
+    modules = list(FIRST_MODULES)
+    for name in modules:
+        imported = IMPORT.findall((STATIC / name).read_text())
+        modules += [each for each in imported if each not in modules]
+    return "\n".join(f'<link rel="modulepreload" href="/static/{name}">' for name in modules)
 
 
 def render_link(documentation_url: HttpUrl | None) -> str:

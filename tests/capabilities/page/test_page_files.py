@@ -16,6 +16,7 @@ DOCS = ROOT / "gateway/static/docs"
 AXE = ROOT / "tests" / "data" / "axe-core" / "axe.min.js"
 VENDORED = (
     *sorted(STATIC.glob("vendor/uPlot.*min.*")),
+    STATIC / "vendor" / "Inter.latin.woff2",
     *(DOCS / name for name in ("swagger-ui-bundle.js", "swagger-ui.css")),
     AXE,
 )
@@ -117,9 +118,11 @@ def test_page_can_be_switched_off() -> None:
 
 def test_vendored_files_are_as_published() -> None:
     documented = (ROOT / "docs" / "dependencies.md").read_text()
-    assert len(VENDORED) == 5
+    assert len(VENDORED) == 6
     for path in VENDORED:
         assert hashlib.sha256(path.read_bytes()).hexdigest() in documented, path
+    assert VENDORED[2].stat().st_size < 60 << 10
+    assert "SIL Open Font License" in (STATIC / "vendor" / "Inter.LICENSE.txt").read_text()
     assert "MIT License" in (STATIC / "vendor" / "uPlot.LICENSE.txt").read_text()
     assert "Apache License" in (DOCS / "swagger-ui.LICENSE.txt").read_text()
     assert "Mozilla Public License" in (AXE.parent / "LICENSE").read_text()

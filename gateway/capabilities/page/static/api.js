@@ -54,7 +54,8 @@ export const getJson = async (path, options) => (await call(path, options)).json
 export const modelPath = (model, version = "") =>
   `/v1/models/${encodeURIComponent(model)}${version ? `/versions/${encodeURIComponent(version)}` : ""}`;
 
-export const listModels = async () => (await getJson("/v1/models")).models;
+/** With `isComplete`, the gateway first reads the configs of models that were not described yet. */
+export const listModels = async (isComplete = false) => (await getJson(`/v1/models${isComplete ? "?describe=true" : ""}`)).models;
 export const listReplicas = async () => (await getJson("/v1/replicas")).replicas;
 export const describeModel = (model, version) => getJson(modelPath(model, version));
 

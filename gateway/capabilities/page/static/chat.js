@@ -16,7 +16,9 @@ export function startTurn(description, request) {
   const turn = el("div", { class: "chat" }, asked ? el("p", { class: "asked", text: asked }) : null, answer);
   const element = el("div", {}, ...turns, turn);
   turns = [...turns, turn].slice(-MAX_TURNS);
-  return { element, append: (texts) => answer.append(...texts), end: () => answer.textContent || answer.append("(no text)") };
+  const text = () => answer.textContent;
+  const end = () => text() || answer.append("The model answered without text. Optional inputs can change that.");
+  return { element, append: (texts) => answer.append(...(text() ? texts : [texts.join("").trimStart()])), end, text };
 }
 
 /** Return the first text of a request. */

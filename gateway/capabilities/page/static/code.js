@@ -9,14 +9,18 @@ const curlHeader = ([name, value]) => `-H ${shellQuote(`${name}: ${value}`)}`;
 const quote = (text) => JSON.stringify(text).replace(/[\u2028\u2029]/g, (end) => (end === "\u2028" ? "\\u2028" : "\\u2029"));
 const absoluteUrl = (request) => `${location.origin}${request.url}`;
 
+const MAX_LINE = 72; // a longer command is written in several lines
+
 export function writeCurl(request, hasKey) {
-  return [
+  const parts = [
     request.streams ? "curl -sN" : "curl -s",
     ...curlBody(request.parts),
     ...Object.entries(request.headers).sort(([a], [b]) => (a === "Content-Type" ? -1 : b === "Content-Type" ? 1 : 0)).map(curlHeader),
     hasKey ? '-H "Authorization: Bearer $KEY"' : null,
     shellQuote(absoluteUrl(request)),
-  ].filter(Boolean).join(" ");
+  ].filter(Boolean);
+  const line = parts.join(" ");
+  return line.length > MAX_LINE ? parts.join(" \\\n  ") : line;
 }
 
 function curlBody({ kind, name, text, json, fields }) {
@@ -96,4 +100,23 @@ function javaScriptBody({ kind, name, text, json, fields }) {
     return `body.append(${quote(field.name)}, new Blob([${quote(field.json)}], { type: "${JSON_TYPE}" }), "values.json");`;
   });
   return ["const body = new FormData();", ...lines];
+}
+
+const WORDS = "import|from|const|await|async|for|of|in|if|new|throw|not|def|return|print|with|as|True|False|None|true|false|null";
+const TOKENS = {
+  curl: /(?<string>'(?:[^']|'\\'')*'|"[^"]*")|(?<word>^curl)|(?<flag>(?<=\s)--?[\w-]+)/gm,
+  python: new RegExp(`(?<string>"(?:[^"\\\\]|\\\\.)*")|(?<word>\\b(?:${WORDS})\\b)|(?<flag>\\b\\w+(?==[^=]))`, "g"),
+  javascript: new RegExp(`(?<string>"(?:[^"\\\\]|\\\\.)*"|\`[^\`]*\`)|(?<word>\\b(?:${WORDS})\\b)|(?<flag>\\b\\w+(?=:))`, "g"),
+};
+
+/** Split code into `[text, kind]`: strings, words of the language, names of options and the rest. */
+export function splitTokens(code, language) {
+  const parts = [];
+  let end = 0;
+  for (const match of code.matchAll(TOKENS[language])) {
+    const [kind] = Object.entries(match.groups).find(([, text]) => text !== undefined);
+    parts.push([code.slice(end, match.index), ""], [match[0], kind]);
+    end = match.index + match[0].length;
+  }
+  return [...parts, [code.slice(end), ""]].filter(([text]) => text);
 }

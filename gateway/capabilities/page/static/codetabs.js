@@ -1,8 +1,8 @@
 // The tabs with the form's request in code, and the button that copies it.
 
 import { key } from "./api.js";
-import { writeCurl, writeJavaScript, writePython } from "./code.js";
-import { $, setText } from "./dom.js";
+import { splitTokens, writeCurl, writeJavaScript, writePython } from "./code.js";
+import { $, el, setText } from "./dom.js";
 
 const LANGUAGES = { curl: writeCurl, python: writePython, javascript: writeJavaScript };
 const NAMES = Object.keys(LANGUAGES);
@@ -15,6 +15,7 @@ export function start() {
     $(`tab-${name}`).addEventListener("keydown", handleKey);
   }
   $("curl-copy").addEventListener("click", copy);
+  $("code-all").addEventListener("click", showAll);
   select(selected);
 }
 
@@ -42,9 +43,17 @@ export function showCode(requests, note = "") {
   update();
 }
 
+/** A phone shows the first lines. */
+function showAll() {
+  const isShort = $("code-all").closest(".code").classList.toggle("short");
+  $("code-all").setAttribute("aria-expanded", String(!isShort));
+  setText($("code-all"), isShort ? "Show all" : "Show less");
+}
+
 function update() {
   const write = LANGUAGES[selected];
-  setText($("curl"), shown.requests.map((request) => write(request, Boolean(key.get()))).join("\n"));
+  const code = shown.requests.map((request) => write(request, Boolean(key.get()))).join("\n");
+  if ($("curl").textContent !== code) $("curl").replaceChildren(...renderCode(code, selected));
   setText($("code-note"), shown.note);
   setText($("curl-copied"), "");
 }
@@ -58,3 +67,6 @@ async function copy() {
     setText($("curl-copied"), "selected; use the keyboard to copy");
   }
 }
+
+export const renderCode = (code, language) =>
+  splitTokens(code, language).map(([text, kind]) => (kind ? el("span", { class: `token-${kind}`, text }) : text));

@@ -22,6 +22,25 @@ export function svg(tag, attributes = {}, ...children) {
   return element;
 }
 
+const ICONS = {
+  undo: "M6 3 3 6l3 3M3 6h6.5a3.5 3.5 0 0 1 0 7H6",
+  clear: "m4 4 8 8m0-8-8 8",
+  save: "M8 2.5V10m-3-3 3 3 3-3M3 13.5h10",
+  invert: "M8 2.5a5.5 5.5 0 1 0 0 11zM8 2.5a5.5 5.5 0 0 1 0 11",
+  upload: "M8 11V3m-3 3 3-3 3 3M3 11v2h10v-2",
+  camera: "M2 5.5h2.5l1-1.5h5l1 1.5H14v7.5H2zM8 11a2 2 0 1 0 0-4 2 2 0 0 0 0 4",
+  replace: "M3 6.5a5 5 0 0 1 9-1.5l1 1.5m0-3.5v3.5H9.5M13 9.5a5 5 0 0 1-9 1.5l-1-1.5m0 3.5V9.5h3.5",
+  alert: "M8 2 1.5 13.5h13zM8 6.5v3m0 2v.01",
+};
+
+/** Create an icon, which screen readers ignore. */
+export const icon = (name) =>
+  svg("svg", { class: "icon", viewBox: "0 0 16 16", "aria-hidden": "true" }, svg("path", { d: ICONS[name] }));
+
+/** Create a button with an icon, and a text that narrow screens hide. */
+export const iconButton = (name, label, onclick, attributes = {}) =>
+  el("button", { type: "button", class: "ghost", title: label, "aria-label": label, onclick, ...attributes }, icon(name), el("span", { class: "wide", text: label }));
+
 /** Set the text only if it differs, so that screen readers and the selection are not disturbed. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;

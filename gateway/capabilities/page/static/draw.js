@@ -1,38 +1,68 @@
 // A drawing area for touch, mouse, pen and keyboard.
 
-import { el, setText } from "./dom.js";
+import { el, iconButton, setText } from "./dom.js";
 
-const SIDE = 280;
-const LINE_WIDTH = 20;
-const STEP = 10;
+const SIDE = 360;
+const LINE_WIDTH = 26;
+const STEP = 12;
 const MOVES = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
 export class Drawing {
-  /** @param {{height: number, width: number}} size of the model's images; -1 means any */
-  constructor(name, size, onChange) {
+  /** @param {number} ratio height by width; `onDrawn` is called after each stroke if the drawing runs while it grows */
+  constructor(name, ratio, { onChange, onDrawn }) {
     this.onChange = onChange;
+    this.onDrawn = onDrawn;
     this.strokes = [];
     this.stroke = null; // the stroke in progress
-    this.pen = { x: SIDE / 2, y: SIDE / 2, down: false, used: false };
-    const ratio = size && size.height > 0 && size.width > 0 ? size.height / size.width : 1;
+    this.pen = { x: SIDE / 2, y: (SIDE * ratio) / 2, down: false, used: false };
     this.canvas = el("canvas", {
       width: SIDE,
-      height: Math.round(SIDE * Math.min(Math.max(ratio, 0.3), 1.5)),
+      height: Math.round(SIDE * ratio),
       tabindex: "0",
       role: "img",
       "aria-label": `Drawing area for ${name}. Use the arrow keys to move the pen and Space to lower or lift it.`,
     });
-    this.status = el("span", { class: "quiet", role: "status" });
-    this.inverted = el("input", { type: "checkbox", onchange: () => this.paint() });
-    this.element = el("div", { class: "drawing" },
-      this.canvas,
-      el("div", { class: "line" },
-        el("button", { type: "button", text: "Undo", onclick: () => this.undo() }),
-        el("button", { type: "button", text: "Clear", onclick: () => this.clear() }),
-        el("button", { type: "button", text: "Save", "aria-label": "Save as drawing.png", onclick: () => this.save() }),
-        el("label", {}, this.inverted, " light on dark"),
+    this.hint = el("span", { class: "hint", "aria-hidden": "true", text: "Draw here" });
+    this.status = el("span", { class: "visually-hidden", role: "status" });
+    this.inverted = iconButton("invert", "Invert", () => this.invert(), { "aria-pressed": "false" });
+    this.live = el("input", { type: "checkbox", onchange: () => { this.isLiveChosen = true; } });
+    this.isLiveChosen = false; // by the user, which a fast model does not change
+    this.stage = el("div", { class: "stage" }, this.canvas, this.hint);
+    this.stage.style.aspectRatio = String(1 / ratio);
+    this.element = el("div", { class: "drawing" }, this.stage,
+      el("div", { class: "below-stage" },
+        iconButton("undo", "Undo", () => this.undo()),
+        iconButton("clear", "Clear", () => this.clear()),
+        iconButton("save", "Save", () => this.download(), { "aria-label": "Save as drawing.png" }),
+        this.inverted,
+        el("label", { class: "switch" }, this.live, "Run while I draw"),
         this.status));
     this.addListeners();
+    this.paint();
+  }
+
+  /** Run while the user draws, unless the user chose otherwise: for a model that answers quickly. */
+  suggestLive() {
+    if (!this.isLiveChosen) this.live.checked = true;
+  }
+
+  invert() {
+    this.inverted.setAttribute("aria-pressed", String(!this.isInverted));
+    this.paint();
+    this.onChange();
+  }
+
+  get isInverted() {
+    return this.inverted.getAttribute("aria-pressed") === "true";
+  }
+
+  save() {
+    return { strokes: [...this.strokes], isInverted: this.isInverted, picture: this.canvas.toDataURL() };
+  }
+
+  restore({ strokes, isInverted }) {
+    this.strokes = [...strokes];
+    this.inverted.setAttribute("aria-pressed", String(isInverted));
     this.paint();
   }
 
@@ -68,10 +98,16 @@ export class Drawing {
   }
 
   lift() {
-    if (this.stroke) this.onChange();
+    const isStrokeEnd = Boolean(this.stroke);
     this.stroke = null;
     this.pen.down = false;
     this.paint();
+    if (isStrokeEnd) this.report();
+  }
+
+  report() {
+    this.onChange();
+    if (this.live.checked && !this.isEmpty) this.onDrawn();
   }
 
   handleKey(event) {
@@ -101,7 +137,7 @@ export class Drawing {
   undo() {
     this.strokes.pop();
     this.paint();
-    this.onChange();
+    this.report();
   }
 
   clear() {
@@ -113,7 +149,9 @@ export class Drawing {
   /** Paint the strokes. The colours do not follow dark mode, because the model receives the drawing. */
   paint(withPen = true) {
     const context = this.canvas.getContext("2d");
-    const [paper, ink] = this.inverted.checked ? ["#000", "#fff"] : ["#fff", "#000"];
+    const [paper, ink] = this.isInverted ? ["#000", "#fff"] : ["#fff", "#000"];
+    this.hint.hidden = !this.isEmpty;
+    this.stage.classList.toggle("inverted", this.isInverted);
     context.fillStyle = paper;
     context.fillRect(0, 0, this.canvas.width, this.canvas.height);
     context.strokeStyle = ink;
@@ -139,7 +177,7 @@ export class Drawing {
     return new File([await blob], "drawing.png", { type: "image/png" });
   }
 
-  async save() {
+  async download() {
     const url = URL.createObjectURL(await this.blob());
     el("a", { href: url, download: "drawing.png" }).click();
     setTimeout(() => URL.revokeObjectURL(url), 1000);

@@ -1,7 +1,7 @@
 // Errors as sentences for people. The messages of the API also have advice for programs.
 
 import { ApiError, GatewayUnreachable } from "./api.js";
-import { el, showNotice } from "./dom.js";
+import { el, icon, showNotice } from "./dom.js";
 
 const ADVICE_FOR_PROGRAMS = /[:;] (GET |send Authorization|send \{).*$/s;
 const UNKNOWN_MODEL = /unknown model ?: '?([^']+?)'?(?: version '?([^']+?)'?)? is not found/;
@@ -42,9 +42,16 @@ export function showErrorNotice(element, error, useAnotherKey) {
   showNotice(element, errorMessage(error), ...(findRemedy(error, useAnotherKey) ?? []));
 }
 
-/** Return a paragraph with the error and what helps against it. */
+/** Return a box with the error, what helps against it, and its code. */
 export function renderError(error) {
   const [label, action] = findRemedy(error) ?? [];
-  return el("p", { class: "bad" }, errorMessage(error), action ? " " : null,
-    action ? el("button", { type: "button", text: label, onclick: action }) : null);
+  const { code, request_id: id } = error.body ?? {};
+  const copy = id ? el("button", { type: "button", text: "Copy request id", title: id, onclick: () => navigator.clipboard?.writeText(id) }) : null;
+  return el("div", { class: "error-box" }, icon("alert"),
+    el("div", {},
+      el("strong", { text: errorMessage(error) }),
+      el("div", { class: "line" },
+        code ? el("code", { text: `${code} · ${error.status}` }) : null,
+        action ? el("button", { type: "button", text: label, onclick: action }) : null,
+        copy)));
 }

@@ -61,7 +61,7 @@ async function useAnotherKey() {
 
 function draw(models, replicas) {
   canManage = replicas !== null;
-  $("upload-form").hidden = $("upload-heading").hidden = $("replicas-part").hidden = !canManage;
+  $("upload-part").hidden = $("replicas-part").hidden = !canManage;
   updateRows($("replicas").tBodies[0], replicas ?? [], (replica) => replica.address, replicaCells);
   // The states on the only replica are those of the versions.
   const addresses = replicas?.length > 1 ? replicas.map((replica) => replica.address) : [];
@@ -171,7 +171,7 @@ function actionButtons(model, ready, missing, onDemand) {
         "aria-label": `${ACTIONS[action][0]} ${model}`,
         onclick: () => (action === "unload" ? confirmUnload(model) : runAction(model, action)),
       });
-    const status = el("span", { class: "quiet" });
+    const status = el("span", { class: "small" });
     const trial = el("a", { href: `#try/${encodeURIComponent(model)}`, text: "Try", "aria-label": `Try ${model}` });
     buttons.set(model, el("div", { class: "buttons" }, makeButton("load"), makeButton("unload"), trial, status));
   }

@@ -13,7 +13,7 @@ export function renderGraph(steps, statistics) {
   return el("div", {},
     el("h3", { text: "Steps" }),
     el("ol", { class: "graph", "aria-label": "Steps of the ensemble, from its inputs to its outputs" }, ...levels),
-    el("p", { class: "quiet", text: "The time of a step is the mean of all requests to its model, those outside this ensemble included." }));
+    el("p", { class: "small", text: "The time of a step is the mean of all requests to its model, those outside this ensemble included." }));
 }
 
 function renderStep({ model, reads, writes }, stats, share, highest) {
@@ -22,10 +22,10 @@ function renderStep({ model, reads, writes }, stats, share, highest) {
   bar.style.width = `${(share ?? 0) * 100}%`;
   const percent = share === null ? "not measured yet" : `${Math.round(share * 100)} % of the time`;
   const details = stats?.count ? `queue ${formatMs(stats.phases.queue)}, compute ${formatMs(stats.phases.compute_infer)}` : "";
-  return el("div", { class: isSlowest ? "card slowest" : "card", "data-step": model },
+  return el("div", { class: isSlowest ? "step slowest" : "step", "data-step": model },
     el("h4", {}, el("a", { href: `#model/${encodeURIComponent(model)}`, text: model })),
     el("div", { text: share === null ? percent : `${formatMs(stats.totalMs)}, ${percent}${isSlowest ? ", the slowest" : ""}` }),
     el("span", { class: "share", "aria-hidden": "true" }, bar),
-    el("div", { class: "quiet", text: details }),
-    el("div", { class: "quiet", text: `${reads.join(", ")} → ${writes.join(", ")}` }));
+    el("div", { class: "small", text: details }),
+    el("div", { class: "small", text: `${reads.join(", ")} → ${writes.join(", ")}` }));
 }

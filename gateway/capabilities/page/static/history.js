@@ -1,4 +1,4 @@
-// The requests of this session and their responses, until the page is closed.
+// The requests of this session and their answers, until the page is closed.
 
 import { $, el } from "./dom.js";
 
@@ -10,19 +10,33 @@ export function reset() {
   draw();
 }
 
-/** @param {Element[]} nodes of the response; shown again when the entry is chosen */
-export function addEntry(model, state, isFailure, nodes, onSelect) {
-  const entry = { at: new Date(), model, state, isFailure, nodes, onSelect };
-  entries = [entry, ...entries].slice(0, MAX_ENTRIES);
+/** Add an entry; `onSelect` gets it when it is chosen. The requests of one drawing while it grows are one entry. */
+export function addEntry(entry, onSelect) {
+  const [last] = entries;
+  const older = entry.isLive && last?.isLive && last.model === entry.model ? entries.slice(1) : entries;
+  entries = [{ ...entry, onSelect, at: new Date() }, ...older].slice(0, MAX_ENTRIES);
   draw();
 }
 
 function draw() {
   $("history").hidden = entries.length === 0;
-  const items = entries.map(({ at, model, state, isFailure, nodes, onSelect }) => {
-    const time = at.toLocaleTimeString([], { hourCycle: "h23" });
-    const text = `${time}  ${model}: ${state}`;
-    return el("li", {}, el("button", { type: "button", class: isFailure ? "bad" : "", text, onclick: () => onSelect(state, nodes) }));
-  });
-  $("history-list").replaceChildren(...items);
+  $("history-list").replaceChildren(...entries.map(renderEntry));
+}
+
+function renderEntry(entry) {
+  const time = entry.at.toLocaleTimeString([], { hourCycle: "h23" });
+  return el("li", {}, el("button", { type: "button", title: `${entry.model}, ${time}`, onclick: () => entry.onSelect(entry) },
+    el("span", { class: "thumb", "aria-hidden": "true" }, renderThumbnail(entry.input)),
+    el("span", { class: "summary" }, entry.isFailure ? el("span", { class: "dot bad" }) : null, el("span", { text: entry.summary || entry.model })),
+    el("span", { class: "small", text: time })));
+}
+
+/** Return a picture of the input, or its first letters. */
+function renderThumbnail(input) {
+  const file = input.find(({ method, files }) => method === "file" && files[0]?.type.startsWith("image/"))?.files[0];
+  if (file) return el("img", { alt: "", src: URL.createObjectURL(file) });
+  const drawing = input.find(({ method }) => method === "draw")?.drawing;
+  if (drawing?.picture) return el("img", { alt: "", src: drawing.picture });
+  const [text = ""] = input.map(({ method, texts, values, number }) => (method === "text" ? texts[0] : values ?? number ?? "")).filter(Boolean);
+  return text.slice(0, 3) || "…";
 }

@@ -1,17 +1,36 @@
 // Form fields for the inputs of any model, generated from its signature.
 
 import { Drawing } from "./draw.js";
-import { el, setText } from "./dom.js";
+import { el, icon, iconButton, setText } from "./dom.js";
 import { asJson } from "./numbers.js";
-import { useSample } from "./samples.js";
 
-const LABELS = { file: "File", draw: "Draw", text: "Text", values: "Values" };
+const LABELS = { file: "Upload", draw: "Draw", text: "Text", values: "Values" };
 const MAX_FILES = 256;
+const MAX_STAGE_RATIO = 1.2; // height by width; a longer stage would push the button off the screen
+const MIN_STAGE_RATIO = 0.3;
 const PREVIEW = /^image\/(png|jpeg|webp|gif)$/;
+const MISSING = { file: "choose a file", draw: "draw something", text: "enter a text", values: "enter values", number: "enter a number" };
 
 export const formatShape = (tensor) => `${tensor.datatype} [${tensor.shape.map((size) => (size < 0 ? "any" : size)).join(", ")}]`;
 
 const isArray = (tensor) => tensor.datatype !== "BYTES";
+
+/** Describe in words what an input takes: `one image`, `4 numbers`, `image, 3 × 224 × 224`. */
+export function describeInput(tensor) {
+  const sizes = tensor.shape.map((size) => (size < 0 ? "any" : size)).join(" × ");
+  const isSingle = tensor.shape.every((size) => size === 1);
+  if (tensor.image) return `image, ${sizes}`;
+  if (tensor.datatype === "BOOL") return isSingle ? "yes or no" : `${sizes} truth values`;
+  if (isArray(tensor)) {
+    const kind = /INT/.test(tensor.datatype) ? "whole number" : "number";
+    return isSingle ? `one ${kind}` : sizes === "any" ? `any number of ${kind}s` : `${sizes} ${kind}s`;
+  }
+  const type = tensor.content_type ?? "";
+  if (!isSingle) return `${sizes} texts`;
+  if (type.startsWith("image/")) return "one image";
+  if (type === "application/json") return "JSON";
+  return type.startsWith("text/") ? "text" : "text or file";
+}
 
 /** Return the input methods for a tensor, with the default first. */
 export function inputMethods(tensor) {
@@ -31,6 +50,12 @@ export function inputMethods(tensor) {
   return tensor.image.layout === "NHW" ? ["values", "file", "draw"] : ["draw", "file", "values"];
 }
 
+/** Return height by width of the stage for an input's images. */
+function findStageRatio({ image }) {
+  const ratio = image && image.height > 0 && image.width > 0 ? image.height / image.width : 1;
+  return Math.min(Math.max(ratio, MIN_STAGE_RATIO), MAX_STAGE_RATIO);
+}
+
 /** Return an image, which becomes a tile if the browser cannot decode the file. */
 function renderPreview(file, alt) {
   const image = el("img", { alt, src: URL.createObjectURL(file) });
@@ -43,22 +68,26 @@ function renderPreview(file, alt) {
 }
 
 export class Field {
-  /** @param {{compares: boolean, batches: boolean}} options: accept a second text, or several files */
-  constructor(tensor, number, { compares, batches }, onChange) {
+  /**
+   * @param {{compares: boolean, batches: boolean}} options: accept a second text, or several files
+   * @param {{onChange: () => void, onDrawn: () => void}} events: any change; a finished stroke
+   */
+  constructor(tensor, number, { compares, batches }, events) {
     this.tensor = tensor;
     this.batches = batches;
-    this.onChange = onChange;
+    this.events = events;
+    this.onChange = events.onChange;
     this.methods = inputMethods(tensor);
     this.method = this.methods[0];
     this.selectedFiles = [];
     this.id = `input-${number}`;
     this.error = el("p", { class: "bad", role: "alert", id: `${this.id}-error` });
     this.panels = Object.fromEntries(this.methods.map((method) => [method, this[method](compares && method === "text")]));
-    this.element = el("fieldset", { "data-input": tensor.name },
-      el("legend", {}, el("span", { class: "name", text: tensor.name }), " ",
-        el("span", { class: "quiet", text: formatShape(tensor) + (tensor.optional ? ", optional" : "") })),
-      this.methods.length > 1 ? this.methodChoice() : null,
-      tensor.example ? el("button", { type: "button", class: "sample-value", text: "Use the sample", onclick: () => useSample(this) }) : null,
+    const words = describeInput(tensor) + (tensor.optional ? ", optional" : "");
+    this.element = el("fieldset", { "data-input": tensor.name, "aria-labelledby": `${this.id}-name` },
+      el("div", { class: "field-head" },
+        el("div", { id: `${this.id}-name`, title: formatShape(tensor) }, el("span", { class: "name", text: tensor.name }), " ", el("span", { class: "quiet", text: words })),
+        this.methods.length > 1 ? this.methodChoice() : null),
       ...Object.values(this.panels),
       this.error);
     this.selectMethod(this.method);
@@ -69,8 +98,8 @@ export class Field {
       el("label", {},
         el("input", { type: "radio", name: `${this.id}-method`, value: method, checked: method === this.method,
           onchange: () => { this.selectMethod(method); this.onChange(); } }),
-        ` ${LABELS[method]}`));
-    return el("div", { class: "line", role: "radiogroup", "aria-label": `Input method for ${this.tensor.name}` }, ...radios);
+        LABELS[method]));
+    return el("div", { class: "segmented", role: "radiogroup", "aria-label": `Input method for ${this.tensor.name}` }, ...radios);
   }
 
   selectMethod(method) {
@@ -83,15 +112,31 @@ export class Field {
 
   text(compares) {
     this.texts = [this.area("Text", 3)];
-    if (compares) this.texts.push(this.area("Second text for comparison (optional)", 3));
-    return el("div", {}, ...this.texts.map(({ element }) => element));
+    const [first] = this.texts;
+    const counter = el("span", { text: "0 characters" });
+    first.area.addEventListener("input", () => setText(counter, `${first.area.value.length} characters`));
+    const line = el("div", { class: "counter" }, counter);
+    if (!compares) return el("div", { class: "field-text" }, first.element, line);
+    const second = this.area("Second text for comparison", 3);
+    this.texts.push(second);
+    second.element.hidden = true;
+    const compare = el("button", { type: "button", class: "ghost compare", text: "+ Compare with another text", onclick: () => this.showSecondText() });
+    line.prepend(compare);
+    this.compareButton = compare;
+    return el("div", { class: "field-text" }, first.element, line, second.element);
+  }
+
+  showSecondText() {
+    this.texts[1].element.hidden = false;
+    this.compareButton.hidden = true;
+    this.texts[1].area.focus();
   }
 
   values() {
     const isText = this.tensor.datatype === "BYTES";
-    this.valuesArea = this.area(isText ? 'JSON: ["a text", "another"]' : "Numbers separated by spaces, commas or newlines, or JSON",
-      this.tensor.shape.every((size) => size === 1) ? 1 : 4);
-    return el("div", {}, this.valuesArea.element);
+    const hint = isText ? 'JSON: ["a text", "another"]' : "Numbers separated by spaces, commas or newlines, or JSON";
+    this.valuesArea = this.area(hint, this.tensor.shape.every((size) => size === 1) ? 1 : 4, "values");
+    return el("div", { class: "field-text" }, this.valuesArea.element);
   }
 
   flag() {
@@ -106,21 +151,20 @@ export class Field {
   }
 
   number() {
-    const id = `${this.id}-number`;
     const isInteger = /^U?INT/.test(this.tensor.datatype);
-    this.numberInput = el("input", { type: "number", id, step: isInteger ? "1" : "any", min: this.tensor.datatype.startsWith("U") ? "0" : null,
+    this.numberInput = el("input", { type: "number", "aria-label": this.tensor.name, step: isInteger ? "1" : "any", min: this.tensor.datatype.startsWith("U") ? "0" : null,
       "aria-describedby": this.error.id, oninput: this.onChange });
-    return el("div", {}, el("label", { for: id, text: isInteger ? "Whole number" : "Number" }), " ", this.numberInput);
+    return el("div", {}, this.numberInput);
   }
 
-  area(label, rows) {
+  area(label, rows, kind = null) {
     const id = `${this.id}-${label.split(" ").slice(0, 2).join("-").replace(/\W/g, "")}`;
-    const area = el("textarea", { id, rows, spellcheck: "false", "aria-describedby": this.error.id, oninput: this.onChange });
-    return { area, element: el("div", {}, el("label", { for: id, text: label }), area) };
+    const area = el("textarea", { id, rows, class: kind, spellcheck: "false", "aria-describedby": this.error.id, oninput: this.onChange });
+    return { area, element: el("div", {}, el("label", { for: id, text: label, class: label === "Text" ? "visually-hidden" : "quiet" }), area) };
   }
 
   draw() {
-    this.drawing = new Drawing(this.tensor.name, this.tensor.image, this.onChange);
+    this.drawing = new Drawing(this.tensor.name, findStageRatio(this.tensor), this.events);
     return this.drawing.element;
   }
 
@@ -128,28 +172,33 @@ export class Field {
     const isImage = this.methods.includes("draw");
     const accept = isImage ? "image/*" : isArray(this.tensor) ? ".npy" : null;
     const fileInput = (attributes) =>
-      el("input", { type: "file", accept, multiple: this.batches, ...attributes,
+      el("input", { type: "file", class: "visually-hidden", "aria-label": `File for ${this.tensor.name}`, accept, multiple: this.batches, ...attributes,
         onchange: (event) => this.setFiles(event.target.files) });
     this.previews = el("div", { class: "thumbnails" });
-    this.fileStatus = el("span", { class: "quiet", role: "status", text: "No file selected." });
-    const zone = el("div", { class: "drop" },
-      el("label", {}, this.fileHint(isImage), fileInput({})),
-      isImage ? el("label", { class: "camera" }, "Take a photo", fileInput({ class: "visually-hidden", capture: "environment", multiple: null })) : null,
-      this.fileStatus, this.previews);
-    zone.addEventListener("dragover", (event) => { event.preventDefault(); zone.classList.add("over"); });
-    zone.addEventListener("dragleave", () => zone.classList.remove("over"));
-    zone.addEventListener("drop", (event) => {
+    this.fileStatus = el("span", { class: "quiet", role: "status" });
+    const input = fileInput({});
+    const stage = el("div", { class: isImage ? "stage" : "stage plain" },
+      el("label", { class: "choose" }, icon("upload"), el("span", {}, ...this.fileHint(isImage)), input),
+      this.previews,
+      el("div", { class: "corner" }, iconButton("replace", "Replace", () => input.click()), iconButton("clear", "Remove", () => this.clearFiles())));
+    for (const button of stage.querySelectorAll(".corner button")) button.lastChild.remove();
+    if (isImage) stage.style.aspectRatio = String(1 / findStageRatio(this.tensor));
+    const camera = isImage ? el("label", { class: "camera button ghost" }, icon("camera"), "Take a photo", fileInput({ capture: "environment", multiple: null })) : null;
+    this.zone = el("div", { class: "drop" }, stage, el("div", { class: "below-stage" }, camera, this.fileStatus));
+    this.zone.addEventListener("dragover", (event) => { event.preventDefault(); this.zone.classList.add("over"); });
+    this.zone.addEventListener("dragleave", () => this.zone.classList.remove("over"));
+    this.zone.addEventListener("drop", (event) => {
       event.preventDefault();
-      zone.classList.remove("over");
+      this.zone.classList.remove("over");
       this.setFiles(event.dataTransfer.files);
     });
-    return zone;
+    return this.zone;
   }
 
   fileHint(isImage) {
-    if (!isImage && isArray(this.tensor)) return "Choose a NumPy file (.npy), or drop it here";
-    if (this.batches) return isImage ? "Choose one or several images, drop them here, or paste one" : "Choose one or several files, or drop them here";
-    return isImage ? "Choose an image, drop it here, or paste it" : "Choose a file, or drop it here";
+    const choose = el("b", { text: "choose" });
+    if (!isImage) return [isArray(this.tensor) ? "Drop a NumPy file (.npy), or " : this.batches ? "Drop files, or " : "Drop a file, or ", choose];
+    return [this.batches ? "Drop images, paste, or " : "Drop an image, paste, or ", choose];
   }
 
   /** Use files that were chosen, dropped or pasted. */
@@ -161,10 +210,23 @@ export class Field {
     const size = files.reduce((sum, file) => sum + file.size, 0);
     const name = files.length > 1 ? `${files.length} files` : files[0].name || "pasted";
     setText(this.fileStatus, `${name}, ${Math.max(Math.round(size / 1024), 1)} KB`);
+    this.zone.classList.add("filled");
+    this.showPreviews(files);
+    this.onChange();
+  }
+
+  clearFiles() {
+    this.selectedFiles = [];
+    setText(this.fileStatus, "");
+    this.zone.classList.remove("filled");
+    this.showPreviews([]);
+    this.onChange();
+  }
+
+  showPreviews(files) {
     for (const image of this.previews.querySelectorAll("img")) URL.revokeObjectURL(image.src);
     this.previews.replaceChildren(...files.filter(({ type }) => PREVIEW.test(type)).map((file) =>
       renderPreview(file, files.length > 1 ? file.name : "Selected image")));
-    this.onChange();
   }
 
   // Values.
@@ -175,15 +237,20 @@ export class Field {
 
   /** Return `{file}`, `{text}`, `{json}`, or null for an empty optional input. Shows and throws errors. */
   async value() {
-    setText(this.error, "");
+    this.showError("");
     try {
       const value = await this.enteredValue();
       if (value || this.tensor.optional) return value;
-      throw new Error({ file: "choose a file", draw: "draw something", text: "enter a text", values: "enter values", number: "enter a number" }[this.method]);
+      throw new Error(MISSING[this.method]);
     } catch (error) {
-      setText(this.error, `${this.tensor.name}: ${error.message}.`);
+      this.showError(`${this.tensor.name}: ${error.message}.`);
       throw error;
     }
+  }
+
+  showError(text) {
+    setText(this.error, text);
+    this.element.classList.toggle("refused", Boolean(text));
   }
 
   async enteredValue() {
@@ -201,5 +268,38 @@ export class Field {
     if (this.method === "text") return this.texts[0].area.value ? { text: this.texts[0].area.value } : null;
     const entered = this.valuesArea.area.value;
     return entered.trim() ? { json: asJson(entered, this.tensor.shape) } : null;
+  }
+
+  /** Return what is entered, for `restore`. */
+  save() {
+    return {
+      method: this.method,
+      files: this.selectedFiles,
+      drawing: this.drawing?.save(),
+      texts: this.texts?.map(({ area }) => area.value),
+      values: this.valuesArea?.area.value,
+      number: this.numberInput?.value,
+      flag: this.flagInput?.checked,
+      choice: this.choiceInput?.value,
+    };
+  }
+
+  restore({ method, files, drawing, texts, values, number, flag, choice }) {
+    if (files.length) this.setFiles(files);
+    if (drawing) this.drawing.restore(drawing);
+    texts?.forEach((text, index) => this.setText(text, index));
+    if (this.valuesArea) this.valuesArea.area.value = values;
+    if (this.numberInput) this.numberInput.value = number;
+    if (this.flagInput) this.flagInput.checked = flag;
+    if (this.choiceInput) this.choiceInput.value = choice;
+    this.selectMethod(method);
+    this.onChange();
+  }
+
+  setText(text, index = 0) {
+    const { area } = this.texts[index];
+    area.value = text;
+    area.dispatchEvent(new Event("input"));
+    if (index && text) this.showSecondText();
   }
 }

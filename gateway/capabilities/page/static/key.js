@@ -9,7 +9,9 @@ let resolvePrompt = null;
 /** The API's advice about headers is for programs. */
 const explain = (message) => toSentence(message.split(/[:;] /)[0]);
 
-export function updateButton() {
+/** Who needs no key sees nothing of keys. */
+function updateButton() {
+  if (key.get() || resolvePrompt) $("key-button").hidden = false;
   setText($("key-button"), key.get() ? "Key: set" : "Key: none");
 }
 
@@ -22,7 +24,10 @@ export function promptForKey(message = "") {
   $("key-remove").hidden = !key.get();
   $("key").value = "";
   $("key-dialog").showModal();
-  return new Promise((resolve) => (resolvePrompt = resolve));
+  return new Promise((resolve) => {
+    resolvePrompt = resolve;
+    updateButton();
+  });
 }
 
 function close(isChanged) {

@@ -23,6 +23,7 @@ let charts = [];
 let labelsOf = new Map(); // model → its version labels
 
 export function start() {
+  document.head.append(el("link", { rel: "stylesheet", href: "/static/vendor/uPlot.min.css" }));
   $("live-model").addEventListener("change", draw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { destroyCharts(); draw(); });
   addEventListener("themechange", () => { destroyCharts(); draw(); });
@@ -176,7 +177,7 @@ function draw() {
     [times, hasErrors ? column((stats) => stats.errors) : times.map(() => null), column((stats) => stats.requests)],
     [times, ...QUANTILES.map((_, index) => column((stats) => stats.quantiles[index]))],
   ];
-  if (charts.length === 0) charts = [createChart("rate-chart", [["bad"], ["accent"]]), createChart("latency-chart", [["accent"], ["accent", [6, 4]], ["text"]])];
+  if (charts.length === 0) charts = [createChart("rate-chart", [["danger"], ["accent"]]), createChart("latency-chart", [["accent"], ["accent", [6, 4]], ["text"]])];
   charts.forEach((chart, index) => chart.setData(data[index]));
   const last = points.at(-1);
   const [p50, , p99] = last?.ranges ?? [];
@@ -192,12 +193,12 @@ function destroyCharts() {
 function createChart(id, lines) {
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(`--${name}`).trim();
-  const axis = { stroke: colour("quiet"), grid: { stroke: colour("line"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
+  const axis = { stroke: colour("text-2"), grid: { stroke: colour("hairline"), width: 1 }, ticks: { show: false }, font: "12px Inter, system-ui" };
   const formatTimes = (_, splits) => splits.map((at) => new Date(at * 1000).toLocaleTimeString([], { hourCycle: "h23" }));
   const line = ([name, dash]) => ({ stroke: colour(name), width: 2, dash, points: { show: false } });
   const options = {
     width: $(id).clientWidth,
-    height: 180,
+    height: 220,
     legend: { show: false },
     cursor: { show: false },
     scales: { y: { range: (_, __, high) => [0, Math.max(high * 1.1, 1)] } },

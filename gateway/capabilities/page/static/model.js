@@ -1,11 +1,12 @@
 // The view of one model: where its time goes, its tensors, and the graph of an ensemble.
 
 import * as api from "./api.js";
-import { $, el, setText, showNotice, updateRows } from "./dom.js";
+import { $, el, showNotice, updateRows } from "./dom.js";
 import { showErrorNotice } from "./errors.js";
 import { renderGraph } from "./graph.js";
 import { formatShape } from "./inputs.js";
 import { promptForKey, withKey } from "./key.js";
+import * as models from "./models.js";
 import { parseSamples, sumBy } from "./metrics.js";
 import { formatMs, summarize } from "./statistics.js";
 import { renderUnloaded } from "./unloaded.js";
@@ -24,31 +25,25 @@ let shownModel = "";
 let description = null;
 let config = null;
 
-export function start() {
-  $("model-choice").addEventListener("change", () => { location.hash = `model/${encodeURIComponent($("model-choice").value)}`; });
-}
+export function start() {}
 
 export function reset() {
   shownModel = "";
   description = config = null;
   $("model-body").hidden = true;
-  setText($("model-view-heading"), "Model");
-  setText($("model-view-facts"), "");
-  $("model-view-links").replaceChildren();
 }
 
 export async function show(requested) {
   try {
-    const models = await withKey(api.listModels);
-    const ready = models.filter((model) => model.ready).map((model) => model.name);
-    const name = requested || shownModel || (await chooseFirst(ready));
-    const listed = name && !ready.includes(name) ? [name, ...ready] : ready;
-    $("model-choice").replaceChildren(...listed.map((each) => el("option", { value: each, text: each, selected: each === name })));
-    $("model-choice-line").hidden = listed.length === 0;
-    const unloaded = models.find((model) => model.name === name && !model.ready && !model.on_demand);
+    if (requested) models.choose(requested);
+    const listed = await models.load();
+    const name = requested || models.findChosen();
+    if (name) models.choose(name);
+    const unloaded = listed.find((model) => model.name === name && !models.isUsable(model));
     $("model-unloaded").hidden = !unloaded;
     if (!name || unloaded) reset();
     if (unloaded) {
+      models.showHead(unloaded);
       showNotice($("model-view-notice"));
       $("model-unloaded").replaceChildren(renderUnloaded(unloaded, () => show(name)));
       return;
@@ -64,17 +59,11 @@ export async function show(requested) {
     config = await api.getJson(`/v2/models/${encodeURIComponent(name)}/config`);
     showNotice($("model-view-notice"));
     $("model-body").hidden = false;
-    drawFacts();
+    drawTensors();
     await refresh();
   } catch (error) {
     showError(error);
   }
-}
-
-/** Prefer an ensemble, because it has a graph. */
-async function chooseFirst(ready) {
-  const descriptions = await Promise.all(ready.slice(0, 12).map((name) => api.describeModel(name).catch(() => null)));
-  return descriptions.find((model) => model?.platform === "ensemble")?.name ?? ready[0] ?? "";
 }
 
 function showError(error) {
@@ -83,15 +72,9 @@ function showError(error) {
   showErrorNotice($("model-view-notice"), error, retry);
 }
 
-function drawFacts() {
-  const { name, platform, versions, max_batch_size: batch, decoupled, inputs, outputs } = description;
-  setText($("model-view-heading"), name);
-  setText($("model-view-facts"), [
-    platform, `version ${versions.join(", ")}`, batch > 0 ? `max batch size ${batch}` : "no batches", decoupled ? "streams responses" : "",
-  ].filter(Boolean).join(" · "));
-  $("model-view-links").replaceChildren(
-    el("a", { href: `#try/${encodeURIComponent(name)}`, text: "Try it" }),
-    el("a", { href: `/docs?model=${encodeURIComponent(name)}`, text: "API of this model" }));
+function drawTensors() {
+  const { inputs, outputs } = description;
+  models.showHead(description);
   const tensors = [...inputs.map((tensor) => [tensor, "input"]), ...outputs.map((tensor) => [tensor, "output"])];
   updateRows($("model-tensors").tBodies[0], tensors, ([tensor, side]) => `${side} ${tensor.name}`, ([tensor, side]) =>
     [tensor.name, side + (tensor.optional ? ", optional" : ""), formatShape(tensor)]);
@@ -110,6 +93,7 @@ export async function refresh() {
     if (name !== shownModel) return;
     showNotice($("model-view-notice"));
     drawTime(own, gatewayMs, steps.length > 0);
+    $("model-graph").hidden = !steps.length;
     $("model-graph").replaceChildren(...(steps.length ? [renderGraph(steps, parts)] : []));
   } catch (error) {
     if (name === shownModel) showError(error);
@@ -150,5 +134,5 @@ function drawTime({ count, totalMs, phases }, gatewayMs, isEnsemble) {
     el("dd", { "data-phase": kind, text: ms === undefined ? "requires a key with the role metrics" : formatMs(ms) }),
   ]).flat();
   $("model-time").replaceChildren(bar, el("dl", {}, ...lines),
-    el("p", { class: "quiet", text: `Means of ${count} requests since the model was loaded, on the replica that answered; the gateway's since it started.` }));
+    el("p", { class: "small", text: `Means of ${count} requests since the model was loaded, on the replica that answered; the gateway's since it started.` }));
 }

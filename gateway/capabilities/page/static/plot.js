@@ -3,7 +3,10 @@
 import { el, svg } from "./dom.js";
 
 const WIDTH = 360;
-const HEIGHT = 64;
+const HEIGHT = 72;
+const SIMILAR = 0.7;
+const RELATED = 0.4;
+const LONG_LABEL = 12;
 
 export const formatNumber = (value) =>
   typeof value !== "number" ? String(value)
@@ -28,32 +31,62 @@ export function renderVector(values) {
   const paths = shown.map((value, index) =>
     `M${(index * step).toFixed(1)} ${(high * scale).toFixed(1)}h${(step * 0.8).toFixed(2)}v${(-value * scale).toFixed(1)}h${(-step * 0.8).toFixed(2)}z`);
   const summary = `${values.length} numbers from ${formatNumber(Math.min(...shown))} to ${formatNumber(Math.max(...shown))}, norm ${formatNumber(norm(values))}`;
-  return el("figure", { class: "vector" },
-    svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": summary, preserveAspectRatio: "none" },
-      svg("path", { d: paths.join("") })),
-    el("figcaption", { class: "quiet", text: summary }));
+  const caption = el("figcaption", { class: "small", text: summary });
+  const plot = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": summary, preserveAspectRatio: "none" },
+    svg("path", { d: paths.join("") }));
+  plot.addEventListener("pointermove", ({ clientX }) => {
+    const { left, width } = plot.getBoundingClientRect();
+    const index = Math.min(Math.max(Math.floor(((clientX - left) / width) * values.length), 0), values.length - 1);
+    caption.textContent = `[${index}] ${formatNumber(values[index])}`;
+  });
+  plot.addEventListener("pointerleave", () => { caption.textContent = summary; });
+  return el("figure", { class: "vector" }, plot, caption);
+}
+
+export const wordFor = (similarity) => (similarity > SIMILAR ? "similar" : similarity > RELATED ? "related" : "unrelated");
+
+/** Show a cosine similarity as a number, in words and on a scale from -1 to 1. */
+export function renderSimilarity(similarity) {
+  const bar = el("span");
+  bar.style.left = `${50 + Math.min(similarity, 0) * 50}%`;
+  bar.style.width = `${Math.abs(similarity) * 50}%`;
+  return el("div", {},
+    el("div", { class: "similarity" }, el("strong", { id: "cosine", text: similarity.toFixed(3) }), el("span", { class: "quiet", text: wordFor(similarity) })),
+    el("div", { class: "scale", "aria-hidden": "true" }, bar),
+    el("div", { class: "scale-ends small", "aria-hidden": "true" }, el("span", { text: "-1" }), el("span", { text: "cosine similarity" }), el("span", { text: "1" })));
 }
 
 const formatShare = (share) => (share > 0 && share < 0.001 ? "< 0.1 %" : `${(share * 100).toFixed(1)} %`);
+const isShare = (score) => score >= 0 && score <= 1;
+export const formatScore = (score) => (isShare(score) ? formatShare(score) : formatNumber(score));
+let lastShares = new Map(); // by label: what the bars showed before, from which they move
 
-/** Draw a table of scores in descending order, with bars. The track of a share stands for 100 %. */
+/** Draw the best label large, and a table of scores in descending order with bars. The track of a share stands for 100 %. */
 export function renderScores(rows, limit = 10) {
   const sorted = [...rows].sort((a, b) => b.score - a.score);
-  const top = Math.max(...sorted.map(({ score }) => score), Number.MIN_VALUE);
-  const areShares = sorted.every(({ score }) => score >= 0 && score <= 1);
-  const scale = areShares ? 1 : top;
-  const lines = sorted.slice(0, limit).map(({ label, score }) => {
-    const bar = el("span", { class: "bar" });
-    bar.style.width = `${Math.max(Math.min(score / scale, 1), 0) * 100}%`;
-    return el("tr", {},
-      el("th", { scope: "row", text: label }),
-      el("td", { class: "share-cell" }, el("span", { class: "track" }, bar)),
-      el("td", { class: "number", text: areShares ? formatShare(score) : formatNumber(score) }));
-  });
+  const [best] = sorted;
+  const areShares = sorted.every(({ score }) => isShare(score));
+  const scale = areShares ? 1 : Math.max(best.score, Number.MIN_VALUE);
+  const format = areShares ? formatShare : formatNumber;
+  const shares = new Map(sorted.map(({ label, score }) => [label, Math.max(Math.min(score / scale, 1), 0)]));
+  const lines = sorted.slice(0, limit).map(({ label, score }) => el("tr", {},
+    el("th", { scope: "row", text: label }),
+    el("td", { class: "share-cell" }, el("span", { class: "track" }, renderBar(lastShares.get(label) ?? 0, shares.get(label)))),
+    el("td", { class: "number", text: format(score) })));
+  lastShares = shares;
   const names = ["Label", "", "Score"].map((name) => el(name ? "th" : "td", name ? { scope: "col", text: name } : {}));
   return el("div", {},
+    el("p", { class: best.label.length > LONG_LABEL ? "winner long-label" : "winner" }, el("span", { text: best.label }), el("span", { text: format(best.score) })),
     el("table", { class: "scores" }, el("thead", { class: "visually-hidden" }, el("tr", {}, ...names)), el("tbody", {}, ...lines)),
-    sorted.length > limit ? el("p", { class: "quiet", text: `and ${sorted.length - limit} more` }) : null);
+    sorted.length > limit ? el("p", { class: "small", text: `and ${sorted.length - limit} more` }) : null);
+}
+
+/** The bar moves from the old share to the new one. */
+function renderBar(from, to) {
+  const bar = el("span", { class: "bar" });
+  bar.style.transform = `scaleX(${from})`;
+  requestAnimationFrame(() => requestAnimationFrame(() => { bar.style.transform = `scaleX(${to})`; }));
+  return bar;
 }
 
 /** Draw rows of grey values, or of channels, as an image. Values are scaled from the lowest to the highest. */
@@ -78,5 +111,5 @@ export function renderImage(rows, channelsFirst) {
     }
   }
   canvas.getContext("2d").putImageData(pixels, 0, 0);
-  return el("figure", {}, canvas, el("figcaption", { class: "quiet", text: summary }));
+  return el("figure", {}, canvas, el("figcaption", { class: "small", text: summary }));
 }

@@ -1,38 +1,42 @@
 // Rendering of responses by their shape: bars, images, plots, texts, and JSON on demand.
 
 import { el } from "./dom.js";
-import { formatNumber, isNumbers, renderImage, renderScores, renderVector } from "./plot.js";
+import { formatNumber, formatScore, isNumbers, renderImage, renderScores, renderVector } from "./plot.js";
 
 const IMAGES = [["iVBORw0KGgo", "png"], ["/9j/", "jpeg"], ["R0lGOD", "gif"], ["UklGR", "webp"]];
 const MAX_LISTED_NUMBERS = 8;
 const MAX_TABLE_SIDE = 12;
 const MAX_DEPTH = 6;
 const MAX_JSON_LENGTH = 200_000;
+const MAX_SUMMARY_LENGTH = 24;
 
 /** Render the outputs of a response, each under its name. */
-export function renderOutputs(document, description, withJson = true) {
+export function renderOutputs(document, description) {
   const tensors = new Map(description.outputs.map((tensor) => [tensor.name, tensor]));
   const parts = Object.entries(document.outputs ?? {}).map(([name, value]) =>
     el("div", { class: "output", "data-output": name }, el("h4", { text: name }), renderValue(value, tensors.get(name))));
-  return el("div", {}, ...parts, withJson ? renderJson(document) : null);
+  return el("div", {}, ...parts);
 }
 
-export function renderJson(document) {
-  const pre = el("pre", { tabindex: "0" });
-  const save = el("button", { type: "button", class: "download", text: "Download", onclick: () => download(document) });
-  const details = el("details", {}, el("summary", { text: "JSON" }), save, pre);
-  details.addEventListener("toggle", () => {
-    const text = JSON.stringify(document, null, 1);
-    pre.textContent = text.length > MAX_JSON_LENGTH
-      ? `${text.slice(0, MAX_JSON_LENGTH)}\n… ${text.length - MAX_JSON_LENGTH} more characters` : text;
-  }, { once: true });
-  return details;
+/** Return the answer in a few words: the best label, a number, or the beginning of a text. */
+export function summarizeOutputs(document) {
+  const [value] = Object.values(document.outputs ?? {});
+  return summarizeValue(squeeze(value)).slice(0, MAX_SUMMARY_LENGTH);
 }
 
-function download(document) {
-  const link = el("a", { href: URL.createObjectURL(new Blob([JSON.stringify(document, null, 1)], { type: "application/json" })), download: "response.json" });
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+function summarizeValue(value) {
+  if (isNumbers(value)) return value.length <= MAX_LISTED_NUMBERS ? value.map(formatNumber).join(" ") : `${value.length} numbers`;
+  if (Array.isArray(value)) {
+    const [best] = (findLabelledScores(value) ?? []).sort((a, b) => b.score - a.score);
+    return best ? `${best.label} · ${formatScore(best.score)}` : `${value.length} values`;
+  }
+  if (isObject(value)) return value.b64 ? "a file" : summarizeValue(Object.values(value)[0] ?? "");
+  return String(value ?? "");
+}
+
+function renderJson(document) {
+  const pre = el("pre", { tabindex: "0", text: JSON.stringify(document, null, 1).slice(0, MAX_JSON_LENGTH) });
+  return el("details", {}, el("summary", { text: "JSON" }), pre);
 }
 
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
@@ -44,8 +48,18 @@ function renderValue(original, tensor = {}, depth = 0) {
   if (!Array.isArray(value) && !isObject(value)) return el("p", { class: "figure", text: formatNumber(value) });
   if (depth > MAX_DEPTH) return renderJson(value);
   if (Array.isArray(value)) return renderList(value, tensor, depth);
-  const items = Object.entries(value).flatMap(([name, item]) => [el("dt", { text: name }), el("dd", {}, renderValue(item, {}, depth + 1))]);
-  return el("dl", {}, ...items);
+  return renderObject(value, depth);
+}
+
+/** Render the fields of an object below each other, and its truth values as a line of labels. */
+function renderObject(value, depth) {
+  const isFlag = ([, item]) => typeof item === "boolean";
+  const entries = Object.entries(value);
+  const others = entries.filter((entry) => !isFlag(entry));
+  const flags = entries.filter(isFlag).map(([name, item]) => el("span", { class: item ? "pill warn" : "pill", text: `${name}: ${item ? "yes" : "no"}` }));
+  return el("div", { class: "object" },
+    ...others.map(([name, item]) => el("div", { class: "entry" }, others.length > 1 ? el("h4", { text: name }) : null, renderValue(item, {}, depth + 1))),
+    flags.length ? el("div", { class: "line" }, ...flags) : null);
 }
 
 /** Remove the outer dimensions of size 1. */

@@ -1,58 +1,62 @@
-// Sending the form's requests, and showing their responses in the ways that suit them.
+// Sending the form's requests, and showing their answers in the ways that suit them.
 
+import * as answer from "./answer.js";
 import * as api from "./api.js";
 import { startTurn } from "./chat.js";
-import { $, el, setText } from "./dom.js";
+import { el } from "./dom.js";
 import { renderError } from "./errors.js";
 import { withKey } from "./key.js";
-import { cosineSimilarity, isNumbers, renderVector } from "./plot.js";
-import { renderJson, renderOutputs } from "./response.js";
+import { cosineSimilarity, isNumbers, renderSimilarity, renderVector, wordFor } from "./plot.js";
+import { renderOutputs, summarizeOutputs } from "./response.js";
 import { readEvents } from "./stream.js";
 
 const send = ({ url, options }, signal) => withKey(() => api.call(url, { ...options, signal }));
-export const elapsed = (started) => `${(performance.now() - started).toFixed(0)} ms`;
+const elapsed = (started) => `${(performance.now() - started).toFixed(0)} ms`;
+
+// Each function returns what the history needs: `{summary, isFailure, isStopped}`.
 
 export function showRequestError(error, started) {
   const isStopped = error.name === "AbortError";
-  setText($("response-state"), isStopped ? `stopped after ${elapsed(started)}` : `failed after ${elapsed(started)}`);
-  if (isStopped) return;
-  const { code, request_id: id } = error.body ?? {};
-  $("response-body").append(
-    renderError(error),
-    code ? el("p", { class: "quiet", text: `${error.status} ${code}, request ${id}` }) : "");
+  const state = `${isStopped ? "stopped" : "failed"} after ${elapsed(started)}`;
+  // A stream that was stopped keeps what arrived.
+  if (isStopped) answer.setState(state);
+  else answer.show(state, [renderError(error)], error.body ?? null);
+  return { summary: isStopped ? "stopped" : error.body?.code ?? "failed", isFailure: !isStopped, isStopped };
 }
 
 export async function runSingle(description, request, signal, started) {
   const document = await (await send(request, signal)).json();
-  setText($("response-state"), `${elapsed(started)}, version ${document.version}`);
-  $("response-body").replaceChildren(renderOutputs(document, description));
+  answer.show(`${elapsed(started)} · v${document.version}`, [renderOutputs(document, description)], document);
+  return { summary: summarizeOutputs(document) };
 }
 
 export async function runComparison(description, requests, signal, started) {
   const documents = await Promise.all(requests.map(async (request) => (await send(request, signal)).json()));
-  setText($("response-state"), `${elapsed(started)} for both requests`);
+  let summary = "";
   const parts = description.outputs.flatMap(({ name }) => {
     const [a, b] = documents.map((document) => document.outputs[name]);
     if (!isNumbers(a) || !isNumbers(b) || a.length !== b.length) return [];
+    const similarity = cosineSimilarity(a, b);
+    summary ||= `${similarity.toFixed(3)} ${wordFor(similarity)}`;
     return [
-      el("h4", { text: name }),
-      el("p", { class: "figure", id: "cosine", text: `cosine similarity ${cosineSimilarity(a, b).toFixed(3)}` }),
-      renderVector(a), renderVector(b),
+      el("div", { class: "output" }, el("h4", { text: name }), renderSimilarity(similarity),
+        el("details", {}, el("summary", { text: "Both vectors" }), renderVector(a), renderVector(b))),
     ];
   });
-  $("response-body").replaceChildren(...parts, renderJson(documents));
+  answer.show(`${elapsed(started)} for both requests`, parts, documents);
+  return { summary };
 }
 
 /** Show the response of each file of a batch beside its thumbnail. */
 export async function runBatch(description, request, files, signal, started) {
   const document = await (await send(request, signal)).json();
-  setText($("response-state"), `${elapsed(started)} for ${files.length} files, version ${document.version}`);
   const items = files.map((file, index) => {
     const outputs = Object.fromEntries(Object.entries(document.outputs).map(([name, list]) => [name, list[index]]));
     const image = file.type.startsWith("image/") ? el("img", { src: URL.createObjectURL(file), alt: "" }) : null;
-    return el("li", {}, image, el("div", { class: "name", text: file.name }), renderOutputs({ outputs }, description, false));
+    return el("li", {}, image, el("div", { class: "name", text: file.name }), renderOutputs({ outputs }, description));
   });
-  $("response-body").replaceChildren(el("ol", { class: "batch" }, ...items), renderJson(document));
+  answer.show(`${elapsed(started)} for ${files.length} files · v${document.version}`, [el("ol", { class: "batch" }, ...items)], document);
+  return { summary: `${files.length} files` };
 }
 
 /** Show each response as it arrives. Texts are also joined, because generated text arrives in pieces. */
@@ -63,17 +67,19 @@ export async function runStream(description, request, signal, started) {
   const documents = [];
   const response = await send(request, signal);
   const pieces = turn ? el("details", {}, el("summary", { text: "Pieces" }), region) : region;
-  $("response-body").replaceChildren(...(turn ? [turn.element] : []), pieces, renderJson(documents));
+  answer.show("", [...(turn ? [turn.element] : []), pieces], documents);
   for await (const { event, data } of readEvents(response)) {
     if (event === "end") break;
     const document = JSON.parse(data);
     if (event === "error") throw new api.ApiError(response.status, document);
     documents.push(document);
-    setText($("response-state"), `${documents.length} so far, ${elapsed(started)}`);
+    answer.setState(`${documents.length} so far · ${elapsed(started)}`);
     const texts = Object.values(document.outputs).flat(Infinity).filter((value) => typeof value === "string");
     turn?.append(texts);
-    list.append(el("li", {}, el("span", { class: "quiet", text: elapsed(started) }), renderOutputs(document, description, false)));
+    list.append(el("li", {}, el("span", { class: "small", text: elapsed(started) }), renderOutputs(document, description)));
+    if (!turn) region.scrollTop = region.scrollHeight;
   }
   turn?.end();
-  setText($("response-state"), `${documents.length} ${documents.length === 1 ? "response" : "responses"} in ${elapsed(started)}`);
+  answer.setState(`${documents.length} ${documents.length === 1 ? "response" : "responses"} in ${elapsed(started)}`);
+  return { summary: turn?.text() || `${documents.length} responses` };
 }

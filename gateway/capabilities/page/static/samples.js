@@ -1,4 +1,6 @@
-// Sample values of inputs, from `gateway.example.<input>` in the model's config, and placeholders for code.
+// Examples of inputs, from `gateway.examples.<input>` in the model's config, and placeholders for code.
+
+import { el } from "./dom.js";
 
 /** Convert a data: URI to a file; null for another text. The page's policy forbids fetching such a URI. */
 export function parseDataUri(text, name) {
@@ -12,22 +14,45 @@ export function parseDataUri(text, name) {
   }
 }
 
-/** Enter the sample of a field's tensor. */
-export function useSample(field) {
-  const { example } = field.tensor;
+/** Enter an example of a field's tensor. */
+function enterExample(field, example) {
   const file = parseDataUri(example, "sample");
   if (file && field.methods.includes("file")) field.setFiles([file]);
   else if (field.methods.includes("text")) {
-    field.texts[0].area.value = example;
+    field.setText(example);
     field.selectMethod("text");
   } else if (field.methods.includes("number")) field.numberInput.value = example;
   else if (field.methods.includes("flag")) field.flagInput.checked = example === "true";
   else if (field.methods.includes("choice")) field.choiceInput.value = example;
   else {
-    field.valuesArea.value = example;
+    field.valuesArea.area.value = example;
     field.selectMethod("values");
   }
   field.onChange();
+}
+
+/** Return the examples of a form: functions that enter one, and whether all required inputs have one. */
+export function listExamples(fields) {
+  const withExamples = fields.filter(({ tensor }) => tensor.examples?.length);
+  const count = Math.max(0, ...withExamples.map(({ tensor }) => tensor.examples.length));
+  const exampleOf = ({ tensor }, index) => tensor.examples[Math.min(index, tensor.examples.length - 1)];
+  return Array.from({ length: count }, (_, index) => ({
+    values: withExamples.map((field) => exampleOf(field, index)),
+    isComplete: fields.every((field) => field.tensor.optional || withExamples.includes(field)),
+    enter: () => withExamples.forEach((field) => enterExample(field, exampleOf(field, index))),
+  }));
+}
+
+/** Render a row of examples; a click enters one and calls `onEnter`. Returns null if there are none. */
+export function renderExamples(examples, onEnter) {
+  if (!examples.length) return null;
+  const buttons = examples.map((example, index) => {
+    const [first] = example.values;
+    const label = example.values.filter((value) => !/^(data:|true$|false$)/.test(value)).join(" · ");
+    const content = first.startsWith("data:image/") ? el("img", { src: first, alt: "" }) : el("span", { text: label || `Example ${index + 1}` });
+    return el("button", { type: "button", class: "sample-value", "aria-label": `Run example ${index + 1}${label && `: ${label}`}`, onclick: () => { example.enter(); onEnter(example); } }, content);
+  });
+  return el("div", { class: "examples" }, el("h4", { text: "Examples" }), el("div", {}, ...buttons));
 }
 
 /** Return a value that stands for one that was not entered, so that the code is always complete. */

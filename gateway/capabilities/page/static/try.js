@@ -1,125 +1,102 @@
-// The try view: a form for the model, its response, and the same request in code.
+// The try view: a form for the model, its answer, and the same request in code.
 
+import * as answer from "./answer.js";
 import * as api from "./api.js";
 import * as codetabs from "./codetabs.js";
-import { attachMatches } from "./combobox.js";
 import { $, el, setText, showNotice } from "./dom.js";
 import { showErrorNotice } from "./errors.js";
 import * as history from "./history.js";
 import { Field } from "./inputs.js";
 import { promptForKey, withKey } from "./key.js";
+import * as models from "./models.js";
 import { RequestOptions } from "./options.js";
 import { buildRequest } from "./request.js";
 import * as results from "./results.js";
-import { placeholderValue } from "./samples.js";
+import { listExamples, placeholderValue, renderExamples } from "./samples.js";
 import { renderUnloaded } from "./unloaded.js";
 
-const MIN_SEARCHED_MODELS = 6; // with fewer, the search is hidden
-const MAX_DEFAULT_CANDIDATES = 12; // models that are examined to choose the default
-const MIN_VISIBLE_RESPONSE_PX = 200;
+const MIN_VISIBLE_RESPONSE_PX = 360;
+const SKELETON_AFTER_MS = 150;
+const SHOW_TIME_AFTER_MS = 300; // of a running request, on its button
+const LIVE_BELOW_MS = 150; // a model that answers faster runs while the user draws
+const LIVE_PAUSE_MS = 300; // after the last stroke
+const LIST_INTERVAL = 3; // refreshes of the view until the list of models is read again
+const VISITED_KEY = "triton-gateway-visited";
 let description = null;
 let fields = [];
 let options = null; // RequestOptions
-let listedModels = []; // the names of those that are ready or load on demand
-let sleepingModels = new Set(); // those that their first request loads
 let running = null; // the AbortController of the request in progress
 let generation = 0; // of the form: responses for an older one are ignored
+let liveTimer = null;
+let restored = null; // the entry of the history whose model is being opened
+let refreshes = 0;
 
 export function start() {
-  $("model").addEventListener("change", () => openAddress($("model").value));
-  $("version").addEventListener("change", () => openModel($("model").value, $("version").value));
+  $("version").addEventListener("change", () => openModel(models.getCurrent(), $("version").value));
   $("try-form").addEventListener("submit", (event) => { event.preventDefault(); submit(); });
   $("try-form").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) submit();
   });
-  attachMatches($("model-search"), $("model-matches"), findModels, openAddress);
+  answer.start();
   codetabs.start();
   document.addEventListener("paste", handlePaste);
   for (const name of ["dragover", "drop"]) document.addEventListener(name, (event) => event.preventDefault());
 }
 
 export function reset() {
-  description = null;
-  listedModels = [];
-  sleepingModels.clear();
-  $("model").replaceChildren();
   history.reset();
   clear();
 }
 
-function openAddress(model) {
-  location.hash = `try/${encodeURIComponent(model)}`;
-}
-
-const modelLabel = (name) => name + (sleepingModels.has(name) ? " (loads on demand)" : "");
-
-/** Return the models whose names contain the words; those that begin with them come first. */
-function findModels(words) {
-  const places = listedModels.map((name) => [name, name.toLowerCase().indexOf(words)]).filter(([, place]) => place >= 0);
-  const sorted = places.sort(([, a], [, b]) => Math.sign(a) - Math.sign(b));
-  return sorted.map(([name]) => ({ value: name, text: modelLabel(name) }));
-}
-
-function listModels() {
-  $("model-search-part").hidden = listedModels.length < MIN_SEARCHED_MODELS;
-  $("try-choice").hidden = listedModels.length === 0;
-  const choice = description ? [] : [el("option", { value: "", text: "Choose a model", disabled: true, selected: true })];
-  const options = listedModels.map((name) => el("option", { value: name, text: modelLabel(name) }));
-  $("model").replaceChildren(...choice, ...options);
-  if (description) $("model").value = description.name;
-}
-
 export async function show(requestedModel) {
+  const skeleton = setTimeout(() => { $("try-skeleton").hidden = Boolean(description); }, SKELETON_AFTER_MS);
   try {
-    const allModels = await withKey(api.listModels);
-    const models = allModels.filter((model) => model.ready || model.on_demand);
-    listedModels = models.map((model) => model.name);
-    sleepingModels = new Set(models.filter((model) => !model.ready).map((model) => model.name));
-    listModels();
-    // A model is not loaded only because somebody opens the page.
-    const loaded = listedModels.filter((name) => !sleepingModels.has(name));
-    const model = requestedModel || description?.name || (await chooseDefault(loaded));
-    if (!model) {
+    if (requestedModel) models.choose(requestedModel);
+    await models.load();
+    const chosen = requestedModel || models.findChosen();
+    if (!chosen) {
       clear();
       showNoModel();
       return;
     }
-    const unloaded = allModels.find(({ name, ready, on_demand: onDemand }) => name === model && !ready && !onDemand);
-    if (unloaded) showUnloaded(unloaded);
-    else if (description?.name !== model) await openModel(model);
+    models.choose(chosen);
+    const listed = models.findModel(chosen);
+    if (listed && !models.isUsable(listed)) showUnloaded(listed);
+    else if (description?.name !== chosen) await openModel(chosen);
     else await reopenIfChanged();
-    listModels();
   } catch (error) {
     showError(error);
+  } finally {
+    clearTimeout(skeleton);
+    $("try-skeleton").hidden = true;
   }
+}
+
+/** Keep the states of the models in the sidebar fresh. */
+export async function refresh() {
+  refreshes += 1;
+  if (refreshes % LIST_INTERVAL === 0) await models.load(false).catch(() => {});
 }
 
 function showUnloaded(model) {
   clear();
   $("try-body").hidden = true;
   showNotice($("try-notice"));
+  models.showHead(model);
   $("try-unloaded").hidden = false;
   $("try-unloaded").replaceChildren(renderUnloaded(model, () => show(model.name)));
 }
 
 function showNoModel() {
   $("try-body").hidden = true;
-  if (listedModels.length) showNotice($("try-notice"), "No model is loaded now. Choose one: it loads on demand.");
+  if ($("model-list").childElementCount) showNotice($("try-notice"), "No model is loaded now. Choose one: it loads on demand.");
   else showNotice($("try-notice"), "No model is ready yet. Under Fleet, an administrator can load a model or drop a model file.", "Open Fleet", () => { location.hash = "fleet"; });
-}
-
-/** Prefer a model whose config declares a content type, because its inputs are easy to provide. */
-async function chooseDefault(names) {
-  const candidates = names.slice(0, MAX_DEFAULT_CANDIDATES);
-  const descriptions = await Promise.all(candidates.map((name) => api.describeModel(name).catch(() => null)));
-  const typed = descriptions.find((model) => model?.inputs.some((tensor) => tensor.content_type));
-  return (typed ?? descriptions.find(Boolean))?.name ?? names[0];
 }
 
 async function openModel(model, version = "") {
   const current = (generation += 1);
   clear();
-  if (sleepingModels.has(model)) showNotice($("try-notice"), `Loading ${model}…`);
+  if (models.findModel(model)?.ready === false) showNotice($("try-notice"), `Loading ${model}…`);
   try {
     const newDescription = await withKey(() => api.describeModel(model, version));
     if (current !== generation) return;
@@ -147,9 +124,7 @@ async function reopenIfChanged() {
 
 function showReady(ready) {
   description.ready = ready;
-  if (ready) sleepingModels.delete(description.name);
-  listModels();
-  showFacts();
+  models.showHead(description);
 }
 
 function showError(error) {
@@ -161,39 +136,23 @@ function showError(error) {
 function clear() {
   running?.abort();
   running = null;
+  clearTimeout(liveTimer);
   description = null;
   fields = [];
   $("try-form").replaceChildren();
-  $("response-body").replaceChildren();
-  setText($("response-state"), "No request sent yet: enter an input, and press Infer or Ctrl+Enter.");
+  answer.clear();
   codetabs.showCode([]);
-  setText($("model-facts"), "");
+  models.showFacts([]);
   $("version").hidden = $("version-label").hidden = true;
-  $("model-details").hidden = $("model-api").hidden = true;
   $("try-unloaded").hidden = true;
 }
 
 function showModelInfo(version) {
   const { versions } = description;
-  const several = versions.length > 1;
-  $("version").hidden = $("version-label").hidden = !several;
-  $("version").replaceChildren(...["", ...versions].map((name) => el("option", { value: name, text: name || "latest" })));
+  $("version").hidden = $("version-label").hidden = versions.length < 2;
+  $("version").replaceChildren(...["", ...versions].map((name) => el("option", { value: name, text: name ? `v${name}` : "latest" })));
   $("version").value = version;
-  $("model-details").hidden = $("model-api").hidden = false;
-  $("model-details").href = `#model/${encodeURIComponent(description.name)}`;
-  $("model-api").href = `/docs?model=${encodeURIComponent(description.name)}`;
-  showFacts();
-}
-
-function showFacts() {
-  const { versions, platform, max_batch_size: batch, decoupled, ready } = description;
-  setText($("model-facts"), [
-    platform,
-    versions.length > 1 ? "" : `version ${versions[0] ?? ""}`,
-    batch > 0 ? `max batch size ${batch}` : "",
-    decoupled ? "streams responses" : "",
-    ready ? "" : "the next request loads it",
-  ].filter(Boolean).join(" · "));
+  models.showHead(description);
 }
 
 const isVector = (tensor) => /^(FP|BF)/.test(tensor.datatype) && tensor.shape.length === 1 && tensor.shape[0] !== 1;
@@ -202,23 +161,40 @@ function buildForm() {
   const required = description.inputs.filter((tensor) => !tensor.optional);
   const compares = required.length === 1 && !description.decoupled && description.outputs.some(isVector);
   const batches = description.max_batch_size > 0 && description.inputs.length === 1 && !description.decoupled;
+  const events = { onChange: updateCode, onDrawn: runSoon };
   fields = description.inputs.map((tensor, index) =>
-    new Field(tensor, index, { compares: compares && tensor === required[0], batches }, updateCode));
+    new Field(tensor, index, { compares: compares && tensor === required[0], batches }, events));
   options = new RequestOptions(updateCode);
-  const infer = el("button", { class: "main", text: "Infer", id: "infer" });
+  const examples = listExamples(fields);
+  const infer = el("button", { class: "main", id: "infer" }, el("span", { text: "Run" }));
   const stop = el("button", { type: "button", text: "Stop", id: "stop", hidden: true, onclick: () => running?.abort() });
-  $("try-form").replaceChildren(...fields.map(({ element }) => element), options.element, el("div", { class: "line" }, infer, stop));
+  $("try-form").replaceChildren(
+    el("div", { id: "try-fields" }, ...fields.map(({ element }) => element),
+      renderExamples(examples, (example) => example.isComplete && submit()), options.element),
+    el("div", { class: "run-bar" }, infer, stop, el("kbd", { text: models.isMac() ? "⌘ ↵" : "Ctrl ↵" }), options.button));
+  answer.showGhost(description);
+  performance.mark("usable");
   updateCode();
+  if (restored?.model === description.name) restore(restored);
+  else runFirstExample(examples);
+}
+
+/** The first model of a tab shows what it answers, unless its config says otherwise. A model is not loaded for this. */
+function runFirstExample([example]) {
+  if (sessionStorage.getItem(VISITED_KEY) || !example?.isComplete || !description.ready || description.example_run === false) return;
+  sessionStorage.setItem(VISITED_KEY, "1");
+  example.enter();
+  submit({ note: "Example" });
 }
 
 const path = () => api.modelPath(description.name, $("version").hidden ? "" : $("version").value);
 
 /** Return the form's tensors and values. Shows all errors in the form, and throws the first one. */
 async function readValues() {
-  const results = await Promise.allSettled(fields.map((field) => field.value()));
-  const failure = results.find(({ status }) => status === "rejected");
+  const settled = await Promise.allSettled(fields.map((field) => field.value()));
+  const failure = settled.find(({ status }) => status === "rejected");
   if (failure) throw failure.reason;
-  return fields.map((field, index) => [field.tensor, results[index].value]).filter(([, value]) => value);
+  return fields.map((field, index) => [field.tensor, settled[index].value]).filter(([, value]) => value);
 }
 
 /** Return the form's request, or two requests if their results are compared. */
@@ -248,15 +224,26 @@ async function updateCode() {
   codetabs.showCode([buildRequest(description, path(), used, read)], isComplete ? "" : "With placeholders for what is not entered yet.");
 }
 
+/** An image that is pasted anywhere on the page is run. */
 function handlePaste(event) {
   const file = [...(event.clipboardData?.files ?? [])][0];
   const field = fields.find(({ methods }) => methods.includes("file"));
   if (!file || !field || $("try").hidden) return;
   event.preventDefault();
   field.setFiles([file]);
+  if (fields.length === 1) submit();
 }
 
-async function submit() {
+/** Run after the last of several strokes. */
+function runSoon() {
+  clearTimeout(liveTimer);
+  liveTimer = setTimeout(() => submit({ isLive: true }), LIVE_PAUSE_MS);
+}
+
+/** @param {{isLive: boolean, note: string}} options: sent while the user draws; what is said of the answer */
+async function submit({ isLive = false, note = "" } = {}) {
+  clearTimeout(liveTimer);
+  const current = description;
   let requests;
   try {
     requests = await buildRequests();
@@ -264,28 +251,60 @@ async function submit() {
     fields.find((field) => field.error.textContent)?.element.querySelector("textarea, input, canvas")?.focus();
     return;
   }
+  if (current !== description) return;
   running?.abort();
   const controller = (running = new AbortController());
+  const input = fields.map((field) => field.save());
   codetabs.showCode(requests);
-  setText($("response-state"), "waiting for the response…");
-  $("response-body").replaceChildren();
-  $("stop").hidden = false;
   const started = performance.now();
-  let isFailure = false;
+  const stopClock = showRunning(started);
+  let result;
   try {
-    await run(requests, controller.signal, started);
+    result = await run(requests, controller.signal, started);
     if (running === controller && !description.ready) showReady(true);
   } catch (error) {
-    isFailure = true;
-    if (running === controller) results.showRequestError(error, started);
+    if (running === controller) {
+      result = results.showRequestError(error, started);
+      if (!result.isStopped) markRefused(error.message);
+    }
   } finally {
     if (running === controller) {
       running = null;
-      $("stop").hidden = true;
-      showResponse();
-      history.addEntry(description.name, $("response-state").textContent, isFailure, [...$("response-body").childNodes], showAgain);
+      stopClock();
+      if (note) answer.addNote(note);
+      if (!isLive && !note) showResponse();
+      if (!result.isFailure && performance.now() - started < LIVE_BELOW_MS && fields.length === 1) fields[0].drawing?.suggestLive();
+      history.addEntry({ model: description.name, input, isLive, ...result, answer: answer.save() }, showAgain);
     }
   }
+}
+
+/** Show on the button that a request runs, and soon for how long. Returns a function that ends this. */
+function showRunning(started) {
+  const button = $("infer");
+  const spinner = el("span", { class: "spinner", "aria-hidden": "true" });
+  const label = el("span", { text: "Running" });
+  const clock = setInterval(() => {
+    const elapsed = performance.now() - started;
+    if (elapsed > SHOW_TIME_AFTER_MS) setText(label, `Running ${(elapsed / 1000).toFixed(1)} s`);
+  }, 100);
+  // A quick answer does not make the button flicker.
+  const delay = setTimeout(() => button.replaceChildren(spinner, label), LIVE_BELOW_MS);
+  $("response").classList.add("running");
+  $("stop").hidden = false;
+  return () => {
+    clearInterval(clock);
+    clearTimeout(delay);
+    button.replaceChildren(el("span", { text: "Run" }));
+    $("response").classList.remove("running");
+    $("stop").hidden = true;
+  };
+}
+
+/** Mark the input that the gateway's message names. */
+function markRefused(message) {
+  const field = fields.find(({ tensor }) => message.includes(`'${tensor.name}'`));
+  field?.element.classList.add("refused");
 }
 
 /** Scroll to the response if it begins below the screen, as it does on a phone. */
@@ -303,8 +322,15 @@ function run(requests, signal, started) {
   return results.runSingle(description, requests[0], signal, started);
 }
 
-/** Show a response of the history. */
-function showAgain(state, nodes) {
-  setText($("response-state"), `${state} (earlier)`);
-  $("response-body").replaceChildren(...nodes);
+/** Show an earlier request and its answer. */
+function showAgain(entry) {
+  if (entry.model === description?.name) return restore(entry);
+  restored = entry;
+  location.hash = `try/${encodeURIComponent(entry.model)}`;
+}
+
+function restore(entry) {
+  restored = null;
+  fields.forEach((field, index) => field.restore(entry.input[index]));
+  answer.restore(entry.answer);
 }

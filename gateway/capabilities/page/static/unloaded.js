@@ -4,11 +4,11 @@ import * as api from "./api.js";
 import { el, setText } from "./dom.js";
 import { errorMessage, toSentence } from "./errors.js";
 import { withKey } from "./key.js";
+import { findFailure } from "./models.js";
 
 /** Render the model of `GET /v1/models` with its last error and a button. `onLoaded` is called when it is loaded. */
 export function renderUnloaded(model, onLoaded) {
-  const reasons = model.versions.map(({ reason }) => reason).filter((reason) => reason && reason !== "unloaded");
-  const error = model.last_error ?? reasons[0];
+  const error = findFailure(model);
   const status = el("p", { role: "status" });
   const load = el("button", { type: "button", class: "main", text: "Load", "aria-label": `Load ${model.name}` });
   load.addEventListener("click", async () => {
@@ -26,8 +26,8 @@ export function renderUnloaded(model, onLoaded) {
   });
   // The states on the replicas are listed for keys that may load models.
   const remedy = model.replicas ? load : el("p", { text: "Ask an administrator of this gateway to load it, or choose another model." });
-  return el("div", {},
-    el("h3", {}, model.name, " ", el("span", { class: "pill", text: "Not loaded" })),
-    error ? el("p", { class: "bad", text: toSentence(error) }) : null,
+  return el("div", { class: "card unloaded" },
+    el("p", {}, el("span", { class: error ? "pill bad" : "pill", text: "Not loaded" })),
+    error ? el("p", { class: "bad long", text: toSentence(error) }) : null,
     remedy, status);
 }

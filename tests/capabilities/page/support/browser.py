@@ -53,12 +53,15 @@ class Page:
         self.refusals: set[int | str] = set()
         self.origin = ""
 
-    def open(self, origin: str, fragment: str = "", key: str = "") -> None:
-        """Anew, with nothing of the last test left."""
+    def open(
+        self, origin: str, fragment: str = "", key: str = "", *, first_visit: bool = False
+    ) -> None:
+        """Anew, with nothing of the last test left. The first visit of a tab runs an example."""
         self.origin = origin.rstrip("/")
         self.close()
         kept = f"sessionStorage.setItem('triton-gateway-key', {json.dumps(key)})" if key else ""
-        before = {"source": f"sessionStorage.clear(); {kept}"}
+        visited = "" if first_visit else "sessionStorage.setItem('triton-gateway-visited', '1')"
+        before = {"source": f"sessionStorage.clear(); {visited}; {kept}"}
         script = self.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", before)
         self.driver.get(f"{self.origin}/{fragment}")
         self.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
@@ -109,6 +112,14 @@ class Page:
 
     def type(self, css: str, text: str) -> None:
         self.find(css).send_keys(text)
+
+    def choose(self, value: str, within: str = "") -> None:
+        """Choose a segment, whose radio button is invisible."""
+        self.click(f"{within} label:has(> input[value='{value}'])")
+
+    def select_files(self, css: str, *paths: Path) -> None:
+        """Choose files for an input, which may be invisible."""
+        self.until(lambda: self.all(css), css)[0].send_keys("\n".join(map(str, paths)))
 
     def drag(self, css: str, *points: tuple[int, int]) -> None:
         """Drag the mouse through points relative to the middle of the element."""
