@@ -2,7 +2,13 @@
 
 const model = new URLSearchParams(location.search).get("model");
 const url = model ? `/v1/models/${encodeURIComponent(model)}/openapi.json` : "/openapi.json";
-if (model) document.title = `API of ${model}`;
+if (model) {
+  document.title = `API of ${model}`;
+  const link = document.getElementById("model");
+  link.href = `/#try/${encodeURIComponent(model)}`;
+  link.textContent = `Try ${model}`;
+  link.hidden = false;
+}
 
 // The theme that was chosen on the page at `/`, else what the system prefers.
 const theme = localStorage.getItem("triton-gateway-theme");

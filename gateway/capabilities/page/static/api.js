@@ -59,6 +59,8 @@ export const listModels = async (isComplete = false) => (await getJson(`/v1/mode
 export const listReplicas = async () => (await getJson("/v1/replicas")).replicas;
 export const describeModel = (model, version) => getJson(modelPath(model, version));
 
+export const changeReplica = (address, action) => getJson(`/v1/replicas/${encodeURIComponent(address)}/${action}`, { method: "POST" });
+
 export const changeModel = (model, action, parameters = {}) =>
   getJson(`/v2/repository/models/${encodeURIComponent(model)}/${action}`, {
     method: "POST",

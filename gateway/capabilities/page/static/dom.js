@@ -55,6 +55,19 @@ export function showNotice(element, text = "", label = "", action = null) {
   if (action) element.append(" ", el("button", { type: "button", text: label, onclick: action }));
 }
 
+/** Update the children of an element, one for each item. Children with the same key are reused, which keeps the focus. */
+export function updateChildren(parent, items, keyOf, update) {
+  const children = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  items.forEach((item, index) => {
+    const key = keyOf(item);
+    const child = children.get(key) ?? el("div", { "data-key": key });
+    children.delete(key);
+    update(item, child);
+    if (parent.children[index] !== child) parent.insertBefore(child, parent.children[index] ?? null);
+  });
+  for (const child of children.values()) child.remove();
+}
+
 /**
  * Update the rows of a table's body. Rows with the same key are reused, which keeps the focus.
  * A cell is a text, `{text, class}` or an element.

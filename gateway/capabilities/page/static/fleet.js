@@ -1,10 +1,12 @@
 // The fleet view: replicas and models with their states, loading and unloading.
 
 import * as api from "./api.js";
-import { $, el, setText, showNotice, updateRows } from "./dom.js";
-import { errorMessage, showErrorNotice } from "./errors.js";
+import { $, el, setText, showNotice, updateChildren, updateRows } from "./dom.js";
+import { errorMessage, showErrorNotice, toSentence } from "./errors.js";
+import { isWorking } from "./health.js";
 import { promptForKey, withKey } from "./key.js";
 import { describeLabels } from "./labels.js";
+import { findFailure } from "./models.js";
 import { removeToasts, showToast } from "./toast.js";
 import * as upload from "./upload.js";
 
@@ -30,7 +32,9 @@ export function show() {
 
 /** Remove everything that was loaded with another key. */
 export function reset() {
-  for (const table of ["models", "replicas"]) $(table).tBodies[0].replaceChildren();
+  $("models").tBodies[0].replaceChildren();
+  for (const id of ["replicas", "tiles"]) $(id).replaceChildren();
+  $("problems").hidden = true;
   buttons.clear();
   reports.clear();
   removeToasts();
@@ -62,14 +66,88 @@ async function useAnotherKey() {
 function draw(models, replicas) {
   canManage = replicas !== null;
   $("upload-part").hidden = $("replicas-part").hidden = !canManage;
-  updateRows($("replicas").tBodies[0], replicas ?? [], (replica) => replica.address, replicaCells);
+  drawTiles(models, replicas ?? []);
+  drawProblems(models, replicas ?? []);
+  drawReplicas(replicas ?? []);
   // The states on the only replica are those of the versions.
   const addresses = replicas?.length > 1 ? replicas.map((replica) => replica.address) : [];
   updateColumns(addresses);
-  updateRows($("models").tBodies[0], models, (model) => model.name, (model) => modelCells(model, addresses));
+  const sorted = [...models].sort((a, b) => Number(isFailed(b)) - Number(isFailed(a)));
+  updateRows($("models").tBodies[0], sorted, (model) => model.name, (model) => modelCells(model, addresses));
   labelCells();
   setText($("models-count"), models.length ? `${models.filter((model) => model.ready).length} of ${models.length} ready` : "");
   filter();
+}
+
+/** A model that is intentionally not loaded is not a failure. */
+const isFailed = (model) => !model.ready && Boolean(findFailure(model));
+const countOf = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+
+function drawTiles(models, replicas) {
+  const working = replicas.filter(isWorking).length;
+  const failed = models.filter(isFailed).length;
+  const tiles = [
+    replicas.length ? ["Replicas", `${working} / ${replicas.length}`, working < replicas.length ? "warn" : ""] : null,
+    ["Models ready", `${models.filter((model) => model.ready).length} / ${models.length}`, ""],
+    replicas.length ? ["Requests in flight", String(replicas.reduce((sum, { outstanding }) => sum + outstanding, 0)), ""] : null,
+    ["Failed models", String(failed), failed ? "bad" : ""],
+  ].filter(Boolean);
+  updateChildren($("tiles"), tiles, ([label]) => label, ([label, value, kind], tile) => {
+    tile.className = "card tile";
+    tile.replaceChildren(el("div", { class: "small", text: label }), el("div", { class: `tile-value ${kind}`, text: value }));
+  });
+}
+
+/** Say what is wrong first, in one place. */
+function drawProblems(models, replicas) {
+  const lost = replicas.filter(({ state }) => state === "DOWN");
+  const others = replicas.length - lost.length;
+  const failed = models.filter(isFailed).map(({ name }) => name);
+  const sentences = [
+    ...lost.map(({ address, reason }) => toSentence(`${address} is down${reason ? `: ${reason}` : ""}`)),
+    lost.length ? `Requests go to ${others ? `the other ${countOf(others, "replica")}` : "no replica"}.` : "",
+    failed.length ? `${countOf(failed.length, "model")} could not be loaded: ${failed.join(", ")}.` : "",
+  ].filter(Boolean);
+  $("problems").hidden = !sentences.length;
+  setText($("problems").lastElementChild, sentences.join(" "));
+}
+
+const STATE_WORDS = { UP: "Up", SLOW: "Slow", EJECTED: "Ejected", DOWN: "Down" };
+const STATE_KINDS = { UP: "", SLOW: "warn", EJECTED: "warn", DOWN: "bad" };
+
+function drawReplicas(replicas) {
+  updateChildren($("replicas"), replicas, ({ address }) => address, (replica, card) => {
+    const { address, state, cordoned } = replica;
+    const ready = Object.values(replica.models).filter((each) => each === "READY").length;
+    const ejection = replica.ejected_for_s === undefined ? "" : ` for ${replica.ejected_for_s} s`;
+    const facts = [["In flight", replica.outstanding], ["Latency", `${replica.slowness.toFixed(2)}×`], ["Ready models", ready]];
+    const action = cordoned ? "uncordon" : "cordon";
+    if (!card.firstChild) {
+      const button = el("button", { type: "button", onclick: () => changeMaintenance(address, button.dataset.action) });
+      card.className = "card replica";
+      card.append(el("div"), el("dl"), el("p", { class: "small long" }), button);
+    }
+    const [head, list, reason, button] = card.children;
+    head.replaceChildren(el("span", { class: `dot ${cordoned ? "off" : STATE_KINDS[state]}` }), el("strong", { text: address }),
+      el("span", { class: `state ${STATE_KINDS[state] || "quiet"}`, text: (STATE_WORDS[state] ?? state) + ejection + (cordoned ? ", cordoned" : "") }));
+    list.replaceChildren(...facts.map(([name, value]) => el("div", {}, el("dt", { class: "small", text: name }), el("dd", { text: String(value) }))));
+    list.title = "Latency is relative to the other replicas.";
+    setText(reason, replicaReason(replica));
+    button.dataset.action = action;
+    setText(button, cordoned ? "Uncordon" : "Cordon");
+    button.setAttribute("aria-label", `${button.textContent} ${address}`);
+  });
+}
+
+/** Take a replica out of service, or back. */
+async function changeMaintenance(address, action) {
+  try {
+    await withKey(() => api.changeReplica(address, action));
+    showToast(`${address} ${action === "cordon" ? "gets no new requests." : "gets requests again."}`);
+  } catch (error) {
+    showToast(`${address}: ${errorMessage(error)}`, true);
+  }
+  await refresh();
 }
 
 /** On a phone, each row is a card, and its cells have the names of their columns. */
@@ -80,38 +158,20 @@ function labelCells() {
   }
 }
 
-function replicaCells(replica) {
-  const ready = Object.values(replica.models).filter((state) => state === "READY").length;
-  const ejection = replica.ejected_for_s === undefined ? "" : ` (for ${replica.ejected_for_s} s)`;
-  return [
-    replica.address,
-    stateCell(replica.state, ejection),
-    { text: String(replica.outstanding), class: "number" },
-    { text: replica.slowness.toFixed(2), class: "number" },
-    { text: String(ready), class: "number" },
-    { text: replicaReason(replica), class: "long" },
-  ];
-}
-
 function replicaReason(replica) {
   const failing = replica.failing_models ? `fails requests of ${replica.failing_models.join(", ")}` : "";
   return [failing, replica.reason].filter(Boolean).join("; ");
 }
 
-/** A model that is intentionally not loaded is not a failure. */
-function replicaStateCell(model, address) {
-  const name = model.replicas?.[address] ?? "–";
-  if (name === "ON_DEMAND") return { text: "on demand", class: "state quiet" };
-  const isIntended = name === "UNAVAILABLE" && !model.last_error && !model.declared && model.wished !== "loaded";
-  return isIntended ? { text: "not loaded", class: "state quiet" } : stateCell(name);
-}
-
-function nameCell(name) {
+function nameCell(model) {
+  const { name, title = "" } = model;
   if (!names.has(name)) {
     const link = el("a", { href: `#model/${encodeURIComponent(name)}`, text: name });
-    names.set(name, el("div", {}, link, el("div")));
+    names.set(name, el("div", {}, link, el("div", { class: "small" }), el("div", { class: "report long bad" }), el("div")));
   }
-  const line = names.get(name).lastChild;
+  const [, heading, failure, line] = names.get(name).children;
+  setText(heading, title);
+  setText(failure, model.last_error ?? findFailure(model) ?? "");
   const { text = "", isFailure = false } = reports.get(name) ?? {};
   line.className = isFailure ? "report long bad" : "report long";
   line.hidden = !text;
@@ -119,46 +179,44 @@ function nameCell(name) {
   return names.get(name);
 }
 
-const GOOD = new Set(["READY", "UP"]);
-
-function stateCell(name, more = "") {
-  const kind = GOOD.has(name) ? "good" : /UNAVAILABLE|UNREACHABLE|DOWN|EJECTED/.test(name) ? "bad" : "quiet";
-  return { text: name + more, class: `state ${kind}` };
-}
-
 function updateColumns(addresses) {
-  const names = ["Model", "Versions", "Labels", ...addresses, "Last error", "Actions"];
-  if (columns === names.join("\n")) return;
-  columns = names.join("\n");
-  $("models").tHead.rows[0].replaceChildren(...names.map((name) => el("th", { scope: "col", text: name })));
+  const shown = ["Model", "State", "Versions", ...(addresses.length ? ["Replicas"] : []), "Actions"];
+  if (columns === shown.join("\n")) return;
+  columns = shown.join("\n");
+  $("models").tHead.rows[0].replaceChildren(...shown.map((name) => el("th", { scope: "col", text: name })));
   $("models").tBodies[0].replaceChildren();
 }
 
 function modelCells(model, addresses) {
-  const isUnloaded = ({ state, reason }) => state === "UNAVAILABLE" && (!reason || reason === "unloaded");
-  const versions = model.versions.map((entry) => {
-    const state = isUnloaded(entry) ? "not loaded" : entry.state === "ON_DEMAND" ? "on demand" : entry.state ?? "";
-    return entry.version ? `${entry.version} ${state}` : state;
-  });
   const missing = model.wished === "loaded" && !model.ready;
-  const reasons = model.versions.map((version) => version.reason).filter((reason) => reason && reason !== "unloaded");
-  const text = versions.join(", ") || (model.on_demand ? "on demand" : "not loaded");
+  const versions = model.versions.map(({ version }) => version).filter(Boolean).map((version) => `v${version}`).join(", ");
   return [
-    nameCell(model.name),
-    describePartialState(model, addresses) ?? { text: text + (missing ? ", load pending" : ""), class: model.ready ? "state good" : "state quiet" },
-    { text: describeLabels(model.labels), class: "long" },
-    ...addresses.map((address) => replicaStateCell(model, address)),
-    { text: model.last_error ?? reasons[0] ?? "", class: "long" },
+    nameCell(model),
+    stateCell(model, addresses, missing),
+    { text: describeLabels(model.labels) || versions, class: "long" },
+    ...(addresses.length ? [replicaDots(model, addresses)] : []),
     actionButtons(model.name, model.ready, missing, model.on_demand),
   ];
 }
 
-/** Return a cell for a model that some replicas lack; null for another. An on-demand model is loaded where it is requested. */
-function describePartialState(model, addresses) {
+/** Only exceptions are coloured. An on-demand model is loaded where it is requested. */
+function stateCell(model, addresses, missing) {
   const count = addresses.filter((address) => model.replicas?.[address] === "READY").length;
-  if (model.on_demand || count === 0 || count === addresses.length) return null;
-  const versions = model.versions.map(({ version }) => version).filter(Boolean).join(", ");
-  return { text: `${versions} ready on ${count} of ${addresses.length}`.trim(), class: "state warn" };
+  if (!model.on_demand && count > 0 && count < addresses.length) return { text: `Ready on ${count} of ${addresses.length}`, class: "state warn" };
+  if (model.ready) return { text: "Ready", class: "state" };
+  if (model.on_demand) return { text: "On demand", class: "state quiet" };
+  if (model.versions.some(({ state }) => state === "LOADING")) return { text: "Loading", class: "state quiet" };
+  if (isFailed(model)) return { text: missing ? "Failed, load pending" : "Failed", class: "state bad" };
+  return { text: missing ? "Not loaded, load pending" : "Not loaded", class: "state quiet" };
+}
+
+function replicaDots(model, addresses) {
+  const dots = addresses.map((address) => {
+    const state = model.replicas?.[address] ?? "unknown";
+    const kind = { READY: "", ON_DEMAND: "asleep", LOADING: "warn" }[state] ?? "off";
+    return el("span", { class: `dot ${kind}`, title: `${address}: ${state.toLowerCase().replace("_", " ")}` });
+  });
+  return el("div", { class: "replica-dots" }, ...dots);
 }
 
 /** Unloading a missing model cancels the pending load. */
@@ -167,15 +225,16 @@ function actionButtons(model, ready, missing, onDemand) {
     const makeButton = (action) =>
       el("button", {
         type: "button",
+        class: "ghost",
         text: ACTIONS[action][0],
         "aria-label": `${ACTIONS[action][0]} ${model}`,
         onclick: () => (action === "unload" ? confirmUnload(model) : runAction(model, action)),
       });
     const status = el("span", { class: "small" });
     const trial = el("a", { href: `#try/${encodeURIComponent(model)}`, text: "Try", "aria-label": `Try ${model}` });
-    buttons.set(model, el("div", { class: "buttons" }, makeButton("load"), makeButton("unload"), trial, status));
+    buttons.set(model, el("div", { class: "buttons" }, status, trial, makeButton("load"), makeButton("unload")));
   }
-  const [load, unload, trial, status] = buttons.get(model).children;
+  const [status, trial, load, unload] = buttons.get(model).children;
   const action = busy.get(model);
   load.hidden = unload.hidden = !canManage;
   load.disabled = Boolean(action);

@@ -179,11 +179,20 @@ function draw() {
   ];
   if (charts.length === 0) charts = [createChart("rate-chart", [["danger"], ["accent"]]), createChart("latency-chart", [["accent"], ["accent", [6, 4]], ["text"]])];
   charts.forEach((chart, index) => chart.setData(data[index]));
-  const last = points.at(-1);
-  const [p50, , p99] = last?.ranges ?? [];
-  const ms = (range) => (range ? `${formatRange(range)} ms` : "–");
-  setText($("live-now"), last ? `${last.requests.toFixed(1)} requests/s, ${last.errors.toFixed(1)} errors/s, p50 ${ms(p50)}, p99 ${ms(p99)}` : "");
+  showPoint(null);
 }
+
+/** Say the values at the point under the mouse, or else the last ones. */
+function showPoint(index) {
+  const point = history[index ?? history.length - 1];
+  const stats = point?.models.get($("live-model").value);
+  const [p50, , p99] = stats?.ranges ?? [];
+  const ms = (range) => (range ? `${formatRange(range)} ms` : "–");
+  const time = index === null || index === undefined ? "" : `${formatTime(point.at)}: `;
+  setText($("live-now"), stats ? `${time}${stats.requests.toFixed(1)} requests/s, ${stats.errors.toFixed(1)} errors/s, p50 ${ms(p50)}, p99 ${ms(p99)}` : "");
+}
+
+const formatTime = (at) => new Date(at * 1000).toLocaleTimeString([], { hourCycle: "h23" });
 
 function destroyCharts() {
   for (const chart of charts) chart.destroy();
@@ -194,15 +203,19 @@ function createChart(id, lines) {
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(`--${name}`).trim();
   const axis = { stroke: colour("text-2"), grid: { stroke: colour("hairline"), width: 1 }, ticks: { show: false }, font: "12px Inter, system-ui" };
-  const formatTimes = (_, splits) => splits.map((at) => new Date(at * 1000).toLocaleTimeString([], { hourCycle: "h23" }));
-  const line = ([name, dash]) => ({ stroke: colour(name), width: 2, dash, points: { show: false } });
+  const formatTimes = (_, splits) => splits.map(formatTime);
+  const isArea = lines.length === 2; // of the requests
+  const line = ([name, dash]) => ({
+    stroke: colour(name), width: 2, dash, points: { show: false }, fill: isArea && name === "accent" ? `${colour(name)}1f` : undefined,
+  });
   const options = {
     width: $(id).clientWidth,
     height: 220,
     legend: { show: false },
-    cursor: { show: false },
+    cursor: { y: false, drag: { x: false }, points: { show: false }, sync: { key: "live" } },
+    hooks: { setCursor: [({ cursor }) => showPoint(cursor.idx)] },
     scales: { y: { range: (_, __, high) => [0, Math.max(high * 1.1, 1)] } },
-    axes: [{ ...axis, space: 90, values: formatTimes }, { ...axis, size: 52 }],
+    axes: [{ ...axis, space: 90, size: 30, values: formatTimes }, { ...axis, size: 52 }],
     series: [{}, ...lines.map(line)],
   };
   return new uPlot(options, [[], ...lines.map(() => [])], $(id));

@@ -2,6 +2,7 @@
 
 import * as connection from "./connection.js";
 import { $ } from "./dom.js";
+import * as health from "./health.js";
 import * as key from "./key.js";
 import * as models from "./models.js";
 
@@ -13,6 +14,7 @@ const VIEWS = {
   live: { section: "live", link: "#live", load: () => import("./live.js") },
 };
 const REFRESH_MS = 2000;
+const HEALTH_INTERVAL = 3; // refreshes of a view for one of the header
 const LOAD_OTHERS_AFTER_MS = 1500;
 const loaded = new Map(); // view → its module, which is started
 let visible = "";
@@ -68,7 +70,8 @@ async function loadOthers() {
 }
 
 async function refreshPeriodically() {
-  for (;;) {
+  for (let count = 0; ; count += 1) {
+    if (!document.hidden && count % HEALTH_INTERVAL === 1) await health.refresh();
     await new Promise((resolve) => setTimeout(resolve, REFRESH_MS));
     if (!document.hidden) await loaded.get(visible)?.refresh?.();
   }

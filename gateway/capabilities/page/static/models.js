@@ -63,11 +63,11 @@ export function reset() {
   showHead(null);
 }
 
-/** Read the list. With `isComplete`, the gateway first reads the titles of models that it does not know yet. */
-export async function load(isComplete = true) {
+/** Read the list, for which the gateway first reads the titles of models that it does not know yet. */
+export async function load() {
   const skeleton = setTimeout(() => { $("sidebar-skeleton").hidden = listed.length > 0; }, SKELETON_AFTER_MS);
   try {
-    listed = await withKey(() => api.listModels(isComplete));
+    listed = await withKey(() => api.listModels(true));
   } finally {
     clearTimeout(skeleton);
     $("sidebar-skeleton").hidden = true;
@@ -81,6 +81,13 @@ function findDefault() {
   const steps = findSteps();
   const ready = listVisible().filter((model) => model.ready && !steps.has(model.name));
   return (ready.find((model) => model.steps) ?? ready.find((model) => model.title) ?? ready[0])?.name ?? "";
+}
+
+/** Read the list again, without a prompt for a key. */
+export async function refresh() {
+  listed = await api.listModels();
+  draw();
+  return listed;
 }
 
 /** Return the model that was chosen in another view, or else the one to show first. */
@@ -103,7 +110,8 @@ export function showHead(model) {
   setText($("model-description"), description);
   setText($("model-button-text"), title || name || "Choose a model");
   $("model-button").firstChild.className = DOTS[findState(findModel(name) ?? { versions: [] })];
-  document.title = name ? `${title || name} · triton-gateway` : "triton-gateway";
+  const alert = document.title.startsWith("(!)") ? "(!) " : "";
+  document.title = alert + (name ? `${title || name} · triton-gateway` : "triton-gateway");
   for (const link of document.querySelectorAll(".view-tabs a")) link.href = `#${link.dataset.view}${name && `/${encodeURIComponent(name)}`}`;
   showFacts(model?.inputs ? listFacts(model) : []);
 }

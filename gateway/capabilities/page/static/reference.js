@@ -16,13 +16,13 @@ const LANGUAGE_NAMES = { curl: "curl", python: "Python", javascript: "JavaScript
 // What a client of any model must expect, with what helps.
 const ERRORS = [
   ["400 MALFORMED_REQUEST", "The body cannot be read: fix the request."],
-  ["401, 403", "A key is missing, unknown, or may not use this model."],
+  ["401 UNAUTHENTICATED, 403 FORBIDDEN", "A key is missing, unknown, or may not use this model."],
   ["404 MODEL_NOT_FOUND", "No model or version has this name."],
-  ["413, 415", "The body is too large, or of a type that the inputs do not take."],
-  ["422 INPUT_MISMATCH", "A value does not fit its input; the message names it."],
+  ["413 TOO_LARGE, 415 UNSUPPORTED_BODY", "The body is too large, or of a type that the inputs do not take."],
+  ["422 DOES_NOT_FIT_MODEL", "A value does not fit its input; the message names it."],
   ["422 REFUSED_BY_MODEL", "The model itself refuses the values."],
-  ["429, 503", "Too many requests, or no replica: try again after the seconds in Retry-After."],
-  ["504 DEADLINE_EXCEEDED", "The answer took longer than the deadline."],
+  ["429 OVERLOADED, 503 NO_REPLICA", "Too many requests, or no replica: try again after the seconds in Retry-After."],
+  ["504 DEADLINE_PASSED", "The answer took longer than the deadline."],
 ];
 let shownModel = "";
 let language = "curl";

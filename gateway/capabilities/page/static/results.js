@@ -80,6 +80,7 @@ export async function runStream(description, request, signal, started) {
     if (!turn) region.scrollTop = region.scrollHeight;
   }
   turn?.end();
-  answer.setState(`${documents.length} ${documents.length === 1 ? "response" : "responses"} in ${elapsed(started)}`);
+  const rate = (1000 * documents.length) / (performance.now() - started);
+  answer.setState(`${documents.length} ${documents.length === 1 ? "response" : "responses"} in ${elapsed(started)}${documents.length > 1 ? ` · ${rate.toFixed(1)}/s` : ""}`);
   return { summary: turn?.text() || `${documents.length} responses` };
 }

@@ -13,14 +13,13 @@ import { RequestOptions } from "./options.js";
 import { buildRequest } from "./request.js";
 import * as results from "./results.js";
 import { listExamples, placeholderValue, renderExamples } from "./samples.js";
-import { renderUnloaded } from "./unloaded.js";
+import { renderFirstSteps, renderUnloaded } from "./unloaded.js";
 
 const MIN_VISIBLE_RESPONSE_PX = 360;
 const SKELETON_AFTER_MS = 150;
 const SHOW_TIME_AFTER_MS = 300; // of a running request, on its button
 const LIVE_BELOW_MS = 150; // a model that answers faster runs while the user draws
 const LIVE_PAUSE_MS = 300; // after the last stroke
-const LIST_INTERVAL = 3; // refreshes of the view until the list of models is read again
 const VISITED_KEY = "triton-gateway-visited";
 let description = null;
 let fields = [];
@@ -29,7 +28,6 @@ let running = null; // the AbortController of the request in progress
 let generation = 0; // of the form: responses for an older one are ignored
 let liveTimer = null;
 let restored = null; // the entry of the history whose model is being opened
-let refreshes = 0;
 
 export function start() {
   $("version").addEventListener("change", () => openModel(models.getCurrent(), $("version").value));
@@ -72,12 +70,6 @@ export async function show(requestedModel) {
   }
 }
 
-/** Keep the states of the models in the sidebar fresh. */
-export async function refresh() {
-  refreshes += 1;
-  if (refreshes % LIST_INTERVAL === 0) await models.load(false).catch(() => {});
-}
-
 function showUnloaded(model) {
   clear();
   $("try-body").hidden = true;
@@ -89,8 +81,11 @@ function showUnloaded(model) {
 
 function showNoModel() {
   $("try-body").hidden = true;
+  models.showHead(null);
   if ($("model-list").childElementCount) showNotice($("try-notice"), "No model is loaded now. Choose one: it loads on demand.");
   else showNotice($("try-notice"), "No model is ready yet. Under Fleet, an administrator can load a model or drop a model file.", "Open Fleet", () => { location.hash = "fleet"; });
+  $("try-unloaded").hidden = $("model-list").childElementCount > 0;
+  $("try-unloaded").replaceChildren(renderFirstSteps());
 }
 
 async function openModel(model, version = "") {

@@ -1,4 +1,4 @@
-// What a view shows of a model that is not loaded.
+// What a view shows of a model that is not loaded, or if there is no model.
 
 import * as api from "./api.js";
 import { el, setText } from "./dom.js";
@@ -30,4 +30,19 @@ export function renderUnloaded(model, onLoaded) {
     el("p", {}, el("span", { class: error ? "pill bad" : "pill", text: "Not loaded" })),
     error ? el("p", { class: "bad long", text: toSentence(error) }) : null,
     remedy, status);
+}
+
+const COMMANDS = [
+  ["Upload from a terminal", "triton-gateway push model.onnx"],
+  ["Start the demonstration", "triton-gateway up"],
+];
+
+/** Render the ways to the first model. */
+export function renderFirstSteps() {
+  const card = (heading, ...children) => el("div", { class: "card first-step" }, el("h3", { text: heading }), ...children);
+  const copy = (command) => el("button", { type: "button", text: "Copy", "aria-label": `Copy ${command}`, onclick: () => navigator.clipboard?.writeText(command) });
+  return el("div", { class: "first-steps" },
+    card("Upload a file", el("p", { class: "quiet", text: "ONNX, TensorRT, OpenVINO and PyTorch, or an archive of a model folder." }),
+      el("a", { class: "button", href: "#fleet", text: "Choose a file" })),
+    ...COMMANDS.map(([heading, command]) => card(heading, el("code", { text: command }), copy(command))));
 }
