@@ -42,6 +42,9 @@ export function start() {
   $("model-button").addEventListener("click", () => (document.body.classList.contains("choosing") ? closeSheet() : focusSearch()));
   $("search-button").addEventListener("click", focusSearch);
   for (const id of ["veil", "sheet-close"]) $(id).addEventListener("click", closeSheet);
+  $("sidebar").addEventListener("focusout", ({ relatedTarget }) => {
+    if (relatedTarget && !$("sidebar").contains(relatedTarget)) closeSheet();
+  });
   setText($("search-keys"), isMac() ? "⌘ K" : "Ctrl K");
   document.addEventListener("keydown", (event) => {
     const isTyping = event.target.matches("input, textarea, select");
