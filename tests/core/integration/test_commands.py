@@ -478,11 +478,14 @@ def test_server_that_is_not_a_gateway_is_named(gateway: Gateway) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         for what, reason in (
-            ("models", "its response has no field 'models'"),
-            ("replicas", "its response is not a JSON object"),
+            (
+                "models",
+                "the response of {} has no field 'models'; check that the URL is the gateway's",
+            ),
+            ("replicas", "the server at {} is not a gateway: its response is not a JSON object"),
         ):
             sentence = gateway.fails(3, what, "--url", url)
-            assert sentence == f"the server at {url}/v1/{what} is not a gateway: {reason}"
+            assert sentence == reason.format(f"{url}/v1/{what}")
         server.shutdown()
 
 
