@@ -89,7 +89,7 @@ chaos: $(VENV)/.dev ## Kill, pause and change a fleet at random, and check every
 containers: $(VENV)/.dev ## Build and run the images without a registry
 	@$(BIN)/python -m pytest -n 0 -s -v tests/project/test_containers.py $(ARGS)
 
-# Test the web page in a real Chromium; also part of `make test`. PAGE_PICTURES=docs saves the pictures of docs/page.md.
+# Test the web page in a real Chromium; also part of `make test`. PAGE_PICTURES=docs saves the pictures of docs/use/page.md.
 page: $(VENV)/.dev models ## Test the page in Chromium
 	@$(BIN)/python -m pytest -n 0 tests/capabilities/page/test_page.py $(ARGS)
 

@@ -292,9 +292,10 @@ def choose_suites(only: str, *, quick: bool) -> list[str]:
 def main(seconds: float = 3.0, count: int = 5, only: str = "", quick: bool = False) -> None:
     """Measure, print the tables and compare the measures with their limits; exit with 1 if one fails.
 
-    A run of all suites also writes benchmarks/results.md, benchmarks/results.json, docs/performance.md and
-    its images. --quick measures for a shorter time, only what is judged or shown there, and leaves
-    results.md. --only takes the names of suites, separated by commas, and writes nothing.
+    A run of all suites also writes benchmarks/results.md, benchmarks/results.json, and
+    docs/operate/performance.md with its images. --quick measures for a shorter time, only what is judged or
+    shown there, and leaves results.md. --only takes the names of suites, separated by commas, and writes
+    nothing.
     """
     if quick:
         seconds, count = QUICK_SECONDS, QUICK_COUNT

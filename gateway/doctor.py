@@ -143,7 +143,7 @@ def check_models_file(settings: Settings) -> Iterator[Finding]:
     try:
         models = read_models_file(path, MODEL_KEYS)
     except CommandError as exc:
-        yield Finding(check, FAILED, str(exc), "correct the file, see docs/fleet.md")
+        yield Finding(check, FAILED, str(exc), "correct the file, see docs/serve/fleet.md")
     else:
         yield Finding(check, OK, f"{path} declares {join_names(models)}")
 
@@ -161,7 +161,7 @@ def check_state(settings: Settings) -> Iterator[Finding]:
         store = open_configured_store(settings)
         count = asyncio.run(count_models())
     except (CommandError, GatewayError) as exc:
-        advice = "see GATEWAY_STATE in docs/settings.md"
+        advice = "see GATEWAY_STATE in docs/reference/settings.md"
         yield Finding(check, FAILED, describe_error(exc), advice)
         return
     if not settings.state and isinstance(store, MemoryStateStore):

@@ -36,8 +36,8 @@ kubectl -n triton-gateway rollout status deployment/triton-gateway   # until the
 helm test triton-gateway -n triton-gateway
 ```
 
-[Deploying](../../../docs/deploy.md#kubernetes) describes the images, the Secrets, probes, sizing and \
-upgrades. Complete files: {examples}.
+[Deploying](../../../docs/operate/deploy.md#kubernetes) describes the images, the Secrets, probes, sizing \
+and upgrades. Complete files: {examples}.
 
 | value | default | description |
 |---|---|---|

@@ -15,7 +15,7 @@ import yaml
 FOLDER = Path(__file__).parent
 FILES = ("rules.yml", "alerts.yml")
 WITH_RUNBOOKS = ("alerts.yml", "alerts_test.yml")
-RUNBOOK = re.compile(r"(?<=runbook_url: )\S+(?=/monitoring\.md#)")
+RUNBOOK = re.compile(r"(?<=runbook_url: )\S+(?=/operate/monitoring\.md#)")
 
 
 class Dumper(yaml.SafeDumper):

@@ -2,7 +2,7 @@
 
 The pages in docs/ are written for readers of the repository. In the copy, links out of docs/ lead to the
 repository's address, notebooks are pages, blocks between <!-- tabs --> and <!-- /tabs --> are tabs, and
-api.md is generated from openapi.json. No generator needs a plugin for that.
+reference/api.md is generated from openapi.json. No generator needs a plugin for that.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ TAB = re.compile(r"^\*\*(\w+)\*\*\n\n(```.*?^```\n)", re.DOTALL | re.MULTILINE)
 API_HEAD = """\
 # HTTP API
 
-Every path of the gateway itself, generated from [openapi.json](openapi.json), which a running gateway \
+Every path of the gateway itself, generated from [openapi.json](../openapi.json), which a running gateway \
 serves as `/openapi.json` and shows at `/docs`. Each model has an OpenAPI document of its own: \
 `/v1/models/{model}/openapi.json`. What Triton answers below `/v2` is described under \
-[pass-through](pass-through.md), and all errors under [errors](errors.md).
+[pass-through](../use/pass-through.md), and all errors under [errors](errors.md).
 """
 
 
@@ -43,7 +43,7 @@ def prepare(target: Path) -> None:
         folder = page.parent.relative_to(target).as_posix()
         page.write_text(format_tabs(rewrite_links(page.read_text(), folder)))
     document = json.loads((ROOT / "docs" / "openapi.json").read_text())
-    (target / "api.md").write_text(format_api(document))
+    (target / "reference/api.md").write_text(format_api(document))
 
 
 def rewrite_links(markdown: str, folder: str) -> str:

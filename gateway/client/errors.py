@@ -14,8 +14,8 @@ UNREADABLE: Final = "UNREADABLE"
 class GatewayError(Exception):
     """A request that failed. Its text is the gateway's sentence, or says why there is no response.
 
-    `code` is one of the gateway's (docs/errors.md), or one of the client: `UNREACHABLE` (no connection),
-    `TIMEOUT` (no response in time), `CONNECTION_LOST` (the request may have been executed),
+    `code` is one of the gateway's (docs/reference/errors.md), or one of the client: `UNREACHABLE` (no
+    connection), `TIMEOUT` (no response in time), `CONNECTION_LOST` (the request may have been executed),
     `INVALID_RESPONSE` (of something that is not a gateway) and `UNREADABLE` (an input file). `status` is the
     HTTP status, and 0 without a response. `retry_after_s` is the delay that the gateway asks for. `document`
     is the body of the response, which for loads and unloads contains a report for each replica.

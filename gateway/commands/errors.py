@@ -1,4 +1,4 @@
-"""Errors of the client commands: a message for standard error and an exit status (docs/cli.md)."""
+"""Errors of the client commands: a message for standard error and an exit status (docs/use/cli.md)."""
 
 from __future__ import annotations
 

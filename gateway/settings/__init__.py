@@ -44,7 +44,7 @@ class Settings(
     FleetSettings,
     BaseSettings,
 ):
-    """The settings of the core. `docs/settings.md` shows all settings, and a test compares the two."""
+    """The settings of the core. A test compares all settings with `docs/reference/settings.md`."""
 
     # Values that are none of these fields are kept for the capabilities.
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="allow")

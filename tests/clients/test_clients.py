@@ -28,7 +28,7 @@ from tests.support.documents import INTERPRETERS, python_programs
 from tests.support.keys import ENTRIES, written
 from tests.support.servers import ROOT
 
-DOCUMENT = ROOT / "docs" / "clients.md"
+DOCUMENT = ROOT / "docs/use/clients.md"
 # What `make test` runs, with one replica.
 # Without loads that fail: about one of a hundred ends Triton itself (2.51).
 USUAL_CALLS = r"(?:http|grpc): (?!load unknown|load with)"

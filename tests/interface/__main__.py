@@ -17,7 +17,10 @@ def main(arguments: list[str]) -> int:
     for line in breaks:
         print(line, file=sys.stderr)
     if breaks and "--breaking" not in arguments:
-        print("nothing was recorded; docs/stability.md describes what to do", file=sys.stderr)
+        print(
+            "nothing was recorded; docs/reference/stability.md describes what to do",
+            file=sys.stderr,
+        )
         return 1
     openapi.DOCUMENT_FILE.write_text(openapi.format_document(document))
     names.NAMES_FILE.write_text(names.format_names(current))

@@ -20,7 +20,7 @@ from gateway.cli import root_cli
 from tests.support.servers import ROOT
 
 NAMES_FILE = ROOT / "docs" / "interface.txt"
-HEADER = "# Public names, recorded by `make interface`; docs/stability.md says what is promised of them.\n"
+HEADER = "# Public names, recorded by `make interface`; docs/reference/stability.md says what is promised.\n"
 
 
 def read(document: str) -> str:
@@ -28,24 +28,26 @@ def read(document: str) -> str:
 
 
 def list_settings() -> Iterator[str]:
-    for name in re.findall(r"^\| `(GATEWAY_\w+)`", read("settings.md"), re.M):
+    for name in re.findall(r"^\| `(GATEWAY_\w+)`", read("reference/settings.md"), re.M):
         yield f"setting {name}"
 
 
 def list_codes() -> Iterator[str]:
-    for status, code in re.findall(r"^\| (\d{3}) \| `(\w+)` \|", read("errors.md"), re.M):
+    for status, code in re.findall(r"^\| (\d{3}) \| `(\w+)` \|", read("reference/errors.md"), re.M):
         yield f"code {status} {code}"
 
 
 def list_metrics() -> Iterator[str]:
-    rows = re.findall(r"^\| `(gateway_\w+)` \| (\w+) \| ([^|]*) \|", read("metrics.md"), re.M)
+    rows = re.findall(
+        r"^\| `(gateway_\w+)` \| (\w+) \| ([^|]*) \|", read("operate/metrics.md"), re.M
+    )
     for name, kind, labels in rows:
         yield f"metric {kind} {name}{{{labels.strip()}}}"
 
 
 def read_log_fields(logger: str) -> set[str]:
     """Return the fields of the documented line of a logger."""
-    lines = map(json.loads, re.findall(r'^\{"time":.*\}$', read("metrics.md"), re.M))
+    lines = map(json.loads, re.findall(r'^\{"time":.*\}$', read("operate/metrics.md"), re.M))
     (fields,) = (set(line) for line in lines if line["logger"] == logger)
     return fields
 

@@ -1,4 +1,4 @@
-"""The steps of docs/bring-your-model.md with a small network, and its pipeline for ImageNet."""
+"""The steps of docs/serve/bring-your-model.md with a small network, and its pipeline for ImageNet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support import network
 from tests.support.documents import OWN_SERVER, assert_prints, examples
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports
 
-DOCUMENT = ROOT / "docs" / OWN_SERVER
+DOCUMENT = OWN_SERVER
 REPOSITORY = ROOT / "triton_repo"
 LABELS = [f"thing {number}" for number in range(network.CLASSES)]
 RECIPE = Recipe(232, 224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

@@ -30,7 +30,7 @@ from tests.support.source import setting_descriptions
 
 OF_THEIR_OWN_MODELS = (OWN_SERVER, ON_DEMAND, LANGUAGE_MODELS)
 README = ROOT / "README.md"
-OF_THE_DEMO = [path for path in DOCUMENTS if path.name not in OF_THEIR_OWN_MODELS]
+OF_THE_DEMO = [path for path in DOCUMENTS if path not in OF_THEIR_OWN_MODELS]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_programs_in_tabs_print_their_comments(
 def test_programs_of_the_python_client_print_their_comments(
     demo: httpx.Client, subtests: pytest.Subtests
 ) -> None:
-    found = python_programs(ROOT / "docs/python.md")
+    found = python_programs(ROOT / "docs/use/python.md")
     assert len(found) >= 7
     for number, program in enumerate(found):
         with subtests.test(number=number):
@@ -82,7 +82,7 @@ def test_documented_errors_are_those_of_the_gateway() -> None:
 def test_documented_settings_are_those_of_the_gateway() -> None:
     rows = re.findall(
         r"^\| `GATEWAY_(\w+)` \| `?([^|]*?)`? \| (.*) \|$",
-        (ROOT / "docs/settings.md").read_text(),
+        (ROOT / "docs/reference/settings.md").read_text(),
         re.MULTILINE,
     )
     documented = {name.lower(): text for name, _, text in rows}
@@ -146,7 +146,7 @@ def test_links_between_documents_lead_to_files_and_headings() -> None:
 def test_documented_metrics_are_those_of_the_gateway(demo: httpx.Client) -> None:
     rows = re.findall(
         r"^\| `(gateway_\w+)` \| (\w+) \| [^|]* \| (.*) \|$",
-        (ROOT / "docs/metrics.md").read_text(),
+        (ROOT / "docs/operate/metrics.md").read_text(),
         re.MULTILINE,
     )
     documented = {name: (kind, text) for name, kind, text in rows}
@@ -159,7 +159,7 @@ def test_documented_metrics_are_those_of_the_gateway(demo: httpx.Client) -> None
 def test_files_that_the_architecture_names_exist() -> None:
     files = ["/" + path.relative_to(ROOT).as_posix() for path in ROOT.glob("gateway/**/*")]
     files += ["/" + path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/**/*.py")]
-    text = (ROOT / "docs/architecture.md").read_text()
+    text = (ROOT / "docs/contribute/architecture.md").read_text()
     named = set(re.findall(r"(?:[a-z_0-9]+/)*[a-z_0-9]+\.py\b|(?<=`)(?:[a-z_0-9]+/)+(?=`)", text))
     assert len(named) > 50
     missing = [
@@ -174,7 +174,7 @@ def read_table(markdown: str) -> list[list[str]]:
 
 
 def test_verification_lists_commands_and_what_did_not_run() -> None:
-    section = read_section(ROOT / "docs" / "deploy.md", "verification")
+    section = read_section(ROOT / "docs/operate/deploy.md", "verification")
     verified, _, missing = section.partition("\n### Not run\n")
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for subject, _, command in read_table(verified):
@@ -192,7 +192,7 @@ def test_verification_lists_commands_and_what_did_not_run() -> None:
 def test_table_of_triton_releases_names_the_tested_one(
     demo: httpx.Client,
 ) -> None:
-    rows = read_table(read_section(ROOT / "docs" / "stability.md", "triton-releases"))
+    rows = read_table(read_section(ROOT / "docs/reference/stability.md", "triton-releases"))
     (tested,) = (release for release, support in rows if support.startswith("every test"))
     assert f"(Triton {demo.get('/v2').json()['version']})" in tested
     (default,) = re.findall(r"^ARG TRITON_VERSION=(\S+)$", (ROOT / "Dockerfile").read_text(), re.M)

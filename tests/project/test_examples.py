@@ -38,7 +38,7 @@ from tests.support.wait import wait_until
 
 REPOSITORY = ROOT / "triton_repo_examples"
 MODELS = sorted(folder.name for folder in REPOSITORY.iterdir())
-PAGE = ROOT / "docs" / LANGUAGE_MODELS
+PAGE = LANGUAGE_MODELS
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 TEXT = {"Content-Type": "text/plain"}
 MANY_STEPS = 931386509544713451  # needs 2,283: more than any other number below 10¹⁸
@@ -139,7 +139,7 @@ def test_commands_and_program_for_language_models_print_what_the_document_says(
 
 
 def test_every_model_has_a_readme_a_row_in_the_overview_and_a_valid_config() -> None:
-    overview = (ROOT / "docs/examples.md").read_text()
+    overview = (ROOT / "docs/use/examples.md").read_text()
     assert sorted(re.findall(r"^\| \[(\w+)\]\(", overview, re.MULTILINE)) == MODELS
     assert [readme.parent.name for readme in READMES] == MODELS
     names = []

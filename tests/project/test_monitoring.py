@@ -122,7 +122,7 @@ def own_metrics() -> Iterator[tuple[str, frozenset[str]]]:
     """The gateway's metrics and their labels, from the table that test_docs compares with the code."""
     table = re.findall(
         r"^\| `(gateway_\w+)` \| (\w+) \| ([\w, ]*?) *\|",
-        (ROOT / "docs" / "metrics.md").read_text(),
+        (ROOT / "docs/operate/metrics.md").read_text(),
         re.MULTILINE,
     )
     for name, kind, listed in table:
@@ -229,9 +229,11 @@ def test_alert_has_a_severity_two_sentences_and_a_runbook(name: str) -> None:
     for sentence in (alert["annotations"]["summary"], alert["annotations"]["description"]):
         assert sentence.endswith(".")
         assert ". " not in sentence
-    assert alert["annotations"]["runbook"] == f"docs/monitoring.md#{name.lower()}"
+    assert alert["annotations"]["runbook"] == f"docs/operate/monitoring.md#{name.lower()}"
     placeholder = "https://docs.example.com/triton-gateway"
-    assert alert["annotations"]["runbook_url"] == f"{placeholder}/monitoring.md#{name.lower()}"
+    assert (
+        alert["annotations"]["runbook_url"] == f"{placeholder}/operate/monitoring.md#{name.lower()}"
+    )
 
 
 def test_address_of_the_runbooks_can_be_replaced() -> None:
@@ -242,7 +244,9 @@ def test_address_of_the_runbooks_can_be_replaced() -> None:
         for group in replaced["groups"]
         for rule in group["rules"]
     }
-    assert urls == {name: f"https://git.local/docs/monitoring.md#{name.lower()}" for name in ALERTS}
+    assert urls == {
+        name: f"https://git.local/docs/operate/monitoring.md#{name.lower()}" for name in ALERTS
+    }
 
 
 def test_every_alert_has_a_case_that_fires_and_two_that_are_silent() -> None:
@@ -259,11 +263,11 @@ def test_every_alert_has_a_case_that_fires_and_two_that_are_silent() -> None:
 
 
 def test_documents_name_every_alert_and_existing_panels() -> None:
-    monitoring = (ROOT / "docs" / "monitoring.md").read_text()
+    monitoring = (ROOT / "docs/operate/monitoring.md").read_text()
     sections = re.findall(r"^### (\w+)\n\n(.+?)(?=^#|\Z)", monitoring, re.MULTILINE | re.DOTALL)
     assert {name for name, _ in sections} == ALERTS.keys()
     assert [name for name, paragraph in sections if len(paragraph) < 150] == []
-    deploy = (ROOT / "docs" / "deploy.md").read_text()
+    deploy = (ROOT / "docs/operate/deploy.md").read_text()
     linked = re.findall(r"\[(\w+)\]\(monitoring\.md#(\w+)\)", deploy)
     assert dict(linked) == {alert: alert.lower() for alert in ALERTS}
     panels = set(re.findall(r"(?<!\*)\*([A-Z][^*\n]+)\*(?!\*)", monitoring)) - {"All"}

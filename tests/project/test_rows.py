@@ -1,4 +1,4 @@
-"""The table of docs/faults.md: each row is shown by tests, which name it in a mark."""
+"""The table of docs/operate/faults.md: each row is shown by tests, which name it in a mark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from tests.support.servers import ROOT
 
 ROWS = [
     fault
-    for fault in re.findall(r"^\| (.+?) \| .+? \|$", (ROOT / "docs/faults.md").read_text(), re.M)
+    for fault in re.findall(
+        r"^\| (.+?) \| .+? \|$", (ROOT / "docs/operate/faults.md").read_text(), re.M
+    )
     if fault != "fault"
 ]
 

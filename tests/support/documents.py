@@ -16,7 +16,8 @@ from deploy.site.prepare import read_tabs
 from tests.support.gateway_forks import run_gateway
 from tests.support.servers import ROOT
 
-DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+DOCS = ROOT / "docs"
+DOCUMENTS = sorted([ROOT / "README.md", *DOCS.glob("**/*.md")])
 
 
 INTERPRETERS = {
@@ -30,11 +31,11 @@ READMES = sorted(ROOT.glob("triton_repo_examples/*/README.md"))
 
 # Their examples are about models that they make: test_bring_your_model.py and test_on_demand_walkthrough.py
 # run them.
-OWN_SERVER = "bring-your-model.md"
-ON_DEMAND = "on-demand.md"
+OWN_SERVER = DOCS / "serve/bring-your-model.md"
+ON_DEMAND = DOCS / "serve/on-demand.md"
 # Its examples are about a model of `triton_repo_examples`, and about completions: test_examples.py and
 # test_completions.py run them.
-LANGUAGE_MODELS = "llm.md"
+LANGUAGE_MODELS = DOCS / "serve/llm.md"
 COMPLETIONS = "/v1/chat/completions"
 
 

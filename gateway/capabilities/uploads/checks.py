@@ -20,7 +20,7 @@ def check_model_repository(settings: UploadSettings) -> Iterator[Finding]:
         try:
             Bucket(bucket).list_top_level()
         except (CommandError, GatewayError) as exc:
-            advice = "see GATEWAY_REPOSITORY in docs/settings.md"
+            advice = "see GATEWAY_REPOSITORY in docs/reference/settings.md"
             yield Finding(check, FAILED, describe_error(exc), advice)
         else:
             yield Finding(check, OK, f"bucket {bucket.bucket} can be listed")

@@ -1,4 +1,4 @@
-"""The walkthrough of docs/on-demand.md, with three small models."""
+"""The walkthrough of docs/serve/on-demand.md, with three small models."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import httpx
 import pytest
 
 from tests.support.documents import ON_DEMAND, assert_prints, examples
-from tests.support.servers import ROOT
 from tests.support.up import Up
 
 pytestmark = pytest.mark.long
 
-DOCUMENT = ROOT / "docs" / ON_DEMAND
+DOCUMENT = ON_DEMAND
 
 
 def test_walkthrough_prints_what_the_document_says(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from gateway.capabilities.openai.routes import relay_chunks
 from tests.capabilities.openai.support.lazy import LazyModule
 from tests.support.documents import COMPLETIONS, LANGUAGE_MODELS, assert_prints, examples
 from tests.support.keys import ADMIN, TEXTS, bearer, entry, written
-from tests.support.servers import ROOT, free_ports, gateway_before
+from tests.support.servers import free_ports, gateway_before
 from tests.support.servers import gateway as real_gateway
 from tests.support.wait import wait_until
 
@@ -141,7 +141,7 @@ def test_completion_is_relayed_without_the_key(
 
 
 def test_command_for_a_completion_prints_what_the_document_says(server: CompletionServer) -> None:
-    page = ROOT / "docs" / LANGUAGE_MODELS
+    page = LANGUAGE_MODELS
     ((_, command, answer),) = [each for each in examples([page]) if COMPLETIONS in each[1]]
     (nobody,) = free_ports(1)
     with gateway_before(f"http://127.0.0.1:{nobody}", openai_urls=server.url) as client:

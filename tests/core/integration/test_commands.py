@@ -816,7 +816,7 @@ def test_command_that_serves_nothing_does_not_import_the_server(
 
 
 def test_exit_statuses_are_all_documented() -> None:
-    rows = re.findall(r"^\| (\d+) \| ", (ROOT / "docs/cli.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| ", (ROOT / "docs/use/cli.md").read_text(), re.MULTILINE)
     family: list[type[errors.ClientError]] = [
         errors.ClientError,
         *errors.ClientError.__subclasses__(),

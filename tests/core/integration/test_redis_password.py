@@ -100,7 +100,7 @@ async def kept(port: int) -> None:
 
 
 def test_compose_requires_a_password() -> None:
-    wanted = re.compile(r"\$\{REDIS_PASSWORD:\?[^}]*\.env[^}]*docs/deploy\.md[^}]*\}")
+    wanted = re.compile(r"\$\{REDIS_PASSWORD:\?[^}]*\.env[^}]*docs/operate/deploy\.md[^}]*\}")
     state = COMPOSE["gateway"]["environment"]["GATEWAY_STATE"]
     assert wanted.sub("P", state) == "redis://:P@redis:6379/0"
     assert wanted.fullmatch(COMPOSE["redis"]["environment"][VARIABLE])

@@ -37,7 +37,7 @@ def replica_schema(document: Document) -> Any:
 
 def test_no_public_name_is_removed(document: Document) -> None:
     removed = names.read_recorded_names() - names.list_names(document)
-    assert not removed, "docs/stability.md describes how a name is removed"
+    assert not removed, "docs/reference/stability.md describes how a name is removed"
 
 
 def test_every_public_name_is_recorded(document: Document) -> None:
@@ -57,7 +57,7 @@ def test_recorded_names_cover_every_kind(document: Document) -> None:
         "flag",
         "value",
     }
-    text = (ROOT / "docs" / "stability.md").read_text()
+    text = (ROOT / "docs/reference/stability.md").read_text()
     for kind in kinds:
         assert re.search(rf"\b{kind}s?\b", text), kind
 
@@ -157,7 +157,9 @@ def test_addition_to_the_openapi_document_is_no_break(recorded: Document) -> Non
     assert [*openapi.find_breaks(recorded, new)] == []
 
 
-@pytest.mark.parametrize("page", ["troubleshooting", "glossary", "monitoring", "fleet"])
+@pytest.mark.parametrize(
+    "page", ["operate/troubleshooting", "reference/glossary", "operate/monitoring", "serve/fleet"]
+)
 def test_names_in_a_page_for_operators_are_public(page: str) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text()
     public = {re.sub(r"[{].*", "", name).split()[-1] for name in names.read_recorded_names()}
@@ -168,7 +170,7 @@ def test_names_in_a_page_for_operators_are_public(page: str) -> None:
 
 
 def test_words_of_the_glossary_are_sorted_and_unique() -> None:
-    text = (ROOT / "docs" / "glossary.md").read_text()
+    text = (ROOT / "docs/reference/glossary.md").read_text()
     rows = re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|$", text, re.MULTILINE)[1:]
     words = [word.casefold() for word, _ in rows]
     assert len(words) > 20

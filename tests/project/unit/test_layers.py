@@ -1,4 +1,4 @@
-"""Imports follow the table in docs/architecture.md: down, or within a row, and never in a circle."""
+"""Imports follow the table in docs/contribute/architecture.md: down, or within a row, never in a circle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ import uvicorn
 from tests.support.servers import ROOT
 from tests.support.source import package_trees
 
-LAYOUT = (ROOT / "docs/architecture.md").read_text().partition("## Layout")[2].partition("\n## ")[0]
+LAYOUT = (
+    (ROOT / "docs/contribute/architecture.md")
+    .read_text()
+    .partition("## Layout")[2]
+    .partition("\n## ")[0]
+)
 # The rows of the table, from the lowest to the highest.
 ROWS = [re.findall(r"`(\w+)(?:/|\.py)`", row) for row in re.findall(r"^\| (`.*?) \|", LAYOUT, re.M)]
 LAYERS = {f"gateway.{name}": layer for layer, row in enumerate(reversed(ROWS)) for name in row}

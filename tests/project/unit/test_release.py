@@ -147,7 +147,7 @@ def test_version_in_every_file_is_that_of_the_package() -> None:
 
 def test_release_publishes_the_images_that_the_documents_and_the_chart_name() -> None:
     base = "ghcr.io/triton-gateway/triton-gateway"
-    document = (ROOT / "docs" / "deploy.md").read_text()
+    document = (ROOT / "docs/operate/deploy.md").read_text()
     job = RELEASE["jobs"]["images"]
     assert job["env"]["IMAGE"].startswith("ghcr.io/${{ github.repository }}")
     built = job["strategy"]["matrix"]["include"]

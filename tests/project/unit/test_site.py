@@ -33,7 +33,7 @@ def test_site_has_every_document_and_notebook_as_a_page(pages: Path) -> None:
 
 
 def test_page_with_a_program_in_three_languages_has_tabs(pages: Path) -> None:
-    text = (pages / "quick-start.md").read_text()
+    text = (pages / "start/quick-start.md").read_text()
     tabs = re.findall(r'^=== "(\w+)"\n\n    ```(\w+)\n', text, re.MULTILINE)
     assert tabs == [("curl", "console"), ("Python", "python"), ("JavaScript", "js")]
     for page in pages.glob("**/*.md"):
@@ -45,9 +45,9 @@ RESERVED = {"call", "class", "click", "default", "end", "graph", "href", "style"
 ARROW = re.compile(r"[-.]-[>x]")
 # What each diagram must name.
 DRAWN = {
-    "fleet": {"clients", "gateway", "Triton", "GATEWAY_STATE"},
-    "on-demand": {"request", "GATEWAY_HOLD_S", "KEDA", "budget", "unloaded"},
-    "security": {"callers", "keys", "Triton", "Redis", "nothing is trusted"},
+    "serve/fleet": {"clients", "gateway", "Triton", "GATEWAY_STATE"},
+    "serve/on-demand": {"request", "GATEWAY_HOLD_S", "KEDA", "budget", "unloaded"},
+    "operate/security": {"callers", "keys", "Triton", "Redis", "nothing is trusted"},
 }
 
 
@@ -89,7 +89,7 @@ def test_link_out_of_the_documents_leads_to_a_file_of_the_repository(pages: Path
 
 
 def test_page_of_the_api_has_every_operation_and_status(pages: Path) -> None:
-    text = (pages / "api.md").read_text()
+    text = (pages / "reference/api.md").read_text()
     document = json.loads((ROOT / "docs" / "openapi.json").read_text())
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
