@@ -51,8 +51,12 @@ class InferResult(Mapping[str, Any]):
 
     @property
     def text(self) -> str:
-        """The only text among the outputs. Raises `ValueError` if there is none, or another one."""
-        texts = [value for value in self._outputs.values() if isinstance(value, str)]
+        """The only text among the outputs. Raises `ValueError` if there is none, or another one.
+
+        A text may be the only element of its tensor.
+        """
+        values = (unwrap(value) for value in self._outputs.values())
+        texts = [value for value in values if isinstance(value, str)]
         if len(texts) != 1:
             names = ", ".join(self._outputs)
             raise ValueError(f"{len(texts)} outputs are texts; choose one of {names}")
@@ -110,6 +114,13 @@ def parse_result(document: Mapping[str, Any], reply: Reply, info: ModelInfo | No
         id=str(document.get("id", "")),
         elapsed_s=reply.elapsed_s,
     )
+
+
+def unwrap(value: Any) -> Any:
+    """Return the only element of a list, in lists of any depth; other values as they are."""
+    while isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return value
 
 
 def decode_bytes(value: Any) -> Any:

@@ -113,6 +113,7 @@ def test_inputs_are_passed_by_name_as_arrays_lists_or_both(gw: Client) -> None:
 
 def test_outputs_are_arrays_texts_bytes_and_what_json_contains(gw: Client) -> None:
     assert gw.infer("single_BYTES", "grüße").text == "grüße"
+    assert gw.infer("single_BYTES", ["grüße"]).text == "grüße"
     assert gw.infer("single_BYTES", ["a", "b"])["Y"] == ["a", "b"]
     assert gw.infer("batched_BYTES", np.array([["a", "bc"]]))["Y"] == [["a", "bc"]]
     assert isinstance(gw.infer("not_utf8", "x")["Y"], bytes)
