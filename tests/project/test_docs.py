@@ -13,6 +13,7 @@ from gateway.capabilities.installed import SETTINGS
 from gateway.settings import list_setting_names
 from tests.interface import names, package
 from tests.support.documents import (
+    DOCS,
     DOCUMENTS,
     INTERPRETERS,
     LANGUAGE_MODELS,
@@ -67,8 +68,8 @@ def test_programs_in_tabs_print_their_comments(
 def test_programs_of_the_python_client_print_their_comments(
     demo: httpx.Client, subtests: pytest.Subtests
 ) -> None:
-    found = python_programs(ROOT / "docs/use/python.md")
-    assert len(found) >= 7
+    found = [*python_programs(DOCS / "use/python.md"), *python_programs(README)]
+    assert len(found) >= 8
     for number, program in enumerate(found):
         with subtests.test(number=number):
             assert_prints_its_comment(demo, "Python", program)
@@ -99,7 +100,7 @@ def heading_anchors(path: Path) -> set[str]:
     return {text.replace(" ", "-") for text in words}
 
 
-# What a newcomer wants to do, by the words of the README, and what the section at its link says.
+# What a newcomer wants to do, by the words of docs/index.md, and what the section at its link says.
 TASKS = {
     "serve my ONNX file": "triton-gateway up model.onnx",
     "add a model to a running server": "curl -s -T ",
@@ -125,14 +126,15 @@ def read_section(path: Path, anchor: str) -> str:
     raise AssertionError(f"{path} has no section {anchor}")
 
 
-def test_readme_links_each_task_to_a_section_that_explains_it(subtests: pytest.Subtests) -> None:
-    readme = README.read_text()
+def test_index_links_each_task_to_a_section_that_explains_it(subtests: pytest.Subtests) -> None:
+    index = DOCS / "index.md"
+    text = index.read_text()
     for task, words in TASKS.items():
         with subtests.test(task):
             ((target, anchor),) = re.findall(
-                rf"^\| {re.escape(task)} \| \[[^\]]*\]\(([^)#]*)#([^)]*)\)", readme, re.MULTILINE
+                rf"^\| {re.escape(task)} \| \[[^\]]*\]\(([^)#]*)#([^)]*)\)", text, re.MULTILINE
             )
-            assert words in read_section(ROOT / target, anchor)
+            assert words in read_section(index.parent / target, anchor)
 
 
 def test_links_between_documents_lead_to_files_and_headings() -> None:
