@@ -51,10 +51,7 @@ class InferResult(Mapping[str, Any]):
 
     @property
     def text(self) -> str:
-        """The only text among the outputs. Raises `ValueError` if there is none, or another one.
-
-        A text may be the only element of its tensor.
-        """
+        """The only text among the outputs. Raises `ValueError` if there is none, or another one."""
         values = (unwrap(value) for value in self._outputs.values())
         texts = [value for value in values if isinstance(value, str)]
         if len(texts) != 1:
@@ -118,9 +115,7 @@ def parse_result(document: Mapping[str, Any], reply: Reply, info: ModelInfo | No
 
 def unwrap(value: Any) -> Any:
     """Return the only element of a list, in lists of any depth; other values as they are."""
-    while isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    return value
+    return unwrap(value[0]) if isinstance(value, list) and len(value) == 1 else value
 
 
 def decode_bytes(value: Any) -> Any:

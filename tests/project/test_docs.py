@@ -13,6 +13,7 @@ from gateway.capabilities.installed import SETTINGS
 from gateway.settings import list_setting_names
 from tests.interface import names, package
 from tests.support.documents import (
+    COOKBOOK,
     DOCS,
     DOCUMENTS,
     INTERPRETERS,
@@ -29,7 +30,7 @@ from tests.support.documents import (
 from tests.support.servers import ROOT
 from tests.support.source import setting_descriptions
 
-OF_THEIR_OWN_MODELS = (OWN_SERVER, ON_DEMAND, LANGUAGE_MODELS)
+OF_THEIR_OWN_MODELS = (OWN_SERVER, ON_DEMAND, LANGUAGE_MODELS, COOKBOOK)
 README = ROOT / "README.md"
 OF_THE_DEMO = [path for path in DOCUMENTS if path not in OF_THEIR_OWN_MODELS]
 

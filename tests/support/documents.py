@@ -36,6 +36,8 @@ ON_DEMAND = DOCS / "serve/on-demand.md"
 # Its examples are about a model of `triton_repo_examples`, and about completions: test_examples.py and
 # test_completions.py run them.
 LANGUAGE_MODELS = DOCS / "serve/llm.md"
+# Its recipes upload models: test_cookbook.py runs them.
+COOKBOOK = DOCS / "use/cookbook.md"
 COMPLETIONS = "/v1/chat/completions"
 
 
@@ -86,15 +88,17 @@ def assert_prints(gateway: httpx.Client, command: str, answer: str) -> None:
     assert matches(answer, run.stdout.strip()), run.stdout
 
 
-def assert_prints_its_comment(gateway: httpx.Client, language: str, program: str) -> None:
-    """Run the program: each line that prints says in its comment what."""
+def assert_prints_its_comment(
+    gateway: httpx.Client, language: str, program: str, folder: Path = ROOT
+) -> None:
+    """Run the program in a folder: each line that prints says in its comment what."""
     prints = r"(?:print\(|console\.log\().*(?:#|//) (.*)$"
     expected = "\n".join(re.findall(prints, program, re.MULTILINE))
     url = str(gateway.base_url).rstrip("/")
     run = subprocess.run(
         [*INTERPRETERS[language], program.replace("http://localhost:8080", url)],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_GATEWAY_URL": url},
+        cwd=folder,
+        env={**os.environ, "TRITON_GATEWAY_URL": url, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=60,
