@@ -21,9 +21,9 @@ class Limits:
     modules: int = 18  # at the top
     files_in_folder: int = 21
     core_files: int = 173
-    core_lines: int = 26_840
+    core_lines: int = 26_860
     capability_lines: int = 3_935
-    lines: int = 45_780
+    lines: int = 46_080
 
 
 @dataclass(frozen=True)
