@@ -357,6 +357,7 @@ SCOPE: dict[str, Any] = {
     "path": "/wait",
     "raw_path": b"/wait",
     "query_string": b"",
+    "client": ("127.0.0.1", 1),
     "headers": [(b"host", b"localhost")],
 }
 
