@@ -103,7 +103,6 @@ def is_batchable(item: Any) -> bool:
 
 
 def can_combine(items: Sequence[Any]) -> bool:
-    """Return whether items fit into one batch: files, texts, or arrays of the same shape."""
     shapes = {item.shape for item in items if is_array(item)}
     kinds = {Body if isinstance(item, Body) else type(item) for item in items}
     return len(items) > 1 and len(kinds) == 1 and len(shapes) <= 1

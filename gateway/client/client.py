@@ -281,7 +281,6 @@ class Client:
         )
 
     def _find_info(self, call: InferCall, attempts: Attempts) -> ModelInfo | None:
-        """Return the description that an inference needs, if it needs one."""
         if not (self._uses_arrays or call.needs_name):
             return None
         now = time.monotonic()
@@ -293,7 +292,6 @@ class Client:
         return info
 
     def _send(self, request: ApiRequest, attempts: Attempts) -> Reply:
-        """Return a successful response, after as many attempts as it takes."""
         return self._retry(self._transport.read, request, attempts)
 
     def _retry(

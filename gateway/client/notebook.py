@@ -61,7 +61,6 @@ def render_array(array: Any) -> str:
 
 
 def find_scores(value: Any) -> list[tuple[str, float]]:
-    """Return the labels and scores of a list of classes; empty for anything else."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         return []
     scores = []

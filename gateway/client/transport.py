@@ -86,7 +86,6 @@ def build_attempt(
     attempts: Attempts,
     upload_options: dict[str, Any],
 ) -> httpx.Request:
-    """Return the request of an attempt, with what is left of its time."""
     timeout = httpx.Timeout(
         attempts.response_timeout_s, connect=min(CONNECT_TIMEOUT_S, attempts.remaining_s)
     )
