@@ -42,6 +42,9 @@ FRAMEWORK_ERRORS: Final[dict[int, tuple[type[GatewayError], str]]] = {
     413: (TooLarge, "the request is too large"),
 }
 
+# Pydantic's name for a value that is no boolean.
+BOOLEAN_ERROR: Final = "bool_parsing"
+
 
 def to_gateway_error(exc: Exception, request_id: str) -> GatewayError:
     """Return the error of any exception. An unexpected one is logged, and reported without its cause."""
@@ -79,8 +82,9 @@ async def render_error(request: Request, exc: Exception) -> Response:
 
 def translate_framework_error(request: Request, exc: Exception) -> Exception:
     if isinstance(exc, RequestValidationError):
-        location = exc.errors()[0]["loc"]
-        reason = exc.errors()[0]["msg"]
+        error = exc.errors()[0]
+        location = error["loc"]
+        reason = "send true or false" if error["type"] == BOOLEAN_ERROR else error["msg"]
         name = quote_text(str(location[-1]))
         return MalformedRequest(f"invalid {location[0]} parameter {name}: {reason}")
     if not isinstance(exc, HTTPException) or isinstance(exc, GatewayError):
@@ -93,8 +97,8 @@ def translate_framework_error(request: Request, exc: Exception) -> Exception:
         return MethodNotAllowed(find_allowed_methods(request))
     if exc.status_code not in FRAMEWORK_ERRORS:
         return exc
-    error, message = FRAMEWORK_ERRORS[exc.status_code]
-    return error(message)
+    kind, message = FRAMEWORK_ERRORS[exc.status_code]
+    return kind(message)
 
 
 def find_model_verb(request: Request) -> str:

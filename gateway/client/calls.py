@@ -280,7 +280,7 @@ def split_document(result: InferResult, count: int) -> Sequence[InferResult] | N
             {name: value[number] for name, value in result.items()},
             model=result.model,
             version=result.version,
-            id=result.id,
+            request_id=result.id,
             elapsed_s=result.elapsed_s,
         )
         for number in range(count)

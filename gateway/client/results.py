@@ -26,13 +26,13 @@ class InferResult(Mapping[str, Any]):
         *,
         model: str = "",
         version: str = "",
-        id: str = "",  # noqa: A002 - the name of the field in the API
+        request_id: str = "",
         elapsed_s: float = 0.0,
     ) -> None:
         self._outputs = outputs
         self.model = model
         self.version = version
-        self.id = id
+        self.id = request_id
         self.elapsed_s = elapsed_s
 
     def __getitem__(self, name: str) -> Any:
@@ -76,7 +76,7 @@ def decode_result(reply: Reply, info: ModelInfo | None) -> InferResult:
             decode_arrays(reply, info),
             model=info.name if info is not None else "",
             version=reply.headers.get("x-model-version", ""),
-            id=reply.request_id,
+            request_id=reply.request_id,
             elapsed_s=reply.elapsed_s,
         )
     return parse_result(decode_object(reply), reply, info)
@@ -108,7 +108,7 @@ def parse_result(document: Mapping[str, Any], reply: Reply, info: ModelInfo | No
         values,
         model=str(document.get("model", "")),
         version=str(document.get("version", "")),
-        id=str(document.get("id", "")),
+        request_id=str(document.get("id", "")),
         elapsed_s=reply.elapsed_s,
     )
 

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import uvloop
 
+from gateway.client import Body
 from gateway.commands.errors import ClientError, UsageError
-from gateway.commands.inputs import InputBody
 from gateway.commands.load_client import LoadClient
 from gateway.commands.target import Target
 
@@ -45,7 +45,7 @@ class Benchmark:
     target: Target
     model: str
     version: str
-    body: InputBody
+    body: Body
     duration_s: float
     timeout_s: float
     is_decoupled: bool = False
@@ -113,7 +113,7 @@ def percentile(sorted_values: Sequence[float], percent: int) -> float:
     return sorted_values[position] if sorted_values else math.nan
 
 
-def build_bench_body(model: Mapping[str, Any]) -> InputBody:
+def build_bench_body(model: Mapping[str, Any]) -> Body:
     """Return the model's example request. Raises `UsageError` if that needs a file."""
     words = shlex.split(model["curl"])
     if words[0] != "curl" or "-d" not in words:
@@ -121,7 +121,7 @@ def build_bench_body(model: Mapping[str, Any]) -> InputBody:
             f"{model['name']} has no example request: pass a FILE that contains a request"
         )
     content_type = words[words.index("-H") + 1].partition(": ")[2]
-    return InputBody(content_type, words[words.index("-d") + 1].encode())
+    return Body(words[words.index("-d") + 1].encode(), content_type)
 
 
 BENCH_COLUMNS: Final = (

@@ -11,18 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gateway.client.bodies import guess_content_type
+from gateway.client.bodies import Body, guess_content_type
 from gateway.commands.errors import UsageError
 from gateway.commands.pipes import PIPE_READ_BYTES, read_available, run_in_daemon_thread
 from gateway.media_types import TYPES_BY_SUFFIX, UTF8_TEXT
 
 STDIN_ARGUMENT: Final = "-"
-
-
-@dataclass(frozen=True)
-class InputBody:
-    content_type: str
-    data: bytes
 
 
 @dataclass(frozen=True)
@@ -32,13 +26,13 @@ class Input:
     name: str
     source: str | bytes  # a path, or the text itself
 
-    def read(self) -> InputBody:
+    def read(self) -> Body:
         if isinstance(self.source, bytes):
-            return InputBody(UTF8_TEXT, self.source)
+            return Body(self.source, UTF8_TEXT)
         data = read_input_file(self.source)
-        return InputBody(guess_content_type(self.source, data), data)
+        return Body(data, guess_content_type(self.source, data))
 
-    async def read_async(self) -> InputBody:
+    async def read_async(self) -> Body:
         if isinstance(self.source, bytes) or not is_special_file(self.source):
             return self.read()
         return await run_in_daemon_thread(self.read)

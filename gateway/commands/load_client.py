@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from gateway.client import Body
 from gateway.client.calls import build_model_path
 from gateway.client.replies import parse_json_object
 from gateway.client.retries import CONNECT_TIMEOUT_S
 from gateway.commands.errors import GatewayUnreachable, translate_hints
-from gateway.commands.inputs import InputBody
 from gateway.commands.target import Target
 from gateway.errors import BadUpstream, DeadlinePassed
 from gateway.http_client.client import CompleteResponse, HttpClient
@@ -32,14 +32,14 @@ class LoadClient:
         target: Target,
         model: str,
         version: str,
-        body: InputBody,
+        body: Body,
         *,
         timeout_s: float,  # one limit for all responses of a stream
         is_decoupled: bool = False,
     ) -> None:
         address = target.access.address
         self._base_url = address.base_url
-        self._body = body.data
+        self._body = body.content
         self._limit_s = timeout_s + RESPONSE_GRACE_S
         self._http_client = HttpClient(
             address.host,

@@ -12,7 +12,7 @@ from gateway.client.calls import InferCall
 from gateway.client.errors import CONNECTION_LOST, INVALID_RESPONSE, TIMEOUT, UNREACHABLE
 from gateway.commands.api import make_command_error
 from gateway.commands.errors import translate_hints
-from gateway.commands.inputs import Input, InputBody
+from gateway.commands.inputs import Input
 from gateway.commands.records import Record
 from gateway.media_types import UTF8_TEXT
 
@@ -58,14 +58,14 @@ async def read_input(input_: Input) -> Any:
         return GatewayError(f"the file cannot be read: {exc.strerror}", "UNREADABLE")
 
 
-def to_value(body: InputBody) -> str | Body:
+def to_value(body: Body) -> str | Body:
     """Return a text, which can be in a batch, or the body as it is."""
     if body.content_type == UTF8_TEXT:
         try:
-            return body.data.decode()
+            return body.content.decode()
         except UnicodeDecodeError:
             pass  # the gateway reports the error
-    return Body(body.data, body.content_type)
+    return body
 
 
 def collect_results(results: Sequence[InferResult]) -> InferResult:

@@ -43,7 +43,7 @@ from gateway.repository.state.desired import DesiredModel, StateStore
 from gateway.repository.state.loads import UNKNOWN_LOAD, StartedLoad
 from gateway.settings import Settings
 from gateway.settings.access import ModelUploads
-from gateway.tasks import cancel_tasks
+from gateway.tasks import cancel_tasks, run_together
 from gateway.tensors.signature import find_ensemble_steps
 
 log = logging.getLogger(__name__)
@@ -309,11 +309,9 @@ class Repository:
         replicas = list(started_loads if action.is_load else self._pool.replicas.values())
         names = {replica.name for replica in replicas}
         report.replica_count = len(names | report.outcomes.keys())
-        await asyncio.gather(
-            *(
-                self._run_on_replica(report, action, replica, started_loads.get(replica))
-                for replica in replicas
-            )
+        await run_together(
+            self._run_on_replica(report, action, replica, started_loads.get(replica))
+            for replica in replicas
         )
 
     async def _run_on_replica(

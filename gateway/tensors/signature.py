@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -19,7 +19,8 @@ from gateway.tensors.dtypes import Datatype, DatatypeKind, parse_datatype
 
 MAX_DIMENSIONS = 64  # as in NumPy
 MAX_TENSORS = 4096  # the limit of the inputs, and of the outputs
-MAX_DESCRIPTION_LENGTH = 200
+# The list of models contains these texts.
+MAX_TEXT_LENGTHS: Final = {"gateway.title": 100, "gateway.description": 200}
 MAX_EXAMPLES = 8  # of an input
 CONTENT_TYPE = re.compile(r"[!-~]{1,127}(?:; ?[ -~]{1,127})?")
 IMAGE_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -206,10 +207,10 @@ def build_signature(metadata: JsonObject, config: JsonObject, version: str = "")
         }
 
     outputs = tensors("output")
-    description = parameters.get("gateway.description", "").strip()
-    if len(description) > MAX_DESCRIPTION_LENGTH:
-        expected = f"a text of at most {MAX_DESCRIPTION_LENGTH} characters"
-        raise build_hint_error(description, "gateway.description", expected)
+    for key, max_length in MAX_TEXT_LENGTHS.items():
+        text = parameters.get(key, "").strip()
+        if len(text) > max_length:
+            raise build_hint_error(text, key, f"a text of at most {max_length} characters")
     return Signature(
         model=metadata["name"],
         version=version,

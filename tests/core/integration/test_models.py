@@ -165,7 +165,7 @@ def test_description_of_an_unused_model_expires(zoo: Zoo, zoo_triton: EmbeddedTr
         (
             "/v1/models/{model}/infer?dry_run=perhaps",
             {"inputs": "a"},
-            "invalid query parameter 'dry_run'",
+            "invalid query parameter 'dry_run': send true or false",
         ),
         ("/v2/repository/index", {"ready": "true"}, '"ready" must be'),
         (

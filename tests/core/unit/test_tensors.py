@@ -115,6 +115,8 @@ def test_model_with_an_invalid_hint_or_too_many_dimensions_or_tensors_is_a_fault
         assert only.examples == examples
     with pytest.raises(ModelFault, match="which is not a text of at most 200 characters"):
         model(tensor, tensor, 8, hints={"gateway.description": "a" * 201})
+    with pytest.raises(ModelFault, match="at most 100 characters"):
+        model(tensor, tensor, 8, hints={"gateway.title": "a" * 101})
     for kind, value, words in INVALID_HINTS:
         with subtests.test(f"{kind} {value[:40]!r}"):
             outputs = text if kind == "content_type" else tensor
