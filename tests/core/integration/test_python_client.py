@@ -247,6 +247,7 @@ async def test_async_client_has_the_same_calls(url: str) -> None:
         await asyncio.to_thread(wait_until, lambda: requests_in_flight(url) == 0)
 
 
+@pytest.mark.long
 async def test_fifty_calls_at_once_share_a_client(gw: Client, url: str) -> None:
     texts = [f"text {number}" for number in range(50)]
     async with AsyncClient(url) as client:
@@ -313,6 +314,7 @@ def test_iteration_that_ends_cancels_what_runs(gw: Client, url: str) -> None:
     wait_until(lambda: requests_in_flight(url) == 0)
 
 
+@pytest.mark.long
 def test_rate_limit_is_waited_for(url: str, zoo_as_written: Zoo, tmp_path: Path) -> None:
     keys = written(tmp_path / "keys.yaml", [entry(INFER, "infer", requests_per_second=4)])
     triton = zoo_as_written.client.get("/v1/replicas").json()["replicas"][0]["address"]
@@ -336,6 +338,7 @@ def test_rate_limit_is_waited_for(url: str, zoo_as_written: Zoo, tmp_path: Path)
         assert (caught.value.code, caught.value.status) == ("UNAUTHENTICATED", 401)
 
 
+@pytest.mark.long
 def test_gateway_that_is_killed_is_reported_or_awaited(zoo_as_written: Zoo) -> None:
     zoo_as_written.load("sleeping")
     triton = zoo_as_written.client.get("/v1/replicas").json()["replicas"][0]["address"]
@@ -485,6 +488,7 @@ def test_retries_keep_the_idempotency_key_and_the_deadline(
     assert len(timeouts) == 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("infer", [infer_sync, run_async])
 def test_requests_that_cannot_be_repeated_are_not(infer: Callable[..., InferResult]) -> None:
     sequence = {"parameters": {"sequence_id": 1}}
@@ -499,6 +503,7 @@ def test_requests_that_cannot_be_repeated_are_not(infer: Callable[..., InferResu
         assert len(server.received) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("infer", [infer_sync, run_async])
 def test_response_that_drips_ends_at_the_deadline(infer: Callable[..., InferResult]) -> None:
     started_at = time.monotonic()
