@@ -74,6 +74,8 @@ MODELS = (
 # A silent call or an unread stream ends by itself.
 HOLD_S = 3.0
 POLL_S = 0.1
+# The number in the name of the next upload: all of them are different models.
+UPLOADED = count()
 
 
 @dataclass(frozen=True)
@@ -139,11 +141,10 @@ class Upload:
 
     kind: str
     make_file: Callable[[], bytes]
-    numbers: Iterator[int] = field(default_factory=count)
 
     async def send(self, attacker: Attacker) -> str:
         """Remove the model again if it was accepted."""
-        path = f"/v1/models/upload-{os.getpid()}-{next(self.numbers)}"
+        path = f"/v1/models/upload-{os.getpid()}-{next(UPLOADED)}"
         if self.kind == "config":
             fields = ("model", BYTES, FIRST), ("config", BYTES, self.make_file())
             content_type, body = FORM, encode_form(*fields)
