@@ -34,7 +34,7 @@ OWN_ENV := triton_repo_examples/own_env/python_env
 # The processes that the tests start would otherwise compile the gateway again and again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test test-long test-all test-unit durations mutants house rerun-failed soak chaos containers page check fmt
+.PHONY: help run test test-long test-all test-unit durations mutants house rerun-failed soak chaos containers test-cluster page check fmt
 .PHONY: clients test-clients bench bench-count bench-peers resnet50 manifests interface site dist workflows audit crds lock clean models examples
 
 help: ## List the commands
@@ -84,6 +84,11 @@ soak: $(VENV)/.dev models ## Run for an hour: measure faults, mutate bytes, send
 # The same seed gives the same choices; ARGS="--without upload,flush" leaves some out. Stops at the first violation.
 chaos: $(VENV)/.dev ## Kill, pause and change a fleet at random, and check every promise; SEED=1 STEPS=50
 	@$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+
+# In namespaces of its own, which it removes; ARGS="--without CoreDNS,node" leaves out what concerns others, too.
+# tests/cluster/kind.sh creates a cluster for it; docs/contribute/cluster-tests.md lists what it does.
+test-cluster: $(VENV)/.dev ## Install on the current cluster, which CLUSTER_CONTEXT names, and disturb it under load
+	@$(BIN)/python -m tests.cluster --context "$(CLUSTER_CONTEXT)" --images "$(IMAGES)" $(ARGS)
 
 # Build and run the images without a registry or a cluster; reports missing tools.
 containers: $(VENV)/.dev ## Build and run the images without a registry

@@ -115,6 +115,15 @@ def test_release_of_a_version_publishes_its_packages_and_its_site_before_itself(
     assert set(RELEASE["jobs"]["release"]["needs"]) == {"pypi", "tags", "site"}
 
 
+def test_release_runs_the_cluster_tests_before_it_publishes() -> None:
+    assert "tests/cluster/kind.sh" in script("cluster")
+    publishing = ("pypi", "images", "site")
+    assert all("cluster" in RELEASE["jobs"][job]["needs"] for job in publishing)
+    assert "cat cluster/results.md >> notes.md" in script("release")
+    by_hand = (ROOT / "tests/cluster/kind.sh").read_text()
+    assert "make test-cluster CLUSTER_CONTEXT=" in by_hand
+
+
 def test_gate_builds_and_checks_what_a_release_publishes() -> None:
     (targets,) = re.findall(r"^run_part make .* --output-sync (.*)$", GATE, re.MULTILINE)
     assert {"check", "site", "dist", "workflows"} <= set(targets.split())

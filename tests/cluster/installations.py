@@ -1,0 +1,220 @@
+"""The installations: the overlays and the chart, each in a namespace of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import yaml
+
+from tests.cluster.kubectl import ClusterError, format_list
+from tests.cluster.resources import (
+    CHANGING,
+    GATEWAY,
+    REQUESTS,
+    SECRETS,
+    STREAMING,
+    add_test_models,
+    fit_overlay,
+    list_scaled_objects,
+    list_secrets,
+    render_overlay,
+    set_replicas,
+)
+from tests.cluster.scene import Run
+from tests.support.helm import CHART
+from tests.support.manifests import Resource
+
+TEXT_MODEL: Final = "text_ensemble"
+DECLARED: Final = ("ensemble", TEXT_MODEL)
+SENTENCE: Final = {"inputs": {"TEXT": "The ship left the harbour at dawn."}}
+STREAM: Final = {"inputs": {"FROM": 5, "SECONDS": 0.2}}
+INFER_TEXT: Final = f"/v1/models/{TEXT_MODEL}/infer"
+LOAD: Final[Sequence[Mapping[str, Any]]] = (
+    {"kind": "unary", "path": INFER_TEXT, "json": SENTENCE, "count": 2},
+    {
+        "kind": "new connection",
+        "path": INFER_TEXT,
+        "json": SENTENCE,
+        "keeps_connection": False,
+        "count": 2,
+    },
+)
+STREAMS: Final[Sequence[Mapping[str, Any]]] = (
+    {
+        "kind": "stream",
+        "path": f"/v1/models/{STREAMING}/infer",
+        "json": STREAM,
+        "is_stream": True,
+        "count": 2,
+    },
+)
+TEXT_STREAMS: Final[Sequence[Mapping[str, Any]]] = (
+    {"kind": "stream", "path": INFER_TEXT, "json": SENTENCE, "is_stream": True, "count": 2},
+)
+# More than the Tritons of one target of KEDA have at a time.
+MANY_STREAMS: Final = tuple({**each, "count": 24} for each in STREAMS)
+# What an installation may leave behind: the user's Secrets, the claim of Redis, and Kubernetes' own objects.
+KINDS: Final = (
+    "deployments,statefulsets,pods,services,networkpolicies,poddisruptionbudgets,configmaps"
+)
+OWN_CONFIG_MAP: Final = "kube-root-ca.crt"
+REPLICAS: Final = 2
+
+
+class Installation:
+    """Objects of `kubectl apply`, or a release of the chart."""
+
+    has_keys = True
+    load: Sequence[Mapping[str, Any]] = ()
+
+    def __init__(self, run: Run, name: str) -> None:
+        self.name = name
+        self.namespace = run.find_namespace(name)
+        self.run = run
+        self.wishes: Mapping[str, bool] = dict.fromkeys(DECLARED, True)
+
+    def install(self) -> None:
+        raise NotImplementedError
+
+    def uninstall(self) -> None:
+        raise NotImplementedError
+
+    def list_objects(self) -> list[Resource]:
+        """Return the objects that were applied."""
+        raise NotImplementedError
+
+    def check_unchanged(self) -> None:
+        """Raise `ClusterError` if another `apply` of the same objects would change any."""
+        changes = self.run.cluster.find_changes(self.list_objects(), self.namespace)
+        if changes:
+            changed = [line for line in changes.splitlines() if line.startswith("diff ")]
+            raise ClusterError(f"`kubectl diff` right after shows {len(changed)} changed objects")
+
+    def check_uninstalled(self) -> None:
+        """Raise `ClusterError` if something is left, or the user's Secrets are not."""
+        found = self.run.cluster.list_objects(KINDS, self.namespace)
+        left = [
+            f"{each['kind']} {each['metadata']['name']}"
+            for each in found
+            if each["metadata"]["name"] != OWN_CONFIG_MAP
+            and "deletionTimestamp" not in each["metadata"]
+        ]
+        if left:
+            raise ClusterError(f"left after uninstalling: {', '.join(left)}")
+        secrets = self.run.cluster.list_objects("secrets", self.namespace)
+        kept = {each["metadata"]["name"] for each in secrets}
+        if self.has_keys and not kept >= set(SECRETS):
+            raise ClusterError(f"uninstalling deleted {', '.join(sorted(set(SECRETS) - kept))}")
+
+
+class OverlayInstallation(Installation):
+    components: Sequence[str] = ("cpu-only",)
+
+    def install(self) -> None:
+        if self.has_keys:
+            self.run.cluster.apply(list_secrets(), self.namespace)
+        self.run.cluster.apply(self.list_objects(), self.namespace)
+
+    def uninstall(self) -> None:
+        text = format_list(self.list_objects())
+        words = ("delete", "--namespace", self.namespace, "--filename", "-", "--cascade=foreground")
+        self.run.cluster.run(*words, stdin=text, timeout_s=300)
+
+    def render_all(self, overlay: str) -> list[Resource]:
+        return render_overlay(overlay, self.namespace, self.components)
+
+    def render(self, overlay: str) -> list[Resource]:
+        kinds = self.run.cluster.list_kinds()
+        return fit_overlay(self.render_all(overlay), kinds, self.run.images, self.run.name)
+
+
+class Dev(OverlayInstallation):
+    """One gateway without keys before one Triton."""
+
+    has_keys = False
+    load = (*LOAD, *TEXT_STREAMS)
+    components = ()
+
+    def list_objects(self) -> list[Resource]:
+        return self.render("dev")
+
+
+class Prod(OverlayInstallation):
+    """Two gateways with keys and a Redis before two Tritons, which also have models of the test."""
+
+    load = (*LOAD, *STREAMS)
+
+    def __init__(self, run: Run, name: str) -> None:
+        super().__init__(run, name)
+        self.wishes = {**self.wishes, STREAMING: True, CHANGING: False}
+
+    def list_objects(self) -> list[Resource]:
+        resources = self.render("prod")
+        set_replicas(resources, REPLICAS)
+        return add_test_models(resources)
+
+
+class Zero(OverlayInstallation):
+    """Tritons that KEDA starts with the first request, in a namespace with another name."""
+
+    components = ("cpu-only", "keda-zero")
+
+    def list_objects(self) -> list[Resource]:
+        fitted = self.render("prod")
+        scalers = list_scaled_objects(self.render_all("prod"))
+        return add_test_models([*fitted, *scalers])
+
+
+class Chart(Installation):
+    """The same numbers from the chart, with its own models."""
+
+    load = (*LOAD, *TEXT_STREAMS)
+
+    def install(self) -> None:
+        self.run.cluster.apply(list_secrets(), self.namespace)
+        words = ("install", GATEWAY, str(CHART), "--namespace", self.namespace, "--values", "-")
+        self.run.cluster.helm(*words, stdin=json.dumps(build_values(self.run.images)))
+
+    def uninstall(self) -> None:
+        words = ("uninstall", GATEWAY, "--namespace", self.namespace)
+        self.run.cluster.helm(*words, "--wait", "--cascade", "foreground", timeout_s=300)
+
+    def list_objects(self) -> list[Resource]:
+        words = ("get", "manifest", GATEWAY, "--namespace", self.namespace)
+        documents = yaml.load_all(self.run.cluster.helm(*words), yaml.CSafeLoader)
+        return [each for each in documents if each]
+
+
+def build_values(images: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of the chart: two small gateways, two Tritons without a GPU, and a Redis."""
+    small = {"requests": dict(REQUESTS), "limits": {"memory": "2Gi"}}
+    values: dict[str, Any] = {
+        "gateway": {
+            "autoscaling": {"enabled": False},
+            "replicas": REPLICAS,
+            "resources": small,
+            "image": split_image(images["gateway"]),
+        },
+        "triton": {
+            "replicas": REPLICAS,
+            "cpuOnly": {
+                "enabled": True,
+                "resources": small,
+                "image": split_image(images["embedded"]),
+            },
+        },
+        "redis": {"enabled": True},
+    }
+    if "redis" in images:
+        values["redis"]["image"] = images["redis"]
+    return values
+
+
+def split_image(image: str) -> dict[str, str]:
+    repository, _, digest = image.partition("@")
+    if digest:
+        return {"repository": repository, "digest": digest}
+    repository, _, tag = image.rpartition(":")
+    return {"repository": repository, "tag": tag}

@@ -1,0 +1,230 @@
+"""What `make test-cluster` can show without a cluster: its load, what it applies, and that it cleans up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gateway.embedded.supervisor import EmbeddedTriton
+from tests.cluster.events import CHART_EVENTS, CONTAINERS, OVERLAY_EVENTS
+from tests.cluster.installations import DECLARED, LOAD, TEXT_STREAMS, build_values
+from tests.cluster.kubectl import ClusterError, connect
+from tests.cluster.resources import (
+    IMAGES,
+    PROGRAMS,
+    RUN_LABEL,
+    STREAMING,
+    add_test_models,
+    build_agent,
+    build_namespace,
+    build_pod,
+    fit_overlay,
+    list_scaled_objects,
+    list_secrets,
+    list_templates,
+    render_overlay,
+    set_replicas,
+)
+from tests.cluster.verdict import Losses, Outcome, find_violations, parse_record
+from tests.support.helm import render_chart
+from tests.support.kubernetes_schemas import KUBERNETES, complaints
+from tests.support.manifests import Manifests, Resource, containers
+from tests.support.servers import ROOT, GatewayProcess
+from tests.support.wait import TIMEOUT_S, wait_until
+
+LOAD_PROGRAM = PROGRAMS / "load.py"
+OWN_IMAGES = {role: f"mirror.example/{name}:test" for role, name in IMAGES.items()}
+BUILT_IN = {
+    "ConfigMap",
+    "Deployment",
+    "HorizontalPodAutoscaler",
+    "Namespace",
+    "NetworkPolicy",
+    "PodDisruptionBudget",
+    "Service",
+    "ServiceAccount",
+    "StatefulSet",
+}
+
+
+def test_load_sees_what_a_killed_gateway_costs(demo_triton: EmbeddedTriton, tmp_path: Path) -> None:
+    """A request is lost only inside the gateway; the others wait for the next connection."""
+    environment = {
+        "GATEWAY_TRITON_URLS": demo_triton.options.url,
+        "GATEWAY_CONNECT_TIMEOUT_S": "10",
+        "GATEWAY_LOG_LEVEL": "warning",
+    }
+    gateway = GatewayProcess(environment)
+    gateway.start()
+    settings = tmp_path / "load.json"
+    requests = [{**each, "pause_s": 0} for each in (*LOAD, *TEXT_STREAMS)]
+    settings.write_text(json.dumps({"url": gateway.url, "headers": {}, "requests": requests}))
+    output = tmp_path / "lines"
+    began = time.time()
+    with output.open("wb") as file:
+        command = [sys.executable, str(LOAD_PROGRAM), "send", str(settings)]
+        process = subprocess.Popen(command, stdout=file)
+    try:
+        wait_until(lambda: is_answered(output, after=began))
+        gateway.kill()
+        fault_ended = time.time()
+        wait_until(lambda: "refused" in output.read_text())
+        gateway.start()
+        started = time.time()
+        wait_until(lambda: is_answered(output, after=started + 1))
+    finally:
+        process.terminate()
+        process.wait(TIMEOUT_S)
+        gateway.stop()
+    record = parse_record(read_lines(output), began, time.time())
+    assert {"unary", "new connection", "stream"} <= record.answered.keys()
+    fault = Outcome("kill -9", Losses.connections_inside, record, fault_ended=fault_ended)
+    assert not find_violations(fault)
+    on_purpose = Outcome("rollout", Losses.none, record, fault_ended=fault_ended)
+    assert "connections were refused" in find_violations(on_purpose)[-1]
+
+
+def read_lines(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def is_answered(path: Path, after: float) -> bool:
+    """Return whether requests of each kind were answered after this time."""
+    answered = parse_record(read_lines(path), after, time.time()).answered
+    return len(answered) == 3 and all(answered.values())
+
+
+def render_installation(overlay: str, *components: str) -> list[Resource]:
+    return render_overlay(overlay, "another-name", components)
+
+
+@pytest.mark.parametrize(("overlay", "components"), [("dev", ()), ("prod", ("cpu-only",))])
+def test_overlay_fits_into_a_small_cluster(overlay: str, components: tuple[str, ...]) -> None:
+    rendered = render_installation(overlay, *components)
+    resources = fit_overlay(rendered, BUILT_IN, OWN_IMAGES, "run")
+    set_replicas(resources, 2)
+    if overlay == "prod":
+        resources = add_test_models(resources)
+        resources += list_secrets()
+    for version in KUBERNETES:
+        assert not [each for resource in resources for each in complaints(resource, version)]
+    assert {each["kind"] for each in resources} <= BUILT_IN | {"Secret"}
+    assert "Namespace" not in {each["kind"] for each in resources}
+    text = json.dumps(resources)
+    assert "nvidia.com/gpu" not in text
+    assert "registry.example.com" not in text
+    for template in list_templates(resources):
+        assert template["metadata"]["labels"][RUN_LABEL] == "run"
+        for container in containers(template["spec"]):
+            assert container["image"] in OWN_IMAGES.values()
+    made = Manifests(overlay, tuple(resources))
+    for name, container_name in CONTAINERS.items():
+        names = [container["name"] for container in made.pod(name)["containers"]]
+        assert container_name in names
+        assert "tmp" in [volume["name"] for volume in made.pod(name)["volumes"]]
+
+
+def test_models_of_the_load_are_declared_and_loaded_at_the_start() -> None:
+    rendered = render_installation("prod", "cpu-only")
+    resources = add_test_models(fit_overlay(rendered, BUILT_IN, OWN_IMAGES, "run"))
+    made = Manifests("prod", tuple(resources))
+    declared = yaml.safe_load(made.get("ConfigMap", "triton-gateway-models")["data"]["models.yaml"])
+    assert set(declared["models"]) == {*DECLARED, STREAMING}
+    (container,) = made.pod("triton")["containers"]
+    assert container["args"][-2:] == ["--load", STREAMING]
+
+
+def test_scaler_of_keda_needs_no_prometheus_and_follows_the_namespace() -> None:
+    rendered = render_installation("prod", "cpu-only", "keda-zero")
+    (scaled,) = list_scaled_objects(rendered)
+    (trigger,) = scaled["spec"]["triggers"]
+    assert trigger["type"] == "external-push"
+    assert scaled["spec"]["minReplicaCount"] == 0
+
+
+def test_chart_takes_the_values_of_a_small_cluster() -> None:
+    made = render_chart(build_values(OWN_IMAGES))
+    images = {
+        container["image"]
+        for template in list_templates(made.resources)
+        for container in containers(template["spec"])
+    }
+    assert images == set(OWN_IMAGES.values())
+    assert {each["spec"]["replicas"] for each in made.kind("Deployment")} == {2}
+
+
+def test_page_names_every_event() -> None:
+    page = (ROOT / "docs/contribute/cluster-tests.md").read_text()
+    assert not [each.name for each in (*OVERLAY_EVENTS, *CHART_EVENTS) if each.name not in page]
+
+
+def test_pods_of_the_tools_fit_the_schemas() -> None:
+    load = build_pod("load", "image", ("python3",), "programs")
+    agent = build_agent("node-1.example", "image")
+    for resource in (load, agent, build_namespace("tools", "run", is_restricted=False)):
+        for version in KUBERNETES:
+            assert not complaints(resource, version)
+
+
+# Answers as a cluster without objects, and does not end when it is asked for the kinds of objects.
+FAKE_KUBECTL = """#!/bin/sh
+echo "$*" >> "$CALLS"
+case "$*" in
+  *current-context*) echo kind-test ;;
+  *" get "*) echo '{"items": []}' ;;
+  *api-resources*) exec sleep 600 ;;
+esac
+"""
+
+
+@pytest.fixture
+def kubectl_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let this program be found instead of the real one; return the file with its calls."""
+    program = tmp_path / "kubectl"
+    program.write_text(FAKE_KUBECTL)
+    program.chmod(0o755)
+    calls = tmp_path / "calls"
+    calls.touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(calls))
+    return calls
+
+
+def test_cluster_is_refused_unless_it_is_named(kubectl_calls: Path) -> None:
+    with pytest.raises(ClusterError, match="make test-cluster CLUSTER_CONTEXT=kind-test"):
+        connect("")
+    with pytest.raises(ClusterError, match="the current context is 'kind-test': kubectl config"):
+        connect("prod")
+    assert kubectl_calls.read_text().splitlines() == ["config current-context"] * 2
+    connect("kind-test")
+
+
+def test_namespaces_are_removed_after_ctrl_c(kubectl_calls: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.cluster", "--context", "kind-test"]
+    command += ["--output", str(tmp_path / "results")]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        wait_until(lambda: "api-resources" in kubectl_calls.read_text())
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        printed, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130, printed
+    *_, last = kubectl_calls.read_text().splitlines()
+    assert last.startswith("--context kind-test delete namespace triton-gateway-test-")
+    created = {word for word in last.split() if word.startswith("triton-gateway-test-")}
+    assert {name.rpartition("-")[2] for name in created} == {
+        "dev",
+        "prod",
+        "chart",
+        "zero",
+        "tools",
+    }
+    assert printed.splitlines()[-1] == "interrupted"
