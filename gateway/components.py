@@ -24,7 +24,13 @@ from gateway.fleet.inference import InferenceService
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.statistics import FleetStatistics
-from gateway.memory import MemoryBudget, default_budget_bytes, limit_heap_growth, return_free_memory
+from gateway.memory import (
+    MAX_FREE_HEAP_BYTES,
+    MemoryBudget,
+    default_budget_bytes,
+    limit_heap_growth,
+    return_free_memory,
+)
 from gateway.repository.collector import FleetCollector, StateCollector
 from gateway.repository.maintenance import Maintenance
 from gateway.repository.models_file import NO_KEYS, KeyParsers, ModelsFile
@@ -43,7 +49,10 @@ from gateway.triton.restricted_api import read_restricted_api
 log = logging.getLogger(__name__)
 
 METRICS_INTERVAL_S = 0.5
-TRIM_INTERVAL_S = 4.0
+# Much memory that became free is returned at the next period, less after all of them.
+TRIM_PERIOD_S = 1.0
+TRIM_PERIODS = 4
+MUCH_FREE_MEMORY_BYTES = 64 << 20
 THREAD_SWITCH_INTERVAL_S = 0.0005
 LAG_SAMPLES = 20  # ten seconds, so that a scrape every ten seconds sees the maximum
 
@@ -81,8 +90,11 @@ async def trim_heaps(memory: MemoryBudget) -> None:
     """Return free memory to the system after requests used much of it, until cancelled."""
 
     async def trim() -> None:
-        await asyncio.sleep(TRIM_INTERVAL_S)
-        if memory.has_shrunk():
+        for _ in range(TRIM_PERIODS):
+            await asyncio.sleep(TRIM_PERIOD_S)
+            if has_shrunk := memory.has_shrunk(MUCH_FREE_MEMORY_BYTES):
+                break
+        if has_shrunk or memory.has_shrunk(MAX_FREE_HEAP_BYTES):
             # A failed request can be in a cycle with its error, and so its body; most are young.
             gc.collect(1)
             await asyncio.to_thread(return_free_memory)

@@ -115,9 +115,9 @@ class MemoryBudget:
     def _limit_bytes(self, needed_bytes: int) -> int:
         return self._total_bytes if needed_bytes <= SMALL_REQUEST_BYTES else self._large_bytes
 
-    def has_shrunk(self) -> bool:
-        """Return whether requests used much more since the last call that returned True."""
-        has_shrunk = self._peak_bytes - self.used_bytes > MAX_FREE_HEAP_BYTES
+    def has_shrunk(self, by_bytes: int) -> bool:
+        """Return whether requests used so much more since the last call that returned True."""
+        has_shrunk = self._peak_bytes - self.used_bytes > by_bytes
         if has_shrunk:
             self._peak_bytes = self.used_bytes
         return has_shrunk

@@ -21,9 +21,9 @@ class Limits:
     modules: int = 18  # at the top
     files_in_folder: int = 21
     core_files: int = 173
-    core_lines: int = 26_860
+    core_lines: int = 26_875
     capability_lines: int = 3_935
-    lines: int = 46_100
+    lines: int = 46_115
 
 
 @dataclass(frozen=True)
