@@ -27,21 +27,21 @@ FROM ${PYTHON_IMAGE} AS tools
 ARG SOURCE_DATE_EPOCH=1767225600
 ENV SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH} \
     PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore \
-    PYTHONDONTWRITEBYTECODE=1
+    PIP_COMPILE=0 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /build
 RUN apt-get update -qq \
  && apt-get install -y -qq --no-install-recommends binutils \
  && rm -rf /var/lib/apt/lists/*
 COPY requirements/build.txt requirements/
 RUN python3 -m venv tools \
- && tools/bin/python -m pip install --quiet --no-compile --no-deps --require-hashes -r requirements/build.txt
+ && tools/bin/python -m pip install --quiet --no-deps --require-hashes -r requirements/build.txt
 
 
 # The gateway's dependencies, in a separate layer that a new version of the gateway does not change.
 FROM tools AS packages
 COPY requirements/image.txt requirements/
 RUN python3 -m venv --without-pip /opt/triton-gateway \
- && tools/bin/python -m pip --python /opt/triton-gateway/bin/python install --quiet --no-compile \
+ && tools/bin/python -m pip --python /opt/triton-gateway/bin/python install --quiet \
       --no-deps --require-hashes --only-binary=:all: -r requirements/image.txt
 # Remove the packages' tests, headers and debug symbols. Libraries in *.libs folders were rewritten when their
 # wheel was built, and strip would break them; the build fails if any library does not load.
@@ -64,7 +64,7 @@ COPY requirements/models.txt requirements/sentences.txt requirements/sentences-w
      requirements/tritonserver.txt requirements/
 COPY gateway gateway
 RUN tools/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir wheels . \
- && tools/bin/python -m pip --python /opt/triton-gateway/bin/python install --quiet --no-compile \
+ && tools/bin/python -m pip --python /opt/triton-gateway/bin/python install --quiet \
       --no-deps --no-index wheels/*.whl \
  && cd /opt/triton-gateway/lib/python3.11/site-packages \
  && python3 -m compileall -q --invalidation-mode unchecked-hash gateway \
@@ -84,7 +84,8 @@ RUN TRITON_GATEWAY_CACHE=/tmp/cache tools/bin/python -m models.sentences \
  && rm -r /tmp/cache && chmod -R a+rX triton_repo
 
 
-# tritonserver from its wheel and the environment of the models, installed here because the root is read-only.
+# tritonserver from its wheel and the environment of the models, installed here because the root is read-only. The
+# bytecode of the standard installers is removed: it contains timestamps and names of temporary folders.
 FROM tools AS server
 ENV TRITON_GATEWAY_CACHE=/opt/triton-gateway/cache
 COPY requirements/models.txt requirements/tritonserver.txt requirements/
@@ -94,16 +95,25 @@ COPY gateway/embedded/backends gateway/embedded/backends
 RUN python3 -c 'from gateway.embedded.installation import install_triton; install_triton(print)' \
  && rm -rf /opt/triton-gateway/cache/models-*/lib/python3*/site-packages/pip* \
            /opt/triton-gateway/cache/models-*/lib/python3*/site-packages/setuptools* \
+ && find /opt/triton-gateway/cache -depth -name __pycache__ -exec rm -r {} + \
+ && python3 -m compileall -q --invalidation-mode unchecked-hash \
+      /opt/triton-gateway/cache/models-*/lib /opt/triton-gateway/cache/backends-* \
  && chmod -R a+rX /opt/triton-gateway/cache
 
 
 FROM ${TRITON_IMAGE} AS triton
-# The dependencies of the Python models, in addition to the image's own packages; its pip installs them.
-ENV PYTHONPATH=/opt/models-environment PYTHONDONTWRITEBYTECODE=1
+# The dependencies of the Python models, in an environment that includes the image's own packages and its pip. Models
+# run in the environment of the python3 in PATH; Triton 24.10 and older ignore PYTHONPATH.
+ENV VIRTUAL_ENV=/opt/models-environment PATH=/opt/models-environment/bin:${PATH} PYTHONDONTWRITEBYTECODE=1
 COPY requirements/models.txt /opt/models.txt
-RUN python3 -m pip install --quiet --no-cache-dir --no-deps --require-hashes --only-binary=:all: \
-      --target /opt/models-environment -r /opt/models.txt
+RUN python3 -m venv --without-pip --system-site-packages /opt/models-environment \
+ && python3 -m pip install --quiet --no-cache-dir --no-compile --ignore-installed \
+      --no-deps --require-hashes --only-binary=:all: -r /opt/models.txt \
+ && PYTHONHASHSEED=0 python3 -m compileall -q --invalidation-mode unchecked-hash /opt/models-environment/lib
 COPY --from=repository /build/triton_repo /opt/triton_repo
+# Fails for a release that is too old, or whose Python backend does not find the packages.
+COPY deploy/image/check_python_model.py /opt/check_python_model.py
+RUN python3 /opt/check_python_model.py /opt/triton_repo text_preprocessing
 USER 1000:1000
 EXPOSE 8000 8001 8002
 STOPSIGNAL SIGTERM

@@ -149,6 +149,29 @@ def test_dockerfile_installs_what_is_locked_by_its_hash_in_stages_that_are_throw
         assert "--no-deps" in words
 
 
+def test_bytecode_of_every_image_is_the_same_in_each_build() -> None:
+    """pip compiles in a folder with a random name, and with timestamps: it must not compile at all."""
+    assert "PIP_COMPILE=0" in stage("tools")
+    commands = re.sub(r"\\\n", " ", stage("triton"))
+    (install,) = re.findall(r"-m pip install ([^&\n]*)", commands)
+    assert "--no-compile" in install
+    for name in ("packages", "build", "server", "triton"):
+        compiled = re.findall(r"-m compileall ([^&\n]*)", re.sub(r"\\\n", " ", stage(name)))
+        assert compiled, name
+        assert all("--invalidation-mode unchecked-hash" in words for words in compiled)
+
+
+def test_models_of_the_gpu_image_run_in_the_environment_of_the_first_python_in_the_path() -> None:
+    text = stage("triton")
+    (variables,) = re.findall(r"^ENV (.*)$", text, re.MULTILINE)
+    environment = dict(re.findall(r"(\w+)=(\S+)", variables))
+    folder = environment["VIRTUAL_ENV"]
+    assert environment["PATH"].startswith(f"{folder}/bin:")
+    assert "PYTHONPATH" not in environment  # which Triton 24.10 ignores
+    assert f"-m venv --without-pip --system-site-packages {folder}" in text
+    assert re.search(r"^RUN python3 /opt/check_python_model.py /opt/triton_repo \w+$", text, re.M)
+
+
 def test_dockerignore_allows_only_what_the_dockerfile_copies() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     rules = [line for line in lines if line and not line.startswith("#")]
