@@ -189,10 +189,11 @@ $(RESNET50)/.ready: requirements/resnet50.txt
 	@$(RESNET50)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/resnet50.txt
 	@touch $@
 
-# Generate k8s/components/monitoring/rules.yaml from deploy/monitoring, and the chart's copies and README; tests
-# compare them. RUNBOOKS=https://… is the address where docs/ is published, for the links in alerts.
+# Generate the rules and the dashboard of k8s/components/monitoring from deploy/monitoring, and the chart's copies,
+# schema and README; tests compare them. RUNBOOKS=https://… is the address where docs/ is published, for the links in alerts.
 manifests: $(VENV)/.dev ## Generate the files of k8s/ and the Helm chart that have another source
 	@$(BIN)/python deploy/monitoring/prometheusrule.py $(RUNBOOKS) > k8s/components/monitoring/rules.yaml
+	@cp deploy/monitoring/dashboard.json k8s/components/monitoring/dashboard.json
 	@$(BIN)/python -m deploy.helm.chart
 
 # Packages, checks of an index, and the SBOM. The same commit always gives the same files.

@@ -1,11 +1,13 @@
 """Generate the files of the Helm chart that have another source; `make manifests` runs it.
 
-README.md is made of Chart.yaml and of the comments `# --` in values.yaml; files/ contains copies, because a
-chart cannot read outside of its folder.
+README.md is made of Chart.yaml and of the comments `# --` in values.yaml; the names of the settings in
+values.schema.json are those of the gateway; files/ contains copies, because a chart cannot read outside
+of its folder.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,8 @@ from typing import Any
 import yaml
 
 from deploy.monitoring import prometheusrule
+from gateway.capabilities.installed import SETTINGS
+from gateway.settings import ENV_PREFIX, list_setting_names
 
 CHART = Path(__file__).parent / "triton-gateway"
 DASHBOARD = Path(prometheusrule.__file__).parent / "dashboard.json"
@@ -28,7 +32,7 @@ HEAD = """\
 
 {description} It creates the same objects as \
 `k8s/`, which a test compares; use one of them. It needs Kubernetes 1.30 or newer, and one namespace for \
-each release.
+each release (or `fullnameOverride`).
 
 ```sh
 helm install triton-gateway deploy/helm/triton-gateway -n triton-gateway --create-namespace -f values.yaml
@@ -89,10 +93,20 @@ def readme() -> str:
     return HEAD.format(description=chart["description"], examples=examples) + "".join(rows)
 
 
+def schema() -> str:
+    """Return values.schema.json with the names of the settings, so that Helm refuses a misspelt one."""
+    document = json.loads((CHART / "values.schema.json").read_text())
+    names = sorted(f"{ENV_PREFIX}{name.upper()}" for name in list_setting_names(*SETTINGS))
+    settings = document["properties"]["gateway"]["properties"]["settings"]
+    settings["propertyNames"] = {"anyOf": [{"enum": names}, {"pattern": "^OTEL_[A-Z0-9_]+$"}]}
+    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+
+
 def files() -> dict[Path, str]:
     """Return the content of every generated file."""
     return {
         CHART / "README.md": readme(),
+        CHART / "values.schema.json": schema(),
         CHART / "files" / "rules.yaml": prometheusrule.text(),
         CHART / "files" / "dashboard.json": DASHBOARD.read_text(),
     }

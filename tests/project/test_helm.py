@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,17 +16,24 @@ import yaml
 
 from deploy.helm import chart
 from gateway import __version__
+from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.gateway_forks import run_gateway
 from tests.support.helm import CHART, EXAMPLES, Values, comparable, render_chart, run_helm
+from tests.support.kubernetes_apply import find_changes
 from tests.support.kubernetes_schemas import CUSTOM, KUBERNETES, complaints
+from tests.support.kubernetes_tools import kubernetes_program
 from tests.support.manifests import Manifests
-from tests.support.servers import free_ports
+from tests.support.platform_rules import find_violations, read_exemptions
+from tests.support.servers import free_ports, gateway_before
 
 CPU_ONLY: Values = {"triton": {"cpuOnly": {"enabled": True}}}
 EGRESS: Values = {
     "networkPolicy": {
         "gatewayEgress": [
-            {"to": [{"ipBlock": {"cidr": "192.0.2.0/24"}}], "ports": [{"port": 6379}]},
+            {
+                "to": [{"ipBlock": {"cidr": "192.0.2.0/24"}}],
+                "ports": [{"port": 6379, "protocol": "TCP"}],
+            },
             {
                 "to": [
                     {
@@ -30,7 +42,7 @@ EGRESS: Values = {
                         }
                     }
                 ],
-                "ports": [{"port": 4318}],
+                "ports": [{"port": 4318, "protocol": "TCP"}],
             },
         ]
     }
@@ -44,6 +56,8 @@ S3: Values = {
         }
     }
 }
+CLAIM: Values = {"type": "pvc", "claimName": "triton-repository"}
+UPLOADS: Values = {"triton": {"repository": {**CLAIM, "uploads": "artifacts"}}}
 ENABLED: Values = {"enabled": True}
 # The values with which the chart is each component of k8s/.
 COMPONENTS: dict[str, Values] = {
@@ -56,9 +70,10 @@ COMPONENTS: dict[str, Values] = {
     "monitoring": {"monitoring": ENABLED},
     "redis-state": {"redis": ENABLED},
     "s3-repository": S3,
+    "volume-repository": {**UPLOADS, "redis": ENABLED},
 }
 # Components that change others.
-REQUIRED = {"keda-zero": ("keda", "redis-state")}
+REQUIRED = {"keda-zero": ("keda", "redis-state"), "volume-repository": ("redis-state",)}
 DEV: Values = {
     **CPU_ONLY,
     "keys": {"enabled": False},
@@ -74,6 +89,21 @@ PROD: Values = {
     **dict.fromkeys(("redis", "monitoring", "keda", "gatewayApi"), ENABLED),
 }
 DIGEST = "sha256:" + "0" * 64
+SIDECAR: Values = {
+    "name": "sidecar",
+    "image": "registry.example.com/sidecar:1.0",
+    "resources": {
+        "requests": {"cpu": "10m", "memory": "16Mi", "ephemeral-storage": "16Mi"},
+        "limits": {"memory": "64Mi", "ephemeral-storage": "64Mi"},
+    },
+    "securityContext": {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    },
+    "livenessProbe": {"tcpSocket": {"port": 9000}},
+    "readinessProbe": {"httpGet": {"path": "/", "port": 9000}},
+}
 OTHERS: dict[str, Values] = {
     "existing Triton": {"triton": {"enabled": False, "urls": "dns+http://t.models:8000"}},
     "claim": {"triton": {"repository": {"type": "pvc", "claimName": "models", "subPath": "prod"}}},
@@ -104,6 +134,28 @@ OTHERS: dict[str, Values] = {
         "imagePullSecrets": [{"name": "registry"}],
         "commonLabels": {"team": "vision"},
     },
+    "several releases in a namespace": {**PROD, "fullnameOverride": "vision", "ingress": ENABLED},
+    "additions": {
+        part: {
+            "podLabels": {"cost-center": "42"},
+            "serviceAccountAnnotations": {"a": "b"},
+            "runtimeClassName": "nvidia",
+            "topologySpreadConstraints": [
+                {
+                    "maxSkew": 1,
+                    "topologyKey": "kubernetes.io/hostname",
+                    "whenUnsatisfiable": "DoNotSchedule",
+                    "labelSelector": {"matchLabels": {"app.kubernetes.io/name": name}},
+                }
+            ],
+            "extraContainers": [SIDECAR],
+            "extraInitContainers": [{**SIDECAR, "name": "before"}],
+            "extraVolumes": [{"name": "ca", "secret": {"secretName": "ca"}}],
+            "extraVolumeMounts": [{"name": "ca", "mountPath": "/ca", "readOnly": True}],
+            "image": {"repository": name, "digest": DIGEST, "pullPolicy": "Always"},
+        }
+        for part, name in (("gateway", "triton-gateway"), ("triton", "triton"))
+    },
     "no policies, a shared GPU": {
         "networkPolicy": {"enabled": False},
         "triton": {"gpu": {"resource": "nvidia.com/gpu.shared"}},
@@ -111,6 +163,12 @@ OTHERS: dict[str, Values] = {
     },
 }
 VALUE_SETS = {**COMPONENTS, "base": {}, "dev": DEV, "prod": PROD, **OTHERS}
+# Values whose lists users write without the defaults of the server.
+GIVEN_LISTS = ("additions",)
+# Rules that the values break on purpose.
+DISABLED = {
+    "no policies, a shared GPU": ("pod-networkpolicy: ingress", "pod-networkpolicy: egress"),
+}
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 UNKNOWN = "additional properties"
 
@@ -143,6 +201,12 @@ def test_values_render_valid_objects(name: str) -> None:
     for resource in made.resources:
         labels = resource["metadata"]["labels"]
         assert labels["app.kubernetes.io/managed-by"] == "Helm"
+    # A comparison with the cluster finds no difference, and platform teams only the documented exceptions.
+    if name not in GIVEN_LISTS:
+        assert [change for each in made.resources for change in find_changes(each)] == []
+    exemptions = read_exemptions()
+    found = [each for each in find_violations(made) if not any(e.covers(each) for e in exemptions)]
+    assert [each for each in found if each.rule not in DISABLED.get(name, ())] == []
 
 
 @pytest.mark.long
@@ -155,12 +219,23 @@ def test_values_render_valid_objects(name: str) -> None:
         ({"triton": {"gpu": {"count": "one"}}}, "got string, want integer"),
         ({"gateway": {"image": {"tag": "latest"}}}, "'not' failed"),
         ({"gateway": {"settings": {"GATEWAY_LOG_LEVEL": 3}}}, "want string"),
+        ({"gateway": {"settings": {"GATEWAY_LOG_LEVL": "info"}}}, "'GATEWAY_LOG_LEVEL'"),
         ({"gateway": {"settings": {"GATEWAY_TRITON_URLS": "http://a"}}}, "is set by the chart"),
         ({"gateway": {"settings": {"GATEWAY_STATE": "memory:"}}}, "undo each other's loads"),
         ({"gateway": {"settings": {"GATEWAY_SHUTDOWN_S": "300"}}}, "DRAIN_S + GATEWAY_SHUTDOWN_S"),
         ({"triton": {"enabled": False}}, "requires triton.urls"),
         ({"triton": {"repository": {"type": "s3"}}}, "must begin with s3://"),
         ({"triton": {"repository": {"type": "pvc"}}}, "requires triton.repository.claimName"),
+        (
+            {"triton": {"repository": {**CLAIM, "accessMode": "ReadWriteOnce"}}},
+            "a claim with ReadWriteOnce belongs to one node",
+        ),
+        (
+            {"triton": {"repository": {**CLAIM, "accessMode": "ReadOnlyMany", "uploads": "code"}}},
+            "uploads requires a claim with ReadWriteMany",
+        ),
+        (UPLOADS, "uploads requires Redis"),
+        ({"triton": {"repository": {"uploads": "code"}}}, "is for triton.repository.type=pvc"),
         ({"triton": {"exitTimeoutSeconds": 90}}, "must exceed triton.exitTimeoutSeconds"),
         ({"triton": {"replicas": 2, "maxUnavailable": 2}}, "eviction of every Triton"),
         ({"gateway": {"maxUnavailable": 2}}, "eviction of every gateway"),
@@ -320,3 +395,38 @@ def test_notes_name_the_missing_secrets_and_warn_of_what_the_values_break(
     assert "kubectl -n vision create secret generic triton-gateway-keys " in written
     assert ("WARNING" in written) == bool(warnings)
     assert [each for each in warnings if each not in written] == []
+
+
+@pytest.mark.long
+def test_commands_of_the_notes_work_as_printed(demo_triton: EmbeddedTriton, tmp_path: Path) -> None:
+    """Also a second time: the Secret is replaced. What is sent to the cluster is not."""
+    written = notes({})
+    commands = re.findall(r"^  ((?:triton-gateway|kubectl|curl) .*)$", written, re.MULTILINE)
+    create_key, create_secret, _, _, _, curl = commands
+    environment = {"PATH": f"{Path(kubernetes_program('kubectl')).parent}:{os.environ['PATH']}"}
+
+    def run(command: str) -> str:
+        ended = subprocess.run(
+            ["bash", "-euc", command],
+            cwd=tmp_path,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    words = shlex.split(create_key)[1:]
+    key = run_gateway(*words[:-1], str(tmp_path / words[-1])).stdout.strip()
+    secret, apply = create_secret.split(" | ")
+    assert apply == "kubectl apply -f -"
+    made = yaml.safe_load(run(secret))
+    assert run(secret) == run(secret)
+    assert (made["kind"], made["metadata"]["name"]) == ("Secret", "triton-gateway-keys")
+    assert list(made["data"]) == ["keys.yaml"]
+    keys_file = str(tmp_path / "keys.yaml")
+    with gateway_before(demo_triton.options.url, keys_file=keys_file) as client:
+        address = str(client.base_url).rstrip("/").removeprefix("http://")
+        answer = run(f"KEY={key}; {curl.replace('localhost:8080', address)}")
+    assert "text_ensemble" in answer

@@ -12,7 +12,7 @@ from gateway.access.keys import read_keys_file
 from gateway.repository.models_file import parse_models_file
 from tests.support.gateway_forks import run_gateway
 from tests.support.helm import CHART, EXAMPLES, Values, render_chart
-from tests.support.manifests import Manifests, Resource
+from tests.support.manifests import Manifests, Resource, containers
 
 ENABLED: Values = {"enabled": True}
 REMOTE = {
@@ -107,7 +107,12 @@ def test_tritons_are_placed_on_the_nodes_of_the_values_and_pods_are_spread() -> 
         for name in ("triton", "triton-gateway")
     }
     host, zone = "kubernetes.io/hostname", "topology.kubernetes.io/zone"
-    assert spread == {"triton": [host], "triton-gateway": [host, zone]}
+    assert spread == {"triton": [host], "triton-gateway": [host]}
+    for name in spread:
+        affinity = made.pod(name)["affinity"]["podAntiAffinity"]
+        terms = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+        weights = {term["podAffinityTerm"]["topologyKey"]: term["weight"] for term in terms}
+        assert weights[host] > weights[zone]
 
 
 def test_labels_addresses_and_namespaces_of_other_programs_are_values() -> None:
@@ -188,3 +193,121 @@ def test_commands_of_the_example_create_the_keys_of_the_tenants(tmp_path: Path) 
     # Each team uses its own model of the fleet.
     assert visible == {"vision": ["resnet50"], "search": ["text_ensemble"], "ops": declared}
     assert callers["vision"].requests_per_second == 50
+
+
+def test_size_of_the_ingress_follows_the_setting() -> None:
+    def size(values: Values, annotations: Values | None = None) -> str:
+        ingress = {"enabled": True, "annotations": annotations or {}}
+        (made,) = render_chart({"gateway": {"settings": values}, "ingress": ingress}).kind(
+            "Ingress"
+        )
+        return str(made["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-body-size"])
+
+    assert size({}) == "16m"
+    assert size({"GATEWAY_MAX_BODY_BYTES": "104857600"}) == "100m"
+    assert size({"GATEWAY_MAX_BODY_BYTES": "1"}) == "1m"
+    assert size({}, {"nginx.ingress.kubernetes.io/proxy-body-size": "1g"}) == "1g"
+
+
+def test_another_ingress_controller_gets_its_own_paths() -> None:
+    paths = [{"path": "/v1/models", "pathType": "Prefix"}]
+    values = {**ENABLED, "className": "traefik", "paths": paths}
+    (made,) = render_chart({"ingress": values}).kind("Ingress")
+    (rule,) = made["spec"]["rules"]
+    assert [(each["path"], each["pathType"]) for each in rule["http"]["paths"]] == [
+        ("/v1/models", "Prefix")
+    ]
+    assert "nginx.ingress.kubernetes.io/use-regex" not in made["metadata"]["annotations"]
+
+
+def test_uploads_give_the_gateways_the_claim_and_the_group_of_triton() -> None:
+    repository = {"type": "pvc", "claimName": "models", "subPath": "prod", "uploads": "code"}
+    made = render_chart({"triton": {"repository": repository}, "redis": ENABLED})
+    gateway, triton_pod = made.pod("triton-gateway"), made.pod("triton")
+    assert gateway["securityContext"]["fsGroup"] == triton_pod["securityContext"]["fsGroup"]
+    (container,) = gateway["containers"]
+    settings = {each["name"]: each.get("value") for each in container["env"]}
+    assert settings["GATEWAY_REPOSITORY"] == "file:///models"
+    assert settings["GATEWAY_MODEL_UPLOADS"] == "code"
+    (mount,) = (each for each in container["volumeMounts"] if each["mountPath"] == "/models")
+    assert (mount["subPath"], mount.get("readOnly")) == ("prod", None)
+    (volume,) = (each for each in gateway["volumes"] if each["name"] == mount["name"])
+    assert volume["persistentVolumeClaim"] == {"claimName": "models"}
+
+
+def test_claim_of_one_node_is_for_one_triton_that_stops_before_the_next() -> None:
+    made = render_triton(
+        repository={"type": "pvc", "claimName": "models", "accessMode": "ReadWriteOnce"},
+        rollingUpdate={"maxUnavailable": 1, "maxSurge": 0},
+    )
+    assert made.get("Deployment", "triton")["spec"]["replicas"] == 1
+
+
+def test_full_name_gives_a_release_names_and_selectors_of_its_own() -> None:
+    parts = dict.fromkeys(("redis", "monitoring", "keda", "gatewayApi", "ingress"), ENABLED)
+    made = render_chart({**parts, "fullnameOverride": "vision"})
+    other = render_chart(parts)
+    names = {(each["kind"], each["metadata"]["name"]) for each in made.resources}
+    assert not names & {(each["kind"], each["metadata"]["name"]) for each in other.resources}
+    assert len(names) == len(other.resources)
+    assert all(name == "vision" or name.startswith("vision-") for _, name in names)
+    assert made.get("ConfigMap", "vision-settings")["data"]["GATEWAY_TRITON_URLS"] == (
+        "dns+http://vision-triton:8000"
+    )
+    (container,) = made.pod("vision")["containers"]
+    settings = {each["name"]: each.get("value") for each in container["env"]}
+    assert settings["GATEWAY_STATE"] == "redis://:$(REDIS_PASSWORD)@vision-redis:6379/0"
+    for workload in made.workloads:
+        labels = workload["spec"]["selector"]["matchLabels"]
+        assert labels["app.kubernetes.io/instance"] == "triton-gateway"
+        assert made.selected(labels) == [workload]
+        assert other.selected(labels) == []
+    # The alerts select the job by this label.
+    assert (
+        made.get("Deployment", "vision")["spec"]["template"]["metadata"]["labels"][
+            "app.kubernetes.io/name"
+        ]
+        == "triton-gateway"
+    )
+
+
+def test_sidecars_volumes_labels_and_classes_are_added_to_the_pods() -> None:
+    sidecar = {"name": "proxy", "image": "proxy:1.0"}
+    ca = {"name": "ca", "secret": {"secretName": "redis-ca"}}
+    mount = {"name": "ca", "mountPath": "/etc/ca", "readOnly": True}
+    additions = {
+        "extraContainers": [sidecar],
+        "extraInitContainers": [{**sidecar, "name": "before"}],
+        "extraVolumes": [ca],
+        "extraVolumeMounts": [mount],
+        "podLabels": {"cost-center": "42"},
+        "runtimeClassName": "gvisor",
+        "serviceAccountAnnotations": {"role": "x"},
+        "image": {"repository": "r.example.com/x", "pullPolicy": "Always"},
+    }
+    made = render_chart({"gateway": additions, "triton": additions})
+    for name in ("triton-gateway", "triton"):
+        pod = made.pod(name)
+        assert pod["containers"][1] == sidecar
+        assert pod["initContainers"][0]["name"] == "before"
+        assert ca in pod["volumes"]
+        assert mount in pod["containers"][0]["volumeMounts"]
+        assert pod["containers"][0]["imagePullPolicy"] == "Always"
+        assert pod["runtimeClassName"] == "gvisor"
+        template = made.get("Deployment", name)["spec"]["template"]
+        assert template["metadata"]["labels"]["cost-center"] == "42"
+        account = made.get("ServiceAccount", name)
+        assert account["metadata"]["annotations"] == {"role": "x"}
+
+
+def test_every_image_can_be_given_by_its_digest() -> None:
+    digest = "sha256:" + "0" * 64
+    image = {"repository": "r.example.com/x", "digest": digest}
+    redis = {**ENABLED, "image": f"docker.io/library/redis@{digest}"}
+    made = render_chart({"gateway": {"image": image}, "triton": {"image": image}, "redis": redis})
+    images = {
+        container["image"]
+        for workload in made.workloads
+        for container in containers(workload["spec"]["template"]["spec"])
+    }
+    assert images == {f"r.example.com/x@{digest}", f"docker.io/library/redis@{digest}"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import re
 import subprocess
@@ -241,11 +242,31 @@ def test_every_container_is_confined_limited_and_of_a_pinned_image(made: Manifes
             resources = container["resources"]
             requests, limits = resources["requests"], resources["limits"]
             assert {"cpu", "memory"} <= requests.keys()
-            assert quantity(limits["memory"]) >= quantity(requests["memory"])
+            for name in ("memory", "ephemeral-storage"):
+                assert quantity(limits[name]) >= quantity(requests[name])
             image = container["image"].rpartition("/")[2]
             assert "@sha256:" in image or (":" in image and not image.endswith(":latest"))
     for account in made.kind("ServiceAccount"):
         assert account["automountServiceAccountToken"] is False
+
+
+def test_limit_of_the_storage_holds_the_volumes_and_the_log(made: Manifests) -> None:
+    log_bytes = 50 << 20  # five files of 10 MiB, as the kubelet rotates them
+    for workload in made.workloads:
+        pod = workload["spec"]["template"]["spec"]
+        local = [volume for volume in pod.get("volumes", []) if "emptyDir" in volume]
+        sizes = [
+            quantity(volume["emptyDir"]["sizeLimit"])
+            for volume in local
+            if volume["emptyDir"].get("medium") != "Memory"
+        ]
+        (container,) = pod["containers"]
+        limit = quantity(container["resources"]["limits"]["ephemeral-storage"])
+        assert limit >= sum(sizes) + log_bytes
+        # The cluster autoscaler may remove a node with these volumes.
+        notes = workload["spec"]["template"]["metadata"].get("annotations", {})
+        named = notes.get("cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes", "")
+        assert {*filter(None, named.split(","))} == {volume["name"] for volume in local}
 
 
 def test_policies_cover_every_pod_and_let_only_gateways_and_monitoring_reach_triton(
@@ -309,15 +330,7 @@ def test_egress_component_opens_redis_and_the_collector() -> None:
     assert "namespaceSelector" in collector
 
 
-def test_routes_open_inference_alone(made: Manifests) -> None:
-    for ingress in made.kind("Ingress"):
-        for rule in ingress["spec"]["rules"]:
-            check_paths([(path["pathType"], path["path"]) for path in rule["http"]["paths"]])
-    for route in made.kind("HTTPRoute"):
-        for rule in route["spec"]["rules"]:
-            check_paths(
-                [(match["path"]["type"], match["path"]["value"]) for match in rule["matches"]]
-            )
+def test_grpc_route_opens_inference_alone(made: Manifests) -> None:
     for route in made.kind("GRPCRoute"):
         (rule,) = route["spec"]["rules"]
         methods = {match["method"]["method"] for match in rule["matches"]}
@@ -349,13 +362,80 @@ def test_services_and_routes_name_the_port_of_grpc(made: Manifests) -> None:
     )
 
 
-def check_paths(paths: list[tuple[str, str]]) -> None:
-    assert paths
-    closed = ("/metrics", "/v2/repository/index", "/v2/logging", "/v1/replicas", "/v1/operations/1")
-    for kind, path in paths:
-        for private in closed:
-            assert private != path
-            assert kind == "Exact" or not f"{private}/".startswith(f"{path.rstrip('/')}/")
+OPERATIONS = [
+    (method.upper(), re.sub(r"\{\w+\}", "name", path))
+    for path, item in json.loads((ROOT / "docs" / "openapi.json").read_text())["paths"].items()
+    for method in item
+]
+# Paths of Triton's own API, which passes through.
+OPERATIONS_OF_TRITON = [
+    ("GET", "/v2"),
+    ("GET", "/v2/health/live"),
+    *(
+        ("GET", f"/v2/models/name{end}")
+        for end in ("", "/ready", "/config", "/stats", "/versions/1")
+    ),
+    *(("POST", f"/v2/models/name/{end}") for end in ("infer", "generate", "generate_stream")),
+    ("POST", "/v2/models/name/versions/1/infer"),
+]
+INTERNAL = (
+    *("/livez", "/readyz", "/metrics", "/v1/log-level", "/v1/operations", "/v1/replicas"),
+    *("/v2/repository", "/v2/logging", "/v2/trace", "/v2/systemsharedmemory"),
+    *("/models", "/ping", "/predictions"),  # TorchServe's, which are off by default
+)
+FILES_AND_LABELS = re.compile(r"/(files|labels)\b(?!/name/|/name:)")
+
+
+def is_internal(method: str, path: str) -> bool:
+    return method in ("PUT", "DELETE") or path.startswith(INTERNAL)
+
+
+def is_admitted_by_ingress(ingress: Resource, path: str) -> bool:
+    """An Ingress knows no methods; ingress-nginx writes `location ~* "^PATH"`."""
+    assert ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/use-regex"] == "true"
+    (rule,) = ingress["spec"]["rules"]
+    assert {each["pathType"] for each in rule["http"]["paths"]} == {"ImplementationSpecific"}
+    return any(re.match(f"^{each['path']}", path, re.IGNORECASE) for each in rule["http"]["paths"])
+
+
+def is_admitted_by_route(route: Resource, method: str, path: str) -> bool:
+    matches = [match for rule in route["spec"]["rules"] for match in rule["matches"]]
+    return any(
+        match["method"] == method
+        and (
+            path == match["path"]["value"]
+            or (
+                match["path"]["type"] == "PathPrefix"
+                and path.startswith(f"{match['path']['value']}/")
+            )
+        )
+        for match in matches
+    )
+
+
+def test_http_route_opens_what_callers_need_and_no_change_of_models() -> None:
+    (route,) = Manifests.of("prod").kind("HTTPRoute")
+    for rule in route["spec"]["rules"]:
+        assert len(rule["matches"]) <= 8  # the limit of the first versions of the Gateway API
+    for method, path in [*OPERATIONS, *OPERATIONS_OF_TRITON]:
+        is_open = is_admitted_by_route(route, method, path)
+        assert is_open != is_internal(method, path), (method, path)
+    for path in INTERNAL:
+        for method in ("GET", "POST", "PUT", "DELETE"):
+            assert not is_admitted_by_route(route, method, path)
+
+
+def test_ingress_opens_what_callers_need_and_no_path_of_a_change() -> None:
+    (ingress,) = Manifests.of("s3 and ingress").kind("Ingress")
+    changed = {path for method, path in OPERATIONS if method in ("PUT", "DELETE")}
+    assert "/v1/models/name" in changed
+    assert len(OPERATIONS) > 30
+    for method, path in [*OPERATIONS, *OPERATIONS_OF_TRITON]:
+        is_open = is_admitted_by_ingress(ingress, path)
+        needed = not is_internal(method, path) and path not in changed
+        assert is_open == (needed and not FILES_AND_LABELS.search(path)), (method, path)
+    for path in (*INTERNAL, "/v2/models/name/trace/setting", "/v1/models/name/infer/more"):
+        assert not is_admitted_by_ingress(ingress, path), path
 
 
 def test_example_of_the_keys_can_be_read(tmp_path: Path) -> None:
@@ -604,6 +684,7 @@ def test_patches_that_the_overlay_suggests_can_be_applied(tmp_path: Path) -> Non
     document["components"] = [
         each.replace("../..", base) for each in [*document["components"], "../../components/egress"]
     ]
+    document["transformers"] = [each.replace("../..", base) for each in document["transformers"]]
     document |= yaml.safe_load(suggested)
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(document))
     made = [*yaml.safe_load_all(build(tmp_path.resolve()))]

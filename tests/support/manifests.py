@@ -27,6 +27,7 @@ VARIANTS = {
     "s3 and ingress": ("s3-repository", "ingress", "egress"),
     "redis and keda": ("redis-state", "keda"),
     "from zero": ("redis-state", "monitoring", "keda", "keda-zero"),
+    "uploads on a volume": ("redis-state", "volume-repository"),
     "everything on a CPU": ("cpu-only", "redis-state", "monitoring", "keda", "gateway-api"),
 }
 

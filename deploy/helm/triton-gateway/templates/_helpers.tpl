@@ -1,3 +1,31 @@
+{{/* Name of an object; the argument is a list of the root context and the name without fullnameOverride. */}}
+{{- define "triton-gateway.name" -}}
+{{- $override := (index . 0).Values.fullnameOverride -}}
+{{- $name := index . 1 -}}
+{{- if not $override }}{{ $name }}
+{{- else if hasPrefix "triton-gateway" $name }}{{ $override }}{{ trimPrefix "triton-gateway" $name }}
+{{- else }}{{ $override }}-{{ $name }}
+{{- end -}}
+{{- end -}}
+
+{{/* Labels that select pods: with fullnameOverride, those of this release. The arguments are those of the labels. */}}
+{{- define "triton-gateway.selector" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: {{ index . 1 }}
+{{- if $root.Values.fullnameOverride }}
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+{{- end }}
+{{- end -}}
+
+{{/* Labels of pods; the argument is a list of the root context, the component's name and its values. */}}
+{{- define "triton-gateway.podLabels" -}}
+{{- $root := index . 0 -}}
+{{ include "triton-gateway.selector" . }}
+{{- with merge (dict) ((index . 2).podLabels) $root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
 {{/* Labels of an object; the argument is a list of the root context and the component's name. */}}
 {{- define "triton-gateway.labels" -}}
 {{- $root := index . 0 -}}
@@ -32,26 +60,76 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end -}}
 
-{{/* A topology spread constraint; the argument is a list of the key and the component's name. */}}
-{{- define "triton-gateway.spread" -}}
-- maxSkew: 1
-  topologyKey: {{ index . 0 }}
-  whenUnsatisfiable: ScheduleAnyway
-  labelSelector: {matchLabels: {app.kubernetes.io/name: {{ index . 1 }}}}
-  matchLabelKeys: [pod-template-hash]
-{{- end -}}
-
-{{/* Placement of pods; the argument is the component's values. */}}
+{{/* Placement of pods; the argument is a list of the root context, the component's name and its values. */}}
 {{- define "triton-gateway.placement" -}}
-{{- with .nodeSelector }}
+{{- $values := index . 2 -}}
+{{- $isRedis := eq (index . 1) "redis" -}}
+topologySpreadConstraints:
+{{- with $values.topologySpreadConstraints }}
+{{- toYaml . | nindent 2 }}
+{{- else }}
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels: {{- include "triton-gateway.selector" . | nindent 8 }}
+    {{- if not $isRedis }}
+    matchLabelKeys: [pod-template-hash]
+    {{- end }}
+{{- end }}
+{{- with $values.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- else }}
+{{- if not $isRedis }}
+# No second constraint for zones: the scheduler ignores every node without the label of any of them, so that where
+# nodes have no zones it would not spread the pods at all. The term for nodes outweighs that for zones.
+affinity:
+  podAntiAffinity:
+    preferredDuringSchedulingIgnoredDuringExecution:
+      {{- $selector := include "triton-gateway.selector" . }}
+      {{- range $key, $weight := dict "kubernetes.io/hostname" 100 "topology.kubernetes.io/zone" 50 }}
+      - weight: {{ $weight }}
+        podAffinityTerm:
+          topologyKey: {{ $key }}
+          labelSelector:
+            matchLabels: {{- $selector | nindent 14 }}
+      {{- end }}
+{{- end }}
+{{- end }}
+{{- with $values.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .affinity }}
-affinity: {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .priorityClassName }}
+{{- with $values.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
+{{- with $values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* The paths of the Ingress, as regular expressions of ingress-nginx. */}}
+{{- define "triton-gateway.ingressPaths" -}}
+- {path: "/v1/models$", pathType: ImplementationSpecific}
+- {path: "/v1/models/[^/]+(/(versions|labels)/[^/]+)?(/infer|:predict|/metadata|/openapi[.]json)$", pathType: ImplementationSpecific}
+- {path: "/v1/(embeddings|rerank|completions|chat/completions)$", pathType: ImplementationSpecific}
+- {path: "/v2(/models)?$", pathType: ImplementationSpecific}
+- {path: "/v2/models/[^/]+(/versions/[^/]+)?(/(infer|generate|generate_stream|ready|config|stats))?$", pathType: ImplementationSpecific}
+- {path: "/v2/health/(live|ready)$", pathType: ImplementationSpecific}
+- {path: "/(docs(/[^/]+)*|openapi[.]json)$", pathType: ImplementationSpecific}
+{{- end -}}
+
+{{/* The parentRefs of the routes with the fields that the server adds. */}}
+{{- define "triton-gateway.parentRefs" -}}
+{{- $references := list -}}
+{{- range .Values.gatewayApi.parentRefs -}}
+{{- $references = append $references (merge (dict) . (dict "group" "gateway.networking.k8s.io" "kind" "Gateway")) -}}
+{{- end -}}
+{{ toYaml $references }}
+{{- end -}}
+
+{{/* The backend of a route with the fields that the server adds; the argument is a list of the root context and the port. */}}
+{{- define "triton-gateway.backendRef" -}}
+{group: "", kind: Service, name: {{ include "triton-gateway.name" (list (index . 0) "triton-gateway") }}, port: {{ index . 1 }}, weight: 1}
 {{- end -}}
 
 {{/* Egress rule for DNS at any address. */}}
@@ -69,7 +147,13 @@ priorityClassName: {{ . }}
 {{- end -}}
 
 {{- define "triton-gateway.urls" -}}
-{{- if .Values.triton.enabled }}dns+http://triton:8000{{ else }}{{ .Values.triton.urls }}{{ end -}}
+{{- if .Values.triton.enabled }}dns+http://{{ include "triton-gateway.name" (list . "triton") }}:8000{{ else }}{{ .Values.triton.urls }}{{ end -}}
+{{- end -}}
+
+{{/* "true" if the gateways write to the claim of the models. */}}
+{{- define "triton-gateway.uploads" -}}
+{{- $triton := .Values.triton -}}
+{{- if and $triton.enabled (not $triton.cpuOnly.enabled) (eq $triton.repository.type "pvc") (ne $triton.repository.uploads "off") }}true{{ end -}}
 {{- end -}}
 
 {{/* What the values make the gateways connect to, apart from Triton, DNS and the chart's Redis: a JSON list. */}}
@@ -112,6 +196,17 @@ priorityClassName: {{ . }}
 {{- if and (not $triton.enabled) (not $triton.urls) }}{{ fail "triton.enabled=false requires triton.urls" }}{{ end -}}
 {{- if and $triton.enabled $triton.urls }}{{ fail "triton.urls is for triton.enabled=false" }}{{ end -}}
 {{- if and (eq $triton.repository.type "pvc") (not $triton.repository.claimName) }}{{ fail "triton.repository.type=pvc requires triton.repository.claimName" }}{{ end -}}
+{{- if eq $triton.repository.type "pvc" -}}
+{{- $mode := $triton.repository.accessMode -}}
+{{- $claim := lookup "v1" "PersistentVolumeClaim" .Release.Namespace $triton.repository.claimName -}}
+{{- if and $claim (not (has $mode $claim.spec.accessModes)) }}{{ fail (printf "the claim %s has the access modes %s, not triton.repository.accessMode %s" $triton.repository.claimName (join ", " $claim.spec.accessModes) $mode) }}{{ end -}}
+{{- if and (eq $mode "ReadWriteOnce") (or .Values.keda.enabled (gt (int $triton.replicas) 1) (ne (toString $triton.rollingUpdate.maxSurge) "0")) -}}
+{{ fail "a claim with ReadWriteOnce belongs to one node, on which a second Triton, also that of a rollout, may have no room: set triton.replicas=1 and triton.rollingUpdate={maxUnavailable: 1, maxSurge: 0}, or use ReadWriteMany" }}
+{{- end -}}
+{{- if and (include "triton-gateway.uploads" .) (ne $mode "ReadWriteMany") }}{{ fail "triton.repository.uploads requires a claim with ReadWriteMany: the gateways and the Tritons mount it" }}{{ end -}}
+{{- end -}}
+{{- if and (include "triton-gateway.uploads" .) (eq $state "none:") (not (or .Values.redis.enabled .Values.redis.externalUrl)) }}{{ fail "triton.repository.uploads requires Redis: GATEWAY_STATE=none: accepts no changes of models" }}{{ end -}}
+{{- if and (ne $triton.repository.uploads "off") (not (include "triton-gateway.uploads" .)) }}{{ fail "triton.repository.uploads is for triton.repository.type=pvc without cpuOnly; with a bucket, set GATEWAY_REPOSITORY and GATEWAY_MODEL_UPLOADS" }}{{ end -}}
 {{- $schemes := dict "s3" "s3://" "gcs" "gs://" "azure" "as://" "image" "/" -}}
 {{- with get $schemes $triton.repository.type -}}
 {{- if not (hasPrefix . $triton.repository.url) }}{{ fail (printf "triton.repository.url must begin with %s for the type %s" . $triton.repository.type) }}{{ end -}}

@@ -1,0 +1,251 @@
+"""What a cluster would do with the manifests of k8s/: compare, place, and judge them, without a cluster."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.kubernetes_apply import find_changes
+from tests.support.manifests import K8S, VARIANTS, Manifests, Resource, build
+from tests.support.platform_rules import find_violations, read_exemptions
+from tests.support.scheduler import HOSTNAME, ZONE, Node, Pod, schedule
+from tests.support.servers import ROOT
+
+GATEWAY, TRITON, REDIS = "triton-gateway", "triton", "redis"
+DEPLOY = (ROOT / "docs" / "operate" / "deploy.md").read_text()
+
+
+# kubectl diff
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_second_apply_of_the_same_manifests_changes_nothing(variant: str) -> None:
+    changes = [find_changes(resource) for resource in Manifests.of(variant).resources]
+    assert [change for found in changes for change in found] == []
+
+
+def test_comparison_finds_missing_defaults_in_lists_without_a_key() -> None:
+    def changes(kind: str, name: str, change: Any) -> list[str]:
+        resource = yaml.safe_load(yaml.safe_dump(Manifests.of("prod").get(kind, name)))
+        change(resource["spec"])
+        return find_changes(resource)
+
+    def open_a_port(spec: Resource) -> None:
+        spec["ingress"][0]["ports"] = [{"port": "http"}]
+
+    path = "NetworkPolicy/triton.spec"
+    assert changes("NetworkPolicy", TRITON, open_a_port) == [f"{path}.ingress"]
+    assert changes("NetworkPolicy", TRITON, lambda s: s.update(egress=[])) == [f"{path}.egress"]
+    found = changes("StatefulSet", REDIS, lambda s: s["volumeClaimTemplates"][0].pop("status"))
+    assert found == ["StatefulSet/redis.spec.volumeClaimTemplates"]
+    found = changes("HTTPRoute", GATEWAY, lambda s: s.update(parentRefs=[{"name": "public"}]))
+    assert found == ["HTTPRoute/triton-gateway.spec.parentRefs"]
+    # The ports of a Service have a key, so that a missing default is no difference.
+    assert changes("Service", TRITON, lambda s: s["ports"][0].pop("protocol")) == []
+    pod = ["Deployment/triton.spec.template.spec.containers[triton].resources.limits.memory"]
+    found = changes("Deployment", TRITON, write_another_quantity)
+    assert found == pod
+
+
+def write_another_quantity(spec: Resource) -> None:
+    (container,) = spec["template"]["spec"]["containers"]
+    container["resources"]["limits"]["memory"] = "16384Mi"
+
+
+# The scheduler
+
+
+def make_nodes(zones: Sequence[str], *, loaded: int = 0) -> list[Node]:
+    """Nodes with room for everything; that of the number `loaded` already has other pods."""
+    nodes = []
+    for number, zone in enumerate(zones):
+        labels = {HOSTNAME: f"n{number}"} | ({ZONE: zone} if zone else {})
+        node = Node(labels, {"cpu": 32, "memory": 128 << 30, "ephemeral-storage": 1 << 40})
+        node.capacity["nvidia.com/gpu"] = 4
+        if number == loaded:
+            node.used |= {"cpu": 8, "memory": 64 << 30}
+        nodes.append(node)
+    return nodes
+
+
+def place(made: Manifests, nodes: list[Node], counts: dict[str, int]) -> None:
+    pods = {workload["metadata"]["name"]: Pod.of(workload) for workload in made.workloads}
+    schedule([pods[name] for name, count in counts.items() for _ in range(count)], nodes)
+
+
+ZONES = {
+    "no zones": ["", ""],
+    "one zone": ["a", "a"],
+    "two zones": ["a", "b"],
+    "a label is missing": ["a", ""],
+    "three nodes without zones": ["", "", ""],
+    "three nodes in two zones": ["a", "a", "b"],
+}
+
+
+@pytest.mark.parametrize("zones", ZONES.values(), ids=ZONES)
+@pytest.mark.parametrize("variant", ["prod", "everything on a CPU"])
+def test_pods_are_spread_over_nodes_with_and_without_zones(variant: str, zones: list[str]) -> None:
+    made = Manifests.of(variant)
+    for loaded in range(len(zones)):
+        nodes = make_nodes(zones, loaded=loaded)
+        place(made, nodes, {REDIS: 1, GATEWAY: 2, TRITON: 2})
+        for name in (GATEWAY, TRITON):
+            assert max(node.count(name) for node in nodes) == 1, name
+        nodes = make_nodes(zones, loaded=loaded)
+        place(made, nodes, {GATEWAY: 6})
+        counts = sorted(node.count(GATEWAY) for node in nodes)
+        assert counts == [6 // len(zones)] * len(zones)
+
+
+def test_pods_prefer_different_zones() -> None:
+    made = Manifests.of("prod")
+    for loaded in range(4):
+        nodes = make_nodes(["a", "a", "b", "b"], loaded=loaded)
+        place(made, nodes, {GATEWAY: 2, TRITON: 2})
+        for name in (GATEWAY, TRITON):
+            assert {node.labels[ZONE] for node in nodes if node.count(name)} == {"a", "b"}
+
+
+def test_without_room_elsewhere_pods_share_a_node() -> None:
+    nodes = make_nodes(["", ""])
+    nodes[1].capacity["cpu"] = 1
+    place(Manifests.of("prod"), nodes, {TRITON: 2, GATEWAY: 2})
+    assert [node.count(TRITON) for node in nodes] == [2, 0]
+    assert [node.count(GATEWAY) for node in nodes] == [1, 1]
+
+
+def test_second_constraint_for_zones_would_spread_nothing_without_zones() -> None:
+    """The simulation shows the fault because of which the manifests have one constraint only."""
+    made = Manifests.of("prod")
+    gateway = yaml.safe_load(yaml.safe_dump(made.get("Deployment", GATEWAY)))
+    pod = gateway["spec"]["template"]["spec"]
+    pod["topologySpreadConstraints"].append(
+        {**pod["topologySpreadConstraints"][0], "topologyKey": ZONE}
+    )
+    del pod["affinity"]
+    nodes = make_nodes(["", ""])
+    schedule([Pod.of(gateway)] * 6, nodes)
+    assert [node.count(GATEWAY) for node in nodes] == [0, 6]
+
+
+# kube-score and Polaris
+
+
+def test_rules_of_platform_teams_find_only_the_documented_exceptions() -> None:
+    exemptions = read_exemptions()
+    assert len(exemptions) >= 5
+    found = {finding for variant in VARIANTS for finding in find_violations(Manifests.of(variant))}
+    assert [each for each in sorted(found) if not any(e.covers(each) for e in exemptions)] == []
+    # An exception that nothing needs any more is no exception.
+    assert [e for e in exemptions if not any(e.covers(each) for each in found)] == []
+
+
+def test_rules_of_platform_teams_notice_what_they_name() -> None:
+    made = Manifests.of("prod")
+    found = {each.rule for each in find_violations(break_everything(made))}
+    assert {
+        "automountServiceAccountToken",
+        "container-ephemeral-storage-request-and-limit",
+        "container-image-tag",
+        "container-resources: memory limit",
+        "container-security-context-readonlyrootfilesystem",
+        "deployment-has-poddisruptionbudget",
+        "environment-variable-key-duplication",
+        "hostNetworkSet",
+        "hostPathSet",
+        "insecureCapabilities",
+        "pod-networkpolicy: egress",
+        "pod-probes: readiness",
+        "pod-topology-spread-constraints",
+        "runAsRootAllowed",
+        "sensitiveContainerEnvVar",
+        "service-type",
+        "statefulset-has-servicename",
+    } <= found
+
+
+def break_everything(made: Manifests) -> Manifests:
+    kept = ("Deployment", "StatefulSet", "Service")
+    resources = [
+        yaml.safe_load(yaml.safe_dump(each)) for each in made.resources if each["kind"] in kept
+    ]
+    for resource in resources:
+        if resource["kind"] == "Service":
+            resource["spec"] |= {"type": "NodePort", "clusterIP": "10.0.0.1"}
+            continue
+        pod = resource["spec"]["template"]["spec"]
+        pod |= {"hostNetwork": True, "volumes": [{"name": "x", "hostPath": {"path": "/"}}]}
+        for field in ("securityContext", "topologySpreadConstraints"):
+            del pod[field]
+        del pod["automountServiceAccountToken"]
+        variable = {"name": "PASSWORD", "value": "x"}
+        container = {"name": "x", "image": "x:latest", "env": [variable, variable]}
+        pod |= {"containers": [container], "initContainers": []}
+    return Manifests("broken", tuple(resources))
+
+
+# Overlays of users
+
+
+def test_namespace_of_an_overlay_is_in_the_queries_of_keda_and_in_the_address_of_the_scaler(
+    tmp_path: Path,
+) -> None:
+    parts = ("redis-state", "monitoring", "keda", "keda-zero")
+    shutil.copytree(K8S, tmp_path / "k8s")
+    write_overlay(
+        tmp_path / "overlay",
+        {
+            "namespace": "vision",
+            "resources": ["../k8s/base"],
+            "components": [f"../k8s/components/{part}" for part in parts],
+            "transformers": [f"../k8s/components/{part}/namespace" for part in parts[2:]],
+        },
+    )
+    text = build((tmp_path / "overlay").resolve())
+    made = Manifests("vision", tuple(yaml.safe_load_all(text)))
+    (scaling,) = made.kind("ScaledObject")
+    pending, queue_time, demand = (each["metadata"] for each in scaling["spec"]["triggers"])
+    for query in (pending["query"], queue_time["query"]):
+        assert re.findall(r'namespace="([^"]*)"', query) == ["vision"]
+        assert 'job="triton-gateway"' in query
+    assert demand["scalerAddress"] == "triton-gateway-scaler.vision.svc:9091"
+    assert {each["metadata"].get("namespace") for each in made.resources} == {"vision"}
+
+
+def write_overlay(folder: Path, document: dict[str, Any]) -> None:
+    folder.mkdir()
+    head = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(head | document))
+
+
+def test_overlay_of_the_documents_refers_to_k8s_alone_and_equals_prod(tmp_path: Path) -> None:
+    """The remote address is replaced by a copy of the folder, without the rest of the repository."""
+    (block,) = re.findall(r"```yaml\n(# kustomization\.yaml\n.*?)```", DEPLOY, re.DOTALL)
+    remote = r"https://github\.com/triton-gateway/triton-gateway//(k8s/[\w/-]+)\?ref=v\d+\.\d+\.\d+"
+    local, count = re.subn(remote, r"../\1", block)
+    assert count >= 5
+    assert "github.com" not in local
+    shutil.copytree(K8S, tmp_path / "k8s")
+    (tmp_path / "overlay").mkdir()
+    (tmp_path / "overlay" / "kustomization.yaml").write_text(local)
+    made = [*yaml.safe_load_all(build((tmp_path / "overlay").resolve()))]
+    namespace = yaml.safe_load(local)["namespace"]
+    names = {(each["kind"], each["metadata"]["name"]) for each in made}
+    expected = Manifests.of("prod").resources
+    assert {kind for kind, _ in names} == {each["kind"] for each in expected} - {"Namespace"}
+    assert {each["metadata"]["namespace"] for each in made} == {namespace}
+
+
+def test_files_of_k8s_refer_to_nothing_outside_of_it() -> None:
+    for path in K8S.rglob("kustomization.yaml"):
+        document = yaml.safe_load(path.read_text())
+        for field in ("resources", "components", "transformers"):
+            for reference in document.get(field) or []:
+                assert K8S in (path.parent / reference).resolve().parents, (path, reference)
