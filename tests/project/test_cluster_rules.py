@@ -135,6 +135,25 @@ def test_second_constraint_for_zones_would_spread_nothing_without_zones() -> Non
     assert [node.count(GATEWAY) for node in nodes] == [0, 6]
 
 
+def test_first_installation_starts_as_many_pods_as_the_autoscalers_want_at_least() -> None:
+    """Without the number in the manifests, which every apply would reset."""
+    (command,) = re.findall(
+        r"^kubectl -n triton-gateway scale (deployment/.* deployment/.*)$", DEPLOY, re.M
+    )
+    *workloads, current, replicas = command.split()
+    assert current == "--current-replicas=1"
+    made = Manifests.of("prod")
+    least = {
+        each["spec"]["scaleTargetRef"]["name"]: (
+            each["spec"].get("minReplicas") or each["spec"]["minReplicaCount"]
+        )
+        for each in made.kind("HorizontalPodAutoscaler", "ScaledObject")
+    }
+    assert least == {name.partition("/")[2]: int(replicas.partition("=")[2]) for name in workloads}
+    for name in least:
+        assert "replicas" not in made.get("Deployment", name)["spec"]
+
+
 # kube-score and Polaris
 
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
+from tests.support.kubernetes_schemas import CUSTOM
 from tests.support.manifests import Manifests, Resource, containers
 from tests.support.servers import ROOT
 
 DOCUMENT: Final = ROOT / "docs" / "operate" / "deploy.md"
 SECRET_NAME: Final = re.compile(r"PASSWORD|SECRET|TOKEN|API_?KEY|CREDENTIAL", re.IGNORECASE)
+LABEL_VALUE: Final = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
 HOSTNAME: Final = "kubernetes.io/hostname"
 WORKLOADS: Final = ("Deployment", "StatefulSet")
 SMALLEST_ID: Final = 10_000
@@ -58,8 +60,8 @@ def find_violations(made: Manifests) -> list[Finding]:
 
 def judge_objects(made: Manifests) -> Iterator[Finding]:
     rules = OBJECT_RULES | dict.fromkeys(WORKLOADS, WORKLOAD_RULES)
-    for resource in made.kind(*rules):
-        for rule, is_met in rules[resource["kind"]].items():
+    for resource in made.resources:
+        for rule, is_met in (COMMON_RULES | rules.get(resource["kind"], {})).items():
             if not is_met(made, resource):
                 yield Finding(rule, component_of(resource))
 
@@ -256,6 +258,14 @@ def list_services(ingress: Resource) -> Iterator[str]:
             yield path["backend"]["service"]["name"]
 
 
+COMMON_RULES: Final[dict[str, ObjectRule]] = {
+    "stable-version": lambda _, r: (
+        r["kind"] in CUSTOM or re.fullmatch(r"v\d+", r["apiVersion"].rpartition("/")[2]) is not None
+    ),
+    "label-values": lambda _, r: all(
+        LABEL_VALUE.fullmatch(value) for value in r["metadata"].get("labels", {}).values()
+    ),
+}
 OBJECT_RULES: Final[dict[str, dict[str, ObjectRule]]] = {
     "Service": {
         "service-targets-pod": lambda m, s: bool(m.selected(s["spec"]["selector"])),
