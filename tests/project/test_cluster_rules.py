@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
+from gateway import __version__
 from tests.support.kubernetes_apply import find_changes
 from tests.support.manifests import K8S, VARIANTS, Manifests, Resource, build
 from tests.support.platform_rules import find_violations, read_exemptions
 from tests.support.scheduler import HOSTNAME, ZONE, Node, Pod, schedule
 from tests.support.servers import ROOT
+from tests.support.tools import program
 
 GATEWAY, TRITON, REDIS = "triton-gateway", "triton", "redis"
 DEPLOY = (ROOT / "docs" / "operate" / "deploy.md").read_text()
@@ -244,22 +247,37 @@ def write_overlay(folder: Path, document: dict[str, Any]) -> None:
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(head | document))
 
 
-def test_overlay_of_the_documents_refers_to_k8s_alone_and_equals_prod(tmp_path: Path) -> None:
-    """The remote address is replaced by a copy of the folder, without the rest of the repository."""
+@pytest.mark.long  # seven clones
+def test_overlay_of_the_documents_refers_to_a_version_of_k8s_and_equals_prod(
+    tmp_path: Path,
+) -> None:
+    """kustomize fetches a real repository, which has nothing but this folder."""
     (block,) = re.findall(r"```yaml\n(# kustomization\.yaml\n.*?)```", DEPLOY, re.DOTALL)
-    remote = r"https://github\.com/triton-gateway/triton-gateway//(k8s/[\w/-]+)\?ref=v\d+\.\d+\.\d+"
-    local, count = re.subn(remote, r"../\1", block)
-    assert count >= 5
-    assert "github.com" not in local
-    shutil.copytree(K8S, tmp_path / "k8s")
-    (tmp_path / "overlay").mkdir()
-    (tmp_path / "overlay" / "kustomization.yaml").write_text(local)
+    repository = tmp_path.resolve() / "repository"
+    shutil.copytree(K8S, repository / "k8s")
+    author = ("-c", "user.name=x", "-c", "user.email=x@example.com")
+    for words in (
+        ("init",),
+        ("add", "."),
+        (*author, "commit", "-m", "x"),
+        ("tag", f"v{__version__}"),
+    ):
+        git = [program("git"), "-C", str(repository), *words]
+        subprocess.run(git, check=True, capture_output=True)
+    address = "https://github.com/triton-gateway/triton-gateway//"
+    assert block.count(address) >= 5
+    write_overlay(
+        tmp_path / "overlay", yaml.safe_load(block.replace(address, f"file://{repository}//"))
+    )
     made = [*yaml.safe_load_all(build((tmp_path / "overlay").resolve()))]
-    namespace = yaml.safe_load(local)["namespace"]
-    names = {(each["kind"], each["metadata"]["name"]) for each in made}
-    expected = Manifests.of("prod").resources
-    assert {kind for kind, _ in names} == {each["kind"] for each in expected} - {"Namespace"}
-    assert {each["metadata"]["namespace"] for each in made} == {namespace}
+    expected = [each for each in Manifests.of("prod").resources if each["kind"] != "Namespace"]
+    assert [summarize(each) for each in made] == [summarize(each) for each in expected]
+    assert {each["metadata"]["namespace"] for each in made} == {"models"}
+    assert 'namespace="models"' in str(made)
+
+
+def summarize(resource: Resource) -> tuple[str, str]:
+    return resource["kind"], resource["metadata"]["name"]
 
 
 def test_files_of_k8s_refer_to_nothing_outside_of_it() -> None:

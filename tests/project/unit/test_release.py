@@ -143,7 +143,7 @@ def test_version_in_every_file_is_that_of_the_package() -> None:
         assert re.search(pattern, (ROOT / path).read_text(), re.MULTILINE), path
     folders = ("docs", "k8s", "deploy")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.*") if path.is_file()]
-    tags = re.compile(r"(?:triton-gateway[\w-]*:|newTag: )(\d+\.\d+\.\d+)")
+    tags = re.compile(r"(?:triton-gateway[\w-]*:|newTag: |[?]ref=v)(\d+\.\d+\.\d+)")
     found = {
         (path.name, tag)
         for path in [*files, ROOT / "compose.yaml"]
