@@ -26,6 +26,11 @@ SEVEN = (ROOT / "docs/images/seven.png").read_bytes()
 LIMIT_BYTES = 250_000_000
 # Programs for a container that has only Python.
 PROGRAMS = "import os; [print(*os.listdir(f)) for f in os.get_exec_path() if os.path.isdir(f)]"
+HASHES = """import hashlib, pathlib
+for root in ("/opt", "/usr/local"):
+    for path in sorted(pathlib.Path(root).rglob("*")):
+        if path.is_file():
+            print(path, hashlib.sha256(path.read_bytes()).hexdigest())"""
 LOADED = """import ctypes, pathlib
 print(len([ctypes.CDLL(str(library)) for library in pathlib.Path("/usr/local").rglob("*.so*")]))"""
 
@@ -239,3 +244,16 @@ def test_gateway_image_is_smaller_than_its_limit(containers: Engine, gateway_ima
     assert saving.returncode == 0
     compressed = len(packed.stdout)
     assert compressed < unpacked < LIMIT_BYTES, f"{unpacked} bytes, compressed {compressed}"
+
+
+@pytest.mark.parametrize("target", ["gateway", "embedded"])
+def test_two_builds_have_the_same_files(containers: Engine, target: str) -> None:
+    """The second one takes nothing from the layers of the first."""
+    images = (containers.build(target), containers.build(target, "--no-cache", tag="again"))
+    found = [
+        containers.run("podman", "run", "--rm", "--entrypoint=python3", image, "-c", HASHES)
+        for image in images
+    ]
+    first, second = (set(lines.splitlines()) for lines in found)
+    assert len(first) > 1000
+    assert first == second

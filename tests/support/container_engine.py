@@ -101,9 +101,9 @@ class Engine:
         options = [f"--change={change}" for change in changes]
         self.run("podman", "import", "--quiet", *options, str(archive), name, timeout_s=300)
 
-    def build(self, target: str) -> str:
+    def build(self, target: str, *options: str, tag: str = "test") -> str:
         self._make_bases()
-        image = f"localhost/triton-gateway-{target}:test"
+        image = f"localhost/triton-gateway-{target}:{tag}"
         mounts = [f"--volume={path}:{path}:ro" for path in OF_THIS_MACHINE if Path(path).exists()]
         how = (
             "--isolation=chroot",
@@ -112,7 +112,8 @@ class Engine:
             "--format=docker",
             "--layers",
         )
-        command = ("buildah", "bud", *how, *mounts, f"--target={target}", f"--tag={image}", ".")
+        names = (f"--target={target}", f"--tag={image}")
+        command = ("buildah", "bud", *how, *mounts, *options, *names, ".")
         self.run(*command, timeout_s=1800)
         return image
 
