@@ -20,7 +20,7 @@ from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.gateway_forks import run_gateway
 from tests.support.helm import CHART, EXAMPLES, Values, comparable, render_chart, run_helm
 from tests.support.kubernetes_apply import find_changes
-from tests.support.kubernetes_schemas import CUSTOM, KUBERNETES, complaints
+from tests.support.kubernetes_schemas import CUSTOM, KUBERNETES, check_custom, complaints
 from tests.support.kubernetes_tools import kubernetes_program
 from tests.support.manifests import Manifests
 from tests.support.platform_rules import find_violations, read_exemptions
@@ -207,6 +207,13 @@ def test_values_render_valid_objects(name: str) -> None:
     exemptions = read_exemptions()
     found = [each for each in find_violations(made) if not any(e.covers(each) for e in exemptions)]
     assert [each for each in found if each.rule not in DISABLED.get(name, ())] == []
+
+
+@pytest.mark.long
+def test_custom_resources_of_all_values_fit_their_schemas() -> None:
+    custom = [each for values in VALUE_SETS.values() for each in render_chart(values).kind(*CUSTOM)]
+    assert {resource["kind"] for resource in custom} == CUSTOM
+    assert check_custom(custom) == ""
 
 
 @pytest.mark.long
