@@ -24,7 +24,8 @@ IMAGES: Final[Mapping[str, str]] = {
 }
 SCALED_OBJECT: Final = "ScaledObject"
 COOLDOWN_S: Final = 15
-REQUESTS: Final = {"cpu": "50m", "memory": "128Mi"}  # of every container
+# Of every container; without a request of its own, storage would have its limit.
+REQUESTS: Final = {"cpu": "50m", "memory": "128Mi", "ephemeral-storage": "16Mi"}
 PROGRAMS: Final = Path(__file__).parent / "programs"
 EXAMPLES: Final = ROOT / "triton_repo_examples"
 # A stream of a second, which every Triton loads at its start; and a model that is loaded and unloaded.
@@ -48,6 +49,12 @@ def render_overlay(overlay: str, namespace: str, components: Sequence[str]) -> l
             "namespace": namespace,
             "resources": [f"{k8s}/overlays/{overlay}"],
             "components": [f"{k8s}/components/{component}" for component in components],
+            # Of components whose objects contain the namespace.
+            "transformers": [
+                f"{k8s}/components/{component}/namespace"
+                for component in components
+                if (K8S / "components" / component / "namespace").is_dir()
+            ],
         }
         (folder / "kustomization.yaml").write_text(yaml.safe_dump(document))
         return list(yaml.load_all(build(folder), yaml.CSafeLoader))

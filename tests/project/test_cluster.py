@@ -148,6 +148,8 @@ def test_scaler_of_keda_needs_no_prometheus_and_follows_the_namespace() -> None:
     (scaled,) = list_scaled_objects(rendered)
     (trigger,) = scaled["spec"]["triggers"]
     assert trigger["type"] == "external-push"
+    address = trigger["metadata"]["scalerAddress"]
+    assert address == "triton-gateway-scaler.another-name.svc:9091"
     assert scaled["spec"]["minReplicaCount"] == 0
 
 
