@@ -241,6 +241,25 @@ def test_namespace_of_an_overlay_is_in_the_queries_of_keda_and_in_the_address_of
     assert {each["metadata"].get("namespace") for each in made.resources} == {"vision"}
 
 
+def test_size_of_the_ingress_follows_the_setting_of_an_overlay(tmp_path: Path) -> None:
+    shutil.copytree(K8S, tmp_path / "k8s")
+    setting = {"name": "triton-gateway-settings", "behavior": "merge"}
+    write_overlay(
+        tmp_path / "overlay",
+        {
+            "resources": ["../k8s/base"],
+            "components": ["../k8s/components/ingress"],
+            "configMapGenerator": [setting | {"literals": ["GATEWAY_MAX_BODY_BYTES=104857600"]}],
+            "transformers": ["../k8s/components/ingress/size"],
+        },
+    )
+    made = Manifests("size", tuple(yaml.safe_load_all(build((tmp_path / "overlay").resolve()))))
+    (ingress,) = made.kind("Ingress")
+    notes = ingress["metadata"]["annotations"]
+    assert notes["nginx.ingress.kubernetes.io/proxy-body-size"] == "104857600"
+    assert made.settings()["GATEWAY_MAX_BODY_BYTES"] == "104857600"
+
+
 def write_overlay(folder: Path, document: dict[str, Any]) -> None:
     folder.mkdir()
     head = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
