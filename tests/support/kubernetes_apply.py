@@ -7,8 +7,10 @@ are differences that every apply sends again.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from fractions import Fraction
+from functools import cache
 from itertools import pairwise
 from typing import Any, Final
 
@@ -63,6 +65,12 @@ BINARY_UNITS: Final = ("Ki", "Mi", "Gi", "Ti")
 
 def find_changes(resource: Resource) -> list[str]:
     """Return the paths of the fields that an apply of an unchanged object would send."""
+    return find_changes_of(json.dumps(resource))
+
+
+@cache  # the variants have most of their resources in common
+def find_changes_of(document: str) -> list[str]:
+    resource = json.loads(document)
     name = f"{resource['kind']}/{resource['metadata']['name']}"
     if resource["kind"] in CUSTOM:
         found = list(compare(resource, store_custom(resource), {}))
