@@ -43,6 +43,7 @@ from gateway.settings import Settings
 from gateway.tasks import repeat
 from gateway.telemetry import logs
 from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.refusals import RefusalLog
 from gateway.telemetry.tracing import Tracer
 from gateway.triton.restricted_api import read_restricted_api
 
@@ -185,6 +186,8 @@ async def run_services(
         authenticator = Authenticator(
             components.keys_file, settings.allowed_hosts, paths, local_admin=settings.local_admin
         )
+        if components.keys_file is not None:
+            fleet.repository.state.events.watch(components.keys_file, "keys file", "key")
         maintenance = Maintenance(fleet.pool, fleet.dispatcher, fleet.repository.state)
         for work in (
             update_metrics(metrics, admission, memory),
@@ -193,6 +196,8 @@ async def run_services(
             maintenance.report_work(),
         ):
             stack.callback(asyncio.create_task(work).cancel)
+        refusals = RefusalLog()
+        stack.callback(refusals.close)
         if components.tracer is not None:
             stack.callback(components.tracer.close)
         restricted = read_restricted_api(settings)
@@ -214,6 +219,7 @@ async def run_services(
             resolver=ModelResolver(),
             rate_limiter=RateLimiter(metrics, components.store.rate_windows),
             maintenance=maintenance,
+            refusals=refusals,
             tracer=components.tracer,
             management_headers=management_headers,
         )

@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 from weakref import WeakValueDictionary
@@ -27,6 +28,7 @@ from gateway.messages import CommandError, describe_difference
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Entries = Mapping[str, Mapping[str, Any]]  # name → the entry as JSON
 
 MAX_FILE_BYTES: Final = 10_000_000
 READ_TIMEOUT_S: Final = 2.0
@@ -131,9 +133,12 @@ class FileChange(Generic[T]):
     """The content of a file that changed: a value, or the reason why it has none."""
 
     value: T | None
-    problem: str
-    difference: str
-    is_new: bool  # whether the value is another
+    problem: str = ""
+    difference: str = ""
+    is_new: bool = False  # whether the value is another
+    before: Entries = field(default_factory=dict)
+    after: Entries = field(default_factory=dict)
+    sha256: str = ""  # of the file
 
 
 class WatchedFile(Generic[T]):
@@ -150,6 +155,8 @@ class WatchedFile(Generic[T]):
         self, path: Path, parse: Callable[[Path], T], *companions: Path, label: str = ""
     ) -> None:
         self.path = path
+        # Records a change, which is in the log otherwise.
+        self.on_change: Callable[[FileChange[T]], None] | None = None
         self._parse = parse
         self._companions = companions
         self._is_rejected = False
@@ -182,8 +189,9 @@ class WatchedFile(Generic[T]):
             await wait_for_future(check, wait_s)
         return self._finish_check()
 
-    def name_entries(self, value: T) -> Mapping[str, object]:
-        return value if isinstance(value, Mapping) else {}
+    def describe_entries(self, value: T) -> Entries:
+        """Return what the changes of the file are described by; a certificate has no entries."""
+        return {}
 
     def _start_check(self) -> Future[FileChange[T] | None]:
         check = self._check
@@ -216,7 +224,10 @@ class WatchedFile(Generic[T]):
             log.error("%s; the last valid version stays in use", change.problem)
             return False
         self.value = change.value
-        log.warning("%s changed and was reloaded: %s", self.path, change.difference)
+        if change.is_new and self.on_change is not None:
+            self.on_change(change)
+        else:
+            log.warning("%s changed and was reloaded: %s", self.path, change.difference)
         return change.is_new
 
     # In the thread.
@@ -235,9 +246,17 @@ class WatchedFile(Generic[T]):
             with pause_garbage_collection():
                 value = self._parse(self.path)
         except CommandError as exc:
-            return FileChange(None, str(exc), "", is_new=False)
-        difference = describe_difference(self.name_entries(previous), self.name_entries(value))
-        return FileChange(value, "", difference, is_new=value != previous)
+            return FileChange(None, str(exc))
+        before = self.describe_entries(previous)
+        after = self.describe_entries(value)
+        return FileChange(
+            value,
+            difference=describe_difference(before, after),
+            is_new=value != previous,
+            before=before,
+            after=after,
+            sha256=read_file_digest(self.path),
+        )
 
     def _read_stamp(self) -> list[tuple[int, ...]]:
         return [read_file_stamp(path) for path in (self.path, *self._companions)]
@@ -254,6 +273,14 @@ def read_file_stamp(path: Path) -> tuple[int, ...]:
     except OSError:
         return ()
     return (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
+
+
+def read_file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file; empty if it cannot be read any longer."""
+    try:
+        return sha256(read_config_file(path).encode()).hexdigest()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 async def wait_for_future(future: Future[Any], timeout_s: float) -> None:

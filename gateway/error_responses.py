@@ -73,6 +73,9 @@ def release_frames(exc: BaseException) -> None:
 async def render_error(request: Request, exc: Exception) -> Response:
     request_id = str(request.scope.get("request_id", ""))
     error = to_gateway_error(translate_framework_error(request, exc), request_id)
+    if (info := request.scope.get("request_info")) is not None:
+        info.error_code = error.code
+        info.error_reason = error.detail
     if serialize := request.scope.get(ERROR_SERIALIZER):
         body = serialize(error.detail, error.code, error.status)
     else:

@@ -32,6 +32,7 @@ from gateway.repository.resolver import ModelResolver
 from gateway.settings import Settings
 from gateway.settings.access import ModelUploads
 from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.refusals import RefusalLog
 from gateway.telemetry.request_info import RequestInfo
 from gateway.telemetry.tracing import Tracer
 from gateway.tensors.payload import PayloadLimits
@@ -83,6 +84,7 @@ class Services:
     resolver: ModelResolver
     rate_limiter: RateLimiter
     maintenance: Maintenance
+    refusals: RefusalLog
     tracer: Tracer | None = None
     management_headers: Headers = field(default_factory=list)  # open Triton's own management API
     describers: list[ModelDescriber] = field(default_factory=list)

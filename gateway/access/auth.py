@@ -82,7 +82,7 @@ CORE_PATHS: Final = PathRules(
     public=frozenset(("/", "/livez", "/readyz", "/docs", "/redoc", "/openapi.json")),
     public_prefixes=("/docs/",),
     probes=frozenset(("/livez", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready")),
-    polled=frozenset(("/v1/models", "/v1/replicas")),
+    polled=frozenset(("/v1/models", "/v1/replicas", "/v1/events")),
     output_prefixes=("/v1/",),
 )
 
@@ -205,7 +205,8 @@ def authorize(scope: RequestScope, right: Right, model: str = "") -> None:
     info = scope["request_info"]
     caller = info.caller
     if right is Right.manage and scope["method"] not in READ_METHODS:
-        info.management_call = ManagementCall(model)
+        client = scope["client"]
+        info.management_call = ManagementCall(model, client[0] if client else "")
     if right in caller.rights:
         return
     if caller.kind is not CallerKind.anonymous:

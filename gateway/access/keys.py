@@ -22,7 +22,7 @@ from typing import Any, Final, TypeGuard
 import yaml
 
 from gateway.callers import ANY_MODEL, ROLE_RIGHTS, Caller, Role
-from gateway.config_files import YAML_ERRORS, WatchedFile, parse_yaml, read_config_file
+from gateway.config_files import YAML_ERRORS, Entries, WatchedFile, parse_yaml, read_config_file
 from gateway.messages import CommandError
 
 KEY_PREFIX: Final = "tgw_"  # lets secret scanners find leaked keys
@@ -120,8 +120,8 @@ class KeysFile(WatchedFile[Mapping[bytes, Caller]]):
                 callers[digest] = self.value[digest]
         return callers
 
-    def name_entries(self, value: Mapping[bytes, Caller]) -> Mapping[str, object]:
-        return {caller.name: caller for caller in value.values()}
+    def describe_entries(self, value: Mapping[bytes, Caller]) -> Entries:
+        return {caller.name: describe_caller(caller) for caller in value.values()}
 
     def find_caller(self, digest: bytes) -> Caller | None:
         """Return the caller with the key of this SHA-256.
@@ -130,6 +130,16 @@ class KeysFile(WatchedFile[Mapping[bytes, Caller]]):
         """
         caller = self.value.get(digest)
         return caller if caller is not None and compare_digest(caller.digest, digest) else None
+
+
+def describe_caller(caller: Caller) -> dict[str, Any]:
+    """Return the entry of a key, as events show it: of its hash, only the beginning."""
+    return {
+        "roles": [role.value for role in caller.roles],
+        "models": list(caller.models),
+        "requests_per_second": caller.requests_per_second,
+        "sha256": f"{caller.digest[:4].hex()}…",
+    }
 
 
 def read_keys_file(path: Path) -> dict[bytes, Caller]:

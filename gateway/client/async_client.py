@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from contextlib import ExitStack, aclosing
+from datetime import datetime
 from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
@@ -24,6 +25,7 @@ from gateway.client.calls import (
     build_model_path,
     build_upload_request,
     check_stream_type,
+    create_events_call,
     create_infer_call,
     create_load_call,
     create_unload_call,
@@ -214,6 +216,9 @@ class AsyncClient:
     ) -> dict[str, Any]:
         request = create_unload_call(name, dependents=dependents)
         return decode_object(await self._call(request, timeout_s=timeout_s))
+
+    async def events(self, since: str | datetime = "", *, limit: int = 100) -> dict[str, Any]:
+        return decode_object(await self._call(create_events_call(since, limit)))
 
     async def wait_ready(self, name: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         request = build_json_request("GET", build_model_path(name))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from importlib.util import find_spec
 from typing import Any, Final
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from gateway.client.bodies import Body, CallInputs, Form, contains_files, encode_inputs, encode_json
 from gateway.client.errors import INVALID_RESPONSE, GatewayError
@@ -190,6 +191,12 @@ def create_load_call(model: str, *, staged: bool) -> ApiRequest:
 def create_unload_call(model: str, *, dependents: bool) -> ApiRequest:
     parameters: dict[str, Any] = {"unload_dependents": True} if dependents else {}
     return build_operation_request(model, "unload", parameters)
+
+
+def create_events_call(since: str | datetime, limit: int) -> ApiRequest:
+    if isinstance(since, datetime):
+        since = since.astimezone(timezone.utc).isoformat()
+    return build_json_request("GET", f"/v1/events?{urlencode({'since': since, 'limit': limit})}")
 
 
 def build_operation_request(model: str, action: str, parameters: dict[str, Any]) -> ApiRequest:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
+from datetime import datetime
 from typing import Any, BinaryIO, TypeVar
 
 from gateway.client.batches import InferMany, InferOutcome
@@ -22,6 +23,7 @@ from gateway.client.calls import (
     build_model_path,
     build_upload_request,
     check_stream_type,
+    create_events_call,
     create_infer_call,
     create_load_call,
     create_unload_call,
@@ -209,6 +211,13 @@ class Client:
         """Unload a model from every replica, also those an ensemble consists of; return the report."""
         request = create_unload_call(name, dependents=dependents)
         return decode_object(self._call(request, timeout_s=timeout_s))
+
+    def events(self, since: str | datetime = "", *, limit: int = 100) -> dict[str, Any]:
+        """Return the changes from a time on, or the last ones, as `events`, and where they go on, as `next`.
+
+        `since` is a time, or the `next` of an earlier answer. The key needs the role admin.
+        """
+        return decode_object(self._call(create_events_call(since, limit)))
 
     def wait_ready(self, name: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Wait until a replica can serve a model."""

@@ -324,6 +324,36 @@ def top(
         run_top(client, interval)
 
 
+@cli.command(
+    rich_help_panel=OPERATION_PANEL,
+    epilog=format_examples(
+        "triton-gateway events --since 1h", "triton-gateway events --follow --json"
+    ),
+)
+@add_flags(Target)
+def events(
+    target: Target,
+    since: Annotated[
+        str,
+        typer.Option(
+            help="A time such as 2026-01-31T14:03:00Z, or an age such as 90s, 5m, 2h or 1d.",
+            show_default=False,
+        ),
+    ] = "",
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of events.")] = 100,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with later events until interrupted.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Show what changed, by whom, and with which outcome."""
+    from gateway.commands.api import connect
+    from gateway.commands.events import print_events
+
+    with connect(target) as client, suppress(KeyboardInterrupt):
+        print_events(client, since, limit, follow=follow, json=json)
+
+
 @cli.command(rich_help_panel=INFERENCE_PANEL)
 @add_flags(Target)
 def curl(target: Target, model: ModelArgument, version: VersionOption = "") -> None:

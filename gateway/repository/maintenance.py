@@ -16,6 +16,7 @@ from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.repository.shared_state import SharedState
 from gateway.tasks import repeat
+from gateway.telemetry.request_info import find_management_call, name_action
 
 DRAIN_POLL_S: Final = 0.1  # an event would cost something for each request that ends
 REPORT_INTERVAL_S: Final = 0.5
@@ -61,6 +62,7 @@ class Maintenance:
 
     async def cordon(self, name: str) -> DrainProgress:
         """Send no new requests to the replica. Raises `UnknownReplica`, or `Conflict` if it is the last."""
+        record_call("cordon", name)
         replica = self.pool.get_replica(name)
         async with self._lock_cordons():
             if name not in self.pool.cordoned:
@@ -70,6 +72,7 @@ class Maintenance:
 
     async def uncordon(self, name: str) -> DrainProgress:
         """Send requests to the replica again, also when it returns. Raises `UnknownReplica`."""
+        record_call("uncordon", name)
         if name not in self.pool.cordoned:
             self.pool.get_replica(name)
         await self._set_cordon(name, is_cordoned=False)
@@ -78,6 +81,7 @@ class Maintenance:
 
     async def drain(self, name: str, timeout_s: float) -> DrainProgress:
         """Cordon the replica and wait for its requests and sequences. Raises `DrainTimeout`."""
+        record_call("drain", name)
         progress = await self.cordon(name)
         is_finished = False
         with anyio.move_on_after(timeout_s):
@@ -138,6 +142,12 @@ class Maintenance:
     def _measure_progress(self, replica: Replica) -> DrainProgress:
         sequences = self.dispatcher.count_sequences(replica.name)
         return DrainProgress(replica.outstanding, sequences)
+
+
+def record_call(action: str, replica: str) -> None:
+    name_action(action)
+    if (call := find_management_call()) is not None:
+        call.replica = replica
 
 
 def count_busy_gateways(reports: Iterable[Mapping[str, Any]], replica: str) -> int:

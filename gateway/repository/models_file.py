@@ -11,10 +11,11 @@ from typing import Any, Final
 
 import orjson
 
-from gateway.config_files import YAML_ERRORS, WatchedFile, parse_yaml, read_config_file
+from gateway.config_files import YAML_ERRORS, Entries, WatchedFile, parse_yaml, read_config_file
 from gateway.messages import CommandError, join_names
 from gateway.names import VERSION_NUMBER
 
+MAX_SHOWN_CHARS: Final = 500  # of the value of a capability's key
 MODEL_KEYS: Final = ("name", "versions", "config", "required")
 # Returns the value of a key that a capability adds, from the entry of a model. Raises `BadModelsFile`.
 KeyParser = Callable[[Mapping[str, Any]], Any]
@@ -50,6 +51,16 @@ class DeclaredModel:
     @property
     def is_loaded_by_capability(self) -> bool:
         return any(isinstance(value, LoadRules) for value in self.capability_values.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry, as events show it: the config by its digest."""
+        document = {
+            "versions": list(self.versions),
+            "config": self.config_digest,
+            "required": "always" if self.is_always_required else "",
+            **{key: str(value)[:MAX_SHOWN_CHARS] for key, value in self.capability_values.items()},
+        }
+        return {key: value for key, value in document.items() if value}
 
     @cached_property
     def config_digest(self) -> str:
@@ -137,12 +148,17 @@ def read_models_file(path: Path, capability_keys: KeyParsers) -> Mapping[str, De
         raise BadModelsFile(f"the models file {path}: {exc}") from None
 
 
+class DeclaredModelsFile(WatchedFile[Mapping[str, DeclaredModel]]):
+    def describe_entries(self, value: Mapping[str, DeclaredModel]) -> Entries:
+        return {name: model.to_dict() for name, model in value.items()}
+
+
 class ModelsFile:
     """The declared models, and the models that capabilities load; none without a file."""
 
     def __init__(self, path: Path | None, capability_keys: KeyParsers = NO_KEYS) -> None:
         read = partial(read_models_file, capability_keys=capability_keys)
-        self.file = None if path is None else WatchedFile(path, read, label="models")
+        self.file = None if path is None else DeclaredModelsFile(path, read, label="models")
         self.models: Mapping[str, DeclaredModel] = {}
         self.capability_models: Mapping[str, DeclaredModel] = {}
         self._split_models()

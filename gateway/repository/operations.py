@@ -27,9 +27,10 @@ from gateway.errors import (
 from gateway.fleet.index import READY, UNAVAILABLE
 from gateway.fleet.transports import TRANSPORT_ERRORS
 from gateway.messages import quote_text
+from gateway.repository.events import EventLog
 from gateway.repository.state.desired import OPERATION_TTL_S, StateStore
 from gateway.tasks import TaskSet
-from gateway.telemetry import audit
+from gateway.telemetry.request_info import find_management_call, name_action
 from gateway.triton.error_mapping import LoadFailed
 
 RECORD_RETRY_S: Final = 1.0
@@ -144,6 +145,13 @@ class PartialFailure(BadUpstream):
         )
 
 
+def record_outcomes(report: OperationReport) -> None:
+    """Let the event of the current call have the action, and the outcomes as they come."""
+    name_action(report.action)
+    if (call := find_management_call()) is not None:
+        call.outcomes = report.outcomes
+
+
 OperationWork = Coroutine[Any, Any, OperationReport]
 
 
@@ -161,19 +169,22 @@ class OperationLost(Unavailable):
 class OperationRunner:
     """Runs operations as tasks of their own, and records the ones that are started in the background."""
 
-    def __init__(self, store: StateStore) -> None:
+    def __init__(self, store: StateStore, events: EventLog) -> None:
         self._store = store
+        self.events = events
         self.tasks = TaskSet()
         self._recorded_at: deque[float] = deque()  # starts of operations that can still be read
 
     async def run(self, report: OperationReport, work: OperationWork) -> OperationReport:
         # A client disconnect must not leave the model loaded on a part of the fleet.
-        return await audit.run_audited(self.tasks, report.action, report.model, work)
+        record_outcomes(report)
+        return await self.events.run_call(self.tasks, report.action, report.model, work)
 
     async def start(self, report: OperationReport, work: Callable[[], OperationWork]) -> str:
         """Start an operation in the background and return its id. Raises `TooManyOperations`."""
         self._count_recorded(monotonic())
         operation_id = secrets.token_hex(16)
+        record_outcomes(report)
         await self._record(operation_id, report, "running")
         self.tasks.start(self._run_recorded(operation_id, report, work()))
         return operation_id
@@ -208,7 +219,7 @@ class OperationRunner:
             if not task.done():
                 with suppress(StateUnavailable):  # later records contain the same
                     await self._record(operation_id, report, "running")
-        audit.log_result(report.action, report.model, task, operation_id)
+        self.events.record_result(report.action, report.model, task, operation_id)
         error = task.exception()
         if error is None:
             await self._record_result(operation_id, report, "succeeded")

@@ -23,6 +23,7 @@ from gateway.repository.reconcile_plan import (
 )
 from gateway.repository.shared_state import SharedState
 from gateway.tasks import repeat
+from gateway.telemetry.audit import SUCCEEDED, Event, list_changes
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,13 @@ class ModelProblems:
 def keep_values(table: Any, kind: type[T]) -> dict[str, T]:
     entries = table.items() if isinstance(table, dict) else ()
     return {name: value for name, value in entries if isinstance(value, kind)}
+
+
+def build_removal_event(replica: str) -> Event:
+    """Return the event of a cordon that ends because its replica has left the fleet."""
+    changes = list_changes([(f"replica {replica}", {"cordoned": True}, None)])
+    message = f"the cordon of replica {replica} ended, because it left the fleet"
+    return Event(message, "uncordon", SUCCEEDED, caller="gateway", changes=changes, replica=replica)
 
 
 class Reconciler:
@@ -177,6 +185,7 @@ class Reconciler:
         for name in removed & self._state.cordoned if self.is_leader else ():
             with suppress(StateUnavailable):  # another replica may get the address
                 await self._state.set_cordon(name, is_cordoned=False)
+                self._state.events.record(build_removal_event(name))
         removed |= {replica.name for replica in replicas if replica.health.has_exited}
         for name in removed & self._state.loads.keys() if self.is_leader else ():
             await self._state.forget_loads(name)

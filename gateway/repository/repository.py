@@ -88,10 +88,12 @@ class Repository:
         if self.state.desired_models:
             log.info("restored desired state: %s", self.state.summarize_desired_models())
         self.operations.tasks.start(self.reconciler.run())
+        self.operations.tasks.start(self.state.events.run())
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await cancel_tasks([*self.operations.tasks, *self.reconciler.action_tasks.values()])
+        await self.state.events.flush()
         await self.state.store.close()
 
     def outdated_replicas(self, model: str) -> list[str]:
@@ -355,7 +357,7 @@ def build_repository(
         loader=loader,
         readiness=readiness,
         reconciler=Reconciler(pool, state, loader, readiness=readiness),
-        operations=OperationRunner(store),
+        operations=OperationRunner(store, state.events),
     )
 
 

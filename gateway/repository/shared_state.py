@@ -16,6 +16,7 @@ import anyio
 from gateway.errors import ChangeInProgress, StateUnavailable
 from gateway.fleet.replica import Replica
 from gateway.messages import describe_difference, join_names, quote_text
+from gateway.repository.events import EventLog
 from gateway.repository.models_file import DeclaredModel, ModelsFile
 from gateway.repository.reconcile_plan import find_ignored_models, merge_declared_models
 from gateway.repository.state.desired import CORDONS, MODELS, DesiredModel, StateStore
@@ -29,6 +30,7 @@ from gateway.repository.state.loads import (
 )
 from gateway.repository.state.tables import CAPABILITY_TABLES, Table, create_raw_table, with_entry
 from gateway.tasks import cancel_tasks, repeat
+from gateway.telemetry.request_info import record_change
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +90,9 @@ class SharedState:
 
     def __init__(self, store: StateStore, models_file: ModelsFile, *, can_upload: bool) -> None:
         self.store = store
+        self.events = EventLog(store, self.wait_for_lease)
+        if models_file.file is not None:
+            self.events.watch(models_file.file, "models file", "model")
         self.desired_models: Mapping[str, DesiredModel] = {}
         self.loads: Loads = {}
         self.cordons = SharedTable(store, CORDONS)
@@ -169,9 +174,12 @@ class SharedState:
 
         Returns whether it was stored.
         """
+        before = self._stored_models.get(model)
         revision = await self.store.set_desired_model(model, desired, expected_revision)
         if not revision:
             return False
+        described = (None if each is None else each.describe() for each in (before, desired))
+        record_change(f"model {model}", *described)
         if desired is not None:
             desired = replace(desired, revision=desired.revision or revision)
         self._stored_models = with_entry(self._stored_models, (model,), desired)
@@ -202,7 +210,9 @@ class SharedState:
         )
 
     async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
+        before = replica in self.cordoned
         await self.cordons.set((replica,), is_cordoned or None)
+        record_change(f"replica {replica}", *({"cordoned": each} for each in (before, is_cordoned)))
 
     @asynccontextmanager
     async def lease(self, name: str) -> AsyncIterator[bool]:

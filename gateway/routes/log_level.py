@@ -13,6 +13,7 @@ from gateway.routes.openapi import build_json_body, build_responses
 from gateway.routes.repository import read_management_body
 from gateway.settings.server import LogLevel
 from gateway.telemetry.logs import get_level, set_level
+from gateway.telemetry.request_info import name_action, record_change
 from gateway.tensors.schema import build_object_schema
 
 LOG_LEVEL_SCHEMA: Final = build_object_schema(
@@ -52,7 +53,7 @@ async def set_log_level(request: Request, services: ServicesForAdministration) -
     level = LEVELS.get(name) if isinstance(name, str) else None
     if level is None:
         raise MalformedRequest(f'"level" must be one of {", ".join(LEVELS)}')
-    previous = get_level()
+    name_action("log level")
+    record_change("log level", get_level().value, level.value)
     set_level(level)
-    log.warning("log level changed from %s to %s", previous.value, level.value)
     return {"level": level.value}

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.access.auth import PathRules, name_caller
+from gateway.access.peers import client_network
 from gateway.access.rate_limit import RateLimitExceeded
 from gateway.error_responses import (
     ERROR_SERIALIZER,
@@ -27,9 +28,10 @@ from gateway.http_client.connection import Headers
 from gateway.passthrough.handler import pass_through
 from gateway.passthrough.rules import is_passthrough
 from gateway.services import Services
-from gateway.telemetry import audit
+from gateway.telemetry.audit import build_call_event, find_outcome
 from gateway.telemetry.logs import ACCESS_LOGGER, READING_METHODS, log_fields
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST, V1_ROUTE, V2_ROUTE
+from gateway.telemetry.refusals import REFUSED_STATUSES
 from gateway.telemetry.request_info import (
     RequestInfo,
     RequestScope,
@@ -140,7 +142,7 @@ class GatewayMiddleware:
             services.metrics.observe(info, status, duration_s)
             is_read = scope["method"] in READING_METHODS
             if not (is_read and self._is_routine(scope["path"], status)):
-                log_request(request_scope, info, status, duration_s)
+                log_request(services, request_scope, info, status, duration_s)
             if info.trace is not None:
                 end_trace(info.trace, request_scope, info, status)
 
@@ -217,9 +219,25 @@ def client_address(scope: RequestScope) -> str:
     return client[0] if client else ""
 
 
-def log_request(scope: RequestScope, info: RequestInfo, status: int, duration_s: float) -> None:
-    if info.management_call is not None:
-        audit.log_call(info, scope["method"], scope["path"], client_address(scope), status)
+def log_request(
+    services: Services, scope: RequestScope, info: RequestInfo, status: int, duration_s: float
+) -> None:
+    if (call := info.management_call) is not None:
+        outcome = find_outcome(status)
+        message = f"{scope['method']} {scope['path']}: {outcome}"
+        error = {"code": info.error_code, "reason": info.error_reason}
+        event = build_call_event(info, call, message, outcome, status=status, **error)
+        services.repository.state.events.record(event)
+    if status in REFUSED_STATUSES:
+        client = client_address(scope)
+        services.refusals.record(
+            info.caller_name or client_network(client),
+            info.error_code,
+            info.error_reason,
+            status=status,
+            client=client,
+            route=info.route,
+        )
     if not log.isEnabledFor(logging.INFO):
         return
     fields = {

@@ -1,73 +1,148 @@
-"""The audit log: one line for every administrative call, regardless of `GATEWAY_LOG_LEVEL`.
+"""Events: what changed, by whom, and the result on each replica.
 
-An administrative call requires the right to manage and may change something: a load, an unload, an upload or
-removal of model files, a change of a version label, or a change of Triton's log and trace settings. Calls
-that are denied to a known caller are logged as well.
+An event is one record, which the line of the audit log and the list of `GET /v1/events` render. There is one
+for every administrative call, for changes of watched files, and for `state import`. An administrative call
+requires the right to manage and may change something; one that was denied to a known caller is an event, too.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Coroutine
-from functools import partial
-from typing import Any, Final, TypeVar
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from itertools import islice
+from time import time
+from typing import Any, Final
 
-from gateway.errors import GatewayError
-from gateway.tasks import TaskSet
-from gateway.telemetry.request_info import RequestInfo, current_request_info
+from gateway.telemetry.request_info import ManagementCall, RequestInfo
 
 log = logging.getLogger("gateway.audit")  # a public name, wherever this module is
 
-T = TypeVar("T")
 AUDIT_LEVEL: Final = logging.INFO
+SUCCEEDED: Final = "succeeded"
+FAILED: Final = "failed"
 OUTCOMES: Final = {202: "accepted", 401: "denied", 403: "denied", 499: "client disconnected"}
+MAX_CHANGES: Final = 50
+MAX_REPLICAS: Final = 200
+MAX_REASON_CHARS: Final = 300  # of a replica
+MAX_TEXT_CHARS: Final = 1000
+# Fields that only some lines of the audit log have.
+OPTIONAL_FIELDS: Final = ("status", "code", "reason")
+LINE_FIELDS_OF_ITS_OWN: Final = ("time", "message")
 
 
-def log_call(info: RequestInfo, method: str, path: str, client: str, status: int) -> None:
-    call = info.management_call
-    if call is None:
-        return
-    outcome = OUTCOMES.get(status, "succeeded" if status < 300 else "failed")
-    log.log(
-        AUDIT_LEVEL,
-        "%s %s: %s",
-        method,
-        path,
+@dataclass(frozen=True)
+class Event:
+    """A change, or the attempt. Who is the caller; what are the action, the subject and the changes."""
+
+    message: str
+    action: str
+    outcome: str
+    time: float = field(default_factory=time)
+    caller: str = ""  # empty for a watched file: its author is unknown
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    replicas: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    request_id: str = ""
+    route: str = ""
+    model: str = ""
+    version: str = ""
+    label: str = ""
+    replica: str = ""
+    file: str = ""
+    sha256: str = ""
+    parameters: tuple[str, ...] = ()
+    operation: str = ""
+    key: str = ""
+    client: str = ""
+    status: int = 0
+    code: str = ""
+    reason: str = ""
+
+    @property
+    def is_refused(self) -> bool:
+        """Return whether a call was refused before anything was done."""
+        return 400 <= self.status < 499 and not (self.replicas or self.changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document that is kept and listed: the fields that are not empty."""
+        at = datetime.fromtimestamp(self.time, timezone.utc).isoformat(timespec="milliseconds")
+        document = {"time": "", **asdict(self)} | {"time": at.replace("+00:00", "Z")}
+        return {
+            name: value[:MAX_TEXT_CHARS] if isinstance(value, str) else value
+            for name, value in document.items()
+            if value
+        }
+
+    def write_line(self) -> None:
+        """Write the line of the audit log."""
+        fields = asdict(self)
+        for name in LINE_FIELDS_OF_ITS_OWN:
+            del fields[name]
+        for name in OPTIONAL_FIELDS:
+            if not fields[name]:
+                del fields[name]
+        log.log(AUDIT_LEVEL, "%s", self.message, extra=fields)
+
+
+def find_outcome(status: int) -> str:
+    return OUTCOMES.get(status, SUCCEEDED if status < 300 else FAILED)
+
+
+def list_changes(changes: Iterable[tuple[str, Any, Any]]) -> list[dict[str, Any]]:
+    """Return changes (subject, before, after) as in an event, which has a limited number of them."""
+    listed = [{"subject": each, "from": before, "to": after} for each, before, after in changes]
+    if len(listed) > MAX_CHANGES:
+        others = len(listed) - MAX_CHANGES
+        listed[MAX_CHANGES:] = [{"subject": f"{others} others", "from": None, "to": None}]
+    return listed
+
+
+def list_entry_changes(
+    kind: str, before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the changes of named entries; of an entry that changed, only the fields that differ."""
+
+    def list_differences() -> Iterable[tuple[str, Any, Any]]:
+        for name in sorted(before.keys() | after.keys()):
+            old = before.get(name)
+            new = after.get(name)
+            if old is not None and new is not None:
+                differing = {
+                    each for each in old.keys() | new.keys() if old.get(each) != new.get(each)
+                }
+                old = {each: value for each, value in old.items() if each in differing}
+                new = {each: value for each, value in new.items() if each in differing}
+            if old != new:
+                yield f"{kind} {name}", old, new
+
+    return list_changes(list_differences())
+
+
+def build_call_event(
+    info: RequestInfo, call: ManagementCall, message: str, outcome: str, **fields: Any
+) -> Event:
+    """Return the event of an administrative call, as far as it has come."""
+    replicas = {
+        address: {name: text[:MAX_REASON_CHARS] for name, text in each.to_dict().items()}
+        for address, each in islice(sorted(call.outcomes.items()), MAX_REPLICAS)
+    }
+    return Event(
+        message,
+        call.action or info.route,
         outcome,
-        extra={
-            "route": info.route,
-            "model": call.model,
-            "parameters": call.parameters,
-            "operation": call.operation,
-            "version": call.version,
-            "sha256": call.sha256,
-            "label": call.label,
-            "key": info.key,
-            "client": client,
-            "status": status,
-            "outcome": outcome,
-        },
+        caller=info.caller_name or call.client,
+        changes=list_changes((each, *values) for each, values in call.changes.items()),
+        replicas=replicas,
+        request_id=info.request_id,
+        route=info.route,
+        model=call.model,
+        version=call.version,
+        label=call.label,
+        replica=call.replica,
+        sha256=call.sha256,
+        parameters=call.parameters,
+        key=info.key,
+        client=call.client,
+        **{"operation": call.operation, **fields},
     )
-
-
-async def run_audited(tasks: TaskSet, action: str, model: str, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of work that goes on, and is logged, if the client disconnects."""
-    task = tasks.start(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        task.add_done_callback(partial(log_result, action, model))
-        raise
-
-
-def log_result(action: str, model: str, task: asyncio.Task[Any], operation: str = "") -> None:
-    """Log the result of an action on a model that its caller did not wait for; `task` is done."""
-    info = current_request_info.get()
-    error = None if task.cancelled() else task.exception()
-    outcome = "cancelled" if task.cancelled() else "succeeded" if error is None else "failed"
-    key = "" if info is None else info.key
-    extra = {"model": model, "operation": operation, "key": key, "outcome": outcome}
-    if isinstance(error, GatewayError):
-        extra |= {"code": error.code, "reason": error.detail}
-    log.log(AUDIT_LEVEL, "%s of model %s: %s", action, model, outcome, extra=extra)

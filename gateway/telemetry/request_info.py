@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import islice
 from time import perf_counter
-from typing import Any, Final, TypedDict, TypeVar
+from typing import Any, Final, Protocol, TypedDict, TypeVar
 
 from gateway.callers import Caller
 from gateway.memory import MemoryCharge
@@ -21,21 +21,38 @@ MAX_RECORDED_PARAMETERS: Final = 16
 MAX_PARAMETER_CHARS: Final = 128
 
 
+class ReplicaOutcome(Protocol):
+    """The result of a change on one replica."""
+
+    def to_dict(self) -> Mapping[str, str]: ...
+
+
 @dataclass
 class ManagementCall:
-    """An administrative call, for the audit log; its model may not exist."""
+    """An administrative call, which becomes an event; its model may not exist."""
 
     model: str = ""
+    client: str = ""  # the address of the client
+    action: str = ""
+    replica: str = ""  # the replica that is cordoned, uncordoned or drained
     parameters: tuple[str, ...] = ()  # the names of the parameters in the body
     operation: str = ""  # continues after the response
     version: str = ""  # the version that is uploaded or removed
     sha256: str = ""  # checksum of the uploaded file
     label: str = ""  # a version label
+    changes: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # subject → before, after
+    outcomes: Mapping[str, ReplicaOutcome] = field(default_factory=dict)  # by replica
 
     def record_parameters(self, names: Iterable[str]) -> None:
         """Record the names of the parameters, cut so that the line of the audit log stays short."""
         names = islice(names, MAX_RECORDED_PARAMETERS)
         self.parameters = tuple(name[:MAX_PARAMETER_CHARS] for name in names)
+
+    def record_change(self, subject: str, before: Any, after: Any) -> None:
+        """Record a change; one that was reverted leaves nothing."""
+        first, _ = self.changes.pop(subject, (before, None))
+        if first != after:
+            self.changes[subject] = (first, after)
 
 
 @dataclass(slots=True)
@@ -55,6 +72,8 @@ class RequestInfo:
     key: str = ""  # the name of the caller's key
     opens_window: bool = False  # it was the first request in the window of the key's rate
     caller_name: str = ""  # the name of the key, or without keys the client's network
+    error_code: str = ""  # of the error response
+    error_reason: str = ""
     management_call: ManagementCall | None = None
     trace: Trace | None = None
     charge: MemoryCharge | None = None  # the memory that the request holds
@@ -92,6 +111,26 @@ def read_head(scope: ScopeT, read: Callable[[ScopeT], T]) -> T:
 
 
 current_request_info: ContextVar[RequestInfo | None] = ContextVar("request_info", default=None)
+
+
+def find_management_call() -> ManagementCall | None:
+    """Return the administrative call of the current request, or of a task that it started."""
+    info = current_request_info.get()
+    return None if info is None else info.management_call
+
+
+def name_action(action: str) -> None:
+    """Name the action of the current call, unless a larger one includes it."""
+    call = find_management_call()
+    if call is not None:
+        call.action = call.action or action
+
+
+def record_change(subject: str, before: Any, after: Any) -> None:
+    """Record a change of the state by the current call. Values are JSON, and None is nothing."""
+    call = find_management_call()
+    if call is not None:
+        call.record_change(subject, before, after)
 
 
 @contextmanager

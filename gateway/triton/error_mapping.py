@@ -247,23 +247,27 @@ def make_triton_error(status: int, body: bytes, target: RequestTarget) -> Gatewa
             if target.model
             else Unavailable("not ready")
         )
-    text = log_error_text(status, body)
+    text = extract_error_text(body)[:MAX_ERROR_CHARS]
     reason = sanitize_message(text)
-    for rule in ERROR_RULES:
-        if rule.matches(status, text, target):
-            return rule.make_error(reason, target)
-    return BadUpstream(f"the replica returned status {status}")
+    matching = (rule for rule in ERROR_RULES if rule.matches(status, text, target))
+    rule = next(matching, None)
+    if rule is None:
+        error: GatewayError = BadUpstream(f"the replica returned status {status}")
+    else:
+        error = rule.make_error(reason, target)
+    # Unknown models and paths are the client's own mistakes.
+    log_error(status, body, logging.INFO if error.status == NotFound.status else logging.WARNING)
+    return error
 
 
-def log_error_text(status: int, body: bytes) -> str:
-    log.warning(
-        "Triton returned status %d: %s", status, body[:MAX_LOGGED_BYTES].decode(errors="replace")
-    )
-    return extract_error_text(body)[:MAX_ERROR_CHARS]
+def log_error(status: int, body: bytes, level: int = logging.WARNING) -> None:
+    text = body[:MAX_LOGGED_BYTES].decode(errors="replace")
+    log.log(level, "Triton returned status %d: %s", status, text)
 
 
 def map_load_error(status: int, body: bytes, model: str, verb: str) -> GatewayError:
-    text = log_error_text(status, body)
+    log_error(status, body)
+    text = extract_error_text(body)[:MAX_ERROR_CHARS]
     reason = sanitize_message(text)
     if CONTROL_MODE_MESSAGE.search(text):
         return ModelControlModeConflict()

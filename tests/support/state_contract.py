@@ -16,6 +16,7 @@ from gateway.repository.models_file import ModelsFile
 from gateway.repository.reconciler import LEADER_LEASE
 from gateway.repository.shared_state import SharedState
 from gateway.repository.state.desired import CORDONS, MODELS, DesiredModel, StateStore
+from gateway.repository.state.events import EventId, decode_event
 from gateway.repository.state.file import REPORT_TTL_S
 from gateway.repository.state.loads import Loads, is_in_progress
 from gateway.repository.state.store import open_state_store
@@ -28,6 +29,7 @@ ID = "0123456789abcdef" * 2
 LABELS = create_raw_table("labels")
 STABLE = {"version": "2"}
 CANARY = {"versions": {"9": 90, "10": 10}, "shadow": {"version": "3", "percent": 12.5}}
+LATER = {"of_a_later_release": {"deep": [1]}}
 LOADED, UNLOADED = DesiredModel(True), DesiredModel(False)
 
 
@@ -201,6 +203,23 @@ class StateContract:
             assert await store.exchange_reports({"own": 1}) == []
             assert [await is_leader(store), await is_leader(store)] == [True, True]
 
+    async def test_events_are_read_in_order_from_the_last_or_from_any_id_on(
+        self, fresh: Fresh
+    ) -> None:
+        async with opened(fresh()) as (store,):
+            assert list(await store.read_events(None, 5)) == []
+            for number in (0, 1, 1, 2, 3):  # 1 again, if the response to the first was lost
+                await store.append_event({"number": number, **LATER})
+            everything = await store.read_events(EventId(0), 5)
+            documents = [decode_event(event) for event in everything]
+            assert documents == [{"number": number, **LATER} for number in range(4)]
+            ids = [event.id for event in everything]
+            assert ids == sorted(set(ids))
+            assert list(await store.read_events(None, 2)) == list(everything[2:])
+            assert list(await store.read_events(ids[1], 2)) == list(everything[1:3])
+            assert list(await store.read_events(ids[1].next, 9)) == list(everything[2:])
+            assert list(await store.read_events(ids[-1].next, 9)) == []
+
 
 class SharedStateContract:
     """Tests of a state of several processes, as far as one process can have their views of it."""
@@ -256,6 +275,18 @@ class SharedStateContract:
                 assert await other.read(MODELS) is models
             await one.set_desired_model("core", DesiredModel(True, {"turn": turn}))
             assert await other.read(MODELS) is not models
+
+    async def test_events_of_concurrent_processes_are_all_kept(self, shared: Fresh) -> None:
+        async with opened(shared(), 2) as stores:
+            work = [
+                store.append_event({"store": index, "number": number})
+                for number in range(20)
+                for index, store in enumerate(stores)
+            ]
+            await asyncio.gather(*work)
+            views = [await store.read_events(EventId(0), 100) for store in stores]
+        assert list(views[0]) == list(views[1])
+        assert len({event.raw for event in views[0]}) == len({event.id for event in views[0]}) == 40
 
     async def test_lease_belongs_to_one_process_until_it_releases_it_or_closes(
         self, shared: Fresh

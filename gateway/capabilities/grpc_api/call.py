@@ -324,6 +324,8 @@ class IncomingCall:
     def fail(self, exc: Exception) -> CallStatus:
         status = describe_failure(exc, self.info.request_id)
         self._status = status.http_status
+        self.info.error_code = status.error_code
+        self.info.error_reason = status.detail
         return status
 
     def end(self) -> None:
@@ -338,7 +340,7 @@ class IncomingCall:
             return
         duration_s = perf_counter() - self._started_at
         metrics.observe(info, self._status, duration_s)
-        log_request(self.scope, info, self._status, duration_s)
+        log_request(self.services, self.scope, info, self._status, duration_s)
         if info.trace is not None:
             end_trace(info.trace, self.scope, info, self._status)
 

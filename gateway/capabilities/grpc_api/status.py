@@ -48,13 +48,14 @@ class CallStatus:
     code: grpc.StatusCode
     detail: str
     trailers: Metadata
+    error_code: str
 
 
 def describe_failure(exc: Exception, request_id: str) -> CallStatus:
     error = to_gateway_error(exc, request_id)
     detail = str(error.detail)[:MAX_DETAIL_CHARS]
     trailers = build_trailers(error, detail, request_id)
-    return CallStatus(error.status, GRPC_CODES[error.status], detail, trailers)
+    return CallStatus(error.status, GRPC_CODES[error.status], detail, trailers, error.code)
 
 
 def build_trailers(error: GatewayError, detail: str, request_id: str) -> Metadata:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TypeVar
 
@@ -18,11 +18,12 @@ from gateway.messages import quote_text
 from gateway.repository.operations import PartialFailure
 from gateway.repository.repository import Repository, VisibilityCheck
 from gateway.tasks import TaskSet, cancel_tasks
-from gateway.telemetry.audit import run_audited
+from gateway.telemetry.request_info import record_change
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+VersionChange = tuple[Collection[int], Collection[int]]  # the versions before and afterwards
 UploadBuild = Callable[[bytes | None], ModelUpload]
 
 
@@ -32,6 +33,7 @@ class ModelPublisher:
     def __init__(self, files: ModelStore, repository: Repository) -> None:
         self.files = files
         self._repository = repository
+        self._events = repository.state.events
         self._tasks = TaskSet()
 
     def start(self) -> None:
@@ -49,18 +51,20 @@ class ModelPublisher:
         the load, or of the file system.
         """
         work = self._publish(model, version, build, load=load)
-        return await run_audited(self._tasks, "upload", model, work)
+        return await self._events.run_call(self._tasks, "upload", model, work)
 
     async def remove_model(self, model: str, is_visible: VisibilityCheck) -> None:
         """Unload a model from every replica, and remove its files. Raises `UnknownModel` or `Conflict`."""
-        await run_audited(self._tasks, "removal", model, self._remove_model(model, is_visible))
+        work = self._remove_model(model, is_visible)
+        await self._events.run_call(self._tasks, "removal", model, work)
 
     async def remove_version(self, model: str, version: int) -> None:
         """Remove a version, and reload the model.
 
         Raises `UnknownModel`, or `Conflict` for the last one and while the model is being loaded.
         """
-        await run_audited(self._tasks, "removal", model, self._remove_version(model, version))
+        work = self._remove_version(model, version)
+        await self._events.run_call(self._tasks, "removal", model, work)
 
     async def _recover(self) -> None:
         """Revert the changes that exited processes left uncommitted, if nobody does it before."""
@@ -107,15 +111,19 @@ class ModelPublisher:
                 if not upload.versions.keys().isdisjoint(existing):
                     await stack.enter_async_context(self._repository.pause_loads(model))
                 change = await files.run(files.install, model, upload)
-            await self._apply(model, change, load=load)
+            versions = (existing, {*existing, *upload.versions})
+            await self._apply(model, change, versions, load=load)
             return upload
 
-    async def _apply(self, model: str, change: ModelChange, *, load: bool) -> None:
+    async def _apply(
+        self, model: str, change: ModelChange, versions: VersionChange, *, load: bool
+    ) -> None:
         try:
             if load:
                 await self._repository.load(model, {})
         except PartialFailure:  # the gateway keeps retrying
             await self.files.run(change.commit)
+            record_versions(model, versions)
             raise
         except GatewayError:
             await self._revert(model, change)
@@ -124,6 +132,7 @@ class ModelPublisher:
             change.revert()  # blocks the event loop: a cancelled task cannot wait for a thread
             raise
         await self.files.run(change.commit)
+        record_versions(model, versions)
 
     async def _revert(self, model: str, change: ModelChange) -> None:
         """Revert a change that no replica could load; one that came back may be loading it now."""
@@ -151,7 +160,9 @@ class ModelPublisher:
             with suppress(UnknownModel):  # the Tritons do not know it
                 await self._repository.unload(model, {}, is_visible)
             async with self._repository.pause_loads(model):
+                versions = await files.run(files.list_versions, model)
                 await files.run(files.remove_model, model)
+            record_versions(model, (versions, ()))
             await self._forget(model)
 
     async def _remove_version(self, model: str, version: int) -> None:
@@ -166,4 +177,9 @@ class ModelPublisher:
                 )
             async with self._repository.pause_loads(model):
                 change = await files.run(files.remove_version, model, version)
-            await self._apply(model, change, load=self._repository.is_wanted(model))
+            changed = (versions, {*versions} - {version})
+            await self._apply(model, change, changed, load=self._repository.is_wanted(model))
+
+
+def record_versions(model: str, versions: VersionChange) -> None:
+    record_change(f"versions of model {model}", *map(sorted, versions))

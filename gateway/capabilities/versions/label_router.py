@@ -28,7 +28,7 @@ from gateway.fleet.pool import ReplicaPool
 from gateway.messages import join_names, quote_text
 from gateway.repository.models_file import DeclaredModel
 from gateway.repository.shared_state import SharedState, SharedTable
-from gateway.telemetry.request_info import RequestScope
+from gateway.telemetry.request_info import RequestScope, name_action, record_change
 from gateway.tensors.sequence import SequenceStep
 
 log = logging.getLogger(__name__)
@@ -209,7 +209,11 @@ class LabelRouter:
         return self._active.get((model, name))
 
     async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
-        await self._stored.set((model, name), None if label is None else label.to_dict())
+        before = self._stored.value.get(model, {}).get(name)
+        documents = [None if each is None else each.to_dict() for each in (before, label)]
+        await self._stored.set((model, name), documents[1])
+        name_action("label")
+        record_change(f"label {name} of model {model}", *documents)
         self._update()
 
     def is_declared(self, model: str, name: str) -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pwd
+import socket
 import sys
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -52,10 +55,17 @@ def import_file(file: Path, url: str, capability_tables: Iterable[Table[Any]]) -
 
     async def replace() -> None:
         async with open_store(url) as store:
-            await import_state(store, exported)
+            await import_state(store, exported, f"{find_user()}@{socket.gethostname()}")
 
     run(replace())
     print_message(f"imported {len(exported.models)} models and {len(exported.cordons)} cordons")
+
+
+def find_user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # as in a container
+        return str(os.getuid())
 
 
 @asynccontextmanager

@@ -11,8 +11,10 @@ from typing import Any, Final, Protocol, TypeVar, cast
 from gateway.access.rate_limit import RateWindows
 from gateway.errors import StateUnavailable
 from gateway.messages import CommandError
+from gateway.repository.state.events import EventId, StoredEvent
 from gateway.repository.state.loads import Loads, StartedLoad
 from gateway.repository.state.tables import RawTable, Table, UnreadableState, decode_state
+from gateway.telemetry.request_info import MAX_PARAMETER_CHARS, MAX_RECORDED_PARAMETERS
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,12 @@ class DesiredModel:
         """Return the identity of this load; empty if any load of the model is sufficient."""
         revision = str(self.revision) if self.revision else ""
         return f"{revision}/{self.config_digest}" if self.config_digest else revision
+
+    def describe(self) -> dict[str, Any]:
+        """Return the state, as events show it: a parameter can be a whole model."""
+        names = [name[:MAX_PARAMETER_CHARS] for name in self.parameters]
+        described: dict[str, Any] = {"loaded": self.is_loaded}
+        return {**described, "parameters": names[:MAX_RECORDED_PARAMETERS]} if names else described
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document that is stored with the revision, and exported without it."""
@@ -106,6 +114,12 @@ class StateStore(Protocol):
 
     async def read_operation(self, operation_id: str) -> Document | None:
         """Return the last record of an operation; None if there is none, or if the id is invalid."""
+
+    async def append_event(self, event: Document) -> None:
+        """Store an event after the others; of those, the last `MAX_EVENTS` are kept."""
+
+    async def read_events(self, start: EventId | None, limit: int) -> Sequence[StoredEvent]:
+        """Return the first events from an id on, or without one the last; in order."""
 
     async def acquire_lease(self, name: str) -> bool:
         """Take or renew a lease, and return whether this process has it.

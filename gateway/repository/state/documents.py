@@ -20,6 +20,13 @@ from gateway.repository.state.desired import (
     DesiredModel,
     Document,
 )
+from gateway.repository.state.events import (
+    MAX_EVENTS,
+    EventId,
+    StoredEvent,
+    next_event,
+    select_events,
+)
 from gateway.repository.state.loads import (
     LOADS,
     Loads,
@@ -106,6 +113,19 @@ class DocumentStore(ABC):
             self._save_fields({REVISION: revision, MODELS.name: models})
         return revision
 
+    async def append_event(self, event: Document) -> None:
+        raw = orjson.dumps(event)
+        await self._run(WRITE_ACTION, lambda: self._append_event(raw))
+
+    @abstractmethod
+    def _append_event(self, raw: bytes) -> None: ...
+
+    async def read_events(self, start: EventId | None, limit: int) -> Sequence[StoredEvent]:
+        return select_events(await self._run(READ_ACTION, self._load_events), start, limit)
+
+    @abstractmethod
+    def _load_events(self) -> Sequence[StoredEvent]: ...
+
     async def read_loads(self) -> Loads:
         return await self._run(READ_ACTION, self._read_live_loads)
 
@@ -159,6 +179,7 @@ class MemoryStateStore(DocumentStore):
         super().__init__()
         self._fields: dict[str, Any] = {REVISION: 0}
         self._operations: dict[str, tuple[float, bytes]] = {}
+        self._events: list[StoredEvent] = []
 
     async def _run(self, action: str, function: Callable[[], T]) -> T:
         return function()
@@ -171,6 +192,13 @@ class MemoryStateStore(DocumentStore):
 
     def _save_fields(self, fields: Mapping[str, Any]) -> None:
         self._fields.update(fields)
+
+    def _append_event(self, raw: bytes) -> None:
+        if (event := next_event(self._events, raw)) is not None:
+            self._events = [*self._events[1 - MAX_EVENTS :], event]
+
+    def _load_events(self) -> Sequence[StoredEvent]:
+        return self._events
 
     async def record_operation(self, operation_id: str, document: Document) -> None:
         now = time.monotonic()

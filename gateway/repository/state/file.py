@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -34,6 +34,13 @@ from gateway.repository.state.desired import (
     is_operation_id,
 )
 from gateway.repository.state.documents import REVISION, DocumentStore
+from gateway.repository.state.events import (
+    MAX_EVENTS,
+    StoredEvent,
+    format_event_line,
+    next_event,
+    parse_event_lines,
+)
 from gateway.repository.state.loads import LOADS, Loads, parse_loads
 from gateway.repository.state.tables import (
     RawTable,
@@ -168,6 +175,7 @@ class FileStateStore(DocumentStore):
         self._operations_folder = path.with_name(f"{path.name}.operations")
         self._loads_path = path.with_name(f"{path.name}.loads")
         self._cordons_path = path.with_name(f"{path.name}.cordons")
+        self._events_path = path.with_name(f"{path.name}.events")
         self._alive_folder = path.with_name(f"{path.name}.processes")
         self._owner = secrets.token_hex(8)
         self._alive_lock: int | None = None
@@ -303,6 +311,30 @@ class FileStateStore(DocumentStore):
             raise UnreadableState("unexpected structure")
         return dict.fromkeys(names, True)
 
+    def _append_event(self, raw: bytes) -> None:
+        """Add a line to the file. Once it has twice the events to keep, the older half is dropped."""
+        with self._exclude_others():
+            stored = self._read_event_lines()
+            events = parse_event_lines(stored)
+            event = next_event(events, raw)
+            if event is None:
+                return
+            line = format_event_line(event)
+            if len(events) >= 2 * MAX_EVENTS or not stored.endswith(b"\n"):
+                kept = map(format_event_line, events[1 - MAX_EVENTS :])
+                replace_file(self._events_path, b"".join((*kept, line)))
+            else:
+                append_to_file(self._events_path, line)
+
+    def _load_events(self) -> Sequence[StoredEvent]:
+        return parse_event_lines(self._read_event_lines())
+
+    def _read_event_lines(self) -> bytes:
+        try:
+            return self._events_path.read_bytes()
+        except FileNotFoundError:
+            return b""
+
     def _claim_loads(self) -> str:
         # The lock is held until this process exits.
         if self._alive_lock is None:
@@ -406,6 +438,14 @@ def replace_file(path: Path, raw: bytes, *, is_durable: bool = True) -> None:
         os.fsync(folder)  # persist the rename as well
     finally:
         os.close(folder)
+
+
+def append_to_file(path: Path, line: bytes) -> None:
+    """Append to a file, and wait until it is on the disk. Raises `OSError`; the caller holds the lock."""
+    with path.open("ab") as file:
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def remove_old_operations(folder: Path) -> None:

@@ -34,6 +34,7 @@ from gateway.repository.state.desired import (
     decode_operation,
     is_operation_id,
 )
+from gateway.repository.state.events import MAX_EVENTS, EventId, StoredEvent, parse_event_id
 from gateway.repository.state.loads import (
     LOADS,
     Loads,
@@ -262,6 +263,19 @@ class RedisStateStore:
             READ_ACTION, "GET", key, decode=lambda raw: decode_operation(raw) if raw else None
         )
 
+    async def append_event(self, event: Document) -> None:
+        script = redis_scripts.APPEND_EVENT
+        await self._write(script, ("events",), orjson.dumps(event), MAX_EVENTS)
+
+    async def read_events(self, start: EventId | None, limit: int) -> Sequence[StoredEvent]:
+        key = self._redis.full_key("events")
+        if start is None:
+            command = ("XREVRANGE", key, "+", "-", "COUNT", limit)
+            newest_first = await self._redis.execute(READ_ACTION, *command, decode=decode_events)
+            return newest_first[::-1]
+        command = ("XRANGE", key, str(start), "+", "COUNT", limit)
+        return await self._redis.execute(READ_ACTION, *command, decode=decode_events)
+
     async def acquire_lease(self, name: str) -> bool:
         key = f"lease:{name}"
         script = redis_scripts.ACQUIRE_LEASE
@@ -448,6 +462,21 @@ def drop_loads_in_progress(values: Sequence[bytes]) -> list[bytes]:
 def decode_reports(reply: Iterable[bytes]) -> list[Document]:
     documents = map(decode_state, reply)
     return [document for document in documents if isinstance(document, dict)]
+
+
+def decode_events(reply: Iterable[Any]) -> list[StoredEvent]:
+    """Decode the entries of a stream, each an id and its fields. Raises `UnreadableState`."""
+    events = []
+    for entry in reply:
+        match entry:
+            case (bytes(name), {b"event": bytes(raw)}):
+                event_id = parse_event_id(name.decode())
+            case _:
+                event_id = None
+        if event_id is None:
+            raise UnreadableState("unexpected event")
+        events.append(StoredEvent(event_id, raw))
+    return events
 
 
 class RedisRateWindows:

@@ -141,6 +141,15 @@ end
 redis.call('SET', KEYS[2], ARGV[1])
 return 1
 """
+# Append an event, unless it is the last one: the response to a first attempt may have been lost. The
+# arguments are the event and the number of events to keep.
+APPEND_EVENT = """
+local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
+if not last or last[2][2] ~= ARGV[1] then
+  redis.call('XADD', KEYS[1], 'MAXLEN', ARGV[2], '*', 'event', ARGV[1])
+end
+return 1
+"""
 ACQUIRE_LEASE = """
 redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2])
 local owner = redis.call('GET', KEYS[1])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
 import orjson
 
+from gateway.errors import StateUnavailable
 from gateway.messages import CommandError
 from gateway.repository.state.desired import CORDONS, MODELS, DesiredModel, StateStore
 from gateway.repository.state.tables import (
@@ -19,6 +21,7 @@ from gateway.repository.state.tables import (
     create_raw_table,
     decode_state,
 )
+from gateway.telemetry.audit import SUCCEEDED, Event, list_changes
 
 EXPORT_FORMAT: Final = 1
 
@@ -82,23 +85,50 @@ async def export_state(store: StateStore) -> ExportedState:
     )
 
 
-async def import_state(store: StateStore, exported: ExportedState) -> None:
+async def import_state(store: StateStore, exported: ExportedState, caller: str = "") -> None:
     """Make the stored state equal to the exported one; what the exported one lacks is forgotten."""
     before = await export_state(store)
-    for name, desired in exported.models.items():
-        current = before.models.get(name)
-        if current is None or current.to_dict() != desired.to_dict():
-            await store.set_desired_model(name, desired)
-    for name in before.models.keys() - exported.models.keys():
-        await store.set_desired_model(name, None)
-    for name in CAPABILITY_TABLES:
-        old = dict(list_values(before.tables[name]))
-        new = dict(list_values(exported.tables[name]))
-        for keys in old.keys() | new.keys():
+    changes: list[tuple[str, Any, Any]] = []
+    try:
+        await write_differences(store, before, exported, changes)
+    finally:
+        if changes:
+            listed = list_changes(changes)
+            event = Event("state import", "state import", SUCCEEDED, caller=caller, changes=listed)
+            with suppress(StateUnavailable):  # the import itself has succeeded, or says why not
+                await store.append_event(event.to_dict())
+
+
+async def write_differences(
+    store: StateStore,
+    before: ExportedState,
+    after: ExportedState,
+    changes: list[tuple[str, Any, Any]],
+) -> None:
+    """Write what differs, and add it to the changes."""
+    for name in sorted(before.models.keys() | after.models.keys()):
+        old_model = before.models.get(name)
+        model = after.models.get(name)
+        if old_model is None or model is None or old_model.to_dict() != model.to_dict():
+            await store.set_desired_model(name, model)
+            old_value, value = (
+                None if each is None else each.describe() for each in (old_model, model)
+            )
+            changes.append((f"model {name}", old_value, value))
+    for table in CAPABILITY_TABLES:
+        old = dict(list_values(before.tables[table]))
+        new = dict(list_values(after.tables[table]))
+        for keys in sorted(old.keys() | new.keys()):
             if old.get(keys) != new.get(keys):
-                await store.write(create_raw_table(name), keys, new.get(keys))
-    for name in before.cordons ^ exported.cordons:
-        await store.write(CORDONS, (name,), name in exported.cordons or None)
+                await store.write(create_raw_table(table), keys, new.get(keys))
+                subject = f"{table} {keys[1]} of model {keys[0]}"
+                changes.append((subject, old.get(keys), new.get(keys)))
+    for name in sorted(before.cordons ^ after.cordons):
+        is_cordoned = name in after.cordons
+        await store.write(CORDONS, (name,), is_cordoned or None)
+        changes.append(
+            (f"replica {name}", {"cordoned": not is_cordoned}, {"cordoned": is_cordoned})
+        )
 
 
 def list_values(table: RawTable) -> Iterator[tuple[tuple[str, str], Any]]:

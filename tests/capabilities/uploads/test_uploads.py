@@ -89,6 +89,8 @@ def test_upload_serves_a_model_and_the_next_one_its_next_version(
         assert place.infer("mine") == [1 + number, 2 + number]
         audited = place.command.wait_for(f"version={number} sha256={digest}")
         assert "PUT /v1/models/mine: succeeded" in audited
+        before, after = list(range(1, number)), list(range(1, number + 1))
+        assert f"'versions of model mine', 'from': {before}, 'to': {after}" in audited
     assert listed_states(place.client, "mine") == ["READY", "READY"]
     files = place.client.get("/v1/models/mine/files").json()["files"]
     assert [file["path"] for file in files] == ["1/model.onnx", "2/model.onnx", "config.pbtxt"]

@@ -158,6 +158,11 @@ def test_administrator_changes_labels_with_an_audit_and_others_read_them(
         assert client.put(label, json=body, headers=bearer("tgw_admin")).status_code == 200
         line = json.loads(command.wait_for("gateway.audit"))
         assert (line["label"], line["outcome"]) == ("stable", "succeeded")
+        (event,) = client.get("/v1/events", headers=bearer("tgw_admin")).json()["events"]
+        assert event["changes"] == line["changes"]
+        assert line["changes"] == [
+            {"subject": f"label stable of model {LABELS.split('/')[3]}", "from": None, "to": body}
+        ]
         assert_error(client.put(label, json=body, headers=app), 403, "FORBIDDEN", "role 'admin'")
         assert client.get(label, headers=app).json()["version"] == "2"
         assert_error(client.delete(label, headers=app), 403, "FORBIDDEN")

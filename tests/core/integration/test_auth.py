@@ -110,6 +110,7 @@ ROWS = (
     Row("POST", "/v1/replicas/{address}/uncordon", MANAGEMENT, 404),
     Row("POST", "/v1/replicas/{address}/drain", MANAGEMENT, 404),
     Row("GET", "/v1/log-level", MANAGEMENT),
+    Row("GET", "/v1/events", MANAGEMENT),
     Row("PUT", "/v1/log-level", MANAGEMENT, body=b'{"level": "debug"}'),
     Row("GET", "/v1/operations/{operation}", MANAGEMENT, 404),
     Row("GET", "/v2/models", INFERENCE),
@@ -380,6 +381,7 @@ def test_routes_about_all_models_are_403_for_a_key_with_patterns(client: httpx.C
         ("GET", "/v2/logging"),
         ("POST", "/v2/trace/setting"),
         ("PUT", "/v1/log-level"),
+        ("GET", "/v1/events"),
         ("POST", "/v1/replicas/a:1/cordon"),
         ("GET", "/metrics"),
     ):

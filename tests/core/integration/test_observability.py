@@ -328,7 +328,8 @@ def test_audit_log_has_every_administrative_call(
             headers = {"X-Request-ID": f"audit-{number}.", **bearer(key)}
             assert client.post(path, json=body, headers=headers).status_code == status
             (line,) = audit_lines(command, f"audit-{number}.")
-            assert line.keys() == read_log_fields("gateway.audit")
+            error = {"code", "reason"} if status >= 400 else set()
+            assert line.keys() == read_log_fields("gateway.audit") | error
             assert (line["model"], line["key"], line["outcome"], line["parameters"]) == fields
             assert line["status"] == status
             assert line["client"] == "127.0.0.1"
@@ -353,6 +354,11 @@ def test_audit_log_has_the_result_of_an_asynchronous_load(
         assert accepted["operation"] == ended["operation"] == answer.json()["id"]
         assert (ended["model"], ended["key"], ended["outcome"]) == (model, "admin", outcome)
         assert ended.get("code") == code
+        listed = client.get("/v1/events", headers=bearer(ADMIN)).json()["events"]
+        assert not any("denied" in event["outcome"] for event in listed)
+        events = [event for event in listed if event.get("request_id") == f"later-{model}."]
+        assert [event["outcome"] for event in events] == ["accepted", outcome]
+        assert events[1]["message"] == ended["message"]
 
 
 def test_audit_log_has_the_result_of_a_load_whose_client_disconnects(
@@ -463,7 +469,10 @@ def test_log_level_warning_omits_the_access_lines(demo_triton: EmbeddedTriton) -
         before = len(command.lines)
         for _ in range(5):
             assert client.get("/v1/models").status_code == 200
-        assert client.get("/v2/models/nobody", headers={"X-Request-ID": "last-1"}).is_client_error
+        assert client.get("/v2/models/nobody").status_code == 404  # its own mistake
+        headers = {"X-Request-ID": "last-1", "Content-Type": "image/png"}
+        refused = client.post("/v1/models/ensemble/infer", content=b"no image", headers=headers)
+        assert refused.is_client_error
         command.wait_for("last-1")
         of_requests = [line for line in command.lines[before:] if "request_id=" in line]
         assert len(of_requests) == 1

@@ -13,6 +13,7 @@ import pytest
 
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.errors import GatewayError
+from gateway.repository.models_file import ModelsFile
 from gateway.repository.operations import (
     MAX_HEARTBEAT_AGE_S,
     OperationLost,
@@ -21,6 +22,8 @@ from gateway.repository.operations import (
     Outcome,
     TooManyOperations,
 )
+from gateway.repository.shared_state import SharedState
+from gateway.repository.state.desired import StateStore
 from gateway.repository.state.documents import MemoryStateStore
 from gateway.repository.state.store import open_state_store
 from gateway.triton.error_mapping import LoadFailed
@@ -48,7 +51,7 @@ def test_log_level_can_be_changed_at_runtime(demo_triton: EmbeddedTriton) -> Non
         assert answer.status_code == 200
         changed = client.put("/v1/log-level", json={"level": "info"})
         assert (changed.status_code, changed.json()) == (200, {"level": "info"})
-        command.wait_for("log level changed from warning to info")
+        command.wait_for("PUT /v1/log-level: succeeded")
         client.get("/v1/models/core", headers={"X-Request-ID": "logged"})
         command.wait_for("logged")
         assert "unlogged" not in command.output
@@ -141,6 +144,10 @@ def test_gateway_that_runs_applies_an_imported_state(
         wait_until(lambda: read_desired_models() == {"absent": "loaded"})
 
 
+def runner_of(store: StateStore) -> OperationRunner:
+    return OperationRunner(store, SharedState(store, ModelsFile(None), can_upload=False).events)
+
+
 @pytest.mark.fault("thousands of labels and of operations in the background, long names of load")
 def test_requests_of_administrators_are_bounded(
     demo_triton: EmbeddedTriton, tmp_path: Path
@@ -171,7 +178,7 @@ async def test_operations_in_the_background_are_bounded() -> None:
 
     async def start_until_refused(*, ends: bool) -> int:
         """Return how many operations are started before one is refused; they end soon, or do not."""
-        runner = OperationRunner(MemoryStateStore())
+        runner = runner_of(MemoryStateStore())
         is_over = asyncio.Event()
 
         async def wait() -> OperationReport:
@@ -207,7 +214,7 @@ async def test_operation_that_ends_without_the_state_is_recorded_later(
             raise error
         return report
 
-    runner = OperationRunner(store)
+    runner = runner_of(store)
     operation = await runner.start(report, load)
     (tmp_path / "state").rename(tmp_path / "away")
     report.record("a:8000", Outcome("READY"))
@@ -225,7 +232,7 @@ async def test_operation_that_ends_without_the_state_is_recorded_later(
 
 async def test_operation_whose_gateway_ended_has_failed(tmp_path: Path) -> None:
     store = open_state_store(f"file://{tmp_path}/state.json")
-    runner, report = OperationRunner(store), OperationReport("m", True, 2)
+    runner, report = runner_of(store), OperationReport("m", True, 2)
 
     async def wait() -> OperationReport:
         await asyncio.Event().wait()

@@ -26,6 +26,7 @@ from gateway.errors import StateUnavailable
 from gateway.repository.models_file import ModelsFile
 from gateway.repository.shared_state import SharedState
 from gateway.repository.state.desired import CORDONS, MODELS, DesiredModel, StateStore
+from gateway.repository.state.events import MAX_EVENTS, EventId
 from tests.support.errors import assert_error
 from tests.support.keys import INFER, bearer, entry, written
 from tests.support.redis_server import RedisServer
@@ -72,6 +73,21 @@ class TestRedis(StateContract):
 
 class TestSharedRedis(SharedStateContract):
     pass
+
+
+async def test_only_the_last_events_are_kept(server: RedisServer) -> None:
+    url = server.url()
+    with server.client() as client, client.pipeline() as pipeline:
+        stream = f"{url.partition('prefix=')[2]}events"
+        for number in range(1, MAX_EVENTS + 1):
+            pipeline.xadd(stream, {"event": b'{"number":%d}' % number}, f"{number}-0")
+        pipeline.execute()
+        async with opened(url) as (store,):
+            await store.append_event({"number": "new"})
+            events = await store.read_events(EventId(0), 2 * MAX_EVENTS)
+        assert client.xlen(stream) == len(events) == MAX_EVENTS
+    assert events[0].raw == b'{"number":2}'
+    assert events[-1].raw == b'{"number":"new"}'
 
 
 @pytest.mark.fault("Redis goes away and comes back")

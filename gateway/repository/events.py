@@ -1,0 +1,142 @@
+"""The events of all gateways that share a state: recorded by each one, stored in order, and read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar
+
+import anyio
+
+from gateway.config_files import FileChange, WatchedFile
+from gateway.errors import GatewayError, StateUnavailable
+from gateway.repository.state.desired import StateStore
+from gateway.repository.state.events import MAX_EVENTS, EventId, decode_event
+from gateway.tasks import TaskSet, repeat
+from gateway.telemetry.audit import FAILED, SUCCEEDED, Event, build_call_event, list_entry_changes
+from gateway.telemetry.request_info import current_request_info, name_action
+
+T = TypeVar("T")
+RETRY_S: Final = 2.0
+MAX_FLUSH_S: Final = 1.0
+LEASE_NAME: Final = "events"
+
+
+class EventPage(NamedTuple):
+    """Events in order, and the id from which on the later ones are read."""
+
+    events: list[Mapping[str, Any]]
+    next_id: EventId
+
+
+class EventLog:
+    """Writes each event to the audit log, and stores it in the background, because it has happened already.
+
+    What cannot be stored waits for the state; the oldest events are dropped if that takes long.
+    """
+
+    def __init__(
+        self, store: StateStore, wait_for_lease: Callable[[str], AbstractAsyncContextManager[None]]
+    ) -> None:
+        self._store = store
+        self._wait_for_lease = wait_for_lease
+        self._unstored: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._recorded = asyncio.Event()
+        self._turn = asyncio.Lock()
+
+    def record(self, event: Event) -> None:
+        event.write_line()
+        if not event.is_refused:  # those can be many, and nothing has changed
+            self._unstored.append(event)
+            self._recorded.set()
+
+    def watch(self, file: WatchedFile[Any], action: str, kind: str) -> None:
+        """Record the changes of a file, whose entries are of this kind."""
+
+        def record(change: FileChange[Any]) -> None:
+            event = Event(
+                f"{file.path} changed and was reloaded: {change.difference}",
+                action,
+                SUCCEEDED,
+                changes=list_entry_changes(kind, change.before, change.after),
+                file=str(file.path),
+                sha256=change.sha256,
+            )
+            self.record(event)
+
+        file.on_change = record
+
+    async def run_call(
+        self, tasks: TaskSet, action: str, model: str, work: Coroutine[Any, Any, T]
+    ) -> T:
+        """Return the result of work that goes on, and is recorded, if the client disconnects."""
+        name_action(action)
+        task = tasks.start(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(partial(self.record_result, action, model))
+            raise
+
+    def record_result(
+        self, action: str, model: str, task: asyncio.Task[Any], operation: str = ""
+    ) -> None:
+        """Record the result of an action that its caller did not wait for; `task` is done."""
+        info = current_request_info.get()
+        if info is None or info.management_call is None:
+            return  # no caller has started it
+        error = None if task.cancelled() else task.exception()
+        outcome = "cancelled" if task.cancelled() else SUCCEEDED if error is None else FAILED
+        fields = {"operation": operation}
+        if isinstance(error, GatewayError):
+            fields |= {"code": error.code, "reason": error.detail}
+        message = f"{action} of model {model}: {outcome}"
+        self.record(build_call_event(info, info.management_call, message, outcome, **fields))
+
+    async def run(self) -> None:
+        await repeat("events", self._store_recorded)
+
+    async def _store_recorded(self) -> None:
+        await self._recorded.wait()
+        try:
+            await self._store_all()
+        except StateUnavailable:  # the store logs it
+            await asyncio.sleep(RETRY_S)
+
+    async def flush(self) -> None:
+        """Store what was recorded, unless that takes long."""
+        with anyio.move_on_after(MAX_FLUSH_S), suppress(StateUnavailable):
+            await self._store_all()
+
+    async def _store_all(self) -> None:
+        async with self._turn:
+            while self._unstored:
+                event = self._unstored[0]
+                await self._store_event(event)
+                if self._unstored and self._unstored[0] is event:
+                    self._unstored.popleft()
+            self._recorded.clear()
+
+    async def _store_event(self, event: Event) -> None:
+        if not event.file:
+            await self._store.append_event(event.to_dict())
+            return
+        document = event.to_dict()
+        # Every gateway and worker reads the file again; the first one stores the change.
+        async with self._wait_for_lease(LEASE_NAME):
+            events = (await self.read(None, MAX_EVENTS)).events
+            last: Mapping[str, Any] = next(
+                (each for each in reversed(events) if each.get("file") == event.file), {}
+            )
+            if any(last.get(name) != document.get(name) for name in ("sha256", "changes")):
+                await self._store.append_event(document)
+
+    async def read(self, start: EventId | None, limit: int) -> EventPage:
+        """Return the first events from an id on, or without one the last. Raises `StateUnavailable`."""
+        stored = await self._store.read_events(start, limit)
+        next_id = stored[-1].id.next if stored else start or EventId(0)
+        documents = map(decode_event, stored)
+        return EventPage([each for each in documents if each is not None], next_id)

@@ -1,0 +1,223 @@
+"""Events: what is recorded of a change, how it is rendered, and which refusals are logged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.config_files import FileChange, WatchedFile
+from gateway.errors import MalformedRequest
+from gateway.repository.models_file import ModelsFile
+from gateway.repository.operations import Outcome
+from gateway.repository.shared_state import SharedState
+from gateway.repository.state.documents import MemoryStateStore
+from gateway.repository.state.events import MAX_EVENTS, EventId
+from gateway.repository.state.store import open_state_store
+from gateway.routes.events import parse_start
+from gateway.telemetry import refusals
+from gateway.telemetry.audit import (
+    MAX_CHANGES,
+    Event,
+    build_call_event,
+    list_changes,
+    list_entry_changes,
+)
+from gateway.telemetry.logs import JsonFormatter
+from gateway.telemetry.refusals import RefusalLog
+from gateway.telemetry.request_info import ManagementCall, RequestInfo
+from gateway.triton.error_mapping import LoadFailed
+from tests.interface.names import read_log_fields
+from tests.support.state_contract import opened
+from tests.support.wait import wait_until_async
+
+LOADED, UNLOADED = {"loaded": True}, {"loaded": False}
+
+
+def test_audit_line_and_listed_event_render_one_record(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    call = ManagementCall("m", "10.0.0.1", "load")
+    call.record_change("model m", UNLOADED, LOADED)
+    failure = Outcome("UNAVAILABLE", LoadFailed("m", "x" * 999))
+    call.outcomes = {"b:8000": failure, "a:8000": Outcome("READY")}
+    info = RequestInfo("r-1", "/v2/repository/models/{model}/load", key="ops", caller_name="ops")
+    event = build_call_event(
+        info, call, "POST /x: failed", "failed", status=502, code="PARTLY_DONE"
+    )
+    event.write_line()
+    line = json.loads(JsonFormatter().format(caplog.records[0]))
+    document = event.to_dict()
+    assert line.keys() - {"code"} == read_log_fields("gateway.audit")
+    for name, value in document.items():
+        assert name == "time" or line[name] == value, name
+    assert list(document)[:3] == ["time", "message", "action"]
+    assert document["caller"] == "ops"
+    assert document["changes"] == [{"subject": "model m", "from": UNLOADED, "to": LOADED}]
+    assert document["replicas"]["a:8000"] == {"state": "READY"}
+    assert len(document["replicas"]["b:8000"]["reason"]) == 300
+    assert "" not in document.values()
+
+
+def test_change_that_was_reverted_is_none_and_several_of_one_subject_are_one() -> None:
+    call = ManagementCall("m")
+    call.record_change("model m", None, LOADED)
+    call.record_change("model m", LOADED, UNLOADED)
+    call.record_change("model n", LOADED, UNLOADED)
+    call.record_change("model n", UNLOADED, LOADED)
+    assert call.changes == {"model m": (None, UNLOADED)}
+
+
+def test_entry_that_changed_is_described_by_the_fields_that_differ() -> None:
+    before = {"a": {"roles": ["infer"], "models": ["*"]}, "b": {"roles": ["admin"]}}
+    after = {"a": {"roles": ["admin"], "models": ["*"]}, "c": {"roles": ["infer"]}}
+    assert list_entry_changes("key", before, after) == [
+        {"subject": "key a", "from": {"roles": ["infer"]}, "to": {"roles": ["admin"]}},
+        {"subject": "key b", "from": {"roles": ["admin"]}, "to": None},
+        {"subject": "key c", "from": None, "to": {"roles": ["infer"]}},
+    ]
+    many = ((f"key {number}", None, 1) for number in range(9999))
+    *_, last = changes = list_changes(many)
+    assert (len(changes), last["subject"]) == (MAX_CHANGES + 1, f"{9999 - MAX_CHANGES} others")
+
+
+STARTS = {
+    "": None,
+    "1769868180000-3": EventId(1769868180000, 3),
+    "2026-01-31T14:03:00Z": EventId(1769868180000),
+    "2026-01-31t14:03:00.5z": EventId(1769868180500),
+    "2026-01-31T15:03:00.123456+01:00": EventId(1769868180123),
+    "2026-01-31T15:03:00 01:00": EventId(1769868180000),  # a plus sign that was not encoded
+    "0001-01-01T00:00:00Z": EventId(0),
+}
+INVALID_STARTS = (
+    "yesterday",
+    "2026-01-31",
+    "2026-01-31T14:03:00",
+    "2026-13-31T14:03:00Z",
+    "1-",
+    "-1",
+    "9" * 20,
+)
+
+
+def test_start_is_a_time_or_an_id(subtests: pytest.Subtests) -> None:
+    for text, start in STARTS.items():
+        with subtests.test(text):
+            assert parse_start(text) == start
+    for text in INVALID_STARTS:
+        with subtests.test(text), pytest.raises(MalformedRequest, match="neither a time, such as"):
+            parse_start(text)
+
+
+async def test_file_has_the_last_events_whatever_became_of_its_last_line(tmp_path: Path) -> None:
+    file = tmp_path / "state.json.events"
+    lines = [f'{number}-0 {{"number":{number}}}\n' for number in range(1, 2 * MAX_EVENTS + 1)]
+    file.write_text("".join(lines))
+    async with opened(f"file://{tmp_path}/state.json", 2) as (one, other):
+        await one.append_event({"number": "new"})
+        assert len(file.read_text().splitlines()) == MAX_EVENTS
+        with file.open("a") as stream:
+            stream.write('9999999999999-0 {"numb')  # a process was killed
+        await other.append_event({"number": "newer"})
+        events = await one.read_events(EventId(0), 2 * MAX_EVENTS)
+        assert len(events) == MAX_EVENTS
+        assert [event.raw for event in events[-2:]] == [b'{"number":"new"}', b'{"number":"newer"}']
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+async def test_change_of_a_file_is_stored_by_the_first_gateway_that_reads_it(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "keys.yaml"
+    path.touch()
+    url = f"file://{tmp_path}/state.json"
+
+    async def change(digest: str, *logs: int) -> None:
+        change: FileChange[Any] = FileChange({}, sha256=digest, after={"ops": {"roles": ["admin"]}})
+        for index in logs:
+            file: WatchedFile[Any] = WatchedFile(path, Path.read_text)
+            states[index].events.watch(file, "keys file", "key")
+            assert file.on_change is not None
+            file.on_change(change)
+        await asyncio.gather(*(states[index].events.flush() for index in logs))
+
+    async with opened(url, 2) as stores:
+        states = [SharedState(store, ModelsFile(None), can_upload=False) for store in stores]
+        await change("1", 0, 1)
+        await change("2", 1)
+        await change("2", 0)
+        await change("1", 0, 1)
+        page = await states[0].events.read(None, 10)
+    assert [event["sha256"] for event in page.events] == ["1", "2", "1"]
+    assert page.events[0]["changes"] == [
+        {"subject": "key ops", "from": None, "to": {"roles": ["admin"]}}
+    ]
+
+
+async def test_events_wait_for_a_state_that_is_unavailable(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    store = open_state_store(f"file://{folder}/state.json")
+    events = SharedState(store, ModelsFile(None), can_upload=False).events
+    folder.rename(tmp_path / "away")
+    for name in ("first", "second"):
+        events.record(Event(name, "load", "succeeded"))
+        await events.flush()
+    (tmp_path / "away").rename(folder)
+    await events.flush()
+    page = await events.read(None, 10)
+    assert [event["message"] for event in page.events] == ["first", "second"]
+    await store.close()
+
+
+async def test_refused_calls_are_no_events_of_the_state() -> None:
+    events = SharedState(MemoryStateStore(), ModelsFile(None), can_upload=False).events
+    for status in (401, 403, 404, 409, 422):
+        events.record(Event("refused", "load", "failed", status=status))
+    report = {"a:8000": {"state": "UNAVAILABLE", "reason": "no memory"}}
+    kept = [
+        Event("every replica refused it", "load", "failed", status=422, replicas=report),
+        Event("partly done", "load", "failed", status=502),
+        Event("it goes on", "load", "client disconnected", status=499),
+    ]
+    for event in kept:
+        events.record(event)
+    await events.flush()
+    page = await events.read(None, 10)
+    assert page.events == [event.to_dict() for event in kept]
+
+
+async def test_refusals_are_logged_once_and_then_counted(caplog: pytest.LogCaptureFixture) -> None:
+    log = RefusalLog(interval_s=0.2)
+    for _ in range(50):
+        log.record("10.0.0.9", "UNAUTHENTICATED", "unknown key", status=401)
+    log.record("ops", "FORBIDDEN", "key 'ops' lacks the role 'admin'", status=403)
+    first = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert first == [
+        ("WARNING", "refused a request of 10.0.0.9: unknown key"),
+        ("WARNING", "refused a request of ops: key 'ops' lacks the role 'admin'"),
+    ]
+    caplog.clear()
+    await wait_until_async(lambda: bool(caplog.records))
+    (counted,) = caplog.records
+    assert counted.getMessage() == "refused 49 more requests of 10.0.0.9 within 0.2 s"
+    assert (vars(counted)["caller"], vars(counted)["code"]) == ("10.0.0.9", "UNAUTHENTICATED")
+    log.record("10.0.0.9", "UNAUTHENTICATED", "unknown key", status=401)  # in the next interval
+    caplog.clear()
+    log.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "refused 1 more request of 10.0.0.9 within 0.2 s"
+    ]
+
+
+async def test_refused_callers_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    log = RefusalLog()
+    for number in range(2 * refusals.MAX_CALLERS):
+        log.record(f"10.{number >> 8}.{number & 255}.1", "UNAUTHENTICATED", "unknown key")
+    assert len(caplog.records) == refusals.MAX_CALLERS + 1
+    log.close()
+    assert vars(caplog.records[-1])["count"] == refusals.MAX_CALLERS - 1
+    assert vars(caplog.records[-1])["caller"] == refusals.OTHERS
