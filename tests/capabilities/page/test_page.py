@@ -346,6 +346,7 @@ def test_model_is_unloaded_and_loaded_with_a_report_of_each_replica(
     assert not visible_tags(page, f"{row} .report.bad, #toasts .bad")  # it was intended
     page.find(f"{buttons}:nth-of-type(2):disabled")
     page.see("#replicas", "Up")
+    page.see("#events", f"unload model {model}: none → loaded false succeeded")
     page.see(f'#models tr[data-key="{model}"] .state', "Not loaded")
     assert not visible_tags(page, f'#models tr[data-key="{model}"] .bad')
     page.all(buttons)[0].click()

@@ -2,6 +2,7 @@
 
 import * as api from "./api.js";
 import { $, el, setText, showNotice, updateChildren, updateRows } from "./dom.js";
+import * as events from "./events.js";
 import { errorMessage, showErrorNotice, toSentence } from "./errors.js";
 import { isWorking } from "./health.js";
 import { promptForKey, withKey } from "./key.js";
@@ -23,6 +24,7 @@ export function start() {
   $("filter").addEventListener("input", filter);
   $("unload-cancel").addEventListener("click", () => $("unload-dialog").close());
   upload.start(refresh);
+  events.start();
 }
 
 export function show() {
@@ -41,6 +43,7 @@ export function reset() {
   columns = null;
   shownModels = [];
   upload.reset();
+  events.reset();
 }
 
 /** Without a replica that works, the models are unknown, but the replicas say why. */
@@ -51,6 +54,7 @@ export async function refresh() {
   shownModels = models.value ?? shownModels;
   upload.setExistingModels(shownModels.map(({ name }) => name));
   if (replicas.value || !error) draw(shownModels, replicas.value ?? null);
+  await events.refresh(Boolean(replicas.value));
   if (error) showErrorNotice($("fleet-notice"), error, useAnotherKey);
   else if (isRefused) showNotice($("fleet-notice"), "Viewing replicas requires an administrator's key.", "Use another key", useAnotherKey);
   else showNotice($("fleet-notice"), shownModels.length ? "" : "The repository has no models yet. Drop a model file at the end of this page.");
