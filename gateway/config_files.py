@@ -12,10 +12,10 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Entries = Mapping[str, Mapping[str, Any]]  # name → the entry as JSON
+EntryChange = tuple[str, Any, Any]  # the name, and the fields that differ: before and afterwards
 
 MAX_FILE_BYTES: Final = 10_000_000
 READ_TIMEOUT_S: Final = 2.0
@@ -136,8 +137,7 @@ class FileChange(Generic[T]):
     problem: str = ""
     difference: str = ""
     is_new: bool = False  # whether the value is another
-    before: Entries = field(default_factory=dict)
-    after: Entries = field(default_factory=dict)
+    differences: Sequence[EntryChange] = ()
     sha256: str = ""  # of the file
 
 
@@ -253,8 +253,7 @@ class WatchedFile(Generic[T]):
             value,
             difference=describe_difference(before, after),
             is_new=value != previous,
-            before=before,
-            after=after,
+            differences=find_differences(before, after),
             sha256=read_file_digest(self.path),
         )
 
@@ -273,6 +272,23 @@ def read_file_stamp(path: Path) -> tuple[int, ...]:
     except OSError:
         return ()
     return (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
+
+
+def find_differences(before: Entries, after: Entries) -> list[EntryChange]:
+    """Return the entries that were added, removed and changed; of the last, only the fields that differ."""
+    differences = []
+    for name in sorted(before.keys() | after.keys()):
+        old = before.get(name)
+        new = after.get(name)
+        if old == new:
+            continue
+        if old is not None and new is not None:
+            names = [each for each in old.keys() | new.keys() if old.get(each) != new.get(each)]
+            old, new = (
+                {each: entry[each] for each in names if each in entry} for entry in (old, new)
+            )
+        differences.append((name, old, new))
+    return differences
 
 
 def read_file_digest(path: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
@@ -14,9 +14,9 @@ import anyio
 from gateway.config_files import FileChange, WatchedFile
 from gateway.errors import GatewayError, StateUnavailable
 from gateway.repository.state.desired import StateStore
-from gateway.repository.state.events import MAX_EVENTS, EventId, decode_event
+from gateway.repository.state.events import MAX_EVENTS, EventId, StoredEvent, find_last_change
 from gateway.tasks import TaskSet, repeat
-from gateway.telemetry.audit import FAILED, SUCCEEDED, Event, build_call_event, list_entry_changes
+from gateway.telemetry.audit import FAILED, SUCCEEDED, Event, build_call_event, list_changes
 from gateway.telemetry.request_info import current_request_info, name_action
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ LEASE_NAME: Final = "events"
 class EventPage(NamedTuple):
     """Events in order, and the id from which on the later ones are read."""
 
-    events: list[Mapping[str, Any]]
+    events: Sequence[StoredEvent]
     next_id: EventId
 
 
@@ -61,7 +61,9 @@ class EventLog:
                 f"{file.path} changed and was reloaded: {change.difference}",
                 action,
                 SUCCEEDED,
-                changes=list_entry_changes(kind, change.before, change.after),
+                changes=list_changes(
+                    [(f"{kind} {name}", *values) for name, *values in change.differences]
+                ),
                 file=str(file.path),
                 sha256=change.sha256,
             )
@@ -127,10 +129,8 @@ class EventLog:
         document = event.to_dict()
         # Every gateway and worker reads the file again; the first one stores the change.
         async with self._wait_for_lease(LEASE_NAME):
-            events = (await self.read(None, MAX_EVENTS)).events
-            last: Mapping[str, Any] = next(
-                (each for each in reversed(events) if each.get("file") == event.file), {}
-            )
+            events = await self._store.read_events(None, MAX_EVENTS)
+            last = await asyncio.to_thread(find_last_change, events, event.file)
             if any(last.get(name) != document.get(name) for name in ("sha256", "changes")):
                 await self._store.append_event(document)
 
@@ -138,5 +138,4 @@ class EventLog:
         """Return the first events from an id on, or without one the last. Raises `StateUnavailable`."""
         stored = await self._store.read_events(start, limit)
         next_id = stored[-1].id.next if stored else start or EventId(0)
-        documents = map(decode_event, stored)
-        return EventPage([each for each in documents if each is not None], next_id)
+        return EventPage(stored, next_id)

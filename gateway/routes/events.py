@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import fields
 from datetime import datetime, timezone
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Response
 
 from gateway.errors import MalformedRequest
+from gateway.media_types import JSON
 from gateway.messages import quote_text
-from gateway.repository.state.events import MAX_EVENTS, EventId, parse_event_id
+from gateway.repository.state.events import MAX_EVENTS, EventId, encode_events, parse_event_id
 from gateway.routes.dependencies import ServicesForAdministration
 from gateway.routes.openapi import build_list_schema, build_responses
 from gateway.routes.repository import REPLICA_STATES_SCHEMA
@@ -106,10 +108,13 @@ async def list_events(
         ),
     ] = "",
     limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = DEFAULT_LIMIT,
-) -> dict[str, Any]:
+) -> Response:
     """Return the events of all gateways that share the state, which keeps the last 1,000."""
     log = services.repository.state.events
     start = parse_start(since)
     await log.flush()  # a change that this gateway has answered is among them
     page = await log.read(start, limit)
-    return {"events": page.events, "next": str(page.next_id)}
+    # FastAPI would take 300 ms for all events.
+    events = await asyncio.to_thread(encode_events, page.events)
+    body = b'{"events":%b,"next":"%b"}' % (events, str(page.next_id).encode())
+    return Response(body, media_type=JSON)

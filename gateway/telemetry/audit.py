@@ -8,7 +8,7 @@ requires the right to manage and may change something; one that was denied to a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from itertools import islice
@@ -89,34 +89,14 @@ def find_outcome(status: int) -> str:
     return OUTCOMES.get(status, SUCCEEDED if status < 300 else FAILED)
 
 
-def list_changes(changes: Iterable[tuple[str, Any, Any]]) -> list[dict[str, Any]]:
+def list_changes(changes: Sequence[tuple[str, Any, Any]]) -> list[dict[str, Any]]:
     """Return changes (subject, before, after) as in an event, which has a limited number of them."""
-    listed = [{"subject": each, "from": before, "to": after} for each, before, after in changes]
-    if len(listed) > MAX_CHANGES:
-        others = len(listed) - MAX_CHANGES
-        listed[MAX_CHANGES:] = [{"subject": f"{others} others", "from": None, "to": None}]
+    shown = changes[:MAX_CHANGES]
+    listed = [{"subject": each, "from": before, "to": after} for each, before, after in shown]
+    if len(changes) > len(shown):
+        others = f"{len(changes) - len(shown)} others"
+        listed.append({"subject": others, "from": None, "to": None})
     return listed
-
-
-def list_entry_changes(
-    kind: str, before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return the changes of named entries; of an entry that changed, only the fields that differ."""
-
-    def list_differences() -> Iterable[tuple[str, Any, Any]]:
-        for name in sorted(before.keys() | after.keys()):
-            old = before.get(name)
-            new = after.get(name)
-            if old is not None and new is not None:
-                differing = {
-                    each for each in old.keys() | new.keys() if old.get(each) != new.get(each)
-                }
-                old = {each: value for each, value in old.items() if each in differing}
-                new = {each: value for each, value in new.items() if each in differing}
-            if old != new:
-                yield f"{kind} {name}", old, new
-
-    return list_changes(list_differences())
 
 
 def build_call_event(
@@ -132,7 +112,7 @@ def build_call_event(
         call.action or info.route,
         outcome,
         caller=info.caller_name or call.client,
-        changes=list_changes((each, *values) for each, values in call.changes.items()),
+        changes=list_changes([(each, *values) for each, values in call.changes.items()]),
         replicas=replicas,
         request_id=info.request_id,
         route=info.route,

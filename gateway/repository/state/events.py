@@ -59,12 +59,23 @@ def select_events(
     return [event for event in kept if event.id >= start][:limit]
 
 
-def decode_event(event: StoredEvent) -> Mapping[str, Any] | None:
+def decode_event(event: StoredEvent) -> Mapping[str, Any]:
+    """Return the document of an event; an empty one if anything else was written into the state."""
     try:
         document = orjson.loads(event.raw)
     except orjson.JSONDecodeError:
-        return None
-    return document if isinstance(document, dict) else None
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def find_last_change(events: Sequence[StoredEvent], file: str) -> Mapping[str, Any]:
+    documents = map(decode_event, reversed(events))
+    return next((each for each in documents if each.get("file") == file), {})
+
+
+def encode_events(events: Sequence[StoredEvent]) -> bytes:
+    """Return the events as a list in JSON."""
+    return b"[%b]" % b",".join(event.raw for event in events if decode_event(event))
 
 
 def format_event_line(event: StoredEvent) -> bytes:

@@ -206,6 +206,10 @@ def test_load_and_unload_act_on_every_replica(guarded: Guarded) -> None:
         assert {"name": "late", "version": "1", "state": "READY"} in index
         client.unload_model("late", headers=headers)
         wait_until(lambda: set(guarded.fleet.states("late").values()) == {"UNAVAILABLE"})
+    answer = guarded.fleet.client.get("/v1/events", headers=headers)
+    load, unload = answer.json()["events"][-2:]
+    assert [each["action"] for each in (load, unload)] == ["load", "unload"]
+    assert (load["caller"], len(load["replicas"])) == ("admin", len(guarded.fleet.states("late")))
 
 
 def test_load_with_code_is_refused(guarded: Guarded) -> None:
