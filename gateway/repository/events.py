@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import anyio
 
@@ -23,13 +23,6 @@ T = TypeVar("T")
 RETRY_S: Final = 2.0
 MAX_FLUSH_S: Final = 1.0
 LEASE_NAME: Final = "events"
-
-
-class EventPage(NamedTuple):
-    """Events in order, and the id from which on the later ones are read."""
-
-    events: Sequence[StoredEvent]
-    next_id: EventId
 
 
 class EventLog:
@@ -134,8 +127,10 @@ class EventLog:
             if any(last.get(name) != document.get(name) for name in ("sha256", "changes")):
                 await self._store.append_event(document)
 
-    async def read(self, start: EventId | None, limit: int) -> EventPage:
-        """Return the first events from an id on, or without one the last. Raises `StateUnavailable`."""
-        stored = await self._store.read_events(start, limit)
-        next_id = stored[-1].id.next if stored else start or EventId(0)
-        return EventPage(stored, next_id)
+    async def read(self, start: EventId | None, limit: int) -> Sequence[StoredEvent]:
+        """Return the first events from an id on, or without one the last. Raises `StateUnavailable`.
+
+        What this gateway has recorded is among them.
+        """
+        await self.flush()
+        return await self._store.read_events(start, limit)
