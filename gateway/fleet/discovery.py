@@ -85,6 +85,15 @@ class ReplicaDiscovery:
     def addresses(self) -> set[ReplicaAddress]:
         return {address for addresses in self._addresses.values() for address in addresses}
 
+    def describe_lookups(self) -> list[str]:
+        """Return each DNS name with the number of its addresses, and why its last lookup failed."""
+        described = []
+        for name in self._names:
+            reason = self._failures.get(name, "")
+            count = len(self._addresses.get(name, ()))
+            described.append(f"{name} (DNS: {count} addresses{reason and f', {reason}'})")
+        return described
+
     async def look_up_all(self) -> None:
         await asyncio.gather(*map(self._look_up, self._names))
 

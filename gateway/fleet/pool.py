@@ -150,6 +150,9 @@ class ReplicaPool:
             self.cordoned = names
             self._notify_change()
 
+    def describe_lookups(self) -> list[str]:
+        return self._discovery.describe_lookups()
+
     @property
     def has_live_replica(self) -> bool:
         return any(map(self.is_live, self.replicas.values()))

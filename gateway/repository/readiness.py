@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 from time import monotonic
-from typing import Any
+from typing import Any, Final
 
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import Index
 from gateway.fleet.pool import ReplicaPool
+from gateway.messages import join_names
 from gateway.repository.models_file import DeclaredModel
 from gateway.repository.shared_state import SharedState
+
+log = logging.getLogger(__name__)
+
+REMINDER_S: Final = 30.0
+MAX_LOGGED_MODELS: Final = 5
+MAX_LOGGED_REPLICAS: Final = 3
 
 
 class ReadinessMonitor:
@@ -27,6 +35,8 @@ class ReadinessMonitor:
         self._asleep_at = -inf
         self._was_ready = False
         self._expected_models = dict(state.declared_models)
+        self._unready_since: float | None = None
+        self._reminded_at = -inf
 
     def evaluate(self, *, is_draining: bool) -> Readiness:
         readiness = evaluate_readiness(
@@ -51,15 +61,32 @@ class ReadinessMonitor:
         return now - self._asleep_at < self.hold_s
 
     def update(self) -> None:
-        """Note the ready models, after every change of theirs, or of the models file."""
+        """Note the ready models, and log a change of the readiness.
+
+        The reconciler calls it after every change of the models, or of the models file, and every second.
+        """
         self._update_sleep()
         declared = self._state.declared_models
         if self._expected_models != declared:
             self._expected_models = update_expected_models(
                 self._expected_models, declared, self._list_statuses(), quorum=self._quorum
             )
-        if not self._was_ready:
-            self.evaluate(is_draining=False)
+        self._log_change(self.evaluate(is_draining=False))
+
+    def _log_change(self, readiness: Readiness) -> None:
+        """Log once, and then every `REMINDER_S`, what readiness waits for, and when it is reached."""
+        now = monotonic()
+        if not readiness.is_ready:
+            if self._unready_since is None:
+                self._unready_since = now
+                self._reminded_at = -inf
+            if now - self._reminded_at >= REMINDER_S:
+                self._reminded_at = now
+                names = self._pool.describe_lookups()
+                log.warning("not ready: %s", explain_unreadiness(readiness.document, names))
+        elif self._unready_since is not None:
+            log.info("ready after %.1f s", now - self._unready_since)
+            self._unready_since = None
 
     def find_missing_models(self) -> Collection[str]:
         declared = self._state.declared_models
@@ -206,3 +233,23 @@ def explain_unready(replica: ReplicaStatus, model: DeclaredModel) -> str:
     if not replica.is_usable:
         return describe_state(replica)
     return str(replica.index.model_state(model.name))
+
+
+def explain_unreadiness(document: Mapping[str, Any], names: Collection[str]) -> str:
+    """Return what the gateway waits for, from the document of `/readyz`, and the names to look up."""
+    states: Mapping[str, str] = document["replicas"]
+    if not states:
+        return f"no Triton has been found at {join_names(names)}"
+    if "missing" not in document:
+        listed = (f"{address} is {state}" for address, state in states.items())
+        return f"no Triton can be used: {join_names(listed, MAX_LOGGED_REPLICAS)}"
+    models = []
+    for name, reasons in document["missing"].items():
+        listed = (f"{reason} on {address}" for address, reason in reasons.items())
+        count = len(states) - len(reasons)
+        why = join_names(listed, MAX_LOGGED_REPLICAS)
+        models.append(f"model {name} is on {count} of {len(states)} replicas: {why}")
+    shown = models[:MAX_LOGGED_MODELS]
+    if hidden := len(models) - len(shown):
+        shown.append(f"{hidden} more models are missing")
+    return "; ".join(shown)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.routing import APIRoute
@@ -23,7 +23,7 @@ from gateway.error_responses import (
     render_error,
     send_response,
 )
-from gateway.errors import Forbidden, GatewayError, Unauthenticated
+from gateway.errors import Forbidden, GatewayError, Unauthenticated, Unavailable
 from gateway.http_client.connection import Headers
 from gateway.passthrough.handler import pass_through
 from gateway.passthrough.rules import is_passthrough
@@ -42,6 +42,8 @@ from gateway.telemetry.tracing import Trace, create_request_id, find_request_id
 
 log = logging.getLogger(ACCESS_LOGGER)
 
+# Their 503 says nothing else than the line that `ReadinessMonitor` logs.
+READINESS_PATHS: Final = frozenset(("/readyz", "/v2/health/ready"))
 # Browsers must not run a model's output as a page of the gateway's origin.
 SANDBOX_HEADER = (b"content-security-policy", b"sandbox; default-src 'none'")
 
@@ -147,9 +149,9 @@ class GatewayMiddleware:
                 end_trace(info.trace, request_scope, info, status)
 
     def _is_routine(self, path: str, status: int) -> bool:
-        """Return whether only a detailed log has this read: a successful probe, or one of the page."""
-        is_detailed = log.isEnabledFor(logging.DEBUG)
-        return status < 400 and not is_detailed and self.paths.is_routine(path)
+        """Return whether only a detailed log has this read: a probe, or a successful read of the page."""
+        is_expected = status < 400 or (status == Unavailable.status and path in READINESS_PATHS)
+        return is_expected and not log.isEnabledFor(logging.DEBUG) and self.paths.is_routine(path)
 
     async def _call_framework(
         self, scope: Scope, receive: Receive, send: Send, info: RequestInfo

@@ -28,7 +28,7 @@ class LogLevel(str, Enum):
 
 class ObservabilitySettings(BaseModel):
     log_level: LogLevel = LogLevel.info
-    """debug, info, warning or error."""
+    """debug, info, warning or error. Only debug logs probes, scrapes and the reads of an open page."""
     log_format: LogFormat = LogFormat.console
     """console for people, json for one JSON object per line."""
     metrics_replicas: bool = True

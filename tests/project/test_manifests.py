@@ -675,6 +675,23 @@ def test_prometheus_operator_finds_its_objects_and_the_job_has_the_name_of_the_a
         assert f'up{{job="{GATEWAY}"}}' in str(made.kind("PrometheusRule"))
 
 
+def test_documented_patch_lowers_what_triton_requests(tmp_path: Path) -> None:
+    deploying = (ROOT / "docs/operate/deploy.md").read_text()
+    (patches,) = re.findall(r"^```yaml\n(patches:\n.*?)^```", deploying, re.MULTILINE | re.DOTALL)
+    base = os.path.relpath(K8S, tmp_path.resolve())
+    for components in ([], [f"{base}/components/cpu-only"]):
+        document = {
+            "resources": [f"{base}/base"],
+            "components": components,
+            **yaml.safe_load(patches),
+        }
+        (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(document))
+        made = Manifests("patched", (*yaml.safe_load_all(build(tmp_path.resolve())),))
+        requests = made.pod(TRITON)["containers"][0]["resources"]["requests"]
+        assert (requests["cpu"], requests["memory"]) == ("1", "2Gi")
+        assert ("nvidia.com/gpu" in requests) == (not components)
+
+
 def test_patches_that_the_overlay_suggests_can_be_applied(tmp_path: Path) -> None:
     overlay = (K8S / "overlays" / "prod" / "kustomization.yaml").read_text()
     document = yaml.safe_load(overlay)

@@ -18,6 +18,7 @@ import pytest
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.interface.names import read_log_fields
 from tests.support.keys import ADMIN, ENTRIES, INFER, TEXTS_ADMIN, bearer, written
+from tests.support.scripted_replica import Replica, scripted_replica
 from tests.support.servers import Command, gateway
 from tests.support.wait import TIMEOUT_S, lengthening, wait_until
 
@@ -221,6 +222,26 @@ def test_probes_and_reads_of_the_page_write_no_access_line_unless_they_fail(
     client.post("/v1/models", headers={"X-Request-ID": "failed-1"})
     assert logged(command, "failed-1")[0]["message"] == "POST /v1/models 405"
     assert not [line for line in command.lines if "routine-1" in line]
+
+
+def test_readiness_is_logged_when_it_changes_and_its_probes_are_not(tmp_path: Path) -> None:
+    (tmp_path / "models.yaml").write_text("models: [m]\n")
+    Replica.answers = {"index": [], "models": {}}  # it answers a load, and loads nothing
+    with scripted_replica() as url:
+        address = url.removeprefix("http://")
+        models = str(tmp_path / "models.yaml")
+        with gateway(f"{url}?grpc=9", models_file=models) as (client, command):
+            command.wait_for(
+                "not ready: model m is on 0 of 1 replicas: UNAVAILABLE: not in this replica's "
+                f"repository on {address}"
+            )
+            for path in ("/readyz", "/v2/health/ready"):
+                assert client.get(path).status_code == 503
+            Replica.answers["index"] = [{"name": "m", "version": "1", "state": "READY"}]
+            command.wait_for("ready after ")
+            assert client.get("/readyz").status_code == 200
+    assert sum("not ready:" in line for line in command.lines) == 1
+    assert not [line for line in command.lines if "503" in line]
 
 
 def test_access_line_of_an_abandoned_inference_has_the_upstream_time(

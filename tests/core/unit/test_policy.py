@@ -59,6 +59,7 @@ from gateway.repository.readiness import (
     Readiness,
     ReplicaStatus,
     evaluate_readiness,
+    explain_unreadiness,
     update_expected_models,
 )
 from gateway.repository.reconcile_plan import (
@@ -1119,6 +1120,32 @@ def test_changed_declaration_is_expected_once_its_model_was_ready(
     assert not check_expected([seen("a")], new, old).is_ready
     assert update_expected_models(old, new, [after], 1) == new
     assert update_expected_models(new, old, [before], 1) == old
+
+
+@pytest.mark.parametrize(
+    ("replicas", "declared", "sentence"),
+    [
+        ([], [], "no Triton has been found at triton (DNS: 0 addresses)"),
+        ([seen("a", HealthState.DOWN, "refused")], [], "no Triton can be used: a is down: refused"),
+        (
+            [seen("a"), seen("b", x=LOADING)],
+            [DeclaredModel("x")],
+            "model x is on 0 of 2 replicas: UNAVAILABLE: not in this repository on a and LOADING on b",
+        ),
+        (
+            [seen("a")],
+            [DeclaredModel(str(number)) for number in range(7)],
+            "in this repository on a; 2 more models are missing",
+        ),
+    ],
+)
+def test_sentence_names_what_readiness_waits_for(
+    replicas: list[ReplicaStatus], declared: list[DeclaredModel], sentence: str
+) -> None:
+    document = ready_with(*replicas, declared=declared).document
+    explained = explain_unreadiness(document, ["triton (DNS: 0 addresses)"])
+    assert explained.replace("this replica's", "this").endswith(sentence)
+    assert len(explained) < 700
 
 
 REPLICAS = st.lists(
