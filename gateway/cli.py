@@ -38,6 +38,7 @@ CliGroup = partial(typer.Typer, no_args_is_help=True, context_settings=HELP_FLAG
 root_cli = CliGroup(cls=RootGroup, pretty_exceptions_enable=False)
 key_commands = CliGroup(help="Manage the API keys of the gateway.")
 START_PANEL = "Start a gateway"
+SERVERS = {"up", "serve", "triton"}  # commands that write a log
 root_cli.add_typer(key_commands, name="key", rich_help_panel=START_PANEL)
 root_cli.add_typer(client_commands.cli)
 root_cli.add_typer(label_cli, name="label", rich_help_panel=MODELS_PANEL)
@@ -289,5 +290,10 @@ def main() -> None:
     try:
         build_command()(prog_name="triton-gateway")
     except CommandError as exc:
-        print_message(f"triton-gateway: {exc}")
+        if SERVERS.intersection(sys.argv[1:2]):
+            from gateway.telemetry.logs import print_failure
+
+            print_failure(exc)
+        else:
+            print_message(f"triton-gateway: {exc}")
         sys.exit(exc.status)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Final, NoReturn
 
-from gateway.messages import CommandError, join_names, print_message
+from gateway.messages import CommandError, join_names
 from gateway.telemetry import logs
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def report_exit_status(exc: BaseException | None) -> int:
         case None:
             return 0
         case CommandError():
-            print_message(f"triton-gateway: {exc}")
+            logs.print_failure(exc)
             return exc.status
         case SystemExit():
             return exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 1

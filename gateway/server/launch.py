@@ -31,7 +31,7 @@ from gateway.embedded.options import (
     collect_ports,
 )
 from gateway.embedded.supervisor import EmbeddedTriton, run_embedded_tritons
-from gateway.messages import CommandError, join_names, print_message
+from gateway.messages import CommandError, join_names
 from gateway.process_exit import prompt_exit
 from gateway.settings import Settings, describe_unknown_settings, read_settings
 from gateway.telemetry import logs
@@ -40,7 +40,8 @@ from gateway.triton.restricted_api import generate_restricted_api, read_restrict
 log = logging.getLogger(__name__)
 
 LOCALHOST: Final = "localhost"
-MessageWriter = Callable[[str], None]
+MessageWriter = Callable[..., None]
+TRITON_SOURCE: Final = "triton"  # of a line in the log
 
 
 def run_with_embedded_triton(
@@ -54,7 +55,6 @@ def run_with_embedded_triton(
 ) -> None:
     """Run Tritons and a gateway; the overrides are settings that flags set. Raises `CommandError`."""
     started_at = time.monotonic()
-    options = with_demonstration(options, print_message)
     tritons = [options.for_replica(number) for number in range(replicas)]
     ports = {"--port": port, **collect_ports(tritons)}
     check_distinct_ports(ports)
@@ -65,6 +65,8 @@ def run_with_embedded_triton(
     settings, print_line = configure_process(
         triton_urls=tuple(triton.url for triton in tritons), drain_s=0, **overrides
     )
+    options = with_demonstration(options, print_line)
+    tritons = [options.for_replica(number) for number in range(replicas)]
     plan = prepare_capabilities(
         LaunchPlan(settings, host, ports, tritons=tritons, opens_page=opens_page)
     )
@@ -115,8 +117,9 @@ def run_fleet(
     def create_triton(options: TritonOptions) -> EmbeddedTriton:
         # The messages of several Tritons begin with their addresses.
         prefix = f"{options.address}: " if len(tritons) > 1 else ""
+        on_message = partial(print_line, source=TRITON_SOURCE)
         return EmbeddedTriton(
-            options, on_message=print_line, on_failure=on_failure, message_prefix=prefix
+            options, on_message=on_message, on_failure=on_failure, message_prefix=prefix
         )
 
     with run_embedded_tritons(list(map(create_triton, tritons))):
@@ -136,8 +139,8 @@ def describe_places(port: int, plan: LaunchPlan) -> str:
 
 
 def run_triton(options: TritonOptions, host: str) -> None:
-    options = with_demonstration(options, print_message)
     settings, print_line = configure_process()
+    options = with_demonstration(options, print_line)
     restricted = read_restricted_api(settings)
     if warning := describe_exposure(host, restricted=restricted is not None):
         print_line(warning)
@@ -153,17 +156,17 @@ def run_triton(options: TritonOptions, host: str) -> None:
         stack.enter_context(prompt_exit())
         repositories = stack.enter_context(resolve_model_paths(options.model_repositories))
         options = replace(options, model_repositories=repositories)
-        stack.enter_context(EmbeddedTriton(options, on_message=print_line, on_failure=on_failure))
+        on_message = partial(print_line, source=TRITON_SOURCE)
+        stack.enter_context(EmbeddedTriton(options, on_message=on_message, on_failure=on_failure))
         print_line(f"Triton is ready: {options.url}  (press Ctrl-C to stop)")
         try:
             signal.pause()
         except KeyboardInterrupt:
             print_line("stopping Triton")
             raise
-        except SystemExit:
+        except SystemExit:  # SIGTERM, which is how a server is asked to end
             if reasons:
                 raise CommandError(reasons[0]) from None
-            raise
 
 
 def run_gateway(host: str, port: int, workers: int) -> None:
@@ -209,12 +212,12 @@ def describe_exposure(host: str, *, restricted: bool) -> str:
 def configure_process(**overrides: Any) -> tuple[Settings, MessageWriter]:
     """Read the settings and configure the log; return a function that prints lines in order with it."""
     settings = read_settings(*SETTINGS, **overrides)
-    writer = logs.configure(settings)
+    handler = logs.configure(settings)
     for warning in describe_unknown_settings(os.environ, *SETTINGS):
         log.warning("%s", warning)
     if settings.allow_model_upload:
         log.warning("GATEWAY_ALLOW_MODEL_UPLOAD is deprecated; set GATEWAY_MODEL_UPLOADS=code")
-    return settings, writer.write_message
+    return settings, handler.write_message
 
 
 def restrict_allowed_hosts(host: str, settings: Settings) -> Settings:

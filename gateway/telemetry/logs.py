@@ -16,7 +16,12 @@ from typing import Any, Final
 
 import orjson
 
-from gateway.messages import escape_unprintable, escape_unprintable_json
+from gateway.messages import (
+    CommandError,
+    escape_unprintable,
+    escape_unprintable_json,
+    print_message,
+)
 from gateway.settings import Settings
 from gateway.settings.server import LogFormat, LogLevel
 from gateway.telemetry import audit
@@ -66,9 +71,6 @@ class LineWriter:
         self._wakeup: SimpleQueue[None] = SimpleQueue()
         self._lock = threading.RLock()  # reentrant: a signal handler may interrupt its holder
         threading.Thread(target=self._run, name="log-writer", daemon=True).start()
-
-    def write_message(self, message: str) -> None:
-        self.enqueue(f"{escape_unprintable(message)}\n")
 
     def enqueue(self, text: str) -> None:
         # `text` is one or more lines with their line ends; all of them are written, or none.
@@ -170,6 +172,10 @@ class LineFormatter(logging.Formatter):
     def format_line(self, time_s: float, level: str, message: str, fields: LogFields) -> str:
         raise NotImplementedError
 
+    def format_message(self, level: str, message: str, **fields: str) -> str:
+        """Return a line for whoever started the process; on the console, the message is all of it."""
+        return escape_unprintable(message)
+
     def format_record(self, record: logging.LogRecord, **fields: Any) -> str:
         fields = {"request_id": getattr(record, "request_id", ""), **fields}
         fields |= {
@@ -181,6 +187,9 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(LineFormatter):
+    def format_message(self, level: str, message: str, **fields: str) -> str:
+        return self.format_line(time.time(), level, message, {"logger": __name__, **fields})
+
     def format(self, record: logging.LogRecord) -> str:
         fields = {"logger": record.name}
         if record.exc_info:
@@ -260,6 +269,9 @@ class QueuedLogHandler(logging.Handler):
         except Exception:  # noqa: BLE001 - like every logging handler: logging must not raise
             self.handleError(record)
 
+    def write_message(self, message: str, **fields: str) -> None:
+        self.writer.enqueue(f"{self.line_formatter.format_message('info', message, **fields)}\n")
+
     def write_line(self, message: str, fields: LogFields) -> None:
         if line := self.line_formatter.format_line(time.time(), "info", message, fields):
             self.writer.enqueue(f"{line}\n")
@@ -273,8 +285,8 @@ class QueuedLogHandler(logging.Handler):
         return self.format(record)
 
 
-def configure(settings: Settings) -> LineWriter:
-    """Configure logging; return the writer of standard error, for other lines in the same order."""
+def configure(settings: Settings) -> QueuedLogHandler:
+    """Configure logging; return the handler, which writes messages in the same order."""
     handler = QueuedLogHandler(STDERR, choose_formatter(settings))
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -284,7 +296,14 @@ def configure(settings: Settings) -> LineWriter:
         logger.propagate = True
     set_level(settings.log_level)
     audit.log.setLevel(audit.AUDIT_LEVEL)
-    return handler.writer
+    return handler
+
+
+def print_failure(exc: CommandError) -> None:
+    """Print why a server ends, in the format of its log, which may not be configured yet."""
+    is_json = os.environ.get("GATEWAY_LOG_FORMAT") == LogFormat.json.value
+    formatter = JsonFormatter() if is_json else ConsoleFormatter()
+    print_message(formatter.format_message("error", f"triton-gateway: {exc}"))
 
 
 def get_level() -> LogLevel:

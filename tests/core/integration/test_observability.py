@@ -194,6 +194,8 @@ def test_request_has_one_access_line_with_all_fields(
     fresh: tuple[httpx.Client, Command], demo_triton: EmbeddedTriton
 ) -> None:
     client, command = fresh
+    (serving,) = (json.loads(line) for line in command.lines if "serving" in line)
+    assert serving["message"].startswith(f"serving {demo_triton.options.url} on http://")
     headers = {"X-Request-ID": "line-1", **TEXT}
     answer = client.post("/v1/models/text_ensemble/infer", content=b"hello", headers=headers)
     (line,) = logged(command, "line-1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -276,6 +277,25 @@ def test_triton_command_serves_and_leaves_no_process(repository: Path) -> None:
         with nothing_left(triton, brief=True):
             os.kill(triton.pid, signal.SIGINT)
         assert triton.end() == 130
+
+
+def test_triton_command_logs_json_alone_and_ends_well_at_sigterm(repository: Path) -> None:
+    log_format = {"GATEWAY_LOG_FORMAT": "json"}
+    with Up(repository, command="triton", environment=log_format) as triton:
+        triton.wait_for("Triton is ready")
+        os.kill(triton.pid, signal.SIGTERM)
+        assert triton.end() == 0
+    lines = [json.loads(line) for line in triton.lines]
+    assert any("successfully loaded 'echo'" in line["message"] for line in lines)
+    for line in lines:
+        assert (line.get("source") == "triton") == line["message"].startswith("Triton: "), line
+    # The reason of a start that fails is one of its lines.
+    environment = {**log_format, "GATEWAY_MAX_BODY_BYTES": "many"}
+    with Command("serve", environment=environment) as serve:
+        assert serve.end() == 1
+    (line,) = map(json.loads, serve.lines)
+    assert line["level"] == "error"
+    assert "GATEWAY_MAX_BODY_BYTES cannot be 'many'" in line["message"]
 
 
 def test_triton_command_listens_on_the_given_host(repository: Path) -> None:
