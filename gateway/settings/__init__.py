@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from pydantic import ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BaseModel, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from gateway.messages import CommandError, suggest_name
 from gateway.settings.access import AccessSettings
 from gateway.settings.fleet import FleetSettings
 from gateway.settings.limits import LimitSettings
-from gateway.settings.server import ObservabilitySettings, ServerSettings
+from gateway.settings.server import ObservabilitySettings, ServerSettings, describe_os_errors
 
 T = TypeVar("T", bound="CapabilitySettings")
 ENV_PREFIX: Final = "GATEWAY_"
@@ -29,7 +35,47 @@ KUBERNETES_VARIABLE: Final = re.compile(
 CREDENTIALS: Final = re.compile(r".*@", re.DOTALL)
 
 
-class CapabilitySettings(BaseSettings):
+class SecretFiles(EnvSettingsSource):
+    """The secrets in the files that `GATEWAY_…_FILE` name. Raises `CommandError`."""
+
+    def __call__(self) -> dict[str, str]:
+        found = {}
+        for name in find_secrets(self.settings_cls):
+            setting = f"{ENV_PREFIX}{name}".upper()
+            if path := self.env_vars.get(f"{setting}_FILE".lower()):
+                if self.env_vars.get(setting.lower()):
+                    raise CommandError(f"{setting} and {setting}_FILE are both set; unset one")
+                found[name] = read_secret(f"{setting}_FILE", Path(path))
+        return found
+
+
+def read_secret(setting: str, path: Path) -> str:
+    """Return the file's text without the end of its last line. Raises `CommandError`."""
+    with describe_os_errors(CommandError, f"{setting} cannot be {str(path)!r}"):
+        content = path.read_bytes()
+    try:
+        secret = content.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        secret = ""
+    if not secret:
+        raise CommandError(f"{setting} cannot be {str(path)!r}: the file is empty or not UTF-8")
+    return secret
+
+
+class EnvironmentSettings(BaseSettings):
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, SecretFiles(settings_cls)
+
+
+class CapabilitySettings(EnvironmentSettings):
     """The settings of one capability, which `Settings.read` returns."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="ignore")
@@ -42,7 +88,7 @@ class Settings(
     LimitSettings,
     AccessSettings,
     FleetSettings,
-    BaseSettings,
+    EnvironmentSettings,
 ):
     """The settings of the core. A test compares all settings with `docs/reference/settings.md`."""
 
@@ -75,7 +121,7 @@ def read_settings(*kinds: type[CapabilitySettings], **overrides: Any) -> Setting
     return settings
 
 
-def find_secrets(*kinds: type[BaseSettings]) -> set[str]:
+def find_secrets(*kinds: type[BaseModel]) -> set[str]:
     """Return the names of the settings whose values are never shown."""
     return {
         name
@@ -97,6 +143,7 @@ def list_setting_names(*kinds: type[BaseSettings]) -> list[str]:
 
 def describe_unknown_settings(names: Iterable[str], *kinds: type[CapabilitySettings]) -> list[str]:
     known = [name.upper() for name in list_setting_names(*kinds)]
+    known += [f"{name.upper()}_FILE" for name in find_secrets(Settings, *kinds)]
     warnings = []
     for name in sorted({name.upper() for name in names if name.upper().startswith(ENV_PREFIX)}):
         setting = name.removeprefix(ENV_PREFIX)

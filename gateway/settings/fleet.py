@@ -51,6 +51,8 @@ class FleetSettings(BaseModel):
     file:///path/state.json; redis://host:6379/0 if several gateways share the state; memory:; or none: for
     several gateways that share no state, where only the models file decides what is loaded. Empty: one file
     per fleet in the user's state directory (XDG_STATE_HOME), or memory: for up."""
+    state_password: SecretStr | None = None
+    """Password of the Redis in GATEWAY_STATE, if its URL contains none."""
     cancellable_models: CommaSeparated = ()
     """Comma-separated glob patterns, such as llm-*,detector, of models whose inference is cancelled in Triton
     when the client disconnects or the deadline expires. The gateway calls these models over gRPC, which costs

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 import gateway
 from gateway.errors import GatewayError
-from gateway.settings import ENV_PREFIX
+from gateway.settings import ENV_PREFIX, find_secrets
 from tests.interface import names, openapi
 
 # They run in Triton's processes.
@@ -37,8 +37,9 @@ def find_subclasses(base: type[ClassT]) -> Iterator[type[ClassT]]:
 def list_settings() -> Iterator[str]:
     for model in find_subclasses(BaseModel):
         if model.__module__.startswith("gateway."):
-            for field in model.model_fields:
-                yield f"setting {ENV_PREFIX}{field.upper()}"
+            files = (f"{secret}_file" for secret in find_secrets(model))
+            for name in (*model.model_fields, *files):
+                yield f"setting {ENV_PREFIX}{name.upper()}"
 
 
 def list_codes() -> Iterator[str]:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from gateway.capabilities.installed import SETTINGS
-from gateway.settings import list_setting_names
+from gateway.settings import Settings, describe_unknown_settings, find_secrets, list_setting_names
 from tests.interface import names, package
 from tests.support.documents import (
     COOKBOOK,
@@ -91,6 +91,17 @@ def test_documented_settings_are_those_of_the_gateway() -> None:
     described = setting_descriptions()
     assert described.keys() == set(list_setting_names(*SETTINGS))
     assert documented == {name: " ".join(text.split()) for name, text in described.items()}
+
+
+def test_each_secret_can_be_in_a_file_whose_setting_is_documented_and_known() -> None:
+    names = list_setting_names(*SETTINGS)
+    secrets = find_secrets(Settings, *SETTINGS)
+    assert {"state_password", "triton_restricted_api"} < secrets
+    variables = [f"GATEWAY_{name}_FILE".upper() for name in secrets if f"{name}_file" not in names]
+    assert len(variables) == len(secrets)
+    assert describe_unknown_settings(variables, *SETTINGS) == []
+    documented = (ROOT / "docs/reference/settings.md").read_text()
+    assert not [name for name in variables if f"`{name}`" not in documented]
 
 
 def heading_anchors(path: Path) -> set[str]:

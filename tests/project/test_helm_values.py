@@ -256,7 +256,7 @@ def test_full_name_gives_a_release_names_and_selectors_of_its_own() -> None:
     )
     (container,) = made.pod("vision")["containers"]
     settings = {each["name"]: each.get("value") for each in container["env"]}
-    assert settings["GATEWAY_STATE"] == "redis://:$(REDIS_PASSWORD)@vision-redis:6379/0"
+    assert settings["GATEWAY_STATE"] == "redis://vision-redis:6379/0"
     for workload in made.workloads:
         labels = workload["spec"]["selector"]["matchLabels"]
         assert labels["app.kubernetes.io/instance"] == "triton-gateway"

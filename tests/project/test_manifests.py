@@ -462,9 +462,13 @@ def settings_of(made: Manifests) -> Settings:
 
 def test_settings_are_known_complete_and_have_keys_except_on_a_laptop(made: Manifests) -> None:
     known = {f"GATEWAY_{name.upper()}" for name in list_setting_names(*SETTINGS)}
+    known.add("GATEWAY_STATE_PASSWORD_FILE")
     (container,) = made.pod(GATEWAY)["containers"]
     given = {each["name"] for each in container.get("env") or []}
-    assert given <= known | {"REDIS_PASSWORD"}
+    assert given <= known
+    assert not [
+        each for each in container.get("env") or [] if "valueFrom" in each
+    ]  # secrets are files
     assert ("GATEWAY_KEYS_FILE" in given) == (made.variant != "dev")
     assert made.settings().keys() <= known
     # What the manifests count on stands there, whatever the defaults will be.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator
 
 from gateway.capabilities.uploads.model_files.bucket_url import BucketLocation, parse_bucket_url
 from gateway.settings import CapabilitySettings
@@ -19,6 +20,8 @@ class UploadSettings(CapabilitySettings):
     """Where the Tritons read their models, and where uploaded models are stored: a folder, file:///models, or
     a bucket, s3://BUCKET/PREFIX or s3://https://HOST:PORT/BUCKET/PREFIX, which requires triton-gateway[s3].
     Empty: no uploads; up uses the folder of its models."""
+    repository_secret_access_key: SecretStr | None = None
+    """Secret access key for the bucket, in place of AWS_SECRET_ACCESS_KEY."""
     max_model_bytes: int = Field(8 << 30, gt=0)
     """Maximum size of an uploaded model, as received and after decompression."""
     max_repository_bytes: int = Field(0, ge=0)
@@ -52,4 +55,6 @@ class UploadSettings(CapabilitySettings):
 
     @property
     def repository_bucket(self) -> BucketLocation | None:
-        return parse_bucket_url(self.repository)
+        location = parse_bucket_url(self.repository)
+        secret = self.repository_secret_access_key
+        return location and replace(location, secret_access_key=secret)

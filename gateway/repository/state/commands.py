@@ -71,16 +71,17 @@ def find_user() -> str:
 @asynccontextmanager
 async def open_store(url: str) -> AsyncIterator[StateStore]:
     """Open the state of the URL or of GATEWAY_STATE. Raises `CommandError`."""
-    from gateway.repository.state.store import open_state_store
+    from gateway.repository.state.store import open_state_store, read_state_password
     from gateway.settings import read_settings
 
-    url = url or read_settings().state
+    settings = read_settings()
+    url = url or settings.state
     if not url.startswith(("file:", "redis:", "rediss:")):
         raise CommandError(
             "only a state in a file or in Redis can be exported and imported; "
             "set --state or GATEWAY_STATE to its URL"
         )
-    store = open_state_store(url)
+    store = open_state_store(url, read_state_password(settings))
     try:
         yield store
     finally:

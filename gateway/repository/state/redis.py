@@ -76,7 +76,7 @@ WINDOW_CONNECTIONS: Final = 16
 COUNT_ACTION: Final = "used to count requests"
 
 
-def open_redis_store(url: SplitResult, port: int) -> RedisStateStore | None:
+def open_redis_store(url: SplitResult, port: int, password: str) -> RedisStateStore | None:
     options = dict(parse_qsl(url.query, keep_blank_values=True))
     prefix = options.pop("prefix", DEFAULT_KEY_PREFIX)
     database = url.path.strip("/") or "0"
@@ -92,7 +92,7 @@ def open_redis_store(url: SplitResult, port: int) -> RedisStateStore | None:
         port,
         int(database),
         user=None if url.username is None else unquote(url.username) or None,
-        password=None if url.password is None else unquote(url.password),
+        password=(password or None) if url.password is None else unquote(url.password),
         tls=options if tls else None,
     )
     return RedisStateStore(server, prefix)

@@ -24,8 +24,8 @@ STATE_URL_HELP: Final = (
 )
 
 
-def open_state_store(url: str) -> StateStore:
-    """Open the store of a `GATEWAY_STATE` URL. Raises `BadState`."""
+def open_state_store(url: str, password: str = "") -> StateStore:
+    """Open the store of a `GATEWAY_STATE` URL; the password is for one without. Raises `BadState`."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -35,7 +35,7 @@ def open_state_store(url: str) -> StateStore:
     if parts.scheme == "file":
         store = open_file_store(parts)
     elif parts.scheme in ("redis", "rediss"):
-        store = open_redis_store(parts, port or 6379)
+        store = open_redis_store(parts, port or 6379, password)
     elif not parts.netloc + parts.path + parts.query + parts.fragment:
         kind = {"memory": MemoryStateStore, "none": ReadOnlyStateStore}.get(parts.scheme)
         store = None if kind is None else kind()
@@ -47,7 +47,7 @@ def open_state_store(url: str) -> StateStore:
 
 def open_configured_store(settings: Settings) -> StateStore:
     if settings.state:
-        return open_state_store(settings.state)
+        return open_state_store(settings.state, read_state_password(settings))
     folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     # Each fleet has its own file: models that were loaded on another one do not concern it.
     fleet = hashlib.sha256(",".join(sorted(settings.triton_urls)).encode()).hexdigest()[:12]
@@ -56,3 +56,7 @@ def open_configured_store(settings: Settings) -> StateStore:
     except BadState as exc:
         log.warning("models loaded through the API will be forgotten at the next start: %s", exc)
         return open_state_store("memory:")
+
+
+def read_state_password(settings: Settings) -> str:
+    return settings.state_password.get_secret_value() if settings.state_password else ""

@@ -92,6 +92,9 @@ async def kept(port: int) -> None:
     await good.set_desired_model("m", DesiredModel(True))
     assert (await good.read(MODELS))["m"].is_loaded
     await good.close()
+    separate = open_state_store(f"redis://127.0.0.1:{port}/0", PASSWORD)
+    assert (await separate.read(MODELS))["m"].is_loaded
+    await separate.close()
     for address in (f":wrong@127.0.0.1:{port}", f"127.0.0.1:{port}"):
         bad = open_state_store(f"redis://{address}/0")
         with pytest.raises(StateUnavailable):
@@ -110,9 +113,15 @@ def test_pods_read_the_same_secret() -> None:
     made = Manifests.of("prod")
     (gateway,) = made.pod("triton-gateway")["containers"]
     (server,) = made.pod("redis")["containers"]
-    names = [variable["name"] for variable in gateway["env"]]
-    given = dict(zip(names, gateway["env"], strict=True))
-    assert given["GATEWAY_STATE"]["value"] == "redis://:$(REDIS_PASSWORD)@redis:6379/0"
-    # Kubernetes puts in only what stands above.
-    assert names.index("REDIS_PASSWORD") < names.index("GATEWAY_STATE")
-    assert given["REDIS_PASSWORD"]["valueFrom"] == server["env"][0]["valueFrom"]
+    given = {variable["name"]: variable["value"] for variable in gateway["env"]}
+    assert given["GATEWAY_STATE"] == "redis://redis:6379/0"
+    file = Path(given["GATEWAY_STATE_PASSWORD_FILE"])
+    (volume,) = (
+        mount["name"] for mount in gateway["volumeMounts"] if mount["mountPath"] == str(file.parent)
+    )
+    (secret,) = (
+        each["secret"]["secretName"]
+        for each in made.pod("triton-gateway")["volumes"]
+        if each["name"] == volume
+    )
+    assert server["env"][0]["valueFrom"]["secretKeyRef"] == {"name": secret, "key": file.name}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import trustme
+from pydantic import SecretStr
 
 from gateway.messages import CommandError
 from gateway.settings import describe_unknown_settings, read_settings
@@ -74,6 +75,30 @@ def test_credentials_require_named_origins(monkeypatch: pytest.MonkeyPatch) -> N
         "GATEWAY_CORS_CREDENTIALS cannot be 'true': GATEWAY_CORS_ORIGINS allows every origin; name the "
         "origins instead"
     )
+
+
+def test_secret_is_read_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "password"
+    monkeypatch.setenv("GATEWAY_STATE_PASSWORD_FILE", str(path))
+    path.write_text("it's @ secret\r\n")
+    settings = read_settings()
+    assert settings.state_password == SecretStr("it's @ secret")
+    assert "secret'" not in repr(settings)
+    # The value is validated as that of the variable is, and not shown.
+    (tmp_path / "api").write_text("short")
+    api = {"TRITON_RESTRICTED_API_FILE": str(tmp_path / "api")}
+    with monkeypatch.context() as environment:
+        reason = refusal(environment, **api)
+    assert reason.startswith("GATEWAY_TRITON_RESTRICTED_API is invalid: expected KEY=SECRET")
+    assert "short" not in reason
+    given = f"GATEWAY_STATE_PASSWORD_FILE cannot be '{path}': "
+    for content in (b"\n", b"\xff"):
+        path.write_bytes(content)
+        assert refusal(monkeypatch) == f"{given}the file is empty or not UTF-8"
+    path.unlink()
+    assert refusal(monkeypatch) == f"{given}no such file or directory"
+    both = "GATEWAY_STATE_PASSWORD and GATEWAY_STATE_PASSWORD_FILE are both set; unset one"
+    assert refusal(monkeypatch, STATE_PASSWORD="x") == both
 
 
 LIMIT = "it exceeds GATEWAY_MAX_REQUEST_TIMEOUT_S, which is"

@@ -77,10 +77,12 @@ class Bucket:
         self._failures = (exceptions.BaseError, OSError)
         self._conflicts = (exceptions.AlreadyExistsError, exceptions.PreconditionError)
         options: dict[str, Any] = {"endpoint": location.endpoint} if location.endpoint else {}
+        if location.secret_access_key is not None:
+            options["secret_access_key"] = location.secret_access_key.get_secret_value()
 
         def create_store(**timeouts: timedelta) -> Any:
             client: Any = {"allow_http": True, "connect_timeout": CONNECT_TIMEOUT, **timeouts}
-            # Credentials and region come from the environment, by the names that AWS's tools use.
+            # Other credentials and the region come from the environment, by the names that AWS's tools use.
             return obstore.store.S3Store(
                 location.bucket,
                 prefix=location.prefix or None,

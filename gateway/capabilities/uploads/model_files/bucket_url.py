@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from pydantic import SecretStr
+
 BUCKET_URL: Final = re.compile(
     r"s3://"
     r"(?:(?P<scheme>https?://)?(?P<host>[0-9A-Za-z.-]+:[0-9]{1,5})/)?"
@@ -21,6 +23,7 @@ class BucketLocation:
     bucket: str
     prefix: str
     endpoint: str
+    secret_access_key: SecretStr | None = None  # None: that of the environment
 
 
 def parse_bucket_url(url: str) -> BucketLocation | None:
