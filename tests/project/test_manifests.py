@@ -601,9 +601,11 @@ def test_triton_is_ready_with_the_models_of_its_start(
     assert words[0] == "python3"
     port = str(demo_triton.options.http_port)
     probe = [sys.executable, *(word.replace("8000", port) for word in words[1:])]
-    for probed, is_ready in ((probe, True), ([*probe, "nobody"], False)):
-        run = subprocess.run(probed, capture_output=True, check=False, timeout=TIMEOUT_S)
-        assert (run.returncode == 0) == is_ready
+    for probed, reason in ((probe, ""), ([*probe, "nobody"], "HTTP Error 400: Bad Request")):
+        run = subprocess.run(probed, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+        assert run.returncode == bool(reason)
+        # Kubernetes shows it in the event of the failed probe.
+        assert run.stderr == (f"model nobody is not ready: {reason}\n" if reason else "")
 
 
 def test_models_and_keys_can_change_without_new_pods(made: Manifests) -> None:
