@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.containers, pytest.mark.timeout(2400)]
 
 TRITON_PORTS = ("--triton-http-port", "--triton-grpc-port", "--triton-metrics-port")
 SEVEN = (ROOT / "docs/images/seven.png").read_bytes()
-LIMIT_BYTES = 250_000_000
+LIMIT_BYTES = 280_000_000
 # Programs for a container that has only Python.
 PROGRAMS = "import os; [print(*os.listdir(f)) for f in os.get_exec_path() if os.path.isdir(f)]"
 HASHES = """import hashlib, pathlib

@@ -561,6 +561,11 @@ def test_probes_ask_for_liveness_and_readiness_separately(made: Manifests) -> No
             assert actions["livenessProbe"] == actions["startupProbe"] != actions["readinessProbe"]
             for probe in found.values():
                 assert probe.get("timeoutSeconds", 1) <= probe.get("periodSeconds", 10)
+            # A regular start has no events of failed probes.
+            assert (
+                workload["metadata"]["name"] == "redis"
+                or "initialDelaySeconds" in found["startupProbe"]
+            )
 
 
 def test_shared_memory_fits_into_the_limit(made: Manifests) -> None:
@@ -679,6 +684,20 @@ def test_prometheus_operator_finds_its_objects_and_the_job_has_the_name_of_the_a
         labels = workload["spec"]["template"]["metadata"]["labels"]
         assert labels[monitor["spec"]["jobLabel"]] == GATEWAY
         assert f'up{{job="{GATEWAY}"}}' in str(made.kind("PrometheusRule"))
+
+
+def test_documented_command_uninstalls_all_but_the_namespace() -> None:
+    deploying = (ROOT / "docs/operate/deploy.md").read_text()
+    (label,) = re.findall(
+        r"^kubectl delete -k k8s/overlays/prod -l '!(\S+)'$", deploying, re.MULTILINE
+    )
+    prod = Manifests.of("prod")
+    kept = [each for each in prod.resources if label in each["metadata"].get("labels", {})]
+    assert [each["kind"] for each in kept] == ["Namespace"]
+    # The Secrets are the user's, and Kubernetes keeps the claims of a StatefulSet that is deleted.
+    assert not prod.kind("Secret", "PersistentVolumeClaim")
+    (redis,) = prod.kind("StatefulSet")
+    assert "persistentVolumeClaimRetentionPolicy" not in redis["spec"]
 
 
 def test_documented_patch_lowers_what_triton_requests(tmp_path: Path) -> None:
