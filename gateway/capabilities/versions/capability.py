@@ -39,7 +39,14 @@ def attach_versions(settings: Settings) -> Attachment:
         router = LabelRouter(pool, state, table, redirects=metrics.redirects)
         shadows = ShadowRunner(pool, services.admission, metrics, max_bytes=max_shadow_bytes)
         stack.push_async_callback(shadows.close)
-        manager = LabelManager(pool, state, router, shadows=shadows, quorum=settings.ready_quorum)
+        manager = LabelManager(
+            pool,
+            state,
+            router,
+            shadows=shadows,
+            signatures=services.signatures,
+            quorum=settings.ready_quorum,
+        )
         services.provide(manager)
         services.resolver.policy = manager
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable
 from typing import Any, Final
 
+import orjson
+
 from gateway.capabilities.versions.label_choice import LabelChoice
 from gateway.capabilities.versions.label_router import LabelRouter, UnknownLabel
 from gateway.capabilities.versions.labels import (
@@ -27,6 +29,7 @@ from gateway.fleet.index import (
 )
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
+from gateway.fleet.signatures import SignatureCache
 from gateway.messages import quote_text
 from gateway.repository.resolver import VersionPolicy
 from gateway.repository.shared_state import SharedState
@@ -39,10 +42,16 @@ MAX_PROBE_WAIT_S: Final = 2.0
 class VersionNotReady(Conflict):
     code = "VERSION_NOT_READY"
 
-    def __init__(self, model: str, version: str, reasons: Iterable[str]) -> None:
+    def __init__(self, model: str, version: str, reasons: Iterable[str], policy: str) -> None:
+        advice = "load it first, or upload it if the repository lacks it"
+        if policy:
+            advice = (
+                f"the version_policy of the model is {policy}: change it to serve this version and load "
+                "the model again, or upload the version if the repository lacks it"
+            )
         super().__init__(
             f"a label cannot mean version {version} of model {quote_text(model)}, which is not ready "
-            f"({'; '.join(reasons)}); load it first, or upload it if the repository lacks it"
+            f"({'; '.join(reasons)}); {advice}"
         )
 
 
@@ -55,9 +64,11 @@ class LabelManager(VersionPolicy):
         state: SharedState,
         router: LabelRouter,
         shadows: ShadowRunner,
+        signatures: SignatureCache,
         quorum: int,
     ) -> None:
         self._pool = pool
+        self._signatures = signatures
         self._state = state
         self._router = router
         self._shadows = shadows
@@ -112,7 +123,7 @@ class LabelManager(VersionPolicy):
                 )
             await self._pool.monitor.probe_all(MAX_PROBE_WAIT_S)
             for version in label.versions:
-                self._check_version(model, version)
+                await self._check_version(model, version)
             await self._router.set_label(model, name, label)
         return self._describe(model, name, label)
 
@@ -157,7 +168,7 @@ class LabelManager(VersionPolicy):
                 "change it there"
             )
 
-    def _check_version(self, model: str, version: str) -> None:
+    async def _check_version(self, model: str, version: str) -> None:
         replicas = list(self._pool.replicas.values())
         reasons = {
             replica.name: reason
@@ -166,7 +177,19 @@ class LabelManager(VersionPolicy):
         }
         if len(replicas) - len(reasons) < max(min(self._quorum, len(replicas)), 1):
             listed = (f"{name}: {reason}" for name, reason in sorted(reasons.items()))
-            raise VersionNotReady(model, version, listed)
+            policy = await self._read_excluding_policy(model, version)
+            raise VersionNotReady(model, version, listed, policy)
+
+    async def _read_excluding_policy(self, model: str, version: str) -> str:
+        """Return the policy in the config of a loaded model if the indexes lack the version; else empty."""
+        policies: list[Any] = []
+        if self._pool.is_loaded(model) and not self._pool.is_listed(model, version):
+            await self._signatures.read_configs(
+                [model], lambda _, config: policies.append(config.get("version_policy"))
+            )
+        return "".join(
+            orjson.dumps(each).decode() for each in policies if each and "all" not in each
+        )
 
     def _explain_unready(self, replica: Replica, model: str, version: str) -> str:
         state = self._pool.replica_state(replica)

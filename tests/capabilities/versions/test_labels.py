@@ -24,6 +24,7 @@ from tests.capabilities.versions.support.versioned import (
     add_version,
     count_versions,
     remove_version,
+    write_version,
     write_versions,
 )
 from tests.support.errors import assert_error
@@ -35,12 +36,16 @@ from tests.support.servers import Triton, gateway, gateway_before
 from tests.support.wait import wait_until
 
 QUICK = {"poll_interval_s": "0.1", "connect_timeout_s": "10", "log_level": "warning"}
+LATEST = "latest"  # a model of which Triton serves the latest version alone
 V1, V2 = f"/v1/models/{NAME}", f"/v2/models/{NAME}"
 
 
 @pytest.fixture(scope="module")
 def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
-    with Triton(write_versions(tmp_path_factory.mktemp("models")), NAME) as running:
+    repository = write_versions(tmp_path_factory.mktemp("models"))
+    for version in (1, 2):
+        write_version(repository, version, LATEST, policy="latest { num_versions: 1 }")
+    with Triton(repository, NAME, LATEST) as running:
         running.wait()
         yield running
 
@@ -119,6 +124,13 @@ def test_invalid_label_is_refused(
 ) -> None:
     assert_error(client.put(f"{LABELS}/{name}", json=label), status, code, message)
     assert client.get(LABELS).json()["labels"] == []
+
+
+def test_policy_that_excludes_the_version_is_named(client: httpx.Client) -> None:
+    refused = client.put(f"/v1/models/{LATEST}/labels/old", json={"version": "1"})
+    policy = 'the version_policy of the model is {"latest":{"num_versions":1}}: change it'
+    assert_error(refused, 409, "VERSION_NOT_READY", policy)
+    assert "load it first" not in refused.text
 
 
 @pytest.mark.fault("thousands of labels and of operations in the background, long names of load")

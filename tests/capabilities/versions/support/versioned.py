@@ -60,8 +60,14 @@ V2_BODY = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 2], "data":
 LABELS = f"/v1/models/{NAME}/labels"
 
 
-def write_version(repository: Path, version: int, name: str = NAME, datatype: str = "FP32") -> None:
-    config = CONFIG.replace("FP32", datatype)
+def write_version(
+    repository: Path,
+    version: int,
+    name: str = NAME,
+    datatype: str = "FP32",
+    policy: str = "all { }",
+) -> None:
+    config = CONFIG.replace("FP32", datatype).replace("all { }", policy)
     write_model_folder(repository / name, config, {f"{version}/model.py": SOURCE})
 
 
