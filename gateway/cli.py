@@ -27,10 +27,11 @@ from gateway.commands.flags import (
 )
 from gateway.commands.help import HelpAllOption, RootGroup, arrange_help
 from gateway.commands.label_commands import label_cli, rollout_cli
+from gateway.commands.target import OptionalTarget
 from gateway.embedded.flags import TritonFlags
 from gateway.embedded.model_paths import exclude_startup_models
 from gateway.messages import CommandError, print_message
-from gateway.repository.state.commands import StateUrl, import_file, state_commands
+from gateway.repository.state.commands import StateUrl, import_file, print_state, state_commands
 
 IMPORT_COLLECTION_THRESHOLD = 200_000  # more than the imports of any command
 HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
@@ -186,6 +187,20 @@ def serve(host: Host = "127.0.0.1", port: Port = 8080, workers: WorkerCount = 1)
     launch.run_gateway(host, port, workers)
 
 
+@state_commands.command("export")
+@add_flags(OptionalTarget)
+def export_command(target: OptionalTarget, state: StateUrl = "") -> None:
+    """Print what the API changed (loaded and unloaded models, labels, cordons) as JSON."""
+    if state or not target.url:
+        print_state(state)
+        return
+    from gateway.commands.api import connect
+    from gateway.commands.tables import print_json
+
+    with connect(target) as client:
+        print_json(client.request("GET", "/v1/state"))
+
+
 @state_commands.command("import")
 def import_command(
     file: Annotated[
@@ -201,14 +216,24 @@ def import_command(
 
 @diagnosis_commands.command(
     rich_help_panel=OPERATION_PANEL,
-    epilog=format_examples("triton-gateway doctor", "triton-gateway doctor --port 9000 --json"),
+    epilog=format_examples(
+        "triton-gateway doctor",
+        "triton-gateway doctor --port 9000 --json",
+        "triton-gateway doctor --url https://gateway.example.com --key KEY",
+    ),
 )
-def doctor(host: Host = "127.0.0.1", port: Port = 8080, json: JsonOption = False) -> None:
-    """Check this machine and its settings. The exit status is 1 if a check fails."""
+@add_flags(OptionalTarget)
+def doctor(
+    target: OptionalTarget,
+    host: Host = "127.0.0.1",
+    port: Port = 8080,
+    json: JsonOption = False,
+) -> None:
+    """Check this machine and its settings, or with --url a running gateway. Exits with 1 if a check fails."""
     from gateway.capability import FAILED
-    from gateway.doctor import print_findings, run_checks
+    from gateway.doctor import ask_gateway, print_findings, run_checks
 
-    findings = run_checks(host, port)
+    findings = list(ask_gateway(target)) if target.url else run_checks(host, port)
     print_findings(findings, json=json)
     if any(finding.status == FAILED for finding in findings):
         raise SystemExit(1)

@@ -10,16 +10,20 @@ import resource
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import httpx
 
 from gateway.access.keys import read_keys_file
 from gateway.capabilities.installed import INSTALLED, MODEL_KEYS, SETTINGS
 from gateway.capability import FAILED, OK, WARNING, CheckStatus, Finding, describe_error
+from gateway.client import GatewayError as ClientGatewayError
 from gateway.client.transport import describe_os_error
 from gateway.commands import tables
+from gateway.commands.client_commands import describe_ready, explain_not_ready, read_readiness
+from gateway.commands.errors import translate_hints
+from gateway.commands.target import Target
 from gateway.embedded import installation
 from gateway.embedded.options import CannotStart, check_port_free
 from gateway.errors import GatewayError
@@ -256,6 +260,43 @@ SETTINGS_CHECKS: Final[Sequence[Callable[[Settings], Iterable[Finding]]]] = (
     *(capability.check for capability in INSTALLED),
     check_replicas,
 )
+
+
+# A gateway elsewhere, whose environment only itself can see.
+
+
+def ask_gateway(target: Target) -> Iterator[Finding]:
+    """Ask a running gateway about itself, its replicas and models. Raises `UsageError`."""
+    with target.create_client(HTTP_TIMEOUT_S) as client:
+        try:
+            yield examine_readiness(read_readiness(client))
+            yield from map(examine_replica, client.request("GET", "/v1/replicas")["replicas"])
+            yield from examine_models(client.request("GET", "/v1/models")["models"])
+        except ClientGatewayError as exc:
+            advice = "correct --url, or use --key with the key of an administrator"
+            yield Finding("gateway", FAILED, translate_hints(str(exc)), advice)
+        else:
+            yield Finding("gateway", OK, f"a gateway answers at {target.url}")
+
+
+def examine_readiness(document: Mapping[str, Any]) -> Finding:
+    if document["ready"]:
+        return Finding("readiness", OK, describe_ready(document))
+    return Finding("readiness", FAILED, explain_not_ready(document))
+
+
+def examine_replica(replica: Mapping[str, Any]) -> Finding:
+    address, state, *_, reason = tables.format_replica_row(replica)
+    status = OK if state == tables.format_state("UP") else WARNING
+    return Finding("triton", status, f"{address} is {state}{reason and f': {reason}'}")
+
+
+def examine_models(models: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    for model in models:
+        if "last_error" in model:
+            yield Finding("models", WARNING, f"{model['name']}: {model['last_error']}")
+    count = sum(model["ready"] for model in models)
+    yield Finding("models", OK, f"{count} of {len(models)} are ready")
 
 
 # Output.

@@ -128,30 +128,41 @@ def models(
 @add_flags(Target)
 def ready(target: Target, json: JsonOption = False) -> None:
     """Report whether requests can be served. The exit status is 1 if they cannot."""
-    from gateway.client import GatewayError
     from gateway.commands import tables
     from gateway.commands.api import connect
 
     with connect(target) as client:
-        try:
-            readiness: Mapping[str, Any] = client.request("GET", "/readyz")
-        except GatewayError as exc:
-            readiness = exc.document
-            if "ready" not in readiness:
-                raise
+        readiness = read_readiness(client)
     if json:
         tables.print_json(readiness)
     elif readiness["ready"]:
-        missing = ", ".join(readiness.get("missing") or {})
-        but = f", but {missing} cannot be served" if missing else ""
-        typer.echo(escape_unprintable(f"ready{but}"))
+        typer.echo(escape_unprintable(describe_ready(readiness)))
     if not readiness["ready"]:
         raise ClientError(explain_not_ready(readiness))
+
+
+def read_readiness(client: Client) -> Mapping[str, Any]:
+    """Return the document of `/readyz`. Raises `GatewayError`."""
+    from gateway.client import GatewayError
+
+    try:
+        return client.request("GET", "/readyz")
+    except GatewayError as exc:
+        if "ready" not in exc.document:
+            raise
+        return exc.document
+
+
+def describe_ready(readiness: Mapping[str, Any]) -> str:
+    missing = ", ".join(readiness.get("missing") or {})
+    return f"ready, but {missing} cannot be served" if missing else "ready"
 
 
 def explain_not_ready(readiness: Mapping[str, Any]) -> str:
     if readiness.get("draining"):
         return "not ready: the gateway is shutting down"
+    if "replicas" not in readiness:
+        return "not ready; a key with the role admin sees why"
     missing = readiness.get("missing") or {}
     if missing:
         return f"not ready: {', '.join(missing)} cannot be served"

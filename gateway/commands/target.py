@@ -85,6 +85,13 @@ class Target:
             )
 
 
+@dataclass(frozen=True)
+class OptionalTarget(Target):
+    """The same flags of a command that needs no gateway, and asks one only if it is told to."""
+
+    url: Annotated[str, typer.Option(help="URL of a running gateway to ask.")] = ""
+
+
 @contextmanager
 def report_invalid_flags() -> Iterator[None]:
     try:

@@ -17,7 +17,10 @@ from gateway.fleet.index import READY, build_index_entry, merge_indexes
 from gateway.inference.body import RequestBody
 from gateway.media_types import JSON
 from gateway.repository.load_parameters import CONFIG_PARAMETER, STAGED, UNLOAD_DEPENDENTS
+from gateway.repository.state.tables import CAPABILITY_TABLES
+from gateway.repository.state.transfer import EXPORT_FORMAT, export_state
 from gateway.routes.dependencies import (
+    ServicesForAdministration,
     ServicesForFleet,
     ServicesForLoad,
     ServicesForManagement,
@@ -28,6 +31,7 @@ from gateway.routes.openapi import (
     build_header_parameter,
     build_json_body,
     build_json_content,
+    build_list_schema,
     build_map_schema,
     build_response,
     build_responses,
@@ -83,6 +87,15 @@ OPERATION_RESPONSES = build_responses(
     404,
     error_descriptions={404: "The operation was not found."},
 )
+TABLE_SCHEMA = build_map_schema({"type": "object"}, "By the name of the model.")
+STATE_SCHEMA = build_object_schema(
+    {
+        "format": {"const": EXPORT_FORMAT},
+        **dict.fromkeys(("models", *CAPABILITY_TABLES), TABLE_SCHEMA),
+        "cordons": build_list_schema(STRING_SCHEMA, "Addresses of cordoned replicas."),
+    }
+)
+STATE_RESPONSES = build_responses(STATE_SCHEMA, "The desired state.")
 MANAGEMENT_RESPONSES = build_responses(
     REPORT_SCHEMA,
     "The action succeeded on every replica.",
@@ -234,6 +247,21 @@ async def get_operation(
     if not isinstance(model, str) or not get_caller(request).can_see(model):
         raise NotFound("operation not found; operations are kept for one hour after they end")
     return Response(orjson.dumps(document), media_type=JSON)
+
+
+@router.get(
+    "/v1/state",
+    operation_id="export_state",
+    summary="Export the desired state",
+    responses=STATE_RESPONSES,
+)
+async def get_state(services: ServicesForAdministration) -> Response:
+    """Return what the API changed, as `triton-gateway state import` reads it.
+
+    It contains whatever was uploaded in load requests.
+    """
+    exported = await export_state(services.repository.state.store)
+    return Response(exported.to_json(), media_type=JSON)
 
 
 async def change_model(request: Request, services: Services, model: str, *, load: bool) -> Response:

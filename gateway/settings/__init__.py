@@ -52,13 +52,9 @@ class SecretFiles(EnvSettingsSource):
 def read_secret(setting: str, path: Path) -> str:
     """Return the file's text without the end of its last line. Raises `CommandError`."""
     with describe_os_errors(CommandError, f"{setting} cannot be {str(path)!r}"):
-        content = path.read_bytes()
-    try:
-        secret = content.decode().rstrip("\r\n")
-    except UnicodeDecodeError:
-        secret = ""
-    if not secret:
-        raise CommandError(f"{setting} cannot be {str(path)!r}: the file is empty or not UTF-8")
+        secret = path.read_text("utf-8", "surrogateescape").rstrip("\r\n")
+    if not secret or not secret.isprintable():
+        raise CommandError(f"{setting} cannot be {str(path)!r}: the file is empty or not one line")
     return secret
 
 

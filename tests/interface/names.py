@@ -28,7 +28,10 @@ def read(document: str) -> str:
 
 
 def list_settings() -> Iterator[str]:
-    for name in re.findall(r"^\| `(GATEWAY_\w+)`", read("reference/settings.md"), re.M):
+    # The rows, and the files with secrets, which have none.
+    settings = read("reference/settings.md")
+    rows = re.findall(r"^\| `(GATEWAY_\w+)`", settings, re.M)
+    for name in (*rows, *re.findall(r"`(GATEWAY_\w+_FILE)`", settings)):
         yield f"setting {name}"
 
 

@@ -380,6 +380,7 @@ OPERATIONS_OF_TRITON = [
 ]
 INTERNAL = (
     *("/livez", "/readyz", "/metrics", "/v1/log-level", "/v1/operations", "/v1/replicas"),
+    *("/v1/events", "/v1/state"),
     *("/v2/repository", "/v2/logging", "/v2/trace", "/v2/systemsharedmemory"),
     *("/models", "/ping", "/predictions"),  # TorchServe's, which are off by default
 )
@@ -702,7 +703,8 @@ def test_documented_command_uninstalls_all_but_the_namespace() -> None:
 
 def test_documented_patch_lowers_what_triton_requests(tmp_path: Path) -> None:
     deploying = (ROOT / "docs/operate/deploy.md").read_text()
-    (patches,) = re.findall(r"^```yaml\n(patches:\n.*?)^```", deploying, re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```yaml\n(patches:\n.*?)^```", deploying, re.MULTILINE | re.DOTALL)
+    (patches,) = (each for each in found if "/requests/" in each)
     base = os.path.relpath(K8S, tmp_path.resolve())
     for components in ([], [f"{base}/components/cpu-only"]):
         document = {

@@ -31,13 +31,12 @@ StateUrl = Annotated[
 ]
 
 
-@state_commands.command("export")
-def export_command(state: StateUrl = "") -> None:
-    """Print what the API changed (loaded and unloaded models, labels, cordons) as JSON."""
+def print_state(url: str) -> None:
+    """Print the state at the URL, or of GATEWAY_STATE. Raises `CommandError`."""
     from gateway.repository.state.transfer import ExportedState, export_state
 
     async def export() -> ExportedState:
-        async with open_store(state) as store:
+        async with open_store(url) as store:
             return await export_state(store)
 
     sys.stdout.buffer.write(run(export()).to_json())

@@ -111,6 +111,7 @@ ROWS = (
     Row("POST", "/v1/replicas/{address}/drain", MANAGEMENT, 404),
     Row("GET", "/v1/log-level", MANAGEMENT),
     Row("GET", "/v1/events", MANAGEMENT),
+    Row("GET", "/v1/state", MANAGEMENT),
     Row("PUT", "/v1/log-level", MANAGEMENT, body=b'{"level": "debug"}'),
     Row("GET", "/v1/operations/{operation}", MANAGEMENT, 404),
     Row("GET", "/v2/models", INFERENCE),
@@ -382,6 +383,7 @@ def test_routes_about_all_models_are_403_for_a_key_with_patterns(client: httpx.C
         ("POST", "/v2/trace/setting"),
         ("PUT", "/v1/log-level"),
         ("GET", "/v1/events"),
+        ("GET", "/v1/state"),
         ("POST", "/v1/replicas/a:1/cordon"),
         ("GET", "/metrics"),
     ):

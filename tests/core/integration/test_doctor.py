@@ -9,7 +9,7 @@ import pytest
 
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.doctor import examine
-from tests.support.keys import entry, written
+from tests.support.keys import ADMIN, ENTRIES, INFER, entry, written
 from tests.support.model_zoo.zoo import SHARED, Names, write_repository
 from tests.support.servers import free_ports, gateway_before, triton_on_free_ports
 
@@ -97,6 +97,30 @@ def test_doctor_accepts_only_a_gateway_on_the_port(triton: EmbeddedTriton) -> No
     status, found = examine("--port", triton.options.http_port)
     assert (status, found["port"]["status"]) == (1, "failed")
     assert "not a gateway" in found["port"]["message"]
+
+
+def test_doctor_asks_a_running_gateway(triton: EmbeddedTriton, tmp_path: Path) -> None:
+    keys = written(tmp_path / "keys.yaml", ENTRIES)
+    (tmp_path / "models.yaml").write_text("models: [nobody]\n")
+    models = str(tmp_path / "models.yaml")
+    url = triton.options.url
+    with gateway_before(url, keys_file=str(keys), models_file=models) as client:
+        given = ("--url", str(client.base_url), "--key")
+        status, found = examine(*given, ADMIN)
+        assert status == 1
+        assert found["gateway"]["status"] == found["triton"]["status"] == "ok"
+        assert found["readiness"]["message"] == "not ready: nobody cannot be served"
+        assert found["triton"]["message"] == f"{triton.options.address} is ready"
+        assert "python" not in found  # nothing of this machine
+        # Whoever may not see the fleet is told so.
+        for key in ("", INFER):
+            status, found = examine(*given, key)
+            assert status == 1
+            assert found["readiness"]["message"] == "not ready; a key with the role admin sees why"
+            assert found["gateway"]["status"] == "failed"
+    for server in (triton.options.http_port, triton.options.grpc_port):
+        status, found = examine("--url", f"http://127.0.0.1:{server}")
+        assert (status, [*found]) == (1, ["gateway"])
 
 
 def test_doctor_distinguishes_no_triton_from_an_unreachable_one(

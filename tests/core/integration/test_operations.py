@@ -28,6 +28,7 @@ from gateway.repository.state.documents import MemoryStateStore
 from gateway.repository.state.store import open_state_store
 from gateway.triton.error_mapping import LoadFailed
 from tests.support.gateway_forks import run_gateway
+from tests.support.keys import ADMIN, ENTRIES, INFER, TEXTS_ADMIN, bearer, written
 from tests.support.redis_server import RedisServer
 from tests.support.servers import gateway, gateway_before
 from tests.support.wait import wait_until, wait_until_async
@@ -146,6 +147,22 @@ def test_gateway_that_runs_applies_an_imported_state(
 
 def runner_of(store: StateStore) -> OperationRunner:
     return OperationRunner(store, SharedState(store, ModelsFile(None), can_upload=False).events)
+
+
+def test_state_of_a_running_gateway_is_exported_by_an_administrator(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    keys = str(written(tmp_path / "keys.yaml", ENTRIES))
+    with gateway_before(demo_triton.options.url, state="memory:", keys_file=keys) as client:
+        loaded = client.post("/v2/repository/models/text_core/load", headers=bearer(ADMIN))
+        assert loaded.status_code == 200
+        url = ("--url", str(client.base_url))
+        exported = json.loads(state("export", *url, "--key", ADMIN).stdout)
+        models = {"text_core": {"loaded": True, "parameters": {}}}
+        assert exported == {"format": 1, "models": models, "labels": {}, "cordons": []}
+        for key, status in (("", 4), (INFER, 4), (TEXTS_ADMIN, 4)):
+            assert state("export", *url, "--key", key).returncode == status
+        assert client.get("/v1/state", headers=bearer(TEXTS_ADMIN)).status_code == 403
 
 
 @pytest.mark.fault("thousands of labels and of operations in the background, long names of load")

@@ -92,9 +92,9 @@ def test_secret_is_read_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert reason.startswith("GATEWAY_TRITON_RESTRICTED_API is invalid: expected KEY=SECRET")
     assert "short" not in reason
     given = f"GATEWAY_STATE_PASSWORD_FILE cannot be '{path}': "
-    for content in (b"\n", b"\xff"):
+    for content in (b"\n", b"\xff", b"a\nb"):
         path.write_bytes(content)
-        assert refusal(monkeypatch) == f"{given}the file is empty or not UTF-8"
+        assert refusal(monkeypatch) == f"{given}the file is empty or not one line"
     path.unlink()
     assert refusal(monkeypatch) == f"{given}no such file or directory"
     both = "GATEWAY_STATE_PASSWORD and GATEWAY_STATE_PASSWORD_FILE are both set; unset one"
