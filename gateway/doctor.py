@@ -35,9 +35,10 @@ from gateway.repository.state.desired import MODELS
 from gateway.repository.state.documents import MemoryStateStore
 from gateway.repository.state.store import open_configured_store
 from gateway.settings import Settings, describe_unknown_settings, read_settings
+from gateway.settings.server import MIN_OPEN_FILES
 
 HTTP_TIMEOUT_S: Final = 2.0
-MIN_OPEN_FILES: Final = 4096
+RECOMMENDED_OPEN_FILES: Final = 4096
 MIN_FREE_BYTES: Final = 1 << 30
 DOWNLOAD_SIZE: Final = "90 MB"
 URLS_SETTING: Final = "GATEWAY_TRITON_URLS"
@@ -99,10 +100,11 @@ def check_installation() -> Iterator[Finding]:
 
 def check_open_files() -> Iterator[Finding]:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < MIN_OPEN_FILES:
+    if hard != resource.RLIM_INFINITY and hard < RECOMMENDED_OPEN_FILES:
         message = f"at most {hard} open files, and every request can need two"
-        advice = f"raise the limit to {MIN_OPEN_FILES} or more (ulimit -Hn, LimitNOFILE=)"
-        yield Finding("open files", WARNING, message, advice)
+        advice = f"raise the limit to {RECOMMENDED_OPEN_FILES} or more (ulimit -Hn, LimitNOFILE=)"
+        status: CheckStatus = FAILED if hard < MIN_OPEN_FILES else WARNING
+        yield Finding("open files", status, message, advice)
     else:
         limit = "no limit" if hard == resource.RLIM_INFINITY else f"up to {hard}"
         yield Finding("open files", OK, limit)
@@ -287,7 +289,7 @@ def examine_readiness(document: Mapping[str, Any]) -> Finding:
 
 def examine_replica(replica: Mapping[str, Any]) -> Finding:
     address, state, *_, reason = tables.format_replica_row(replica)
-    status = OK if state == tables.format_state("UP") else WARNING
+    status: CheckStatus = OK if state == tables.format_state("UP") else WARNING
     return Finding("triton", status, f"{address} is {state}{reason and f': {reason}'}")
 
 

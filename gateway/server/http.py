@@ -30,7 +30,12 @@ from gateway.server.protocol.deadlines import LAST_REQUEST_S
 from gateway.server.protocol.limits import ProtocolLimits
 from gateway.server.uvicorn_compat import forget_captured_signal
 from gateway.settings import Settings
-from gateway.settings.server import describe_os_errors, load_authority, load_certificate
+from gateway.settings.server import (
+    MIN_OPEN_FILES,
+    describe_os_errors,
+    load_authority,
+    load_certificate,
+)
 
 log = logging.getLogger(__name__)
 
@@ -202,9 +207,14 @@ def fit_max_connections(max_connections: int) -> int:
     """Return `max_connections`, or fewer if there are not two file descriptors for each.
 
     Every client connection may need one to a replica. An accept that fails for lack of a descriptor would
-    leave the client without a response.
+    leave the client without a response. Raises `CommandError` if there are fewer than `MIN_OPEN_FILES`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < MIN_OPEN_FILES:
+        raise CommandError(
+            f"the gateway may open {hard} files, and needs {MIN_OPEN_FILES} or more: raise the limit "
+            "(ulimit -Hn, LimitNOFILE=, --ulimit nofile=)"
+        )
     needed = 2 * max_connections + RESERVED_DESCRIPTORS
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return max_connections

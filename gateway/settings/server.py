@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
+from typing import Final
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
 from gateway.settings.values import MAX_SETTING_S, NonNegativeSeconds, PositiveSeconds
+
+MIN_OPEN_FILES: Final = 256  # of a process that serves
 
 
 class LogFormat(str, Enum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import select
 import socket
+import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -59,6 +60,17 @@ def test_workers_serve_https(tmp_path: Path) -> None:
         serve.wait_for("serving")
         with httpx.Client(verify=trusting(authority), timeout=TIMEOUT_S) as client:
             assert client.get(f"https://127.0.0.1:{port}/livez").status_code == 200
+
+
+def test_too_few_open_files_are_refused_at_the_start() -> None:
+    program = ("sh", "-c", 'ulimit -n 255 && exec "$0" -m gateway "$@"', sys.executable)
+    arguments = ("serve", "--port", str(free_ports(1)[0]))
+    with Command(*arguments, program=program, environment=NO_TRITON) as serve:
+        assert serve.end() == 1
+    (line,) = serve.lines
+    assert line.startswith(
+        "triton-gateway: the gateway may open 255 files, and needs 256 or more: "
+    )
 
 
 @pytest.mark.long
