@@ -225,7 +225,7 @@ crds: ## Install the schemas of custom resources
 
 lock: ## Resolve the dependencies and write requirements/*.txt
 	$(LOCK) pyproject.toml -o requirements/gateway.txt
-	$(LOCK) pyproject.toml --extra redis --extra otel --extra s3 -c requirements/gateway.txt -o requirements/image.txt
+	$(LOCK) pyproject.toml --extra redis --extra otel --extra s3 --extra oidc -c requirements/gateway.txt -o requirements/image.txt
 	$(LOCK) pyproject.toml --group dev -c requirements/gateway.txt -o requirements/dev.txt
 	$(LOCK) --group build -o requirements/build.txt
 	$(LOCK) --group site -o requirements/site.txt

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from gateway import __version__
 from gateway.access.auth import CORE_PATHS
-from gateway.capabilities.installed import INSTALLED, MODEL_KEYS
+from gateway.capabilities.installed import INSTALLED, MODEL_KEYS, RULE_PARSERS
 from gateway.components import build_components, run_services
 from gateway.draining import Drain
 from gateway.error_responses import ErrorSerializer, render_error
@@ -97,7 +97,7 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
 
     Raises the errors of `build_components`, and of the capabilities' `attach`.
     """
-    components = build_components(settings, MODEL_KEYS)
+    components = build_components(settings, MODEL_KEYS, RULE_PARSERS)
     attached = (capability.attach(settings) for capability in INSTALLED)
     attachments = [attachment for attachment in attached if attachment is not None]
     describers = [each.describer for each in attachments if each.describer is not None]

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Final
 
+from gateway.messages import quote_text
 from gateway.names import quote_path_segment
 
 ANY_MODEL: Final = ("*",)
@@ -39,13 +40,14 @@ ROLE_RIGHTS: Final = {
 
 class CallerKind(Enum):
     key = "key"
+    rule = "rule"  # of the keys file, which matches a token or a certificate
     anonymous = "anonymous"  # the gateway has no keys
     unauthenticated = "unauthenticated"  # the path requires no key
 
 
 @dataclass(frozen=True)
 class Caller:
-    """A client, identified by its key; `name` is the name of the key."""
+    """A client, identified by its key or by a rule; `name` is the name of the key or the rule."""
 
     name: str
     roles: tuple[Role, ...] = ()
@@ -56,6 +58,11 @@ class Caller:
     kind: CallerKind = CallerKind.key
     may_administer_locally: bool = False  # a local program of the gateway's user has all rights
     _visibility_cache: dict[str, bool] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def label(self) -> str:
+        """The words with which a message names the caller."""
+        return f"{self.kind.value} {quote_text(self.name)}"
 
     @cached_property
     def can_see_all(self) -> bool:

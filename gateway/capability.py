@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from gateway.access.auth import PathRules
+    from gateway.access.keys import RuleParsers
     from gateway.embedded.options import TritonOptions
     from gateway.error_responses import ErrorSerializer
     from gateway.repository.models_file import KeyParsers
@@ -111,3 +112,4 @@ class Capability:
     prepare_launch: Callable[[LaunchPlan], None] = prepare_nothing
     table: Table[Any] | None = None  # its name is in `CAPABILITY_TABLES`
     model_keys: KeyParsers = field(default_factory=dict)  # keys that it adds to the models file
+    rule_parsers: RuleParsers = field(default_factory=dict)  # lists that it adds to the keys file

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from gateway import __version__
 from gateway.access.auth import CORE_PATHS, Authenticator, PathRules
-from gateway.access.keys import KeysFile
+from gateway.access.keys import NO_RULES, KeysFile, RuleParsers
 from gateway.access.rate_limit import RateLimiter
 from gateway.capacity.admission import AdmissionQueue
 from gateway.capacity.decoding.executor import DecodeExecutor
@@ -115,7 +115,9 @@ class AppComponents:
     tracer: Tracer | None
 
 
-def build_components(settings: Settings, model_keys: KeyParsers = NO_KEYS) -> AppComponents:
+def build_components(
+    settings: Settings, model_keys: KeyParsers = NO_KEYS, rule_parsers: RuleParsers = NO_RULES
+) -> AppComponents:
     """Build the components. Raises the `CommandError` of an invalid address, file or state."""
     sources = [parse_replica_source(url) for url in settings.triton_urls]
     tracer = None
@@ -125,7 +127,9 @@ def build_components(settings: Settings, model_keys: KeyParsers = NO_KEYS) -> Ap
         sources,
         create_tls_context(settings, sources),
         ModelsFile(settings.models_file, model_keys),
-        keys_file=None if settings.keys_file is None else KeysFile(settings.keys_file),
+        keys_file=None
+        if settings.keys_file is None
+        else KeysFile(settings.keys_file, rule_parsers),
         store=open_configured_store(settings),
         tracer=tracer,
     )

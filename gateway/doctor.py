@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import httpx
 
-from gateway.access.keys import read_keys_file
-from gateway.capabilities.installed import INSTALLED, MODEL_KEYS, SETTINGS
+from gateway.access.keys import read_keys_content
+from gateway.capabilities.installed import INSTALLED, MODEL_KEYS, RULE_PARSERS, SETTINGS
 from gateway.capability import FAILED, OK, WARNING, CheckStatus, Finding, describe_error
 from gateway.client import GatewayError as ClientGatewayError
 from gateway.client.transport import describe_os_error
@@ -132,7 +132,7 @@ def check_keys_file(settings: Settings) -> Iterator[Finding]:
         yield Finding(check, OK, message, f"before others reach it: {command}")
         return
     try:
-        count = len(read_keys_file(path))
+        count = len(read_keys_content(path, RULE_PARSERS).callers)
     except CommandError as exc:
         yield Finding(check, FAILED, str(exc), f"create it with: {command}")
         return

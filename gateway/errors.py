@@ -50,9 +50,10 @@ class Unauthenticated(GatewayError):
 
     status = 401
     code = "UNAUTHENTICATED"
+    challenge: ClassVar[str] = "Bearer"
 
     def __init__(self, detail: str) -> None:
-        super().__init__(detail, headers={"WWW-Authenticate": "Bearer"})
+        super().__init__(detail, headers={"WWW-Authenticate": self.challenge})
 
 
 class Forbidden(GatewayError):

@@ -24,7 +24,6 @@ from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.statistics import FleetStatistics
 from gateway.http_client.connection import Headers
 from gateway.memory import MemoryBudget, MemoryCharge, MemoryKind
-from gateway.messages import quote_text
 from gateway.repository.load_parameters import UNLOAD_DEPENDENTS, check_load_parameters
 from gateway.repository.maintenance import Maintenance
 from gateway.repository.repository import Repository
@@ -128,7 +127,7 @@ class Services:
         caller = info.caller
         if parameters.get(UNLOAD_DEPENDENTS) and not caller.can_see_all:
             raise Forbidden(
-                f"{UNLOAD_DEPENDENTS} requires access to all models; key {quote_text(caller.name)} lacks it"
+                f"{UNLOAD_DEPENDENTS} requires access to all models; {caller.label} lacks it"
             )
 
     async def activate_model(self, model: str, version: str, timeout_s: float) -> float:

@@ -21,9 +21,9 @@ class Limits:
     modules: int = 18  # at the top
     files_in_folder: int = 21
     core_files: int = 177
-    core_lines: int = 27_919
+    core_lines: int = 28_130
     capability_lines: int = 3_957
-    lines: int = 47_369
+    lines: int = 48_615
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Final
 from gateway.access.keys import KeysFile
 from gateway.access.peers import can_identify_peers, client_network, find_peer_uid, parse_ip_address
 from gateway.callers import Caller, CallerKind, Right, Role
-from gateway.errors import Forbidden, Unauthenticated
+from gateway.errors import Forbidden, Unauthenticated, Unavailable
 from gateway.messages import quote_text
 from gateway.tasks import repeat
 from gateway.telemetry.request_info import ManagementCall, RequestScope, read_head
@@ -29,6 +29,7 @@ KEYS_FILE_POLL_S: Final = 0.5
 AUTHORIZATION: Final = b"authorization"
 # Headers with keys, which are not forwarded to Triton.
 KEY_HEADERS: Final = frozenset((AUTHORIZATION, b"x-api-key"))
+KEY_REQUIRED: Final = "a key is required: send Authorization: Bearer KEY or X-API-Key: KEY"
 BEARER: Final = b"bearer"
 BASIC: Final = b"basic"
 ANONYMOUS_RIGHTS: Final = frozenset((Right.infer, Right.metrics, Right.fleet))
@@ -87,6 +88,26 @@ CORE_PATHS: Final = PathRules(
 )
 
 
+# The errors of callers that cannot be identified, or have no rights.
+REFUSALS: Final = (Unauthenticated, Forbidden, Unavailable)
+
+
+class CredentialVerifier:
+    """Identifies callers by other credentials than the keys of the keys file: by none, until a capability
+    sets its own verifier."""
+
+    def find_caller(self, scope: RequestScope, digest: bytes) -> Caller | None:
+        """Return the caller; None if it must be verified first. The digest is that of `hash_key`.
+
+        Raises `Unauthenticated` or `Forbidden`.
+        """
+        raise Unauthenticated("unknown key" if digest else KEY_REQUIRED)
+
+    async def verify(self, scope: RequestScope) -> Caller:
+        """Verify the credentials. Raises `Unauthenticated`, `Forbidden` or `Unavailable`."""
+        raise NotImplementedError
+
+
 class Authenticator:
     """Identifies callers by their key; without a keys file every caller is anonymous."""
 
@@ -98,7 +119,8 @@ class Authenticator:
         *,
         local_admin: bool = True,
     ) -> None:
-        self._keys_file = keys_file
+        self.keys_file = keys_file
+        self.verifier = CredentialVerifier()
         self._paths = paths
         self._allowed_hosts = tuple(allowed_hosts)
         self._anonymous = Caller(
@@ -110,24 +132,38 @@ class Authenticator:
 
     @property
     def requires_key(self) -> bool:
-        return self._keys_file is not None
+        return self.keys_file is not None
 
-    def authenticate(self, scope: RequestScope) -> Caller:
-        """Return the caller. Raises `Unauthenticated`, or `Forbidden` for a host that is not allowed."""
+    def authenticate(self, scope: RequestScope) -> Caller | None:
+        """Return the caller; None if `verify` must be awaited.
+
+        Raises `Unauthenticated`, or `Forbidden`, also for a host that is not allowed.
+        """
         if self._allowed_hosts:
             self._check_host(scope["headers"])
-        file = self._keys_file
+        file = self.keys_file
         if file is None:
             return self._anonymous
         try:
-            if (caller := file.find_caller(read_head(scope, hash_key))) is None:
-                raise Unauthenticated("unknown key")
-        except Unauthenticated:
-            path: str = scope["path"]
-            if path in self._paths.public or path.startswith(self._paths.public_prefixes):
+            digest = read_head(scope, hash_key)
+            caller = file.find_caller(digest)
+            return self.verifier.find_caller(scope, digest) if caller is None else caller
+        except REFUSALS:
+            if self._is_public(scope["path"]):
                 return UNAUTHENTICATED
             raise
-        return caller
+
+    async def verify(self, scope: RequestScope) -> Caller:
+        """Return the caller of credentials that take time to verify. Raises one of `REFUSALS`."""
+        try:
+            return await self.verifier.verify(scope)
+        except REFUSALS:
+            if self._is_public(scope["path"]):
+                return UNAUTHENTICATED
+            raise
+
+    def _is_public(self, path: str) -> bool:
+        return path in self._paths.public or path.startswith(self._paths.public_prefixes)
 
     def _check_host(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         # A page that rebinds its DNS name to this machine sends that name as Host.
@@ -140,7 +176,7 @@ class Authenticator:
                 )
 
     async def watch_keys_file(self) -> None:
-        if (file := self._keys_file) is None:
+        if (file := self.keys_file) is None:
             return
 
         async def check() -> None:
@@ -151,7 +187,7 @@ class Authenticator:
 
 
 def extract_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Return the key of a request. Raises `Unauthenticated` for no key, and for two different ones.
+    """Return the key or token of a request, empty if there is none. Raises `Unauthenticated` for two of them.
 
     Basic credentials are used only without another key: they may be meant for a proxy.
     """
@@ -169,17 +205,17 @@ def extract_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
                 continue  # credentials for a proxy or another scheme
         credentials = credentials.strip()
         if key is not None and credentials != key:
-            raise Unauthenticated("the request contains two different keys")
+            raise Unauthenticated("the request contains two different keys or tokens; send one")
         key = credentials
     if key is None and len(basic) == 1 and not is_from_browser(headers):
         key = decode_password(basic[0])
-    if not key:
-        raise Unauthenticated("a key is required: send Authorization: Bearer KEY or X-API-Key: KEY")
-    return key
+    return key or b""
 
 
 def hash_key(scope: RequestScope) -> bytes:
-    return hashlib.sha256(extract_key(scope["headers"])).digest()
+    """Return the SHA-256 of the key or token, empty if there is none. Raises `Unauthenticated`."""
+    key = extract_key(scope["headers"])
+    return hashlib.sha256(key).digest() if key else b""
 
 
 def decode_password(credentials: bytes) -> bytes:
@@ -223,16 +259,14 @@ def authorize_all_models(scope: RequestScope, right: Right) -> None:
     caller = scope["request_info"].caller
     if not caller.can_see_all:
         raise Forbidden(
-            f"key {quote_text(caller.name)} is limited to some models; this requires access to all models"
+            f"{caller.label} is limited to some models; this requires access to all models"
         )
 
 
 class MissingRole(Forbidden):
     def __init__(self, caller: Caller, right: Right) -> None:
         role = REQUIRED_ROLES.get(right, Role.admin.value)
-        super().__init__(
-            f"key {quote_text(caller.name)} lacks the role {quote_text(role)}, which this requires"
-        )
+        super().__init__(f"{caller.label} lacks the role {quote_text(role)}, which this requires")
 
 
 class AdministrationDisabled(Forbidden):

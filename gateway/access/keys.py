@@ -12,8 +12,9 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
 from hmac import compare_digest
 from pathlib import Path
 from textwrap import indent
@@ -21,25 +22,62 @@ from typing import Any, Final, TypeGuard
 
 import yaml
 
-from gateway.callers import ANY_MODEL, ROLE_RIGHTS, Caller, Role
+from gateway.callers import ANY_MODEL, ROLE_RIGHTS, Caller, CallerKind, Role
 from gateway.config_files import YAML_ERRORS, Entries, WatchedFile, parse_yaml, read_config_file
-from gateway.messages import CommandError
+from gateway.messages import CommandError, join_names
 
 KEY_PREFIX: Final = "tgw_"  # lets secret scanners find leaked keys
 KEY_BYTES: Final = 32
 # The name is logged, so it must not be the key itself.
 KEY_NAME: Final = re.compile(rf"(?!{KEY_PREFIX})[\w.@:/+-]{{1,64}}", re.ASCII)
 SHA256_HEX: Final = re.compile(r"[0-9a-fA-F]{64}")
-KEY_FIELDS: Final = {"name", "sha256", "roles", "models", "requests_per_second"}
+RIGHTS_FIELDS: Final = {"name", "roles", "models", "requests_per_second"}
+KEY_FIELDS: Final = RIGHTS_FIELDS | {"sha256"}
 MAX_REQUEST_RATE: Final = 1e9
+KEYS: Final = "keys"  # the name of the list
 
 
 class BadKeysFile(CommandError):
     """A keys file is invalid or cannot be read or written."""
 
 
+@dataclass(frozen=True)
+class CallerRule:
+    """An entry of a list beside `keys`: the caller of requests with other credentials than a key."""
+
+    caller: Caller
+
+
+# Parses an entry of such a list, which the message calls by its label. Raises `BadKeysFile`.
+RuleParser = Callable[[str, Any], CallerRule]
+# The parsers of the lists that capabilities add, by the names of the lists.
+RuleParsers = Mapping[str, RuleParser]
+NO_RULES: Final[RuleParsers] = {}
+
+
+@dataclass(frozen=True)
+class KeysContent:
+    callers: Mapping[bytes, Caller]  # by the SHA-256 of their key
+    rules: Mapping[str, Sequence[CallerRule]]  # by the name of their list
+
+
 def parse_keys(text: str) -> dict[bytes, Caller]:
-    entries = parse_key_entries(text)
+    return parse_keys_document(parse_document(text, NO_RULES))
+
+
+def parse_keys_content(text: str, parsers: RuleParsers) -> KeysContent:
+    document = parse_document(text, parsers)
+    callers = parse_keys_document(document)
+    rules = {name: parse_rules(name, document.get(name, []), parsers[name]) for name in parsers}
+    names = {caller.name for caller in callers.values()}
+    for name, entries in rules.items():
+        if not names.isdisjoint(entry.caller.name for entry in entries):
+            raise BadKeysFile(f"a key and an entry of '{name}' have the same name")
+    return KeysContent(callers, rules)
+
+
+def parse_keys_document(document: Mapping[str, Any]) -> dict[bytes, Caller]:
+    entries = document.get(KEYS, [])
     callers = [parse_key_entry(f"key {number}", entry) for number, entry in enumerate(entries, 1)]
     callers_by_digest = {caller.digest: caller for caller in callers}
     if len({caller.name for caller in callers}) < len(callers):
@@ -49,7 +87,14 @@ def parse_keys(text: str) -> dict[bytes, Caller]:
     return callers_by_digest
 
 
-def parse_key_entries(text: str) -> list[Any]:
+def parse_rules(name: str, entries: Any, parse: RuleParser) -> Sequence[CallerRule]:
+    return tuple(
+        parse(f"entry {number} of '{name}'", each) for number, each in enumerate(entries, 1)
+    )
+
+
+def parse_document(text: str, parsers: RuleParsers | None = None) -> dict[str, Any]:
+    """Return the lists of the file by their names, which are `keys` and those of the parsers, or any."""
     try:
         document = parse_yaml(text)
     except yaml.MarkedYAMLError as exc:
@@ -58,11 +103,15 @@ def parse_key_entries(text: str) -> list[Any]:
         raise BadKeysFile(f"invalid YAML{position}") from None
     except YAML_ERRORS:
         raise BadKeysFile("invalid YAML (aliases and duplicate fields are not supported)") from None
-    if not isinstance(document, dict) or set(document) != {"keys"}:
-        raise BadKeysFile("the file must contain exactly one field, 'keys', with a list")
-    if not isinstance(document["keys"], list):
-        raise BadKeysFile("'keys' must be a list")
-    return document["keys"]
+    if not isinstance(document, dict) or not document:
+        raise BadKeysFile("the file must contain the field 'keys', with a list")
+    known = {KEYS, *(parsers or ())}
+    if parsers is not None and not document.keys() <= known:
+        raise BadKeysFile(f"the file may contain no fields but {join_names(sorted(known))}")
+    for name in sorted(known & document.keys()):
+        if not isinstance(document[name], list):
+            raise BadKeysFile(f"'{name}' must be a list")
+    return document
 
 
 def parse_key_entry(label: str, entry: Any) -> Caller:
@@ -75,9 +124,23 @@ def parse_key_entry(label: str, entry: Any) -> Caller:
         raise BadKeysFile(
             f"the name of {label} must be 1 to 64 letters, digits and . @ : / + - _ (and not a key)"
         )
-    suffix = f"of {label} ({name})"
     if not isinstance(digest, str) or not SHA256_HEX.fullmatch(digest):
-        raise BadKeysFile(f"the sha256 {suffix} must be 64 hexadecimal digits, in quotes")
+        raise BadKeysFile(
+            f"the sha256 of {label} ({name}) must be 64 hexadecimal digits, in quotes"
+        )
+    return parse_caller(label, name, entry, bytes.fromhex(digest))
+
+
+def parse_caller(
+    label: str,
+    name: str,
+    entry: Mapping[str, Any],
+    digest: bytes = b"",
+    *,
+    kind: CallerKind = CallerKind.key,
+) -> Caller:
+    """Return the caller with the rights of an entry. Raises `BadKeysFile`."""
+    suffix = f"of {label} ({name})"
     roles = entry.get("roles")
     if not is_string_list(roles) or not set(roles) <= set(Role):
         raise BadKeysFile(f"the roles {suffix} must be a list of {', '.join(Role)}")
@@ -92,8 +155,9 @@ def parse_key_entry(label: str, entry: Any) -> Caller:
         tuple(map(Role, roles)),
         tuple(models),
         requests_per_second=rate and float(rate),
-        digest=bytes.fromhex(digest),
+        digest=digest,
         rights=frozenset().union(*(ROLE_RIGHTS[Role(role)] for role in roles)),
+        kind=kind,
     )
 
 
@@ -107,28 +171,35 @@ def is_request_rate(value: Any) -> bool:
     return number and 0 < value <= MAX_REQUEST_RATE
 
 
-class KeysFile(WatchedFile[Mapping[bytes, Caller]]):
-    def __init__(self, path: Path) -> None:
-        self.value: Mapping[bytes, Caller] = {}
+class KeysFile(WatchedFile[KeysContent]):
+    def __init__(self, path: Path, rule_parsers: RuleParsers = NO_RULES) -> None:
+        self._rule_parsers = rule_parsers
+        self.value = KeysContent({}, {})
         super().__init__(path, self._read, label="keys")
 
-    def _read(self, path: Path) -> Mapping[bytes, Caller]:
-        """Return the callers; those that did not change are the same objects."""
-        callers = read_keys_file(path)
-        for digest in callers.keys() & self.value.keys():
-            if callers[digest] == self.value[digest]:
-                callers[digest] = self.value[digest]
-        return callers
+    def _read(self, path: Path) -> KeysContent:
+        """Return the callers and rules; callers that did not change are the same objects."""
+        content = read_keys_content(path, self._rule_parsers)
+        previous = self.value.callers
+        kept = {
+            digest: previous[digest] if previous.get(digest) == caller else caller
+            for digest, caller in content.callers.items()
+        }
+        return KeysContent(kept, content.rules)
 
-    def describe_entries(self, value: Mapping[bytes, Caller]) -> Entries:
-        return {caller.name: describe_caller(caller) for caller in value.values()}
+    def describe_entries(self, value: KeysContent) -> Entries:
+        entries = {caller.name: describe_caller(caller) for caller in value.callers.values()}
+        for name, rules in value.rules.items():
+            for number, rule in enumerate(rules, 1):
+                entries[f"{name} {number}: {rule.caller.name}"] = describe_rule(rule)
+        return entries
 
     def find_caller(self, digest: bytes) -> Caller | None:
         """Return the caller with the key of this SHA-256.
 
         Only hashes are compared, so that the time it takes reveals nothing about other keys.
         """
-        caller = self.value.get(digest)
+        caller = self.value.callers.get(digest)
         return caller if caller is not None and compare_digest(caller.digest, digest) else None
 
 
@@ -142,11 +213,34 @@ def describe_caller(caller: Caller) -> dict[str, Any]:
     }
 
 
+def describe_rule(rule: CallerRule) -> dict[str, Any]:
+    own = {each.name: getattr(rule, each.name) for each in fields(rule) if each.name != "caller"}
+    rights = describe_caller(rule.caller)
+    del rights["sha256"]
+    return own | rights
+
+
 def read_keys_file(path: Path) -> dict[bytes, Caller]:
-    """Return the callers by the hash of their key. Raises `BadKeysFile`, which names the file."""
+    """Return the callers by the hash of their key; other lists are ignored.
+
+    Raises `BadKeysFile`, which names the file.
+    """
     text = read_keys_text(path)
+    with name_keys_file(path):
+        return parse_keys_document(parse_document(text))
+
+
+def read_keys_content(path: Path, parsers: RuleParsers) -> KeysContent:
+    """Return the callers and the rules. Raises `BadKeysFile`, which names the file."""
+    text = read_keys_text(path)
+    with name_keys_file(path):
+        return parse_keys_content(text, parsers)
+
+
+@contextmanager
+def name_keys_file(path: Path) -> Iterator[None]:
     try:
-        return parse_keys(text)
+        yield
     except BadKeysFile as exc:
         raise BadKeysFile(f"the keys file {path}: {exc}") from None
 
@@ -201,36 +295,54 @@ def lock_keys_file(path: Path) -> Iterator[tuple[str, list[Any]]]:
         fcntl.flock(folder, fcntl.LOCK_EX)
         if path.exists() and (text := read_keys_text(path)).strip():
             read_keys_file(path)
-            yield text, parse_key_entries(text)
+            yield text, parse_document(text).get(KEYS, [])
         else:
             yield "", []
     finally:
         os.close(folder)
 
 
-def dump_key_entries(entries: Sequence[Any]) -> str:
-    return yaml.safe_dump({"keys": list(entries)}, sort_keys=False, width=math.inf)
+def replace_keys(text: str, entries: Sequence[Any]) -> dict[str, Any]:
+    """Return the lists of the file with these keys."""
+    return {**(parse_document(text) if text else {}), KEYS: list(entries)}
+
+
+def dump_key_entries(text: str, entries: Sequence[Any]) -> str:
+    return yaml.safe_dump(replace_keys(text, entries), sort_keys=False, width=math.inf)
 
 
 def find_key_list(text: str) -> yaml.SequenceNode | None:
     """Return the list of keys if it is a non-empty block sequence."""
     document = yaml.compose(text, yaml.SafeLoader) if text else None
     if isinstance(document, yaml.MappingNode):
-        keys = document.value[0][1]
+        keys = next((node for name, node in document.value if name.value == KEYS), None)
         if isinstance(keys, yaml.SequenceNode) and keys.value and not keys.flow_style:
             return keys
     return None
+
+
+def find_list_end(lines: Sequence[str], key_list: yaml.SequenceNode) -> int:
+    """Return the line after the list. Comments and empty lines after it belong to what follows."""
+    end: int = key_list.end_mark.line
+    if end < len(lines):
+        while not lines[end - 1].strip() or lines[end - 1].startswith("#"):
+            end -= 1
+    return end
 
 
 def append_key_entry(text: str, entries: Sequence[Any]) -> str:
     """Return the text with the last of these entries added; comments are kept where possible."""
     key_list = find_key_list(text)
     if key_list is not None:
+        lines = text.splitlines(keepends=True)
+        end = find_list_end(lines, key_list)
         addition = yaml.safe_dump([entries[-1]], sort_keys=False, width=math.inf)
-        extended = f"{text.rstrip()}\n{indent(addition, ' ' * key_list.start_mark.column)}"
-        if holds_key_entries(extended, entries):
+        before = "".join(lines[:end]).rstrip()
+        added = indent(addition, " " * key_list.start_mark.column)
+        extended = "".join((before, "\n", added, *lines[end:]))
+        if holds_key_entries(extended, replace_keys(text, entries)):
             return extended
-    return dump_key_entries(entries)
+    return dump_key_entries(text, entries)
 
 
 def remove_key_entry(text: str, index: int, remaining: Sequence[Any]) -> str:
@@ -238,16 +350,18 @@ def remove_key_entry(text: str, index: int, remaining: Sequence[Any]) -> str:
     if key_list is not None and remaining:
         lines = text.splitlines(keepends=True)
         nodes = key_list.value
-        end = nodes[index + 1].start_mark if nodes[index + 1 :] else nodes[index].end_mark
-        shortened = "".join(lines[: nodes[index].start_mark.line] + lines[end.line :])
-        if holds_key_entries(shortened, remaining):
+        end = find_list_end(lines, key_list)
+        if nodes[index + 1 :]:
+            end = nodes[index + 1].start_mark.line
+        shortened = "".join(lines[: nodes[index].start_mark.line] + lines[end:])
+        if holds_key_entries(shortened, replace_keys(text, remaining)):
             return shortened
-    return dump_key_entries(remaining)
+    return dump_key_entries(text, remaining)
 
 
-def holds_key_entries(text: str, entries: Sequence[Any]) -> bool:
+def holds_key_entries(text: str, document: Mapping[str, Any]) -> bool:
     try:
-        return parse_key_entries(text) == list(entries)
+        return parse_document(text) == document
     except BadKeysFile:
         return False
 

@@ -66,7 +66,7 @@ class RateLimitExceeded(Overloaded):
         elif wait > window.get_expiry() + 1:
             reason = ", and has sent requests that count as more, one for each of their inferences"
         super().__init__(
-            f"key {quote_text(name)} may send {count} {within}{reason}; try again in {wait} s",
+            f"caller {quote_text(name)} may send {count} {within}{reason}; try again in {wait} s",
             headers={"Retry-After": str(wait)},
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from gateway.capabilities.grpc_api.capability import CAPABILITY as GRPC_API
+from gateway.capabilities.identity.capability import CAPABILITY as IDENTITY
 from gateway.capabilities.on_demand.capability import CAPABILITY as ON_DEMAND
 from gateway.capabilities.openai.capability import CAPABILITY as OPENAI
 from gateway.capabilities.page.capability import CAPABILITY as PAGE
@@ -18,6 +19,7 @@ from gateway.capabilities.versions.capability import CAPABILITY as VERSIONS
 from gateway.capability import Capability
 
 INSTALLED: Final[tuple[Capability, ...]] = (
+    IDENTITY,
     VERSIONS,
     ON_DEMAND,
     OPENAI,
@@ -30,5 +32,8 @@ INSTALLED: Final[tuple[Capability, ...]] = (
 SETTINGS: Final = tuple(each.settings for each in INSTALLED if each.settings is not None)
 MODEL_KEYS: Final = {
     key: parse for capability in INSTALLED for key, parse in capability.model_keys.items()
+}
+RULE_PARSERS: Final = {
+    name: parse for capability in INSTALLED for name, parse in capability.rule_parsers.items()
 }
 TABLES: Final = [capability.table for capability in INSTALLED if capability.table is not None]

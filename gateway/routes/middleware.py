@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.access.auth import PathRules, name_caller
+from gateway.access.auth import REFUSALS, PathRules, name_caller
 from gateway.access.peers import client_network
 from gateway.access.rate_limit import RateLimitExceeded
 from gateway.error_responses import (
@@ -23,7 +23,7 @@ from gateway.error_responses import (
     render_error,
     send_response,
 )
-from gateway.errors import Forbidden, GatewayError, Unauthenticated, Unavailable
+from gateway.errors import GatewayError, Unavailable
 from gateway.http_client.connection import Headers
 from gateway.passthrough.handler import pass_through
 from gateway.passthrough.rules import is_passthrough
@@ -121,7 +121,9 @@ class GatewayMiddleware:
         in_flight[route_group] += 1
         status = CLIENT_CLOSED_REQUEST
         try:
-            info.caller = caller = services.access.authenticate(request_scope)
+            access = services.access
+            caller = access.authenticate(request_scope) or await access.verify(request_scope)
+            info.caller = caller
             info.key = caller.name
             info.caller_name = name_caller(caller, request_scope["client"])
             if caller.requests_per_second is not None and scope["path"] not in self.paths.unlimited:
@@ -134,7 +136,7 @@ class GatewayMiddleware:
                 status = await serve_inference(services, inference, scope, receive, send)
             else:
                 status = await self._call_framework(scope, receive, send, info)
-        except (Unauthenticated, Forbidden, RateLimitExceeded) as exc:
+        except (*REFUSALS, RateLimitExceeded) as exc:
             status = await self._send_refusal(scope, receive, send, exc)
         finally:
             if info.charge is not None:
@@ -256,6 +258,8 @@ def log_request(
         "trace_id": "",
         "client": client_address(scope),
     }
+    if info.subject:
+        fields["subject"] = info.subject
     if info.trace is not None:
         fields |= {"trace_id": info.trace.trace_id, "span_id": info.trace.span_id}
     message = f"{scope['method']} {scope['path']} {status}"

@@ -32,6 +32,7 @@ from gateway.server.uvicorn_compat import forget_captured_signal
 from gateway.settings import Settings
 from gateway.settings.server import (
     MIN_OPEN_FILES,
+    ClientAuth,
     describe_os_errors,
     load_authority,
     load_certificate,
@@ -69,16 +70,21 @@ class ServerCertificate:
     """
 
     def __init__(
-        self, cert_file: Path, key_file: Path | None, client_ca_file: Path | None = None
+        self,
+        cert_file: Path,
+        key_file: Path | None,
+        client_ca_file: Path | None = None,
+        client_auth: ClientAuth = ClientAuth.required,
     ) -> None:
         self._cert_file = cert_file
         self._key_file = key_file
         self._client_ca_file = client_ca_file
+        self._client_auth = client_auth
         self._file: WatchedFile[ssl.SSLContext] | None = None
 
     def create_context(self, *_: Any) -> ssl.SSLContext:
         """Return the context for new connections. Raises `BadCertificate`."""
-        companions = () if self._key_file is None else (self._key_file,)
+        companions = filter(None, (self._key_file, self._client_ca_file))
         file = WatchedFile(self._cert_file, self._load, *companions, label="certificate")
         self._file = file
         context = file.value
@@ -108,8 +114,9 @@ class ServerCertificate:
             for path in filter(None, paths):
                 check_regular_file(path.stat())
             load_certificate(context, cert_file, self._key_file)
-            if self._client_ca_file is not None:
-                load_authority(context, self._client_ca_file)
+        if self._client_ca_file is not None:
+            with describe_os_errors(BadCertificate, f"the CA certificate {self._client_ca_file}"):
+                load_authority(context, self._client_ca_file, self._client_auth)
         return context
 
 
@@ -234,7 +241,10 @@ def create_uvicorn_config(
     certificate = None
     if settings.tls_cert_file is not None:
         certificate = ServerCertificate(
-            settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file
+            settings.tls_cert_file,
+            settings.tls_key_file,
+            settings.tls_client_ca_file,
+            settings.tls_client_auth,
         )
     limits = {limit.name: getattr(settings, limit.name) for limit in fields(ProtocolLimits)}
     limits["max_connections"] = fit_max_connections(settings.max_connections)

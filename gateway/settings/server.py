@@ -29,6 +29,13 @@ class LogLevel(str, Enum):
     error = "error"
 
 
+class ClientAuth(str, Enum):
+    """The certificates that clients need."""
+
+    required = "required"
+    optional = "optional"
+
+
 class ObservabilitySettings(BaseModel):
     log_level: LogLevel = LogLevel.info
     """debug, info, warning or error. Only debug logs probes, scrapes and the reads of an open page."""
@@ -88,8 +95,11 @@ class ServerSettings(BaseModel):
     tls_key_file: Path | None = Field(None, validate_default=True)
     """Private key of that certificate (PEM); empty if it is in the same file."""
     tls_client_ca_file: Path | None = Field(None, validate_default=True)
-    """CA certificate that must have signed the certificate of every client, of HTTPS and of gRPC (PEM).
-    Empty: clients need no certificate."""
+    """CA certificate that must have signed the certificates of clients, of HTTPS and of gRPC (PEM). It is
+    reloaded when it changes. Empty: clients are not asked for a certificate."""
+    tls_client_auth: ClientAuth = ClientAuth.required
+    """With GATEWAY_TLS_CLIENT_CA_FILE: required, every client needs a certificate; or optional, one without a
+    certificate may use a key or a token, and the health paths. gRPC asks for no optional certificate."""
     drain_s: NonNegativeSeconds = 10.0
     """How long serve keeps serving after SIGTERM while /readyz reports that it is not ready."""
     shutdown_s: PositiveSeconds = 30.0
@@ -124,14 +134,23 @@ class ServerSettings(BaseModel):
         if info.data.get("tls_cert_file") is None:
             raise ValueError("GATEWAY_TLS_CERT_FILE is missing")
         with describe_os_errors(ValueError, "the CA certificate cannot be read"):
-            load_authority(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), value)
+            load_authority(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), value, ClientAuth.required)
         return value
 
 
-def load_authority(context: ssl.SSLContext, authority: Path) -> None:
-    """Require clients to have a certificate that this authority signed. Raises `OSError`."""
+VERIFY_MODES: Final = {
+    ClientAuth.required: ssl.CERT_REQUIRED,
+    ClientAuth.optional: ssl.CERT_OPTIONAL,
+}
+
+
+def load_authority(context: ssl.SSLContext, authority: Path, client_auth: ClientAuth) -> None:
+    """Ask clients for a certificate that this authority signed. Raises `OSError`."""
     context.load_verify_locations(authority)
-    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_mode = VERIFY_MODES[client_auth]
+    # A resumed session would keep the rights of a certificate that has expired, or of a replaced authority.
+    context.options |= ssl.OP_NO_TICKET
+    context.num_tickets = 0
 
 
 def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path | None) -> None:

@@ -28,7 +28,7 @@ MAX_REPLICAS: Final = 200
 MAX_REASON_CHARS: Final = 300  # of a replica
 MAX_TEXT_CHARS: Final = 1000
 # Fields that only some lines of the audit log have.
-OPTIONAL_FIELDS: Final = ("status", "code", "reason")
+OPTIONAL_FIELDS: Final = ("status", "code", "reason", "subject")
 LINE_FIELDS_OF_ITS_OWN: Final = ("time", "message")
 
 
@@ -54,6 +54,7 @@ class Event:
     parameters: tuple[str, ...] = ()
     operation: str = ""
     key: str = ""
+    subject: str = ""
     client: str = ""
     status: int = 0
     code: str = ""
@@ -123,6 +124,7 @@ def build_call_event(
         sha256=call.sha256,
         parameters=call.parameters,
         key=info.key,
+        subject=info.subject,
         client=call.client,
         **{"operation": call.operation, **fields},
     )

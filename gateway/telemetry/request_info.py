@@ -69,7 +69,8 @@ class RequestInfo:
     upstream_s: float = 0.0  # time spent waiting for Triton
     bytes_in: int = 0  # length of the request body
     bytes_out: int = 0  # length of the response body
-    key: str = ""  # the name of the caller's key
+    key: str = ""  # the name of the caller's key, or of the rule for its token or certificate
+    subject: str = ""  # whom the token or certificate names
     opens_window: bool = False  # it was the first request in the window of the key's rate
     caller_name: str = ""  # the name of the key, or without keys the client's network
     error_code: str = ""  # of the error response
@@ -93,6 +94,8 @@ class RequestScope(TypedDict):
     headers: list[tuple[bytes, bytes]]
     client: tuple[str, int] | None
     server: tuple[str, int] | None  # None over gRPC, which never is local administration
+    # Of the client's certificate, which is verified: pairs of URI, DNS or email and the name.
+    certificate_names: tuple[tuple[str, str], ...]
     request_id: str
     request_info: RequestInfo
 

@@ -21,6 +21,7 @@ from tests.support.documents import (
     ON_DEMAND,
     OWN_SERVER,
     READMES,
+    SECURITY,
     assert_prints,
     assert_prints_its_comment,
     examples,
@@ -30,7 +31,9 @@ from tests.support.documents import (
 from tests.support.servers import ROOT
 from tests.support.source import setting_descriptions
 
-OF_THEIR_OWN_MODELS = (OWN_SERVER, ON_DEMAND, LANGUAGE_MODELS, COOKBOOK)
+OF_THEIR_OWN_MODELS = (OWN_SERVER, ON_DEMAND, LANGUAGE_MODELS, COOKBOOK, SECURITY)
+# It exists with an issuer of tokens: tests/capabilities/identity compares it.
+OF_TOKENS = "gateway_oidc_keys_age_seconds"
 README = ROOT / "README.md"
 OF_THE_DEMO = [path for path in DOCUMENTS if path not in OF_THEIR_OWN_MODELS]
 
@@ -121,6 +124,7 @@ TASKS = {
     "serve a language model": "POST /v1/chat/completions",
     "use OpenAI's Python client": "from openai import OpenAI",
     "give a team a key": "triton-gateway key create",
+    "let people and programs use the tokens of our identity provider": "GATEWAY_OIDC_ISSUER",
     "find out why a model is slow": "each with its share of the time",
     "move users to a new version step by step": "triton-gateway rollout",
     "run it on Kubernetes": "kubectl apply",
@@ -163,7 +167,7 @@ def test_documented_metrics_are_those_of_the_gateway(demo: httpx.Client) -> None
         (ROOT / "docs/operate/metrics.md").read_text(),
         re.MULTILINE,
     )
-    documented = {name: (kind, text) for name, kind, text in rows}
+    documented = {name: (kind, text) for name, kind, text in rows if name != OF_TOKENS}
     page = demo.get("/metrics").text
     kinds = dict(re.findall(r"^# TYPE (gateway_\w+) (\w+)$", page, re.MULTILINE))
     texts = dict(re.findall(r"^# HELP (gateway_\w+) (.*)$", page, re.MULTILINE))

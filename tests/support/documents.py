@@ -38,6 +38,8 @@ ON_DEMAND = DOCS / "serve/on-demand.md"
 LANGUAGE_MODELS = DOCS / "serve/llm.md"
 # Its recipes upload models: test_cookbook.py runs them.
 COOKBOOK = DOCS / "use/cookbook.md"
+# Its recipes need an issuer of tokens and certificates: tests/capabilities/identity runs them.
+SECURITY = DOCS / "operate/security.md"
 COMPLETIONS = "/v1/chat/completions"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final, cast
@@ -11,7 +12,13 @@ from urllib.parse import unquote
 import anyio
 import grpc
 
-from gateway.access.auth import UNAUTHENTICATED, authorize, authorize_all_models, name_caller
+from gateway.access.auth import (
+    REFUSALS,
+    UNAUTHENTICATED,
+    authorize,
+    authorize_all_models,
+    name_caller,
+)
 from gateway.access.peers import ClientCounts, client_network
 from gateway.callers import Right
 from gateway.capabilities.grpc_api.receive import MessageReader, ReceiveSlots, grpc_operations
@@ -23,7 +30,6 @@ from gateway.errors import (
     MalformedRequest,
     Overloaded,
     RequestTooSlow,
-    Unauthenticated,
     Unavailable,
     UnknownModel,
 )
@@ -60,6 +66,8 @@ DROPPED_METADATA: Final = frozenset(name.decode() for name in NOT_FORWARDED) | {
     "content-type",
     "triton_grpc_error",
 }
+# Of subject alternative names, by their fields in the context of a connection.
+CERTIFICATE_NAME_KINDS: Final = {"peer_uri": "URI", "peer_dns": "DNS", "peer_email": "email"}
 DROPPED_PREFIXES: Final = ("grpc-", GRPC_KEY_PREFIX)
 
 
@@ -138,7 +146,10 @@ class IncomingCall:
             "request_info": info,
             "client": parse_peer(context.peer()),
             "server": None,
+            "certificate_names": (),
         }
+        if services.settings.tls_client_ca_file is not None:
+            self.scope["certificate_names"] = list_peer_names(context.auth_context())
         if services.tracer is not None and not access.is_public:
             info.trace = services.tracer.start_trace(access.http_method, headers)
         services.metrics.in_flight[GRPC_ROUTE] += 1
@@ -160,13 +171,14 @@ class IncomingCall:
     async def identify_caller(self) -> None:
         """Authenticate the caller, and count the call at its rate.
 
-        Raises `Unauthenticated`, `Forbidden` or `RateLimitExceeded`.
+        Raises one of `REFUSALS`, or `RateLimitExceeded`.
         """
         info = self.info
         services = self.services
         try:
-            caller = services.access.authenticate(self.scope)
-        except Unauthenticated:
+            access = services.access
+            caller = access.authenticate(self.scope) or await access.verify(self.scope)
+        except REFUSALS:
             if not self._access.is_public:
                 raise
             caller = UNAUTHENTICATED
@@ -368,6 +380,15 @@ def find_metadata(metadata: Metadata, name: str) -> str | None:
 
 def is_forwarded(name: str) -> bool:
     return name not in DROPPED_METADATA and not name.startswith(DROPPED_PREFIXES)
+
+
+def list_peer_names(context: Mapping[str, Iterable[bytes]]) -> tuple[tuple[str, str], ...]:
+    """Return the subject alternative names of the client's certificate, with their kinds."""
+    return tuple(
+        (kind, name.decode(errors="replace"))
+        for field, kind in CERTIFICATE_NAME_KINDS.items()
+        for name in context.get(field, ())
+    )
 
 
 def parse_peer(peer: str) -> tuple[str, int] | None:

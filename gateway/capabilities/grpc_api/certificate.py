@@ -10,7 +10,7 @@ import grpc
 
 from gateway.config_files import WatchedFile, check_regular_file
 from gateway.messages import CommandError
-from gateway.settings.server import describe_os_errors, load_certificate
+from gateway.settings.server import ClientAuth, describe_os_errors, load_authority, load_certificate
 
 
 class UnusableCertificate(CommandError):
@@ -22,12 +22,13 @@ class GrpcCertificate:
 
     def __init__(self, cert_file: Path, key_file: Path | None, client_ca_file: Path | None) -> None:
         self._key_file = key_file or cert_file
-        self._client_ca = None if client_ca_file is None else client_ca_file.read_bytes()
-        self._file: WatchedFile[Any] = WatchedFile(cert_file, self._load, self._key_file)
+        self._client_ca_file = client_ca_file
+        companions = filter(None, (self._key_file, client_ca_file))
+        self._file: WatchedFile[Any] = WatchedFile(cert_file, self._load, *companions)
 
     def create_credentials(self) -> Any:
         return grpc.dynamic_ssl_server_credentials(
-            self._file.value, self._reload_if_changed, self._client_ca is not None
+            self._file.value, self._reload_if_changed, self._client_ca_file is not None
         )
 
     def _reload_if_changed(self) -> Any:
@@ -36,10 +37,14 @@ class GrpcCertificate:
 
     def _load(self, cert_file: Path) -> Any:
         with describe_os_errors(UnusableCertificate, f"the certificate {cert_file}"):
-            for path in (cert_file, self._key_file):
+            for path in filter(None, (cert_file, self._key_file, self._client_ca_file)):
                 check_regular_file(path.stat())
             # A pair that does not match would make gRPC refuse every connection.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             load_certificate(context, cert_file, self._key_file)
             pair = (self._key_file.read_bytes(), cert_file.read_bytes())
-        return grpc.ssl_server_certificate_configuration((pair,), self._client_ca)
+            client_ca = None
+            if self._client_ca_file is not None:
+                load_authority(context, self._client_ca_file, ClientAuth.required)
+                client_ca = self._client_ca_file.read_bytes()
+        return grpc.ssl_server_certificate_configuration((pair,), client_ca)

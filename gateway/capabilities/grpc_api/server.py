@@ -33,6 +33,7 @@ from gateway.memory import default_budget_bytes
 from gateway.messages import CommandError
 from gateway.services import Services
 from gateway.settings import Settings
+from gateway.settings.server import ClientAuth
 from gateway.triton.grpc.byte_channel import STREAM_METHOD
 
 log = logging.getLogger(__name__)
@@ -204,8 +205,10 @@ async def run_grpc_server(
         if settings.tls_cert_file is None:
             server.add_insecure_port(address)
         else:
+            is_asked = settings.tls_client_auth is ClientAuth.required
+            client_ca_file = settings.tls_client_ca_file if is_asked else None
             certificate = GrpcCertificate(
-                settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file
+                settings.tls_cert_file, settings.tls_key_file, client_ca_file
             )
             server.add_secure_port(address, certificate.create_credentials())
     except RuntimeError:

@@ -23,6 +23,7 @@ from gateway.server.protocol.parser import RequestParser
 from gateway.telemetry.tracing import create_request_id
 
 HEALTH_PATHS: Final = frozenset((b"/livez", b"/readyz", b"/v2/health/live", b"/v2/health/ready"))
+CERTIFICATE_NAME_KINDS: Final = ("URI", "DNS", "email")
 RESERVED_CONNECTIONS: Final = 32  # connections over the limit that may send health probes
 LINGER_ZERO: Final = pack("ii", 1, 0)  # the option SO_LINGER: enabled, zero seconds
 
@@ -369,7 +370,15 @@ def build_common_scope(transport: asyncio.BaseTransport) -> Scope:
         "server": parse_socket_name(transport.get_extra_info("sockname")),
         "client": parse_socket_name(transport.get_extra_info("peername")),
         "scheme": "https" if tls else "http",
+        "certificate_names": list_certificate_names(transport) if tls else (),
     }
+
+
+def list_certificate_names(transport: asyncio.BaseTransport) -> tuple[tuple[str, str], ...]:
+    """Return the names of the client's certificate, which is verified, with their kinds."""
+    certificate = transport.get_extra_info("peercert") or {}
+    names = certificate.get("subjectAltName", ())
+    return tuple((kind, name) for kind, name in names if kind in CERTIFICATE_NAME_KINDS)
 
 
 def was_reset(transport: asyncio.Transport) -> bool:

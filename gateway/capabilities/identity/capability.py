@@ -1,0 +1,64 @@
+"""Callers that are identified by tokens of an OpenID provider, or by client certificates."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+from gateway.capabilities.identity.rules import RULE_PARSERS
+from gateway.capabilities.identity.settings import IdentitySettings
+from gateway.capability import Attachment, Capability
+from gateway.messages import CommandError
+from gateway.settings import Settings
+
+if TYPE_CHECKING:
+    from gateway.capabilities.identity.issuer import TokenChecker
+    from gateway.services import Services
+
+
+def attach_identity(settings: Settings) -> Attachment | None:
+    identity = settings.read(IdentitySettings)
+    asks_for_certificates = settings.tls_client_ca_file is not None
+    if identity.oidc_issuer and settings.keys_file is None:
+        raise CommandError(
+            "GATEWAY_OIDC_ISSUER requires GATEWAY_KEYS_FILE, whose list 'oidc' gives tokens their rights"
+        )
+    if settings.keys_file is None or not (identity.oidc_issuer or asks_for_certificates):
+        return None
+    tokens = create_token_checker(identity) if identity.oidc_issuer else None
+
+    async def open_verifier(services: Services, stack: AsyncExitStack) -> None:
+        from gateway.capabilities.identity.verifier import IdentityVerifier
+
+        access = services.access
+        if access.keys_file is not None:
+            access.verifier = IdentityVerifier(
+                access.keys_file, tokens, asks_for_certificates=asks_for_certificates
+            )
+        if tokens is not None:
+            from gateway.capabilities.identity.issuer import KeysCollector
+
+            services.metrics.collector_registry.register(KeysCollector(tokens.source))
+            stack.callback(asyncio.create_task(tokens.source.keep_current()).cancel)
+
+    return Attachment(open=open_verifier)
+
+
+def create_token_checker(settings: IdentitySettings) -> TokenChecker:
+    try:
+        from gateway.capabilities.identity.issuer import TokenChecker, open_key_source
+        from gateway.capabilities.identity.tokens import TokenParser
+    except ImportError as exc:
+        if not str(exc.name).startswith(("joserfc", "cryptography")):
+            raise
+        raise CommandError(
+            "GATEWAY_OIDC_ISSUER requires an extra: pip install 'triton-gateway[oidc]'"
+        ) from None
+    parser = TokenParser(settings.oidc_issuer, settings.oidc_audience)
+    return TokenChecker(parser, open_key_source(settings))
+
+
+CAPABILITY = Capability(
+    "identity", attach_identity, settings=IdentitySettings, rule_parsers=RULE_PARSERS
+)

@@ -1,0 +1,325 @@
+"""The issuer's public keys: fetched over HTTP, or read from a file, and refreshed in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import anyio
+import httpx
+import orjson
+from anyio import to_thread
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from gateway.capabilities.identity.errors import InvalidToken, IssuerUnavailable
+from gateway.capabilities.identity.settings import IdentitySettings, is_safe_address
+from gateway.capabilities.identity.tokens import (
+    IssuerKey,
+    IssuerKeys,
+    Token,
+    TokenParser,
+    check_signature,
+    find_key,
+    parse_issuer_keys,
+)
+from gateway.config_files import WatchedFile, check_regular_file, read_config_file
+from gateway.messages import CommandError, quote_text
+from gateway.tasks import follow, repeat
+
+log = logging.getLogger(__name__)
+
+FETCH_TIMEOUT_S: Final = 5.0  # of the OpenID configuration and the keys together
+MAX_DOCUMENT_BYTES: Final = 64 << 10
+# The keys are used for ten minutes, and fetched again a little earlier.
+REFRESH_S: Final = 9 * 60.0
+# Between two fetches, however many tokens name an unknown key or fetches fail.
+MIN_INTERVAL_S: Final = 10.0
+FILE_POLL_S: Final = 1.0
+CONFIGURATION_PATH: Final = "/.well-known/openid-configuration"
+HEADERS: Final = {"Accept": "application/json", "Accept-Encoding": "identity"}
+DEFAULT_PORTS: Final = {"https": 443, "http": 80}
+
+
+class FetchError(Exception):
+    """The keys cannot be fetched; the message says why."""
+
+
+class BadIssuerFile(CommandError):
+    """The file with the issuer's keys, its CA certificate or the token is invalid."""
+
+
+class KeySource:
+    """The keys of the issuer, or None while they are not known."""
+
+    def __init__(self) -> None:
+        self.is_current = True  # whether the last attempt to read them succeeded
+        self.on_change: Callable[[], object] = lambda: None  # called when there are other keys
+        self._keys: IssuerKeys | None = None
+
+    @property
+    def keys(self) -> IssuerKeys | None:
+        return self._keys
+
+    def replace_keys(self, keys: IssuerKeys) -> None:
+        if keys != self._keys:
+            self._keys = keys
+            self.on_change()
+
+    def find_age_s(self) -> float | None:
+        """Return the age of the keys; None if they are not fetched."""
+
+    def find_expiry(self) -> float:
+        """Return when the keys expire, by `time.time`."""
+        return float("inf")
+
+    async def refresh_for_unknown_key(self) -> None:
+        """Look for new keys, because a token names one that is not known."""
+
+    async def keep_current(self) -> None:
+        """Refresh the keys until cancelled."""
+
+
+class KeysFromFile(KeySource):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = WatchedFile(path, read_keys, label="oidc_keys")
+        self.replace_keys(self._file.value)
+
+    async def keep_current(self) -> None:
+        async def check() -> None:
+            await asyncio.sleep(FILE_POLL_S)
+            await self._file.reload_in_background()
+            self.replace_keys(self._file.value)
+
+        await repeat("oidc_keys", check)
+
+
+class FetchedKeys(KeySource):
+    """Keys that `fetch` returns. One fetch runs at a time, and one begins in `min_interval_s`."""
+
+    def __init__(
+        self,
+        issuer: str,
+        fetch: Callable[[], Awaitable[IssuerKeys]],
+        max_age_s: float,
+        *,
+        refresh_s: float = REFRESH_S,
+        min_interval_s: float = MIN_INTERVAL_S,
+    ) -> None:
+        super().__init__()
+        self._issuer = issuer
+        self._fetch = fetch
+        self._max_age_s = max_age_s
+        self._refresh_s = refresh_s
+        self._min_interval_s = min_interval_s
+        self._fetched_at = time.monotonic()  # or the time of the start
+        self._started_at = float("-inf")  # when the last fetch began
+        self._fetching: asyncio.Task[None] | None = None
+        self._problem = ""  # of the last fetch
+        self.is_current = False
+
+    @property
+    def keys(self) -> IssuerKeys | None:
+        return self._keys if self.find_age_s() < self._max_age_s else None
+
+    def find_age_s(self) -> float:
+        return time.monotonic() - self._fetched_at
+
+    def find_expiry(self) -> float:
+        return time.time() + self._max_age_s - self.find_age_s()
+
+    async def refresh_for_unknown_key(self) -> None:
+        if self._fetching is None and self._find_wait_s(self._min_interval_s) > 0:
+            return
+        await self._refresh()
+
+    async def keep_current(self) -> None:
+        async def step() -> None:
+            wait_s = self._find_wait_s(self._refresh_s if self.is_current else self._min_interval_s)
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            else:
+                await self._refresh()
+
+        await repeat("oidc_keys", step)
+
+    def _find_wait_s(self, interval_s: float) -> float:
+        return self._started_at + interval_s - time.monotonic()
+
+    async def _refresh(self) -> None:
+        """Fetch the keys, or wait for the fetch that runs. It goes on if the caller is cancelled."""
+        if self._fetching is None:
+            self._started_at = time.monotonic()
+            self._fetching = asyncio.create_task(self._fetch_keys())
+        await follow(self._fetching)
+
+    async def _fetch_keys(self) -> None:
+        try:
+            self.replace_keys(await self._fetch())
+            self._fetched_at = time.monotonic()
+            self._report("")
+        except FetchError as exc:
+            self._report(str(exc))
+        finally:
+            self._fetching = None
+
+    def _report(self, problem: str) -> None:
+        """Record the result of a fetch, and log it if it is another than the last one."""
+        self.is_current = not problem
+        if problem == self._problem:
+            return
+        self._problem = problem
+        if problem:
+            log.warning("the keys of the issuer %s cannot be fetched: %s", self._issuer, problem)
+        else:
+            log.info("the keys of the issuer %s can be fetched again", self._issuer)
+
+
+class TokenChecker:
+    """Checks tokens with the issuer's keys."""
+
+    def __init__(self, parser: TokenParser, source: KeySource) -> None:
+        self._parser = parser
+        self.source = source
+
+    async def check(self, text: bytes) -> Token:
+        """Return a valid token. Raises `InvalidToken` or `IssuerUnavailable`."""
+        token = self._parser.parse(text)
+        key = self._find_key(token)
+        if key is None:
+            await self.source.refresh_for_unknown_key()
+            key = self._find_key(token)
+        if key is None:
+            if self.source.keys is None or not self.source.is_current:
+                raise IssuerUnavailable
+            raise InvalidToken("names a key (kid) that its issuer does not have")
+        check_signature(token, key)
+        return token
+
+    def _find_key(self, token: Token) -> IssuerKey | None:
+        keys = self.source.keys
+        return None if keys is None else find_key(keys, token)
+
+
+class KeysCollector(Collector):
+    """The age of fetched keys, at the time of a scrape."""
+
+    def __init__(self, source: KeySource) -> None:
+        self._source = source
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        age_s = self._source.find_age_s()
+        if age_s is not None:
+            yield GaugeMetricFamily(
+                "gateway_oidc_keys_age_seconds",
+                "Time since the issuer's keys were fetched, or since the start if they never were.",
+                value=age_s,
+            )
+
+
+def open_key_source(settings: IdentitySettings) -> KeySource:
+    """Return the source that the settings name. Raises `CommandError` for files that cannot be read."""
+    if settings.oidc_jwks_file is not None:
+        return KeysFromFile(settings.oidc_jwks_file)
+    try:
+        read_access(settings)
+    except FetchError as exc:
+        raise BadIssuerFile(str(exc)) from None
+    fetch = partial(fetch_keys, settings)
+    return FetchedKeys(settings.oidc_issuer, fetch, settings.oidc_keys_max_age_s)
+
+
+def read_keys(path: Path) -> IssuerKeys:
+    try:
+        return parse_issuer_keys(read_config_file(path).encode())
+    except OSError as exc:
+        raise BadIssuerFile(f"the issuer's keys {path}: {exc.strerror}") from None
+    except ValueError as exc:
+        raise BadIssuerFile(f"the issuer's keys {path}: {exc}") from None
+
+
+async def fetch_keys(settings: IdentitySettings, timeout_s: float = FETCH_TIMEOUT_S) -> IssuerKeys:
+    """Fetch the keys from the issuer. Raises `FetchError`."""
+    try:
+        with anyio.fail_after(timeout_s):
+            context, token = await to_thread.run_sync(read_access, settings)
+            # A proxy of the environment is used, but not for an issuer on this machine.
+            uses_proxy = settings.oidc_issuer.startswith("https:")
+            timeout = httpx.Timeout(timeout_s)
+            async with httpx.AsyncClient(
+                verify=context, timeout=timeout, trust_env=uses_proxy, headers=HEADERS
+            ) as client:
+                fetch = partial(fetch_document, client, settings.oidc_issuer, token)
+                address = settings.oidc_jwks_url or find_keys_address(
+                    settings.oidc_issuer,
+                    await fetch(settings.oidc_issuer.rstrip("/") + CONFIGURATION_PATH),
+                )
+                text = await fetch(address)
+            return await to_thread.run_sync(parse_issuer_keys, text)
+    except TimeoutError:
+        raise FetchError(f"there was no complete response within {timeout_s:g} s") from None
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as exc:
+        raise FetchError(str(exc) or type(exc).__name__) from None
+    except ValueError as exc:
+        raise FetchError(f"the response is invalid: {exc}") from None
+
+
+def read_access(settings: IdentitySettings) -> tuple[ssl.SSLContext, str]:
+    """Return the trusted certificates and the token, which may change at any time. Raises `FetchError`."""
+    ca_file = settings.oidc_ca_file
+    token_file = settings.oidc_token_file
+    try:
+        if ca_file is not None:
+            check_regular_file(ca_file.stat())
+        context = ssl.create_default_context(cafile=ca_file)
+        token = "" if token_file is None else read_config_file(token_file).strip()
+    except ssl.SSLError:
+        raise FetchError(f"{ca_file} is not a valid CA certificate") from None
+    except OSError as exc:
+        raise FetchError(f"{exc.filename or ca_file}: {exc.strerror}") from None
+    if not (token.isascii() and token.isprintable()):
+        raise FetchError(f"{token_file} does not contain a token")
+    return context, token
+
+
+async def fetch_document(client: httpx.AsyncClient, issuer: str, token: str, address: str) -> bytes:
+    """Return a document; the token is sent to the issuer's host only, and no redirect is followed."""
+    is_own = find_origin(address) == find_origin(issuer)
+    headers = {"Authorization": f"Bearer {token}"} if token and is_own else {}
+    async with client.stream("GET", address, headers=headers) as response:
+        if response.status_code != httpx.codes.OK:
+            raise FetchError(f"{address} answers with status {response.status_code}")
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise FetchError(f"{address} answers with a compressed body")
+        body = b""
+        async for chunk in response.aiter_raw():
+            body += chunk
+            if len(body) > MAX_DOCUMENT_BYTES:
+                raise FetchError(f"{address} answers with more than 64 KiB")
+        return body
+
+
+def find_keys_address(issuer: str, configuration: bytes) -> str:
+    """Return where the keys are by an OpenID configuration. Raises `FetchError` or `ValueError`."""
+    document: Any = orjson.loads(configuration)
+    if not isinstance(document, dict) or document.get("issuer") != issuer:
+        raise FetchError("its OpenID configuration is that of another issuer")
+    address = document.get("jwks_uri")
+    if not isinstance(address, str) or not is_safe_address(address):
+        raise FetchError("its OpenID configuration has no jwks_uri with https://")
+    if issuer.startswith("https:") and not address.startswith("https:"):
+        raise FetchError(f"its keys are at {quote_text(address)}, which is not encrypted")
+    return address
+
+
+def find_origin(address: str) -> tuple[str, str, int | None]:
+    parts = urlsplit(address)
+    return parts.scheme, parts.hostname or "", parts.port or DEFAULT_PORTS.get(parts.scheme)

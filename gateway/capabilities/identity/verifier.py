@@ -1,0 +1,128 @@
+"""Finds the callers of tokens and of client certificates, by the rules of the keys file."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, cast
+
+from gateway.access.auth import CredentialVerifier, extract_key, hash_key
+from gateway.access.keys import CallerRule, KeysFile
+from gateway.callers import Caller
+from gateway.capabilities.identity.errors import CredentialsRequired, NoMatchingRule
+from gateway.capabilities.identity.rules import (
+    CERTIFICATE_RULES,
+    TOKEN_RULES,
+    CertificateName,
+    CertificateRule,
+    TokenRule,
+)
+from gateway.telemetry.request_info import RequestScope, read_head
+
+if TYPE_CHECKING:
+    from gateway.capabilities.identity.issuer import TokenChecker
+
+MAX_IDENTITIES: Final = 10_000
+CredentialT = TypeVar("CredentialT", bound=Hashable)
+RuleT = TypeVar("RuleT", bound=CallerRule)
+
+
+class Identity(NamedTuple):
+    caller: Caller
+    subject: str
+    expires_at: float  # by `time.time`
+
+
+class IdentityVerifier(CredentialVerifier):
+    """Identifies callers by a token, or without a key and a token by the certificate of their connection.
+
+    Of the rules in the keys file, the first one that matches counts.
+    """
+
+    def __init__(
+        self, keys_file: KeysFile, tokens: TokenChecker | None, *, asks_for_certificates: bool
+    ) -> None:
+        self._keys_file = keys_file
+        self._content = keys_file.value
+        self._tokens = tokens
+        self._asks_for_certificates = asks_for_certificates
+        self._by_token: dict[bytes, Identity] = {}  # by the SHA-256 of the token
+        self._by_certificate: dict[tuple[CertificateName, ...], Identity] = {}
+        if tokens is not None:
+            tokens.source.on_change = self._by_token.clear
+
+    def find_caller(self, scope: RequestScope, digest: bytes) -> Caller | None:
+        if self._content is not self._keys_file.value:
+            self._forget_rules()
+        if not digest:
+            return self._find_certificate_caller(scope)
+        identity = self._by_token.get(digest)
+        if identity is not None and time.time() < identity.expires_at:
+            return accept_identity(scope, identity)
+        # A key that `key create` made has no dots, and the parts of a token are separated by them.
+        if self._tokens is None or b"." not in extract_key(scope["headers"]):
+            return super().find_caller(scope, digest)
+        return None
+
+    async def verify(self, scope: RequestScope) -> Caller:
+        tokens = cast("TokenChecker", self._tokens)
+        token = await tokens.check(extract_key(scope["headers"]))
+        if self._content is not self._keys_file.value:
+            self._forget_rules()
+        rule = self._find_rule(TOKEN_RULES, TokenRule, lambda rule: rule.matches(token.claims))
+        if rule is None:
+            raise NoMatchingRule("token", TOKEN_RULES)
+        expires_at = min(token.expires_at, tokens.source.find_expiry())
+        identity = Identity(rule.caller, token.subject, expires_at)
+        store(self._by_token, read_head(scope, hash_key), identity)
+        return accept_identity(scope, identity)
+
+    def _find_certificate_caller(self, scope: RequestScope) -> Caller:
+        names = scope["certificate_names"]
+        has_rules = bool(self._content.rules[CERTIFICATE_RULES])
+        if not names or not has_rules:
+            raise CredentialsRequired(
+                token=self._tokens is not None,
+                certificate=self._asks_for_certificates and has_rules,
+            )
+        identity = self._by_certificate.get(names)
+        if identity is None:
+            identity = self._identify_certificate(names)
+            store(self._by_certificate, names, identity)
+        return accept_identity(scope, identity)
+
+    def _identify_certificate(self, names: tuple[CertificateName, ...]) -> Identity:
+        def matches(rule: CertificateRule) -> bool:
+            return any(rule.matches(*name) for name in names)
+
+        rule = self._find_rule(CERTIFICATE_RULES, CertificateRule, matches)
+        if rule is None:
+            raise NoMatchingRule("certificate", CERTIFICATE_RULES)
+        subject = next(name for kind, name in names if rule.matches(kind, name))
+        return Identity(rule.caller, subject, math.inf)
+
+    def _find_rule(
+        self, section: str, kind: type[RuleT], matches: Callable[[RuleT], bool]
+    ) -> RuleT | None:
+        rules = self._content.rules[section]
+        return next((each for each in rules if isinstance(each, kind) and matches(each)), None)
+
+    def _forget_rules(self) -> None:
+        self._content = self._keys_file.value
+        self._by_token.clear()
+        self._by_certificate.clear()
+
+
+def accept_identity(scope: RequestScope, identity: Identity) -> Caller:
+    scope["request_info"].subject = identity.subject
+    return identity.caller
+
+
+def store(
+    identities: dict[CredentialT, Identity], credential: CredentialT, identity: Identity
+) -> None:
+    """Keep an identity in place of the oldest one if there are too many."""
+    if len(identities) >= MAX_IDENTITIES:
+        del identities[next(iter(identities))]
+    identities[credential] = identity

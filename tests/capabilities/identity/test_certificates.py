@@ -1,0 +1,200 @@
+"""Client certificates: callers by their names, over HTTPS and gRPC."""
+
+from __future__ import annotations
+
+import json
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+import trustme
+
+from tests.capabilities.grpc_api.support.grpc_gateway import SERVICE, failure
+from tests.capabilities.identity.support.certificates import write_client_certificate
+from tests.capabilities.identity.test_tokens import write_keys
+from tests.support.certificates import write_pair
+from tests.support.fake_triton import fake_triton
+from tests.support.keys import INFER, bearer, entry
+from tests.support.servers import Command, free_ports
+from tests.support.wait import TIMEOUT_S, wait_until
+
+RULES = [
+    {"subject_alternative_name": "spiffe://prod/vision", "roles": ["infer"]},
+    {"subject_alternative_name": "spiffe://prod/ops/*", "roles": ["admin"], "name": "ops"},
+    {"subject_alternative_name": "*.Clients.example", "roles": ["infer"]},
+    {"subject_alternative_name": "mlops@clients.example", "roles": ["metrics"]},
+]
+Name = tuple[str, str]
+NO_REGIONS = f"{SERVICE}/SystemSharedMemoryStatus"  # answered without a replica
+
+
+@dataclass
+class Service:
+    authority: trustme.CA
+    clients: trustme.CA
+    folder: Path
+    port: int
+    grpc_port: int
+    command: Command
+
+    def trust(self) -> ssl.SSLContext:
+        return ssl.create_default_context(cadata=self.authority.cert_pem.bytes().decode())
+
+    def get(
+        self, path: str, *names: Name, authority: trustme.CA | None = None, key: str = ""
+    ) -> httpx.Response:
+        """Request a path with a certificate of these names, or without one."""
+        context = self.trust()
+        if names:
+            files = write_client_certificate(authority or self.clients, self.folder, *names)
+            context.load_cert_chain(*files)
+        url = f"https://127.0.0.1:{self.port}{path}"
+        return httpx.get(url, verify=context, headers=bearer(key), timeout=TIMEOUT_S)
+
+    def call(self, *names: Name) -> bytes:
+        files = write_client_certificate(self.clients, self.folder, *names)
+        chain, key = (path.read_bytes() for path in files)
+        root = self.authority.cert_pem.bytes()
+        credentials = grpc.ssl_channel_credentials(root, key, chain)
+        with grpc.secure_channel(f"127.0.0.1:{self.grpc_port}", credentials) as channel:
+            return bytes(channel.unary_unary(NO_REGIONS)(b"", timeout=TIMEOUT_S))
+
+
+@contextmanager
+def serve_with(folder: Path, triton_url: str, client_auth: str) -> Iterator[Service]:
+    authority = trustme.CA()
+    clients = trustme.CA()
+    write_pair(authority, folder)
+    clients.cert_pem.write_to_path(folder / "clients.pem")
+    write_keys(folder / "keys.yaml", keys=[entry(INFER, "infer")], certificates=RULES)
+    port, grpc_port = free_ports(2)
+    environment = {
+        "GATEWAY_TRITON_URLS": triton_url,
+        "GATEWAY_KEYS_FILE": str(folder / "keys.yaml"),
+        "GATEWAY_TLS_CERT_FILE": str(folder / "cert.pem"),
+        "GATEWAY_TLS_KEY_FILE": str(folder / "key.pem"),
+        "GATEWAY_TLS_CLIENT_CA_FILE": str(folder / "clients.pem"),
+        "GATEWAY_TLS_CLIENT_AUTH": client_auth,
+        "GATEWAY_GRPC_PORT": str(grpc_port),
+        "GATEWAY_LOG_FORMAT": "json",
+    }
+    with Command("serve", "--port", str(port), environment=environment) as command:
+        command.wait_for("serving")
+        yield Service(authority, clients, folder, port, grpc_port, command)
+
+
+@pytest.fixture(scope="module")
+def triton_url() -> Iterator[str]:
+    with fake_triton() as triton:
+        yield f"http://127.0.0.1:{triton.port}"
+
+
+@pytest.fixture(scope="module")
+def required(triton_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with serve_with(tmp_path_factory.mktemp("required"), triton_url, "required") as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def optional(triton_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with serve_with(tmp_path_factory.mktemp("optional"), triton_url, "optional") as service:
+        yield service
+
+
+MODELS = "/v1/models"
+METRICS = "/metrics"
+# The names of the certificate, and the statuses of the list of models and of the metrics.
+NAMES: dict[str, tuple[list[Name], tuple[int, int]]] = {
+    "a URI": ([("URI", "spiffe://prod/vision")], (200, 403)),
+    "a URI in capitals": ([("URI", "spiffe://prod/VISION")], (403, 403)),
+    "a longer URI": ([("URI", "spiffe://prod/vision/x")], (403, 403)),
+    "a URI that matches a pattern": ([("URI", "spiffe://prod/ops/a")], (200, 200)),
+    "a DNS name in capitals": ([("DNS", "A.clients.EXAMPLE")], (200, 403)),
+    "the end of a DNS name": ([("DNS", "clients.example")], (403, 403)),
+    "an e-mail address": ([("email", "mlops@clients.example")], (403, 200)),
+    "an address as a DNS name": ([("DNS", "mlops@clients.example")], (403, 403)),
+    "a DNS name in a URI": ([("URI", "urn:a.clients.example")], (403, 403)),
+    "the second of two": ([("DNS", "x.example"), ("URI", "spiffe://prod/vision")], (200, 403)),
+}
+
+
+@pytest.mark.fault("client certificates of another authority")
+@pytest.mark.parametrize(("names", "statuses"), NAMES.values(), ids=NAMES.keys())
+def test_certificate_has_the_rights_of_its_name(
+    required: Service, names: list[Name], statuses: tuple[int, int]
+) -> None:
+    found = tuple(required.get(path, *names).status_code for path in (MODELS, METRICS))
+    assert found == statuses
+
+
+def test_caller_of_a_certificate_is_the_rule_and_its_name_is_logged(required: Service) -> None:
+    required.get("/v1/models/none", ("URI", "spiffe://prod/ops/alice"))
+    line = json.loads(required.command.wait_for('"subject":"spiffe://prod/ops/alice"'))
+    assert line["key"] == "ops"
+
+
+def test_certificate_without_a_rule_is_forbidden_and_a_key_comes_first(required: Service) -> None:
+    stranger = ("DNS", "stranger.example")
+    response = required.get(MODELS, stranger)
+    assert response.status_code == 403
+    expected = "the certificate matches no entry of 'certificates' in the keys file"
+    assert response.json()["error"] == expected
+    assert required.get("/livez", stranger).status_code == 200
+    assert required.get(MODELS, stranger, key=INFER).status_code == 200
+    ops = ("URI", "spiffe://prod/ops/a")
+    assert required.get(METRICS, ops, key=INFER).status_code == 403
+    assert required.get(METRICS, ops, key="tgw_unknown").status_code == 401
+
+
+@pytest.mark.fault("client certificates of another authority")
+def test_certificate_is_required_and_must_be_of_the_authority(required: Service) -> None:
+    with pytest.raises(httpx.TransportError):
+        required.get("/livez")
+    with pytest.raises(httpx.TransportError):
+        required.get("/livez", ("URI", "spiffe://prod/ops/a"), authority=trustme.CA())
+
+
+def test_certificate_identifies_callers_of_grpc(required: Service) -> None:
+    assert not required.call(("URI", "spiffe://prod/vision"))
+    assert not required.call(("DNS", "a.clients.example"))
+    code, message = failure(required.call, ("URI", "spiffe://prod/other"))
+    assert (code, message.partition(" no ")[0]) == ("PERMISSION_DENIED", "the certificate matches")
+
+
+def test_optional_certificate_leaves_keys_and_health_paths(optional: Service) -> None:
+    assert optional.get("/livez").status_code == 200
+    assert optional.get("/readyz").json()["ready"]
+    assert optional.get(MODELS).status_code == 401
+    assert optional.get(MODELS, key=INFER).status_code == 200
+    assert optional.get(METRICS, ("URI", "spiffe://prod/ops/a")).status_code == 200
+    with pytest.raises(httpx.TransportError):
+        optional.get("/livez", ("URI", "spiffe://prod/ops/a"), authority=trustme.CA())
+
+
+def test_renewed_authority_is_read_again(triton_url: str, tmp_path: Path) -> None:
+    name = ("URI", "spiffe://prod/vision")
+    with serve_with(tmp_path, triton_url, "required") as service:
+        renewed = trustme.CA()
+        fresh = tmp_path / "fresh.pem"
+        renewed.cert_pem.write_to_path(fresh)
+        fresh.replace(tmp_path / "clients.pem")
+        service.command.wait_for("changed and was reloaded")
+
+        def is_accepted() -> bool:
+            try:
+                return service.get(MODELS, name, authority=renewed).is_success
+            except httpx.TransportError:
+                return False
+
+        wait_until(is_accepted)
+        with pytest.raises(httpx.TransportError):
+            service.get(MODELS, name)
+        code, _ = failure(service.call, name)
+        assert code == "UNAVAILABLE"
+        service.clients = renewed
+        assert not service.call(name)
