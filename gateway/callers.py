@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Final
@@ -38,6 +38,14 @@ ROLE_RIGHTS: Final = {
 }
 
 
+class Priority(IntEnum):
+    """The class of a request while requests wait for their turn."""
+
+    background = 0
+    normal = 1
+    interactive = 2
+
+
 class CallerKind(Enum):
     key = "key"
     rule = "rule"  # of the keys file, which matches a token or a certificate
@@ -53,6 +61,7 @@ class Caller:
     roles: tuple[Role, ...] = ()
     models: tuple[str, ...] = ANY_MODEL
     requests_per_second: float | None = None
+    priority: Priority | None = None
     digest: bytes = field(default=b"", repr=False)
     rights: frozenset[Right] = frozenset()
     kind: CallerKind = CallerKind.key

@@ -11,11 +11,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from gateway import __version__
 from gateway.access.auth import CORE_PATHS, Authenticator, PathRules
 from gateway.access.keys import NO_RULES, KeysFile, RuleParsers
 from gateway.access.rate_limit import RateLimiter
+from gateway.callers import Priority
 from gateway.capacity.admission import AdmissionQueue
 from gateway.capacity.decoding.executor import DecodeExecutor
 from gateway.fleet.discovery import ReplicaSource, create_tls_context, parse_replica_source
@@ -68,6 +70,12 @@ def tune_interpreter() -> None:
     limit_heap_growth()
 
 
+def find_model_priority(signatures: SignatureCache, model: str) -> Priority | None:
+    """Return the priority in the config of a model; None until it was read."""
+    signature = signatures.find_or_start_reading(model)
+    return None if signature is None else signature.priority
+
+
 async def update_metrics(metrics: Metrics, admission: AdmissionQueue, memory: MemoryBudget) -> None:
     """Measure the event loop's lag, and flush the metrics that other workers serve, until cancelled."""
     loop = asyncio.get_running_loop()
@@ -79,6 +87,8 @@ async def update_metrics(metrics: Metrics, admission: AdmissionQueue, memory: Me
         lags.append(max(loop.time() - due, 0.0))
         metrics.loop_lag.set(max(lags))
         metrics.waiting.set(admission.waiting)
+        for priority in Priority:
+            metrics.queue_length.labels(priority.name).set(admission.queue.count(priority))
         for kind, size in memory.bytes_by_kind.items():
             metrics.request_memory.labels(kind).set(size)
         metrics.update_dropped_lines(logs.count_dropped_lines())
@@ -184,6 +194,7 @@ async def run_services(
             settings.max_model_inflight or max(settings.max_inflight // 2, 1),
             settings.max_queue,
             metrics=metrics,
+            find_model_priority=partial(find_model_priority, fleet.signatures),
         )
         memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics.shed)
         stack.callback(metrics.flush)

@@ -19,8 +19,8 @@ from typing import Final
 
 from gateway.access.keys import KeysFile
 from gateway.access.peers import can_identify_peers, client_network, find_peer_uid, parse_ip_address
-from gateway.callers import Caller, CallerKind, Right, Role
-from gateway.errors import Forbidden, Unauthenticated, Unavailable
+from gateway.callers import Caller, CallerKind, Priority, Right, Role
+from gateway.errors import Forbidden, MalformedRequest, Unauthenticated, Unavailable
 from gateway.messages import quote_text
 from gateway.tasks import repeat
 from gateway.telemetry.request_info import ManagementCall, RequestScope, read_head
@@ -30,6 +30,7 @@ AUTHORIZATION: Final = b"authorization"
 # Headers with keys, which are not forwarded to Triton.
 KEY_HEADERS: Final = frozenset((AUTHORIZATION, b"x-api-key"))
 KEY_REQUIRED: Final = "a key is required: send Authorization: Bearer KEY or X-API-Key: KEY"
+PRIORITY_HEADER: Final = b"x-priority"
 BEARER: Final = b"bearer"
 BASIC: Final = b"basic"
 ANONYMOUS_RIGHTS: Final = frozenset((Right.infer, Right.metrics, Right.fleet))
@@ -229,6 +230,24 @@ def decode_password(credentials: bytes) -> bytes:
 def is_from_browser(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     # A browser adds stored Basic credentials to the requests of every page, like cookies.
     return any(name in BROWSER_HEADERS for name, _ in headers)
+
+
+def read_priority(scope: RequestScope) -> Priority | None:
+    """Return the priority that the request asks for. Raises `MalformedRequest` for an unknown one."""
+    for name, value in scope["headers"]:
+        if name == PRIORITY_HEADER:
+            text = value.decode("latin-1").strip().lower()
+            if text not in Priority.__members__:
+                names = ", ".join(Priority.__members__)
+                raise UnknownPriority(
+                    f"X-Priority is {quote_text(text)}, which is not one of {names}"
+                )
+            return Priority[text]
+    return None
+
+
+class UnknownPriority(MalformedRequest):
+    """The header X-Priority has another value than the names of the priorities."""
 
 
 def name_caller(caller: Caller, client: tuple[str, int] | None) -> str:

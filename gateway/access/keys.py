@@ -22,7 +22,7 @@ from typing import Any, Final, TypeGuard
 
 import yaml
 
-from gateway.callers import ANY_MODEL, ROLE_RIGHTS, Caller, CallerKind, Role
+from gateway.callers import ANY_MODEL, ROLE_RIGHTS, Caller, CallerKind, Priority, Role
 from gateway.config_files import YAML_ERRORS, Entries, WatchedFile, parse_yaml, read_config_file
 from gateway.messages import CommandError, join_names
 
@@ -31,7 +31,7 @@ KEY_BYTES: Final = 32
 # The name is logged, so it must not be the key itself.
 KEY_NAME: Final = re.compile(rf"(?!{KEY_PREFIX})[\w.@:/+-]{{1,64}}", re.ASCII)
 SHA256_HEX: Final = re.compile(r"[0-9a-fA-F]{64}")
-RIGHTS_FIELDS: Final = {"name", "roles", "models", "requests_per_second"}
+RIGHTS_FIELDS: Final = {"name", "roles", "models", "requests_per_second", "priority"}
 KEY_FIELDS: Final = RIGHTS_FIELDS | {"sha256"}
 MAX_REQUEST_RATE: Final = 1e9
 KEYS: Final = "keys"  # the name of the list
@@ -150,11 +150,16 @@ def parse_caller(
     rate = entry.get("requests_per_second")
     if rate is not None and not is_request_rate(rate):
         raise BadKeysFile(f"requests_per_second {suffix} must be a number above 0")
+    priority = entry.get("priority")
+    if priority is not None and priority not in list(Priority.__members__):
+        names = ", ".join(Priority.__members__)
+        raise BadKeysFile(f"the priority {suffix} must be one of {names}")
     return Caller(
         name,
         tuple(map(Role, roles)),
         tuple(models),
         requests_per_second=rate and float(rate),
+        priority=None if priority is None else Priority[priority],
         digest=digest,
         rights=frozenset().union(*(ROLE_RIGHTS[Role(role)] for role in roles)),
         kind=kind,

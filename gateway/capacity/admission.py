@@ -1,15 +1,23 @@
-"""Admission control: a weighted semaphore, and a fair queue for concurrent inferences."""
+"""Admission control: a weighted semaphore, and a limit of concurrent inferences with a fair queue."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Callable
 from time import perf_counter
+from typing import Final
 
+from gateway.callers import Priority
+from gateway.capacity.fair_queue import FairQueue, Waiter
 from gateway.errors import DeadlinePassed, Overloaded
 from gateway.messages import quote_text
 from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.request_info import RequestInfo
+
+DEPARTURES_WINDOW_S: Final = 10.0
+MAX_RETRY_AFTER_S: Final = 60
 
 
 class WeightedSemaphore:
@@ -50,23 +58,47 @@ class WeightedSemaphore:
 class AdmissionQueueFull(Overloaded):
     """The concurrency limit is reached, and the queue is full."""
 
-    def __init__(self, model: str, running: int, waiting: int) -> None:
+    def __init__(self, model: str, running: int, waiting: int, retry_after_s: int = 1) -> None:
         super().__init__(
             f"cannot admit another request for model {quote_text(model)}: {running} are running and "
-            f"{waiting} are waiting; try again shortly"
+            f"{waiting} are waiting; try again in {retry_after_s} s",
+            headers={"Retry-After": str(retry_after_s)},
+        )
+
+
+class DisplacedFromQueue(Overloaded):
+    """A request with a higher priority took the place in the full queue."""
+
+    def __init__(self, waiter: Waiter, retry_after_s: int) -> None:
+        super().__init__(
+            f"the request for model {quote_text(waiter.model)} waited with priority "
+            f"{waiter.priority.name}, and gave way to one with a higher priority; "
+            f"try again in {retry_after_s} s",
+            headers={"Retry-After": str(retry_after_s)},
         )
 
 
 class Slot:
     """The place of one request among those of its model that run. It is given back at most once."""
 
-    __slots__ = ("_admission", "_callbacks", "_caller", "_model", "is_taken")
+    __slots__ = (
+        "_admission",
+        "_callbacks",
+        "_info",
+        "_model",
+        "_started_at",
+        "_waiter",
+        "is_taken",
+    )
 
-    def __init__(self, admission: AdmissionQueue, model: str, caller: str) -> None:
+    def __init__(self, admission: AdmissionQueue, model: str, info: RequestInfo) -> None:
         self._admission = admission
         self._model = model
-        self._caller = caller
+        self._info = info
         self._callbacks: tuple[Callable[[], None], ...] = ()
+        # Set for a request that had to wait.
+        self._waiter: Waiter | None = None
+        self._started_at = 0.0
         self.is_taken = False
 
     def try_acquire(self) -> bool:
@@ -77,10 +109,14 @@ class Slot:
     async def acquire(self, timeout_s: float) -> float:
         """Take the place or wait for it; return the remaining seconds.
 
-        Raises `AdmissionQueueFull` at once, or `DeadlinePassed`.
+        Raises `AdmissionQueueFull` at once, `DisplacedFromQueue` or `DeadlinePassed`.
         """
         if not self.try_acquire():
-            timeout_s = await self._admission.acquire(self._model, timeout_s, self._caller)
+            admission = self._admission
+            waiter = admission.enqueue(self._model, self._info)
+            timeout_s = await admission.wait(waiter, timeout_s)
+            self._waiter = waiter
+            self._started_at = perf_counter()
         self.is_taken = True
         return timeout_s
 
@@ -89,15 +125,19 @@ class Slot:
 
     def transfer(self) -> Slot:
         """Return a slot with the place of this one, which does not release it any longer."""
-        slot = Slot(self._admission, self._model, self._caller)
+        slot = Slot(self._admission, self._model, self._info)
         slot.is_taken, self.is_taken = self.is_taken, False
         slot._callbacks, self._callbacks = self._callbacks, ()
+        slot._waiter = self._waiter
+        slot._started_at = self._started_at
         return slot
 
     def release(self) -> None:
         if self.is_taken:
             self.is_taken = False
-            self._admission.release(self._model, self._caller)
+            if self._waiter is not None:
+                self._admission.queue.end(self._waiter, perf_counter() - self._started_at)
+            self._admission.release(self._model, self._info.caller_name)
             for callback in self._callbacks:
                 callback()
 
@@ -111,25 +151,40 @@ class Slot:
 class AdmissionQueue:
     """Limits the concurrent inferences of the process and of each model, with a short fair queue.
 
-    One model cannot take all slots, and waiting requests are admitted in turn by model and caller. Each
-    queue grows only while the free room exceeds its own length, as in switches with a shared buffer
-    (Choudhury and Hahne, Dynamic Queue Length Thresholds, 1998): a single queue gets half of the room, and
-    the next one still finds some.
+    One model cannot take all slots, and `FairQueue` says who is admitted next. The waiting requests of a
+    caller to a model grow only while the free room exceeds their own number, as in switches with a shared
+    buffer (Choudhury and Hahne, Dynamic Queue Length Thresholds, 1998): a single caller gets half of the
+    room, and the next one still finds some. A request finds the room of those with a lower priority free,
+    and displaces the newest of them.
     """
 
     def __init__(
-        self, max_running: int, max_running_per_model: int, max_waiting: int, metrics: Metrics
+        self,
+        max_running: int,
+        max_running_per_model: int,
+        max_waiting: int,
+        metrics: Metrics,
+        find_model_priority: Callable[[str], Priority | None] = lambda model: None,
     ) -> None:
         self._max_running = max_running
         self._max_running_per_model = max_running_per_model
         self.max_waiting = max_waiting
         self._metrics = metrics
         self._running_by_model: dict[str, int] = {}
-        self._queues: dict[tuple[str, str], deque[asyncio.Future[None]]] = {}
+        self.queue = FairQueue()
         self.running = 0
-        self.waiting = 0
+        # The priority in a model's config, for callers without one.
+        self._find_model_priority = find_model_priority
+        self._departures = Departures()
         # Records the model and the caller of each request that ends, if models are loaded on demand.
         self.record_use: Callable[[str, str], None] | None = None
+
+    @property
+    def waiting(self) -> int:
+        return len(self.queue)
+
+    def has_room(self, model: str) -> bool:
+        return self._running_by_model.get(model, 0) < self._max_running_per_model
 
     def try_acquire(self, model: str) -> bool:
         """Take a slot if one is free, to be given back with `release`.
@@ -143,50 +198,73 @@ class AdmissionQueue:
         self._running_by_model[model] = running + 1
         return True
 
-    async def acquire(self, model: str, timeout_s: float, caller: str = "") -> float:
-        """Take a slot or wait for one; return the remaining seconds.
-
-        Raises `AdmissionQueueFull` at once, or `DeadlinePassed`.
-        """
-        if self.try_acquire(model):
-            return timeout_s
-        queue_key = model, caller
-        queue = self._queues.get(queue_key) or deque()
-        if len(queue) >= self.max_waiting - self.waiting:
+    def enqueue(self, model: str, info: RequestInfo) -> Waiter:
+        """Return a new last waiter of the caller. Raises `AdmissionQueueFull`."""
+        priority = self.find_priority(model, info)
+        queue = self.queue
+        room = self.max_waiting - queue.count_from(priority)
+        if queue.count_like(model, info.caller_name, priority) >= room:
             self._metrics.shed.labels("queue_full").inc()
-            raise AdmissionQueueFull(model, self.running, self.waiting)
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queues[queue_key] = queue
-        queue.append(waiter)
-        self.waiting += 1
+            self._metrics.queue_refusals.labels(priority.name).inc()
+            raise AdmissionQueueFull(
+                model, self.running, len(queue), self._departures.estimate_wait_s(len(queue))
+            )
+        if not queue:
+            self._departures.restart()
+        if len(queue) >= self.max_waiting:
+            self._displace_newest_below(priority)
+        return queue.add(model, info.caller_name, priority)
+
+    def find_priority(self, model: str, info: RequestInfo) -> Priority:
+        """Return the priority of the caller, or that of the model; a request may ask for a lower one."""
+        priority = info.caller.priority
+        if priority is None:
+            priority = self._find_model_priority(model)
+        if priority is None:
+            priority = Priority.normal
+        wanted = info.wanted_priority
+        return priority if wanted is None else min(priority, wanted)
+
+    async def wait(self, waiter: Waiter, timeout_s: float) -> float:
+        """Wait for a slot; return the remaining seconds. Raises `DisplacedFromQueue` or `DeadlinePassed`."""
         started_at = perf_counter()
+        admitted = waiter.admitted
         try:
-            await asyncio.wait_for(asyncio.shield(waiter), timeout_s)
+            await asyncio.wait_for(asyncio.shield(admitted), timeout_s)
         except BaseException as exc:
-            if waiter.done():
-                self.release(model, caller)  # admitted at the same moment
-            else:
-                waiter.cancel()
-                self._remove_waiter(queue_key, waiter)
+            if not admitted.done():
+                admitted.cancel()
+                self.queue.remove(waiter)
+            elif admitted.exception() is None:
+                # Admitted at the same moment.
+                self.queue.end(waiter, 0.0)
+                self.release(waiter.model, waiter.line.caller)
             if isinstance(exc, asyncio.TimeoutError):
                 raise DeadlinePassed(timeout_s) from None
             raise
-        return timeout_s - (perf_counter() - started_at)
+        finally:
+            waited_s = perf_counter() - started_at
+            self._metrics.queue_wait.labels(waiter.priority.name).observe(waited_s)
+        return timeout_s - waited_s
+
+    def _displace_newest_below(self, priority: Priority) -> None:
+        waiter = self.queue.remove_newest_below(priority)
+        if waiter is not None:
+            self._metrics.shed.labels("displaced").inc()
+            self._metrics.queue_refusals.labels(waiter.priority.name).inc()
+            wait_s = self._departures.estimate_wait_s(len(self.queue) + 1)
+            waiter.admitted.set_exception(DisplacedFromQueue(waiter, wait_s))
 
     def count_requests(self, model: str) -> int:
-        waiting = sum(len(queue) for (name, _), queue in self._queues.items() if name == model)
-        return self._running_by_model.get(model, 0) + waiting
+        return self._running_by_model.get(model, 0) + self.queue.models.get(model, 0)
 
     def count_all_requests(self) -> dict[str, int]:
-        waiting = {model for model, _ in self._queues}
-        return {
-            model: self.count_requests(model) for model in waiting | self._running_by_model.keys()
-        }
+        return dict(Counter(self._running_by_model) + Counter(self.queue.models))
 
     def is_crowded(self, model: str) -> bool:
         """Return whether requests of the model wait, or half of its slots are taken."""
         is_half_taken = 2 * self._running_by_model.get(model, 0) > self._max_running_per_model
-        return is_half_taken or any(name == model for name, _ in self._queues)
+        return is_half_taken or model in self.queue.models
 
     @property
     def is_busy(self) -> bool:
@@ -195,6 +273,7 @@ class AdmissionQueue:
 
     def release(self, model: str, caller: str = "") -> None:
         self.running -= 1
+        self._departures.count += 1
         running = self._running_by_model[model] - 1
         if running:
             self._running_by_model[model] = running
@@ -202,26 +281,32 @@ class AdmissionQueue:
             del self._running_by_model[model]
         if self.record_use is not None:
             self.record_use(model, caller)
-        if self.waiting:
+        if self.queue:
             self._admit_next()
 
     def _admit_next(self) -> None:
-        """Admit the first waiter whose model has a free slot; a release frees one slot only."""
-        for queue_key, queue in self._queues.items():
-            model = queue_key[0]
-            if (running := self._running_by_model.get(model, 0)) < self._max_running_per_model:
-                waiter = queue[0]
-                self._remove_waiter(queue_key, waiter)
-                if queue:  # the other queues come before its next waiter
-                    self._queues[queue_key] = self._queues.pop(queue_key)
-                self.running += 1
-                self._running_by_model[model] = running + 1
-                waiter.set_result(None)
-                return
+        """Admit the next waiter whose model has a free slot; a release frees one slot only."""
+        waiter = self.queue.take_next(self.has_room)
+        if waiter is not None:
+            self.running += 1
+            self._running_by_model[waiter.model] = self._running_by_model.get(waiter.model, 0) + 1
+            waiter.admitted.set_result(None)
 
-    def _remove_waiter(self, queue_key: tuple[str, str], waiter: asyncio.Future[None]) -> None:
-        queue = self._queues[queue_key]
-        queue.remove(waiter)
-        self.waiting -= 1
-        if not queue:
-            del self._queues[queue_key]
+
+class Departures:
+    """The rate at which requests end, from which clients learn when to try again."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self.count = 0
+        self._since = perf_counter()
+
+    def estimate_wait_s(self, waiting: int) -> int:
+        """Return the seconds in which so many requests end; 1 where none has ended lately."""
+        elapsed_s = perf_counter() - self._since
+        wait_s = math.ceil(waiting * elapsed_s / self.count) if self.count else 1
+        if elapsed_s > DEPARTURES_WINDOW_S:
+            self.restart()
+        return min(max(wait_s, 1), MAX_RETRY_AFTER_S)

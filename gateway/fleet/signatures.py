@@ -68,6 +68,13 @@ class SignatureCache:
     def find_remembered_signature(self, model: str, version: str) -> Signature | None:
         return self._remembered.get((model, version))
 
+    def find_or_start_reading(self, model: str) -> Signature | None:
+        """Return the last known signature; without one, read it in the background."""
+        signature = self._remembered.get((model, ""))
+        if signature is None:
+            self._start_first_read((model, ""))
+        return signature
+
     async def read_unknown_signatures(self, models: Iterable[str]) -> None:
         """Read the signature of each model that was never read, unless that fails."""
         semaphore = asyncio.Semaphore(MAX_PARALLEL_READS)
@@ -81,14 +88,17 @@ class SignatureCache:
         await asyncio.gather(*map(read, unknown))
 
     async def _read_once(self, key: tuple[str, str]) -> Signature:
+        with measure_upstream_time():
+            return await asyncio.shield(self._start_first_read(key))
+
+    def _start_first_read(self, key: tuple[str, str]) -> asyncio.Task[Signature]:
         task = self._pending_reads.get(key)
         if task is None:
             # The model may have been unloaded since the request waited for it: it waits again.
             work = self._read_signature(*key, can_activate=True)
             task = self._pending_reads[key] = asyncio.create_task(work)
             task.add_done_callback(lambda task: self._finish_first_read(key, task))
-        with measure_upstream_time():
-            return await asyncio.shield(task)
+        return task
 
     def _finish_first_read(self, key: tuple[str, str], task: asyncio.Task[Signature]) -> None:
         if self._pending_reads.get(key) is not task:

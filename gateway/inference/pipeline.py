@@ -187,7 +187,7 @@ async def admit(opened: OpenedRequest) -> Slot:
     A request takes it after its body is received, so that a slow client does not hold one.
     Raises `AdmissionQueueFull` or `DeadlinePassed`.
     """
-    slot = Slot(opened.services.admission, opened.signature.model, opened.info.caller_name)
+    slot = Slot(opened.services.admission, opened.signature.model, opened.info)
     if not slot.try_acquire():
         await slot.acquire(opened.deadline.remaining_s)
     return slot

@@ -84,7 +84,7 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
         if isinstance(action, Statistics):
             document = await answer_statistics(services, scope, target)
             return await send_response(document, scope, receive, send)
-        with Slot(services.admission, target.model, info.caller_name) as slot:
+        with Slot(services.admission, target.model, info) as slot:
             response = await forward_request(
                 services, scope, receive, route=route, action=action, target=target, slot=slot
             )

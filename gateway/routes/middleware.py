@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.access.auth import REFUSALS, PathRules, name_caller
+from gateway.access.auth import REFUSALS, PathRules, UnknownPriority, name_caller, read_priority
 from gateway.access.peers import client_network
 from gateway.access.rate_limit import RateLimitExceeded
 from gateway.error_responses import (
@@ -126,6 +126,7 @@ class GatewayMiddleware:
             info.caller = caller
             info.key = caller.name
             info.caller_name = name_caller(caller, request_scope["client"])
+            info.wanted_priority = read_head(request_scope, read_priority)
             if caller.requests_per_second is not None and scope["path"] not in self.paths.unlimited:
                 info.opens_window = await services.rate_limiter.count_request(
                     caller.name, caller.requests_per_second
@@ -136,7 +137,7 @@ class GatewayMiddleware:
                 status = await serve_inference(services, inference, scope, receive, send)
             else:
                 status = await self._call_framework(scope, receive, send, info)
-        except (*REFUSALS, RateLimitExceeded) as exc:
+        except (*REFUSALS, RateLimitExceeded, UnknownPriority) as exc:
             status = await self._send_refusal(scope, receive, send, exc)
         finally:
             if info.charge is not None:

@@ -22,6 +22,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from gateway import __version__
+from gateway.callers import Priority
 from gateway.memory import MEMORY_KINDS
 from gateway.tasks import background_failures
 from gateway.telemetry.prometheus_compat import add_observations
@@ -38,7 +39,7 @@ STATUS_LABELS: Final = {
     for status in range(100, 600)
 } | {CLIENT_CLOSED_REQUEST: (str(CLIENT_CLOSED_REQUEST), "")}
 ACTION_INITIATORS: Final = ("api", "reconciler")
-SHED_REASONS: Final = ("queue_full", "rate", "memory")
+SHED_REASONS: Final = ("queue_full", "displaced", "rate", "memory")
 REFUSAL_REASONS: Final = (
     "malformed_request", "request_too_slow", "url_too_long", "header_too_large",
     "too_many_connections", "answer_not_taken",
@@ -115,6 +116,20 @@ class Metrics:
         self.waiting = create.level(
             "gateway_requests_waiting", "Inferences in the admission queue."
         )
+        self.queue_length = create.level(
+            "gateway_queue_length", "Inferences in the admission queue by priority.", ("priority",)
+        )
+        self.queue_wait = create.histogram(
+            "gateway_queue_wait_seconds",
+            "Time that inferences waited in the admission queue, if they had to.",
+            ("priority",),
+            buckets=DURATION_BUCKETS,
+        )
+        self.queue_refusals = create.counter(
+            "gateway_queue_refusals_total",
+            "Inferences rejected because the admission queue was full.",
+            ("priority",),
+        )
         self.request_memory = create.level(
             "gateway_request_memory_bytes",
             "Memory held by requests and responses, by kind: "
@@ -132,7 +147,7 @@ class Metrics:
         )
         self.shed = create.counter(
             "gateway_requests_shed_total",
-            "Requests rejected because of overload, by reason: queue_full, rate, memory.",
+            "Requests rejected because of overload, by reason: queue_full, displaced, rate, memory.",
             ("reason",),
         )
         self.refusals = create.counter(
@@ -141,6 +156,9 @@ class Metrics:
             f"{', '.join(REFUSAL_REASONS)}.",
             ("reason",),
         )
+        for priority in Priority:
+            self.queue_length.labels(priority.name)
+            self.queue_refusals.labels(priority.name)
         for memory_kind in MEMORY_KINDS:
             self.request_memory.labels(memory_kind)
         # A series that exists from the start makes its first event visible to increase().

@@ -10,7 +10,7 @@ from itertools import islice
 from time import perf_counter
 from typing import Any, Final, Protocol, TypedDict, TypeVar
 
-from gateway.callers import Caller
+from gateway.callers import Caller, Priority
 from gateway.memory import MemoryCharge
 from gateway.telemetry.tracing import Trace
 
@@ -75,6 +75,7 @@ class RequestInfo:
     caller_name: str = ""  # the name of the key, or without keys the client's network
     error_code: str = ""  # of the error response
     error_reason: str = ""
+    wanted_priority: Priority | None = None  # a request may ask for a lower one than its caller's
     management_call: ManagementCall | None = None
     trace: Trace | None = None
     charge: MemoryCharge | None = None  # the memory that the request holds

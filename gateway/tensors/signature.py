@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from gateway.callers import Priority
 from gateway.errors import ModelFault
 from gateway.messages import quote_text
 from gateway.tensors.dtypes import Datatype, DatatypeKind, parse_datatype
@@ -158,6 +159,11 @@ class Signature:
 
     def has_flag(self, parameter: str, value: str = "true") -> bool:
         return self.parameters.get(parameter, "").strip().lower() == value
+
+    @property
+    def priority(self) -> Priority | None:
+        """The priority of callers without one; None if the config names none, or an unknown one."""
+        return Priority.__members__.get(self.parameters.get("gateway.priority", "").strip().lower())
 
     @property
     def title(self) -> str:

@@ -18,6 +18,7 @@ from gateway.access.auth import (
     authorize,
     authorize_all_models,
     name_caller,
+    read_priority,
 )
 from gateway.access.peers import ClientCounts, client_network
 from gateway.callers import Right
@@ -185,6 +186,7 @@ class IncomingCall:
         info.caller = caller
         info.key = caller.name
         info.caller_name = name_caller(caller, self.scope["client"])
+        info.wanted_priority = read_priority(self.scope)
         if caller.requests_per_second is not None and not self._access.is_unlimited:
             await services.rate_limiter.count_request(caller.name, caller.requests_per_second)
 

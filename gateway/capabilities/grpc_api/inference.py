@@ -37,7 +37,7 @@ async def serve_infer(call: IncomingCall) -> bytes:
         remaining_s = await services.activate_model(model, version, remaining_s)
         deadline = perf_counter() + remaining_s
         await check_classification(services, target, head)
-        with Slot(services.admission, model, call.info.caller_name) as slot:
+        with Slot(services.admission, model, call.info) as slot:
             await slot.acquire(deadline - perf_counter())
             request = GrpcBytesCall(
                 build_upstream_target(call, target, head),

@@ -277,9 +277,7 @@ class InferStream:
         call = request.call
         try:
             await request.step.wait()
-            with Slot(
-                self._services.admission, request.target.model, call.info.caller_name
-            ) as slot:
+            with Slot(self._services.admission, request.target.model, call.info) as slot:
                 timeout_s = await slot.acquire(call.find_timeout_s())
                 stream = await self._send(request, message, timeout_s)
                 del message

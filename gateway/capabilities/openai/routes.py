@@ -295,7 +295,7 @@ async def create_completion(request: Request, services: ServicesForInference) ->
     body = received.document.body
     services.resolver.check_served_name(cast(RequestScope, request.scope), Right.infer, model)
     info: RequestInfo = request.scope["request_info"]
-    slot = Slot(services.admission, model, info.caller_name)
+    slot = Slot(services.admission, model, info)
     timeout_s = await slot.acquire(received.deadline.remaining_s)
     try:
         headers = build_completion_headers(request.scope["headers"], len(body))

@@ -16,15 +16,17 @@ import pytest
 import tritonclient.http as triton_http
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.callers import Caller
 from gateway.capabilities.versions.label_router import ActiveLabel, SequenceVersions
 from gateway.capabilities.versions.labels import Shadow, VersionLabel
 from gateway.capabilities.versions.metrics import LabelMetrics
 from gateway.capabilities.versions.output_comparison import compare_outputs
 from gateway.capabilities.versions.shadows import ShadowRunner
-from gateway.capacity.admission import AdmissionQueue
+from gateway.capacity.admission import AdmissionQueue, Slot
 from gateway.fleet.pool import ReplicaPool
 from gateway.settings import Settings
 from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.request_info import RequestInfo
 from tests.capabilities.versions.support.versioned import (
     NAME,
     V1_BODY,
@@ -358,7 +360,10 @@ async def count_copies(slots: int, percent: float, *, waits: bool = False) -> in
         value=value,
     )
     assert all(admission.try_acquire(NAME) for _ in range(slots))
-    waiting = asyncio.create_task(admission.acquire(NAME, 60)) if waits else None
+    info = RequestInfo("0" * 32)
+    info.caller = Caller("caller")
+    slot = Slot(admission, NAME, info)
+    waiting = asyncio.create_task(slot.acquire(60)) if waits else None
     await asyncio.sleep(0)
     chosen = sum(runner.choose_shadow(label) is not None for _ in range(1000))
     if waiting is not None:

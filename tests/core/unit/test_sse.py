@@ -17,6 +17,7 @@ from gateway.media_types import EVENT_STREAM
 from gateway.passthrough.sse import MAX_HELD_EVENT_BYTES, EventStreamScrubber
 from gateway.routes.infer_stream import STREAM_FORMATS, InferStreamResponse
 from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.request_info import RequestInfo
 
 GOOD = b'data: {"model_name":"m","text":"data: {\\"error\\": no}"}\n\n'
 BAD = b'data: {"error":"boom /srv/x"}\n\n'
@@ -90,7 +91,7 @@ class NoResults(ResultStream):
 @pytest.mark.parametrize("client_leaves", [False, True])
 async def test_slot_of_a_stream_is_released_when_the_stream_ends(client_leaves: bool) -> None:
     admission = AdmissionQueue(1, 1, 1, Metrics())
-    slot = Slot(admission, "model", "caller")
+    slot = Slot(admission, "model", RequestInfo("id"))
     await slot.acquire(1)
 
     async def send(message: MutableMapping[str, Any]) -> None:
