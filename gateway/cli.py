@@ -16,7 +16,7 @@ import typer
 
 from gateway import __version__
 from gateway.access.keys import add_key, read_keys_file, remove_key
-from gateway.callers import Role
+from gateway.callers import Priority, Role
 from gateway.commands import client_commands
 from gateway.commands.flags import (
     MODELS_PANEL,
@@ -105,6 +105,13 @@ ModelPatterns = Annotated[
 DEFAULT_MODEL_PATTERNS: Final = ["*"]
 RequestRate = Annotated[
     float | None, typer.Option(min=0, help="Maximum number of requests per second.")
+]
+KeyPriority = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(Priority.__members__),
+        help="Priority of its requests while requests wait. Default: that of the model, or normal.",
+    ),
 ]
 KeysPath = Annotated[
     Path | None, typer.Option("--file", help="Keys file. Default: GATEWAY_KEYS_FILE.")
@@ -251,11 +258,12 @@ def create_key(
     role: Roles = DEFAULT_ROLES,
     model: ModelPatterns = DEFAULT_MODEL_PATTERNS,
     requests_per_second: RequestRate = None,
+    priority: KeyPriority = None,
     file: KeysPath = None,
 ) -> None:
     """Create a key and store its hash in the keys file. The key itself is printed once."""
     path = resolve_keys_path(file)
-    key = add_key(path, name, role, model, requests_per_second)
+    key = add_key(path, name, role, model, requests_per_second, priority)
     print_message(f"added key {name} to {path}, which stores its hash; the key is not shown again:")
     typer.echo(key)
 
@@ -269,8 +277,10 @@ def list_keys(file: KeysPath = None) -> None:
     for caller in read_keys_file(resolve_keys_path(file)).values():
         rate = caller.requests_per_second
         limit = "unlimited" if rate is None else f"{rate:g}"
-        rows.append((caller.name, ",".join(caller.roles), ",".join(caller.models), limit))
-    print_table(("NAME", "ROLES", "MODELS", "REQUESTS PER SECOND"), rows)
+        priority = "" if caller.priority is None else caller.priority.name
+        models = ",".join(caller.models)
+        rows.append((caller.name, ",".join(caller.roles), models, limit, priority))
+    print_table(("NAME", "ROLES", "MODELS", "REQUESTS PER SECOND", "PRIORITY"), rows)
 
 
 @key_commands.command("revoke")

@@ -23,6 +23,7 @@ from gateway.capacity.decoding.executor import DecodeExecutor
 from gateway.fleet.discovery import ReplicaSource, create_tls_context, parse_replica_source
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.inference import InferenceService
+from gateway.fleet.model_limits import ModelLimits
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.statistics import FleetStatistics
@@ -56,6 +57,7 @@ METRICS_INTERVAL_S = 0.5
 TRIM_PERIOD_S = 1.0
 TRIM_PERIODS = 4
 MUCH_FREE_MEMORY_BYTES = 64 << 20
+UNKNOWN_MODEL_LIMIT = 32  # concurrent inferences, until the gateway has read the config
 THREAD_SWITCH_INTERVAL_S = 0.0005
 LAG_SAMPLES = 20  # ten seconds, so that a scrape every ten seconds sees the maximum
 
@@ -68,6 +70,14 @@ def tune_interpreter() -> None:
     # A thread that runs Python code yields to the event loop after this time instead of 5 ms.
     sys.setswitchinterval(THREAD_SWITCH_INTERVAL_S)
     limit_heap_growth()
+
+
+def find_model_limit(settings: Settings) -> int:
+    """Return the limit of a model; if the gateway chooses it, until it has done so."""
+    limit = settings.max_model_inflight
+    if limit == "auto":
+        return min(UNKNOWN_MODEL_LIMIT, settings.max_inflight)
+    return limit or max(settings.max_inflight // 2, 1)
 
 
 def find_model_priority(signatures: SignatureCache, model: str) -> Priority | None:
@@ -189,13 +199,16 @@ async def run_services(
         fleet = await open_fleet(settings, components, metrics, stack)
         decoders = DecodeExecutor(settings.decode_threads, settings.max_pixels_in_flight, metrics)
         stack.push_async_callback(decoders.close)
+        restricted = read_restricted_api(settings)
+        management_headers = [] if restricted is None else restricted.headers
         admission = AdmissionQueue(
             settings.max_inflight,
-            settings.max_model_inflight or max(settings.max_inflight // 2, 1),
+            find_model_limit(settings),
             settings.max_queue,
             metrics=metrics,
             find_model_priority=partial(find_model_priority, fleet.signatures),
         )
+        statistics = FleetStatistics(fleet.pool, management_headers)
         memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics.shed)
         stack.callback(metrics.flush)
         authenticator = Authenticator(
@@ -213,10 +226,11 @@ async def run_services(
             stack.callback(asyncio.create_task(work).cancel)
         refusals = RefusalLog()
         stack.callback(refusals.close)
+        if settings.max_model_inflight == "auto":
+            limits = ModelLimits(admission, fleet.pool, statistics, fleet.signatures)
+            stack.callback(asyncio.create_task(limits.run()).cancel)
         if components.tracer is not None:
             stack.callback(components.tracer.close)
-        restricted = read_restricted_api(settings)
-        management_headers = [] if restricted is None else restricted.headers
         tune_interpreter()
         yield Services(
             settings=settings,
@@ -225,7 +239,7 @@ async def run_services(
             signatures=fleet.signatures,
             inference=fleet.inference,
             repository=fleet.repository,
-            statistics=FleetStatistics(fleet.pool, management_headers),
+            statistics=statistics,
             decode_executor=decoders,
             admission=admission,
             memory=memory,

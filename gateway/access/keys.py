@@ -260,7 +260,12 @@ def read_keys_text(path: Path) -> str:
 
 
 def add_key(
-    path: Path, name: str, roles: Sequence[Role], models: Sequence[str], rate: float | None
+    path: Path,
+    name: str,
+    roles: Sequence[Role],
+    models: Sequence[str],
+    rate: float | None,
+    priority: str | None = None,
 ) -> str:
     """Add a key and return it; only its hash is stored. Raises `BadKeysFile`."""
     key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
@@ -272,6 +277,8 @@ def add_key(
     }
     if rate is not None:
         entry["requests_per_second"] = rate
+    if priority is not None:
+        entry["priority"] = priority
     parse_key_entry("the new key", entry)
     with lock_keys_file(path) as (text, entries):
         if any(other["name"] == name for other in entries):

@@ -167,7 +167,9 @@ class AdmissionQueue:
         find_model_priority: Callable[[str], Priority | None] = lambda model: None,
     ) -> None:
         self._max_running = max_running
-        self._max_running_per_model = max_running_per_model
+        self._default_limit = max_running_per_model
+        # The limits of models that have their own.
+        self.limits: dict[str, int] = {}
         self.max_waiting = max_waiting
         self._metrics = metrics
         self._running_by_model: dict[str, int] = {}
@@ -184,7 +186,16 @@ class AdmissionQueue:
         return len(self.queue)
 
     def has_room(self, model: str) -> bool:
-        return self._running_by_model.get(model, 0) < self._max_running_per_model
+        limit = self.limits.get(model, self._default_limit)
+        return self._running_by_model.get(model, 0) < limit
+
+    def set_limit(self, model: str, limit: int) -> None:
+        """Limit the concurrent inferences of a model, and admit those that wait for a higher limit."""
+        limit = min(limit, self._max_running)
+        self.limits[model] = limit
+        self._metrics.model_limit.labels(model).set(limit)
+        while self.queue and self.running < self._max_running and self._admit_next():
+            pass
 
     def try_acquire(self, model: str) -> bool:
         """Take a slot if one is free, to be given back with `release`.
@@ -192,7 +203,8 @@ class AdmissionQueue:
         This overtakes no waiting request of the model: requests wait only while it has no free slot.
         """
         running = self._running_by_model.get(model, 0)
-        if self.running >= self._max_running or running >= self._max_running_per_model:
+        limit = self.limits.get(model, self._default_limit)
+        if self.running >= self._max_running or running >= limit:
             return False
         self.running += 1
         self._running_by_model[model] = running + 1
@@ -263,7 +275,8 @@ class AdmissionQueue:
 
     def is_crowded(self, model: str) -> bool:
         """Return whether requests of the model wait, or half of its slots are taken."""
-        is_half_taken = 2 * self._running_by_model.get(model, 0) > self._max_running_per_model
+        limit = self.limits.get(model, self._default_limit)
+        is_half_taken = 2 * self._running_by_model.get(model, 0) > limit
         return is_half_taken or model in self.queue.models
 
     @property
@@ -281,16 +294,19 @@ class AdmissionQueue:
             del self._running_by_model[model]
         if self.record_use is not None:
             self.record_use(model, caller)
+        # One slot became free. After a limit was lowered, it may be one too many.
         if self.queue:
             self._admit_next()
 
-    def _admit_next(self) -> None:
-        """Admit the next waiter whose model has a free slot; a release frees one slot only."""
+    def _admit_next(self) -> bool:
+        """Admit the next waiter whose model has a free slot; return whether there was one."""
         waiter = self.queue.take_next(self.has_room)
-        if waiter is not None:
-            self.running += 1
-            self._running_by_model[waiter.model] = self._running_by_model.get(waiter.model, 0) + 1
-            waiter.admitted.set_result(None)
+        if waiter is None:
+            return False
+        self.running += 1
+        self._running_by_model[waiter.model] = self._running_by_model.get(waiter.model, 0) + 1
+        waiter.admitted.set_result(None)
+        return True
 
 
 class Departures:

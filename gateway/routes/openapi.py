@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from gateway.callers import Priority
 from gateway.media_types import EVENT_STREAM, JSON, NDJSON
 from gateway.tensors.codecs import BINARY_SCHEMA, STRING_SCHEMA
 from gateway.tensors.schema import Schema, build_object_schema
@@ -66,6 +67,11 @@ REQUEST_HEADER_PARAMETERS = [
     TIMEOUT_PARAMETER,
     build_header_parameter(
         "X-Request-ID", "ID of the request in the response and in the logs.", STRING_SCHEMA
+    ),
+    build_header_parameter(
+        "X-Priority",
+        "The request's priority while requests wait, if it is lower than the caller's.",
+        {"type": "string", "enum": [priority.name for priority in Priority]},
     ),
 ]
 

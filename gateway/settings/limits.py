@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field, ValidationInfo, field_validator
+from typing import Literal
+
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationInfo, field_validator
 
 from gateway.settings.values import PositiveSeconds
 
@@ -26,8 +28,9 @@ class LimitSettings(BaseModel):
     """Number of threads that decode images; 0 means one per core, four at most."""
     max_inflight: int = Field(2048, gt=0)
     """Maximum number of concurrent inferences in each process."""
-    max_model_inflight: int = Field(0, ge=0)
-    """Maximum number of concurrent inferences of one model; 0 means half of GATEWAY_MAX_INFLIGHT."""
+    max_model_inflight: Literal["auto"] | NonNegativeInt = 0
+    """Maximum number of concurrent inferences of one model; 0 means half of GATEWAY_MAX_INFLIGHT, and auto
+    as many as keep Triton busy with a short queue of its own."""
     max_request_inferences: int = Field(2048, gt=0, le=1 << 16)
     """Maximum number of inferences of one request: the items for a model without a batch dimension, or the
     parts of a batch above the model's max_batch_size. Each counts as a request at the rate of the key."""

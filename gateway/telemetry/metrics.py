@@ -119,6 +119,11 @@ class Metrics:
         self.queue_length = create.level(
             "gateway_queue_length", "Inferences in the admission queue by priority.", ("priority",)
         )
+        self.model_limit = create.level(
+            "gateway_model_limit",
+            "Concurrent inferences of a model that the gateway admits, if it chose the limit itself.",
+            ("model",),
+        )
         self.queue_wait = create.histogram(
             "gateway_queue_wait_seconds",
             "Time that inferences waited in the admission queue, if they had to.",

@@ -134,6 +134,8 @@ class Signature:
     steps: frozenset[str] = frozenset()  # the models of an ensemble
     # The number of classes to return by output, for requests that do not ask for another number.
     default_class_counts: Mapping[str, int] = field(default_factory=dict)
+    priority: Priority | None = None  # of callers without one
+    instances: int = 1  # on one replica
 
     @cached_property
     def supports_batching(self) -> bool:
@@ -159,11 +161,6 @@ class Signature:
 
     def has_flag(self, parameter: str, value: str = "true") -> bool:
         return self.parameters.get(parameter, "").strip().lower() == value
-
-    @property
-    def priority(self) -> Priority | None:
-        """The priority of callers without one; None if the config names none, or an unknown one."""
-        return Priority.__members__.get(self.parameters.get("gateway.priority", "").strip().lower())
 
     @property
     def title(self) -> str:
@@ -229,6 +226,8 @@ def build_signature(metadata: JsonObject, config: JsonObject, version: str = "")
         parameters=parameters,
         steps=find_ensemble_steps(config),
         default_class_counts=parse_class_counts(outputs, parameters),
+        priority=parse_priority(parameters.get("gateway.priority", "").strip()),
+        instances=count_instances(config),
     )
 
 
@@ -280,6 +279,20 @@ def build_tensor_spec(
         has_labels=bool(config.get("label_filename")),
         examples=parse_examples(hint("examples"), hint("example"), f"gateway.examples.{name}"),
     )
+
+
+def count_instances(config: JsonObject) -> int:
+    """Return the instances of the model: the count of a group holds for each of its GPUs."""
+    groups = config.get("instance_group") or ()
+    return sum(group.get("count", 1) * max(len(group.get("gpus", ())), 1) for group in groups) or 1
+
+
+def parse_priority(text: str) -> Priority | None:
+    if text and text not in Priority.__members__:
+        raise build_hint_error(
+            text, "gateway.priority", f"one of {', '.join(Priority.__members__)}"
+        )
+    return Priority[text] if text else None
 
 
 def check_content_type(text: str, key: str) -> str:

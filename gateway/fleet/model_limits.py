@@ -1,0 +1,147 @@
+"""The limit of concurrent inferences of a model, found from what Triton says about its own queue.
+
+Triton's dynamic batcher makes the usual signal, round-trip times that rise, useless: they rise with the load
+long before a model is busy. The ratio of the time that requests wait in Triton to the time that they are
+computed does not: near 1.5, the next batch is always there, and what waits longer waits in the gateway, where
+priorities can reorder it. A limit grows by additions and shrinks by a factor, as a window of TCP does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Final
+
+import orjson
+
+from gateway.capacity.admission import AdmissionQueue
+from gateway.errors import GatewayError
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.signatures import SignatureCache
+from gateway.fleet.statistics import FleetStatistics
+from gateway.tasks import repeat
+from gateway.tensors.signature import Signature
+from gateway.triton.request_target import RequestTarget
+
+INTERVAL_S: Final = 1.0
+STATISTICS_TIMEOUT_S: Final = 2.0
+MAX_MODELS: Final = 32  # that are adjusted at each interval
+WANTED_RATIO: Final = 1.5
+TOLERANCE: Final = 1.2
+MIN_SAMPLES: Final = 5
+GROWTH: Final = 0.1
+REDUCTION: Final = 0.85
+MIN_LIMIT: Final = 2
+COMPUTE_PHASES: Final = ("compute_input", "compute_infer", "compute_output")
+
+
+@dataclass(frozen=True)
+class QueueTimes:
+    """What Triton has counted for a model: inferences, and the nanoseconds that they waited and ran."""
+
+    count: int = 0
+    waited_ns: int = 0
+    computed_ns: int = 0
+
+    def __sub__(self, other: QueueTimes) -> QueueTimes:
+        return QueueTimes(
+            self.count - other.count,
+            self.waited_ns - other.waited_ns,
+            self.computed_ns - other.computed_ns,
+        )
+
+    @property
+    def ratio(self) -> float:
+        return self.waited_ns / max(self.computed_ns, 1)
+
+
+def choose_limit(limit: int, min_limit: int, times: QueueTimes, *, is_reached: bool) -> int:
+    """Return the next limit after an interval with these times.
+
+    A limit that the requests did not reach does not grow: nothing shows that more would be of use.
+    """
+    if times.count < MIN_SAMPLES:
+        return limit
+    if times.ratio > WANTED_RATIO * TOLERANCE:
+        return max(int(limit * REDUCTION), min_limit)
+    if times.ratio < WANTED_RATIO and is_reached:
+        return limit + max(int(limit * GROWTH), 1)
+    return limit
+
+
+def choose_first_limit(signature: Signature) -> int:
+    """Return two batches, or without batching two inferences, for each instance."""
+    return max(2 * max(signature.max_batch_size, 1) * signature.instances, MIN_LIMIT)
+
+
+def parse_queue_times(document: bytes) -> QueueTimes:
+    """Return the sums over the versions of a model, from an answer of the statistics extension."""
+    versions = [each["inference_stats"] for each in orjson.loads(document)["model_stats"]]
+
+    def add_up(phase: str, field: str) -> int:
+        return sum(version.get(phase, {}).get(field, 0) for version in versions)
+
+    return QueueTimes(
+        add_up("queue", "count"),
+        add_up("queue", "ns"),
+        sum(add_up(phase, "ns") for phase in COMPUTE_PHASES),
+    )
+
+
+class ModelLimits:
+    """Adjusts the limits of the models that fill theirs."""
+
+    def __init__(
+        self,
+        admission: AdmissionQueue,
+        pool: ReplicaPool,
+        statistics: FleetStatistics,
+        signatures: SignatureCache,
+    ) -> None:
+        self._admission = admission
+        self._pool = pool
+        self._statistics = statistics
+        self._signatures = signatures
+        self._times: dict[str, QueueTimes] = {}
+
+    async def run(self) -> None:
+        async def adjust() -> None:
+            await asyncio.sleep(INTERVAL_S)
+            await asyncio.gather(*map(self._adjust, self._list_crowded()))
+
+        await repeat("model_limits", adjust)
+
+    def _list_crowded(self) -> list[str]:
+        """Return the models with the most waiting requests; forget the times of the others."""
+        admission = self._admission
+        crowded = [model for model in admission.count_all_requests() if admission.is_crowded(model)]
+        crowded.sort(key=admission.count_requests, reverse=True)
+        del crowded[MAX_MODELS:]
+        for model in self._times.keys() - set(crowded):
+            del self._times[model]
+        return crowded
+
+    async def _adjust(self, model: str) -> None:
+        admission = self._admission
+        signature = self._signatures.find_or_start_reading(model)
+        if signature is None:
+            return
+        is_reached = model in admission.queue.models
+        limit = admission.limits.get(model)
+        if limit is None:
+            limit = choose_first_limit(signature) * self._count_replicas()
+        target = RequestTarget(model, timeout_s=STATISTICS_TIMEOUT_S)
+        try:
+            times = parse_queue_times(await self._statistics.read(target))
+        except GatewayError:
+            return
+        before = self._times.get(model)
+        self._times[model] = times
+        if before is not None:
+            min_limit = max(signature.max_batch_size, MIN_LIMIT)
+            limit = choose_limit(limit, min_limit, times - before, is_reached=is_reached)
+        admission.set_limit(model, limit)
+
+    def _count_replicas(self) -> int:
+        replicas = self._pool.replicas.values()
+        return max(sum(map(self._pool.accepts_requests, replicas)), 1)
