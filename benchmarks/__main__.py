@@ -26,6 +26,7 @@ from benchmarks import (
     grpc_calls,
     hot_path,
     idle,
+    overload,
     page,
     peers,
     perf_analyzer,
@@ -254,11 +255,16 @@ SUITES = {
     "streams": streams.table,
     "grpc": grpc_calls.table,
 }
-WITHOUT_TRITON = {"hot-path": hot_path.table, "fleet": fleet.table, "idle": idle.table}
+WITHOUT_TRITON = {
+    "hot-path": hot_path.table,
+    "fleet": fleet.table,
+    "idle": idle.table,
+    "overload": overload.table,
+}
 ALL_SUITES = (*SUITES, *WITHOUT_TRITON)
 # The suites that judge a row, or that the page about performance shows.
 QUICK_SUITES = {*(row.suite for row in verdicts.ROWS), "instant", "latency"}
-QUICK_SECONDS, QUICK_COUNT = 1.0, 3
+QUICK_SECONDS, QUICK_COUNT = 1, 3
 
 
 def measure_suites(names: Sequence[str], run: Run) -> Iterator[str]:
@@ -289,7 +295,7 @@ def choose_suites(only: str, *, quick: bool) -> list[str]:
     ]
 
 
-def main(seconds: float = 3.0, count: int = 5, only: str = "", quick: bool = False) -> None:
+def main(seconds: int = 3, count: int = 5, only: str = "", quick: bool = False) -> None:
     """Measure, print the tables and compare the measures with their limits; exit with 1 if one fails.
 
     A run of all suites also writes benchmarks/results.md, benchmarks/results.json, and
@@ -307,13 +313,17 @@ def main(seconds: float = 3.0, count: int = 5, only: str = "", quick: bool = Fal
         f"\n{today}. The machine is shared; only ratios count.",
         f"\n{str(__doc__).partition(chr(10))[2].strip()}",
     ]
+    lines = []
     try:
-        lines = list(measure_suites(names, run))
+        for line in measure_suites(names, run):
+            lines.append(line)
+            print(line, flush=True)
     except KeyboardInterrupt:
+        names = [row.suite for row in verdicts.ROWS if row.name in run.ratios]
+        print("\n".join(verdicts.format_verdicts(run.ratios, names)))
         sys.exit(INTERRUPTED)
     judged = list(verdicts.format_verdicts(run.ratios, names))
     text = "\n".join([*head, *judged, *lines]) + "\n"
-    print(text)
     if not only:
         results.write_measured(results.describe_run(run))
         page.write_page(results.read_measured())
