@@ -37,7 +37,7 @@ COMPUTE_PHASES: Final = ("compute_input", "compute_infer", "compute_output")
 
 @dataclass(frozen=True)
 class QueueTimes:
-    """What Triton has counted for a model: inferences, and the nanoseconds that they waited and ran."""
+    """Triton's counts of a model: inferences, and the nanoseconds that they waited and were computed."""
 
     count: int = 0
     waited_ns: int = 0
