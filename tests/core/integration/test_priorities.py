@@ -1,0 +1,70 @@
+"""Priorities on a real Triton: who is served first while requests wait for one place."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gateway.embedded.supervisor import EmbeddedTriton
+from tests.support.errors import assert_error
+from tests.support.keys import bearer, entry, written
+from tests.support.metrics import metric
+from tests.support.model_zoo.zoo import CANCELLABLE, Zoo
+from tests.support.servers import gateway_before
+from tests.support.wait import wait_until
+
+USER, BATCH = "tgw_user-secret", "tgw_batch-secret"
+PATH = f"/v1/models/{CANCELLABLE.name}/infer"
+WAITING = 'gateway_queue_length{priority="background"}'
+
+
+@pytest.fixture(scope="module")
+def narrow(
+    zoo_triton: EmbeddedTriton,
+    zoo_as_written: Zoo,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[httpx.Client]:
+    """A gateway that runs one inference at a time."""
+    keys = [
+        entry(USER, "infer", "metrics", priority="interactive"),
+        entry(BATCH, "infer", priority="background"),
+    ]
+    file: Path = written(tmp_path_factory.mktemp("priorities") / "keys.yaml", keys)
+    zoo_as_written.load(CANCELLABLE.name)
+    settings = {"keys_file": str(file), "max_model_inflight": "1", "max_queue": "16"}
+    with gateway_before(zoo_triton.options.url, **settings) as client:
+        client.headers.update(bearer(USER))
+        yield client
+
+
+def test_interactive_request_overtakes_those_that_wait_in_the_background(
+    narrow: httpx.Client,
+) -> None:
+    order: list[str] = []
+    lock = threading.Lock()
+
+    def infer(key: str, seconds: float) -> None:
+        response = narrow.post(PATH, json={"inputs": seconds}, headers=bearer(key))
+        assert response.status_code == 200, response.text
+        with lock:
+            order.append(key)
+
+    with ThreadPoolExecutor(8) as threads:
+        calls = [threads.submit(infer, BATCH, 1.0)]
+        calls += [threads.submit(infer, BATCH, 0.01) for _ in range(4)]
+        wait_until(lambda: metric(narrow, WAITING) == 4)
+        calls.append(threads.submit(infer, USER, 0.01))
+        for call in calls:
+            call.result()
+    assert order.index(USER) == 1
+
+
+def test_unknown_priority_is_refused(narrow: httpx.Client) -> None:
+    headers = {"X-Priority": "urgent"}
+    response = narrow.post(PATH, json={"inputs": 0.01}, headers=headers)
+    assert_error(response, 400, "MALFORMED_REQUEST", "'urgent', which is not one of background,")
