@@ -120,8 +120,11 @@ def find_rates(load: float) -> dict[Priority, float]:
     }
 
 
-async def send_load(url: str, load: float) -> dict[Priority, Served]:
-    """Send requests at their times; return what became of those after the warm-up."""
+async def send_load(url: str, load: float) -> tuple[dict[Priority, Served], float]:
+    """Send requests at their times.
+
+    Returns what became of those after the warm-up, and the seconds in which they were sent.
+    """
     served: dict[Priority, Served] = defaultdict(Served)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(limits=limits, timeout=3 * TIMEOUT_S) as client:
@@ -147,11 +150,15 @@ async def send_load(url: str, load: float) -> dict[Priority, Served]:
 
         started_at = time.perf_counter()
         tasks = []
+        measured_from = started_at
         for at, priority in list_arrivals(find_rates(load), WARM_UP_S + MEASURED_S):
             await asyncio.sleep(max(at - (time.perf_counter() - started_at), 0))
+            if at <= WARM_UP_S:
+                measured_from = time.perf_counter()
             tasks.append(asyncio.create_task(send(priority, is_measured=at > WARM_UP_S)))
+        sent_s = time.perf_counter() - measured_from
         await asyncio.gather(*tasks)
-    return served
+    return served, sent_s
 
 
 def table(stack: ExitStack, run: Run) -> Iterator[str]:
@@ -180,13 +187,13 @@ def table(stack: ExitStack, run: Run) -> Iterator[str]:
         with servers.gateway(triton.options.url, 1, environment) as (url, _):
             for load in LOADS:
                 run.report(0, f"{limit} limit, {load:g} × capacity")
-                served = asyncio.run(send_load(url, load))
-                yield format_row(limit, load, served)
+                served, sent_s = asyncio.run(send_load(url, load))
+                yield format_row(limit, load, served, sent_s)
 
 
-def format_row(limit: str, load: float, served: Mapping[Priority, Served]) -> str:
+def format_row(limit: str, load: float, served: Mapping[Priority, Served], sent_s: float) -> str:
     answered = sum(len(each.latencies_ms) for each in served.values())
-    possible = min(load, 1.0) * CAPACITY * MEASURED_S
+    possible = min(load, 1.0) * CAPACITY * sent_s
     cells = [limit, f"{load:g} ×", f"{answered / possible:.0%}"]
     for priority in sorted(Priority, reverse=True):
         each = served[priority]
