@@ -20,10 +20,10 @@ class Limits:
     folders: int = 17
     modules: int = 18  # at the top
     files_in_folder: int = 21
-    core_files: int = 177
-    core_lines: int = 28_130
+    core_files: int = 179
+    core_lines: int = 28_736
     capability_lines: int = 3_957
-    lines: int = 48_615
+    lines: int = 49_219
 
 
 @dataclass(frozen=True)
