@@ -23,10 +23,10 @@ from gateway.capacity.decoding.executor import DecodeExecutor
 from gateway.fleet.discovery import ReplicaSource, create_tls_context, parse_replica_source
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.inference import InferenceService
+from gateway.fleet.model_limits import ModelLimits
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.statistics import FleetStatistics
-from gateway.inference.model_limits import ModelLimits
 from gateway.memory import (
     MAX_FREE_HEAP_BYTES,
     MemoryBudget,

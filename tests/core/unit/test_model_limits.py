@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from gateway.inference.model_limits import QueueTimes, choose_limit, parse_queue_times
+from gateway.fleet.model_limits import QueueTimes, choose_limit, parse_queue_times
 
 
 @pytest.mark.parametrize(
