@@ -21,9 +21,9 @@ class Limits:
     modules: int = 18  # at the top
     files_in_folder: int = 21
     core_files: int = 179
-    core_lines: int = 28_736
+    core_lines: int = 28_744
     capability_lines: int = 3_957
-    lines: int = 49_219
+    lines: int = 49_240
 
 
 @dataclass(frozen=True)

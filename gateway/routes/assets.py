@@ -33,16 +33,24 @@ class Asset:
 def load_assets(folder: Path, **placeholders: str) -> dict[str, Asset]:
     """Return the assets by their path in the folder. HTML may contain {{version}} and {{a placeholder}}."""
     assets: dict[str, Asset] = {}
-    texts = {"version": __version__, **placeholders}
     for path in folder.rglob("*"):
         if content_type := ASSET_CONTENT_TYPES.get(path.suffix):
-            body = path.read_bytes()
+            asset = create_asset(path.read_bytes(), content_type)
             if path.suffix == ".html":
-                for name, text in texts.items():
-                    body = body.replace(f"{{{{{name}}}}}".encode(), text.encode())
-            etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-            assets[path.relative_to(folder).as_posix()] = Asset(body, content_type, etag)
+                asset = fill_placeholders(asset, version=__version__, **placeholders)
+            assets[path.relative_to(folder).as_posix()] = asset
     return assets
+
+
+def create_asset(body: bytes, content_type: str) -> Asset:
+    return Asset(body, content_type, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+
+
+def fill_placeholders(asset: Asset, **texts: str) -> Asset:
+    body = asset.body
+    for name, text in texts.items():
+        body = body.replace(f"{{{{{name}}}}}".encode(), text.encode())
+    return create_asset(body, asset.content_type)
 
 
 def build_asset_response(request: Request, asset: Asset, security_policy: str) -> Response:

@@ -7,12 +7,12 @@ from html import escape
 from pathlib import Path
 from typing import Final
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from pydantic import HttpUrl
 
 from gateway.errors import NotFound
 from gateway.messages import quote_text
-from gateway.routes.assets import build_asset_response, load_assets
+from gateway.routes.assets import Asset, build_asset_response, fill_placeholders, load_assets
 from gateway.routes.root import get_root
 from gateway.tensors.outputs import list_accepted_types
 
@@ -25,6 +25,11 @@ UI_SECURITY_POLICY: Final = (
 IMPORT: Final = re.compile(r'^import .*from "\./(\w+\.js)";$', re.MULTILINE)
 FIRST_MODULES: Final = ("main.js", "try.js")  # of the first view
 STATIC: Final = Path(__file__).parent / "static"
+# Parts of the page that use capabilities, which can be absent, and a path of each.
+FEATURES: Final = {
+    "files": "/v1/models/{model}/files",
+    "labels": "/v1/models/{model}/labels/{label}",
+}
 HTML_TYPE: Final = "text/html"
 PAGE_METHODS: Final = ["GET", "HEAD"]
 
@@ -36,6 +41,7 @@ class PageRoutes:
         self._assets = load_assets(
             STATIC, documentation=render_link(documentation_url), modules=render_preloads()
         )
+        self._page: Asset | None = None
         self.router = APIRouter(include_in_schema=False)
         self.router.add_api_route("/", self.get_page, methods=PAGE_METHODS)
         self.router.add_api_route("/static/{name:path}", self.get_static_file, methods=PAGE_METHODS)
@@ -43,8 +49,10 @@ class PageRoutes:
     async def get_page(self, request: Request) -> Response:
         """Return the page if `Accept` contains `text/html`, else what a program gets."""
         if HTML_TYPE in list_accepted_types(request.headers.get("accept", "")):
-            page = self._assets["index.html"]
-            response = build_asset_response(request, page, UI_SECURITY_POLICY)
+            if self._page is None:
+                features = " ".join(find_features(request.app))
+                self._page = fill_placeholders(self._assets["index.html"], features=features)
+            response = build_asset_response(request, self._page, UI_SECURITY_POLICY)
         else:
             response = await get_root()
         response.headers["Vary"] = "Accept"
@@ -54,6 +62,11 @@ class PageRoutes:
         if name not in self._assets:
             raise NotFound(f"the page has no file {quote_text(name)}")
         return build_asset_response(request, self._assets[name], UI_SECURITY_POLICY)
+
+
+def find_features(app: FastAPI) -> list[str]:
+    paths = {getattr(route, "path", "") for route in app.routes}
+    return [feature for feature, path in FEATURES.items() if path in paths]
 
 
 def render_preloads() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import re
@@ -47,10 +46,8 @@ from tests.support.wait import wait_until
 pytestmark = pytest.mark.skipif(not browser.is_installed(), reason=browser.MISSING)
 IMAGES = ROOT / "docs" / "images"
 AXE = ROOT / "tests" / "data" / "axe-core" / "axe.min.js"
-# Drawn as a person would, from the middle of the sheet.
-SEVEN = ((-70, -80), (0, -82), (60, -80), (30, -10), (0, 50), (-20, 90))
 KEPT = ("pair", "optional", "nchw", "picture", "single_BYTES")
-MAX_FIRST_REQUESTS = 35  # until the first model can be tried
+MAX_FIRST_REQUESTS = 15  # until the first model can be tried
 # What is typed for a tensor of a shape, and what is sent or said.
 TYPED: tuple[tuple[str, list[int], str], ...] = (
     ("9223372036854775807", [1], "9223372036854775807"),  # which JavaScript cannot count to
@@ -161,7 +158,7 @@ def command(page: browser.Page, words: str = "curl") -> str:
 
 def draw_a_seven(page: browser.Page, origin: str) -> None:
     page.open(origin, "#try/ensemble")
-    page.drag("canvas", *SEVEN)
+    page.drag("canvas", *browser.SEVEN)
     page.click("#infer")
     assert best_label(page) == "7"
 
@@ -178,7 +175,7 @@ def take_pictures(page: browser.Page, folder: str) -> None:
         url = str(client.base_url)
         page.driver.set_window_size(1440, 1040)
         page.open(url, "#try/ensemble")
-        page.drag("canvas", *SEVEN)
+        page.drag("canvas", *browser.SEVEN)
         for count in (1, 2):  # the first request to a model is a slow one
             page.click("#infer")
             page.until(lambda: len(page.all("#history-list li")) == count, "an answer")  # noqa: B023
@@ -230,9 +227,9 @@ def test_image_is_chosen_dropped_or_pasted(page: browser.Page, demo_url: str) ->
     page.click("#infer")
     assert best_label(page) == "3"
     assert "@three.jpg -H 'Content-Type: image/jpeg'" in command(page)
-    drop_files(page, ".drop", **{"broken.png": b"no image"})
+    page.drop_files(".drop", **{"broken.png": b"no image"})
     page.see(".thumbnails .tile", "PNG\ncannot be shown")
-    drop_files(page, ".drop", **{"it's a seven.png": (IMAGES / "seven.png").read_bytes()})
+    page.drop_files(".drop", **{"it's a seven.png": (IMAGES / "seven.png").read_bytes()})
     page.see(".drop", "it's a seven.png")
     page.click("#infer")
     page.until(lambda: page.text("#response-body .scores tbody th") == "7", "a seven")
@@ -332,14 +329,14 @@ def test_model_is_unloaded_and_loaded_with_a_report_of_each_replica(
     buttons = f'#models tr[data-key="{model}"] button'
     page.find("#models tbody tr")
     page.see("#fleet-notice", "administrator's key")
-    assert not visible_tags(page, f"{buttons}, #upload-form")  # which this key may not use
+    assert not visible_tags(page, f"{buttons}, #upload-open")  # which this key may not use
     page.click("#fleet-notice button")
     page.type("#key", f"{ADMIN}\n")
     page.find(buttons)
-    page.find("#upload-form")
+    page.find("#upload-open")
     page.all(buttons)[1].click()
-    page.see("#unload-dialog", model)
-    page.click("#unload-form button.main")
+    page.see("#confirm-dialog", model)
+    page.click("#confirm-button")
     row = f'#models tr[data-key="{model}"]'
     assert "UNAVAILABLE" in page.see(f"{row} .report", "Is unloaded on every replica")
     page.see("#toasts", f"{model} is unloaded on every replica.")
@@ -383,6 +380,25 @@ def test_model_that_is_not_loaded_can_be_loaded_by_an_administrator(
     assert not faults(page)
 
 
+@pytest.mark.long
+def test_replica_is_drained_and_returned(page: browser.Page, triton: tuple[str, Names]) -> None:
+    page.refusals = {409}
+    other = triton[0].replace("127.0.0.1", "localhost")  # the same Triton, by another name
+    with gateway_of(page, triton[0], other) as client:
+        page.open(str(client.base_url), "#fleet")
+        first = ".replica[data-key^='127.0.0.1']"
+        page.see(first, "Up")
+        page.click(f"{first} [data-action=drain]")
+        page.see("#toasts", "is drained")
+        page.see(first, "cordoned")
+        assert page.all(f"{first} .probes span")
+        assert not faults(page)
+        page.click(".replica:not([data-key^='127.0.0.1']) [data-action=cordon]")
+        page.see("#toasts .bad", "localhost")  # the last one is not cordoned
+        page.click(f"{first} [data-action=uncordon]")
+        page.see("#toasts", "gets requests again")
+
+
 @pytest.fixture(scope="module")
 def uploads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a gateway with keys and an empty repository, and of its Triton."""
@@ -404,32 +420,14 @@ def visible_tags(page: browser.Page, css: str) -> list[str]:
     return [one.tag_name for one in page.all(css) if one.is_displayed()]
 
 
-def drop_files(page: browser.Page, zone: str, **files: bytes) -> None:
-    """Drop files on an element, as a person would."""
-    page.run(
-        """
-        const dropped = new DataTransfer();
-        for (const [name, text] of Object.entries(arguments[1])) {
-            const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
-            const type = name.endsWith(".png") ? "image/png" : "";
-            dropped.items.add(new File([bytes], name, {type}));
-        }
-        const zone = document.querySelector(arguments[0]);
-        zone.dispatchEvent(new DragEvent("drop", {dataTransfer: dropped, bubbles: true, cancelable: true}));
-        """,
-        zone,
-        {name: base64.b64encode(content).decode() for name, content in files.items()},
-    )
-
-
 @pytest.mark.long
 def test_dropped_model_is_uploaded_with_an_administrators_key(
     page: browser.Page, uploads: str
 ) -> None:
     page.refusals = {403}
     page.open(uploads, "#fleet", key=ADMIN)
-    page.find("#upload-form")
-    drop_files(page, "#upload-form", **{"my digits.onnx": FIRST})
+    page.find("#upload-open")
+    page.drop_files("#tiles", **{"my digits.onnx": FIRST})  # anywhere
     page.see("#upload-selected", f"my digits.onnx, {len(FIRST)} bytes")
     assert page.run("return document.activeElement.id + document.activeElement.value") == (
         "upload-namemy_digits"
@@ -437,20 +435,61 @@ def test_dropped_model_is_uploaded_with_an_administrators_key(
     page.type("#upload-name", Keys.ENTER)
     page.see("#upload-result", "my_digits version 1 is loaded. Try it Its API")
     links = [link.get_attribute("href") for link in page.all("#upload-result a")]
-    assert links == [f"{page.origin}/#try/my_digits", f"{page.origin}/docs?model=my_digits"]
+    assert links == [f"{page.origin}/#try/my_digits", f"{page.origin}/#api/my_digits"]
     page.see('#models tr[data-key="my_digits"]', "Ready")
     assert not faults(page)
     headers = {"Authorization": f"Bearer {ADMIN}"}
     body = {"inputs": {"X": [1, 2]}}
     answer = httpx.post(f"{uploads}/v1/models/my_digits/infer", json=body, headers=headers)
     assert answer.json()["outputs"]["Y"] == [2, 3]
-    drop_files(page, "#upload-form", **{"my digits.onnx": SECOND})
-    page.see("#upload-existing", "my_digits exists: this becomes its next version")
+    page.drop_files("#upload-form", **{"my digits.onnx": SECOND})
+    page.see("#upload-existing-text", "my_digits exists: this becomes its next version")
     page.click("#upload-store-only")
     page.click("#upload-start")
     page.see("#upload-result", "my_digits version 2 is stored.")
+    page.click("#upload-close")
     answer = httpx.post(f"{uploads}/v1/models/my_digits/infer", json=body, headers=headers)
     assert answer.json()["outputs"]["Y"] == [2, 3]
+
+
+@pytest.mark.long
+def test_folder_is_uploaded_and_its_files_are_listed_downloaded_and_deleted(
+    page: browser.Page, uploads: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "in a folder"
+    for version, network in {"1": FIRST, "2": SECOND}.items():
+        (folder / version).mkdir(parents=True)
+        (folder / version / "model.onnx").write_bytes(network)
+    page.open(uploads, "#fleet", key=ADMIN)
+    page.click("#upload-open")
+    page.select_files("#upload-folder", folder)
+    page.see("#upload-selected", "in a folder, 2 files, ")
+    assert not faults(page)
+    page.click("#upload-start")
+    page.see("#upload-result", "in_a_folder version 2 is loaded.")
+    download = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    page.driver.execute_cdp_cmd("Browser.setDownloadBehavior", download)
+    page.open(uploads, "#files/in_a_folder", key=ADMIN)
+    assert f"{len(FIRST)} bytes" in page.see("[data-version='1']", "1/model.onnx")
+    assert not faults(page)
+    page.click("[data-version='1'] tbody button")
+    page.until((tmp_path / "model.onnx").exists, "the file")
+    assert (tmp_path / "model.onnx").read_bytes() == FIRST
+    page.click("[data-version='1'] .card-head button")
+    page.see("#confirm-dialog", "Delete version 1 of in_a_folder?")
+    page.click("#confirm-button")
+    page.until(lambda: not page.all("[data-version='1']"), "one version")
+    page.click("#version-upload")
+    assert page.text("#upload-heading") == "Upload a version of in_a_folder"
+    page.drop_files("#upload-dialog", **{"other.onnx": FIRST})
+    page.click("#upload-start")
+    page.see("#upload-result", "in_a_folder version 3 is loaded.")
+    page.click("#upload-close")
+    page.see("[data-version='3']", "3/model.onnx")
+    page.click("#files-body > .card-head .danger")
+    page.click("#confirm-button")
+    page.see("#toasts", "in_a_folder is deleted.")
+    page.until(lambda: not page.all('#models tr[data-key="in_a_folder"]'), "no model")
 
 
 @pytest.mark.long
@@ -459,16 +498,16 @@ def test_refused_upload_says_why_and_can_be_sent_again(
 ) -> None:
     page.refusals = {422}
     page.open(uploads, "#fleet", key=ADMIN)
-    page.find("#upload-form")
-    drop_files(page, "#upload-form", a=b"1", b=b"2")
+    page.find("#upload-open")
+    page.drop_files("#tiles", a=b"1", b=b"2")
     page.see("#upload-result", "Drop one file")
-    drop_files(page, "#upload-form", **{"words.onnx": b"no network"})
+    page.drop_files("#upload-form", **{"words.onnx": b"no network"})
     page.click("#upload-start")
     page.see("#upload-result", "'words.onnx' is not a .onnx file")
     assert page.find("#upload-result").get_attribute("role") == "status"
     assert not faults(page)
     (tmp_path / "words.onnx").write_bytes(SECOND)
-    page.type("#upload-file", str(tmp_path / "words.onnx"))
+    page.select_files("#upload-file", tmp_path / "words.onnx")
     page.find("#upload-name").clear()
     page.click("#upload-start")
     page.see("#upload-result", "Enter a name for the model.")
@@ -481,12 +520,12 @@ def test_large_upload_shows_its_progress_and_can_be_cancelled(
     page: browser.Page, uploads: str
 ) -> None:
     page.open(uploads, "#fleet", key=ADMIN)
-    page.find("#upload-form")
+    page.find("#upload-open")
     page.run(
         """
         const dropped = new DataTransfer();
         dropped.items.add(new File(Array(256).fill(new Uint8Array(1 << 20)), "large.plan"));
-        const zone = document.querySelector("#upload-form");
+        const zone = document.querySelector("#tiles");
         zone.dispatchEvent(new DragEvent("drop", {dataTransfer: dropped, bubbles: true, cancelable: true}));
         """
     )
@@ -521,8 +560,8 @@ async def test_pending_load_of_a_missing_model_is_shown_and_can_be_cancelled(
         row = '#models tr[data-key="lost"]'
         page.see(row, "load pending")
         page.click(f"{row} button:nth-of-type(2):enabled")
-        page.see("#unload-dialog", "lost")
-        page.click("#unload-form button.main")
+        page.see("#confirm-dialog", "lost")
+        page.click("#confirm-button")
         page.see("#toasts", "is unloaded on every replica")
         page.until(lambda: not page.all(row), "the row of a model that nobody wants to go")
 
@@ -602,7 +641,7 @@ def test_streamed_responses_are_shown_as_they_arrive(
     page.type(f"{renamed.input('COUNT')} input[type=number]", "50000")
     page.type(f"{renamed.input('SECONDS')} input[type=number]", "0.02")
     page.click("#infer")
-    page.until(lambda: len(page.all("#events > li")) >= 3, "three answers")
+    page.until(lambda: len(page.all("#pieces > li")) >= 3, "three answers")
     page.see("#response-state", "so far")
     assert page.text("#curl").startswith("curl -sN ")
     page.click("#stop")
@@ -629,6 +668,16 @@ def test_live_view_shows_rates_and_latencies(page: browser.Page, renamed: Rename
     # No digits that the buckets of the histogram do not have: 10–25, < 1.
     assert re.search(r" (< \d+(\.\d+)?|\d+(\.\d+)?–\d+(\.\d+)?)( |$)", row)
     page.see("#live-now", "requests/s")
+    # The points stay while another view is shown.
+    count = "return document.querySelectorAll('#by-model tbody tr').length"
+    page.run("location.hash = 'fleet'")
+    page.choose("off", "#state-filter")
+    page.until(
+        lambda: {row.text for row in page.all("#models .state")} == {"", "Not loaded"}, "off"
+    )
+    page.run("location.hash = 'live'")
+    page.choose("3600")
+    assert page.run(count) == 1
 
 
 @pytest.mark.long
@@ -646,6 +695,7 @@ def test_versions_of_a_split_are_shown_with_their_shares(
             page.open(url, "#fleet")
             labels = "canary 1 (90 %), 2 (10 %), shadow 3; stable 1"
             page.see(f'#models tr[data-key="{versioned.NAME}"]', labels)
+            set_label(page, url)
             page.open(url, "#live")
 
             def is_counted() -> bool:
@@ -658,6 +708,30 @@ def test_versions_of_a_split_are_shown_with_their_shares(
             table = page.see("#by-version tbody", "canary 10 %")
             assert re.search(r"split 1 canary 90 %, stable \d+\.\d \d+\.\d", table)
             assert re.search(r"split 2 canary 10 % \d+\.\d \d+\.\d", table)
+
+
+def set_label(page: browser.Page, url: str) -> None:
+    """Try a version, and set and delete a label, in the view of the versions."""
+    page.open(url, f"#versions/{versioned.NAME}")
+    found = page.until(lambda: page.all("#version-list tbody tr"), "rows")
+    rows = [" ".join(row.text.split()) for row in found]
+    assert rows == [
+        "v3 Ready shadow of canary Try",
+        "v2 Ready canary 10 % Try",
+        "v1 Ready canary 90 % stable Try",
+    ]
+    assert not faults(page)
+    page.click("#label-form .main")
+    page.see("#label-form", "Enter a name for the label.")
+    page.type("#label-name", "next")
+    page.click("#label-form .main")
+    row = "#label-list tr[data-label-name=next]"
+    page.see(row, "3")
+    page.click(f"{row} button")
+    page.click("#confirm-button")
+    page.until(lambda: not page.all(row), "no label")
+    page.click("#version-list tbody tr:nth-child(2) a")
+    page.see("#curl", "versions/2/infer")
 
 
 @pytest.mark.long
@@ -811,7 +885,7 @@ def test_code_of_each_language_sends_the_same_request(
     assert "some text" not in page.see("#curl", "The ship left")  # the sample stands in
     page.type("textarea", 'it\'s a "text" \\ of {words} $HOME')
     page.click("#tab-python")
-    python = page.see("#curl", "requests.post")
+    python = page.see("#curl", "from gateway.client import Client")
     page.click("#tab-javascript")
     javascript = page.see("#curl", "fetch(")
     page.click("#tab-curl")
@@ -840,6 +914,16 @@ def test_earlier_request_of_the_session_is_shown_again(page: browser.Page, demo_
     page.see("#response-state", "earlier")
     page.see(".drop", "sample.png")
     assert page.run("return location.hash") == "#try/ensemble"
+    page.click("#compare-button")
+    page.see("#compare-hint", "Choose two requests.")
+    for index in (0, 1):
+        page.all("#history-list button")[index].click()
+    similar, digits = page.all("#comparison .card")
+    assert "384 numbers" in similar.text
+    assert digits.find_element("css selector", ".winner").text.startswith("7")
+    assert not faults(page)
+    page.click("#compare-button")
+    assert not visible_tags(page, "#comparison")
 
 
 @pytest.mark.long
@@ -978,7 +1062,7 @@ def test_steps_of_a_graph_are_arranged_by_their_inputs(page: browser.Page, demo_
     arrange = (
         "({arrangeSteps}) => arrangeSteps(given[0]).map((level) => level.map(({model}) => model))"
     )
-    assert page.module("statistics.js", arrange, steps) == [["left", "right"], ["join"]]
+    assert page.module("model.js", arrange, steps) == [["left", "right"], ["join"]]
 
 
 @pytest.mark.long
@@ -1047,11 +1131,11 @@ def test_empty_repository_shows_how_to_upload_a_model(page: browser.Page, tmp_pa
         settings = {"repository": f"file://{tmp_path}", "model_uploads": "artifacts"}
         with gateway_of(page, triton.options.url, **settings) as client:
             page.open(str(client.base_url), "#fleet")
-            page.see("#fleet-notice", "Drop a model file")
+            page.see("#fleet-notice", "Drop a model file here")
             page.open(str(client.base_url), "#try")
             page.see("#try-notice", "No model is ready yet")
             page.click("#try-notice button")
-            page.find("#upload-form")
+            page.find("#upload-open")
 
 
 @pytest.mark.long
@@ -1087,7 +1171,7 @@ def test_gateway_that_does_not_answer_is_shown_above_every_view(
         page.open(f"http://127.0.0.1:{port}", "#fleet")
         page.see('#models tr[data-key="ensemble"] .warn', "Ready on 1 of 2")
         page.see("#problems", f"127.0.0.1:{nobody} is down: ")
-        assert "Requests go to the other 1 replica." in page.text("#problems")
+        assert "Requests go to the other replica." in page.text("#problems")
         page.see("#health.warn", "1 of 2 replicas")
         assert page.run("return document.title").startswith("(!) ")
     for view in ("fleet", "try", "live"):
@@ -1144,7 +1228,7 @@ def test_every_button_is_on_the_screen_of_a_phone(page: browser.Page, demo_url: 
             "#try/ensemble": "canvas",
             "#model/ensemble": ".graph",
             "#fleet": "#models tbody tr button",
-            "#live": "#by-model",
+            "#live": "#by-replica",
         }.items():
             page.open(demo_url, fragment)
             page.find(there)
@@ -1236,7 +1320,7 @@ def test_numbers_are_sent_as_they_were_typed(page: browser.Page, demo_url: str) 
         try { return asJson(...given); } catch (error) { return error.message; }
     }"""
     for typed, shape, sent in TYPED:
-        assert page.module("numbers.js", as_json, typed, shape) == sent
+        assert page.module("request.js", as_json, typed, shape) == sent
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ STATIC = ROOT / "gateway/capabilities/page/static"
 DOCS = ROOT / "gateway/static/docs"
 AXE = ROOT / "tests" / "data" / "axe-core" / "axe.min.js"
 VENDORED = (
-    *sorted(STATIC.glob("vendor/uPlot.*min.*")),
+    *(STATIC / "vendor" / name for name in ("uPlot.esm.js", "uPlot.min.css")),
     STATIC / "vendor" / "Inter.latin.woff2",
     *(DOCS / name for name in ("swagger-ui-bundle.js", "swagger-ui.css")),
     AXE,
@@ -39,6 +39,7 @@ def test_page_and_all_files_that_it_names_are_served_and_are_no_part_of_the_api(
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     link = '<a href="https://docs.example/gateway/?a=%22b%22&amp;c" rel="noreferrer">'
     assert f"{link}Documentation</a>" in page.text
+    assert '<html lang="en" data-features="files labels">' in page.text
     names = re.findall(r'(?:src|href)="(/static/[^"]+)"', page.text)
     assert len(names) >= 4
     for name in names:

@@ -94,3 +94,46 @@ function setCell(row, column, cell) {
   setText(target, content.text ?? "");
   target.className = content.class ?? "";
 }
+
+const SIZE_UNITS = ["bytes", "KiB", "MiB", "GiB"];
+
+/** Format a number of bytes: `12.3 MiB`. */
+export function formatSize(bytes) {
+  const power = Math.min(Math.floor(Math.log2(Math.max(bytes, 1)) / 10), SIZE_UNITS.length - 1);
+  return `${power ? (bytes / 1024 ** power).toFixed(1) : Math.round(bytes)} ${SIZE_UNITS[power]}`;
+}
+
+/** Ask before an action that affects all users. Resolves to null, or to `{isChecked}` of the checkbox for the option. */
+export function confirmAction({ heading, text, action, option = "" }) {
+  const dialog = $("confirm-dialog");
+  setText($("confirm-heading"), heading);
+  setText($("confirm-text"), text);
+  setText($("confirm-button"), action);
+  setText($("confirm-option").querySelector("span"), option);
+  $("confirm-option").hidden = !option;
+  $("confirm-checkbox").checked = false;
+  dialog.returnValue = "";
+  dialog.showModal();
+  return new Promise((resolve) => {
+    $("confirm-cancel").onclick = () => dialog.close();
+    $("confirm-form").onsubmit = (event) => {
+      event.preventDefault();
+      dialog.close("confirmed");
+    };
+    dialog.onclose = () => resolve(dialog.returnValue ? { isChecked: $("confirm-checkbox").checked } : null);
+  });
+}
+
+// Short messages at the edge of the screen, wherever the reader is on the page.
+
+const SHOWN_MS = 6000;
+
+/** Show a message for six seconds; one that reports a failure stays until it is closed. */
+export function showToast(text, isFailure = false) {
+  const toast = el("div", { class: isFailure ? "toast bad" : "toast" }, el("span", { text }));
+  toast.append(el("button", { type: "button", class: "ghost", text: "×", "aria-label": "Close", onclick: () => toast.remove() }));
+  $("toasts").append(toast);
+  if (!isFailure) setTimeout(() => toast.remove(), SHOWN_MS);
+}
+
+export const removeToasts = () => $("toasts").replaceChildren();

@@ -1,29 +1,36 @@
 // The fleet view: replicas and models with their states, loading and unloading.
 
 import * as api from "./api.js";
-import { $, el, setText, showNotice, updateChildren, updateRows } from "./dom.js";
+import { $, confirmAction, el, removeToasts, setText, showNotice, showToast, updateChildren, updateRows } from "./dom.js";
 import * as events from "./events.js";
-import { errorMessage, showErrorNotice, toSentence } from "./errors.js";
-import { isWorking } from "./health.js";
-import { promptForKey, withKey } from "./key.js";
-import { describeLabels } from "./labels.js";
-import { findFailure } from "./models.js";
-import { removeToasts, showToast } from "./toast.js";
+import * as models from "./models.js";
 import * as upload from "./upload.js";
+import { describeLabels } from "./versions.js";
 
+// What a button says, what it says meanwhile, and what was done.
+const MAINTENANCE = {
+  cordon: ["Cordon", "Cordoning…", "gets no new requests."],
+  drain: ["Drain", "Draining…", "is drained: it has no requests, and gets no new ones."],
+  uncordon: ["Uncordon", "Uncordoning…", "gets requests again."],
+};
+const maintained = new Map(); // replica → action in progress
 const ACTIONS = { load: ["Load", "loading…"], unload: ["Unload", "unloading…"] };
 const buttons = new Map(); // by model; kept between refreshes, so that the focus stays
 const names = new Map(); // by model: the cell with its link and its report, for the same reason
 const reports = new Map(); // model → {text, isFailure} of its last action, until the view is shown again
 const busy = new Map(); // model → action in progress
+const FILTERS = { all: "All", failed: "Failed", ready: "Ready", asleep: "On demand", off: "Not loaded" };
+let stateFilter = "all";
 let shownModels = [];
 let columns = null;
 let canManage = false; // without this right, buttons that would be refused are not there
 
 export function start() {
   $("filter").addEventListener("input", filter);
-  $("unload-cancel").addEventListener("click", () => $("unload-dialog").close());
-  upload.start(refresh);
+  $("state-filter").append(...Object.keys(FILTERS).map((state) => el("label", { hidden: state !== "all" },
+    el("input", { type: "radio", name: "state-filter", value: state, checked: state === stateFilter, onchange: () => { stateFilter = state; filter(); } }),
+    el("span"))));
+  upload.start();
   events.start();
 }
 
@@ -48,51 +55,50 @@ export function reset() {
 
 /** Without a replica that works, the models are unknown, but the replicas say why. */
 export async function refresh() {
-  const [models, replicas] = await Promise.allSettled([api.listModels(), api.listReplicas()]);
+  const [listed, replicas] = await Promise.allSettled([models.refresh(), api.listReplicas()]);
   const isRefused = Boolean(replicas.reason?.needsKey);
-  const error = models.reason ?? (isRefused ? null : replicas.reason);
-  shownModels = models.value ?? shownModels;
-  upload.setExistingModels(shownModels.map(({ name }) => name));
+  const error = listed.reason ?? (isRefused ? null : replicas.reason);
+  shownModels = listed.value ?? shownModels;
   if (replicas.value || !error) draw(shownModels, replicas.value ?? null);
   await events.refresh(Boolean(replicas.value));
-  if (error) showErrorNotice($("fleet-notice"), error, useAnotherKey);
+  if (error) api.showErrorNotice($("fleet-notice"), error, useAnotherKey);
   else if (isRefused) showNotice($("fleet-notice"), "Viewing replicas requires an administrator's key.", "Use another key", useAnotherKey);
-  else showNotice($("fleet-notice"), shownModels.length ? "" : "The repository has no models yet. Drop a model file at the end of this page.");
+  else showNotice($("fleet-notice"), shownModels.length ? "" : api.hasFeature("files") ? "The repository has no models yet. Drop a model file here, or choose one." : "The repository has no models yet.");
 }
 
 async function useAnotherKey() {
-  if (await promptForKey()) {
+  if (await api.promptForKey()) {
     reset();
     await refresh();
   }
 }
 
-function draw(models, replicas) {
+function draw(listed, replicas) {
   canManage = replicas !== null;
-  $("upload-part").hidden = $("replicas-part").hidden = !canManage;
-  drawTiles(models, replicas ?? []);
-  drawProblems(models, replicas ?? []);
+  $("replicas-part").hidden = !canManage;
+  $("upload-open").hidden = !canManage || !api.hasFeature("files");
+  if (!$("upload-open").hidden && !$("fleet").hidden) upload.allow(refresh);
+  drawTiles(listed, replicas ?? []);
+  drawProblems(listed, replicas ?? []);
   drawReplicas(replicas ?? []);
   // The states on the only replica are those of the versions.
   const addresses = replicas?.length > 1 ? replicas.map((replica) => replica.address) : [];
   updateColumns(addresses);
-  const sorted = [...models].sort((a, b) => Number(isFailed(b)) - Number(isFailed(a)));
+  const sorted = [...listed].sort((a, b) => Number(isFailed(b)) - Number(isFailed(a)));
   updateRows($("models").tBodies[0], sorted, (model) => model.name, (model) => modelCells(model, addresses));
   labelCells();
-  setText($("models-count"), models.length ? `${models.filter((model) => model.ready).length} of ${models.length} ready` : "");
   filter();
 }
 
-/** A model that is intentionally not loaded is not a failure. */
-const isFailed = (model) => !model.ready && Boolean(findFailure(model));
+const isFailed = (model) => models.findState(model) === "failed";
 const countOf = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
-function drawTiles(models, replicas) {
-  const working = replicas.filter(isWorking).length;
-  const failed = models.filter(isFailed).length;
+function drawTiles(listed, replicas) {
+  const working = replicas.filter(api.isWorking).length;
+  const failed = listed.filter(isFailed).length;
   const tiles = [
     replicas.length ? ["Replicas", `${working} / ${replicas.length}`, working < replicas.length ? "warn" : ""] : null,
-    ["Models ready", `${models.filter((model) => model.ready).length} / ${models.length}`, ""],
+    ["Models ready", `${listed.filter((model) => model.ready).length} / ${listed.length}`, ""],
     replicas.length ? ["Requests in flight", String(replicas.reduce((sum, { outstanding }) => sum + outstanding, 0)), ""] : null,
     ["Failed models", String(failed), failed ? "bad" : ""],
   ].filter(Boolean);
@@ -103,13 +109,13 @@ function drawTiles(models, replicas) {
 }
 
 /** Say what is wrong first, in one place. */
-function drawProblems(models, replicas) {
+function drawProblems(listed, replicas) {
   const lost = replicas.filter(({ state }) => state === "DOWN");
   const others = replicas.length - lost.length;
-  const failed = models.filter(isFailed).map(({ name }) => name);
+  const failed = listed.filter(isFailed).map(({ name }) => name);
   const sentences = [
-    ...lost.map(({ address, reason }) => toSentence(`${address} is down${reason ? `: ${reason}` : ""}`)),
-    lost.length ? `Requests go to ${others ? `the other ${countOf(others, "replica")}` : "no replica"}.` : "",
+    ...lost.map(({ address, reason }) => api.toSentence(`${address} is down${reason ? `: ${reason}` : ""}`)),
+    lost.length ? `Requests go to ${others ? `the other ${others === 1 ? "replica" : `${others} replicas`}` : "no replica"}.` : "",
     failed.length ? `${countOf(failed.length, "model")} could not be loaded: ${failed.join(", ")}.` : "",
   ].filter(Boolean);
   $("problems").hidden = !sentences.length;
@@ -125,32 +131,53 @@ function drawReplicas(replicas) {
     const ready = Object.values(replica.models).filter((each) => each === "READY").length;
     const ejection = replica.ejected_for_s === undefined ? "" : ` for ${replica.ejected_for_s} s`;
     const facts = [["In flight", replica.outstanding], ["Latency", `${replica.slowness.toFixed(2)}×`], ["Ready models", ready]];
-    const action = cordoned ? "uncordon" : "cordon";
     if (!card.firstChild) {
-      const button = el("button", { type: "button", onclick: () => changeMaintenance(address, button.dataset.action) });
+      const makeButton = (action) => el("button", { type: "button", "data-action": action, text: MAINTENANCE[action][0],
+        "aria-label": `${MAINTENANCE[action][0]} ${address}`, onclick: () => changeMaintenance(address, action) });
       card.className = "card replica";
-      card.append(el("div"), el("dl"), el("p", { class: "small long" }), button);
+      card.append(el("div"), el("div", { class: "probes", role: "img" }), el("dl"), el("p", { class: "small long" }),
+        el("div", { class: "line" }, ...Object.keys(MAINTENANCE).map(makeButton)));
     }
-    const [head, list, reason, button] = card.children;
+    const [head, probes, list, reason, buttonLine] = card.children;
     head.replaceChildren(el("span", { class: `dot ${cordoned ? "off" : STATE_KINDS[state]}` }), el("strong", { text: address }),
       el("span", { class: `state ${STATE_KINDS[state] || "quiet"}`, text: (STATE_WORDS[state] ?? state) + ejection + (cordoned ? ", cordoned" : "") }));
     list.replaceChildren(...facts.map(([name, value]) => el("div", {}, el("dt", { class: "small", text: name }), el("dd", { text: String(value) }))));
     list.title = "Latency is relative to the other replicas.";
     setText(reason, replicaReason(replica));
-    button.dataset.action = action;
-    setText(button, cordoned ? "Uncordon" : "Cordon");
-    button.setAttribute("aria-label", `${button.textContent} ${address}`);
+    drawProbes(probes, api.seenStates.get(address) ?? []);
+    const inProgress = maintained.get(address);
+    for (const button of buttonLine.children) {
+      const { action } = button.dataset;
+      button.hidden = action === (cordoned ? "cordon" : "uncordon") || (action === "drain" && state === "DOWN");
+      button.disabled = Boolean(inProgress);
+      setText(button, MAINTENANCE[action][inProgress === action ? 1 : 0]);
+    }
   });
 }
 
-/** Take a replica out of service, or back. */
+/** Draw the last states as bars, those of the present at the right. */
+function drawProbes(element, states) {
+  const failures = states.filter((state) => state !== "UP").length;
+  element.setAttribute("aria-label", `Up at ${states.length - failures} of the last ${states.length} looks of this page`);
+  element.title = element.getAttribute("aria-label");
+  const unseen = Array.from({ length: api.MAX_SEEN_STATES - states.length }, () => "none");
+  element.replaceChildren(...[...unseen, ...states.map((state) => STATE_KINDS[state])].map((kind) => el("span", { class: kind })));
+}
+
+/** Take a replica out of service, at once or when its requests have ended, or back. */
 async function changeMaintenance(address, action) {
+  maintained.set(address, action);
+  const change = api.withKey(() => api.changeReplica(address, action));
+  const shown = refresh();
   try {
-    await withKey(() => api.changeReplica(address, action));
-    showToast(`${address} ${action === "cordon" ? "gets no new requests." : "gets requests again."}`);
+    await change;
+    showToast(`${address} ${MAINTENANCE[action][2]}`);
   } catch (error) {
-    showToast(`${address}: ${errorMessage(error)}`, true);
+    showToast(`${address}: ${api.errorMessage(error)}`, true);
+  } finally {
+    maintained.delete(address);
   }
+  await shown;
   await refresh();
 }
 
@@ -175,7 +202,7 @@ function nameCell(model) {
   }
   const [, heading, failure, line] = names.get(name).children;
   setText(heading, title);
-  setText(failure, model.last_error ?? findFailure(model) ?? "");
+  setText(failure, models.findFailure(model) ?? "");
   const { text = "", isFailure = false } = reports.get(name) ?? {};
   line.className = isFailure ? "report long bad" : "report long";
   line.hidden = !text;
@@ -250,21 +277,30 @@ function actionButtons(model, ready, missing, onDemand) {
   return buttons.get(model);
 }
 
+/** Show the models of the chosen state whose names contain the words, and how many are in each state. */
 function filter() {
   const query = $("filter").value.trim().toLowerCase();
-  for (const row of $("models").tBodies[0].rows) row.hidden = !row.dataset.key.toLowerCase().includes(query);
+  const states = new Map(shownModels.map((model) => [model.name, models.findState(model)]));
+  for (const { parentElement: label, value } of $("state-filter").querySelectorAll("input")) {
+    const count = value === "all" ? states.size : [...states.values()].filter((state) => state === value).length;
+    label.hidden = !count && value !== stateFilter;
+    setText(label.lastChild, `${FILTERS[value]} ${count}`);
+  }
+  for (const row of $("models").tBodies[0].rows) {
+    const { key } = row.dataset;
+    row.hidden = !key.toLowerCase().includes(query) || (stateFilter !== "all" && states.get(key) !== stateFilter);
+  }
 }
 
 /** Ask for confirmation, because unloading affects all users. */
-function confirmUnload(model) {
-  setText($("unload-text"), `${model} will be unloaded from every replica, and requests to it will be rejected.`);
-  $("unload-dependents").checked = false;
-  $("unload-form").onsubmit = (event) => {
-    event.preventDefault();
-    $("unload-dialog").close();
-    runAction(model, "unload", $("unload-dependents").checked ? { unload_dependents: true } : {});
-  };
-  $("unload-dialog").showModal();
+async function confirmUnload(model) {
+  const confirmed = await confirmAction({
+    heading: `Unload ${model}?`,
+    text: `${model} will be unloaded from every replica, and requests to it will be rejected.`,
+    action: "Unload",
+    option: "Also unload models that only this model needs",
+  });
+  if (confirmed) await runAction(model, "unload", confirmed.isChecked ? { unload_dependents: true } : {});
 }
 
 async function runAction(model, action, parameters = {}) {
@@ -273,9 +309,9 @@ async function runAction(model, action, parameters = {}) {
   reports.delete(model);
   await refresh();
   try {
-    showReport(model, action, await withKey(() => api.changeModel(model, action, parameters)));
+    showReport(model, action, await api.withKey(() => api.changeModel(model, action, parameters)));
   } catch (error) {
-    showReport(model, action, error.body ?? {}, errorMessage(error));
+    showReport(model, action, error.body ?? {}, api.errorMessage(error));
   } finally {
     busy.delete(model);
     await refresh();

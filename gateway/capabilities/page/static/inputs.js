@@ -1,8 +1,8 @@
-// Form fields for the inputs of any model, generated from its signature.
+// Form fields for the inputs of any model, generated from its signature, with their examples and the options of a request.
 
-import { Drawing } from "./draw.js";
 import { el, icon, iconButton, setText } from "./dom.js";
-import { asJson } from "./numbers.js";
+import { Drawing } from "./draw.js";
+import { asJson } from "./request.js";
 
 const LABELS = { file: "Upload", draw: "Draw", text: "Text", values: "Values" };
 const MAX_FILES = 256;
@@ -33,7 +33,7 @@ export function describeInput(tensor) {
 }
 
 /** Return the input methods for a tensor, with the default first. */
-export function inputMethods(tensor) {
+function inputMethods(tensor) {
   const type = tensor.content_type ?? "";
   if (tensor.datatype === "BYTES") {
     if (!tensor.shape.every((size) => size === 1 || size === -1)) return ["values"];
@@ -301,5 +301,124 @@ export class Field {
     area.value = text;
     area.dispatchEvent(new Event("input"));
     if (index && text) this.showSecondText();
+  }
+}
+
+// Examples, from `gateway.examples.<input>` in the model's config, and placeholders for code.
+
+/** Convert a data: URI to a file; null for another text. The page's policy forbids fetching such a URI. */
+function parseDataUri(text, name) {
+  const [, type, base64, data] = /^data:([\w.+-]+\/[\w.+-]+)?(;base64)?,(.*)$/s.exec(text) ?? [];
+  if (data === undefined) return null;
+  try {
+    const bytes = base64 ? Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0)) : new TextEncoder().encode(decodeURIComponent(data));
+    return new File([bytes], `${name}.${(type ?? "").split("/")[1] || "bin"}`, { type: type ?? "" });
+  } catch {
+    return null;
+  }
+}
+
+/** Enter an example of a field's tensor. */
+function enterExample(field, example) {
+  const file = parseDataUri(example, "sample");
+  if (file && field.methods.includes("file")) field.setFiles([file]);
+  else if (field.methods.includes("text")) {
+    field.setText(example);
+    field.selectMethod("text");
+  } else if (field.methods.includes("number")) field.numberInput.value = example;
+  else if (field.methods.includes("flag")) field.flagInput.checked = example === "true";
+  else if (field.methods.includes("choice")) field.choiceInput.value = example;
+  else {
+    field.valuesArea.area.value = example;
+    field.selectMethod("values");
+  }
+  field.onChange();
+}
+
+/** Return the examples of a form: functions that enter one, and whether all required inputs have one. */
+export function listExamples(fields) {
+  const withExamples = fields.filter(({ tensor }) => tensor.examples?.length);
+  const count = Math.max(0, ...withExamples.map(({ tensor }) => tensor.examples.length));
+  const exampleOf = ({ tensor }, index) => tensor.examples[Math.min(index, tensor.examples.length - 1)];
+  return Array.from({ length: count }, (_, index) => ({
+    values: withExamples.map((field) => exampleOf(field, index)),
+    isComplete: fields.every((field) => field.tensor.optional || withExamples.includes(field)),
+    enter: () => withExamples.forEach((field) => enterExample(field, exampleOf(field, index))),
+  }));
+}
+
+/** Render a row of examples; a click enters one and calls `onEnter`. Returns null if there are none. */
+export function renderExamples(examples, onEnter) {
+  if (!examples.length) return null;
+  const buttons = examples.map((example, index) => {
+    const [first] = example.values;
+    const label = example.values.filter((value) => !/^(data:|true$|false$)/.test(value)).join(" · ");
+    const content = first.startsWith("data:image/") ? el("img", { src: first, alt: "" }) : el("span", { text: label || `Example ${index + 1}` });
+    return el("button", { type: "button", class: "sample-value", "aria-label": `Run example ${index + 1}${label && `: ${label}`}`, onclick: () => { example.enter(); onEnter(example); } }, content);
+  });
+  return el("div", { class: "examples" }, el("h4", { text: "Examples" }), el("div", {}, ...buttons));
+}
+
+/** Return a value that stands for one that was not entered, so that the code is always complete. */
+export function placeholderValue(field) {
+  const { tensor, method } = field;
+  if (method === "file" || method === "draw") {
+    if (field.methods.includes("draw")) return { file: new File([], "image.png", { type: "image/png" }) };
+    return { file: new File([], tensor.datatype === "BYTES" ? "file.bin" : "array.npy") };
+  }
+  if (method === "text") return { text: tensor.example && !tensor.example.startsWith("data:") ? tensor.example : "some text" };
+  const one = { BYTES: '"some text"', BOOL: "true" }[tensor.datatype] ?? (/^(FP|BF)/.test(tensor.datatype) ? "0.5" : "1");
+  const sizes = tensor.shape.map((size) => (size < 0 ? 2 : size));
+  if (sizes.reduce((product, size) => product * size, 1) > 64) return { json: `[…]` };
+  return { json: sizes.length === 1 && sizes[0] === 1 ? one : sizes.reduceRight((inner, size) => `[${Array(size).fill(inner).join(",")}]`, one) };
+}
+
+// Parameters of a request and its place in a sequence, which most requests do not need.
+
+export class RequestOptions {
+  constructor(onChange) {
+    this.parameters = el("textarea", { id: "parameters", class: "values", rows: 2, spellcheck: "false", "aria-describedby": "parameters-error", oninput: onChange });
+    this.error = el("p", { class: "bad", role: "alert", id: "parameters-error" });
+    this.sequence = el("input", { type: "text", id: "sequence-id", autocomplete: "off", spellcheck: "false", oninput: onChange });
+    this.isFirst = el("input", { type: "checkbox", id: "sequence-start", onchange: onChange });
+    this.isLast = el("input", { type: "checkbox", id: "sequence-end", onchange: onChange });
+    this.element = el("div", { id: "request-options", class: "advanced", hidden: true },
+      el("label", { for: "parameters", text: 'Parameters, as JSON: {"temperature": 0.5}' }), this.parameters, this.error,
+      el("div", { class: "line" },
+        el("label", { for: "sequence-id", text: "Sequence ID" }), this.sequence,
+        el("label", {}, this.isFirst, " starts it"),
+        el("label", {}, this.isLast, " ends it")));
+    this.button = el("button", { type: "button", class: "ghost", id: "advanced-button", text: "Advanced", "aria-expanded": "false", "aria-controls": this.element.id,
+      onclick: () => this.open(this.element.hidden) });
+  }
+
+  open(isOpen) {
+    this.element.hidden = !isOpen;
+    this.button.setAttribute("aria-expanded", String(isOpen));
+  }
+
+  /** Return the options of `buildRequest`. Shows and throws an error for parameters that are not JSON. */
+  read() {
+    setText(this.error, "");
+    const parameters = this.parameters.value.trim();
+    if (parameters && !isJsonObject(parameters)) {
+      this.open(true);
+      setText(this.error, 'Parameters are a JSON object, such as {"temperature": 0.5}.');
+      throw new Error("invalid parameters");
+    }
+    const sequence = {};
+    const places = [this.isFirst.checked ? "start" : "", this.isLast.checked ? "end" : ""].filter(Boolean);
+    if (this.sequence.value.trim()) sequence["X-Sequence-ID"] = this.sequence.value.trim();
+    if (this.sequence.value.trim() && places.length) sequence["X-Sequence"] = places.join(", ");
+    return { parameters, sequence };
+  }
+}
+
+function isJsonObject(text) {
+  try {
+    const value = JSON.parse(text);
+    return typeof value === "object" && value !== null && !Array.isArray(value);
+  } catch {
+    return false;
   }
 }

@@ -2,22 +2,24 @@
 
 import * as api from "./api.js";
 import { $, el, setText, showNotice, updateRows } from "./dom.js";
-import { showErrorNotice } from "./errors.js";
-import { promptForKey } from "./key.js";
-import { describeVersion } from "./labels.js";
 import { formatRange, increase, parseSamples, quantile, quantileRange, sumBy } from "./metrics.js";
+import uPlot from "./vendor/uPlot.esm.js";
+import { describeVersion } from "./versions.js";
 
 const BUCKET = "gateway_request_duration_seconds_bucket";
 const COUNT = "gateway_request_duration_seconds_count";
 const ATTEMPTS = "gateway_upstream_attempts_total";
 const OUTSTANDING = "gateway_upstream_outstanding";
 const QUANTILES = [0.5, 0.9, 0.99];
-const MAX_POINTS = 150; // five minutes
+const RANGES = [["5 min", 300], ["15 min", 900], ["1 h", 3600]]; // in seconds
+const KEPT_S = 3600;
+const IDLE = { requests: 0, errors: 0, ranges: [], quantiles: QUANTILES.map(() => null) };
 const ALL = "";
 const FIRST_INTERVAL_MS = 400;
 
 let previous = null; // the last metrics: {at, samples}
-let history = []; // {at, models}
+let history = []; // {at, models}: since the view was first shown, also while another one is
+let rangeS = RANGES[0][1];
 let knownModels = []; // models with requests
 let charts = [];
 let labelsOf = new Map(); // model → its version labels
@@ -25,6 +27,8 @@ let labelsOf = new Map(); // model → its version labels
 export function start() {
   document.head.append(el("link", { rel: "stylesheet", href: "/static/vendor/uPlot.min.css" }));
   $("live-model").addEventListener("change", draw);
+  $("live-range").append(...RANGES.map(([text, seconds]) => el("label", {},
+    el("input", { type: "radio", name: "live-range", value: seconds, checked: seconds === rangeS, onchange: () => { rangeS = seconds; draw(); } }), text)));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { destroyCharts(); draw(); });
   addEventListener("themechange", () => { destroyCharts(); draw(); });
   addEventListener("resize", () => { destroyCharts(); draw(); });
@@ -34,28 +38,37 @@ export function reset() {
   previous = null;
   history = [];
   knownModels = [];
-  $("live-model").replaceChildren(el("option", { value: ALL, text: "all" }));
+  $("live-model").replaceChildren(el("option", { value: ALL, text: "All models" }));
   for (const id of ["by-model", "by-version", "by-replica"]) $(id).tBodies[0].replaceChildren();
   destroyCharts();
 }
 
-/** Fetch the metrics twice in quick succession, because rates need two pages. */
+/** Fetch the metrics twice in quick succession at first, because rates need two pages. */
 export async function show() {
-  previous = null;
+  const isFirst = previous === null;
   draw();
   await refresh();
-  setTimeout(refresh, FIRST_INTERVAL_MS);
+  if (isFirst) setTimeout(refresh, FIRST_INTERVAL_MS);
+}
+
+/** Continue the history while another view is shown. */
+export async function record() {
+  if (previous) await readMetrics().catch(() => {});
+}
+
+async function readMetrics() {
+  const page = await (await api.call("/metrics", { headers: { Accept: "text/plain" } })).text();
+  addMetrics({ at: performance.now() / 1000, samples: parseSamples(page, [BUCKET, COUNT, ATTEMPTS, OUTSTANDING]) });
 }
 
 export async function refresh() {
   try {
-    const page = await (await api.call("/metrics", { headers: { Accept: "text/plain" } })).text();
     labelsOf = await readLabels();
-    addMetrics({ at: performance.now() / 1000, samples: parseSamples(page, [BUCKET, COUNT, ATTEMPTS, OUTSTANDING]) });
+    await readMetrics();
     showNotice($("live-notice"));
   } catch (error) {
-    const retry = async () => { if (await promptForKey()) { reset(); await refresh(); } };
-    showErrorNotice($("live-notice"), error, retry);
+    const retry = async () => { if (await api.promptForKey()) { reset(); await refresh(); } };
+    api.showErrorNotice($("live-notice"), error, retry);
   }
 }
 
@@ -76,13 +89,18 @@ function addMetrics(current) {
   if (previous && current.at - previous.at > 0.2) {
     const seconds = current.at - previous.at;
     const models = byModel(current.samples, previous.samples, seconds);
-    history = [...history, { at: Date.now() / 1000, models }].slice(-MAX_POINTS);
+    const at = Date.now() / 1000;
+    history = [...history.filter((point) => point.at > at - KEPT_S), { at, models: keepBusy(models) }];
     updateTables(models, byReplica(current.samples, previous.samples, seconds));
     updateVersions(byModel(current.samples, previous.samples, seconds, versionName));
     draw();
   }
   previous = current;
 }
+
+/** Return what the charts need of the models that have requests; an hour of histograms would need much memory. */
+const keepBusy = (models) => new Map([...models].filter(([name, { requests }]) => name === ALL || requests > 0)
+  .map(([name, { requests, errors, ranges, quantiles }]) => [name, { requests, errors, ranges, quantiles }]));
 
 /** Return the requests and errors per second and the quantiles in ms, for each name and for all. */
 function byModel(current, last, seconds, nameOf = modelName) {
@@ -133,9 +151,13 @@ const numberCell = (value, digits = 1) => ({ text: value === null || value === u
 
 function updateTables(models, replicas) {
   const named = [...models].filter(([model]) => model !== ALL).sort(([a], [b]) => a.localeCompare(b));
-  const busy = named.filter(([name]) => history.some((point) => point.models.get(name)?.requests > 0));
+  const totals = new Map(); // of the rates, by which the rows are sorted: the last ones alone would make them jump
+  for (const point of listPoints()) {
+    for (const [name, { requests }] of point.models) totals.set(name, (totals.get(name) ?? 0) + requests);
+  }
+  const busy = named.filter(([name]) => totals.has(name)).sort(([a], [b]) => totals.get(b) - totals.get(a));
   const idleCount = named.length - busy.length;
-  setText($("idle-models"), idleCount ? `${idleCount} ${idleCount === 1 ? "model" : "models"} without requests since this view was opened` : "");
+  setText($("idle-models"), idleCount ? `${idleCount} ${idleCount === 1 ? "model" : "models"} without requests in this time` : "");
   updateRows($("by-model").tBodies[0], busy, ([model]) => model, ([model, stats]) =>
     [model, numberCell(stats.requests), numberCell(stats.errors), ...stats.ranges.map(rangeCell)]);
   updateRows($("by-replica").tBodies[0], [...replicas], ([replica]) => replica, ([replica, stats]) =>
@@ -151,26 +173,30 @@ function updateVersions(versions) {
   $("versions").hidden = named.length === 0;
   updateRows($("by-version").tBodies[0], named, ([name]) => name, ([name, stats]) => {
     const [model, version] = name.split(VERSION_SEPARATOR);
-    const labels = describeVersion(labelsOf.get(model), version);
+    const labels = describeVersion(labelsOf.get(model), version).join(", ");
     return [model, version, labels, numberCell(stats.requests), numberCell(stats.errors), rangeCell(stats.ranges.at(-1))];
   });
 }
 
 // Charts. The tables show the same data to screen readers.
 
+/** Return the points of the chosen range. */
+const listPoints = () => history.filter(({ at }) => at > Date.now() / 1000 - rangeS);
+
 function draw() {
-  if ($("live").hidden || history.length === 0) return;
+  const shown = listPoints();
+  if ($("live").hidden || shown.length === 0) return;
   const model = $("live-model").value;
-  const points = history.map(({ models }) => models.get(model));
-  const column = (select) => points.map((stats) => (stats ? select(stats) : null));
-  const isEmpty = !points.some(Boolean);
+  const points = shown.map(({ models }) => models.get(model) ?? IDLE);
+  const column = (select) => points.map(select);
+  const isEmpty = !history.some(({ models }) => models.has(ALL));
   $("live-charts").hidden = $("by-model-part").hidden = isEmpty;
   if (isEmpty) {
-    setText($("live-now"), "No requests yet. Send one under Try it, and see it here.");
+    setText($("live-now"), "No requests yet. Send one under Models, and see it here.");
     return;
   }
-  const times = history.map((point) => point.at);
-  const hasErrors = points.some((stats) => stats?.errors > 0);
+  const times = shown.map((point) => point.at);
+  const hasErrors = points.some(({ errors }) => errors > 0);
   $("errors-legend").hidden = !hasErrors;
   const data = [
     // Errors are drawn first, below the requests, and only if there were any: their line would hide the other at 0.
@@ -184,8 +210,9 @@ function draw() {
 
 /** Say the values at the point under the mouse, or else the last ones. */
 function showPoint(index) {
-  const point = history[index ?? history.length - 1];
-  const stats = point?.models.get($("live-model").value);
+  const shown = listPoints();
+  const point = shown[index ?? shown.length - 1];
+  const stats = point && (point.models.get($("live-model").value) ?? IDLE);
   const [p50, , p99] = stats?.ranges ?? [];
   const ms = (range) => (range ? `${formatRange(range)} ms` : "–");
   const time = index === null || index === undefined ? "" : `${formatTime(point.at)}: `;

@@ -1,15 +1,16 @@
-// Navigation between the views, which are loaded when they are shown. The visible view is refreshed periodically.
+// The frame: navigation between the views, the health of the fleet, and whether the gateway answers.
+// Views are loaded when they are shown; the visible one is refreshed periodically.
 
-import * as connection from "./connection.js";
-import { $ } from "./dom.js";
-import * as health from "./health.js";
-import * as key from "./key.js";
+import * as api from "./api.js";
+import { $, setText, showToast } from "./dom.js";
 import * as models from "./models.js";
 
 const VIEWS = {
   try: { section: "try", link: "#try", load: () => import("./try.js") },
   model: { section: "model-view", link: "#try", load: () => import("./model.js") },
   api: { section: "api-view", link: "#try", load: () => import("./reference.js") },
+  versions: { section: "versions-view", link: "#try", load: () => import("./versions.js") },
+  files: { section: "files-view", link: "#try", load: () => import("./files.js") },
   fleet: { section: "fleet", link: "#fleet", load: () => import("./fleet.js") },
   live: { section: "live", link: "#live", load: () => import("./live.js") },
 };
@@ -19,10 +20,11 @@ const LOAD_OTHERS_AFTER_MS = 1500;
 const loaded = new Map(); // view → its module, which is started
 let visible = "";
 
-/** Parse `#fleet`, or `#try/NAME` for a model. */
+/** Parse `#fleet`, `#try/NAME` for a model, or `#try/NAME?version=2`. Names have no question marks, because they are quoted. */
 function parseHash() {
-  const [view, ...rest] = location.hash.slice(1).split("/");
-  return view in VIEWS ? [view, decode(rest.join("/"))] : ["try", ""];
+  const [path, query = ""] = location.hash.slice(1).split("?");
+  const [view, ...rest] = path.split("/");
+  return view in VIEWS ? [view, decode(rest.join("/")), new URLSearchParams(query)] : ["try", "", new URLSearchParams()];
 }
 
 function decode(text) {
@@ -36,7 +38,7 @@ function decode(text) {
 const mark = (link, isCurrent) => (isCurrent ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current"));
 
 async function show() {
-  const [view, detail] = parseHash();
+  const [view, detail, query] = parseHash();
   const { section, link } = VIEWS[view];
   const isOfModel = link === "#try";
   visible = view;
@@ -48,7 +50,7 @@ async function show() {
   $("model-head").hidden = !isOfModel;
   if (!isOfModel) models.closeSheet();
   const module = await loadView(view);
-  if (module && visible === view) await module.show(detail);
+  if (module && visible === view) await module.show(detail, query);
 }
 
 /** Load and start a view. Returns undefined if the gateway does not answer, which is shown above every view. */
@@ -71,24 +73,109 @@ async function loadOthers() {
 
 async function refreshPeriodically() {
   for (let count = 0; ; count += 1) {
-    if (!document.hidden && count % HEALTH_INTERVAL === 1) await health.refresh();
+    if (!document.hidden && count % HEALTH_INTERVAL === 1) await refreshHealth();
     await new Promise((resolve) => setTimeout(resolve, REFRESH_MS));
-    if (!document.hidden) await loaded.get(visible)?.refresh?.();
+    if (document.hidden) continue;
+    await loaded.get(visible)?.refresh?.();
+    if (count % HEALTH_INTERVAL === 2 && visible !== "live") await loaded.get("live")?.record();
   }
+}
+
+// The health of the fleet, in the header and in the tab of the browser.
+
+const healthyIcon = $("icon").href;
+const ALERT_ICON = "data:image/svg+xml," + encodeURIComponent(
+  '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><rect width="32" height="32" rx="8" fill="#0b6e5f"/><circle cx="23" cy="9" r="8" fill="#d92d20"/></svg>');
+
+let isServed = true; // by a replica
+
+/** Read the list of models, and the replicas if this key may see them. Never prompts for a key. */
+async function refreshHealth() {
+  try {
+    const listed = await models.refresh();
+    // The states on replicas are listed for keys that may see the fleet.
+    const replicas = listed.some((model) => model.replicas) ? await api.listReplicas() : null;
+    drawHealth(listed, replicas);
+    if (!isServed) show(); // what could not be shown before
+    isServed = true;
+  } catch (error) {
+    isServed = error.body?.code !== "NO_REPLICA";
+    if (isServed) $("health").hidden = true;
+    else showHealth("bad", "No replica");
+  }
+}
+
+function drawHealth(listed, replicas) {
+  const ready = listed.filter((model) => model.ready).length;
+  const count = `${ready} ${ready === 1 ? "model" : "models"}`;
+  if (!replicas) return showHealth("", count);
+  const working = replicas.filter(api.isWorking).length;
+  const isWhole = working === replicas.length;
+  const text = `${working} of ${replicas.length} ${replicas.length === 1 ? "replica" : "replicas"}`;
+  showHealth(isWhole ? "" : working ? "warn" : "bad", isWhole ? `${text} · ${count}` : text);
+}
+
+function showHealth(kind, text) {
+  $("health").hidden = false;
+  $("health").className = `health ${kind}`;
+  $("health").firstChild.className = `dot ${kind}`;
+  $("health").title = text;
+  setText($("health-text"), text);
+  const href = kind ? ALERT_ICON : healthyIcon;
+  if ($("icon").href !== href) $("icon").href = href;
+  document.title = document.title.replace(/^(\(!\) )?/, kind ? "(!) " : "");
+}
+
+// Whether the gateway answers; while it does not, a line above every view says so.
+
+const WATCH_MS = 2000;
+const RETRIES_MS = [1000, 2000, 4000, 8000];
+const TIMEOUT_MS = 4000;
+const STALE_MS = 6000;
+
+async function watchConnection() {
+  for (let failures = 0; ; ) {
+    const pause = RETRIES_MS[Math.min(failures, RETRIES_MS.length) - 1] ?? WATCH_MS;
+    await new Promise((resolve) => setTimeout(resolve, pause));
+    if (document.hidden) continue;
+    const { isLost, answeredAt } = api.connection;
+    // Most views ask the gateway all the time, which is enough while it answers.
+    if (isLost || Date.now() - answeredAt >= WATCH_MS) {
+      await api.call("/livez", { signal: AbortSignal.timeout(TIMEOUT_MS) }).catch(() => {});
+    }
+    failures = api.connection.isLost ? failures + 1 : 0;
+    drawConnection();
+  }
+}
+
+function drawConnection() {
+  const { isLost, answeredAt } = api.connection;
+  const isStale = isLost && Date.now() - answeredAt > STALE_MS;
+  const time = new Date(answeredAt).toLocaleTimeString([], { hourCycle: "h23" });
+  const sentences = ["The gateway does not answer. Trying again.", isStale ? `What is shown is as of ${time}.` : ""];
+  $("connection").hidden = !isLost;
+  setText($("connection"), isLost ? sentences.join(" ").trim() : "");
+  $("main").classList.toggle("stale", isStale);
 }
 
 $("skip").addEventListener("click", (event) => {
   event.preventDefault(); // the address names the view
   $("main").focus();
 });
+addEventListener("connectionchange", () => {
+  drawConnection();
+  if (api.connection.isLost) return;
+  showToast("The gateway answers again.");
+  show();
+});
 models.start();
-key.start(() => {
+api.startKeyDialog(() => {
   models.reset();
   for (const view of loaded.values()) view.reset();
   show();
 });
 addEventListener("hashchange", show);
 show();
-connection.start(show);
+watchConnection();
 refreshPeriodically();
 loadOthers();

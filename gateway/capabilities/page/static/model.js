@@ -1,15 +1,10 @@
-// The view of one model: where its time goes, its tensors, and the graph of an ensemble.
+// The performance of one model: where its time goes, its tensors, and the graph of an ensemble.
 
 import * as api from "./api.js";
 import { $, el, showNotice, updateRows } from "./dom.js";
-import { showErrorNotice } from "./errors.js";
-import { renderGraph } from "./graph.js";
 import { formatShape } from "./inputs.js";
-import { promptForKey, withKey } from "./key.js";
-import * as models from "./models.js";
 import { parseSamples, sumBy } from "./metrics.js";
-import { formatMs, summarize } from "./statistics.js";
-import { renderUnloaded } from "./unloaded.js";
+import * as models from "./models.js";
 
 const DURATION_SUM = "gateway_request_duration_seconds_sum";
 const DURATION_COUNT = "gateway_request_duration_seconds_count";
@@ -45,7 +40,7 @@ export async function show(requested) {
     if (unloaded) {
       models.showHead(unloaded);
       showNotice($("model-view-notice"));
-      $("model-unloaded").replaceChildren(renderUnloaded(unloaded, () => show(name)));
+      $("model-unloaded").replaceChildren(models.renderUnloaded(unloaded, () => show(name)));
       return;
     }
     if (!name) {
@@ -55,7 +50,7 @@ export async function show(requested) {
     if (name !== shownModel) $("model-time").replaceChildren();
     if (name !== shownModel) $("model-graph").replaceChildren();
     shownModel = name;
-    description = await withKey(() => api.describeModel(name));
+    description = await api.withKey(() => api.describeModel(name));
     config = await api.getJson(`/v2/models/${encodeURIComponent(name)}/config`);
     showNotice($("model-view-notice"));
     $("model-body").hidden = false;
@@ -68,8 +63,8 @@ export async function show(requested) {
 
 function showError(error) {
   $("model-body").hidden = !description;
-  const retry = async () => (await promptForKey()) && show("");
-  showErrorNotice($("model-view-notice"), error, retry);
+  const retry = async () => (await api.promptForKey()) && show("");
+  api.showErrorNotice($("model-view-notice"), error, retry);
 }
 
 function drawTensors() {
@@ -117,7 +112,7 @@ async function readGatewayTime(name) {
 
 function drawTime({ count, totalMs, phases }, gatewayMs, isEnsemble) {
   if (!count) {
-    $("model-time").replaceChildren(el("p", { class: "quiet", text: "No request yet. Send one under Try it, and see here where its time goes." }));
+    $("model-time").replaceChildren(el("p", { class: "quiet", text: "No request yet. Send one under Try, and see here where its time goes." }));
     return;
   }
   const rest = { gateway: gatewayMs, ...phases };
@@ -136,3 +131,89 @@ function drawTime({ count, totalMs, phases }, gatewayMs, isEnsemble) {
   $("model-time").replaceChildren(bar, el("dl", {}, ...lines),
     el("p", { class: "small", text: `Means of ${count} requests since the model was loaded, on the replica that answered; the gateway's since it started.` }));
 }
+
+// The graph of an ensemble: its steps from left to right, each with its share of the time.
+
+/** @param {Map<string, object>} statistics of each step's model, from `summarize`; null if unknown */
+function renderGraph(steps, statistics) {
+  const times = new Map([...statistics].map(([model, stats]) => [model, stats?.totalMs ?? null]));
+  const shares = shareTime(times);
+  const highest = Math.max(...[...shares.values()].map((share) => share ?? 0));
+  const levels = arrangeSteps(steps).map((nodes) => el("li", {}, ...nodes.map((node) =>
+    renderStep(node, statistics.get(node.model), shares.get(node.model), highest))));
+  return el("div", {},
+    el("h3", { text: "Steps" }),
+    el("ol", { class: "graph", "aria-label": "Steps of the ensemble, from its inputs to its outputs" }, ...levels),
+    el("p", { class: "small", text: "The time of a step is the mean of all requests to its model, those outside this ensemble included." }));
+}
+
+function renderStep({ model, reads, writes }, stats, share, highest) {
+  const isSlowest = share !== null && share > 0 && share === highest;
+  const bar = el("span");
+  bar.style.width = `${(share ?? 0) * 100}%`;
+  const percent = share === null ? "not measured yet" : `${Math.round(share * 100)} % of the time`;
+  const details = stats?.count ? `queue ${formatMs(stats.phases.queue)}, compute ${formatMs(stats.phases.compute_infer)}` : "";
+  return el("div", { class: isSlowest ? "step slowest" : "step", "data-step": model },
+    el("h4", {}, el("a", { href: `#model/${encodeURIComponent(model)}`, text: model })),
+    el("div", { text: share === null ? percent : `${formatMs(stats.totalMs)}, ${percent}${isSlowest ? ", the slowest" : ""}` }),
+    el("span", { class: "share", "aria-hidden": "true" }, bar),
+    el("div", { class: "small", text: details }),
+    el("div", { class: "small", text: `${reads.join(", ")} → ${writes.join(", ")}` }));
+}
+
+// Calculations with Triton's statistics and configs of models. Pure.
+
+const TRITON_PHASES = ["queue", "compute_input", "compute_infer", "compute_output"];
+const NS_PER_MS = 1e6;
+
+/**
+ * Sum the statistics of a model's versions: requests, and the mean of each phase in ms.
+ * @param {object} document of `GET /v2/models/M/stats`
+ */
+function summarize(document) {
+  const total = { count: 0, ns: 0, phases: Object.fromEntries(TRITON_PHASES.map((phase) => [phase, 0])) };
+  for (const { inference_stats: stats } of document.model_stats ?? []) {
+    total.count += Number(stats.success?.count ?? 0);
+    total.ns += Number(stats.success?.ns ?? 0);
+    for (const phase of TRITON_PHASES) total.phases[phase] += Number(stats[phase]?.ns ?? 0);
+  }
+  const mean = (ns) => (total.count ? ns / total.count / NS_PER_MS : null);
+  return {
+    count: total.count,
+    totalMs: mean(total.ns),
+    phases: Object.fromEntries(TRITON_PHASES.map((phase) => [phase, mean(total.phases[phase])])),
+  };
+}
+
+/**
+ * Arrange the steps of an ensemble in levels: each step is one level after the last one that it needs.
+ * Returns `[[{model, reads, writes}]]`.
+ */
+export function arrangeSteps(steps) {
+  const nodes = steps.map(({ model_name: model, input_map: inputs = {}, output_map: outputs = {} }) => ({
+    model, reads: [...new Set(Object.values(inputs))], writes: [...new Set(Object.values(outputs))],
+  }));
+  const producers = new Map(nodes.flatMap((node) => node.writes.map((tensor) => [tensor, node])));
+  const levels = new Map();
+  const levelOf = (node, visited = new Set()) => {
+    if (levels.has(node) || visited.has(node)) return levels.get(node) ?? 0;
+    visited.add(node);
+    const before = node.reads.map((tensor) => producers.get(tensor)).filter((each) => each && each !== node);
+    const level = before.reduce((highest, each) => Math.max(highest, levelOf(each, visited) + 1), 0);
+    levels.set(node, level);
+    return level;
+  };
+  const arranged = [];
+  for (const node of nodes) (arranged[levelOf(node)] ??= []).push(node);
+  return arranged.filter(Boolean);
+}
+
+/** Return each step's share of the time of all steps, by model; null while nothing was measured. */
+function shareTime(timesMs) {
+  const sum = [...timesMs.values()].reduce((total, time) => total + (time ?? 0), 0);
+  return new Map([...timesMs].map(([model, time]) => [model, sum && time !== null ? time / sum : null]));
+}
+
+/** Format milliseconds with the digits that a mean of many requests has. */
+const formatMs = (ms) =>
+  ms === null || ms === undefined || Number.isNaN(ms) ? "–" : ms >= 100 ? `${ms.toFixed(0)} ms` : ms >= 1 ? `${ms.toFixed(1)} ms` : `${(ms * 1000).toFixed(0)} µs`;

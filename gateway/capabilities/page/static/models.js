@@ -2,11 +2,9 @@
 
 import * as api from "./api.js";
 import { $, el, setText } from "./dom.js";
-import { withKey } from "./key.js";
 
 const GROUPS = [["failed", "Failed"], ["ready", "Ready"], ["asleep", "On demand"], ["off", "Not loaded"]];
 const DOTS = { failed: "dot bad", ready: "dot", asleep: "dot asleep", off: "dot off" };
-const MODEL_VIEWS = ["try", "model", "api"];
 const SKELETON_AFTER_MS = 150;
 const MAX_UNSPLIT_NAME = 24; // a longer name is shortened in the middle
 const NAME_END = 8;
@@ -22,7 +20,8 @@ export const isUsable = (model) => model.ready || Boolean(model.on_demand);
 export const findFailure = (model) =>
   model.last_error ?? model.versions.map(({ reason }) => reason).find((reason) => reason && reason !== "unloaded");
 
-function findState(model) {
+/** Return `ready`, `asleep` (loaded by its next request), `failed` or `off`. */
+export function findState(model) {
   if (model.ready) return "ready";
   if (model.on_demand) return "asleep";
   return findFailure(model) ? "failed" : "off";
@@ -45,6 +44,7 @@ export function start() {
   $("sidebar").addEventListener("focusout", ({ relatedTarget }) => {
     if (relatedTarget && !$("sidebar").contains(relatedTarget)) closeSheet();
   });
+  document.querySelector(".view-tabs [data-view=files]").hidden = !api.hasFeature("files");
   setText($("search-keys"), isMac() ? "⌘ K" : "Ctrl K");
   document.addEventListener("keydown", (event) => {
     const isTyping = event.target.matches("input, textarea, select");
@@ -70,7 +70,7 @@ export function reset() {
 export async function load() {
   const skeleton = setTimeout(() => { $("sidebar-skeleton").hidden = listed.length > 0; }, SKELETON_AFTER_MS);
   try {
-    listed = await withKey(() => api.listModels(true));
+    listed = await api.withKey(() => api.listModels(true));
   } finally {
     clearTimeout(skeleton);
     $("sidebar-skeleton").hidden = true;
@@ -136,7 +136,7 @@ function listFacts({ versions, max_batch_size: batch, decoupled, ready, steps })
 // The list.
 
 /** Search from anywhere: in the sidebar, or in a sheet where the screen has no room for it. */
-export function focusSearch() {
+function focusSearch() {
   if (!document.body.classList.contains("with-models")) location.hash = current ? `try/${encodeURIComponent(current)}` : "try";
   document.body.classList.add("choosing", "with-models");
   $("model-button").setAttribute("aria-expanded", "true");
@@ -155,7 +155,7 @@ function open(name) {
   const [view] = location.hash.slice(1).split("/");
   $("model-search").value = "";
   closeSheet();
-  location.hash = `${MODEL_VIEWS.includes(view) ? view : "try"}/${encodeURIComponent(name)}`;
+  location.hash = `${document.querySelector(`.view-tabs [data-view="${CSS.escape(view)}"]`) ? view : "try"}/${encodeURIComponent(name)}`;
   draw();
 }
 
@@ -252,4 +252,61 @@ function renderName(name, query, kind = "") {
   const first = at < 0 ? [name.slice(0, end)]
     : [name.slice(0, at), el("mark", { text: name.slice(at, at + query.length) }), name.slice(at + query.length)];
   return el("span", { class: `middle ${kind}` }, el("span", {}, ...first), end < name.length ? el("span", { text: name.slice(end) }) : null);
+}
+
+// What a view shows of a model that is not loaded, or if there is no model.
+
+/** Render the model of `GET /v1/models` with its last error and a button. `onLoaded` is called when it is loaded. */
+export function renderUnloaded(model, onLoaded) {
+  const error = findFailure(model);
+  const status = el("p", { role: "status" });
+  const load = el("button", { type: "button", class: "main", text: "Load", "aria-label": `Load ${model.name}` });
+  load.addEventListener("click", async () => {
+    load.disabled = true;
+    status.className = "quiet";
+    setText(status, "Loading…");
+    try {
+      await api.withKey(() => api.changeModel(model.name, "load"));
+      await onLoaded();
+    } catch (failure) {
+      load.disabled = false;
+      status.className = "bad";
+      setText(status, api.errorMessage(failure));
+    }
+  });
+  // The states on the replicas are listed for keys that may load models.
+  const remedy = model.replicas ? load : el("p", { text: "Ask an administrator of this gateway to load it, or choose another model." });
+  return el("div", { class: "card unloaded" },
+    el("p", {}, el("span", { class: error ? "pill bad" : "pill", text: "Not loaded" })),
+    error ? el("p", { class: "bad long", text: api.toSentence(error) }) : null,
+    remedy, status);
+}
+
+const FIRST_COMMANDS = [
+  ["Upload from a terminal", "triton-gateway push model.onnx"],
+  ["Start the demonstration", "triton-gateway up"],
+];
+const REPAIR_COMMANDS = [
+  ["Check the settings", "triton-gateway doctor"],
+  ["Start a Triton here", "triton-gateway up"],
+];
+
+const renderCard = (heading, ...children) => el("div", { class: "card first-step" }, el("h3", { text: heading }), ...children);
+const renderCommand = ([heading, command]) => renderCard(heading, el("code", { text: command }),
+  el("button", { type: "button", text: "Copy", "aria-label": `Copy ${command}`, onclick: () => navigator.clipboard?.writeText(command) }));
+
+/** Render why no replica can serve anything, as far as this key may know, and what helps. */
+export async function renderNoReplica() {
+  const replicas = await api.listReplicas().catch(() => []);
+  return el("div", { class: "first-steps" },
+    ...replicas.map(({ address, reason = "" }) => renderCard(address,
+      el("p", {}, el("span", { class: "pill bad", text: "Down" })), el("p", { class: "bad long", text: api.toSentence(reason) }))),
+    ...REPAIR_COMMANDS.map(renderCommand));
+}
+
+/** Render the ways to the first model. */
+export function renderFirstSteps() {
+  const upload = renderCard("Upload a model", el("p", { class: "quiet", text: "ONNX, TensorRT, OpenVINO and PyTorch, or the folder of a model." }),
+    el("a", { class: "button", href: "#fleet", text: "Choose a file" }));
+  return el("div", { class: "first-steps" }, api.hasFeature("files") ? upload : null, ...FIRST_COMMANDS.map(renderCommand));
 }

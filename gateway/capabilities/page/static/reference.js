@@ -1,17 +1,11 @@
 // The API of one model: its address, the bodies that it takes, its inputs and outputs, and its errors.
 
 import * as api from "./api.js";
-import { writeCurl, writeJavaScript, writePython } from "./code.js";
-import { renderCode } from "./codetabs.js";
 import { $, el, showNotice } from "./dom.js";
-import { showErrorNotice } from "./errors.js";
-import { describeInput, formatShape } from "./inputs.js";
-import { promptForKey, withKey } from "./key.js";
+import { describeInput, formatShape, placeholderValue } from "./inputs.js";
 import * as models from "./models.js";
-import { buildRequest } from "./request.js";
-import { placeholderValue } from "./samples.js";
+import { LANGUAGES, buildRequest, renderCode } from "./request.js";
 
-const LANGUAGES = { curl: writeCurl, python: writePython, javascript: writeJavaScript };
 const LANGUAGE_NAMES = { curl: "curl", python: "Python", javascript: "JavaScript" };
 // What a client of any model must expect, with what helps.
 const ERRORS = [
@@ -43,14 +37,14 @@ export async function show(requested) {
     showNotice($("api-view-notice"), name ? "" : "No model is ready. An administrator can load one under Fleet.");
     if (!name) return reset();
     models.choose(name);
-    const description = await withKey(() => api.describeModel(name));
+    const description = await api.withKey(() => api.describeModel(name));
     models.showHead(description);
     if (name !== shownModel) bodyType = "";
     shownModel = name;
     draw(description);
   } catch (error) {
     reset();
-    showErrorNotice($("api-view-notice"), error, async () => (await promptForKey()) && show(requested));
+    api.showErrorNotice($("api-view-notice"), error, async () => (await api.promptForKey()) && show(requested));
   }
 }
 
@@ -82,15 +76,17 @@ function renderChoice(label, choices, chosen, onChoose) {
 
 function draw(description) {
   const bodies = listBodies(description);
-  const [label, values] = bodies.find(([type]) => type === bodyType) ?? bodies[0];
-  const request = buildRequest(description, api.modelPath(description.name), values);
+  // The Python client chooses the body itself.
+  const choices = language === "python" ? bodies.slice(0, 1) : bodies;
+  const [label, values] = choices.find(([type]) => type === bodyType) ?? choices[0];
+  const request = buildRequest(description, "", values);
   const code = LANGUAGES[language](request, Boolean(api.key.get()));
   const name = encodeURIComponent(description.name);
   $("api-body").replaceChildren(
     el("div", { class: "card code" },
       el("div", { class: "code-head" },
         el("h3", {}, el("span", { class: "pill", text: "POST" }), " ", el("code", { text: `/v1/models/${name}/infer` })),
-        bodies.length > 1 ? renderChoice("Body", bodies.map(([type]) => [type, type]), label, (type) => { bodyType = type; draw(description); }) : null,
+        choices.length > 1 ? renderChoice("Body", choices.map(([type]) => [type, type]), label, (type) => { bodyType = type; draw(description); }) : null,
         renderChoice("Language", Object.entries(LANGUAGE_NAMES), language, (chosen) => { language = chosen; draw(description); })),
       el("pre", { tabindex: "0", id: "api-code", "aria-label": "Example request" }, ...renderCode(code, language))),
     renderTensors("Inputs", description.inputs, (tensor) => describeInput(tensor) + (tensor.optional ? ", optional" : "")),

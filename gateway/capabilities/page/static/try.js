@@ -2,18 +2,10 @@
 
 import * as answer from "./answer.js";
 import * as api from "./api.js";
-import * as codetabs from "./codetabs.js";
 import { $, el, setText, showNotice } from "./dom.js";
-import { showErrorNotice } from "./errors.js";
-import * as history from "./history.js";
-import { Field } from "./inputs.js";
-import { promptForKey, withKey } from "./key.js";
+import { Field, RequestOptions, listExamples, placeholderValue, renderExamples } from "./inputs.js";
 import * as models from "./models.js";
-import { RequestOptions } from "./options.js";
-import { buildRequest } from "./request.js";
-import * as results from "./results.js";
-import { listExamples, placeholderValue, renderExamples } from "./samples.js";
-import { renderFirstSteps, renderUnloaded } from "./unloaded.js";
+import { buildRequest, showCode, startCodeTabs } from "./request.js";
 
 const MIN_VISIBLE_RESPONSE_PX = 360;
 const SKELETON_AFTER_MS = 150;
@@ -22,6 +14,7 @@ const LIVE_BELOW_MS = 150; // a model that answers faster runs while the user dr
 const LIVE_PAUSE_MS = 300; // after the last stroke
 const VISITED_KEY = "triton-gateway-visited";
 let description = null;
+let chosenVersion = ""; // empty for the one that the gateway chooses
 let fields = [];
 let options = null; // RequestOptions
 let running = null; // the AbortController of the request in progress
@@ -36,17 +29,18 @@ export function start() {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) submit();
   });
   answer.start();
-  codetabs.start();
+  startCodeTabs();
   document.addEventListener("paste", handlePaste);
   for (const name of ["dragover", "drop"]) document.addEventListener(name, (event) => event.preventDefault());
 }
 
 export function reset() {
-  history.reset();
+  answer.resetHistory();
   clear();
 }
 
-export async function show(requestedModel) {
+/** Show a model, or the chosen one; `query` may name its version. */
+export async function show(requestedModel, query) {
   const skeleton = setTimeout(() => { $("try-skeleton").hidden = Boolean(description); }, SKELETON_AFTER_MS);
   try {
     if (requestedModel) models.choose(requestedModel);
@@ -60,7 +54,7 @@ export async function show(requestedModel) {
     models.choose(chosen);
     const listed = models.findModel(chosen);
     if (listed && !models.isUsable(listed)) showUnloaded(listed);
-    else if (description?.name !== chosen) await openModel(chosen);
+    else if (description?.name !== chosen || (query?.get("version") ?? chosenVersion) !== chosenVersion) await openModel(chosen, query?.get("version") ?? "");
     else await reopenIfChanged();
   } catch (error) {
     showError(error);
@@ -76,7 +70,7 @@ function showUnloaded(model) {
   showNotice($("try-notice"));
   models.showHead(model);
   $("try-unloaded").hidden = false;
-  $("try-unloaded").replaceChildren(renderUnloaded(model, () => show(model.name)));
+  $("try-unloaded").replaceChildren(models.renderUnloaded(model, () => show(model.name)));
 }
 
 function showNoModel() {
@@ -85,20 +79,21 @@ function showNoModel() {
   if ($("model-list").childElementCount) showNotice($("try-notice"), "No model is loaded now. Choose one: it loads on demand.");
   else showNotice($("try-notice"), "No model is ready yet. Under Fleet, an administrator can load a model or drop a model file.", "Open Fleet", () => { location.hash = "fleet"; });
   $("try-unloaded").hidden = $("model-list").childElementCount > 0;
-  $("try-unloaded").replaceChildren(renderFirstSteps());
+  $("try-unloaded").replaceChildren(models.renderFirstSteps());
 }
 
 async function openModel(model, version = "") {
   const current = (generation += 1);
   clear();
+  chosenVersion = version;
   if (models.findModel(model)?.ready === false) showNotice($("try-notice"), `Loading ${model}…`);
   try {
-    const newDescription = await withKey(() => api.describeModel(model, version));
+    const newDescription = await api.withKey(() => api.describeModel(model, version));
     if (current !== generation) return;
     description = newDescription;
     showNotice($("try-notice"));
     $("try-body").hidden = false;
-    showModelInfo(version);
+    showModelInfo();
     buildForm();
   } catch (error) {
     if (current === generation) showError(error);
@@ -110,9 +105,9 @@ const signatureOf = ({ versions, platform, max_batch_size: batch, decoupled, inp
 
 /** A model may have been reloaded with another signature. If it was not, the entered values are kept. */
 async function reopenIfChanged() {
-  const { name, versions } = description;
-  const version = $("version").hidden ? "" : $("version").value;
-  const newDescription = await api.describeModel(name, versions.includes(version) ? version : "");
+  const { name } = description;
+  const isThere = models.findModel(name)?.versions.some(({ version }) => version === chosenVersion);
+  const newDescription = await api.describeModel(name, isThere ? chosenVersion : "");
   if (signatureOf(newDescription) !== signatureOf(description)) await openModel(name);
   else showReady(newDescription.ready);
 }
@@ -124,8 +119,13 @@ function showReady(ready) {
 
 function showError(error) {
   $("try-body").hidden = !description;
-  const retry = async () => (await promptForKey()) && show("");
-  showErrorNotice($("try-notice"), error, retry);
+  const retry = async () => (await api.promptForKey()) && show("");
+  api.showErrorNotice($("try-notice"), error, retry);
+  if (error.body?.code !== "NO_REPLICA") return;
+  models.renderNoReplica().then((element) => {
+    $("try-unloaded").hidden = Boolean(description);
+    $("try-unloaded").replaceChildren(element);
+  });
 }
 
 function clear() {
@@ -136,17 +136,19 @@ function clear() {
   fields = [];
   $("try-form").replaceChildren();
   answer.clear();
-  codetabs.showCode([]);
+  showCode([]);
   models.showFacts([]);
   $("version").hidden = $("version-label").hidden = true;
   $("try-unloaded").hidden = true;
 }
 
-function showModelInfo(version) {
-  const { versions } = description;
+/** A description of one version names no others; the list does. */
+function showModelInfo() {
+  const listed = models.findModel(description.name)?.versions ?? [];
+  const versions = listed.filter(({ state }) => state === "READY").map(({ version }) => version);
   $("version").hidden = $("version-label").hidden = versions.length < 2;
   $("version").replaceChildren(...["", ...versions].map((name) => el("option", { value: name, text: name ? `v${name}` : "latest" })));
-  $("version").value = version;
+  $("version").value = chosenVersion;
   models.showHead(description);
 }
 
@@ -182,8 +184,6 @@ function runFirstExample([example]) {
   submit({ note: "Example" });
 }
 
-const path = () => api.modelPath(description.name, $("version").hidden ? "" : $("version").value);
-
 /** Return the form's tensors and values. Shows all errors in the form, and throws the first one. */
 async function readValues() {
   const settled = await Promise.allSettled(fields.map((field) => field.value()));
@@ -197,8 +197,8 @@ async function buildRequests() {
   const values = await readValues();
   const read = options.read();
   const secondText = fields.find((field) => field.secondText)?.secondText;
-  const first = buildRequest(description, path(), values, read);
-  return secondText ? [first, buildRequest(description, path(), [[values[0][0], { text: secondText }]], read)] : [first];
+  const first = buildRequest(description, chosenVersion, values, read);
+  return secondText ? [first, buildRequest(description, chosenVersion, [[values[0][0], { text: secondText }]], read)] : [first];
 }
 
 /** Update the code. Values that were not entered are placeholders. Shows no errors. */
@@ -216,7 +216,7 @@ async function updateCode() {
   } catch {
     // The error is shown beside the parameters.
   }
-  codetabs.showCode([buildRequest(description, path(), used, read)], isComplete ? "" : "With placeholders for what is not entered yet.");
+  showCode([buildRequest(description, chosenVersion, used, read)], isComplete ? "" : "With placeholders for what is not entered yet.");
 }
 
 /** An image that is pasted anywhere on the page is run. */
@@ -250,7 +250,7 @@ async function submit({ isLive = false, note = "" } = {}) {
   running?.abort();
   const controller = (running = new AbortController());
   const input = fields.map((field) => field.save());
-  codetabs.showCode(requests);
+  showCode(requests);
   const started = performance.now();
   const stopClock = showRunning(started);
   let result;
@@ -259,7 +259,7 @@ async function submit({ isLive = false, note = "" } = {}) {
     if (running === controller && !description.ready) showReady(true);
   } catch (error) {
     if (running === controller) {
-      result = results.showRequestError(error, started);
+      result = answer.showRequestError(error, started);
       if (!result.isStopped) markRefused(error.message);
     }
   } finally {
@@ -269,7 +269,7 @@ async function submit({ isLive = false, note = "" } = {}) {
       if (note) answer.addNote(note);
       if (!isLive && !note) showResponse();
       if (!result.isFailure && performance.now() - started < LIVE_BELOW_MS && fields.length === 1) fields[0].drawing?.suggestLive();
-      history.addEntry({ model: description.name, input, isLive, ...result, answer: answer.save() }, showAgain);
+      answer.addEntry({ model: description.name, version: requests[0].version, input, isLive, ...result, answer: answer.save() }, showAgain);
     }
   }
 }
@@ -311,10 +311,10 @@ function showResponse() {
 
 function run(requests, signal, started) {
   const files = fields.map((field) => (field.method === "file" ? field.selectedFiles : [])).find((list) => list.length > 1);
-  if (description.decoupled) return results.runStream(description, requests[0], signal, started);
-  if (requests.length === 2) return results.runComparison(description, requests, signal, started);
-  if (files) return results.runBatch(description, requests[0], files, signal, started);
-  return results.runSingle(description, requests[0], signal, started);
+  if (description.decoupled) return answer.runStream(description, requests[0], signal, started);
+  if (requests.length === 2) return answer.runComparison(description, requests, signal, started);
+  if (files) return answer.runBatch(description, requests[0], files, signal, started);
+  return answer.runSingle(description, requests[0], signal, started);
 }
 
 /** Show an earlier request and its answer. */
@@ -326,6 +326,7 @@ function showAgain(entry) {
 
 function restore(entry) {
   restored = null;
+  if ([...$("version").options].some(({ value }) => value === entry.version)) $("version").value = chosenVersion = entry.version;
   fields.forEach((field, index) => field.restore(entry.input[index]));
   answer.restore(entry.answer);
 }

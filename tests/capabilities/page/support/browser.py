@@ -20,6 +20,8 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 CHROMIUM, DRIVER = (shutil.which(name) or "" for name in ("chromium", "chromedriver"))
 MISSING = "chromium is missing: apt-get install chromium chromium-driver"
+# Drawn as a person would, from the middle of the sheet.
+SEVEN = ((-70, -80), (0, -82), (60, -80), (30, -10), (0, 50), (-20, 90))
 PATIENCE_S = 60  # guards against a hang alone
 T = TypeVar("T")
 ARGUMENTS = (
@@ -121,6 +123,23 @@ class Page:
         """Choose files for an input, which may be invisible."""
         self.until(lambda: self.all(css), css)[0].send_keys("\n".join(map(str, paths)))
 
+    def drop_files(self, css: str, **files: bytes) -> None:
+        """Drop files on an element, as a person would."""
+        self.run(
+            """
+            const dropped = new DataTransfer();
+            for (const [name, text] of Object.entries(arguments[1])) {
+                const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+                const type = name.endsWith(".png") ? "image/png" : "";
+                dropped.items.add(new File([bytes], name, {type}));
+            }
+            const how = {dataTransfer: dropped, bubbles: true, cancelable: true};
+            document.querySelector(arguments[0]).dispatchEvent(new DragEvent("drop", how));
+            """,
+            css,
+            {name: base64.b64encode(content).decode() for name, content in files.items()},
+        )
+
     def drag(self, css: str, *points: tuple[int, int]) -> None:
         """Drag the mouse through points relative to the middle of the element."""
         element = self.find(css)
@@ -170,15 +189,21 @@ class Page:
         )
 
     def dark(self, on: bool) -> None:
-        features = [{"name": "prefers-color-scheme", "value": "dark" if on else "light"}]
+        """Set the theme, without motion: a colour on its way to another one has too little contrast."""
+        features = [
+            {"name": "prefers-color-scheme", "value": "dark" if on else "light"},
+            {"name": "prefers-reduced-motion", "value": "reduce"},
+        ]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
     @contextmanager
     def phone(self) -> Iterator[None]:
         metrics = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-        yield
-        self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        try:
+            yield
+        finally:
+            self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 @contextmanager
