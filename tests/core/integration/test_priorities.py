@@ -55,7 +55,7 @@ def test_interactive_request_overtakes_those_that_wait_in_the_background(
             order.append(key)
 
     with ThreadPoolExecutor(8) as threads:
-        calls = [threads.submit(infer, BATCH, 1.0)]
+        calls = [threads.submit(infer, BATCH, 3.0)]
         calls += [threads.submit(infer, BATCH, 0.01) for _ in range(4)]
         wait_until(lambda: metric(narrow, WAITING) == 4)
         calls.append(threads.submit(infer, USER, 0.01))

@@ -122,7 +122,7 @@ def test_missing_declared_model_in_poll_mode_is_requested_once(polling: Polling)
     polling.wait_for(f"loading model absent on {polling.triton} failed")
     # It would have tried again by then: the reconciler's first pause is 1 s.
     wait_until(lambda: time.monotonic() > polling.ready_at + 1.5)
-    tried = [line for line in polling.lines if "model absent" in line]
+    tried = [line for line in polling.lines if "loading model absent" in line]
     assert len(tried) == 2, polling.output
     assert "model control mode poll" in tried[1]
     missing = polling.get("/readyz").json()["missing"]
