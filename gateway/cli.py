@@ -89,6 +89,14 @@ MaxLoadedModels = Annotated[
         "on-demand model is unloaded.",
     ),
 ]
+ConformanceUrl = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Ask this Triton, as in GATEWAY_TRITON_URLS, the behaviours that the gateway relies on. A "
+        "model is loaded there for it, and unloaded.",
+    ),
+]
 
 KeyName = Annotated[str, typer.Argument(help="Name of the key; the log shows it.")]
 Roles = Annotated[
@@ -227,6 +235,7 @@ def import_command(
         "triton-gateway doctor",
         "triton-gateway doctor --port 9000 --json",
         "triton-gateway doctor --url https://gateway.example.com --key KEY",
+        "triton-gateway doctor --conformance http://triton:8000",
     ),
 )
 @add_flags(OptionalTarget)
@@ -234,13 +243,19 @@ def doctor(
     target: OptionalTarget,
     host: Host = "127.0.0.1",
     port: Port = 8080,
+    conformance: ConformanceUrl = None,
     json: JsonOption = False,
 ) -> None:
-    """Check this machine and its settings, or with --url a running gateway. Exits with 1 if a check fails."""
+    """Check this machine and its settings, a running gateway, or a Triton. Exits with 1 if a check fails."""
     from gateway.capability import FAILED
-    from gateway.doctor import ask_gateway, print_findings, run_checks
+    from gateway.doctor.checks import ask_gateway, print_findings, run_checks
 
-    findings = list(ask_gateway(target)) if target.url else run_checks(host, port)
+    if conformance is not None:
+        from gateway.doctor.conformance import run_conformance_checks
+
+        findings = run_conformance_checks(conformance)
+    else:
+        findings = list(ask_gateway(target)) if target.url else run_checks(host, port)
     print_findings(findings, json=json)
     if any(finding.status == FAILED for finding in findings):
         raise SystemExit(1)

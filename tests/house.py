@@ -10,14 +10,14 @@ from typing import Final
 
 PACKAGE: Final = Path(__file__).parents[1] / "gateway"
 # Rooms that are not the core: what can be deleted, and what only uses or starts a gateway.
-OUTSIDE: Final = ("capabilities", "client", "commands", "embedded")
+OUTSIDE: Final = ("capabilities", "client", "commands", "doctor", "embedded")
 
 
 @dataclass(frozen=True)
 class Limits:
     """What a newcomer must be able to survey. Whoever lowers a size lowers its limit."""
 
-    folders: int = 17
+    folders: int = 18
     modules: int = 18  # at the top
     files_in_folder: int = 21
     core_files: int = 179

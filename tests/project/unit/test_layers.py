@@ -51,7 +51,8 @@ BEYOND_THE_CORE = (
 COMPOSERS = (
     "gateway.app",
     "gateway.cli",
-    "gateway.doctor",
+    "gateway.doctor.checks",
+    "gateway.doctor.conformance",
     "gateway.server.launch",
 )  # they use every capability of the list
 ASYNC_NODES = (ast.AsyncFunctionDef, ast.AsyncFor, ast.AsyncWith, ast.Await)

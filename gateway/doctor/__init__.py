@@ -1,0 +1,1 @@
+"""The command `triton-gateway doctor`."""
