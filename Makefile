@@ -15,11 +15,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PEERS_PIP := $(PEERS)/bin/python -m pip --disable-pip-version-check
 LOCK = uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --no-annotate --python-version 3.10 --quiet
 
-# The embedded Triton has no Python backend for other versions.
+# The embedded Triton runs its models with 3.10, 3.11 or 3.12, which may be beside the gateway's Python.
 define CHECK_PYTHON
-$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' || { \
-	echo "triton-gateway needs CPython 3.10, 3.11 or 3.12; $(PYTHON) is $$($(PYTHON) -V 2>&1)"; \
-	for found in python3.12 python3.11 python3.10; do \
+$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' || { \
+	echo "triton-gateway needs CPython 3.10 to 3.14; $(PYTHON) is $$($(PYTHON) -V 2>&1)"; \
+	for found in python3.12 python3.11 python3.10 python3.14 python3.13; do \
 		if command -v $$found > /dev/null; then echo "use: make $(MAKECMDGOALS) PYTHON=$$found"; exit 1; fi; \
 	done; \
 	echo "install one (Debian, Ubuntu: apt-get install python3.12 python3.12-venv; elsewhere: uv python install 3.12)"; \
@@ -27,6 +27,7 @@ $(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' |
 	exit 1; \
 } >&2
 endef
+MODELS_PYTHON = $(BIN)/python -c 'from gateway.embedded import installation as i; print(i.find_models_python().executable)'
 
 SENTENCES := triton_repo/text_core/1/model.onnx
 OWN_ENV := triton_repo_examples/own_env/python_env
@@ -175,10 +176,10 @@ $(PEERS)/.ready: requirements/peers.txt requirements/perf-analyzer.txt
 		echo "perf_analyzer is skipped: it needs glibc 2.38 or newer on x86-64"
 	@touch $@
 
-# The environment of the example model own_env, with the same Python as the gateway.
+# The environment of the example model own_env, with the Python of the other models.
 $(OWN_ENV)/.ready: triton_repo_examples/own_env/requirements.txt $(VENV)/.gateway
 	@echo "preparing the environment of the example model own_env in $(OWN_ENV)"
-	@$(BIN)/python -m venv --clear --without-pip $(OWN_ENV)
+	@$$($(MODELS_PYTHON)) -m venv --clear --without-pip $(OWN_ENV)
 	@$(PIP) --python $(OWN_ENV) install --quiet --no-deps --require-hashes -r $<
 	@touch $@
 

@@ -79,11 +79,11 @@ def check_installation() -> Iterator[Finding]:
     folder = next(place for place in (cache, *cache.parents) if place.exists())
     try:
         installation.check_cache_path(cache)
-        installation.find_libpython(installation.library_folders())
+        python = installation.find_models_python()
     except CommandError as exc:
         yield Finding(check, WARNING, str(exc), "serve does not need it")
         return
-    missing = installation.list_missing_parts()
+    missing = installation.list_missing_parts(python.version)
     if not missing:
         yield Finding(check, OK, f"the embedded Triton is complete in {cache}")
     elif not os.access(folder, os.W_OK | os.X_OK):

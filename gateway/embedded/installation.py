@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import platform
 import re
@@ -26,7 +27,13 @@ from gateway.embedded.python_stub import find_unsafe_characters
 from gateway.messages import CommandError, join_names, quote_text
 
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
-SUPPORTED_PYTHON_VERSIONS = ("3.10", "3.11", "3.12")
+# Those for which NumPy 1.26 and a stub of the Python backend exist.
+MODELS_PYTHON_VERSIONS = ("3.10", "3.11", "3.12")
+# What another Python prints of itself.
+LIBRARY_FACTS = (
+    "import json, sys, sysconfig; facts = sysconfig.get_config_vars('LIBDIR', 'MULTIARCH'); "
+    "print(json.dumps([*(each or '' for each in facts), sys.base_prefix]))"
+)
 MIN_GLIBC_VERSION = (2, 35)
 DOCKER_HINT = "run Triton in Docker and use: triton-gateway serve"
 COMPLETE_MARKER = ".complete"
@@ -73,7 +80,7 @@ def install_triton(on_message: Callable[[str], None]) -> Installation:
     Raises `CannotInstall` if this platform is not supported or a download fails.
     """
     check_platform(HostPlatform())
-    libpython = find_libpython(library_folders())
+    python = find_models_python()
     cache = cache_folder()
     check_cache_path(cache)
     try:
@@ -83,15 +90,15 @@ def install_triton(on_message: Callable[[str], None]) -> Installation:
             f"cannot create the cache folder {cache} ({exc.strerror}); "
             "set TRITON_GATEWAY_CACHE to another folder"
         ) from exc
-    models = prepare_models_environment(cache, on_message)
+    models = prepare_models_environment(cache, python, on_message)
     files = fetch_server(cache, models, on_message)
     triton = files / "pytriton" / "tritonserver"
     return Installation(
         server=triton / "bin" / "tritonserver",
         libraries=files / "nvidia_pytriton.libs",
-        backends=assemble_backends(files, triton),
+        backends=assemble_backends(files, triton, python.version),
         models_bin=models / "bin",
-        libpython=libpython,
+        libpython=python.library,
     )
 
 
@@ -111,28 +118,14 @@ class HostPlatform:
 
     system: str = field(default_factory=platform.system)
     machine: str = field(default_factory=platform.machine)
-    implementation: str = field(default_factory=platform.python_implementation)
-    python: str = PYTHON_VERSION
     libc: tuple[str, str] = field(default_factory=platform.libc_ver)
 
 
 def check_platform(host_platform: HostPlatform) -> None:
-    description = (
-        f"{host_platform.system} {host_platform.machine}, "
-        f"{host_platform.implementation} {host_platform.python}"
-    )
     if (host_platform.system, host_platform.machine) != ("Linux", "x86_64"):
         raise CannotInstall(
-            f"the embedded Triton runs on Linux x86-64 only, not on {description}; {DOCKER_HINT}"
-        )
-    if (
-        host_platform.implementation != "CPython"
-        or host_platform.python not in SUPPORTED_PYTHON_VERSIONS
-    ):
-        raise CannotInstall(
-            f"the embedded Triton runs with CPython {SUPPORTED_PYTHON_VERSIONS[0]} to "
-            f"{SUPPORTED_PYTHON_VERSIONS[-1]}, not with {description}; "
-            f"use such a Python, or {DOCKER_HINT}"
+            "the embedded Triton runs on Linux x86-64 only, not on "
+            f"{host_platform.system} {host_platform.machine}; {DOCKER_HINT}"
         )
     name, version = host_platform.libc
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
@@ -144,24 +137,70 @@ def check_platform(host_platform: HostPlatform) -> None:
         )
 
 
-def library_folders() -> list[Path]:
-    libdir = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
-    multiarch = sysconfig.get_config_var("MULTIARCH") or ""
-    return [libdir, libdir / multiarch, Path(sys.base_prefix) / "lib"]
+@dataclass(frozen=True)
+class ModelsPython:
+    """A Python for the models, and the folder of its shared libpython, which the backend's stub links to."""
+
+    executable: str
+    version: str
+    library: Path
 
 
-def find_libpython(folders: Iterable[Path]) -> Path:
-    """Return the folder of the shared libpython that the backend's stub links to.
+def find_models_python() -> ModelsPython:
+    """Return the gateway's own Python if it suits the models, or the newest one in PATH that does.
 
-    Raises `CannotInstall` if this Python has none.
+    Raises `CannotInstall`.
     """
-    name = f"libpython{PYTHON_VERSION}.so.1.0"
+    is_cpython = platform.python_implementation() == "CPython"
+    if is_cpython and PYTHON_VERSION in MODELS_PYTHON_VERSIONS:
+        return ModelsPython(sys.executable, PYTHON_VERSION, find_libpython(library_folders()))
+    names = (f"python{version}" for version in reversed(MODELS_PYTHON_VERSIONS))
+    executables = [path for path in map(shutil.which, names) if path]
+    without_library: CannotInstall | None = None
+    for executable in executables:
+        version = executable.rpartition("python")[2]
+        if folders := ask_library_folders(executable):
+            try:
+                return ModelsPython(executable, version, find_libpython(folders, version))
+            except CannotInstall as exc:
+                without_library = without_library or exc
+    raise without_library or CannotInstall(
+        f"the embedded Triton runs its models with CPython {MODELS_PYTHON_VERSIONS[0]} to "
+        f"{MODELS_PYTHON_VERSIONS[-1]}, not with {platform.python_implementation()} {PYTHON_VERSION}, and "
+        "PATH has none; install one beside it (uv python install 3.12; Ubuntu 24.04: apt-get install "
+        f"python3.12-venv libpython3.12), or {DOCKER_HINT}"
+    )
+
+
+def library_folders(libdir: str = "", multiarch: str = "", prefix: str = "") -> list[Path]:
+    """Return where a Python can have its shared library, by default this one."""
+    if not prefix:
+        own_libdir, own_multiarch = sysconfig.get_config_vars("LIBDIR", "MULTIARCH")
+        return library_folders(own_libdir or "", own_multiarch or "", sys.base_prefix)
+    folder = Path(libdir or "/usr/lib")
+    return [folder, folder / multiarch, Path(prefix) / "lib"]
+
+
+def ask_library_folders(executable: str) -> list[Path]:
+    """Return the `library_folders` of another Python; none if it does not run, as a shim without a Python."""
+    try:
+        run = subprocess.run(
+            [executable, "-I", "-c", LIBRARY_FACTS], capture_output=True, text=True, check=True
+        )
+        return library_folders(*json.loads(run.stdout))
+    except (OSError, subprocess.CalledProcessError, ValueError, TypeError):
+        return []
+
+
+def find_libpython(folders: Iterable[Path], version: str = PYTHON_VERSION) -> Path:
+    """Return the folder of the shared libpython. Raises `CannotInstall` if the Python has none."""
+    name = f"libpython{version}.so.1.0"
     for folder in folders:
         if (folder / name).exists():
             return folder
     raise CannotInstall(
         f"Triton's Python backend requires {name}, which this Python lacks; install it "
-        f"(Debian, Ubuntu: apt-get install libpython{PYTHON_VERSION}; pyenv: build with --enable-shared)"
+        f"(Debian, Ubuntu: apt-get install libpython{version}; pyenv: build with --enable-shared)"
     )
 
 
@@ -172,33 +211,35 @@ def find_lock_file(name: str) -> Path:
     return packaged if packaged.exists() else package.parent / "requirements" / name
 
 
-def name_models_folder(cache: Path) -> Path:
-    return cache / f"models-py{PYTHON_VERSION}-{hash_files([find_lock_file('models.txt')])}"
+def name_models_folder(cache: Path, python_version: str) -> Path:
+    return cache / f"models-py{python_version}-{hash_files([find_lock_file('models.txt')])}"
 
 
 def name_server_folder(cache: Path) -> Path:
     return cache / f"tritonserver-{hash_files([find_lock_file('tritonserver.txt')])}"
 
 
-def list_missing_parts() -> list[str]:
+def list_missing_parts(python_version: str) -> list[str]:
     cache = cache_folder()
     folders = {
         "tritonserver": name_server_folder(cache),
-        "the models' Python environment": name_models_folder(cache),
+        "the models' Python environment": name_models_folder(cache, python_version),
     }
     return [name for name, folder in folders.items() if not (folder / COMPLETE_MARKER).exists()]
 
 
-def prepare_models_environment(cache: Path, on_message: Callable[[str], None]) -> Path:
+def prepare_models_environment(
+    cache: Path, python: ModelsPython, on_message: Callable[[str], None]
+) -> Path:
     lock = find_lock_file("models.txt")
-    with build_once(name_models_folder(cache)) as (folder, needed):
+    with build_once(name_models_folder(cache, python.version)) as (folder, needed):
         if needed:
             on_message("installing the models' Python environment, 35 MB (first start only)")
-            venv = [sys.executable, "-m", "venv", str(folder)]
+            venv = [python.executable, "-m", "venv", str(folder)]
             if subprocess.run(venv, stdout=subprocess.DEVNULL, check=False).returncode:
                 raise CannotInstall(
                     "python -m venv failed; install it (Debian, Ubuntu: apt-get install "
-                    f"python{PYTHON_VERSION}-venv)"
+                    f"python{python.version}-venv)"
                 )
             pip_install(folder, lock)
     return folder
@@ -213,16 +254,16 @@ def fetch_server(cache: Path, models: Path, on_message: Callable[[str], None]) -
     return folder
 
 
-def assemble_backends(files: Path, triton: Path) -> Path:
+def assemble_backends(files: Path, triton: Path, python_version: str) -> Path:
     sources = sorted(backends.FOLDER.glob("*.py"))
     version = hash_files([find_lock_file("tritonserver.txt"), *sources])
-    # The backend needs the stub of the running Python version.
+    # The backend needs the stub of the models' Python.
     links = {
         "triton_python_backend_utils.py": triton / "backends/python/triton_python_backend_utils.py",
         "triton_python_backend_stub": triton
-        / f"python_backend_stubs/{PYTHON_VERSION}/triton_python_backend_stub",
+        / f"python_backend_stubs/{python_version}/triton_python_backend_stub",
     }
-    with build_once(files.with_name(f"backends-py{PYTHON_VERSION}-{version}")) as (folder, needed):
+    with build_once(files.with_name(f"backends-py{python_version}-{version}")) as (folder, needed):
         if needed:
             python = folder / "python"
             python.mkdir(parents=True)

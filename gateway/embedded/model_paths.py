@@ -61,7 +61,7 @@ def is_repository_folder(place: Path | str) -> bool:
 
 def is_model(path: Path) -> bool:
     """Return whether the path is a model and not a repository. Raises `CannotStart` for other files."""
-    if path.suffix.lower() == MODEL_FILE_SUFFIX and not path.is_dir():
+    if path.name.lower().endswith(MODEL_FILE_SUFFIX) and not path.is_dir():
         if not path.is_file():
             raise CannotStart(f"model file not found: {path}")
         return True
@@ -78,7 +78,7 @@ def is_model(path: Path) -> bool:
 
 
 def make_model_name(path: Path) -> str:
-    name = path.stem if path.is_file() else path.resolve().name
+    name = path.name[: -len(MODEL_FILE_SUFFIX)] if path.is_file() else path.resolve().name
     return UNSUITABLE_CHARACTERS.sub("_", name).strip(".") or DEFAULT_NAME
 
 

@@ -15,7 +15,7 @@ from gateway.settings import ENV_PREFIX, find_secrets
 from tests.interface import names, openapi
 
 # They run in Triton's processes.
-BACKENDS = "gateway.embedded.backends"
+MODULES_OF_MODELS = ("gateway.embedded.backends", "gateway.doctor.conformance_model")
 
 ClassT = TypeVar("ClassT")
 
@@ -23,7 +23,7 @@ ClassT = TypeVar("ClassT")
 def import_all() -> None:
     """Import every module: each room and capability defines its errors and settings."""
     for module in walk_packages(gateway.__path__, "gateway."):
-        if not module.name.startswith(BACKENDS):
+        if not module.name.startswith(MODULES_OF_MODELS):
             import_module(module.name)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from gateway.embedded.options import CannotStart, ModelControl, TritonOptions
 from tests.support import network
-from tests.support.servers import Command, free_ports
+from tests.support.servers import ROOT, Command, free_ports
 from tests.support.up import CONFIG, Up, holding, nothing_left, wait_for_end, write_model
 from tests.support.wait import TIMEOUT_S, wait_until
 
@@ -361,20 +361,29 @@ def test_first_start_without_a_network_names_the_package_index(
     assert not [path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]
 
 
-def test_unsupported_python_is_refused_with_the_supported_versions(tmp_path: Path) -> None:
-    """The check comes before anything else, so that a Python too new says it by itself."""
-    found = sorted(Path.home().glob(".pyenv/versions/3.1[3-9].*/bin/python"))
-    found += [
-        Path(path) for path in ("/usr/bin/python3.13", "/usr/bin/python3.14") if Path(path).exists()
-    ]
-    if not found:
-        pytest.skip("no Python newer than 3.12 on this machine")
+def test_models_run_with_another_python_if_the_gateways_is_too_new() -> None:
+    versions = Path.home() / ".pyenv" / "versions"
+    newer = sorted(versions.glob("3.1[3-9].*/bin/python"))
+    suitable = sorted(versions.glob("3.1[0-2].*/bin"))
+    if not newer or not suitable:
+        pytest.skip("a Python newer than 3.12, or one that is not, is missing on this machine")
+    code = "from gateway.embedded.installation import find_models_python, CannotInstall\n"
+    code += "try: print(find_models_python())\nexcept CannotInstall as exc: print(exc)"
 
-    code = "from gateway.embedded.installation import install_triton, CannotInstall\n"
-    code += "try: install_triton(print)\nexcept CannotInstall as exc: print(exc)"
-    run = subprocess.run([found[-1], "-c", code], capture_output=True, text=True, check=True)
-    assert "CPython 3.10 to 3.12" in run.stdout
-    assert "Docker" in run.stdout
+    def find(path: Path) -> str:
+        return subprocess.run(
+            [newer[-1], "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PATH": str(path), "PYTHONPATH": str(ROOT)},
+        ).stdout
+
+    assert f"executable='{suitable[-1]}/python3.1" in find(suitable[-1])
+    missing = find(Path("/nowhere"))
+    assert "CPython 3.10 to 3.12" in missing
+    assert "uv python install 3.12" in missing
+    assert "Docker" in missing
 
 
 def test_invalid_setting_is_named() -> None:
