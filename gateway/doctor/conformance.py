@@ -490,6 +490,9 @@ async def ask_one(triton: Examination, behaviour: Behaviour) -> Finding:
         return Finding(behaviour.name, WARNING, f"not asked: {exc}")
     except Difference as exc:
         difference = str(exc)
+    except FailedResponse as exc:
+        exc.response.close()
+        difference = describe_outcome(exc.error)
     except GatewayError as exc:
         difference = describe_outcome(exc)
     except (LookupError, TypeError, ValueError, AttributeError, TimeoutError) as exc:

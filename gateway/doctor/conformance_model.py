@@ -39,7 +39,9 @@ class TritonPythonModel:
                 pb_utils.Tensor("LAST_STEPS", np.array([[last_steps]], np.int32)),
             ]
         )
-        while self.last_steps < steps and not request.is_cancelled():
+        # Tritons before 23.10 do not have the method.
+        is_cancelled = getattr(request, "is_cancelled", lambda: False)
+        while self.last_steps < steps and not is_cancelled():
             time.sleep(STEP_S)
             self.last_steps += 1
             if sender is not None:
