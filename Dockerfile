@@ -13,7 +13,7 @@ ARG GATEWAY_IMAGE=gcr.io/distroless/python3-debian12:nonroot
 ARG TRITON_VERSION=25.12
 ARG TRITON_IMAGE=nvcr.io/nvidia/tritonserver:${TRITON_VERSION}-py3
 # For the labels; pass the commit of a release: --build-arg REVISION="$(git rev-parse HEAD)"
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 ARG REVISION=unknown
 # The digests of the base images; empty if they were not looked up.
 ARG PYTHON_DIGEST=

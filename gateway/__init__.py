@@ -1,3 +1,3 @@
 """The REST front door of NVIDIA Triton Inference Server."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -189,8 +189,8 @@ def test_pods_of_the_dev_overlay_serve(
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 pytest.skip(f"port {port}, which the manifests name, is taken on this machine")
     images = {
-        "triton-gateway:0.1.0": gateway_image,
-        "triton-gateway-embedded:0.1.0": embedded_image,
+        "triton-gateway:0.2.0": gateway_image,
+        "triton-gateway-embedded:0.2.0": embedded_image,
     }
     resources = for_podman(Manifests.of("dev"), images, tmp_path)
     (tmp_path / "pods.yaml").write_text(yaml.safe_dump_all(resources))

@@ -23,7 +23,7 @@ from tests.support.state_contract import LABELS, opened
 RECORDED = {
     path.stem: json.loads(path.read_text()) for path in (ROOT / "tests/data/state").iterdir()
 }
-CURRENT = "next"  # what this source writes
+CURRENT = "0.2.0"  # what this source writes
 STORED = {
     "m": DesiredModel(True, {"config": '{"name": "m"}'}, 1),
     "gone": DesiredModel(False, {}, 2),
