@@ -116,7 +116,7 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
                         await attachment.open(services, stack)
                     # The HTTP server counts connections and closes them while draining.
                     yield {
-                        "connections": services.metrics.connections,
+                        "connections": services.metrics.open_connections,
                         "refusals": services.metrics.refusals,
                         "drain": drain,
                     }

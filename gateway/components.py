@@ -101,6 +101,11 @@ async def update_metrics(metrics: Metrics, admission: AdmissionQueue, memory: Me
             metrics.queue_length.labels(priority.name).set(admission.queue.count(priority))
         for kind, size in memory.bytes_by_kind.items():
             metrics.request_memory.labels(kind).set(size)
+        connections = metrics.open_connections
+        metrics.limits.labels("connections").set(connections.count / connections.maximum)
+        metrics.limits.labels("inferences").set(admission.running_ratio)
+        metrics.limits.labels("memory").set(memory.used_ratio)
+        metrics.limits.labels("queue").set(admission.waiting_ratio)
         metrics.update_dropped_lines(logs.count_dropped_lines())
         metrics.flush()
 
@@ -195,7 +200,7 @@ async def run_services(
     """Run the services; they are closed in reverse order."""
     async with AsyncExitStack() as stack:
         stack.callback(logs.flush)  # a worker is killed by its own signal right afterwards
-        metrics = Metrics()
+        metrics = Metrics(counts_callers=settings.metrics_callers)
         fleet = await open_fleet(settings, components, metrics, stack)
         decoders = DecodeExecutor(settings.decode_threads, settings.max_pixels_in_flight, metrics)
         stack.push_async_callback(decoders.close)

@@ -85,8 +85,8 @@ class MemoryBudget:
         self.bytes_by_kind = dict.fromkeys(MEMORY_KINDS, 0)
 
     @property
-    def is_half_used(self) -> bool:
-        return self.used_bytes > self._total_bytes // 2
+    def used_ratio(self) -> float:
+        return self.used_bytes / self._total_bytes
 
     def has_room(self, needed_bytes: int) -> bool:
         return self.used_bytes + needed_bytes <= self._limit_bytes(needed_bytes)

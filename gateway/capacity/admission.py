@@ -14,7 +14,7 @@ from gateway.capacity.fair_queue import FairQueue, Waiter
 from gateway.errors import DeadlinePassed, Overloaded
 from gateway.messages import quote_text
 from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.request_info import RequestInfo
+from gateway.telemetry.request_info import RequestInfo, measure_phase
 
 DEPARTURES_WINDOW_S: Final = 10.0
 MAX_RETRY_AFTER_S: Final = 60
@@ -242,7 +242,8 @@ class AdmissionQueue:
         started_at = perf_counter()
         admitted = waiter.admitted
         try:
-            await asyncio.wait_for(asyncio.shield(admitted), timeout_s)
+            with measure_phase("admission"):
+                await asyncio.wait_for(asyncio.shield(admitted), timeout_s)
         except BaseException as exc:
             if not admitted.done():
                 admitted.cancel()
@@ -283,6 +284,14 @@ class AdmissionQueue:
     def is_busy(self) -> bool:
         """Return whether requests of any model wait, or half of all slots are taken."""
         return bool(self.waiting) or 2 * self.running > self._max_running
+
+    @property
+    def running_ratio(self) -> float:
+        return self.running / self._max_running
+
+    @property
+    def waiting_ratio(self) -> float:
+        return self.waiting / self.max_waiting if self.max_waiting else 0.0
 
     def release(self, model: str, caller: str = "") -> None:
         self.running -= 1

@@ -6,6 +6,7 @@ import asyncio
 import io
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any, Final, NamedTuple, TypeVar
 
 import anyio
@@ -139,12 +140,14 @@ class RequestBody:
         receive = self._receive
         beginning = b""
         has_more = True
+        started_at = perf_counter()
         while has_more and len(beginning) < MIN_PEEKED_BYTES:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
             beginning += message.get("body", b"")
             has_more = message.get("more_body", False)
+        self._info.add_phase("receive", perf_counter() - started_at)
         messages = [{"type": "http.request", "body": beginning, "more_body": has_more}]
 
         async def receive_again() -> Message:
@@ -167,7 +170,10 @@ class RequestBody:
     async def _receive_first(self, max_bytes: int) -> None:
         self._is_started = True
         self._encoding = self._check_headers(max_bytes)
+        started_at = perf_counter()
         self._first_chunk, self._has_more = await self._receive_chunk()
+        if self._has_more or b"expect" in self.headers:  # otherwise it was there
+            self._info.add_phase("receive", perf_counter() - started_at)
 
     async def read(self, max_bytes: int, charge: MemoryCharge) -> bytes:
         """Return the decompressed body. Raises `BodyTooLarge`, `TooLarge` or `MemoryBudgetExceeded`."""
@@ -216,7 +222,9 @@ class RequestBody:
         data, self._first_chunk = self._first_chunk, b""
         yield data
         while self._has_more:
+            started_at = perf_counter()
             data, self._has_more = await self._receive_chunk()
+            self._info.add_phase("receive", perf_counter() - started_at)
             yield data
 
     async def _receive_chunk(self) -> tuple[bytes, bool]:
@@ -328,8 +336,10 @@ class PayloadConverter:
         is_small = len(body) <= JSON_CODEC.max_inline_bytes
         return await self.convert_all(read() if is_small else await self.run_in_thread(read))
 
-    async def run_in_thread(self, work: Callable[[], T], pixels: int = 0) -> T:
-        return await self._deadline.limit(self._executor.run_in_thread(pixels, work))
+    async def run_in_thread(
+        self, work: Callable[[], T], pixels: int = 0, phase: str = "decode"
+    ) -> T:
+        return await self._deadline.limit(self._executor.run_in_thread(pixels, work, phase))
 
     async def _run_in_process(self, pixels: int, function: Callable[..., T], *arguments: Any) -> T:
         timeout_s = self._deadline.remaining_s

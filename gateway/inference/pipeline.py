@@ -310,7 +310,7 @@ async def render_results(
 ) -> Response:
     """Return the rendered results, which contain `more_bytes` of the request."""
     is_large = are_large(results, more_bytes)
-    encoded = await opened.converter.run_in_thread(render) if is_large else render()
+    encoded = await opened.converter.run_in_thread(render, phase="render") if is_large else render()
     more_headers = NO_HEADERS
     if opened.choice is not None or encoded.content_type != JSON:
         version = results[0].version or opened.info.version

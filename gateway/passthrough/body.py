@@ -27,7 +27,7 @@ from gateway.http_client.connection import Headers
 from gateway.memory import MemoryCharge
 from gateway.passthrough.headers import RequestHeaders
 from gateway.passthrough.rules import Forwarding
-from gateway.telemetry.request_info import RequestInfo
+from gateway.telemetry.request_info import RequestInfo, measure_phase
 from gateway.tensors.sequence import SequenceStep, parse_sequence_parameters
 from gateway.tensors.signature import Signature
 from gateway.triton.inference import find_outputs_without_classes
@@ -223,7 +223,8 @@ async def guard_body(
         if not isinstance(content, bytes):
             chunks = guard_chunks(content, guard, load_signature, turn)
             return prepared._replace(content=chunks)
-        await guard_chunk(content, guard, turn)
+        with measure_phase("decode"):
+            await guard_chunk(content, guard, turn)
         guard.finish()
         has_classification = guard.has_classification
     if has_classification:

@@ -247,9 +247,11 @@ async def prepare_body(
     info: RequestInfo = scope["request_info"]
     if headers.content_length is not None and headers.content_length > limit:
         raise BodyTooLarge(limit)
+    started_at = perf_counter()
     message = await receive()
     if message.get("more_body", False):
         message = await buffer_body(message, receive, count_buffered_bytes(headers, action))
+        info.add_phase("receive", perf_counter() - started_at)
     prepared = begin_body(message, receive, headers, limit, info)
     if headers.content_encoding:
         charge = services.get_charge(info)
@@ -298,6 +300,7 @@ async def relay_response(
         events = EventStreamScrubber(sanitize_event)
         first = b""
         if (error := response.first_error) is not None:
+            info.error_code = error.code
             start["headers"] += encode_headers(error.headers or {})
             first = b"data: %b\n\n" % serialize_error(error.detail, error.code, scope["request_id"])
         yield start

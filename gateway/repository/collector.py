@@ -36,6 +36,11 @@ class FleetCollector(Collector):
         outstanding = replica_gauge(
             "gateway_upstream_outstanding", "Requests sent to the replica and not yet answered."
         )
+        latency = replica_gauge(
+            "gateway_upstream_relative_latency",
+            "Latency of the replica's responses relative to the mean for their models, which load balancing "
+            "compares; 1 is the mean.",
+        )
         models = state_gauge("gateway_replica_models", "Number of models on the replica, by state.")
         cordoned = replica_gauge(
             "gateway_replica_cordoned",
@@ -53,6 +58,7 @@ class FleetCollector(Collector):
             for value in HealthState:
                 state.add_metric([address, value.name.lower()], float(value is current))
             outstanding.add_metric([address], replica.outstanding)
+            latency.add_metric([address], replica.relative_latency)
             index = self._pool.known_index(replica)
             states = index.state_counts
             for name in STATE_RANKS.keys() | states.keys():
@@ -64,7 +70,7 @@ class FleetCollector(Collector):
                 ready.update(replica.index.ready_models)
                 for name, numbers in replica.index.ready_versions_by_model.items():
                     versions.setdefault(name, set()).add(numbers)
-        yield from (state, outstanding, models, cordoned, failing)
+        yield from (state, outstanding, latency, models, cordoned, failing)
         yield from self._collect_models(ready, versions)
 
     def _collect_models(
@@ -73,7 +79,6 @@ class FleetCollector(Collector):
         count = model_gauge(
             "gateway_model_ready_replicas", "Number of replicas on which the model is ready."
         )
-        declared = model_gauge("gateway_model_declared", "1 for each model in the models file.")
         missing = model_gauge(
             "gateway_model_missing",
             "1 while the declared model is ready on fewer than GATEWAY_READY_QUORUM replicas.",
@@ -91,9 +96,8 @@ class FleetCollector(Collector):
             outdated.add_metric([name], len(self._repository.outdated_replicas(name)))
         missing_models = self._repository.readiness.find_missing_models()
         for name in sorted(self._repository.state.declared_models):
-            declared.add_metric([name], 1)
             missing.add_metric([name], name in missing_models)
-        yield from (count, declared, missing, skew, outdated)
+        yield from (count, missing, skew, outdated)
 
 
 class StateCollector(Collector):

@@ -140,7 +140,6 @@ class ModelLoader:
     ) -> None:
         """Run the action until the replica's index confirms it, and end the load. Raises `GatewayError`."""
         model = action.model
-        metric = self._pool.metrics.model_actions
         if action.is_load and started_load is None and action.load_id:
             started_load = await self._state.begin_load(replica.name, model)
         resulting_load = UNKNOWN_LOAD
@@ -150,7 +149,7 @@ class ModelLoader:
             await self._wait_while_reachable(replica, self._apply_action(replica, action))
             resulting_load = action.load_id
         except GatewayError as exc:
-            metric.labels(action.verb, initiator, "failed").inc()
+            self._count_action(action, initiator, "failed")
             if started_load is not None and not isinstance(exc, TRANSPORT_ERRORS):
                 # A failed load leaves the previous one in place.
                 resulting_load = started_load.confirmed_load
@@ -163,9 +162,13 @@ class ModelLoader:
                 notify(model)
             if started_load is not None:
                 await self._state.end_load(replica.name, model, started_load, resulting_load)
-        metric.labels(action.verb, initiator, "done").inc()
+        self._count_action(action, initiator, "done")
         self.uncontrollable_replicas.discard(replica.name)
         self.forget_error(model)
+
+    def _count_action(self, action: ModelAction, initiator: str, outcome: str) -> None:
+        model = action.model if self._pool.is_listed(action.model) else ""
+        self._pool.metrics.model_actions.labels(action.verb, initiator, outcome, model).inc()
 
     def forget_error(self, model: str) -> None:
         self._load_errors.pop(model, None)

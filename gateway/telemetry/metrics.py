@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Final
 
@@ -26,19 +25,25 @@ from gateway.callers import Priority
 from gateway.memory import MEMORY_KINDS
 from gateway.tasks import background_failures
 from gateway.telemetry.prometheus_compat import add_observations
+from gateway.telemetry.refusals import MAX_CALLERS, REFUSED_STATUSES
 from gateway.telemetry.request_info import RequestInfo
 
+# Integers would make `bisect_left` slower.
 DURATION_BUCKETS: Final = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
-DECODE_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+PHASE_BUCKETS: Final = (0.001, 0.01, 0.1, 1.0, 10.0)
+# A request waits for its client, for a slot, for the load of its model, for the conversion of its body, for
+# Triton and for the encoding of its response.
+PHASES: Final = ("receive", "admission", "load", "decode", "upstream", "render")
+OTHER_CALLERS: Final = "other"
+LIMITS: Final = ("connections", "inferences", "memory", "queue")
 CLIENT_CLOSED_REQUEST: Final = 499
 # The labels `status`, a class, and `code`, the exact status of a failure.
 STATUS_LABELS: Final = {
     status: (f"{status // 100}xx", str(status) if status >= 500 else "")
     for status in range(100, 600)
 } | {CLIENT_CLOSED_REQUEST: (str(CLIENT_CLOSED_REQUEST), "")}
-ACTION_INITIATORS: Final = ("api", "reconciler")
 SHED_REASONS: Final = ("queue_full", "displaced", "rate", "memory")
 REFUSAL_REASONS: Final = (
     "malformed_request", "request_too_slow", "url_too_long", "header_too_large",
@@ -51,14 +56,42 @@ REPLACED_WORKER_PREFIX: Final = "replaced-worker-"  # the name of a file for eac
 
 
 @dataclass(slots=True)
+class PendingPhase:
+    """Durations of a phase that are not flushed yet."""
+
+    bucket_counts: list[int] = field(default_factory=lambda: [0] * (len(PHASE_BUCKETS) + 1))
+    seconds: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.bucket_counts[bisect_left(PHASE_BUCKETS, seconds)] += 1
+        self.seconds += seconds
+
+
+@dataclass(slots=True)
 class PendingCounts:
     """Counts of one kind of request that are not flushed yet."""
 
     bucket_counts: list[int] = field(default_factory=lambda: [0] * (len(DURATION_BUCKETS) + 1))
     seconds: float = 0.0
-    upstream_s: float = 0.0
+    upstream: PendingPhase = field(default_factory=PendingPhase)
+    other_phases: dict[str, PendingPhase] = field(default_factory=dict)
     bytes_in: int = 0
     bytes_out: int = 0
+
+
+@dataclass(slots=True)
+class OpenConnections:
+    """The client connections of this process, and how many it accepts."""
+
+    count: int = 0
+    maximum: int = 1
+
+    def open(self, maximum: int) -> None:
+        self.count += 1
+        self.maximum = maximum
+
+    def close(self) -> None:
+        self.count -= 1
 
 
 class MetricFactory:
@@ -74,39 +107,49 @@ class MetricFactory:
 class Metrics:
     """The metrics of one application; `collector_registry` holds those that are read from other objects."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_callers: bool = True) -> None:
         # Otherwise every counter has an additional `_created` series.
         disable_created_metrics()
         self.registry = CollectorRegistry()
         self.collector_registry = CollectorRegistry()
         self.in_flight = {V2_ROUTE: 0, V1_ROUTE: 0}
         self._pending: dict[tuple[str, str, str, tuple[str, str]], PendingCounts] = {}
+        self._counts_callers = counts_callers
+        self._callers: set[str] = set()  # label values
+        self._pending_callers: Counts[tuple[str, str]] = (
+            Counts()
+        )  # by the name of a key and the model
+        self._pending_refusals: Counts[tuple[str, str]] = (
+            Counts()
+        )  # by the name of a key and the code
         self._dropped_lines = 0
+        self.open_connections = OpenConnections()
         self.pending_attempts: Counts[tuple[str, str]] = Counts()
         self._replicas: set[str] = set()
         self.create = MetricFactory(self.registry)  # also for the metrics of capabilities
         self._create_request_metrics(self.create)
+        self._create_caller_metrics(self.create)
         self._create_replica_metrics(self.create)
         self._create_process_metrics(self.create)
 
     def _create_request_metrics(self, create: MetricFactory) -> None:
-        kind = ("route", "model", "version")
         self.duration = create.histogram(
             "gateway_request_duration_seconds",
             "Time from the arrival of a request to the end of its response.",
-            (*kind, "status", "code"),
+            ("route", "model", "version", "status", "code"),
             buckets=DURATION_BUCKETS,
         )
-        self.upstream_seconds = create.counter(
-            "gateway_request_upstream_seconds_total",
-            "Time that requests waited for Triton; the rest of their duration is spent in the gateway.",
-            kind,
+        self.phase_duration = create.histogram(
+            "gateway_request_phase_seconds",
+            f"Time of requests in each phase that they had: {', '.join(PHASES)}.",
+            ("phase", "model"),
+            buckets=PHASE_BUCKETS,
         )
         self.bytes_in = create.counter(
-            "gateway_request_bytes_total", "Bytes of request bodies.", kind
+            "gateway_request_bytes_total", "Bytes of request bodies.", ("model",)
         )
         self.bytes_out = create.counter(
-            "gateway_answer_bytes_total", "Bytes of response bodies.", kind
+            "gateway_answer_bytes_total", "Bytes of response bodies.", ("model",)
         )
         self.running = create.level(
             "gateway_requests_in_flight",
@@ -141,11 +184,6 @@ class Metrics:
             f"{', '.join(MEMORY_KINDS)}. GATEWAY_MAX_BYTES_IN_FLIGHT limits the sum.",
             ("kind",),
         )
-        self.decode_duration = create.histogram(
-            "gateway_image_decode_seconds",
-            "Time spent in a thread that converts images or large arrays to tensors.",
-            buckets=DECODE_BUCKETS,
-        )
         self.decodes_waiting = create.level(
             "gateway_decodes_waiting",
             "Requests whose images wait for a thread or for GATEWAY_MAX_PIXELS_IN_FLIGHT.",
@@ -172,6 +210,18 @@ class Metrics:
         for reason in REFUSAL_REASONS:
             self.refusals.labels(reason)
 
+    def _create_caller_metrics(self, create: MetricFactory) -> None:
+        self.caller_requests = create.counter(
+            "gateway_caller_requests_total",
+            "Requests by the name of the key or rule; beyond 1,000 names, other.",
+            ("caller", "model"),
+        )
+        self.caller_refusals = create.counter(
+            "gateway_caller_refusals_total",
+            "Requests refused with 401, 403 or 429, by the name of the key or rule and the code.",
+            ("caller", "code"),
+        )
+
     def _create_replica_metrics(self, create: MetricFactory) -> None:
         self.attempts = create.counter(
             "gateway_upstream_attempts_total",
@@ -193,10 +243,8 @@ class Metrics:
             "gateway_model_actions_total",
             "Loads and unloads on a replica, by origin (api, reconciler, on_demand) and outcome (done, "
             "failed).",
-            ("action", "by", "outcome"),
+            ("action", "by", "outcome", "model"),
         )
-        for initiator in ACTION_INITIATORS:
-            self.add_initiator(initiator)
         self.model_conflicts = create.counter(
             "gateway_model_conflicts_total",
             "Corrections of a model on a replica that followed one which something else had undone.",
@@ -205,6 +253,11 @@ class Metrics:
 
     def _create_process_metrics(self, create: MetricFactory) -> None:
         self.connections = create.level("gateway_connections", "Open client connections.")
+        self.limits = create.worst(
+            "gateway_limit_used_ratio",
+            f"Used share of a limit of the process: {', '.join(LIMITS)}.",
+            ("limit",),
+        )
         self.dropped_lines = create.counter(
             "gateway_log_lines_dropped_total",
             "Log lines dropped because standard error was not read in time.",
@@ -222,10 +275,8 @@ class Metrics:
             "gateway_build_info", "Constant 1, with the gateway's version.", ("version",)
         )
         build.labels(__version__).set(1)
-
-    def add_initiator(self, initiator: str) -> None:
-        for action, outcome in product(("load", "unload"), ("done", "failed")):
-            self.model_actions.labels(action, initiator, outcome)
+        for limit in LIMITS:
+            self.limits.labels(limit)
 
     def add_replica(self, replica: str) -> None:
         self._replicas.add(replica)
@@ -253,9 +304,20 @@ class Metrics:
             pending = self._pending[key] = PendingCounts()
         pending.bucket_counts[bisect_left(DURATION_BUCKETS, duration_s)] += 1
         pending.seconds += duration_s
-        pending.upstream_s += info.upstream_s
         pending.bytes_in += info.bytes_in
         pending.bytes_out += info.bytes_out
+        if upstream_s := info.upstream_s:
+            upstream = pending.upstream  # as `add` does, without a call
+            upstream.bucket_counts[bisect_left(PHASE_BUCKETS, upstream_s)] += 1
+            upstream.seconds += upstream_s
+        if info.phases is not None:
+            for name, phase_s in info.phases.items():
+                pending.other_phases.setdefault(name, PendingPhase()).add(phase_s)
+        if self._counts_callers:
+            if info.key:
+                self._pending_callers[info.key, info.model] += 1
+            if status in REFUSED_STATUSES:
+                self._pending_refusals[info.key, info.error_code] += 1
 
     def update_dropped_lines(self, total: int) -> None:
         self.dropped_lines.inc(total - self._dropped_lines)
@@ -269,15 +331,32 @@ class Metrics:
         for (route, model, version, (status, code)), pending in flushed.items():
             histogram = self.duration.labels(route, model, version, status, code)
             add_observations(histogram, pending.bucket_counts, pending.seconds)
-            self.upstream_seconds.labels(route, model, version).inc(pending.upstream_s)
-            self.bytes_in.labels(route, model, version).inc(pending.bytes_in)
-            self.bytes_out.labels(route, model, version).inc(pending.bytes_out)
+            if model:
+                for name, phase in (("upstream", pending.upstream), *pending.other_phases.items()):
+                    histogram = self.phase_duration.labels(name, model)
+                    add_observations(histogram, phase.bucket_counts, phase.seconds)
+            self.bytes_in.labels(model).inc(pending.bytes_in)
+            self.bytes_out.labels(model).inc(pending.bytes_out)
+        for caller_counter, counts in (
+            (self.caller_requests, self._pending_callers),
+            (self.caller_refusals, self._pending_refusals),
+        ):
+            for (caller, label), count in counts.items():
+                caller_counter.labels(self._label_caller(caller), label).inc(count)
+            counts.clear()
         attempts, self.pending_attempts = self.pending_attempts, Counts()
         for (replica, outcome), count in attempts.items():
             if replica in self._replicas:
                 self.attempts.labels(replica, outcome).inc(count)
         for route, count in self.in_flight.items():
             self.running.labels(route).set(count)
+        self.connections.set(self.open_connections.count)
+
+    def _label_caller(self, caller: str) -> str:
+        if caller not in self._callers and len(self._callers) >= MAX_CALLERS:
+            return OTHER_CALLERS
+        self._callers.add(caller)
+        return caller
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of this process, or of all workers (`--workers`).

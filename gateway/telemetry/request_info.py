@@ -67,6 +67,8 @@ class RequestInfo:
     attempts: int = 0
     timeout_s: float = 0.0  # the timeout of the request
     upstream_s: float = 0.0  # time spent waiting for Triton
+    # The seconds spent in the other phases (`PHASES` of the metrics).
+    phases: dict[str, float] | None = None
     bytes_in: int = 0  # length of the request body
     bytes_out: int = 0  # length of the response body
     key: str = ""  # the name of the caller's key, or of the rule for its token or certificate
@@ -80,6 +82,10 @@ class RequestInfo:
     trace: Trace | None = None
     charge: MemoryCharge | None = None  # the memory that the request holds
     caller: Caller = field(init=False, repr=False)  # set by the authentication
+
+    def add_phase(self, phase: str, seconds: float) -> None:
+        phases = self.phases = self.phases or {}
+        phases[phase] = phases.get(phase, 0.0) + seconds
 
 
 class RequestScope(TypedDict):
@@ -148,3 +154,15 @@ def measure_upstream_time() -> Iterator[None]:
     finally:
         if info is not None:
             info.upstream_s = before_s + perf_counter() - started_at
+
+
+@contextmanager
+def measure_phase(phase: str) -> Iterator[None]:
+    """Count the time of the current request in a phase."""
+    info = current_request_info.get()
+    started_at = perf_counter()
+    try:
+        yield
+    finally:
+        if info is not None:
+            info.add_phase(phase, perf_counter() - started_at)

@@ -76,7 +76,7 @@ OWN_NAMES = {
         r"|EVICTION_PROTECTION_S|IDLE_UNLOAD_S|HOLD_S|SCALER_PORT)"
         r"|code \d+ (MODEL_LOADING|NO_ROOM)"
         r"|flag triton-gateway up --(on-demand|max-loaded-models)",
-        metrics=r"gateway_(on_demand_.*|hold_seconds|demand|requests_held"
+        metrics=r"gateway_(on_demand_.*|demand|requests_held"
         r"|replica_model_memory_bytes)",
     ),
     "grpc_api": OwnNames(others=r"setting GATEWAY_GRPC_\w+|code \d+ UNKNOWN_METHOD"),

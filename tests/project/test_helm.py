@@ -68,12 +68,17 @@ COMPONENTS: dict[str, Values] = {
     "keda": {"keda": ENABLED},
     "keda-zero": {"keda": {"enabled": True, "scaleToZero": True}, "redis": ENABLED},
     "monitoring": {"monitoring": ENABLED},
+    "monitoring-tritons": {"monitoring": {"enabled": True, "scrapeTritons": True}},
     "redis-state": {"redis": ENABLED},
     "s3-repository": S3,
     "volume-repository": {**UPLOADS, "redis": ENABLED},
 }
 # Components that change others.
-REQUIRED = {"keda-zero": ("keda", "redis-state"), "volume-repository": ("redis-state",)}
+REQUIRED = {
+    "keda-zero": ("keda", "redis-state"),
+    "monitoring-tritons": ("monitoring",),
+    "volume-repository": ("redis-state",),
+}
 DEV: Values = {
     **CPU_ONLY,
     "keys": {"enabled": False},
@@ -252,6 +257,7 @@ def test_custom_resources_of_all_values_fit_their_schemas() -> None:
             {"keda": ENABLED, "gateway": {"settings": {"GATEWAY_METRICS_REPLICAS": "False"}}},
             "requires the metrics of the Tritons",
         ),
+        ({"monitoring": {"scrapeTritons": True}}, "requires monitoring.enabled"),
         ({"keda": {"enabled": True, "scaleToZero": True}}, "requires Redis"),
         ({"keda": {"scaleToZero": True}, "redis": ENABLED}, "requires keda.enabled"),
         ({"redis": {"enabled": True, "externalUrl": "redis://a:1/0"}}, "not both"),

@@ -683,7 +683,13 @@ def test_prometheus_operator_finds_its_objects_and_the_job_has_the_name_of_the_a
     for monitor in made.kind("PodMonitor"):
         (workload,) = made.selected(monitor["spec"]["selector"]["matchLabels"])
         labels = workload["spec"]["template"]["metadata"]["labels"]
-        assert labels[monitor["spec"]["jobLabel"]] == GATEWAY
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        replaced = [
+            each["replacement"]
+            for each in endpoint.get("metricRelabelings", [])
+            if each["targetLabel"] == "job"
+        ]
+        assert [labels[monitor["spec"]["jobLabel"]], *replaced][-1] == GATEWAY
         assert f'up{{job="{GATEWAY}"}}' in str(made.kind("PrometheusRule"))
 
 

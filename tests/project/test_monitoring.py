@@ -7,17 +7,26 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import httpx
 import pytest
 import yaml
 
 from deploy.monitoring import prometheusrule
-from tests.support.servers import ROOT
+from tests.support.fleet import QUICK, V2_BODY, repository, write_echo
+from tests.support.keys import ADMIN, METRICS, bearer, entry, written
+from tests.support.prometheus import Prometheus
+from tests.support.redis_server import RedisServer
+from tests.support.servers import ROOT, Triton, gateway
 from tests.support.tools import TRITON, program
-from tests.support.wait import TIMEOUT_S
+from tests.support.wait import TIMEOUT_S, wait_until
 
 FOLDER = ROOT / "deploy" / "monitoring"
 RULES = ("rules.yml", "alerts.yml")
@@ -54,8 +63,9 @@ GPU = dict.fromkeys(
     frozenset({"replica", "gpu_uuid"}),
 )
 PROMETHEUS = {
-    "up": frozenset[str](),
-    "scrape_duration_seconds": frozenset[str](),
+    # The label of a Triton that Prometheus scrapes itself.
+    "up": frozenset({"replica"}),
+    "scrape_duration_seconds": frozenset({"replica"}),
     "ALERTS": frozenset({"alertname", "alertstate"}),
 }
 FROM_THE_TARGET = {"namespace", "job", "instance"}
@@ -262,6 +272,15 @@ def test_every_alert_has_a_case_that_fires_and_two_that_are_silent() -> None:
     assert [name for name in ALERTS if cases.count((name, False)) < 2] == []
 
 
+def test_every_metric_of_the_gateway_is_asked_for() -> None:
+    shown = (ROOT / "gateway/commands/top.py", *(ROOT / "gateway/capabilities/page").rglob("*.js"))
+    asked = {name for _, expression in EXPRESSIONS for name in names_in(expression)}
+    asked |= {name for path in shown for name in re.findall(r"gateway_\w+", path.read_text())}
+    for family in {re.sub("_(bucket|sum|count)$", "", name) for name, _ in own_metrics()}:
+        names = {family, *(f"{family}_{part}" for part in ("bucket", "sum", "count"))}
+        assert names & asked, f"no rule, alert, panel, page or command uses {family}"
+
+
 def test_documents_name_every_alert_and_existing_panels() -> None:
     monitoring = (ROOT / "docs/operate/monitoring.md").read_text()
     sections = re.findall(r"^### (\w+)\n\n(.+?)(?=^#|\Z)", monitoring, re.MULTILINE | re.DOTALL)
@@ -314,3 +333,259 @@ def test_variables_of_the_dashboard_select_models_and_replicas() -> None:
             if name.startswith(metrics) and f"${variable}" not in conditions
         ]
         assert not loose
+
+
+# The page of questions, before a real Prometheus.
+
+
+APP, BATCH, GREEDY = "tgw_app-secret", "tgw_batch-secret", "tgw_greedy-secret"
+WIDE = 50_000
+Found = list[dict[str, Any]]
+Check = Callable[[Found], bool]
+
+
+def read_questions() -> dict[str, str]:
+    """The questions of the page, and the text below each."""
+    page = (ROOT / "docs/operate/questions.md").read_text()
+    return dict(re.findall(r"^## ([^\n]+\?)\n(.+?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+
+
+def queries_in(section: str) -> list[str]:
+    return re.findall(r"^```promql\n(.+?)^```", section, re.MULTILINE | re.DOTALL)
+
+
+def panels_in(section: str) -> set[str]:
+    (line,) = re.findall(r"^Panels?: (.+?)\.", section, re.MULTILINE)
+    return set(re.findall(r"\*([^*]+)\*", line))
+
+
+class Observed(NamedTuple):
+    """Two Tritons and two gateways under load, and a Prometheus."""
+
+    tritons: list[Triton]
+    client: httpx.Client
+    prometheus: Prometheus
+
+    def label_sets(self, found: Found, *labels: str) -> set[tuple[str, ...]]:
+        return {tuple(each["metric"].get(label, "") for label in labels) for each in found}
+
+    def answers(self) -> dict[str, list[Check]]:
+        """What the expressions of each question must find."""
+        one, two = (triton.address for triton in self.tritons)
+
+        def has(labels: str, *expected: tuple[str, ...]) -> Check:
+            return lambda found: {*expected} <= self.label_sets(found, *labels.split())
+
+        def is_first(model: str) -> Check:
+            return lambda found: [each["metric"]["model"] for each in found][:1] == [model]
+
+        phases = has(
+            "model phase",
+            ("other", "upstream"),
+            ("other", "admission"),
+            ("late", "load"),
+            ("wide", "receive"),
+            ("wide", "decode"),
+            ("wide", "render"),
+        )
+        return {
+            "Who sends the load?": [has("caller model", ("app", "echo"), ("batch", "other"))],
+            "Who is refused, and why?": [
+                has(
+                    "caller code",
+                    ("greedy", "OVERLOADED"),
+                    ("app", "FORBIDDEN"),
+                    ("", "UNAUTHENTICATED"),
+                ),
+                has("reason", ("rate",)),
+            ],
+            "Which model is slow, and is it the queue or the compute?": [
+                is_first("other"),
+                is_first("other"),
+                is_first("other"),
+            ],
+            "Which replica is slow, or fails?": [
+                has("replica", (one,), (two,)),
+                has("replica outcome", (two, "failed")),
+            ],
+            "Where does a request spend its time inside the gateway?": [
+                phases,
+                phases,
+                has("model", ("other",), ("wide",)),
+            ],
+            "What changed at 14:03, and by whom?": [
+                has(
+                    "action model by outcome",
+                    ("load", "foreign", "api", "done"),
+                    ("load", "late", "on_demand", "done"),
+                )
+            ],
+            "What is near its limit?": [
+                has("limit", ("inferences",)),
+                has("model", ("other",)),
+                has("replica", (one,), (two,)),
+            ],
+        }
+
+
+def send_slowly(body: bytes) -> Iterator[bytes]:
+    for start in range(0, len(body), 1 << 16):
+        yield body[start : start + (1 << 16)]
+        time.sleep(0.005)
+
+
+def send_load(client: httpx.Client, broken: Path) -> None:
+    """Send some of each request, of which one in a few fails on the replica with the broken model."""
+    other = json.dumps({"inputs": {"X": [-0.1, 0.0]}}).encode()
+    wide = json.dumps({"inputs": {"X": [0.5] * WIDE}}).encode()
+    as_json = {"content-type": "application/json"}
+
+    def infer(model: str, key: str, **body: Any) -> httpx.Response:
+        headers = {**as_json, **bearer(key)}
+        return client.post(f"/v1/models/{model}/infer", headers=headers, **body)
+
+    with ThreadPoolExecutor(12) as pool:
+        slow = [pool.submit(infer, "other", BATCH, content=other) for _ in range(12)]
+        assert infer("wide", APP, content=send_slowly(wide)).is_success
+        assert infer("late", APP, json={"inputs": {"X": [1.0, 2.0]}}).is_success
+        broken.write_text("INTERNAL")
+        for _ in range(6):
+            client.post("/v2/models/echo/infer", json=V2_BODY, headers=bearer(APP))
+        broken.unlink(missing_ok=True)  # the load through the other gateway does the same
+        for _ in range(3):
+            client.post("/v2/models/echo/infer", json=V2_BODY, headers=bearer(GREEDY))
+        refused = client.post("/v2/repository/models/foreign/load", headers=bearer(APP))
+        assert refused.status_code == 403
+        assert client.post("/v2/models/echo/infer", json=V2_BODY).status_code == 401
+        assert {each.result().status_code for each in slow} == {200}
+
+
+def scrape_job(name: str, *addresses: str, **more: Any) -> dict[str, Any]:
+    labels = {"namespace": "triton-gateway"}
+    configs = [{"targets": [*addresses], "labels": labels | more.pop("labels", {})}]
+    return {"job_name": name, "static_configs": configs, **more}
+
+
+def scrape_triton(triton: Triton) -> dict[str, Any]:
+    """The scrape of a Triton that the PodMonitor configures."""
+    folder = ROOT / "k8s/components/monitoring-tritons"
+    monitor = yaml.safe_load((folder / "podmonitor.yaml").read_text())
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    snake = {"sourceLabels": "source_labels", "targetLabel": "target_label"}
+
+    def relabel(rules: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{snake.get(key, key): value for key, value in rule.items()} for rule in rules]
+
+    rules = relabel(endpoint["relabelings"])
+    for rule in rules:
+        rule["replacement"] = rule["replacement"].replace("8000", str(triton.options.http_port))
+    return scrape_job(
+        f"triton-{triton.options.http_port}",
+        f"127.0.0.1:{triton.options.metrics_port}",
+        labels={"__meta_kubernetes_pod_ip": "127.0.0.1"},
+        relabel_configs=rules,
+        metric_relabel_configs=relabel(endpoint["metricRelabelings"]),
+    )
+
+
+@pytest.fixture(scope="module", params=["from the gateways", "from the Tritons"])
+def observed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Observed]:
+    folder = tmp_path_factory.mktemp("observed")
+    is_direct = request.param == "from the Tritons"
+    keys = [entry(ADMIN, "admin"), entry(METRICS, "metrics"), entry(APP, "infer")]
+    keys += [entry(BATCH, "infer"), entry(GREEDY, "infer", requests_per_second=1)]
+    stop = threading.Event()
+    with ExitStack() as stack:
+        tritons = []
+        for name in ("one", "two"):
+            models = repository(folder / name)
+            write_echo(models, "wide", dims=WIDE)
+            tritons.append(stack.enter_context(Triton(models, "echo", "other", "wide")))
+        for triton in tritons:
+            triton.wait()
+        settings = {
+            "keys_file": str(written(folder / "keys.yaml", keys)),
+            "state": stack.enter_context(RedisServer(folder)).url(),
+            "metrics_replicas": str(not is_direct),
+            "on_demand_models": "late",
+            "max_inflight": "4",
+            "max_model_inflight": "4",
+        }
+        urls = [triton.options.url for triton in tritons]
+        started = (gateway(*urls, **settings, **QUICK) for _ in range(2))
+        clients = [stack.enter_context(each)[0] for each in started]
+        job = scrape_job(
+            "triton-gateway",
+            *(f"{client.base_url.host}:{client.base_url.port}" for client in clients),
+            authorization={"credentials": METRICS},
+        )
+        jobs = [job, *map(scrape_triton, tritons)] if is_direct else [job]
+        rules = [FOLDER / name for name in RULES]
+        prometheus = stack.enter_context(Prometheus(folder, jobs, rules))
+        for client in clients:
+            loaded = client.post("/v2/repository/models/foreign/load", headers=bearer(ADMIN))
+            assert loaded.is_success, loaded.text
+
+        def run_load(client: httpx.Client) -> None:
+            broken = tritons[1].repository / "echo" / "broken"
+            while not stop.is_set():
+                send_load(client, broken)
+
+        pool = stack.enter_context(ThreadPoolExecutor(len(clients)))
+        stack.callback(stop.set)
+        running = [pool.submit(run_load, client) for client in clients]
+        wait_until(prometheus.answers)
+        yield Observed(tritons, clients[0], prometheus)
+        stop.set()
+        for each in running:
+            each.result()
+
+
+@pytest.mark.long
+def test_questions_are_answered_by_a_real_prometheus(
+    observed: Observed, subtests: pytest.Subtests
+) -> None:
+    answers = observed.answers()
+    questions = read_questions()
+    assert answers.keys() == questions.keys()
+    for question, section in questions.items():
+        for query, check in zip(queries_in(section), answers[question], strict=True):
+            with subtests.test(query):
+                wait_until(lambda: check(observed.prometheus.query(query)))  # noqa: B023 - called here
+    events = observed.client.get("/v1/events", headers=bearer(ADMIN)).json()["events"]
+    loads = [event for event in events if event["action"] == "load" and "foreign" in str(event)]
+    assert {event["caller"] for event in loads} == {"admin"}
+
+
+@pytest.mark.long
+def test_rules_panels_and_scaling_have_their_samples_from_a_real_prometheus(
+    observed: Observed, subtests: pytest.Subtests
+) -> None:
+    prometheus = observed.prometheus
+
+    def find_unhealthy_rules() -> list[str]:
+        rules = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
+        return [rule["name"] for rule in rules if rule["health"] == "err"]
+
+    assert find_unhealthy_rules() == []
+    shown = set().union(*map(panels_in, read_questions().values())) - {"GPU memory"}
+    for place, expression in in_the_dashboard():
+        with subtests.test(place):
+            if place.rpartition(" ")[0] in shown:
+                wait_until(lambda: prometheus.query(expression))  # noqa: B023 - called here
+            else:
+                prometheus.query(expression)
+    scaling = yaml.safe_load((ROOT / "k8s/components/keda/scaledobject.yaml").read_text())
+    for trigger in scaling["spec"]["triggers"]:
+        wait_until(lambda: prometheus.query(trigger["metadata"]["query"]))  # noqa: B023 - called here
+    assert prometheus.complaints() == []
+
+
+def test_questions_name_existing_panels_and_metrics(known: dict[str, frozenset[str]]) -> None:
+    titles = {panel["title"] for panel in PANELS}
+    for section in read_questions().values():
+        assert panels_in(section) <= titles
+        for query in queries_in(section):
+            assert names_in(query) - known.keys() - {*RECORDED} == set()

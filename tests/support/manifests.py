@@ -26,6 +26,7 @@ VARIANTS = {
     "base": (),
     "s3 and ingress": ("s3-repository", "ingress", "egress"),
     "redis and keda": ("redis-state", "keda"),
+    "Tritons scraped": ("redis-state", "monitoring", "monitoring-tritons", "keda"),
     "from zero": ("redis-state", "monitoring", "keda", "keda-zero"),
     "uploads on a volume": ("redis-state", "volume-repository"),
     "everything on a CPU": ("cpu-only", "redis-state", "monitoring", "keda", "gateway-api"),

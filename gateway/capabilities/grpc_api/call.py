@@ -41,7 +41,12 @@ from gateway.routes.middleware import end_trace, log_request
 from gateway.services import Services
 from gateway.tasks import follow
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
-from gateway.telemetry.request_info import RequestInfo, RequestScope, current_request_info
+from gateway.telemetry.request_info import (
+    RequestInfo,
+    RequestScope,
+    current_request_info,
+    measure_phase,
+)
 from gateway.telemetry.tracing import create_request_id, find_request_id
 from gateway.triton.grpc.byte_channel import Metadata
 from gateway.triton.grpc.messages import build_http_headers
@@ -254,7 +259,8 @@ class IncomingCall:
         slots = self.environment.receive_slots
         try:
             reader = MessageReader(self.context, slots, self.slot_owner, timeout_s)
-            message = await reader.read()
+            with measure_phase("receive"):
+                message = await reader.read()
         except MemoryBudgetExceeded:
             self.services.metrics.shed.labels("memory").inc()
             raise

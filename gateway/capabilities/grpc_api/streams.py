@@ -189,7 +189,7 @@ class InferStream:
 
     def _has_one_request_at_a_time(self) -> bool:
         in_flight = self._services.metrics.in_flight[GRPC_ROUTE]
-        return in_flight >= self._max_requests or self._services.memory.is_half_used
+        return in_flight >= self._max_requests or self._services.memory.used_ratio > 0.5
 
     async def _accept(self, message: bytes) -> GatewayError | None:
         """Start a request in the order in which it came; return why it is refused.

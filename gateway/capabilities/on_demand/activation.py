@@ -40,7 +40,7 @@ from gateway.repository.reconcile_plan import Backoff
 from gateway.repository.reconciler import Reconciler
 from gateway.repository.repository import Repository
 from gateway.tasks import TaskSet, cancel_tasks, repeat
-from gateway.telemetry.request_info import current_request_info
+from gateway.telemetry.request_info import current_request_info, measure_phase
 from gateway.triton.error_mapping import LoadFailed
 
 log = logging.getLogger(__name__)
@@ -115,22 +115,18 @@ class ModelActivator:
         """
         if self._pool.is_served(model) or not self.can_activate(model):
             return timeout_s
-        metrics = self.loader.metrics
         waiting = self.loader.usage.held_requests
         if waiting >= self.loader.usage.admission.max_waiting:
             self._pool.metrics.shed.labels("queue_full").inc()
             raise AdmissionQueueFull(model, 0, waiting)
-        wait_metric = metrics.load_wait if self._is_loadable(model) else metrics.hold
         started_at = perf_counter()
         self._count_waiting(1)
         try:
-            with hold_charge():
+            with hold_charge(), measure_phase("load"):
                 await self._wait(model, timeout_s)
         finally:
             self._count_waiting(-1)
-            waited_s = perf_counter() - started_at
-            wait_metric.observe(waited_s)
-        return max(timeout_s - waited_s, MIN_REMAINING_S)
+        return max(timeout_s - (perf_counter() - started_at), MIN_REMAINING_S)
 
     def _count_waiting(self, change: int) -> None:
         self.loader.usage.held_requests += change

@@ -22,12 +22,10 @@ def attach_on_demand(settings: Settings) -> Attachment:
 
     async def open_activator(services: Services, stack: AsyncExitStack) -> None:
         from gateway.capabilities.on_demand.activation import create_activator
-        from gateway.capabilities.on_demand.loader import INITIATOR
         from gateway.capabilities.on_demand.metrics import OnDemandCollector, OnDemandMetrics
 
         pool = services.pool
         metrics = OnDemandMetrics(services.metrics.create)
-        services.metrics.add_initiator(INITIATOR)
         services.repository.readiness.hold_s = on_demand.hold_s
         held = None
         if settings.models_file or on_demand.is_used:

@@ -180,15 +180,12 @@ class OnDemandLoader:
         log.info("loading model %s on %s on demand", model, replica.name)
         started_at = perf_counter()
         parameters = self.models.get_load_parameters(model)
-        loads = self.metrics.loads
         try:
             action = ModelAction(model, True, parameters)
             await self._loader.run(replica, action, INITIATOR, started_load)
         except GatewayError as exc:
-            loads.labels("failed").inc()
             log.warning("loading model %s on %s failed: %s", model, replica.name, exc.detail)
             raise
-        loads.labels("done").inc()
         await self.facts.update()
         duration_s = perf_counter() - started_at
         log.info("model %s is ready on %s after %.1f s", model, replica.name, duration_s)

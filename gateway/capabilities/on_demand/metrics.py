@@ -14,30 +14,14 @@ from gateway.telemetry.metrics import MetricFactory
 
 MEBIBYTE: Final = 1 << 20
 EVICTION_REASONS: Final = ("room", "idle", "copies")
-WAIT_BUCKETS: Final = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 class OnDemandMetrics:
     def __init__(self, create: MetricFactory) -> None:
-        self.loads = create.counter(
-            "gateway_on_demand_loads_total",
-            "Loads of models on demand, by outcome: done, failed.",
-            ("outcome",),
-        )
         self.evictions = create.counter(
             "gateway_on_demand_evictions_total",
             f"Unloads of on-demand models, by reason: {', '.join(EVICTION_REASONS)}.",
             ("reason",),
-        )
-        self.load_wait = create.histogram(
-            "gateway_on_demand_wait_seconds",
-            "Time that requests waited for the load of their model.",
-            buckets=WAIT_BUCKETS,
-        )
-        self.hold = create.histogram(
-            "gateway_hold_seconds",
-            "Time that requests waited for a replica, and until it had loaded its models.",
-            buckets=WAIT_BUCKETS,
         )
         self.demand = create.level(
             "gateway_demand",
@@ -48,8 +32,6 @@ class OnDemandMetrics:
             "Requests that wait for a replica, or for the load of their model.",
         )
         # A series that exists from the start makes its first event visible to increase().
-        for outcome in ("done", "failed"):
-            self.loads.labels(outcome)
         for reason in EVICTION_REASONS:
             self.evictions.labels(reason)
 

@@ -18,7 +18,7 @@ from gateway.capacity.admission import WeightedSemaphore
 from gateway.capacity.decoding.pool import DecodePool
 from gateway.memory import memory_limit_bytes
 from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.request_info import current_request_info
+from gateway.telemetry.request_info import current_request_info, measure_phase
 
 T = TypeVar("T")
 
@@ -50,17 +50,17 @@ class DecodeExecutor:
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
 
-    async def run_in_thread(self, pixels: int, work: Callable[[], T]) -> T:
+    async def run_in_thread(self, pixels: int, work: Callable[[], T], phase: str = "decode") -> T:
         """Return the result of fast work that runs in a thread.
 
         Cancellation does not stop the thread. Its pixels count against the limit until it ends.
         """
-        acquired = await self._take_pixels(pixels)
-        submitted = self._threads.submit(self._run_timed, work)
+        acquired = await self._take_pixels(pixels, phase)
+        submitted = self._threads.submit(work)
         waiter: asyncio.Future[T] = self._loop.create_future()
         submitted.add_done_callback(partial(self._wake_loop, waiter, acquired))
         try:
-            with trace_span("decode"):
+            with trace_span("decode"), measure_phase(phase):
                 return await waiter
         except asyncio.CancelledError:
             submitted.cancel()
@@ -73,24 +73,20 @@ class DecodeExecutor:
 
         Cancellation kills the process. Raises `TooLarge` if it exceeds its memory limit.
         """
-        acquired = await self._take_pixels(pixels)
+        acquired = await self._take_pixels(pixels, "decode")
         try:
-            with trace_span("decode"), self._metrics.decode_duration.time():
+            with trace_span("decode"), measure_phase("decode"):
                 return await self._processes.run(function, arguments, timeout_s)
         finally:
             self._pixel_budget.release(acquired)
 
-    async def _take_pixels(self, pixels: int) -> int:
+    async def _take_pixels(self, pixels: int, phase: str) -> int:
         self._metrics.decodes_waiting.inc()
         try:
-            with trace_span("queue"):
+            with trace_span("queue"), measure_phase(phase):
                 return await self._pixel_budget.acquire(pixels)
         finally:
             self._metrics.decodes_waiting.dec()
-
-    def _run_timed(self, work: Callable[[], T]) -> T:
-        with self._metrics.decode_duration.time():
-            return work()
 
     def _wake_loop(self, waiter: asyncio.Future[T], pixels: int, submitted: Future[T]) -> None:
         # `asyncio.wrap_future` would wake the loop again, to release the pixels.

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter
 
 from gateway.access.peers import ClientCounts, client_network
 from gateway.errors import GatewayError, TooManyConnections
 from gateway.server.protocol.limits import ProtocolLimits
+from gateway.telemetry.metrics import OpenConnections
 
 log = logging.getLogger(__name__)
 
@@ -95,13 +96,13 @@ class ClientAccount:
         self._host = "" if address is None else address[0]
         self._network = ""  # the client as it is counted
         # The lifespan of the application may yield these.
-        self._connections_gauge: Gauge | None = app_state.get("connections")
+        self._connections: OpenConnections | None = app_state.get("connections")
         self._refusals_counter: Counter | None = app_state.get("refusals")
 
     def open(self, connection_count: int, limits: ProtocolLimits) -> int:
         """Count the connection; return by how many its limits are exceeded, in total or for this client."""
-        if self._connections_gauge is not None:
-            self._connections_gauge.inc()
+        if self._connections is not None:
+            self._connections.open(limits.max_connections)
         excess = connection_count - limits.max_connections
         per_client = limits.max_connections_per_client
         if per_client and self._host:
@@ -110,8 +111,8 @@ class ClientAccount:
         return excess
 
     def close(self) -> None:
-        if self._connections_gauge is not None:
-            self._connections_gauge.dec()
+        if self._connections is not None:
+            self._connections.close()
         if self._network:
             self._registry.connections.remove(self._network)
 

@@ -141,7 +141,8 @@ def test_a_hundred_first_requests_share_one_load(three: list[Triton]) -> None:
         assert sum("model00" in list_held(triton) for triton in three) == 1
         listed = {model["name"]: model for model in fleet.client.get("/v1/models").json()["models"]}
         assert (listed["model00"]["state"], listed["model00"]["on_demand"]) == ("READY", True)
-        assert metric(fleet.client, "gateway_on_demand_wait_seconds_count") >= 1
+        waits = 'gateway_request_phase_seconds_count{phase="load",model="model00"}'
+        assert metric(fleet.client, waits) >= 1
 
 
 @pytest.mark.fault("the load of an on-demand model fails")
@@ -155,7 +156,7 @@ def test_failed_load_is_attempted_once_and_again_after_a_pause(three: list[Trito
         assert "weights.bin are broken" in error["error"]
         assert "/opt/secret" not in error["error"]
         assert fleet.infer("model11").json()["error"] == error["error"]
-        assert metric(fleet.client, 'gateway_on_demand_loads_total{outcome="failed"}') == 1
+        assert loads(fleet, "failed") == 1
         end_trouble()
         wait_until(lambda: fleet.infer("model11").status_code == 200)
 

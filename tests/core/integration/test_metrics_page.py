@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import re
 import signal
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -35,8 +32,9 @@ from tests.support.exposition_pages import (
 from tests.support.exposition_pages import line as write_line
 from tests.support.exposition_pages import samples as count_samples
 from tests.support.fleet import Fleet, fleet_of, repository
-from tests.support.servers import Triton, free_ports, gateway
-from tests.support.tools import TRITON, check_with_promtool, program
+from tests.support.prometheus import Prometheus
+from tests.support.servers import Triton, gateway
+from tests.support.tools import TRITON, check_with_promtool
 from tests.support.wait import TIMEOUT_S, wait_until
 
 OPEN_METRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
@@ -409,67 +407,6 @@ def test_many_scrapes_are_served_a_few_at_a_time() -> None:
 # A real Prometheus.
 
 
-class Prometheus:
-    """A real one, which scrapes for the first time after 5 s or so."""
-
-    def __init__(self, folder: Path, targets: dict[str, str]) -> None:
-        (port,) = free_ports(1)
-        self.url = f"http://127.0.0.1:{port}"
-        config = folder / "prometheus.yaml"
-        jobs = "".join(
-            f"  - job_name: {job}\n    static_configs: [{{targets: ['{target}']}}]\n"
-            for job, target in targets.items()
-        )
-        config.write_text(f"global: {{scrape_interval: 3s}}\nscrape_configs:\n{jobs}")
-        self._log = folder / "prometheus.log"
-        command = [program("prometheus"), f"--config.file={config}", "--log.format=json"]
-        command += [
-            f"--storage.tsdb.path={folder / 'data'}",
-            f"--web.listen-address=127.0.0.1:{port}",
-        ]
-        self._output = self._log.open("wb")
-        self._process = subprocess.Popen(command, stdout=self._output, stderr=self._output)
-
-    def ask(self, path: str, **parameters: str) -> Any:
-        answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=TIMEOUT_S)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["data"]
-
-    def answers(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/-/ready", timeout=TIMEOUT_S).is_success
-        except httpx.TransportError:
-            return False
-
-    def targets(self) -> dict[str, dict[str, Any]]:
-        return {t["labels"]["job"]: t for t in self.ask("targets")["activeTargets"]}
-
-    def healthy(self) -> set[str]:
-        """The jobs that it has scraped, and could read."""
-        return {job for job, target in self.targets().items() if target["health"] == "up"}
-
-    def query(self, job: str, names: str) -> dict[Key, float]:
-        """The newest values of all series of a job."""
-        found = {}
-        for series in self.ask("query", query=f'{{job="{job}",__name__=~"{names}"}}')["result"]:
-            labels = series["metric"]
-            name = labels.pop("__name__")
-            kept = {(key, value) for key, value in labels.items() if key not in ("job", "instance")}
-            found[name, frozenset(kept)] = float(series["value"][1])
-        return found
-
-    def complaints(self) -> list[str]:
-        return re.findall(r'.*"level":"(?:warn|error)".*', self._log.read_text())
-
-    def __enter__(self) -> Prometheus:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.wait()
-        self._output.close()
-
-
 def odd_page() -> bytes:
     """Build a page with labels that are hard to parse, and some named like the gateway's own."""
     lines = ['# HELP odd_bytes It\'s "odd".', "# TYPE odd_bytes gauge"]
@@ -478,6 +415,17 @@ def odd_page() -> bytes:
         value = "".join(escapes.get(character, character) for character in text)
         lines.append(f'odd_bytes{{replica="{value}", x="{value}" , }} {number}')
     return "\n".join([*lines, ""]).encode()
+
+
+def newest(prometheus: Prometheus, job: str, names: str) -> dict[Key, float]:
+    """The newest values of all series of a job."""
+    found = {}
+    for series in prometheus.query(f'{{job="{job}",__name__=~"{names}"}}'):
+        labels = series["metric"]
+        name = labels.pop("__name__")
+        kept = {(key, value) for key, value in labels.items() if key not in ("job", "instance")}
+        found[name, frozenset(kept)] = float(series["value"][1])
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -498,7 +446,11 @@ def starting_prometheus(
     """It scrapes the gateways in OpenMetrics, for which it asks; promtool reads the other format."""
     address = f"{three.client.base_url.host}:{three.client.base_url.port}"
     targets = {"gateway": address, "odd": odd[1]}
-    with Prometheus(tmp_path_factory.mktemp("prometheus"), targets) as running:
+    jobs = [
+        {"job_name": job, "static_configs": [{"targets": [target]}]}
+        for job, target in targets.items()
+    ]
+    with Prometheus(tmp_path_factory.mktemp("prometheus"), jobs, interval="3s") as running:
         yield running
 
 
@@ -511,21 +463,19 @@ def prometheus(starting_prometheus: Prometheus) -> Prometheus:
 
 
 def test_prometheus_reads_the_page(three: Fleet, prometheus: Prometheus) -> None:
-    wait_until(lambda: prometheus.query("gateway", "nv_inference.*") == of_all(three.tritons))
+    wait_until(lambda: newest(prometheus, "gateway", "nv_inference.*") == of_all(three.tritons))
     assert prometheus.complaints() == []
-    wait_until(lambda: set(prometheus.query("gateway", "gateway_scrape_up").values()) == {1.0})
+    wait_until(lambda: set(newest(prometheus, "gateway", "gateway_scrape_up").values()) == {1.0})
     infer = 'job="gateway",route="/v1/models/{model}/infer"'
-    counts = prometheus.ask(
-        "query", query=f"sum by (model) (gateway_request_duration_seconds_count{{{infer}}})"
-    )
-    found = {series["metric"]["model"]: float(series["value"][1]) for series in counts["result"]}
+    counts = prometheus.query(f"sum by (model) (gateway_request_duration_seconds_count{{{infer}}})")
+    found = {series["metric"]["model"]: float(series["value"][1]) for series in counts}
     assert found == INFERENCES
 
 
 def test_prometheus_reads_labels_with_any_characters(
     odd: tuple[list[Server], str], prometheus: Prometheus
 ) -> None:
-    series = [dict(labels) for _, labels in prometheus.query("odd", "odd_bytes")]
+    series = [dict(labels) for _, labels in newest(prometheus, "odd", "odd_bytes")]
     assert len(series) == 2 * len(ODD)
     assert {labels.get("x", "") for labels in series} == set(ODD)
     assert {labels.get("exported_replica", "") for labels in series} == set(ODD)

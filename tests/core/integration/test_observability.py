@@ -76,13 +76,14 @@ def test_request_is_counted_once_with_its_bytes_and_times(client: httpx.Client) 
     ]
     assert total(client, count, **kind) == before + 7
     assert total(client, count, **kind, status="2xx") == before + 7
-    assert total(client, "gateway_request_bytes_total", **kind) == 7 * len(text)
-    assert total(client, "gateway_answer_bytes_total", **kind) == sum(
-        len(answer.content) for answer in answers
-    )
+    assert total(client, "gateway_request_bytes_total", model="text_ensemble") == 7 * len(text)
+    answer_bytes = total(client, "gateway_answer_bytes_total", model="text_ensemble")
+    assert answer_bytes == sum(len(answer.content) for answer in answers)
     duration = total(client, "gateway_request_duration_seconds_sum", **kind)
-    upstream = total(client, "gateway_request_upstream_seconds_total", **kind)
+    phase = "gateway_request_phase_seconds"
+    upstream = total(client, f"{phase}_sum", phase="upstream", model="text_ensemble")
     assert 0 < upstream < duration
+    assert total(client, f"{phase}_count", phase="upstream", model="text_ensemble") == 7
     attempts = total(client, "gateway_upstream_attempts_total", outcome="answered")
     assert attempts >= 7
 

@@ -216,7 +216,8 @@ runtimeClassName: {{ . }}
 {{- if and .Values.keda.scaleToZero (not .Values.keda.enabled) }}{{ fail "keda.scaleToZero requires keda.enabled" }}{{ end -}}
 {{- if and .Values.keda.scaleToZero (not (or .Values.redis.enabled .Values.redis.externalUrl)) }}{{ fail "keda.scaleToZero requires Redis, which makes the demand known to every gateway" }}{{ end -}}
 {{- $disabled := list "0" "f" "false" "n" "no" "off" -}}
-{{- if and .Values.keda.enabled (has (lower (get $settings "GATEWAY_METRICS_REPLICAS")) $disabled) }}{{ fail "keda.enabled requires the metrics of the Tritons: remove GATEWAY_METRICS_REPLICAS" }}{{ end -}}
+{{- if and .Values.keda.enabled (has (lower (get $settings "GATEWAY_METRICS_REPLICAS")) $disabled) }}{{ fail "keda.enabled requires the metrics of the Tritons: use monitoring.scrapeTritons in place of GATEWAY_METRICS_REPLICAS" }}{{ end -}}
+{{- if and .Values.monitoring.scrapeTritons (not (and .Values.monitoring.enabled $triton.enabled)) }}{{ fail "monitoring.scrapeTritons requires monitoring.enabled and triton.enabled" }}{{ end -}}
 {{- if and $gateway.autoscaling.enabled (gt (int $gateway.autoscaling.minReplicas) (int $gateway.autoscaling.maxReplicas)) }}{{ fail "gateway.autoscaling.minReplicas exceeds gateway.autoscaling.maxReplicas" }}{{ end -}}
 {{- $fewest := ternary $gateway.autoscaling.minReplicas $gateway.replicas $gateway.autoscaling.enabled -}}
 {{- if and (gt (int $fewest) 1) (ge (int $gateway.maxUnavailable) (int $fewest)) }}{{ fail "gateway.maxUnavailable would allow the eviction of every gateway" }}{{ end -}}

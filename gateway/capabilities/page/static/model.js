@@ -8,7 +8,7 @@ import * as models from "./models.js";
 
 const DURATION_SUM = "gateway_request_duration_seconds_sum";
 const DURATION_COUNT = "gateway_request_duration_seconds_count";
-const UPSTREAM = "gateway_request_upstream_seconds_total";
+const PHASE_SUM = "gateway_request_phase_seconds_sum";
 const PHASES = [
   ["gateway", "gateway", "in the gateway"],
   ["queue", "queue", "waiting in Triton's queue"],
@@ -104,9 +104,10 @@ async function readGatewayTime(name) {
     if (error.needsKey) return undefined;
     throw error;
   }
-  const samples = parseSamples(page, [DURATION_SUM, DURATION_COUNT, UPSTREAM]);
+  const samples = parseSamples(page, [DURATION_SUM, DURATION_COUNT, PHASE_SUM]);
   const ofModel = (labels) => (labels.model === name && /(infer|:predict|generate|generate_stream)$|^\/predictions\//.test(labels.route) ? "" : null);
-  const [sum, count, upstream] = [DURATION_SUM, DURATION_COUNT, UPSTREAM].map((metric) => sumBy(samples.get(metric), ofModel).get("") ?? 0);
+  const [sum, count] = [DURATION_SUM, DURATION_COUNT].map((metric) => sumBy(samples.get(metric), ofModel).get("") ?? 0);
+  const upstream = sumBy(samples.get(PHASE_SUM), ({ model, phase }) => (model === name ? phase : null)).get("upstream") ?? 0;
   return count ? Math.max(sum - upstream, 0) * 1000 / count : null;
 }
 

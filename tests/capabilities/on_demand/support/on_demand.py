@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -85,8 +86,11 @@ def clear(triton: Triton) -> None:
     wait_until(lambda: not list_held(triton))
 
 
-def loads(fleet: Fleet) -> int:
-    return int(metric(fleet.client, 'gateway_on_demand_loads_total{outcome="done"}'))
+def loads(fleet: Fleet, outcome: str = "done") -> int:
+    labels = f'action="load",by="on_demand",outcome="{outcome}"'
+    samples = rf"^gateway_model_actions_total{{{labels},.*}} (\S+)"
+    page = fleet.client.get("/metrics").text
+    return sum(int(float(value)) for value in re.findall(samples, page, re.M))
 
 
 def evictions(fleet: Fleet, reason: str = "room") -> int:

@@ -1,0 +1,81 @@
+"""The counts of callers and phases, which are labels that must stay few."""
+
+from __future__ import annotations
+
+import re
+
+from prometheus_client import generate_latest
+
+from gateway.telemetry.metrics import OTHER_CALLERS, Metrics
+from gateway.telemetry.refusals import MAX_CALLERS
+from gateway.telemetry.request_info import RequestInfo
+
+
+def read_samples(metrics: Metrics, family: str) -> dict[str, float]:
+    metrics.flush()
+    page = generate_latest(metrics.registry).decode()
+    return {
+        labels: float(value)
+        for labels, value in re.findall(rf"^{family}\{{(.*)\}} (\S+)$", page, re.MULTILINE)
+    }
+
+
+def create_info(key: str = "", model: str = "resnet", error_code: str = "") -> RequestInfo:
+    return RequestInfo("id", model=model, key=key, error_code=error_code)
+
+
+def test_requests_and_refusals_are_counted_by_the_name_of_the_key() -> None:
+    metrics = Metrics()
+    metrics.observe(create_info("app"), 200, 0.1)
+    metrics.observe(create_info("app"), 200, 0.1)
+    metrics.observe(create_info("app", error_code="OVERLOADED"), 429, 0.1)
+    metrics.observe(create_info("app", error_code="MODEL_NOT_FOUND"), 404, 0.1)
+    metrics.observe(create_info(model="", error_code="UNAUTHENTICATED"), 401, 0.1)
+    metrics.observe(create_info(), 200, 0.1)
+    assert read_samples(metrics, "gateway_caller_requests_total") == {
+        'caller="app",model="resnet"': 4
+    }
+    assert read_samples(metrics, "gateway_caller_refusals_total") == {
+        'caller="app",code="OVERLOADED"': 1,
+        'caller="",code="UNAUTHENTICATED"': 1,
+    }
+
+
+def test_callers_beyond_the_maximum_are_counted_as_others() -> None:
+    metrics = Metrics()
+    for number in range(MAX_CALLERS + 3):
+        metrics.observe(create_info(f"key{number}"), 200, 0.1)
+    found = read_samples(metrics, "gateway_caller_requests_total")
+    assert len(found) == MAX_CALLERS + 1
+    assert found[f'caller="{OTHER_CALLERS}",model="resnet"'] == 3
+
+
+def test_callers_are_not_counted_if_they_are_switched_off() -> None:
+    metrics = Metrics(counts_callers=False)
+    metrics.observe(create_info("app", error_code="FORBIDDEN"), 403, 0.1)
+    assert read_samples(metrics, "gateway_caller_requests_total") == {}
+    assert read_samples(metrics, "gateway_caller_refusals_total") == {}
+
+
+def test_phases_are_counted_by_model_and_only_if_the_request_had_them() -> None:
+    metrics = Metrics()
+    for upstream_s in (0.02, 0.03):
+        info = create_info()
+        info.upstream_s = upstream_s
+        metrics.observe(info, 200, 0.1)
+    info = create_info()
+    info.add_phase("admission", 0.25)
+    info.add_phase("admission", 0.5)
+    metrics.observe(info, 200, 1.0)
+    unknown = create_info(model="")
+    unknown.upstream_s = 0.1
+    metrics.observe(unknown, 404, 0.1)
+    assert read_samples(metrics, "gateway_request_phase_seconds_count") == {
+        'model="resnet",phase="upstream"': 2,
+        'model="resnet",phase="admission"': 1,
+    }
+    sums = read_samples(metrics, "gateway_request_phase_seconds_sum")
+    assert sums == {
+        'model="resnet",phase="upstream"': 0.05,
+        'model="resnet",phase="admission"': 0.75,
+    }
