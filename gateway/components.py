@@ -80,9 +80,11 @@ def find_model_limit(settings: Settings) -> int:
     return limit or max(settings.max_inflight // 2, 1)
 
 
-def find_model_priority(signatures: SignatureCache, model: str) -> Priority | None:
+def find_model_priority(
+    pool: ReplicaPool, signatures: SignatureCache, model: str
+) -> Priority | None:
     """Return the priority in the config of a model; None until it was read."""
-    signature = signatures.find_or_start_reading(model)
+    signature = signatures.find_or_start_reading(model) if pool.is_listed(model) else None
     return None if signature is None else signature.priority
 
 
@@ -211,7 +213,7 @@ async def run_services(
             find_model_limit(settings),
             settings.max_queue,
             metrics=metrics,
-            find_model_priority=partial(find_model_priority, fleet.signatures),
+            find_model_priority=partial(find_model_priority, fleet.pool, fleet.signatures),
         )
         statistics = FleetStatistics(fleet.pool, management_headers)
         memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics.shed)
@@ -232,7 +234,13 @@ async def run_services(
         refusals = RefusalLog()
         stack.callback(refusals.close)
         if settings.max_model_inflight == "auto":
-            limits = ModelLimits(admission, fleet.pool, statistics, fleet.signatures)
+            limits = ModelLimits(
+                admission,
+                fleet.pool,
+                statistics,
+                fleet.signatures,
+                default_limit=max(settings.max_inflight // 2, 1),
+            )
             stack.callback(asyncio.create_task(limits.run()).cancel)
         if components.tracer is not None:
             stack.callback(components.tracer.close)

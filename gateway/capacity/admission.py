@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Final
 
@@ -17,6 +17,8 @@ from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.request_info import RequestInfo, measure_phase
 
 DEPARTURES_WINDOW_S: Final = 10.0
+MAX_DEPARTURE_RATES: Final = 1024  # of models
+CALLER_SHARE: Final = 2  # requests of a caller that wait, of the free room
 MAX_RETRY_AFTER_S: Final = 60
 
 
@@ -56,12 +58,12 @@ class WeightedSemaphore:
 
 
 class AdmissionQueueFull(Overloaded):
-    """The concurrency limit is reached, and the queue is full."""
+    """The concurrency limit is reached, and the queue, or the caller's share of it, is full."""
 
     def __init__(self, model: str, running: int, waiting: int, retry_after_s: int = 1) -> None:
         super().__init__(
-            f"cannot admit another request for model {quote_text(model)}: {running} are running and "
-            f"{waiting} are waiting; try again in {retry_after_s} s",
+            f"cannot admit another request for model {quote_text(model)}: {running} inferences are "
+            f"running and {waiting} are waiting, of all models; try again in {retry_after_s} s",
             headers={"Retry-After": str(retry_after_s)},
         )
 
@@ -153,9 +155,9 @@ class AdmissionQueue:
 
     One model cannot take all slots, and `FairQueue` says who is admitted next. The waiting requests of a
     caller to a model grow only while the free room exceeds their own number, as in switches with a shared
-    buffer (Choudhury and Hahne, Dynamic Queue Length Thresholds, 1998): a single caller gets half of the
-    room, and the next one still finds some. A request finds the room of those with a lower priority free,
-    and displaces the newest of them.
+    buffer (Choudhury and Hahne, Dynamic Queue Length Thresholds, 1998): they get half of the room, those of
+    one caller to all models two thirds, and the next caller still finds some. A request finds the room of
+    those with a lower priority free, and displaces the newest of them.
     """
 
     def __init__(
@@ -215,11 +217,15 @@ class AdmissionQueue:
         priority = self.find_priority(model, info)
         queue = self.queue
         room = self.max_waiting - queue.count_from(priority)
-        if queue.count_like(model, info.caller_name, priority) >= room:
+        of_model, of_caller = queue.count_like(model, info.caller_name, priority)
+        if of_model >= room or of_caller >= CALLER_SHARE * room:
             self._metrics.shed.labels("queue_full").inc()
             self._metrics.queue_refusals.labels(priority.name).inc()
             raise AdmissionQueueFull(
-                model, self.running, len(queue), self._departures.estimate_wait_s(len(queue))
+                model,
+                self.running,
+                len(queue),
+                self._departures.estimate_wait_s(model, queue.models),
             )
         if not queue:
             self._departures.restart()
@@ -243,17 +249,18 @@ class AdmissionQueue:
         admitted = waiter.admitted
         try:
             with measure_phase("admission"):
-                await asyncio.wait_for(asyncio.shield(admitted), timeout_s)
-        except BaseException as exc:
+                await asyncio.wait((admitted,), timeout=max(timeout_s, 0))
+            if not admitted.done():
+                raise DeadlinePassed(timeout_s)
+            admitted.result()
+        except BaseException:
             if not admitted.done():
                 admitted.cancel()
                 self.queue.remove(waiter)
             elif admitted.exception() is None:
                 # Admitted at the same moment.
-                self.queue.end(waiter, 0.0)
+                self.queue.refund(waiter)
                 self.release(waiter.model, waiter.line.caller)
-            if isinstance(exc, asyncio.TimeoutError):
-                raise DeadlinePassed(timeout_s) from None
             raise
         finally:
             waited_s = perf_counter() - started_at
@@ -265,7 +272,7 @@ class AdmissionQueue:
         if waiter is not None:
             self._metrics.shed.labels("displaced").inc()
             self._metrics.queue_refusals.labels(waiter.priority.name).inc()
-            wait_s = self._departures.estimate_wait_s(len(self.queue) + 1)
+            wait_s = self._departures.estimate_wait_s(waiter.model, self.queue.models)
             waiter.admitted.set_exception(DisplacedFromQueue(waiter, wait_s))
 
     def count_requests(self, model: str) -> int:
@@ -295,7 +302,6 @@ class AdmissionQueue:
 
     def release(self, model: str, caller: str = "") -> None:
         self.running -= 1
-        self._departures.count += 1
         running = self._running_by_model[model] - 1
         if running:
             self._running_by_model[model] = running
@@ -305,10 +311,13 @@ class AdmissionQueue:
             self.record_use(model, caller)
         # One slot became free. After a limit was lowered, it may be one too many.
         if self.queue:
+            self._departures.record(model)
             self._admit_next()
 
     def _admit_next(self) -> bool:
         """Admit the next waiter whose model has a free slot; return whether there was one."""
+        if not any(map(self.has_room, self.queue.models)):
+            return False
         waiter = self.queue.take_next(self.has_room)
         if waiter is None:
             return False
@@ -319,19 +328,35 @@ class AdmissionQueue:
 
 
 class Departures:
-    """The rate at which requests end, from which clients learn when to try again."""
+    """The rates at which requests end while others wait, from which clients learn when to try again."""
 
     def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        self.count = 0
+        self._counts: Counter[str] = Counter()
+        # By model, in the window before.
+        self._last_rates: Mapping[str, float] = {}
         self._since = perf_counter()
 
-    def estimate_wait_s(self, waiting: int) -> int:
-        """Return the seconds in which so many requests end; 1 where none has ended lately."""
+    def restart(self) -> None:
+        self._counts.clear()
+        self._since = perf_counter()
+
+    def record(self, model: str) -> None:
+        if len(self._counts) < MAX_DEPARTURE_RATES or model in self._counts:
+            self._counts[model] += 1
+
+    def estimate_wait_s(self, model: str, waiting: Mapping[str, int]) -> int:
+        """Return the seconds in which the waiting requests of a model end.
+
+        Before one has ended, that is at least the time that has passed.
+        """
         elapsed_s = perf_counter() - self._since
-        wait_s = math.ceil(waiting * elapsed_s / self.count) if self.count else 1
+        if count := self._counts[model]:
+            wait_s = waiting.get(model, 1) * elapsed_s / count
+        elif rate := self._last_rates.get(model):
+            wait_s = waiting.get(model, 1) / rate
+        else:
+            wait_s = elapsed_s
         if elapsed_s > DEPARTURES_WINDOW_S:
+            self._last_rates = {each: count / elapsed_s for each, count in self._counts.items()}
             self.restart()
-        return min(max(wait_s, 1), MAX_RETRY_AFTER_S)
+        return min(max(math.ceil(wait_s), 1), MAX_RETRY_AFTER_S)

@@ -2,7 +2,9 @@
 
 Both levels are start-time fair queues (Goyal, Vin and Cheng, 1996). A priority, and within it a caller, has
 a start: the seconds of inference that it has had, divided by its weight. The lowest start is next. Who
-begins to wait starts where the last one that was admitted did, so that nobody saves up time by being idle.
+begins to wait starts where the last one that was admitted did, and who waits for a model without room goes
+along, so that nobody saves up time.
+
 The seconds are estimated when a request is admitted, and corrected when it ends: a caller whose requests
 take a hundred times as long gets a hundredth of the turns.
 """
@@ -42,14 +44,17 @@ class Waiter:
 class CallerLine:
     """The waiting requests of one caller with one priority. Its models take turns."""
 
-    __slots__ = ("caller", "priority", "queues", "running", "start_s")
+    __slots__ = ("caller", "pending_s", "priority", "queues", "running", "start_s", "waiting")
 
     def __init__(self, caller: str, priority: Priority) -> None:
         self.caller = caller
         self.priority = priority
         self.queues: dict[str, deque[Waiter]] = {}
+        self.waiting = 0
         self.running = 0
         self.start_s = 0.0
+        # The estimated seconds of what is running, which are part of the start.
+        self.pending_s = 0.0
 
     @property
     def is_idle(self) -> bool:
@@ -60,16 +65,19 @@ class CallerLine:
 
     def add(self, waiter: Waiter) -> None:
         self.queues.setdefault(waiter.model, deque()).append(waiter)
+        self.waiting += 1
 
     def remove(self, waiter: Waiter) -> None:
         queue = self.queues[waiter.model]
         queue.remove(waiter)
+        self.waiting -= 1
         if not queue:
             del self.queues[waiter.model]
 
     def take(self, model: str) -> Waiter:
         queue = self.queues.pop(model)
         waiter = queue.popleft()
+        self.waiting -= 1
         if queue:
             self.queues[model] = queue
         return waiter
@@ -81,6 +89,7 @@ class PriorityLine:
     def __init__(self, priority: Priority) -> None:
         self.priority = priority
         self.start_s = 0.0
+        self.pending_s = 0.0
         self.waiters: dict[Waiter, None] = {}
         self._callers: dict[str, CallerLine] = {}
         # Where the caller that was admitted last had its start.
@@ -94,14 +103,14 @@ class PriorityLine:
             line = self._callers[caller] = CallerLine(caller, self.priority)
         return line
 
-    def count(self, model: str, caller: str) -> int:
+    def count(self, model: str, caller: str) -> tuple[int, int]:
         line = self._callers.get(caller)
-        return 0 if line is None else len(line.queues.get(model, ()))
+        return (0, 0) if line is None else (len(line.queues.get(model, ())), line.waiting)
 
     def add(self, waiter: Waiter) -> None:
         line = waiter.line
         if not line.queues:
-            line.start_s = max(line.start_s, self._clock_s)
+            line.start_s = max(line.start_s - line.pending_s, self._clock_s) + line.pending_s
         line.add(waiter)
         self.waiters[waiter] = None
 
@@ -119,15 +128,22 @@ class PriorityLine:
         if chosen is None:
             return None
         line, model = chosen
+        for each in self._callers.values():
+            if each.queues:
+                each.start_s = max(each.start_s, line.start_s)
+        self._clock_s = max(self._clock_s, line.start_s)
         waiter = line.take(model)
-        self._clock_s = line.start_s
         line.running += 1
         self._leave(waiter)
         return waiter
 
-    def charge(self, line: CallerLine, seconds: float) -> None:
+    def charge(self, line: CallerLine, seconds: float, pending_s: float) -> None:
+        """Charge seconds of inference, of which so many are an estimate until the request ends."""
+        weight = WEIGHTS[self.priority]
         line.start_s += seconds
-        self.start_s += seconds / WEIGHTS[self.priority]
+        line.pending_s += pending_s
+        self.start_s += seconds / weight
+        self.pending_s += pending_s / weight
 
     def _leave(self, waiter: Waiter) -> None:
         del self.waiters[waiter]
@@ -149,6 +165,9 @@ class FairQueue:
         # Where the priority that was admitted last had its start.
         self._clock_s = 0.0
 
+    def __bool__(self) -> bool:
+        return bool(self._models)
+
     def __len__(self) -> int:
         return sum(len(line.waiters) for line in self._lines.values())
 
@@ -164,14 +183,14 @@ class FairQueue:
     def count(self, priority: Priority) -> int:
         return len(self._lines[priority].waiters)
 
-    def count_like(self, model: str, caller: str, priority: Priority) -> int:
-        """Return how many requests of this caller to this model wait with this priority."""
+    def count_like(self, model: str, caller: str, priority: Priority) -> tuple[int, int]:
+        """Return how many requests of this caller wait with this priority: for the model, and for any."""
         return self._lines[priority].count(model, caller)
 
     def add(self, model: str, caller: str, priority: Priority) -> Waiter:
         line = self._lines[priority]
         if not line.waiters:
-            line.start_s = max(line.start_s, self._clock_s)
+            line.start_s = max(line.start_s - line.pending_s, self._clock_s) + line.pending_s
         waiter = Waiter(model, line.find_caller(caller))
         line.add(waiter)
         self._models[model] += 1
@@ -200,10 +219,12 @@ class FairQueue:
             start_s = line.start_s
             waiter = line.take_next(has_room)
             if waiter is not None:
-                self._clock_s = start_s
+                for each in waiting:
+                    each.start_s = max(each.start_s, start_s)
+                self._clock_s = max(self._clock_s, start_s)
                 self._forget_model_of(waiter)
                 waiter.estimate_s = self._estimates_s.get(waiter.model, FIRST_ESTIMATE_S)
-                line.charge(waiter.line, waiter.estimate_s)
+                line.charge(waiter.line, waiter.estimate_s, waiter.estimate_s)
                 return waiter
         return None
 
@@ -213,11 +234,18 @@ class FairQueue:
             del self._models[waiter.model]
 
     def end(self, waiter: Waiter, held_s: float) -> None:
-        """Correct what the caller and its priority were charged for a request that was admitted."""
-        line = self._lines[waiter.priority]
-        line.charge(waiter.line, held_s - waiter.estimate_s)
-        waiter.line.running -= 1
-        estimate_s = self._estimates_s.get(waiter.model, held_s)
-        if len(self._estimates_s) >= MAX_ESTIMATES:
-            self._estimates_s.clear()
+        """Correct what was charged for a request that was admitted, and learn how long its model takes."""
+        self._correct(waiter, held_s)
+        estimate_s = self._estimates_s.pop(waiter.model, held_s)
         self._estimates_s[waiter.model] = estimate_s + ESTIMATE_GAIN * (held_s - estimate_s)
+        if len(self._estimates_s) > MAX_ESTIMATES:
+            del self._estimates_s[next(iter(self._estimates_s))]
+
+    def refund(self, waiter: Waiter) -> None:
+        """Take back what was charged for a request that was admitted, but does not run."""
+        self._correct(waiter, 0.0)
+
+    def _correct(self, waiter: Waiter, held_s: float) -> None:
+        line = self._lines[waiter.priority]
+        line.charge(waiter.line, held_s - waiter.estimate_s, -waiter.estimate_s)
+        waiter.line.running -= 1

@@ -97,11 +97,14 @@ class ModelLimits:
         pool: ReplicaPool,
         statistics: FleetStatistics,
         signatures: SignatureCache,
+        default_limit: int,
     ) -> None:
+        """The default is the limit of names that are no models of Triton."""
         self._admission = admission
         self._pool = pool
         self._statistics = statistics
         self._signatures = signatures
+        self._default_limit = default_limit
         self._times: dict[str, QueueTimes] = {}
 
     async def run(self) -> None:
@@ -112,24 +115,42 @@ class ModelLimits:
         await repeat("model_limits", adjust)
 
     def _list_crowded(self) -> list[str]:
-        """Return the models with the most waiting requests; forget the times of the others."""
+        """Return the models with the most requests that fill their limit, or have none yet."""
         admission = self._admission
-        crowded = [model for model in admission.count_all_requests() if admission.is_crowded(model)]
-        crowded.sort(key=admission.count_requests, reverse=True)
+        counts = admission.count_all_requests()
+        for model in [each for each in admission.limits if each not in counts]:
+            if not self._pool.is_listed(model):
+                del admission.limits[model]
+        crowded = [
+            model
+            for model, count in counts.items()
+            if admission.is_crowded(model) or (count > MIN_LIMIT and model not in admission.limits)
+        ]
+        crowded.sort(key=lambda model: counts[model], reverse=True)
         del crowded[MAX_MODELS:]
+        # Times are compared only with those of the interval before.
         for model in self._times.keys() - set(crowded):
             del self._times[model]
         return crowded
 
     async def _adjust(self, model: str) -> None:
         admission = self._admission
+        if not self._pool.is_listed(model):
+            # No metric: the name may be invented.
+            admission.limits[model] = self._default_limit
+            return
         signature = self._signatures.find_or_start_reading(model)
         if signature is None:
             return
-        is_reached = model in admission.queue.models
+        replicas = self._count_replicas()
         limit = admission.limits.get(model)
         if limit is None:
-            limit = choose_first_limit(signature) * self._count_replicas()
+            limit = choose_first_limit(signature) * replicas
+            admission.set_limit(model, limit)
+        if signature.steps:
+            # Its requests wait in the queues of its steps, which have statistics of their own.
+            return
+        is_reached = model in admission.queue.models
         target = RequestTarget(model, timeout_s=STATISTICS_TIMEOUT_S)
         try:
             times = parse_queue_times(await self._statistics.read(target))
@@ -138,9 +159,9 @@ class ModelLimits:
         before = self._times.get(model)
         self._times[model] = times
         if before is not None:
-            min_limit = max(signature.max_batch_size, MIN_LIMIT)
+            min_limit = max(signature.max_batch_size, MIN_LIMIT) * replicas
             limit = choose_limit(limit, min_limit, times - before, is_reached=is_reached)
-        admission.set_limit(model, limit)
+            admission.set_limit(model, limit)
 
     def _count_replicas(self) -> int:
         replicas = self._pool.replicas.values()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,9 @@ class SignatureCache:
         self._dispatcher = dispatcher
         self._signatures: dict[tuple[str, str], CachedSignature] = {}
         self._remembered: dict[tuple[str, str], Signature] = {}  # the last ones of all models
+        self._next_reads: dict[
+            tuple[str, str], float
+        ] = {}  # when a read in the background may begin
         self._pending_reads: dict[tuple[str, str], asyncio.Task[Signature]] = {}
 
     def close(self) -> None:
@@ -69,11 +73,16 @@ class SignatureCache:
         return self._remembered.get((model, version))
 
     def find_or_start_reading(self, model: str) -> Signature | None:
-        """Return the last known signature; without one, read it in the background."""
-        signature = self._remembered.get((model, ""))
-        if signature is None:
-            self._start_first_read((model, ""))
-        return signature
+        """Return the last known signature, and read a new one in the background if it is old."""
+        key = (model, "")
+        now = asyncio.get_running_loop().time()
+        if self.find_signature(*key) is None and now >= self._next_reads.get(key, 0.0):
+            # A config that cannot be used is not read again for each request.
+            self._next_reads = {each: at for each, at in self._next_reads.items() if at > now}
+            self._next_reads[key] = now + REFRESH_AFTER_S
+            # The request that triggers the read does not wait for it, and its log line has no part of it.
+            Context().run(self._start_first_read, key)
+        return self._remembered.get(key)
 
     async def read_unknown_signatures(self, models: Iterable[str]) -> None:
         """Read the signature of each model that was never read, unless that fails."""

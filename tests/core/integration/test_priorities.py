@@ -20,6 +20,8 @@ from tests.support.wait import wait_until
 
 USER, BATCH = "tgw_user-secret", "tgw_batch-secret"
 PATH = f"/v1/models/{CANCELLABLE.name}/infer"
+# The scrape is one of them.
+IN_PROGRESS = 'gateway_requests_in_flight{route="/v1"}'
 WAITING = 'gateway_queue_length{priority="background"}'
 
 
@@ -56,6 +58,7 @@ def test_interactive_request_overtakes_those_that_wait_in_the_background(
 
     with ThreadPoolExecutor(8) as threads:
         calls = [threads.submit(infer, BATCH, 3.0)]
+        wait_until(lambda: metric(narrow, IN_PROGRESS) == 2)
         calls += [threads.submit(infer, BATCH, 0.01) for _ in range(4)]
         wait_until(lambda: metric(narrow, WAITING) == 4)
         calls.append(threads.submit(infer, USER, 0.01))

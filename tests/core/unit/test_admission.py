@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -206,12 +207,16 @@ def has_room(model: str) -> bool:
     return True
 
 
-def take(queue: FairQueue, held_s: float = 1.0) -> Waiter:
-    """Admit the next waiter, whose request takes so long."""
+def end(queue: FairQueue, has_room: Callable[[str], bool], held_s: float = 1.0) -> Waiter:
+    """Admit the next waiter whose model has room, whose request takes so long."""
     waiter = queue.take_next(has_room)
     assert waiter is not None
     queue.end(waiter, held_s)
     return waiter
+
+
+def take(queue: FairQueue) -> Waiter:
+    return end(queue, has_room)
 
 
 async def test_each_priority_that_waits_gets_its_share() -> None:
@@ -264,6 +269,67 @@ async def test_few_requests_do_not_wait_for_the_many_of_another_caller() -> None
     assert max(ended) <= 40 / 5
 
 
+def only_free(model: str) -> bool:
+    return model == "free"
+
+
+async def test_waiting_for_a_full_model_saves_up_no_turns() -> None:
+    """One waits for a full model while others are served, and then asks for the other model as well."""
+    queue = FairQueue()
+    queue.add("full", "batch", Priority.background)
+    queue.add("full", "patient", Priority.interactive)
+    for _ in range(500):
+        queue.add("free", "user", Priority.interactive)
+    for _ in range(200):
+        end(queue, only_free)
+    for _ in range(50):
+        queue.add("free", "batch", Priority.background)
+        queue.add("free", "patient", Priority.interactive)
+    waiters = [end(queue, only_free) for _ in range(45)]
+    turns = Counter(each.line.caller for each in waiters)
+    assert turns["batch"] == 5
+    assert turns["user"] == pytest.approx(turns["patient"], abs=2)
+
+
+async def test_clock_does_not_run_backwards() -> None:
+    queue = FairQueue()
+    queue.add("full", "batch", Priority.background)
+    for _ in range(500):
+        queue.add("free", "user", Priority.interactive)
+    for _ in range(200):
+        end(queue, only_free)
+    assert end(queue, lambda model: model == "full").line.caller == "batch"
+    for _ in range(50):
+        queue.add("free", "team", Priority.normal)
+    order = [end(queue, only_free).line.caller for _ in range(12)]
+    assert Counter(order) == {"user": 8, "team": 4}
+
+
+async def test_refund_of_short_requests_saves_up_no_turns() -> None:
+    """Requests that take far less than estimated end after others have been served."""
+    queue = FairQueue()
+    for _ in range(200):
+        queue.add("a", "steady", Priority.normal)
+    for _ in range(10):
+        queue.add("a", "short", Priority.normal)
+    running: list[Waiter] = []
+    while len(running) < 10:
+        waiter = queue.take_next(has_room)
+        assert waiter is not None
+        if waiter.line.caller == "short":
+            running.append(waiter)
+        else:
+            queue.end(waiter, 0.05)
+    for _ in range(50):
+        end(queue, has_room, 0.05)
+    for _ in range(20):
+        queue.add("a", "short", Priority.normal)
+    for waiter in running:
+        queue.end(waiter, 0.0)
+    order = [end(queue, has_room, 0.05).line.caller for _ in range(10)]
+    assert order.count("short") <= 6
+
+
 async def test_full_model_delays_no_other_model_of_the_priority() -> None:
     queue = FairQueue()
     queue.add("full", "caller", Priority.interactive)
@@ -273,6 +339,18 @@ async def test_full_model_delays_no_other_model_of_the_priority() -> None:
     assert waiter.model == "free"
     assert queue.take_next(lambda model: model == "free") is None
     assert dict(queue.models) == {"full": 1}
+
+
+async def test_caller_with_many_names_of_models_leaves_room_for_others() -> None:
+    admission = build_queue(places=1, per_model=1, queue=12)
+    assert admission.try_acquire("a")
+    crowd = [await waiting(admission, f"invented-{number}", "noisy") for number in range(20)]
+    assert sum(not task.done() for task in crowd) == 8
+    other = await waiting(admission, "a", "other")
+    assert not other.done()
+    for task in [*crowd, other]:
+        task.cancel()
+    await asyncio.gather(*crowd, other, return_exceptions=True)
 
 
 async def test_full_queue_makes_room_for_a_higher_priority() -> None:
