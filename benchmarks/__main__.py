@@ -264,7 +264,7 @@ WITHOUT_TRITON = {
 ALL_SUITES = (*SUITES, *WITHOUT_TRITON)
 # The suites that judge a row, or that the page about performance shows.
 QUICK_SUITES = {*(row.suite for row in verdicts.ROWS), "instant", "latency"}
-QUICK_SECONDS, QUICK_COUNT = 1, 3
+QUICK_SECONDS, QUICK_COUNT = 1, 7
 
 
 def measure_suites(names: Sequence[str], run: Run) -> Iterator[str]:
