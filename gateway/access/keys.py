@@ -214,6 +214,7 @@ def describe_caller(caller: Caller) -> dict[str, Any]:
         "roles": [role.value for role in caller.roles],
         "models": list(caller.models),
         "requests_per_second": caller.requests_per_second,
+        "priority": None if caller.priority is None else caller.priority.name,
         "sha256": f"{caller.digest[:4].hex()}…",
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 import anyio
+import orjson
 
 from gateway.config_files import FileChange, WatchedFile
 from gateway.errors import GatewayError, StateUnavailable
@@ -19,6 +21,7 @@ from gateway.tasks import TaskSet, repeat
 from gateway.telemetry.audit import FAILED, SUCCEEDED, Event, build_call_event, list_changes
 from gateway.telemetry.request_info import current_request_info, name_action
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 RETRY_S: Final = 2.0
 MAX_FLUSH_S: Final = 1.0
@@ -36,15 +39,21 @@ class EventLog:
     ) -> None:
         self._store = store
         self._wait_for_lease = wait_for_lease
-        self._unstored: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._unstored: deque[bytes] = deque(maxlen=MAX_EVENTS)
         self._recorded = asyncio.Event()
         self._turn = asyncio.Lock()
 
     def record(self, event: Event) -> None:
         event.write_line()
-        if not event.is_refused:  # those can be many, and nothing has changed
-            self._unstored.append(event)
-            self._recorded.set()
+        if event.is_refused:  # those can be many, and nothing has changed
+            return
+        try:
+            raw = event.encode()
+        except (TypeError, ValueError) as exc:
+            log.error("an event (%s) is not stored, because of its text: %s", event.action, exc)
+            return
+        self._unstored.append(raw)
+        self._recorded.set()
 
     def watch(self, file: WatchedFile[Any], action: str, kind: str) -> None:
         """Record the changes of a file, whose entries are of this kind."""
@@ -109,28 +118,28 @@ class EventLog:
     async def _store_all(self) -> None:
         async with self._turn:
             while self._unstored:
-                event = self._unstored[0]
-                await self._store_event(event)
-                if self._unstored and self._unstored[0] is event:
+                raw = self._unstored[0]
+                await self._store_event(raw)
+                if self._unstored and self._unstored[0] is raw:
                     self._unstored.popleft()
             self._recorded.clear()
 
-    async def _store_event(self, event: Event) -> None:
-        if not event.file:
-            await self._store.append_event(event.to_dict())
+    async def _store_event(self, raw: bytes) -> None:
+        document = orjson.loads(raw)
+        if "file" not in document:
+            await self._store.append_event(raw)
             return
-        document = event.to_dict()
         # Every gateway and worker reads the file again; the first one stores the change.
         async with self._wait_for_lease(LEASE_NAME):
             events = await self._store.read_events(None, MAX_EVENTS)
-            last = await asyncio.to_thread(find_last_change, events, event.file)
+            last = await asyncio.to_thread(find_last_change, events, document["file"])
             if any(last.get(name) != document.get(name) for name in ("sha256", "changes")):
-                await self._store.append_event(document)
+                await self._store.append_event(raw)
 
     async def read(self, start: EventId | None, limit: int) -> Sequence[StoredEvent]:
         """Return the first events from an id on, or without one the last. Raises `StateUnavailable`.
 
-        What this gateway has recorded is among them.
+        What this gateway has recorded is among them, unless it takes more than `MAX_FLUSH_S` to store it.
         """
         await self.flush()
         return await self._store.read_events(start, limit)

@@ -2,20 +2,24 @@
 
 An event is one record, which the line of the audit log and the list of `GET /v1/events` render. There is one
 for every administrative call, for changes of watched files, and for `state import`. An administrative call
-requires the right to manage and may change something; one that was denied to a known caller is an event, too.
+requires the right to manage and may change something; one that was refused is in the audit log only.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from itertools import islice
 from time import time
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from gateway.telemetry.request_info import ManagementCall, RequestInfo
+import orjson
+
+from gateway.telemetry.request_info import ManagementCall, ReplicaOutcome, RequestInfo
+
+T = TypeVar("T")
 
 log = logging.getLogger("gateway.audit")  # a public name, wherever this module is
 
@@ -23,8 +27,8 @@ AUDIT_LEVEL: Final = logging.INFO
 SUCCEEDED: Final = "succeeded"
 FAILED: Final = "failed"
 OUTCOMES: Final = {202: "accepted", 401: "denied", 403: "denied", 499: "client disconnected"}
-MAX_CHANGES: Final = 50
-MAX_REPLICAS: Final = 200
+MAX_EVENT_BYTES: Final = 16 << 10
+MAX_LIST_BYTES: Final = 6 << 10  # of the changes, and of the replicas
 MAX_REASON_CHARS: Final = 300  # of a replica
 MAX_TEXT_CHARS: Final = 1000
 # Fields that only some lines of the audit log have.
@@ -68,16 +72,26 @@ class Event:
     def to_dict(self) -> dict[str, Any]:
         """Return the document that is kept and listed: the fields that are not empty."""
         at = datetime.fromtimestamp(self.time, timezone.utc).isoformat(timespec="milliseconds")
-        document = {"time": "", **asdict(self)} | {"time": at.replace("+00:00", "Z")}
+        document = {"time": "", **vars(self)} | {"time": at.replace("+00:00", "Z")}
         return {
             name: value[:MAX_TEXT_CHARS] if isinstance(value, str) else value
             for name, value in document.items()
             if value
         }
 
+    def encode(self) -> bytes:
+        """Return the document as JSON.
+
+        Raises `TypeError` if a text is not valid Unicode, and `ValueError` if the document is too large.
+        """
+        raw = orjson.dumps(self.to_dict())
+        if len(raw) > MAX_EVENT_BYTES:
+            raise ValueError(f"it is larger than {MAX_EVENT_BYTES} bytes")
+        return raw
+
     def write_line(self) -> None:
         """Write the line of the audit log."""
-        fields = asdict(self)
+        fields = dict(vars(self))
         for name in LINE_FIELDS_OF_ITS_OWN:
             del fields[name]
         for name in OPTIONAL_FIELDS:
@@ -91,30 +105,55 @@ def find_outcome(status: int) -> str:
 
 
 def list_changes(changes: Sequence[tuple[str, Any, Any]]) -> list[dict[str, Any]]:
-    """Return changes (subject, before, after) as in an event, which has a limited number of them."""
-    shown = changes[:MAX_CHANGES]
-    listed = [{"subject": each, "from": before, "to": after} for each, before, after in shown]
-    if len(changes) > len(shown):
-        others = f"{len(changes) - len(shown)} others"
-        listed.append({"subject": others, "from": None, "to": None})
+    """Return changes (subject, before, after) as in an event: the first ones, and the number of others."""
+    listed = take_first(
+        {"subject": each, "from": before, "to": after} for each, before, after in changes
+    )
+    if others := len(changes) - len(listed):
+        listed.append({"subject": name_others(others), "from": None, "to": None})
     return listed
+
+
+def list_outcomes(outcomes: Mapping[str, ReplicaOutcome]) -> dict[str, dict[str, str]]:
+    """Return outcomes as in an event: the first ones, beginning with failures, and the number of others."""
+    states = [
+        (address, {name: text[:MAX_REASON_CHARS] for name, text in each.to_dict().items()})
+        for address, each in sorted(outcomes.items())
+    ]
+    states.sort(key=lambda item: "reason" not in item[1])
+    listed = dict(take_first(states))
+    if others := len(states) - len(listed):
+        listed[name_others(others)] = {"state": "not listed"}
+    return listed
+
+
+def name_others(count: int) -> str:
+    return "1 other" if count == 1 else f"{count} others"
+
+
+def take_first(items: Iterable[T]) -> list[T]:
+    """Return the first items whose JSON has at most `MAX_LIST_BYTES`."""
+    taken = []
+    size = 0
+    for item in items:
+        size += len(json.dumps(item, default=str))  # it accepts every text, which orjson does not
+        if size > MAX_LIST_BYTES:
+            break
+        taken.append(item)
+    return taken
 
 
 def build_call_event(
     info: RequestInfo, call: ManagementCall, message: str, outcome: str, **fields: Any
 ) -> Event:
     """Return the event of an administrative call, as far as it has come."""
-    replicas = {
-        address: {name: text[:MAX_REASON_CHARS] for name, text in each.to_dict().items()}
-        for address, each in islice(sorted(call.outcomes.items()), MAX_REPLICAS)
-    }
     return Event(
         message,
         call.action or info.route,
         outcome,
         caller=info.caller_name or call.client,
         changes=list_changes([(each, *values) for each, values in call.changes.items()]),
-        replicas=replicas,
+        replicas=list_outcomes(call.outcomes),
         request_id=info.request_id,
         route=info.route,
         model=call.model,

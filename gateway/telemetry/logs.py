@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import select
@@ -199,7 +200,11 @@ class JsonFormatter(LineFormatter):
     def format_line(self, time_s: float, level: str, message: str, fields: LogFields) -> str:
         time = f"{format_utc_second(int(time_s))}.{int(time_s % 1 * 1000):03d}+00:00"
         line = {"time": time, "level": level, "message": message, **fields}
-        return escape_unprintable_json(orjson.dumps(line, default=str).decode())
+        try:
+            text = orjson.dumps(line, default=str).decode()
+        except TypeError:  # such as a path that is not valid UTF-8
+            text = json.dumps(line, default=str)
+        return escape_unprintable_json(text)
 
 
 class ConsoleFormatter(LineFormatter):

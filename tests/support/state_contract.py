@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -209,7 +210,7 @@ class StateContract:
         async with opened(fresh()) as (store,):
             assert list(await store.read_events(None, 5)) == []
             for number in (0, 1, 1, 2, 3):  # 1 again, if the response to the first was lost
-                await store.append_event({"number": number, **LATER})
+                await store.append_event(orjson.dumps({"number": number, **LATER}))
             everything = await store.read_events(EventId(0), 5)
             documents = [decode_event(event) for event in everything]
             assert documents == [{"number": number, **LATER} for number in range(4)]
@@ -279,7 +280,7 @@ class SharedStateContract:
     async def test_events_of_concurrent_processes_are_all_kept(self, shared: Fresh) -> None:
         async with opened(shared(), 2) as stores:
             work = [
-                store.append_event({"store": index, "number": number})
+                store.append_event(b'{"store":%d,"number":%d}' % (index, number))
                 for number in range(20)
                 for index, store in enumerate(stores)
             ]

@@ -115,8 +115,8 @@ class StateStore(Protocol):
     async def read_operation(self, operation_id: str) -> Document | None:
         """Return the last record of an operation; None if there is none, or if the id is invalid."""
 
-    async def append_event(self, event: Document) -> None:
-        """Store an event after the others; of those, the last `MAX_EVENTS` are kept."""
+    async def append_event(self, raw: bytes) -> None:
+        """Store an event in JSON after the others; of those, the last `MAX_EVENTS` are kept."""
 
     async def read_events(self, start: EventId | None, limit: int) -> Sequence[StoredEvent]:
         """Return the first events from an id on, or without one the last; in order."""

@@ -113,8 +113,7 @@ class DocumentStore(ABC):
             self._save_fields({REVISION: revision, MODELS.name: models})
         return revision
 
-    async def append_event(self, event: Document) -> None:
-        raw = orjson.dumps(event)
+    async def append_event(self, raw: bytes) -> None:
         await self._run(WRITE_ACTION, lambda: self._append_event(raw))
 
     @abstractmethod

@@ -49,6 +49,7 @@ from gateway.repository.state.tables import (
     check_capability_tables,
     decode_state,
 )
+from gateway.telemetry.audit import MAX_EVENT_BYTES
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -59,6 +60,8 @@ EMPTY_DOCUMENT: Final = {"format": STATE_FORMAT, REVISION: 0, MODELS.name: {}}
 PROBE_MARGIN_BYTES: Final = 4096
 LOCK_TIMEOUT_S: Final = 3.0  # a write takes milliseconds, so a longer wait means a stopped process
 REPORT_TTL_S: Final = 5.0
+LAST_EVENT_BYTES: Final = 2 * MAX_EVENT_BYTES  # the end of a file that contains the whole last line
+COUNT_EVENTS_BYTES: Final = 256 << 10
 
 
 def is_same_file(path: Path, descriptor: int) -> bool:
@@ -312,28 +315,41 @@ class FileStateStore(DocumentStore):
         return dict.fromkeys(names, True)
 
     def _append_event(self, raw: bytes) -> None:
-        """Add a line to the file. Once it has twice the events to keep, the older half is dropped."""
+        """Add a line to the file.
+
+        Its events are counted where its length passes a multiple of `COUNT_EVENTS_BYTES`. If there are twice
+        the events to keep, the older half is dropped.
+        """
         with self._exclude_others():
-            stored = self._read_event_lines()
-            events = parse_event_lines(stored)
-            event = next_event(events, raw)
+            length, end = self._read_events_end()
+            event = next_event(parse_event_lines(end), raw)
             if event is None:
                 return
             line = format_event_line(event)
-            if len(events) >= 2 * MAX_EVENTS or not stored.endswith(b"\n"):
+            is_complete = end.endswith(b"\n")
+            passed = (length + len(line)) // COUNT_EVENTS_BYTES - length // COUNT_EVENTS_BYTES
+            events = self._load_events() if passed or not is_complete else ()
+            if len(events) >= 2 * MAX_EVENTS or not is_complete:
                 kept = map(format_event_line, events[1 - MAX_EVENTS :])
                 replace_file(self._events_path, b"".join((*kept, line)))
             else:
                 append_to_file(self._events_path, line)
 
-    def _load_events(self) -> Sequence[StoredEvent]:
-        return parse_event_lines(self._read_event_lines())
-
-    def _read_event_lines(self) -> bytes:
+    def _read_events_end(self) -> tuple[int, bytes]:
+        """Return the length of the file, and its end with the last event."""
         try:
-            return self._events_path.read_bytes()
+            with self._events_path.open("rb") as file:
+                length = file.seek(0, os.SEEK_END)
+                file.seek(max(length - LAST_EVENT_BYTES, 0))
+                return length, file.read()
         except FileNotFoundError:
-            return b""
+            return 0, b""
+
+    def _load_events(self) -> Sequence[StoredEvent]:
+        try:
+            return parse_event_lines(self._events_path.read_bytes())
+        except FileNotFoundError:
+            return ()
 
     def _claim_loads(self) -> str:
         # The lock is held until this process exits.

@@ -263,9 +263,8 @@ class RedisStateStore:
             READ_ACTION, "GET", key, decode=lambda raw: decode_operation(raw) if raw else None
         )
 
-    async def append_event(self, event: Document) -> None:
-        script = redis_scripts.APPEND_EVENT
-        await self._write(script, ("events",), orjson.dumps(event), MAX_EVENTS)
+    async def append_event(self, raw: bytes) -> None:
+        await self._write(redis_scripts.APPEND_EVENT, ("events",), raw, MAX_EVENTS)
 
     async def read_events(self, start: EventId | None, limit: int) -> Sequence[StoredEvent]:
         key = self._redis.full_key("events")

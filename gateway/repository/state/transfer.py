@@ -95,8 +95,9 @@ async def import_state(store: StateStore, exported: ExportedState, caller: str =
         if changes:
             listed = list_changes(changes)
             event = Event("state import", "state import", SUCCEEDED, caller=caller, changes=listed)
-            with suppress(StateUnavailable):  # the import itself has succeeded, or says why not
-                await store.append_event(event.to_dict())
+            # The import itself has succeeded, or says why not.
+            with suppress(StateUnavailable, TypeError, ValueError):
+                await store.append_event(event.encode())
 
 
 async def write_differences(

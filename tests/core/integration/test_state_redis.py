@@ -83,7 +83,7 @@ async def test_only_the_last_events_are_kept(server: RedisServer) -> None:
             pipeline.xadd(stream, {"event": b'{"number":%d}' % number}, f"{number}-0")
         pipeline.execute()
         async with opened(url) as (store,):
-            await store.append_event({"number": "new"})
+            await store.append_event(b'{"number":"new"}')
             events = await store.read_events(EventId(0), 2 * MAX_EVENTS)
         assert client.xlen(stream) == len(events) == MAX_EVENTS
     assert events[0].raw == b'{"number":2}'

@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gateway.access.keys import KEY_FIELDS, describe_caller
+from gateway.callers import Caller, Priority
+from gateway.commands.events import format_outcome
 from gateway.config_files import FileChange, WatchedFile, find_differences
 from gateway.errors import MalformedRequest
 from gateway.repository.events import EventLog
@@ -18,10 +23,11 @@ from gateway.repository.operations import Outcome
 from gateway.repository.shared_state import SharedState
 from gateway.repository.state.documents import MemoryStateStore
 from gateway.repository.state.events import MAX_EVENTS, EventId, encode_events
+from gateway.repository.state.file import COUNT_EVENTS_BYTES
 from gateway.repository.state.store import open_state_store
 from gateway.routes.events import parse_start
 from gateway.telemetry import refusals
-from gateway.telemetry.audit import MAX_CHANGES, Event, build_call_event, list_changes
+from gateway.telemetry.audit import MAX_EVENT_BYTES, Event, build_call_event, list_changes
 from gateway.telemetry.logs import JsonFormatter
 from gateway.telemetry.refusals import RefusalLog
 from gateway.telemetry.request_info import ManagementCall, RequestInfo
@@ -79,9 +85,39 @@ def test_entry_that_changed_is_described_by_the_fields_that_differ() -> None:
         ("b", {"roles": ["admin"]}, None),
         ("c", None, {"roles": ["infer"]}),
     ]
-    many = [(f"key {number}", None, 1) for number in range(9999)]
-    *_, last = changes = list_changes(many)
-    assert (len(changes), last["subject"]) == (MAX_CHANGES + 1, f"{9999 - MAX_CHANGES} others")
+
+
+def test_every_field_of_a_key_but_its_name_is_described() -> None:
+    assert describe_caller(Caller("a")).keys() == KEY_FIELDS - {"name"}
+    before, after = (
+        {"a": describe_caller(Caller("a", priority=each))}
+        for each in (Priority.background, Priority.normal)
+    )
+    assert find_differences(before, after) == [
+        ("a", {"priority": "background"}, {"priority": "normal"})
+    ]
+
+
+def test_event_has_a_limited_size_and_the_failures_first() -> None:
+    call = ManagementCall("m", "10.0.0.1", "load")
+    for number in range(9999):
+        call.record_change(f"key {number}", None, {"roles": ["infer"]})
+    failure = Outcome("UNAVAILABLE", LoadFailed("m", "語" * 300))
+    call.outcomes = {f"10.0.1.{number}:8000": Outcome("READY") for number in range(300)}
+    call.outcomes["10.0.1.250:8000"] = call.outcomes["10.0.1.251:8000"] = failure
+    event = build_call_event(RequestInfo("r-1"), call, "x" * 9999, "failed", reason="語" * 9999)
+    document = json.loads(event.encode())
+    assert len(event.encode()) <= MAX_EVENT_BYTES
+    *changes, others = document["changes"]
+    assert changes[0]["subject"] == "key 0"
+    assert others == {"subject": f"{9999 - len(changes)} others", "from": None, "to": None}
+    addresses = list(document["replicas"])
+    assert addresses[:3] == ["10.0.1.250:8000", "10.0.1.251:8000", "10.0.1.0:8000"]
+    assert addresses[-1] == f"{300 - len(addresses) + 1} others"
+    assert format_outcome(document).startswith("failed: 語")  # without a number of replicas
+    long_entry = {"models": [f"model {number}" for number in range(5000)]}
+    (others,) = list_changes([("key a", None, long_entry)])
+    assert others["subject"] == "1 other"
 
 
 STARTS = {
@@ -116,17 +152,38 @@ def test_start_is_a_time_or_an_id(subtests: pytest.Subtests) -> None:
 async def test_file_has_the_last_events_whatever_became_of_its_last_line(tmp_path: Path) -> None:
     file = tmp_path / "state.json.events"
     lines = [f'{number}-0 {{"number":{number}}}\n' for number in range(1, 2 * MAX_EVENTS + 1)]
+    lines[0] = "1-0 {}".ljust(COUNT_EVENTS_BYTES - len("".join(lines))) + "\n"
     file.write_text("".join(lines))
     async with opened(f"file://{tmp_path}/state.json", 2) as (one, other):
-        await one.append_event({"number": "new"})
+        await one.append_event(b'{"number":"new"}')
         assert len(file.read_text().splitlines()) == MAX_EVENTS
         with file.open("a") as stream:
             stream.write('9999999999999-0 {"numb')  # a process was killed
-        await other.append_event({"number": "newer"})
+        await other.append_event(b'{"number":"newer"}')
         events = await one.read_events(EventId(0), 2 * MAX_EVENTS)
         assert len(events) == MAX_EVENTS
         assert [event.raw for event in events[-2:]] == [b'{"number":"new"}', b'{"number":"newer"}']
     assert file.stat().st_mode & 0o777 == 0o600
+
+
+async def test_only_the_end_of_a_long_file_is_read_to_append_an_event(tmp_path: Path) -> None:
+    file = tmp_path / "state.json.events"
+    file.touch()
+    os.truncate(file, 64 << 20)
+    with file.open("a") as stream:
+        stream.write('\n9999999999999-7 {"number":1}\n')
+    async with opened(f"file://{tmp_path}/state.json") as (store,):
+        tracemalloc.start()
+        await store.append_event(b'{"number":1}')  # it is the last one
+        await store.append_event(b'{"number":2}')
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 1 << 20
+    end = file.read_bytes()[64 << 20 :]
+    assert end.splitlines()[1:] == [
+        b'9999999999999-7 {"number":1}',
+        b'9999999999999-8 {"number":2}',
+    ]
 
 
 async def test_change_of_a_file_is_stored_by_the_first_gateway_that_reads_it(
@@ -173,6 +230,23 @@ async def test_events_wait_for_a_state_that_is_unavailable(tmp_path: Path) -> No
     listed = await read_events(events)
     assert [event["message"] for event in listed] == ["first", "second"]
     await store.close()
+
+
+async def test_event_that_cannot_be_encoded_is_logged_and_does_not_stop_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    events = SharedState(MemoryStateStore(), ModelsFile(None), can_upload=False).events
+    path = os.fsdecode(b"/etc/keys-\xff.yaml")
+    events.record(Event(f"{path} changed", "keys file", "succeeded", file=path))
+    events.record(Event("too large", "load", "succeeded", parameters=("x" * MAX_EVENT_BYTES,)))
+    events.record(Event("next", "load", "succeeded"))
+    assert [event["message"] for event in await read_events(events)] == ["next"]
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    first = "an event (keys file) is not stored, because of its text: str is not valid UTF-8"
+    assert messages[0].startswith(first)
+    assert messages[1].endswith(f"it is larger than {MAX_EVENT_BYTES} bytes")
+    line = JsonFormatter().format_line(0.0, "info", "changed", {"file": path})
+    assert json.loads(line)["file"] == path
 
 
 async def test_refused_calls_are_no_events_of_the_state() -> None:
