@@ -31,7 +31,7 @@ from gateway.services import Services
 from gateway.telemetry.audit import build_call_event, find_outcome
 from gateway.telemetry.logs import ACCESS_LOGGER, READING_METHODS, log_fields
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST, V1_ROUTE, V2_ROUTE
-from gateway.telemetry.refusals import REFUSED_STATUSES
+from gateway.telemetry.refusals import REFUSED_STATUSES, RefusalKey
 from gateway.telemetry.request_info import (
     RequestInfo,
     RequestScope,
@@ -227,22 +227,14 @@ def client_address(scope: RequestScope) -> str:
 def log_request(
     services: Services, scope: RequestScope, info: RequestInfo, status: int, duration_s: float
 ) -> None:
+    is_repeated = status in REFUSED_STATUSES and not log_refusal(services, scope, info, status)
     if (call := info.management_call) is not None:
         outcome = find_outcome(status)
         message = f"{scope['method']} {scope['path']}: {outcome}"
         error = {"code": info.error_code, "reason": info.error_reason}
         event = build_call_event(info, call, message, outcome, status=status, **error)
-        services.repository.state.events.record(event)
-    if status in REFUSED_STATUSES:
-        client = client_address(scope)
-        services.refusals.record(
-            info.caller_name or client_network(client),
-            info.error_code,
-            info.error_reason,
-            status=status,
-            client=client,
-            route=info.route,
-        )
+        if not (is_repeated and event.is_refused):
+            services.repository.state.events.record(event)
     if not log.isEnabledFor(logging.INFO):
         return
     fields = {
@@ -265,6 +257,18 @@ def log_request(
         fields |= {"trace_id": info.trace.trace_id, "span_id": info.trace.span_id}
     message = f"{scope['method']} {scope['path']} {status}"
     log_fields(log, message, info.request_id, fields)
+
+
+def log_refusal(services: Services, scope: RequestScope, info: RequestInfo, status: int) -> bool:
+    """Return whether it has a line, or is only counted."""
+    client = client_address(scope)
+    key = RefusalKey(
+        info.caller_name or client_network(client),
+        info.error_code,
+        info.route if info.management_call is not None else "",
+    )
+    fields = {"status": status, "client": client, "route": info.route}
+    return services.refusals.record(key, info.error_reason, **fields)
 
 
 def end_trace(trace: Trace, scope: RequestScope, info: RequestInfo, status: int) -> None:

@@ -189,20 +189,32 @@ def test_refusals_are_warnings_without_the_access_log_and_unknown_models_are_non
         ):
             for _ in range(3):
                 assert client.get(path, headers=bearer(key)).status_code == status
+        for path in (LOAD, UNLOAD, UNLOAD, UNLOAD):
+            assert client.post(path, headers=bearer(INFER)).status_code == 403
         slow = [client.get("/v1/models", headers=bearer("tgw_slow-secret")) for _ in range(3)]
         assert [each.status_code for each in slow] == [200, 429, 429]
     lines = [json.loads(line) for line in command.lines if "gateway.refusals" in line]
     assert {line["level"] for line in lines} == {"warning"}
-    first, last = lines[:3], lines[3:]
-    assert [(line["caller"], line["code"], line["status"]) for line in first] == [
-        ("127.0.0.1", "UNAUTHENTICATED", 401),
-        ("infer", "FORBIDDEN", 403),
-        ("slow", "OVERLOADED", 429),
+    first, last = lines[:5], lines[5:]
+    load, unload = (f"/v2/repository/models/{{model}}/{name}" for name in ("load", "unload"))
+    assert [(line["caller"], line["code"], line["status"], line["route"]) for line in first] == [
+        ("127.0.0.1", "UNAUTHENTICATED", 401, ""),
+        ("infer", "FORBIDDEN", 403, "/v1/log-level"),
+        ("infer", "FORBIDDEN", 403, load),
+        ("infer", "FORBIDDEN", 403, unload),
+        ("slow", "OVERLOADED", 429, ""),
     ]
-    assert [(line["caller"], line["count"]) for line in last] == [
-        ("127.0.0.1", 2),
-        ("infer", 2),
-        ("slow", 1),
+    assert [(line["caller"], line["count"], line.get("route")) for line in last] == [
+        ("127.0.0.1", 2, None),
+        ("infer", 2, None),
+        ("infer", 2, unload),
+        ("slow", 1, None),
+    ]
+    # Of the administrative calls, the first ones are in the audit log, too.
+    audit = [json.loads(line) for line in command.lines if "gateway.audit" in line]
+    assert [(line["route"], line["outcome"]) for line in audit] == [
+        (load, "denied"),
+        (unload, "denied"),
     ]
     assert "nobody" not in command.output
     assert "77" not in "".join(line for line in command.lines if "Triton returned" in line)

@@ -29,7 +29,7 @@ from gateway.routes.events import parse_start
 from gateway.telemetry import refusals
 from gateway.telemetry.audit import MAX_EVENT_BYTES, Event, build_call_event, list_changes
 from gateway.telemetry.logs import JsonFormatter
-from gateway.telemetry.refusals import RefusalLog
+from gateway.telemetry.refusals import RefusalKey, RefusalLog
 from gateway.telemetry.request_info import ManagementCall, RequestInfo
 from gateway.triton.error_mapping import LoadFailed
 from tests.interface.names import read_log_fields
@@ -267,9 +267,11 @@ async def test_refused_calls_are_no_events_of_the_state() -> None:
 
 async def test_refusals_are_logged_once_and_then_counted(caplog: pytest.LogCaptureFixture) -> None:
     log = RefusalLog(interval_s=0.2)
-    for _ in range(50):
-        log.record("10.0.0.9", "UNAUTHENTICATED", "unknown key", status=401)
-    log.record("ops", "FORBIDDEN", "key 'ops' lacks the role 'admin'", status=403)
+    unknown = RefusalKey("10.0.0.9", "UNAUTHENTICATED", "")
+    is_first = [log.record(unknown, "unknown key", status=401) for _ in range(50)]
+    assert is_first == [True] + 49 * [False]
+    ops = RefusalKey("ops", "FORBIDDEN", "")
+    log.record(ops, "key 'ops' lacks the role 'admin'", status=403)
     first = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert first == [
         ("WARNING", "refused a request of 10.0.0.9: unknown key"),
@@ -280,7 +282,7 @@ async def test_refusals_are_logged_once_and_then_counted(caplog: pytest.LogCaptu
     (counted,) = caplog.records
     assert counted.getMessage() == "refused 49 more requests of 10.0.0.9 within 0.2 s"
     assert (vars(counted)["caller"], vars(counted)["code"]) == ("10.0.0.9", "UNAUTHENTICATED")
-    log.record("10.0.0.9", "UNAUTHENTICATED", "unknown key", status=401)  # in the next interval
+    log.record(unknown, "unknown key", status=401)  # in the next interval
     caplog.clear()
     log.close()
     assert [record.getMessage() for record in caplog.records] == [
@@ -292,7 +294,8 @@ async def test_refusals_are_logged_once_and_then_counted(caplog: pytest.LogCaptu
 async def test_refused_callers_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     log = RefusalLog()
     for number in range(2 * refusals.MAX_CALLERS):
-        log.record(f"10.{number >> 8}.{number & 255}.1", "UNAUTHENTICATED", "unknown key")
+        key = RefusalKey(f"10.{number >> 8}.{number & 255}.1", "UNAUTHENTICATED", "")
+        log.record(key, "unknown key")
     assert len(caplog.records) == refusals.MAX_CALLERS + 1
     log.close()
     assert vars(caplog.records[-1])["count"] == refusals.MAX_CALLERS - 1
