@@ -73,7 +73,6 @@ def tune_interpreter() -> None:
 
 
 def find_model_limit(settings: Settings) -> int:
-    """Return the limit of a model; if the gateway chooses it, until it has done so."""
     limit = settings.max_model_inflight
     if limit == "auto":
         return min(UNKNOWN_MODEL_LIMIT, settings.max_inflight)

@@ -316,7 +316,6 @@ def lock_keys_file(path: Path) -> Iterator[tuple[str, list[Any]]]:
 
 
 def replace_keys(text: str, entries: Sequence[Any]) -> dict[str, Any]:
-    """Return the lists of the file with these keys."""
     return {**(parse_document(text) if text else {}), KEYS: list(entries)}
 
 

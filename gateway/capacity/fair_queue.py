@@ -177,7 +177,6 @@ class FairQueue:
         return self._models
 
     def count_from(self, priority: Priority) -> int:
-        """Return how many requests wait with this priority or a higher one."""
         return sum(len(line.waiters) for each, line in self._lines.items() if each >= priority)
 
     def count(self, priority: Priority) -> int:

@@ -68,7 +68,6 @@ def format_value(value: Any) -> str:
 
 
 def format_outcome(event: Mapping[str, Any]) -> str:
-    """Return the outcome, with the reason of each replica that has one, if all replicas are listed."""
     replicas = event.get("replicas", {})
     reasons = [f"{at}: {each['reason']}" for at, each in replicas.items() if "reason" in each]
     if reasons and not any(at.endswith((" other", " others")) for at in replicas):

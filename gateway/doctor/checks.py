@@ -45,7 +45,6 @@ URLS_SETTING: Final = "GATEWAY_TRITON_URLS"
 
 
 def run_checks(host: str, port: int) -> list[Finding]:
-    """Run every check. `host` and `port` are those on which the gateway listens, or will listen."""
     logging.disable(logging.WARNING)  # the findings say the same
     findings = [*check_python(), *check_installation()]
     try:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import orjson
@@ -86,7 +86,8 @@ NOT_EXPLICIT: Final = "Triton does not run with --model-control-mode=explicit"
 NO_BACKEND: Final = re.compile(r"unable to find .*(?:backend|lib)", re.I)
 
 
-class Variant(NamedTuple):
+@dataclass(frozen=True)
+class Variant:
     """The model with one config: the parameters of its load, and the signature that Triton must describe."""
 
     backend: str
@@ -511,7 +512,6 @@ def skip(behaviours: Iterable[Behaviour], reason: str) -> list[Finding]:
 async def ask_variant(
     triton: Examination, variant: Variant, behaviours: Sequence[Behaviour]
 ) -> list[Finding]:
-    """Load the variant in place of the previous one, and ask."""
     if error := await find_error(triton.load(variant)):
         return [Finding(LOAD, FAILED, describe_outcome(error)), *skip(behaviours, "not loaded")]
     return await ask_all(triton, behaviours)

@@ -115,7 +115,6 @@ class ModelLimits:
         await repeat("model_limits", adjust)
 
     def _list_crowded(self) -> list[str]:
-        """Return the models with the most requests that fill their limit, or have none yet."""
         admission = self._admission
         counts = admission.count_all_requests()
         for model in [each for each in admission.limits if each not in counts]:

@@ -146,7 +146,6 @@ class PartialFailure(BadUpstream):
 
 
 def record_outcomes(report: OperationReport) -> None:
-    """Let the event of the current call have the action, and the outcomes as they come."""
     name_action(report.action)
     if (call := find_management_call()) is not None:
         call.outcomes = report.outcomes

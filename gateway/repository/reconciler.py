@@ -69,7 +69,6 @@ def keep_values(table: Any, kind: type[T]) -> dict[str, T]:
 
 
 def build_removal_event(replica: str) -> Event:
-    """Return the event of a cordon that ends because its replica has left the fleet."""
     changes = list_changes([(f"replica {replica}", {"cordoned": True}, None)])
     message = f"the cordon of replica {replica} ended, because it left the fleet"
     return Event(message, "uncordon", SUCCEEDED, caller="gateway", changes=changes, replica=replica)

@@ -90,7 +90,6 @@ class Event:
         return raw
 
     def write_line(self) -> None:
-        """Write the line of the audit log."""
         fields = dict(vars(self))
         for name in LINE_FIELDS_OF_ITS_OWN:
             del fields[name]

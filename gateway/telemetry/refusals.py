@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 log = logging.getLogger("gateway.refusals")  # a public name, wherever this module is
 
@@ -16,7 +17,8 @@ OTHERS: Final = "others"
 REFUSED_STATUSES: Final = frozenset((401, 403, 429))
 
 
-class RefusalKey(NamedTuple):
+@dataclass(frozen=True)
+class RefusalKey:
     """The refusals that are counted together. Only those of administrative calls have a route."""
 
     caller: str
@@ -35,7 +37,7 @@ class RefusalLog:
     def record(self, key: RefusalKey, reason: str, **fields: Any) -> bool:
         """Count a refusal, and return whether it is the first, which has a line."""
         if key not in self._counts and len(self._counts) >= MAX_CALLERS:
-            key = key._replace(caller=OTHERS)
+            key = replace(key, caller=OTHERS)
         if key in self._counts:
             self._counts[key] += 1
             return False
@@ -44,7 +46,6 @@ class RefusalLog:
         return True
 
     def close(self) -> None:
-        """Log what was counted."""
         for key in list(self._counts):
             self._timers[key].cancel()
             self._end_interval(key, is_last=True)

@@ -158,7 +158,6 @@ def measure_upstream_time() -> Iterator[None]:
 
 @contextmanager
 def measure_phase(phase: str) -> Iterator[None]:
-    """Count the time of the current request in a phase."""
     info = current_request_info.get()
     started_at = perf_counter()
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from time import time
 from typing import Any, Final, NamedTuple
 
@@ -27,7 +28,8 @@ class EventId(NamedTuple):
         return EventId(self.time_ms, self.number + 1)
 
 
-class StoredEvent(NamedTuple):
+@dataclass(frozen=True)
+class StoredEvent:
     id: EventId
     raw: bytes
 
@@ -52,7 +54,6 @@ def next_event(events: Sequence[StoredEvent], raw: bytes) -> StoredEvent | None:
 def select_events(
     events: Sequence[StoredEvent], start: EventId | None, limit: int
 ) -> Sequence[StoredEvent]:
-    """Return the first events from an id on, or without one the last events."""
     kept = events[-MAX_EVENTS:]
     if start is None:
         return kept[-limit:]
@@ -74,7 +75,6 @@ def find_last_change(events: Sequence[StoredEvent], file: str) -> Mapping[str, A
 
 
 def encode_events(events: Sequence[StoredEvent]) -> bytes:
-    """Return the events as a list in JSON."""
     return b"[%b]" % b",".join(event.raw for event in events if decode_event(event))
 
 

@@ -106,7 +106,6 @@ async def write_differences(
     after: ExportedState,
     changes: list[tuple[str, Any, Any]],
 ) -> None:
-    """Write what differs, and add it to the changes."""
     for name in sorted(before.models.keys() | after.models.keys()):
         old_model = before.models.get(name)
         model = after.models.get(name)
