@@ -152,14 +152,19 @@ class InferStream:
     async def _read_requests(self) -> None:
         stopping = asyncio.create_task(self._stopping.wait())
         try:
+            failure = None
             while (message := await self._read_message(stopping)) is not grpc.aio.EOF:
                 charged_bytes = COPIES * len(message)
                 failure = await self._accept(cast(bytes, message))
                 del message  # it can be large, and the next one may come much later
+                if isinstance(failure, Unauthenticated):
+                    break
                 if isinstance(failure, MemoryBudgetExceeded):
                     await self._wait_for_memory(charged_bytes, stopping)
             if self._request_tasks:
                 await asyncio.wait(self._request_tasks)
+            if isinstance(failure, Unauthenticated):
+                raise failure
             if self._stopping.is_set():
                 raise ShuttingDown
         finally:
@@ -194,11 +199,14 @@ class InferStream:
     async def _accept(self, message: bytes) -> GatewayError | None:
         """Start a request in the order in which it came; return why it is refused.
 
-        Raises `Unauthenticated` for a revoked key.
+        `Unauthenticated`, of a revoked key or an expired token, is to end the stream.
         """
         call = self._start_request()
         try:
             request = await self._check(call, message)
+        except Unauthenticated as exc:
+            call.end()
+            return exc.with_traceback(None)
         except BaseException:
             call.end()
             raise

@@ -240,7 +240,9 @@ def test_full_queue_is_resource_exhausted_with_a_retry_delay(triton: Triton) -> 
             assert dict(full.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
 
 
-def test_revoked_key_ends_a_stream(triton: Triton, tmp_path: Path) -> None:
+def test_revoked_key_ends_a_stream_after_the_answers_in_progress(
+    triton: Triton, tmp_path: Path
+) -> None:
     path = written(tmp_path / "keys.yaml", [entry(INFER_KEY, "infer"), entry(ADMIN, "admin")])
     with Serving(triton, keys_file=str(path)) as command:
         command.wait_for("serving")
@@ -252,9 +254,11 @@ def test_revoked_key_ends_a_stream(triton: Triton, tmp_path: Path) -> None:
             )
             client.async_stream_infer("echo", [fp32(1, 2)])
             assert outcomes.get(timeout=TIMEOUT_S)[1] is None
+            client.async_stream_infer("echo", [fp32(-2, 2)])  # takes two seconds
             written(path, [entry(ADMIN, "admin")])
             command.wait_for("changed and was reloaded")
             client.async_stream_infer("echo", [fp32(1, 2)])
+            assert outcomes.get(timeout=TIMEOUT_S)[1] is None
             assert "unknown key" in str(outcomes.get(timeout=TIMEOUT_S)[1])
 
 
