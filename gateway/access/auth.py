@@ -104,8 +104,11 @@ class CredentialVerifier:
         """
         raise Unauthenticated("unknown key" if digest else KEY_REQUIRED)
 
-    async def verify(self, scope: RequestScope) -> Caller:
-        """Verify the credentials. Raises `Unauthenticated`, `Forbidden` or `Unavailable`."""
+    async def verify(self, scope: RequestScope, *, may_wait: bool) -> Caller:
+        """Verify the credentials; without `may_wait`, only with what is known.
+
+        Raises `Unauthenticated`, `Forbidden` or `Unavailable`.
+        """
         raise NotImplementedError
 
 
@@ -154,12 +157,16 @@ class Authenticator:
                 return UNAUTHENTICATED
             raise
 
-    async def verify(self, scope: RequestScope) -> Caller:
-        """Return the caller of credentials that take time to verify. Raises one of `REFUSALS`."""
+    async def verify(self, scope: RequestScope, *, is_public: bool = False) -> Caller:
+        """Return the caller of credentials that take time to verify. Raises one of `REFUSALS`.
+
+        A public request does not wait for anything outside of the gateway, and is never refused.
+        """
+        is_public = is_public or self._is_public(scope["path"])
         try:
-            return await self.verifier.verify(scope)
+            return await self.verifier.verify(scope, may_wait=not is_public)
         except REFUSALS:
-            if self._is_public(scope["path"]):
+            if is_public:
                 return UNAUTHENTICATED
             raise
 

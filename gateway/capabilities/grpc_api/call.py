@@ -181,11 +181,14 @@ class IncomingCall:
         """
         info = self.info
         services = self.services
+        access = services.access
+        is_public = self._access.is_public
         try:
-            access = services.access
-            caller = access.authenticate(self.scope) or await access.verify(self.scope)
+            caller = access.authenticate(self.scope) or await access.verify(
+                self.scope, is_public=is_public
+            )
         except REFUSALS:
-            if not self._access.is_public:
+            if not is_public:
                 raise
             caller = UNAUTHENTICATED
         info.caller = caller

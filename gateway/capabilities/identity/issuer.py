@@ -28,6 +28,7 @@ from gateway.capabilities.identity.tokens import (
     TokenParser,
     check_signature,
     find_key,
+    is_signed_by,
     parse_issuer_keys,
 )
 from gateway.config_files import WatchedFile, check_regular_file, read_config_file
@@ -190,17 +191,21 @@ class TokenChecker:
         self._parser = parser
         self.source = source
 
-    async def check(self, text: bytes) -> Token:
+    async def check(self, text: bytes, *, may_fetch: bool = True) -> Token:
         """Return a valid token. Raises `InvalidToken` or `IssuerUnavailable`."""
         token = self._parser.parse(text)
         key = self._find_key(token)
-        if key is None:
+        # Without an ID, a token of a new key is known only by its signature.
+        is_other_key = key is None or not (token.key_id or is_signed_by(token, key))
+        if is_other_key and may_fetch:
             await self.source.refresh_for_unknown_key()
             key = self._find_key(token)
         if key is None:
             if self.source.keys is None or not self.source.is_current:
                 raise IssuerUnavailable
-            raise InvalidToken("names a key (kid) that its issuer does not have")
+            raise InvalidToken(
+                "names a key (kid) that was not among its issuer's usable keys when they were last read"
+            )
         check_signature(token, key)
         return token
 
@@ -252,7 +257,7 @@ async def fetch_keys(settings: IdentitySettings, timeout_s: float = FETCH_TIMEOU
         with anyio.fail_after(timeout_s):
             context, token = await to_thread.run_sync(read_access, settings)
             # A proxy of the environment is used, but not for an issuer on this machine.
-            uses_proxy = settings.oidc_issuer.startswith("https:")
+            uses_proxy = (settings.oidc_jwks_url or settings.oidc_issuer).startswith("https:")
             timeout = httpx.Timeout(timeout_s)
             async with httpx.AsyncClient(
                 verify=context, timeout=timeout, trust_env=uses_proxy, headers=HEADERS
@@ -280,11 +285,16 @@ def read_access(settings: IdentitySettings) -> tuple[ssl.SSLContext, str]:
         if ca_file is not None:
             check_regular_file(ca_file.stat())
         context = ssl.create_default_context(cafile=ca_file)
-        token = "" if token_file is None else read_config_file(token_file).strip()
     except ssl.SSLError:
         raise FetchError(f"{ca_file} is not a valid CA certificate") from None
     except OSError as exc:
-        raise FetchError(f"{exc.filename or ca_file}: {exc.strerror}") from None
+        raise FetchError(f"{ca_file}: {exc.strerror}") from None
+    try:
+        token = "" if token_file is None else read_config_file(token_file).strip()
+    except OSError as exc:
+        raise FetchError(f"{token_file}: {exc.strerror}") from None
+    except UnicodeDecodeError:
+        raise FetchError(f"{token_file} is not a text in UTF-8") from None
     if not (token.isascii() and token.isprintable()):
         raise FetchError(f"{token_file} does not contain a token")
     return context, token

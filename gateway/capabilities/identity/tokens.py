@@ -171,9 +171,19 @@ def find_key(keys: IssuerKeys, token: Token) -> IssuerKey | None:
     fitting = [key for key in candidates if key.fits(token.algorithm)]
     if candidates and not fitting:
         raise InvalidToken(f"is signed with {token.algorithm}, which does not fit the issuer's key")
+    if len(fitting) > 1 and token.key_id:
+        raise InvalidToken("names a key ID (kid) that several of its issuer's keys have")
     if len(fitting) > 1:
         raise InvalidToken("does not say which of the issuer's keys signed it (kid)")
     return fitting[0] if fitting else None
+
+
+def is_signed_by(token: Token, key: IssuerKey) -> bool:
+    try:
+        check_signature(token, key)
+    except InvalidToken:
+        return False
+    return True
 
 
 def check_signature(token: Token, key: IssuerKey) -> None:

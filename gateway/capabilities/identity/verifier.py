@@ -65,9 +65,9 @@ class IdentityVerifier(CredentialVerifier):
             return super().find_caller(scope, digest)
         return None
 
-    async def verify(self, scope: RequestScope) -> Caller:
+    async def verify(self, scope: RequestScope, *, may_wait: bool) -> Caller:
         tokens = cast("TokenChecker", self._tokens)
-        token = await tokens.check(extract_key(scope["headers"]))
+        token = await tokens.check(extract_key(scope["headers"]), may_fetch=may_wait)
         if self._content is not self._keys_file.value:
             self._forget_rules()
         rule = self._find_rule(TOKEN_RULES, TokenRule, lambda rule: rule.matches(token.claims))

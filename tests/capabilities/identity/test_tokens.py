@@ -37,6 +37,7 @@ from tests.support.keys import INFER, bearer, entry
 from tests.support.servers import ROOT, Command, free_ports, gateway
 from tests.support.wait import wait_until
 
+ADDRESS = "alice@corp.example"
 RULES: list[dict[str, Any]] = [
     {"claim": "groups", "value": "ops", "roles": ["admin"]},
     {"claim": "groups", "value": "team-vision", "roles": ["infer"], "models": ["vision-*"]},
@@ -44,6 +45,7 @@ RULES: list[dict[str, Any]] = [
     {"claim": "realm_access.roles", "value": "reader", "roles": ["metrics"], "name": "readers"},
     {"claim": "https://claims.example/team", "value": "text", "roles": ["infer"]},
     {"claim": "scope", "value": "models", "roles": ["infer"]},
+    {"claim": "email", "value": ADDRESS, "roles": ["infer"]},
     {"claim": "slow", "value": "yes", "roles": ["infer"], "requests_per_second": 0.01},
 ]
 
@@ -131,6 +133,10 @@ CLAIMS: dict[str, tuple[Mapping[str, Any], str, int]] = {
     "an object": ({"groups": {"team-vision": True}}, MODELS, 403),
     "a list in a list": ({"groups": [["team-vision"]]}, MODELS, 403),
     "true": ({"groups": True}, MODELS, 403),
+    "an address": ({"email": ADDRESS}, MODELS, 200),
+    "a verified address": ({"email": ADDRESS, "email_verified": True}, MODELS, 200),
+    "an unverified address": ({"email": ADDRESS, "email_verified": False}, MODELS, 403),
+    "an address of unknown state": ({"email": ADDRESS, "email_verified": "true"}, MODELS, 403),
     "a path through a list": ({"realm_access": [{"roles": ["reader"]}]}, METRICS_PATH, 403),
 }
 
@@ -279,8 +285,8 @@ HOSTILE: dict[str, tuple[Forge, str]] = {
         "invalid signature",
     ),
     "a signature in DER": (der_signature, "invalid signature"),
-    "an unknown key": (header(kid="unknown"), "that its issuer does not have"),
-    "a path for a key": (header(kid="../../../dev/null"), "that its issuer does not have"),
+    "an unknown key": (header(kid="unknown"), "not among its issuer's usable keys"),
+    "a path for a key": (header(kid="../../../dev/null"), "not among its issuer's usable keys"),
     "a number for a key": (header(kid=1), "not a text"),
     "its own key": (header(jwk=OTHER_KEY.as_dict(private=False)), "header 'jwk'"),
     "the address of a key": (header(jku="https://evil.example/keys"), "header 'jku'"),
@@ -391,7 +397,7 @@ OVER_GRPC: dict[str, tuple[Forge, str, str]] = {
     "no rule": (claim(sub="bob", slow="no", groups="x"), "PERMISSION_DENIED", "no entry"),
     "no signature": (unsigned("none"), "UNAUTHENTICATED", "'alg' 'none'"),
     "another signature": (changed(2, lambda text: text[:-8]), "UNAUTHENTICATED", "signature"),
-    "an unknown key": (header(kid="unknown"), "UNAUTHENTICATED", "does not have"),
+    "an unknown key": (header(kid="unknown"), "UNAUTHENTICATED", "not among"),
     "expired": (claim(exp=NOW - 120), "UNAUTHENTICATED", "has expired"),
     "its own key": (header(jwk={}), "UNAUTHENTICATED", "header 'jwk'"),
     "a large one": (claim(padding=PADDING), "UNAUTHENTICATED", "8 KiB"),

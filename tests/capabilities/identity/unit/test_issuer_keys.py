@@ -16,7 +16,7 @@ import pytest
 import trustme
 from hypothesis import given
 from hypothesis import strategies as st
-from joserfc.jwk import ECKey, OctKey
+from joserfc.jwk import ECKey, OctKey, RSAKey
 
 from gateway.capabilities.identity.errors import InvalidToken, IssuerUnavailable
 from gateway.capabilities.identity.issuer import (
@@ -117,7 +117,7 @@ async def test_unknown_key_is_fetched_once_for_all_requests(issuer: Issuer) -> N
     await asyncio.gather(*(check(tokens, token) for _ in range(50)))
     assert issuer.count(KEYS) == 1
     for _ in range(5):
-        with pytest.raises(InvalidToken, match="that its issuer does not have"):
+        with pytest.raises(InvalidToken, match="not among its issuer's usable keys"):
             await check(tokens, rotate(issuer, "early"))
     await check(tokens, token)
     assert issuer.count(KEYS) == 1
@@ -137,6 +137,33 @@ async def test_rotated_key_works_after_the_interval_and_removed_keys_do_not(issu
     assert len(changes) == 2
     with pytest.raises(InvalidToken):
         await check(tokens, old)
+
+
+async def test_key_without_an_id_is_rotated(issuer: Issuer) -> None:
+    source = source_of(issuer)
+    tokens = checker(issuer, source)
+    head = {"alg": "RS256"}
+    issuer.keys = {"rsa": issuer.keys["rsa"]}
+    old = sign_parts(head, claims(issuer.url), signer(issuer.keys["rsa"], "RS256"))
+    await check(tokens, old)
+    key = issuer.keys["rsa"] = RSAKey.generate_key(2048)
+    await asyncio.sleep(INTERVAL_S)
+    await check(tokens, sign_parts(head, claims(issuer.url), signer(key, "RS256")))
+    slow_tokens = checker(issuer, source_of(issuer, min_interval_s=60))
+    before = issuer.count(KEYS)
+    for _ in range(3):
+        with pytest.raises(InvalidToken, match="invalid signature"):
+            await check(slow_tokens, old)
+    assert issuer.count(KEYS) == before + 1
+
+
+async def test_id_of_two_keys_is_named(issuer: Issuer, tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    keys = [jwk(RSAKey.generate_key(2048), kid="rsa") for _ in range(2)]
+    path.write_text(json.dumps({"keys": keys}))
+    tokens = checker(issuer, open_key_source(settings_for(issuer, oidc_jwks_file=path)))
+    with pytest.raises(InvalidToken, match="that several of its issuer's keys have"):
+        await check(tokens, issuer.sign())
 
 
 @pytest.mark.fault("the issuer of tokens cannot be reached")
@@ -233,6 +260,32 @@ async def test_address_of_the_keys_overrides_the_configuration(issuer: Issuer) -
     assert issuer.count(CONFIGURATION) == 0
 
 
+async def test_proxy_is_used_for_encrypted_addresses_of_the_keys(
+    issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests: list[bytes] = []
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        requests.append(await reader.readline())
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as proxy:
+        url = f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+        for name in ("HTTP_PROXY", "HTTPS_PROXY"):
+            monkeypatch.setenv(name, url)
+        settings = settings_for(issuer, oidc_jwks_url="https://keys.example/keys")
+        with pytest.raises(FetchError):
+            await fetch_keys(settings)
+        assert requests == [b"CONNECT keys.example:443 HTTP/1.1\r\n"]
+        local = IdentitySettings(
+            oidc_issuer="https://login.example",
+            oidc_audience=(AUDIENCE,),
+            oidc_jwks_url=issuer.url + KEYS,
+        )
+        assert await fetch_keys(local)
+        assert len(requests) == 1
+
+
 async def test_token_of_the_pod_is_sent_to_the_host_of_the_issuer_only(
     issuer: Issuer, tmp_path: Path
 ) -> None:
@@ -275,7 +328,7 @@ async def test_keys_in_a_file_are_read_again(issuer: Issuer, tmp_path: Path) -> 
     tokens = checker(issuer, source)
     await check(tokens, issuer.sign("Ed25519"))
     token = rotate(issuer, "in the file")
-    with pytest.raises(InvalidToken, match="that its issuer does not have"):
+    with pytest.raises(InvalidToken, match="not among its issuer's usable keys"):
         await check(tokens, token)
     assert source.find_age_s() is None
     assert issuer.requests == []
@@ -295,15 +348,16 @@ async def test_keys_in_a_file_are_read_again(issuer: Issuer, tmp_path: Path) -> 
         ("oidc_ca_file", "no certificate", "not a valid CA certificate"),
         ("oidc_ca_file", None, "No such file"),
         ("oidc_token_file", "two\nlines", "does not contain a token"),
+        ("oidc_token_file", b"\xff", "is not a text in UTF-8"),
         ("oidc_token_file", None, "No such file"),
     ],
 )
 def test_start_fails_for_a_file_that_cannot_be_used(
-    issuer: Issuer, tmp_path: Path, name: str, text: str | None, words: str
+    issuer: Issuer, tmp_path: Path, name: str, text: str | bytes | None, words: str
 ) -> None:
     path = tmp_path / "file"
     if text is not None:
-        path.write_text(text)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(CommandError, match=words) as caught:
         open_key_source(settings_for(issuer, **{name: path}))
     assert str(path) in str(caught.value)

@@ -1,0 +1,66 @@
+"""Callers of certificates and tokens, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import yaml
+
+from gateway.access.auth import UNAUTHENTICATED, Authenticator
+from gateway.access.keys import KeysFile
+from gateway.capabilities.identity.issuer import FetchedKeys, TokenChecker
+from gateway.capabilities.identity.rules import RULE_PARSERS
+from gateway.capabilities.identity.tokens import IssuerKeys, TokenParser
+from gateway.capabilities.identity.verifier import IdentityVerifier
+from gateway.telemetry.request_info import RequestInfo, RequestScope
+from tests.capabilities.identity.support.issuer import AUDIENCE, Issuer
+from tests.support.wait import TIMEOUT_S
+
+CERTIFICATES = [{"subject_alternative_name": "spiffe://prod/*", "roles": ["infer"]}]
+MODELS = "/v1/models"
+
+
+def authenticator(folder: Path, tokens: TokenChecker | None = None) -> Authenticator:
+    path = folder / "keys.yaml"
+    path.write_text(yaml.safe_dump({"certificates": CERTIFICATES}))
+    keys_file = KeysFile(path, RULE_PARSERS)
+    access = Authenticator(keys_file)
+    access.verifier = IdentityVerifier(keys_file, tokens, asks_for_certificates=True)
+    return access
+
+
+def scope_of(path: str = MODELS, **more: Any) -> RequestScope:
+    scope = {
+        "method": "GET",
+        "path": path,
+        "headers": [],
+        "certificate_names": (("URI", "spiffe://prod/vision"),),
+        "request_info": RequestInfo("id"),
+        **more,
+    }
+    return cast("RequestScope", scope)
+
+
+async def test_public_requests_do_not_wait_for_the_issuer(tmp_path: Path) -> None:
+    async def wait_forever() -> IssuerKeys:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    issuer = Issuer("https://issuer.example")
+    source = FetchedKeys(issuer.url, wait_forever, 60)
+    tokens = TokenChecker(TokenParser(issuer.url, (AUDIENCE,)), source)
+    access = authenticator(tmp_path, tokens)
+    headers = [(b"authorization", f"Bearer {issuer.sign()}".encode())]
+    for path in ("/livez", "/readyz"):
+        scope = scope_of(path, headers=headers)
+        assert access.authenticate(scope) is None
+        caller = await asyncio.wait_for(access.verify(scope), TIMEOUT_S)
+        assert caller is UNAUTHENTICATED
+    scope = scope_of("/grpc.health.v1.Health/Check", headers=headers)
+    caller = await asyncio.wait_for(access.verify(scope, is_public=True), TIMEOUT_S)
+    assert caller is UNAUTHENTICATED
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(access.verify(scope_of(headers=headers)), 0.05)
