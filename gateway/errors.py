@@ -52,7 +52,7 @@ class Unauthenticated(GatewayError):
     code = "UNAUTHENTICATED"
     challenge: ClassVar[str] = "Bearer"
 
-    def __init__(self, detail: str) -> None:
+    def __init__(self, detail: str = "") -> None:
         super().__init__(detail, headers={"WWW-Authenticate": self.challenge})
 
 

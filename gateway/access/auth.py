@@ -11,7 +11,7 @@ import binascii
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
@@ -328,24 +328,34 @@ def explain_remote_origin(scope: RequestScope) -> str:
     return ""
 
 
-def explain_foreign_headers(headers: Iterable[tuple[bytes, bytes]]) -> str:
+def explain_foreign_headers(headers: Sequence[tuple[bytes, bytes]]) -> str:
+    host = ""
+    for name, value in headers:
+        if name == b"host":
+            host = value.decode("latin-1").lower()
+        elif PROXY_HEADER.fullmatch(name):
+            return f"a proxy forwarded it (header {name.decode('latin-1')})"
+    if is_cross_origin(headers):
+        return CROSS_ORIGIN_REASON
+    return "" if is_loopback(parse_host(host)) else f"its host is {quote_text(host)}, not localhost"
+
+
+def is_cross_origin(
+    headers: Iterable[tuple[bytes, bytes]], allowed_origins: Collection[str] = ()
+) -> bool:
+    """Return whether a web page sent the request whose origin is neither the gateway's nor allowed."""
     origin = host = ""
+    is_other_site = False
     for name, value in headers:
         if name == b"host":
             host = value.decode("latin-1").lower()
         elif name == b"origin":
             origin = value.decode("latin-1").lower()
         elif name == b"sec-fetch-site" and value not in SAME_SITE_VALUES:
-            return CROSS_ORIGIN_REASON
-        elif PROXY_HEADER.fullmatch(name):
-            return f"a proxy forwarded it (header {name.decode('latin-1')})"
-    if not is_loopback(parse_host(host)):
-        return f"its host is {quote_text(host)}, not localhost"
-    return (
-        CROSS_ORIGIN_REASON
-        if origin and origin not in (f"http://{host}", f"https://{host}")
-        else ""
-    )
+            is_other_site = True
+    if origin in allowed_origins:
+        return False
+    return is_other_site or origin not in ("", f"http://{host}", f"https://{host}")
 
 
 def parse_host(authority: str) -> str:

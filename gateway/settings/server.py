@@ -99,7 +99,7 @@ class ServerSettings(BaseModel):
     """Private key of that certificate (PEM); empty if it is in the same file."""
     tls_client_ca_file: Path | None = Field(None, validate_default=True)
     """CA certificate that must have signed the certificates of clients, of HTTPS and of gRPC (PEM). It is
-    reloaded when it changes. Empty: clients are not asked for a certificate."""
+    reloaded when it changes. HTTPS then requires TLS 1.3. Empty: clients are not asked for a certificate."""
     tls_client_auth: ClientAuth = ClientAuth.required
     """With GATEWAY_TLS_CLIENT_CA_FILE: required, every client needs a certificate; or optional, one without a
     certificate may use a key or a token, and the health paths. gRPC asks for no optional certificate."""
@@ -152,7 +152,8 @@ def load_authority(context: ssl.SSLContext, authority: Path, client_auth: Client
     context.load_verify_locations(authority)
     context.verify_mode = VERIFY_MODES[client_auth]
     # A resumed session would keep the rights of a certificate that has expired, or of a replaced authority.
-    context.options |= ssl.OP_NO_TICKET
+    # Clients of TLS 1.2 can resume sessions without a ticket, which Python cannot turn off.
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0
 
 

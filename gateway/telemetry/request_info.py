@@ -103,6 +103,8 @@ class RequestScope(TypedDict):
     server: tuple[str, int] | None  # None over gRPC, which never is local administration
     # Of the client's certificate, which is verified: pairs of URI, DNS or email and the name.
     certificate_names: tuple[tuple[str, str], ...]
+    # By `time.time`; None without a certificate, and infinite if it is not known (gRPC).
+    certificate_expires_at: float | None
     request_id: str
     request_info: RequestInfo
 

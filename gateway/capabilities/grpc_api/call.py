@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
@@ -74,6 +75,7 @@ DROPPED_METADATA: Final = frozenset(name.decode() for name in NOT_FORWARDED) | {
 }
 # Of subject alternative names, by their fields in the context of a connection.
 CERTIFICATE_NAME_KINDS: Final = {"peer_uri": "URI", "peer_dns": "DNS", "peer_email": "email"}
+CERTIFICATE_FIELD: Final = "x509_pem_cert"
 DROPPED_PREFIXES: Final = ("grpc-", GRPC_KEY_PREFIX)
 
 
@@ -153,9 +155,13 @@ class IncomingCall:
             "client": parse_peer(context.peer()),
             "server": None,
             "certificate_names": (),
+            "certificate_expires_at": None,
         }
         if services.settings.tls_client_ca_file is not None:
-            self.scope["certificate_names"] = list_peer_names(context.auth_context())
+            peer = context.auth_context()
+            self.scope["certificate_names"] = list_peer_names(peer)
+            if CERTIFICATE_FIELD in peer:
+                self.scope["certificate_expires_at"] = math.inf  # see `MAX_CONNECTION_AGE_MS`
         if services.tracer is not None and not access.is_public:
             info.trace = services.tracer.start_trace(access.http_method, headers)
         services.metrics.in_flight[GRPC_ROUTE] += 1

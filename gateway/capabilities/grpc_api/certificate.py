@@ -32,8 +32,13 @@ class GrpcCertificate:
         )
 
     def _reload_if_changed(self) -> Any:
-        """Return the new certificate, or None to keep the previous one. gRPC asks for each handshake."""
-        return self._file.value if self._file.reload_if_changed() else None
+        """Return the new certificate, or None to keep the previous one. gRPC asks for each handshake.
+
+        With a client authority each handshake gets a configuration of its own, which knows no sessions: a
+        resumed one would keep the rights of a certificate that has expired.
+        """
+        has_changed = self._file.reload_if_changed()
+        return self._file.value if has_changed or self._client_ca_file is not None else None
 
     def _load(self, cert_file: Path) -> Any:
         with describe_os_errors(UnusableCertificate, f"the certificate {cert_file}"):

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 LOCALHOST: Final = "127.0.0.1"
 KEEP_ALIVE_TIMEOUT_S: Final = 20
+# gRPC does not say when a client's certificate expires, which is checked again with a new connection.
+MAX_CONNECTION_AGE_MS: Final = 3_600_000
 # A request in progress takes about this, besides its message: its objects, and buffers of the library.
 REQUEST_BYTES: Final = 16 << 10
 # The share of the memory budget for requests, besides their messages.
@@ -157,12 +159,24 @@ def forget_frames(error: Exception, _: object) -> None:
     error.__context__ = None
 
 
+def asks_for_certificates(settings: Settings) -> bool:
+    is_required = settings.tls_client_auth is ClientAuth.required
+    return is_required and settings.tls_client_ca_file is not None
+
+
 def build_options(
     settings: Settings, grpc_settings: GrpcSettings, *, shares_port: bool
 ) -> list[tuple[str, int]]:
     algorithms = ALL_COMPRESSION if grpc_settings.grpc_compression else NO_COMPRESSION
     keep_alive_ms = settings.keep_alive_s * 1000
+    ages = []
+    if asks_for_certificates(settings):
+        # Calls in progress then have the time that one may take.
+        grace_ms = int(settings.max_request_timeout_s * 1000)
+        ages.append(("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_MS))
+        ages.append(("grpc.max_connection_age_grace_ms", grace_ms))
     return [
+        *ages,
         ("grpc.max_receive_message_length", settings.max_body_bytes),
         ("grpc.max_send_message_length", -1),
         # The probe raises the window of every stream to megabytes, which arrive although nobody reads them.
@@ -205,8 +219,9 @@ async def run_grpc_server(
         if settings.tls_cert_file is None:
             server.add_insecure_port(address)
         else:
-            is_asked = settings.tls_client_auth is ClientAuth.required
-            client_ca_file = settings.tls_client_ca_file if is_asked else None
+            client_ca_file = (
+                settings.tls_client_ca_file if asks_for_certificates(settings) else None
+            )
             certificate = GrpcCertificate(
                 settings.tls_cert_file, settings.tls_key_file, client_ca_file
             )

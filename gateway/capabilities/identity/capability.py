@@ -27,6 +27,8 @@ def attach_identity(settings: Settings) -> Attachment | None:
     if settings.keys_file is None or not (identity.oidc_issuer or asks_for_certificates):
         return None
     tokens = create_token_checker(identity) if identity.oidc_issuer else None
+    # Their pages may use the certificate of a browser.
+    origins = settings.cors_origins if settings.cors_credentials else ()
 
     async def open_verifier(services: Services, stack: AsyncExitStack) -> None:
         from gateway.capabilities.identity.verifier import IdentityVerifier
@@ -34,7 +36,10 @@ def attach_identity(settings: Settings) -> Attachment | None:
         access = services.access
         if access.keys_file is not None:
             access.verifier = IdentityVerifier(
-                access.keys_file, tokens, asks_for_certificates=asks_for_certificates
+                access.keys_file,
+                tokens,
+                asks_for_certificates=asks_for_certificates,
+                allowed_origins=origins,
             )
         if tokens is not None:
             from gateway.capabilities.identity.issuer import KeysCollector

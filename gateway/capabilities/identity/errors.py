@@ -14,6 +14,31 @@ class CredentialsRequired(Unauthenticated):
         )
 
 
+class NamelessCertificate(Unauthenticated):
+    message = (
+        "the client certificate has no subject alternative name that is a URI, a DNS name or an e-mail "
+        "address; use a certificate with one, or send a key"
+    )
+
+
+class ExpiredCertificate(Unauthenticated):
+    """An open connection keeps the certificate with which it began; this response closes it."""
+
+    def __init__(self) -> None:
+        super().__init__("the client certificate has expired; open a new connection")
+        self.headers = {**(self.headers or {}), "Connection": "close"}
+
+
+class CrossOriginCertificate(Forbidden):
+    """A browser sends an installed certificate with the requests of every page, like a cookie."""
+
+    def __init__(self, *, token: bool) -> None:
+        super().__init__(
+            "a web page of another origin sent this with the browser's certificate; send a key"
+            + " or a token" * token
+        )
+
+
 class InvalidToken(Unauthenticated):
     """RFC 6750, section 3.1. The argument says what is wrong, such as `has expired`."""
 

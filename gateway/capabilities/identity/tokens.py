@@ -23,7 +23,6 @@ from gateway.messages import join_names, quote_text
 
 MAX_TOKEN_BYTES: Final = 8 << 10
 LEEWAY_S: Final = 60.0
-MAX_SUBJECT_CHARS: Final = 256
 MAX_KEYS: Final = 100
 EDDSA: Final = "EdDSA"
 # The kind of key of each algorithm: its type and curve.
@@ -85,7 +84,7 @@ class Token:
     @property
     def subject(self) -> str:
         subject = self.claims.get("sub")
-        return subject[:MAX_SUBJECT_CHARS] if isinstance(subject, str) else ""
+        return subject if isinstance(subject, str) else ""
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, cast
 
-from gateway.access.auth import CredentialVerifier, extract_key, hash_key
+from gateway.access.auth import CredentialVerifier, extract_key, hash_key, is_cross_origin
 from gateway.access.keys import CallerRule, KeysFile
 from gateway.callers import Caller
-from gateway.capabilities.identity.errors import CredentialsRequired, NoMatchingRule
+from gateway.capabilities.identity.errors import (
+    CredentialsRequired,
+    CrossOriginCertificate,
+    ExpiredCertificate,
+    NamelessCertificate,
+    NoMatchingRule,
+)
 from gateway.capabilities.identity.rules import (
     CERTIFICATE_RULES,
     TOKEN_RULES,
@@ -24,6 +30,7 @@ if TYPE_CHECKING:
     from gateway.capabilities.identity.issuer import TokenChecker
 
 MAX_IDENTITIES: Final = 10_000
+MAX_SUBJECT_CHARS: Final = 256  # in the log
 CredentialT = TypeVar("CredentialT", bound=Hashable)
 RuleT = TypeVar("RuleT", bound=CallerRule)
 
@@ -41,12 +48,18 @@ class IdentityVerifier(CredentialVerifier):
     """
 
     def __init__(
-        self, keys_file: KeysFile, tokens: TokenChecker | None, *, asks_for_certificates: bool
+        self,
+        keys_file: KeysFile,
+        tokens: TokenChecker | None,
+        *,
+        asks_for_certificates: bool,
+        allowed_origins: Collection[str] = (),
     ) -> None:
         self._keys_file = keys_file
         self._content = keys_file.value
         self._tokens = tokens
         self._asks_for_certificates = asks_for_certificates
+        self._allowed_origins = allowed_origins  # of pages that may use a browser's certificate
         self._by_token: dict[bytes, Identity] = {}  # by the SHA-256 of the token
         self._by_certificate: dict[tuple[CertificateName, ...], Identity] = {}
         if tokens is not None:
@@ -74,18 +87,25 @@ class IdentityVerifier(CredentialVerifier):
         if rule is None:
             raise NoMatchingRule("token", TOKEN_RULES)
         expires_at = min(token.expires_at, tokens.source.find_expiry())
-        identity = Identity(rule.caller, token.subject, expires_at)
+        identity = Identity(rule.caller, token.subject[:MAX_SUBJECT_CHARS], expires_at)
         store(self._by_token, read_head(scope, hash_key), identity)
         return accept_identity(scope, identity)
 
     def _find_certificate_caller(self, scope: RequestScope) -> Caller:
         names = scope["certificate_names"]
+        expires_at = scope["certificate_expires_at"]
         has_rules = bool(self._content.rules[CERTIFICATE_RULES])
-        if not names or not has_rules:
+        if expires_at is None or not has_rules:
             raise CredentialsRequired(
                 token=self._tokens is not None,
                 certificate=self._asks_for_certificates and has_rules,
             )
+        if time.time() >= expires_at:
+            raise ExpiredCertificate
+        if not names:
+            raise NamelessCertificate
+        if is_cross_origin(scope["headers"], self._allowed_origins):
+            raise CrossOriginCertificate(token=self._tokens is not None)
         identity = self._by_certificate.get(names)
         if identity is None:
             identity = self._identify_certificate(names)
@@ -100,7 +120,7 @@ class IdentityVerifier(CredentialVerifier):
         if rule is None:
             raise NoMatchingRule("certificate", CERTIFICATE_RULES)
         subject = next(name for kind, name in names if rule.matches(kind, name))
-        return Identity(rule.caller, subject, math.inf)
+        return Identity(rule.caller, subject[:MAX_SUBJECT_CHARS], math.inf)
 
     def _find_rule(
         self, section: str, kind: type[RuleT], matches: Callable[[RuleT], bool]

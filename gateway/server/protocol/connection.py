@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from collections.abc import Mapping
 from enum import Enum, auto
 from socket import SO_ERROR, SO_LINGER, SOL_SOCKET
+from ssl import cert_time_to_seconds
 from struct import pack
 from typing import Any, Final, cast
 
@@ -366,17 +368,19 @@ class HttpProtocol(asyncio.Protocol):
 
 def build_common_scope(transport: asyncio.BaseTransport) -> Scope:
     tls = transport.get_extra_info("sslcontext") is not None
+    certificate = (transport.get_extra_info("peercert") if tls else None) or {}
+    not_after = certificate.get("notAfter")
     return {
         "server": parse_socket_name(transport.get_extra_info("sockname")),
         "client": parse_socket_name(transport.get_extra_info("peername")),
         "scheme": "https" if tls else "http",
-        "certificate_names": list_certificate_names(transport) if tls else (),
+        "certificate_names": list_certificate_names(certificate),
+        "certificate_expires_at": not_after and cert_time_to_seconds(not_after),
     }
 
 
-def list_certificate_names(transport: asyncio.BaseTransport) -> tuple[tuple[str, str], ...]:
+def list_certificate_names(certificate: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Return the names of the client's certificate, which is verified, with their kinds."""
-    certificate = transport.get_extra_info("peercert") or {}
     names = certificate.get("subjectAltName", ())
     return tuple((kind, name) for kind, name in names if kind in CERTIFICATE_NAME_KINDS)
 

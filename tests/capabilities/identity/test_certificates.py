@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import trustme
 
 from tests.capabilities.grpc_api.support.grpc_gateway import SERVICE, failure
+from tests.capabilities.grpc_api.support.http2 import PREFACE, SETTINGS, encode_frame
 from tests.capabilities.identity.support.certificates import write_client_certificate
 from tests.capabilities.identity.test_tokens import write_keys
 from tests.support.certificates import write_pair
@@ -30,6 +32,8 @@ RULES = [
     {"subject_alternative_name": "mlops@clients.example", "roles": ["metrics"]},
 ]
 Name = tuple[str, str]
+NO_HEADERS: Mapping[str, str] = {}
+APPLICATION = "https://app.example"
 NO_REGIONS = f"{SERVICE}/SystemSharedMemoryStatus"  # answered without a replica
 
 
@@ -45,16 +49,26 @@ class Service:
     def trust(self) -> ssl.SSLContext:
         return ssl.create_default_context(cadata=self.authority.cert_pem.bytes().decode())
 
-    def get(
-        self, path: str, *names: Name, authority: trustme.CA | None = None, key: str = ""
-    ) -> httpx.Response:
-        """Request a path with a certificate of these names, or without one."""
+    def present(self, *names: Name, authority: trustme.CA | None = None) -> ssl.SSLContext:
+        """Return a context with a certificate of these names, or without one."""
         context = self.trust()
         if names:
             files = write_client_certificate(authority or self.clients, self.folder, *names)
             context.load_cert_chain(*files)
+        return context
+
+    def get(
+        self,
+        path: str,
+        *names: Name,
+        authority: trustme.CA | None = None,
+        key: str = "",
+        headers: Mapping[str, str] = NO_HEADERS,
+    ) -> httpx.Response:
+        context = self.present(*names, authority=authority)
         url = f"https://127.0.0.1:{self.port}{path}"
-        return httpx.get(url, verify=context, headers=bearer(key), timeout=TIMEOUT_S)
+        sent = {**bearer(key), **headers}
+        return httpx.get(url, verify=context, headers=sent, timeout=TIMEOUT_S)
 
     def call(self, *names: Name) -> bytes:
         files = write_client_certificate(self.clients, self.folder, *names)
@@ -66,7 +80,9 @@ class Service:
 
 
 @contextmanager
-def serve_with(folder: Path, triton_url: str, client_auth: str) -> Iterator[Service]:
+def serve_with(
+    folder: Path, triton_url: str, client_auth: str, *, cors_credentials: str = "false"
+) -> Iterator[Service]:
     authority = trustme.CA()
     clients = trustme.CA()
     write_pair(authority, folder)
@@ -80,6 +96,8 @@ def serve_with(folder: Path, triton_url: str, client_auth: str) -> Iterator[Serv
         "GATEWAY_TLS_KEY_FILE": str(folder / "key.pem"),
         "GATEWAY_TLS_CLIENT_CA_FILE": str(folder / "clients.pem"),
         "GATEWAY_TLS_CLIENT_AUTH": client_auth,
+        "GATEWAY_CORS_ORIGINS": APPLICATION,
+        "GATEWAY_CORS_CREDENTIALS": cors_credentials,
         "GATEWAY_GRPC_PORT": str(grpc_port),
         "GATEWAY_LOG_FORMAT": "json",
     }
@@ -102,7 +120,8 @@ def required(triton_url: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="module")
 def optional(triton_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with serve_with(tmp_path_factory.mktemp("optional"), triton_url, "optional") as service:
+    folder = tmp_path_factory.mktemp("optional")
+    with serve_with(folder, triton_url, "optional", cors_credentials="true") as service:
         yield service
 
 
@@ -157,6 +176,78 @@ def test_certificate_is_required_and_must_be_of_the_authority(required: Service)
         required.get("/livez")
     with pytest.raises(httpx.TransportError):
         required.get("/livez", ("URI", "spiffe://prod/ops/a"), authority=trustme.CA())
+
+
+CROSS_ORIGIN = (
+    {"Sec-Fetch-Site": "cross-site"},
+    {"Sec-Fetch-Site": "same-site"},
+    {"Origin": "https://evil.example"},
+    {"Origin": "null"},
+    {"Origin": APPLICATION, "Sec-Fetch-Site": "cross-site"},
+)
+
+
+@pytest.mark.fault("pages of other origins in a browser with a client certificate")
+def test_certificate_of_a_browser_counts_for_the_gateways_own_page_only(required: Service) -> None:
+    ops = ("URI", "spiffe://prod/ops/a")
+    for headers in CROSS_ORIGIN:
+        response = required.get(METRICS, ops, headers=headers)
+        assert response.status_code == 403, headers
+        expected = (
+            "a web page of another origin sent this with the browser's certificate; send a key"
+        )
+        assert response.json()["error"] == expected
+        assert required.get(MODELS, ops, key=INFER, headers=headers).status_code == 200
+        assert required.get("/livez", ops, headers=headers).status_code == 200
+    own = {"Origin": f"https://127.0.0.1:{required.port}", "Sec-Fetch-Site": "same-origin"}
+    for headers in (own, {"Sec-Fetch-Site": "none"}):
+        assert required.get(METRICS, ops, headers=headers).status_code == 200, headers
+
+
+def test_pages_with_cors_credentials_may_use_the_certificate_of_the_browser(
+    optional: Service,
+) -> None:
+    ops = ("URI", "spiffe://prod/ops/a")
+    statuses = [optional.get(METRICS, ops, headers=each).status_code for each in CROSS_ORIGIN]
+    assert statuses == [403, 403, 403, 403, 200]
+
+
+@pytest.mark.fault("client certificates that have expired")
+def test_sessions_of_client_certificates_are_not_resumed(
+    required: Service, optional: Service
+) -> None:
+    name = ("URI", "spiffe://prod/vision")
+    for service in (required, optional):
+        context = service.present(name)
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        with pytest.raises(ssl.SSLError):
+            start_session(service.port, context)
+        assert not is_resumed(service.port, service.present(name))
+    for version in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
+        context = required.present(name)
+        context.maximum_version = version
+        context.set_alpn_protocols(["h2"])
+        assert not is_resumed(required.grpc_port, context)
+
+
+def is_resumed(port: int, context: ssl.SSLContext) -> bool:
+    session, _ = start_session(port, context)
+    return start_session(port, context, session)[1]
+
+
+def start_session(
+    port: int, context: ssl.SSLContext, session: ssl.SSLSession | None = None
+) -> tuple[ssl.SSLSession | None, bool]:
+    """Return the session that a connection receives, and whether it has resumed one."""
+    with (
+        socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as connection,
+    ):
+        is_grpc = connection.selected_alpn_protocol() == "h2"
+        settings = PREFACE + encode_frame(SETTINGS, 0, 0, b"")
+        connection.sendall(settings if is_grpc else b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert connection.recv(100)
+        return connection.session, connection.session_reused is True
 
 
 def test_certificate_identifies_callers_of_grpc(required: Service) -> None:

@@ -8,6 +8,7 @@ import ssl
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,32 @@ def test_old_versions_of_tls_are_refused(https: Stage, authority: trustme.CA) ->
         pytest.raises(ssl.SSLError),
     ):
         context.wrap_socket(plain, server_hostname="127.0.0.1")
+
+
+def test_request_has_the_names_and_the_end_of_the_clients_certificate(
+    tls: dict[str, Any], authority: trustme.CA, tmp_path: Path
+) -> None:
+    scopes: list[Scope] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scopes.append(scope)
+        await echo(scope, receive, send)
+
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    end = datetime(2040, 5, 6, 7, 8, 9, tzinfo=timezone.utc)
+    pair = authority.issue_cert("client.example", not_after=end)
+    context = trusting(authority)
+    tls.update(tls_client_ca_file=tmp_path / "ca.pem", tls_client_auth="optional")
+    with Stage(**tls) as stage:
+        stage.app = app
+        url = f"https://127.0.0.1:{stage.port}/"
+        httpx.get(url, verify=context, timeout=PATIENCE_S)
+        pair.configure_cert(context)
+        httpx.get(url, verify=context, timeout=PATIENCE_S)
+    without, known = scopes
+    assert (without["certificate_names"], without["certificate_expires_at"]) == ((), None)
+    assert known["certificate_names"] == (("DNS", "client.example"),)
+    assert known["certificate_expires_at"] == end.timestamp()
 
 
 @contextmanager

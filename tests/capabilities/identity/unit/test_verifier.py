@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,10 +12,15 @@ import yaml
 
 from gateway.access.auth import UNAUTHENTICATED, Authenticator
 from gateway.access.keys import KeysFile
+from gateway.capabilities.identity.errors import (
+    CredentialsRequired,
+    ExpiredCertificate,
+    NamelessCertificate,
+)
 from gateway.capabilities.identity.issuer import FetchedKeys, TokenChecker
 from gateway.capabilities.identity.rules import RULE_PARSERS
 from gateway.capabilities.identity.tokens import IssuerKeys, TokenParser
-from gateway.capabilities.identity.verifier import IdentityVerifier
+from gateway.capabilities.identity.verifier import MAX_SUBJECT_CHARS, IdentityVerifier
 from gateway.telemetry.request_info import RequestInfo, RequestScope
 from tests.capabilities.identity.support.issuer import AUDIENCE, Issuer
 from tests.support.wait import TIMEOUT_S
@@ -38,10 +44,34 @@ def scope_of(path: str = MODELS, **more: Any) -> RequestScope:
         "path": path,
         "headers": [],
         "certificate_names": (("URI", "spiffe://prod/vision"),),
+        "certificate_expires_at": time.time() + 60,
         "request_info": RequestInfo("id"),
         **more,
     }
     return cast("RequestScope", scope)
+
+
+def test_certificate_that_expires_on_an_open_connection_is_refused(tmp_path: Path) -> None:
+    access = authenticator(tmp_path)
+    assert access.authenticate(scope_of())
+    with pytest.raises(ExpiredCertificate, match="has expired; open a new connection") as caught:
+        access.authenticate(scope_of(certificate_expires_at=time.time()))
+    assert (caught.value.headers or {})["Connection"] == "close"
+
+
+def test_certificate_without_a_name_is_told_from_none(tmp_path: Path) -> None:
+    access = authenticator(tmp_path)
+    with pytest.raises(NamelessCertificate, match="no subject alternative name"):
+        access.authenticate(scope_of(certificate_names=()))
+    with pytest.raises(CredentialsRequired, match="or a client certificate is required"):
+        access.authenticate(scope_of(certificate_names=(), certificate_expires_at=None))
+
+
+def test_subject_of_a_certificate_is_cut(tmp_path: Path) -> None:
+    name = "spiffe://prod/" + "x" * MAX_SUBJECT_CHARS
+    scope = scope_of(certificate_names=(("URI", name),))
+    assert authenticator(tmp_path).authenticate(scope)
+    assert scope["request_info"].subject == name[:MAX_SUBJECT_CHARS]
 
 
 async def test_public_requests_do_not_wait_for_the_issuer(tmp_path: Path) -> None:
