@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Hashable
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from gateway.access.auth import CredentialVerifier, extract_key, hash_key, is_cross_origin
 from gateway.access.keys import CallerRule, KeysFile
@@ -35,7 +36,8 @@ CredentialT = TypeVar("CredentialT", bound=Hashable)
 RuleT = TypeVar("RuleT", bound=CallerRule)
 
 
-class Identity(NamedTuple):
+@dataclass(frozen=True)
+class Identity:
     caller: Caller
     subject: str
     expires_at: float  # by `time.time`
@@ -142,7 +144,6 @@ def accept_identity(scope: RequestScope, identity: Identity) -> Caller:
 def store(
     identities: dict[CredentialT, Identity], credential: CredentialT, identity: Identity
 ) -> None:
-    """Keep an identity in place of the oldest one if there are too many."""
     if len(identities) >= MAX_IDENTITIES:
         del identities[next(iter(identities))]
     identities[credential] = identity
