@@ -163,6 +163,8 @@ def configure_nginx(port: int, gateway_ports: Sequence[int]) -> str:
         name.rpartition("/")[2]: value for name, value in ingress["metadata"]["annotations"].items()
     }
     size = notes.pop("proxy-body-size")
+    # For the controller: it is about the paths.
+    del notes["use-regex"]
     directives = [f"{name.replace('-', '_')} {value};" for name, value in notes.items()]
     servers = [f"server 127.0.0.1:{each} max_fails=0;" for each in gateway_ports]
     return f"""

@@ -69,7 +69,7 @@ ANSWERS = {
     "/v1/models": {"models": [MODEL]},
     "/v1/models/m": MODEL,
     "/v1/replicas": {"replicas": [REPLICA]},
-    "/readyz": {"ready": False, "missing": {EVIL: {EVIL: EVIL}}},
+    "/readyz": {"ready": False, "replicas": {EVIL: EVIL}, "missing": {EVIL: {EVIL: EVIL}}},
 }
 
 

@@ -87,10 +87,15 @@ def clear(triton: Triton) -> None:
 
 
 def loads(fleet: Fleet, outcome: str = "done") -> int:
-    labels = f'action="load",by="on_demand",outcome="{outcome}"'
-    samples = rf"^gateway_model_actions_total{{{labels},.*}} (\S+)"
+    labels = {'action="load"', 'by="on_demand"', f'outcome="{outcome}"'}
+    # Their order depends on the number of worker processes.
+    samples = r"^gateway_model_actions_total\{(.*)\} (\S+)"
     page = fleet.client.get("/metrics").text
-    return sum(int(float(value)) for value in re.findall(samples, page, re.M))
+    return sum(
+        int(float(value))
+        for found, value in re.findall(samples, page, re.M)
+        if labels <= set(found.split(","))
+    )
 
 
 def evictions(fleet: Fleet, reason: str = "room") -> int:
