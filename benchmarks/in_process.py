@@ -102,7 +102,7 @@ class TimelessLoop(Loop):
     ) -> Any:
         return super().call_later(NEVER_S, callback, *args, context=context)
 
-    def call_at(  # type: ignore[override]  # as above
+    def call_at(  # type: ignore[override]  # the type variable of the callback's arguments
         self, when: float, callback: Any, *args: Any, context: Any = None
     ) -> Any:
         return super().call_later(NEVER_S, callback, *args, context=context)

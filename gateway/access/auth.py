@@ -109,7 +109,7 @@ class CredentialVerifier:
 
         Raises `Unauthenticated`, `Forbidden` or `Unavailable`.
         """
-        raise NotImplementedError
+        raise Unauthenticated(KEY_REQUIRED)
 
 
 class Authenticator:

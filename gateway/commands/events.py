@@ -61,10 +61,16 @@ def format_event_row(event: Mapping[str, Any]) -> tuple[str, ...]:
 def format_value(value: Any) -> str:
     """Return a value in one line, such as `versions 1 90, 2 10` for `{"versions": {"1": 90, "2": 10}}`."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {format_value(each)}" for name, each in value.items())
+        return ", ".join(format_field(name, each) for name, each in value.items())
     if isinstance(value, list):
         return " ".join(map(format_value, value))
     return WORDS.get(value, str(value)) if value is None or isinstance(value, bool) else str(value)
+
+
+def format_field(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return name if value else f"not {name}"
+    return f"{name} {format_value(value)}"
 
 
 def format_outcome(event: Mapping[str, Any]) -> str:

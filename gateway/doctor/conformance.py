@@ -413,7 +413,9 @@ class Behaviour:
     ask: Question
 
 
-SERVER: Final = Behaviour("server", "this is not the HTTP port of a Triton", ask_server)
+SERVER: Final = Behaviour(
+    "server", "correct the address: it is that of Triton's HTTP port", ask_server
+)
 INDEX: Final = Behaviour("index", "the gateway sends no requests to this Triton", ask_index)
 WITHOUT_MODEL: Final = (
     Behaviour(

@@ -41,6 +41,13 @@ class LimitSettings(BaseModel):
     request_timeout_s: PositiveSeconds = Field(30.0, validate_default=True)
     """Timeout of a request if the client sets none."""
 
+    @field_validator("max_model_inflight", mode="before")
+    @classmethod
+    def check_model_limit(cls, value: object) -> object:
+        if value == "auto" or str(value).isdecimal():
+            return value
+        raise ValueError("use a number from 0, or auto")
+
     @field_validator("request_timeout_s")
     @classmethod
     def check_request_timeout(cls, value: float, info: ValidationInfo) -> float:

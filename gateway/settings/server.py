@@ -129,6 +129,13 @@ class ServerSettings(BaseModel):
                 load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), certificate, value)
         return value
 
+    @field_validator("tls_client_auth")
+    @classmethod
+    def check_client_auth(cls, value: ClientAuth, info: ValidationInfo) -> ClientAuth:
+        if value is ClientAuth.optional and info.data.get("tls_client_ca_file") is None:
+            raise ValueError("no certificate is asked for without GATEWAY_TLS_CLIENT_CA_FILE")
+        return value
+
     @field_validator("tls_client_ca_file")
     @classmethod
     def check_client_authority(cls, value: Path | None, info: ValidationInfo) -> Path | None:

@@ -67,7 +67,8 @@ def test_interactive_request_overtakes_those_that_wait_in_the_background(
     assert order.index(USER) == 1
 
 
-def test_unknown_priority_is_refused(narrow: httpx.Client) -> None:
+def test_unknown_priority_is_refused_except_for_probes(narrow: httpx.Client) -> None:
     headers = {"X-Priority": "urgent"}
+    assert narrow.get("/livez", headers=headers).status_code == 200
     response = narrow.post(PATH, json={"inputs": 0.01}, headers=headers)
     assert_error(response, 400, "MALFORMED_REQUEST", "'urgent', which is not one of background,")

@@ -55,6 +55,12 @@ INVALID = (
     ("CORS_CREDENTIALS", "maybe", ""),
     ("TLS_CERT_FILE", "/nope", "the certificate cannot be read: no such file or directory"),
     ("TLS_KEY_FILE", "/nope", "GATEWAY_TLS_CERT_FILE is missing"),
+    (
+        "TLS_CLIENT_AUTH",
+        "optional",
+        "no certificate is asked for without GATEWAY_TLS_CLIENT_CA_FILE",
+    ),
+    *(("MAX_MODEL_INFLIGHT", value, "use a number from 0, or auto") for value in ("many", "-1")),
 )
 
 
