@@ -126,8 +126,12 @@ class GatewayMiddleware:
             info.caller = caller
             info.key = caller.name
             info.caller_name = name_caller(caller, request_scope["client"])
-            if scope["path"] not in self.paths.unlimited:
-                await self._read_limits(services, request_scope, info)
+            is_limited = scope["path"] not in self.paths.unlimited
+            info.wanted_priority = read_head(request_scope, read_priority) if is_limited else None
+            if is_limited and caller.requests_per_second is not None:
+                info.opens_window = await services.rate_limiter.count_request(
+                    caller.name, caller.requests_per_second
+                )
             if route_group is V2_ROUTE:
                 status = await pass_through(services, scope, receive, send)
             elif inference is not None:
@@ -147,18 +151,6 @@ class GatewayMiddleware:
                 log_request(services, request_scope, info, status, duration_s)
             if info.trace is not None:
                 end_trace(info.trace, request_scope, info, status)
-
-    async def _read_limits(
-        self, services: Services, scope: RequestScope, info: RequestInfo
-    ) -> None:
-        """Read the wanted priority, and count the request at its key's rate.
-
-        Raises `UnknownPriority` or `RateLimitExceeded`.
-        """
-        info.wanted_priority = read_head(scope, read_priority)
-        rate = info.caller.requests_per_second
-        if rate is not None:
-            info.opens_window = await services.rate_limiter.count_request(info.caller.name, rate)
 
     def _is_routine(self, path: str, status: int) -> bool:
         """Return whether only a detailed log has this read: a probe, or a successful read of the page."""
