@@ -224,8 +224,8 @@ def workers(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator[str]
 
 
 def scraping(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator[str]:
-    """Measure inference during scrapes of a large metrics page: 200 models on each of 3 more replicas."""
-    pages = stack.enter_context(servers.metrics_pages(of_models(200), 3))
+    """Measure inference during scrapes of a large metrics page: 100 models on each of 30 more replicas."""
+    pages = stack.enter_context(servers.metrics_pages(of_models(100), 30))
     urls = ",".join((triton.options.url, *pages))
     url, process = stack.enter_context(servers.gateway(urls))
     request = encode_v2_infer(np.ones((1, 256), np.float32), "FP32")
@@ -238,7 +238,7 @@ def scraping(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator[str
     targets = [
         Target(name, f"{url}{SMALL_PATH}", process, request, loop) for name, loop in loops.items()
     ]
-    title = "1 KB, 1 connection, during scrapes of 3 × 200 models"
+    title = "1 KB, 1 connection, during scrapes of 30 × 100 models"
     yield from run.tabulate(title, run.measure(targets, 1, 2), "no scrapes")
 
 
