@@ -20,7 +20,7 @@ from tests.support.durations import group_of, read_durations, record_durations
 from tests.support.gateway_forks import stop_server
 from tests.support.model_zoo.zoo import AS_WRITTEN, RENAMED, SHARED, Zoo, write_repository
 from tests.support.processes import end_processes, forbid_processes
-from tests.support.servers import ROOT, gateway_before, triton_on_free_ports, triton_with
+from tests.support.servers import ROOT, Triton, gateway_before, triton_on_free_ports, triton_with
 
 # For each client, httpx parses all certificates of the system, in up to 17 ms of CPU time. Of a folder it
 # reads what it needs.
@@ -117,6 +117,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     text = collection_path.read_text()
     marks = re.findall(r"^pytestmark = pytest\.mark\.(\w+)$", text, re.MULTILINE)
     return True if set(marks) & set(deselected) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Before the fixtures of the test are set up: the servers that it shares with earlier tests run."""
+    Triton.restart_crashed()
 
 
 @pytest.fixture(autouse=True)
