@@ -32,6 +32,7 @@ from gateway.memory import (
     MemoryBudget,
     default_budget_bytes,
     limit_heap_growth,
+    resident_bytes,
     return_free_memory,
 )
 from gateway.repository.collector import FleetCollector, StateCollector
@@ -113,18 +114,22 @@ async def update_metrics(metrics: Metrics, admission: AdmissionQueue, memory: Me
     await repeat("metrics", update)
 
 
-async def trim_heaps(memory: MemoryBudget) -> None:
-    """Return free memory to the system after requests used much of it, until cancelled."""
+async def trim_heaps() -> None:
+    """Return free memory to the system when the process has grown, until cancelled."""
+    trimmed_bytes = resident_bytes()
 
     async def trim() -> None:
+        nonlocal trimmed_bytes
         for _ in range(TRIM_PERIODS):
             await asyncio.sleep(TRIM_PERIOD_S)
-            if has_shrunk := memory.has_shrunk(MUCH_FREE_MEMORY_BYTES):
+            trimmed_bytes = min(trimmed_bytes, resident_bytes())
+            if resident_bytes() - trimmed_bytes > MUCH_FREE_MEMORY_BYTES:
                 break
-        if has_shrunk or memory.has_shrunk(MAX_FREE_HEAP_BYTES):
+        if resident_bytes() - trimmed_bytes > MAX_FREE_HEAP_BYTES:
             # A failed request can be in a cycle with its error, and so its body; most are young.
             gc.collect(1)
             await asyncio.to_thread(return_free_memory)
+            trimmed_bytes = resident_bytes()
 
     await repeat("heaps", trim)
 
@@ -216,6 +221,7 @@ async def run_services(
         )
         statistics = FleetStatistics(fleet.pool, management_headers)
         memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics.shed)
+
         stack.callback(metrics.flush)
         authenticator = Authenticator(
             components.keys_file, settings.allowed_hosts, paths, local_admin=settings.local_admin
@@ -225,7 +231,7 @@ async def run_services(
         maintenance = Maintenance(fleet.pool, fleet.dispatcher, fleet.repository.state)
         for work in (
             update_metrics(metrics, admission, memory),
-            trim_heaps(memory),
+            trim_heaps(),
             authenticator.watch_keys_file(),
             maintenance.report_work(),
         ):

@@ -30,6 +30,8 @@ M_ARENA_MAX = -8
 M_MMAP_THRESHOLD = -3
 M_TRIM_THRESHOLD = -1
 LIBC: Final = ctypes.CDLL(None)
+STATM: Final = Path("/proc/self/statm")
+PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 MAX_HEAPS: Final = 2
 MIN_MAPPED_BYTES: Final = 1 << 20  # a buffer from this size on gets pages of its own
 # Free memory that each heap keeps for the next request: new pages cost more than decoding a NumPy file.
@@ -60,6 +62,11 @@ def limit_heap_growth() -> None:
         LIBC.mallopt(M_TRIM_THRESHOLD, MAX_FREE_HEAP_BYTES)
 
 
+def resident_bytes() -> int:
+    """Return how much memory of the process is in RAM (proc(5), statm)."""
+    return int(STATM.read_bytes().split()[1]) * PAGE_BYTES
+
+
 def return_free_memory() -> None:
     """Return the free pages of all heaps to the system (malloc_trim(3)).
 
@@ -80,7 +87,6 @@ class MemoryBudget:
         self._total_bytes = total_bytes
         self._large_bytes = int(total_bytes * LARGE_REQUEST_SHARE)
         self._shed_counter = shed_counter
-        self._peak_bytes = 0
         self.used_bytes = 0
         self.bytes_by_kind = dict.fromkeys(MEMORY_KINDS, 0)
 
@@ -105,8 +111,6 @@ class MemoryBudget:
             raise MemoryBudgetExceeded
         self.used_bytes += more_bytes
         self.bytes_by_kind[kind] += more_bytes
-        if self.used_bytes > self._peak_bytes:
-            self._peak_bytes = self.used_bytes
 
     def release(self, kind: MemoryKind, held_bytes: int) -> None:
         self.used_bytes -= held_bytes
@@ -114,13 +118,6 @@ class MemoryBudget:
 
     def _limit_bytes(self, needed_bytes: int) -> int:
         return self._total_bytes if needed_bytes <= SMALL_REQUEST_BYTES else self._large_bytes
-
-    def has_shrunk(self, by_bytes: int) -> bool:
-        """Return whether requests used so much more since the last call that returned True."""
-        has_shrunk = self._peak_bytes - self.used_bytes > by_bytes
-        if has_shrunk:
-            self._peak_bytes = self.used_bytes
-        return has_shrunk
 
 
 class MemoryCharge:

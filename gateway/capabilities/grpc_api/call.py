@@ -342,6 +342,7 @@ class IncomingCall:
             if charge is not None and not writing.done():
                 self.info.charge = None
                 writing.add_done_callback(lambda _: charge.release())
+            del writing  # its exception's traceback has this frame: a cycle, with the response
 
     # The end.
 

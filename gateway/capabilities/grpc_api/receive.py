@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Any, Final, Protocol
+from weakref import WeakValueDictionary
 
 from gateway.errors import RequestTooSlow
 from gateway.memory import MemoryBudgetExceeded
@@ -13,6 +13,9 @@ from gateway.tasks import TaskSet, follow
 
 # A message that takes longer to arrive is large or slow, and may use the memory budget.
 FAST_RECEIVE_S: Final = 0.1
+# Messages of one caller that arrive at a time before they need a slot. The event loop can be late to see that
+# they need one, and gRPC's threads go on receiving meanwhile.
+MAX_FAST_MESSAGES: Final = 16
 
 
 class StreamIdle(MemoryBudgetExceeded):
@@ -51,6 +54,14 @@ class ReceiveSlots:
         self._stall_s = stall_s
         # Those with a slot of each caller, in the order in which they took it, and when.
         self._receivers: dict[str, dict[Receiver, float]] = {}
+        self._fast: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    def get_fast_limit(self, caller: str) -> asyncio.Semaphore:
+        """Return what limits the messages of a caller that arrive without a slot."""
+        limit = self._fast.get(caller)
+        if limit is None:
+            self._fast[caller] = limit = asyncio.Semaphore(MAX_FAST_MESSAGES)
+        return limit
 
     def try_acquire(self, receiver: Receiver) -> bool:
         """Take a free slot for a receiver that may be unable to end for another one."""
@@ -99,28 +110,49 @@ class ReceiveSlots:
         return None
 
 
-class SlowTimer:
-    """Calls a function if a message takes long to arrive.
-
-    It lets one pass of the event loop go by first: if the loop was busy, the message may have arrived, but
-    its reader did not run yet.
-    """
-
-    def __init__(self, delay_s: float, callback: Callable[[], None]) -> None:
-        self._callback = callback
-        self._handle: asyncio.Handle = asyncio.get_running_loop().call_later(delay_s, self._yield)
-
-    def _yield(self) -> None:
-        self._handle = asyncio.get_running_loop().call_soon(self._callback)
-
-    def cancel(self) -> None:
-        self._handle.cancel()
-
-
 # Reads and writes of messages. grpc.aio frees a message where the coroutine that reads or writes it ends:
 # cancelled, it would leak the whole message (https://github.com/grpc/grpc/issues/43360). So nobody cancels
 # one: whoever waits for it follows it, and it ends by itself or with its call.
 grpc_operations: Final = TaskSet()
+
+
+class FastReceive:
+    """Receives one message, and calls a function if it takes longer than a message without a slot may.
+
+    One pass of the event loop goes by first: if the loop was busy, the message may have arrived, but its
+    reader did not run yet.
+    """
+
+    def __init__(
+        self, limit: asyncio.Semaphore, delay_s: float, on_slow: Callable[[], None]
+    ) -> None:
+        self._limit = limit
+        self._delay_s = delay_s
+        self._on_slow = on_slow
+        self._reading: asyncio.Task[Any] | None = None
+        self._timer: asyncio.Handle | None = None
+
+    async def start(self, context: Any) -> asyncio.Future[Any]:
+        """Return the future message, once few enough others of the caller arrive."""
+        await self._limit.acquire()
+        self._timer = asyncio.get_running_loop().call_later(self._delay_s, self._yield)
+        self._reading = grpc_operations.start(context.read())
+        return follow(self._reading)
+
+    def _yield(self) -> None:
+        self._timer = asyncio.get_running_loop().call_soon(self._end_slow)
+
+    def _end_slow(self) -> None:
+        self.end()
+        if self._reading is not None and not self._reading.done():
+            self._on_slow()
+
+    def end(self) -> None:
+        """Let another message of the caller arrive."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._limit.release()
 
 
 class MessageReader:
@@ -133,19 +165,21 @@ class MessageReader:
 
     def __init__(self, context: Any, slots: ReceiveSlots, caller: str, timeout_s: float) -> None:
         self.caller = caller
+        self._context = context
         self._slots = slots
         self._timeout_s = timeout_s
-        self._reading = grpc_operations.start(context.read())
-        self._message = follow(self._reading)
+        self._message: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._deadline: asyncio.TimerHandle | None = None
 
     async def read(self) -> Any:
         """Return the message or EOF. Raises `RequestTooSlow`, or `MemoryBudgetExceeded` without a slot."""
-        timer = SlowTimer(min(FAST_RECEIVE_S, self._timeout_s), self._take_slot)
+        limit = self._slots.get_fast_limit(self.caller)
+        fast = FastReceive(limit, min(FAST_RECEIVE_S, self._timeout_s), self._take_slot)
         try:
+            self._message = await fast.start(self._context)
             return await self._message
         finally:
-            timer.cancel()
+            fast.end()
             if self._deadline is not None:
                 self._deadline.cancel()
             self._slots.release(self)
@@ -158,8 +192,6 @@ class MessageReader:
             self._message.set_exception(failure)
 
     def _take_slot(self) -> None:
-        if self._reading.done():
-            return
         try:
             self._slots.acquire(self)
         except MemoryBudgetExceeded as exc:
@@ -205,20 +237,18 @@ class StreamReader:
                 finally:
                     self._slots.release(self)
             await asyncio.wait(self._requests_in_progress, return_when=asyncio.FIRST_COMPLETED)
-        reading = grpc_operations.start(self._context.read())
-        timer = SlowTimer(FAST_RECEIVE_S, partial(self._take_slot, reading))
+        limit = self._slots.get_fast_limit(self.caller)
+        fast = FastReceive(limit, FAST_RECEIVE_S, self._take_slot)
         try:
-            return await follow(reading)
+            return await (await fast.start(self._context))
         finally:
-            timer.cancel()
+            fast.end()
             self._slots.release(self)
 
     def end_for_others(self) -> None:
         self._end(StreamIdle())
 
-    def _take_slot(self, reading: asyncio.Task[Any]) -> None:
-        if reading.done():
-            return
+    def _take_slot(self) -> None:
         try:
             self._slots.acquire(self)
         except MemoryBudgetExceeded as exc:

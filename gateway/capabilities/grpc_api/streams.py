@@ -182,6 +182,7 @@ class InferStream:
         finally:
             if not reading.done():
                 await cancel_tasks([reading])
+            del reading  # its exception's traceback has this frame: a cycle
 
     async def _wait_for_memory(self, needed_bytes: int, stopping: asyncio.Task[Any]) -> None:
         """Wait after a refusal: the next request would be received in full as well, only to be refused."""
@@ -294,7 +295,8 @@ class InferStream:
         except ResponseNotRead:
             raise
         except GatewayError as exc:
-            await self._write_error(request, exc)
+            # The frames of its traceback have the message.
+            await self._write_error(request, exc.with_traceback(None))
 
     async def _send(self, request: StreamRequest, message: bytes, timeout_s: float) -> ByteStream:
         upstream = build_upstream_target(request.call, request.target, request.head)

@@ -250,7 +250,8 @@ class ByteStream:
         self._messages: deque[bytes] = deque()
         self._unread_bytes = 0
         self._room = asyncio.Event()
-        self._error: GatewayError | None = None
+        self._error: GatewayError | None = None  # until a reader has got it
+        self._has_failed = False
         self._is_open = True
         self._has_ended = False
         self._waiter: asyncio.Future[None] | None = None
@@ -281,11 +282,13 @@ class ByteStream:
             await stream._send_request(message)
             first = await stream._peek_message(timeout_s)
             if first is not None:
-                stream.first_error = error = map_stream_error(first, target)
-                if error is not None and not is_model_response(first):
-                    raise error
+                stream.first_error = map_stream_error(first, target)
+                if stream.first_error is not None and not is_model_response(first):
+                    raise stream.first_error
         except BaseException:
             stream.close()
+            # The traceback of an error has this frame: a cycle, with the request.
+            stream.first_error = None
             raise
         return stream
 
@@ -312,6 +315,7 @@ class ByteStream:
             self._error = map_rpc_error(exc, self.target, self._channel)
             # Its traceback has this frame: a cycle, with the last message.
             self._error.__cause__ = exc.with_traceback(None)
+            self._has_failed = True
         self._has_ended = True
         self._wake_reader()
 
@@ -331,7 +335,10 @@ class ByteStream:
         if self._messages:
             return self._messages[0]
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                self._error = None  # its traceback has this frame: a cycle, with what waits for it
         if self._is_open and not self._has_ended:
             raise DeadlinePassed(self.target.timeout_s)
         return None
@@ -365,7 +372,7 @@ class ByteStream:
         try:
             await asyncio.wait({self._reading}, timeout=self._channel.choose_cancel_delay_s())
         finally:
-            is_complete = self._has_ended and self._error is None
+            is_complete = self._has_ended and not self._has_failed
             # This ends the read as well. A read that was cancelled itself would leak a message that arrives
             # (https://github.com/grpc/grpc/issues/43360).
             self._call.cancel()

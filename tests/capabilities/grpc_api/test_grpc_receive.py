@@ -13,13 +13,18 @@ import grpc
 import psutil
 import pytest
 
-from gateway.capabilities.grpc_api.receive import FAST_RECEIVE_S, MessageReader, ReceiveSlots
+from gateway.capabilities.grpc_api.receive import (
+    FAST_RECEIVE_S,
+    MAX_FAST_MESSAGES,
+    MessageReader,
+    ReceiveSlots,
+)
 from gateway.capabilities.grpc_api.server import build_options
 from gateway.capabilities.grpc_api.settings import GrpcSettings
 from gateway.memory import MemoryBudgetExceeded
 from gateway.settings import Settings
 from gateway.tasks import cancel_tasks
-from tests.support.wait import TIMEOUT_S, wait_until
+from tests.support.wait import TIMEOUT_S, wait_until, wait_until_async
 
 METHOD = "/test.Service/Method"
 
@@ -36,9 +41,11 @@ class EndlessCall:
     """The context of a call whose message does not arrive."""
 
     def __init__(self) -> None:
+        self.is_reading = False
         self.is_cancelled = False
 
     async def read(self) -> None:
+        self.is_reading = True
         try:
             await asyncio.get_running_loop().create_future()
         except asyncio.CancelledError:
@@ -99,6 +106,21 @@ async def test_call_cancelled_at_its_deadline_stays_cancelled_and_its_read_goes_
     assert reading.cancelled()
     assert not call.is_cancelled
     assert slots.try_acquire(reader)
+
+
+async def test_messages_of_one_caller_arrive_some_at_a_time_and_delay_no_other_caller() -> None:
+    slots = ReceiveSlots(4, 1, stall_s=60)
+    calls = [EndlessCall() for _ in range(2 * MAX_FAST_MESSAGES)]
+    readers = [MessageReader(call, slots, "caller", TIMEOUT_S) for call in calls]
+    other = EndlessCall()
+    reading = [asyncio.create_task(reader.read()) for reader in readers]
+    reading.append(asyncio.create_task(MessageReader(other, slots, "other", TIMEOUT_S).read()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert sum(call.is_reading for call in calls) == MAX_FAST_MESSAGES
+    assert other.is_reading
+    await wait_until_async(lambda: all(call.is_reading for call in calls))
+    await cancel_tasks(reading)
 
 
 async def test_stream_that_is_not_read_receives_little() -> None:
@@ -189,6 +211,7 @@ async def test_message_that_arrives_when_its_call_ends_is_freed() -> None:
     async def handle(_: Any, context: Any) -> bytes:
         reader = MessageReader(context, ReceiveSlots(1, 1, stall_s=60), "", TIMEOUT_S)
         reading = asyncio.create_task(reader.read())
+        await asyncio.sleep(0)
         asyncio.get_running_loop().call_soon(block_loop)
         await asyncio.sleep(0)
         await cancel_tasks([reading])

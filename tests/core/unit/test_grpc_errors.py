@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 from typing import Any
 
 import grpc
 import pytest
 
+from gateway.errors import GatewayError
 from gateway.triton.grpc.byte_channel import (
     INFER_METHOD,
     STREAM_METHOD,
@@ -18,7 +21,7 @@ from gateway.triton.grpc.byte_channel import (
 from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.grpc.management import build_load_request, call_management_api
 from gateway.triton.request_target import RequestTarget
-from tests.support.wait import TIMEOUT_S
+from tests.support.wait import TIMEOUT_S, wait_until_async
 
 MIB = 1 << 20
 NOBODY = "nobody.invalid:8001"  # RFC 6761, section 6.4
@@ -68,4 +71,24 @@ async def test_stream_that_is_read_slowly_is_not_read_ahead_of_its_reader() -> N
         assert sender.large_count < 50
         stream.close()
     finally:
+        await server.stop(0)
+
+
+async def test_request_is_freed_when_its_stream_has_failed() -> None:
+    """A cycle of references would keep it until the garbage collector finds it."""
+    server = grpc.aio.server()  # without any method
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    message = bytes(MIB)
+    channel = GrpcByteChannel(f"127.0.0.1:{port}", None)
+    channel.is_new = False
+    gc.disable()
+    try:
+        references = sys.getrefcount(message)
+        with pytest.raises(GatewayError):
+            await ByteStream.open(channel, RequestTarget("m"), message, (), TIMEOUT_S)
+        await wait_until_async(lambda: not channel.active_calls)
+        assert sys.getrefcount(message) == references
+    finally:
+        gc.enable()
         await server.stop(0)
