@@ -31,6 +31,7 @@ from benchmarks import (
     peers,
     perf_analyzer,
     results,
+    samples,
     servers,
     startup,
     streams,
@@ -254,6 +255,7 @@ SUITES = {
     "start-up": startup.table,
     "streams": streams.table,
     "grpc": grpc_calls.table,
+    "samples": samples.table,
 }
 WITHOUT_TRITON = {
     "hot-path": hot_path.table,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from gateway import __version__
 from gateway.access.auth import CORE_PATHS
 from gateway.capabilities.installed import INSTALLED, MODEL_KEYS, RULE_PARSERS
+from gateway.capability import Attachment
 from gateway.components import build_components, run_services
 from gateway.draining import Drain
 from gateway.error_responses import ErrorSerializer, render_error
@@ -142,10 +143,19 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
         app.router.routes.extend(router.routes)
     for exception in HANDLED_EXCEPTIONS:
         app.add_exception_handler(exception, render_error)
+    return add_middleware(edge, settings, attachments)
+
+
+def add_middleware(
+    application: ASGIApp, settings: Settings, attachments: Iterable[Attachment]
+) -> ASGIApp:
+    for attachment in attachments:
+        if attachment.middleware is not None:
+            application = attachment.middleware(application)
     if not settings.cors_origins:
-        return edge
+        return application
     return CORSMiddleware(
-        edge,
+        application,
         allow_origins=settings.cors_origins,
         allow_methods=("GET", "POST"),
         allow_credentials=settings.cors_credentials,

@@ -17,6 +17,7 @@ from gateway.settings import CapabilitySettings, Settings
 # Commands import this module before they import the application, which takes a second.
 if TYPE_CHECKING:
     from fastapi import APIRouter
+    from starlette.types import ASGIApp
 
     from gateway.access.auth import PathRules
     from gateway.access.keys import RuleParsers
@@ -94,6 +95,9 @@ class Attachment:
     # Their paths come first. A request without a query is passed to a handler without the framework, with the
     # services and the parameters of the path.
     inference_routers: Sequence[APIRouter] = ()
+    # Returns an application around the gateway's own, which it calls for each request over HTTP. Afterwards
+    # the scope has the `RequestInfo`.
+    middleware: Callable[[ASGIApp], ASGIApp] | None = None
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ class Limits:
 
     folders: int = 18
     modules: int = 18  # at the top
-    files_in_folder: int = 21
+    files_in_folder: int = 23
     core_files: int = 178
-    core_lines: int = 28_781
+    core_lines: int = 28_805
     capability_lines: int = 3_957
-    lines: int = 50_364
+    lines: int = 51_458
 
 
 @dataclass(frozen=True)

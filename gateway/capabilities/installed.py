@@ -12,6 +12,7 @@ from gateway.capabilities.identity.capability import CAPABILITY as IDENTITY
 from gateway.capabilities.on_demand.capability import CAPABILITY as ON_DEMAND
 from gateway.capabilities.openai.capability import CAPABILITY as OPENAI
 from gateway.capabilities.page.capability import CAPABILITY as PAGE
+from gateway.capabilities.samples.capability import CAPABILITY as SAMPLES
 from gateway.capabilities.tf_serving.capability import CAPABILITY as TF_SERVING
 from gateway.capabilities.torchserve.capability import CAPABILITY as TORCHSERVE
 from gateway.capabilities.uploads.capability import CAPABILITY as UPLOADS
@@ -27,6 +28,7 @@ INSTALLED: Final[tuple[Capability, ...]] = (
     UPLOADS,
     TORCHSERVE,
     PAGE,
+    SAMPLES,
     GRPC_API,  # the last one to open, because its clients are served at once
 )
 SETTINGS: Final = tuple(each.settings for each in INSTALLED if each.settings is not None)

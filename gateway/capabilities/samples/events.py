@@ -1,0 +1,112 @@
+"""CloudEvents 1.0 of a request and its answer, with the types of KServe's logger."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import quote
+
+import orjson
+
+from gateway.http_client.connection import Headers
+
+REQUEST_TYPE: Final = "org.kubeflow.serving.inference.request"
+RESPONSE_TYPE: Final = "org.kubeflow.serving.inference.response"
+CONTENT_TYPE: Final = "datacontenttype"
+# Headers that an event contains, by the names of its attributes.
+KEPT_HEADERS: Final = {
+    b"content-type": CONTENT_TYPE,
+    b"content-encoding": "contentencoding",
+    b"inference-header-content-length": "jsonlength",
+    b"accept": "accept",
+}
+# With these, the data is more than JSON.
+ENCODINGS: Final = ("contentencoding", "jsonlength")
+REDACTED: Final = {"redacted": "true"}
+MAX_HEADER_BYTES: Final = 256
+# Of memory, for the attributes.
+EVENT_BYTES: Final = 4096
+# Characters that a header has as they are (HTTP protocol binding, section 3.1.3.2).
+UNQUOTED: Final = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
+
+
+@dataclass(frozen=True)
+class SampleEvent:
+    """A CloudEvent. If its data is left out, the attribute `datalength` says how long that was."""
+
+    attributes: Mapping[str, str | int]
+    data: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return EVENT_BYTES + len(self.data)
+
+    def without_data(self) -> SampleEvent:
+        """Return the event without its data and the hash, from which a short value could be guessed."""
+        kept = {name: value for name, value in self.attributes.items() if name != "datasha256"}
+        return SampleEvent({"datalength": len(self.data), **kept, **REDACTED}, b"")
+
+
+def select_headers(headers: Headers) -> Iterator[tuple[str, str]]:
+    for name, value in headers:
+        if name in KEPT_HEADERS and len(value) <= MAX_HEADER_BYTES:
+            yield KEPT_HEADERS[name], value.decode("latin-1")
+
+
+def encode_event_headers(event: SampleEvent) -> Headers:
+    """Return the headers of an event in binary mode."""
+    return [
+        (b"content-type", str(value).encode("latin-1"))
+        if name == CONTENT_TYPE
+        else (f"ce-{name}".encode(), quote(str(value), safe=UNQUOTED).encode())
+        for name, value in event.attributes.items()
+    ]
+
+
+def encode_line(event: SampleEvent) -> bytes:
+    """Return an event as a line of JSON."""
+    document: dict[str, Any] = dict(event.attributes)
+    if event.data:
+        try:
+            is_json = "json" in str(document.get(CONTENT_TYPE, "json")).lower()
+            document["data"] = orjson.loads(event.data) if is_json else event.data.decode()
+        except ValueError:  # not UTF-8, or there is something else behind the JSON
+            document["data_base64"] = base64.b64encode(event.data).decode()
+    return orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def redact(event: SampleEvent, names: frozenset[str]) -> SampleEvent:
+    """Return an event without the values of these tensors.
+
+    The data is left out if it is not JSON in which each of them is found by its name.
+    """
+    if event.attributes.keys().isdisjoint(ENCODINGS):
+        try:
+            document = orjson.loads(event.data)
+        except ValueError:
+            return event.without_data()
+        if remove_values(document, names) == names:
+            return SampleEvent({**event.attributes, **REDACTED}, orjson.dumps(document))
+    return event.without_data()
+
+
+def remove_values(document: Any, names: frozenset[str]) -> set[str]:
+    """Replace the values of these tensors by null, and return the names that were found."""
+    found: set[str] = set()
+    remaining = [document]
+    while remaining:
+        value = remaining.pop()
+        if isinstance(value, list):
+            remaining += value
+        elif isinstance(value, dict):
+            keys = names & value.keys()
+            value |= dict.fromkeys(keys)
+            name = value.get("name")
+            if isinstance(name, str) and name in names:  # a tensor of Triton's API
+                value["data"] = None
+                keys |= {name}
+            found |= keys
+            remaining += value.values()
+    return found

@@ -1,0 +1,125 @@
+"""`triton-gateway infer --replay`: sends the sampled requests of a file again."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote
+
+import orjson
+import uvloop
+
+from gateway.client import GatewayError
+from gateway.client.bodies import Body
+from gateway.client.calls import ApiRequest
+from gateway.client.errors import UNREACHABLE
+from gateway.client.ordered import OrderedTasks
+from gateway.client.retries import Attempts
+from gateway.client.transport import AsyncTransport
+from gateway.commands.api import make_command_error
+from gateway.commands.errors import UsageError
+from gateway.commands.flags import InferFlags
+from gateway.commands.inputs import report_unreadable
+from gateway.commands.pipes import write_descriptor
+from gateway.commands.samples import Document, parse_event
+from gateway.commands.target import Target
+from gateway.messages import escape_unprintable_json, print_message
+
+STDOUT_DESCRIPTOR: Final = 1
+ERROR_STATUS: Final = 400
+REQUEST_TYPE: Final = "org.kubeflow.serving.inference.request"
+MODEL_PATH: Final = re.compile(r"(/v[12]/models/[^/:]+)(?:/(?:versions|labels)/[^/:]+)?(?=[/:])")
+# Headers of a request, by the attributes of its event.
+HEADERS: Final = {
+    "contentencoding": "content-encoding",
+    "jsonlength": "inference-header-content-length",
+    "accept": "accept",
+}
+
+
+class Replay:
+    """A run of the command; without a model, the requests of all models are sent."""
+
+    def __init__(
+        self, target: Target, file: Path, flags: InferFlags, *, model: str, version: str
+    ) -> None:
+        self._file = file
+        self._flags = flags
+        self._model = model
+        self._version = version
+        self._transport = AsyncTransport(target.access, None)
+        self._counts: Counter[str] = Counter()
+
+    def run(self) -> int:
+        """Send the requests, print a line of JSON for each, and return the exit status."""
+        if self._flags.output is not None:
+            raise UsageError("--replay prints to the standard output; --output is not for it")
+        uvloop.run(self._send_all())
+        counts = self._counts
+        print_message(
+            f"{counts['succeeded']} succeeded, {counts['failed']} failed, of which {counts['new']} had not "
+            f"failed before; {counts['skipped']} skipped, because their body is incomplete or their path "
+            "names no model"
+        )
+        return 1 if counts["failed"] else 0
+
+    async def _send_all(self) -> None:
+        tasks = OrderedTasks(self._send, self._read_samples(), self._flags.concurrency)
+        async with aclosing(self._transport), aclosing(tasks):
+            async for record in tasks:
+                line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE).decode()
+                printable = escape_unprintable_json(line).encode()
+                await write_descriptor(STDOUT_DESCRIPTOR, printable)
+
+    async def _read_samples(self) -> AsyncIterator[Document]:
+        """Yield the events of the requests to send. Raises `UsageError`."""
+        with report_unreadable(str(self._file)), self._file.open("rb") as lines:
+            for event in map(parse_event, lines):
+                if event is None or event.get("type") != REQUEST_TYPE:
+                    continue
+                if self._model and event["model"] != self._model:
+                    continue
+                is_complete = event.keys().isdisjoint(("datalength", "redacted"))
+                if is_complete and (not self._version or MODEL_PATH.match(event["path"])):
+                    yield event
+                else:
+                    self._counts["skipped"] += 1
+
+    async def _send(self, sample: Document) -> Document:
+        before = sample["statuscode"]
+        record = {"input": sample["id"], "model": sample["model"], "sampled_status": before}
+        attempts = Attempts(self._flags.timeout, max_retries=0)
+        try:
+            reply = await self._transport.read(rebuild_request(sample, self._version), attempts)
+        except GatewayError as exc:
+            if exc.code == UNREACHABLE:
+                raise make_command_error(exc) from None
+            self._counts["failed"] += 1
+            self._counts["new"] += before < ERROR_STATUS
+            return {**record, "status": exc.status, "error": str(exc), "code": exc.code}
+        self._counts["succeeded"] += 1
+        return {**record, "status": reply.status}
+
+
+def rebuild_request(sample: Document, version: str) -> ApiRequest:
+    path: str = sample["path"]
+    if version:
+        path = MODEL_PATH.sub(rf"\1/versions/{quote(version, safe='')}", path, count=1)
+    headers = {"x-no-sample": "replay"}
+    headers |= {header: str(sample[name]) for name, header in HEADERS.items() if name in sample}
+    body = Body(decode_data(sample), sample.get("datacontenttype", ""))
+    return ApiRequest("POST", path, headers=headers, body=body, has_deadline=True)
+
+
+def decode_data(sample: Document) -> bytes:
+    if "data_base64" in sample:
+        return base64.b64decode(sample["data_base64"])
+    if "data" not in sample:
+        return b""
+    is_json = "json" in sample.get("datacontenttype", "json").lower()
+    return orjson.dumps(sample["data"]) if is_json else sample["data"].encode()

@@ -1,0 +1,327 @@
+"""Samples of traffic before a real Triton: events over HTTP and in files, and what they never contain."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.capabilities.samples.support.sink import HttpSink, http_sink
+from tests.support.gateway_forks import run_gateway
+from tests.support.keys import ADMIN, INFER, bearer, entry, written
+from tests.support.metrics import metric
+from tests.support.model_folders import write_model_folder
+from tests.support.servers import ROOT, Triton, gateway
+from tests.support.wait import wait_until
+
+# Returns its text, and the number of its characters. Version 2 fails for some texts.
+SOURCE = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.version = args["model_version"]
+
+    def execute(self, requests):
+        answers = []
+        for request in requests:
+            text = pb_utils.get_input_tensor_by_name(request, "TEXT").as_numpy()
+            if self.version == "2" and text.ravel()[0] == b"old":
+                answers.append(pb_utils.InferenceResponse(error=pb_utils.TritonError("too old")))
+                continue
+            length = np.array([len(text.ravel()[0])], np.int32)
+            tensors = [pb_utils.Tensor("ECHO", text), pb_utils.Tensor("LENGTH", length)]
+            answers.append(pb_utils.InferenceResponse(tensors))
+        return answers
+"""
+CONFIG = """
+backend: "python"
+version_policy { all { } }
+input [
+  { name: "TEXT" data_type: TYPE_STRING dims: [ 1 ] },
+  { name: "SECRET" data_type: TYPE_STRING dims: [ 1 ] optional: true }
+]
+output [
+  { name: "ECHO" data_type: TYPE_STRING dims: [ 1 ] },
+  { name: "LENGTH" data_type: TYPE_INT32 dims: [ 1 ] }
+]
+instance_group [ { count: 1 kind: KIND_CPU } ]
+"""
+NEVER = 'parameters { key: "gateway.sample_rate" value { string_value: "0" } }'
+MODEL = "echo"
+V1, V2 = f"/v1/models/{MODEL}/infer", f"/v2/models/{MODEL}/versions/1/infer"
+MIB = 1 << 20
+METRICS_PAGE = ROOT / "docs/operate/metrics.md"
+
+
+def v2_body(text: str) -> dict[str, Any]:
+    return {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1], "data": [text]}]}
+
+
+@pytest.fixture(scope="module")
+def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("models")
+    for version in (1, 2):
+        write_model_folder(folder / MODEL, CONFIG, {f"{version}/model.py": SOURCE})
+    write_model_folder(folder / "private", CONFIG + NEVER, {"1/model.py": SOURCE})
+    with Triton(folder, MODEL, "private") as server:
+        server.wait()
+        yield server.options.url
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> str:
+    entries = [entry(INFER, "infer", name="shop"), entry(ADMIN, "admin", name="ops")]
+    return str(written(tmp_path_factory.mktemp("keys") / "keys.yaml", entries))
+
+
+@pytest.fixture(scope="module")
+def sampled(triton: str, keys: str) -> Iterator[tuple[httpx.Client, HttpSink]]:
+    """A gateway that samples all requests, and its sink."""
+    settings = {"sample_rate": "1", "keys_file": keys, "samples_token": "sink-secret"}
+    with http_sink() as sink, gateway(triton, samples=sink.url, **settings) as (client, _):
+        client.headers.update(bearer(INFER))
+        start_sampling(client)
+        wait_until(lambda: sink.events)
+        yield client, sink
+
+
+def start_sampling(client: httpx.Client) -> None:
+    """Let the gateway read the configs, without which it samples nothing."""
+    for model in (MODEL, "private"):
+        wait_until(lambda: client.get(f"/v1/models/{model}").status_code == 200)  # noqa: B023
+        client.post(f"/v1/models/{model}/infer", content=b"first").raise_for_status()
+
+
+def send(client: httpx.Client, request_id: str, path: str, **options: Any) -> httpx.Response:
+    more = options.pop("headers", {})
+    headers = {"X-Request-ID": request_id, "Accept-Encoding": "identity", **more}
+    return client.post(path, headers=headers, **options)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "path", "body", "status"),
+    [
+        ("v1", V1, {"inputs": {"TEXT": "häuser"}}, 200),
+        ("v2", V2, v2_body("text"), 200),
+        ("predict", f"/v1/models/{MODEL}:predict", {"inputs": {"TEXT": "text"}}, 200),
+        ("unfit", V1, {"inputs": {"TEXT": "text", "NOTHING": "text"}}, 422),
+        ("failed", V1, {"inputs": {"TEXT": "old"}}, 500),
+    ],
+)
+def test_request_and_answer_are_cloudevents(
+    sampled: tuple[httpx.Client, HttpSink], request_id: str, path: str, body: Any, status: int
+) -> None:
+    client, sink = sampled
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    answer = send(client, request_id, path, json=body, headers={"traceparent": trace})
+    assert answer.status_code == status
+    wait_until(lambda: len(sink.find(request_id)) == 2)
+    events = sink.find(request_id)
+    for event in events:
+        attributes = dict(event.attributes)
+        assert attributes.pop("time").endswith("+00:00")
+        source = attributes.pop("source")
+        assert source.partition("#")[0] == f"/models/{MODEL}"
+        assert event.headers["content-type"] == "application/json"
+        assert event.headers["authorization"] == "Bearer sink-secret"
+        kind = attributes.pop("type")
+        expected = {
+            "specversion": "1.0",
+            "id": events[0].attributes["id"],
+            "inferenceservicename": MODEL,
+            "model": MODEL,
+            "statuscode": str(status),
+            "requestid": request_id,
+            "caller": "shop",
+            "traceparent": trace,
+            "path": path,
+        }
+        assert {name: attributes[name] for name in expected} == expected
+        assert attributes.keys() - expected.keys() <= {"modelversion", "accept"}
+        side = "request" if event is events[0] else "response"
+        assert kind == f"org.kubeflow.serving.inference.{side}"
+        assert INFER not in str(event)
+    assert events[0].attributes["source"] != events[1].attributes["source"]
+    assert json.loads(events[0].data) == body
+    assert events[1].data == answer.content
+
+
+def test_only_inferences_that_may_be_sampled_are(sampled: tuple[httpx.Client, HttpSink]) -> None:
+    client, sink = sampled
+    body = {"inputs": {"TEXT": "text"}}
+    assert send(client, "out", V1, json=body, headers={"X-No-Sample": ""}).status_code == 200
+    assert send(client, "private", "/v1/models/private/infer", json=body).status_code == 200
+    assert send(client, "key", V1, json=body, headers=bearer("wrong")).status_code == 401
+    assert send(client, "absent", "/v1/models/absent/infer", json=body).status_code == 404
+    assert send(client, "forbidden", f"/v2/repository/models/{MODEL}/load").status_code == 403
+    admin = bearer(ADMIN)
+    load = send(client, "load", f"/v2/repository/models/{MODEL}/load", headers=admin)
+    assert load.status_code == 200
+    start_sampling(client)
+    assert send(client, "last", V1, json=body).status_code == 200
+    wait_until(lambda: len(sink.find("last")) == 2)
+    sampled_ids = {event.attributes["requestid"] for event in sink.events}
+    assert sampled_ids.isdisjoint({"out", "private", "key", "absent", "forbidden", "load"})
+    assert len(sink.connections) <= 8
+
+
+def test_long_bodies_are_replaced_by_their_lengths_and_hashes(
+    sampled: tuple[httpx.Client, HttpSink],
+) -> None:
+    client, sink = sampled
+    text = b"a" * 3 * MIB
+    pieces = (text[start : start + MIB // 3] for start in range(0, len(text), MIB // 3))
+    answer = send(client, "long", V1, content=pieces, headers={"Content-Type": "text/plain"})
+    wait_until(lambda: len(sink.find("long")) == 2)
+    for event, body in zip(sink.find("long"), (text, answer.content), strict=True):
+        assert event.data == b""
+        assert event.attributes["datalength"] == str(len(body))
+        assert event.attributes["datasha256"] == hashlib.sha256(body).hexdigest()
+
+
+@pytest.mark.fault("the sink of samples stops, is slow or refuses them")
+def test_sink_that_stops_costs_bounded_memory_and_no_request(triton: str) -> None:
+    with http_sink() as sink, gateway(triton, samples=sink.url, sample_rate="1") as (client, _):
+        start_sampling(client)
+        wait_until(lambda: sink.events)
+        sink.answers.clear()
+        for number in range(20):
+            answer = send(client, str(number), V1, content=b"a" * (MIB - 1000))
+            assert answer.status_code == 200
+            assert metric(client, "gateway_sample_queue_bytes") <= 16 * MIB
+        dropped = 'gateway_sample_events_dropped_total{reason="queue_full"}'
+        count = metric(client, dropped)
+        assert count > 0
+        sink.answers.set()
+        wait_until(lambda: metric(client, "gateway_sample_queue_events") == 0)
+        assert metric(client, "gateway_sample_queue_bytes") == 0
+        received = {event.attributes["requestid"] for event in sink.events}
+        assert len(received.intersection(map(str, range(20)))) == 20 - count / 2
+        distinct = {(each.attributes["id"], each.is_request) for each in sink.events}
+        assert metric(client, "gateway_sample_events_sent_total") == len(distinct)
+        page = client.get("/metrics").text
+    rows = re.findall(
+        r"^\| `(gateway_sample_\w+)` \| (\w+) \| \w* \| (.*) \|$", METRICS_PAGE.read_text(), re.M
+    )
+    shown = re.findall(r"^# HELP (gateway_sample_\w+) (.*)\n# TYPE \w+ (\w+)$", page, re.M)
+    assert [(name, text, kind) for name, kind, text in rows] == shown
+
+
+def test_events_that_the_sink_refuses_are_dropped(triton: str) -> None:
+    with (
+        http_sink() as sink,
+        gateway(triton, samples=sink.url, sample_rate="1") as (client, command),
+    ):
+        sink.status = 403
+        start_sampling(client)
+        refused = 'gateway_sample_events_dropped_total{reason="refused"}'
+        wait_until(lambda: metric(client, refused) >= 2)
+        command.wait_for("the sink answered with status 403")
+        # An event is sent again after another error.
+        sink.status = 503
+        failures = metric(client, "gateway_sample_failures_total")
+        send(client, "accepted", V1, content=b"text").raise_for_status()
+        wait_until(lambda: metric(client, "gateway_sample_failures_total") >= failures + 2)
+        sink.status = 200
+        wait_until(lambda: len(sink.find("accepted")) == 2)
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """Return the events that are written; the end of a file may not be yet."""
+    written = b"".join(path.read_bytes() for path in sorted(folder.glob("*.jsonl")))
+    return [json.loads(line) for line in written.split(b"\n")[:-1]]
+
+
+def sort_events(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the events of a folder by the IDs of their requests, and request or response."""
+    events = read_events(folder)
+    return {(each["requestid"], each["type"].rpartition(".")[2]): each for each in events}
+
+
+def test_values_of_named_tensors_are_left_out(triton: str, tmp_path: Path) -> None:
+    settings = {"samples": f"file://{tmp_path}", "samples_redact": "SECRET,ECHO,ELSEWHERE"}
+    with gateway(triton, sample_rate="1", **settings) as (client, _):
+        start_sampling(client)
+        both = {"TEXT": "seen", "SECRET": "hidden"}
+        send(client, "named", V1, json={"inputs": both}).raise_for_status()
+        send(client, "unnamed", V1, content=b"hidden").raise_for_status()
+        tensors = [
+            {"name": name, "datatype": "BYTES", "shape": [1], "data": [text]}
+            for name, text in both.items()
+        ]
+        send(client, "triton", V2, json={"inputs": tensors}).raise_for_status()
+        failed = send(client, "failed", V1, json={"inputs": {**both, "hidden": "hidden"}})
+        assert failed.status_code == 422
+        wait_until(lambda: ("failed", "response") in sort_events(tmp_path))
+    events = sort_events(tmp_path)
+    assert events["named", "request"]["data"] == {"inputs": {"TEXT": "seen", "SECRET": None}}
+    assert events["named", "response"]["data"]["outputs"] == {"ECHO": None, "LENGTH": [4]}
+    shown = [tensor["data"] for tensor in events["triton", "request"]["data"]["inputs"]]
+    assert shown == [["seen"], None]
+    for key in (("unnamed", "request"), ("failed", "request"), ("failed", "response")):
+        assert events[key]["redacted"] == "true"
+        assert events[key].keys().isdisjoint(("data", "data_base64", "datasha256"))
+        assert events[key]["datalength"] > 0
+    assert "hidden" not in str(events.values())
+
+
+def test_folder_keeps_files_by_hour_until_they_are_old_or_erased(
+    triton: str, keys: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "samples"
+    folder.mkdir()
+    (folder / "2020-01-01T00.jsonl").write_text("{}\n")
+    settings = {"samples": f"file://{folder}", "sample_rate": "1", "keys_file": keys}
+    with gateway(triton, **settings) as (client, _):
+        client.headers.update(bearer(INFER))
+        start_sampling(client)
+        for number in range(3):
+            send(client, f"shop-{number}", V1, content=b"text").raise_for_status()
+        send(client, "ops", V2, json=v2_body("text"), headers=bearer(ADMIN)).raise_for_status()
+        wait_until(lambda: {"ops", "shop-2"} <= {each["requestid"] for each in read_events(folder)})
+        assert not (folder / "2020-01-01T00.jsonl").exists()
+        for path in folder.glob("*.jsonl"):
+            assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d", path.stem)
+            assert path.stat().st_mode & 0o777 == 0o600
+        erased = run_gateway("sample", "erase", folder, "--caller", "shop")
+        assert erased.returncode == 0
+        assert {event["caller"] for event in read_events(folder)} == {"ops"}
+        # The gateway goes on with the file.
+        send(client, "later", V1, content=b"text").raise_for_status()
+        wait_until(lambda: "later" in {each["requestid"] for each in read_events(folder)})
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == [".lock"]
+
+
+def test_samples_are_sent_again_to_another_version(triton: str, tmp_path: Path) -> None:
+    settings = {"samples": f"file://{tmp_path}", "sample_rate": "1"}
+    with gateway(triton, **settings) as (client, _):
+        start_sampling(client)
+        send(client, "text", V2, json=v2_body("new")).raise_for_status()
+        old = f"/v1/models/{MODEL}/versions/1/infer"
+        send(client, "old", old, json={"inputs": {"TEXT": "old"}}).raise_for_status()
+        send(client, "long", old, content=b"a" * 2 * MIB).raise_for_status()
+        send(client, "unfit", old, json={"inputs": {}}, headers={"Accept": "application/x-npz"})
+        wait_until(lambda: "unfit" in {each["requestid"] for each in read_events(tmp_path)})
+    file = tmp_path / "all"  # there are two if the hour has just ended
+    file.write_bytes(b"".join(path.read_bytes() for path in sorted(tmp_path.glob("*.jsonl"))))
+    environment = {**os.environ, "TRITON_GATEWAY_URL": ""}
+    with gateway(triton) as (client, _):
+        arguments = ("infer", "--replay", file, "--url", str(client.base_url))
+        same = run_gateway(*arguments, environment=environment)
+        other = run_gateway(*arguments, "--version", "2", environment=environment)
+        stats = client.get(f"/v2/models/{MODEL}/versions/2/stats").json()["model_stats"][0]
+    assert "3 succeeded, 1 failed, of which 0 had not failed before; 1 skipped" in same.stderr
+    statuses = [json.loads(line)["status"] for line in same.stdout.splitlines()]
+    assert statuses == [200, 200, 200, 422]
+    assert (same.returncode, other.returncode) == (1, 1)
+    assert "2 succeeded, 2 failed, of which 1 had not failed before; 1 skipped" in other.stderr
+    assert stats["inference_count"] > 0
