@@ -9,6 +9,7 @@ from typing import Final
 
 from gateway.capabilities.grpc_api.capability import CAPABILITY as GRPC_API
 from gateway.capabilities.identity.capability import CAPABILITY as IDENTITY
+from gateway.capabilities.jobs.capability import CAPABILITY as JOBS
 from gateway.capabilities.on_demand.capability import CAPABILITY as ON_DEMAND
 from gateway.capabilities.openai.capability import CAPABILITY as OPENAI
 from gateway.capabilities.page.capability import CAPABILITY as PAGE
@@ -27,6 +28,7 @@ INSTALLED: Final[tuple[Capability, ...]] = (
     TF_SERVING,
     UPLOADS,
     TORCHSERVE,
+    JOBS,  # after the models that they run can be used
     PAGE,
     SAMPLES,
     GRPC_API,  # the last one to open, because its clients are served at once

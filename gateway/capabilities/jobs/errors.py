@@ -1,0 +1,62 @@
+"""The errors of jobs."""
+
+from __future__ import annotations
+
+from gateway.errors import Conflict, GatewayError, NotFound, Overloaded
+from gateway.messages import quote_text
+
+
+class JobNotFound(NotFound):
+    code = "JOB_NOT_FOUND"
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(f"job {quote_text(job_id)} does not exist, or belongs to another caller")
+
+
+class JobConflict(Conflict):
+    """The job is in another state than the call requires."""
+
+
+class TooManyJobs(Overloaded):
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"{limit} jobs of this caller have not ended, which is the limit (GATEWAY_MAX_JOBS_PER_CALLER); "
+            "wait for them or cancel some"
+        )
+
+
+class JobsFull(GatewayError):
+    """There is no room for another job, or for the result of one."""
+
+    status = 507
+    code = "JOBS_FULL"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"the job was not accepted: {reason}; delete finished jobs with DELETE /v1/jobs/ID, or let them "
+            "expire sooner (GATEWAY_JOB_RETENTION_S)"
+        )
+
+
+class JobsUnavailable(GatewayError):
+    """The store of the jobs cannot be read or written."""
+
+    status = 503
+    code = "JOBS_UNAVAILABLE"
+    retry_after_s = 1
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the jobs cannot be read or written: {reason}")
+
+
+class KeyReused(GatewayError):
+    """An Idempotency-Key came with another request before."""
+
+    status = 422
+    code = "IDEMPOTENCY_KEY_REUSED"
+    message = "this Idempotency-Key belongs to another request; use a new key for each request"
+
+
+class KeyInUse(Conflict):
+    code = "IDEMPOTENCY_KEY_IN_USE"
+    message = "a request with this Idempotency-Key is being accepted; send it again to get its job"

@@ -1,0 +1,159 @@
+"""A job as a value: its request, its state, and the changes between states, which are pure."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Final
+
+import orjson
+
+MAX_LOSSES: Final = 3  # of its worker, in the middle of the job
+
+
+class JobState(str, Enum):
+    queued = "queued"
+    running = "running"
+    done = "done"
+    failed = "failed"
+    cancelled = "cancelled"
+    expired = "expired"
+
+
+class JobKind(str, Enum):
+    request = "request"  # one request, whose result is its response
+    batch = "batch"  # many rows, whose result grows while it runs
+
+
+ENDED: Final = frozenset((JobState.done, JobState.failed, JobState.cancelled, JobState.expired))
+
+
+def create_job_id() -> str:
+    """Return a name that cannot be guessed: without keys, whoever knows it may read the job."""
+    return secrets.token_hex(16)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job. Every change of its state makes another value with the next token.
+
+    The token is a fencing token: `JobStore.replace` refuses what was derived from an older one, so that a
+    worker that was stopped and wakes up cannot overwrite a newer result.
+    """
+
+    id: str
+    owner: str  # the caller that may read it, see `find_owner`
+    model: str
+    # The request: what the application gets when the job runs. Credentials are not stored.
+    path: str
+    query: str
+    headers: Sequence[Sequence[str]]
+    client: str  # the address of the client
+    request_id: str
+    # Who runs it: the name of the key or rule, and the hash of the key. They find its rights again.
+    caller: str
+    key_digest: str
+    body_bytes: int
+    body_digest: str
+    created_at: float  # by `time.time`, like all times
+    idempotency_key: str = ""
+    kind: JobKind = JobKind.request
+    state: JobState = JobState.queued
+    token: int = 0
+    starts: int = 0
+    losses: int = 0  # times that its worker ended without a word
+    due_at: float = 0.0  # not before; set when the fleet was busy
+    started_at: float = 0.0  # 0 until it happens
+    ended_at: float = 0.0
+    # The response. The file is that of `result_file` with the token of the worker that wrote it.
+    status: int = 0
+    response_headers: Sequence[Sequence[str]] = ()
+    result_file: str = ""
+    result_bytes: int = 0
+    error: str = ""  # why it failed, in words
+    error_code: str = ""
+    # Of a batch; a request has one row.
+    total_rows: int = 1
+    done_rows: int = 0
+    failed_rows: int = 0
+    # The callback. `JobStore.find_due_deliveries` returns jobs whose next attempt is due.
+    callback_url: str = ""
+    callback_attempts: int = 0
+    callback_due_at: float = 0.0  # 0: none is to come
+    callback_outcome: str = ""  # of the last attempt, in words
+
+    @property
+    def body_file(self) -> str:
+        return f"{self.id}.body"
+
+    @property
+    def own_result_file(self) -> str:
+        """The name of the file to which the worker with this token writes."""
+        return f"{self.id}.{self.token}.result"
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def size_bytes(self) -> int:
+        return self.body_bytes + self.result_bytes
+
+    def start(self, now: float) -> Job:
+        """Return the job as the next worker runs it."""
+        return self._change(state=JobState.running, starts=self.starts + 1, started_at=now)
+
+    def lose_worker(self, now: float) -> Job:
+        """Return the job after its lease was not renewed: queued again, or failed after the third time."""
+        losses = self.losses + 1
+        if losses < MAX_LOSSES:
+            return self._change(state=JobState.queued, losses=losses)
+        reason = f"the process that ran the job ended {losses} times in the middle of it"
+        return replace(self, losses=losses).fail(now, "JOB_LOST", reason)
+
+    def postpone(self, due_at: float) -> Job:
+        return self._change(state=JobState.queued, due_at=due_at)
+
+    def finish(
+        self, now: float, status: int, headers: Sequence[Sequence[str]], result_bytes: int
+    ) -> Job:
+        """Return the job with its response, which is in `own_result_file`."""
+        is_done = status < 400
+        return self._end(
+            now,
+            JobState.done if is_done else JobState.failed,
+            status=status,
+            response_headers=headers,
+            result_file=self.own_result_file,
+            result_bytes=result_bytes,
+        )
+
+    def fail(self, now: float, code: str, reason: str) -> Job:
+        """Return the job as failed without a response."""
+        return self._end(now, JobState.failed, error=reason, error_code=code)
+
+    def cancel(self, now: float) -> Job:
+        return self._end(now, JobState.cancelled)
+
+    def expire(self, now: float) -> Job:
+        return self._end(now, JobState.expired)
+
+    def _end(self, now: float, state: JobState, **values: Any) -> Job:
+        due_at = now if self.callback_url else 0.0
+        return self._change(state=state, ended_at=now, callback_due_at=due_at, **values)
+
+    def _change(self, **values: Any) -> Job:
+        return replace(self, token=self.token + 1, **values)
+
+
+def encode_job(job: Job) -> bytes:
+    return orjson.dumps(job)
+
+
+def decode_job(document: bytes) -> Job:
+    values = orjson.loads(document)
+    return Job(
+        **{**values, "kind": JobKind(values["kind"]), "state": JobState(values["state"])},
+    )

@@ -1,0 +1,50 @@
+"""The settings of jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+from pydantic import BeforeValidator, Field, SecretStr, field_validator
+
+from gateway.settings import CapabilitySettings
+from gateway.settings.values import MAX_SETTING_S, PositiveSeconds
+
+SQLITE: Final = "sqlite://"
+REDIS: Final = ("redis://", "rediss://")
+OptionalPath = Annotated[Path | None, BeforeValidator(lambda value: value or None)]
+
+
+class JobSettings(CapabilitySettings):
+    jobs: str = ""
+    """Where jobs are kept: sqlite:///FOLDER, for gateways on one machine and never on a network file system,
+    or redis://USER:PASSWORD@HOST:6379/0?prefix=NAME: as in GATEWAY_STATE. Empty: no jobs; up uses a folder of
+    its models' own in ~/.local/state."""
+    jobs_password: SecretStr | None = None
+    """Password of the Redis of GATEWAY_JOBS, for a URL without one."""
+    jobs_folder: OptionalPath = None
+    """Folder that all gateways share, for the bodies and results of jobs in Redis. Empty: Redis keeps them,
+    and bodies over 1 MiB are refused."""
+    max_jobs_bytes: int = Field(10 << 30, gt=0)
+    """Maximum size of the bodies and results of all jobs; more are refused with 507."""
+    max_jobs_per_caller: int = Field(10_000, gt=0)
+    """Maximum number of jobs of one caller that have not ended."""
+    max_running_jobs: int = Field(16, gt=0)
+    """Maximum number of jobs that one process runs at the same time."""
+    job_max_run_s: PositiveSeconds = 900.0
+    """Time after which a running job fails; X-Request-Timeout shortens it."""
+    job_retention_s: PositiveSeconds = MAX_SETTING_S
+    """Time for which the result of a job is kept after its end. A job that did not run for this time
+    expires."""
+    job_lease_s: PositiveSeconds = 30.0
+    """Time without a sign of life after which another process takes over the jobs of one that runs them."""
+
+    @field_validator("jobs")
+    @classmethod
+    def check_jobs(cls, value: str) -> str:
+        is_folder = value.startswith(f"{SQLITE}/") and not set("%?#") & set(value)
+        if value and not is_folder and not value.startswith(REDIS):
+            raise ValueError(
+                "expected sqlite:///FOLDER, without %, ? and #, or redis://HOST:6379/0"
+            )
+        return value

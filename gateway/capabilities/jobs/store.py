@@ -1,0 +1,109 @@
+"""Where jobs live: the protocol of a store, which `sqlite_store.py` and `redis_store.py` implement.
+
+A store keeps values of `Job` and files. It knows no rules of jobs: what follows from what is in `job.py`, and
+`replace` makes sure that no change is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway.capabilities.jobs.job import Job, JobState
+
+
+@dataclass(frozen=True)
+class JobQuery:
+    """A page of a list of jobs, the newest first."""
+
+    owner: str | None  # None: of all callers
+    state: JobState | None = None
+    model: str = ""
+    limit: int = 100
+    after: str = ""  # the last ID of the page before
+
+
+@dataclass(frozen=True)
+class JobCounts:
+    """Facts about all jobs, for the metrics."""
+
+    by_state: Mapping[JobState, int]
+    oldest_queued_at: float | None
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class JobLimits:
+    max_bytes: int
+    max_per_owner: int
+
+
+class JobStore(Protocol):
+    """Every method raises `JobsUnavailable` if the store cannot be used."""
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def add(self, job: Job, limits: JobLimits) -> Job:
+        """Keep a queued job, whose body file is written; return it when it is durable.
+
+        Returns the job that has the owner's `idempotency_key` instead, if there is one.
+        Raises `TooManyJobs` or `JobsFull`.
+        """
+
+    async def find(self, job_id: str) -> Job | None: ...
+
+    async def find_by_key(self, owner: str, idempotency_key: str) -> Job | None: ...
+
+    async def replace(self, job: Job, seen_token: int) -> bool:
+        """Replace a job whose token still is the one that was seen; return whether it was.
+
+        A worker reports the progress of its job with the job's own token, which does not change then.
+        """
+
+    async def delete(self, job: Job) -> None:
+        """Forget a job and its files."""
+
+    async def list_jobs(self, query: JobQuery) -> Sequence[Job]: ...
+
+    async def find_position(self, job: Job) -> int:
+        """Return the number of queued jobs before this one."""
+
+    async def claim(self, count: int, now: float) -> Sequence[Job]:
+        """Return at most so many jobs that this process runs from now on, each with a lease.
+
+        They are queued and due. Jobs whose lease has run out are queued again, or failed.
+        """
+
+    async def renew(self, jobs: Sequence[Job]) -> Sequence[Job]:
+        """Renew the leases; return those whose token is another one: they were cancelled or taken over."""
+
+    async def count_jobs(self) -> JobCounts: ...
+
+    async def find_ended_before(self, when: float, limit: int) -> Sequence[Job]: ...
+
+    async def find_queued_since(self, when: float, limit: int) -> Sequence[Job]:
+        """Return queued jobs that were created before `when`."""
+
+    async def find_due_deliveries(self, now: float, lease_s: float, limit: int) -> Sequence[Job]:
+        """Return jobs whose callback is due, and make each due again after the lease.
+
+        Who delivers it stores the outcome with `replace`, and the time of the next attempt.
+        """
+
+    async def keep_secret(self, name: str, value: str) -> str:
+        """Keep a value under a name, unless there is one; return the one that is kept."""
+
+    # Files: a body is written before its job is added, a result while its job runs.
+
+    async def append(self, file: str, data: bytes) -> None:
+        """Append to a file, and create it. Raises `JobsFull`."""
+
+    async def flush(self, file: str) -> None:
+        """Make the file durable."""
+
+    async def read(self, file: str, start: int, length: int) -> bytes: ...
+
+    async def delete_file(self, file: str) -> None: ...
