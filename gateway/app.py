@@ -112,6 +112,7 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
                 on_open(services)
             with Drain(settings.drain_s, settings.shutdown_s) as drain:
                 services.provide(drain)
+                services.provide(edge)
                 async with AsyncExitStack() as stack:
                     for attachment in attachments:
                         await attachment.open(services, stack)
@@ -129,15 +130,17 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
     routers = [models.create_router(describers), *(module.router for module in ROUTE_MODULES)]
     error_serializers: dict[str, ErrorSerializer] = {}
     paths = CORE_PATHS
+    deferral = None
     for attachment in attachments:
         inference_routers += attachment.inference_routers
         routers += attachment.routers
         app.error_schemas |= attachment.error_schemas
         error_serializers |= attachment.error_serializers
+        deferral = attachment.deferral or deferral
         if attachment.paths is not None:
             paths |= attachment.paths
     app.paths = paths
-    edge = GatewayMiddleware(app, inference_routers, paths, error_serializers)
+    edge = GatewayMiddleware(app, inference_routers, paths, error_serializers, deferral)
     for router in (*inference_routers, *routers, root.router):  # a page may have its path
         # `include_router` builds each route again, at the first request, which then waits for 60 ms.
         app.router.routes.extend(router.routes)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gateway.error_responses import ErrorSerializer
     from gateway.repository.models_file import KeyParsers
     from gateway.repository.state.tables import Table
-    from gateway.services import ModelDescriber, Services
+    from gateway.services import Deferral, ModelDescriber, Services
 
 CheckStatus = Literal["ok", "warning", "failed"]
 OK: Final = "ok"
@@ -98,6 +98,7 @@ class Attachment:
     # Returns an application around the gateway's own, which it calls for each request over HTTP. Afterwards
     # the scope has the `RequestInfo`.
     middleware: Callable[[ASGIApp], ASGIApp] | None = None
+    deferral: Deferral | None = None  # one capability has it
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeVar
 
 from anyio import CapacityLimiter
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
 
 from gateway.access.auth import Authenticator
 from gateway.access.rate_limit import RateLimiter
@@ -178,3 +181,22 @@ class Services:
         if not 0 < seconds < float("inf"):
             raise MalformedRequest("X-Request-Timeout must be a positive number of seconds")
         return min(seconds, self.settings.max_request_timeout_s)
+
+
+class InternalRequest(NamedTuple):
+    """The services and the caller of a request that the gateway sends to itself."""
+
+    services: Services
+    caller: Caller
+
+
+INTERNAL_REQUEST: Final = "internal_request"  # its key in the ASGI scope, which no client can set
+
+
+class Deferral(Protocol):
+    """Answers requests before their inference has run."""
+
+    def matches(self, scope: Scope) -> bool:
+        """Return whether the request is to be deferred, which its line and its headers decide."""
+
+    async def handle(self, request: Request, services: Services) -> Response: ...

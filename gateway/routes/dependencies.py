@@ -11,14 +11,15 @@ from gateway.access.auth import READ_METHODS, authorize_all_models
 from gateway.callers import Caller, Right
 from gateway.errors import MalformedRequest, UnknownModel, UnknownModelToLoad
 from gateway.messages import quote_text, suggest_name
-from gateway.services import Services
+from gateway.services import INTERNAL_REQUEST, Services
 from gateway.telemetry.request_info import RequestScope
 
 V1_PREFIX: Final = "/v1/"
 
 
 async def get_services(request: Request) -> Services:  # async: FastAPI runs others in a thread
-    return cast(Services, request.app.state.services)
+    internal = request.scope.get(INTERNAL_REQUEST)
+    return cast(Services, request.app.state.services if internal is None else internal.services)
 
 
 def require_right(
@@ -36,7 +37,7 @@ def require_right(
         # Triton ignores a query on its own paths, and so must the gateway.
         if request.method not in READ_METHODS and request.scope["path"].startswith(V1_PREFIX):
             check_query(request)
-        services = cast(Services, request.app.state.services)
+        services = await get_services(request)
         if for_all_models:
             authorize_all_models(cast(RequestScope, request.scope), right)
         else:

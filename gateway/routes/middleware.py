@@ -27,7 +27,7 @@ from gateway.errors import GatewayError, Unavailable
 from gateway.http_client.connection import Headers
 from gateway.passthrough.handler import pass_through
 from gateway.passthrough.rules import is_passthrough
-from gateway.services import Services
+from gateway.services import INTERNAL_REQUEST, Deferral, Services
 from gateway.telemetry.audit import build_call_event, find_outcome
 from gateway.telemetry.logs import ACCESS_LOGGER, READING_METHODS, log_fields
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST, V1_ROUTE, V2_ROUTE
@@ -64,13 +64,18 @@ class RequestHead(NamedTuple):
     inference: InferenceCall | None  # None if the request needs the framework
 
 
-def parse_head(inference_routes: Sequence[APIRoute], scope: Scope) -> RequestHead:
+def parse_head(
+    inference_routes: Sequence[APIRoute], deferral: Deferral | None, scope: Scope
+) -> RequestHead:
     is_v2 = is_passthrough(scope["raw_path"])
     is_plain_post = scope["method"] == "POST" and not scope["query_string"]
+    inference = None
+    if deferral is not None and deferral.matches(scope):
+        inference = InferenceCall("", deferral.handle, {})
+    elif is_plain_post and not is_v2:
+        inference = find_inference(inference_routes, scope["path"])
     return RequestHead(
-        find_request_id(scope["headers"]),
-        V2_ROUTE if is_v2 else V1_ROUTE,
-        find_inference(inference_routes, scope["path"]) if is_plain_post and not is_v2 else None,
+        find_request_id(scope["headers"]), V2_ROUTE if is_v2 else V1_ROUTE, inference
     )
 
 
@@ -94,19 +99,21 @@ class GatewayMiddleware:
         inference_routers: Iterable[APIRouter],
         paths: PathRules,
         error_serializers: Mapping[str, ErrorSerializer],
+        deferral: Deferral | None = None,
     ) -> None:
-        self._framework = framework
+        self.framework = framework
         self._error_serializers = error_serializers
         self.paths = paths
         routes = [route for router in inference_routers for route in router.routes]
         self.inference_routes = [route for route in routes if isinstance(route, APIRoute)]
-        self._parse_head = partial(parse_head, self.inference_routes)
+        self._parse_head = partial(parse_head, self.inference_routes, deferral)
         self.services: Services | None = None  # set during the application's lifespan
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services = self.services
+        internal = scope.get(INTERNAL_REQUEST)
+        services = self.services if internal is None else internal.services
         if scope["type"] != "http" or services is None:
-            await self._framework(scope, receive, send)
+            await self.framework(scope, receive, send)
             return
         started = perf_counter()
         request_id, route_group, inference = read_head(scope, self._parse_head)
@@ -122,7 +129,11 @@ class GatewayMiddleware:
         status = CLIENT_CLOSED_REQUEST
         try:
             access = services.access
-            caller = access.authenticate(request_scope) or await access.verify(request_scope)
+            caller = (
+                access.authenticate(request_scope) or await access.verify(request_scope)
+                if internal is None
+                else internal.caller
+            )
             info.caller = caller
             info.key = caller.name
             info.caller_name = name_caller(caller, request_scope["client"])
@@ -161,7 +172,7 @@ class GatewayMiddleware:
         self, scope: Scope, receive: Receive, send: Send, info: RequestInfo
     ) -> int:
         status = CLIENT_CLOSED_REQUEST
-        self._choose_error_serializer(scope)
+        self.choose_error_serializer(scope)
         extra_headers = [*build_own_headers(scope), *self._find_output_headers(scope)]
         # The server omits the body of a response to HEAD (RFC 9110, section 9.3.2).
         framework_scope = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
@@ -176,13 +187,13 @@ class GatewayMiddleware:
             await send(message)
 
         try:
-            await self._framework(framework_scope, receive, send_with_id)
+            await self.framework(framework_scope, receive, send_with_id)
         finally:
             # The label is the route's template: a client's path would be unbounded.
             info.route = getattr(framework_scope.get("route"), "path", "")
         return status
 
-    def _choose_error_serializer(self, scope: Scope) -> None:
+    def choose_error_serializer(self, scope: Scope) -> None:
         for path, serialize in self._error_serializers.items():
             if scope["path"] == path or (path[-1] == "/" and scope["path"].startswith(path)):
                 scope[ERROR_SERIALIZER] = serialize
@@ -194,7 +205,7 @@ class GatewayMiddleware:
         self, scope: Scope, receive: Receive, send: Send, exc: GatewayError
     ) -> int:
         # The request is answered before any handler sees it.
-        self._choose_error_serializer(scope)
+        self.choose_error_serializer(scope)
         response = await render_error(Request(scope), exc)
         response.raw_headers += self._find_output_headers(scope)
         return await send_response(response, scope, receive, send)

@@ -23,7 +23,7 @@ REQUEST_PARTS = {"requestBody", "parameters"}
 
 def build_document() -> dict[str, Any]:
     application: Any = create_app(Settings(state="memory:", dialects="torchserve"))
-    return dict(json.loads(json.dumps(application._framework.openapi())))
+    return dict(json.loads(json.dumps(application.framework.openapi())))
 
 
 def read_recorded_document() -> dict[str, Any]:

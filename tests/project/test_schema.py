@@ -259,7 +259,7 @@ def whole(service: Service) -> schemathesis.BaseSchema:
 APPLICATION: Any = create_app(Settings(state="memory:"))
 LABELS = [
     f"{method} {route.path_format}"
-    for route in (*APPLICATION._framework.routes, *torchserve.routes)
+    for route in (*APPLICATION.framework.routes, *torchserve.routes)
     if isinstance(route, APIRoute) and route.include_in_schema
     for method in route.methods or ()
 ]

@@ -7,15 +7,48 @@
 
 from __future__ import annotations
 
-from gateway.capabilities.jobs.settings import JobSettings
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gateway.capabilities.jobs.settings import SQLITE, JobSettings
 from gateway.capability import Attachment, Capability
 from gateway.settings import Settings
 
+if TYPE_CHECKING:
+    from gateway.capabilities.jobs.store import JobStore
+    from gateway.services import Services
+
 
 def attach_jobs(settings: Settings) -> Attachment | None:
-    if not settings.read(JobSettings).jobs:
+    job_settings = settings.read(JobSettings)
+    if not job_settings.jobs:
         return None
-    return Attachment()
+    from gateway.capabilities.jobs.acceptance import JobAcceptance
+    from gateway.capabilities.jobs.routes import router
+
+    store = create_store(job_settings)
+
+    async def open_jobs(services: Services, stack: AsyncExitStack) -> None:
+        from gateway.capabilities.jobs.metrics import JobCollector
+        from gateway.capabilities.jobs.runner import JobRunner
+        from gateway.capabilities.jobs.service import Jobs
+
+        await store.open()
+        stack.push_async_callback(store.close)
+        jobs = Jobs(store, job_settings, settings.max_body_bytes)
+        services.provide(jobs)
+        runner = await stack.enter_async_context(JobRunner(jobs, services))
+        services.provide(runner)
+        services.metrics.collector_registry.register(JobCollector(runner))
+
+    return Attachment((router,), open=open_jobs, deferral=JobAcceptance())
+
+
+def create_store(settings: JobSettings) -> JobStore:
+    from gateway.capabilities.jobs.sqlite_store import SqliteJobStore
+
+    return SqliteJobStore(Path(settings.jobs.removeprefix(SQLITE)), settings.job_lease_s)
 
 
 CAPABILITY = Capability("jobs", attach_jobs, settings=JobSettings)

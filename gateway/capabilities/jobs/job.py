@@ -10,7 +10,10 @@ from typing import Any, Final
 
 import orjson
 
+from gateway.errors import GatewayError, InternalError
+
 MAX_LOSSES: Final = 3  # of its worker, in the middle of the job
+MIN_ERROR_STATUS: Final = 400
 
 
 class JobState(str, Enum):
@@ -27,7 +30,11 @@ class JobKind(str, Enum):
     batch = "batch"  # many rows, whose result grows while it runs
 
 
-ENDED: Final = frozenset((JobState.done, JobState.failed, JobState.cancelled, JobState.expired))
+class JobLost(InternalError):
+    code = "JOB_LOST"
+
+    def __init__(self, losses: int) -> None:
+        super().__init__(f"the process that ran the job ended {losses} times in the middle of it")
 
 
 def create_job_id() -> str:
@@ -90,12 +97,12 @@ class Job:
 
     @property
     def own_result_file(self) -> str:
-        """The name of the file to which the worker with this token writes."""
+        """Return the name of the file to which the worker with this token writes."""
         return f"{self.id}.{self.token}.result"
 
     @property
     def has_ended(self) -> bool:
-        return self.state in ENDED
+        return self.state not in (JobState.queued, JobState.running)
 
     @property
     def size_bytes(self) -> int:
@@ -110,8 +117,7 @@ class Job:
         losses = self.losses + 1
         if losses < MAX_LOSSES:
             return self._change(state=JobState.queued, losses=losses)
-        reason = f"the process that ran the job ended {losses} times in the middle of it"
-        return replace(self, losses=losses).fail(now, "JOB_LOST", reason)
+        return replace(self, losses=losses).fail(now, JobLost(losses))
 
     def postpone(self, due_at: float) -> Job:
         return self._change(state=JobState.queued, due_at=due_at)
@@ -120,19 +126,19 @@ class Job:
         self, now: float, status: int, headers: Sequence[Sequence[str]], result_bytes: int
     ) -> Job:
         """Return the job with its response, which is in `own_result_file`."""
-        is_done = status < 400
         return self._end(
             now,
-            JobState.done if is_done else JobState.failed,
+            JobState.done if status < MIN_ERROR_STATUS else JobState.failed,
             status=status,
             response_headers=headers,
             result_file=self.own_result_file,
             result_bytes=result_bytes,
         )
 
-    def fail(self, now: float, code: str, reason: str) -> Job:
+    def fail(self, now: float, error: GatewayError) -> Job:
         """Return the job as failed without a response."""
-        return self._end(now, JobState.failed, error=reason, error_code=code)
+        values = {"status": error.status, "error_code": error.code, "error": error.detail}
+        return self._end(now, JobState.failed, **values)
 
     def cancel(self, now: float) -> Job:
         return self._end(now, JobState.cancelled)

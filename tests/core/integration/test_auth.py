@@ -157,7 +157,7 @@ def filled(path: str, model: str) -> str:
 
 def routes() -> Iterator[tuple[str, str]]:
     framework: Any = create_app(Settings(state="memory:"))
-    for route in framework._framework.routes:
+    for route in framework.framework.routes:
         for method in route.methods - {"HEAD"}:
             yield method, route.path
 

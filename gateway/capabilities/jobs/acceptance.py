@@ -1,0 +1,279 @@
+"""Requests with `Prefer: respond-async`, which become jobs.
+
+The request is checked by its own handler, with services that stop it where the model would run.
+What the handler answers before, such as an error, is the answer. The body is written to disk meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Final
+
+import orjson
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope
+
+from gateway.capabilities.jobs.errors import KeyInUse, KeyReused
+from gateway.capabilities.jobs.job import Job, create_job_id
+from gateway.capabilities.jobs.replay import ResponseCapture
+from gateway.capabilities.jobs.routes import describe_job, respond_with_result
+from gateway.capabilities.jobs.service import Jobs, find_owner
+from gateway.capacity.admission import AdmissionQueue
+from gateway.errors import BodyTooLarge, GatewayError, MalformedRequest
+from gateway.fleet.inference import InferenceService, ResultStream
+from gateway.media_types import JSON
+from gateway.routes.middleware import GatewayMiddleware
+from gateway.services import INTERNAL_REQUEST, InternalRequest, Services
+from gateway.telemetry.request_info import RequestInfo, current_request_info
+from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS, TRACEPARENT
+from gateway.tensors.outputs import InferResult
+from gateway.triton.inference import InferRequest
+
+# The requests that can be jobs.
+PATHS: Final = re.compile(
+    r"/v1/(models/[^/]+(/(versions|labels)/[^/]+)?(/infer|:predict)|embeddings)"
+)
+PREFER: Final = b"prefer"
+IDEMPOTENCY_KEY: Final = b"idempotency-key"
+RESPOND_ASYNC: Final = re.compile(r"(?:^|[,;\s])respond-async(?:$|[,;\s])", re.IGNORECASE)
+WAIT: Final = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,5})\"?(?:$|[,;\s])", re.IGNORECASE)
+MAX_WAIT_S: Final = 60
+MAX_KEY_CHARS: Final = 255
+# The headers that a handler of an inference reads; no other is stored, because any could be a secret.
+STORED_HEADERS: Final = (
+    b"accept",
+    b"content-type",
+    b"content-encoding",
+    b"x-request-timeout",
+    b"x-priority",
+    b"x-split-key",
+    *TRACE_CONTEXT_HEADERS,
+)
+
+
+class Accepted(GatewayError):
+    """The checks have passed, and the model would run now."""
+
+    status = 202
+    code = "ACCEPTED"
+
+
+class CheckedInference(InferenceService):
+    """Runs nothing."""
+
+    def __init__(self) -> None:
+        """It needs no replicas."""
+
+    async def infer(self, request: InferRequest) -> InferResult:
+        if request.target.sequence_step is not None:
+            raise MalformedRequest(
+                "a request of a sequence cannot be a job, because jobs have no order; send it without "
+                "Prefer: respond-async"
+            )
+        raise Accepted
+
+    async def stream(self, request: InferRequest) -> ResultStream:
+        raise MalformedRequest(
+            "a stream cannot be a job; send it without Prefer: respond-async, or accept another type"
+        )
+
+
+class UnlimitedAdmission(AdmissionQueue):
+    """Admits everything, because the model does not run."""
+
+    def __init__(self) -> None:
+        """It has no limits."""
+
+    def try_acquire(self, model: str) -> bool:
+        return True
+
+    def release(self, model: str, caller: str = "") -> None:
+        """Nothing was taken."""
+
+
+class CheckServices(Services):
+    """The services of a request that is checked, and not run."""
+
+    async def activate_model(self, model: str, version: str, timeout_s: float) -> float:
+        """Accept a request to a model that must be loaded first: the job will wait for it."""
+        activator = self.pool.activator
+        if activator is None or self.pool.is_served(model) or not activator.can_activate(model):
+            return timeout_s
+        if (info := current_request_info.get()) is not None:
+            self.record_model(info, model, version)
+        raise Accepted
+
+
+def create_check_services(services: Services) -> CheckServices:
+    values = {each.name: getattr(services, each.name) for each in fields(services)}
+    values |= {"inference": CheckedInference(), "admission": UnlimitedAdmission()}
+    return CheckServices(**values)
+
+
+class StoredBody:
+    """The body of a request, written to a file while a handler receives it."""
+
+    def __init__(self, jobs: Jobs, file: str, scope: Scope, receive: Receive) -> None:
+        self._jobs = jobs
+        self._file = file
+        self._receive = receive
+        self._max_bytes = jobs.max_body_bytes
+        self._is_complete = False
+        self.size_bytes = 0
+        self._hash = hashlib.sha256(
+            b"\0".join(
+                (scope["raw_path"], scope["query_string"], find_header(scope, b"content-type"))
+            )
+        )
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            data = message.get("body", b"")
+            self._is_complete = not message.get("more_body", False)
+            self._hash.update(data)
+            self.size_bytes += len(data)
+            if self.size_bytes > self._max_bytes:
+                raise BodyTooLarge(self._max_bytes)
+            if data and self._file:
+                await self._jobs.store.append(self._file, data)
+        return message
+
+    async def receive_rest(self) -> None:
+        """Receive what the handler left. Raises `ClientDisconnect`."""
+        while not self._is_complete:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+
+
+class JobAcceptance:
+    """The deferral of requests with `Prefer: respond-async`."""
+
+    def __init__(self) -> None:
+        # Keys of the requests that this process is accepting, with their owners.
+        self._keys_in_use: set[tuple[str, str]] = set()
+
+    def matches(self, scope: Scope) -> bool:
+        return (
+            scope["method"] == "POST"
+            and RESPOND_ASYNC.search(find_header(scope, PREFER).decode("latin-1")) is not None
+            and PATHS.fullmatch(scope["path"]) is not None
+        )
+
+    async def handle(self, request: Request, services: Services) -> Response:
+        scope = request.scope
+        services.get(GatewayMiddleware).choose_error_serializer(scope)
+        jobs = services.get(Jobs)
+        key = find_header(scope, IDEMPOTENCY_KEY).decode("latin-1").strip()
+        if len(key) > MAX_KEY_CHARS:
+            raise MalformedRequest(f"Idempotency-Key exceeds {MAX_KEY_CHARS} characters")
+        if not key:
+            return await self._accept(jobs, services, scope, request.receive)
+        in_use = (find_owner(scope["request_info"]), key)
+        if in_use in self._keys_in_use:
+            raise KeyInUse
+        self._keys_in_use.add(in_use)
+        try:
+            known = await jobs.store.find_by_key(*in_use)
+            if known is None:
+                return await self._accept(jobs, services, scope, request.receive, key)
+            body = StoredBody(jobs, "", scope, request.receive)
+            await body.receive_rest()
+            return await respond_with_known(jobs, known, body)
+        finally:
+            self._keys_in_use.discard(in_use)
+
+    async def _accept(
+        self, jobs: Jobs, services: Services, scope: Scope, receive: Receive, key: str = ""
+    ) -> Response:
+        info: RequestInfo = scope["request_info"]
+        job_id = create_job_id()
+        body = StoredBody(jobs, f"{job_id}.body", scope, receive)
+        is_kept = False
+        try:
+            checked = await check_request(services, scope, body.receive)
+            if checked.status != Accepted.status:
+                return checked.build_response()
+            info.error_code = info.error_reason = ""
+            await body.receive_rest()
+            if body.size_bytes:
+                await jobs.store.flush(f"{job_id}.body")
+            job = build_job(job_id, scope, body, key)
+            kept = await jobs.store.add(job, jobs.limits)
+            is_kept = kept is job
+        finally:
+            if not is_kept:
+                await jobs.store.delete_file(f"{job_id}.body")
+        if not is_kept:
+            return await respond_with_known(jobs, kept, body)
+        jobs.changes.notify()
+        wait = WAIT.search(find_header(scope, PREFER).decode("latin-1"))
+        if wait is not None:
+            job = await jobs.wait_until_ended(job, min(int(wait[1]), MAX_WAIT_S)) or job
+            if job.result_file:
+                # Nobody knows its ID.
+                return respond_with_result(jobs, job, deletes_job=not key)
+        return respond_with_job(job)
+
+
+async def check_request(services: Services, scope: Scope, receive: Receive) -> ResponseCapture:
+    """Return the answer of the request's handler, which is `Accepted` where it would run the model."""
+    info: RequestInfo = scope["request_info"]
+    internal = InternalRequest(create_check_services(services), info.caller)
+    capture = ResponseCapture()
+    inner = {**scope, INTERNAL_REQUEST: internal}
+    await services.get(GatewayMiddleware).framework(inner, receive, capture.send)
+    info.route = getattr(inner.get("route"), "path", "")
+    return capture
+
+
+async def respond_with_known(jobs: Jobs, job: Job, body: StoredBody) -> Response:
+    if job.body_digest != body.digest:
+        raise KeyReused
+    return respond_with_job(job)
+
+
+def respond_with_job(job: Job) -> Response:
+    headers = {"Location": f"/v1/jobs/{job.id}", "Preference-Applied": "respond-async"}
+    return Response(orjson.dumps(describe_job(job)), Accepted.status, headers, JSON)
+
+
+def build_job(job_id: str, scope: Scope, body: StoredBody, key: str) -> Job:
+    info: RequestInfo = scope["request_info"]
+    headers = [pair for pair in scope["headers"] if pair[0] in STORED_HEADERS]
+    if info.trace is not None:  # the job belongs to the trace of its request
+        parent = f"00-{info.trace.trace_id}-{info.trace.span_id}-01".encode()
+        headers = [pair for pair in headers if pair[0] != TRACEPARENT] + [(TRACEPARENT, parent)]
+    client = scope["client"]
+    return Job(
+        job_id,
+        find_owner(info),
+        info.model,
+        path=scope["path"],
+        query=scope["query_string"].decode("latin-1"),
+        headers=[(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers],
+        client=client[0] if client else "",
+        request_id=info.request_id,
+        caller=info.caller.name,
+        key_digest=info.caller.digest.hex(),
+        body_bytes=body.size_bytes,
+        body_digest=body.digest,
+        created_at=time.time(),
+        idempotency_key=key,
+    )
+
+
+def find_header(scope: Scope, wanted: bytes) -> bytes:
+    """Return the values of a header, joined by commas."""
+    headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
+    return b",".join(value for name, value in headers if name == wanted)

@@ -1,0 +1,94 @@
+"""A stored request as a call of the application, and the response to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import MutableMapping
+from typing import Any, Final
+
+from starlette.responses import Response
+from starlette.types import Message
+
+from gateway.capabilities.jobs.errors import JobsUnavailable
+from gateway.capabilities.jobs.job import Job
+from gateway.capabilities.jobs.store import JobStore
+
+READ_BYTES: Final = 1 << 20  # of a body or a result at a time
+# Those of any response, which each gets when it is sent.
+COMMON_HEADERS: Final = frozenset(
+    (b"x-request-id", b"x-content-type-options", b"content-security-policy", b"content-length")
+)
+
+
+class ResponseCapture:
+    """Keeps the response of an ASGI application."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.chunks: list[bytes] = []
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = message.get("headers", ())
+            self.headers = [pair for pair in headers if pair[0] not in COMMON_HEADERS]
+        elif body := message.get("body", b""):
+            self.chunks.append(body)
+
+    @property
+    def body(self) -> bytes:
+        return self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
+
+    def build_response(self) -> Response:
+        response = Response(self.body, self.status)
+        length = [pair for pair in response.raw_headers if pair[0] == b"content-length"]
+        response.raw_headers = [*self.headers, *length]
+        return response
+
+
+class BodyReader:
+    """Gives the body of a job to the application, as if a client sent it and waited."""
+
+    def __init__(self, store: JobStore, job: Job) -> None:
+        self._store = store
+        self._job = job
+        self._position = 0
+        self._is_complete = False
+
+    async def receive(self) -> Message:
+        if self._is_complete:
+            await asyncio.Event().wait()  # the client never leaves
+        length = min(self._job.body_bytes - self._position, READ_BYTES)
+        data = b""
+        if length:
+            data = await self._store.read(self._job.body_file, self._position, length)
+        if len(data) < length:
+            raise JobsUnavailable("the body of the job is incomplete")
+        self._position += length
+        self._is_complete = self._position == self._job.body_bytes
+        return {"type": "http.request", "body": data, "more_body": not self._is_complete}
+
+
+def build_scope(job: Job) -> MutableMapping[str, Any]:
+    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in job.headers]
+    headers += [
+        (b"content-length", b"%d" % job.body_bytes),
+        (b"x-request-id", job.request_id.encode()),
+    ]
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": job.path,
+        "raw_path": job.path.encode(),
+        "query_string": job.query.encode("latin-1"),
+        "root_path": "",
+        "headers": headers,
+        "client": (job.client, 0),
+        "server": None,
+        "certificate_names": (),
+        "certificate_expires_at": None,
+    }

@@ -1,0 +1,248 @@
+"""The routes of jobs: `/v1/jobs`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from datetime import datetime, timezone
+from typing import Annotated, Any, Final
+
+import orjson
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
+
+from gateway.capabilities.jobs.errors import JobConflict, JobNotFound
+from gateway.capabilities.jobs.job import Job, JobState
+from gateway.capabilities.jobs.replay import READ_BYTES
+from gateway.capabilities.jobs.runner import JobRunner
+from gateway.capabilities.jobs.service import Jobs, find_owner, may_read, may_read_all
+from gateway.capabilities.jobs.store import JobQuery
+from gateway.errors import Forbidden, serialize_error
+from gateway.media_types import JSON
+from gateway.messages import quote_text
+from gateway.routes.dependencies import ServicesForAnyCaller, ServicesForInference
+from gateway.routes.openapi import BINARY_CONTENT, COUNT_SCHEMA, build_list_schema, build_responses
+from gateway.services import Services
+from gateway.telemetry.request_info import RequestInfo
+from gateway.tensors.codecs import STRING_SCHEMA
+from gateway.tensors.schema import build_object_schema
+
+MAX_WAIT_S: Final = 60
+DEFAULT_LIMIT: Final = 100
+MAX_LIMIT: Final = 1000
+ERASE_COUNT: Final = 200  # jobs in one step
+TIME_SCHEMA: Final = {"type": "string", "format": "date-time"}
+OPTIONAL_FIELDS: Final = {
+    "started": TIME_SCHEMA,
+    "ended": TIME_SCHEMA,
+    "position": {**COUNT_SCHEMA, "description": "Jobs before this one in the queue."},
+    "status": {**COUNT_SCHEMA, "description": "Status of the result."},
+    "error": build_object_schema({"code": STRING_SCHEMA, "message": STRING_SCHEMA}),
+}
+JOB_SCHEMA: Final = build_object_schema(
+    {
+        "id": STRING_SCHEMA,
+        "state": {"enum": [state.value for state in JobState]},
+        "model": STRING_SCHEMA,
+        "caller": STRING_SCHEMA,
+        "request_id": STRING_SCHEMA,
+        "created": TIME_SCHEMA,
+        "starts": {**COUNT_SCHEMA, "description": "Times that the job was started."},
+        "progress": build_object_schema(dict.fromkeys(("total", "done", "failed"), COUNT_SCHEMA)),
+        **OPTIONAL_FIELDS,
+    },
+    optional=OPTIONAL_FIELDS.keys(),
+    description="A request that runs without a connection.",
+)
+JOB_RESPONSES: Final = build_responses(JOB_SCHEMA, "The job.", 404, 503)
+RESULT_RESPONSES: Final = build_responses(
+    {}, "What the request would have answered.", 404, 409, 503
+)
+RESULT_RESPONSES[200]["content"] = {"*/*": BINARY_CONTENT}
+LIST_RESPONSES: Final = build_responses(
+    build_object_schema({"jobs": build_list_schema(JOB_SCHEMA, "The newest first.")}),
+    "The jobs.",
+    503,
+)
+ERASED_RESPONSES: Final = build_responses(
+    build_object_schema({"deleted": COUNT_SCHEMA}), "The number of deleted jobs.", 403, 503
+)
+
+router = APIRouter(tags=["jobs"])
+
+
+def format_time(when: float) -> str:
+    return datetime.fromtimestamp(when, timezone.utc).isoformat(timespec="milliseconds")
+
+
+def describe_job(job: Job, position: int | None = None) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "id": job.id,
+        "state": job.state.value,
+        "model": job.model,
+        "caller": job.caller,
+        "request_id": job.request_id,
+        "created": format_time(job.created_at),
+        "starts": job.starts,
+        "progress": {
+            "total": job.total_rows,
+            "done": job.done_rows,
+            "failed": job.failed_rows,
+        },
+    }
+    if position is not None:
+        document["position"] = position
+    if job.started_at:
+        document["started"] = format_time(job.started_at)
+    if job.ended_at:
+        document["ended"] = format_time(job.ended_at)
+    if job.status:
+        document["status"] = job.status
+    if job.error:
+        document["error"] = {"code": job.error_code, "message": job.error}
+    return document
+
+
+async def respond_with_state(jobs: Jobs, job: Job) -> Response:
+    position = await jobs.store.find_position(job) if job.state is JobState.queued else None
+    return Response(orjson.dumps(describe_job(job, position)), media_type=JSON)
+
+
+def respond_with_result(jobs: Jobs, job: Job, *, deletes_job: bool = False) -> Response:
+    """Return the response of the request; the job can be deleted when it was sent."""
+
+    async def read_result() -> AsyncIterator[bytes]:
+        for start in range(0, job.result_bytes, READ_BYTES):
+            yield await jobs.store.read(job.result_file, start, READ_BYTES)
+        if deletes_job:
+            await jobs.store.delete(job)
+
+    response = StreamingResponse(read_result(), job.status)
+    headers = [*job.response_headers, ("content-length", str(job.result_bytes))]
+    response.raw_headers = [
+        (name.encode("latin-1"), value.encode("latin-1")) for name, value in headers
+    ]
+    return response
+
+
+async def find_job(request: Request, services: Services, job_id: str) -> Job:
+    """Return a job that the caller may read. Raises `JobNotFound`."""
+    job = await services.get(Jobs).store.find(job_id)
+    if job is None or not may_read(request.scope["request_info"], job):
+        raise JobNotFound(job_id)
+    services.record_model(request.scope["request_info"], job.model)
+    return job
+
+
+@router.get("/v1/jobs", operation_id="list_jobs", summary="Jobs", responses=LIST_RESPONSES)
+async def list_jobs(
+    request: Request,
+    services: ServicesForInference,
+    state: Annotated[JobState | None, Query(description="Only jobs in this state.")] = None,
+    model: Annotated[str, Query(description="Only jobs of this model.")] = "",
+    limit: Annotated[int, Query(ge=1, le=MAX_LIMIT)] = DEFAULT_LIMIT,
+    after: Annotated[str, Query(description="The last ID of the page before.")] = "",
+) -> Response:
+    """Return the jobs of the caller, or with an admin key for all models those of all callers."""
+    info: RequestInfo = request.scope["request_info"]
+    owner = None if may_read_all(info.caller) else find_owner(info)
+    query = JobQuery(owner, state, model=model, limit=limit, after=after)
+    jobs = await services.get(Jobs).store.list_jobs(query)
+    return Response(orjson.dumps({"jobs": list(map(describe_job, jobs))}), media_type=JSON)
+
+
+@router.get(
+    "/v1/jobs/{job}", operation_id="get_job", summary="A job and its state", responses=JOB_RESPONSES
+)
+async def get_job(
+    request: Request,
+    services: ServicesForInference,
+    job: str,
+    wait: Annotated[
+        int, Query(ge=0, le=MAX_WAIT_S, description="Seconds to wait until the job has ended.")
+    ] = 0,
+) -> Response:
+    """Return the job when it has ended, or after the time to wait."""
+    jobs = services.get(Jobs)
+    found = await find_job(request, services, job)
+    current = await jobs.wait_until_ended(found, wait) if wait else found
+    if current is None:
+        raise JobNotFound(job)
+    return await respond_with_state(jobs, current)
+
+
+@router.get(
+    "/v1/jobs/{job}/result",
+    operation_id="get_job_result",
+    summary="The response of a job",
+    responses=RESULT_RESPONSES,
+)
+async def get_result(request: Request, services: ServicesForInference, job: str) -> Response:
+    """Return what the request would have answered: status, content type and bytes."""
+    found = await find_job(request, services, job)
+    if found.result_file:
+        return respond_with_result(services.get(Jobs), found)
+    if found.error:
+        body = serialize_error(found.error, found.error_code, found.request_id)
+        return Response(body, found.status, media_type=JSON)
+    advice = "" if found.has_ended else f"; wait for it with GET /v1/jobs/{found.id}?wait=20"
+    raise JobConflict(f"job {quote_text(job)} is {found.state.value} and has no result{advice}")
+
+
+@router.delete(
+    "/v1/jobs/{job}",
+    operation_id="delete_job",
+    summary="Cancel or delete a job",
+    responses=JOB_RESPONSES,
+)
+async def delete_job(request: Request, services: ServicesForInference, job: str) -> Response:
+    """Cancel a job that has not ended, also in Triton; delete one that has, with its result."""
+    found = await find_job(request, services, job)
+    if found.has_ended:
+        await services.get(Jobs).store.delete(found)
+    else:
+        found = await cancel_job(services, found)
+    return Response(orjson.dumps(describe_job(found)), media_type=JSON)
+
+
+async def cancel_job(services: Services, job: Job) -> Job:
+    """Cancel a job unless it ends at the same moment; return it. Raises `JobNotFound`."""
+    jobs = services.get(Jobs)
+    current: Job | None = job
+    while current is not None and not current.has_ended:
+        cancelled = current.cancel(time.time())
+        if await jobs.store.replace(cancelled, current.token):
+            services.get(JobRunner).cancel(job)
+            jobs.changes.notify()
+            return cancelled
+        current = await jobs.store.find(job.id)
+    if current is None:
+        raise JobNotFound(job.id)
+    return current
+
+
+@router.delete(
+    "/v1/jobs",
+    operation_id="erase_jobs",
+    summary="Erase a caller's jobs",
+    responses=ERASED_RESPONSES,
+)
+async def erase_jobs(
+    request: Request,
+    services: ServicesForAnyCaller,
+    caller: Annotated[str, Query(description="The name of the key, which may be revoked.")],
+) -> Response:
+    """Cancel and delete all jobs of a caller, with their bodies and results: one's own, or as an admin."""
+    info: RequestInfo = request.scope["request_info"]
+    owner = find_owner(info)
+    if caller != info.caller.name:
+        if not may_read_all(info.caller):
+            raise Forbidden("only an admin key for all models may erase the jobs of another caller")
+        owner = caller
+    store = services.get(Jobs).store
+    deleted = 0
+    while found := await store.list_jobs(JobQuery(owner, limit=ERASE_COUNT)):
+        for each in found:
+            await store.delete(await cancel_job(services, each))
+        deleted += len(found)
+    return Response(orjson.dumps({"deleted": deleted}), media_type=JSON)

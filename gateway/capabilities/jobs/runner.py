@@ -1,0 +1,216 @@
+"""Runs jobs: each as a request that the gateway sends to itself, with the rights that its caller has now."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from gateway.access.auth import Authenticator
+from gateway.callers import Caller, Priority
+from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
+from gateway.capabilities.jobs.job import Job, JobKind
+from gateway.capabilities.jobs.replay import BodyReader, ResponseCapture, build_scope
+from gateway.capabilities.jobs.service import POLL_S, Jobs
+from gateway.capabilities.jobs.store import JobCounts
+from gateway.draining import Drain
+from gateway.errors import InternalError, Unauthenticated
+from gateway.routes.middleware import GatewayMiddleware
+from gateway.services import INTERNAL_REQUEST, InternalRequest, Services
+from gateway.tasks import TaskSet, cancel_tasks, repeat
+
+log = logging.getLogger(__name__)
+
+MAX_HEARTBEAT_S: Final = 2.0  # cancelled jobs are noticed with a heartbeat
+CLEANING_PERIOD_S: Final = 5.0
+CLEANING_COUNT: Final = 200  # jobs of one kind in one period
+STORE_RETRY_S: Final = 1.0
+# The fleet cannot run it now: over a limit, or not ready.
+BUSY_STATUSES: Final = (429, 503)
+MAX_POSTPONE_S: Final = 30.0
+NO_ROOM_PAUSE_S: Final = 10.0
+
+
+class KeyRevoked(Unauthenticated):
+    def __init__(self) -> None:
+        super().__init__(
+            "the key that sent the request, or its rule, was revoked before the job ran"
+        )
+
+
+@dataclass
+class RunningJob:
+    job: Job
+    task: asyncio.Task[None]
+    is_lost: bool = False  # cancelled, or taken over by another process
+
+
+class JobRunner:
+    """Claims jobs and runs them. As a context manager it works in the background."""
+
+    def __init__(self, jobs: Jobs, services: Services) -> None:
+        self._jobs = jobs
+        self._store = jobs.store
+        max_run_s = jobs.settings.job_max_run_s
+        settings = services.settings.model_copy(
+            update={"request_timeout_s": max_run_s, "max_request_timeout_s": max_run_s}
+        )
+        self._services = replace(services, settings=settings)
+        self._drain = services.get(Drain)
+        self._running: dict[str, RunningJob] = {}
+        self._loops = TaskSet()
+        # Runs a job of a kind, and returns it as it ended or was postponed.
+        self.handlers: dict[JobKind, Callable[[Job], Awaitable[Job]]] = {
+            JobKind.request: self._run_request
+        }
+        self.counts = JobCounts({}, None, 0)
+
+    async def __aenter__(self) -> JobRunner:
+        for name, step in (
+            ("jobs", self._claim_jobs),
+            ("job_leases", self._renew_leases),
+            ("job_cleaning", self._clean),
+        ):
+            self._loops.start(repeat(name, step))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await cancel_tasks(self._loops)
+        await cancel_tasks([running.task for running in self._running.values()])
+
+    async def _claim_jobs(self) -> None:
+        seen = self._jobs.changes.count
+        free = self._jobs.settings.max_running_jobs - len(self._running)
+        if free > 0 and not self._drain.is_draining:
+            with suppress(JobsUnavailable, JobsFull):  # logged by the store
+                for job in await self._store.claim(free, time.time()):
+                    task = asyncio.create_task(self._run(job))
+                    self._running[job.id] = RunningJob(job, task)
+        await self._jobs.changes.wait(seen, POLL_S)
+
+    async def _renew_leases(self) -> None:
+        await asyncio.sleep(min(self._jobs.settings.job_lease_s / 3, MAX_HEARTBEAT_S))
+        if not self._running:
+            return
+        with suppress(JobsUnavailable, JobsFull):
+            for lost in await self._store.renew([each.job for each in self._running.values()]):
+                running = self._running.get(lost.id)
+                if running is not None and running.job.token == lost.token:
+                    running.is_lost = True
+                    running.task.cancel()
+
+    def cancel(self, job: Job) -> None:
+        """Stop a job at once that this process runs, and that was cancelled in the store."""
+        if (running := self._running.get(job.id)) is not None:
+            running.is_lost = True
+            running.task.cancel()
+
+    async def _run(self, job: Job) -> None:
+        """Run a job and store what became of it. At the end of the process it is queued again."""
+        has_result = False
+        try:
+            ended = await self._handle(job)
+            is_stored = await self._replace(ended, job.token)
+            has_result = is_stored and ended.result_file == job.own_result_file
+        except asyncio.CancelledError:
+            if not self._running[job.id].is_lost:
+                with suppress(JobsUnavailable, JobsFull):
+                    await self._store.replace(job.postpone(time.time()), job.token)
+            raise
+        finally:
+            del self._running[job.id]
+            if not has_result:
+                with suppress(JobsUnavailable, JobsFull):
+                    await self._store.delete_file(job.own_result_file)
+            self._jobs.changes.notify()
+
+    async def _handle(self, job: Job) -> Job:
+        try:
+            return await self.handlers[job.kind](job)
+        except Exception:
+            log.exception("job %s failed", job.id, extra={"request_id": job.request_id})
+            return job.fail(time.time(), InternalError())
+
+    async def _replace(self, job: Job, token: int) -> bool:
+        """Store the outcome of a job, as soon as the store can be written."""
+        while True:
+            try:
+                return await self._store.replace(job, token)
+            except (JobsUnavailable, JobsFull):
+                await asyncio.sleep(STORE_RETRY_S)
+
+    async def _run_request(self, job: Job) -> Job:
+        scope = build_scope(job)
+        caller = find_current_caller(self._services.access, scope, job)
+        if caller is None:
+            return job.fail(time.time(), KeyRevoked())
+        # Its requests were counted at the rate of the key when it was accepted.
+        caller = replace(caller, priority=Priority.background, requests_per_second=None)
+        scope[INTERNAL_REQUEST] = InternalRequest(self._services, caller)
+        capture = ResponseCapture()
+        body = BodyReader(self._store, job)
+        edge = self._services.get(GatewayMiddleware)
+        await edge(scope, body.receive, capture.send)
+        now = time.time()
+        if capture.status in BUSY_STATUSES:
+            return job.postpone(now + find_delay_s(capture, job))
+        result = capture.body
+        if not await self._keep_result(job, result):
+            return job.postpone(now + NO_ROOM_PAUSE_S)
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1")) for name, value in capture.headers
+        ]
+        info = scope["request_info"]
+        ended = job.finish(now, capture.status, headers, len(result))
+        return replace(ended, error=info.error_reason, error_code=info.error_code)
+
+    async def _keep_result(self, job: Job, result: bytes) -> bool:
+        """Write the result, as soon as the store can be written; return whether there is room."""
+        while True:
+            try:
+                await self._store.delete_file(job.own_result_file)
+                await self._store.append(job.own_result_file, result)
+                await self._store.flush(job.own_result_file)
+            except JobsFull:
+                return False
+            except JobsUnavailable:
+                await asyncio.sleep(STORE_RETRY_S)
+            else:
+                return True
+
+    async def _clean(self) -> None:
+        """Expire what waited for too long, and delete what ended long ago."""
+        with suppress(JobsUnavailable, JobsFull):
+            now = time.time()
+            before = now - self._jobs.settings.job_retention_s
+            for job in await self._store.find_queued_since(before, CLEANING_COUNT):
+                await self._store.replace(job.expire(now), job.token)
+            for job in await self._store.find_ended_before(before, CLEANING_COUNT):
+                await self._store.delete(job)
+            self.counts = await self._store.count_jobs()
+        await asyncio.sleep(CLEANING_PERIOD_S)
+
+
+def find_current_caller(
+    access: Authenticator, scope: MutableMapping[str, Any], job: Job
+) -> Caller | None:
+    """Return the caller with the rights that it has now; None if its key or its rule is gone."""
+    file = access.keys_file
+    if file is None:
+        return None if job.caller else access.authenticate(scope)  # type: ignore[arg-type]
+    callers = [rule.caller for rules in file.value.rules.values() for rule in rules]
+    if job.key_digest:
+        caller = file.find_caller(bytes.fromhex(job.key_digest))
+        callers = [] if caller is None else [caller]
+    return next((caller for caller in callers if caller.name == job.caller), None)
+
+
+def find_delay_s(capture: ResponseCapture, job: Job) -> float:
+    """Return the time after which a busy fleet is asked again, which grows with the starts."""
+    written = dict(capture.headers).get(b"retry-after", b"1")
+    asked_s = float(written) if written.isdigit() else 1.0
+    return min(max(asked_s, 2.0 ** min(job.starts, 8) / 2), MAX_POSTPONE_S)

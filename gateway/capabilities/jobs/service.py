@@ -1,0 +1,56 @@
+"""What the routes, the acceptance and the runner of jobs share."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gateway.callers import Caller, CallerKind, Right
+from gateway.capabilities.jobs.job import Job
+from gateway.capabilities.jobs.settings import JobSettings
+from gateway.capabilities.jobs.store import JobLimits, JobStore
+from gateway.tasks import ChangeSignal
+from gateway.telemetry.request_info import RequestInfo
+
+POLL_S = 0.5  # for changes by other processes
+
+
+class Jobs:
+    """The jobs of this gateway, or of all that share the store."""
+
+    def __init__(self, store: JobStore, settings: JobSettings, max_body_bytes: int) -> None:
+        self.store = store
+        self.settings = settings
+        self.max_body_bytes = max_body_bytes
+        self.limits = JobLimits(settings.max_jobs_bytes, settings.max_jobs_per_caller)
+        # Notified when this process accepts, ends or cancels a job.
+        self.changes = ChangeSignal()
+
+    async def wait_until_ended(self, job: Job, timeout_s: float) -> Job | None:
+        """Return the job when it has ended, or after the time; None if it was deleted."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        current: Job | None = job
+        seen = self.changes.count
+        while current is not None and not current.has_ended and loop.time() < deadline:
+            remaining_s = deadline - loop.time()
+            seen = await self.changes.wait(seen, min(remaining_s, POLL_S))
+            current = await self.store.find(job.id)
+        return current
+
+
+def find_owner(info: RequestInfo) -> str:
+    """Return whose a job is: the key, the rule and whom its token names, or without keys the network."""
+    if info.caller.kind is CallerKind.anonymous:
+        return info.caller_name
+    return f"{info.caller.name} {info.subject}".rstrip()  # no name has a space
+
+
+def may_read(info: RequestInfo, job: Job) -> bool:
+    """Return whether the caller may read and cancel a job whose ID it knows."""
+    if info.caller.kind is CallerKind.anonymous:
+        return not job.caller
+    return job.owner == find_owner(info) or may_read_all(info.caller)
+
+
+def may_read_all(caller: Caller) -> bool:
+    return Right.manage in caller.rights and caller.can_see_all

@@ -1,0 +1,224 @@
+"""Single requests as jobs, before a real Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.embedded.supervisor import EmbeddedTriton
+from tests.support.keys import ADMIN, BOTH, ENTRIES, INFER, TEXTS, bearer, written
+from tests.support.servers import gateway_before
+from tests.support.wait import wait_until
+
+ASYNC = {"Prefer": "respond-async"}
+VECTOR = "/v1/models/vector_FP32/infer"
+
+
+@pytest.fixture(scope="module")
+def client(
+    zoo_triton: EmbeddedTriton, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
+    folder = tmp_path_factory.mktemp("jobs")
+    settings = {
+        "jobs": f"sqlite://{folder}",
+        "keys_file": str(written(folder / "keys.yaml", ENTRIES)),
+        "connect_timeout_s": "10",
+    }
+    with gateway_before(zoo_triton.options.url, **settings) as client:
+        load_models(client)
+        yield client
+
+
+def load_models(client: httpx.Client) -> None:
+    client.headers.update(bearer(ADMIN))
+    for model in ("vector_FP32", "classes", "cancellable", "failing", "vectors"):
+        assert client.post(f"/v2/repository/models/{model}/load").is_success
+    client.headers.update(bearer(INFER))
+
+
+def submit(client: httpx.Client, path: str = VECTOR, **options: Any) -> httpx.Response:
+    options.setdefault("json", {"inputs": [[1.5, 2.5]]})
+    headers = {**ASYNC, **options.pop("headers", {})}
+    return client.post(path, headers=headers, **options)
+
+
+def wait_for(client: httpx.Client, job: str) -> dict[str, Any]:
+    document: dict[str, Any] = {}
+
+    def has_ended() -> bool:
+        document.update(client.get(f"/v1/jobs/{job}", params={"wait": 20}).json())
+        return document["state"] not in ("queued", "running")
+
+    wait_until(has_ended)
+    return document
+
+
+def test_result_of_a_job_is_the_response_of_the_request(client: httpx.Client) -> None:
+    headers = {"X-Request-ID": "the-same"}
+    direct = client.post(VECTOR, json={"inputs": [[1.5, 2.5]]}, headers=headers)
+    accepted = submit(client, headers=headers)
+    assert accepted.status_code == 202, accepted.text
+    assert accepted.headers["Preference-Applied"] == "respond-async"
+    job = accepted.json()["id"]
+    assert accepted.headers["Location"] == f"/v1/jobs/{job}"
+    document = wait_for(client, job)
+    assert (document["state"], document["starts"], document["model"]) == ("done", 1, "vector_FP32")
+    result = client.get(f"/v1/jobs/{job}/result")
+    assert (result.status_code, result.content) == (direct.status_code, direct.content)
+    assert result.headers["Content-Type"] == direct.headers["Content-Type"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/models/classes/infer?classification=1", {"inputs": [0.1, 0.7, 0.2]}),
+        ("/v1/models/vector_FP32/versions/1:predict", {"instances": [[1, 2]]}),
+        ("/v1/embeddings", {"model": "vectors", "input": ["a", "b"]}),
+    ],
+)
+def test_every_inference_can_be_a_job(client: httpx.Client, path: str, body: Any) -> None:
+    headers = {"X-Request-ID": "one"}
+    job = submit(client, path, json=body, headers=headers).json()
+    assert wait_for(client, job["id"])["state"] == "done"
+    direct = client.post(path, json=body, headers=headers)
+    assert client.get(f"/v1/jobs/{job['id']}/result").content == direct.content
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "status"),
+    [
+        ("/v1/models/nothing/infer", "{}", {}, 404),
+        (VECTOR, "{", {}, 400),
+        (VECTOR, '{"inputs": "text"}', {}, 422),
+        (VECTOR, '{"inputs": [1]}', bearer(TEXTS), 404),
+        (VECTOR, '{"inputs": [1]}', {"Authorization": "Bearer unknown"}, 401),
+        (VECTOR, '{"inputs": [1]}', {"Content-Encoding": "br"}, 415),
+        (f"{VECTOR}?other=1", '{"inputs": [1]}', {}, 400),
+        ("/v1/embeddings", '{"model": "vectors"}', {}, 400),
+        # What is done without the model is done at once.
+        (f"{VECTOR}?dry_run=true", '{"inputs": [1]}', {}, 200),
+        ("/v1/models/vector_FP32:predict", '{"instances": []}', {}, 400),
+    ],
+)
+def test_what_needs_no_model_is_answered_at_once(
+    client: httpx.Client, path: str, body: str, headers: dict[str, str], status: int
+) -> None:
+    headers = {"Content-Type": "application/json", "X-Request-ID": "one", **headers}
+    direct = client.post(path, content=body, headers=headers)
+    answer = client.post(path, content=body, headers={**headers, **ASYNC})
+    assert (answer.status_code, answer.content) == (direct.status_code, direct.content)
+    assert answer.status_code == status
+    # The response has no header twice, but for the date.
+    assert sorted(answer.headers.multi_items())[1:] == sorted(direct.headers.multi_items())[1:]
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Accept": "text/event-stream"}, {"X-Sequence-ID": "1", "X-Sequence": "start"}]
+)
+def test_streams_and_sequences_are_no_jobs(client: httpx.Client, headers: dict[str, str]) -> None:
+    answer = submit(client, headers=headers)
+    assert answer.status_code == 400
+    assert "without Prefer: respond-async" in answer.json()["error"]
+
+
+def test_failed_job_has_the_error_of_the_request(client: httpx.Client) -> None:
+    job = submit(client, "/v1/models/failing/infer", json={"inputs": [1]}).json()["id"]
+    document = wait_for(client, job)
+    result = client.get(f"/v1/jobs/{job}/result")
+    direct = client.post("/v1/models/failing/infer", json={"inputs": [1]})
+    assert (document["state"], document["status"]) == ("failed", direct.status_code)
+    assert result.status_code == direct.status_code
+    assert document["error"] == {"code": "MODEL_FAULT", "message": direct.json()["error"]}
+    assert client.delete(f"/v1/jobs/{job}").status_code == 200
+    assert client.get(f"/v1/jobs/{job}").status_code == 404
+
+
+def test_request_that_ends_within_its_wait_is_answered_directly(client: httpx.Client) -> None:
+    before = client.get("/v1/jobs").json()
+    answer = submit(client, headers={"Prefer": "respond-async, wait=30", "X-Request-ID": "one"})
+    direct = client.post(VECTOR, json={"inputs": [[1.5, 2.5]]}, headers={"X-Request-ID": "one"})
+    assert (answer.status_code, answer.content) == (200, direct.content)
+    wait_until(lambda: client.get("/v1/jobs").json() == before)
+
+
+def test_idempotency_key_makes_one_job_of_many_requests(client: httpx.Client) -> None:
+    headers = {"Idempotency-Key": "the-key"}
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda _: submit(client, headers=headers), range(24)))
+    assert {answer.status_code for answer in answers} <= {202, 409}
+    jobs = {answer.json()["id"] for answer in answers if answer.status_code == 202}
+    assert len(jobs) == 1
+    assert wait_for(client, *jobs)["starts"] == 1
+    assert submit(client, headers=headers).json()["id"] in jobs
+    other = submit(client, json={"inputs": [[3.0]]}, headers=headers)
+    assert (other.status_code, other.json()["code"]) == (422, "IDEMPOTENCY_KEY_REUSED")
+    assert submit(client, headers={**headers, **bearer(BOTH)}).json()["id"] not in jobs
+
+
+def test_caller_sees_its_own_jobs_and_an_admin_all(client: httpx.Client) -> None:
+    job = submit(client).json()["id"]
+    wait_for(client, job)
+    path = f"/v1/jobs/{job}"
+    for method, url in (("GET", path), ("GET", f"{path}/result"), ("DELETE", path)):
+        assert client.request(method, url, headers=bearer(BOTH)).status_code == 404
+    for headers, sees in ((bearer(BOTH), False), (bearer(ADMIN), True), (bearer(INFER), True)):
+        listed = client.get("/v1/jobs", params={"state": "done"}, headers=headers).json()["jobs"]
+        assert (job in [each["id"] for each in listed]) is sees
+    pages = client.get("/v1/jobs", params={"limit": 1}).json()["jobs"]
+    rest = client.get("/v1/jobs", params={"after": pages[0]["id"]}).json()["jobs"]
+    assert pages + rest == client.get("/v1/jobs").json()["jobs"]
+
+
+def test_cancelled_job_ends_in_triton(client: httpx.Client, zoo_triton: EmbeddedTriton) -> None:
+    ends = Path(zoo_triton.options.model_repositories[0]) / "cancellable/ends"
+    ends.unlink(missing_ok=True)
+    job = submit(client, "/v1/models/cancellable/infer", json={"inputs": [3600]}).json()["id"]
+    wait_until(lambda: client.get(f"/v1/jobs/{job}").json()["state"] == "running")
+    wait_until((ends.parent / "started").exists)
+    assert client.get(f"/v1/jobs/{job}/result").status_code == 409
+    assert client.delete(f"/v1/jobs/{job}").json()["state"] == "cancelled"
+    wait_until(ends.exists)
+    assert "cancelled" in ends.read_text()
+
+
+def test_queue_its_limits_and_a_revoked_key(zoo_triton: EmbeddedTriton, tmp_path: Path) -> None:
+    keys = written(tmp_path / "keys.yaml", ENTRIES)
+    settings = {
+        "jobs": f"sqlite://{tmp_path}/jobs",
+        "keys_file": str(keys),
+        "max_running_jobs": "1",
+        "max_jobs_per_caller": "2",
+        "max_jobs_bytes": "1000",
+    }
+    with gateway_before(zoo_triton.options.url, **settings) as client:
+        load_models(client)
+        blocking = submit(client, "/v1/models/cancellable/infer", json={"inputs": [3600]}).json()
+        wait_until(lambda: client.get(f"/v1/jobs/{blocking['id']}").json()["state"] == "running")
+        waiting = submit(client).json()["id"]
+        last = submit(client, headers=bearer(BOTH)).json()["id"]
+        admin = bearer(ADMIN)
+        positions = [
+            client.get(f"/v1/jobs/{job}", headers=admin).json()["position"]
+            for job in (waiting, last)
+        ]
+        assert positions == [0, 1]
+        assert submit(client).status_code == 429
+        large = submit(client, json={"inputs": [[0.125] * 500]}, headers=bearer(BOTH))
+        assert (large.status_code, large.json()["code"]) == (507, "JOBS_FULL")
+        assert len(list((tmp_path / "jobs/files").iterdir())) == 3
+        page = client.get("/metrics", headers=admin).text
+        assert 'gateway_jobs{state="queued"}' in page
+        written(keys, [each for each in ENTRIES if each["name"] != "infer"])
+        wait_until(lambda: client.get("/v1/jobs").status_code == 401)
+        assert client.delete(f"/v1/jobs/{blocking['id']}", headers=admin).is_success
+        client.headers.update(admin)
+        assert wait_for(client, last)["state"] == "done"
+        assert wait_for(client, waiting)["error"]["code"] == "UNAUTHENTICATED"
+        assert client.get(f"/v1/jobs/{waiting}/result").status_code == 401
+        assert client.delete("/v1/jobs", params={"caller": "infer"}).json() == {"deleted": 2}
+        assert [each["id"] for each in client.get("/v1/jobs").json()["jobs"]] == [last]
