@@ -10,9 +10,11 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from gateway.capabilities.jobs.settings import SQLITE, JobSettings
 from gateway.capability import Attachment, Capability
+from gateway.messages import CommandError
 from gateway.settings import Settings
 
 if TYPE_CHECKING:
@@ -46,6 +48,16 @@ def attach_jobs(settings: Settings) -> Attachment | None:
 
 
 def create_store(settings: JobSettings) -> JobStore:
+    if not settings.jobs.startswith(SQLITE):
+        from gateway.capabilities.jobs.redis_store import RedisJobStore
+        from gateway.repository.state.redis import parse_redis_url
+
+        url = urlsplit(settings.jobs)
+        password = settings.jobs_password.get_secret_value() if settings.jobs_password else ""
+        parsed = parse_redis_url(url, url.port or 6379, password, "GATEWAY_JOBS")
+        if parsed is None:
+            raise CommandError("GATEWAY_JOBS is not a valid redis:// URL")
+        return RedisJobStore(*parsed, settings.job_lease_s, settings.jobs_folder)
     from gateway.capabilities.jobs.sqlite_store import SqliteJobStore
 
     return SqliteJobStore(Path(settings.jobs.removeprefix(SQLITE)), settings.job_lease_s)

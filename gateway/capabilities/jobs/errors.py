@@ -38,6 +38,16 @@ class JobsFull(GatewayError):
         )
 
 
+class ResultTooLarge(GatewayError):
+    status = 507
+    code = "RESULT_TOO_LARGE"
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(
+            f"the result exceeds {limit_bytes} bytes, which is the limit without GATEWAY_JOBS_FOLDER"
+        )
+
+
 class JobsUnavailable(GatewayError):
     """The store of the jobs cannot be read or written."""
 

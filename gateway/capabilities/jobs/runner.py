@@ -18,7 +18,7 @@ from gateway.capabilities.jobs.replay import BodyReader, ResponseCapture, build_
 from gateway.capabilities.jobs.service import POLL_S, Jobs
 from gateway.capabilities.jobs.store import JobCounts
 from gateway.draining import Drain
-from gateway.errors import InternalError, Unauthenticated
+from gateway.errors import GatewayError, InternalError, Unauthenticated
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.services import INTERNAL_REQUEST, InternalRequest, Services
 from gateway.tasks import TaskSet, cancel_tasks, repeat
@@ -131,6 +131,8 @@ class JobRunner:
     async def _handle(self, job: Job) -> Job:
         try:
             return await self.handlers[job.kind](job)
+        except GatewayError as exc:
+            return job.fail(time.time(), exc)
         except Exception:
             log.exception("job %s failed", job.id, extra={"request_id": job.request_id})
             return job.fail(time.time(), InternalError())

@@ -77,6 +77,14 @@ COUNT_ACTION: Final = "used to count requests"
 
 
 def open_redis_store(url: SplitResult, port: int, password: str) -> RedisStateStore | None:
+    parsed = parse_redis_url(url, port, password)
+    return None if parsed is None else RedisStateStore(*parsed)
+
+
+def parse_redis_url(
+    url: SplitResult, port: int, password: str, setting: str = "GATEWAY_STATE"
+) -> tuple[RedisServer, str] | None:
+    """Return the server and the prefix of all keys; None for an invalid URL. Raises `BadState`."""
     options = dict(parse_qsl(url.query, keep_blank_values=True))
     prefix = options.pop("prefix", DEFAULT_KEY_PREFIX)
     database = url.path.strip("/") or "0"
@@ -86,7 +94,7 @@ def open_redis_store(url: SplitResult, port: int, password: str) -> RedisStateSt
         return None
     for name, file in options.items():
         if not Path(file).is_file():
-            raise BadState(f"GATEWAY_STATE: file {file} of {name} not found")
+            raise BadState(f"{setting}: file {file} of {name} not found")
     server = RedisServer(
         unquote(url.hostname),
         port,
@@ -95,7 +103,7 @@ def open_redis_store(url: SplitResult, port: int, password: str) -> RedisStateSt
         password=(password or None) if url.password is None else unquote(url.password),
         tls=options if tls else None,
     )
-    return RedisStateStore(server, prefix)
+    return server, prefix
 
 
 @dataclass(frozen=True)

@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from gateway.embedded.supervisor import EmbeddedTriton
+from tests.capabilities.jobs.support import (
+    ASYNC,
+    CANCELLABLE,
+    VECTOR,
+    submit,
+    wait_for,
+    wait_for_state,
+)
 from tests.support.keys import ADMIN, BOTH, ENTRIES, INFER, TEXTS, bearer, written
+from tests.support.redis_server import RedisServer
 from tests.support.servers import gateway_before
 from tests.support.wait import wait_until
 
-ASYNC = {"Prefer": "respond-async"}
-VECTOR = "/v1/models/vector_FP32/infer"
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=["sqlite", "redis"])
+def create_jobs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], str]:
+    """Returns a value of GATEWAY_JOBS for a store of its own."""
+    if request.param == "sqlite":
+        return lambda: f"sqlite://{tmp_path_factory.mktemp('jobs')}"
+    return cast(RedisServer, request.getfixturevalue("redis")).url
 
 
 @pytest.fixture(scope="module")
 def client(
-    zoo_triton: EmbeddedTriton, tmp_path_factory: pytest.TempPathFactory
+    zoo_triton: EmbeddedTriton,
+    create_jobs: Callable[[], str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[httpx.Client]:
-    folder = tmp_path_factory.mktemp("jobs")
     settings = {
-        "jobs": f"sqlite://{folder}",
-        "keys_file": str(written(folder / "keys.yaml", ENTRIES)),
+        "jobs": create_jobs(),
+        "keys_file": str(written(tmp_path_factory.mktemp("keys") / "keys.yaml", ENTRIES)),
         "connect_timeout_s": "10",
     }
     with gateway_before(zoo_triton.options.url, **settings) as client:
@@ -39,23 +62,6 @@ def load_models(client: httpx.Client) -> None:
     for model in ("vector_FP32", "classes", "cancellable", "failing", "vectors"):
         assert client.post(f"/v2/repository/models/{model}/load").is_success
     client.headers.update(bearer(INFER))
-
-
-def submit(client: httpx.Client, path: str = VECTOR, **options: Any) -> httpx.Response:
-    options.setdefault("json", {"inputs": [[1.5, 2.5]]})
-    headers = {**ASYNC, **options.pop("headers", {})}
-    return client.post(path, headers=headers, **options)
-
-
-def wait_for(client: httpx.Client, job: str) -> dict[str, Any]:
-    document: dict[str, Any] = {}
-
-    def has_ended() -> bool:
-        document.update(client.get(f"/v1/jobs/{job}", params={"wait": 20}).json())
-        return document["state"] not in ("queued", "running")
-
-    wait_until(has_ended)
-    return document
 
 
 def test_result_of_a_job_is_the_response_of_the_request(client: httpx.Client) -> None:
@@ -177,8 +183,8 @@ def test_caller_sees_its_own_jobs_and_an_admin_all(client: httpx.Client) -> None
 def test_cancelled_job_ends_in_triton(client: httpx.Client, zoo_triton: EmbeddedTriton) -> None:
     ends = Path(zoo_triton.options.model_repositories[0]) / "cancellable/ends"
     ends.unlink(missing_ok=True)
-    job = submit(client, "/v1/models/cancellable/infer", json={"inputs": [3600]}).json()["id"]
-    wait_until(lambda: client.get(f"/v1/jobs/{job}").json()["state"] == "running")
+    job = submit(client, CANCELLABLE, json={"inputs": [3600]}).json()["id"]
+    wait_for_state(client, job, "running")
     wait_until((ends.parent / "started").exists)
     assert client.get(f"/v1/jobs/{job}/result").status_code == 409
     assert client.delete(f"/v1/jobs/{job}").json()["state"] == "cancelled"
@@ -186,10 +192,12 @@ def test_cancelled_job_ends_in_triton(client: httpx.Client, zoo_triton: Embedded
     assert "cancelled" in ends.read_text()
 
 
-def test_queue_its_limits_and_a_revoked_key(zoo_triton: EmbeddedTriton, tmp_path: Path) -> None:
+def test_queue_its_limits_and_a_revoked_key(
+    zoo_triton: EmbeddedTriton, create_jobs: Callable[[], str], tmp_path: Path
+) -> None:
     keys = written(tmp_path / "keys.yaml", ENTRIES)
     settings = {
-        "jobs": f"sqlite://{tmp_path}/jobs",
+        "jobs": create_jobs(),
         "keys_file": str(keys),
         "max_running_jobs": "1",
         "max_jobs_per_caller": "2",
@@ -197,8 +205,8 @@ def test_queue_its_limits_and_a_revoked_key(zoo_triton: EmbeddedTriton, tmp_path
     }
     with gateway_before(zoo_triton.options.url, **settings) as client:
         load_models(client)
-        blocking = submit(client, "/v1/models/cancellable/infer", json={"inputs": [3600]}).json()
-        wait_until(lambda: client.get(f"/v1/jobs/{blocking['id']}").json()["state"] == "running")
+        blocking = submit(client, CANCELLABLE, json={"inputs": [3600]}).json()
+        wait_for_state(client, blocking["id"], "running")
         waiting = submit(client).json()["id"]
         last = submit(client, headers=bearer(BOTH)).json()["id"]
         admin = bearer(ADMIN)
@@ -210,7 +218,6 @@ def test_queue_its_limits_and_a_revoked_key(zoo_triton: EmbeddedTriton, tmp_path
         assert submit(client).status_code == 429
         large = submit(client, json={"inputs": [[0.125] * 500]}, headers=bearer(BOTH))
         assert (large.status_code, large.json()["code"]) == (507, "JOBS_FULL")
-        assert len(list((tmp_path / "jobs/files").iterdir())) == 3
         page = client.get("/metrics", headers=admin).text
         assert 'gateway_jobs{state="queued"}' in page
         written(keys, [each for each in ENTRIES if each["name"] != "infer"])

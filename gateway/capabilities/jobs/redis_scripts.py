@@ -1,0 +1,182 @@
+"""The Lua scripts of jobs in Redis. `KEYS[1]` is the prefix of their keys."""
+
+from __future__ import annotations
+
+# Keeps a job and everything that finds it: the stream of the queue, and sorted sets by number or time.
+PUT: str = """
+local function key(name) return KEYS[1] .. name end
+local function drop_entry(id)
+  local entry = redis.call('HGET', key('entries'), id)
+  if entry then
+    redis.call('XACK', key('queue'), 'gateways', entry)
+    redis.call('XDEL', key('queue'), entry)
+    redis.call('HDEL', key('entries'), id)
+  end
+  redis.call('ZREM', key('delayed'), id)
+end
+local function is_unfinished(state) return state == 'queued' or state == 'running' end
+local function enqueue(id)
+  redis.call('HSET', key('entries'), id, redis.call('XADD', key('queue'), '*', 'id', id))
+end
+local function count(id, owner, state, size, sign)
+  redis.call('HINCRBY', key('states'), state, sign)
+  redis.call('INCRBY', key('bytes'), sign * size)
+  if is_unfinished(state) then
+    redis.call('HINCRBY', key('unfinished'), owner, sign)
+  end
+end
+local function put_time(name, id, time)
+  if tonumber(time) > 0 then
+    redis.call('ZADD', key(name), time, id)
+  else
+    redis.call('ZREM', key(name), id)
+  end
+end
+-- The fields: id, owner, token, state, due_at, ended_at, callback_due_at, size, document.
+local function put(id, owner, token, state, due_at, ended_at, callback_due_at, size, document)
+  local before = redis.call('HGET', key('state'), id)
+  if before then
+    count(id, owner, before, redis.call('HGET', key('size'), id), -1)
+  end
+  count(id, owner, state, size, 1)
+  redis.call('HSET', key('state'), id, state)
+  redis.call('HSET', key('size'), id, size)
+  redis.call('HSET', key('token'), id, token)
+  redis.call('HSET', key('documents'), id, document)
+  put_time('ended', id, ended_at)
+  put_time('callbacks', id, callback_due_at)
+  if state == 'queued' then
+    redis.call('ZADD', key('queued'), redis.call('ZSCORE', key('all'), id), id)
+    if before ~= 'queued' then
+      drop_entry(id)
+      redis.call('ZADD', key('delayed'), due_at, id)
+    end
+  else
+    redis.call('ZREM', key('queued'), id)
+    if state ~= 'running' then
+      drop_entry(id)
+    end
+  end
+end
+"""
+# Further arguments: the most unfinished jobs of the owner, the most bytes, the idempotency key or "".
+ADD: str = (
+    PUT
+    + """
+local id, owner, name = ARGV[1], ARGV[2], ARGV[12]
+if redis.call('HEXISTS', key('state'), id) == 1 then  -- the command was sent a second time
+  return redis.call('HGET', key('documents'), id)
+end
+if name ~= '' then
+  local known = redis.call('HGET', key('keys'), owner .. '\\n' .. name)
+  if known then
+    return redis.call('HGET', key('documents'), known)
+  end
+end
+if tonumber(redis.call('HGET', key('unfinished'), owner) or '0') >= tonumber(ARGV[10]) then
+  return 'TOO_MANY'
+end
+if tonumber(redis.call('GET', key('bytes')) or '0') + tonumber(ARGV[8]) > tonumber(ARGV[11]) then
+  return 'FULL'
+end
+if name ~= '' then
+  redis.call('HSET', key('keys'), owner .. '\\n' .. name, id)
+end
+local number = redis.call('INCR', key('number'))
+redis.call('ZADD', key('all'), number, id)
+redis.call('ZADD', key('of:' .. owner), number, id)
+redis.call('PERSIST', key('file:' .. id .. '.body'))
+put(unpack(ARGV, 1, 9))
+return ARGV[9]
+"""
+)
+# A further argument: the token that was seen.
+REPLACE: str = (
+    PUT
+    + """
+if redis.call('HGET', key('documents'), ARGV[1]) == ARGV[9] then  -- as above
+  return 1
+end
+if redis.call('HGET', key('token'), ARGV[1]) ~= ARGV[10] then
+  return 0
+end
+put(unpack(ARGV, 1, 9))
+return 1
+"""
+)
+# Arguments: id, owner, idempotency key, and the names of the files in Redis.
+DELETE: str = (
+    PUT
+    + """
+local id, owner = ARGV[1], ARGV[2]
+local state = redis.call('HGET', key('state'), id)
+if not state then
+  return 0
+end
+count(id, owner, state, redis.call('HGET', key('size'), id), -1)
+drop_entry(id)
+for _, name in ipairs({'state', 'size', 'token', 'documents'}) do
+  redis.call('HDEL', key(name), id)
+end
+for _, name in ipairs({'all', 'of:' .. owner, 'queued', 'ended', 'callbacks'}) do
+  redis.call('ZREM', key(name), id)
+end
+redis.call('HDEL', key('keys'), owner .. '\\n' .. ARGV[3])
+for index = 4, #ARGV do
+  redis.call('DEL', key('file:' .. ARGV[index]))
+end
+return 1
+"""
+)
+# Arguments: the time. Adds the queued jobs that are due to the stream, which may have been lost.
+ENQUEUE_DUE: str = (
+    PUT
+    + """
+redis.pcall('XGROUP', 'CREATE', key('queue'), 'gateways', '0', 'MKSTREAM')
+local due = redis.call('ZRANGEBYSCORE', key('delayed'), '-inf', ARGV[1], 'LIMIT', 0, 100)
+for _, id in ipairs(due) do
+  redis.call('ZREM', key('delayed'), id)
+  enqueue(id)
+end
+return #due
+"""
+)
+# Arguments: the consumer, and pairs of id and token. Returns the ids whose token is another one.
+RENEW: str = """
+local lost = {}
+for index = 2, #ARGV - 1, 2 do
+  local id = ARGV[index]
+  local entry = redis.call('HGET', KEYS[1] .. 'entries', id)
+  if entry and redis.call('HGET', KEYS[1] .. 'token', id) == ARGV[index + 1] then
+    redis.call('XCLAIM', KEYS[1] .. 'queue', 'gateways', ARGV[1], 0, entry, 'JUSTID')
+  else
+    table.insert(lost, id)
+  end
+end
+return lost
+"""
+# Arguments: the time, the time after the lease, the most jobs.
+TAKE_DELIVERIES: str = """
+local due = redis.call('ZRANGEBYSCORE', KEYS[1] .. 'callbacks', 1, ARGV[1], 'LIMIT', 0, ARGV[3])
+local documents = {}
+for _, id in ipairs(due) do
+  redis.call('ZADD', KEYS[1] .. 'callbacks', ARGV[2], id)
+  table.insert(documents, redis.call('HGET', KEYS[1] .. 'documents', id))
+end
+return documents
+"""
+# Arguments: the consumer. Deletes it, unless it has jobs, and those that ended a day ago.
+DELETE_CONSUMERS: str = """
+local queue = KEYS[1] .. 'queue'
+for _, facts in ipairs(redis.call('XINFO', 'CONSUMERS', queue, 'gateways')) do
+  local consumer = {}
+  for index = 1, #facts, 2 do
+    consumer[facts[index]] = facts[index + 1]
+  end
+  local is_old = consumer.name == ARGV[1] or consumer.idle > 86400000
+  if is_old and consumer.pending == 0 then
+    redis.call('XGROUP', 'DELCONSUMER', queue, 'gateways', consumer.name)
+  end
+end
+return 1
+"""

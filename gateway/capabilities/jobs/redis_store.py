@@ -1,0 +1,313 @@
+"""Jobs in Redis, for gateways on several machines: a stream with a consumer group is their queue.
+
+The lease of a job is the time for which its entry in the stream has not been claimed. The bodies and results
+are in a folder that the gateways share, or in Redis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from gateway.capabilities.jobs import redis_scripts
+from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable, ResultTooLarge, TooManyJobs
+from gateway.capabilities.jobs.folder_files import FolderFiles
+from gateway.capabilities.jobs.job import Job, JobState, decode_job, encode_job
+from gateway.capabilities.jobs.store import JobCounts, JobLimits, JobQuery
+from gateway.errors import BodyTooLarge, StateUnavailable
+from gateway.messages import CommandError
+from gateway.repository.state.desired import READ_ACTION, WRITE_ACTION
+from gateway.repository.state.redis_connection import REDIS_REASONS, RedisConnection, RedisServer
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+GROUP: Final = "gateways"
+MAX_BODY_BYTES: Final = 1 << 20  # in Redis
+MAX_RESULT_BYTES: Final = 64 << 20
+BODY_TTL_S: Final = 3600  # of one without a job
+LIST_BATCH: Final = 500
+MAX_LAPSED: Final = 100
+OUT_OF_MEMORY: Final = REDIS_REASONS["OutOfMemoryError"]
+
+
+class RedisJobStore:
+    """Jobs that several gateways share. `redis_scripts.py` has their keys."""
+
+    def __init__(
+        self, server: RedisServer, prefix: str, lease_s: float, folder: Path | None
+    ) -> None:
+        self._redis = RedisConnection(server, f"{prefix}jobs:")
+        self._lease_s = lease_s
+        self._consumer = secrets.token_hex(8)
+        self._files = None if folder is None else FolderFiles(folder)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jobs")
+        self._held: set[str] = set()  # IDs of the jobs that this process runs
+        # Since when Redis has answered. After an outage every worker gets time to renew its leases.
+        self._available_since = 0.0
+
+    async def open(self) -> None:
+        """Raises `CommandError`."""
+        try:
+            if self._files is not None:
+                self._files.create()
+            await self._run_script(WRITE_ACTION, redis_scripts.ENQUEUE_DUE, 0, decode=int)
+            facts = await self._execute(READ_ACTION, "INFO", "persistence", decode=dict)
+            if not facts.get("aof_enabled"):
+                log.warning(
+                    "the Redis of GATEWAY_JOBS loses accepted jobs when it ends: its appendonly is off"
+                )
+        except (OSError, JobsUnavailable) as exc:
+            raise CommandError(f"GATEWAY_JOBS cannot be used: {exc}") from None
+
+    async def close(self) -> None:
+        with suppress(JobsUnavailable, JobsFull):
+            script = redis_scripts.DELETE_CONSUMERS
+            await self._run_script(WRITE_ACTION, script, self._consumer, decode=bool)
+        await self._redis.close()
+        self._thread.shutdown()
+
+    async def add(self, job: Job, limits: JobLimits) -> Job:
+        if self._files is not None:
+            await self._run(self._files.check_room)
+        further = (limits.max_per_owner, limits.max_bytes, job.idempotency_key)
+        arguments = (*list_fields(job), *further)
+        reply = await self._run_script(WRITE_ACTION, redis_scripts.ADD, *arguments, decode=bytes)
+        if reply == b"TOO_MANY":
+            raise TooManyJobs(limits.max_per_owner)
+        if reply == b"FULL":
+            raise JobsFull(
+                f"all jobs together exceed {limits.max_bytes} bytes (GATEWAY_MAX_JOBS_BYTES)"
+            )
+        kept = decode_job(reply)
+        return job if kept.id == job.id else kept
+
+    async def find(self, job_id: str) -> Job | None:
+        return next(iter(await self._find_all([job_id])), None)
+
+    async def _find_all(self, job_ids: Sequence[str | bytes]) -> list[Job]:
+        if not job_ids:
+            return []
+        command = ("HMGET", self._key("documents"), *job_ids)
+        return await self._execute(READ_ACTION, *command, decode=decode_jobs)
+
+    async def find_by_key(self, owner: str, idempotency_key: str) -> Job | None:
+        command = ("HGET", self._key("keys"), f"{owner}\n{idempotency_key}")
+        job_id = await self._execute(READ_ACTION, *command, decode=decode_text)
+        return await self.find(job_id) if job_id else None
+
+    async def replace(self, job: Job, seen_token: int) -> bool:
+        arguments = (*list_fields(job), seen_token)
+        if job.state is not JobState.running:
+            self._held.discard(job.id)
+        return await self._run_script(WRITE_ACTION, redis_scripts.REPLACE, *arguments, decode=bool)
+
+    async def delete(self, job: Job) -> None:
+        results = (f"{job.id}.{token}.result" for token in range(job.token + 1))
+        files = [job.body_file, *results] if self._files is None else []
+        arguments = (job.id, job.owner, job.idempotency_key, *files)
+        await self._run_script(WRITE_ACTION, redis_scripts.DELETE, *arguments, decode=bool)
+        if self._files is not None:
+            await self._run(self._files.delete_of_job, job.id)
+
+    async def list_jobs(self, query: JobQuery) -> Sequence[Job]:
+        is_wanted = partial(matches, query)
+        numbers = self._key("all" if query.owner is None else f"of:{query.owner}")
+        last = "+inf"
+        if query.after:
+            score = await self._execute(
+                READ_ACTION, "ZSCORE", numbers, query.after, decode=decode_number
+            )
+            if not score:
+                return []
+            last = f"({score}"
+        found: list[Job] = []
+        for start in range(0, 1 << 62, LIST_BATCH):
+            page = ("ZREVRANGEBYSCORE", numbers, last, "-inf", "LIMIT", start, LIST_BATCH)
+            job_ids = await self._execute(READ_ACTION, *page, decode=list)
+            found += filter(is_wanted, await self._find_all(job_ids))
+            if len(job_ids) < LIST_BATCH or len(found) >= query.limit:
+                break
+        return found[: query.limit]
+
+    async def find_position(self, job: Job) -> int:
+        command = ("ZRANK", self._key("queued"), job.id)
+        return await self._execute(READ_ACTION, *command, decode=decode_number)
+
+    async def claim(self, count: int, now: float) -> Sequence[Job]:
+        is_settled = await self._take_lapsed(now)
+        await self._run_script(WRITE_ACTION, redis_scripts.ENQUEUE_DUE, now, decode=int)
+        options = ("COUNT", count, "STREAMS", self._key("queue"), ">")
+        command = ("XREADGROUP", "GROUP", GROUP, self._consumer, *options)
+        entries = await self._execute(WRITE_ACTION, *command, decode=decode_stream)
+        return await self._start([*is_settled, *entries], now)
+
+    async def _take_lapsed(self, now: float) -> Sequence[str]:
+        """End the leases that have run out; return the jobs that their worker had not started yet."""
+        if not self._redis.is_available or not self._available_since:
+            self._available_since = time.monotonic()
+        lease_ms = int(self._lease_s * 1000)
+        if time.monotonic() - self._available_since < self._lease_s / 3:
+            return []
+        command = ("XAUTOCLAIM", self._key("queue"), GROUP, self._consumer, lease_ms, "0-0")
+        lapsed = await self._execute(
+            WRITE_ACTION, *command, "COUNT", MAX_LAPSED, decode=decode_claimed
+        )
+        jobs = await self._find_all([job_id for job_id in lapsed if job_id not in self._held])
+        for job in jobs:
+            if job.state is JobState.running:
+                await self.replace(job.lose_worker(now), job.token)
+        return [job.id for job in jobs if job.state is JobState.queued]
+
+    async def _start(self, job_ids: Sequence[str], now: float) -> Sequence[Job]:
+        started = []
+        for job in await self._find_all(job_ids):
+            running = job.start(now)
+            if job.state is JobState.queued and await self.replace(running, job.token):
+                self._held.add(job.id)
+                started.append(running)
+        return started
+
+    async def renew(self, jobs: Sequence[Job]) -> Sequence[Job]:
+        pairs = (value for job in jobs for value in (job.id, job.token))
+        lost = await self._run_script(
+            WRITE_ACTION, redis_scripts.RENEW, self._consumer, *pairs, decode=decode_texts
+        )
+        self._held = {job.id for job in jobs} - set(lost)
+        return [job for job in jobs if job.id in lost]
+
+    async def count_jobs(self) -> JobCounts:
+        command = ("HGETALL", self._key("states"))
+        states = await self._execute(READ_ACTION, *command, decode=dict)
+        command = ("GET", self._key("bytes"))
+        size_bytes = await self._execute(READ_ACTION, *command, decode=decode_number)
+        oldest = await self._find_from("ZRANGE", "queued", 0, 0)
+        counts = {JobState(state.decode()): int(count) for state, count in states.items()}
+        return JobCounts(counts, oldest[0].created_at if oldest else None, size_bytes)
+
+    async def find_ended_before(self, when: float, limit: int) -> Sequence[Job]:
+        return await self._find_from("ZRANGEBYSCORE", "ended", "-inf", when, "LIMIT", 0, limit)
+
+    async def find_queued_since(self, when: float, limit: int) -> Sequence[Job]:
+        oldest = await self._find_from("ZRANGE", "queued", 0, limit - 1)
+        return [job for job in oldest if job.created_at < when]
+
+    async def _find_from(self, command: str, name: str, *arguments: Any) -> list[Job]:
+        ids = await self._execute(READ_ACTION, command, self._key(name), *arguments, decode=list)
+        return await self._find_all(ids)
+
+    async def find_due_deliveries(self, now: float, lease_s: float, limit: int) -> Sequence[Job]:
+        arguments = (now, now + lease_s, limit)
+        return await self._run_script(
+            WRITE_ACTION, redis_scripts.TAKE_DELIVERIES, *arguments, decode=decode_jobs
+        )
+
+    async def keep_secret(self, name: str, value: str) -> str:
+        secret = self._key("secrets")
+        await self._execute(WRITE_ACTION, "HSETNX", secret, name, value, decode=bool)
+        return await self._execute(READ_ACTION, "HGET", secret, name, decode=bytes.decode)
+
+    async def append(self, file: str, data: bytes) -> None:
+        if self._files is not None:
+            await self._run(self._files.append, file, data)
+            return
+        is_body = file.endswith(".body")
+        max_bytes = MAX_BODY_BYTES if is_body else MAX_RESULT_BYTES
+        key = self._key(f"file:{file}")
+        length = await self._execute(READ_ACTION, "STRLEN", key, decode=int)
+        if length + len(data) > max_bytes:
+            raise BodyTooLarge(max_bytes) if is_body else ResultTooLarge(max_bytes)
+        # Unlike APPEND, this may be repeated on another connection.
+        await self._execute(WRITE_ACTION, "SETRANGE", key, length, data, decode=int)
+        if is_body:
+            await self._execute(WRITE_ACTION, "EXPIRE", key, BODY_TTL_S, decode=bool)
+
+    async def flush(self, file: str) -> None:
+        if self._files is not None:
+            await self._run(self._files.flush, file)
+
+    async def read(self, file: str, start: int, length: int) -> bytes:
+        if self._files is not None:
+            return await self._run(self._files.read, file, start, length)
+        command = ("GETRANGE", self._key(f"file:{file}"), start, start + length - 1)
+        return await self._execute(READ_ACTION, *command, decode=bytes)
+
+    async def delete_file(self, file: str) -> None:
+        if self._files is not None:
+            await self._run(self._files.delete, file)
+        else:
+            command = ("DEL", self._key(f"file:{file}"))
+            await self._execute(WRITE_ACTION, *command, decode=bool)
+
+    def _key(self, name: str) -> str:
+        return self._redis.full_key(name)
+
+    async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    async def _execute(self, action: str, *command: Any, decode: Callable[[Any], T]) -> T:
+        with describe_outage():
+            return await self._redis.execute(action, *command, decode=decode)
+
+    async def _run_script(
+        self, action: str, script: str, *arguments: Any, decode: Callable[[Any], T]
+    ) -> T:
+        with describe_outage():
+            return await self._redis.run_script(action, script, ("",), *arguments, decode=decode)
+
+
+@contextmanager
+def describe_outage() -> Iterator[None]:
+    try:
+        yield
+    except StateUnavailable as exc:
+        if exc.reason.startswith(OUT_OF_MEMORY):
+            raise JobsFull(exc.reason) from None
+        raise JobsUnavailable(exc.reason) from None
+
+
+def matches(query: JobQuery, job: Job) -> bool:
+    return query.state in (None, job.state) and query.model in ("", job.model)
+
+
+def list_fields(job: Job) -> tuple[Any, ...]:
+    """Return the arguments of the function `put` of the scripts."""
+    times = (job.due_at, job.ended_at, job.callback_due_at)
+    return (job.id, job.owner, job.token, job.state.value, *times, job.size_bytes, encode_job(job))
+
+
+def decode_jobs(documents: Sequence[bytes | None]) -> list[Job]:
+    return [decode_job(document) for document in documents if document is not None]
+
+
+def decode_text(value: bytes | None) -> str:
+    return "" if value is None else value.decode()
+
+
+def decode_texts(values: Sequence[bytes]) -> list[str]:
+    return [value.decode() for value in values]
+
+
+def decode_number(value: Any) -> int:
+    return int(value or 0)
+
+
+def decode_entries(entries: Sequence[Any]) -> list[str]:
+    """Return the IDs in entries of the stream; an entry that was deleted has none."""
+    return [fields[b"id"].decode() for _, fields in entries if fields]
+
+
+def decode_stream(reply: Any) -> list[str]:
+    return decode_entries(reply[0][1]) if reply else []
+
+
+def decode_claimed(reply: Any) -> list[str]:
+    return decode_entries(reply[1])
