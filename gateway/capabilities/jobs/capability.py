@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 from gateway.capabilities.jobs.settings import SQLITE, JobSettings
@@ -58,9 +58,11 @@ def create_store(settings: JobSettings) -> JobStore:
         if parsed is None:
             raise CommandError("GATEWAY_JOBS is not a valid redis:// URL")
         return RedisJobStore(*parsed, settings.job_lease_s, settings.jobs_folder)
-    from gateway.capabilities.jobs.sqlite_store import SqliteJobStore
+    from gateway.capabilities.jobs.blocking import BlockingCalls
+    from gateway.capabilities.jobs.sqlite_store import SqliteJobs
 
-    return SqliteJobStore(Path(settings.jobs.removeprefix(SQLITE)), settings.job_lease_s)
+    jobs = SqliteJobs(Path(settings.jobs.removeprefix(SQLITE)), settings.job_lease_s)
+    return cast("JobStore", BlockingCalls(jobs))
 
 
 CAPABILITY = Capability("jobs", attach_jobs, settings=JobSettings)

@@ -87,6 +87,7 @@ class Job:
     failed_rows: int = 0
     # The callback. `JobStore.find_due_deliveries` returns jobs whose next attempt is due.
     callback_url: str = ""
+    callback_host: str = ""
     callback_attempts: int = 0
     callback_due_at: float = 0.0  # 0: none is to come
     callback_outcome: str = ""  # of the last attempt, in words
@@ -99,6 +100,12 @@ class Job:
     def own_result_file(self) -> str:
         """Return the name of the file to which the worker with this token writes."""
         return f"{self.id}.{self.token}.result"
+
+    @property
+    def files(self) -> Sequence[str]:
+        """Return the names of all files that the job can have."""
+        results = (f"{self.id}.{token}.result" for token in range(self.token + 1))
+        return [self.body_file, *results]
 
     @property
     def has_ended(self) -> bool:

@@ -32,8 +32,8 @@ local function put_time(name, id, time)
     redis.call('ZREM', key(name), id)
   end
 end
--- The fields: id, owner, token, state, due_at, ended_at, callback_due_at, size, document.
-local function put(id, owner, token, state, due_at, ended_at, callback_due_at, size, document)
+-- The fields: id, owner, token, state, due_at, ended_at, callback_due_at, size, document, callback_host.
+local function put(id, owner, token, state, due_at, ended_at, callback_due_at, size, document, host)
   local before = redis.call('HGET', key('state'), id)
   if before then
     count(id, owner, before, redis.call('HGET', key('size'), id), -1)
@@ -44,7 +44,7 @@ local function put(id, owner, token, state, due_at, ended_at, callback_due_at, s
   redis.call('HSET', key('token'), id, token)
   redis.call('HSET', key('documents'), id, document)
   put_time('ended', id, ended_at)
-  put_time('callbacks', id, callback_due_at)
+  put_time('callbacks:' .. host, id, callback_due_at)
   if state == 'queued' then
     redis.call('ZADD', key('queued'), redis.call('ZSCORE', key('all'), id), id)
     if before ~= 'queued' then
@@ -63,7 +63,7 @@ end
 ADD: str = (
     PUT
     + """
-local id, owner, name = ARGV[1], ARGV[2], ARGV[12]
+local id, owner, name = ARGV[1], ARGV[2], ARGV[13]
 if redis.call('HEXISTS', key('state'), id) == 1 then  -- the command was sent a second time
   return redis.call('HGET', key('documents'), id)
 end
@@ -73,10 +73,10 @@ if name ~= '' then
     return redis.call('HGET', key('documents'), known)
   end
 end
-if tonumber(redis.call('HGET', key('unfinished'), owner) or '0') >= tonumber(ARGV[10]) then
+if tonumber(redis.call('HGET', key('unfinished'), owner) or '0') >= tonumber(ARGV[11]) then
   return 'TOO_MANY'
 end
-if tonumber(redis.call('GET', key('bytes')) or '0') + tonumber(ARGV[8]) > tonumber(ARGV[11]) then
+if tonumber(redis.call('GET', key('bytes')) or '0') + tonumber(ARGV[8]) > tonumber(ARGV[12]) then
   return 'FULL'
 end
 if name ~= '' then
@@ -86,7 +86,7 @@ local number = redis.call('INCR', key('number'))
 redis.call('ZADD', key('all'), number, id)
 redis.call('ZADD', key('of:' .. owner), number, id)
 redis.call('PERSIST', key('file:' .. id .. '.body'))
-put(unpack(ARGV, 1, 9))
+put(unpack(ARGV, 1, 10))
 return ARGV[9]
 """
 )
@@ -97,14 +97,14 @@ REPLACE: str = (
 if redis.call('HGET', key('documents'), ARGV[1]) == ARGV[9] then  -- as above
   return 1
 end
-if redis.call('HGET', key('token'), ARGV[1]) ~= ARGV[10] then
+if redis.call('HGET', key('token'), ARGV[1]) ~= ARGV[11] then
   return 0
 end
-put(unpack(ARGV, 1, 9))
+put(unpack(ARGV, 1, 10))
 return 1
 """
 )
-# Arguments: id, owner, idempotency key, and the names of the files in Redis.
+# Arguments: id, owner, idempotency key, host of the callback, and the names of the files in Redis.
 DELETE: str = (
     PUT
     + """
@@ -118,11 +118,11 @@ drop_entry(id)
 for _, name in ipairs({'state', 'size', 'token', 'documents'}) do
   redis.call('HDEL', key(name), id)
 end
-for _, name in ipairs({'all', 'of:' .. owner, 'queued', 'ended', 'callbacks'}) do
+for _, name in ipairs({'all', 'of:' .. owner, 'queued', 'ended', 'callbacks:' .. ARGV[4]}) do
   redis.call('ZREM', key(name), id)
 end
 redis.call('HDEL', key('keys'), owner .. '\\n' .. ARGV[3])
-for index = 4, #ARGV do
+for index = 5, #ARGV do
   redis.call('DEL', key('file:' .. ARGV[index]))
 end
 return 1
@@ -155,12 +155,13 @@ for index = 2, #ARGV - 1, 2 do
 end
 return lost
 """
-# Arguments: the time, the time after the lease, the most jobs.
+# Arguments: the time, the time after the lease, the most jobs, the host.
 TAKE_DELIVERIES: str = """
-local due = redis.call('ZRANGEBYSCORE', KEYS[1] .. 'callbacks', 1, ARGV[1], 'LIMIT', 0, ARGV[3])
+local callbacks = KEYS[1] .. 'callbacks:' .. ARGV[4]
+local due = redis.call('ZRANGEBYSCORE', callbacks, 1, ARGV[1], 'LIMIT', 0, ARGV[3])
 local documents = {}
 for _, id in ipairs(due) do
-  redis.call('ZADD', KEYS[1] .. 'callbacks', ARGV[2], id)
+  redis.call('ZADD', callbacks, ARGV[2], id)
   table.insert(documents, redis.call('HGET', KEYS[1] .. 'documents', id))
 end
 return documents

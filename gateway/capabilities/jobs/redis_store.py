@@ -6,20 +6,18 @@ are in a folder that the gateways share, or in Redis.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from gateway.capabilities.jobs import redis_scripts
+from gateway.capabilities.jobs.blocking import BlockingCalls, FolderFiles
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable, ResultTooLarge, TooManyJobs
-from gateway.capabilities.jobs.folder_files import FolderFiles
 from gateway.capabilities.jobs.job import Job, JobState, decode_job, encode_job
 from gateway.capabilities.jobs.store import JobCounts, JobLimits, JobQuery
 from gateway.errors import BodyTooLarge, StateUnavailable
@@ -48,8 +46,7 @@ class RedisJobStore:
         self._redis = RedisConnection(server, f"{prefix}jobs:")
         self._lease_s = lease_s
         self._consumer = secrets.token_hex(8)
-        self._files = None if folder is None else FolderFiles(folder)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jobs")
+        self._files = None if folder is None else BlockingCalls(FolderFiles(folder))
         self._held: set[str] = set()  # IDs of the jobs that this process runs
         # Since when Redis has answered. After an outage every worker gets time to renew its leases.
         self._available_since = 0.0
@@ -58,26 +55,25 @@ class RedisJobStore:
         """Raises `CommandError`."""
         try:
             if self._files is not None:
-                self._files.create()
+                await self._files.create()
             await self._run_script(WRITE_ACTION, redis_scripts.ENQUEUE_DUE, 0, decode=int)
             facts = await self._execute(READ_ACTION, "INFO", "persistence", decode=dict)
             if not facts.get("aof_enabled"):
                 log.warning(
                     "the Redis of GATEWAY_JOBS loses accepted jobs when it ends: its appendonly is off"
                 )
-        except (OSError, JobsUnavailable) as exc:
-            raise CommandError(f"GATEWAY_JOBS cannot be used: {exc}") from None
+        except (JobsFull, JobsUnavailable) as exc:
+            raise CommandError(f"GATEWAY_JOBS cannot be used: {exc.detail}") from None
 
     async def close(self) -> None:
         with suppress(JobsUnavailable, JobsFull):
             script = redis_scripts.DELETE_CONSUMERS
             await self._run_script(WRITE_ACTION, script, self._consumer, decode=bool)
         await self._redis.close()
-        self._thread.shutdown()
 
     async def add(self, job: Job, limits: JobLimits) -> Job:
         if self._files is not None:
-            await self._run(self._files.check_room)
+            await self._files.check_room()
         further = (limits.max_per_owner, limits.max_bytes, job.idempotency_key)
         arguments = (*list_fields(job), *further)
         reply = await self._run_script(WRITE_ACTION, redis_scripts.ADD, *arguments, decode=bytes)
@@ -111,12 +107,11 @@ class RedisJobStore:
         return await self._run_script(WRITE_ACTION, redis_scripts.REPLACE, *arguments, decode=bool)
 
     async def delete(self, job: Job) -> None:
-        results = (f"{job.id}.{token}.result" for token in range(job.token + 1))
-        files = [job.body_file, *results] if self._files is None else []
-        arguments = (job.id, job.owner, job.idempotency_key, *files)
+        files = job.files if self._files is None else ()
+        arguments = (job.id, job.owner, job.idempotency_key, job.callback_host, *files)
         await self._run_script(WRITE_ACTION, redis_scripts.DELETE, *arguments, decode=bool)
         if self._files is not None:
-            await self._run(self._files.delete_of_job, job.id)
+            await self._files.delete(*job.files)
 
     async def list_jobs(self, query: JobQuery) -> Sequence[Job]:
         is_wanted = partial(matches, query)
@@ -204,8 +199,10 @@ class RedisJobStore:
         ids = await self._execute(READ_ACTION, command, self._key(name), *arguments, decode=list)
         return await self._find_all(ids)
 
-    async def find_due_deliveries(self, now: float, lease_s: float, limit: int) -> Sequence[Job]:
-        arguments = (now, now + lease_s, limit)
+    async def find_due_deliveries(
+        self, host: str, now: float, lease_s: float, limit: int
+    ) -> Sequence[Job]:
+        arguments = (now, now + lease_s, limit, host)
         return await self._run_script(
             WRITE_ACTION, redis_scripts.TAKE_DELIVERIES, *arguments, decode=decode_jobs
         )
@@ -217,7 +214,7 @@ class RedisJobStore:
 
     async def append(self, file: str, data: bytes) -> None:
         if self._files is not None:
-            await self._run(self._files.append, file, data)
+            await self._files.append(file, data)
             return
         is_body = file.endswith(".body")
         max_bytes = MAX_BODY_BYTES if is_body else MAX_RESULT_BYTES
@@ -232,26 +229,24 @@ class RedisJobStore:
 
     async def flush(self, file: str) -> None:
         if self._files is not None:
-            await self._run(self._files.flush, file)
+            await self._files.flush(file)
 
     async def read(self, file: str, start: int, length: int) -> bytes:
         if self._files is not None:
-            return await self._run(self._files.read, file, start, length)
+            data: bytes = await self._files.read(file, start, length)
+            return data
         command = ("GETRANGE", self._key(f"file:{file}"), start, start + length - 1)
         return await self._execute(READ_ACTION, *command, decode=bytes)
 
     async def delete_file(self, file: str) -> None:
         if self._files is not None:
-            await self._run(self._files.delete, file)
+            await self._files.delete(file)
         else:
             command = ("DEL", self._key(f"file:{file}"))
             await self._execute(WRITE_ACTION, *command, decode=bool)
 
     def _key(self, name: str) -> str:
         return self._redis.full_key(name)
-
-    async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     async def _execute(self, action: str, *command: Any, decode: Callable[[Any], T]) -> T:
         with describe_outage():
@@ -281,7 +276,9 @@ def matches(query: JobQuery, job: Job) -> bool:
 def list_fields(job: Job) -> tuple[Any, ...]:
     """Return the arguments of the function `put` of the scripts."""
     times = (job.due_at, job.ended_at, job.callback_due_at)
-    return (job.id, job.owner, job.token, job.state.value, *times, job.size_bytes, encode_job(job))
+    document = encode_job(job)
+    changing = (job.token, job.state.value, *times, job.size_bytes, document)
+    return (job.id, job.owner, *changing, job.callback_host)
 
 
 def decode_jobs(documents: Sequence[bytes | None]) -> list[Job]:

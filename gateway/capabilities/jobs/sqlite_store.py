@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
+from gateway.capabilities.jobs.blocking import FILE_MODE, FolderFiles, describe_failures
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable, TooManyJobs
-from gateway.capabilities.jobs.folder_files import FILE_MODE, FolderFiles, describe_failures
 from gateway.capabilities.jobs.job import Job, JobState, decode_job, encode_job
 from gateway.capabilities.jobs.store import JobCounts, JobLimits, JobQuery
 from gateway.messages import CommandError
 
-T = TypeVar("T")
 BUSY_TIMEOUT_S: Final = 10.0
 MAX_LAPSED: Final = 100  # jobs that are taken back in one transaction
 # `document` has the whole job; the other columns are what is searched for.
@@ -29,19 +26,22 @@ CREATE TABLE IF NOT EXISTS jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL,
     model TEXT NOT NULL, idempotency_key TEXT NOT NULL, created_at REAL NOT NULL,
     state TEXT NOT NULL, token INTEGER NOT NULL, due_at REAL NOT NULL, ended_at REAL NOT NULL,
-    callback_due_at REAL NOT NULL, size_bytes INTEGER NOT NULL, document BLOB NOT NULL,
+    callback_host TEXT NOT NULL, callback_due_at REAL NOT NULL, size_bytes INTEGER NOT NULL,
+    document BLOB NOT NULL,
     worker TEXT NOT NULL DEFAULT '', lease_until REAL NOT NULL DEFAULT 0);
 CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, number);
 CREATE INDEX IF NOT EXISTS jobs_by_owner ON jobs (owner, state);
 CREATE INDEX IF NOT EXISTS jobs_by_size ON jobs (size_bytes);
 CREATE INDEX IF NOT EXISTS jobs_by_end ON jobs (ended_at) WHERE ended_at > 0;
-CREATE INDEX IF NOT EXISTS jobs_by_callback ON jobs (callback_due_at) WHERE callback_due_at > 0;
+CREATE INDEX IF NOT EXISTS jobs_by_callback ON jobs (callback_host, callback_due_at)
+    WHERE callback_due_at > 0;
 CREATE UNIQUE INDEX IF NOT EXISTS jobs_by_key ON jobs (owner, idempotency_key)
     WHERE idempotency_key != '';
 CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
-INSERT: Final = """INSERT INTO jobs (id, owner, model, idempotency_key, created_at, state, token, due_at,
-    ended_at, callback_due_at, size_bytes, document) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+INSERT: Final = """INSERT INTO jobs (id, owner, model, idempotency_key, created_at, callback_host,
+    state, token, due_at, ended_at, callback_due_at, size_bytes, document)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
 UPDATE: Final = """UPDATE jobs SET state = ?, token = ?, due_at = ?, ended_at = ?, callback_due_at = ?,
     size_bytes = ?, document = ? WHERE id = ? AND token = ?"""
 SELECT: Final = "SELECT document FROM jobs WHERE "
@@ -50,15 +50,16 @@ IS_DUE: Final = "state = 'queued' AND due_at <= ? ORDER BY number LIMIT ?"
 HAS_LAPSED: Final = "state = 'running' AND lease_until < ? AND worker != ? LIMIT ?"
 HAS_KEY: Final = "owner = ? AND idempotency_key = ?"
 IS_CALLBACK_DUE: Final = (
-    "0 < callback_due_at AND callback_due_at <= ? ORDER BY callback_due_at LIMIT ?"
+    "callback_host = ? AND 0 < callback_due_at AND callback_due_at <= ? "
+    "ORDER BY callback_due_at LIMIT ?"
 )
 COUNT_UNFINISHED: Final = (
     "SELECT count(*) FROM jobs WHERE owner = ? AND state IN ('queued', 'running')"
 )
 
 
-class SqliteJobStore:
-    """All calls of SQLite and to the disk run in one thread.
+class SqliteJobs:
+    """The store of jobs, whose methods block: `BlockingCalls` runs them in one thread.
 
     A process holds the lock of a file as long as it lives. So the others see at once that it ended.
     """
@@ -69,15 +70,21 @@ class SqliteJobStore:
         self._worker = secrets.token_hex(8)
         self._files = FolderFiles(folder / "files")
         self._locks = folder / "workers"
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jobs")
         self._lock_file = -1
+        self.append = self._files.append
+        self.flush = self._files.flush
+        self.read = self._files.read
+        self.delete_file = self._files.delete
 
-    async def open(self) -> None:
+    def open(self) -> None:
         """Raises `CommandError`."""
         try:
-            await self._run(self._open)
-        except (OSError, sqlite3.Error, JobsFull, JobsUnavailable) as exc:
-            raise CommandError(f"GATEWAY_JOBS: {self._folder} cannot be used: {exc}") from None
+            with describe_failures():
+                self._open()
+        except (JobsFull, JobsUnavailable) as exc:
+            raise CommandError(
+                f"GATEWAY_JOBS: {self._folder} cannot be used: {exc.detail}"
+            ) from None
 
     def _open(self) -> None:
         self._files.create()
@@ -94,7 +101,7 @@ class SqliteJobStore:
         self._lock_file = os.open(self._locks / self._worker, os.O_RDWR | os.O_CREAT, FILE_MODE)
         fcntl.lockf(self._lock_file, fcntl.LOCK_EX)
         self._take_back_leases()
-        self._files.delete_left_over(lambda job_id: self._find("id = ?", job_id) is not None)
+        self._files.delete_left_over(lambda job_id: self.find(job_id) is not None)
 
     def _take_back_leases(self) -> None:
         """End the leases of processes that live no longer."""
@@ -111,19 +118,12 @@ class SqliteJobStore:
                 path.unlink()
             os.close(file)
 
-    async def close(self) -> None:
-        await self._run(self._close)
-        self._thread.shutdown()
-
-    def _close(self) -> None:
+    def close(self) -> None:
         self._database.close()
         (self._locks / self._worker).unlink(missing_ok=True)
         os.close(self._lock_file)
 
-    async def add(self, job: Job, limits: JobLimits) -> Job:
-        return await self._run(self._add, job, limits)
-
-    def _add(self, job: Job, limits: JobLimits) -> Job:
+    def add(self, job: Job, limits: JobLimits) -> Job:
         self._files.check_room()
         with self._write():
             known = self._select(HAS_KEY, job.owner, job.idempotency_key)
@@ -136,23 +136,18 @@ class SqliteJobStore:
                 raise JobsFull(
                     f"all jobs together exceed {limits.max_bytes} bytes (GATEWAY_MAX_JOBS_BYTES)"
                 )
-            created = (job.id, job.owner, job.model, job.idempotency_key, job.created_at)
-            self._database.execute(INSERT, (*created, *list_columns(job)))
+            fixed = (job.id, job.owner, job.model, job.idempotency_key, job.created_at)
+            columns = (*fixed, job.callback_host, *list_columns(job))
+            self._database.execute(INSERT, columns)
         return job
 
-    async def find(self, job_id: str) -> Job | None:
-        return await self._run(self._find, "id = ?", job_id)
+    def find(self, job_id: str) -> Job | None:
+        return next(iter(self._select("id = ?", job_id)), None)
 
-    async def find_by_key(self, owner: str, idempotency_key: str) -> Job | None:
-        return await self._run(self._find, HAS_KEY, owner, idempotency_key)
+    def find_by_key(self, owner: str, idempotency_key: str) -> Job | None:
+        return next(iter(self._select(HAS_KEY, owner, idempotency_key)), None)
 
-    def _find(self, condition: str, *arguments: Any) -> Job | None:
-        return next(iter(self._select(condition, *arguments)), None)
-
-    async def replace(self, job: Job, seen_token: int) -> bool:
-        return await self._run(self._replace, job, seen_token)
-
-    def _replace(self, job: Job, seen_token: int) -> bool:
+    def replace(self, job: Job, seen_token: int) -> bool:
         with self._write():
             return self._update(job, seen_token)
 
@@ -160,15 +155,12 @@ class SqliteJobStore:
         arguments = (*list_columns(job), job.id, seen_token)
         return self._database.execute(UPDATE, arguments).rowcount == 1
 
-    async def delete(self, job: Job) -> None:
-        await self._run(self._delete, job)
-
-    def _delete(self, job: Job) -> None:
+    def delete(self, job: Job) -> None:
         with self._write():
             self._database.execute("DELETE FROM jobs WHERE id = ?", (job.id,))
-        self._files.delete_of_job(job.id)
+        self._files.delete(*job.files)
 
-    async def list_jobs(self, query: JobQuery) -> Sequence[Job]:
+    def list_jobs(self, query: JobQuery) -> Sequence[Job]:
         conditions = ["1"]
         arguments: list[Any] = []
         for condition, value in (
@@ -181,19 +173,16 @@ class SqliteJobStore:
                 conditions.append(condition)
                 arguments.append(value)
         where = " AND ".join(conditions) + " ORDER BY number DESC LIMIT ?"
-        return await self._run(self._select, where, *arguments, query.limit)
+        return self._select(where, *arguments, query.limit)
 
-    async def find_position(self, job: Job) -> int:
+    def find_position(self, job: Job) -> int:
         statement = (
             "SELECT count(*) FROM jobs WHERE state = 'queued' "
             "AND number < (SELECT number FROM jobs WHERE id = ?)"
         )
-        return await self._run(self._count, statement, job.id)
+        return self._count(statement, job.id)
 
-    async def claim(self, count: int, now: float) -> Sequence[Job]:
-        return await self._run(self._claim, count, now)
-
-    def _claim(self, count: int, now: float) -> Sequence[Job]:
+    def claim(self, count: int, now: float) -> Sequence[Job]:
         has_lapsed = (HAS_LAPSED, now, self._worker, MAX_LAPSED)
         is_due = (IS_DUE, now, count)
         if not (self._select(*has_lapsed) or self._select(*is_due)):
@@ -208,10 +197,7 @@ class SqliteJobStore:
             self._renew(claimed, now)
         return claimed
 
-    async def renew(self, jobs: Sequence[Job]) -> Sequence[Job]:
-        return await self._run(self._renew_or_report, jobs)
-
-    def _renew_or_report(self, jobs: Sequence[Job]) -> Sequence[Job]:
+    def renew(self, jobs: Sequence[Job]) -> Sequence[Job]:
         with self._write():
             return self._renew(jobs, time.time())
 
@@ -224,10 +210,7 @@ class SqliteJobStore:
                 lost.append(job)
         return lost
 
-    async def count_jobs(self) -> JobCounts:
-        return await self._run(self._count_jobs)
-
-    def _count_jobs(self) -> JobCounts:
+    def count_jobs(self) -> JobCounts:
         rows = self._database.execute(
             "SELECT state, count(*), total(size_bytes), min(created_at) FROM jobs GROUP BY state"
         ).fetchall()
@@ -236,47 +219,30 @@ class SqliteJobStore:
         size_bytes = int(sum(size for _, _, size, _ in rows))
         return JobCounts(by_state, oldest.get(JobState.queued.value), size_bytes)
 
-    async def find_ended_before(self, when: float, limit: int) -> Sequence[Job]:
-        return await self._run(self._select, "0 < ended_at AND ended_at < ? LIMIT ?", when, limit)
+    def find_ended_before(self, when: float, limit: int) -> Sequence[Job]:
+        return self._select("0 < ended_at AND ended_at < ? LIMIT ?", when, limit)
 
-    async def find_queued_since(self, when: float, limit: int) -> Sequence[Job]:
-        condition = "state = 'queued' AND created_at < ? LIMIT ?"
-        return await self._run(self._select, condition, when, limit)
+    def find_queued_since(self, when: float, limit: int) -> Sequence[Job]:
+        return self._select("state = 'queued' AND created_at < ? LIMIT ?", when, limit)
 
-    async def find_due_deliveries(self, now: float, lease_s: float, limit: int) -> Sequence[Job]:
-        return await self._run(self._find_due_deliveries, now, lease_s, limit)
-
-    def _find_due_deliveries(self, now: float, lease_s: float, limit: int) -> Sequence[Job]:
-        if not self._select(IS_CALLBACK_DUE, now, 1):
+    def find_due_deliveries(
+        self, host: str, now: float, lease_s: float, limit: int
+    ) -> Sequence[Job]:
+        if not self._select(IS_CALLBACK_DUE, host, now, 1):
             return ()
         with self._write():
-            due = self._select(IS_CALLBACK_DUE, now, limit)
+            due = self._select(IS_CALLBACK_DUE, host, now, limit)
             for job in due:
                 self._database.execute(
                     "UPDATE jobs SET callback_due_at = ? WHERE id = ?", (now + lease_s, job.id)
                 )
         return due
 
-    async def keep_secret(self, name: str, value: str) -> str:
-        return await self._run(self._keep_secret, name, value)
-
-    def _keep_secret(self, name: str, value: str) -> str:
+    def keep_secret(self, name: str, value: str) -> str:
         with self._write():
             self._database.execute("INSERT OR IGNORE INTO secrets VALUES (?, ?)", (name, value))
             rows = self._database.execute("SELECT value FROM secrets WHERE name = ?", (name,))
             return str(rows.fetchone()[0])
-
-    async def append(self, file: str, data: bytes) -> None:
-        await self._run(self._files.append, file, data)
-
-    async def flush(self, file: str) -> None:
-        await self._run(self._files.flush, file)
-
-    async def read(self, file: str, start: int, length: int) -> bytes:
-        return await self._run(self._files.read, file, start, length)
-
-    async def delete_file(self, file: str) -> None:
-        await self._run(self._files.delete, file)
 
     def _select(self, condition: str, *arguments: Any) -> list[Job]:
         rows = self._database.execute(SELECT + condition, arguments)
@@ -296,18 +262,6 @@ class SqliteJobStore:
             with suppress(sqlite3.Error):  # a full disk has ended it already
                 self._database.execute("ROLLBACK")
             raise
-
-    async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
-        def run() -> T:
-            try:
-                with describe_failures():
-                    return work(*arguments)
-            except sqlite3.Error as exc:
-                if getattr(exc, "sqlite_errorname", "") == "SQLITE_FULL" or "full" in str(exc):
-                    raise JobsFull("the disk is full") from None
-                raise JobsUnavailable(str(exc)) from None
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
 
 def list_columns(job: Job) -> tuple[Any, ...]:

@@ -87,8 +87,10 @@ class JobStore(Protocol):
     async def find_queued_since(self, when: float, limit: int) -> Sequence[Job]:
         """Return queued jobs that were created before `when`."""
 
-    async def find_due_deliveries(self, now: float, lease_s: float, limit: int) -> Sequence[Job]:
-        """Return jobs whose callback is due, and make each due again after the lease.
+    async def find_due_deliveries(
+        self, host: str, now: float, lease_s: float, limit: int
+    ) -> Sequence[Job]:
+        """Return jobs whose callback to this host is due, and make each due again after the lease.
 
         Who delivers it stores the outcome with `replace`, and the time of the next attempt.
         """

@@ -1,0 +1,113 @@
+"""Calls that block, in a thread; and the bodies and results of jobs, as files in a folder."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import sqlite3
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
+
+FOLDER_MODE: Final = 0o700
+FILE_MODE: Final = 0o600
+NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+# Left free on the disk, so that the results of accepted jobs can still be written.
+MIN_FREE_BYTES: Final = 64 << 20
+MIN_FREE_SHARE: Final = 0.1
+# A file without a job is the body of one that is being accepted, or it is left over.
+LEFT_OVER_AFTER_S: Final = 3600.0
+
+
+@contextmanager
+def describe_failures() -> Iterator[None]:
+    """Raise `JobsFull` or `JobsUnavailable` for a failure of the disk or of SQLite."""
+    try:
+        yield
+    except sqlite3.Error as exc:
+        if "full" in str(exc):  # "database or disk is full"
+            raise JobsFull("the disk is full") from None
+        raise JobsUnavailable(str(exc)) from None
+    except OSError as exc:
+        if exc.errno in NO_ROOM:
+            raise JobsFull("the disk is full") from None
+        raise JobsUnavailable(exc.strerror or type(exc).__name__) from None
+
+
+class BlockingCalls:
+    """Runs the methods of an object in one thread: each is a coroutine function here.
+
+    They raise `JobsFull` and `JobsUnavailable`.
+    """
+
+    def __init__(self, target: object) -> None:
+        self._target = target
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jobs")
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        method = getattr(self._target, name)
+
+        def run(arguments: tuple[Any, ...]) -> Any:
+            with describe_failures():
+                return method(*arguments)
+
+        async def call(*arguments: Any) -> Any:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, run, arguments)
+
+        return call
+
+
+class FolderFiles:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def create(self) -> None:
+        """Create the folder, readable by its owner only. Raises `OSError`."""
+        self.folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+
+    def check_room(self) -> None:
+        """Raises `JobsFull` if the disk has no room for more than the results of what is accepted."""
+        disk = os.statvfs(self.folder)
+        total_bytes = disk.f_blocks * disk.f_frsize
+        if disk.f_bavail * disk.f_frsize < min(MIN_FREE_BYTES, MIN_FREE_SHARE * total_bytes):
+            raise JobsFull("the disk is nearly full")
+
+    def append(self, name: str, data: bytes) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        file = os.open(self.folder / name, flags, FILE_MODE)
+        try:
+            remaining = memoryview(data)
+            while remaining:
+                remaining = remaining[os.write(file, remaining) :]
+        finally:
+            os.close(file)
+
+    def flush(self, name: str) -> None:
+        for path in (self.folder / name, self.folder):
+            file = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
+
+    def read(self, name: str, start: int, length: int) -> bytes:
+        with (self.folder / name).open("rb") as file:
+            file.seek(start)
+            return file.read(length)
+
+    def delete(self, *names: str) -> None:
+        for name in names:
+            (self.folder / name).unlink(missing_ok=True)
+
+    def delete_left_over(self, has_job: Callable[[str], bool]) -> None:
+        for entry in list(os.scandir(self.folder)):
+            with suppress(FileNotFoundError):
+                is_old = entry.stat().st_mtime < time.time() - LEFT_OVER_AFTER_S
+                if is_old and not has_job(entry.name.partition(".")[0]):
+                    Path(entry.path).unlink()
