@@ -1,0 +1,216 @@
+"""Accepted jobs survive killed and stopped gateways, a stopped Redis and a full disk."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from threading import Event, Thread
+from typing import cast
+
+import httpx
+import pytest
+
+from gateway.embedded.supervisor import EmbeddedTriton
+from tests.capabilities.jobs.support import CANCELLABLE, VECTOR, submit, wait_for, wait_for_state
+from tests.support.measurements import assert_number
+from tests.support.redis_server import RedisServer
+from tests.support.servers import GatewayProcess
+from tests.support.wait import wait_until
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def jobs(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite://{tmp_path}/jobs"
+    return cast(RedisServer, request.getfixturevalue("redis")).url()
+
+
+@pytest.fixture
+def start_gateway(zoo_triton: EmbeddedTriton) -> Iterator[Callable[..., GatewayProcess]]:
+    with ExitStack() as stack:
+
+        def start(jobs: str, **settings: str) -> GatewayProcess:
+            named = {f"GATEWAY_{name.upper()}": value for name, value in settings.items()}
+            process = GatewayProcess(
+                {
+                    "GATEWAY_TRITON_URLS": zoo_triton.options.url,
+                    "GATEWAY_JOBS": jobs,
+                    "GATEWAY_CONNECT_TIMEOUT_S": "10",
+                    **named,
+                }
+            )
+            process.start()
+            stack.callback(process.kill)
+            for model in ("vector_FP32", "cancellable"):
+                path = f"{process.url}/v2/repository/models/{model}/load"
+                assert httpx.post(path, timeout=60).is_success
+            return process
+
+        yield start
+
+
+def submit_until_accepted(urls: Sequence[str], number: int) -> str:
+    """Return the job of a number, which one of the gateways has accepted."""
+    headers = {"Idempotency-Key": f"job {number}"}
+    while True:
+        url = random.choice(urls)
+        try:
+            with httpx.Client(base_url=url, timeout=30) as client:
+                answer = submit(client, json={"inputs": [[number]]}, headers=headers)
+        except httpx.TransportError:
+            time.sleep(0.05)
+            continue
+        if answer.status_code == 202:
+            return str(answer.json()["id"])
+        assert answer.status_code in (409, 429, 503), answer.text
+        time.sleep(0.05)
+
+
+def check_survival(gateways: Sequence[GatewayProcess], count: int, kills: int) -> Counter[int]:
+    """Kill gateways while jobs are submitted and run; return how often jobs were started."""
+    urls = [gateway.url for gateway in gateways]
+    done = Event()
+
+    def kill_some() -> None:
+        for _ in range(kills):
+            if done.wait(random.uniform(0.1, 1.0)):
+                break
+            gateway = random.choice(gateways)
+            gateway.kill()
+            gateway.start()
+
+    killer = Thread(target=kill_some)
+    killer.start()
+    with ThreadPoolExecutor(8) as threads:
+        ids = list(threads.map(lambda number: submit_until_accepted(urls, number), range(count)))
+    killer.join()
+    done.set()
+    starts: Counter[int] = Counter()
+    with httpx.Client(base_url=urls[0], timeout=60) as client:
+        for number, job in enumerate(ids):
+            document = wait_for(client, job)
+            assert document["state"] == "done", document
+            outputs = client.get(f"/v1/jobs/{job}/result").json()["outputs"]
+            assert outputs == {"Y": [[number]]}
+            starts[document["starts"]] += 1
+    return starts
+
+
+def test_accepted_jobs_survive_killed_gateways(
+    jobs: str, start_gateway: Callable[..., GatewayProcess]
+) -> None:
+    count = 1 if jobs.startswith("sqlite") else 2
+    gateways = [start_gateway(jobs, job_lease_s="2") for _ in range(count)]
+    check_survival(gateways, count=60, kills=2)
+
+
+@pytest.mark.soak
+def test_thousands_of_jobs_survive_killed_gateways(
+    jobs: str, start_gateway: Callable[..., GatewayProcess]
+) -> None:
+    count = 1 if jobs.startswith("sqlite") else 2
+    gateways = [start_gateway(jobs) for _ in range(count)]
+    starts = check_survival(gateways, count=5000, kills=20)
+    store = jobs.partition(":")[0]
+    again = sum(number for times, number in starts.items() if times > 1)
+    print(f"{store}: {starts.total()} jobs, by starts {dict(starts)}")
+    assert_number(f"jobs on {store} that were started again", again, at_most=50)
+
+
+def test_worker_that_was_stopped_past_its_lease_changes_nothing(
+    jobs: str, start_gateway: Callable[..., GatewayProcess], tmp_path: Path
+) -> None:
+    stopped = start_gateway(jobs, job_lease_s="1")
+    with httpx.Client(base_url=stopped.url, timeout=60) as client:
+        job = submit(client, CANCELLABLE, json={"inputs": [2]}).json()["id"]
+        wait_for_state(client, job, "running")
+        stopped.signal(signal.SIGSTOP)
+        other = start_gateway(jobs, job_lease_s="1")
+        with httpx.Client(base_url=other.url, timeout=60) as other_client:
+            document = wait_for(other_client, job)
+            assert (document["state"], document["starts"]) == ("done", 2)
+            result = other_client.get(f"/v1/jobs/{job}/result").content
+            stopped.signal(signal.SIGCONT)
+            # It notices that the job is not its own any more, and works on.
+            next_job = submit(client, CANCELLABLE, json={"inputs": [0]}).json()["id"]
+            assert wait_for(client, next_job)["state"] == "done"
+            assert wait_for(client, job) == document
+            assert client.get(f"/v1/jobs/{job}/result").content == result
+        if jobs.startswith("sqlite"):
+            files = tmp_path / "jobs/files"
+            wait_until(lambda: len(list(files.glob(f"{job}.*.result"))) == 1)
+
+
+def test_job_that_kills_its_worker_fails_after_the_third_time(
+    tmp_path: Path, start_gateway: Callable[..., GatewayProcess]
+) -> None:
+    gateway = start_gateway(f"sqlite://{tmp_path}/jobs")
+    with httpx.Client(base_url=gateway.url, timeout=60) as client:
+        job = submit(client, CANCELLABLE, json={"inputs": [3600]}).json()["id"]
+        for _ in range(3):
+            wait_for_state(client, job, "running")
+            gateway.kill()
+            gateway.start()
+        document = wait_for(client, job)
+        assert (document["state"], document["starts"]) == ("failed", 3)
+        assert document["error"]["code"] == "JOB_LOST"
+        assert client.get(f"/v1/jobs/{job}/result").status_code == 500
+
+
+def test_jobs_wait_while_redis_is_stopped(
+    redis: RedisServer, start_gateway: Callable[..., GatewayProcess]
+) -> None:
+    gateway = start_gateway(redis.url(), job_lease_s="2")
+    with httpx.Client(base_url=gateway.url, timeout=60) as client:
+        ids = [submit(client, CANCELLABLE, json={"inputs": [1]}).json()["id"] for _ in range(3)]
+        wait_for_state(client, ids[-1], "running")
+        redis.signal(signal.SIGSTOP)
+        try:
+            refused = submit(client)
+            assert (refused.status_code, refused.json()["code"]) == (503, "JOBS_UNAVAILABLE")
+        finally:
+            redis.signal(signal.SIGCONT)
+        for job in ids:
+            document = wait_for(client, job)
+            assert (document["state"], document["starts"]) == ("done", 1)
+        assert wait_for(client, submit(client).json()["id"])["state"] == "done"
+
+
+def test_full_disk_refuses_jobs_and_loses_none(
+    tmp_path: Path, start_gateway: Callable[..., GatewayProcess]
+) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a file system")
+    filler = folder / "filler"
+    try:
+        gateway = start_gateway(f"sqlite://{folder}/jobs")
+        with httpx.Client(base_url=gateway.url, timeout=60) as client:
+            accepted = submit(client, CANCELLABLE, json={"inputs": [1]}).json()["id"]
+            wait_for_state(client, accepted, "running")
+            with suppress(OSError), filler.open("wb", buffering=0) as file:
+                while file.write(bytes(1024)):
+                    pass
+            refused = submit(client)
+            assert (refused.status_code, refused.json()["code"]) == (507, "JOBS_FULL")
+            filler.unlink()
+            assert wait_for(client, accepted)["state"] == "done"
+            assert submit(client, VECTOR).status_code == 202
+        gateway.kill()
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
