@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeVar
@@ -90,6 +90,8 @@ class Services:
     tracer: Tracer | None = None
     management_headers: Headers = field(default_factory=list)  # open Triton's own management API
     describers: list[ModelDescriber] = field(default_factory=list)
+    # Counts of inferences that wait outside of the admission, and for which the fleet is needed.
+    waiting_work: list[Callable[[], int]] = field(default_factory=list)
     _provided: dict[type, Any] = field(default_factory=dict)
 
     def provide(self, component: object) -> None:

@@ -196,6 +196,7 @@ class Command:
         environment = {
             **os.environ,
             "GATEWAY_STATE": "memory:",
+            "GATEWAY_JOBS": "",
             "GATEWAY_DRAIN_S": "0",
             "GATEWAY_GRPC_PORT": "0",
             # Requests that are written byte by byte name any host.

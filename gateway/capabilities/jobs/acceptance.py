@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope
 from gateway.capabilities.jobs.errors import KeyInUse, KeyReused
 from gateway.capabilities.jobs.job import Job, create_job_id
 from gateway.capabilities.jobs.replay import ResponseCapture
-from gateway.capabilities.jobs.routes import describe_job, respond_with_result
+from gateway.capabilities.jobs.routes import ResultResponse, describe_job
 from gateway.capabilities.jobs.service import Jobs, find_owner
 from gateway.capacity.admission import AdmissionQueue
 from gateway.errors import BodyTooLarge, GatewayError, MalformedRequest
@@ -222,7 +222,7 @@ class JobAcceptance:
             job = await jobs.wait_until_ended(job, min(int(wait[1]), MAX_WAIT_S)) or job
             if job.result_file:
                 # Nobody knows its ID.
-                return respond_with_result(jobs, job, deletes_job=not key)
+                return ResultResponse(jobs, job, deletes_job=not key)
         return respond_with_job(job)
 
 

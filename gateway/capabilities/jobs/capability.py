@@ -7,19 +7,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import os
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 from gateway.capabilities.jobs.settings import SQLITE, JobSettings
-from gateway.capability import Attachment, Capability
+from gateway.capability import Attachment, Capability, LaunchPlan
 from gateway.messages import CommandError
 from gateway.settings import Settings
 
 if TYPE_CHECKING:
     from gateway.capabilities.jobs.store import JobStore
     from gateway.services import Services
+
+
+log = logging.getLogger(__name__)
 
 
 def attach_jobs(settings: Settings) -> Attachment | None:
@@ -32,6 +38,7 @@ def attach_jobs(settings: Settings) -> Attachment | None:
     store = create_store(job_settings)
 
     async def open_jobs(services: Services, stack: AsyncExitStack) -> None:
+        from gateway.capabilities.jobs.job import JobState
         from gateway.capabilities.jobs.metrics import JobCollector
         from gateway.capabilities.jobs.runner import JobRunner
         from gateway.capabilities.jobs.service import Jobs
@@ -43,6 +50,7 @@ def attach_jobs(settings: Settings) -> Attachment | None:
         runner = await stack.enter_async_context(JobRunner(jobs, services))
         services.provide(runner)
         services.metrics.collector_registry.register(JobCollector(runner))
+        services.waiting_work.append(lambda: runner.counts.by_state.get(JobState.queued, 0))
 
     return Attachment((router,), open=open_jobs, deferral=JobAcceptance())
 
@@ -65,4 +73,20 @@ def create_store(settings: JobSettings) -> JobStore:
     return cast("JobStore", BlockingCalls(jobs))
 
 
-CAPABILITY = Capability("jobs", attach_jobs, settings=JobSettings)
+def prepare_jobs(plan: LaunchPlan) -> None:
+    """Keep the jobs of `up` in a folder of the user, one for each choice of models."""
+    if not plan.tritons or "GATEWAY_JOBS" in os.environ:
+        return
+    from gateway.repository.state.store import find_state_folder
+
+    models = sorted(str(Path(each).absolute()) for each in plan.tritons[0].model_repositories)
+    name = hashlib.sha256("\0".join(models).encode()).hexdigest()[:12]
+    folder = find_state_folder() / f"jobs-{name}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        plan.update_settings(jobs=JobSettings(jobs=f"{SQLITE}{folder}").jobs)
+    except (OSError, ValueError) as exc:
+        log.warning("this gateway has no jobs: %s", exc)
+
+
+CAPABILITY = Capability("jobs", attach_jobs, settings=JobSettings, prepare_launch=prepare_jobs)

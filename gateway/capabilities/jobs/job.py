@@ -133,9 +133,12 @@ class Job:
         self, now: float, status: int, headers: Sequence[Sequence[str]], result_bytes: int
     ) -> Job:
         """Return the job with its response, which is in `own_result_file`."""
+        is_done = status < MIN_ERROR_STATUS
         return self._end(
             now,
-            JobState.done if status < MIN_ERROR_STATUS else JobState.failed,
+            JobState.done if is_done else JobState.failed,
+            done_rows=int(is_done),
+            failed_rows=int(not is_done),
             status=status,
             response_headers=headers,
             result_file=self.own_result_file,

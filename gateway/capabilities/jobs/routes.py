@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from datetime import datetime, timezone
 from typing import Annotated, Any, Final
 
 import orjson
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from gateway.capabilities.jobs.errors import JobConflict, JobNotFound
 from gateway.capabilities.jobs.job import Job, JobState
@@ -108,21 +108,31 @@ async def respond_with_state(jobs: Jobs, job: Job) -> Response:
     return Response(orjson.dumps(describe_job(job, position)), media_type=JSON)
 
 
-def respond_with_result(jobs: Jobs, job: Job, *, deletes_job: bool = False) -> Response:
-    """Return the response of the request; the job can be deleted when it was sent."""
+class ResultResponse(StreamingResponse):
+    """The stored response of a request. `deletes_job` deletes the job when it was sent."""
 
-    async def read_result() -> AsyncIterator[bytes]:
-        for start in range(0, job.result_bytes, READ_BYTES):
-            yield await jobs.store.read(job.result_file, start, READ_BYTES)
-        if deletes_job:
-            await jobs.store.delete(job)
+    def __init__(self, jobs: Jobs, job: Job, *, deletes_job: bool = False) -> None:
+        super().__init__((), job.status)
+        headers = [*job.response_headers, ("content-length", str(job.result_bytes))]
+        self.raw_headers = [
+            (name.encode("latin-1"), value.encode("latin-1")) for name, value in headers
+        ]
+        self._jobs = jobs
+        self._job = job
+        self._deletes_job = deletes_job
 
-    response = StreamingResponse(read_result(), job.status)
-    headers = [*job.response_headers, ("content-length", str(job.result_bytes))]
-    response.raw_headers = [
-        (name.encode("latin-1"), value.encode("latin-1")) for name, value in headers
-    ]
-    return response
+    async def __call__(self, _: Scope, __: Receive, send: Send) -> None:
+        job = self._job
+        store = self._jobs.store
+        start = {"type": "http.response.start", "status": job.status, "headers": self.raw_headers}
+        await send(start)
+        # The last piece ends the response: a client that has it all may disconnect at once.
+        for position in range(0, job.result_bytes or 1, READ_BYTES):
+            piece = await store.read(job.result_file, position, READ_BYTES)
+            more = position + READ_BYTES < job.result_bytes
+            await send({"type": "http.response.body", "body": piece, "more_body": more})
+        if self._deletes_job:
+            await store.delete(job)
 
 
 async def find_job(request: Request, services: Services, job_id: str) -> Job:
@@ -181,7 +191,7 @@ async def get_result(request: Request, services: ServicesForInference, job: str)
     """Return what the request would have answered: status, content type and bytes."""
     found = await find_job(request, services, job)
     if found.result_file:
-        return respond_with_result(services.get(Jobs), found)
+        return ResultResponse(services.get(Jobs), found)
     if found.error:
         body = serialize_error(found.error, found.error_code, found.request_id)
         return Response(body, found.status, media_type=JSON)

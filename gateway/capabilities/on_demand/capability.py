@@ -44,7 +44,8 @@ def attach_on_demand(settings: Settings) -> Attachment:
                 from gateway.capabilities.on_demand.scaler import FleetScaler
 
                 usage = activator.loader.usage
-                await stack.enter_async_context(FleetScaler(usage, on_demand.scaler_port))
+                scaler = FleetScaler(usage, on_demand.scaler_port, services.waiting_work)
+                await stack.enter_async_context(scaler)
         services.metrics.collector_registry.register(OnDemandCollector(pool, held))
 
     return Attachment(open=open_activator, describer=OnDemandDescriber())

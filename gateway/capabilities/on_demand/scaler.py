@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
 import grpc
@@ -87,8 +87,11 @@ class ActivityWatch:
 class FleetScaler:
     """The service `externalscaler.ExternalScaler`. As a context manager it listens on its port."""
 
-    def __init__(self, usage: ModelUsage, port: int) -> None:
+    def __init__(
+        self, usage: ModelUsage, port: int, waiting_work: Sequence[Callable[[], int]] = ()
+    ) -> None:
         self._usage = usage
+        self._waiting_work = waiting_work
         self._port = port
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._tasks = TaskSet()
@@ -119,11 +122,14 @@ class FleetScaler:
         await self._server.wait_for_termination(CLOSE_TIMEOUT_S)
 
     def is_active(self, linger_s: float) -> bool:
-        return self._usage.count_demand() > 0 or self._usage.idle_s < linger_s
+        return self._count_demand() > 0 or self._usage.idle_s < linger_s
+
+    def _count_demand(self) -> int:
+        return self._usage.count_demand() + sum(count() for count in self._waiting_work)
 
     async def _poll_activity(self) -> None:
         if self._watches:
-            demand = self._usage.count_demand()
+            demand = self._count_demand()
             idle_s = self._usage.idle_s
             for watch in self._watches:
                 watch.update(demand > 0 or idle_s < watch.linger_s)
@@ -155,7 +161,7 @@ class FleetScaler:
         return encode_message("GetMetricSpecResponse", metricSpecs=[spec])
 
     async def _read_metric(self, _: bytes, __: Any) -> bytes:
-        demand = self._usage.count_demand()
+        demand = self._count_demand()
         value = {
             "metricName": METRIC_NAME,
             "metricValue": demand,

@@ -48,14 +48,19 @@ def open_state_store(url: str, password: str = "") -> StateStore:
 def open_configured_store(settings: Settings) -> StateStore:
     if settings.state:
         return open_state_store(settings.state, read_state_password(settings))
-    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     # Each fleet has its own file: models that were loaded on another one do not concern it.
     fleet = hashlib.sha256(",".join(sorted(settings.triton_urls)).encode()).hexdigest()[:12]
     try:
-        return open_state_store(f"file://{quote(str(folder / 'triton-gateway' / f'{fleet}.json'))}")
+        return open_state_store(f"file://{quote(str(find_state_folder() / f'{fleet}.json'))}")
     except BadState as exc:
         log.warning("models loaded through the API will be forgotten at the next start: %s", exc)
         return open_state_store("memory:")
+
+
+def find_state_folder() -> Path:
+    """Return the folder in which the gateways of this user keep their state."""
+    folder = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(folder) / "triton-gateway"
 
 
 def read_state_password(settings: Settings) -> str:

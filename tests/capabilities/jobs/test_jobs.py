@@ -74,6 +74,7 @@ def test_result_of_a_job_is_the_response_of_the_request(client: httpx.Client) ->
     assert accepted.headers["Location"] == f"/v1/jobs/{job}"
     document = wait_for(client, job)
     assert (document["state"], document["starts"], document["model"]) == ("done", 1, "vector_FP32")
+    assert document["progress"] == {"total": 1, "done": 1, "failed": 0}
     result = client.get(f"/v1/jobs/{job}/result")
     assert (result.status_code, result.content) == (direct.status_code, direct.content)
     assert result.headers["Content-Type"] == direct.headers["Content-Type"]
