@@ -151,9 +151,12 @@ def demo_triton() -> Iterator[EmbeddedTriton]:
 
 
 @pytest.fixture(scope="session")
-def demo(demo_triton: EmbeddedTriton) -> Iterator[httpx.Client]:
+def demo(
+    demo_triton: EmbeddedTriton, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
     """The gateway before the real tritonserver with the models of triton_repo."""
-    with gateway_before(demo_triton.options.url, **PATIENT) as client:
+    jobs = f"sqlite://{tmp_path_factory.mktemp('jobs')}"
+    with gateway_before(demo_triton.options.url, jobs=jobs, **PATIENT) as client:
         yield client
 
 

@@ -22,7 +22,9 @@ REQUEST_PARTS = {"requestBody", "parameters"}
 
 
 def build_document() -> dict[str, Any]:
-    application: Any = create_app(Settings(state="memory:", dialects="torchserve"))
+    application: Any = create_app(
+        Settings(state="memory:", dialects="torchserve", jobs="sqlite:///jobs")
+    )
     return dict(json.loads(json.dumps(application.framework.openapi())))
 
 

@@ -82,6 +82,12 @@ OWN_NAMES = {
     "grpc_api": OwnNames(others=r"setting GATEWAY_GRPC_\w+|code \d+ UNKNOWN_METHOD"),
     "identity": OwnNames(others=r"setting GATEWAY_OIDC_\w+|code \d+ ISSUER_UNAVAILABLE"),
     "samples": OwnNames(others=r"setting GATEWAY_SAMPLES?(_\w+)?"),
+    "jobs": OwnNames(
+        r"\w+ /v1/jobs.*",
+        r"setting GATEWAY_(JOBS?|MAX_JOBS|MAX_RUNNING_JOBS)\w*"
+        r"|code \d+ (JOBS?_\w+|IDEMPOTENCY_\w+|RESULT_TOO_LARGE)",
+        r"gateway_jobs?_?.*",
+    ),
     "page": OwnNames(others=r"setting GATEWAY_(PAGE|DOCUMENTATION_URL)"),
 }
 # They exist with an issuer of tokens, and with a sink of samples.

@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope
 from gateway.capabilities.jobs.errors import KeyInUse, KeyReused
 from gateway.capabilities.jobs.job import Job, create_job_id
 from gateway.capabilities.jobs.replay import ResponseCapture
-from gateway.capabilities.jobs.routes import ResultResponse, describe_job
+from gateway.capabilities.jobs.routes import JobResultResponse, describe_job
 from gateway.capabilities.jobs.service import Jobs, find_owner
 from gateway.capacity.admission import AdmissionQueue
 from gateway.errors import BodyTooLarge, GatewayError, MalformedRequest
@@ -127,7 +127,11 @@ class StoredBody:
         self.size_bytes = 0
         self._hash = hashlib.sha256(
             b"\0".join(
-                (scope["raw_path"], scope["query_string"], find_header(scope, b"content-type"))
+                (
+                    scope["raw_path"],
+                    scope["query_string"],
+                    join_header_values(scope, b"content-type"),
+                )
             )
         )
 
@@ -166,7 +170,8 @@ class JobAcceptance:
     def matches(self, scope: Scope) -> bool:
         return (
             scope["method"] == "POST"
-            and RESPOND_ASYNC.search(find_header(scope, PREFER).decode("latin-1")) is not None
+            and RESPOND_ASYNC.search(join_header_values(scope, PREFER).decode("latin-1"))
+            is not None
             and PATHS.fullmatch(scope["path"]) is not None
         )
 
@@ -174,7 +179,7 @@ class JobAcceptance:
         scope = request.scope
         services.get(GatewayMiddleware).choose_error_serializer(scope)
         jobs = services.get(Jobs)
-        key = find_header(scope, IDEMPOTENCY_KEY).decode("latin-1").strip()
+        key = join_header_values(scope, IDEMPOTENCY_KEY).decode("latin-1").strip()
         if len(key) > MAX_KEY_CHARS:
             raise MalformedRequest(f"Idempotency-Key exceeds {MAX_KEY_CHARS} characters")
         if not key:
@@ -217,12 +222,12 @@ class JobAcceptance:
         if not is_kept:
             return await respond_with_known(jobs, kept, body)
         jobs.changes.notify()
-        wait = WAIT.search(find_header(scope, PREFER).decode("latin-1"))
+        wait = WAIT.search(join_header_values(scope, PREFER).decode("latin-1"))
         if wait is not None:
             job = await jobs.wait_until_ended(job, min(int(wait[1]), MAX_WAIT_S)) or job
             if job.result_file:
                 # Nobody knows its ID.
-                return ResultResponse(jobs, job, deletes_job=not key)
+                return JobResultResponse(jobs, job, deletes_job=not key)
         return respond_with_job(job)
 
 
@@ -273,7 +278,7 @@ def build_job(job_id: str, scope: Scope, body: StoredBody, key: str) -> Job:
     )
 
 
-def find_header(scope: Scope, wanted: bytes) -> bytes:
+def join_header_values(scope: Scope, wanted: bytes) -> bytes:
     """Return the values of a header, joined by commas."""
     headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
     return b",".join(value for name, value in headers if name == wanted)

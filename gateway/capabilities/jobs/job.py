@@ -13,6 +13,7 @@ import orjson
 from gateway.errors import GatewayError, InternalError
 
 MAX_LOSSES: Final = 3  # of its worker, in the middle of the job
+LOST_PAUSE_S: Final = 5.0
 MIN_ERROR_STATUS: Final = 400
 
 
@@ -120,10 +121,15 @@ class Job:
         return self._change(state=JobState.running, starts=self.starts + 1, started_at=now)
 
     def lose_worker(self, now: float) -> Job:
-        """Return the job after its lease was not renewed: queued again, or failed after the third time."""
+        """Return the job after its lease was not renewed: queued again, or failed after the third time.
+
+        After the second time it waits: it may have been in bad company, or in a process that starts again and
+        again.
+        """
         losses = self.losses + 1
         if losses < MAX_LOSSES:
-            return self._change(state=JobState.queued, losses=losses)
+            due_at = now + LOST_PAUSE_S * (losses - 1)
+            return self._change(state=JobState.queued, losses=losses, due_at=due_at)
         return replace(self, losses=losses).fail(now, JobLost(losses))
 
     def postpone(self, due_at: float) -> Job:

@@ -92,12 +92,12 @@ class RedisJobStore:
     async def _find_all(self, job_ids: Sequence[str | bytes]) -> list[Job]:
         if not job_ids:
             return []
-        command = ("HMGET", self._key("documents"), *job_ids)
+        command = ("HMGET", self._full_key("documents"), *job_ids)
         return await self._execute(READ_ACTION, *command, decode=decode_jobs)
 
     async def find_by_key(self, owner: str, idempotency_key: str) -> Job | None:
-        command = ("HGET", self._key("keys"), f"{owner}\n{idempotency_key}")
-        job_id = await self._execute(READ_ACTION, *command, decode=decode_text)
+        command = ("HGET", self._full_key("keys"), f"{owner}\n{idempotency_key}")
+        job_id = await self._execute(READ_ACTION, *command, decode=decode_optional)
         return await self.find(job_id) if job_id else None
 
     async def replace(self, job: Job, seen_token: int) -> bool:
@@ -115,7 +115,7 @@ class RedisJobStore:
 
     async def list_jobs(self, query: JobQuery) -> Sequence[Job]:
         is_wanted = partial(matches, query)
-        numbers = self._key("all" if query.owner is None else f"of:{query.owner}")
+        numbers = self._full_key("all" if query.owner is None else f"of:{query.owner}")
         last = "+inf"
         if query.after:
             score = await self._execute(
@@ -134,16 +134,16 @@ class RedisJobStore:
         return found[: query.limit]
 
     async def find_position(self, job: Job) -> int:
-        command = ("ZRANK", self._key("queued"), job.id)
+        command = ("ZRANK", self._full_key("queued"), job.id)
         return await self._execute(READ_ACTION, *command, decode=decode_number)
 
     async def claim(self, count: int, now: float) -> Sequence[Job]:
         is_settled = await self._take_lapsed(now)
         await self._run_script(WRITE_ACTION, redis_scripts.ENQUEUE_DUE, now, decode=int)
-        options = ("COUNT", count, "STREAMS", self._key("queue"), ">")
+        options = ("COUNT", count, "STREAMS", self._full_key("queue"), ">")
         command = ("XREADGROUP", "GROUP", GROUP, self._consumer, *options)
         entries = await self._execute(WRITE_ACTION, *command, decode=decode_stream)
-        return await self._start([*is_settled, *entries], now)
+        return await self._start_jobs([*is_settled, *entries], now)
 
     async def _take_lapsed(self, now: float) -> Sequence[str]:
         """End the leases that have run out; return the jobs that their worker had not started yet."""
@@ -152,7 +152,7 @@ class RedisJobStore:
         lease_ms = int(self._lease_s * 1000)
         if time.monotonic() - self._available_since < self._lease_s / 3:
             return []
-        command = ("XAUTOCLAIM", self._key("queue"), GROUP, self._consumer, lease_ms, "0-0")
+        command = ("XAUTOCLAIM", self._full_key("queue"), GROUP, self._consumer, lease_ms, "0-0")
         lapsed = await self._execute(
             WRITE_ACTION, *command, "COUNT", MAX_LAPSED, decode=decode_claimed
         )
@@ -162,7 +162,7 @@ class RedisJobStore:
                 await self.replace(job.lose_worker(now), job.token)
         return [job.id for job in jobs if job.state is JobState.queued]
 
-    async def _start(self, job_ids: Sequence[str], now: float) -> Sequence[Job]:
+    async def _start_jobs(self, job_ids: Sequence[str], now: float) -> Sequence[Job]:
         started = []
         for job in await self._find_all(job_ids):
             running = job.start(now)
@@ -180,9 +180,9 @@ class RedisJobStore:
         return [job for job in jobs if job.id in lost]
 
     async def count_jobs(self) -> JobCounts:
-        command = ("HGETALL", self._key("states"))
+        command = ("HGETALL", self._full_key("states"))
         states = await self._execute(READ_ACTION, *command, decode=dict)
-        command = ("GET", self._key("bytes"))
+        command = ("GET", self._full_key("bytes"))
         size_bytes = await self._execute(READ_ACTION, *command, decode=decode_number)
         oldest = await self._find_from("ZRANGE", "queued", 0, 0)
         counts = {JobState(state.decode()): int(count) for state, count in states.items()}
@@ -196,7 +196,9 @@ class RedisJobStore:
         return [job for job in oldest if job.created_at < when]
 
     async def _find_from(self, command: str, name: str, *arguments: Any) -> list[Job]:
-        ids = await self._execute(READ_ACTION, command, self._key(name), *arguments, decode=list)
+        ids = await self._execute(
+            READ_ACTION, command, self._full_key(name), *arguments, decode=list
+        )
         return await self._find_all(ids)
 
     async def find_due_deliveries(
@@ -208,7 +210,7 @@ class RedisJobStore:
         )
 
     async def keep_secret(self, name: str, value: str) -> str:
-        secret = self._key("secrets")
+        secret = self._full_key("secrets")
         await self._execute(WRITE_ACTION, "HSETNX", secret, name, value, decode=bool)
         return await self._execute(READ_ACTION, "HGET", secret, name, decode=bytes.decode)
 
@@ -218,7 +220,7 @@ class RedisJobStore:
             return
         is_body = file.endswith(".body")
         max_bytes = MAX_BODY_BYTES if is_body else MAX_RESULT_BYTES
-        key = self._key(f"file:{file}")
+        key = self._full_key(f"file:{file}")
         length = await self._execute(READ_ACTION, "STRLEN", key, decode=int)
         if length + len(data) > max_bytes:
             raise BodyTooLarge(max_bytes) if is_body else ResultTooLarge(max_bytes)
@@ -235,17 +237,17 @@ class RedisJobStore:
         if self._files is not None:
             data: bytes = await self._files.read(file, start, length)
             return data
-        command = ("GETRANGE", self._key(f"file:{file}"), start, start + length - 1)
+        command = ("GETRANGE", self._full_key(f"file:{file}"), start, start + length - 1)
         return await self._execute(READ_ACTION, *command, decode=bytes)
 
     async def delete_file(self, file: str) -> None:
         if self._files is not None:
             await self._files.delete(file)
         else:
-            command = ("DEL", self._key(f"file:{file}"))
+            command = ("DEL", self._full_key(f"file:{file}"))
             await self._execute(WRITE_ACTION, *command, decode=bool)
 
-    def _key(self, name: str) -> str:
+    def _full_key(self, name: str) -> str:
         return self._redis.full_key(name)
 
     async def _execute(self, action: str, *command: Any, decode: Callable[[Any], T]) -> T:
@@ -285,7 +287,7 @@ def decode_jobs(documents: Sequence[bytes | None]) -> list[Job]:
     return [decode_job(document) for document in documents if document is not None]
 
 
-def decode_text(value: bytes | None) -> str:
+def decode_optional(value: bytes | None) -> str:
     return "" if value is None else value.decode()
 
 

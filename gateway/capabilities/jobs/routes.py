@@ -108,7 +108,7 @@ async def respond_with_state(jobs: Jobs, job: Job) -> Response:
     return Response(orjson.dumps(describe_job(job, position)), media_type=JSON)
 
 
-class ResultResponse(StreamingResponse):
+class JobResultResponse(StreamingResponse):
     """The stored response of a request. `deletes_job` deletes the job when it was sent."""
 
     def __init__(self, jobs: Jobs, job: Job, *, deletes_job: bool = False) -> None:
@@ -191,7 +191,7 @@ async def get_result(request: Request, services: ServicesForInference, job: str)
     """Return what the request would have answered: status, content type and bytes."""
     found = await find_job(request, services, job)
     if found.result_file:
-        return ResultResponse(services.get(Jobs), found)
+        return JobResultResponse(services.get(Jobs), found)
     if found.error:
         body = serialize_error(found.error, found.error_code, found.request_id)
         return Response(body, found.status, media_type=JSON)

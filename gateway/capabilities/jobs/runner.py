@@ -203,7 +203,7 @@ def find_current_caller(
     """Return the caller with the rights that it has now; None if its key or its rule is gone."""
     file = access.keys_file
     if file is None:
-        return None if job.caller else access.authenticate(scope)  # type: ignore[arg-type]
+        return None if job.caller else access.authenticate(scope)  # type: ignore[arg-type]  # a typed dict
     callers = [rule.caller for rules in file.value.rules.values() for rule in rules]
     if job.key_digest:
         caller = file.find_caller(bytes.fromhex(job.key_digest))

@@ -1,4 +1,4 @@
-"""What the routes, the acceptance and the runner of jobs share."""
+"""The component that the routes, the acceptance and the runner of jobs share."""
 
 from __future__ import annotations
 

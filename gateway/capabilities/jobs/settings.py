@@ -17,16 +17,16 @@ OptionalPath = Annotated[Path | None, BeforeValidator(lambda value: value or Non
 
 class JobSettings(CapabilitySettings):
     jobs: str = ""
-    """Where jobs are kept: sqlite:///FOLDER, for gateways on one machine and never on a network file system,
-    or redis://USER:PASSWORD@HOST:6379/0?prefix=NAME: as in GATEWAY_STATE. Empty: no jobs; up uses a folder of
-    its models' own in ~/.local/state."""
+    """Where jobs are kept: sqlite:///FOLDER for the gateways of one machine, never on a network file system;
+    or redis://HOST:6379/0 for several machines, which requires triton-gateway[redis]. Empty: no jobs; up has
+    a folder for its models in the user's state directory (XDG_STATE_HOME)."""
     jobs_password: SecretStr | None = None
-    """Password of the Redis of GATEWAY_JOBS, for a URL without one."""
+    """Password of the Redis in GATEWAY_JOBS, if its URL contains none."""
     jobs_folder: OptionalPath = None
-    """Folder that all gateways share, for the bodies and results of jobs in Redis. Empty: Redis keeps them,
-    and bodies over 1 MiB are refused."""
+    """Folder that all gateways share, for the bodies and results of jobs in Redis. Empty: Redis has them, and
+    bodies over 1 MiB are 413."""
     max_jobs_bytes: int = Field(10 << 30, gt=0)
-    """Maximum size of the bodies and results of all jobs; more are refused with 507."""
+    """Maximum size of the bodies and results of all jobs; further jobs are 507."""
     max_jobs_per_caller: int = Field(10_000, gt=0)
     """Maximum number of jobs of one caller that have not ended."""
     max_running_jobs: int = Field(16, gt=0)

@@ -129,9 +129,9 @@ class SqliteJobs:
             known = self._select(HAS_KEY, job.owner, job.idempotency_key)
             if job.idempotency_key and known:
                 return known[0]
-            if self._count(COUNT_UNFINISHED, job.owner) >= limits.max_per_owner:
+            if self._read_number(COUNT_UNFINISHED, job.owner) >= limits.max_per_owner:
                 raise TooManyJobs(limits.max_per_owner)
-            size_bytes = self._count("SELECT total(size_bytes) FROM jobs")
+            size_bytes = self._read_number("SELECT total(size_bytes) FROM jobs")
             if size_bytes + job.size_bytes > limits.max_bytes:
                 raise JobsFull(
                     f"all jobs together exceed {limits.max_bytes} bytes (GATEWAY_MAX_JOBS_BYTES)"
@@ -180,7 +180,7 @@ class SqliteJobs:
             "SELECT count(*) FROM jobs WHERE state = 'queued' "
             "AND number < (SELECT number FROM jobs WHERE id = ?)"
         )
-        return self._count(statement, job.id)
+        return self._read_number(statement, job.id)
 
     def claim(self, count: int, now: float) -> Sequence[Job]:
         has_lapsed = (HAS_LAPSED, now, self._worker, MAX_LAPSED)
@@ -248,7 +248,7 @@ class SqliteJobs:
         rows = self._database.execute(SELECT + condition, arguments)
         return [decode_job(document) for (document,) in rows]
 
-    def _count(self, statement: str, *arguments: Any) -> int:
+    def _read_number(self, statement: str, *arguments: Any) -> int:
         return int(self._database.execute(statement, arguments).fetchone()[0])
 
     @contextmanager

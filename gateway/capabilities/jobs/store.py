@@ -1,4 +1,4 @@
-"""Where jobs live: the protocol of a store, which `sqlite_store.py` and `redis_store.py` implement.
+"""The protocol of a store of jobs, which `sqlite_store.py` and `redis_store.py` implement.
 
 A store keeps values of `Job` and files. It knows no rules of jobs: what follows from what is in `job.py`, and
 `replace` makes sure that no change is lost.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,9 +22,10 @@ from tests.capabilities.jobs.support import (
     wait_for,
     wait_for_state,
 )
+from tests.support.documents import DOCS
 from tests.support.keys import ADMIN, BOTH, ENTRIES, INFER, TEXTS, bearer, written
 from tests.support.redis_server import RedisServer
-from tests.support.servers import gateway_before
+from tests.support.servers import ROOT, gateway_before
 from tests.support.wait import wait_until
 
 
@@ -230,3 +234,14 @@ def test_queue_its_limits_and_a_revoked_key(
         assert client.get(f"/v1/jobs/{waiting}/result").status_code == 401
         assert client.delete("/v1/jobs", params={"caller": "infer"}).json() == {"deleted": 2}
         assert [each["id"] for each in client.get("/v1/jobs").json()["jobs"]] == [last]
+
+
+def test_recipe_of_the_document_prints_the_result(demo: httpx.Client) -> None:
+    text = (DOCS / "use/jobs.md").read_text()
+    recipe = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)[0]
+    address = str(demo.base_url).removeprefix("http://").rstrip("/")
+    script = recipe.replace("localhost:8080", address)
+    run = subprocess.run(
+        ["sh", "-ec", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert json.loads(run.stdout)["outputs"]["result"]["predictions"][0]["label"] == "7"
