@@ -28,7 +28,7 @@ from gateway.routes import metrics as metrics_page
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.routes.openapi import ERROR_SCHEMA, SECURITY, SECURITY_SCHEMES
 from gateway.routes.repository import MANAGEMENT_ERROR_SCHEMA
-from gateway.services import Services
+from gateway.services import Deferral, Services
 from gateway.settings import Settings
 
 PREFLIGHT_MAX_AGE_S = 600
@@ -63,6 +63,7 @@ class GatewayFastAPI(FastAPI):
 
     requires_key = False
     paths = CORE_PATHS
+    deferral: Deferral | None = None
     _serialized_document = b""
 
     def __init__(self, **options: Any) -> None:
@@ -80,7 +81,10 @@ class GatewayFastAPI(FastAPI):
         return Response(self._serialized_document, media_type=JSON)
 
     def openapi(self) -> dict[str, Any]:
+        is_new = self.openapi_schema is None
         document = super().openapi()
+        if is_new and self.deferral is not None:
+            self.deferral.describe(document)
         document["components"] = {
             "schemas": self.error_schemas,
             "securitySchemes": SECURITY_SCHEMES,
@@ -130,7 +134,7 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
     routers = [models.create_router(describers), *(module.router for module in ROUTE_MODULES)]
     error_serializers: dict[str, ErrorSerializer] = {}
     paths = CORE_PATHS
-    deferral = None
+    deferral: Deferral | None = None
     for attachment in attachments:
         inference_routers += attachment.inference_routers
         routers += attachment.routers
@@ -140,6 +144,7 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
         if attachment.paths is not None:
             paths |= attachment.paths
     app.paths = paths
+    app.deferral = deferral
     edge = GatewayMiddleware(app, inference_routers, paths, error_serializers, deferral)
     for router in (*inference_routers, *routers, root.router):  # a page may have its path
         # `include_router` builds each route again, at the first request, which then waits for 60 ms.

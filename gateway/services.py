@@ -202,3 +202,6 @@ class Deferral(Protocol):
         """Return whether the request is to be deferred, which its line and its headers decide."""
 
     async def handle(self, request: Request, services: Services) -> Response: ...
+
+    def describe(self, document: dict[str, Any]) -> None:
+        """Add its responses to the OpenAPI document."""

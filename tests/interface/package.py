@@ -44,7 +44,8 @@ def list_settings() -> Iterator[str]:
 
 def list_codes() -> Iterator[str]:
     for error in find_subclasses(GatewayError):
-        yield f"code {error.status} {error.code}"
+        if error.status >= 400:  # others do not reach a client
+            yield f"code {error.status} {error.code}"
 
 
 def list_names() -> set[str]:

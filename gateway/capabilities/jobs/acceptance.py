@@ -6,12 +6,13 @@ What the handler answers before, such as an error, is the answer. The body is wr
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 import time
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Final
+from typing import Any, Final
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
@@ -21,16 +22,18 @@ from starlette.types import Message, Receive, Scope
 from gateway.capabilities.jobs.errors import KeyInUse, KeyReused
 from gateway.capabilities.jobs.job import Job, create_job_id
 from gateway.capabilities.jobs.replay import ResponseCapture
-from gateway.capabilities.jobs.routes import JobResultResponse, describe_job
+from gateway.capabilities.jobs.routes import JOB_SCHEMA, JobResultResponse, describe_job
 from gateway.capabilities.jobs.service import Jobs, find_owner
 from gateway.capacity.admission import AdmissionQueue
 from gateway.errors import BodyTooLarge, GatewayError, MalformedRequest
 from gateway.fleet.inference import InferenceService, ResultStream
 from gateway.media_types import JSON
 from gateway.routes.middleware import GatewayMiddleware
+from gateway.routes.openapi import build_header_parameter
 from gateway.services import INTERNAL_REQUEST, InternalRequest, Services
 from gateway.telemetry.request_info import RequestInfo, current_request_info
 from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS, TRACEPARENT
+from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.outputs import InferResult
 from gateway.triton.inference import InferRequest
 
@@ -54,6 +57,24 @@ STORED_HEADERS: Final = (
     b"x-split-key",
     *TRACE_CONTEXT_HEADERS,
 )
+
+HEADER_PARAMETERS: Final = (
+    build_header_parameter(
+        "Prefer",
+        "Run the request as a job; with wait, unless it ends within so many seconds.",
+        {"type": "string", "examples": ["respond-async", "respond-async, wait=5"]},
+    ),
+    build_header_parameter(
+        "Idempotency-Key",
+        "Repeated requests with the same key are one job.",
+        {"type": "string", "maxLength": MAX_KEY_CHARS},
+    ),
+)
+ACCEPTED_RESPONSE: Final = {
+    "description": "The job, if the request prefers `respond-async`.",
+    "headers": {"Location": {"description": "Path of the job.", "schema": STRING_SCHEMA}},
+    "content": {JSON: {"schema": JOB_SCHEMA}},
+}
 
 
 class Accepted(GatewayError):
@@ -175,6 +196,13 @@ class JobAcceptance:
             and PATHS.fullmatch(scope["path"]) is not None
         )
 
+    def describe(self, document: dict[str, Any]) -> None:
+        for path, operations in document["paths"].items():
+            if PATHS.fullmatch(path) is not None:
+                operation = operations["post"]
+                operation["responses"]["202"] = ACCEPTED_RESPONSE
+                operation["parameters"] = [*operation.get("parameters", ()), *HEADER_PARAMETERS]
+
     async def handle(self, request: Request, services: Services) -> Response:
         scope = request.scope
         services.get(GatewayMiddleware).choose_error_serializer(scope)
@@ -201,25 +229,22 @@ class JobAcceptance:
     async def _accept(
         self, jobs: Jobs, services: Services, scope: Scope, receive: Receive, key: str = ""
     ) -> Response:
-        info: RequestInfo = scope["request_info"]
         job_id = create_job_id()
         body = StoredBody(jobs, f"{job_id}.body", scope, receive)
-        is_kept = False
+        adding = None
         try:
             checked = await check_request(services, scope, body.receive)
             if checked.status != Accepted.status:
                 return checked.build_response()
-            info.error_code = info.error_reason = ""
             await body.receive_rest()
-            if body.size_bytes:
-                await jobs.store.flush(f"{job_id}.body")
             job = build_job(job_id, scope, body, key)
-            kept = await jobs.store.add(job, jobs.limits)
-            is_kept = kept is job
+            # A client that disconnects now cannot separate a job from its body.
+            adding = jobs.tasks.start(add_job(jobs, job))
         finally:
-            if not is_kept:
+            if adding is None:
                 await jobs.store.delete_file(f"{job_id}.body")
-        if not is_kept:
+        kept = await asyncio.shield(adding)
+        if kept is not job:
             return await respond_with_known(jobs, kept, body)
         jobs.changes.notify()
         wait = WAIT.search(join_header_values(scope, PREFER).decode("latin-1"))
@@ -231,6 +256,19 @@ class JobAcceptance:
         return respond_with_job(job)
 
 
+async def add_job(jobs: Jobs, job: Job) -> Job:
+    """Keep a job and its body; return it, or the one that has its idempotency key."""
+    kept = None
+    try:
+        if job.body_bytes:
+            await jobs.store.flush(job.body_file)
+        kept = await jobs.store.add(job, jobs.limits)
+    finally:
+        if kept is not job:
+            await jobs.store.delete_file(job.body_file)
+    return kept
+
+
 async def check_request(services: Services, scope: Scope, receive: Receive) -> ResponseCapture:
     """Return the answer of the request's handler, which is `Accepted` where it would run the model."""
     info: RequestInfo = scope["request_info"]
@@ -239,6 +277,9 @@ async def check_request(services: Services, scope: Scope, receive: Receive) -> R
     inner = {**scope, INTERNAL_REQUEST: internal}
     await services.get(GatewayMiddleware).framework(inner, receive, capture.send)
     info.route = getattr(inner.get("route"), "path", "")
+    scope["path_params"] = inner.get("path_params", {})
+    if capture.status == Accepted.status:
+        info.error_code = info.error_reason = ""
     return capture
 
 
@@ -263,7 +304,8 @@ def build_job(job_id: str, scope: Scope, body: StoredBody, key: str) -> Job:
     return Job(
         job_id,
         find_owner(info),
-        info.model,
+        # A model that no replica has loaded is not in the info.
+        info.model or scope["path_params"].get("model", ""),
         path=scope["path"],
         query=scope["query_string"].decode("latin-1"),
         headers=[(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers],

@@ -52,18 +52,18 @@ class RedisJobStore:
         self._available_since = 0.0
 
     async def open(self) -> None:
-        """Raises `CommandError`."""
+        """Raises `CommandError` for the folder. While Redis cannot be reached, no job is accepted."""
         try:
             if self._files is not None:
                 await self._files.create()
-            await self._run_script(WRITE_ACTION, redis_scripts.ENQUEUE_DUE, 0, decode=int)
+        except (JobsFull, JobsUnavailable) as exc:
+            raise CommandError(f"GATEWAY_JOBS_FOLDER cannot be used: {exc.detail}") from None
+        with suppress(JobsUnavailable):
             facts = await self._execute(READ_ACTION, "INFO", "persistence", decode=dict)
             if not facts.get("aof_enabled"):
                 log.warning(
                     "the Redis of GATEWAY_JOBS loses accepted jobs when it ends: its appendonly is off"
                 )
-        except (JobsFull, JobsUnavailable) as exc:
-            raise CommandError(f"GATEWAY_JOBS cannot be used: {exc.detail}") from None
 
     async def close(self) -> None:
         with suppress(JobsUnavailable, JobsFull):

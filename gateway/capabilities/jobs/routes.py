@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from datetime import datetime, timezone
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, cast
 
 import orjson
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from gateway.access.auth import authorize_all_models
+from gateway.callers import Right
 from gateway.capabilities.jobs.errors import JobConflict, JobNotFound
 from gateway.capabilities.jobs.job import Job, JobState
 from gateway.capabilities.jobs.replay import READ_BYTES
 from gateway.capabilities.jobs.runner import JobRunner
-from gateway.capabilities.jobs.service import Jobs, find_owner, may_read, may_read_all
+from gateway.capabilities.jobs.service import Jobs, find_owner, may_use, may_use_all
 from gateway.capabilities.jobs.store import JobQuery
-from gateway.errors import Forbidden, serialize_error
+from gateway.errors import serialize_error
 from gateway.media_types import JSON
 from gateway.messages import quote_text
 from gateway.routes.dependencies import ServicesForAnyCaller, ServicesForInference
 from gateway.routes.openapi import BINARY_CONTENT, COUNT_SCHEMA, build_list_schema, build_responses
 from gateway.services import Services
-from gateway.telemetry.request_info import RequestInfo
+from gateway.telemetry.request_info import RequestInfo, RequestScope
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.schema import build_object_schema
 
@@ -138,7 +141,7 @@ class JobResultResponse(StreamingResponse):
 async def find_job(request: Request, services: Services, job_id: str) -> Job:
     """Return a job that the caller may read. Raises `JobNotFound`."""
     job = await services.get(Jobs).store.find(job_id)
-    if job is None or not may_read(request.scope["request_info"], job):
+    if job is None or not may_use(cast(RequestScope, request.scope), job):
         raise JobNotFound(job_id)
     services.record_model(request.scope["request_info"], job.model)
     return job
@@ -155,7 +158,7 @@ async def list_jobs(
 ) -> Response:
     """Return the jobs of the caller, or with an admin key for all models those of all callers."""
     info: RequestInfo = request.scope["request_info"]
-    owner = None if may_read_all(info.caller) else find_owner(info)
+    owner = None if may_use_all(cast(RequestScope, request.scope)) else find_owner(info)
     query = JobQuery(owner, state, model=model, limit=limit, after=after)
     jobs = await services.get(Jobs).store.list_jobs(query)
     return Response(orjson.dumps({"jobs": list(map(describe_job, jobs))}), media_type=JSON)
@@ -246,13 +249,13 @@ async def erase_jobs(
     info: RequestInfo = request.scope["request_info"]
     owner = find_owner(info)
     if caller != info.caller.name:
-        if not may_read_all(info.caller):
-            raise Forbidden("only an admin key for all models may erase the jobs of another caller")
+        authorize_all_models(cast(RequestScope, request.scope), Right.manage)
         owner = caller
     store = services.get(Jobs).store
     deleted = 0
     while found := await store.list_jobs(JobQuery(owner, limit=ERASE_COUNT)):
         for each in found:
-            await store.delete(await cancel_job(services, each))
-        deleted += len(found)
+            with suppress(JobNotFound):
+                await store.delete(await cancel_job(services, each))
+                deleted += 1
     return Response(orjson.dumps({"deleted": deleted}), media_type=JSON)

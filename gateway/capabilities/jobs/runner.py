@@ -15,7 +15,7 @@ from gateway.callers import Caller, Priority
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
 from gateway.capabilities.jobs.job import Job, JobKind
 from gateway.capabilities.jobs.replay import BodyReader, ResponseCapture, build_scope
-from gateway.capabilities.jobs.service import POLL_S, Jobs
+from gateway.capabilities.jobs.service import Jobs
 from gateway.capabilities.jobs.store import JobCounts
 from gateway.draining import Drain
 from gateway.errors import GatewayError, InternalError, Unauthenticated
@@ -25,6 +25,7 @@ from gateway.tasks import TaskSet, cancel_tasks, repeat
 
 log = logging.getLogger(__name__)
 
+CLAIM_PERIOD_S: Final = 1.0  # for jobs that another process accepted
 MAX_HEARTBEAT_S: Final = 2.0  # cancelled jobs are noticed with a heartbeat
 CLEANING_PERIOD_S: Final = 5.0
 CLEANING_COUNT: Final = 200  # jobs of one kind in one period
@@ -33,6 +34,7 @@ STORE_RETRY_S: Final = 1.0
 BUSY_STATUSES: Final = (429, 503)
 MAX_POSTPONE_S: Final = 30.0
 NO_ROOM_PAUSE_S: Final = 10.0
+ENDING_TIMEOUT_S: Final = 2.0  # at the end of the process
 
 
 class KeyRevoked(Unauthenticated):
@@ -47,6 +49,7 @@ class RunningJob:
     job: Job
     task: asyncio.Task[None]
     is_lost: bool = False  # cancelled, or taken over by another process
+    is_ending: bool = False  # its outcome is being stored
 
 
 class JobRunner:
@@ -80,6 +83,9 @@ class JobRunner:
 
     async def __aexit__(self, *_: object) -> None:
         await cancel_tasks(self._loops)
+        ending = [each.task for each in self._running.values() if each.is_ending]
+        if ending:
+            await asyncio.wait(ending, timeout=ENDING_TIMEOUT_S)
         await cancel_tasks([running.task for running in self._running.values()])
 
     async def _claim_jobs(self) -> None:
@@ -90,7 +96,7 @@ class JobRunner:
                 for job in await self._store.claim(free, time.time()):
                     task = asyncio.create_task(self._run(job))
                     self._running[job.id] = RunningJob(job, task)
-        await self._jobs.changes.wait(seen, POLL_S)
+        await self._jobs.changes.wait(seen, CLAIM_PERIOD_S)
 
     async def _renew_leases(self) -> None:
         await asyncio.sleep(min(self._jobs.settings.job_lease_s / 3, MAX_HEARTBEAT_S))
@@ -114,8 +120,9 @@ class JobRunner:
         has_result = False
         try:
             ended = await self._handle(job)
-            is_stored = await self._replace(ended, job.token)
-            has_result = is_stored and ended.result_file == job.own_result_file
+            has_result = ended.result_file == job.own_result_file
+            self._running[job.id].is_ending = True
+            has_result = await self._replace(ended, job.token) and has_result
         except asyncio.CancelledError:
             if not self._running[job.id].is_lost:
                 with suppress(JobsUnavailable, JobsFull):

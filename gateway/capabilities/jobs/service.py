@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.callers import Caller, CallerKind, Right
+from gateway.access.auth import authorize_all_models
+from gateway.callers import CallerKind, Right
 from gateway.capabilities.jobs.job import Job
 from gateway.capabilities.jobs.settings import JobSettings
 from gateway.capabilities.jobs.store import JobLimits, JobStore
-from gateway.tasks import ChangeSignal
-from gateway.telemetry.request_info import RequestInfo
+from gateway.errors import Forbidden
+from gateway.tasks import ChangeSignal, TaskSet
+from gateway.telemetry.request_info import RequestInfo, RequestScope
 
 POLL_S = 0.5  # for changes by other processes
 
@@ -24,6 +26,7 @@ class Jobs:
         self.limits = JobLimits(settings.max_jobs_bytes, settings.max_jobs_per_caller)
         # Notified when this process accepts, ends or cancels a job.
         self.changes = ChangeSignal()
+        self.tasks = TaskSet()
 
     async def wait_until_ended(self, job: Job, timeout_s: float) -> Job | None:
         """Return the job when it has ended, or after the time; None if it was deleted."""
@@ -45,12 +48,18 @@ def find_owner(info: RequestInfo) -> str:
     return f"{info.caller.name} {info.subject}".rstrip()  # no name has a space
 
 
-def may_read(info: RequestInfo, job: Job) -> bool:
+def may_use(scope: RequestScope, job: Job) -> bool:
     """Return whether the caller may read and cancel a job whose ID it knows."""
+    info = scope["request_info"]
     if info.caller.kind is CallerKind.anonymous:
         return not job.caller
-    return job.owner == find_owner(info) or may_read_all(info.caller)
+    return job.owner == find_owner(info) or may_use_all(scope)
 
 
-def may_read_all(caller: Caller) -> bool:
-    return Right.manage in caller.rights and caller.can_see_all
+def may_use_all(scope: RequestScope) -> bool:
+    """Return whether the caller may use the jobs of others. A change by it becomes an event."""
+    try:
+        authorize_all_models(scope, Right.manage)
+    except Forbidden:
+        return False
+    return True
