@@ -13,6 +13,7 @@ import orjson
 from gateway.errors import GatewayError, InternalError
 
 MAX_LOSSES: Final = 3  # of its worker, in the middle of the job
+MAX_RESULT_FILES: Final = 3 * MAX_LOSSES
 LOST_PAUSE_S: Final = 5.0
 MIN_ERROR_STATUS: Final = 400
 
@@ -104,8 +105,9 @@ class Job:
 
     @property
     def files(self) -> Sequence[str]:
-        """Return the names of all files that the job can have."""
-        results = (f"{self.id}.{token}.result" for token in range(self.token + 1))
+        """Return the names of all files that the job can have, also of workers that ended."""
+        tokens = range(max(self.token - MAX_RESULT_FILES, 0), self.token + 1)
+        results = (f"{self.id}.{token}.result" for token in tokens)
         return [self.body_file, *results]
 
     @property

@@ -225,7 +225,7 @@ async def cancel_job(services: Services, job: Job) -> Job:
     while current is not None and not current.has_ended:
         cancelled = current.cancel(time.time())
         if await jobs.store.replace(cancelled, current.token):
-            services.get(JobRunner).cancel(job)
+            services.get(JobRunner).cancel(current)
             jobs.changes.notify()
             return cancelled
         current = await jobs.store.find(job.id)

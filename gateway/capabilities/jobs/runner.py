@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from gateway.access.auth import Authenticator
@@ -48,7 +49,7 @@ class KeyRevoked(Unauthenticated):
 class RunningJob:
     job: Job
     task: asyncio.Task[None]
-    is_lost: bool = False  # cancelled, or taken over by another process
+    is_lost: bool = False
     is_ending: bool = False  # its outcome is being stored
 
 
@@ -64,8 +65,9 @@ class JobRunner:
         )
         self._services = replace(services, settings=settings)
         self._drain = services.get(Drain)
-        self._running: dict[str, RunningJob] = {}
+        self._running: dict[tuple[str, int], RunningJob] = {}  # by ID and token
         self._loops = TaskSet()
+        self._claims = TaskSet()
         # Runs a job of a kind, and returns it as it ended or was postponed.
         self.handlers: dict[JobKind, Callable[[Job], Awaitable[Job]]] = {
             JobKind.request: self._run_request
@@ -83,20 +85,35 @@ class JobRunner:
 
     async def __aexit__(self, *_: object) -> None:
         await cancel_tasks(self._loops)
-        ending = [each.task for each in self._running.values() if each.is_ending]
-        if ending:
-            await asyncio.wait(ending, timeout=ENDING_TIMEOUT_S)
+        await self._wait_for(self._claims)
+        await asyncio.sleep(
+            0
+        )  # a task that is cancelled before it begins cannot queue its job again
+        await self._wait_for([each.task for each in self._running.values() if each.is_ending])
         await cancel_tasks([running.task for running in self._running.values()])
+
+    @staticmethod
+    async def _wait_for(tasks: Collection[asyncio.Task[None]]) -> None:
+        if tasks:
+            await asyncio.wait(tasks, timeout=ENDING_TIMEOUT_S)
 
     async def _claim_jobs(self) -> None:
         seen = self._jobs.changes.count
         free = self._jobs.settings.max_running_jobs - len(self._running)
         if free > 0 and not self._drain.is_draining:
-            with suppress(JobsUnavailable, JobsFull):  # logged by the store
-                for job in await self._store.claim(free, time.time()):
-                    task = asyncio.create_task(self._run(job))
-                    self._running[job.id] = RunningJob(job, task)
+            await asyncio.shield(self._claims.start(self._start_jobs(free)))
         await self._jobs.changes.wait(seen, CLAIM_PERIOD_S)
+
+    async def _start_jobs(self, count: int) -> None:
+        with suppress(JobsUnavailable, JobsFull):
+            for job in await self._store.claim(count, time.time()):
+                task = asyncio.create_task(self._run(job))
+                self._running[job.id, job.token] = RunningJob(job, task)
+                task.add_done_callback(partial(self._forget, job))
+
+    def _forget(self, job: Job, _: asyncio.Task[None]) -> None:
+        del self._running[job.id, job.token]
+        self._jobs.changes.notify()
 
     async def _renew_leases(self) -> None:
         await asyncio.sleep(min(self._jobs.settings.job_lease_s / 3, MAX_HEARTBEAT_S))
@@ -104,14 +121,11 @@ class JobRunner:
             return
         with suppress(JobsUnavailable, JobsFull):
             for lost in await self._store.renew([each.job for each in self._running.values()]):
-                running = self._running.get(lost.id)
-                if running is not None and running.job.token == lost.token:
-                    running.is_lost = True
-                    running.task.cancel()
+                self.cancel(lost)
 
     def cancel(self, job: Job) -> None:
-        """Stop a job at once that this process runs, and that was cancelled in the store."""
-        if (running := self._running.get(job.id)) is not None:
+        """Stop a job that this process may run, and that it has lost: it was cancelled, or taken over."""
+        if (running := self._running.get((job.id, job.token))) is not None:
             running.is_lost = True
             running.task.cancel()
 
@@ -121,19 +135,17 @@ class JobRunner:
         try:
             ended = await self._handle(job)
             has_result = ended.result_file == job.own_result_file
-            self._running[job.id].is_ending = True
+            self._running[job.id, job.token].is_ending = True
             has_result = await self._replace(ended, job.token) and has_result
         except asyncio.CancelledError:
-            if not self._running[job.id].is_lost:
+            if not self._running[job.id, job.token].is_lost:
                 with suppress(JobsUnavailable, JobsFull):
                     await self._store.replace(job.postpone(time.time()), job.token)
             raise
         finally:
-            del self._running[job.id]
             if not has_result:
                 with suppress(JobsUnavailable, JobsFull):
                     await self._store.delete_file(job.own_result_file)
-            self._jobs.changes.notify()
 
     async def _handle(self, job: Job) -> Job:
         try:

@@ -48,7 +48,7 @@ SELECT: Final = "SELECT document FROM jobs WHERE "
 IS_DUE: Final = "state = 'queued' AND due_at <= ? ORDER BY number LIMIT ?"
 # A process that looks for them has not lost its own.
 HAS_LAPSED: Final = "state = 'running' AND lease_until < ? AND worker != ? LIMIT ?"
-HAS_KEY: Final = "owner = ? AND idempotency_key = ?"
+HAS_KEY: Final = "owner = ? AND idempotency_key = ? AND idempotency_key != ''"
 IS_CALLBACK_DUE: Final = (
     "callback_host = ? AND 0 < callback_due_at AND callback_due_at <= ? "
     "ORDER BY callback_due_at LIMIT ?"
@@ -126,9 +126,8 @@ class SqliteJobs:
     def add(self, job: Job, limits: JobLimits) -> Job:
         self._files.check_room()
         with self._write():
-            known = self._select(HAS_KEY, job.owner, job.idempotency_key)
-            if job.idempotency_key and known:
-                return known[0]
+            if (known := self.find_by_key(job.owner, job.idempotency_key)) is not None:
+                return known
             if self._read_number(COUNT_UNFINISHED, job.owner) >= limits.max_per_owner:
                 raise TooManyJobs(limits.max_per_owner)
             size_bytes = self._read_number("SELECT total(size_bytes) FROM jobs")

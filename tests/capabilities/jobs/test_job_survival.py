@@ -31,8 +31,15 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.fixture(params=["sqlite", "redis"])
+STORES = ("sqlite", "redis")
+# Each test of both stores is long with one of them.
+SQLITE_FIRST = ("sqlite", pytest.param("redis", marks=pytest.mark.long))
+REDIS_FIRST = (pytest.param("sqlite", marks=pytest.mark.long), "redis")
+
+
+@pytest.fixture
 def jobs(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A value of GATEWAY_JOBS for a store of this kind."""
     if request.param == "sqlite":
         return f"sqlite://{tmp_path}/jobs"
     return cast(RedisServer, request.getfixturevalue("redis")).url()
@@ -111,6 +118,7 @@ def check_survival(
     return starts
 
 
+@pytest.mark.parametrize("jobs", SQLITE_FIRST, indirect=True)
 def test_accepted_jobs_survive_killed_gateways(
     jobs: str, start_gateway: Callable[..., GatewayProcess]
 ) -> None:
@@ -120,6 +128,7 @@ def test_accepted_jobs_survive_killed_gateways(
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("jobs", STORES, indirect=True)
 def test_thousands_of_jobs_survive_killed_gateways(
     jobs: str, start_gateway: Callable[..., GatewayProcess]
 ) -> None:
@@ -132,6 +141,7 @@ def test_thousands_of_jobs_survive_killed_gateways(
     assert_number(f"jobs on {store} that were started again", again, at_most=50)
 
 
+@pytest.mark.parametrize("jobs", REDIS_FIRST, indirect=True)
 def test_worker_that_was_stopped_past_its_lease_changes_nothing(
     jobs: str, start_gateway: Callable[..., GatewayProcess], tmp_path: Path
 ) -> None:
