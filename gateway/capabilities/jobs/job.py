@@ -14,7 +14,6 @@ from gateway.errors import GatewayError, InternalError
 
 MAX_LOSSES: Final = 3  # of its worker, in the middle of the job
 MAX_RESULT_FILES: Final = 3 * MAX_LOSSES
-LOST_PAUSE_S: Final = 5.0
 MIN_ERROR_STATUS: Final = 400
 
 
@@ -122,15 +121,14 @@ class Job:
         """Return the job as the next worker runs it."""
         return self._change(state=JobState.running, starts=self.starts + 1, started_at=now)
 
-    def lose_worker(self, now: float) -> Job:
+    def lose_worker(self, now: float, lease_s: float) -> Job:
         """Return the job after its lease was not renewed: queued again, or failed after the third time.
 
-        After the second time it waits: it may have been in bad company, or in a process that starts again and
-        again.
+        After the second time it waits: another job may have ended the process, or it may end again and again.
         """
         losses = self.losses + 1
         if losses < MAX_LOSSES:
-            due_at = now + LOST_PAUSE_S * (losses - 1)
+            due_at = now + lease_s * self.losses
             return self._change(state=JobState.queued, losses=losses, due_at=due_at)
         return replace(self, losses=losses).fail(now, JobLost(losses))
 

@@ -159,7 +159,7 @@ class RedisJobStore:
         jobs = await self._find_all([job_id for job_id in lapsed if job_id not in self._held])
         for job in jobs:
             if job.state is JobState.running:
-                await self.replace(job.lose_worker(now), job.token)
+                await self.replace(job.lose_worker(now, self._lease_s), job.token)
         return [job.id for job in jobs if job.state is JobState.queued]
 
     async def _start_jobs(self, job_ids: Sequence[str], now: float) -> Sequence[Job]:

@@ -188,7 +188,7 @@ class SqliteJobs:
             return ()
         with self._write():
             for job in self._select(*has_lapsed):
-                self._update(job.lose_worker(now), job.token)
+                self._update(job.lose_worker(now, self._lease_s), job.token)
             waiting = self._select(*is_due)
             claimed = [job.start(now) for job in waiting]
             for job, started in zip(waiting, claimed, strict=True):

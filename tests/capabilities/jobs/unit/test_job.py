@@ -26,7 +26,7 @@ QUEUED = Job(
 
 def test_each_change_has_the_next_token() -> None:
     running = QUEUED.start(NOW)
-    states = [running.postpone(NOW), running.lose_worker(NOW), running.cancel(NOW)]
+    states = [running.postpone(NOW), running.lose_worker(NOW, 30), running.cancel(NOW)]
     states += [running.expire(NOW), running.fail(NOW, JobsFull("no room"))]
     states += [running.finish(NOW, 200, [], 5)]
     assert {each.token for each in states} == {running.token + 1} == {QUEUED.token + 2}
@@ -41,11 +41,11 @@ def test_stored_job_is_the_same() -> None:
 
 
 def test_job_that_loses_its_worker_waits_and_then_fails() -> None:
-    once = QUEUED.start(NOW).lose_worker(NOW)
-    twice = once.start(NOW).lose_worker(NOW)
-    thrice = twice.start(NOW).lose_worker(NOW)
+    once = QUEUED.start(NOW).lose_worker(NOW, 30)
+    twice = once.start(NOW).lose_worker(NOW, 30)
+    thrice = twice.start(NOW).lose_worker(NOW, 30)
     assert (once.state, once.due_at) == (JobState.queued, NOW)
-    assert (twice.state, twice.due_at > NOW) == (JobState.queued, True)
+    assert (twice.state, twice.due_at) == (JobState.queued, NOW + 30)
     assert (thrice.state, thrice.error_code, thrice.starts) == (JobState.failed, "JOB_LOST", 3)
     assert thrice.callback_due_at == NOW
     assert not twice.callback_due_at
