@@ -202,6 +202,27 @@ def test_jobs_wait_while_redis_is_stopped(
         assert wait_for(client, submit(client).json()["id"])["state"] == "done"
 
 
+@pytest.mark.soak
+def test_redis_that_was_stopped_past_the_leases_starts_no_job_again(
+    redis: RedisServer, start_gateway: Callable[..., GatewayProcess]
+) -> None:
+    jobs = redis.url()
+    gateways = [start_gateway(jobs) for _ in range(2)]
+    ids = []
+    for gateway in gateways:
+        with httpx.Client(base_url=gateway.url, timeout=60) as client:
+            bodies = [{"inputs": [2]}] * 8
+            ids += [submit(client, CANCELLABLE, json=body).json()["id"] for body in bodies]
+    with httpx.Client(base_url=gateways[0].url, timeout=60) as client:
+        wait_for_state(client, ids[0], "running")
+        redis.signal(signal.SIGSTOP)
+        time.sleep(35)
+        redis.signal(signal.SIGCONT)
+        documents = [wait_for(client, job) for job in ids]
+    assert {document["state"] for document in documents} == {"done"}
+    assert_number("starts of 16 jobs", sum(each["starts"] for each in documents), at_most=16)
+
+
 def test_full_disk_refuses_jobs_and_loses_none(
     tmp_path: Path, start_gateway: Callable[..., GatewayProcess]
 ) -> None:
