@@ -115,7 +115,7 @@ class Job:
 
     @property
     def size_bytes(self) -> int:
-        return self.body_bytes + self.result_bytes
+        return self.result_bytes if self.has_ended else self.body_bytes + self.result_bytes
 
     def start(self, now: float) -> Job:
         """Return the job as the next worker runs it."""

@@ -20,7 +20,7 @@ local function enqueue(id)
 end
 local function count(id, owner, state, size, sign)
   redis.call('HINCRBY', key('states'), state, sign)
-  redis.call('INCRBY', key('bytes'), sign * size)
+  redis.call('INCRBY', key('bytes'), string.format('%d', sign * size))  -- not -0
   if is_unfinished(state) then
     redis.call('HINCRBY', key('unfinished'), owner, sign)
   end

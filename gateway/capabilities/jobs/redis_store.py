@@ -43,7 +43,7 @@ class RedisJobStore:
     def __init__(
         self, server: RedisServer, prefix: str, lease_s: float, folder: Path | None
     ) -> None:
-        self._redis = RedisConnection(server, f"{prefix}jobs:")
+        self._redis = RedisConnection(server, f"{prefix}jobs:", "queue of jobs")
         self._lease_s = lease_s
         self._consumer = secrets.token_hex(8)
         self._files = None if folder is None else BlockingCalls(FolderFiles(folder))
@@ -138,12 +138,12 @@ class RedisJobStore:
         return await self._execute(READ_ACTION, *command, decode=decode_number)
 
     async def claim(self, count: int, now: float) -> Sequence[Job]:
-        is_settled = await self._take_lapsed(now)
+        unstarted = await self._take_lapsed(now)
         await self._run_script(WRITE_ACTION, redis_scripts.ENQUEUE_DUE, now, decode=int)
         options = ("COUNT", count, "STREAMS", self._full_key("queue"), ">")
         command = ("XREADGROUP", "GROUP", GROUP, self._consumer, *options)
         entries = await self._execute(WRITE_ACTION, *command, decode=decode_stream)
-        return await self._start_jobs([*is_settled, *entries], now)
+        return await self._start_jobs([*unstarted, *entries], now)
 
     async def _take_lapsed(self, now: float) -> Sequence[str]:
         """End the leases that have run out; return the jobs that their worker had not started yet."""

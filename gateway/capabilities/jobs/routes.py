@@ -128,10 +128,11 @@ class JobResultResponse(StreamingResponse):
         job = self._job
         store = self._jobs.store
         start = {"type": "http.response.start", "status": job.status, "headers": self.raw_headers}
-        await send(start)
         # The last piece ends the response: a client that has it all may disconnect at once.
         for position in range(0, job.result_bytes or 1, READ_BYTES):
             piece = await store.read(job.result_file, position, READ_BYTES)
+            if not position:  # nothing is sent if the result cannot be read
+                await send(start)
             more = position + READ_BYTES < job.result_bytes
             await send({"type": "http.response.body", "body": piece, "more_body": more})
         if self._deletes_job:
@@ -224,9 +225,8 @@ async def cancel_job(services: Services, job: Job) -> Job:
     current: Job | None = job
     while current is not None and not current.has_ended:
         cancelled = current.cancel(time.time())
-        if await jobs.store.replace(cancelled, current.token):
+        if await jobs.replace(cancelled, current.token):
             services.get(JobRunner).cancel(current)
-            jobs.changes.notify()
             return cancelled
         current = await jobs.store.find(job.id)
     if current is None:

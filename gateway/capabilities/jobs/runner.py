@@ -160,7 +160,7 @@ class JobRunner:
         """Store the outcome of a job, as soon as the store can be written."""
         while True:
             try:
-                return await self._store.replace(job, token)
+                return await self._jobs.replace(job, token)
             except (JobsUnavailable, JobsFull):
                 await asyncio.sleep(STORE_RETRY_S)
 
@@ -209,7 +209,7 @@ class JobRunner:
             now = time.time()
             before = now - self._jobs.settings.job_retention_s
             for job in await self._store.find_queued_since(before, CLEANING_COUNT):
-                await self._store.replace(job.expire(now), job.token)
+                await self._jobs.replace(job.expire(now), job.token)
             for job in await self._store.find_ended_before(before, CLEANING_COUNT):
                 await self._store.delete(job)
             self.counts = await self._store.count_jobs()

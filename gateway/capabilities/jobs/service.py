@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from gateway.access.auth import authorize_all_models
 from gateway.callers import CallerKind, Right
+from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
 from gateway.capabilities.jobs.job import Job
 from gateway.capabilities.jobs.settings import JobSettings
 from gateway.capabilities.jobs.store import JobLimits, JobStore
@@ -27,6 +29,15 @@ class Jobs:
         # Notified when this process accepts, ends or cancels a job.
         self.changes = ChangeSignal()
         self.tasks = TaskSet()
+
+    async def replace(self, job: Job, seen_token: int) -> bool:
+        """Replace a job in the store, as `JobStore.replace`, and delete the body of one that has ended."""
+        is_replaced = await self.store.replace(job, seen_token)
+        if is_replaced and job.has_ended:
+            self.changes.notify()
+            with suppress(JobsFull, JobsUnavailable):
+                await self.store.delete_file(job.body_file)
+        return is_replaced
 
     async def wait_until_ended(self, job: Job, timeout_s: float) -> Job | None:
         """Return the job when it has ended, or after the time; None if it was deleted."""

@@ -167,8 +167,8 @@ def decode_operation(raw: bytes) -> Document:
 class OutageLog:
     """Logs the begin and the end of an outage, but not every failure in between."""
 
-    def __init__(self, place: str) -> None:
-        self._place = place
+    def __init__(self, place: str, subject: str = "state") -> None:
+        self._place = f"{subject} at {place}"
         self._reasons: dict[str, str] = {}
 
     def __bool__(self) -> bool:
@@ -179,10 +179,10 @@ class OutageLog:
 
     def record_failure(self, action: str, reason: str) -> StateUnavailable:
         if self._reasons.get(action) != reason:
-            log.warning("the state at %s cannot be %s: %s", self._place, action, reason)
+            log.warning("the %s cannot be %s: %s", self._place, action, reason)
         self._reasons[action] = reason
         return StateUnavailable(action, reason)
 
     def record_success(self, action: str) -> None:
         if self._reasons.pop(action, None) is not None:
-            log.info("the state at %s can be %s again", self._place, action)
+            log.info("the %s can be %s again", self._place, action)

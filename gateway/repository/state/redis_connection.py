@@ -98,11 +98,11 @@ def redis_exceptions() -> tuple[type[Exception], ...]:
 class RedisConnection:
     """A Redis, and the prefix of all keys."""
 
-    def __init__(self, server: RedisServer, prefix: str) -> None:
+    def __init__(self, server: RedisServer, prefix: str, subject: str = "state") -> None:
         self._client = create_redis_client(server)
         self._failures = redis_exceptions()
         self._prefix = prefix
-        self._outages = OutageLog(str(server))
+        self._outages = OutageLog(str(server), subject)
 
     @property
     def is_available(self) -> bool:

@@ -244,6 +244,9 @@ def test_full_disk_refuses_jobs_and_loses_none(
             assert (refused.status_code, refused.json()["code"]) == (507, "JOBS_FULL")
             filler.unlink()
             assert wait_for(client, accepted)["state"] == "done"
+            # Its body is deleted.
+            files = folder / "jobs/files"
+            wait_until(lambda: [each.name for each in files.glob("*")] == [f"{accepted}.1.result"])
             assert submit(client, VECTOR).status_code == 202
         gateway.kill()
     finally:
