@@ -21,9 +21,9 @@ class Limits:
     modules: int = 18  # at the top
     files_in_folder: int = 23
     core_files: int = 178
-    core_lines: int = 28_805
+    core_lines: int = 28_866
     capability_lines: int = 3_957
-    lines: int = 51_458
+    lines: int = 53_955
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
@@ -58,14 +58,22 @@ def attach_jobs(settings: Settings) -> Attachment | None:
 def create_store(settings: JobSettings) -> JobStore:
     if not settings.jobs.startswith(SQLITE):
         from gateway.capabilities.jobs.redis_store import RedisJobStore
+        from gateway.repository.state.desired import BadState
         from gateway.repository.state.redis import parse_redis_url
 
-        url = urlsplit(settings.jobs)
         password = settings.jobs_password.get_secret_value() if settings.jobs_password else ""
-        parsed = parse_redis_url(url, url.port or 6379, password, "GATEWAY_JOBS")
+        parsed = None
+        with suppress(ValueError):  # of an invalid port
+            url = urlsplit(settings.jobs)
+            parsed = parse_redis_url(url, url.port or 6379, password, "GATEWAY_JOBS")
         if parsed is None:
             raise CommandError("GATEWAY_JOBS is not a valid redis:// URL")
-        return RedisJobStore(*parsed, settings.job_lease_s, settings.jobs_folder)
+        try:
+            return RedisJobStore(*parsed, settings.job_lease_s, settings.jobs_folder)
+        except BadState:
+            raise CommandError(
+                "GATEWAY_JOBS uses Redis, which requires: pip install 'triton-gateway[redis]'"
+            ) from None
     from gateway.capabilities.jobs.blocking import BlockingCalls
     from gateway.capabilities.jobs.sqlite_store import SqliteJobs
 
