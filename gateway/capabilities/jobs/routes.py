@@ -74,7 +74,7 @@ ERASED_RESPONSES: Final = build_responses(
 router = APIRouter(tags=["jobs"])
 
 
-def format_time(when: float) -> str:
+def render_time(when: float) -> str:
     return datetime.fromtimestamp(when, timezone.utc).isoformat(timespec="milliseconds")
 
 
@@ -85,7 +85,7 @@ def describe_job(job: Job, position: int | None = None) -> dict[str, Any]:
         "model": job.model,
         "caller": job.caller,
         "request_id": job.request_id,
-        "created": format_time(job.created_at),
+        "created": render_time(job.created_at),
         "starts": job.starts,
         "progress": {
             "total": job.total_rows,
@@ -96,9 +96,9 @@ def describe_job(job: Job, position: int | None = None) -> dict[str, Any]:
     if position is not None:
         document["position"] = position
     if job.started_at:
-        document["started"] = format_time(job.started_at)
+        document["started"] = render_time(job.started_at)
     if job.ended_at:
-        document["ended"] = format_time(job.ended_at)
+        document["ended"] = render_time(job.ended_at)
     if job.status:
         document["status"] = job.status
     if job.error:
