@@ -62,6 +62,7 @@ class Caller:
     models: tuple[str, ...] = ANY_MODEL
     requests_per_second: float | None = None
     priority: Priority | None = None
+    callback_secrets: tuple[str, ...] = field(default=(), repr=False)  # that sign its callbacks
     digest: bytes = field(default=b"", repr=False)
     rights: frozenset[Right] = frozenset()
     kind: CallerKind = CallerKind.key

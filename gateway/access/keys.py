@@ -24,6 +24,7 @@ import yaml
 
 from gateway.callers import ANY_MODEL, ROLE_RIGHTS, Caller, CallerKind, Priority, Role
 from gateway.config_files import YAML_ERRORS, Entries, WatchedFile, parse_yaml, read_config_file
+from gateway.http_client.webhooks import SECRET_PREFIX, decode_secret
 from gateway.messages import CommandError, join_names
 
 KEY_PREFIX: Final = "tgw_"  # lets secret scanners find leaked keys
@@ -31,7 +32,9 @@ KEY_BYTES: Final = 32
 # The name is logged, so it must not be the key itself.
 KEY_NAME: Final = re.compile(rf"(?!{KEY_PREFIX})[\w.@:/+-]{{1,64}}", re.ASCII)
 SHA256_HEX: Final = re.compile(r"[0-9a-fA-F]{64}")
-RIGHTS_FIELDS: Final = {"name", "roles", "models", "requests_per_second", "priority"}
+RIGHTS_FIELDS: Final = {
+    "name", "roles", "models", "requests_per_second", "priority", "callback_secrets",
+}  # fmt: skip
 KEY_FIELDS: Final = RIGHTS_FIELDS | {"sha256"}
 MAX_REQUEST_RATE: Final = 1e9
 KEYS: Final = "keys"  # the name of the list
@@ -154,12 +157,22 @@ def parse_caller(
     if priority is not None and priority not in list(Priority.__members__):
         names = ", ".join(Priority.__members__)
         raise BadKeysFile(f"the priority {suffix} must be one of {names}")
+    secrets = entry.get("callback_secrets", [])
+    try:
+        for secret in secrets:
+            decode_secret(secret)
+    except (TypeError, ValueError, AttributeError):
+        raise BadKeysFile(
+            f"the callback_secrets {suffix} must be a list of {SECRET_PREFIX}…, each with 24 to 64 random "
+            "bytes in base64"
+        ) from None
     return Caller(
         name,
         tuple(map(Role, roles)),
         tuple(models),
         requests_per_second=rate and float(rate),
         priority=None if priority is None else Priority[priority],
+        callback_secrets=tuple(secrets),
         digest=digest,
         rights=frozenset().union(*(ROLE_RIGHTS[Role(role)] for role in roles)),
         kind=kind,
@@ -215,6 +228,7 @@ def describe_caller(caller: Caller) -> dict[str, Any]:
         "models": list(caller.models),
         "requests_per_second": caller.requests_per_second,
         "priority": None if caller.priority is None else caller.priority.name,
+        "callback_secrets": len(caller.callback_secrets),
         "sha256": f"{caller.digest[:4].hex()}…",
     }
 

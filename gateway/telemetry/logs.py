@@ -318,7 +318,9 @@ def get_level() -> LogLevel:
 def set_level(level: LogLevel) -> None:
     root = logging.getLogger()
     root.setLevel(level.value.upper())
-    logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, root.level))
+    # What httpx logs of each request has its URL, which can contain a secret.
+    for name in ("uvicorn.error", "httpx", "httpcore"):
+        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
 
 
 def choose_formatter(settings: Settings) -> LineFormatter:

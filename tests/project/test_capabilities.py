@@ -84,8 +84,9 @@ OWN_NAMES = {
     "samples": OwnNames(others=r"setting GATEWAY_SAMPLES?(_\w+)?"),
     "jobs": OwnNames(
         r"\w+ /v1/jobs.*",
-        r"setting GATEWAY_(JOBS?|MAX_JOBS|MAX_RUNNING_JOBS)\w*"
-        r"|code \d+ (JOBS?_\w+|IDEMPOTENCY_\w+|RESULT_TOO_LARGE)",
+        r"setting GATEWAY_(JOBS?|MAX_JOBS|MAX_RUNNING_JOBS|CALLBACK)\w*"
+        r"|code \d+ (JOBS?_\w+|IDEMPOTENCY_\w+|RESULT_TOO_LARGE|CALLBACK_NOT_ALLOWED)"
+        r"|(command|flag) triton-gateway jobs\b.*|flag triton-gateway infer --(async|callback)",
         r"gateway_jobs?_?.*",
     ),
     "page": OwnNames(others=r"setting GATEWAY_(PAGE|DOCUMENTATION_URL)"),
@@ -137,6 +138,7 @@ def test_gateway_without_a_capability_serves_the_others(
         "GATEWAY_DOCUMENTATION_URL": "https://docs.example",
         "GATEWAY_TRITON_URLS": "127.0.0.1:9",
         "GATEWAY_DIALECTS": "torchserve",
+        "GATEWAY_JOBS": f"sqlite://{tmp_path}",
     }
     command = Command(
         *("serve", "--port", str(port)),

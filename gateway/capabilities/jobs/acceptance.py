@@ -11,7 +11,7 @@ import hashlib
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Final
 
 import orjson
@@ -43,6 +43,7 @@ PATHS: Final = re.compile(
 )
 PREFER: Final = b"prefer"
 IDEMPOTENCY_KEY: Final = b"idempotency-key"
+CALLBACK_URL: Final = b"x-callback-url"
 RESPOND_ASYNC: Final = re.compile(r"(?:^|[,;\s])respond-async(?:$|[,;\s])", re.IGNORECASE)
 WAIT: Final = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,5})\"?(?:$|[,;\s])", re.IGNORECASE)
 MAX_WAIT_S: Final = 60
@@ -233,11 +234,12 @@ class JobAcceptance:
         body = StoredBody(jobs, f"{job_id}.body", scope, receive)
         adding = None
         try:
+            callback = find_callback(jobs, scope)
             checked = await check_request(services, scope, body.receive)
             if checked.status != Accepted.status:
                 return checked.build_response()
             await body.receive_rest()
-            job = build_job(job_id, scope, body, key)
+            job = replace(build_job(job_id, scope, body, key), **callback)
             # A client that disconnects now cannot separate a job from its body.
             adding = jobs.tasks.start(add_job(jobs, job))
         finally:
@@ -251,8 +253,8 @@ class JobAcceptance:
         if wait is not None:
             job = await jobs.wait_until_ended(job, min(int(wait[1]), MAX_WAIT_S)) or job
             if job.result_file:
-                # Nobody knows its ID.
-                return JobResultResponse(jobs, job, deletes_job=not key)
+                is_unknown = not (key or callback)  # nobody knows its ID
+                return JobResultResponse(jobs, job, deletes_job=is_unknown)
         return respond_with_job(job)
 
 
@@ -318,6 +320,15 @@ def build_job(job_id: str, scope: Scope, body: StoredBody, key: str) -> Job:
         created_at=time.time(),
         idempotency_key=key,
     )
+
+
+def find_callback(jobs: Jobs, scope: Scope) -> dict[str, Any]:
+    """Return the fields of the job's callback. Raises `CallbackNotAllowed` or `MalformedRequest`."""
+    text = join_header_values(scope, CALLBACK_URL).decode("latin-1")
+    if not text:
+        return {}
+    url = jobs.callback_hosts.check_url(text)
+    return {"callback_url": text, "callback_host": url.origin.authority}
 
 
 def join_header_values(scope: Scope, wanted: bytes) -> bytes:

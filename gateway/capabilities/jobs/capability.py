@@ -2,7 +2,8 @@
 
 `job.py` has a job as a value, and the changes of its state. `store.py` says what a store of jobs can do;
 `sqlite_store.py` and `redis_store.py` are the two. `acceptance.py` answers requests with
-`Prefer: respond-async`, `runner.py` runs the jobs, `routes.py` serves `/v1/jobs`.
+`Prefer: respond-async`, `runner.py` runs the jobs, `routes.py` serves `/v1/jobs`. `callbacks.py` calls the
+client's server when a job has ended, if `callback_hosts.py` allows its address.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ def attach_jobs(settings: Settings) -> Attachment | None:
     if not job_settings.jobs:
         return None
     from gateway.capabilities.jobs.acceptance import JobAcceptance
+    from gateway.capabilities.jobs.callback_routes import router as callback_router
     from gateway.capabilities.jobs.routes import router
 
     store = create_store(job_settings)
 
     async def open_jobs(services: Services, stack: AsyncExitStack) -> None:
+        from gateway.capabilities.jobs.callbacks import open_callbacks
         from gateway.capabilities.jobs.job import JobState
         from gateway.capabilities.jobs.metrics import JobCollector
         from gateway.capabilities.jobs.runner import JobRunner
@@ -51,8 +54,9 @@ def attach_jobs(settings: Settings) -> Attachment | None:
         services.provide(runner)
         services.metrics.collector_registry.register(JobCollector(runner))
         services.waiting_work.append(lambda: runner.counts.by_state.get(JobState.queued, 0))
+        await open_callbacks(jobs, services, stack)
 
-    return Attachment((router,), open=open_jobs, deferral=JobAcceptance())
+    return Attachment((callback_router, router), open=open_jobs, deferral=JobAcceptance())
 
 
 def create_store(settings: JobSettings) -> JobStore:

@@ -15,6 +15,7 @@ from gateway.errors import GatewayError, InternalError
 MAX_LOSSES: Final = 3  # of its worker, in the middle of the job
 MAX_RESULT_FILES: Final = 3 * MAX_LOSSES
 MIN_ERROR_STATUS: Final = 400
+DELIVERED: Final = "delivered"  # the outcome of a callback that was accepted
 
 
 class JobState(str, Enum):

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.access.auth import authorize_all_models
 from gateway.callers import Right
 from gateway.capabilities.jobs.errors import JobConflict, JobNotFound
-from gateway.capabilities.jobs.job import Job, JobState
+from gateway.capabilities.jobs.job import DELIVERED, Job, JobState
 from gateway.capabilities.jobs.replay import READ_BYTES
 from gateway.capabilities.jobs.runner import JobRunner
 from gateway.capabilities.jobs.service import Jobs, find_owner, may_use, may_use_all
@@ -41,6 +41,15 @@ OPTIONAL_FIELDS: Final = {
     "position": {**COUNT_SCHEMA, "description": "Jobs before this one in the queue."},
     "status": {**COUNT_SCHEMA, "description": "Status of the result."},
     "error": build_object_schema({"code": STRING_SCHEMA, "message": STRING_SCHEMA}),
+    "callback": build_object_schema(
+        {
+            "state": {"enum": ["waiting", "due", DELIVERED, "failed"]},
+            "attempts": COUNT_SCHEMA,
+            "problem": {**STRING_SCHEMA, "description": "Why the last attempt failed."},
+            "next_attempt": TIME_SCHEMA,
+        },
+        optional=("problem", "next_attempt"),
+    ),
 }
 JOB_SCHEMA: Final = build_object_schema(
     {
@@ -103,6 +112,19 @@ def describe_job(job: Job, position: int | None = None) -> dict[str, Any]:
         document["status"] = job.status
     if job.error:
         document["error"] = {"code": job.error_code, "message": job.error}
+    if job.callback_url:
+        document["callback"] = describe_callback(job)
+    return document
+
+
+def describe_callback(job: Job) -> dict[str, Any]:
+    is_delivered = job.callback_outcome == DELIVERED
+    state = DELIVERED if is_delivered else "due" if job.callback_due_at else "failed"
+    document = {"state": state if job.has_ended else "waiting", "attempts": job.callback_attempts}
+    if job.callback_outcome and not is_delivered:
+        document["problem"] = job.callback_outcome
+    if job.callback_due_at:
+        document["next_attempt"] = render_time(job.callback_due_at)
     return document
 
 

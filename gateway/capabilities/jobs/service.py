@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from gateway.access.auth import authorize_all_models
 from gateway.callers import CallerKind, Right
+from gateway.capabilities.jobs.callback_hosts import CallbackHosts
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
 from gateway.capabilities.jobs.job import Job
 from gateway.capabilities.jobs.settings import JobSettings
@@ -25,6 +26,7 @@ class Jobs:
         self.store = store
         self.settings = settings
         self.max_body_bytes = max_body_bytes
+        self.callback_hosts = CallbackHosts(settings.callback_hosts)
         self.limits = JobLimits(settings.max_jobs_bytes, settings.max_jobs_per_caller)
         # Notified when this process accepts, ends or cancels a job.
         self.changes = ChangeSignal()

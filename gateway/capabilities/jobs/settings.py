@@ -7,8 +7,10 @@ from typing import Annotated, Final
 
 from pydantic import BeforeValidator, Field, SecretStr, field_validator
 
+from gateway.capabilities.jobs.callback_hosts import CallbackHosts
+from gateway.http_client.webhooks import decode_secret
 from gateway.settings import CapabilitySettings
-from gateway.settings.values import MAX_SETTING_S, PositiveSeconds
+from gateway.settings.values import MAX_SETTING_S, CommaSeparated, PositiveSeconds, split_list
 
 SQLITE: Final = "sqlite://"
 REDIS: Final = ("redis://", "rediss://")
@@ -38,6 +40,25 @@ class JobSettings(CapabilitySettings):
     expires."""
     job_lease_s: PositiveSeconds = 30.0
     """Time without a sign of life after which another process takes over the jobs of one that runs them."""
+    callback_hosts: CommaSeparated = ()
+    """Comma-separated hosts to which X-Callback-URL may lead: HOST or HOST:PORT for https, http://HOST:PORT
+    for http. They must have public addresses; a network in this list, such as 10.0.0.0/8, allows others.
+    Empty: no callbacks."""
+    callback_secret: SecretStr | None = None
+    """Secret with which callbacks are signed: whsec_ and 24 to 64 random bytes in base64, or two with a comma
+    between them while receivers change to the first. Empty: one that is generated and kept with the jobs."""
+
+    @field_validator("callback_hosts")
+    @classmethod
+    def check_callback_hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        CallbackHosts(value)
+        return value
+
+    @field_validator("callback_secret")
+    @classmethod
+    def check_callback_secret(cls, value: SecretStr | None) -> SecretStr | None:
+        split_secrets(value)
+        return value
 
     @field_validator("jobs")
     @classmethod
@@ -48,3 +69,11 @@ class JobSettings(CapabilitySettings):
                 "expected sqlite:///FOLDER, without %, ? and #, or redis://HOST:6379/0"
             )
         return value
+
+
+def split_secrets(value: SecretStr | None) -> tuple[str, ...]:
+    """Return the secrets in a setting. Raises `ValueError`, whose message does not contain them."""
+    secrets: tuple[str, ...] = split_list(value.get_secret_value()) if value is not None else ()
+    for secret in secrets:
+        decode_secret(secret)
+    return secrets

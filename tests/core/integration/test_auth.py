@@ -689,6 +689,9 @@ BAD: dict[str, str] = {
     "a rate beyond floats": f"keys: [{{name: a, sha256: '{'0' * 64}', roles: [infer], "
     f"requests_per_second: 1{'0' * 400}}}]",
     "a rate that is true": yaml.safe_dump({"keys": [{**GOOD, "requests_per_second": True}]}),
+    "a short secret": yaml.safe_dump({"keys": [{**GOOD, "callback_secrets": ["whsec_tgw_"]}]}),
+    "a secret as text": yaml.safe_dump({"keys": [{**GOOD, "callback_secrets": "tgw_x"}]}),
+    "a secret that is none": yaml.safe_dump({"keys": [{**GOOD, "callback_secrets": [1]}]}),
     "two of one name": yaml.safe_dump({"keys": [GOOD, entry(ADMIN, "admin", name="infer")]}),
     "one key twice": yaml.safe_dump({"keys": [GOOD, entry(INFER, "admin", name="other")]}),
     "aliases": "keys: &a [*a]",

@@ -1,0 +1,269 @@
+"""Callbacks: a signed request to the client's server when a job has ended, repeated until it is accepted."""
+
+from __future__ import annotations
+
+import logging
+import random
+import ssl
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from functools import partial
+from itertools import chain
+from math import ceil
+from typing import Final
+
+import anyio
+import httpx
+import orjson
+
+from gateway import __version__
+from gateway.access.keys import KeysFile
+from gateway.capabilities.jobs.callback_hosts import (
+    CallbackHosts,
+    CallbackNotAllowed,
+    CallbackUrl,
+    CannotResolve,
+)
+from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
+from gateway.capabilities.jobs.job import DELIVERED, Job
+from gateway.capabilities.jobs.routes import describe_job
+from gateway.capabilities.jobs.service import Jobs
+from gateway.capabilities.jobs.settings import split_secrets
+from gateway.errors import MalformedRequest
+from gateway.http_client.webhooks import build_headers, generate_secret
+from gateway.media_types import JSON
+from gateway.services import Services
+from gateway.tasks import ChangeSignal, TaskSet, cancel_tasks, repeat, run_step
+
+log = logging.getLogger(__name__)
+
+LOOP: Final = "job_callbacks"
+# Before each attempt, from the end of the one before. They end earlier with the job, when it is removed.
+DELAYS_S: Final = tuple(
+    60.0 * minutes for minutes in (0, 5 / 60, 5, 30, 120, 300, 600, 840, 1200, 1440)
+)
+MAX_JITTER: Final = 1.2
+MAX_RETRY_AFTER_S: Final = 86400.0
+ATTEMPT_TIMEOUT_S: Final = 20.0
+TIMEOUT: Final = httpx.Timeout(ATTEMPT_TIMEOUT_S)  # of each of its steps
+# Longer than an attempt: what a gateway that was killed had begun is begun again after this time.
+CLAIM_S: Final = 60.0
+POLL_S: Final = 0.5
+MAX_ATTEMPTS_PER_HOST: Final = 4  # at a time
+MAX_RESPONSE_BYTES: Final = 16 << 10
+MAX_PROBLEM_CHARS: Final = 200
+GONE_STATUS: Final = 410
+TRACE_HEADER: Final = "traceparent"
+HEADERS: Final = {"Content-Type": JSON, "User-Agent": f"triton-gateway/{__version__}"}
+
+
+@dataclass(frozen=True)
+class AttemptResult:
+    problem: str = ""  # empty: the receiver has accepted the callback
+    is_final: bool = False  # further attempts are pointless
+    retry_after_s: float = 0.0
+
+
+class CallbackClient:
+    """Sends one callback. It uses no proxy of the environment, follows no redirect, and keeps nothing."""
+
+    def __init__(self, hosts: CallbackHosts, tls: ssl.SSLContext) -> None:
+        self._hosts = hosts
+        self._tls = tls
+
+    async def send(self, job: Job, signature: Mapping[str, str], body: bytes) -> AttemptResult:
+        """Send a callback to one of the host's addresses, in each attempt to another one."""
+        trace = {name: value for name, value in job.headers if name == TRACE_HEADER}
+        headers = {**HEADERS, **trace, **signature, "X-Request-ID": job.request_id}
+        try:
+            url = self._hosts.check_url(job.callback_url)
+            with anyio.fail_after(ATTEMPT_TIMEOUT_S):
+                addresses = await self._hosts.resolve(url.origin)
+                address = str(addresses[job.callback_attempts % len(addresses)])
+                return await self._post(url, address, headers, body)
+        except (CallbackNotAllowed, MalformedRequest) as exc:
+            return AttemptResult(exc.detail, is_final=True)
+        except CannotResolve as exc:
+            return AttemptResult(str(exc))
+        except TimeoutError:
+            return AttemptResult(f"there was no complete response within {ATTEMPT_TIMEOUT_S:g} s")
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as exc:
+            reason = str(exc) or type(exc).__name__
+            return AttemptResult(f"the request failed: {reason}"[:MAX_PROBLEM_CHARS])
+
+    async def _post(
+        self, url: CallbackUrl, address: str, headers: Mapping[str, str], body: bytes
+    ) -> AttemptResult:
+        """Send the request to this very address, with the name in `Host` and in the handshake of TLS."""
+        origin = url.origin
+        target = httpx.URL(
+            scheme=origin.scheme, host=address, port=origin.port, raw_path=url.target.encode()
+        )
+        async with (
+            httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=TIMEOUT) as client,
+            client.stream(
+                "POST",
+                target,
+                content=body,
+                headers={**headers, "Host": origin.authority},
+                extensions={"sni_hostname": origin.host},
+            ) as response,
+        ):
+            received = 0
+            async for chunk in response.aiter_raw():
+                received += len(chunk)
+                if received > MAX_RESPONSE_BYTES:
+                    break
+            return judge_response(response)
+
+
+class CallbackSecrets:
+    """The secrets that sign callbacks: those of the caller's key or rule, or else the gateway's."""
+
+    def __init__(self, own: Sequence[str], keys_file: KeysFile | None) -> None:
+        self.own = own
+        self._keys_file = keys_file
+
+    def find(self, caller: str) -> Sequence[str]:
+        if self._keys_file is None:
+            return self.own
+        content = self._keys_file.value
+        rules = (rule.caller for rules in content.rules.values() for rule in rules)
+        callers = chain(content.callers.values(), rules)
+        secrets = (each.callback_secrets for each in callers if each.name == caller)
+        return next(secrets, ()) or self.own
+
+
+class CallbackSender:
+    """Sends the callbacks that are due, a few at a time to each host."""
+
+    def __init__(self, jobs: Jobs, services: Services) -> None:
+        self._store = jobs.store
+        self._allowed = jobs.callback_hosts
+        self._hosts = sorted({each.authority for each in self._allowed.origins})
+        self._secrets = services.get(CallbackSecrets)
+        self._running: Counter[str] = Counter()  # by the host
+        self._tasks = TaskSet()
+        self._ended = ChangeSignal()  # attempts
+        self._attempts = services.metrics.create.counter(
+            "gateway_job_callback_attempts_total",
+            "Attempts to deliver callbacks of jobs, by result: delivered, repeated or failed.",
+            ("result",),
+        )
+
+    async def __aenter__(self) -> None:
+        self._client = CallbackClient(self._allowed, ssl.create_default_context())
+        self._tasks.start(repeat(LOOP, self._step))
+
+    async def __aexit__(self, *_: object) -> None:
+        await cancel_tasks(self._tasks)
+
+    async def _step(self) -> None:
+        seen = self._ended.count
+        for host in self._hosts:
+            await self._start_attempts(host)
+        await self._ended.wait(seen, POLL_S)
+
+    async def _start_attempts(self, host: str) -> None:
+        free = MAX_ATTEMPTS_PER_HOST - self._running[host]
+        if free <= 0:
+            return
+        with suppress(JobsUnavailable, JobsFull):
+            for job in await self._store.find_due_deliveries(host, time.time(), CLAIM_S, free):
+                self._running[host] += 1
+                self._tasks.start(run_step(LOOP, partial(self._deliver, host, job)))
+
+    async def _deliver(self, host: str, job: Job) -> None:
+        try:
+            body = self._encode_event(job)
+            signature = build_headers(self._secrets.find(job.caller), job.id, body)
+            result = await self._client.send(job, signature, body)
+            attempted = record_attempt(job, result, time.time())
+            with suppress(JobsUnavailable, JobsFull):  # it is sent again
+                if await self._store.replace(attempted, job.token):
+                    self._report(host, attempted)
+        finally:
+            self._running[host] -= 1
+            self._ended.notify()
+
+    def _encode_event(self, job: Job) -> bytes:
+        """Return the body of a callback, which is the same in every attempt."""
+        ended_at = datetime.fromtimestamp(job.ended_at, timezone.utc)
+        event = {
+            "type": f"job.{job.state.value}",
+            "timestamp": ended_at.isoformat(),
+            "data": describe_job(replace(job, callback_url="")),
+            "result": f"/v1/jobs/{job.id}/result",
+        }
+        return orjson.dumps(event)
+
+    def _report(self, host: str, job: Job) -> None:
+        if job.callback_outcome == DELIVERED:
+            self._attempts.labels("delivered").inc()
+            return
+        is_repeated = job.callback_due_at > 0
+        self._attempts.labels("repeated" if is_repeated else "failed").inc()
+        log.warning(
+            "attempt %d of the callback of job %s to %s failed: %s; %s",
+            *(job.callback_attempts, job.id, host, job.callback_outcome),
+            f"the next one is in {ceil(job.callback_due_at - time.time())} s"
+            if is_repeated
+            else "it was the last one",
+        )
+
+
+async def open_callbacks(jobs: Jobs, services: Services, stack: AsyncExitStack) -> None:
+    """Provide the secrets of callbacks, and send them from now on if the settings allow any."""
+    secrets = split_secrets(jobs.settings.callback_secret)
+    if not secrets:
+        secrets = (await jobs.store.keep_secret("callback", generate_secret()),)
+    services.provide(CallbackSecrets(secrets, services.access.keys_file))
+    sender = CallbackSender(jobs, services)
+    if jobs.settings.callback_hosts:
+        await stack.enter_async_context(sender)
+
+
+def record_attempt(job: Job, result: AttemptResult, now: float) -> Job:
+    """Return the job after an attempt of its callback, with the time of the next one."""
+    attempts = job.callback_attempts + 1
+    due_at = 0.0
+    if result.problem and not result.is_final and attempts < len(DELAYS_S):
+        jitter = random.uniform(1, MAX_JITTER)  # noqa: S311 - not for security
+        due_at = now + max(DELAYS_S[attempts] * jitter, result.retry_after_s)
+    return replace(
+        job,
+        callback_attempts=attempts,
+        callback_due_at=due_at,
+        callback_outcome=result.problem or DELIVERED,
+    )
+
+
+def judge_response(response: httpx.Response) -> AttemptResult:
+    status = response.status_code
+    if response.is_success:
+        return AttemptResult()
+    problem = f"the receiver answered with status {status}"
+    if response.is_redirect:
+        problem += "; redirects are not followed"
+    if status == GONE_STATUS:
+        return AttemptResult(problem, is_final=True)
+    retry_after_s = parse_retry_delay(response.headers.get("retry-after", ""))
+    return AttemptResult(problem, retry_after_s=retry_after_s)
+
+
+def parse_retry_delay(value: str) -> float:
+    """Return the seconds of a Retry-After header; 0 if it is invalid."""
+    try:
+        seconds = float(int(value))
+    except ValueError:
+        try:
+            date = parsedate_to_datetime(value)
+        except (ValueError, TypeError):
+            return 0.0
+        seconds = date.replace(tzinfo=date.tzinfo or timezone.utc).timestamp() - time.time()
+    return min(seconds, MAX_RETRY_AFTER_S) if seconds > 0 else 0.0

@@ -1,0 +1,317 @@
+"""One attempt of a callback, at a real receiver: what it is called with, and when it is not called at all."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+from standardwebhooks.webhooks import Webhook, WebhookVerificationError
+
+from gateway.capabilities.jobs.callback_hosts import CallbackHosts
+from gateway.capabilities.jobs.callbacks import (
+    DELAYS_S,
+    MAX_JITTER,
+    AttemptResult,
+    CallbackClient,
+    parse_retry_delay,
+    record_attempt,
+)
+from gateway.capabilities.jobs.job import DELIVERED, Job
+from gateway.http_client.webhooks import (
+    InvalidSignature,
+    build_headers,
+    decode_secret,
+    generate_secret,
+    verify_callback,
+)
+from tests.capabilities.jobs.receiver import NamingLoop, Receiver, answer, receiving
+from tests.support.certificates import server_context, trusting
+
+BODY = '{"type":"job.done","data":{"text":"ä"}}'.encode()
+JOB = Job(
+    id="0123456789abcdef0123456789abcdef", owner="shop", model="m", path="/v1/models/m/infer", query="",
+    headers=[["traceparent", "00-1-2-01"], ["x-other", "1"]], client="127.0.0.1", request_id="the-request",
+    caller="shop", key_digest="", body_bytes=0, body_digest="", created_at=1.0,
+)  # fmt: skip
+SECRET = generate_secret()
+TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # it trusts nobody
+
+
+async def attempt(
+    hosts: tuple[str, ...], url: str, tls: ssl.SSLContext = TLS, **values: Any
+) -> AttemptResult:
+    client = CallbackClient(CallbackHosts(hosts), tls)
+    job = replace(JOB, callback_url=url, **values)
+    return await client.send(job, build_headers([SECRET], job.id, BODY), BODY)
+
+
+async def attempt_at(receiver: Receiver, *responses: bytes) -> AttemptResult:
+    receiver.responses = list(responses)
+    return await attempt((f"127.0.0.1:{receiver.port}",), receiver.url)
+
+
+def run_with_names(
+    names: dict[str, list[list[str]]],
+    scene: Callable[[NamingLoop], Coroutine[Any, Any, None]],
+) -> None:
+    loop = NamingLoop(names)
+    try:
+        loop.run_until_complete(scene(loop))
+    finally:
+        loop.close()
+
+
+async def test_receiver_gets_a_request_that_the_reference_library_verifies() -> None:
+    old = generate_secret()
+    async with receiving() as receiver:
+        client = CallbackClient(CallbackHosts((f"http://127.0.0.1:{receiver.port}",)), TLS)
+        job = replace(JOB, callback_url=f"{receiver.url}?a=%20b")
+        result = await client.send(job, build_headers([SECRET, old], job.id, BODY), BODY)
+    assert result == AttemptResult()
+    (received,) = receiver.received
+    assert received.request == "POST /done?a=%20b HTTP/1.1"
+    headers = received.headers
+    assert (headers["host"], headers["webhook-id"]) == (f"127.0.0.1:{receiver.port}", JOB.id)
+    assert headers["content-type"] == "application/json"
+    assert (headers["x-request-id"], headers["traceparent"]) == ("the-request", "00-1-2-01")
+    assert not {"x-other", "cookie", "authorization"} & headers.keys()
+    for secret in (SECRET, old):
+        Webhook(secret).verify(received.body, headers)
+        verify_callback(received.body, headers, [generate_secret(), secret])
+    for other in (generate_secret(), SECRET):
+        body = received.body + b" " * (other == SECRET)
+        with pytest.raises(WebhookVerificationError):
+            Webhook(other).verify(body, headers)
+        with pytest.raises(InvalidSignature, match="no signature matches"):
+            verify_callback(body, headers, [other])
+
+
+def test_signature_of_another_time_is_refused() -> None:
+    headers = build_headers([SECRET], JOB.id, BODY)
+    verify_callback(BODY, headers, [SECRET])
+    with pytest.raises(InvalidSignature, match=r"differs from now by \d+ s"):
+        verify_callback(BODY, headers, [SECRET], tolerance_s=-1)
+    with pytest.raises(InvalidSignature, match="no signature matches"):
+        verify_callback(BODY, {**headers, "Webhook-Timestamp": "1"}, [SECRET])
+    with pytest.raises(InvalidSignature, match="webhook-signature is missing"):
+        verify_callback(BODY, {name: headers[name] for name in list(headers)[:2]}, [SECRET])
+
+
+@pytest.mark.parametrize(
+    "secret", ["", "whsec_", "whsec_!", "x" * 40, "whsec_" + "A" * 28, "whsec_" + "A" * 100]
+)
+def test_secret_that_is_too_short_or_too_long_is_refused(secret: str) -> None:
+    with pytest.raises(ValueError, match="use whsec_ and 24 to 64 random bytes"):
+        decode_secret(secret)
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        (answer(200, body=b"ok"), AttemptResult()),
+        (answer(299), AttemptResult()),
+        (answer(200, "Content-Encoding: gzip", body=b"no gzip"), AttemptResult()),
+        (answer(410), AttemptResult("the receiver answered with status 410", is_final=True)),
+        (
+            answer(503, "Retry-After: 90"),
+            AttemptResult("the receiver answered with status 503", retry_after_s=90.0),
+        ),
+        (answer(404), AttemptResult("the receiver answered with status 404")),
+    ],
+    ids=["200", "299", "coding", "410", "503", "404"],
+)
+async def test_status_decides(response: bytes, expected: AttemptResult) -> None:
+    async with receiving() as receiver:
+        assert await attempt_at(receiver, response) == expected
+
+
+async def test_redirect_is_a_failure_and_is_not_followed() -> None:
+    async with receiving() as receiver, receiving() as inside:
+        for status in (301, 302, 303, 307, 308):
+            response = answer(status, f"Location: {inside.url}")
+            result = await attempt_at(receiver, response)
+            assert result.problem == (
+                f"the receiver answered with status {status}; redirects are not followed"
+            )
+    assert not inside.connections
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        b"",
+        b"SSH-2.0-OpenSSH\r\n",
+        b"HTTP/1.1 200 OK\r\nX: " + bytes(200_000),
+        b"HTTP/1.1 200 OK\r\n" * 9,
+    ],
+    ids=["nothing", "ssh", "header", "garbage"],
+)
+async def test_invalid_response_is_a_failure(response: bytes) -> None:
+    async with receiving() as receiver:
+        result = await attempt_at(receiver, response)
+    assert result.problem.startswith("the request failed: ")
+
+
+async def test_endless_response_is_read_up_to_a_limit() -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with receiving() as receiver:
+        result = await attempt_at(receiver, head + b"4000\r\n" + bytes(0x4000) + b"\r\n4000\r\n1")
+    assert result == AttemptResult()
+
+
+async def test_port_that_nobody_listens_on_is_a_failure() -> None:
+    async with receiving() as receiver:
+        pass
+    result = await attempt((f"127.0.0.1:{receiver.port}",), receiver.url)
+    assert result.problem.startswith("the request failed: ")
+
+
+async def test_proxy_and_passwords_of_the_environment_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    netrc = tmp_path / "netrc"
+    netrc.write_text("default login x password y\n")
+    netrc.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(netrc))
+    async with receiving() as receiver, receiving() as proxy:
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.port}")
+        assert await attempt_at(receiver, answer(200)) == AttemptResult()
+    assert not proxy.connections
+    assert "authorization" not in receiver.received[0].headers
+
+
+# The list, and a URL on the receiver's port, which it must not reach.
+HOSTILE = {
+    "not listed": ("shop.example", "http://127.0.0.1:{port}/"),
+    "port": ("127.0.0.1:1", "http://127.0.0.1:{port}/"),
+    "scheme": ("plain.example:{port}", "http://plain.example:{port}/"),
+    "credentials": ("127.0.0.1:{port}", "http://user:secret@127.0.0.1:{port}/"),
+    "hidden host": ("shop.example", "http://shop.example@127.0.0.1:{port}/"),
+    "backslash": ("http://shop.example:{port}", "http://127.0.0.1:{port}\\@shop.example:{port}/"),
+    "short form": ("http://127.1:{port}", "http://127.1:{port}/"),
+    "number": ("http://2130706433:{port}", "http://2130706433:{port}/"),
+    "hexadecimal": ("http://0x7f.1:{port}", "http://0x7f.1:{port}/"),
+    "zero": ("http://0:{port}", "http://0:{port}/"),
+    "private": ("http://private.example:{port}", "http://private.example:{port}/"),
+    "metadata": ("http://metadata.example:{port}", "http://metadata.example:{port}/"),
+    "loopback": ("http://loopback.example:{port}", "http://loopback.example:{port}/"),
+    "IPv6 loopback": ("http://loopback6.example:{port}", "http://loopback6.example:{port}/"),
+    "[::1]": ("http://127.0.0.1:{port}", "http://[::1]:{port}/"),
+    "mapped": ("http://mapped.example:{port}", "http://mapped.example:{port}/"),
+    "NAT64": ("http://nat64.example:{port}", "http://nat64.example:{port}/"),
+    "6to4": ("http://6to4.example:{port}", "http://6to4.example:{port}/"),
+    "multicast": ("http://multicast.example:{port}", "http://multicast.example:{port}/"),
+    "one of two": ("http://both.example:{port}", "http://both.example:{port}/"),
+    "nothing": ("http://unknown.example:{port}", "http://unknown.example:{port}/"),
+    "another network": ("http://loopback.example:{port},10.0.0.0/8", "http://loopback.example:{port}/"),
+}  # fmt: skip
+NAMES: dict[str, list[list[str]]] = {
+    "private.example": [["192.168.1.1"]],
+    "metadata.example": [["169.254.169.254"]],
+    "loopback.example": [["127.0.0.1"]],
+    "loopback6.example": [["::1"]],
+    "mapped.example": [["::ffff:127.0.0.1"]],
+    "nat64.example": [["64:ff9b::7f00:1"]],
+    "6to4.example": [["2002:7f00:1::1"]],
+    "multicast.example": [["224.0.0.1"]],
+    "both.example": [["8.8.8.8", "127.0.0.1"]],
+    "unknown.example": [[]],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_callback_is_not_sent(name: str) -> None:
+    async def scene(loop: NamingLoop) -> None:
+        async with receiving() as receiver:
+            entries, url = (each.format(port=receiver.port) for each in HOSTILE[name])
+            result = await attempt(tuple(entries.split(",")), url)
+        assert not receiver.connections
+        assert "secret" not in result.problem
+        allowed = ("not allowed", "not public", "cannot be resolved")
+        assert any(words in result.problem for words in allowed), result
+
+    run_with_names(NAMES, scene)
+
+
+def test_connection_goes_to_the_address_that_was_checked() -> None:
+    """The name resolves to another address when it is asked again, as that of an attacker (rebinding)."""
+
+    async def scene(loop: NamingLoop) -> None:
+        async with receiving() as receiver, receiving("127.0.0.2", receiver.port) as inside:
+            entries = (f"http://shop.example:{receiver.port}", "127.0.0.1/32")
+            url = f"http://shop.example:{receiver.port}/"
+            assert await attempt(entries, url) == AttemptResult()
+            assert loop.lookups == ["shop.example"]
+            assert receiver.received[0].headers["host"] == f"shop.example:{receiver.port}"
+            assert "not public" in (await attempt(entries, url)).problem
+        assert len(receiver.connections) == 1
+        assert not inside.connections
+
+    run_with_names({"shop.example": [["127.0.0.1"], ["127.0.0.2"]]}, scene)
+
+
+def test_certificate_must_be_that_of_the_name() -> None:
+    authority = trustme.CA()
+    context = server_context(authority, name="shop.example", wants_client=False)
+    seen: list[str | None] = []
+
+    def note_name(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        seen.append(name)
+
+    context.sni_callback = note_name
+
+    async def scene(loop: NamingLoop) -> None:
+        async with receiving(tls=context) as receiver:
+            places = [f"{name}:{receiver.port}" for name in ("shop.example", "other.example")]
+            entries = (*places, "127.0.0.1/32")
+            tls = trusting(authority)
+            results = [await attempt(entries, f"https://{each}/x", tls) for each in places]
+            assert results[0] == AttemptResult()
+            assert "CERTIFICATE_VERIFY_FAILED" in results[1].problem
+            assert seen == ["shop.example", "other.example"]
+            assert [each.headers["host"] for each in receiver.received] == places[:1]
+
+    run_with_names({name: [["127.0.0.1"]] for name in ("shop.example", "other.example")}, scene)
+
+
+def test_next_attempt_goes_to_the_next_address() -> None:
+    async def scene(loop: NamingLoop) -> None:
+        async with receiving("127.0.0.2") as receiver:
+            entries = (f"http://shop.example:{receiver.port}", "127.0.0.0/8")
+            url = f"http://shop.example:{receiver.port}/"
+            assert (await attempt(entries, url)).problem
+            assert await attempt(entries, url, callback_attempts=1) == AttemptResult()
+
+    run_with_names({"shop.example": [["127.0.0.3", "127.0.0.2"]]}, scene)
+
+
+def test_attempts_follow_the_schedule_until_it_ends() -> None:
+    job = replace(JOB, callback_url="https://shop.example/", callback_due_at=1.0)
+    failure = AttemptResult("the receiver answered with status 500")
+    for attempts, delay_s in enumerate(DELAYS_S[1:], 1):
+        job = record_attempt(job, failure, 1000.0)
+        assert (job.callback_attempts, job.callback_outcome) == (attempts, failure.problem)
+        assert delay_s <= job.callback_due_at - 1000.0 <= delay_s * MAX_JITTER
+    assert record_attempt(job, failure, 1000.0).callback_due_at == 0
+    assert record_attempt(JOB, AttemptResult("x", is_final=True), 1000.0).callback_due_at == 0
+    assert record_attempt(JOB, AttemptResult("x", retry_after_s=99), 1000.0).callback_due_at == 1099
+    delivered = record_attempt(job, AttemptResult(), 1000.0)
+    assert (delivered.callback_due_at, delivered.callback_outcome) == (0, DELIVERED)
+
+
+def test_retry_after_is_a_number_or_a_date() -> None:
+    assert parse_retry_delay("120") == 120
+    assert parse_retry_delay(formatdate(time.time() + 100, usegmt=True)) == pytest.approx(
+        100, abs=30
+    )
+    assert parse_retry_delay("999999999") == 86400
+    for value in ("", "-1", "soon", "nan", "9" * 5000, formatdate(0)):
+        assert parse_retry_delay(value) == 0
