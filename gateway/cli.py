@@ -19,6 +19,7 @@ from gateway.access.keys import add_key, read_keys_file, remove_key
 from gateway.callers import Priority, Role
 from gateway.commands import client_commands
 from gateway.commands.flags import (
+    INFERENCE_PANEL,
     MODELS_PANEL,
     OPERATION_PANEL,
     JsonOption,
@@ -26,6 +27,7 @@ from gateway.commands.flags import (
     format_examples,
 )
 from gateway.commands.help import HelpAllOption, RootGroup, arrange_help
+from gateway.commands.job_commands import job_cli
 from gateway.commands.label_commands import label_cli, rollout_cli
 from gateway.commands.target import OptionalTarget
 from gateway.embedded.flags import TritonFlags
@@ -42,6 +44,7 @@ START_PANEL = "Start a gateway"
 SERVERS = {"up", "serve", "triton"}  # commands that write a log
 root_cli.add_typer(key_commands, name="key", rich_help_panel=START_PANEL)
 root_cli.add_typer(client_commands.cli)
+root_cli.add_typer(job_cli, name="jobs", rich_help_panel=INFERENCE_PANEL)
 root_cli.add_typer(label_cli, name="label", rich_help_panel=MODELS_PANEL)
 root_cli.add_typer(rollout_cli)
 root_cli.add_typer(state_commands, name="state", rich_help_panel=OPERATION_PANEL)

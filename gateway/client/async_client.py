@@ -15,14 +15,18 @@ from gateway.client.batches import InferMany, InferOutcome, InferOutcomes, group
 from gateway.client.calls import (
     DEFAULT_RETRIES,
     DEFAULT_TIMEOUT_S,
+    JOB_REQUEST_TIMEOUT_S,
     OPERATION_TIMEOUT_S,
     READY_POLL_S,
     ApiRequest,
     InferCall,
     ModelInfoCache,
     StreamDecoder,
+    WaitForJob,
+    build_job_path,
     build_json_request,
     build_model_path,
+    build_submit_request,
     build_upload_request,
     check_stream_type,
     create_events_call,
@@ -197,6 +201,54 @@ class AsyncClient:
                     yield result
             for result in decoder.finish():
                 yield result
+
+    async def submit(
+        self,
+        model: str,
+        value: Any = None,
+        /,
+        *,
+        version: str | int = "",
+        parameters: Mapping[str, Any] | None = None,
+        classification: int = 0,
+        headers: Mapping[str, str] | None = None,
+        callback_url: str = "",
+        **inputs: Any,
+    ) -> dict[str, Any]:
+        call = create_infer_call(
+            model,
+            value,
+            inputs,
+            version=version,
+            parameters=parameters,
+            classification=classification,
+            headers=headers,
+        )
+        attempts = self._start_attempts(None)
+        info = await self._find_info(call, attempts)
+        accept = call.choose_accept(info, uses_arrays=self._uses_arrays)
+        request = build_submit_request(await self._build(call, accept, info), callback_url)
+        return decode_object(await self._send(request, attempts))
+
+    async def wait_job(self, job: str, timeout_s: float = OPERATION_TIMEOUT_S) -> dict[str, Any]:
+        wait = WaitForJob(job, timeout_s)
+        while True:
+            reply = await self._call(wait.build_request(), timeout_s=JOB_REQUEST_TIMEOUT_S)
+            document = decode_object(reply)
+            if wait.is_over(document):
+                return document
+
+    async def job_result(self, job: str, timeout_s: float = OPERATION_TIMEOUT_S) -> InferResult:
+        document = await self.wait_job(job, timeout_s)
+        attempts = self._start_attempts(None)
+        reply = await self._send(
+            build_json_request("GET", f"{build_job_path(job)}/result"), attempts
+        )
+        info = await self._find_info(InferCall(str(document.get("model", ""))), attempts)
+        return decode_result(reply, info if self._uses_arrays else None)
+
+    async def cancel_job(self, job: str) -> dict[str, Any]:
+        return decode_object(await self._call(build_json_request("DELETE", build_job_path(job))))
 
     async def model(self, name: str, version: str | int = "") -> ModelInfo:
         path = build_model_path(name, str(version))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from importlib.util import find_spec
+from math import ceil
 from typing import Any, Final
 from urllib.parse import quote, urlencode
 
 from gateway.client.bodies import Body, CallInputs, Form, contains_files, encode_inputs, encode_json
-from gateway.client.errors import INVALID_RESPONSE, GatewayError
+from gateway.client.errors import INVALID_RESPONSE, TIMEOUT, GatewayError
 from gateway.client.models import ModelInfo, parse_model
 from gateway.client.replies import (
     Reply,
@@ -35,6 +37,10 @@ DOT_SEGMENTS: Final = (".", "..")
 MAX_KNOWN_MODELS: Final = 1000
 SEQUENCE_PARAMETER: Final = "sequence_id"
 SEQUENCE_HEADER: Final = "x-sequence-id"
+JOBS_PATH: Final = "/v1/jobs"
+JOB_WAIT_S: Final = 20  # of one request, which is shorter than the time limits of proxies
+JOB_REQUEST_TIMEOUT_S: Final = 40.0
+ENDED_STATES: Final = ("done", "failed", "cancelled", "expired")
 
 
 def has_numpy() -> bool:
@@ -216,6 +222,43 @@ def build_json_request(
     return ApiRequest(
         method, path, headers=headers or {}, body=body, is_repeatable=method in ("GET", "HEAD")
     )
+
+
+def build_submit_request(inference: ApiRequest, callback_url: str) -> ApiRequest:
+    """Return the request that makes a job of an inference. Only its own limit ends the job."""
+    headers = {**inference.headers, "prefer": "respond-async"}
+    if callback_url:
+        headers["x-callback-url"] = callback_url
+    return replace(inference, headers=headers, has_deadline=False)
+
+
+def build_job_path(job: str) -> str:
+    return f"{JOBS_PATH}/{quote_part(job)}"
+
+
+class WaitForJob:
+    """A wait until a job has ended."""
+
+    def __init__(self, job: str, timeout_s: float) -> None:
+        self._job = job
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+
+    def build_request(self) -> ApiRequest:
+        remaining_s = self._deadline - time.monotonic()
+        wait_s = max(min(ceil(remaining_s), JOB_WAIT_S), 0)
+        return build_json_request("GET", f"{build_job_path(self._job)}?wait={wait_s}")
+
+    def is_over(self, document: Mapping[str, Any]) -> bool:
+        """Return whether the job has ended. Raises `GatewayError` after the time."""
+        if document.get("state") in ENDED_STATES:
+            return True
+        if time.monotonic() >= self._deadline:
+            state = document.get("state")
+            raise GatewayError(
+                f"job {self._job} is still {state} after {self._timeout_s:g} s", TIMEOUT
+            )
+        return False
 
 
 def build_upload_request(upload: ModelSource, content: UploadContent) -> ApiRequest:

@@ -13,14 +13,18 @@ from gateway.client.batches import InferMany, InferOutcome
 from gateway.client.calls import (
     DEFAULT_RETRIES,
     DEFAULT_TIMEOUT_S,
+    JOB_REQUEST_TIMEOUT_S,
     OPERATION_TIMEOUT_S,
     READY_POLL_S,
     ApiRequest,
     InferCall,
     ModelInfoCache,
     StreamDecoder,
+    WaitForJob,
+    build_job_path,
     build_json_request,
     build_model_path,
+    build_submit_request,
     build_upload_request,
     check_stream_type,
     create_events_call,
@@ -188,6 +192,59 @@ class Client:
             for data in reply.iter_bytes():
                 yield from decoder.feed(data)
             yield from decoder.finish()
+
+    def submit(
+        self,
+        model: str,
+        value: Any = None,
+        /,
+        *,
+        version: str | int = "",
+        parameters: Mapping[str, Any] | None = None,
+        classification: int = 0,
+        headers: Mapping[str, str] | None = None,
+        callback_url: str = "",
+        **inputs: Any,
+    ) -> dict[str, Any]:
+        """Submit an inference as a job, and return the job's document, whose `id` the other methods take.
+
+        The gateway calls `callback_url` when the job has ended. The inputs are those of `infer`.
+        """
+        call = create_infer_call(
+            model,
+            value,
+            inputs,
+            version=version,
+            parameters=parameters,
+            classification=classification,
+            headers=headers,
+        )
+        attempts = self._start_attempts(None)
+        info = self._find_info(call, attempts)
+        accept = call.choose_accept(info, uses_arrays=self._uses_arrays)
+        request = build_submit_request(call.build_request(accept, info), callback_url)
+        return decode_object(self._send(request, attempts))
+
+    def wait_job(self, job: str, timeout_s: float = OPERATION_TIMEOUT_S) -> dict[str, Any]:
+        """Wait until a job has ended, and return its document."""
+        wait = WaitForJob(job, timeout_s)
+        while True:
+            reply = self._call(wait.build_request(), timeout_s=JOB_REQUEST_TIMEOUT_S)
+            document = decode_object(reply)
+            if wait.is_over(document):
+                return document
+
+    def job_result(self, job: str, timeout_s: float = OPERATION_TIMEOUT_S) -> InferResult:
+        """Wait until a job has ended, and return what `infer` would have returned or raise its error."""
+        document = self.wait_job(job, timeout_s)
+        attempts = self._start_attempts(None)
+        reply = self._send(build_json_request("GET", f"{build_job_path(job)}/result"), attempts)
+        info = self._find_info(InferCall(str(document.get("model", ""))), attempts)
+        return decode_result(reply, info if self._uses_arrays else None)
+
+    def cancel_job(self, job: str) -> dict[str, Any]:
+        """Cancel a job, or delete one that has ended; return its document."""
+        return decode_object(self._call(build_json_request("DELETE", build_job_path(job))))
 
     def model(self, name: str, version: str | int = "") -> ModelInfo:
         """Return the inputs, outputs and versions of a model."""

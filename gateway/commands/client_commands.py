@@ -54,6 +54,7 @@ TextsOption = Annotated[
         "triton-gateway infer MODEL 'some text'",
         "triton-gateway infer MODEL reviews.txt --lines --batch 8 --output out.csv",
         "triton-gateway infer MODEL --replay 2026-11-26T09.jsonl --version 2",
+        "triton-gateway infer MODEL scan.png --async",
     ),
 )
 @add_flags(Target)
@@ -95,6 +96,10 @@ def infer(
 
     if flags.resume and (flags.output is None or flags.overwrite):
         raise UsageError("--resume requires --output FILE and excludes --overwrite")
+    if flags.callback and not flags.is_async:
+        raise UsageError("--callback requires --async")
+    if flags.is_async and (flags.output is not None or flags.batch > 1):
+        raise UsageError("--async submits a job for each input, and excludes --output and --batch")
     if not (files or text):
         raise UsageError("nothing to infer: pass files, a folder, - or --text")
     form = choose_format(flags)

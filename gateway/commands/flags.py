@@ -93,4 +93,10 @@ class InferFlags:
         10
     )
     timeout: TimeoutOption = 60.0
+    is_async: Annotated[
+        bool, typer.Option("--async", help="Submit each input as a job, and print the jobs' IDs.")
+    ] = False
+    callback: Annotated[
+        str, typer.Option(metavar="URL", help="With --async: URL to call when a job has ended.")
+    ] = ""
     help_all: HelpAllOption = False

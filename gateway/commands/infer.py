@@ -14,11 +14,12 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Final, cast
 
+import orjson
 import uvloop
 
-from gateway.client import ModelInfo, TensorInfo
+from gateway.client import GatewayError, ModelInfo, TensorInfo
 from gateway.client.ordered import OrderedTasks
-from gateway.commands.api import connect
+from gateway.commands.api import connect, make_command_error
 from gateway.commands.errors import ClientError, UsageError
 from gateway.commands.flags import InferFlags
 from gateway.commands.inputs import Input, InputSource
@@ -32,10 +33,10 @@ from gateway.commands.records import (
     TextWriter,
     resume_output,
 )
-from gateway.commands.requests import GroupInference
+from gateway.commands.requests import GroupInference, read_input
 from gateway.commands.target import Target
 from gateway.media_types import TEXT
-from gateway.messages import print_message
+from gateway.messages import escape_unprintable, print_message
 
 MAX_LISTED_FAILURES: Final = 10
 STDOUT_DESCRIPTOR: Final = 1
@@ -94,6 +95,8 @@ def run_infer(options: InferOptions) -> int:
         raise UsageError(
             f"no such file or folder: {options.words[0]}; the input of {options.model} is not a single text"
         )
+    if options.flags.is_async:
+        return asyncio.run(submit_inputs(options))
     check_batching(options, model)
     names = [output.name for output in model.outputs]
     output = options.flags.output
@@ -120,6 +123,35 @@ def run_infer(options: InferOptions) -> int:
     finally:
         if descriptor != STDOUT_DESCRIPTOR:
             os.close(descriptor)
+
+
+async def submit_inputs(options: InferOptions) -> int:
+    """Submit each input as a job, and print its ID. Raises `ClientError` if a job is not accepted."""
+    status = 0
+    async with options.target.create_async_client(
+        options.flags.timeout, options.flags.retries
+    ) as client:
+        async for input_ in options.inputs:
+            value = await read_input(input_)
+            if isinstance(value, GatewayError):
+                print_message(f"{input_.name}: {value}")
+                status = 1
+                continue
+            try:
+                job = await client.submit(
+                    options.model,
+                    value,
+                    version=options.version,
+                    callback_url=options.flags.callback,
+                )
+            except GatewayError as exc:
+                raise make_command_error(exc) from None
+            line = (
+                orjson.dumps(job).decode() if options.flags.json else f"{job['id']} {input_.name}"
+            )
+            sys.stdout.write(f"{escape_unprintable(line)}\n")
+            sys.stdout.flush()
+    return status
 
 
 def list_required_inputs(model: ModelInfo) -> list[TensorInfo]:
