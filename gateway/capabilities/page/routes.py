@@ -27,6 +27,7 @@ FIRST_MODULES: Final = ("main.js", "try.js")  # of the first view
 STATIC: Final = Path(__file__).parent / "static"
 # Parts of the page that use capabilities, which can be absent, and a path of each.
 FEATURES: Final = {
+    "jobs": "/v1/jobs",
     "files": "/v1/models/{model}/files",
     "labels": "/v1/models/{model}/labels/{label}",
 }

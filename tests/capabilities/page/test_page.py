@@ -19,6 +19,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from gateway import __version__
+from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.repository.state.desired import DesiredModel
 from gateway.repository.state.store import open_state_store
 from tests.capabilities.on_demand.support.on_demand import (
@@ -181,11 +182,9 @@ def take_pictures(page: browser.Page, folder: str) -> None:
             page.until(lambda: len(page.all("#history-list li")) == count, "an answer")  # noqa: B023
         page.find("#health")
         page.run("document.activeElement.blur(); scrollTo(0, 0)")
-        page.driver.save_screenshot(f"{folder}/page.png")
         page.run("location.hash = 'model/ensemble'")
         page.see(".graph .slowest", "the slowest")
         page.find("#health")
-        page.driver.save_screenshot(f"{folder}/page-model.png")
 
 
 def test_drawn_digit_is_recognized(page: browser.Page, demo_url: str) -> None:
@@ -732,6 +731,25 @@ def set_label(page: browser.Page, url: str) -> None:
     page.until(lambda: not page.all(row), "no label")
     page.click("#version-list tbody tr:nth-child(2) a")
     page.see("#curl", "versions/2/infer")
+
+
+def test_jobs_are_listed_and_deleted(
+    page: browser.Page, demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    with gateway_of(page, demo_triton.options.url, jobs=f"sqlite://{tmp_path}") as client:
+        headers = {"Prefer": "respond-async", "Content-Type": "text/plain"}
+        path = "/v1/models/text_ensemble/infer"
+        (job, _) = (
+            client.post(path, content=text, headers=headers).json()["id"] for text in ("a", "b")
+        )
+        page.open(str(client.base_url))
+        page.click("#jobs-link")
+        row = f"#jobs-table [data-key='{job}']"
+        page.see(row, "Done")
+        assert page.find(f"[aria-label='Result {job}']").is_displayed()
+        page.click(f"[aria-label='Delete {job}']")
+        page.until(lambda: not page.all(row), "the job is gone")
+        assert len(page.all("#jobs-table tbody tr")) == 1
 
 
 @pytest.mark.long

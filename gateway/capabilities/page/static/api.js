@@ -162,6 +162,14 @@ const SENTENCES = {
   },
 };
 
+/** Save a file; a link could not send the key. */
+export async function download(address, name) {
+  const blob = await (await withKey(() => call(address))).blob();
+  const link = el("a", { href: URL.createObjectURL(blob), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
 /** Return the message without its advice for programs, with a capital letter and a full stop. */
 export function toSentence(message) {
   const text = message.replace(ADVICE_FOR_PROGRAMS, "").trim();

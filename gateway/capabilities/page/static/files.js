@@ -74,14 +74,10 @@ function renderGroup(model, version, files) {
         el("tbody", {}, ...rows))));
 }
 
-/** Save a file; a link could not send the key. */
 async function download(model, path) {
   try {
     const address = `${api.modelPath(model)}/files/${path.split("/").map(encodeURIComponent).join("/")}`;
-    const blob = await (await api.withKey(() => api.call(address))).blob();
-    const link = el("a", { href: URL.createObjectURL(blob), download: path.split("/").at(-1) });
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+    await api.download(address, path.split("/").at(-1));
   } catch (error) {
     showToast(`${path}: ${api.errorMessage(error)}`, true);
   }

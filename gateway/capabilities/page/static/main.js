@@ -12,6 +12,7 @@ const VIEWS = {
   versions: { section: "versions-view", link: "#try", load: () => import("./versions.js") },
   files: { section: "files-view", link: "#try", load: () => import("./files.js") },
   fleet: { section: "fleet", link: "#fleet", load: () => import("./fleet.js") },
+  jobs: { section: "jobs", link: "#jobs", load: () => import("./jobs.js") },
   live: { section: "live", link: "#live", load: () => import("./live.js") },
 };
 const REFRESH_MS = 2000;
@@ -168,6 +169,7 @@ addEventListener("connectionchange", () => {
   showToast("The gateway answers again.");
   show();
 });
+$("jobs-link").hidden = !api.hasFeature("jobs");
 models.start();
 api.startKeyDialog(() => {
   models.reset();

@@ -1,0 +1,92 @@
+// The jobs of this key, or with an administrator's key of all: their states, progress and results.
+
+import * as api from "./api.js";
+import { $, el, setText, showNotice, showToast, updateRows } from "./dom.js";
+
+const SHOWN = 100;
+const COLUMNS = ["Job", "Model", "State", "Progress", "Created", "Actions"];
+const STATES = { queued: "Queued", running: "Running", done: "Done", failed: "Failed", cancelled: "Cancelled", expired: "Expired" };
+const KINDS = { queued: "quiet", cancelled: "quiet", failed: "bad", expired: "warn" };
+const controls = new Map(); // by job: its bar and its buttons, which are kept between refreshes, so that the focus stays
+
+const hasEnded = (job) => job.state !== "queued" && job.state !== "running";
+
+export function start() {
+  $("jobs-table").tHead.append(el("tr", {}, ...COLUMNS.map((text) => el("th", { scope: "col", text }))));
+}
+
+export const show = () => refresh();
+
+export function reset() {
+  $("jobs-table").tBodies[0].replaceChildren();
+  controls.clear();
+}
+
+export async function refresh() {
+  try {
+    const { jobs } = await api.getJson(`/v1/jobs?limit=${SHOWN}`);
+    $("jobs-card").hidden = !jobs.length;
+    updateRows($("jobs-table").tBodies[0], jobs, ({ id }) => id, cellsOf);
+    showNotice($("jobs-notice"), jobs.length ? "" : "There are no jobs. A request with the header Prefer: respond-async becomes one.");
+  } catch (error) {
+    api.showErrorNotice($("jobs-notice"), error, async () => (await api.promptForKey()) && refresh());
+  }
+}
+
+function cellsOf(job) {
+  if (!controls.has(job.id)) controls.set(job.id, createControls(job.id));
+  const { progress, actions } = controls.get(job.id);
+  drawProgress(job, progress);
+  drawActions(job, actions);
+  const reason = job.error ? `: ${api.toSentence(job.error.message)}` : "";
+  return [
+    { text: job.id, class: "long" },
+    job.model,
+    { text: (STATES[job.state] ?? job.state) + reason, class: `state long ${KINDS[job.state] ?? ""}` },
+    progress,
+    new Date(job.created).toLocaleString(),
+    actions,
+  ];
+}
+
+function createControls(id) {
+  const makeButton = (text, onclick) => el("button", { type: "button", class: "ghost", text, "aria-label": `${text} ${id}`, onclick });
+  return {
+    progress: el("div", {}, el("progress", { "aria-label": `Progress of ${id}` }), el("div", { class: "small" })),
+    actions: el("div", { class: "buttons" }, makeButton("Result", () => save(id)), makeButton("Cancel", () => remove(id))),
+  };
+}
+
+/** The progress of a single request is unknown while it runs. */
+function drawProgress({ state, progress: { total, done, failed } }, element) {
+  const [bar, text] = element.children;
+  bar.max = total;
+  if (state === "running" && total === 1) bar.removeAttribute("value");
+  else bar.value = done + failed;
+  bar.hidden = state === "queued" || (hasEnded({ state }) && total === 1);
+  setText(text, total === 1 ? "" : `${done} of ${total}${failed ? `, ${failed} failed` : ""}`);
+}
+
+function drawActions(job, element) {
+  const [result, cancel] = element.children;
+  result.hidden = job.status === undefined;
+  setText(cancel, hasEnded(job) ? "Delete" : "Cancel");
+  cancel.setAttribute("aria-label", `${cancel.textContent} ${job.id}`);
+}
+
+async function save(id) {
+  try {
+    await api.download(`/v1/jobs/${id}/result`, id);
+  } catch (error) {
+    showToast(api.errorMessage(error), true);
+  }
+}
+
+async function remove(id) {
+  try {
+    await api.withKey(() => api.call(`/v1/jobs/${id}`, { method: "DELETE" }));
+  } catch (error) {
+    showToast(api.errorMessage(error), true);
+  }
+  await refresh();
+}
