@@ -19,11 +19,11 @@ class Limits:
 
     folders: int = 18
     modules: int = 18  # at the top
-    files_in_folder: int = 23
-    core_files: int = 178
-    core_lines: int = 28_866
+    files_in_folder: int = 24
+    core_files: int = 179
+    core_lines: int = 28_977
     capability_lines: int = 3_957
-    lines: int = 53_955
+    lines: int = 54_982
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,8 @@ def infer(
     if replay is not None:
         from gateway.commands.replay import Replay
 
-        if files or text:
-            raise UsageError("--replay excludes files and texts")
+        if files or text or flags.is_async:
+            raise UsageError("--replay excludes files, texts and --async")
         raise SystemExit(Replay(target, replay, flags, model=model, version=version).run())
     if not model:
         raise UsageError("pass the name of a model; triton-gateway models lists the models")
