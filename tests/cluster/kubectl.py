@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from tests.support.kubernetes_tools import kubernetes_program
@@ -30,11 +32,19 @@ def run_command(
     stdin: str = "",
     timeout_s: float = TIMEOUT_S,
     accepted: Container[int] = (0,),
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> str:
     """Return what a command prints. Raises `ClusterError` for another exit status than the accepted ones."""
     try:
         ended = subprocess.run(
-            command, input=stdin, capture_output=True, text=True, timeout=timeout_s
+            command,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            cwd=folder,
+            env=environment,
         )
     except subprocess.TimeoutExpired:
         raise ClusterError(f"{' '.join(command)}: not done after {timeout_s:g} s") from None
@@ -49,6 +59,11 @@ class Cluster:
     def __init__(self, context: str) -> None:
         self._kubectl = (find_program("kubectl"), "--context", context)
         self._helm = (find_program("helm"), "--kube-context", context)
+
+    def write_programs(self, folder: Path) -> None:
+        """Write kubectl and helm as programs that use the context."""
+        for name, words in (("kubectl", self._kubectl), ("helm", self._helm)):
+            write_program(folder / name, f'exec {shlex.join(words)} "$@"')
 
     def run(self, *arguments: str, **options: Any) -> str:
         return run_command([*self._kubectl, *arguments], **options)
@@ -98,6 +113,11 @@ class Cluster:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
+
+
+def write_program(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
 
 
 def format_list(resources: Sequence[Resource]) -> str:

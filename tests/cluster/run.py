@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
+
+import yaml
 
 from tests.cluster.events import CHART_EVENTS, OVERLAY_EVENTS, Event
 from tests.cluster.installations import (
@@ -20,10 +25,18 @@ from tests.cluster.installations import (
     Installation,
     Prod,
     Zero,
+    build_values,
 )
 from tests.cluster.kubectl import ClusterError
 from tests.cluster.logs import LogFiles
-from tests.cluster.resources import GATEWAY, SCALED_OBJECT, TRITON, build_namespace
+from tests.cluster.resources import (
+    GATEWAY,
+    SCALED_OBJECT,
+    TRITON,
+    build_namespace,
+    fit_overlay,
+    render_overlay,
+)
 from tests.cluster.scene import Obstacle, Run, Scene, Wellness
 from tests.cluster.verdict import (
     Losses,
@@ -33,8 +46,11 @@ from tests.cluster.verdict import (
     format_violations,
     list_cells,
 )
+from tests.cluster.walk import PREPARATION, Walk, read_journeys
+from tests.support.servers import ROOT, free_ports
 
 ZERO: Final = "zero"
+WALK: Final = "deploy.md"
 STEADY_S: Final = 5.0  # of load before the first event
 Say = Callable[[str], None]
 
@@ -209,6 +225,54 @@ def run_zero(run: Run, report: Report) -> None:
     run_step(report, f"{ZERO}: uninstall", zero.uninstall)
 
 
+def run_walk(run: Run, report: Report, journey: str, commands: Sequence[str]) -> None:
+    """Run the commands of docs/operate/deploy.md, each in a row."""
+    with open_walk(run, journey) as walk:
+        for command in commands:
+            if command.startswith(PREPARATION):
+                continue
+            if not run_step(report, f"{WALK}, {journey}: {command}", partial(walk.run, command)):
+                return
+
+
+def name_walk(journey: str) -> str:
+    return f"walk-{journey}"
+
+
+@contextmanager
+def open_walk(run: Run, journey: str) -> Iterator[Walk]:
+    """Yield a shell in a folder like the checkout, whose overlays fit into a small cluster."""
+    namespace = run.find_namespace(name_walk(journey))
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "bin").mkdir()
+        run.cluster.write_programs(folder / "bin")
+        for linked in ("docs", "deploy"):
+            (folder / linked).symlink_to(ROOT / linked)
+        values = build_values(run.images)
+        values["gateway"]["replicas"] = 1  # which a command of the page raises
+        (folder / "values.yaml").write_text(json.dumps(values))
+        for overlay, components in (("dev", ()), ("prod", ("cpu-only",))):
+            rendered = render_overlay(overlay, namespace, components)
+            fitted = fit_overlay(rendered, run.cluster.list_kinds(), run.images, run.name)
+            target = folder / "k8s" / "overlays" / overlay
+            target.mkdir(parents=True)
+            (target / "objects.yaml").write_text(yaml.safe_dump_all(fitted))
+            (target / "kustomization.yaml").write_text("resources: [objects.yaml]\n")
+        if journey == "dev":  # whose namespace is one of its objects
+            run.cluster.apply([build_namespace(namespace, run.name)], namespace)
+        (port,) = free_ports(1)
+        words = {
+            r"( -n|namespace) triton-gateway(-dev)?(?= |$)": rf"\1 {namespace}",
+            r"\b8080\b": str(port),
+        }
+        walk = Walk(folder, words)
+        try:
+            yield walk
+        finally:
+            walk.close()
+
+
 def check_wellness(wellness: Wellness) -> None:
     if wellness.differences:
         raise ClusterError("; ".join(wellness.differences))
@@ -240,7 +304,8 @@ def run_all(run: Run, folder: Path, choice: Choice, say: Say) -> Report:
         (Chart(run, "chart"), CHART_EVENTS),
     ]
     rows = [row for row in rows if choice.includes(row[0].name)]
-    purposes = [*(installation.name for installation, _ in rows), ZERO]
+    journeys = read_journeys() if choice.includes(WALK) else {}
+    purposes = [*(installation.name for installation, _ in rows), ZERO, *map(name_walk, journeys)]
     namespaces = [*map(run.find_namespace, purposes)]
     with (
         keep_namespaces(run, purposes, say),
@@ -250,4 +315,6 @@ def run_all(run: Run, folder: Path, choice: Choice, say: Say) -> Report:
             run_installation(installation, events, report, logs, choice)
         if choice.includes(ZERO):
             run_zero(run, report)
+        for journey, commands in journeys.items():
+            run_walk(run, report, journey, commands)
     return report

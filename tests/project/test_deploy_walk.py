@@ -1,0 +1,83 @@
+"""The commands of docs/operate/deploy.md, without a cluster. `make test-cluster` runs the same on one.
+
+Programs in place of kubectl and helm render what a cluster would get. For the other commands they call the
+real ones with an address where nothing listens: these check the arguments first.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from tests.cluster.kubectl import write_program
+from tests.cluster.walk import PREPARATION, Walk, read_journeys
+from tests.support.kubernetes_tools import kubernetes_program
+from tests.support.manifests import Manifests, containers
+from tests.support.servers import ROOT
+
+# What is refused ends with a line for the command that lists what is left.
+KUBECTL = """
+case "$*" in
+  "apply -k "*) REAL kustomize "$3" >> objects ;;
+  *"--dry-run=client "*) exec REAL "$@" ;;
+  *"apply -f -") cat >> objects ;;
+  *"create "*) REAL "$@" --dry-run=client -o yaml >> objects ;;
+  *) REAL --server http://127.0.0.1:1 "$@" 2>&1 | grep refused && echo triton-gateway-keys; exit ;;
+esac && echo --- >> objects
+"""
+HELM = """
+case "$1" in
+  install) shift; REAL template "$@" >> objects ;;
+  *) REAL --kube-apiserver http://127.0.0.1:1 "$@" 2>&1 | grep refused ;;
+esac
+"""
+VALUES = {"redis": {"enabled": True}}
+
+
+@pytest.fixture
+def walk(tmp_path: Path, demo: httpx.Client) -> Iterator[Walk]:
+    """A shell in a folder like a checkout, with the values of the chart."""
+    for name in ("docs", "deploy", "k8s"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "values.yaml").write_text(json.dumps(VALUES))
+    (tmp_path / "bin").mkdir()
+    for name, script in (("kubectl", KUBECTL), ("helm", HELM)):
+        write_program(tmp_path / "bin" / name, script.replace("REAL", kubernetes_program(name)))
+    opened = Walk(tmp_path, {"localhost:8080": demo.base_url.netloc.decode()})
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("journey", ["dev", "prod", pytest.param("chart", marks=pytest.mark.long)])
+def test_commands_of_the_page_run_and_create_what_the_pods_need(
+    walk: Walk, tmp_path: Path, journey: str
+) -> None:
+    commands = read_journeys()[journey]
+    for command in commands:
+        if not command.startswith(PREPARATION):
+            walk.run(command)
+    objects = yaml.safe_load_all((tmp_path / "objects").read_text())
+    made = Manifests(journey, tuple(each for each in objects if each))
+    text = "\n".join(commands)
+    (namespace,) = set(re.findall(r" -n (\S+)", text))
+    assert {each["metadata"].get("namespace", namespace) for each in made.resources} == {namespace}
+    for kind, name in re.findall(r" (deployment|service)/(\S+)", text):
+        assert made.has(kind.capitalize(), name), name
+    rendered = json.dumps(made.resources, sort_keys=True)
+    secrets = {each["metadata"]["name"]: each["data"] for each in made.kind("Secret")}
+    assert set(re.findall(r'"secretName": "([^"]+)"', rendered)) <= secrets.keys()
+    for key, name in re.findall(r'"key": "([^"]+)", "name": "([^"]+)"', rendered):
+        assert key in secrets[name], name
+    if journey == "dev":
+        built = set(re.findall(r" -t (\S+)", text))
+        assert built == {
+            container["image"]
+            for workload in made.workloads
+            for container in containers(workload["spec"]["template"]["spec"])
+        }
