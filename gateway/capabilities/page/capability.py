@@ -12,7 +12,7 @@ class PageSettings(CapabilitySettings):
     page: bool = True
     """Whether / serves browsers a page with the fleet, a form for every model and live metrics."""
     documentation_url: HttpUrl | None = None
-    """Address of these documents, to which the page links. Empty: no link."""
+    """Address of the documents to which the page links, in place of its own at /guide/."""
 
 
 def attach_page(settings: Settings) -> Attachment | None:
@@ -23,7 +23,8 @@ def attach_page(settings: Settings) -> Attachment | None:
     from gateway.capabilities.page.routes import PageRoutes
 
     routes = PageRoutes(page.documentation_url)
-    return Attachment((routes.router,), paths=PathRules(public_prefixes=("/static/",)))
+    paths = PathRules(public=frozenset(("/guide",)), public_prefixes=("/static/", "/guide/"))
+    return Attachment(routes.routers, paths=paths)
 
 
 def announce_page(plan: LaunchPlan) -> None:

@@ -10,6 +10,7 @@ from typing import Final
 from fastapi import APIRouter, FastAPI, Request, Response
 from pydantic import HttpUrl
 
+from gateway.capabilities.page.guide import GuideRoutes
 from gateway.errors import NotFound
 from gateway.messages import quote_text
 from gateway.routes.assets import Asset, build_asset_response, fill_placeholders, load_assets
@@ -36,16 +37,17 @@ PAGE_METHODS: Final = ["GET", "HEAD"]
 
 
 class PageRoutes:
-    """The page, with a link to the documentation if there is a URL, and its files."""
+    """The page with its files, and the documents."""
 
     def __init__(self, documentation_url: HttpUrl | None) -> None:
-        self._assets = load_assets(
-            STATIC, documentation=render_link(documentation_url), modules=render_preloads()
-        )
+        documentation = escape(str(documentation_url or "/guide/"))
+        self._assets = load_assets(STATIC, documentation=documentation, modules=render_preloads())
         self._page: Asset | None = None
-        self.router = APIRouter(include_in_schema=False)
-        self.router.add_api_route("/", self.get_page, methods=PAGE_METHODS)
-        self.router.add_api_route("/static/{name:path}", self.get_static_file, methods=PAGE_METHODS)
+        router = APIRouter(include_in_schema=False)
+        router.add_api_route("/", self.get_page, methods=PAGE_METHODS)
+        router.add_api_route("/static/{name:path}", self.get_static_file, methods=PAGE_METHODS)
+        guide = GuideRoutes(self._assets["guide.html"], UI_SECURITY_POLICY)
+        self.routers = (router, guide.router)
 
     async def get_page(self, request: Request) -> Response:
         """Return the page if `Accept` contains `text/html`, else what a program gets."""
@@ -77,9 +79,3 @@ def render_preloads() -> str:
         imported = IMPORT.findall((STATIC / name).read_text())
         modules += [each for each in imported if each not in modules]
     return "\n".join(f'<link rel="modulepreload" href="/static/{name}">' for name in modules)
-
-
-def render_link(documentation_url: HttpUrl | None) -> str:
-    if documentation_url is None:
-        return ""
-    return f'<a href="{escape(str(documentation_url))}" rel="noreferrer">Documentation</a>'

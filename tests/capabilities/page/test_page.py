@@ -1404,6 +1404,24 @@ def test_api_description_needs_no_other_server(page: browser.Page, demo_url: str
 
 
 @pytest.mark.long
+def test_guide_is_read_without_another_server_and_fits_a_phone(
+    page: browser.Page, demo_url: str
+) -> None:
+    """The fixture asserts that the policy refused nothing, such as an inline style."""
+    page.open(demo_url, "guide/")
+    page.click('.guide a[href="use/page.md"]')
+    page.see(".guide h1", "Web page")
+    assert page.run("return document.querySelector('.guide img').naturalWidth") > 0
+    assert not faults(page)
+    page.dark(True)
+    assert not faults(page, "color-contrast")
+    with page.phone():
+        for document in ("", "operate/deploy.md"):
+            page.open(demo_url, f"guide/{document}")
+            assert page.run("return document.documentElement.scrollWidth - innerWidth") <= 0
+
+
+@pytest.mark.long
 def test_description_of_a_model_is_tried_with_the_key_of_the_page(
     page: browser.Page, renamed: RenamedModels
 ) -> None:

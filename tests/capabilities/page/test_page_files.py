@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
+from urllib.parse import urljoin
 
 import httpx
 import pytest
@@ -38,7 +39,7 @@ def test_page_and_all_files_that_it_names_are_served_and_are_no_part_of_the_api(
     assert page.status_code == 200
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     link = '<a href="https://docs.example/gateway/?a=%22b%22&amp;c" rel="noreferrer">'
-    assert f"{link}Documentation</a>" in page.text
+    assert f"{link}Guide</a>" in page.text
     assert '<html lang="en" data-features="files labels">' in page.text
     names = re.findall(r'(?:src|href)="(/static/[^"]+)"', page.text)
     assert len(names) >= 4
@@ -53,7 +54,32 @@ def test_page_and_all_files_that_it_names_are_served_and_are_no_part_of_the_api(
     assert not [path for path in paths if path == "/" or path.startswith("/static")]
 
 
-@pytest.mark.parametrize("path", ["/", "/static/page.css"])
+def test_guide_has_the_documents_whose_links_lead_to_each_other(client: httpx.Client) -> None:
+    redirect = client.get("/guide")
+    assert (redirect.status_code, redirect.headers["location"]) == (307, "/guide/")
+    policy = client.get("/", headers=BROWSER).headers["content-security-policy"]
+    pages: dict[str, str] = {}
+    links = {"/guide/"}
+    while waiting := {link.partition("#")[0] for link in links} - pages.keys():
+        for path in waiting:
+            answer = client.get(path)
+            assert answer.status_code == 200, path
+            if path.startswith("/guide/"):
+                assert answer.headers["content-security-policy"] == policy
+            is_page = answer.headers["content-type"] == "text/html; charset=utf-8"
+            pages[path] = answer.text if is_page else ""
+            names = re.findall(r'(?:href|src)="([^":]+)"', pages[path])
+            links |= {urljoin(path, name) for name in names if path != "/docs"}
+    names = [path.relative_to(ROOT / "docs") for path in ROOT.glob("docs/*/*.md")]
+    assert {f"/guide/{name}" for name in names} <= pages.keys()
+    assert '<h1 id="deploying">' in pages["/guide/operate/deploy.md"]
+    for link in links:
+        path, _, anchor = link.partition("#")
+        assert path in ("/", "/docs") or not anchor or f'id="{anchor}"' in pages[path], link
+    assert not [path for path in pages if re.search(r"<script>| style=", pages[path])]
+
+
+@pytest.mark.parametrize("path", ["/", "/static/page.css", "/guide/"])
 def test_file_that_the_browser_has_is_not_sent_again(client: httpx.Client, path: str) -> None:
     first = client.get(path, headers=BROWSER)
     assert first.headers["cache-control"] == "no-cache"
@@ -83,8 +109,8 @@ def test_headers_forbid_inline_scripts_and_other_origins(client: httpx.Client) -
     assert headers["x-content-type-options"] == "nosniff"
 
 
-@pytest.mark.parametrize("name", ["none.js", "../main.js", "%2e%2e/errors.py", "", "vendor"])
-@pytest.mark.parametrize("folder", ["/static", "/docs"])
+@pytest.mark.parametrize("name", ["none.js", "../main.js", "%2e%2e/errors.py", "vendor"])
+@pytest.mark.parametrize("folder", ["/static", "/docs", "/guide"])
 def test_other_path_below_the_folders_of_the_page_is_not_found(
     client: httpx.Client, folder: str, name: str
 ) -> None:
@@ -114,6 +140,7 @@ def test_page_can_be_switched_off() -> None:
             answer = client.get("/", headers=headers)
             assert (answer.status_code, answer.json()) == (200, {"status": "alive"})
         assert client.get("/static/main.js").status_code == 404
+        assert client.get("/guide/").status_code == 404
         assert client.get("/livez").status_code == 200
 
 

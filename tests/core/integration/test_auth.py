@@ -148,6 +148,7 @@ WITHOUT_ROLE = {"/nothing": 404, "/v2/nothing": 404}
 def filled(path: str, model: str) -> str:
     path = (
         path.replace("docs/{name:path}", "docs/docs.js")
+        .replace("guide/{name:path}", "guide/index.md")
         .replace("{name:path}", "main.js")
         .replace("{operation}", "0" * 32)
         .replace("{label}", "stable")

@@ -27,6 +27,7 @@ MOBILE_WIDTH: Final = 600
 IMAGES: Final = ROOT / "docs" / "images"
 LOADED: Final = ("ensemble", "text_ensemble", "tokens", "add", "errors", "versions")
 MANY_MODELS: Final = 41
+MAX_HEIGHT: Final = 3_000
 UNLOADED_CONFIG: Final = (
     'backend: "python"\ninput [ { name: "X" data_type: TYPE_FP32 dims: [ 2 ] } ]\n'
 )
@@ -131,6 +132,8 @@ def show_many_models(page: Page, servers: Servers) -> None:
     page.open(servers.fleet, "#fleet")
     page.until(lambda: len(page.all("#models tbody tr")) >= MANY_MODELS, "the models")
     page.find("#health")
+    height = page.run("return document.documentElement.scrollHeight")
+    assert height <= MAX_HEIGHT, f"{MANY_MODELS} models take {height} px"
 
 
 def show_live(page: Page, servers: Servers) -> None:

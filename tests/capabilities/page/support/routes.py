@@ -5,4 +5,8 @@ from __future__ import annotations
 from tests.support.keys import FREE
 from tests.support.routes import Row
 
-ROWS = (Row("GET", "/static/{name:path}", FREE),)
+ROWS = (
+    Row("GET", "/static/{name:path}", FREE),
+    Row("GET", "/guide", FREE, status=307),
+    Row("GET", "/guide/{name:path}", FREE),
+)
