@@ -130,7 +130,7 @@ examples: $(OWN_ENV)/.ready ## Build the environment of the example model that b
 # Hash-locked installs; repeated when a lock file changes.
 $(VENV)/.gateway: requirements/build.txt requirements/gateway.txt pyproject.toml
 	@$(CHECK_PYTHON)
-	@echo "preparing the gateway's environment in $(VENV)"
+	@echo "preparing the gateway's environment in $(VENV), 270 MB (first start only)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install --quiet --no-deps --require-hashes -r requirements/build.txt -r requirements/gateway.txt
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .

@@ -38,9 +38,13 @@ Start here:
   triton-gateway infer --help         show the options of a command"""
 SYNONYMS: Final = {
     **dict.fromkeys(("list", "ls", "ps"), ("models",)),
+    **dict.fromkeys(("remove", "delete"), ("rm",)),
+    "download": ("pull",),
+    "predict": ("infer",),
     "run": ("infer", "up"),
-    "remove": ("rm",),
+    "start": ("up", "serve"),
     "status": ("ready", "replicas"),
+    "upload": ("push",),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import webbrowser
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from gateway.access.auth import is_loopback
@@ -13,12 +14,13 @@ from gateway.errors import GatewayError
 from gateway.fleet.replica import join_host_port
 from gateway.services import Services
 from gateway.settings import Settings
-from gateway.tensors.examples import format_curl_example
+from gateway.tensors.examples import EXAMPLE_IMAGE, format_curl_example
 from gateway.tensors.signature import Signature
 
 MAX_EXAMINED_MODELS: Final = 10
 WILDCARD_HOSTS: Final = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
 ENSEMBLE: Final = "ensemble"
+SAMPLE_IMAGE: Final = Path("docs/images/seven.png")  # of a checkout
 
 
 class Welcome:
@@ -42,6 +44,7 @@ class Welcome:
         url = format_url(services.settings, self._plan.host, self._port)
         if self._plan.has_page:
             self._print_line(f"open:   {url}/")
+            self._print_line(f"guide:  {url}/guide/")
             if self._plan.opens_page:
                 await asyncio.to_thread(webbrowser.open, f"{url}/")
         if example := await choose_example(services, url):
@@ -62,7 +65,9 @@ async def choose_example(services: Services, url: str) -> str:
     examples: list[tuple[bool, bool, str, str]] = []
     for signature in await read_signatures(services):
         command = format_curl_example(signature, url)
-        needs_file = "--data-binary" in command
+        if SAMPLE_IMAGE.is_file():
+            command = command.replace(f"@{EXAMPLE_IMAGE}", f"@{SAMPLE_IMAGE}")
+        needs_file = f"@{EXAMPLE_IMAGE}" in command
         is_part = signature.platform != ENSEMBLE
         examples.append((needs_file, is_part, signature.model, command))
     if not examples:

@@ -14,6 +14,7 @@ from gateway.media_types import EVENT_STREAM, JSON, NDJSON
 from gateway.tensors.dtypes import DatatypeKind
 from gateway.tensors.signature import ChannelLayout, Signature, TensorSpec
 
+EXAMPLE_IMAGE = "image.png"
 EXAMPLE_SIZE = 2
 EXAMPLE_CLASSES = 3
 # With more values than this, the curl example generates the body with a program.
@@ -38,10 +39,10 @@ def build_example_body(signature: Signature) -> ExampleBody:
     (tensor,) = candidates
     if tensor.datatype.kind is DatatypeKind.BYTES and tensor.can_be_single:
         if tensor.content_type.startswith("image/"):
-            return ExampleBody("image/png", file_name="image.png")
+            return ExampleBody("image/png", file_name=EXAMPLE_IMAGE)
         return ExampleBody("text/plain", text="some text")
     if tensor.image_spec is not None and tensor.image_spec.layout is not ChannelLayout.GREY:
-        return ExampleBody("image/png", file_name="image.png")
+        return ExampleBody("image/png", file_name=EXAMPLE_IMAGE)
     return ExampleBody(JSON, tensors=(tensor,))
 
 

@@ -774,7 +774,7 @@ def test_first_words_lead_to_the_commands() -> None:
     alone = run_gateway().stdout.splitlines()
     assert alone[0] == "Start here:"
     assert all(line.startswith("  triton-gateway ") for line in alone[1:5])
-    meant = {"ls": "'models'", "ps": "'models'", "run": "'infer' or 'up'", "modles": "'models'"}
+    meant = {"ls": "'models'", "ps": "'models'", "start": "'up' or 'serve'", "modles": "'models'"}
     for word, names in meant.items():
         ended = run_gateway(word)
         assert ended.returncode == 2

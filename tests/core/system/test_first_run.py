@@ -39,6 +39,7 @@ def test_terminal_output_names_the_page_and_has_short_lines(tmp_path: Path) -> N
         up.wait_for("press Ctrl-C to stop")
         port = httpx.URL(up.url).port
         assert up.wait_for("open:").endswith(f" http://localhost:{port}/")
+        assert up.wait_for("guide:").endswith(f" http://localhost:{port}/guide/")
         answer = paste(up.wait_for("paste:"))
         assert json.loads(answer.stdout)["model"] == "echo"
         assert re.fullmatch(r"[\d:]{8} POST echo 200 \d+ ms", up.wait_for(" POST "))
@@ -82,11 +83,12 @@ def test_output_to_a_pipe_has_all_fields_of_a_request_and_open_shows_the_page(
         assert "request_id=" in line
 
 
-def test_output_without_the_page_names_no_page(tmp_path: Path) -> None:
-    write_model(tmp_path)
-    with Up(tmp_path, environment={"GATEWAY_PAGE": "false"}) as up:
-        up.wait_for("paste:")
-        assert "open:" not in up.output
+def test_output_without_the_page_names_no_page_but_an_image_of_the_checkout() -> None:
+    model = ROOT / "triton_repo" / "preprocessing"
+    with Up(None, str(model), environment={"GATEWAY_PAGE": "false"}) as up:
+        answer = paste(up.wait_for("paste:"))
+        assert json.loads(answer.stdout)["model"] == "preprocessing"
+        assert not re.search("open:|guide:", up.output)
 
 
 @pytest.mark.skipif(not UNSUPPORTED, reason="no Python older than 3.10 on this machine")
