@@ -122,6 +122,8 @@ def installed(built: Path, tmp_path: Path) -> Iterator[Command]:
 def test_installed_wheel_serves_the_demonstration_without_a_checkout(installed: Command) -> None:
     line = next(line for line in installed.lines if "ready after" in line)
     url = line.partition("on ")[2].split()[0]
+    for document in ("use/page.md", "page.png"):
+        assert httpx.get(f"{url}/guide/{document}").is_success
     commands = [each for each in examples([ROOT / "README.md"]) if each[1].startswith("curl ")]
     assert len(commands) >= 5
     for _, command, answer in commands:
