@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
@@ -273,7 +275,8 @@ class HttpClient:
             if timeout_s < self._connect_timeout_s and isinstance(exc, TimeoutError):
                 raise DeadlinePassed(round(timeout_s, 3)) from exc
             refused = not isinstance(exc, TimeoutError)
-            raise RequestNotSent("the replica cannot be reached", is_refused=refused) from exc
+            reason = f"the replica cannot be reached ({describe_connect_failure(exc)})"
+            raise RequestNotSent(reason, is_refused=refused) from exc
         return connection
 
     def _release_fresh(self, connection: UpstreamConnection | None) -> None:
@@ -307,6 +310,20 @@ class HttpClient:
         if remaining:
             wait_s = self._idle_timeout_s - (now - remaining[0].idle_since)
             self._sweep_timer = self._loop.call_later(max(wait_s, 0.05), self._close_expired)
+
+
+def describe_connect_failure(error: OSError | UnicodeError) -> str:
+    """Return why a connection could not be established, without addresses."""
+    match error:
+        case ssl.SSLCertVerificationError():
+            return error.verify_message.partition(",")[0]
+        case ssl.SSLError():
+            return error.reason or "TLS failed"
+        case socket.gaierror():
+            return "its name is unknown"
+        case OSError(errno=int(number)):
+            return os.strerror(number).lower()
+    return "no connection in time" if isinstance(error, TimeoutError) else "no connection"
 
 
 def encode_head(

@@ -64,7 +64,8 @@ class Walk:
 
     def __init__(self, folder: Path, words: Mapping[str, str]) -> None:
         path = (str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"])
-        self._environment = {**os.environ, "PATH": os.pathsep.join(path)}
+        own = {"PATH": os.pathsep.join(path), "PYTHONPATH": str(ROOT)}
+        self._environment = {**os.environ, **own}
         self._folder = folder
         self._words = words
         self._keys: list[str] = []

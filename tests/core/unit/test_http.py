@@ -1172,7 +1172,9 @@ def test_set_timeout_moves_the_deadline() -> None:
 
 async def test_request_to_closed_port_fails_at_once_as_not_sent() -> None:
     async with unconnected_client(free_ports(1)[0]) as upstream:
-        with pytest.raises(RequestNotSent, match=r": the replica cannot be reached$") as refusal:
+        with pytest.raises(
+            RequestNotSent, match=r": the replica cannot be reached \(connection refused\)$"
+        ) as refusal:
             await get(upstream)
         assert refusal.value.is_refused
 
