@@ -16,7 +16,13 @@ from fastapi.responses import RedirectResponse
 
 from gateway.errors import NotFound
 from gateway.messages import quote_text
-from gateway.routes.assets import Asset, build_asset_response, create_asset, fill_placeholders
+from gateway.routes.assets import (
+    ASSET_CONTENT_TYPES,
+    Asset,
+    build_asset_response,
+    create_asset,
+    fill_placeholders,
+)
 
 if TYPE_CHECKING:
     from markdown_it.token import Token
@@ -26,13 +32,6 @@ CHECKOUT: Final = Path(__file__).parents[3] / "docs"
 INDEX: Final = "index.md"
 SECTIONS: Final = ("start", "use", "serve", "operate", "reference", "contribute")
 PAGE_SUFFIX: Final = ".md"
-CONTENT_TYPES: Final = {
-    PAGE_SUFFIX: "text/html; charset=utf-8",
-    ".jpg": "image/jpeg",
-    ".png": "image/png",
-    ".svg": "image/svg+xml",
-    ".txt": "text/plain; charset=utf-8",
-}
 REPOSITORY: Final = "https://github.com/triton-gateway/triton-gateway/blob/main"
 METHODS: Final = ["GET", "HEAD"]
 
@@ -55,7 +54,8 @@ class GuideRoutes:
     async def get_file(self, request: Request, name: str) -> Response:
         name = name or INDEX
         if name not in self._documents.files:
-            raise NotFound(f"the guide has no file {quote_text(name)}; /guide/ lists its documents")
+            where = f"all documents are at {REPOSITORY}/docs"
+            raise NotFound(f"the guide has no file {quote_text(name)}; {where}")
         if name not in self._assets:
             # It takes longer than the event loop may be blocked.
             self._assets[name] = await to_thread.run_sync(self._load, name)
@@ -64,7 +64,7 @@ class GuideRoutes:
     def _load(self, name: str) -> Asset:
         path = self._documents.files[name]
         if path.suffix != PAGE_SUFFIX:
-            return create_asset(path.read_bytes(), CONTENT_TYPES[path.suffix])
+            return create_asset(path.read_bytes(), ASSET_CONTENT_TYPES[path.suffix])
         return fill_placeholders(
             self._template,
             title=escape(self._documents.titles[name]),
@@ -80,7 +80,7 @@ class Documents:
         self.files = {
             path.relative_to(folder).as_posix(): path
             for path in folder.rglob("*")
-            if path.suffix in CONTENT_TYPES
+            if path.suffix == PAGE_SUFFIX or path.suffix in ASSET_CONTENT_TYPES
         }
 
     @cached_property
