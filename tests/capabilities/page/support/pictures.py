@@ -126,6 +126,8 @@ def show_degraded_fleet(page: Page, servers: Servers) -> None:
     page.see("#problems", "is down")
     page.until(lambda: len(page.all(".replica .probes span")) > 6, "probes")
     page.find("#health.warn")
+    bottom = page.run("return document.querySelector('#problems').getBoundingClientRect().bottom")
+    assert bottom <= page.run("return innerHeight"), "what is wrong is below the fold"
 
 
 def show_many_models(page: Page, servers: Servers) -> None:
