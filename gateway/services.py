@@ -18,7 +18,7 @@ from gateway.access.rate_limit import RateLimiter
 from gateway.callers import Caller
 from gateway.capacity.admission import AdmissionQueue
 from gateway.capacity.decoding.executor import DecodeExecutor
-from gateway.errors import Forbidden, MalformedRequest
+from gateway.errors import Forbidden, GatewayError, MalformedRequest
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.index import Index
 from gateway.fleet.inference import InferenceService
@@ -44,6 +44,7 @@ from gateway.tensors.signature import Signature
 T = TypeVar("T")
 # Each one occupies threads, which together would keep Python's global lock from the event loop.
 MAX_METRICS_PAGES: Final = 4  # pages that are written at the same time
+MAX_SIGNATURE_WAIT_S: Final = 1.0  # of a request that needs it only to be counted
 
 
 class ModelDescriber:
@@ -120,6 +121,19 @@ class Services:
         if self.pool.is_listed(model, version):
             info.model = model
             info.version = version
+
+    async def count_rows(self, model: str, first_size: int) -> int:
+        """Return the rows of an inference by the first dimension of its first input, if usage is counted."""
+        if first_size <= 1 or self.metrics.usage_listener is None:
+            return 1
+        signature = self.signatures.find_or_start_reading(model)
+        if signature is None:
+            reading = self.signatures.get_signature(model)
+            try:
+                signature = await asyncio.wait_for(reading, MAX_SIGNATURE_WAIT_S)
+            except (GatewayError, asyncio.TimeoutError):
+                return 1
+        return min(first_size, max(signature.max_batch_size, 1))
 
     def accept_load_parameters(
         self, info: RequestInfo, model: str, parameters: Mapping[str, Any], *, can_upload: bool

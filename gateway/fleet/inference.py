@@ -142,7 +142,8 @@ class ResultStream:
             self._first = None
             return first
         target = self._request.target
-        message = await self._stream.read_message(target.timeout_s)
+        with measure_upstream_time():
+            message = await self._stream.read_message(target.timeout_s)
         if message is None:
             return None
         if (error := map_stream_error(message, target)) is not None:

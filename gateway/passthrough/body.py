@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -33,7 +35,11 @@ from gateway.tensors.signature import Signature
 from gateway.triton.inference import find_outputs_without_classes
 from gateway.triton.json_guard import (
     GUARD_CHUNK_BYTES,
+    JSON_SPACE_PATTERN,
+    MAX_CACHED_JSON_BYTES,
     SEQUENCE_ID_KEY,
+    SHAPE_KEY,
+    SHAPE_LIST,
     JsonGuard,
     JsonRules,
     check_complete_json,
@@ -46,6 +52,7 @@ PassthroughBody = bytes | AsyncIterator[bytes]
 MIN_CHUNK_BYTES: Final = 32 * 1024
 # A compressed body of at most this inflated size is sent as one buffer, so that it can be retried.
 MAX_BUFFERED_BYTES: Final = 1 << 20
+FIRST_SIZE: Final = re.compile(SHAPE_LIST.pattern + JSON_SPACE_PATTERN + rb"([0-9]{1,9})")
 # Larger JSON is not parsed to find the outputs with a classification.
 MAX_PARSED_BYTES: Final = 64 * 1024
 
@@ -192,6 +199,22 @@ def find_sequence_step(body: bytes, json_bytes: int | None) -> SequenceStep | No
         return parse_sequence_parameters(document["parameters"])
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, InputMismatch):
         return None
+
+
+def find_first_size(body: bytes, json_bytes: int | None) -> int:
+    """Return the first dimension of the first shape in the JSON of an inference; 1 if it is absent."""
+    if json_bytes is not None and json_bytes <= MAX_CACHED_JSON_BYTES:
+        return parse_first_size_cached(body[:json_bytes])
+    return parse_first_size(body, json_bytes)
+
+
+def parse_first_size(body: bytes, json_bytes: int | None = None) -> int:
+    start = body.find(SHAPE_KEY, 0, json_bytes)
+    match = FIRST_SIZE.match(body, start) if start >= 0 else None
+    return 1 if match is None else int(match[1])
+
+
+parse_first_size_cached = lru_cache(256)(parse_first_size)
 
 
 def is_longer_than_searched(prepared: PreparedBody, json_bytes: int | None) -> bool:

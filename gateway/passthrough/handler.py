@@ -36,6 +36,7 @@ from gateway.passthrough.body import (
     begin_body,
     buffer_body,
     count_buffered_bytes,
+    find_first_size,
     find_sequence_step,
     guard_body,
     inflate_body,
@@ -212,6 +213,13 @@ async def forward_request(
         forwarded = add_management_headers(forwarded, services.management_headers)
     if action.is_inference:
         remaining_s = await slot.acquire(remaining_s)
+        info.rows = 1
+        if (
+            services.metrics.usage_listener is not None
+            and has_tensors
+            and (size := find_first_size(prepared.beginning, headers.json_bytes)) > 1
+        ):
+            info.rows = await services.count_rows(model, size)
     upstream = RequestTarget(  # named arguments would cost 1.5 µs
         model,
         target.version,

@@ -44,8 +44,8 @@ class ObservabilitySettings(BaseModel):
     metrics_replicas: bool = True
     """Include the metrics of all replicas in /metrics. Set false if Prometheus scrapes the Tritons itself."""
     metrics_callers: bool = True
-    """Count requests and refusals by the name of the caller's key (gateway_caller_requests_total,
-    gateway_caller_refusals_total)."""
+    """Count requests, their inference time and bytes, and refusals by the name of the caller's key
+    (gateway_caller_requests_total and others)."""
     otlp_endpoint: str = ""
     """OTLP/HTTP endpoint to which traces are sent: http://collector:4318. Empty: no traces. Requires the
     extra triton-gateway[otel]."""

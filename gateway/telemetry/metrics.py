@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,6 +80,17 @@ class PendingCounts:
 
 
 @dataclass(slots=True)
+class CallerUsage:
+    """The requests of a caller to a model, and what they used."""
+
+    requests: int = 0
+    rows: int = 0
+    inference_s: float = 0.0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+@dataclass(slots=True)
 class OpenConnections:
     """The client connections of this process, and how many it accepts."""
 
@@ -116,9 +127,10 @@ class Metrics:
         self._pending: dict[tuple[str, str, str, tuple[str, str]], PendingCounts] = {}
         self._counts_callers = counts_callers
         self._callers: set[str] = set()  # label values
-        self._pending_callers: Counts[tuple[str, str]] = (
-            Counts()
-        )  # by the name of a key and the model
+        # By the name of a key and the model.
+        self._pending_callers: dict[tuple[str, str], CallerUsage] = {}
+        # Gets the usage of each caller and model since the last flush.
+        self.usage_listener: Callable[[str, str, CallerUsage], None] | None = None
         self._pending_refusals: Counts[tuple[str, str]] = (
             Counts()
         )  # by the name of a key and the code
@@ -215,6 +227,16 @@ class Metrics:
             "gateway_caller_requests_total",
             "Requests by the name of the key or rule; beyond 1,000 names, other.",
             ("caller", "model"),
+        )
+        self.caller_inference = create.counter(
+            "gateway_caller_inference_seconds_total",
+            "Time for which requests waited for Triton, by the name of the key or rule.",
+            ("caller", "model"),
+        )
+        self.caller_bytes = create.counter(
+            "gateway_caller_bytes_total",
+            "Bytes of request bodies (in) and response bodies (out), by the name of the key or rule.",
+            ("caller", "model", "direction"),
         )
         self.caller_refusals = create.counter(
             "gateway_caller_refusals_total",
@@ -315,7 +337,14 @@ class Metrics:
                 pending.other_phases.setdefault(name, PendingPhase()).add(phase_s)
         if self._counts_callers:
             if info.key:
-                self._pending_callers[info.key, info.model] += 1
+                usage = self._pending_callers.get((info.key, info.model))
+                if usage is None:
+                    usage = self._pending_callers[info.key, info.model] = CallerUsage()
+                usage.requests += 1
+                usage.rows += info.rows
+                usage.inference_s += info.upstream_s
+                usage.bytes_in += info.bytes_in
+                usage.bytes_out += info.bytes_out
             if status in REFUSED_STATUSES:
                 self._pending_refusals[info.key, info.error_code] += 1
 
@@ -337,13 +366,7 @@ class Metrics:
                     add_observations(histogram, phase.bucket_counts, phase.seconds)
             self.bytes_in.labels(model).inc(pending.bytes_in)
             self.bytes_out.labels(model).inc(pending.bytes_out)
-        for caller_counter, counts in (
-            (self.caller_requests, self._pending_callers),
-            (self.caller_refusals, self._pending_refusals),
-        ):
-            for (caller, label), count in counts.items():
-                caller_counter.labels(self._label_caller(caller), label).inc(count)
-            counts.clear()
+        self._flush_callers()
         attempts, self.pending_attempts = self.pending_attempts, Counts()
         for (replica, outcome), count in attempts.items():
             if replica in self._replicas:
@@ -351,6 +374,20 @@ class Metrics:
         for route, count in self.in_flight.items():
             self.running.labels(route).set(count)
         self.connections.set(self.open_connections.count)
+
+    def _flush_callers(self) -> None:
+        flushed, self._pending_callers = self._pending_callers, {}
+        for (key, model), usage in flushed.items():
+            caller = self._label_caller(key)
+            self.caller_requests.labels(caller, model).inc(usage.requests)
+            self.caller_inference.labels(caller, model).inc(usage.inference_s)
+            self.caller_bytes.labels(caller, model, "in").inc(usage.bytes_in)
+            self.caller_bytes.labels(caller, model, "out").inc(usage.bytes_out)
+            if self.usage_listener is not None:
+                self.usage_listener(caller, model, usage)
+        for (caller, code), count in self._pending_refusals.items():
+            self.caller_refusals.labels(self._label_caller(caller), code).inc(count)
+        self._pending_refusals.clear()
 
     def _label_caller(self, caller: str) -> str:
         if caller not in self._callers and len(self._callers) >= MAX_CALLERS:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from gateway.app import create_app
@@ -22,10 +24,19 @@ REQUEST_PARTS = {"requestBody", "parameters"}
 
 
 def build_document() -> dict[str, Any]:
-    application: Any = create_app(
-        Settings(state="memory:", dialects="torchserve", jobs="sqlite:///jobs")
-    )
-    return dict(json.loads(json.dumps(application.framework.openapi())))
+    with TemporaryDirectory() as folder:
+        keys_file = Path(folder) / "keys.yaml"
+        keys_file.write_text("keys: []")
+        options: dict[str, Any] = {
+            "dialects": "torchserve",
+            "jobs": "sqlite:///jobs",
+            "usage": True,
+        }
+        settings = Settings(state="memory:", keys_file=keys_file, **options)
+        application: Any = create_app(settings)
+    framework = application.framework
+    framework.requires_key = False  # the usage requires keys, the others do not
+    return dict(json.loads(json.dumps(framework.openapi())))
 
 
 def read_recorded_document() -> dict[str, Any]:

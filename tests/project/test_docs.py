@@ -22,6 +22,7 @@ from tests.support.documents import (
     OWN_SERVER,
     READMES,
     SECURITY,
+    USAGE,
     assert_prints,
     assert_prints_its_comment,
     examples,
@@ -31,7 +32,7 @@ from tests.support.documents import (
 from tests.support.servers import ROOT
 from tests.support.source import setting_descriptions
 
-OF_THEIR_OWN_MODELS = (OWN_SERVER, ON_DEMAND, LANGUAGE_MODELS, COOKBOOK, SECURITY)
+OF_THEIR_OWN_MODELS = (OWN_SERVER, ON_DEMAND, LANGUAGE_MODELS, COOKBOOK, SECURITY, USAGE)
 # It exists with an issuer of tokens: tests/capabilities/identity compares it.
 # Metrics of tokens and of samples, which this gateway has not.
 ELSEWHERE = r"gateway_(oidc_keys_age_seconds|sample_\w+)"

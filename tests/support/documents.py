@@ -40,6 +40,8 @@ LANGUAGE_MODELS = DOCS / "serve/llm.md"
 COOKBOOK = DOCS / "use/cookbook.md"
 # Its recipes need an issuer of tokens and certificates: tests/capabilities/identity runs them.
 SECURITY = DOCS / "operate/security.md"
+# Its examples need keys, and tests/capabilities/identity runs them.
+USAGE = DOCS / "operate/usage.md"
 COMPLETIONS = "/v1/chat/completions"
 
 

@@ -44,6 +44,7 @@ class InferHead:
     request_id: str
     step: SequenceStep | None
     class_outputs: tuple[str, ...]  # the outputs that are to be classified
+    first_size: int = 1  # the first dimension of the first input
 
 
 def read_infer_request(message: bytes) -> InferHead:
@@ -63,7 +64,15 @@ def read_infer_request(message: bytes) -> InferHead:
     class_outputs = tuple(
         output.name for output in request.outputs if CLASSIFICATION in output.parameters
     )
-    return InferHead(request.model_name, request.model_version, request.id, step, class_outputs)
+    shape = request.inputs[0].shape if request.inputs else ()
+    return InferHead(
+        request.model_name,
+        request.model_version,
+        request.id,
+        step,
+        class_outputs,
+        first_size=shape[0] if shape else 1,
+    )
 
 
 def change_version(message: bytes, requested: str, version: str) -> bytes:

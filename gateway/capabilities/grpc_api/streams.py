@@ -38,6 +38,7 @@ from gateway.fleet.transports import GrpcStreamCall
 from gateway.memory import MemoryBudgetExceeded
 from gateway.repository.resolver import NO_MODEL, ModelTarget
 from gateway.tasks import TaskSet, cancel_tasks
+from gateway.telemetry.request_info import measure_upstream_time
 from gateway.triton.grpc.byte_channel import (
     FINAL_RESPONSE,
     STREAM_METHOD,
@@ -299,7 +300,10 @@ class InferStream:
             await self._write_error(request, exc.with_traceback(None))
 
     async def _send(self, request: StreamRequest, message: bytes, timeout_s: float) -> ByteStream:
-        upstream = build_upstream_target(request.call, request.target, request.head)
+        head = request.head
+        rows = await self._services.count_rows(request.target.model, head.first_size)
+        request.call.info.rows = rows
+        upstream = build_upstream_target(request.call, request.target, head)
         stream_call = GrpcStreamCall(upstream, STREAM_METHOD, message, self._metadata)
         return await self._services.dispatcher.send(stream_call, timeout_s)
 
@@ -319,7 +323,8 @@ class InferStream:
             await self._write(request, message)
             if error is None:
                 call.succeed(message)
-            message = await stream.read_message(call.info.timeout_s)
+            with measure_upstream_time():
+                message = await stream.read_message(call.info.timeout_s)
             error = None if message is None else map_stream_error(message, stream.target)
         if not call.info.bytes_out:
             call.succeed(b"")  # a decoupled model may send no response

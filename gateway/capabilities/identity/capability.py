@@ -1,8 +1,9 @@
-"""Callers that are identified by tokens of an OpenID provider, or by client certificates."""
+"""Callers that are identified by tokens of an OpenID provider or by certificates, and what callers used."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from gateway.messages import CommandError
 from gateway.settings import Settings
 
 if TYPE_CHECKING:
+    from fastapi import APIRouter
+
     from gateway.capabilities.identity.issuer import TokenChecker
     from gateway.services import Services
 
@@ -24,13 +27,22 @@ def attach_identity(settings: Settings) -> Attachment | None:
         raise CommandError(
             "GATEWAY_OIDC_ISSUER requires GATEWAY_KEYS_FILE, whose list 'oidc' gives tokens their rights"
         )
-    if settings.keys_file is None or not (identity.oidc_issuer or asks_for_certificates):
+    identifies_callers = bool(identity.oidc_issuer) or asks_for_certificates
+    if identity.usage and settings.keys_file is None:
+        raise CommandError("GATEWAY_USAGE requires GATEWAY_KEYS_FILE, whose names it counts by")
+    if settings.keys_file is None or not (identifies_callers or identity.usage):
         return None
     tokens = create_token_checker(identity) if identity.oidc_issuer else None
     # Their pages may use the certificate of a browser.
     origins = settings.cors_origins if settings.cors_credentials else ()
 
-    async def open_verifier(services: Services, stack: AsyncExitStack) -> None:
+    async def open_identity(services: Services, stack: AsyncExitStack) -> None:
+        if identity.usage:
+            await open_usage(services, stack)
+        if identifies_callers:
+            open_verifier(services, stack)
+
+    def open_verifier(services: Services, stack: AsyncExitStack) -> None:
         from gateway.capabilities.identity.verifier import IdentityVerifier
 
         access = services.access
@@ -47,7 +59,28 @@ def attach_identity(settings: Settings) -> Attachment | None:
             services.metrics.collector_registry.register(KeysCollector(tokens.source))
             stack.callback(asyncio.create_task(tokens.source.keep_current()).cancel)
 
-    return Attachment(open=open_verifier)
+    return Attachment(load_routers(settings, identity), open=open_identity)
+
+
+def load_routers(settings: Settings, identity: IdentitySettings) -> Sequence[APIRouter]:
+    """Return the routes of the usage. Raises a `CommandError` if it cannot be counted."""
+    if not identity.usage:
+        return ()
+    if not settings.metrics_callers:
+        raise CommandError("GATEWAY_USAGE requires GATEWAY_METRICS_CALLERS, which is false")
+    from gateway.capabilities.identity.usage_routes import router
+
+    return (router,)
+
+
+async def open_usage(services: Services, stack: AsyncExitStack) -> None:
+    from gateway.capabilities.identity.usage import UsageLedger
+
+    store = services.repository.state.store
+    ledger = UsageLedger(store, services.metrics.flush)
+    services.metrics.usage_listener = ledger.add
+    services.provide(ledger)
+    await stack.enter_async_context(ledger.run())
 
 
 def create_token_checker(settings: IdentitySettings) -> TokenChecker:

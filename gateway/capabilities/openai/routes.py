@@ -48,7 +48,7 @@ from gateway.routes.openapi import (
     build_responses,
 )
 from gateway.services import ModelDescriber, Services
-from gateway.telemetry.request_info import RequestInfo, RequestScope
+from gateway.telemetry.request_info import RequestInfo, RequestScope, measure_upstream_time
 from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS
 from gateway.tensors.codecs import DEFAULT_CODEC, JSON_CODEC, STRING_SCHEMA
 from gateway.tensors.json_body import parse_large_json
@@ -300,12 +300,14 @@ async def create_completion(request: Request, services: ServicesForInference) ->
     try:
         headers = build_completion_headers(request.scope["headers"], len(body))
         path = request.scope["path"].encode()
-        response = await servers.send(path, headers, body, timeout_s)
+        with measure_upstream_time():
+            response = await servers.send(path, headers, body, timeout_s)
     except BaseException:
         slot.release()
         raise
     if response.status == HTTPStatus.OK:  # so that the name is a model's, and may be a label value
         info.model = servers.get_model_label(model)
+        info.rows = 1
     return RelayedResponse(response, timeout_s, slot)
 
 
@@ -398,7 +400,8 @@ async def relay_chunks(response: UpstreamResponse, timeout_s: float) -> AsyncIte
     """Yield the body; the timeout applies to each chunk."""
     while True:
         response.set_timeout(timeout_s)
-        chunk = await response.next_chunk()
+        with measure_upstream_time():
+            chunk = await response.next_chunk()
         yield chunk
         if response.is_complete:
             return

@@ -39,7 +39,14 @@ from gateway.repository.state.loads import (
     with_load,
     without_replica,
 )
-from gateway.repository.state.tables import RawTable, Table, with_entry
+from gateway.repository.state.tables import (
+    Counts,
+    RawTable,
+    Table,
+    find_first_kept_day,
+    sum_counts,
+    with_entry,
+)
 
 T = TypeVar("T")
 REVISION: Final = "revision"  # the field with the number of changes of desired models
@@ -125,6 +132,23 @@ class DocumentStore(ABC):
     @abstractmethod
     def _load_events(self) -> Sequence[StoredEvent]: ...
 
+    async def add_counts(self, day: str, counts: Counts, batch: str) -> None:
+        await self._run(WRITE_ACTION, lambda: self._add_counts(day, counts))
+
+    def _add_counts(self, day: str, counts: Counts) -> None:
+        with self._exclude_others():
+            self._save_counts(day, sum_counts(self._load_counts(day), counts))
+
+    @abstractmethod
+    def _save_counts(self, day: str, counts: Counts) -> None:
+        """Replace the counts of a day, and drop those of days that are too old."""
+
+    async def read_counts(self, day: str) -> Counts:
+        return await self._run(READ_ACTION, lambda: self._load_counts(day))
+
+    @abstractmethod
+    def _load_counts(self, day: str) -> Counts: ...
+
     async def read_loads(self) -> Loads:
         return await self._run(READ_ACTION, self._read_live_loads)
 
@@ -179,6 +203,7 @@ class MemoryStateStore(DocumentStore):
         self._fields: dict[str, Any] = {REVISION: 0}
         self._operations: dict[str, tuple[float, bytes]] = {}
         self._events: list[StoredEvent] = []
+        self._counts: dict[str, Counts] = {}  # by day
 
     async def _run(self, action: str, function: Callable[[], T]) -> T:
         return function()
@@ -198,6 +223,14 @@ class MemoryStateStore(DocumentStore):
 
     def _load_events(self) -> Sequence[StoredEvent]:
         return self._events
+
+    def _load_counts(self, day: str) -> Counts:
+        return self._counts.get(day, {})
+
+    def _save_counts(self, day: str, counts: Counts) -> None:
+        first = find_first_kept_day(day)
+        kept = {each: old for each, old in self._counts.items() if each >= first}
+        self._counts = {**kept, day: counts}
 
     async def record_operation(self, operation_id: str, document: Document) -> None:
         now = time.monotonic()

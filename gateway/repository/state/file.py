@@ -43,11 +43,14 @@ from gateway.repository.state.events import (
 )
 from gateway.repository.state.loads import LOADS, Loads, parse_loads
 from gateway.repository.state.tables import (
+    Counts,
     RawTable,
     Table,
     UnreadableState,
     check_capability_tables,
+    decode_counts,
     decode_state,
+    find_first_kept_day,
 )
 from gateway.telemetry.audit import MAX_EVENT_BYTES
 
@@ -179,6 +182,7 @@ class FileStateStore(DocumentStore):
         self._loads_path = path.with_name(f"{path.name}.loads")
         self._cordons_path = path.with_name(f"{path.name}.cordons")
         self._events_path = path.with_name(f"{path.name}.events")
+        self._counts_folder = path.with_name(f"{path.name}.counts")
         self._alive_folder = path.with_name(f"{path.name}.processes")
         self._owner = secrets.token_hex(8)
         self._alive_lock: int | None = None
@@ -350,6 +354,28 @@ class FileStateStore(DocumentStore):
             return parse_event_lines(self._events_path.read_bytes())
         except FileNotFoundError:
             return ()
+
+    def _load_counts(self, day: str) -> Counts:
+        path = self._counts_path(day)
+        try:
+            return decode_counts(path.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except UnreadableState as exc:
+            raise UnreadableState(f"{exc} in {path}") from None
+
+    def _save_counts(self, day: str, counts: Counts) -> None:
+        path = self._counts_path(day)
+        if not path.exists():
+            self._counts_folder.mkdir(0o700, exist_ok=True)
+            first = find_first_kept_day(day)
+            for each in self._counts_folder.iterdir():
+                if each.name < first:
+                    each.unlink()
+        replace_file(path, orjson.dumps(counts))
+
+    def _counts_path(self, day: str) -> Path:
+        return self._counts_folder / f"{day}.json"
 
     def _claim_loads(self) -> str:
         # The lock is held until this process exits.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, timedelta
 from typing import Any, Final, Generic, TypeVar
 
 import orjson
 
 T_co = TypeVar("T_co", covariant=True)
+Counts = dict[str, dict[str, dict[str, int]]]  # of a day: caller → model → measure → sum
+KEPT_DAYS: Final = 400  # the days whose counts are kept
 RawTable = Mapping[str, Any]  # JSON objects, as deep as the keys of the table are long
 # The tables that capabilities own; the keys of each are a model and another name. They are named here, so
 # that a gateway without the capability exports them, and writes them again when Redis has lost its data.
@@ -48,6 +51,31 @@ def decode_state(raw: bytes) -> Any:
         return orjson.loads(raw)
     except orjson.JSONDecodeError:
         raise UnreadableState("invalid JSON") from None
+
+
+def sum_counts(*parts: Counts) -> Counts:
+    """Return the sums in an object of its own."""
+    total: Counts = {}
+    for part in parts:
+        for caller, models in part.items():
+            for model, measures in models.items():
+                sums = total.setdefault(caller, {}).setdefault(model, {})
+                for measure, value in measures.items():
+                    sums[measure] = sums.get(measure, 0) + value
+    return total
+
+
+def decode_counts(raw: bytes) -> Counts:
+    """Raises `UnreadableState`."""
+    try:
+        return sum_counts(decode_state(raw))
+    except (AttributeError, TypeError):
+        raise UnreadableState("unexpected structure of counts") from None
+
+
+def find_first_kept_day(day: str) -> str:
+    """Return the first day whose counts are kept on a day, both as YYYY-MM-DD."""
+    return (date.fromisoformat(day) - timedelta(KEPT_DAYS - 1)).isoformat()
 
 
 def check_capability_tables(document: Mapping[str, Any]) -> None:

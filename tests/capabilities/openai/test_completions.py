@@ -24,6 +24,7 @@ from gateway.capabilities.openai.routes import relay_chunks
 from tests.capabilities.openai.support.lazy import LazyModule
 from tests.support.documents import COMPLETIONS, LANGUAGE_MODELS, assert_prints, examples
 from tests.support.keys import ADMIN, TEXTS, bearer, entry, written
+from tests.support.metrics import metric
 from tests.support.servers import free_ports, gateway_before
 from tests.support.servers import gateway as real_gateway
 from tests.support.wait import wait_until
@@ -261,6 +262,16 @@ def test_completions_are_counted_by_model_and_errors_of_the_server_relayed(
     page = gateway.get("/metrics", headers=bearer(ADMIN)).text
     assert f'model="{MODEL}"' in page
     assert 'model="nothing"' not in page
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_time_of_completions_is_counted_by_caller(gateway: httpx.Client, stream: bool) -> None:
+    series = f'gateway_caller_inference_seconds_total{{caller="admin",model="{MODEL}"}}'
+    with httpx.Client(base_url=gateway.base_url, headers=bearer(ADMIN)) as client:
+        before_s = metric(client, series)
+        document = {"model": MODEL, "messages": MESSAGES, "stream": stream}
+        client.post("/v1/chat/completions", json=document).raise_for_status()
+        wait_until(lambda: metric(client, series) > before_s)
 
 
 @pytest.mark.fault(

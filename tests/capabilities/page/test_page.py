@@ -31,7 +31,7 @@ from tests.capabilities.on_demand.support.on_demand import (
 from tests.capabilities.page.support import browser
 from tests.capabilities.uploads.support.uploads import FIRST, SECOND, triton_of
 from tests.capabilities.versions.support import versioned
-from tests.support.keys import ADMIN, INFER, entry, written
+from tests.support.keys import ADMIN, INFER, bearer, entry, written
 from tests.support.model_zoo.zoo import (
     COUNTING,
     MODELS,
@@ -317,6 +317,31 @@ def test_key_is_asked_for_until_it_is_valid_and_kept_in_the_tab_alone(
     page.click("#key-button")
     page.click("#key-remove")
     page.see("#live-notice", "A key is required.")
+
+
+def test_usage_of_all_keys_or_of_one_is_shown(
+    page: browser.Page, triton: tuple[str, Names], tmp_path: Path
+) -> None:
+    keys = written(tmp_path / "keys.yaml", [entry(INFER, "infer"), entry(ADMIN, "admin")])
+    with gateway_of(page, triton[0], keys_file=str(keys), usage="true") as client:
+        url = str(client.base_url)
+        for key in (INFER, ADMIN):
+            client.get("/v1/models", headers=bearer(key))
+        page.open(url, "#usage", key=ADMIN)
+        callers = "#usage-table tbody th"
+        page.until(lambda: {each.text for each in page.all(callers)} == {"admin", "infer"}, "both")
+        assert page.text("#usage-scope") == "Of all keys, by UTC days."
+        assert "no model" in page.text("#usage-table")
+        assert not faults(page)
+        assert not page.run(SMALL_CONTROLS, 32)
+        with page.phone():
+            assert page.run("return document.documentElement.scrollWidth - innerWidth") <= 0
+            button = page.find("#key-button").rect
+            assert button["x"] + button["width"] <= 390
+        page.refusals = {403}
+        page.open(url, "#usage", key=INFER)
+        page.see("#usage-scope", "Of this key")
+        assert {each.text for each in page.all(callers)} == {"infer"}
 
 
 def test_model_is_unloaded_and_loaded_with_a_report_of_each_replica(

@@ -111,7 +111,7 @@ runtimeClassName: {{ . }}
 {{- define "triton-gateway.ingressPaths" -}}
 - {path: "/v1/models$", pathType: ImplementationSpecific}
 - {path: "/v1/models/[^/]+(/(versions|labels)/[^/]+)?(/infer|:predict|/metadata|/openapi[.]json)$", pathType: ImplementationSpecific}
-- {path: "/v1/(embeddings|rerank|completions|chat/completions)$", pathType: ImplementationSpecific}
+- {path: "/v1/(embeddings|rerank|completions|chat/completions|usage/me)$", pathType: ImplementationSpecific}
 - {path: "/v2(/models)?$", pathType: ImplementationSpecific}
 - {path: "/v2/models/[^/]+(/versions/[^/]+)?(/(infer|generate|generate_stream|ready|config|stats))?$", pathType: ImplementationSpecific}
 - {path: "/v2/health/(live|ready)$", pathType: ImplementationSpecific}
