@@ -122,7 +122,7 @@ class Services:
             info.model = model
             info.version = version
 
-    async def count_rows(self, model: str, first_size: int) -> int:
+    async def measure_rows(self, model: str, first_size: int) -> int:
         """Return the rows of an inference by the first dimension of its first input, if usage is counted."""
         if first_size <= 1 or self.metrics.usage_listener is None:
             return 1

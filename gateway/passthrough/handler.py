@@ -219,7 +219,7 @@ async def forward_request(
             and has_tensors
             and (size := find_first_size(prepared.beginning, headers.json_bytes)) > 1
         ):
-            info.rows = await services.count_rows(model, size)
+            info.rows = await services.measure_rows(model, size)
     upstream = RequestTarget(  # named arguments would cost 1.5 µs
         model,
         target.version,

@@ -301,7 +301,7 @@ class InferStream:
 
     async def _send(self, request: StreamRequest, message: bytes, timeout_s: float) -> ByteStream:
         head = request.head
-        rows = await self._services.count_rows(request.target.model, head.first_size)
+        rows = await self._services.measure_rows(request.target.model, head.first_size)
         request.call.info.rows = rows
         upstream = build_upstream_target(request.call, request.target, head)
         stream_call = GrpcStreamCall(upstream, STREAM_METHOD, message, self._metadata)
