@@ -21,9 +21,9 @@ class Limits:
     modules: int = 18  # at the top
     files_in_folder: int = 24
     core_files: int = 179
-    core_lines: int = 29_002
+    core_lines: int = 29_236
     capability_lines: int = 3_957
-    lines: int = 55_142
+    lines: int = 55_736
 
 
 @dataclass(frozen=True)
