@@ -23,7 +23,17 @@ from gateway.components import build_components, run_services
 from gateway.draining import Drain
 from gateway.error_responses import ErrorSerializer, render_error
 from gateway.media_types import JSON
-from gateway.routes import events, health, infer, log_level, models, replicas, repository, root
+from gateway.routes import (
+    events,
+    health,
+    infer,
+    log_level,
+    models,
+    quotas,
+    replicas,
+    repository,
+    root,
+)
 from gateway.routes import metrics as metrics_page
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.routes.openapi import ERROR_SCHEMA, SECURITY, SECURITY_SCHEMES
@@ -52,6 +62,7 @@ ROUTE_MODULES = (
     repository,
     log_level,
     events,
+    quotas,
     health,
     metrics_page,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import Enum, IntEnum
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -54,15 +55,31 @@ class CallerKind(Enum):
 
 
 @dataclass(frozen=True)
+class CallerLimits:
+    """Limits of a caller; None is no limit."""
+
+    requests_per_second: float | None = None
+    requests_per_day: int | None = None
+    requests_per_month: int | None = None
+    max_inflight: int | None = None
+
+    @property
+    def has_quota(self) -> bool:
+        return (self.requests_per_day or self.requests_per_month) is not None
+
+
+@dataclass(frozen=True)
 class Caller:
     """A client, identified by its key or by a rule; `name` is the name of the key or the rule."""
 
     name: str
     roles: tuple[Role, ...] = ()
     models: tuple[str, ...] = ANY_MODEL
-    requests_per_second: float | None = None
+    limits: CallerLimits | None = None
     priority: Priority | None = None
     callback_secrets: tuple[str, ...] = field(default=(), repr=False)  # that sign its callbacks
+    not_before: datetime | None = None
+    expires: datetime | None = None
     digest: bytes = field(default=b"", repr=False)
     rights: frozenset[Right] = frozenset()
     kind: CallerKind = CallerKind.key

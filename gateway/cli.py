@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
 from functools import cache, partial
 from pathlib import Path
 from types import FrameType
@@ -15,8 +17,8 @@ from typing import Annotated, Any, Final
 import typer
 
 from gateway import __version__
-from gateway.access.keys import add_key, read_keys_file, remove_key
-from gateway.callers import Priority, Role
+from gateway.access.keys import add_key, expire_key, read_keys_file, remove_key, rotate_key
+from gateway.callers import CallerLimits, Priority, Role
 from gateway.commands import client_commands
 from gateway.commands.flags import (
     INFERENCE_PANEL,
@@ -32,7 +34,7 @@ from gateway.commands.label_commands import label_cli, rollout_cli
 from gateway.commands.target import OptionalTarget
 from gateway.embedded.flags import TritonFlags
 from gateway.embedded.model_paths import exclude_startup_models
-from gateway.messages import CommandError, print_message
+from gateway.messages import CommandError, format_time, parse_time, print_message, quote_text
 from gateway.repository.state.commands import StateUrl, import_file, print_state, state_commands
 
 IMPORT_COLLECTION_THRESHOLD = 200_000  # more than the imports of any command
@@ -101,6 +103,23 @@ ConformanceUrl = Annotated[
     ),
 ]
 
+DURATION: Final = re.compile(r"(\d{1,5})([dhm])", re.ASCII)
+DURATION_UNITS: Final = {"d": "days", "h": "hours", "m": "minutes"}
+
+
+def parse_moment(text: str) -> datetime:
+    """Return a time, or a duration from now. Raises `typer.BadParameter`."""
+    if match := DURATION.fullmatch(text):
+        number, unit = match.groups()
+        return datetime.now(timezone.utc) + timedelta(**{DURATION_UNITS[unit]: int(number)})
+    time = parse_time(text)
+    if time is None:
+        raise typer.BadParameter(
+            f"{quote_text(text)} is neither a time such as 2027-01-31T00:00:00Z nor a duration such as 90d"
+        )
+    return time
+
+
 KeyName = Annotated[str, typer.Argument(help="Name of the key; the log shows it.")]
 Roles = Annotated[
     list[Role],
@@ -124,6 +143,45 @@ KeyPriority = Annotated[
         help="Priority of its requests while requests wait. Default: that of the model, or normal.",
     ),
 ]
+RequestsPerDay = Annotated[
+    int | None, typer.Option(min=1, help="Maximum number of requests in a day (UTC).")
+]
+RequestsPerMonth = Annotated[
+    int | None, typer.Option(min=1, help="Maximum number of requests in a month (UTC).")
+]
+MaxInflight = Annotated[
+    int | None, typer.Option(min=1, help="Maximum number of its requests at the same time.")
+]
+NotBefore = Annotated[
+    datetime | None,
+    typer.Option(parser=parse_moment, metavar="TIME", help="When the key begins to be valid."),
+]
+TIME_HELP: Final = "a time such as 2027-01-31T00:00:00Z, or 90d, 12h or 30m from now."
+Expires = Annotated[
+    datetime | None,
+    typer.Option(parser=parse_moment, metavar="TIME", help=f"When the key expires: {TIME_HELP}"),
+]
+Overlap = Annotated[
+    datetime | None,
+    typer.Option(
+        parser=parse_moment,
+        metavar="TIME",
+        help=f"When the old key expires: {TIME_HELP} Default: 1d.",
+    ),
+]
+ExpiresAt = Annotated[
+    datetime | None,
+    typer.Option(
+        "--at",
+        parser=parse_moment,
+        metavar="TIME",
+        help=f"When they expire: {TIME_HELP} Default: now.",
+    ),
+]
+KEY_COLUMNS: Final = (
+    *("NAME", "ROLES", "MODELS", "REQUESTS PER SECOND", "PER DAY", "PER MONTH", "AT ONCE"),
+    *("PRIORITY", "EXPIRES"),
+)
 KeysPath = Annotated[
     Path | None, typer.Option("--file", help="Keys file. Default: GATEWAY_KEYS_FILE.")
 ]
@@ -269,6 +327,7 @@ def doctor(
     epilog=format_examples(
         "triton-gateway key create team-a --file keys.yaml",
         "triton-gateway key create team-a --model 'res*' --requests-per-second 50",
+        "triton-gateway key create trial --expires 30d --requests-per-day 1000",
     ),
 )
 def create_key(
@@ -276,34 +335,94 @@ def create_key(
     role: Roles = DEFAULT_ROLES,
     model: ModelPatterns = DEFAULT_MODEL_PATTERNS,
     requests_per_second: RequestRate = None,
+    requests_per_day: RequestsPerDay = None,
+    requests_per_month: RequestsPerMonth = None,
+    max_inflight: MaxInflight = None,
     priority: KeyPriority = None,
+    not_before: NotBefore = None,
+    expires: Expires = None,
     file: KeysPath = None,
 ) -> None:
     """Create a key and store its hash in the keys file. The key itself is printed once."""
     path = resolve_keys_path(file)
-    key = add_key(path, name, role, model, requests_per_second, priority)
+    key = add_key(
+        path,
+        name,
+        role,
+        model,
+        requests_per_second=requests_per_second,
+        requests_per_day=requests_per_day,
+        requests_per_month=requests_per_month,
+        max_inflight=max_inflight,
+        priority=priority,
+        not_before=not_before and format_time(not_before),
+        expires=expires and format_time(expires),
+    )
+    print_new_key(name, path, key)
+
+
+def print_new_key(name: str, path: Path, key: str) -> None:
     print_message(f"added key {name} to {path}, which stores its hash; the key is not shown again:")
     typer.echo(key)
 
 
 @key_commands.command("list")
 def list_keys(file: KeysPath = None) -> None:
-    """List the keys with their roles, models and limits."""
+    """List the keys with their roles, models, limits, and when they expire."""
     from gateway.commands.tables import print_table
 
     rows = []
     for caller in read_keys_file(resolve_keys_path(file)).values():
-        rate = caller.requests_per_second
-        limit = "unlimited" if rate is None else f"{rate:g}"
-        priority = "" if caller.priority is None else caller.priority.name
-        models = ",".join(caller.models)
-        rows.append((caller.name, ",".join(caller.roles), models, limit, priority))
-    print_table(("NAME", "ROLES", "MODELS", "REQUESTS PER SECOND", "PRIORITY"), rows)
+        limits = caller.limits or CallerLimits()
+        rate = limits.requests_per_second
+        rows.append(
+            (
+                caller.name,
+                ",".join(caller.roles),
+                ",".join(caller.models),
+                "unlimited" if rate is None else f"{rate:g}",
+                str(limits.requests_per_day or ""),
+                str(limits.requests_per_month or ""),
+                str(limits.max_inflight or ""),
+                "" if caller.priority is None else caller.priority.name,
+                "" if caller.expires is None else format_time(caller.expires),
+            )
+        )
+    print_table(KEY_COLUMNS, rows)
+
+
+@key_commands.command(
+    "rotate",
+    epilog=format_examples("triton-gateway key rotate team-a --overlap 7d --file keys.yaml"),
+)
+def rotate_old_key(
+    name: KeyName,
+    overlap: Overlap = None,
+    expires: Expires = None,
+    file: KeysPath = None,
+) -> None:
+    """Create a second key of a name, with the same rights and counted together; the old one expires."""
+    path = resolve_keys_path(file)
+    old_expires = overlap or parse_moment("1d")
+    key = rotate_key(path, name, old_expires, expires)
+    print_message(
+        f"the old key {name} expires at {format_time(old_expires)}, or earlier if it does"
+    )
+    print_new_key(name, path, key)
+
+
+@key_commands.command("expire")
+def end_key(name: KeyName, expires: ExpiresAt = None, file: KeysPath = None) -> None:
+    """Let the keys of a name expire: now, or at a time. They are refused with the reason then."""
+    path = resolve_keys_path(file)
+    at = expires or parse_moment("0m")
+    expire_key(path, name, at)
+    print_message(f"key {name} in {path} expires at {format_time(at)}, or earlier if it did")
 
 
 @key_commands.command("revoke")
 def revoke_key(name: KeyName, file: KeysPath = None) -> None:
-    """Remove a key from the keys file; running gateways apply it within two seconds."""
+    """Remove the keys of a name from the keys file; running gateways apply it within two seconds."""
     path = resolve_keys_path(file)
     remove_key(path, name)
     print_message(f"removed key {name} from {path}")

@@ -16,6 +16,7 @@ from functools import partial
 from gateway import __version__
 from gateway.access.auth import CORE_PATHS, Authenticator, PathRules
 from gateway.access.keys import NO_RULES, KeysFile, RuleParsers
+from gateway.access.quotas import CallerLimiter
 from gateway.access.rate_limit import RateLimiter
 from gateway.callers import Priority
 from gateway.capacity.admission import AdmissionQueue
@@ -264,7 +265,9 @@ async def run_services(
             metrics=metrics,
             access=authenticator,
             resolver=ModelResolver(),
-            rate_limiter=RateLimiter(metrics, components.store.rate_windows),
+            limiter=CallerLimiter(
+                RateLimiter(metrics, components.store.rate_windows), components.store.quotas
+            ),
             maintenance=maintenance,
             refusals=refusals,
             tracer=components.tracer,

@@ -7,6 +7,7 @@ import select
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime, timezone
 from difflib import get_close_matches
 from typing import ClassVar, Final, TextIO
 
@@ -73,6 +74,19 @@ def join_names(names: Iterable[str], limit: int = 20) -> str:
     if len(shown) < 2:
         return "".join(shown) or "nothing"
     return ", ".join(shown[:-1]) + " and " + shown[-1]
+
+
+def parse_time(text: str) -> datetime | None:
+    """Return a time with a zone (RFC 3339); None for another text."""
+    try:
+        time = datetime.fromisoformat(text.strip().upper().replace("Z", "+00:00"))
+        return None if time.tzinfo is None else time.astimezone(timezone.utc)
+    except (ValueError, OverflowError):
+        return None
+
+
+def format_time(time: datetime) -> str:
+    return time.astimezone(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def describe_difference(before: Mapping[str, object], after: Mapping[str, object]) -> str:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from gateway.access.auth import Authenticator
-from gateway.access.rate_limit import RateLimiter
+from gateway.access.quotas import CallerLimiter
 from gateway.callers import Caller
 from gateway.capacity.admission import AdmissionQueue
 from gateway.capacity.decoding.executor import DecodeExecutor
@@ -85,7 +85,7 @@ class Services:
     metrics: Metrics
     access: Authenticator
     resolver: ModelResolver
-    rate_limiter: RateLimiter
+    limiter: CallerLimiter
     maintenance: Maintenance
     refusals: RefusalLog
     tracer: Tracer | None = None

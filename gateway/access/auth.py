@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 from typing import Final
@@ -21,7 +22,7 @@ from gateway.access.keys import KeysFile
 from gateway.access.peers import can_identify_peers, client_network, find_peer_uid, parse_ip_address
 from gateway.callers import Caller, CallerKind, Priority, Right, Role
 from gateway.errors import Forbidden, MalformedRequest, Unauthenticated, Unavailable
-from gateway.messages import quote_text
+from gateway.messages import format_time, quote_text
 from gateway.tasks import repeat
 from gateway.telemetry.request_info import ManagementCall, RequestScope, read_head
 
@@ -151,7 +152,11 @@ class Authenticator:
         try:
             digest = read_head(scope, hash_key)
             caller = file.find_caller(digest)
-            return self.verifier.find_caller(scope, digest) if caller is None else caller
+            if caller is None:
+                return self.verifier.find_caller(scope, digest)
+            if caller.expires is not None or caller.not_before is not None:
+                check_key_period(caller, datetime.now(timezone.utc))
+            return caller
         except REFUSALS:
             if self._is_public(scope["path"]):
                 return UNAUTHENTICATED
@@ -192,6 +197,15 @@ class Authenticator:
             await file.reload_in_background()
 
         await repeat("keys_file", check)
+
+
+def check_key_period(caller: Caller, now: datetime) -> None:
+    """Raises `Unauthenticated` for a key that has expired, or is not valid yet."""
+    if caller.expires is not None and caller.expires <= now:
+        expired = format_time(caller.expires)
+        raise Unauthenticated(f"{caller.label} expired at {expired}; ask for another key")
+    if caller.not_before is not None and now < caller.not_before:
+        raise Unauthenticated(f"{caller.label} is valid from {format_time(caller.not_before)} on")
 
 
 def extract_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:

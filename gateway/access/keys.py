@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from datetime import datetime, timezone
+from functools import partial
 from hmac import compare_digest
 from pathlib import Path
 from textwrap import indent
@@ -22,22 +24,31 @@ from typing import Any, Final, TypeGuard
 
 import yaml
 
-from gateway.callers import ANY_MODEL, ROLE_RIGHTS, Caller, CallerKind, Priority, Role
+from gateway.callers import ANY_MODEL, ROLE_RIGHTS, Caller, CallerKind, CallerLimits, Priority, Role
 from gateway.config_files import YAML_ERRORS, Entries, WatchedFile, parse_yaml, read_config_file
 from gateway.http_client.webhooks import SECRET_PREFIX, decode_secret
-from gateway.messages import CommandError, join_names
+from gateway.messages import CommandError, format_time, join_names, parse_time
 
 KEY_PREFIX: Final = "tgw_"  # lets secret scanners find leaked keys
 KEY_BYTES: Final = 32
 # The name is logged, so it must not be the key itself.
 KEY_NAME: Final = re.compile(rf"(?!{KEY_PREFIX})[\w.@:/+-]{{1,64}}", re.ASCII)
 SHA256_HEX: Final = re.compile(r"[0-9a-fA-F]{64}")
+COUNT_FIELDS: Final = ("requests_per_day", "requests_per_month", "max_inflight")
+LIMIT_FIELDS: Final = ("requests_per_second", *COUNT_FIELDS)
+TIME_FIELDS: Final = ("not_before", "expires")
 RIGHTS_FIELDS: Final = {
-    "name", "roles", "models", "requests_per_second", "priority", "callback_secrets",
+    "name", "roles", "models", "priority", "callback_secrets", *LIMIT_FIELDS,
 }  # fmt: skip
-KEY_FIELDS: Final = RIGHTS_FIELDS | {"sha256"}
+KEY_FIELDS: Final = RIGHTS_FIELDS | {"sha256", *TIME_FIELDS}
 MAX_REQUEST_RATE: Final = 1e9
+MAX_COUNT: Final = 10**15  # Redis counts in floating point
+NO_LIMITS: Final = CallerLimits()
+NEVER: Final = datetime.max.replace(tzinfo=timezone.utc)
 KEYS: Final = "keys"  # the name of the list
+KeyEntries = Sequence[Mapping[str, Any]]
+# Changes one of the entries, in the text as well.
+EntryEditor = Callable[[str, KeyEntries, int], tuple[str, KeyEntries]]
 
 
 class BadKeysFile(CommandError):
@@ -83,8 +94,9 @@ def parse_keys_document(document: Mapping[str, Any]) -> dict[bytes, Caller]:
     entries = document.get(KEYS, [])
     callers = [parse_key_entry(f"key {number}", entry) for number, entry in enumerate(entries, 1)]
     callers_by_digest = {caller.digest: caller for caller in callers}
-    if len({caller.name for caller in callers}) < len(callers):
-        raise BadKeysFile("two keys have the same name")
+    lasting_names = [caller.name for caller in callers if caller.expires is None]
+    if len(set(lasting_names)) < len(lasting_names):
+        raise BadKeysFile("two keys have the same name, and neither of them expires")
     if len(callers_by_digest) < len(callers):
         raise BadKeysFile("two keys have the same sha256")
     return callers_by_digest
@@ -150,9 +162,10 @@ def parse_caller(
     models = entry.get("models", list(ANY_MODEL))
     if not is_string_list(models):
         raise BadKeysFile(f"the models {suffix} must be a list of names or patterns, in quotes")
-    rate = entry.get("requests_per_second")
-    if rate is not None and not is_request_rate(rate):
-        raise BadKeysFile(f"requests_per_second {suffix} must be a number above 0")
+    limits = parse_caller_limits(suffix, entry)
+    not_before, expires = (parse_time_field(name, suffix, entry) for name in TIME_FIELDS)
+    if not_before is not None and expires is not None and expires <= not_before:
+        raise BadKeysFile(f"expires {suffix} must be later than not_before")
     priority = entry.get("priority")
     if priority is not None and priority not in list(Priority.__members__):
         names = ", ".join(Priority.__members__)
@@ -170,13 +183,40 @@ def parse_caller(
         name,
         tuple(map(Role, roles)),
         tuple(models),
-        requests_per_second=rate and float(rate),
+        limits=limits,
         priority=None if priority is None else Priority[priority],
         callback_secrets=tuple(secrets),
+        not_before=not_before,
+        expires=expires,
         digest=digest,
         rights=frozenset().union(*(ROLE_RIGHTS[Role(role)] for role in roles)),
         kind=kind,
     )
+
+
+def parse_caller_limits(suffix: str, entry: Mapping[str, Any]) -> CallerLimits | None:
+    rate = entry.get("requests_per_second")
+    if rate is not None and not is_request_rate(rate):
+        raise BadKeysFile(f"requests_per_second {suffix} must be a number above 0")
+    for name in COUNT_FIELDS:
+        count = entry.get(name)
+        if count is not None and not (type(count) is int and 0 < count <= MAX_COUNT):
+            raise BadKeysFile(f"{name} {suffix} must be a whole number above 0")
+    counts = {name: entry.get(name) for name in COUNT_FIELDS}
+    limits = CallerLimits(rate and float(rate), **counts)
+    return None if limits == NO_LIMITS else limits
+
+
+def parse_time_field(field: str, suffix: str, entry: Mapping[str, Any]) -> datetime | None:
+    value = entry.get(field)
+    if value is None:
+        return None
+    time = parse_time(value) if isinstance(value, str) else value  # YAML reads one without quotes
+    if not isinstance(time, datetime) or time.tzinfo is None:
+        raise BadKeysFile(
+            f"{field} {suffix} must be a time with a zone (RFC 3339), such as 2027-01-31T00:00:00Z"
+        )
+    return time.astimezone(timezone.utc)
 
 
 def is_string_list(value: Any) -> TypeGuard[list[str]]:
@@ -206,7 +246,12 @@ class KeysFile(WatchedFile[KeysContent]):
         return KeysContent(kept, content.rules)
 
     def describe_entries(self, value: KeysContent) -> Entries:
-        entries = {caller.name: describe_caller(caller) for caller in value.callers.values()}
+        entries: dict[str, Mapping[str, Any]] = {}
+        for caller in sorted(value.callers.values(), key=find_end, reverse=True):
+            # A name has several keys while it is rotated: the last one to expire has the name alone.
+            is_first = caller.name not in entries
+            name = caller.name if is_first else f"{caller.name} ({caller.digest[:4].hex()}…)"
+            entries[name] = describe_caller(caller)
         for name, rules in value.rules.items():
             for number, rule in enumerate(rules, 1):
                 entries[f"{name} {number}: {rule.caller.name}"] = describe_rule(rule)
@@ -221,14 +266,22 @@ class KeysFile(WatchedFile[KeysContent]):
         return caller if caller is not None and compare_digest(caller.digest, digest) else None
 
 
+def find_end(caller: Caller) -> datetime:
+    return caller.expires or NEVER
+
+
 def describe_caller(caller: Caller) -> dict[str, Any]:
     """Return the entry of a key, as events show it: of its hash, only the beginning."""
+    limits = vars(caller.limits or NO_LIMITS)
+    times = {name: getattr(caller, name) for name in TIME_FIELDS}
     return {
         "roles": [role.value for role in caller.roles],
         "models": list(caller.models),
-        "requests_per_second": caller.requests_per_second,
+        "requests_per_second": limits["requests_per_second"],
+        **{name: limits[name] for name in COUNT_FIELDS if limits[name] is not None},
         "priority": None if caller.priority is None else caller.priority.name,
         "callback_secrets": len(caller.callback_secrets),
+        **{name: format_time(time) for name, time in times.items() if time is not None},
         "sha256": f"{caller.digest[:4].hex()}…",
     }
 
@@ -275,44 +328,105 @@ def read_keys_text(path: Path) -> str:
 
 
 def add_key(
-    path: Path,
-    name: str,
-    roles: Sequence[Role],
-    models: Sequence[str],
-    rate: float | None,
-    priority: str | None = None,
+    path: Path, name: str, roles: Sequence[Role], models: Sequence[str], **optional: Any
 ) -> str:
     """Add a key and return it; only its hash is stored. Raises `BadKeysFile`."""
-    key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+    key = generate_key()
     entry: dict[str, Any] = {
         "name": name,
-        "sha256": hashlib.sha256(key.encode()).hexdigest(),
+        "sha256": hash_secret(key),
         "roles": [role.value for role in roles],
         "models": list(models),
+        **{field: value for field, value in optional.items() if value is not None},
     }
-    if rate is not None:
-        entry["requests_per_second"] = rate
-    if priority is not None:
-        entry["priority"] = priority
     parse_key_entry("the new key", entry)
     with lock_keys_file(path) as (text, entries):
         if any(other["name"] == name for other in entries):
-            raise BadKeysFile(f"key '{name}' already exists; revoke it or choose another name")
+            raise BadKeysFile(
+                f"key '{name}' already exists; rotate it, revoke it or choose another name"
+            )
         write_keys_file(path, append_key_entry(text, [*entries, entry]))
     return key
 
 
+def generate_key() -> str:
+    return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+
+
+def hash_secret(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def rotate_key(path: Path, name: str, old_expires: datetime, expires: datetime | None) -> str:
+    """Add a key with the rights of another one of this name, which expires then; return the new one.
+
+    Raises `BadKeysFile`.
+    """
+    key = generate_key()
+    with lock_keys_file(path) as (old_text, old_entries):
+        index = find_last_entry(path, name, old_entries)
+        old = old_entries[index]
+        if expires is None and old.get("expires") is not None:
+            raise BadKeysFile(f"key '{name}' expires; say when the new one does, with --expires")
+        entry = {field: old[field] for field in old if field not in TIME_FIELDS}
+        entry["sha256"] = hash_secret(key)
+        if expires is not None:
+            entry["expires"] = format_time(expires)
+        text, entries = set_expiry(old_text, old_entries, index, old_expires)
+        write_keys_file(path, append_key_entry(text, [*entries, entry]))
+    return key
+
+
+def expire_key(path: Path, name: str, expires: datetime) -> None:
+    """Let all keys of a name expire at this time, or earlier if they do. Raises `BadKeysFile`."""
+    edit_entries(path, name, partial(set_expiry, expires=expires))
+
+
+def edit_entries(path: Path, name: str, edit: EntryEditor) -> None:
+    """Edit all keys of a name, which has one at least. Raises `BadKeysFile`."""
+    with lock_keys_file(path) as content:
+        entries = content[1]
+        find_last_entry(path, name, entries)
+        indexes = [index for index, entry in enumerate(entries) if entry["name"] == name]
+        edited = content
+        for index in reversed(indexes):
+            edited = edit(*edited, index)
+        write_keys_file(path, edited[0])
+
+
+def find_last_entry(path: Path, name: str, entries: Sequence[Any]) -> int:
+    """Return the index of the key of this name that expires last."""
+    indexes = [index for index, entry in enumerate(entries) if entry["name"] == name]
+    if not indexes:
+        raise BadKeysFile(f"key '{name}' not found in {path}")
+    return max(indexes, key=lambda index: find_end(parse_key_entry("key", entries[index])))
+
+
+def set_expiry(
+    text: str, entries: KeyEntries, index: int, expires: datetime
+) -> tuple[str, KeyEntries]:
+    """Return the text and the entries with a key that expires then, unless it expires earlier."""
+    entry = entries[index]
+    if find_end(parse_key_entry("key", entry)) <= expires:
+        return text, entries
+    changed = {**entry, "expires": format_time(expires)}
+    parse_key_entry("the key", changed)
+    changed_entries = [*entries[:index], changed, *entries[index + 1 :]]
+    return replace_expiry(text, index, changed_entries), changed_entries
+
+
 def remove_key(path: Path, name: str) -> None:
-    with lock_keys_file(path) as (text, entries):
-        remaining = [entry for entry in entries if entry["name"] != name]
-        if len(remaining) == len(entries):
-            raise BadKeysFile(f"key '{name}' not found in {path}")
-        index = next(index for index, entry in enumerate(entries) if entry["name"] == name)
-        write_keys_file(path, remove_key_entry(text, index, remaining))
+    """Remove all keys of a name. Raises `BadKeysFile`."""
+
+    def remove(text: str, entries: KeyEntries, index: int) -> tuple[str, KeyEntries]:
+        remaining = [*entries[:index], *entries[index + 1 :]]
+        return remove_key_entry(text, index, remaining), remaining
+
+    edit_entries(path, name, remove)
 
 
 @contextmanager
-def lock_keys_file(path: Path) -> Iterator[tuple[str, list[Any]]]:
+def lock_keys_file(path: Path) -> Iterator[tuple[str, KeyEntries]]:
     """Lock the file for other commands; yield its text and entries, both empty if it does not exist."""
     try:
         folder = os.open(path.resolve().parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -383,6 +497,26 @@ def remove_key_entry(text: str, index: int, remaining: Sequence[Any]) -> str:
         if holds_key_entries(shortened, replace_keys(text, remaining)):
             return shortened
     return dump_key_entries(text, remaining)
+
+
+def replace_expiry(text: str, index: int, entries: Sequence[Any]) -> str:
+    """Return the text with the time of one of these entries; the rest is kept where possible."""
+    key_list = find_key_list(text)
+    if key_list is not None:
+        entry = key_list.value[index]
+        value = f'"{entries[index]["expires"]}"'
+        nodes = {name.value: (name, node) for name, node in entry.value}
+        if "expires" in nodes:
+            node = nodes["expires"][1]
+            changed = text[: node.start_mark.index] + value + text[node.end_mark.index :]
+        else:
+            mark = nodes["sha256"][0].start_mark
+            separator = ", " if entry.flow_style else "\n" + " " * mark.column
+            field = f"expires: {value}{separator}"
+            changed = text[: mark.index] + field + text[mark.index :]
+        if holds_key_entries(changed, replace_keys(text, entries)):
+            return changed
+    return dump_key_entries(text, entries)
 
 
 def holds_key_entries(text: str, document: Mapping[str, Any]) -> bool:

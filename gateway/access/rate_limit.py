@@ -51,7 +51,11 @@ ONLY_REQUEST: Final = WindowCount(opens_window=True)
 COUNTED_REQUEST: Final = WindowCount()
 
 
-class RateLimitExceeded(Overloaded):
+class LimitExceeded(Overloaded):
+    """A caller exceeds one of its limits."""
+
+
+class RateLimitExceeded(LimitExceeded):
     """A key exceeds its request rate."""
 
     def __init__(

@@ -52,8 +52,9 @@ EMPTY_BODY_HEADERS: Final = [(b"content-length", b"0")]
 NOT_EXECUTED_ERRORS: Final = (RequestNotSent, ModelNotReady, UnknownModel, ReplicaStopping)
 # Errors of Triton that other replicas may not have.
 REPLICA_FAILURES: Final = (ModelFault, Unavailable, BadUpstream)
+UNSENT: Final = "refused"
 ATTEMPT_OUTCOMES: Final = tuple(
-    zip(TRANSPORT_ERRORS, ("refused", "bad_answer", "deadline"), strict=True)
+    zip(TRANSPORT_ERRORS, (UNSENT, "bad_answer", "deadline"), strict=True)
 )
 
 
@@ -324,6 +325,8 @@ class Dispatcher:
             info.replica = replica.name
             if not call.is_idempotent:
                 info.attempts += 1
+                if outcome == UNSENT:
+                    info.unsent_attempts += 1
             info.upstream_s += duration_s
         return duration_s
 

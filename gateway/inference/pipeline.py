@@ -292,15 +292,8 @@ async def run_inferences(
 async def count_rows(opened: OpenedRequest, rows: int) -> None:
     """Count the inferences of a request that is several as requests of its key."""
     check_row_count(opened.signature, rows, opened.services.payload_limits)
-    info = opened.info
-    caller = info.caller
-    if caller.requests_per_second is not None:
-        await opened.services.rate_limiter.count_request(
-            caller.name,
-            caller.requests_per_second,
-            inferences=opened.signature.count_inferences(rows),
-            opens_window=info.opens_window,
-        )
+    inferences = opened.signature.count_inferences(rows)
+    await opened.services.limiter.admit_inferences(opened.info, inferences)
 
 
 async def render_results(

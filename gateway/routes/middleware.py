@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway.access.auth import REFUSALS, PathRules, UnknownPriority, name_caller, read_priority
 from gateway.access.peers import client_network
-from gateway.access.rate_limit import RateLimitExceeded
+from gateway.access.rate_limit import LimitExceeded
 from gateway.error_responses import (
     ERROR_SERIALIZER,
     ErrorSerializer,
@@ -139,21 +139,18 @@ class GatewayMiddleware:
             info.caller_name = name_caller(caller, request_scope["client"])
             is_limited = scope["path"] not in self.paths.unlimited
             info.wanted_priority = read_head(request_scope, read_priority) if is_limited else None
-            if is_limited and caller.requests_per_second is not None:
-                info.opens_window = await services.rate_limiter.count_request(
-                    caller.name, caller.requests_per_second
-                )
+            if is_limited and caller.limits is not None:
+                await services.limiter.admit(info)
             if route_group is V2_ROUTE:
                 status = await pass_through(services, scope, receive, send)
             elif inference is not None:
                 status = await serve_inference(services, inference, scope, receive, send)
             else:
                 status = await self._call_framework(scope, receive, send, info)
-        except (*REFUSALS, RateLimitExceeded, UnknownPriority) as exc:
+        except (*REFUSALS, LimitExceeded, UnknownPriority) as exc:
             status = await self._send_refusal(scope, receive, send, exc)
         finally:
-            if info.charge is not None:
-                info.charge.release()
+            release_resources(services, info)
             in_flight[route_group] -= 1
             duration_s = perf_counter() - started
             services.metrics.observe(info, status, duration_s)
@@ -229,6 +226,13 @@ async def serve_inference(
         response = await render_error(request, exc)
     response.raw_headers.append(SANDBOX_HEADER)
     return await send_response(response, scope, receive, send)
+
+
+def release_resources(services: Services, info: RequestInfo) -> None:
+    if info.charge is not None:
+        info.charge.release()
+    if info.reservation is not None:
+        services.limiter.end(info)
 
 
 def client_address(scope: RequestScope) -> str:

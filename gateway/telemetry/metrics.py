@@ -44,7 +44,7 @@ STATUS_LABELS: Final = {
     status: (f"{status // 100}xx", str(status) if status >= 500 else "")
     for status in range(100, 600)
 } | {CLIENT_CLOSED_REQUEST: (str(CLIENT_CLOSED_REQUEST), "")}
-SHED_REASONS: Final = ("queue_full", "displaced", "rate", "memory")
+SHED_REASONS: Final = ("queue_full", "displaced", "rate", "quota", "inflight", "memory")
 REFUSAL_REASONS: Final = (
     "malformed_request", "request_too_slow", "url_too_long", "header_too_large",
     "too_many_connections", "answer_not_taken",
@@ -202,7 +202,7 @@ class Metrics:
         )
         self.shed = create.counter(
             "gateway_requests_shed_total",
-            "Requests rejected because of overload, by reason: queue_full, displaced, rate, memory.",
+            f"Requests rejected because of overload, by reason: {', '.join(SHED_REASONS)}.",
             ("reason",),
         )
         self.refusals = create.counter(

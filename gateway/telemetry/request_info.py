@@ -56,6 +56,17 @@ class ManagementCall:
 
 
 @dataclass(slots=True)
+class Reservation:
+    """The part of the limits of its caller that a request has taken."""
+
+    caller: str
+    is_inflight: bool = False  # it counts among the requests in progress
+    periods: dict[str, int] = field(
+        default_factory=dict
+    )  # counted requests, by the period of a quota
+
+
+@dataclass(slots=True)
 class RequestInfo:
     """The facts about one request. Model and version are set only if they exist: they become label values."""
 
@@ -65,6 +76,7 @@ class RequestInfo:
     version: str = ""
     replica: str = ""  # address of the replica of the last attempt
     attempts: int = 0
+    unsent_attempts: int = 0  # those that did not reach the replica
     timeout_s: float = 0.0  # the timeout of the request
     upstream_s: float = 0.0  # time spent waiting for Triton
     # The seconds spent in the other phases (`PHASES` of the metrics).
@@ -75,6 +87,7 @@ class RequestInfo:
     key: str = ""  # the name of the caller's key, or of the rule for its token or certificate
     subject: str = ""  # whom the token or certificate names
     opens_window: bool = False  # it was the first request in the window of the key's rate
+    reservation: Reservation | None = None  # of a caller with limits
     caller_name: str = ""  # the name of the key, or without keys the client's network
     error_code: str = ""  # of the error response
     error_reason: str = ""
@@ -83,6 +96,10 @@ class RequestInfo:
     trace: Trace | None = None
     charge: MemoryCharge | None = None  # the memory that the request holds
     caller: Caller = field(init=False, repr=False)  # set by the authentication
+
+    @property
+    def is_sent(self) -> bool:
+        return self.attempts > self.unsent_attempts
 
     def add_phase(self, phase: str, seconds: float) -> None:
         phases = self.phases = self.phases or {}

@@ -93,8 +93,8 @@ OWN_NAMES = {
     ),
     "page": OwnNames(others=r"setting GATEWAY_(PAGE|DOCUMENTATION_URL)"),
 }
-# They exist with an issuer of tokens, and with a sink of samples.
-NOT_SHOWN = r"metric \w+ gateway_(oidc_keys_age_seconds|sample_\w+)"
+# They exist with an issuer of tokens, with a keys file, and with a sink of samples.
+NOT_SHOWN = r"metric \w+ gateway_(oidc_keys_age_seconds|key_expires_seconds|sample_\w+)"
 KINDS = ("setting", "code", "path", "command", "flag", "metric")
 
 

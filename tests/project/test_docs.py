@@ -33,9 +33,8 @@ from tests.support.servers import ROOT
 from tests.support.source import setting_descriptions
 
 OF_THEIR_OWN_MODELS = (OWN_SERVER, ON_DEMAND, LANGUAGE_MODELS, COOKBOOK, SECURITY, USAGE)
-# It exists with an issuer of tokens: tests/capabilities/identity compares it.
-# Metrics of tokens and of samples, which this gateway has not.
-ELSEWHERE = r"gateway_(oidc_keys_age_seconds|sample_\w+)"
+# Metrics of tokens, of keys and of samples, which this gateway has not.
+ELSEWHERE = r"gateway_(oidc_keys_age_seconds|key_expires_seconds|sample_\w+)"
 README = ROOT / "README.md"
 OF_THE_DEMO = [path for path in DOCUMENTS if path not in OF_THEIR_OWN_MODELS]
 

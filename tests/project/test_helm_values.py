@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from gateway.access.keys import read_keys_file
+from gateway.callers import CallerLimits
 from gateway.repository.models_file import parse_models_file
 from tests.support.gateway_forks import run_gateway
 from tests.support.helm import CHART, EXAMPLES, Values, render_chart
@@ -192,7 +193,7 @@ def test_commands_of_the_example_create_the_keys_of_the_tenants(tmp_path: Path) 
     }
     # Each team uses its own model of the fleet.
     assert visible == {"vision": ["resnet50"], "search": ["text_ensemble"], "ops": declared}
-    assert callers["vision"].requests_per_second == 50
+    assert callers["vision"].limits == CallerLimits(50)
 
 
 def test_size_of_the_ingress_follows_the_setting() -> None:

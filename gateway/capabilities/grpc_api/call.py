@@ -38,7 +38,7 @@ from gateway.errors import (
 from gateway.memory import MemoryBudgetExceeded
 from gateway.passthrough.headers import NOT_FORWARDED
 from gateway.repository.resolver import ModelTarget, parse_triton_version
-from gateway.routes.middleware import end_trace, log_request
+from gateway.routes.middleware import end_trace, log_request, release_resources
 from gateway.services import Services
 from gateway.tasks import follow
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
@@ -181,9 +181,9 @@ class IncomingCall:
             self._client = client
 
     async def identify_caller(self) -> None:
-        """Authenticate the caller, and count the call at its rate.
+        """Authenticate the caller, and count the call against its limits.
 
-        Raises one of `REFUSALS`, or `RateLimitExceeded`.
+        Raises one of `REFUSALS`, or `LimitExceeded`.
         """
         info = self.info
         services = self.services
@@ -201,8 +201,8 @@ class IncomingCall:
         info.key = caller.name
         info.caller_name = name_caller(caller, self.scope["client"])
         info.wanted_priority = read_priority(self.scope)
-        if caller.requests_per_second is not None and not self._access.is_unlimited:
-            await services.rate_limiter.count_request(caller.name, caller.requests_per_second)
+        if caller.limits is not None and not self._access.is_unlimited:
+            await services.limiter.admit(info)
 
     def resolve(
         self,
@@ -361,8 +361,7 @@ class IncomingCall:
     def end(self) -> None:
         info = self.info
         metrics = self.services.metrics
-        if info.charge is not None:
-            info.charge.release()
+        release_resources(self.services, info)
         metrics.in_flight[GRPC_ROUTE] -= 1
         if self._client:
             self.environment.clients.remove(self._client)

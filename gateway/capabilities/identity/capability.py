@@ -1,4 +1,4 @@
-"""Callers that are identified by tokens of an OpenID provider or by certificates, and what callers used."""
+"""Callers that are identified by tokens of an OpenID provider or by certificates, what they used, and when keys expire."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ def attach_identity(settings: Settings) -> Attachment | None:
     identifies_callers = bool(identity.oidc_issuer) or asks_for_certificates
     if identity.usage and settings.keys_file is None:
         raise CommandError("GATEWAY_USAGE requires GATEWAY_KEYS_FILE, whose names it counts by")
-    if settings.keys_file is None or not (identifies_callers or identity.usage):
+    if settings.keys_file is None:
         return None
     tokens = create_token_checker(identity) if identity.oidc_issuer else None
     # Their pages may use the certificate of a browser.
     origins = settings.cors_origins if settings.cors_credentials else ()
 
     async def open_identity(services: Services, stack: AsyncExitStack) -> None:
+        open_expiry(services, stack)
         if identity.usage:
             await open_usage(services, stack)
         if identifies_callers:
@@ -71,6 +72,15 @@ def load_routers(settings: Settings, identity: IdentitySettings) -> Sequence[API
     from gateway.capabilities.identity.usage_routes import router
 
     return (router,)
+
+
+def open_expiry(services: Services, stack: AsyncExitStack) -> None:
+    from gateway.capabilities.identity.expiry import KeyExpiry
+
+    if (file := services.access.keys_file) is not None:
+        expiry = KeyExpiry(file, services.repository.reconciler)
+        services.metrics.collector_registry.register(expiry)
+        stack.callback(asyncio.create_task(expiry.run()).cancel)
 
 
 async def open_usage(services: Services, stack: AsyncExitStack) -> None:

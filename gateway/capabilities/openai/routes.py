@@ -32,7 +32,7 @@ from gateway.capabilities.openai.text_vectors import (
 from gateway.capacity.admission import Slot
 from gateway.errors import GatewayError
 from gateway.http_client.client import UpstreamResponse
-from gateway.http_client.connection import Headers
+from gateway.http_client.connection import Headers, RequestNotSent
 from gateway.inference import pipeline
 from gateway.inference.body import Deadline, RequestBody
 from gateway.inference.pipeline import ATTACHMENT_HEADERS, is_active_content
@@ -300,9 +300,11 @@ async def create_completion(request: Request, services: ServicesForInference) ->
     try:
         headers = build_completion_headers(request.scope["headers"], len(body))
         path = request.scope["path"].encode()
+        info.attempts += 1
         with measure_upstream_time():
             response = await servers.send(path, headers, body, timeout_s)
-    except BaseException:
+    except BaseException as exc:
+        info.unsent_attempts += isinstance(exc, RequestNotSent)
         slot.release()
         raise
     if response.status == HTTPStatus.OK:  # so that the name is a model's, and may be a label value

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar, cast
 
+from gateway.access.quotas import QuotaCounters
 from gateway.access.rate_limit import RateWindows
 from gateway.errors import StateUnavailable
 from gateway.messages import CommandError
@@ -25,6 +26,7 @@ OPERATION_TTL_S: Final = 3600  # how long a finished operation can be read
 OPERATION_ID: Final = re.compile("[0-9a-f]{32}")
 READ_ACTION: Final = "read"  # the actions complete messages such as "cannot be read"
 WRITE_ACTION: Final = "written"
+COUNT_ACTION: Final = "used to count requests"
 
 
 class BadState(CommandError):
@@ -146,6 +148,10 @@ class StateStore(Protocol):
     @property
     def rate_windows(self) -> RateWindows | None:
         """Return counters that all processes with this state share, if the store supports them."""
+
+    @property
+    def quotas(self) -> QuotaCounters | None:
+        """Return the same for quotas."""
 
     @property
     def loss_count(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final, TypeVar
 
 import orjson
 
+from gateway.access.quotas import QuotaCounters
 from gateway.errors import Conflict
 from gateway.messages import quote_text
 from gateway.repository.state.desired import (
@@ -57,6 +58,7 @@ class DocumentStore(ABC):
 
     loss_count: ClassVar[int] = 0
     rate_windows: ClassVar[None] = None
+    quotas: QuotaCounters | None = None
 
     def __init__(self) -> None:
         self._decoded: dict[Table[Any], tuple[RawTable, Any]] = {}
@@ -66,7 +68,7 @@ class DocumentStore(ABC):
         """Return the result of a function that may block. Raises `StateUnavailable`."""
 
     @abstractmethod
-    def _exclude_others(self) -> AbstractContextManager[None]:
+    def _exclude_others(self) -> AbstractContextManager[object]:
         """Exclude changes by others. It may block."""
 
     @abstractmethod
@@ -208,7 +210,7 @@ class MemoryStateStore(DocumentStore):
     async def _run(self, action: str, function: Callable[[], T]) -> T:
         return function()
 
-    def _exclude_others(self) -> AbstractContextManager[None]:
+    def _exclude_others(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def _load_field(self, field: str) -> Any:

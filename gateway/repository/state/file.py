@@ -9,10 +9,11 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Final, TypeVar
@@ -20,9 +21,11 @@ from urllib.parse import SplitResult, unquote
 
 import orjson
 
+from gateway.access.quotas import QuotaCount, add_to_counts
 from gateway.errors import StateUnavailable
 from gateway.repository.state.desired import (
     CORDONS,
+    COUNT_ACTION,
     MODELS,
     OPERATION_TTL_S,
     READ_ACTION,
@@ -65,6 +68,11 @@ LOCK_TIMEOUT_S: Final = 3.0  # a write takes milliseconds, so a longer wait mean
 REPORT_TTL_S: Final = 5.0
 LAST_EVENT_BYTES: Final = 2 * MAX_EVENT_BYTES  # the end of a file that contains the whole last line
 COUNT_EVENTS_BYTES: Final = 256 << 10
+QUOTA_FILE_BYTES: Final = 256
+
+
+def hash_name(name: str) -> str:
+    return blake2b(name.encode(), digest_size=16).hexdigest()
 
 
 def is_same_file(path: Path, descriptor: int) -> bool:
@@ -88,17 +96,52 @@ def try_lock_file(path: Path) -> int | None:
 
 
 @contextmanager
-def lock_file(path: Path) -> Iterator[None]:
-    """Hold a lock. Raises `TimeoutError`; it polls because a blocking `flock` has no timeout."""
+def lock_file(path: Path) -> Iterator[int]:
+    """Hold a lock, and yield its descriptor. Raises `TimeoutError`.
+
+    It polls because a blocking `flock` has no timeout.
+    """
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while (descriptor := try_lock_file(path)) is None:
         if time.monotonic() > deadline:
             raise TimeoutError(errno.ETIMEDOUT, "another process holds its lock")
         time.sleep(0.005)
     try:
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+class FileQuotas:
+    """A `QuotaCounters` with a file of each caller."""
+
+    def __init__(
+        self, folder: Path, run: Callable[[Callable[[], QuotaCount]], Awaitable[QuotaCount]]
+    ) -> None:
+        self._folder = folder
+        self._run = run
+
+    async def add(self, name: str, limits: Mapping[str, int], count: int) -> QuotaCount:
+        return await self._run(partial(self._add, name, limits, count))
+
+    def _add(self, name: str, limits: Mapping[str, int], count: int) -> QuotaCount:
+        self._folder.mkdir(0o700, exist_ok=True)
+        with lock_file(self._folder / f"{hash_name(name)}.json") as descriptor:
+            counts = parse_counts(os.pread(descriptor, QUOTA_FILE_BYTES, 0))
+            counted = add_to_counts(counts, limits, count)
+            if count and counted.is_added:
+                # In one piece, which a process that is killed has written or not.
+                os.pwrite(descriptor, orjson.dumps(counts).ljust(QUOTA_FILE_BYTES), 0)
+        return counted
+
+
+def parse_counts(raw: bytes) -> dict[str, int]:
+    try:
+        counts = decode_state(raw)
+    except UnreadableState:  # a new file is empty
+        return {}
+    is_valid = isinstance(counts, dict) and all(type(each) is int for each in counts.values())
+    return counts if is_valid else {}
 
 
 class FileLeases:
@@ -111,7 +154,7 @@ class FileLeases:
 
     def acquire(self, name: str) -> bool:
         self._folder.mkdir(0o700, exist_ok=True)
-        path = self._folder / f"{blake2b(name.encode(), digest_size=16).hexdigest()}.lease"
+        path = self._folder / f"{hash_name(name)}.lease"
         if name in self._locks and not is_same_file(path, self._locks[name]):
             self.release(name)  # the file was removed, so the lock excludes nobody
         if name not in self._locks:
@@ -190,6 +233,8 @@ class FileStateStore(DocumentStore):
         self._snapshot: FileSnapshot | None = None
         self._outages = OutageLog(str(path))
         self._leases = FileLeases(path.with_name(f"{path.name}.leases"), self._owner)
+        count = partial(self._run, COUNT_ACTION)
+        self.quotas = FileQuotas(path.with_name(f"{path.name}.quotas"), count)
 
     def check(self) -> None:
         """Create the folder if necessary. Raises `BadState` unless the state can be read and written."""
@@ -263,7 +308,7 @@ class FileStateStore(DocumentStore):
         except UnreadableState as exc:
             raise self._outages.record_failure(action, f"the state file is damaged: {exc}") from exc
 
-    def _exclude_others(self) -> AbstractContextManager[None]:
+    def _exclude_others(self) -> AbstractContextManager[object]:
         return lock_file(self._lock_path)
 
     def _load_field(self, field: str) -> Any:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,11 +18,13 @@ from urllib.parse import SplitResult, parse_qsl, unquote
 import orjson
 from limits import RateLimitItem
 
+from gateway.access.quotas import QuotaCount
 from gateway.access.rate_limit import WindowCount
 from gateway.errors import StateUnavailable
 from gateway.repository.state import redis_scripts
 from gateway.repository.state.desired import (
     CORDONS,
+    COUNT_ACTION,
     MODELS,
     OPERATION_TTL_S,
     READ_ACTION,
@@ -52,7 +54,7 @@ from gateway.repository.state.redis_connection import (
     explain_redis_error,
     redis_exceptions,
 )
-from gateway.repository.state.redis_scripts import CHECK_DEADLINE, COUNT_INFERENCES
+from gateway.repository.state.redis_scripts import ADD_TO_QUOTA, CHECK_DEADLINE, COUNT_INFERENCES
 from gateway.repository.state.tables import (
     CAPABILITY_TABLES,
     KEPT_DAYS,
@@ -77,7 +79,8 @@ DAY_S: Final = 24 * 3600
 COUNTS_PER_PAGE: Final = 1000
 WINDOW_TIMEOUT_S: Final = 0.25  # short, because inference requests wait for it
 WINDOW_CONNECTIONS: Final = 16
-COUNT_ACTION: Final = "used to count requests"
+QUOTA_TIMEOUT_S: Final = 1.0  # longer, because a quota is exact while Redis answers
+QUOTA_TTL_S: Final = 40 * 24 * 3600  # longer than a month
 
 
 def open_redis_store(url: SplitResult, port: int, password: str) -> RedisStateStore | None:
@@ -178,6 +181,7 @@ class RedisStateStore:
     def __init__(self, server: RedisServer, prefix: str) -> None:
         self._redis = RedisConnection(server, prefix)
         self.rate_windows = RedisRateWindows(server, prefix)
+        self.quotas = self.rate_windows
         self._token = secrets.token_hex(16)
         self._alive_key = format_alive_key(self._token)
         self._leases: set[str] = set()  # the keys of granted leases
@@ -537,14 +541,16 @@ class RedisRateWindows:
         self._pool: Any = BlockingConnectionPool(
             connection_class=default_pool.connection_class,
             max_connections=WINDOW_CONNECTIONS,
-            timeout=WINDOW_TIMEOUT_S,
+            timeout=QUOTA_TIMEOUT_S,
             **default_pool.connection_kwargs,
         )
         self._client: Any = Redis(connection_pool=self._pool)
         # If a request that counts as one is counted too late, nobody waits for long.
         self._count_one = self._client.register_script(COUNT_INFERENCES)
         self._count_several = self._client.register_script(CHECK_DEADLINE + COUNT_INFERENCES)
+        self._add_to_quota = self._client.register_script(CHECK_DEADLINE + ADD_TO_QUOTA)
         self._key_prefix = f"{prefix}rate:"
+        self._quota_prefix = f"{prefix}quota:"
         self._failures = redis_exceptions()
         self._outages = OutageLog(str(server))
 
@@ -553,19 +559,39 @@ class RedisRateWindows:
     ) -> WindowCount:
         keys = [self._key_prefix + window.key_for(name)]
         arguments = [window.amount, window.get_expiry() * 1000, inferences, int(opens_window)]
-        script = self._count_one
+        if inferences > 1:
+            counting = self._run_by_deadline(self._count_several, keys, arguments, WINDOW_TIMEOUT_S)
+        else:
+            counting = asyncio.wait_for(
+                self._count_one(keys=keys, args=arguments), WINDOW_TIMEOUT_S
+            )
+        wait_ms, was_empty = await self._translate_failure(counting)
+        return WindowCount(wait_ms / 1000, bool(was_empty))
+
+    async def add(self, name: str, limits: Mapping[str, int], count: int) -> QuotaCount:
+        keys = [f"{self._quota_prefix}{period}:{name}" for period in limits]
+        arguments = [QUOTA_TTL_S, count, *limits.values()]
+        adding = self._run_by_deadline(self._add_to_quota, keys, arguments, QUOTA_TIMEOUT_S)
+        is_added, *used = await self._translate_failure(adding)
+        return QuotaCount(bool(is_added), tuple(used))
+
+    async def _run_by_deadline(
+        self, script: Any, keys: Sequence[str], arguments: Sequence[int], timeout_s: float
+    ) -> Any:
+        """Run a script that has no effect if Redis runs it too late."""
+        now_s, now_us = await asyncio.wait_for(self._client.time(), timeout_s)
+        # The caller waits for a response at least as long from now on.
+        deadline_ms = now_s * 1000 + now_us // 1000 + int(timeout_s * 1000)
+        running = script(keys=keys, args=[*arguments, deadline_ms])
+        return await asyncio.wait_for(running, timeout_s)
+
+    async def _translate_failure(self, work: Awaitable[Any]) -> Any:
         try:
-            if inferences > 1:
-                script = self._count_several
-                now_s, now_us = await asyncio.wait_for(self._client.time(), WINDOW_TIMEOUT_S)
-                # The caller waits for a response at least as long from now on.
-                arguments.append(now_s * 1000 + now_us // 1000 + int(WINDOW_TIMEOUT_S * 1000))
-            counting = script(keys=keys, args=arguments)
-            wait_ms, was_empty = await asyncio.wait_for(counting, WINDOW_TIMEOUT_S)
+            result = await work
         except self._failures as exc:
             raise self._outages.record_failure(COUNT_ACTION, explain_redis_error(exc)) from None
         self._outages.record_success(COUNT_ACTION)
-        return WindowCount(wait_ms / 1000, bool(was_empty))
+        return result
 
     async def close(self) -> None:
         with suppress(*self._failures):

@@ -227,6 +227,27 @@ if previous > room then
 end
 return {math.max(math.ceil(free_at - now), 0) + 1, 0}
 """
+# Add to the counts of all keys, unless one would exceed its limit. The arguments are the seconds for which
+# they are kept, the number to add, which may be negative, and the limits. The result is whether it was added,
+# and the counts.
+ADD_TO_QUOTA = """
+local count = tonumber(ARGV[2])
+local reply = {1}
+for index, key in ipairs(KEYS) do
+  local used = tonumber(redis.call('GET', key) or '0')
+  if count > 0 and used + count > tonumber(ARGV[index + 2]) then
+    reply[1] = 0
+  end
+  reply[index + 1] = used
+end
+if reply[1] == 1 and count ~= 0 then
+  for index, key in ipairs(KEYS) do
+    reply[index + 1] = math.max(reply[index + 1] + count, 0)
+    redis.call('SET', key, string.format('%d', reply[index + 1]), 'EX', ARGV[1])
+  end
+end
+return reply
+"""
 # Store a report with its time in milliseconds, and return those of others that are not too old. What is no
 # report, or is from the future, is deleted.
 EXCHANGE_REPORTS = """

@@ -10,7 +10,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import httpx
@@ -22,9 +25,17 @@ from hypothesis import strategies as st
 from tritonclient.http.auth import BasicAuth
 from tritonclient.utils import InferenceServerException
 
-from gateway.access.keys import BadKeysFile, add_key, parse_keys, read_keys_file, remove_key
+from gateway.access.keys import (
+    BadKeysFile,
+    add_key,
+    expire_key,
+    parse_keys,
+    read_keys_file,
+    remove_key,
+    rotate_key,
+)
 from gateway.app import create_app
-from gateway.callers import Caller, Role
+from gateway.callers import Caller, CallerLimits, Role
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.passthrough.rules import ROUTE_RULES
 from gateway.settings import Settings
@@ -112,6 +123,8 @@ ROWS = (
     Row("GET", "/v1/log-level", MANAGEMENT),
     Row("GET", "/v1/events", MANAGEMENT),
     Row("GET", "/v1/state", MANAGEMENT),
+    Row("GET", "/v1/quotas", MANAGEMENT),
+    Row("DELETE", "/v1/quotas/{caller:path}", MANAGEMENT, 404),
     Row("PUT", "/v1/log-level", MANAGEMENT, body=b'{"level": "debug"}'),
     Row("GET", "/v1/operations/{operation}", MANAGEMENT, 404),
     Row("GET", "/v2/models", INFERENCE),
@@ -385,6 +398,7 @@ def test_routes_about_all_models_are_403_for_a_key_with_patterns(client: httpx.C
         ("PUT", "/v1/log-level"),
         ("GET", "/v1/events"),
         ("GET", "/v1/state"),
+        ("DELETE", "/v1/quotas/shop"),
         ("POST", "/v1/replicas/a:1/cordon"),
         ("GET", "/metrics"),
     ):
@@ -693,6 +707,19 @@ BAD: dict[str, str] = {
     "a short secret": yaml.safe_dump({"keys": [{**GOOD, "callback_secrets": ["whsec_tgw_"]}]}),
     "a secret as text": yaml.safe_dump({"keys": [{**GOOD, "callback_secrets": "tgw_x"}]}),
     "a secret that is none": yaml.safe_dump({"keys": [{**GOOD, "callback_secrets": [1]}]}),
+    "a quota of a half": yaml.safe_dump({"keys": [{**GOOD, "requests_per_day": 0.5}]}),
+    "a quota that is true": yaml.safe_dump({"keys": [{**GOOD, "requests_per_month": True}]}),
+    "no requests at once": yaml.safe_dump({"keys": [{**GOOD, "max_inflight": 0}]}),
+    "an end without a zone": yaml.safe_dump({"keys": [{**GOOD, "expires": "2027-01-01T00:00:00"}]}),
+    "an end that is a date": "keys: [{name: a, sha256: '%s', roles: [infer], expires: 2027-01-01}]"
+    % ("0" * 64),
+    "an end before the start": yaml.safe_dump(
+        {
+            "keys": [
+                {**GOOD, "not_before": "2027-01-01T00:00:00Z", "expires": "2027-01-01T00:00:00Z"}
+            ]
+        }
+    ),
     "two of one name": yaml.safe_dump({"keys": [GOOD, entry(ADMIN, "admin", name="infer")]}),
     "one key twice": yaml.safe_dump({"keys": [GOOD, entry(INFER, "admin", name="other")]}),
     "aliases": "keys: &a [*a]",
@@ -855,10 +882,57 @@ def test_key_command_creates_lists_and_revokes_keys(
         wait_until(lambda: status(client, key) == 401)
 
 
+@pytest.mark.parametrize("style", ["block", "flow"])
+def test_rotated_keys_overlap_and_comments_stay(tmp_path: Path, style: str) -> None:
+    path = tmp_path / "keys.yaml"
+    ops, shop = entry(ADMIN, "admin", name="ops"), entry(INFER, "infer", requests_per_day=5)
+    shop_text = f"  - {json.dumps(shop)}\n"
+    if style == "block":
+        shop_text = indent(yaml.safe_dump([shop], sort_keys=False), "  ")
+    path.write_text(f"keys:\n{shop_text}  # of the operators\n  - {json.dumps(ops)}\n# the end\n")
+    first_end = datetime(2999, 1, 1, tzinfo=timezone.utc)
+    key = rotate_key(path, "infer", first_end, None)
+    callers = read_keys_file(path)
+    old = callers[hashlib.sha256(INFER.encode()).digest()]
+    new = callers[hashlib.sha256(key.encode()).digest()]
+    assert (old.name, old.limits, old.expires) == (
+        "infer",
+        CallerLimits(requests_per_day=5),
+        first_end,
+    )
+    assert new == replace(old, digest=new.digest, expires=None)
+    assert path.read_text().count("#") == 2
+    expire_key(path, "infer", first_end - timedelta(days=1))
+    ends = [caller.expires for caller in read_keys_file(path).values() if caller.name == "infer"]
+    assert ends == [first_end - timedelta(days=1)] * 2
+    assert path.read_text().count("#") == 2
+    with pytest.raises(BadKeysFile, match="say when the new one does, with --expires"):
+        rotate_key(path, "infer", first_end, None)
+    remove_key(path, "infer")
+    assert [caller.name for caller in read_keys_file(path).values()] == ["ops"]
+
+
+def test_key_command_rotates_and_ends_keys(tmp_path: Path) -> None:
+    file = ("--file", str(tmp_path / "keys.yaml"))
+    limits = ("--requests-per-day", "100", "--max-inflight", "4", "--expires", "90d")
+    assert key_command("create", "shop", *limits, *file).returncode == 0
+    failed = key_command("rotate", "shop", "--overlap", "soon", *file)
+    assert failed.returncode == 2
+    assert "'soon' is neither a time" in failed.stderr
+    rotated = key_command(
+        "rotate", "shop", "--overlap", "7d", "--expires", "2999-01-01T00:00:00Z", *file
+    )
+    assert rotated.stdout.startswith("tgw_")
+    assert key_command("expire", "shop", "--at", "2998-01-01T00:00:00Z", *file).returncode == 0
+    first, second = key_command("list", *file).stdout.splitlines()[1:]
+    assert first.split()[:-1] == ["shop", "infer", "*", "unlimited", "100", "4"]
+    assert second.split() == ["shop", "infer", "*", "unlimited", "100", "4", "2998-01-01T00:00:00Z"]
+
+
 @pytest.mark.long
 def test_key_command_that_fails_prints_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
-    add_key(path, "shop", [Role.infer], ["*"], None)
+    add_key(path, "shop", [Role.infer], ["*"])
     before = path.read_text()
     broken = tmp_path / "broken.yaml"
     broken.write_text("keys: [tgw_infer-secret")
@@ -903,7 +977,7 @@ def test_keys_file_keeps_its_comments_when_a_key_is_added_or_removed(tmp_path: P
     path = tmp_path / "keys.yaml"
     hashes = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("shop", "ops")}
     path.write_text(COMMENTED.format(**hashes))
-    add_key(path, "new", [Role.infer, Role.metrics], ["a*", "b"], 3)
+    add_key(path, "new", [Role.infer, Role.metrics], ["a*", "b"], requests_per_second=3)
     text = path.read_text()
     assert text.startswith(COMMENTED.format(**hashes))
     assert [caller.name for caller in read_keys_file(path).values()] == ["shop", "ops", "new"]
@@ -923,7 +997,7 @@ def test_keys_that_are_added_concurrently_through_a_link_are_all_kept(tmp_path: 
     code = (
         "import sys; from pathlib import Path; from gateway.access.keys import add_key\n"
         "from gateway.callers import Role\n"
-        "for n in range(10): add_key(Path(sys.argv[1]), f'{sys.argv[2]}-{n}', [Role.infer], ['*'], None)"
+        "for n in range(10): add_key(Path(sys.argv[1]), f'{sys.argv[2]}-{n}', [Role.infer], ['*'])"
     )
     running = [
         subprocess.Popen([sys.executable, "-c", code, str(link), str(number)], cwd=ROOT)
@@ -954,7 +1028,7 @@ def test_key_of_any_name_is_listed_until_it_is_removed(
 ) -> None:
     path = tmp_path_factory.mktemp("made") / "keys.yaml"
     for name, roles, globs in made:
-        key = add_key(path, name, roles, globs, None)
+        key = add_key(path, name, roles, globs)
         found = read_keys_file(path)[hashlib.sha256(key.encode()).digest()]
         assert (found.name, found.roles, found.models) == (name, tuple(roles), tuple(globs))
     assert [caller.name for caller in read_keys_file(path).values()] == [

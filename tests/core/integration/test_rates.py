@@ -34,7 +34,7 @@ from tests.support.redis_server import RedisServer
 from tests.support.servers import Command, gateway
 from tests.support.wait import wait_until_async
 
-FREE, BURST = "tgw_free-secret", "tgw_burst-secret"
+FREE, BURST, DAILY = "tgw_free-secret", "tgw_burst-secret", "tgw_daily-secret"
 # Keys that may send one request in an hour, each for one test.
 ONCE = {name: f"tgw_{name}-secret" for name in ("forwarded", "large", "words")}
 # Those of a fleet may send eleven in ten seconds; each is used for one burst of requests.
@@ -363,6 +363,7 @@ def test_rows_that_are_inferences_count_as_requests(
     keys += [
         entry(FREE, "infer"),
         entry(BURST, "infer", requests_per_second=AMOUNT / WINDOW_S),
+        entry(DAILY, "infer", requests_per_day=9),
     ]
     settings = {
         "keys_file": str(written(tmp_path / "keys.yaml", keys)),
@@ -389,6 +390,8 @@ def test_rows_that_are_inferences_count_as_requests(
         refused = call(BURST, path, build(most))
         assert [*statuses, refused.status_code] == [200, 200, 429]
         assert "and this one counts as 5" in refused.json()["error"]
+        statuses = [call(DAILY, path, build(rows)).status_code for rows in (5, 5, 4, 1)]
+        assert statuses == [200, 429, 200, 429]
 
 
 @pytest.mark.long

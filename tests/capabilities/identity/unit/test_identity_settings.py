@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.access.keys import BadKeysFile, KeysFile, add_key, parse_keys_content, remove_key
-from gateway.callers import Caller, CallerKind, Role
+from gateway.callers import Caller, CallerKind, CallerLimits, Role
 from gateway.capabilities.identity.capability import attach_identity
 from gateway.capabilities.identity.rules import RULE_PARSERS, CertificateRule, TokenRule, read_claim
 from gateway.capabilities.identity.settings import IdentitySettings
@@ -107,7 +107,7 @@ def test_rules_have_the_rights_of_keys_and_the_name_of_their_value() -> None:
     first, second = parsed.rules["oidc"]
     assert isinstance(first, TokenRule)
     assert (first.caller.name, second.caller.name) == ("ops", "x")
-    assert (first.caller.models, first.caller.requests_per_second) == (("a*",), 2)
+    assert (first.caller.models, first.caller.limits) == (("a*",), CallerLimits(2.0))
     assert (first.caller.roles, first.caller.kind) == ((Role.admin,), CallerKind.rule)
     (certificate,) = parsed.rules["certificates"]
     assert isinstance(certificate, CertificateRule)
@@ -149,7 +149,7 @@ def test_commands_for_keys_keep_the_other_lists_and_comments(tmp_path: Path) -> 
     path = tmp_path / "keys.yaml"
     before = LISTS % ("0" * 64)
     path.write_text(before)
-    add_key(path, "second", [Role.infer], ["*"], None)
+    add_key(path, "second", [Role.infer], ["*"])
     text = path.read_text()
     start, _, end = before.partition("\n# Meshes.")
     assert text.startswith(start.rstrip())

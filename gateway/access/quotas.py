@@ -1,0 +1,232 @@
+"""The limits of a caller: its rate, its quotas of requests in UTC days and months, its requests in progress.
+
+A request takes its part of a quota before it is handled, in one step that checks and counts. It gives it back
+at its end if it was never sent to a replica.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from typing import Final, Protocol
+
+from gateway.access.rate_limit import SHARED_WINDOWS_RETRY_S, LimitExceeded, RateLimiter
+from gateway.callers import CallerLimits
+from gateway.errors import StateUnavailable
+from gateway.messages import format_time, quote_text
+from gateway.tasks import TaskSet
+from gateway.telemetry.request_info import RequestInfo, Reservation
+
+ALL: Final = 10**15  # given back, it leaves nothing
+
+
+@dataclass(frozen=True)
+class Quota:
+    """A quota in the current period."""
+
+    name: str  # day or month
+    limit: int
+    period: str  # 2026-11-26 for a day, 2026-11 for a month
+    begins: datetime
+    ends: datetime
+
+    def build_headers(self, used: int, wait_s: int) -> dict[str, str]:
+        """Return the headers of draft-ietf-httpapi-ratelimit-headers-10, and Retry-After."""
+        length_s = round((self.ends - self.begins).total_seconds())
+        return {
+            "Retry-After": str(wait_s),
+            "RateLimit": f'"{self.name}";r={max(self.limit - used, 0)};t={wait_s}',
+            "RateLimit-Policy": f'"{self.name}";q={self.limit};w={length_s}',
+        }
+
+
+def find_quotas(limits: CallerLimits, now_s: float) -> list[Quota]:
+    """Return the quotas, in the periods of this time (`time.time`)."""
+    now = datetime.fromtimestamp(now_s, timezone.utc)
+    day = now.replace(hour=0, minute=0, second=0, microsecond=0)
+    month = day.replace(day=1)
+    next_month = (month + timedelta(days=32)).replace(day=1)
+    quotas = []
+    if limits.requests_per_day is not None:
+        period = f"{day:%Y-%m-%d}"
+        quotas.append(Quota("day", limits.requests_per_day, period, day, day + timedelta(days=1)))
+    if limits.requests_per_month is not None:
+        quotas.append(
+            Quota("month", limits.requests_per_month, f"{month:%Y-%m}", month, next_month)
+        )
+    return quotas
+
+
+class QuotaExceeded(LimitExceeded):
+    """A caller has used its requests of a day or month."""
+
+    code = "QUOTA_EXCEEDED"
+
+    def __init__(self, name: str, quota: Quota, used: int, *, count: int, now_s: float) -> None:
+        wait_s = max(math.ceil(quota.ends.timestamp() - now_s), 1)
+        reason = ""
+        if count > 1:
+            reason = f", and this one counts as {count} more, one for each of its other inferences"
+        super().__init__(
+            f"caller {quote_text(name)} has used {used} of its {quota.limit} requests of this "
+            f"{quota.name}{reason}; the next {quota.name} begins at {format_time(quota.ends)}",
+            headers=quota.build_headers(used, wait_s),
+        )
+
+
+class TooManyAtOnce(LimitExceeded):
+    """A caller has too many requests in progress."""
+
+    def __init__(self, name: str, maximum: int) -> None:
+        requests = "request" if maximum == 1 else "requests"
+        super().__init__(
+            f"caller {quote_text(name)} may have {maximum} {requests} in progress; wait for a response, then "
+            "try again"
+        )
+
+
+@dataclass(frozen=True)
+class QuotaCount:
+    is_added: bool
+    used: tuple[int, ...]  # in each period, afterwards
+
+
+class QuotaCounters(Protocol):
+    """Counts of requests by caller and period, shared by several processes."""
+
+    async def add(self, name: str, limits: Mapping[str, int], count: int) -> QuotaCount:
+        """Add to the counts of a caller in these periods, unless one would exceed its limit.
+
+        A negative count is given back. Raises `StateUnavailable` after a short timeout.
+        """
+
+
+def add_to_counts(
+    counts: MutableMapping[str, int], limits: Mapping[str, int], count: int
+) -> QuotaCount:
+    """Do the same with the counts of one caller. Counts of earlier periods are dropped."""
+    used = [counts.get(period, 0) for period in limits]
+    is_added = count <= 0 or all(
+        each + count <= limit for each, limit in zip(used, limits.values(), strict=True)
+    )
+    if is_added and count:
+        used = [max(each + count, 0) for each in used]
+        if count > 0:
+            counts.clear()
+        counts.update(zip(limits, used, strict=True))
+    return QuotaCount(is_added, tuple(used))
+
+
+class CallerLimiter:
+    """Counts the requests of callers that have limits.
+
+    While the `shared` counters are unavailable, every process goes on from the counts that it knew last, and
+    the requests of that time are not counted afterwards.
+    """
+
+    def __init__(
+        self,
+        rates: RateLimiter,
+        shared: QuotaCounters | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._rates = rates
+        self._shed = rates.metrics.shed
+        self._shared = shared
+        self._clock = clock
+        self._shared_retry_at = 0.0
+        self._local: dict[str, dict[str, int]] = {}
+        self._inflight: Counter[str] = Counter()
+        self._tasks = TaskSet()
+
+    async def admit(self, info: RequestInfo) -> None:
+        """Count a request of a caller with limits, to be ended with `end`. Raises `LimitExceeded`."""
+        name = info.caller.name
+        limits = info.caller.limits or CallerLimits()
+        info.reservation = reservation = Reservation(name)
+        if limits.max_inflight is not None:
+            if self._inflight[name] >= limits.max_inflight:
+                self._shed.labels("inflight").inc()
+                raise TooManyAtOnce(name, limits.max_inflight)
+            self._inflight[name] += 1
+            reservation.is_inflight = True
+        if limits.requests_per_second is not None:
+            info.opens_window = await self._rates.count_request(name, limits.requests_per_second)
+        await self._reserve(reservation, limits, 1)
+
+    async def admit_inferences(self, info: RequestInfo, inferences: int) -> None:
+        """Count the other inferences of a request that turns out to be several. Raises `LimitExceeded`."""
+        limits = info.caller.limits
+        if limits is None or info.reservation is None:
+            return
+        if limits.requests_per_second is not None:
+            await self._rates.count_request(
+                info.caller.name,
+                limits.requests_per_second,
+                inferences,
+                opens_window=info.opens_window,
+            )
+        if inferences > 1:
+            await self._reserve(info.reservation, limits, inferences - 1)
+
+    def end(self, info: RequestInfo) -> None:
+        """Count a request as no longer in progress, and give back what it did not use."""
+        reservation = info.reservation
+        if reservation is None:
+            return
+        if reservation.is_inflight:
+            self._inflight[reservation.caller] -= 1
+            if not self._inflight[reservation.caller]:
+                del self._inflight[reservation.caller]
+        if reservation.periods and not info.is_sent:
+            self._tasks.start(self._give_back(reservation))
+
+    async def read(self, name: str, limits: CallerLimits) -> list[tuple[Quota, int]]:
+        """Return the quotas of a caller with what is used of each."""
+        quotas = find_quotas(limits, self._clock())
+        counted = await self._add(name, {quota.period: quota.limit for quota in quotas}, 0)
+        return list(zip(quotas, counted.used, strict=True))
+
+    async def reset(self, name: str, limits: CallerLimits) -> None:
+        """Count the quotas of a caller from zero again. Raises `StateUnavailable`."""
+        periods = {quota.period: 0 for quota in find_quotas(limits, self._clock())}
+        if self._shared is not None:
+            await self._shared.add(name, periods, -ALL)
+        self._local.pop(name, None)
+
+    async def _reserve(self, reservation: Reservation, limits: CallerLimits, count: int) -> None:
+        now_s = self._clock()
+        quotas = find_quotas(limits, now_s)
+        if not quotas:
+            return
+        periods = {quota.period: quota.limit for quota in quotas}
+        counted = await self._add(reservation.caller, periods, count)
+        if counted.is_added:
+            for period in periods:
+                reservation.periods[period] = reservation.periods.get(period, 0) + count
+            return
+        self._shed.labels("quota").inc()
+        for quota, used in reversed(list(zip(quotas, counted.used, strict=True))):
+            if used + count > quota.limit:
+                raise QuotaExceeded(reservation.caller, quota, used, count=count, now_s=now_s)
+
+    async def _give_back(self, reservation: Reservation) -> None:
+        for period, count in reservation.periods.items():
+            await self._add(reservation.caller, {period: 0}, -count)
+
+    async def _add(self, name: str, limits: Mapping[str, int], count: int) -> QuotaCount:
+        counts = self._local.setdefault(name, {})
+        if self._shared is not None and time.monotonic() >= self._shared_retry_at:
+            with suppress(StateUnavailable):
+                counted = await self._shared.add(name, limits, count)
+                if count > 0:
+                    counts.clear()
+                counts.update(zip(limits, counted.used, strict=True))
+                return counted
+            self._shared_retry_at = time.monotonic() + SHARED_WINDOWS_RETRY_S
+        return add_to_counts(counts, limits, count)
