@@ -24,6 +24,7 @@ from gateway.callers import Caller, CallerKind, Priority, Right, Role
 from gateway.errors import Forbidden, MalformedRequest, Unauthenticated, Unavailable
 from gateway.messages import format_time, quote_text
 from gateway.tasks import repeat
+from gateway.telemetry.logs import check_audit_log
 from gateway.telemetry.request_info import ManagementCall, RequestScope, read_head
 
 KEYS_FILE_POLL_S: Final = 0.5
@@ -277,12 +278,21 @@ def name_caller(caller: Caller, client: tuple[str, int] | None) -> str:
 
 
 def authorize(scope: RequestScope, right: Right, model: str = "") -> None:
-    """Check the caller's right; `ModelResolver` checks its access to the model. Raises `Forbidden`."""
+    """Check the caller's right; `ModelResolver` checks its access to the model.
+
+    Raises `Forbidden`, or `AuditLogUnavailable` for a change.
+    """
     info = scope["request_info"]
-    caller = info.caller
-    if right is Right.manage and scope["method"] not in READ_METHODS:
-        client = scope["client"]
-        info.management_call = ManagementCall(model, client[0] if client else "")
+    if right is not Right.manage or scope["method"] in READ_METHODS:
+        check_right(scope, info.caller, right)
+        return
+    client = scope["client"]
+    info.management_call = ManagementCall(model, client[0] if client else "")
+    check_right(scope, info.caller, right)
+    check_audit_log()
+
+
+def check_right(scope: RequestScope, caller: Caller, right: Right) -> None:
     if right in caller.rights:
         return
     if caller.kind is not CallerKind.anonymous:

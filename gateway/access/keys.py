@@ -272,16 +272,14 @@ def find_end(caller: Caller) -> datetime:
 
 def describe_caller(caller: Caller) -> dict[str, Any]:
     """Return the entry of a key, as events show it: of its hash, only the beginning."""
-    limits = vars(caller.limits or NO_LIMITS)
     times = {name: getattr(caller, name) for name in TIME_FIELDS}
     return {
         "roles": [role.value for role in caller.roles],
         "models": list(caller.models),
-        "requests_per_second": limits["requests_per_second"],
-        **{name: limits[name] for name in COUNT_FIELDS if limits[name] is not None},
+        **vars(caller.limits or NO_LIMITS),
         "priority": None if caller.priority is None else caller.priority.name,
         "callback_secrets": len(caller.callback_secrets),
-        **{name: format_time(time) for name, time in times.items() if time is not None},
+        **{name: time and format_time(time) for name, time in times.items()},
         "sha256": f"{caller.digest[:4].hex()}…",
     }
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from time import perf_counter
-from typing import Final
+from typing import Final, cast
 
 from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect, Request
@@ -121,8 +121,14 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
             return status
         services.record_model(info, target.model, target.version)
         error = await render_v2_error(Request(scope, receive), exc)
+        if info.management_call is not None:
+            await audit_response(services, scope, error.status_code)
         return await send_response(error, scope, receive, send)
     return status
+
+
+async def audit_response(services: Services, scope: Scope, status: int) -> None:
+    await services.repository.state.events.audit_response(cast(RequestScope, scope), status)
 
 
 async def render_v2_error(request: Request, exc: Exception) -> Response:
@@ -239,7 +245,10 @@ async def forward_request(
     call = HttpCall(upstream, method, path, forwarded, prepared.content)
     if target.choice is not None and action.is_inference:
         call = target.choice.copy_http_call(call, has_tensors=has_tensors)
-    return await services.dispatcher.send(call, remaining_s)
+    response = await services.dispatcher.send(call, remaining_s)
+    if rule.right is Right.manage:
+        await audit_response(services, scope, response.status)
+    return response
 
 
 async def prepare_body(

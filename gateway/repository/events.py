@@ -8,18 +8,33 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
+from time import perf_counter
 from typing import Any, Final, TypeVar
 
 import anyio
 import orjson
 
+from gateway.callers import CallerKind
 from gateway.config_files import FileChange, WatchedFile
 from gateway.errors import GatewayError, StateUnavailable
 from gateway.repository.state.desired import StateStore
 from gateway.repository.state.events import MAX_EVENTS, EventId, StoredEvent, find_last_change
 from gateway.tasks import TaskSet, repeat
-from gateway.telemetry.audit import FAILED, SUCCEEDED, Event, build_call_event, list_changes
-from gateway.telemetry.request_info import current_request_info, name_action
+from gateway.telemetry.audit import (
+    FAILED,
+    SUCCEEDED,
+    Event,
+    build_call_event,
+    find_outcome,
+    list_changes,
+)
+from gateway.telemetry.logs import find_audit_log
+from gateway.telemetry.request_info import (
+    ManagementCall,
+    RequestScope,
+    current_request_info,
+    name_action,
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -43,8 +58,45 @@ class EventLog:
         self._recorded = asyncio.Event()
         self._turn = asyncio.Lock()
 
-    def record(self, event: Event) -> None:
-        event.write_line()
+    async def audit_response(self, scope: RequestScope, status: int) -> None:
+        """Record the call of a response that is about to be sent, if there is an audit log of its own.
+
+        The refused calls of unknown callers are recorded later, where they are sampled.
+        """
+        audit_log = find_audit_log()
+        info = scope["request_info"]
+        call = info.management_call
+        if audit_log is None or call is None or call.is_recorded:
+            return
+        event = self._build_event(scope, call, status)
+        if not (event.is_refused and info.caller.kind is CallerKind.anonymous):
+            self._record_call(scope, call, event)
+            await audit_log.flush_lines()
+
+    def record_call(self, scope: RequestScope, status: int, *, is_repeated: bool) -> None:
+        """Record a call whose response was sent, unless it is refused like one before."""
+        call = scope["request_info"].management_call
+        if call is None or call.is_recorded:
+            return
+        event = self._build_event(scope, call, status)
+        if not (is_repeated and event.is_refused):
+            self._record_call(scope, call, event)
+
+    def _build_event(self, scope: RequestScope, call: ManagementCall, status: int) -> Event:
+        info = scope["request_info"]
+        outcome = find_outcome(status)
+        message = f"{scope['method']} {scope['path']}: {outcome}"
+        error = {"code": info.error_code, "reason": info.error_reason}
+        return build_call_event(info, call, message, outcome, status=status, **error)
+
+    def _record_call(self, scope: RequestScope, call: ManagementCall, event: Event) -> None:
+        call.is_recorded = True
+        duration_ms = round(1000 * (perf_counter() - call.started_at), 2)
+        self.record(event, method=scope["method"], path=scope["path"], duration_ms=duration_ms)
+
+    def record(self, event: Event, **fields: Any) -> None:
+        """Record an event; the fields are of its line alone."""
+        event.write_line(**fields)
         if event.is_refused:  # those can be many, and nothing has changed
             return
         try:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.routing import APIRoute
@@ -28,7 +28,6 @@ from gateway.http_client.connection import Headers
 from gateway.passthrough.handler import pass_through
 from gateway.passthrough.rules import is_passthrough
 from gateway.services import INTERNAL_REQUEST, Deferral, Services
-from gateway.telemetry.audit import build_call_event, find_outcome
 from gateway.telemetry.logs import ACCESS_LOGGER, READING_METHODS, log_fields
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST, V1_ROUTE, V2_ROUTE
 from gateway.telemetry.refusals import REFUSED_STATUSES, RefusalKey
@@ -146,7 +145,7 @@ class GatewayMiddleware:
             elif inference is not None:
                 status = await serve_inference(services, inference, scope, receive, send)
             else:
-                status = await self._call_framework(scope, receive, send, info)
+                status = await self._call_framework(services, scope, receive, send)
         except (*REFUSALS, LimitExceeded, UnknownPriority) as exc:
             status = await self._send_refusal(scope, receive, send, exc)
         finally:
@@ -166,9 +165,11 @@ class GatewayMiddleware:
         return is_expected and not log.isEnabledFor(logging.DEBUG) and self.paths.is_routine(path)
 
     async def _call_framework(
-        self, scope: Scope, receive: Receive, send: Send, info: RequestInfo
+        self, services: Services, scope: Scope, receive: Receive, send: Send
     ) -> int:
+        info: RequestInfo = scope["request_info"]
         status = CLIENT_CLOSED_REQUEST
+        events = services.repository.state.events
         self.choose_error_serializer(scope)
         extra_headers = [*build_own_headers(scope), *self._find_output_headers(scope)]
         # The server omits the body of a response to HEAD (RFC 9110, section 9.3.2).
@@ -179,6 +180,9 @@ class GatewayMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *extra_headers]
+                if info.management_call is not None:
+                    info.route = get_route(framework_scope)
+                    await events.audit_response(cast(RequestScope, scope), status)
             elif framework_scope is scope:
                 info.bytes_out += len(message.get("body", b""))
             await send(message)
@@ -187,7 +191,7 @@ class GatewayMiddleware:
             await self.framework(framework_scope, receive, send_with_id)
         finally:
             # The label is the route's template: a client's path would be unbounded.
-            info.route = getattr(framework_scope.get("route"), "path", "")
+            info.route = get_route(framework_scope)
         return status
 
     def choose_error_serializer(self, scope: Scope) -> None:
@@ -228,6 +232,10 @@ async def serve_inference(
     return await send_response(response, scope, receive, send)
 
 
+def get_route(scope: Scope) -> str:
+    return getattr(scope.get("route"), "path", "")
+
+
 def release_resources(services: Services, info: RequestInfo) -> None:
     if info.charge is not None:
         info.charge.release()
@@ -244,13 +252,8 @@ def log_request(
     services: Services, scope: RequestScope, info: RequestInfo, status: int, duration_s: float
 ) -> None:
     is_repeated = status in REFUSED_STATUSES and not log_refusal(services, scope, info, status)
-    if (call := info.management_call) is not None:
-        outcome = find_outcome(status)
-        message = f"{scope['method']} {scope['path']}: {outcome}"
-        error = {"code": info.error_code, "reason": info.error_reason}
-        event = build_call_event(info, call, message, outcome, status=status, **error)
-        if not (is_repeated and event.is_refused):
-            services.repository.state.events.record(event)
+    if info.management_call is not None:
+        services.repository.state.events.record_call(scope, status, is_repeated=is_repeated)
     if not log.isEnabledFor(logging.INFO):
         return
     fields = {

@@ -89,8 +89,9 @@ class Event:
             raise ValueError(f"it is larger than {MAX_EVENT_BYTES} bytes")
         return raw
 
-    def write_line(self) -> None:
-        fields = dict(vars(self))
+    def write_line(self, **more: Any) -> None:
+        """Write the line with some more fields than the document has."""
+        fields = {**vars(self), **more}
         for name in LINE_FIELDS_OF_ITS_OWN:
             del fields[name]
         for name in OPTIONAL_FIELDS:

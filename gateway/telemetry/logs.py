@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import logging
 import os
 import select
+import signal
+import stat
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from datetime import datetime, timezone
 from functools import lru_cache
+from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import orjson
 
+from gateway.errors import AuditLogUnavailable
 from gateway.messages import (
     CommandError,
     escape_unprintable,
@@ -28,8 +38,15 @@ from gateway.settings.server import LogFormat, LogLevel
 from gateway.telemetry import audit
 from gateway.telemetry.request_info import current_request_info
 
+STDOUT: Final = 1
 STDERR: Final = 2
 LOG_FLUSH_TIMEOUT_S: Final = 1.0
+TO_STDOUT: Final = "stdout"  # the value of `GATEWAY_AUDIT_LOG`
+# For the lines of the changes that are in progress when the disk becomes full.
+RESERVE_BYTES: Final = 256 << 10
+AUDIT_TIMEOUT_S: Final = 5.0
+MAX_AUDIT_LINES: Final = 1000  # that wait to be written
+log = logging.getLogger(__name__)
 ACCESS_LOGGER: Final = "gateway.access"
 READING_METHODS: Final = ("GET", "HEAD", "OPTIONS")
 LogFields = Mapping[str, Any]
@@ -152,9 +169,13 @@ def write_fully(descriptor: int, data: bytes) -> None:
         try:
             view = view[os.write(descriptor, view) :]
         except BlockingIOError:
-            poll = select.poll()
-            poll.register(descriptor, select.POLLOUT)
-            poll.poll()
+            wait_until_writable(descriptor)
+
+
+def wait_until_writable(descriptor: int) -> None:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    poll.poll()
 
 
 def add_request_id(record: logging.LogRecord) -> bool:
@@ -290,6 +311,150 @@ class QueuedLogHandler(logging.Handler):
         return self.format(record)
 
 
+class AuditLogHandler(logging.Handler):
+    """Writes lines in order, in a thread, because a disk may be slow.
+
+    A file that was moved is created again. Some room on its disk stays reserved, so that a disk that becomes
+    full first refuses changes, and has room for the lines of those in progress.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """Open the file, or standard output. Raises `OSError`."""
+        super().__init__()
+        self.addFilter(add_request_id)
+        self.setFormatter(JsonFormatter())
+        self.problem = ""  # why the last line was not written, or the next one may not be
+        self._path = path
+        self._descriptor = STDOUT if path is None else open_audit_file(path)
+        self._reserve: IO[Any] | None = None
+        self._queue: SimpleQueue[bytes | Future[None]] = SimpleQueue()
+        self._reserve_room()
+        threading.Thread(target=self._run, name="audit-log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._queue.qsize() < MAX_AUDIT_LINES:
+            self._queue.put(f"{self.format(record)}\n".encode("utf-8", "backslashreplace"))
+
+    async def flush_lines(self) -> None:
+        """Wait until the lines are written, or `problem` says why not."""
+        written = asyncio.wrap_future(self._request_flush())
+        await asyncio.wait((written,), timeout=AUDIT_TIMEOUT_S)
+        if not written.done():
+            self._record_problem("it takes too long")
+
+    def flush(self) -> None:
+        with suppress(FutureTimeout):
+            self._request_flush().result(LOG_FLUSH_TIMEOUT_S)
+
+    def _request_flush(self) -> Future[None]:
+        written: Future[None] = Future()
+        self._queue.put(written)
+        return written
+
+    # In the thread.
+
+    def _run(self) -> None:
+        while True:
+            item = self._queue.get()
+            if isinstance(item, bytes):
+                self._write(item)
+            elif item.set_running_or_notify_cancel():
+                item.set_result(None)
+
+    def _write(self, line: bytes) -> None:
+        try:
+            self._open_if_moved()
+            self._append(line)
+            self._reserve_room()
+        except Exception as exc:  # noqa: BLE001 - such as MemoryError; later lines must be written
+            reason = exc.strerror if isinstance(exc, OSError) else None
+            self._record_problem((reason or type(exc).__name__).lower())
+        else:
+            if self.problem:
+                log.warning("the audit log is written again")
+            self.problem = ""
+
+    def _append(self, line: bytes) -> None:
+        rest = memoryview(line)
+        while rest:
+            try:
+                rest = rest[os.write(self._descriptor, rest) :]
+            except BlockingIOError:
+                wait_until_writable(self._descriptor)
+            except OSError:
+                if self._reserve is None:
+                    raise
+                self._reserve.close()
+                self._reserve = None
+        if self._path is not None:
+            os.fsync(self._descriptor)
+
+    def _open_if_moved(self) -> None:
+        if self._path is None:
+            return
+        try:
+            is_moved = not os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            is_moved = True
+        if is_moved:
+            descriptor = open_audit_file(self._path)
+            os.close(self._descriptor)
+            self._descriptor = descriptor
+
+    def _reserve_room(self) -> None:
+        if self._reserve is None and self._path is not None:
+            # It has no name, and so ends with this process.
+            reserve = tempfile.TemporaryFile(dir=self._path.parent)  # noqa: SIM115 - kept open
+            try:
+                os.posix_fallocate(reserve.fileno(), 0, RESERVE_BYTES)
+            except OSError:
+                reserve.close()
+                raise
+            self._reserve = reserve
+
+    def _record_problem(self, problem: str) -> None:
+        if problem != self.problem:
+            log.error("the audit log cannot be written, and changes are refused: %s", problem)
+        self.problem = problem
+
+
+def open_audit_file(path: Path) -> int:
+    # A pipe without a reader would block without O_NONBLOCK.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return descriptor
+
+
+def open_audit_log(target: str) -> None:
+    """Write audit lines to `stdout` or a file instead of the log. Raises `CommandError`."""
+    path = None if target == TO_STDOUT else Path(target).absolute()
+    try:
+        handler = AuditLogHandler(path)
+    except OSError as exc:
+        raise CommandError(f"GATEWAY_AUDIT_LOG: {path} cannot be written: {exc.strerror}") from None
+    audit.log.handlers[:] = [handler]
+    audit.log.propagate = False
+    if path is not None and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        # Tools that rotate logs send it. A moved file is noticed without it.
+        signal.signal(signal.SIGHUP, lambda *_: None)
+
+
+def find_audit_log() -> AuditLogHandler | None:
+    """Return the log of `GATEWAY_AUDIT_LOG`, if it is set."""
+    handlers = (each for each in audit.log.handlers if isinstance(each, AuditLogHandler))
+    return next(handlers, None)
+
+
+def check_audit_log() -> None:
+    """Raises `AuditLogUnavailable` if a change could not be recorded."""
+    handler = find_audit_log()
+    if handler is not None and handler.problem:
+        raise AuditLogUnavailable(handler.problem)
+
+
 def configure(settings: Settings) -> QueuedLogHandler:
     """Configure logging; return the handler, which writes messages in the same order."""
     handler = QueuedLogHandler(STDERR, choose_formatter(settings))
@@ -301,6 +466,8 @@ def configure(settings: Settings) -> QueuedLogHandler:
         logger.propagate = True
     set_level(settings.log_level)
     audit.log.setLevel(audit.AUDIT_LEVEL)
+    if settings.audit_log:
+        open_audit_log(settings.audit_log)
     return handler
 
 
@@ -350,8 +517,8 @@ def find_log_handlers() -> list[QueuedLogHandler]:
 
 def flush() -> None:
     """Wait until the queued lines are written, up to `LOG_FLUSH_TIMEOUT_S`."""
-    for queue in find_log_handlers():
-        queue.flush()
+    for handler in (*find_log_handlers(), *audit.log.handlers):
+        handler.flush()
 
 
 def count_dropped_lines() -> int:

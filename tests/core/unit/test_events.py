@@ -54,7 +54,7 @@ def test_audit_line_and_listed_event_render_one_record(caplog: pytest.LogCapture
     event = build_call_event(
         info, call, "POST /x: failed", "failed", status=502, code="PARTLY_DONE"
     )
-    event.write_line()
+    event.write_line(method="POST", path="/x", duration_ms=1.5)
     line = json.loads(JsonFormatter().format(caplog.records[0]))
     document = event.to_dict()
     assert line.keys() - {"code"} == read_log_fields("gateway.audit")
