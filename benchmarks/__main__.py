@@ -37,6 +37,7 @@ from benchmarks import (
     streams,
     verdicts,
 )
+from benchmarks.credentials import KEY, write_credentials
 from benchmarks.requests import Request, encode_v2_infer
 from benchmarks.run import Run
 from benchmarks.tables import Target
@@ -57,6 +58,7 @@ from tests.support.tools import of_models
 PREPARED = "nginx, prepared tensor"
 PREPARED_V2 = "gateway /v2, prepared tensor"
 GATEWAY = "gateway /v1"
+WITH_TOKEN = "gateway /v2, a known token"
 # The rows of the verdicts that compare the gateway with plain FastAPI, by the title of the workload.
 PLAIN_ROWS = {
     JPEG_TITLE: "JPEG",
@@ -115,10 +117,12 @@ def pass_through(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator
     plain_url, plain = stack.enter_context(servers.plain_fastapi(triton))
     array = np.random.default_rng(0).random((1, 256), np.float32)
     request = encode_v2_infer(array, "FP32")
-    request.headers["Authorization"] = f"Bearer {hot_path.KEY}"
+    request.headers["Authorization"] = f"Bearer {KEY}"
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    keys_file = hot_path.write_key(folder, requests_per_second=1_000_000)
-    settings = {"GATEWAY_KEYS_FILE": str(keys_file)}
+    credentials = write_credentials(folder, requests_per_second=1_000_000)
+    settings = {f"GATEWAY_{name.upper()}": value for name, value in credentials.settings.items()}
+    authorization = {"Authorization": f"Bearer {credentials.token}"}
+    with_token = Request(request.body, request.headers | authorization)
     proxies = {
         "direct": (f"http://{address}", psutil.Process(triton.reaper_pid)),
         **start_proxies(address, stack),
@@ -128,6 +132,8 @@ def pass_through(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator
         Target(name, f"{url}{SMALL_PATH}", process, request)
         for name, (url, process) in proxies.items()
     ]
+    url, process = proxies["gateway /v2"]
+    targets.append(Target(WITH_TOKEN, f"{url}{SMALL_PATH}", process, with_token))
     targets.append(Target(PLAIN, f"{plain_url}/small", plain, Request(array.tobytes(), {})))
     name = "KServe transformer, V1 JSON"
     kserve = peers.start_peer(stack, name, lambda: peers.kserve_transformer(address))
@@ -140,6 +146,7 @@ def pass_through(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator
         rounds = run.measure(targets, connections)
         if connections == 16:
             run.record_cpu("Envoy", rounds, "gateway /v2", "Envoy")
+            run.record_cpu("token", rounds, WITH_TOKEN, "gateway /v2")
         yield from run.tabulate(title, rounds, "nginx")
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import typer
 
 from benchmarks import results
-from benchmarks.in_process import MARK_FUNCTION, build_requests
+from benchmarks.in_process import KEY_REQUEST, MARK_FUNCTION, TOKEN_REQUEST, build_requests
 from tests.support.servers import ROOT
 
 CHANGE = 0.05
@@ -37,7 +37,7 @@ def find_valgrind() -> str:
 
 def count_instructions(warm_up: int, count: int) -> Mapping[str, int]:
     """Return the instructions of one request of each kind."""
-    names = list(build_requests())
+    names = [*build_requests(), KEY_REQUEST, TOKEN_REQUEST]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "counts"
         command = [find_valgrind(), "--quiet", "--tool=callgrind"]

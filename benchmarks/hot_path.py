@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 import timeit
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-import yaml
 from starlette.types import Scope
 
+from benchmarks.credentials import KEY, write_keys_file
 from benchmarks.run import Run
 from gateway.access.auth import CORE_PATHS, Authenticator, authorize
 from gateway.access.keys import KeysFile
 from gateway.access.rate_limit import RateLimiter
 from gateway.callers import Right
+from gateway.capabilities.installed import RULE_PARSERS
 from gateway.capacity.admission import AdmissionQueue
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.request_info import RequestInfo, current_request_info
 from gateway.telemetry.tracing import create_request_id, find_request_id
 
-KEY, MODEL = "tgw_benchmark", "small"
+MODEL = "small"
 TIMES, REPEAT = 20_000, 7
-
-
-def write_key(folder: Path, **fields: object) -> Path:
-    """Write a keys file with `KEY`, which has these fields, and return its path."""
-    entry = {"name": "bench", "sha256": hashlib.sha256(KEY.encode()).hexdigest(), **fields}
-    path = folder / f"{len(fields)}.yaml"
-    path.write_text(yaml.safe_dump({"keys": [{**entry, "roles": ["infer"], "models": ["sm*"]}]}))
-    return path
 
 
 def build_parts(folder: Path) -> Mapping[str, Callable[[], object]]:
@@ -39,7 +31,7 @@ def build_parts(folder: Path) -> Mapping[str, Callable[[], object]]:
     scope: Scope = {"path": f"/v2/models/{MODEL}/infer", "headers": headers, "type": "http"}
     metrics = Metrics()
     admission = AdmissionQueue(2048, 1024, 512, metrics)
-    access = Authenticator(KeysFile(write_key(folder)))
+    access = Authenticator(KeysFile(write_keys_file(folder), RULE_PARSERS))
     rates = RateLimiter(metrics)
     info = scope["request_info"] = RequestInfo("0" * 32)
     info.route, info.model = "/v2", MODEL
@@ -58,7 +50,7 @@ def build_parts(folder: Path) -> Mapping[str, Callable[[], object]]:
 
     def authorize_and_admit() -> None:
         caller = info.caller = access.authenticate(scope)
-        if caller.requests_per_second is not None and scope["path"] not in CORE_PATHS.unlimited:
+        if caller.limits is not None and scope["path"] not in CORE_PATHS.unlimited:
             raise AssertionError
         authorize(scope, Right.infer, MODEL)
         admission.try_acquire(MODEL)

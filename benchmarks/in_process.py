@@ -7,14 +7,12 @@ lets no time pass, so that no timer adds work: every run executes the same instr
 from __future__ import annotations
 
 import asyncio
-import atexit
 import gc
 import itertools
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
@@ -24,10 +22,12 @@ import typer
 from uvicorn.lifespan.on import LifespanOn
 from uvicorn.server import ServerState
 
+from benchmarks.credentials import KEY, write_credentials
 from benchmarks.requests import Request, encode_jpeg, encode_v2_infer
 from gateway.app import create_app
+from gateway.capabilities.installed import SETTINGS
 from gateway.server.http import Loop, create_uvicorn_config
-from gateway.settings import Settings
+from gateway.settings import read_settings
 from gateway.telemetry import logs
 
 HEADER_END: Final = b"\r\n\r\n"
@@ -197,6 +197,8 @@ REPLICA: Final = MemoryReplica(
     }
 )
 BLOB: Final = "/v1/models/blob/infer"
+KEY_REQUEST: Final = "/v2, 1 KB infer, a key"
+TOKEN_REQUEST: Final = "/v2, 1 KB infer, a known token"
 
 
 def encode_request(path: str, request: Request) -> bytes:
@@ -220,21 +222,30 @@ def build_requests() -> Mapping[str, bytes]:
     }
 
 
-async def connect(loop: asyncio.AbstractEventLoop) -> MemoryClient:
-    """Start the gateway, and connect a client to it. Without timers, the gateway cannot shut down."""
-    files = ExitStack()
-    atexit.register(files.close)  # the gateway may look at its models file as long as it runs
-    models_file = Path(files.enter_context(tempfile.TemporaryDirectory())) / "models.yaml"
-    models_file.write_text(LABELS)
-    return await connect_with_labels(loop, models_file)
+def build_requests_with(token: str) -> Mapping[str, bytes]:
+    """Return the same request with a key, and with a token that the gateway knows after the first one."""
+    request = encode_v2_infer(SMALL, "FP32")
+    credentials = {KEY_REQUEST: KEY, TOKEN_REQUEST: token}
+    return {
+        name: encode_request(
+            "/v2/models/small/infer",
+            Request(request.body, {**request.headers, "Authorization": f"Bearer {secret}"}),
+        )
+        for name, secret in credentials.items()
+    }
 
 
-async def connect_with_labels(loop: asyncio.AbstractEventLoop, models_file: Path) -> MemoryClient:
-    settings = Settings(
+async def connect(loop: asyncio.AbstractEventLoop, **more: Any) -> MemoryClient:
+    """Start a gateway with these settings, and connect a client to it.
+
+    Without timers, a gateway cannot shut down.
+    """
+    settings = read_settings(
+        *SETTINGS,
         triton_urls=("http://127.0.0.1:8000",),
         state="memory:",
         log_level="warning",
-        models_file=models_file,
+        **more,
     )
     logs.configure(settings)
     config = create_uvicorn_config(create_app(settings), settings, "127.0.0.1", 8080)
@@ -254,9 +265,20 @@ def mark() -> None:
     os.getpriority(os.PRIO_PROCESS, 0)
 
 
-async def send_all(warm_up: int, count: int) -> None:
-    client = await connect(asyncio.get_running_loop())
-    for name, request in build_requests().items():
+async def send_all(folder: Path, warm_up: int, count: int) -> None:
+    loop = asyncio.get_running_loop()
+    models_file = folder / "models.yaml"
+    models_file.write_text(LABELS)
+    await send_each(await connect(loop, models_file=models_file), build_requests(), warm_up, count)
+    credentials = write_credentials(folder)
+    client = await connect(loop, **credentials.settings)
+    await send_each(client, build_requests_with(credentials.token), warm_up, count)
+
+
+async def send_each(
+    client: MemoryClient, requests: Mapping[str, bytes], warm_up: int, count: int
+) -> None:
+    for name, request in requests.items():
         for _ in range(warm_up):
             response = await client.send(request)
             if not response.startswith(b"HTTP/1.1 200 "):
@@ -272,7 +294,8 @@ def main(warm_up: int = 20, count: int = 100) -> None:
     """Send each request `warm_up` + `count` times, and mark the beginning and end of the latter."""
     loop = TimelessLoop()
     loop.replica = REPLICA
-    loop.run_until_complete(send_all(warm_up, count))
+    with tempfile.TemporaryDirectory() as folder:
+        loop.run_until_complete(send_all(Path(folder), warm_up, count))
     sys.stdout.flush()
     os._exit(0)
 

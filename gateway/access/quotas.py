@@ -144,10 +144,9 @@ class CallerLimiter:
         self._inflight: Counter[str] = Counter()
         self._tasks = TaskSet()
 
-    async def admit(self, info: RequestInfo) -> None:
-        """Count a request of a caller with limits, to be ended with `end`. Raises `LimitExceeded`."""
+    async def admit(self, info: RequestInfo, limits: CallerLimits) -> None:
+        """Count a request against the limits of its caller, until `end`. Raises `LimitExceeded`."""
         name = info.caller.name
-        limits = info.caller.limits or CallerLimits()
         info.reservation = reservation = Reservation(name)
         if limits.max_inflight is not None:
             if self._inflight[name] >= limits.max_inflight:
@@ -157,7 +156,8 @@ class CallerLimiter:
             reservation.is_inflight = True
         if limits.requests_per_second is not None:
             info.opens_window = await self._rates.count_request(name, limits.requests_per_second)
-        await self._reserve(reservation, limits, 1)
+        if limits.has_quota:
+            await self._reserve(reservation, limits, 1)
 
     async def admit_inferences(self, info: RequestInfo, inferences: int) -> None:
         """Count the other inferences of a request that turns out to be several. Raises `LimitExceeded`."""
@@ -171,7 +171,7 @@ class CallerLimiter:
                 inferences,
                 opens_window=info.opens_window,
             )
-        if inferences > 1:
+        if limits.has_quota and inferences > 1:
             await self._reserve(info.reservation, limits, inferences - 1)
 
     def end(self, info: RequestInfo) -> None:
@@ -202,8 +202,6 @@ class CallerLimiter:
     async def _reserve(self, reservation: Reservation, limits: CallerLimits, count: int) -> None:
         now_s = self._clock()
         quotas = find_quotas(limits, now_s)
-        if not quotas:
-            return
         periods = {quota.period: quota.limit for quota in quotas}
         counted = await self._add(reservation.caller, periods, count)
         if counted.is_added:

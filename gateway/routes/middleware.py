@@ -139,7 +139,7 @@ class GatewayMiddleware:
             is_limited = scope["path"] not in self.paths.unlimited
             info.wanted_priority = read_head(request_scope, read_priority) if is_limited else None
             if is_limited and caller.limits is not None:
-                await services.limiter.admit(info)
+                await services.limiter.admit(info, caller.limits)
             if route_group is V2_ROUTE:
                 status = await pass_through(services, scope, receive, send)
             elif inference is not None:

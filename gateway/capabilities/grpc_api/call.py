@@ -202,7 +202,7 @@ class IncomingCall:
         info.caller_name = name_caller(caller, self.scope["client"])
         info.wanted_priority = read_priority(self.scope)
         if caller.limits is not None and not self._access.is_unlimited:
-            await services.limiter.admit(info)
+            await services.limiter.admit(info, caller.limits)
 
     def resolve(
         self,

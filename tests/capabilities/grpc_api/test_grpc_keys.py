@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,7 +109,14 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     folder = tmp_path_factory.mktemp("grpc-keys")
     keys = written(folder / "keys.yaml", KEYS)
     (port,) = free_ports(1)
-    with fleet_of(folder, 2, keys_file=str(keys), grpc_port=str(port), log_level="info") as fleet:
+    with fleet_of(
+        folder,
+        2,
+        keys_file=str(keys),
+        grpc_port=str(port),
+        log_level="info",
+        audit_log=str(folder / "audit.log"),
+    ) as fleet:
         fleet.client.headers.update(bearer(ADMIN))
         yield Guarded(fleet, f"127.0.0.1:{port}", keys)
 
@@ -201,6 +209,8 @@ def test_load_and_unload_act_on_every_replica(guarded: Guarded) -> None:
     headers = {"authorization": f"Bearer {ADMIN}"}
     with triton_grpc.InferenceServerClient(guarded.address) as client:
         client.load_model("late", headers=headers)
+        line = json.loads(guarded.keys.with_name("audit.log").read_text().splitlines()[-1])
+        assert (line["action"], line["model"], line["status"]) == ("load", "late", 200)
         assert set(guarded.fleet.states("late").values()) == {"READY"}
         index = client.get_model_repository_index(headers=headers, as_json=True)["models"]
         assert {"name": "late", "version": "1", "state": "READY"} in index
@@ -226,6 +236,8 @@ def test_load_with_code_is_refused(guarded: Guarded) -> None:
             )
             assert code == "PERMISSION_DENIED"
             assert "Triton runs it as code" in message
+            line = json.loads(guarded.keys.with_name("audit.log").read_text().splitlines()[-1])
+            assert (line["model"], line["outcome"]) == ("late", "denied")
 
 
 @pytest.mark.fault("a load with a file whose path or name is too long")
