@@ -37,7 +37,7 @@ def find_valgrind() -> str:
 
 def count_instructions(warm_up: int, count: int) -> Mapping[str, int]:
     """Return the instructions of one request of each kind."""
-    names = [*build_requests(), KEY_REQUEST, TOKEN_REQUEST]
+    names = list_names()
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "counts"
         command = [find_valgrind(), "--quiet", "--tool=callgrind"]
@@ -49,6 +49,10 @@ def count_instructions(warm_up: int, count: int) -> Mapping[str, int]:
         files = [Path(f"{output}.{2 * number}") for number in range(1, len(names) + 1)]
         totals = [int(TOTAL.findall(file.read_text())[-1]) for file in files]
     return {name: round(total / count) for name, total in zip(names, totals, strict=True)}
+
+
+def list_names() -> list[str]:
+    return [*build_requests(), KEY_REQUEST, TOKEN_REQUEST]
 
 
 def build_environment() -> dict[str, str]:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from gateway import __version__
 from gateway.access.auth import CORE_PATHS
 from gateway.capabilities.installed import INSTALLED, MODEL_KEYS, RULE_PARSERS
-from gateway.capability import Attachment
+from gateway.capability import Attachment, SignIn
 from gateway.components import build_components, run_services
 from gateway.draining import Drain
 from gateway.error_responses import ErrorSerializer, render_error
@@ -73,6 +73,7 @@ class GatewayFastAPI(FastAPI):
     """A FastAPI whose OpenAPI document describes the errors, and how to send a key."""
 
     requires_key = False
+    sign_in: SignIn | None = None
     paths = CORE_PATHS
     deferral: Deferral | None = None
     _serialized_document = b""
@@ -150,6 +151,7 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
         inference_routers += attachment.inference_routers
         routers += attachment.routers
         app.error_schemas |= attachment.error_schemas
+        app.sign_in = app.sign_in or attachment.sign_in
         error_serializers |= attachment.error_serializers
         deferral = attachment.deferral or deferral
         if attachment.paths is not None:

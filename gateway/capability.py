@@ -81,6 +81,14 @@ def prepare_nothing(plan: LaunchPlan) -> None:
 
 
 @dataclass(frozen=True)
+class SignIn:
+    """The OpenID provider at which users of the page sign in."""
+
+    issuer: str
+    client_id: str
+
+
+@dataclass(frozen=True)
 class Attachment:
     """The part of one application that a capability adds."""
 
@@ -99,6 +107,7 @@ class Attachment:
     # the scope has the `RequestInfo`.
     middleware: Callable[[ASGIApp], ASGIApp] | None = None
     deferral: Deferral | None = None  # one capability has it
+    sign_in: SignIn | None = None
 
 
 @dataclass(frozen=True)

@@ -283,18 +283,18 @@ def authorize(scope: RequestScope, right: Right, model: str = "") -> None:
     Raises `Forbidden`, or `AuditLogUnavailable` for a change.
     """
     info = scope["request_info"]
-    if right is not Right.manage or scope["method"] in READ_METHODS:
-        check_right(scope, info.caller, right)
-        return
-    client = scope["client"]
-    info.management_call = ManagementCall(model, client[0] if client else "")
-    check_right(scope, info.caller, right)
-    check_audit_log()
+    is_change = right is Right.manage and scope["method"] not in READ_METHODS
+    if is_change:
+        client = scope["client"]
+        info.management_call = ManagementCall(model, client[0] if client else "")
+    if right not in info.caller.rights:
+        check_local_administrator(scope, info.caller, right)
+    if is_change:
+        check_audit_log()
 
 
-def check_right(scope: RequestScope, caller: Caller, right: Right) -> None:
-    if right in caller.rights:
-        return
+def check_local_administrator(scope: RequestScope, caller: Caller, right: Right) -> None:
+    """Check whether a caller without the right is a local program, which has all. Raises `Forbidden`."""
     if caller.kind is not CallerKind.anonymous:
         raise MissingRole(caller, right)
     if not caller.may_administer_locally:

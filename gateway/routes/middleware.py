@@ -149,7 +149,8 @@ class GatewayMiddleware:
         except (*REFUSALS, LimitExceeded, UnknownPriority) as exc:
             status = await self._send_refusal(scope, receive, send, exc)
         finally:
-            release_resources(services, info)
+            if info.charge is not None or info.reservation is not None:
+                release_resources(services, info)
             in_flight[route_group] -= 1
             duration_s = perf_counter() - started
             services.metrics.observe(info, status, duration_s)

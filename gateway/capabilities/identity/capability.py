@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gateway.capabilities.identity.rules import RULE_PARSERS
 from gateway.capabilities.identity.settings import IdentitySettings
-from gateway.capability import Attachment, Capability
+from gateway.capability import Attachment, Capability, SignIn
 from gateway.messages import CommandError
 from gateway.settings import Settings
 
@@ -60,7 +60,12 @@ def attach_identity(settings: Settings) -> Attachment | None:
             services.metrics.collector_registry.register(KeysCollector(tokens.source))
             stack.callback(asyncio.create_task(tokens.source.keep_current()).cancel)
 
-    return Attachment(load_routers(settings, identity), open=open_identity)
+    sign_in = None
+    if identity.oidc_client_id:
+        sign_in = SignIn(identity.oidc_issuer, identity.oidc_client_id)
+    return Attachment(
+        load_routers(settings, identity), open=open_identity, sign_in=sign_in
+    )
 
 
 def load_routers(settings: Settings, identity: IdentitySettings) -> Sequence[APIRouter]:

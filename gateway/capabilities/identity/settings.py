@@ -36,6 +36,9 @@ class IdentitySettings(CapabilitySettings):
     oidc_token_file: OptionalPath = Field(None, validate_default=True)
     """File with a token that is sent when keys are fetched, to the issuer's own host only: in Kubernetes, the
     token of the pod's service account."""
+    oidc_client_id: str = Field("", validate_default=True)
+    """Name of this gateway's page as a public client of the issuer (authorization code with PKCE), with which
+    users of the page sign in. Empty: they enter a key or a token."""
     oidc_keys_max_age_s: PositiveSeconds = MAX_SETTING_S
     """Time for which the issuer's keys stay in use while it cannot be reached; then tokens are answered with
     503."""
@@ -53,7 +56,9 @@ class IdentitySettings(CapabilitySettings):
             )
         return value
 
-    @field_validator("oidc_jwks_url", "oidc_jwks_file", "oidc_ca_file", "oidc_token_file")
+    @field_validator(
+        *("oidc_jwks_url", "oidc_jwks_file", "oidc_ca_file", "oidc_token_file", "oidc_client_id")
+    )
     @classmethod
     def check_has_issuer(cls, value: str | Path | None, info: ValidationInfo) -> str | Path | None:
         if value and not info.data.get(ISSUER, True):

@@ -6,11 +6,13 @@ import re
 from html import escape
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from pydantic import HttpUrl
 
 from gateway.capabilities.page.guide import GuideRoutes
+from gateway.capability import SignIn
 from gateway.errors import NotFound
 from gateway.messages import quote_text
 from gateway.routes.assets import Asset, build_asset_response, fill_placeholders, load_assets
@@ -23,6 +25,8 @@ UI_SECURITY_POLICY: Final = (
     "font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
+CONNECT_SOURCES: Final = "connect-src 'self'"
+NO_SIGN_IN: Final = SignIn("", "")
 IMPORT: Final = re.compile(r'^import .*from "\./(\w+\.js)";$', re.MULTILINE)
 FIRST_MODULES: Final = ("main.js", "try.js")  # of the first view
 STATIC: Final = Path(__file__).parent / "static"
@@ -52,11 +56,16 @@ class PageRoutes:
 
     async def get_page(self, request: Request) -> Response:
         """Return the page if `Accept` contains `text/html`, else what a program gets."""
+        sign_in: SignIn = request.app.sign_in or NO_SIGN_IN
         if HTML_TYPE in list_accepted_types(request.headers.get("accept", "")):
             if self._page is None:
-                features = " ".join(find_features(request.app))
-                self._page = fill_placeholders(self._assets["index.html"], features=features)
-            response = build_asset_response(request, self._page, UI_SECURITY_POLICY)
+                self._page = fill_placeholders(
+                    self._assets["index.html"],
+                    features=" ".join(find_features(request.app)),
+                    issuer=escape(sign_in.issuer),
+                    client_id=escape(sign_in.client_id),
+                )
+            response = build_asset_response(request, self._page, build_policy(sign_in.issuer))
         else:
             response = await get_root()
         response.headers["Vary"] = "Accept"
@@ -66,6 +75,13 @@ class PageRoutes:
         if name not in self._assets:
             raise NotFound(f"the page has no file {quote_text(name)}")
         return build_asset_response(request, self._assets[name], UI_SECURITY_POLICY)
+
+
+def build_policy(issuer: str) -> str:
+    """Return the policy of the page, which asks the issuer for a token."""
+    parts = urlsplit(issuer)
+    allowed = f"{CONNECT_SOURCES} {parts.scheme}://{parts.netloc}" if issuer else CONNECT_SOURCES
+    return UI_SECURITY_POLICY.replace(CONNECT_SOURCES, allowed)
 
 
 def find_features(app: FastAPI) -> list[str]:

@@ -40,7 +40,10 @@ def test_page_and_all_files_that_it_names_are_served_and_are_no_part_of_the_api(
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     link = '<a href="https://docs.example/gateway/?a=%22b%22&amp;c" rel="noreferrer">'
     assert f"{link}Guide</a>" in page.text
-    assert '<html lang="en" data-features="files labels">' in page.text
+    assert (
+        '<html lang="en" data-features="files labels" data-issuer="" data-client-id="">'
+        in page.text
+    )
     names = re.findall(r'(?:src|href)="(/static/[^"]+)"', page.text)
     assert len(names) >= 4
     for name in names:

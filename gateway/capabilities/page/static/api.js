@@ -1,6 +1,7 @@
 // The gateway's API: its calls, the key that they need, and its errors as sentences for people.
 
 import { $, el, icon, setText, showNotice } from "./dom.js";
+import { canSignIn, signIn } from "./sign_in.js";
 
 const STORAGE_KEY = "triton-gateway-key";
 
@@ -32,9 +33,18 @@ function recordAnswer(isAnswered) {
   dispatchEvent(new Event("connectionchange"));
 }
 
+let token = ""; // of a sign-in, which ends with the page
+
 export const key = {
-  get: () => sessionStorage.getItem(STORAGE_KEY) ?? "",
-  set: (value) => (value ? sessionStorage.setItem(STORAGE_KEY, value) : sessionStorage.removeItem(STORAGE_KEY)),
+  get: () => token || (sessionStorage.getItem(STORAGE_KEY) ?? ""),
+  set: (value) => {
+    token = "";
+    if (value) sessionStorage.setItem(STORAGE_KEY, value);
+    else sessionStorage.removeItem(STORAGE_KEY);
+  },
+  setToken: (value) => {
+    token = value;
+  },
 };
 
 /** Return a successful response. Throws `ApiError` or `GatewayUnreachable`, or an AbortError if the signal stops it. */
@@ -264,6 +274,8 @@ export function startKeyDialog(onChange) {
     key.set("");
     closePrompt(true);
   });
+  $("key-sign-in").hidden = !canSignIn;
+  $("key-sign-in").addEventListener("click", () => signIn().catch((error) => setText($("key-error"), error.message)));
   $("key-cancel").addEventListener("click", () => closePrompt(false));
   $("key-dialog").addEventListener("cancel", (event) => {
     event.preventDefault();

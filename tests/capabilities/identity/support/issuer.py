@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import ssl
 import threading
@@ -12,7 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
-from urllib.parse import parse_qs
+from urllib.parse import parse_qsl, urlencode
 
 from joserfc.jwk import ECKey, OKPKey, RSAKey
 from joserfc.jws import JWSRegistry
@@ -20,6 +21,8 @@ from joserfc.jws import JWSRegistry
 AUDIENCE: Final = "triton"
 CONFIGURATION: Final = "/.well-known/openid-configuration"
 KEYS: Final = "/keys"
+SIGN_IN: Final = "/sign-in"
+TOKEN: Final = "/token"
 HOUR_S: Final = 3600
 
 Key = RSAKey | ECKey | OKPKey
@@ -77,6 +80,7 @@ class Issuer:
         self.url = url
         self.keys = dict(create_keys())
         self.requests: list[tuple[str, Mapping[str, str]]] = []
+        self.challenges: dict[str, str] = {}  # of sign-ins in progress, by their code
         self.answer: Callable[[str], bytes | tuple[int, Mapping[str, str]] | None] = lambda path: (
             None
         )
@@ -91,7 +95,23 @@ class Issuer:
         return json.dumps({"keys": keys}).encode()
 
     def configuration(self) -> bytes:
-        return json.dumps({"issuer": self.url, "jwks_uri": self.url + KEYS}).encode()
+        addresses = {"jwks_uri": KEYS, "authorization_endpoint": SIGN_IN, "token_endpoint": TOKEN}
+        document = {name: self.url + path for name, path in addresses.items()}
+        return json.dumps({"issuer": self.url, **document}).encode()
+
+    def accept_user(self, query: Mapping[str, str]) -> str:
+        """Return where a browser is sent after its user has signed in, with a code (RFC 6749)."""
+        assert (query["response_type"], query["code_challenge_method"]) == ("code", "S256")
+        code = f"code-{len(self.challenges)}"
+        self.challenges[code] = query["code_challenge"]
+        return f"{query['redirect_uri']}?{urlencode({'code': code, 'state': query['state']})}"
+
+    def exchange_code(self, form: Mapping[str, str]) -> dict[str, str]:
+        """Return a token for a code, once, to who has the verifier of its challenge (RFC 7636)."""
+        verifier = hashlib.sha256(form["code_verifier"].encode()).digest()
+        if self.challenges.pop(form["code"], "") != encode_base64(verifier).decode():
+            return {"error": "invalid_grant"}
+        return {"access_token": self.sign(sub="alice", azp=form["client_id"])}
 
     def count(self, path: str) -> int:
         return sum(asked == path for asked, _ in self.requests)
@@ -103,22 +123,33 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Hand out a token to every client, as Keycloak does."""
         size = int(self.headers.get("content-length", 0))
-        form = parse_qs(self.rfile.read(size).decode())
-        (client,) = form["client_id"]
-        access_token = self.issuer.sign(azp=client, realm_access={"roles": [client]})
-        self.send_response(200)
+        form = dict(parse_qsl(self.rfile.read(size).decode()))
+        if "code" in form:
+            answer = self.issuer.exchange_code(form)
+        else:
+            roles = {"roles": [form["client_id"]]}
+            answer = {"access_token": self.issuer.sign(azp=form["client_id"], realm_access=roles)}
+        self.send_response(400 if "error" in answer else 200)
+        self.send_header("Access-Control-Allow-Origin", "*")
         self.end_headers()
-        self.wfile.write(json.dumps({"access_token": access_token}).encode())
+        self.wfile.write(json.dumps(answer).encode())
 
     def do_GET(self) -> None:
         issuer = self.issuer
         issuer.requests.append((self.path, {k.lower(): v for k, v in self.headers.items()}))
+        path, _, query = self.path.partition("?")
+        if path == SIGN_IN:
+            self.send_response(302)
+            self.send_header("Location", issuer.accept_user(dict(parse_qsl(query))))
+            self.end_headers()
+            return
         usual = {CONFIGURATION: issuer.configuration, KEYS: issuer.publish}
         answer = issuer.answer(self.path)
         if answer is None:
             answer = usual[self.path]() if self.path in usual else (404, {})
         status, headers = (200, {}) if isinstance(answer, bytes) else answer
         self.send_response(status)
+        self.send_header("Access-Control-Allow-Origin", "*")
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
