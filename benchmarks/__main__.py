@@ -146,7 +146,6 @@ def pass_through(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator
         rounds = run.measure(targets, connections)
         if connections == 16:
             run.record_cpu("Envoy", rounds, "gateway /v2", "Envoy")
-            run.record_cpu("token", rounds, WITH_TOKEN, "gateway /v2")
         yield from run.tabulate(title, rounds, "nginx")
 
 

@@ -12,7 +12,13 @@ import pytest
 
 import benchmarks
 from benchmarks import charts, count, page, peers, results, verdicts
-from benchmarks.in_process import REPLICA, build_requests, find_message_end
+from benchmarks.in_process import (
+    KEY_REQUEST,
+    REPLICA,
+    TOKEN_REQUEST,
+    build_requests,
+    find_message_end,
+)
 from benchmarks.load import Measured
 from benchmarks.run import Run
 from benchmarks.servers import ServerNotStarted
@@ -71,6 +77,11 @@ def test_counts_and_tables_replace_only_themselves(recorded: Path) -> None:
 
 def test_recorded_counts_are_those_of_the_requests() -> None:
     assert results.read_counts().instructions.keys() == set(count.list_names())
+
+
+def test_known_token_costs_what_a_key_costs() -> None:
+    counts = results.read_counts().instructions
+    assert counts[TOKEN_REQUEST] <= 1.05 * counts[KEY_REQUEST]
 
 
 def test_only_a_change_of_more_than_five_percent_is_reported() -> None:
