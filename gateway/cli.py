@@ -34,7 +34,7 @@ from gateway.commands.label_commands import label_cli, rollout_cli
 from gateway.commands.target import OptionalTarget
 from gateway.embedded.flags import TritonFlags
 from gateway.embedded.model_paths import exclude_startup_models
-from gateway.messages import CommandError, format_time, parse_time, print_message, quote_text
+from gateway.messages import CommandError, format_utc_time, parse_time, print_message, quote_text
 from gateway.repository.state.commands import StateUrl, import_file, print_state, state_commands
 
 IMPORT_COLLECTION_THRESHOLD = 200_000  # more than the imports of any command
@@ -355,8 +355,8 @@ def create_key(
         requests_per_month=requests_per_month,
         max_inflight=max_inflight,
         priority=priority,
-        not_before=not_before and format_time(not_before),
-        expires=expires and format_time(expires),
+        not_before=not_before and format_utc_time(not_before),
+        expires=expires and format_utc_time(expires),
     )
     print_new_key(name, path, key)
 
@@ -385,7 +385,7 @@ def list_keys(file: KeysPath = None) -> None:
                 str(limits.requests_per_month or ""),
                 str(limits.max_inflight or ""),
                 "" if caller.priority is None else caller.priority.name,
-                "" if caller.expires is None else format_time(caller.expires),
+                "" if caller.expires is None else format_utc_time(caller.expires),
             )
         )
     print_table(KEY_COLUMNS, rows)
@@ -406,7 +406,7 @@ def rotate_old_key(
     old_expires = overlap or parse_moment("1d")
     key = rotate_key(path, name, old_expires, expires)
     print_message(
-        f"the old key {name} expires at {format_time(old_expires)}, or earlier if it does"
+        f"the old key {name} expires at {format_utc_time(old_expires)}, or earlier if it does"
     )
     print_new_key(name, path, key)
 
@@ -417,7 +417,7 @@ def end_key(name: KeyName, expires: ExpiresAt = None, file: KeysPath = None) -> 
     path = resolve_keys_path(file)
     at = expires or parse_moment("0m")
     expire_key(path, name, at)
-    print_message(f"key {name} in {path} expires at {format_time(at)}, or earlier if it did")
+    print_message(f"key {name} in {path} expires at {format_utc_time(at)}, or earlier if it did")
 
 
 @key_commands.command("revoke")

@@ -85,7 +85,7 @@ def parse_time(text: str) -> datetime | None:
         return None
 
 
-def format_time(time: datetime) -> str:
+def format_utc_time(time: datetime) -> str:
     return time.astimezone(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 

@@ -22,7 +22,7 @@ from gateway.access.keys import KeysFile
 from gateway.access.peers import can_identify_peers, client_network, find_peer_uid, parse_ip_address
 from gateway.callers import Caller, CallerKind, Priority, Right, Role
 from gateway.errors import Forbidden, MalformedRequest, Unauthenticated, Unavailable
-from gateway.messages import format_time, quote_text
+from gateway.messages import format_utc_time, quote_text
 from gateway.tasks import repeat
 from gateway.telemetry.logs import check_audit_log
 from gateway.telemetry.request_info import ManagementCall, RequestScope, read_head
@@ -203,10 +203,12 @@ class Authenticator:
 def check_key_period(caller: Caller, now: datetime) -> None:
     """Raises `Unauthenticated` for a key that has expired, or is not valid yet."""
     if caller.expires is not None and caller.expires <= now:
-        expired = format_time(caller.expires)
+        expired = format_utc_time(caller.expires)
         raise Unauthenticated(f"{caller.label} expired at {expired}; ask for another key")
     if caller.not_before is not None and now < caller.not_before:
-        raise Unauthenticated(f"{caller.label} is valid from {format_time(caller.not_before)} on")
+        raise Unauthenticated(
+            f"{caller.label} is valid from {format_utc_time(caller.not_before)} on"
+        )
 
 
 def extract_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:

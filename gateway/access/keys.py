@@ -27,7 +27,7 @@ import yaml
 from gateway.callers import ANY_MODEL, ROLE_RIGHTS, Caller, CallerKind, CallerLimits, Priority, Role
 from gateway.config_files import YAML_ERRORS, Entries, WatchedFile, parse_yaml, read_config_file
 from gateway.http_client.webhooks import SECRET_PREFIX, decode_secret
-from gateway.messages import CommandError, format_time, join_names, parse_time
+from gateway.messages import CommandError, format_utc_time, join_names, parse_time
 
 KEY_PREFIX: Final = "tgw_"  # lets secret scanners find leaked keys
 KEY_BYTES: Final = 32
@@ -279,7 +279,7 @@ def describe_caller(caller: Caller) -> dict[str, Any]:
         **vars(caller.limits or NO_LIMITS),
         "priority": None if caller.priority is None else caller.priority.name,
         "callback_secrets": len(caller.callback_secrets),
-        **{name: time and format_time(time) for name, time in times.items()},
+        **{name: time and format_utc_time(time) for name, time in times.items()},
         "sha256": f"{caller.digest[:4].hex()}…",
     }
 
@@ -369,7 +369,7 @@ def rotate_key(path: Path, name: str, old_expires: datetime, expires: datetime |
         entry = {field: old[field] for field in old if field not in TIME_FIELDS}
         entry["sha256"] = hash_secret(key)
         if expires is not None:
-            entry["expires"] = format_time(expires)
+            entry["expires"] = format_utc_time(expires)
         text, entries = set_expiry(old_text, old_entries, index, old_expires)
         write_keys_file(path, append_key_entry(text, [*entries, entry]))
     return key
@@ -407,7 +407,7 @@ def set_expiry(
     entry = entries[index]
     if find_end(parse_key_entry("key", entry)) <= expires:
         return text, entries
-    changed = {**entry, "expires": format_time(expires)}
+    changed = {**entry, "expires": format_utc_time(expires)}
     parse_key_entry("the key", changed)
     changed_entries = [*entries[:index], changed, *entries[index + 1 :]]
     return replace_expiry(text, index, changed_entries), changed_entries

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 from gateway.access.rate_limit import SHARED_WINDOWS_RETRY_S, LimitExceeded, RateLimiter
 from gateway.callers import CallerLimits
 from gateway.errors import StateUnavailable
-from gateway.messages import format_time, quote_text
+from gateway.messages import format_utc_time, quote_text
 from gateway.tasks import TaskSet
 from gateway.telemetry.request_info import RequestInfo, Reservation
 
@@ -74,7 +74,7 @@ class QuotaExceeded(LimitExceeded):
             reason = f", and this one counts as {count} more, one for each of its other inferences"
         super().__init__(
             f"caller {quote_text(name)} has used {used} of its {quota.limit} requests of this "
-            f"{quota.name}{reason}; the next {quota.name} begins at {format_time(quota.ends)}",
+            f"{quota.name}{reason}; the next {quota.name} begins at {format_utc_time(quota.ends)}",
             headers=quota.build_headers(used, wait_s),
         )
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 
 from gateway.callers import CallerLimits
 from gateway.errors import NotFound
-from gateway.messages import format_time, quote_text
+from gateway.messages import format_utc_time, quote_text
 from gateway.routes.dependencies import ServicesForAdministration
 from gateway.routes.openapi import COUNT_SCHEMA, build_list_schema, build_responses
 from gateway.services import Services
@@ -98,7 +98,7 @@ async def read_quotas(
             "period": quota.name,
             "limit": quota.limit,
             "used": used,
-            "resets_at": format_time(quota.ends),
+            "resets_at": format_utc_time(quota.ends),
         }
         for quota, used in await services.limiter.read(caller, limits)
     ]

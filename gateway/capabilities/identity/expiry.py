@@ -14,7 +14,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from gateway.access.keys import NEVER, KeysFile, find_end
-from gateway.messages import format_time
+from gateway.messages import format_utc_time
 from gateway.repository.reconciler import Reconciler
 from gateway.tasks import repeat
 
@@ -68,4 +68,4 @@ class KeyExpiry(Collector):
             if is_near and time.monotonic() - warned_at >= WARNING_INTERVAL_S:
                 self._warned_at[name] = time.monotonic()
                 message = "key %s expires at %s; make another one with triton-gateway key rotate %s"
-                log.warning(message, name, format_time(end), name)
+                log.warning(message, name, format_utc_time(end), name)

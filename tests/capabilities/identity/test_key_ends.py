@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.messages import format_time
+from gateway.messages import format_utc_time
 from tests.support.fake_triton import fake_triton
 from tests.support.keys import ADMIN, INFER, bearer, entry, written
 from tests.support.servers import ROOT, Command, gateway
@@ -19,15 +19,15 @@ from tests.support.wait import wait_until
 
 TEAM, BOTH, ENDING = "tgw_team-secret", "tgw_both-secret", "tgw_ending-secret"
 NOW = datetime.now(timezone.utc)
-ENDS = format_time(NOW + timedelta(days=10))
+ENDS = format_utc_time(NOW + timedelta(days=10))
 ENTRIES = [
     entry(ADMIN, "admin"),
     entry(INFER, "infer"),
     entry(TEAM, "infer", name="team/a", requests_per_day=1, requests_per_month=9),
-    entry(BOTH, "infer", expires=format_time(NOW + timedelta(days=1))),
+    entry(BOTH, "infer", expires=format_utc_time(NOW + timedelta(days=1))),
     entry("tgw_new-secret", "infer", name="both"),
     entry(ENDING, "infer", expires=ENDS),
-    entry("tgw_far-secret", "infer", expires=format_time(NOW + timedelta(days=90))),
+    entry("tgw_far-secret", "infer", expires=format_utc_time(NOW + timedelta(days=90))),
 ]
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from gateway.access.quotas import find_quotas
 from gateway.callers import CallerLimits
-from gateway.messages import format_time
+from gateway.messages import format_utc_time
 from tests.support.fake_triton import Fake, Wire, fake_triton, port_of
 from tests.support.keys import bearer, entry, written
 from tests.support.redis_server import RedisServer
@@ -173,6 +173,6 @@ def test_key_outside_of_its_time_is_refused_with_the_time(
 def test_key_expires_while_the_gateway_runs(triton: Fake, tmp_path: Path) -> None:
     path = written(tmp_path / "keys.yaml", [])
     soon = datetime.now(timezone.utc) + timedelta(seconds=2)
-    written(path, [entry(FREE_KEY, "infer", expires=format_time(soon))])
+    written(path, [entry(FREE_KEY, "infer", expires=format_utc_time(soon))])
     with gateway(f"http://127.0.0.1:{triton.port}", keys_file=str(path)) as (client, _):
         wait_until(lambda: "expired at" in infer(client, FREE_KEY).text)
