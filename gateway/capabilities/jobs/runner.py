@@ -8,10 +8,11 @@ import time
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from functools import partial
 from typing import Any, Final
 
-from gateway.access.auth import Authenticator
+from gateway.access.auth import Authenticator, check_key_period
 from gateway.callers import Caller, Priority
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
 from gateway.capabilities.jobs.job import Job, JobKind
@@ -169,8 +170,9 @@ class JobRunner:
         caller = find_current_caller(self._services.access, scope, job)
         if caller is None:
             return job.fail(time.time(), KeyRevoked())
-        # Its requests were counted at the rate of the key when it was accepted.
-        caller = replace(caller, priority=Priority.background, requests_per_second=None)
+        # Its requests were counted at the rate of the key when it was accepted; at its quotas they are now.
+        limits = caller.limits and replace(caller.limits, requests_per_second=None)
+        caller = replace(caller, priority=Priority.background, limits=limits)
         scope[INTERNAL_REQUEST] = InternalRequest(self._services, caller)
         capture = ResponseCapture()
         body = BodyReader(self._store, job)
@@ -219,13 +221,18 @@ class JobRunner:
 def find_current_caller(
     access: Authenticator, scope: MutableMapping[str, Any], job: Job
 ) -> Caller | None:
-    """Return the caller with the rights that it has now; None if its key or its rule is gone."""
+    """Return the caller with the rights that it has now; None if its key or its rule is gone.
+
+    Raises `Unauthenticated` for a key that has expired.
+    """
     file = access.keys_file
     if file is None:
         return None if job.caller else access.authenticate(scope)  # type: ignore[arg-type]  # a typed dict
     callers = [rule.caller for rules in file.value.rules.values() for rule in rules]
     if job.key_digest:
         caller = file.find_caller(bytes.fromhex(job.key_digest))
+        if caller is not None:
+            check_key_period(caller, datetime.now(timezone.utc))
         callers = [] if caller is None else [caller]
     return next((caller for caller in callers if caller.name == job.caller), None)
 
