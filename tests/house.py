@@ -20,10 +20,10 @@ class Limits:
     folders: int = 18
     modules: int = 18  # at the top
     files_in_folder: int = 24
-    core_files: int = 179
-    core_lines: int = 29_236
+    core_files: int = 181
+    core_lines: int = 30_272
     capability_lines: int = 3_957
-    lines: int = 55_736
+    lines: int = 56_896
 
 
 @dataclass(frozen=True)

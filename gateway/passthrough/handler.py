@@ -91,6 +91,8 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
             )
             try:
                 start = build_start_message(response, scope)
+                if info.management_call is not None:
+                    await audit_response(services, scope, start["status"])
                 info.model = target.model
                 info.version = target.served_version
                 if (choice := target.choice) is not None:
@@ -121,8 +123,7 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
             return status
         services.record_model(info, target.model, target.version)
         error = await render_v2_error(Request(scope, receive), exc)
-        if info.management_call is not None:
-            await audit_response(services, scope, error.status_code)
+        await audit_response(services, scope, error.status_code)
         return await send_response(error, scope, receive, send)
     return status
 
@@ -245,10 +246,7 @@ async def forward_request(
     call = HttpCall(upstream, method, path, forwarded, prepared.content)
     if target.choice is not None and action.is_inference:
         call = target.choice.copy_http_call(call, has_tensors=has_tensors)
-    response = await services.dispatcher.send(call, remaining_s)
-    if rule.right is Right.manage:
-        await audit_response(services, scope, response.status)
-    return response
+    return await services.dispatcher.send(call, remaining_s)
 
 
 async def prepare_body(

@@ -1,4 +1,4 @@
-"""Callers that are identified by tokens of an OpenID provider or by certificates, what they used, and when keys expire."""
+"""Callers that are identified by tokens or certificates, what callers used, and when keys expire."""
 
 from __future__ import annotations
 
@@ -60,12 +60,14 @@ def attach_identity(settings: Settings) -> Attachment | None:
             services.metrics.collector_registry.register(KeysCollector(tokens.source))
             stack.callback(asyncio.create_task(tokens.source.keep_current()).cancel)
 
-    sign_in = None
-    if identity.oidc_client_id:
-        sign_in = SignIn(identity.oidc_issuer, identity.oidc_client_id)
     return Attachment(
-        load_routers(settings, identity), open=open_identity, sign_in=sign_in
+        load_routers(settings, identity), open=open_identity, sign_in=find_sign_in(identity)
     )
+
+
+def find_sign_in(settings: IdentitySettings) -> SignIn | None:
+    client_id = settings.oidc_client_id
+    return SignIn(settings.oidc_issuer, client_id) if client_id else None
 
 
 def load_routers(settings: Settings, identity: IdentitySettings) -> Sequence[APIRouter]:
