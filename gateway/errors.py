@@ -6,6 +6,7 @@ The classes build their messages from facts, so that one error has one wording. 
 
 from __future__ import annotations
 
+from asyncio import Future
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -357,6 +358,8 @@ class StateUnavailable(GatewayError):
 class DeadlinePassed(GatewayError):
     status = 504
     code = "DEADLINE_PASSED"
+    # Done when the server, which still works on the request, has answered it or is given up.
+    work_ended: Future[None] | None = None
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(

@@ -11,7 +11,7 @@ from typing import Final
 
 from gateway.callers import Priority
 from gateway.capacity.fair_queue import FairQueue, Waiter
-from gateway.errors import DeadlinePassed, Overloaded
+from gateway.errors import DeadlinePassed, GatewayError, Overloaded
 from gateway.messages import quote_text
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.request_info import RequestInfo, measure_phase
@@ -20,6 +20,9 @@ DEPARTURES_WINDOW_S: Final = 10.0
 MAX_DEPARTURE_RATES: Final = 1024  # of models
 CALLER_SHARE: Final = 2  # requests of a caller that wait, of the free room
 MAX_RETRY_AFTER_S: Final = 60
+ANSWER_TIME_GAIN: Final = 0.2
+MAX_ANSWER_TIMES: Final = 1024  # of models
+MAX_ANSWER_TIME_AGE_S: Final = 5.0
 
 
 class WeightedSemaphore:
@@ -80,6 +83,42 @@ class DisplacedFromQueue(Overloaded):
         )
 
 
+class DeadlineTooNear(DeadlinePassed):
+    """The time that is left to a request when its turn comes is shorter than the model takes."""
+
+    def __init__(self, waiter: Waiter, needed_s: float) -> None:
+        GatewayError.__init__(
+            self,
+            f"the request for model {quote_text(waiter.model)} waited for its turn until its timeout was so "
+            f"near that the model, which takes {needed_s:.2g} s or longer at present, would not answer in "
+            "time; set a longer timeout with X-Request-Timeout, in seconds, or try again later",
+        )
+
+
+class AnswerTime:
+    """The time that a model takes to answer: its mean, and the mean deviation (Jacobson, 1988)."""
+
+    __slots__ = ("_deviation_s", "_mean_s", "_measured_at")
+
+    def __init__(self, seconds: float) -> None:
+        self._mean_s = seconds
+        self._deviation_s = seconds / 2
+        self._measured_at = perf_counter()
+
+    def add(self, seconds: float) -> None:
+        error_s = seconds - self._mean_s
+        self._mean_s += ANSWER_TIME_GAIN * error_s
+        self._deviation_s += ANSWER_TIME_GAIN * (abs(error_s) - self._deviation_s)
+        self._measured_at = perf_counter()
+
+    @property
+    def shortest_s(self) -> float:
+        """Return what hardly any answer stays below; 0 if times differ much, or are not known any more."""
+        if perf_counter() - self._measured_at > MAX_ANSWER_TIME_AGE_S:
+            return 0.0
+        return max(self._mean_s - 2 * self._deviation_s, 0.0)
+
+
 class Slot:
     """The place of one request among those of its model that run. It is given back at most once."""
 
@@ -88,8 +127,10 @@ class Slot:
         "_callbacks",
         "_info",
         "_model",
+        "_more_rows",
         "_started_at",
         "_waiter",
+        "is_stream",
         "is_taken",
     )
 
@@ -101,6 +142,9 @@ class Slot:
         # Set for a request that had to wait.
         self._waiter: Waiter | None = None
         self._started_at = 0.0
+        self._more_rows = 0
+        # The time until the end of a stream says nothing about that until its beginning.
+        self.is_stream = False
         self.is_taken = False
 
     def try_acquire(self) -> bool:
@@ -115,12 +159,24 @@ class Slot:
         """
         if not self.try_acquire():
             admission = self._admission
-            waiter = admission.enqueue(self._model, self._info)
+            waiter = admission.enqueue(self._model, self._info, timeout_s)
             timeout_s = await admission.wait(waiter, timeout_s)
             self._waiter = waiter
             self._started_at = perf_counter()
         self.is_taken = True
         return timeout_s
+
+    @property
+    def counts_rows(self) -> bool:
+        return self._model in self._admission.batching_models
+
+    def weigh(self, rows: int) -> None:
+        """Count the request as that many inferences, if the gateway chose the limit of the model."""
+        limit = self._admission.limits.get(self._model)
+        if limit is not None and self.is_taken:
+            more_rows = max(min(rows, limit), 1) - 1
+            self._admission.add_rows(self._model, more_rows - self._more_rows)
+            self._more_rows = more_rows
 
     def call_when_released(self, callback: Callable[[], None]) -> None:
         self._callbacks += (callback,)
@@ -132,22 +188,33 @@ class Slot:
         slot._callbacks, self._callbacks = self._callbacks, ()
         slot._waiter = self._waiter
         slot._started_at = self._started_at
+        slot._more_rows = self._more_rows
+        slot.is_stream = self.is_stream
         return slot
 
-    def release(self) -> None:
+    def release(self, *, is_late: bool = False) -> None:
         if self.is_taken:
             self.is_taken = False
             if self._waiter is not None:
-                self._admission.queue.end(self._waiter, perf_counter() - self._started_at)
-            self._admission.release(self._model, self._info.caller_name)
+                held_s = perf_counter() - self._started_at
+                self._admission.queue.end(self._waiter, held_s)
+                answer_s = held_s if is_late else self._info.upstream_s
+                if answer_s and not self.is_stream:
+                    self._admission.learn_answer_time(self._model, answer_s)
+            self._admission.release(self._model, self._info.caller_name, self._more_rows)
             for callback in self._callbacks:
                 callback()
 
     def __enter__(self) -> Slot:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Release the slot, or if Triton still works on the request, release it after that."""
+        if isinstance(error, DeadlinePassed) and error.work_ended is not None:
+            slot = self.transfer()
+            error.work_ended.add_done_callback(lambda _: slot.release(is_late=True))
+        else:
+            self.release()
 
 
 class AdmissionQueue:
@@ -170,11 +237,16 @@ class AdmissionQueue:
     ) -> None:
         self._max_running = max_running
         self._default_limit = max_running_per_model
-        # The limits of models that have their own.
+        # The limits that the gateway chose.
         self.limits: dict[str, int] = {}
         self.max_waiting = max_waiting
         self._metrics = metrics
         self._running_by_model: dict[str, int] = {}
+        # Those of the models that batch requests by their rows.
+        self.batching_models: set[str] = set()
+        # The rows of running requests, without the first of each.
+        self._more_rows: Counter[str] = Counter()
+        self._answer_times: dict[str, AnswerTime] = {}
         self.queue = FairQueue()
         self.running = 0
         # The priority in a model's config, for callers without one.
@@ -189,15 +261,36 @@ class AdmissionQueue:
 
     def has_room(self, model: str) -> bool:
         limit = self.limits.get(model, self._default_limit)
-        return self._running_by_model.get(model, 0) < limit
+        return self._count_running(model) < limit
+
+    def _count_running(self, model: str) -> int:
+        return self._running_by_model.get(model, 0) + self._more_rows.get(model, 0)
 
     def set_limit(self, model: str, limit: int) -> None:
         """Limit the concurrent inferences of a model, and admit those that wait for a higher limit."""
         limit = min(limit, self._max_running)
         self.limits[model] = limit
         self._metrics.model_limit.labels(model).set(limit)
-        while self.queue and self.running < self._max_running and self._admit_next():
-            pass
+        self._admit_all()
+
+    def forget_limit(self, model: str) -> None:
+        del self.limits[model]
+        self.batching_models.discard(model)
+
+    def add_rows(self, model: str, rows: int) -> None:
+        self._more_rows[model] += rows
+        if not self._more_rows[model]:
+            del self._more_rows[model]
+
+    def learn_answer_time(self, model: str, seconds: float) -> None:
+        times = self._answer_times
+        known = times.get(model)
+        if known is not None:
+            known.add(seconds)
+            return
+        if len(times) >= MAX_ANSWER_TIMES:
+            del times[next(iter(times))]
+        times[model] = AnswerTime(seconds)
 
     def try_acquire(self, model: str) -> bool:
         """Take a slot if one is free, to be given back with `release`.
@@ -206,13 +299,15 @@ class AdmissionQueue:
         """
         running = self._running_by_model.get(model, 0)
         limit = self.limits.get(model, self._default_limit)
+        if self._more_rows:
+            limit -= self._more_rows.get(model, 0)
         if self.running >= self._max_running or running >= limit:
             return False
         self.running += 1
         self._running_by_model[model] = running + 1
         return True
 
-    def enqueue(self, model: str, info: RequestInfo) -> Waiter:
+    def enqueue(self, model: str, info: RequestInfo, timeout_s: float) -> Waiter:
         """Return a new last waiter of the caller. Raises `AdmissionQueueFull`."""
         priority = self.find_priority(model, info)
         queue = self.queue
@@ -231,7 +326,10 @@ class AdmissionQueue:
             self._departures.restart()
         if len(queue) >= self.max_waiting:
             self._displace_newest_below(priority)
-        return queue.add(model, info.caller_name, priority)
+        waiter = queue.add(model, info.caller_name, priority)
+        waiter.deadline = perf_counter() + timeout_s
+        waiter.key = info.key
+        return waiter
 
     def find_priority(self, model: str, info: RequestInfo) -> Priority:
         """Return the priority of the caller, or that of the model; a request may ask for a lower one."""
@@ -244,7 +342,10 @@ class AdmissionQueue:
         return priority if wanted is None else min(priority, wanted)
 
     async def wait(self, waiter: Waiter, timeout_s: float) -> float:
-        """Wait for a slot; return the remaining seconds. Raises `DisplacedFromQueue` or `DeadlinePassed`."""
+        """Wait for a slot; return the remaining seconds.
+
+        Raises `DisplacedFromQueue`, `DeadlineTooNear` or `DeadlinePassed`.
+        """
         started_at = perf_counter()
         admitted = waiter.admitted
         try:
@@ -265,6 +366,7 @@ class AdmissionQueue:
         finally:
             waited_s = perf_counter() - started_at
             self._metrics.queue_wait.labels(waiter.priority.name).observe(waited_s)
+            self._metrics.count_caller_wait(waiter.key, waited_s)
         return timeout_s - waited_s
 
     def _displace_newest_below(self, priority: Priority) -> None:
@@ -284,8 +386,14 @@ class AdmissionQueue:
     def is_crowded(self, model: str) -> bool:
         """Return whether requests of the model wait, or half of its slots are taken."""
         limit = self.limits.get(model, self._default_limit)
-        is_half_taken = 2 * self._running_by_model.get(model, 0) > limit
+        is_half_taken = 2 * self._count_running(model) > limit
         return is_half_taken or model in self.queue.models
+
+    def is_awaited(self, model: str) -> bool:
+        """Return whether requests wait for the model, or of any model for a place in the process."""
+        return model in self.queue.models or (
+            bool(self.queue) and self.running >= self._max_running
+        )
 
     @property
     def is_busy(self) -> bool:
@@ -300,8 +408,10 @@ class AdmissionQueue:
     def waiting_ratio(self) -> float:
         return self.waiting / self.max_waiting if self.max_waiting else 0.0
 
-    def release(self, model: str, caller: str = "") -> None:
+    def release(self, model: str, caller: str = "", more_rows: int = 0) -> None:
         self.running -= 1
+        if more_rows:
+            self.add_rows(model, -more_rows)
         running = self._running_by_model[model] - 1
         if running:
             self._running_by_model[model] = running
@@ -309,21 +419,41 @@ class AdmissionQueue:
             del self._running_by_model[model]
         if self.record_use is not None:
             self.record_use(model, caller)
-        # One slot became free. After a limit was lowered, it may be one too many.
+        # A slot became free, or several rows. After a limit was lowered, it may be one too many.
         if self.queue:
             self._departures.record(model)
-            self._admit_next()
+            self._admit_all()
+
+    def _admit_all(self) -> None:
+        while self.queue and self.running < self._max_running and self._admit_next():
+            pass
 
     def _admit_next(self) -> bool:
-        """Admit the next waiter whose model has a free slot; return whether there was one."""
-        if not any(map(self.has_room, self.queue.models)):
+        """Admit the next waiter whose model has a free slot; return whether there was one.
+
+        Those before it whose model would not answer in time are refused.
+        """
+        while any(map(self.has_room, self.queue.models)):
+            waiter = self.queue.take_next(self.has_room)
+            if waiter is None:
+                return False
+            if self._refuse_if_late(waiter):
+                continue
+            self.running += 1
+            self._running_by_model[waiter.model] = self._running_by_model.get(waiter.model, 0) + 1
+            waiter.admitted.set_result(None)
+            return True
+        return False
+
+    def _refuse_if_late(self, waiter: Waiter) -> bool:
+        times = self._answer_times.get(waiter.model)
+        needed_s = 0.0 if times is None else times.shortest_s
+        if not needed_s or perf_counter() + needed_s <= waiter.deadline:
             return False
-        waiter = self.queue.take_next(self.has_room)
-        if waiter is None:
-            return False
-        self.running += 1
-        self._running_by_model[waiter.model] = self._running_by_model.get(waiter.model, 0) + 1
-        waiter.admitted.set_result(None)
+        self.queue.refund(waiter)
+        self._metrics.shed.labels("deadline").inc()
+        self._metrics.queue_refusals.labels(waiter.priority.name).inc()
+        waiter.admitted.set_exception(DeadlineTooNear(waiter, needed_s))
         return True
 
 

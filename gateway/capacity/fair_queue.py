@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import Final
 
 from gateway.callers import Priority
@@ -28,11 +29,13 @@ MAX_REMEMBERED_CALLERS: Final = 1024
 class Waiter:
     """A request that waits for a place, and then has it."""
 
-    __slots__ = ("admitted", "estimate_s", "line", "model")
+    __slots__ = ("admitted", "deadline", "estimate_s", "key", "line", "model")
 
     def __init__(self, model: str, line: CallerLine) -> None:
         self.model = model
         self.line = line
+        self.deadline = inf  # a time of `perf_counter`
+        self.key = ""  # the name of the caller's key or rule
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.estimate_s = 0.0
 

@@ -373,7 +373,9 @@ class Dispatcher:
         version = target.version
         if not failure.is_from_triton:
             if isinstance(failure, DeadlinePassed) and not call.is_idempotent:
-                return with_cause(DeadlinePassed(target.timeout_s), failure)
+                error = DeadlinePassed(target.timeout_s)
+                error.work_ended = failure.work_ended
+                return with_cause(error, failure)
             return failure
         is_known = pool.is_listed(model)
         if (

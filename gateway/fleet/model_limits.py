@@ -3,12 +3,14 @@
 Triton's dynamic batcher makes the usual signal, round-trip times that rise, useless: they rise with the load
 long before a model is busy. The ratio of the time that requests wait in Triton to the time that they are
 computed does not: near 1.5, the next batch is always there, and what waits longer waits in the gateway, where
-priorities can reorder it. A limit grows by additions and shrinks by a factor, as a window of TCP does.
+priorities can reorder it; without batches 1 is enough, where one waits for each that is computed. A limit
+grows by additions and shrinks by a factor, as a window of TCP does.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,9 +26,10 @@ from gateway.tensors.signature import Signature
 from gateway.triton.request_target import RequestTarget
 
 INTERVAL_S: Final = 1.0
-STATISTICS_TIMEOUT_S: Final = 2.0
+STATISTICS_TIMEOUT_S: Final = 1.0
 MAX_MODELS: Final = 32  # that are adjusted at each interval
-WANTED_RATIO: Final = 1.5
+BATCHING_RATIO: Final = 1.5
+SINGLE_RATIO: Final = 1.0
 TOLERANCE: Final = 1.2
 MIN_SAMPLES: Final = 5
 GROWTH: Final = 0.1
@@ -55,16 +58,23 @@ class QueueTimes:
         return self.waited_ns / max(self.computed_ns, 1)
 
 
-def choose_limit(limit: int, min_limit: int, times: QueueTimes, *, is_reached: bool) -> int:
+def choose_limit(
+    limit: int,
+    min_limit: int,
+    times: QueueTimes,
+    *,
+    is_reached: bool,
+    wanted_ratio: float = BATCHING_RATIO,
+) -> int:
     """Return the next limit after an interval with these times.
 
     A limit that the requests did not reach does not grow: nothing shows that more would be of use.
     """
     if times.count < MIN_SAMPLES:
         return limit
-    if times.ratio > WANTED_RATIO * TOLERANCE:
+    if times.ratio > wanted_ratio * TOLERANCE:
         return max(int(limit * REDUCTION), min_limit)
-    if times.ratio < WANTED_RATIO and is_reached:
+    if times.ratio < wanted_ratio / TOLERANCE and is_reached:
         return limit + max(int(limit * GROWTH), 1)
     return limit
 
@@ -105,7 +115,8 @@ class ModelLimits:
         self._statistics = statistics
         self._signatures = signatures
         self._default_limit = default_limit
-        self._times: dict[str, QueueTimes] = {}
+        # By the model, and the model or the step of the ensemble that counted them.
+        self._times: dict[str, Mapping[str, QueueTimes]] = {}
 
     async def run(self) -> None:
         async def adjust() -> None:
@@ -119,7 +130,7 @@ class ModelLimits:
         counts = admission.count_all_requests()
         for model in [each for each in admission.limits if each not in counts]:
             if not self._pool.is_listed(model):
-                del admission.limits[model]
+                admission.forget_limit(model)
         crowded = [
             model
             for model, count in counts.items()
@@ -141,26 +152,44 @@ class ModelLimits:
         signature = self._signatures.find_or_start_reading(model)
         if signature is None:
             return
+        # The requests of an ensemble wait in the queues of its steps.
+        stages = {model: signature}
+        if signature.steps:
+            found = {step: self._signatures.find_or_start_reading(step) for step in signature.steps}
+            stages = {step: each for step, each in found.items() if each is not None}
+            if len(stages) < len(found):
+                return
         replicas = self._count_replicas()
         limit = admission.limits.get(model)
         if limit is None:
-            limit = choose_first_limit(signature) * replicas
+            limit = max(map(choose_first_limit, stages.values())) * replicas
+            if signature.max_batch_size:
+                admission.batching_models.add(model)
             admission.set_limit(model, limit)
-        if signature.steps:
-            # Its requests wait in the queues of its steps, which have statistics of their own.
-            return
         is_reached = model in admission.queue.models
-        target = RequestTarget(model, timeout_s=STATISTICS_TIMEOUT_S)
+        before = self._times.get(model)
         try:
-            times = parse_queue_times(await self._statistics.read(target))
+            counted = await asyncio.gather(*map(self._read_times, stages))
         except GatewayError:
             return
-        before = self._times.get(model)
-        self._times[model] = times
-        if before is not None:
-            min_limit = max(signature.max_batch_size, MIN_LIMIT) * replicas
-            limit = choose_limit(limit, min_limit, times - before, is_reached=is_reached)
+        times = self._times[model] = dict(zip(stages, counted, strict=True))
+        if before is not None and before.keys() == times.keys():
+            changes = {stage: times[stage] - before[stage] for stage in stages}
+            # The step with the longest queue limits the ensemble.
+            slowest = max(changes, key=lambda stage: changes[stage].ratio)
+            batch_size = stages[slowest].max_batch_size
+            limit = choose_limit(
+                limit,
+                max(batch_size, MIN_LIMIT) * replicas,
+                changes[slowest],
+                is_reached=is_reached,
+                wanted_ratio=BATCHING_RATIO if batch_size > 1 else SINGLE_RATIO,
+            )
             admission.set_limit(model, limit)
+
+    async def _read_times(self, model: str) -> QueueTimes:
+        target = RequestTarget(model, timeout_s=STATISTICS_TIMEOUT_S)
+        return parse_queue_times(await self._statistics.read(target))
 
     def _count_replicas(self) -> int:
         replicas = self._pool.replicas.values()

@@ -252,6 +252,7 @@ class HealthMonitor:
         if replica.health.ejected_until > now and previous is not HealthState.EJECTED:
             replica.reason = error.detail
             self._metrics.count_event(self._metrics.ejections, replica.name)
+            replica.http.drop_pending_work()
             # A uvloop timer can fire slightly early, when the replica would still be ejected.
             timer_due = replica.health.ejected_until + EVENT_LOOP_RESOLUTION_S
             self._loop.call_at(timer_due, self._on_change)

@@ -87,6 +87,7 @@ def create_http_client(
         server_name=address.server_name,
         connect_timeout_s=settings.connect_timeout_s,
         max_answer_bytes=settings.max_answer_bytes,
+        max_work_s=settings.max_request_timeout_s,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Container, Iterator, Mapping
+from contextlib import nullcontext
 from functools import reduce
 from time import perf_counter
 from typing import Any, Final
@@ -89,7 +90,10 @@ class FleetStatistics:
         self._pool = pool
         self._management_headers = management_headers
         self._versions: dict[tuple[str, str], VersionCounts] = {}
-        self._turn = asyncio.Lock()  # sums use a thread, which would hold up others
+        # Of reads of all models, whose documents are large.
+        self._reading = asyncio.Lock()
+        # Of sums, which use a thread.
+        self._adding = asyncio.Lock()
 
     async def read(self, target: RequestTarget) -> bytes:
         """Return the sums of a model's versions or, without a model, of all, as Triton does over HTTP.
@@ -100,7 +104,8 @@ class FleetStatistics:
         replicas = [each for each in self._pool.replicas.values() if self._pool.is_reachable(each)]
         if not replicas:
             raise NoReplica
-        async with self._turn:
+        # A replica that hangs delays no read of another model.
+        async with nullcontext() if target.model else self._reading:
             sent_at = perf_counter()
             outcomes = await run_together(self._try_to_read(each, target) for each in replicas)
             failures = [outcome for outcome in outcomes if isinstance(outcome, GatewayError)]
@@ -111,7 +116,8 @@ class FleetStatistics:
                 for replica, outcome in zip(replicas, outcomes, strict=True)
                 if not isinstance(outcome, GatewayError)
             }
-            return await asyncio.to_thread(self._add_up, answers, sent_at)
+            async with self._adding:
+                return await asyncio.to_thread(self._add_up, answers, sent_at)
 
     async def read_replica(self, name: str, target: RequestTarget) -> bytes:
         """Return the answer of one replica. Raises `UnknownReplica`, or as `read`."""

@@ -23,6 +23,7 @@ from gateway.tasks import TaskTimeout
 
 COALESCE_REQUEST_UNDER_BYTES: Final = 64 * 1024
 MAX_RESPONSE_BYTES: Final = (1 << 31) - 1
+MAX_PENDING_WORK: Final = 4096  # requests whose deadline has passed
 
 
 def find_header(headers: Headers, name: bytes) -> bytes:
@@ -140,6 +141,7 @@ class HttpClient:
         connect_timeout_s: float = 0.5,
         idle_timeout_s: float = 4.0,
         max_answer_bytes: int = MAX_RESPONSE_BYTES,
+        max_work_s: float = 300.0,
     ) -> None:
         self._host = host
         self._port = port
@@ -151,11 +153,14 @@ class HttpClient:
         self._connect_timeout_s = connect_timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._max_answer_bytes = max_answer_bytes
+        self._max_work_s = max_work_s
         self._is_closed = False
         # Stored, because getting the running loop is a system call each time.
         self._loop = asyncio.get_running_loop()
         # A stack: the connection that was used last is used next.
         self._idle_connections: list[UpstreamConnection] = []
+        # Of requests whose deadline has passed, and on which the server still works.
+        self._pending_work: set[UpstreamConnection] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
         self.authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._host_header = f"host: {self.authority}\r\n".encode("latin-1")
@@ -169,12 +174,14 @@ class HttpClient:
         body: bytes | list[Buffer] | AsyncIterator[bytes] = b"",
         timeout_s: float,
         fresh: bool = False,
+        outlives_client: bool = False,
     ) -> UpstreamResponse:
         """Send a request and return once the response's head has arrived.
 
         `headers` contain the framing: Content-Length, or Transfer-Encoding: chunked, for which a streamed
         `body` is encoded in chunks. `fresh` requests a new connection. Raises `RequestNotSent`,
-        `BadUpstream` or `DeadlinePassed`.
+        `BadUpstream` or `DeadlinePassed`. With `outlives_client`, the server goes on with a POST whose
+        deadline has passed: the connection stays open until it answers, at most `max_work_s`.
         """
         connection: UpstreamConnection | None = None
         send_task: asyncio.Task[None] | None = None
@@ -201,10 +208,20 @@ class HttpClient:
             while connection.is_awaiting_head:
                 await connection.wait_for_data()
             connection.raise_if_failed()
-        except BaseException:
+        except BaseException as exc:
             if send_task is not None:
                 send_task.cancel()
-            release(connection)
+            if (
+                isinstance(exc, DeadlinePassed)
+                and outlives_client
+                and method == b"POST"
+                and connection is not None
+                and connection.is_work_pending
+                and len(self._pending_work) < MAX_PENDING_WORK
+            ):
+                exc.work_ended = self._wait_for_end(connection)
+            else:
+                release(connection)
             raise
         self.last_response_at = perf_counter()
         response = UpstreamResponse(connection, release, self._max_answer_bytes)
@@ -249,6 +266,25 @@ class HttpClient:
         for connection in self._idle_connections:
             connection.close()
         self._idle_connections.clear()
+        self.drop_pending_work()
+
+    def drop_pending_work(self) -> None:
+        """Expect no more that the server ends what it does for requests whose deadline has passed."""
+        for connection in list(self._pending_work):
+            connection.abort()
+
+    def _wait_for_end(self, connection: UpstreamConnection) -> asyncio.Future[None]:
+        """Return a future that is done when the server has answered or the connection is closed."""
+        ended = self._loop.create_future()
+
+        def end() -> None:
+            self._pending_work.discard(connection)
+            self._release(connection)
+            ended.set_result(None)
+
+        self._pending_work.add(connection)
+        connection.wait_for_end(self._max_work_s, end)
+        return ended
 
     def _take_idle(self) -> UpstreamConnection | None:
         while self._idle_connections:

@@ -7,7 +7,7 @@ becomes a gateway error, body iteration included.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, cast
@@ -85,6 +85,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._buffered_bytes = 0
         self._is_reading_paused = False
         self._is_close_delimited = False
+        self._on_closed: Callable[[], None] | None = None
         self._head_bytes = 0
         self._body_bytes = 0
         # The response in the last read, if the read contained exactly one.
@@ -100,7 +101,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._state is IDLE:
-            self.abort()  # unsolicited data must not become the response to a later request
+            self.abort()  # unsolicited or late data must not become the response to a later request
             return
         size = len(data)
         known = self._known_response
@@ -150,6 +151,9 @@ class UpstreamConnection(asyncio.Protocol):
             reason = "the replica closed the connection before its response was complete"
             self.fail(create_failure(reason, exc))
         self._wake_writer()
+        if self._on_closed is not None:
+            self._cancel_timer()
+            self._on_closed()
         # The parser refers to this connection. Collecting that cycle would cost more than the parser's work.
         del self._parser
 
@@ -258,10 +262,27 @@ class UpstreamConnection(asyncio.Protocol):
         self._timer = None
         if not self._is_receiving:
             return
-        if self._loop.time() >= self._deadline:
-            self.fail(DeadlinePassed(round(self._timeout_s, 3)))
-        else:
+        if self._loop.time() < self._deadline:
             self._start_timer()
+            return
+        error = DeadlinePassed(round(self._timeout_s, 3))
+        if self._state is HEAD and self._is_request_sent:
+            self._state = FAILED
+            self._error = error
+            self._wake_reader()
+        else:
+            self.fail(error)
+
+    @property
+    def is_work_pending(self) -> bool:
+        """Return whether the deadline has passed, and the server works on the request as before."""
+        return self._state is FAILED and self.is_usable
+
+    def wait_for_end(self, timeout_s: float, on_closed: Callable[[], None]) -> None:
+        """Close the connection when the server answers a request whose deadline has passed, or then."""
+        self._state = IDLE
+        self._on_closed = on_closed
+        self._timer = self._loop.call_later(timeout_s, self.abort)
 
     def write(self, data: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():

@@ -109,6 +109,7 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
                     info.bytes_out = len(body)
                     await send({"type": "http.response.body", "body": body})
                 else:
+                    slot.is_stream = True
                     async for message in relay_response(response, start, scope):
                         status = start["status"]
                         await send(message)
@@ -221,12 +222,13 @@ async def forward_request(
     if action.is_inference:
         remaining_s = await slot.acquire(remaining_s)
         info.rows = 1
-        if (
-            services.metrics.usage_listener is not None
-            and has_tensors
-            and (size := find_first_size(prepared.beginning, headers.json_bytes)) > 1
-        ):
-            info.rows = await services.measure_rows(model, size)
+        is_counted = services.metrics.usage_listener is not None
+        if has_tensors and (slot.counts_rows or is_counted):
+            size = find_first_size(prepared.beginning, headers.json_bytes)
+            if slot.counts_rows:
+                slot.weigh(size)
+            if is_counted and size > 1:
+                info.rows = await services.measure_rows(model, size)
     upstream = RequestTarget(  # named arguments would cost 1.5 µs
         model,
         target.version,

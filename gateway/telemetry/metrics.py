@@ -44,7 +44,7 @@ STATUS_LABELS: Final = {
     status: (f"{status // 100}xx", str(status) if status >= 500 else "")
     for status in range(100, 600)
 } | {CLIENT_CLOSED_REQUEST: (str(CLIENT_CLOSED_REQUEST), "")}
-SHED_REASONS: Final = ("queue_full", "displaced", "rate", "quota", "inflight", "memory")
+SHED_REASONS: Final = ("queue_full", "displaced", "deadline", "rate", "quota", "inflight", "memory")
 REFUSAL_REASONS: Final = (
     "malformed_request", "request_too_slow", "url_too_long", "header_too_large",
     "too_many_connections", "answer_not_taken",
@@ -134,6 +134,7 @@ class Metrics:
         self._pending_refusals: Counts[tuple[str, str]] = (
             Counts()
         )  # by the name of a key and the code
+        self._pending_waits: Counts[tuple[str]] = Counts()  # seconds, by the name of a key
         self._dropped_lines = 0
         self.open_connections = OpenConnections()
         self.pending_attempts: Counts[tuple[str, str]] = Counts()
@@ -187,7 +188,8 @@ class Metrics:
         )
         self.queue_refusals = create.counter(
             "gateway_queue_refusals_total",
-            "Inferences rejected because the admission queue was full.",
+            "Inferences rejected because the admission queue was full, or the model would not answer them "
+            "in time.",
             ("priority",),
         )
         self.request_memory = create.level(
@@ -242,6 +244,12 @@ class Metrics:
             "gateway_caller_refusals_total",
             "Requests refused with 401, 403 or 429, by the name of the key or rule and the code.",
             ("caller", "code"),
+        )
+        self.caller_wait = create.counter(
+            "gateway_caller_queue_seconds_total",
+            "Time that inferences waited in the admission queue, by the name of the key or rule. The rate is "
+            "the number that waits.",
+            ("caller",),
         )
 
     def _create_replica_metrics(self, create: MetricFactory) -> None:
@@ -348,6 +356,10 @@ class Metrics:
             if status in REFUSED_STATUSES:
                 self._pending_refusals[info.key, info.error_code] += 1
 
+    def count_caller_wait(self, caller: str, seconds: float) -> None:
+        if caller and self._counts_callers:
+            self._pending_waits[(caller,)] += seconds  # type: ignore[assignment]  # typed for integers
+
     def update_dropped_lines(self, total: int) -> None:
         self.dropped_lines.inc(total - self._dropped_lines)
         self._dropped_lines = total
@@ -385,9 +397,13 @@ class Metrics:
             self.caller_bytes.labels(caller, model, "out").inc(usage.bytes_out)
             if self.usage_listener is not None:
                 self.usage_listener(caller, model, usage)
-        for (caller, code), count in self._pending_refusals.items():
-            self.caller_refusals.labels(self._label_caller(caller), code).inc(count)
-        self._pending_refusals.clear()
+        for counter, counts in (
+            (self.caller_refusals, self._pending_refusals),
+            (self.caller_wait, self._pending_waits),
+        ):
+            for (caller, *labels), count in counts.items():
+                counter.labels(self._label_caller(caller), *labels).inc(count)
+            counts.clear()
 
     def _label_caller(self, caller: str) -> str:
         if caller not in self._callers and len(self._callers) >= MAX_CALLERS:

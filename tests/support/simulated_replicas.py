@@ -92,7 +92,10 @@ class SimulatedTriton:
         if verb == "config":
             return 0.0, ok(orjson.dumps({"name": model}))
         if verb == "stats" and not self.denies:
-            versions = [{"last_inference": self.last_inference_ms}]
+            none = {"count": 0, "ns": 0}
+            counts = {"inference_count": 0, "execution_count": 0}
+            version = {"name": model, "version": "1", "last_inference": self.last_inference_ms}
+            versions = [{**version, **counts, "inference_stats": {"success": none, "fail": none}}]
             return 0.0, ok(orjson.dumps({"model_stats": versions}))
         self.inferences[model] += 1
         if self.garbles:

@@ -289,6 +289,8 @@ class InferStream:
             await request.step.wait()
             with Slot(self._services.admission, request.target.model, call.info) as slot:
                 timeout_s = await slot.acquire(call.find_timeout_s())
+                if slot.counts_rows:
+                    slot.weigh(request.head.first_size)
                 stream = await self._send(request, message, timeout_s)
                 del message
                 with closing(stream):

@@ -14,8 +14,8 @@ from gateway.capabilities.versions.label_router import ActiveLabel
 from gateway.capabilities.versions.labels import Shadow
 from gateway.capabilities.versions.output_comparison import Arrays
 from gateway.capabilities.versions.shadows import (
-    DROPPED,
     MAX_INLINE_BYTES,
+    TOO_LARGE,
     ShadowCopy,
     ShadowRunner,
 )
@@ -75,7 +75,7 @@ class HttpCopy:
             elif not self.is_dropped:
                 self.is_dropped = True
                 self._chunks = []
-                self._runner.count_result(self._label, self._shadow, DROPPED)
+                self._runner.drop(self._label, self._shadow, TOO_LARGE)
             yield chunk
 
     def watch_response(self, send: Send, request_id: str) -> Send:

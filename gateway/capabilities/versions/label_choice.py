@@ -12,7 +12,7 @@ from gateway.capabilities.versions.http_copy import HttpCopy, can_copy
 from gateway.capabilities.versions.label_router import ActiveLabel
 from gateway.capabilities.versions.labels import Shadow
 from gateway.capabilities.versions.output_comparison import Arrays
-from gateway.capabilities.versions.shadows import DROPPED, ShadowCopy, ShadowRunner
+from gateway.capabilities.versions.shadows import IN_PIECES, ShadowCopy, ShadowRunner
 from gateway.errors import UpstreamResponseTooLarge
 from gateway.fleet.replica import Replica
 from gateway.fleet.transports import GrpcBytesCall, HttpCall, prepare_http_infer
@@ -55,7 +55,7 @@ class LabelChoice:
         if target.sequence_step is not None or not (shadow := self._runner.choose_shadow(label)):
             return None
         if request.inputs.exceeds(request.signature.max_batch_size):  # it was sent in pieces
-            self._runner.count_result(label, shadow, DROPPED)
+            self._runner.drop(label, shadow, IN_PIECES)
             return None
 
         async def send(replica: Replica) -> Arrays:

@@ -200,10 +200,13 @@ class LabelManager(VersionPolicy):
         return "" if version_state.state == READY else str(version_state)
 
     def _describe(self, model: str, name: str, label: VersionLabel) -> dict[str, Any]:
+        active = self._router.find_label(model, name)
+        dropped = {} if active is None else dict(active.dropped_copies)
         return {
             "model": model,
             "label": name,
             **label.to_dict(),
+            **({"dropped_copies": dropped} if dropped else {}),
             **({"declared": True} if self._router.is_declared(model, name) else {}),
             "ready": {each: self._pool.is_served(model, each) for each in label.versions},
             "model_version_status": build_version_status(

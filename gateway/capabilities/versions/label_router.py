@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from prometheus_client import Counter
+from prometheus_client import Counter as CounterMetric
 
 from gateway.capabilities.versions.labels import (
     LABELS,
@@ -82,7 +82,7 @@ class ActiveLabel:
         self,
         pool: ReplicaPool,
         sequences: SequenceVersions,
-        redirects: Counter,
+        redirects: CounterMetric,
         *,
         model: str,
         name: str,
@@ -99,6 +99,8 @@ class ActiveLabel:
         self._rotation = self._ready_rotation = WeightedRotation(self._ready)
         percent = 100 if value.shadow is None else value.shadow.percent
         self._shadow_counter = PercentCounter(percent)
+        # By reason, since the label has its value.
+        self.dropped_copies: Counter[str] = Counter()
         self._seen_change = -1
 
     def choose_version(self, scope: RequestScope) -> str:
@@ -193,7 +195,7 @@ class LabelRouter:
         pool: ReplicaPool,
         state: SharedState,
         stored: SharedTable[LabelTable],
-        redirects: Counter,
+        redirects: CounterMetric,
     ) -> None:
         self._pool = pool
         self._state = state

@@ -17,3 +17,8 @@ class LabelMetrics:
             "Copies of requests to a shadow version, by result: equal, close, different, failed, dropped.",
             ("model", "label", "version", "result"),
         )
+        self.shadow_drops = create.counter(
+            "gateway_shadow_drops_total",
+            "Copies of requests that were dropped, by reason: busy, too_many, too_large, in_pieces.",
+            ("model", "label", "version", "reason"),
+        )

@@ -19,6 +19,7 @@ from gateway.fleet.index import Index
 from gateway.routes.dependencies import ServicesForInference, ServicesForManagement, record_label
 from gateway.routes.models import VERSION_STATUS_SCHEMA
 from gateway.routes.openapi import (
+    COUNT_SCHEMA,
     build_json_body,
     build_list_schema,
     build_map_schema,
@@ -62,13 +63,17 @@ LABEL_SCHEMA: Final = build_object_schema(
         "model": STRING_SCHEMA,
         "label": {"type": "string", "pattern": f"^{LABEL_NAME.pattern}$"},
         **LABEL_PROPERTIES,
+        "dropped_copies": build_map_schema(
+            COUNT_SCHEMA,
+            "Copies that this gateway process dropped since the label was changed, by reason.",
+        ),
         "declared": {"const": True, "description": "The models file contains the label."},
         "ready": build_map_schema({"type": "boolean"}, "Versions that a replica can serve now."),
         "model_version_status": build_list_schema(
             VERSION_STATUS_SCHEMA, "The same in TensorFlow Serving's format."
         ),
     },
-    optional=("version", "versions", "sticky", "shadow", "declared"),
+    optional=("version", "versions", "sticky", "shadow", "dropped_copies", "declared"),
 )
 LABEL_LIST_SCHEMA: Final = build_object_schema(
     {"model": STRING_SCHEMA, "labels": {"type": "array", "items": LABEL_SCHEMA}}

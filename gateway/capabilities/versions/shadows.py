@@ -1,7 +1,8 @@
 """Shadow traffic: copies of requests to another version, whose responses are compared and dropped.
 
-A copy is sent after the response of its request. It takes no slot, waits for none, and does not count for the
-health of a replica. While other requests are in progress, copies add at most `BUSY_SHARE` to their number.
+A copy is sent after the response of its request. It gives way to every request that waits, takes no slot,
+because the instances of another version are not those of the label's, and does not count for the health of a
+replica. A version that hangs holds up `MAX_COPIES`, and no request.
 """
 
 from __future__ import annotations
@@ -33,12 +34,17 @@ from gateway.telemetry.request_info import current_request_info
 
 log = logging.getLogger(__name__)
 
-BUSY_SHARE: Final = 0.01  # copies per request while other requests are in progress
-MAX_COPIES: Final = 4  # copies in progress at the same time
+MAX_COPIES: Final = 32  # copies in progress at the same time
+MAX_COPIED_BYTES: Final = 32 << 20  # of these
 LOG_INTERVAL_S: Final = 10.0  # minimum time between two lines of a label
 MAX_INLINE_BYTES: Final = 64 << 10  # larger outputs are compared in a thread
 FAILED = "failed"
 DROPPED = "dropped"
+# Reasons of dropped copies.
+BUSY: Final = "busy"  # requests wait, even if only in the background
+TOO_MANY: Final = "too_many"
+TOO_LARGE: Final = "too_large"
+IN_PIECES: Final = "in_pieces"
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class ShadowRunner:
         self._admission = admission
         self._metrics = metrics
         self._tasks = TaskSet()
-        self._allowed_copies = 1.0  # a token bucket
+        self._copied_bytes = 0
         self._next_log: dict[tuple[str, str], float] = {}
         self._unlogged: Counter[tuple[str, str]] = Counter()
 
@@ -75,43 +81,51 @@ class ShadowRunner:
         """Return the label's shadow if a request that holds a slot is to be copied."""
         if label.value.shadow is None:
             return None
-        self._allowed_copies = min(self._allowed_copies + BUSY_SHARE, MAX_COPIES)
         shadow = label.take_shadow()
-        if shadow is None or self._may_copy():
-            return shadow
-        self.count_result(label, shadow, DROPPED)
-        return None
-
-    def _may_copy(self) -> bool:
-        if self._admission.waiting:
-            return False
-        if self._admission.running <= 1:  # the request itself
-            return True
-        if self._allowed_copies < 1:
-            return False
-        self._allowed_copies -= 1
-        return True
+        if shadow is not None and self._admission.is_awaited(label.model):
+            self.drop(label, shadow, BUSY)
+            return None
+        return shadow
 
     def start(self, copy: ShadowCopy) -> None:
         """Send a copy in the background, or drop it if it is large or there are too many."""
-        if copy.size_bytes > self.max_bytes or len(self._tasks) >= MAX_COPIES:
-            self.count_result(copy.label, copy.shadow, DROPPED)
-            return
-        self._tasks.start(self._run(copy))
+        if copy.size_bytes > self.max_bytes:
+            self.drop(copy.label, copy.shadow, TOO_LARGE)
+        elif (
+            len(self._tasks) >= MAX_COPIES
+            or self._copied_bytes + copy.size_bytes > MAX_COPIED_BYTES
+        ):
+            self.drop(copy.label, copy.shadow, TOO_MANY)
+        else:
+            self._tasks.start(self._run(copy))
 
-    def count_result(self, label: ActiveLabel, shadow: Shadow, result: str) -> None:
+    def drop(self, label: ActiveLabel, shadow: Shadow, reason: str) -> None:
+        label.dropped_copies[reason] += 1
+        drops = self._metrics.shadow_drops
+        drops.labels(label.model, label.name, shadow.version, reason).inc()
+        self._count_result(label, shadow, DROPPED)
+
+    def _count_result(self, label: ActiveLabel, shadow: Shadow, result: str) -> None:
         copies = self._metrics.shadow_requests
         copies.labels(label.model, label.name, shadow.version, result).inc()
 
     async def _run(self, copy: ShadowCopy) -> None:
         current_request_info.set(None)  # its log line and metrics are complete
+        self._copied_bytes += copy.size_bytes
+        try:
+            await self._run_and_count(copy)
+        finally:
+            self._copied_bytes -= copy.size_bytes
+
+    async def _run_and_count(self, copy: ShadowCopy) -> None:
         try:
             comparison = await self._compare(copy)
-        except (TooLarge, UpstreamResponseTooLarge) as exc:
-            comparison = Comparison(DROPPED, exc.detail)
+        except (TooLarge, UpstreamResponseTooLarge):
+            self.drop(copy.label, copy.shadow, TOO_LARGE)
+            return
         except GatewayError as exc:
             comparison = Comparison(FAILED, exc.detail)
-        self.count_result(copy.label, copy.shadow, comparison.result)
+        self._count_result(copy.label, copy.shadow, comparison.result)
         if comparison.result in (DIFFERENT, FAILED):
             self._log_difference(copy, comparison, monotonic())
 

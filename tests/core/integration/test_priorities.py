@@ -23,6 +23,7 @@ PATH = f"/v1/models/{CANCELLABLE.name}/infer"
 # The scrape is one of them.
 IN_PROGRESS = 'gateway_requests_in_flight{route="/v1"}'
 WAITING = 'gateway_queue_length{priority="background"}'
+WAITED = 'gateway_queue_wait_seconds_count{priority="interactive"}'
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,21 @@ def test_interactive_request_overtakes_those_that_wait_in_the_background(
         for call in calls:
             call.result()
     assert order.index(USER) == 1
+
+
+def test_request_that_timed_out_keeps_its_place_while_triton_computes_it(
+    narrow: httpx.Client,
+) -> None:
+    tensor = {"name": "SECONDS", "datatype": "FP32", "shape": [1, 1], "data": [2.0]}
+    path = f"/v2/models/{CANCELLABLE.name}/infer"
+    headers = {"X-Request-Timeout": "0.1"}
+    waited = metric(narrow, WAITED)
+    response = narrow.post(path, json={"inputs": [tensor]}, headers=headers)
+    assert_error(response, 504, "DEADLINE_PASSED", "no response within 0.1 s")
+    assert narrow.post(PATH, json={"inputs": 0.01}).status_code == 200
+    assert metric(narrow, WAITED) == waited + 1
+    assert narrow.post(PATH, json={"inputs": 0.01}).status_code == 200
+    assert metric(narrow, WAITED) == waited + 1
 
 
 def test_unknown_priority_is_refused_except_for_probes(narrow: httpx.Client) -> None:

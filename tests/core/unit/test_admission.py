@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.callers import Caller, Priority
-from gateway.capacity.admission import AdmissionQueue, AdmissionQueueFull, DisplacedFromQueue, Slot
+from gateway.capacity.admission import (
+    AdmissionQueue,
+    AdmissionQueueFull,
+    DeadlineTooNear,
+    DisplacedFromQueue,
+    Slot,
+)
 from gateway.capacity.fair_queue import FairQueue, Waiter
 from gateway.errors import DeadlinePassed
 from gateway.telemetry.metrics import Metrics
@@ -198,6 +204,73 @@ async def test_places_are_never_lost_or_given_twice(steps: list[tuple[str, str, 
     for _, slot in held:
         slot.release()
     assert (admission.running, admission.waiting) == (0, 0)
+
+
+# Rows, and times of answers.
+
+
+async def test_rows_of_a_request_are_counted_if_the_gateway_chose_the_limit() -> None:
+    admission = build_queue(places=8, per_model=8, queue=8)
+    fixed = await acquire(admission, "fixed")
+    fixed.weigh(8)
+    assert admission.try_acquire("fixed")
+    admission.set_limit("a", 4)
+    large = await acquire(admission, "a")
+    large.weigh(100)
+    waiters = [await waiting(admission, "a") for _ in range(4)]
+    assert admission.waiting == 4
+    assert admission.running == 3
+    large.release()
+    await settled()
+    assert admission.waiting == 0
+    for task in waiters:
+        (await task).release()
+    assert admission.count_requests("a") == 0
+    assert not admission.is_crowded("a")
+
+
+async def admit_beside(times: list[float], timeout_s: float) -> asyncio.Task[Slot]:
+    """Return a request that waited with this timeout for a model that has answered in these times."""
+    admission = build_queue(places=1, per_model=1, queue=8)
+    for seconds in times:
+        admission.learn_answer_time("a", seconds)
+    assert admission.try_acquire("a")
+    task = asyncio.create_task(acquire(admission, "a", timeout_s=timeout_s))
+    await settled()
+    later = await waiting(admission, "a")
+    admission.release("a")
+    await settled()
+    assert later.done() is isinstance(task.exception(), DeadlineTooNear)
+    later.cancel()
+    await asyncio.gather(later, return_exceptions=True)
+    return task
+
+
+async def test_request_that_cannot_be_answered_in_time_gives_its_turn_to_the_next() -> None:
+    refused = await admit_beside([TIMEOUT_S] * 20, TIMEOUT_S / 2)
+    with pytest.raises(DeadlineTooNear, match="which takes 59 s or longer at present") as error:
+        await refused
+    assert (error.value.status, error.value.code) == (504, "DEADLINE_PASSED")
+
+
+@pytest.mark.parametrize(
+    "times", [[], [TIMEOUT_S], [TIMEOUT_S, 0.1] * 10], ids=["unknown", "one", "different"]
+)
+async def test_request_is_not_refused_for_times_that_are_not_certain(times: list[float]) -> None:
+    (await (await admit_beside(times, TIMEOUT_S / 2))).release()
+
+
+async def test_slot_is_kept_until_triton_has_ended_a_request_that_timed_out() -> None:
+    admission = build_queue(places=1, per_model=1)
+    error = DeadlinePassed(1)
+    error.work_ended = asyncio.get_running_loop().create_future()
+    with pytest.raises(DeadlinePassed), await acquire(admission, "a"):
+        raise error
+    later = await waiting(admission, "a")
+    assert not later.done()
+    error.work_ended.set_result(None)
+    (await later).release()
+    assert admission.running == 0
 
 
 # Priorities, and turns by seconds of inference.

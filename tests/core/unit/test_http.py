@@ -158,6 +158,7 @@ async def before(
     host: str = "127.0.0.1",
     connect_timeout_s: float = PATIENCE_S,
     idle_s: float = PATIENCE_S,
+    work_s: float = PATIENCE_S,
 ) -> AsyncIterator[tuple[HttpClient, Replica]]:
     """The client before such a replica; what it leaves behind fails the test."""
     faults: list[dict[str, Any]] = []
@@ -165,7 +166,11 @@ async def before(
     replica = Replica(script)
     async with no_task_left(), replica.listening(host) as port:
         upstream = HttpClient(
-            host, port, connect_timeout_s=connect_timeout_s, idle_timeout_s=idle_s
+            host,
+            port,
+            connect_timeout_s=connect_timeout_s,
+            idle_timeout_s=idle_s,
+            max_work_s=work_s,
         )
         try:
             yield upstream, replica
@@ -1108,6 +1113,63 @@ def test_incomplete_request_or_response_raises_at_its_deadline(name: str) -> Non
             await wait_until_async(lambda: replica.peers[0].closed)
 
     retry_when_late(lambda pace: uvloop.run(pace.watch(scenario())), 0.05)
+
+
+@pytest.mark.parametrize("end", ["answer", "close", "ejection", "time"])
+def test_work_on_a_request_whose_deadline_has_passed_ends_with_the_answer(end: str) -> None:
+    proceed = asyncio.Event()
+
+    async def serve(peer: Peer) -> None:
+        await peer.asked()
+        await proceed.wait()
+        if end == "answer":
+            await peer.say(plain(b"late"))
+        if end != "close":
+            await peer.gone()
+
+    async def scenario() -> None:
+        async with before(serve, work_s=0.5 if end == "time" else PATIENCE_S) as (
+            upstream,
+            replica,
+        ):
+            with pytest.raises(DeadlinePassed) as passed:
+                await upstream.send(
+                    b"POST", b"/", headers=[EMPTY], timeout_s=0.05, outlives_client=True
+                )
+            ended = passed.value.work_ended
+            assert ended is not None
+            assert not ended.done()
+            assert upstream.outstanding == 1
+            if end == "ejection":
+                upstream.drop_pending_work()
+            if end != "time":
+                proceed.set()
+            await ended
+            proceed.set()
+            assert upstream.outstanding == 0
+            assert len(replica.peers) == 1
+
+    uvloop.run(scenario())
+
+
+@pytest.mark.parametrize("outlives_client", [False, True], ids=["not wanted", "GET"])
+def test_connection_of_other_requests_is_closed_at_their_deadline(*, outlives_client: bool) -> None:
+    async def serve(peer: Peer) -> None:
+        await peer.asked()
+        await peer.gone()
+
+    async def scenario() -> None:
+        async with before(serve) as (upstream, replica):
+            method = b"GET" if outlives_client else b"POST"
+            with pytest.raises(DeadlinePassed) as passed:
+                await upstream.send(
+                    method, b"/", headers=[EMPTY], timeout_s=0.05, outlives_client=outlives_client
+                )
+            assert passed.value.work_ended is None
+            assert upstream.outstanding == 0
+            await wait_until_async(lambda: replica.peers[0].closed)
+
+    uvloop.run(scenario())
 
 
 def test_each_request_of_a_connection_has_its_own_deadline() -> None:

@@ -24,6 +24,13 @@ def create_info(key: str = "", model: str = "resnet", error_code: str = "") -> R
     return RequestInfo("id", model=model, key=key, error_code=error_code)
 
 
+def test_waits_are_added_up_by_the_name_of_the_key() -> None:
+    metrics = Metrics()
+    for caller, seconds in (("batch", 0.5), ("batch", 1.0), ("", 9.0)):
+        metrics.count_caller_wait(caller, seconds)
+    assert read_samples(metrics, "gateway_caller_queue_seconds_total") == {'caller="batch"': 1.5}
+
+
 def test_requests_and_refusals_are_counted_by_the_name_of_the_key() -> None:
     metrics = Metrics()
     metrics.observe(create_info("app"), 200, 0.1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from gateway.fleet.model_limits import QueueTimes, choose_limit, parse_queue_times
+from gateway.fleet.model_limits import SINGLE_RATIO, QueueTimes, choose_limit, parse_queue_times
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,17 @@ def test_limit_follows_the_queue_of_triton(
 ) -> None:
     times = QueueTimes(count, round(ratio * 1e6), 1_000_000)
     assert choose_limit(40, 2, times, is_reached=is_reached) == expected
+
+
+def test_queue_without_batches_is_as_long_as_what_is_computed() -> None:
+    limits = [4]
+    for _ in range(20):
+        # Two instances, and a load beyond the limit.
+        times = QueueTimes(100, round((limits[-1] / 2 - 1) * 1e6), 1_000_000)
+        limits.append(
+            choose_limit(limits[-1], 2, times, is_reached=True, wanted_ratio=SINGLE_RATIO)
+        )
+    assert set(limits) == {4}
 
 
 def test_limit_stays_above_the_minimum() -> None:

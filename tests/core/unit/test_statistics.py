@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from time import perf_counter
 from typing import Any
 
-from gateway.fleet.statistics import MAX_REPLICAS, VersionCounts
+from gateway.fleet.pool import ReplicaPool
+from gateway.fleet.statistics import MAX_REPLICAS, FleetStatistics, VersionCounts
+from gateway.settings import Settings
+from gateway.tasks import cancel_tasks
+from gateway.triton.request_target import RequestTarget
+from tests.support.simulated_replicas import simulated_replicas
+from tests.support.wait import wait_until_async
 
 
 def statistics(count: int, last: int, batch_sizes: tuple[int, ...], **more: Any) -> dict[str, Any]:
@@ -85,3 +92,19 @@ def test_memory_is_that_of_the_replicas_that_answer() -> None:
     record(counts, "b", with_memory(20))
     assert counts.sum(("a", "b"))["memory_usage"] == [{"type": "GPU", "id": 0, "byte_size": 120}]
     assert counts.sum(("b",))["memory_usage"] == [{"type": "GPU", "id": 0, "byte_size": 20}]
+
+
+async def test_replica_that_hangs_delays_no_statistics_of_other_models() -> None:
+    models = [f"m{number}" for number in range(8)]
+    async with simulated_replicas(2, models) as (well, hung):
+        addresses = [well.address, hung.address]
+        async with ReplicaPool(addresses, Settings()) as pool:
+            hung.hangs = True
+            read = FleetStatistics(pool, []).read
+            tasks = [
+                asyncio.create_task(read(RequestTarget(each, timeout_s=60))) for each in models
+            ]
+            await wait_until_async(lambda: hung.requests["stats"] == len(models))
+            assert well.requests["stats"] == len(models)
+            assert not any(task.done() for task in tasks)
+            await cancel_tasks(tasks)
