@@ -72,6 +72,15 @@ class ModelTraffic:
 
 
 @dataclass(frozen=True)
+class QueueState:
+    """The admission queue: what waits now and was refused, by priority, and the seconds waited by caller."""
+
+    lengths: Mapping[str, float] = field(default_factory=dict)
+    refusals: Mapping[str, float] = field(default_factory=dict)
+    waited_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class GatewaySnapshot:
     """The state at one time; replicas and metrics are empty if the key may not read them."""
 
@@ -80,6 +89,7 @@ class GatewaySnapshot:
     replicas: Sequence[Mapping[str, Any]]
     gauges: Mapping[str, float]
     traffic: Mapping[str, ModelTraffic]
+    queue: QueueState = field(default_factory=QueueState)
 
 
 def take_snapshot(client: Client) -> GatewaySnapshot:
@@ -95,8 +105,26 @@ def take_snapshot(client: Client) -> GatewaySnapshot:
         for name, title in GAUGE_TITLES.items()
         if name in families
     }
-    traffic = aggregate_traffic(families)
-    return GatewaySnapshot(time.monotonic(), models, replicas, gauges, traffic)
+    return GatewaySnapshot(
+        time.monotonic(),
+        models,
+        replicas,
+        gauges,
+        aggregate_traffic(families),
+        read_queue(families),
+    )
+
+
+def read_queue(families: Families) -> QueueState:
+    def read(family: str, label: str) -> dict[str, float]:
+        samples = families[family].samples if family in families else ()
+        return {dict(LABEL_PAIR.findall(text))[label]: float(value) for _, text, value in samples}
+
+    return QueueState(
+        read("gateway_queue_length", "priority"),
+        read("gateway_queue_refusals_total", "priority"),
+        read("gateway_caller_queue_seconds_total", "caller"),
+    )
 
 
 @contextmanager
@@ -141,6 +169,8 @@ def render_snapshot(current: GatewaySnapshot, previous: GatewaySnapshot) -> Rend
     active = [model for model in current.models if model["name"] in counts]
     active.sort(key=lambda model: (-counts[model["name"]], model["name"]))
     parts: list[RenderableType] = [Text(format_fleet(current, changes.values(), elapsed_s), "bold")]
+    if queue := format_queue(current.queue, previous.queue, elapsed_s):
+        parts.append(Text(queue))
     if current.replicas:
         replicas = map(tables.format_replica_row, current.replicas)
         parts.append(tables.build_table(tables.REPLICA_COLUMNS, replicas))
@@ -162,6 +192,22 @@ def format_fleet(
     parts = [f"{up}/{len(snapshot.replicas)} replicas up"] if snapshot.replicas else []
     parts += [f"{count / elapsed_s:.1f} requests/s", f"{failed / elapsed_s:.1f} errors/s"]
     return ", ".join(parts + [f"{value:.0f} {title}" for title, value in snapshot.gauges.items()])
+
+
+def format_queue(current: QueueState, previous: QueueState, elapsed_s: float) -> str:
+    """Return who waits and is refused; empty if nobody is."""
+    refusals = sum(current.refusals.values()) - sum(previous.refusals.values())
+    lengths = [f"{count:.0f} {priority}" for priority, count in current.lengths.items() if count]
+    if not lengths and refusals <= 0:
+        return ""
+    waits = {
+        caller: seconds - previous.waited_s.get(caller, 0)
+        for caller, seconds in current.waited_s.items()
+    }
+    first = max(waits, key=lambda caller: waits[caller], default="")
+    most = f", most of {shorten_name(first)}" if waits.get(first, 0) > 0 else ""
+    waiting = ", ".join(reversed(lengths)) or "none"
+    return f"queue: {waiting}{most}; {max(refusals, 0) / elapsed_s:.1f} refused/s"
 
 
 def format_traffic_row(

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,7 +43,7 @@ from tests.support.model_zoo.zoo import (
     write_repository,
 )
 from tests.support.servers import ROOT, Command, Triton, free_ports, gateway_before, triton_with
-from tests.support.wait import wait_until
+from tests.support.wait import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.skipif(not browser.is_installed(), reason=browser.MISSING)
 IMAGES = ROOT / "docs" / "images"
@@ -1134,6 +1135,28 @@ def test_cards_of_a_request_and_its_response_are_aligned(page: browser.Page, dem
     # The browser's own words would contradict the name of the sample beside them.
     assert page.all(".drop input")[0].rect["width"] == 1
     page.see(".drop", "sample.png")
+
+
+@pytest.mark.long
+def test_live_view_shows_who_waits(
+    page: browser.Page, triton: tuple[str, Names], tmp_path: Path
+) -> None:
+    url, names = triton
+    keys = written(tmp_path / "keys.yaml", [entry(INFER, "infer"), entry(ADMIN, "admin")])
+    path = f"/v1/models/{names.model('ticking')}/infer"
+    body = {"inputs": {names.tensor("COUNT"): 30, names.tensor("SECONDS"): 0.1}}
+    headers = {**bearer(INFER), "Accept": "application/x-ndjson"}
+    settings = {"keys_file": str(keys), "max_model_inflight": "1"}
+    with gateway_of(page, url, **settings) as client, ThreadPoolExecutor(3) as threads:
+        page.open(str(client.base_url), "#live", key=ADMIN)
+        calls = [
+            threads.submit(client.post, path, json=body, headers=headers, timeout=TIMEOUT_S)
+            for _ in range(3)
+        ]
+        page.see("#by-priority tbody", "normal")
+        page.see("#waiting-callers", "Most of")
+        for call in calls:
+            assert call.result().status_code == 200
 
 
 @pytest.mark.long

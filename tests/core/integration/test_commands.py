@@ -30,7 +30,7 @@ from rich.console import Console
 from gateway.client.ordered import OrderedTasks
 from gateway.commands import errors
 from gateway.commands.records import describe_value
-from gateway.commands.top import GatewaySnapshot, ModelTraffic, render_snapshot
+from gateway.commands.top import GatewaySnapshot, ModelTraffic, QueueState, render_snapshot
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.gateway_forks import run_gateway
 from tests.support.keys import entry, written
@@ -590,9 +590,15 @@ def test_top_fits_80_columns_and_folds_models_without_requests() -> None:
     }  # fmt: skip
     gauges = {"in flight": 1.0, "waiting": 0.0}
     traffic = [{long_name: ModelTraffic(count, failed=count / 2)} for count in (0, 20)]
+    queues = [
+        QueueState(
+            {"background": 3, "normal": 0}, {"normal": refused}, {long_name: waited_s, "b": 1}
+        )
+        for refused, waited_s in ((1, 5), (9, 6))
+    ]
     before, now = (
-        GatewaySnapshot(time_s, models, [replica], gauges, each)
-        for time_s, each in zip((0, 2), traffic, strict=True)
+        GatewaySnapshot(time_s, models, [replica], gauges, each, queue)
+        for time_s, each, queue in zip((0, 2), traffic, queues, strict=True)
     )
     console = Console(width=80)
     with console.capture() as captured:
@@ -600,6 +606,7 @@ def test_top_fits_80_columns_and_folds_models_without_requests() -> None:
     lines = captured.get().splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("0/1 replicas up, 10.0 requests/s, 5.0 errors/s, 1 in flight")
+    assert lines[1] == "queue: 3 background, most of aaaaaaaaaaa…-second-team; 4.0 refused/s"
     assert re.search(
         r"^aaaaaaaaaaa…-second-team +ready +10\.0 +5\.0 ", captured.get(), re.MULTILINE
     )

@@ -10,6 +10,10 @@ const BUCKET = "gateway_request_duration_seconds_bucket";
 const COUNT = "gateway_request_duration_seconds_count";
 const ATTEMPTS = "gateway_upstream_attempts_total";
 const OUTSTANDING = "gateway_upstream_outstanding";
+const QUEUE = ["gateway_queue_length", "gateway_queue_wait_seconds_count", "gateway_queue_wait_seconds_sum", "gateway_queue_refusals_total"];
+const WAITED = "gateway_caller_queue_seconds_total";
+const PRIORITIES = ["interactive", "normal", "background"];
+const TOP_CALLERS = 3;
 const QUANTILES = [0.5, 0.9, 0.99];
 const RANGES = [["5 min", 300], ["15 min", 900], ["1 h", 3600]]; // in seconds
 const KEPT_S = 3600;
@@ -39,7 +43,7 @@ export function reset() {
   history = [];
   knownModels = [];
   $("live-model").replaceChildren(el("option", { value: ALL, text: "All models" }));
-  for (const id of ["by-model", "by-version", "by-replica"]) $(id).tBodies[0].replaceChildren();
+  for (const id of ["by-model", "by-priority", "by-version", "by-replica"]) $(id).tBodies[0].replaceChildren();
   destroyCharts();
 }
 
@@ -58,7 +62,7 @@ export async function record() {
 
 async function readMetrics() {
   const page = await (await api.call("/metrics", { headers: { Accept: "text/plain" } })).text();
-  addMetrics({ at: performance.now() / 1000, samples: parseSamples(page, [BUCKET, COUNT, ATTEMPTS, OUTSTANDING]) });
+  addMetrics({ at: performance.now() / 1000, samples: parseSamples(page, [BUCKET, COUNT, ATTEMPTS, OUTSTANDING, WAITED, ...QUEUE]) });
 }
 
 export async function refresh() {
@@ -92,6 +96,7 @@ function addMetrics(current) {
     const at = Date.now() / 1000;
     history = [...history.filter((point) => point.at > at - KEPT_S), { at, models: keepBusy(models) }];
     updateTables(models, byReplica(current.samples, previous.samples, seconds));
+    updateQueue(current.samples, previous.samples, seconds);
     updateVersions(byModel(current.samples, previous.samples, seconds, versionName));
     draw();
   }
@@ -165,6 +170,21 @@ function updateTables(models, replicas) {
   const newModels = named.map(([model]) => model).filter((model) => !knownModels.includes(model));
   knownModels = [...knownModels, ...newModels];
   $("live-model").append(...newModels.map((model) => el("option", { value: model, text: model })));
+}
+
+/** Show how many requests wait by priority, how long those waited that were admitted, and whose they are. */
+function updateQueue(current, last, seconds) {
+  const read = (samples) => QUEUE.map((name) => sumBy(samples.get(name), ({ priority }) => priority));
+  const [lengths, ...now] = read(current);
+  const [, ...before] = read(last);
+  const rows = PRIORITIES.map((priority) => [priority, lengths.get(priority) ?? 0, ...now.map((counts, index) => increase(counts, before[index], priority))]);
+  $("queue").hidden = rows.every(([, ...numbers]) => numbers.every((number) => !number));
+  updateRows($("by-priority").tBodies[0], rows, ([priority]) => priority, ([priority, length, count, waited, refused]) =>
+    [priority, numberCell(length, 0), numberCell(count ? 1000 * waited / count : null, 0), numberCell(refused / seconds)]);
+  const [waits, waitsBefore] = [current, last].map((samples) => sumBy(samples.get(WAITED), ({ caller }) => caller));
+  const callers = [...waits.keys()].map((caller) => [caller, increase(waits, waitsBefore, caller) / seconds]).filter(([, mean]) => mean > 0)
+    .sort(([, a], [, b]) => b - a).slice(0, TOP_CALLERS);
+  setText($("waiting-callers"), callers.length ? `Most of ${callers.map(([caller, mean]) => `${caller} (${mean.toFixed(1)})`).join(", ")}` : "");
 }
 
 /** Show the versions with requests, and what labels give them. */
