@@ -1,8 +1,9 @@
 """More load than Triton can take: what each priority gets, by the limit of the model.
 
-Requests arrive at random times, whether or not earlier ones have ended. The model takes 50 ms on each of two
-instances, so that Triton runs 40 inferences a second. Users (`interactive`) send a fifth of that, in each
-load; the rest is one part `normal` and one part `background`, the last from a single caller.
+Requests arrive at random times, whether or not earlier ones have ended. Each model runs 40 inferences a
+second. Users (`interactive`) send a fifth of that, in each load; the rest is one part `normal` and one part
+`background`, the last from a single caller. `make bench` measures the first model;
+`python -m benchmarks.overload --models python,batching,ensemble` compares the limits with each.
 """
 
 from __future__ import annotations
@@ -15,55 +16,102 @@ import statistics
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
 import orjson
+import typer
 import yaml
 
-from benchmarks import servers
+from benchmarks import page, results, servers
 from benchmarks.run import Run
 from gateway.callers import Priority
 from tests.support.servers import triton_on_free_ports
 
-MODEL = "slow"
-SERVICE_S = 0.05
-INSTANCES = 2
-CAPACITY = INSTANCES / SERVICE_S
+CAPACITY = 40.0
 INTERACTIVE = 0.2 * CAPACITY
 LOADS = (0.5, 1.0, 2.0, 10.0)
 WARM_UP_S = 6.0
 MEASURED_S = 15.0
 TIMEOUT_S = 2.0
-LIMITS: Mapping[str, Mapping[str, str]] = {
-    "fixed": {"GATEWAY_MAX_MODEL_INFLIGHT": str(2 * INSTANCES)},
-    "auto": {"GATEWAY_MAX_MODEL_INFLIGHT": "auto"},
-    "none": {"GATEWAY_MAX_MODEL_INFLIGHT": "1024"},
-}
 KEYS: Mapping[Priority, str] = {priority: f"key-of-{priority.name}" for priority in Priority}
-CONFIG = f"""
-name: "{MODEL}" backend: "python" max_batch_size: 0
+CONFIG = """
+name: "{name}" backend: "python" max_batch_size: {max_batch_size}
 input [ {{ name: "X" data_type: TYPE_FP32 dims: [ 1 ] }} ]
 output [ {{ name: "Y" data_type: TYPE_FP32 dims: [ 1 ] }} ]
-instance_group [ {{ kind: KIND_CPU count: {INSTANCES} }} ]
+instance_group [ {{ kind: KIND_CPU count: {instances} }} ]
 """
-PROGRAM = f"""
+BATCHING = "dynamic_batching { }"
+PROGRAM = """
 import time
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def execute(self, requests):
+        time.sleep({batch_s} + {request_s} * len(requests))
         responses = []
         for request in requests:
-            time.sleep({SERVICE_S})
             values = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
             responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("Y", values)]))
         return responses
 """
-BODY = orjson.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [1], "data": [1.0]}]})
+ENSEMBLE_CONFIG = """
+name: "ensemble" platform: "ensemble" max_batch_size: 0
+input [ { name: "X" data_type: TYPE_FP32 dims: [ 1 ] } ]
+output [ { name: "Y" data_type: TYPE_FP32 dims: [ 1 ] } ]
+ensemble_scheduling { step [
+  { model_name: "first_step" model_version: -1
+    input_map { key: "X" value: "X" } output_map { key: "Y" value: "between" } },
+  { model_name: "python" model_version: -1
+    input_map { key: "X" value: "between" } output_map { key: "Y" value: "Y" } }
+] }
+"""
+
+
+@dataclass(frozen=True)
+class SlowModel:
+    """A model that sleeps: so long for each batch, and for each request in it."""
+
+    name: str
+    instances: int
+    batch_s: float
+    request_s: float
+    max_batch_size: int = 0
+
+    def write(self, folder: Path) -> None:
+        version = folder / self.name / "1"
+        version.mkdir(parents=True)
+        config = CONFIG.format(
+            name=self.name, max_batch_size=self.max_batch_size, instances=self.instances
+        )
+        batching = BATCHING if self.max_batch_size else ""
+        (folder / self.name / "config.pbtxt").write_text(config + batching)
+        program = PROGRAM.format(batch_s=self.batch_s, request_s=self.request_s)
+        (version / "model.py").write_text(program)
+
+
+MODELS = (
+    SlowModel("python", instances=2, batch_s=0.0, request_s=0.05),
+    SlowModel("batching", instances=1, batch_s=0.06, request_s=0.01, max_batch_size=4),
+    SlowModel("first_step", instances=1, batch_s=0.0, request_s=0.01),
+)
+# Two batches, or two inferences for each instance, which the slowest step of the ensemble has.
+FIXED_LIMITS = {"python": 4, "batching": 8, "ensemble": 4}
+
+
+def find_settings(limit: str, model: str) -> Mapping[str, str]:
+    limits = {"fixed": str(FIXED_LIMITS[model]), "auto": "auto", "none": "1024"}
+    return {"GATEWAY_MAX_MODEL_INFLIGHT": limits[limit]}
+
+
+def encode_request(model: str) -> bytes:
+    shape = [1, 1] if model == "batching" else [1]
+    return orjson.dumps(
+        {"inputs": [{"name": "X", "datatype": "FP32", "shape": shape, "data": [1.0]}]}
+    )
 
 
 @dataclass
@@ -79,10 +127,11 @@ class Served:
         return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else math.nan
 
 
-def write_model(folder: Path) -> None:
-    (folder / MODEL / "1").mkdir(parents=True)
-    (folder / MODEL / "config.pbtxt").write_text(CONFIG)
-    (folder / MODEL / "1" / "model.py").write_text(PROGRAM)
+def write_models(folder: Path) -> None:
+    for model in MODELS:
+        model.write(folder)
+    (folder / "ensemble" / "1").mkdir(parents=True)
+    (folder / "ensemble" / "config.pbtxt").write_text(ENSEMBLE_CONFIG)
 
 
 def write_keys(path: Path) -> None:
@@ -120,12 +169,15 @@ def find_rates(load: float) -> dict[Priority, float]:
     }
 
 
-async def send_load(url: str, load: float) -> tuple[dict[Priority, Served], float]:
+async def send_load(
+    url: str, model: str, load: float, *, measured_s: float, warm_up_s: float
+) -> tuple[dict[Priority, Served], float]:
     """Send requests at their times.
 
     Returns what became of those after the warm-up, and the seconds in which they were sent.
     """
     served: dict[Priority, Served] = defaultdict(Served)
+    body = encode_request(model)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(limits=limits, timeout=3 * TIMEOUT_S) as client:
 
@@ -137,7 +189,7 @@ async def send_load(url: str, load: float) -> tuple[dict[Priority, Served], floa
             }
             sent_at = time.perf_counter()
             response = await client.post(
-                f"{url}/v2/models/{MODEL}/infer", content=BODY, headers=headers
+                f"{url}/v2/models/{model}/infer", content=body, headers=headers
             )
             took_ms = 1000 * (time.perf_counter() - sent_at)
             if is_measured:
@@ -151,19 +203,33 @@ async def send_load(url: str, load: float) -> tuple[dict[Priority, Served], floa
         started_at = time.perf_counter()
         tasks = []
         measured_from = started_at
-        for at, priority in list_arrivals(find_rates(load), WARM_UP_S + MEASURED_S):
+        for at, priority in list_arrivals(find_rates(load), warm_up_s + measured_s):
             await asyncio.sleep(max(at - (time.perf_counter() - started_at), 0))
-            if at <= WARM_UP_S:
+            if at <= warm_up_s:
                 measured_from = time.perf_counter()
-            tasks.append(asyncio.create_task(send(priority, is_measured=at > WARM_UP_S)))
+            tasks.append(asyncio.create_task(send(priority, is_measured=at > warm_up_s)))
         sent_s = time.perf_counter() - measured_from
         await asyncio.gather(*tasks)
     return served, sent_s
 
 
 def table(stack: ExitStack, run: Run) -> Iterator[str]:
+    yield from compare(stack, run, ("python",))
+
+
+def compare(
+    stack: ExitStack,
+    run: Run,
+    models: Sequence[str],
+    limits: Sequence[str] = ("fixed", "auto", "none"),
+    loads: Sequence[float] = LOADS,
+    *,
+    measured_s: float = MEASURED_S,
+    warm_up_s: float = WARM_UP_S,
+) -> Iterator[str]:
+    """Yield a table, and record what it contains."""
     repository = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    write_model(repository)
+    write_models(repository)
     keys_file = repository.parent / f"{repository.name}-keys.yaml"
     write_keys(keys_file)
     stack.callback(keys_file.unlink)
@@ -171,30 +237,48 @@ def table(stack: ExitStack, run: Run) -> Iterator[str]:
     yield "\n## overload: priorities at a multiple of the capacity"
     yield ""
     yield (
-        "| limit | load | goodput of capacity | "
+        "| model | limit | load | goodput of capacity | "
         + " | ".join(
             f"{priority.name} p50, p99 ms (answered)" for priority in sorted(Priority, reverse=True)
         )
         + " | rejections p99 ms |"
     )
-    yield "|---|---|---|---|---|---|---|"
-    for limit, settings in LIMITS.items():
-        environment = {
-            **settings,
-            "GATEWAY_MAX_QUEUE": "64",
-            "GATEWAY_KEYS_FILE": str(keys_file),
-        }
-        with servers.gateway(triton.options.url, 1, environment) as (url, _):
-            for load in LOADS:
-                run.report(0, f"{limit} limit, {load:g} × capacity")
-                served, sent_s = asyncio.run(send_load(url, load))
-                yield format_row(limit, load, served, sent_s)
+    yield "|---|---|---|---|---|---|---|---|"
+    for model in models:
+        for limit in limits:
+            environment = {
+                **find_settings(limit, model),
+                "GATEWAY_MAX_QUEUE": "64",
+                "GATEWAY_KEYS_FILE": str(keys_file),
+            }
+            with servers.gateway(triton.options.url, 1, environment) as (url, _):
+                for load in loads:
+                    run.report(0, f"{model}, {limit} limit, {load:g} × capacity")
+                    served, sent_s = asyncio.run(
+                        send_load(url, model, load, measured_s=measured_s, warm_up_s=warm_up_s)
+                    )
+                    goodput = find_goodput(load, served, sent_s)
+                    run.tables[f"{page.OVERLOAD}{model}, {limit}, {load:g}"] = {
+                        "all": {"goodput": goodput},
+                        **{
+                            priority.name: {
+                                "p50_ms": each.percentile_ms(0.5),
+                                "p99_ms": each.percentile_ms(0.99),
+                            }
+                            for priority, each in served.items()
+                            if each.latencies_ms
+                        },
+                    }
+                    yield format_row(f"{model} | {limit}", load, served, goodput)
 
 
-def format_row(limit: str, load: float, served: Mapping[Priority, Served], sent_s: float) -> str:
+def find_goodput(load: float, served: Mapping[Priority, Served], sent_s: float) -> float:
     answered = sum(len(each.latencies_ms) for each in served.values())
-    possible = min(load, 1.0) * CAPACITY * sent_s
-    cells = [limit, f"{load:g} ×", f"{answered / possible:.0%}"]
+    return answered / (min(load, 1.0) * CAPACITY * sent_s)
+
+
+def format_row(name: str, load: float, served: Mapping[Priority, Served], goodput: float) -> str:
+    cells = [name, f"{load:g} ×", f"{goodput:.0%}"]
     for priority in sorted(Priority, reverse=True):
         each = served[priority]
         share = len(each.latencies_ms) / max(each.statuses.total(), 1)
@@ -204,3 +288,37 @@ def format_row(limit: str, load: float, served: Mapping[Priority, Served], sent_
         f"{statistics.quantiles(rejections, n=100)[98]:.1f}" if len(rejections) > 9 else "–"
     )
     return "| " + " | ".join(cells) + " |"
+
+
+def main(
+    models: str = "python,batching,ensemble",
+    limits: str = "fixed,auto",
+    loads: str = "1,2,10",
+    seconds: float = MEASURED_S,
+    warm_up: float = WARM_UP_S,
+    record: bool = False,
+) -> None:
+    """Compare limits with models of several kinds, and print a table.
+
+    --record writes what was measured to benchmarks/results.json, and its charts to docs/charts.
+    """
+    run = Run(suite="overload", count=1)
+    with ExitStack() as stack:
+        for line in compare(
+            stack,
+            run,
+            models.split(","),
+            limits.split(","),
+            [float(each) for each in loads.split(",")],
+            measured_s=seconds,
+            warm_up_s=warm_up,
+        ):
+            print(line, flush=True)
+    if record:
+        measured = results.read_measured()
+        results.write_measured(replace(measured, tables={**measured.tables, **run.tables}))
+        page.write_page(results.read_measured())
+
+
+if __name__ == "__main__":
+    typer.run(main)

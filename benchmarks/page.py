@@ -17,6 +17,8 @@ PASS_THROUGH: Final = "1 KB binary infer, 16 connections, one worker each"
 ONE_CONNECTION: Final = "1 KB binary infer, 1 connection, one worker each"
 INSTANT: Final = "1 KB of JSON to a server that answers at once, 16 connections"
 LATENCY: Final = "1 KB binary infer, connections: "
+# Followed by the model, the limit and the load.
+OVERLOAD: Final = "overload: "
 GATEWAY_V1: Final = "gateway /v1"
 GATEWAY_V2: Final = "gateway /v2"
 CONVERSIONS: Final = {
@@ -125,6 +127,43 @@ def draw_latency(measured: MeasuredRun) -> str:
     return charts.draw_lines(title, lines, "requests per second", "ms")
 
 
+def draw_overload(measured: MeasuredRun) -> Iterator[tuple[str, str]]:
+    """Yield the charts of overload, if it was measured."""
+    latencies: dict[str, list[tuple[float, float]]] = {}
+    goodput: dict[str, list[tuple[float, float]]] = {}
+    for name, rows in measured.tables.items():
+        if not name.startswith(f"{OVERLOAD}python, "):
+            continue
+        _, limit, load = name.removeprefix(OVERLOAD).split(", ")
+        # The axis is logarithmic.
+        percent = max(100 * rows["all"]["goodput"], 1.0)
+        goodput.setdefault(limit, []).append((float(load), percent))
+        if "interactive" in rows:
+            point = (float(load), rows["interactive"]["p99_ms"])
+            latencies.setdefault(limit, []).append(point)
+    colours = {
+        "fixed": charts.COMPARED,
+        "auto": charts.EMPHASIZED,
+        "none": charts.SECOND_COMPARED,
+    }
+    for name, title, values, unit in (
+        ("overload-latency", "99th percentile of interactive requests", latencies, "ms"),
+        (
+            "overload-goodput",
+            "Inferences answered in time",
+            goodput,
+            "% of what is possible, 0 to 1 at the bottom",
+        ),
+    ):
+        lines = [
+            charts.Line(f"limit: {limit}", values[limit], colour)
+            for limit, colour in colours.items()
+            if limit in values
+        ]
+        if lines:
+            yield name, charts.draw_lines(title, lines, "load, relative to the capacity", unit)
+
+
 def draw_charts(measured: MeasuredRun) -> Iterator[tuple[str, str]]:
     """Yield the name of each file and its content."""
     cpu = "CPU µs"
@@ -141,6 +180,7 @@ def draw_charts(measured: MeasuredRun) -> Iterator[tuple[str, str]]:
         draw("CPU time of a request with 1 KB, before a server that answers at once", proxies),
     )
     yield "latency", draw_latency(measured)
+    yield from draw_overload(measured)
     conversions = {}
     for label, title in CONVERSIONS.items():
         row = list_cpu(measured, title)

@@ -128,9 +128,7 @@ class Slot:
         "_info",
         "_model",
         "_more_rows",
-        "_started_at",
         "_waiter",
-        "is_stream",
         "is_taken",
     )
 
@@ -141,10 +139,7 @@ class Slot:
         self._callbacks: tuple[Callable[[], None], ...] = ()
         # Set for a request that had to wait.
         self._waiter: Waiter | None = None
-        self._started_at = 0.0
         self._more_rows = 0
-        # The time until the end of a stream says nothing about that until its beginning.
-        self.is_stream = False
         self.is_taken = False
 
     def try_acquire(self) -> bool:
@@ -162,9 +157,14 @@ class Slot:
             waiter = admission.enqueue(self._model, self._info, timeout_s)
             timeout_s = await admission.wait(waiter, timeout_s)
             self._waiter = waiter
-            self._started_at = perf_counter()
+            waiter.admitted_at = perf_counter()
         self.is_taken = True
         return timeout_s
+
+    def mark_stream(self) -> None:
+        """Do not learn from the time until its end how long the model takes to answer."""
+        if self._waiter is not None:
+            self._waiter.is_stream = True
 
     @property
     def counts_rows(self) -> bool:
@@ -187,19 +187,18 @@ class Slot:
         slot.is_taken, self.is_taken = self.is_taken, False
         slot._callbacks, self._callbacks = self._callbacks, ()
         slot._waiter = self._waiter
-        slot._started_at = self._started_at
         slot._more_rows = self._more_rows
-        slot.is_stream = self.is_stream
         return slot
 
     def release(self, *, is_late: bool = False) -> None:
         if self.is_taken:
             self.is_taken = False
-            if self._waiter is not None:
-                held_s = perf_counter() - self._started_at
-                self._admission.queue.end(self._waiter, held_s)
+            waiter = self._waiter
+            if waiter is not None:
+                held_s = perf_counter() - waiter.admitted_at
+                self._admission.queue.end(waiter, held_s)
                 answer_s = held_s if is_late else self._info.upstream_s
-                if answer_s and not self.is_stream:
+                if answer_s and not waiter.is_stream:
                     self._admission.learn_answer_time(self._model, answer_s)
             self._admission.release(self._model, self._info.caller_name, self._more_rows)
             for callback in self._callbacks:
@@ -210,11 +209,12 @@ class Slot:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Release the slot, or if Triton still works on the request, release it after that."""
-        if isinstance(error, DeadlinePassed) and error.work_ended is not None:
-            slot = self.transfer()
-            error.work_ended.add_done_callback(lambda _: slot.release(is_late=True))
-        else:
+        work_ended = error.work_ended if isinstance(error, DeadlinePassed) else None
+        if work_ended is None:
             self.release()
+            return
+        slot = self.transfer()
+        work_ended.add_done_callback(lambda _: slot.release(is_late=True))
 
 
 class AdmissionQueue:

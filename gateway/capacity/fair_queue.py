@@ -29,12 +29,17 @@ MAX_REMEMBERED_CALLERS: Final = 1024
 class Waiter:
     """A request that waits for a place, and then has it."""
 
-    __slots__ = ("admitted", "deadline", "estimate_s", "key", "line", "model")
+    __slots__ = (
+        "admitted", "admitted_at", "deadline", "estimate_s", "is_stream", "key", "line", "model",
+    )  # fmt: skip
 
     def __init__(self, model: str, line: CallerLine) -> None:
         self.model = model
         self.line = line
-        self.deadline = inf  # a time of `perf_counter`
+        # Times of `perf_counter`.
+        self.deadline = inf
+        self.admitted_at = 0.0
+        self.is_stream = False
         self.key = ""  # the name of the caller's key or rule
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.estimate_s = 0.0

@@ -181,7 +181,7 @@ class HttpClient:
         `headers` contain the framing: Content-Length, or Transfer-Encoding: chunked, for which a streamed
         `body` is encoded in chunks. `fresh` requests a new connection. Raises `RequestNotSent`,
         `BadUpstream` or `DeadlinePassed`. With `outlives_client`, the server goes on with a POST whose
-        deadline has passed: the connection stays open until it answers, at most `max_work_s`.
+        deadline has passed: the connection stays open until it answers, at most `max_work_s` in all.
         """
         connection: UpstreamConnection | None = None
         send_task: asyncio.Task[None] | None = None
@@ -219,7 +219,7 @@ class HttpClient:
                 and connection.is_work_pending
                 and len(self._pending_work) < MAX_PENDING_WORK
             ):
-                exc.work_ended = self._wait_for_end(connection)
+                exc.work_ended = self._wait_for_end(connection, self._max_work_s - timeout_s)
             else:
                 release(connection)
             raise
@@ -273,7 +273,9 @@ class HttpClient:
         for connection in list(self._pending_work):
             connection.abort()
 
-    def _wait_for_end(self, connection: UpstreamConnection) -> asyncio.Future[None]:
+    def _wait_for_end(
+        self, connection: UpstreamConnection, timeout_s: float
+    ) -> asyncio.Future[None]:
         """Return a future that is done when the server has answered or the connection is closed."""
         ended = self._loop.create_future()
 
@@ -283,7 +285,7 @@ class HttpClient:
             ended.set_result(None)
 
         self._pending_work.add(connection)
-        connection.wait_for_end(self._max_work_s, end)
+        connection.wait_for_end(timeout_s, end)
         return ended
 
     def _take_idle(self) -> UpstreamConnection | None:

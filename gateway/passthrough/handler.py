@@ -109,7 +109,7 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
                     info.bytes_out = len(body)
                     await send({"type": "http.response.body", "body": body})
                 else:
-                    slot.is_stream = True
+                    slot.mark_stream()
                     async for message in relay_response(response, start, scope):
                         status = start["status"]
                         await send(message)
@@ -222,10 +222,11 @@ async def forward_request(
     if action.is_inference:
         remaining_s = await slot.acquire(remaining_s)
         info.rows = 1
+        is_weighed = services.admission.batching_models and slot.counts_rows
         is_counted = services.metrics.usage_listener is not None
-        if has_tensors and (slot.counts_rows or is_counted):
+        if has_tensors and (is_weighed or is_counted):
             size = find_first_size(prepared.beginning, headers.json_bytes)
-            if slot.counts_rows:
+            if is_weighed:
                 slot.weigh(size)
             if is_counted and size > 1:
                 info.rows = await services.measure_rows(model, size)
