@@ -200,7 +200,9 @@ class Slot:
                 answer_s = held_s if is_late else self._info.upstream_s
                 if answer_s and not waiter.is_stream:
                     self._admission.learn_answer_time(self._model, answer_s)
-            self._admission.release(self._model, self._info.caller_name, self._more_rows)
+            if self._more_rows:
+                self._admission.add_rows(self._model, -self._more_rows)
+            self._admission.release(self._model, self._info.caller_name)
             for callback in self._callbacks:
                 callback()
 
@@ -209,12 +211,11 @@ class Slot:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Release the slot, or if Triton still works on the request, release it after that."""
-        work_ended = error.work_ended if isinstance(error, DeadlinePassed) else None
-        if work_ended is None:
+        if error is not None and isinstance(error, DeadlinePassed) and error.work_ended is not None:
+            slot = self.transfer()
+            error.work_ended.add_done_callback(lambda _: slot.release(is_late=True))
+        else:
             self.release()
-            return
-        slot = self.transfer()
-        work_ended.add_done_callback(lambda _: slot.release(is_late=True))
 
 
 class AdmissionQueue:
@@ -408,10 +409,8 @@ class AdmissionQueue:
     def waiting_ratio(self) -> float:
         return self.waiting / self.max_waiting if self.max_waiting else 0.0
 
-    def release(self, model: str, caller: str = "", more_rows: int = 0) -> None:
+    def release(self, model: str, caller: str = "") -> None:
         self.running -= 1
-        if more_rows:
-            self.add_rows(model, -more_rows)
         running = self._running_by_model[model] - 1
         if running:
             self._running_by_model[model] = running

@@ -114,7 +114,6 @@ class HttpCall(NamedTuple):
                 headers=self.headers,
                 body=self.body,
                 timeout_s=timeout_s,
-                outlives_client=True,
             )
         else:
             port = replica.address.port
@@ -127,7 +126,6 @@ class HttpCall(NamedTuple):
                     headers=headers,
                     body=self.body,
                     timeout_s=timeout_s,
-                    outlives_client=True,
                 )
                 span.set_response_status(response.status)
         if response.status >= 400:

@@ -174,13 +174,13 @@ class HttpClient:
         body: bytes | list[Buffer] | AsyncIterator[bytes] = b"",
         timeout_s: float,
         fresh: bool = False,
-        outlives_client: bool = False,
+        outlives_client: bool = True,
     ) -> UpstreamResponse:
         """Send a request and return once the response's head has arrived.
 
         `headers` contain the framing: Content-Length, or Transfer-Encoding: chunked, for which a streamed
         `body` is encoded in chunks. `fresh` requests a new connection. Raises `RequestNotSent`,
-        `BadUpstream` or `DeadlinePassed`. With `outlives_client`, the server goes on with a POST whose
+        `BadUpstream` or `DeadlinePassed`. The server goes on with a POST that `outlives_client` when its
         deadline has passed: the connection stays open until it answers, at most `max_work_s` in all.
         """
         connection: UpstreamConnection | None = None
@@ -252,6 +252,7 @@ class HttpClient:
             body=body,
             timeout_s=timeout_s,
             fresh=fresh,
+            outlives_client=False,
         )
         return await response.read_complete(max_bytes)
 

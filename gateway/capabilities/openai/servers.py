@@ -53,7 +53,12 @@ class OpenAIServers:
             remaining_s = deadline - loop.time()
             try:
                 return await client.send(
-                    b"POST", path, headers=headers, body=body, timeout_s=remaining_s
+                    b"POST",
+                    path,
+                    headers=headers,
+                    body=body,
+                    timeout_s=remaining_s,
+                    outlives_client=False,
                 )
             except RequestNotSent:
                 log.warning("OpenAI server %s cannot be reached", client.authority)
