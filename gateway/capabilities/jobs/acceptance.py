@@ -110,6 +110,8 @@ class UnlimitedAdmission(AdmissionQueue):
 
     def __init__(self) -> None:
         """It has no limits."""
+        self.limits: dict[str, int] = {}
+        self.batching_models: set[str] = set()
 
     def try_acquire(self, model: str) -> bool:
         return True
