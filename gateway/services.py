@@ -16,7 +16,7 @@ from starlette.types import Scope
 from gateway.access.auth import Authenticator
 from gateway.access.quotas import CallerLimiter
 from gateway.callers import Caller
-from gateway.capacity.admission import AdmissionQueue
+from gateway.capacity.admission import AdmissionQueue, Slot
 from gateway.capacity.decoding.executor import DecodeExecutor
 from gateway.errors import Forbidden, GatewayError, MalformedRequest
 from gateway.fleet.dispatch import Dispatcher
@@ -121,6 +121,17 @@ class Services:
         if self.pool.is_listed(model, version):
             info.model = model
             info.version = version
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether the rows of any request matter."""
+        return self.metrics.usage_listener is not None or bool(self.admission.batching_models)
+
+    async def count_rows(self, slot: Slot, model: str, first_size: int) -> int:
+        """Return the rows of an inference, and count them in its slot where they take places."""
+        if slot.counts_rows:
+            slot.weigh(first_size)
+        return await self.measure_rows(model, first_size)
 
     async def measure_rows(self, model: str, first_size: int) -> int:
         """Return the rows of an inference by the first dimension of its first input, if usage is counted."""

@@ -222,14 +222,9 @@ async def forward_request(
     if action.is_inference:
         remaining_s = await slot.acquire(remaining_s)
         info.rows = 1
-        is_weighed = services.admission.batching_models and slot.counts_rows
-        is_counted = services.metrics.usage_listener is not None
-        if has_tensors and (is_weighed or is_counted):
+        if has_tensors and services.counts_rows:
             size = find_first_size(prepared.beginning, headers.json_bytes)
-            if is_weighed:
-                slot.weigh(size)
-            if is_counted and size > 1:
-                info.rows = await services.measure_rows(model, size)
+            info.rows = await services.count_rows(slot, model, size)
     upstream = RequestTarget(  # named arguments would cost 1.5 µs
         model,
         target.version,

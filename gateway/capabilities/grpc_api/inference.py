@@ -39,9 +39,7 @@ async def serve_infer(call: IncomingCall) -> bytes:
         await check_classification(services, target, head)
         with Slot(services.admission, model, call.info) as slot:
             await slot.acquire(deadline - perf_counter())
-            if slot.counts_rows:
-                slot.weigh(head.first_size)
-            call.info.rows = await services.measure_rows(model, head.first_size)
+            call.info.rows = await services.count_rows(slot, model, head.first_size)
             request = GrpcBytesCall(
                 build_upstream_target(call, target, head),
                 INFER_METHOD,

@@ -289,8 +289,8 @@ class InferStream:
             await request.step.wait()
             with Slot(self._services.admission, request.target.model, call.info) as slot:
                 timeout_s = await slot.acquire(call.find_timeout_s())
-                if slot.counts_rows:
-                    slot.weigh(request.head.first_size)
+                size = request.head.first_size
+                call.info.rows = await self._services.count_rows(slot, request.target.model, size)
                 stream = await self._send(request, message, timeout_s)
                 del message
                 with closing(stream):
@@ -302,10 +302,7 @@ class InferStream:
             await self._write_error(request, exc.with_traceback(None))
 
     async def _send(self, request: StreamRequest, message: bytes, timeout_s: float) -> ByteStream:
-        head = request.head
-        rows = await self._services.measure_rows(request.target.model, head.first_size)
-        request.call.info.rows = rows
-        upstream = build_upstream_target(request.call, request.target, head)
+        upstream = build_upstream_target(request.call, request.target, request.head)
         stream_call = GrpcStreamCall(upstream, STREAM_METHOD, message, self._metadata)
         return await self._services.dispatcher.send(stream_call, timeout_s)
 

@@ -6,7 +6,6 @@ import orjson
 import pytest
 
 from gateway.fleet.model_limits import SINGLE_RATIO, QueueTimes, choose_limit, parse_queue_times
-from gateway.passthrough.body import find_batch_rows
 
 
 @pytest.mark.parametrize(
@@ -36,22 +35,6 @@ def test_queue_without_batches_is_as_long_as_what_is_computed() -> None:
             choose_limit(limits[-1], 2, times, is_reached=True, wanted_ratio=SINGLE_RATIO)
         )
     assert set(limits) == {4}
-
-
-@pytest.mark.parametrize(
-    ("body", "json_bytes", "rows"),
-    [
-        (b'{"inputs":[{"name":"X","shape":[8,3],"data":[', None, 8),
-        (b'{"inputs": [{"name": "X", "shape" : [ 2 ]}]}binary "shape":[9]', 44, 2),
-        (b'{"inputs":[{"name":"X"}]}"shape":[9]', 25, 1),
-        (b'{"inputs":[{"shape":[-1]}]}', None, 1),
-        (b'{"text_input":"a"}', None, 1),
-    ],
-)
-def test_rows_are_read_from_the_beginning_of_a_body(
-    body: bytes, json_bytes: int | None, rows: int
-) -> None:
-    assert find_batch_rows(body, json_bytes) == rows
 
 
 def test_limit_stays_above_the_minimum() -> None:
