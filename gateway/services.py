@@ -124,7 +124,7 @@ class Services:
 
     @property
     def counts_rows(self) -> bool:
-        """Whether the rows of any request matter."""
+        """Return whether the rows of requests matter."""
         return self.metrics.usage_listener is not None or bool(self.admission.batching_models)
 
     async def count_rows(self, slot: Slot, model: str, first_size: int) -> int:
