@@ -26,6 +26,11 @@ class Right(Enum):
     __hash__ = object.__hash__  # Enum's own hash is written in Python, and every request uses it
 
 
+# Each request compares these, which costs 0.4 µs more if they are read from their class.
+RIGHT_TO_INFER: Final = Right.infer
+RIGHT_TO_MANAGE: Final = Right.manage
+
+
 class Role(str, Enum):
     infer = "infer"
     metrics = "metrics"

@@ -20,7 +20,7 @@ from typing import Final
 
 from gateway.access.keys import KeysFile
 from gateway.access.peers import can_identify_peers, client_network, find_peer_uid, parse_ip_address
-from gateway.callers import Caller, CallerKind, Priority, Right, Role
+from gateway.callers import RIGHT_TO_MANAGE, Caller, CallerKind, Priority, Right, Role
 from gateway.errors import Forbidden, MalformedRequest, Unauthenticated, Unavailable
 from gateway.messages import format_utc_time, quote_text
 from gateway.tasks import repeat
@@ -285,7 +285,7 @@ def authorize(scope: RequestScope, right: Right, model: str = "") -> None:
     Raises `Forbidden`, or `AuditLogUnavailable` for a change.
     """
     info = scope["request_info"]
-    is_change = right is Right.manage and scope["method"] not in READ_METHODS
+    is_change = right is RIGHT_TO_MANAGE and scope["method"] not in READ_METHODS
     if is_change:
         client = scope["client"]
         info.management_call = ManagementCall(model, client[0] if client else "")

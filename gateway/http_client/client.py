@@ -24,6 +24,7 @@ from gateway.tasks import TaskTimeout
 COALESCE_REQUEST_UNDER_BYTES: Final = 64 * 1024
 MAX_RESPONSE_BYTES: Final = (1 << 31) - 1
 MAX_PENDING_WORK: Final = 4096  # requests whose deadline has passed
+EVENT_STREAM_TYPE: Final = EVENT_STREAM.encode()
 
 
 def find_header(headers: Headers, name: bytes) -> bytes:
@@ -70,7 +71,7 @@ class UpstreamResponse:
 
     @property
     def is_event_stream(self) -> bool:
-        return find_header(self.headers, b"content-type").startswith(EVENT_STREAM.encode())
+        return find_header(self.headers, b"content-type").startswith(EVENT_STREAM_TYPE)
 
     def take_buffered(self) -> bytes:
         return b"" if self._connection is None else self._connection.take_buffered()
@@ -163,7 +164,7 @@ class HttpClient:
         self._pending_work: set[UpstreamConnection] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
         self.authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._host_header = f"host: {self.authority}\r\n".encode("latin-1")
+        self._host_header = f"host: {self.authority}".encode("latin-1")
 
     async def send(
         self,
@@ -368,11 +369,8 @@ def describe_connect_failure(error: OSError | UnicodeError) -> str:
 def encode_head(
     method: bytes, target: bytes, host_header: bytes, headers: Sequence[tuple[bytes, bytes]]
 ) -> bytes:
-    lines = [method, b" ", target, b" HTTP/1.1\r\n", host_header]
-    for name, value in headers:
-        lines += (name, b": ", value, b"\r\n")
-    lines.append(b"\r\n")
-    return b"".join(lines)
+    first_line = b"%b %b HTTP/1.1" % (method, target)
+    return b"\r\n".join((first_line, host_header, *map(b": ".join, headers), b"\r\n"))
 
 
 def write_request(connection: UpstreamConnection, head: bytes, body: bytes | list[Buffer]) -> None:
@@ -384,7 +382,7 @@ def write_request(connection: UpstreamConnection, head: bytes, body: bytes | lis
     else:
         connection.write(head)
         connection.write(body)
-    connection.mark_request_sent()
+    connection.is_request_sent = True
 
 
 async def write_body_chunks(
@@ -396,7 +394,7 @@ async def write_body_chunks(
             await connection.drain()
     if chunked:
         connection.write(b"0\r\n\r\n")
-    connection.mark_request_sent()
+    connection.is_request_sent = True
 
 
 def on_body_written(connection: UpstreamConnection, task: asyncio.Task[None]) -> None:

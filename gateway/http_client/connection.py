@@ -73,7 +73,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._state = IDLE
         self._can_keep_alive = True
-        self._is_request_sent = True
+        self.is_request_sent = True
         self._error: BaseException | None = None
         self._read_waiter: asyncio.Future[None] | None = None
         self._write_waiter: asyncio.Future[None] | None = None
@@ -139,7 +139,7 @@ class UpstreamConnection(asyncio.Protocol):
     def _repeat_response(self, known: KnownResponse, data: bytes) -> None:
         self.headers = known.headers
         # The status line is a part of the header, so that `self.status` is right already.
-        self.on_body(data[len(known.header) :])
+        self._chunks.append(data[len(known.header) :])
         self._state = DONE
         self._wake_reader()
 
@@ -233,7 +233,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def begin_request(self, timeout_s: float) -> None:
         self._state = HEAD
-        self._is_request_sent = False
+        self.is_request_sent = False
         self._error = None
         self._is_close_delimited = False
         self._head_bytes = 0
@@ -292,9 +292,6 @@ class UpstreamConnection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.writelines(buffers)
 
-    def mark_request_sent(self) -> None:
-        self._is_request_sent = True
-
     async def drain(self) -> None:
         """Wait until the server accepts more data. Raises the error of a failed exchange."""
         if self._write_waiter is not None:
@@ -334,8 +331,16 @@ class UpstreamConnection(asyncio.Protocol):
         return self._state is DONE
 
     def end_request(self) -> bool:
+        transport = self._transport
         reusable = (
-            self._state is DONE and self._is_request_sent and self.is_usable and self._is_drained
+            self._state is DONE
+            and self.is_request_sent
+            and self._can_keep_alive
+            and transport is not None
+            and not transport.is_closing()
+            # Unsent or unread data of this exchange would corrupt the next one.
+            and not self._is_reading_paused
+            and transport.get_write_buffer_size() == 0
         )
         self._state = IDLE
         self._chunks.clear()
@@ -343,12 +348,6 @@ class UpstreamConnection(asyncio.Protocol):
         if not reusable:
             self.abort()
         return reusable
-
-    @property
-    def _is_drained(self) -> bool:
-        # Unsent or unread data of this exchange would corrupt the next one.
-        transport = cast(asyncio.Transport, self._transport)
-        return not self._is_reading_paused and transport.get_write_buffer_size() == 0
 
     def abort(self) -> None:
         self._can_keep_alive = False

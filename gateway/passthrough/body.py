@@ -191,11 +191,13 @@ def find_sequence_step(body: bytes, json_bytes: int | None) -> SequenceStep | No
 
     Triton reports invalid steps.
     """
-    document = memoryview(body)[:json_bytes]
-    if body.find(SEQUENCE_ID_KEY, 0, json_bytes) < 0 or len(document) > MAX_SEQUENCE_JSON_BYTES:
+    if body.find(SEQUENCE_ID_KEY, 0, json_bytes) < 0:
+        return None
+    text = memoryview(body)[:json_bytes]
+    if len(text) > MAX_SEQUENCE_JSON_BYTES:
         return None
     try:
-        document = orjson.loads(document)
+        document = orjson.loads(text)
         return parse_sequence_parameters(document["parameters"])
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, InputMismatch):
         return None

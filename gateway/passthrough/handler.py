@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.access.auth import authorize_all_models
-from gateway.callers import Right
+from gateway.callers import RIGHT_TO_MANAGE
 from gateway.capacity.admission import Slot
 from gateway.capacity.body_chunks import coalesce_chunks
 from gateway.error_responses import render_error, send_response
@@ -56,7 +56,7 @@ from gateway.passthrough.rules import (
     find_route,
 )
 from gateway.passthrough.sse import EventStreamScrubber
-from gateway.repository.resolver import NO_MODEL, ModelTarget
+from gateway.repository.resolver import ModelTarget
 from gateway.services import Services
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
 from gateway.telemetry.request_info import RequestInfo, RequestScope, read_head
@@ -71,21 +71,24 @@ VERSION_HEADER: Final = b"x-model-version"  # says which version a label chose
 async def pass_through(services: Services, scope: Scope, receive: Receive, send: Send) -> int:
     """Forward a request to Triton and send the response, or an error. Returns the status."""
     status = 0  # set when the response starts: until then, an error can still be sent
-    target = NO_MODEL
+    model = ""
+    version = ""
     info: RequestInfo = scope["request_info"]
     try:
         route = read_head(scope, find_route)
         action = route.action
         info.route = route.template
-        target = ModelTarget(route.model, route.version)
+        model = route.model
+        version = route.version
         target = resolve_target(services, scope, route)
+        version = target.version
         if isinstance(action, FixedResponse):
             fixed = Response(action.body, media_type=JSON)
             return await send_response(fixed, scope, receive, send)
         if isinstance(action, Statistics):
             document = await answer_statistics(services, scope, target)
             return await send_response(document, scope, receive, send)
-        with Slot(services.admission, target.model, info) as slot:
+        with Slot(services.admission, model, info) as slot:
             response = await forward_request(
                 services, scope, receive, route=route, action=action, target=target, slot=slot
             )
@@ -93,7 +96,7 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
                 start = build_start_message(response, scope)
                 if info.management_call is not None:
                     await audit_response(services, scope, start["status"])
-                info.model = target.model
+                info.model = model
                 info.version = target.served_version
                 if (choice := target.choice) is not None:
                     start["headers"].append((VERSION_HEADER, info.version.encode()))
@@ -122,7 +125,7 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
             # The response has started: the server closes the connection, so that clients see the error.
             log.warning("the response was aborted: %s", exc)
             return status
-        services.record_model(info, target.model, target.version)
+        services.record_model(info, model, version)
         error = await render_v2_error(Request(scope, receive), exc)
         await audit_response(services, scope, error.status_code)
         return await send_response(error, scope, receive, send)
@@ -198,7 +201,12 @@ async def forward_request(
     timeout_s = services.resolve_timeout_s(requested) if requested else services.default_timeout_s
     info.timeout_s = timeout_s
     remaining_s = timeout_s
-    if action.can_activate and services.pool.activator is not None:
+    pool = services.pool
+    if (
+        action.can_activate
+        and pool.activator is not None
+        and not pool.has_cached_candidates(model, target.version)
+    ):
         remaining_s = await services.activate_model(model, target.version, timeout_s)
     prepared = await prepare_body(services, scope, receive, headers=headers, action=action)
     step = headers.step
@@ -217,10 +225,11 @@ async def forward_request(
     if step is not None:
         target = target.with_sequence(step)
     forwarded = prepared.headers
-    if rule.right is Right.manage:
+    if rule.right is RIGHT_TO_MANAGE:
         forwarded = add_management_headers(forwarded, services.management_headers)
     if action.is_inference:
-        remaining_s = await slot.acquire(remaining_s)
+        if not slot.try_acquire():
+            remaining_s = await slot.acquire(remaining_s)
         info.rows = 1
         if has_tensors and services.counts_rows:
             size = find_first_size(prepared.beginning, headers.json_bytes)

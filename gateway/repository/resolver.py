@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, Protocol
 from starlette.types import Send
 
 from gateway.access.auth import authorize
-from gateway.callers import Right
+from gateway.callers import RIGHT_TO_INFER, Right
 from gateway.errors import GatewayError, InvalidVersion, NotFound, UnknownModel
 from gateway.fleet.transports import GrpcBytesCall, HttpCall
 from gateway.names import is_model_name, normalize_version
@@ -137,7 +137,7 @@ class ModelResolver:
         Raises the errors of the policy, and of `parse_version` for a version that is no label.
         """
         check_model(scope, right, model, version, not_found_error)
-        if right is Right.infer and model in self.policy.models_with_rules:
+        if right is RIGHT_TO_INFER and model in self.policy.models_with_rules:
             choice = self.policy.choose(scope, model, version)
             if choice is not None:
                 return ModelTarget(model, choice.version, choice)
@@ -146,7 +146,7 @@ class ModelResolver:
         number = parse_version(version)
         if number is not None:
             return ModelTarget(model, number)
-        if right is Right.infer and (error := self.policy.explain_unknown(model, version)):
+        if right is RIGHT_TO_INFER and (error := self.policy.explain_unknown(model, version)):
             raise error
         raise not_found_error(model, version)
 

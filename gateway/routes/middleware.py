@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from time import perf_counter
 from typing import Final, NamedTuple, cast
@@ -13,7 +13,14 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.access.auth import REFUSALS, PathRules, UnknownPriority, name_caller, read_priority
+from gateway.access.auth import (
+    PRIORITY_HEADER,
+    REFUSALS,
+    PathRules,
+    UnknownPriority,
+    name_caller,
+    read_priority,
+)
 from gateway.access.peers import client_network
 from gateway.access.rate_limit import LimitExceeded
 from gateway.error_responses import (
@@ -61,20 +68,30 @@ class RequestHead(NamedTuple):
     request_id: str  # "" if the client sent none
     route_group: str
     inference: InferenceCall | None  # None if the request needs the framework
+    is_limited: bool  # counts at the rate of its key
+    has_priority: bool
 
 
 def parse_head(
-    inference_routes: Sequence[APIRoute], deferral: Deferral | None, scope: Scope
+    inference_routes: Sequence[APIRoute],
+    deferral: Deferral | None,
+    unlimited_paths: Set[str],
+    scope: Scope,
 ) -> RequestHead:
     is_v2 = is_passthrough(scope["raw_path"])
     is_plain_post = scope["method"] == "POST" and not scope["query_string"]
+    is_limited = scope["path"] not in unlimited_paths
     inference = None
     if deferral is not None and deferral.matches(scope):
         inference = InferenceCall("", deferral.handle, {})
     elif is_plain_post and not is_v2:
         inference = find_inference(inference_routes, scope["path"])
     return RequestHead(
-        find_request_id(scope["headers"]), V2_ROUTE if is_v2 else V1_ROUTE, inference
+        find_request_id(scope["headers"]),
+        V2_ROUTE if is_v2 else V1_ROUTE,
+        inference,
+        is_limited,
+        is_limited and any(name == PRIORITY_HEADER for name, _ in scope["headers"]),
     )
 
 
@@ -105,7 +122,7 @@ class GatewayMiddleware:
         self.paths = paths
         routes = [route for router in inference_routers for route in router.routes]
         self.inference_routes = [route for route in routes if isinstance(route, APIRoute)]
-        self._parse_head = partial(parse_head, self.inference_routes, deferral)
+        self._parse_head = partial(parse_head, self.inference_routes, deferral, paths.unlimited)
         self.services: Services | None = None  # set during the application's lifespan
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,8 +132,10 @@ class GatewayMiddleware:
             await self.framework(scope, receive, send)
             return
         started = perf_counter()
-        request_id, route_group, inference = read_head(scope, self._parse_head)
-        info = RequestInfo(request_id or create_request_id())
+        head = read_head(scope, self._parse_head)
+        route_group = head.route_group
+        inference = head.inference
+        info = RequestInfo(head.request_id or create_request_id())
         current_request_info.set(info)
         scope["request_id"] = info.request_id
         scope["request_info"] = info
@@ -136,9 +155,8 @@ class GatewayMiddleware:
             info.caller = caller
             info.key = caller.name
             info.caller_name = name_caller(caller, request_scope["client"])
-            is_limited = scope["path"] not in self.paths.unlimited
-            info.wanted_priority = read_head(request_scope, read_priority) if is_limited else None
-            if is_limited and caller.limits is not None:
+            info.wanted_priority = read_priority(request_scope) if head.has_priority else None
+            if head.is_limited and caller.limits is not None:
                 await services.limiter.admit(info, caller.limits)
             if route_group is V2_ROUTE:
                 status = await pass_through(services, scope, receive, send)

@@ -203,7 +203,9 @@ def build_http_request(
     ]
     document = build_request_document(inputs, options.class_counts, parameters, request.request_id)
     head = orjson.dumps(document)
-    buffers = [head, *(buffer for each in inputs for buffer in each.buffers)]
+    buffers: list[Buffer] = [head]
+    for each in inputs:
+        buffers += each.buffers
     length = sum(map(len, buffers))
     headers = [
         (b"content-length", b"%d" % length),

@@ -22,7 +22,7 @@ from gateway.access.auth import (
     read_priority,
 )
 from gateway.access.peers import ClientCounts, client_network
-from gateway.callers import Right
+from gateway.callers import RIGHT_TO_MANAGE, Right
 from gateway.capabilities.grpc_api.receive import MessageReader, ReceiveSlots, grpc_operations
 from gateway.capabilities.grpc_api.status import CallStatus, describe_failure
 from gateway.errors import (
@@ -235,7 +235,7 @@ class IncomingCall:
 
     def _check_administrator(self, right: Right) -> None:
         # A proxy on this machine can forward gRPC without leaving a trace in the call.
-        if right is Right.manage and self.info.caller.may_administer_locally:
+        if right is RIGHT_TO_MANAGE and self.info.caller.may_administer_locally:
             raise Forbidden(
                 "administration over gRPC requires an admin key (GATEWAY_KEYS_FILE); without keys, local "
                 "programs administer over HTTP"

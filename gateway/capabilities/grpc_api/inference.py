@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from gateway.callers import Right
+from gateway.callers import RIGHT_TO_INFER
 from gateway.capabilities.grpc_api.call import IncomingCall
 from gateway.capabilities.grpc_api.infer_request import (
     InferHead,
@@ -27,7 +27,7 @@ async def serve_infer(call: IncomingCall) -> bytes:
     metadata = call.select_metadata()
     message = await call.read_message(timeout_s)
     head = read_infer_request(message)
-    target = call.resolve(Right.infer, head.model, head.version).with_sequence(head.step)
+    target = call.resolve(RIGHT_TO_INFER, head.model, head.version).with_sequence(head.step)
     model = target.model
     version = target.version
     choice = target.choice

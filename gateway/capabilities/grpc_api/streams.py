@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import grpc
 from tritonclient.grpc import service_pb2
 
-from gateway.callers import Right
+from gateway.callers import RIGHT_TO_INFER
 from gateway.capabilities.grpc_api.call import (
     COPIES,
     GRPC_ROUTE,
@@ -231,7 +231,7 @@ class InferStream:
             await call.identify_caller()
             call.count_message(message, min_charged_bytes=0)
             head = read_infer_request(message)
-            target = call.resolve(Right.infer, head.model, head.version).with_sequence(head.step)
+            target = call.resolve(RIGHT_TO_INFER, head.model, head.version).with_sequence(head.step)
             if head.step is not None:
                 step = self._steps.take((target.model, head.step.sequence_id))
             is_decoupled = await self._check_model(call, head, target)

@@ -102,9 +102,11 @@ class UseTimes:
         self._by_caller: dict[str, dict[str, float]] = {}
 
     def record(self, model: str, caller: str, used_at: float) -> None:
-        self.last_used[model] = max(self.last_used.get(model, used_at), used_at)
+        if used_at > self.last_used.get(model, -inf):
+            self.last_used[model] = used_at
         times = self._by_caller.setdefault(model, {})
-        times[caller] = max(times.get(caller, used_at), used_at)
+        if used_at > times.get(caller, -inf):
+            times[caller] = used_at
         if len(times) > MAX_KNOWN_CALLERS:
             unknown_at = times.pop(UNKNOWN_CALLER, -inf)
             earliest = min(times, key=times.__getitem__)

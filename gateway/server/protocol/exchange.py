@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
+from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Any, Final, NoReturn, Protocol
+from typing import Final, NoReturn, Protocol
 
 from starlette.types import ASGIApp, Message, Scope
 
@@ -23,6 +24,9 @@ DISCONNECT_MESSAGE: Final = {"type": "http.disconnect"}
 BODILESS_STATUSES: Final = (204, 304)
 
 
+HeaderPairs = Sequence[tuple[bytes, bytes]]
+
+
 class BodyFraming(Enum):
     """The sign by which the client finds the end of a body (RFC 9112, section 6.3)."""
 
@@ -36,8 +40,7 @@ class BodyFraming(Enum):
 LENGTH, CHUNKS, CLOSE, NO_BODY = BodyFraming
 
 STATUS_LINES: Final = {
-    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()
-    for status in http.HTTPStatus
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}".encode() for status in http.HTTPStatus
 }
 
 
@@ -210,44 +213,32 @@ class RequestCycle:
         elif message["type"] == "http.response.start":
             self._start_response(message["status"], message.get("headers", ()))
 
-    def _start_response(self, status: int, headers: Any) -> None:
+    def _start_response(self, status: int, headers: HeaderPairs) -> None:
         if self.started:
             raise RuntimeError("the response was already started")
         self.started = True
         self.status = status
-        lines = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
-        count = 1
-        says_close = False
-        has_length = False
-        for name, value in headers:
-            if name == b"content-length":
-                has_length = True
-                self._remaining_bytes = int(value)
-            elif name == b"connection" and b"close" in value.lower():
-                says_close = True
-                self.keep_alive = False
-            lines += (name, b": ", value, b"\r\n")
-            count += 1
-        self._framing = choose_framing(self._scope, status, has_length=has_length)
-        added = self._encode_connection_headers(says_close=says_close)
-        lines += added
-        count += len(added)
-        lines.append(b"\r\n")
-        self._pending_head = head = b"".join(lines)
-        if head.count(b"\n") != count + 1 or head.count(b"\r") != count + 1:
-            self._abort("a response header contains a line break")
-
-    def _encode_connection_headers(self, *, says_close: bool) -> list[bytes]:
-        if self._framing is CLOSE:
+        fields = dict(headers)
+        length = fields.get(b"content-length")
+        if length is not None:
+            self._remaining_bytes = int(length)
+        says_close = b"connection" in fields and says_connection_close(headers)
+        self._framing = framing = choose_framing(self._scope, status, has_length=length is not None)
+        if says_close or framing is CLOSE:
             self.keep_alive = False
-        lines = []
+        # Joined without a loop in Python, which would cost 3 % of the instructions of a `/v2` request.
+        lines = [STATUS_LINES.get(status) or b"HTTP/1.1 %d " % status, *map(b": ".join, headers)]
         if not self.keep_alive and not says_close:
-            lines.append(b"connection: close\r\n")
+            lines.append(b"connection: close")
         elif self.keep_alive and self._scope["http_version"] == "1.0":
-            lines.append(b"connection: keep-alive\r\n")
-        if self._framing is CHUNKS:
-            lines.append(b"transfer-encoding: chunked\r\n")
-        return lines
+            lines.append(b"connection: keep-alive")
+        if framing is CHUNKS:
+            lines.append(b"transfer-encoding: chunked")
+        line_breaks = len(lines) + 1
+        lines.append(b"\r\n")
+        self._pending_head = head = b"\r\n".join(lines)
+        if head.count(b"\n") != line_breaks or head.count(b"\r") != line_breaks:
+            self._abort("a response header contains a line break")
 
     def _send_body(self, body: bytes, has_more: bool) -> None:
         if self.complete or not self.started:
@@ -282,6 +273,10 @@ class RequestCycle:
             self._receive_waiter.set_result(None)
 
 
+def says_connection_close(headers: HeaderPairs) -> bool:
+    return any(name == b"connection" and b"close" in value.lower() for name, value in headers)
+
+
 def choose_framing(scope: Scope, status: int, *, has_length: bool) -> BodyFraming:
     if scope["method"] == "HEAD" or status in BODILESS_STATUSES:
         return NO_BODY
@@ -307,4 +302,4 @@ def encode_error_response(error: GatewayError, request_id: str) -> bytes:
         "x-request-id": request_id,
     }
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    return STATUS_LINES[error.status] + lines.encode() + b"\r\n" + body
+    return b"%b\r\n%b\r\n%b" % (STATUS_LINES[error.status], lines.encode(), body)
