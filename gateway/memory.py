@@ -95,29 +95,28 @@ class MemoryBudget:
         return self.used_bytes / self._total_bytes
 
     def has_room(self, needed_bytes: int) -> bool:
-        return self.used_bytes + needed_bytes <= self._limit_bytes(needed_bytes)
+        limit = self._total_bytes if needed_bytes <= SMALL_REQUEST_BYTES else self._large_bytes
+        return self.used_bytes + needed_bytes <= limit
 
     def reserve(self, kind: MemoryKind, held_bytes: int, more_bytes: int) -> None:
         """Reserve `more_bytes` for a request. Raises `MemoryBudgetExceeded` or `TooLarge`."""
+        used_bytes = self.used_bytes + more_bytes
         needed_bytes = held_bytes + more_bytes
-        limit = self._limit_bytes(needed_bytes)
+        limit = self._total_bytes if needed_bytes <= SMALL_REQUEST_BYTES else self._large_bytes
         if needed_bytes > limit:
             raise TooLarge(
                 f"the request needs {needed_bytes} bytes of memory; "
                 f"the limit is {limit} (GATEWAY_MAX_BYTES_IN_FLIGHT)"
             )
-        if self.used_bytes + more_bytes > limit:
+        if used_bytes > limit:
             self._shed_counter.labels("memory").inc()
             raise MemoryBudgetExceeded
-        self.used_bytes += more_bytes
+        self.used_bytes = used_bytes
         self.bytes_by_kind[kind] += more_bytes
 
     def release(self, kind: MemoryKind, held_bytes: int) -> None:
         self.used_bytes -= held_bytes
         self.bytes_by_kind[kind] -= held_bytes
-
-    def _limit_bytes(self, needed_bytes: int) -> int:
-        return self._total_bytes if needed_bytes <= SMALL_REQUEST_BYTES else self._large_bytes
 
 
 class MemoryCharge:

@@ -37,7 +37,7 @@ def find_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def create_request_id() -> str:
-    return f"{random.getrandbits(128):032x}"
+    return random.getrandbits(128).to_bytes(16, "big").hex()
 
 
 class BadTracing(CommandError):

@@ -294,8 +294,8 @@ def decode_infer_response(
     position = len(body) if header_length is None else header_length
     arrays: dict[str, np.ndarray] = {}
     for entry in document.get("outputs", ()):
-        check_output_entry(entry["name"], entry["datatype"])
-        dtype = DATATYPES[entry["datatype"]].numpy_dtype
+        name = entry["name"]
+        dtype = find_output_dtype(name, entry["datatype"])
         size = (entry.get("parameters") or {}).get("binary_data_size")
         if size is None:
             array = decode_json_data(entry["data"], entry["shape"], dtype)
@@ -304,14 +304,16 @@ def decode_infer_response(
             position += size
         else:
             raise ValueError("an output is not complete")
-        arrays[entry["name"]] = array
+        arrays[name] = array
     return str(document.get("model_version", "")), arrays
 
 
-def check_output_entry(name: Any, datatype: Any) -> None:
-    """Check the entry of an output. Raises `ValueError` for a name or datatype that is none."""
-    if not isinstance(name, str) or datatype not in DATATYPES:
+def find_output_dtype(name: Any, datatype: Any) -> np.dtype:
+    """Return the type of an output. Raises `ValueError` for a name or datatype that is none."""
+    known = DATATYPES.get(datatype)
+    if known is None or not isinstance(name, str):
         raise ValueError("an output has no valid name or datatype")
+    return known.numpy_dtype
 
 
 def decode_json_data(data: Any, shape: Any, dtype: np.dtype) -> np.ndarray:

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from time import perf_counter
 from typing import Any, Final, cast
 from urllib.parse import unquote
@@ -42,12 +43,7 @@ from gateway.routes.middleware import end_trace, log_request, release_resources
 from gateway.services import Services
 from gateway.tasks import follow
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
-from gateway.telemetry.request_info import (
-    RequestInfo,
-    RequestScope,
-    current_request_info,
-    measure_phase,
-)
+from gateway.telemetry.request_info import RequestInfo, RequestScope, current_request_info
 from gateway.telemetry.tracing import create_request_id, find_request_id
 from gateway.triton.grpc.byte_channel import Metadata
 from gateway.triton.grpc.messages import build_http_headers
@@ -266,13 +262,14 @@ class IncomingCall:
     async def read_message(self, timeout_s: float) -> bytes:
         """Return the request. Raises `RequestTooSlow`, `NoRequest` or `MemoryBudgetExceeded`."""
         slots = self.environment.receive_slots
+        started_at = perf_counter()
         try:
-            reader = MessageReader(self.context, slots, self.slot_owner, timeout_s)
-            with measure_phase("receive"):
-                message = await reader.read()
+            message = await MessageReader(self.context, slots, self.slot_owner, timeout_s).read()
         except MemoryBudgetExceeded:
             self.services.metrics.shed.labels("memory").inc()
             raise
+        finally:
+            self.info.add_phase("receive", perf_counter() - started_at)
         if message is grpc.aio.EOF:
             raise NoRequest
         self.count_message(cast(bytes, message))
@@ -413,6 +410,7 @@ def list_peer_names(context: Mapping[str, Iterable[bytes]]) -> tuple[tuple[str, 
     )
 
 
+@lru_cache(1024)
 def parse_peer(peer: str) -> tuple[str, int] | None:
     """Return the address of a peer such as `ipv4:127.0.0.1:4711` or `ipv6:%5B::1%5D:4711`."""
     family, _, address = peer.partition(":")

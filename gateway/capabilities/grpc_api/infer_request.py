@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
@@ -35,8 +34,7 @@ CLASSIFICATION: Final = "classification"
 UINT64_COUNT: Final = 1 << 64
 
 
-@dataclass(frozen=True)
-class InferHead:
+class InferHead(NamedTuple):
     """The parts of an inference request that decide where it goes."""
 
     model: str

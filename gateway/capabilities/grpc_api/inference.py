@@ -34,11 +34,15 @@ async def serve_infer(call: IncomingCall) -> bytes:
     remaining_s = timeout_s - (perf_counter() - started_at)
     start_copy = None
     try:
-        remaining_s = await services.activate_model(model, version, remaining_s)
+        pool = services.pool
+        if pool.activator is not None and not pool.has_cached_candidates(model, version):
+            remaining_s = await services.activate_model(model, version, remaining_s)
         deadline = perf_counter() + remaining_s
-        await check_classification(services, target, head)
+        if head.class_outputs:
+            await check_classification(services, target, head)
         with Slot(services.admission, model, call.info) as slot:
-            await slot.acquire(deadline - perf_counter())
+            if not slot.try_acquire():
+                await slot.acquire(deadline - perf_counter())
             call.info.rows = await services.count_rows(slot, model, head.first_size)
             request = GrpcBytesCall(
                 build_upstream_target(call, target, head),
@@ -71,6 +75,5 @@ def build_upstream_target(
 
 async def check_classification(services: Services, target: ModelTarget, head: InferHead) -> None:
     """Check that all outputs can be classified: otherwise Triton divides by 0. Raises `InputMismatch`."""
-    if head.class_outputs:
-        signature = await services.signatures.get_signature(target.model, target.version)
-        find_outputs_without_classes(signature, head.class_outputs)
+    signature = await services.signatures.get_signature(target.model, target.version)
+    find_outputs_without_classes(signature, head.class_outputs)

@@ -253,7 +253,8 @@ class InferStream:
         signatures = self._services.signatures
         signature = signatures.find_signature(model, version)
         signature = signature or await signatures.get_signature(model, version)
-        await check_classification(self._services, target, head)
+        if head.class_outputs:
+            await check_classification(self._services, target, head)
         return signature.is_decoupled
 
     def _finish(self, request: StreamRequest, task: asyncio.Task[None]) -> None:

@@ -24,8 +24,8 @@ from gateway.triton.inference import (
     BinaryInput,
     InferRequest,
     InferResponse,
-    check_output_entry,
     decode_binary_data,
+    find_output_dtype,
 )
 
 INVALID_RESPONSE: Final = "the replica's inference response is invalid"
@@ -114,9 +114,8 @@ def decode_grpc_outputs(response: Any, size_bytes: int) -> InferResponse:
 
 
 def decode_grpc_output(output: Any, data: bytes) -> np.ndarray:
-    datatype = output.datatype
-    check_output_entry(output.name, datatype)
-    array = decode_binary_data(data, 0, len(data), DATATYPES[datatype].numpy_dtype)
+    dtype = find_output_dtype(output.name, output.datatype)
+    array = decode_binary_data(data, 0, len(data), dtype)
     return array.reshape(tuple(output.shape))
 
 
