@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from gateway.errors import GatewayError, InputMismatch, ModelNotReady, RefusedByModel, UnknownModel
@@ -65,7 +66,7 @@ class InferenceService:
         semaphore = asyncio.Semaphore(MAX_PARALLEL_PIECES)
         target = request.target._replace(fallback=None)  # one version runs all pieces
         pieces = request.inputs.split(max_batch_size)
-        requests = (request._replace(target=target, inputs=piece) for piece in pieces)
+        requests = (replace(request, target=target, inputs=piece) for piece in pieces)
         work = (self._infer_piece(each, semaphore) for each in requests)
         with measure_upstream_time():
             return concatenate_results(await run_together(work))

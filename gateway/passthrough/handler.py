@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Final, cast
@@ -282,7 +283,7 @@ async def prepare_body(
         )
     if not isinstance(prepared.content, bytes):
         chunks = coalesce_chunks(prepared.content, MIN_CHUNK_BYTES)
-        prepared = prepared._replace(content=chunks)
+        prepared = replace(prepared, content=chunks)
     json_bytes = headers.json_bytes
     if json_bytes is not None and json_bytes > prepared.max_bytes:
         reason = f"the body has at most {prepared.max_bytes} bytes"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Final, NamedTuple, cast
@@ -62,7 +63,8 @@ class InferenceCall(NamedTuple):
     parameters: Mapping[str, str]
 
 
-class RequestHead(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RequestHead:
     """Facts in the request line and the headers, which repeated requests share."""
 
     request_id: str  # "" if the client sent none

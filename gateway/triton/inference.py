@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -68,7 +69,8 @@ class RequestOptions(NamedTuple):
     custom: dict[str, Any]
 
 
-class InferRequest(NamedTuple):
+@dataclass(slots=True)
+class InferRequest:
     """A request to a model, from the handler that decoded it to the transport that encodes it.
 
     The parameter `classification` is the number of classes to return for each output; `timeout` and

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -61,7 +62,7 @@ class HttpCopy:
         self.is_dropped = False
         self.call = call  # the call to send instead of the original
         if isinstance(call.body, AsyncIterator):
-            self.call = call._replace(body=self._copy_chunks(call.body))
+            self.call = replace(call, body=self._copy_chunks(call.body))
         else:
             chunks = call.body if isinstance(call.body, list) else [call.body]
             self._chunks = [bytes(chunk) for chunk in chunks]
@@ -112,7 +113,7 @@ class HttpCopy:
         timeout_s = self._call.target.timeout_s
         headers = [header for header in call.headers if header[0] not in NOT_COPIED]
         headers.append((b"content-length", b"%d" % len(body)))
-        call = call._replace(headers=headers, body=body)
+        call = replace(call, headers=headers, body=body)
 
         async def send(replica: Replica) -> Arrays:
             upstream = await call.send(replica, timeout_s, None)

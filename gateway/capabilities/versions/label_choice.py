@@ -60,8 +60,8 @@ class LabelChoice:
 
         async def send(replica: Replica) -> Arrays:
             deadline = asyncio.get_running_loop().time() + target.timeout_s
-            copied = request._replace(
-                target=target._replace(version=shadow.version), deadline=deadline
+            copied = replace(
+                request, target=target._replace(version=shadow.version), deadline=deadline
             )
             call = await prepare_http_infer(copied, [])
             response = await call.send(replica, target.timeout_s, None)
