@@ -266,7 +266,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._start_timer()
             return
         error = DeadlinePassed(round(self._timeout_s, 3))
-        if self._state is HEAD and self._is_request_sent:
+        if self._state is HEAD and self.is_request_sent:
             self._state = FAILED
             self._error = error
             self._wake_reader()

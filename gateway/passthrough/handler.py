@@ -229,8 +229,7 @@ async def forward_request(
     if rule.right is RIGHT_TO_MANAGE:
         forwarded = add_management_headers(forwarded, services.management_headers)
     if action.is_inference:
-        if not slot.try_acquire():
-            remaining_s = await slot.acquire(remaining_s)
+        remaining_s = await slot.acquire(remaining_s)
         info.rows = 1
         if has_tensors and services.counts_rows:
             size = find_first_size(prepared.beginning, headers.json_bytes)
