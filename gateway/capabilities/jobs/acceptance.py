@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope
 
-from gateway.capabilities.jobs.errors import KeyInUse, KeyReused
+from gateway.capabilities.jobs.errors import JobsUnavailable, KeyInUse, KeyReused
 from gateway.capabilities.jobs.job import Job, create_job_id
 from gateway.capabilities.jobs.replay import ResponseCapture
 from gateway.capabilities.jobs.routes import JOB_SCHEMA, JobResultResponse, describe_job
@@ -136,7 +136,9 @@ class CheckServices(Services):
 def create_check_services(services: Services) -> CheckServices:
     values = {each.name: getattr(services, each.name) for each in fields(services)}
     values |= {"inference": CheckedInference(), "admission": UnlimitedAdmission()}
-    return CheckServices(**values)
+    checking = CheckServices(**values)
+    vars(checking)["large_body_turn"] = services.large_body_turn  # all checks share it
+    return checking
 
 
 class StoredBody:
@@ -253,6 +255,7 @@ class JobAcceptance:
         jobs.changes.notify()
         wait = WAIT.search(join_header_values(scope, PREFER).decode("latin-1"))
         if wait is not None:
+            services.get_charge(scope["request_info"]).release()  # of the memory of the body
             job = await jobs.wait_until_ended(job, min(int(wait[1]), MAX_WAIT_S)) or job
             if job.result_file:
                 is_unknown = not (key or callback)  # nobody knows its ID
@@ -262,14 +265,17 @@ class JobAcceptance:
 
 async def add_job(jobs: Jobs, job: Job) -> Job:
     """Keep a job and its body; return it, or the one that has its idempotency key."""
-    kept = None
     try:
         if job.body_bytes:
             await jobs.store.flush(job.body_file)
         kept = await jobs.store.add(job, jobs.limits)
-    finally:
-        if kept is not job:
-            await jobs.store.delete_file(job.body_file)
+    except JobsUnavailable:
+        raise  # the job may be kept: Redis answered too late
+    except GatewayError:
+        await jobs.store.delete_file(job.body_file)
+        raise
+    if kept is not job:
+        await jobs.store.delete_file(job.body_file)
     return kept
 
 

@@ -7,13 +7,14 @@ import errno
 import os
 import sqlite3
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
+from gateway.capabilities.jobs.job import BODY_SUFFIX
 
 FOLDER_MODE: Final = 0o700
 FILE_MODE: Final = 0o600
@@ -79,6 +80,8 @@ class FolderFiles:
             raise JobsFull("the disk is nearly full")
 
     def append(self, name: str, data: bytes) -> None:
+        if name.endswith(BODY_SUFFIX):
+            self.check_room()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         file = os.open(self.folder / name, flags, FILE_MODE)
         try:
@@ -105,9 +108,11 @@ class FolderFiles:
         for name in names:
             (self.folder / name).unlink(missing_ok=True)
 
-    def delete_left_over(self, has_job: Callable[[str], bool]) -> None:
-        for entry in list(os.scandir(self.folder)):
+    def list_old(self) -> Sequence[str]:
+        """Return the names of the files that are left over if they have no job."""
+        old = []
+        for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):
-                is_old = entry.stat().st_mtime < time.time() - LEFT_OVER_AFTER_S
-                if is_old and not has_job(entry.name.partition(".")[0]):
-                    Path(entry.path).unlink()
+                if entry.stat().st_mtime < time.time() - LEFT_OVER_AFTER_S:
+                    old.append(entry.name)
+        return old

@@ -16,6 +16,7 @@ MAX_LOSSES: Final = 3  # of its worker, in the middle of the job
 MAX_RESULT_FILES: Final = 3 * MAX_LOSSES
 MIN_ERROR_STATUS: Final = 400
 DELIVERED: Final = "delivered"  # the outcome of a callback that was accepted
+BODY_SUFFIX: Final = ".body"
 
 
 class JobState(str, Enum):
@@ -42,6 +43,11 @@ class JobLost(InternalError):
 def create_job_id() -> str:
     """Return a name that cannot be guessed: without keys, whoever knows it may read the job."""
     return secrets.token_hex(16)
+
+
+def find_job_id(file: str) -> str:
+    """Return the ID of the job to which a file belongs."""
+    return file.partition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ class Job:
 
     @property
     def body_file(self) -> str:
-        return f"{self.id}.body"
+        return f"{self.id}{BODY_SUFFIX}"
 
     @property
     def own_result_file(self) -> str:

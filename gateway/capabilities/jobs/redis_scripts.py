@@ -13,6 +13,7 @@ local function drop_entry(id)
     redis.call('HDEL', key('entries'), id)
   end
   redis.call('ZREM', key('delayed'), id)
+  redis.call('ZREM', key('ready'), id)
 end
 local function is_unfinished(state) return state == 'queued' or state == 'running' end
 local function enqueue(id)
@@ -21,8 +22,9 @@ end
 local function count(id, owner, state, size, sign)
   redis.call('HINCRBY', key('states'), state, sign)
   redis.call('INCRBY', key('bytes'), string.format('%d', sign * size))  -- not -0
-  if is_unfinished(state) then
-    redis.call('HINCRBY', key('unfinished'), owner, sign)
+  if is_unfinished(state) and redis.call('HINCRBY', key('unfinished'), owner, sign) == 0 then
+    redis.call('HDEL', key('unfinished'), owner)
+    redis.call('HDEL', key('turns'), owner)
   end
 end
 local function put_time(name, id, time)
@@ -35,10 +37,10 @@ end
 -- The fields: id, owner, token, state, due_at, ended_at, callback_due_at, size, document, callback_host.
 local function put(id, owner, token, state, due_at, ended_at, callback_due_at, size, document, host)
   local before = redis.call('HGET', key('state'), id)
+  count(id, owner, state, size, 1)
   if before then
     count(id, owner, before, redis.call('HGET', key('size'), id), -1)
   end
-  count(id, owner, state, size, 1)
   redis.call('HSET', key('state'), id, state)
   redis.call('HSET', key('size'), id, size)
   redis.call('HSET', key('token'), id, token)
@@ -47,7 +49,7 @@ local function put(id, owner, token, state, due_at, ended_at, callback_due_at, s
   put_time('callbacks:' .. host, id, callback_due_at)
   if state == 'queued' then
     redis.call('ZADD', key('queued'), redis.call('ZSCORE', key('all'), id), id)
-    if before ~= 'queued' then
+    if before == 'running' then
       drop_entry(id)
       redis.call('ZADD', key('delayed'), due_at, id)
     end
@@ -87,6 +89,11 @@ redis.call('ZADD', key('all'), number, id)
 redis.call('ZADD', key('of:' .. owner), number, id)
 redis.call('PERSIST', key('file:' .. id .. '.body'))
 put(unpack(ARGV, 1, 10))
+-- Its turn: after the last job of the same caller, and not before the next one of others.
+local last = tonumber(redis.call('HGET', key('turns'), owner) or '-1')
+local turn = math.max(last + 1, tonumber(redis.call('GET', key('turn')) or '0'))
+redis.call('HSET', key('turns'), owner, turn)
+redis.call('ZADD', key('ready'), turn, id)
 return ARGV[9]
 """
 )
@@ -128,19 +135,32 @@ end
 return 1
 """
 )
-# Arguments: the time. Adds the queued jobs that are due to the stream, which may have been lost.
+# Arguments: the time, and the most jobs. Adds queued jobs to the stream, which may have been lost: those that
+# are due again, and new ones in the order of their turns.
 ENQUEUE_DUE: str = (
     PUT
     + """
 redis.pcall('XGROUP', 'CREATE', key('queue'), 'gateways', '0', 'MKSTREAM')
-local due = redis.call('ZRANGEBYSCORE', key('delayed'), '-inf', ARGV[1], 'LIMIT', 0, 100)
+local due = redis.call('ZRANGEBYSCORE', key('delayed'), '-inf', ARGV[1], 'LIMIT', 0, ARGV[2])
 for _, id in ipairs(due) do
   redis.call('ZREM', key('delayed'), id)
   enqueue(id)
 end
+if #due < tonumber(ARGV[2]) then
+  local ready = redis.call('ZPOPMIN', key('ready'), ARGV[2] - #due)
+  for index = 1, #ready, 2 do
+    redis.call('SET', key('turn'), ready[index + 1])
+    enqueue(ready[index])
+  end
+end
 return #due
 """
 )
+# Arguments: the file, the position, the data, and the seconds after which it is deleted unless it has a job.
+WRITE_BODY: str = """
+redis.call('SETRANGE', KEYS[1] .. 'file:' .. ARGV[1], ARGV[2], ARGV[3])
+return redis.call('EXPIRE', KEYS[1] .. 'file:' .. ARGV[1], ARGV[4])
+"""
 # Arguments: the consumer, and pairs of id and token. Returns the ids whose token is another one.
 RENEW: str = """
 local lost = {}

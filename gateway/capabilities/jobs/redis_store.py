@@ -18,7 +18,14 @@ from typing import Any, Final, TypeVar
 from gateway.capabilities.jobs import redis_scripts
 from gateway.capabilities.jobs.blocking import BlockingCalls, FolderFiles
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable, ResultTooLarge, TooManyJobs
-from gateway.capabilities.jobs.job import Job, JobState, decode_job, encode_job
+from gateway.capabilities.jobs.job import (
+    BODY_SUFFIX,
+    Job,
+    JobState,
+    decode_job,
+    encode_job,
+    find_job_id,
+)
 from gateway.capabilities.jobs.store import JobCounts, JobLimits, JobQuery
 from gateway.errors import BodyTooLarge, StateUnavailable
 from gateway.messages import CommandError
@@ -72,8 +79,6 @@ class RedisJobStore:
         await self._redis.close()
 
     async def add(self, job: Job, limits: JobLimits) -> Job:
-        if self._files is not None:
-            await self._files.check_room()
         further = (limits.max_per_owner, limits.max_bytes, job.idempotency_key)
         arguments = (*list_fields(job), *further)
         reply = await self._run_script(WRITE_ACTION, redis_scripts.ADD, *arguments, decode=bytes)
@@ -108,10 +113,10 @@ class RedisJobStore:
 
     async def delete(self, job: Job) -> None:
         files = job.files if self._files is None else ()
+        if self._files is not None:  # first, so that none is left behind
+            await self._files.delete(*job.files)
         arguments = (job.id, job.owner, job.idempotency_key, job.callback_host, *files)
         await self._run_script(WRITE_ACTION, redis_scripts.DELETE, *arguments, decode=bool)
-        if self._files is not None:
-            await self._files.delete(*job.files)
 
     async def list_jobs(self, query: JobQuery) -> Sequence[Job]:
         is_wanted = partial(matches, query)
@@ -134,12 +139,12 @@ class RedisJobStore:
         return found[: query.limit]
 
     async def find_position(self, job: Job) -> int:
-        command = ("ZRANK", self._full_key("queued"), job.id)
+        command = ("ZRANK", self._full_key("ready"), job.id)
         return await self._execute(READ_ACTION, *command, decode=decode_number)
 
     async def claim(self, count: int, now: float) -> Sequence[Job]:
         unstarted = await self._take_lapsed(now)
-        await self._run_script(WRITE_ACTION, redis_scripts.ENQUEUE_DUE, now, decode=int)
+        await self._run_script(WRITE_ACTION, redis_scripts.ENQUEUE_DUE, now, count, decode=int)
         options = ("COUNT", count, "STREAMS", self._full_key("queue"), ">")
         command = ("XREADGROUP", "GROUP", GROUP, self._consumer, *options)
         entries = await self._execute(WRITE_ACTION, *command, decode=decode_stream)
@@ -163,12 +168,14 @@ class RedisJobStore:
         return [job.id for job in jobs if job.state is JobState.queued]
 
     async def _start_jobs(self, job_ids: Sequence[str], now: float) -> Sequence[Job]:
-        started = []
-        for job in await self._find_all(job_ids):
-            running = job.start(now)
-            if job.state is JobState.queued and await self.replace(running, job.token):
-                self._held.add(job.id)
-                started.append(running)
+        started: list[Job] = []
+        waiting = await self._find_all(job_ids)
+        with suppress(JobsUnavailable, JobsFull):  # those that are started must run
+            for job in waiting:
+                running = job.start(now)
+                if job.state is JobState.queued and await self.replace(running, job.token):
+                    self._held.add(job.id)
+                    started.append(running)
         return started
 
     async def renew(self, jobs: Sequence[Job]) -> Sequence[Job]:
@@ -218,16 +225,18 @@ class RedisJobStore:
         if self._files is not None:
             await self._files.append(file, data)
             return
-        is_body = file.endswith(".body")
+        is_body = file.endswith(BODY_SUFFIX)
         max_bytes = MAX_BODY_BYTES if is_body else MAX_RESULT_BYTES
         key = self._full_key(f"file:{file}")
         length = await self._execute(READ_ACTION, "STRLEN", key, decode=int)
         if length + len(data) > max_bytes:
             raise BodyTooLarge(max_bytes) if is_body else ResultTooLarge(max_bytes)
         # Unlike APPEND, this may be repeated on another connection.
-        await self._execute(WRITE_ACTION, "SETRANGE", key, length, data, decode=int)
         if is_body:
-            await self._execute(WRITE_ACTION, "EXPIRE", key, BODY_TTL_S, decode=bool)
+            arguments = (file, length, data, BODY_TTL_S)
+            await self._run_script(WRITE_ACTION, redis_scripts.WRITE_BODY, *arguments, decode=bool)
+        else:
+            await self._execute(WRITE_ACTION, "SETRANGE", key, length, data, decode=int)
 
     async def flush(self, file: str) -> None:
         if self._files is not None:
@@ -246,6 +255,17 @@ class RedisJobStore:
         else:
             command = ("DEL", self._full_key(f"file:{file}"))
             await self._execute(WRITE_ACTION, *command, decode=bool)
+
+    async def delete_left_over(self) -> None:
+        if self._files is None:
+            return  # those in Redis expire
+        names = await self._files.list_old()
+        for start in range(0, len(names), LIST_BATCH):
+            batch = names[start : start + LIST_BATCH]
+            command = ("HMGET", self._full_key("token"), *map(find_job_id, batch))
+            tokens = await self._execute(READ_ACTION, *command, decode=list)
+            lost = [name for name, token in zip(batch, tokens, strict=True) if token is None]
+            await self._files.delete(*lost)
 
     def _full_key(self, name: str) -> str:
         return self._redis.full_key(name)

@@ -47,6 +47,15 @@ class ResponseCapture:
         return response
 
 
+async def read_piece(store: JobStore, file: str, start: int, size_bytes: int) -> bytes:
+    """Return the next piece of a file. Raises `JobsUnavailable`, also if it has ended before its size."""
+    length = min(size_bytes - start, READ_BYTES)
+    piece = await store.read(file, start, length) if length else b""
+    if len(piece) < length:
+        raise JobsUnavailable("a file of the job is incomplete or was deleted")
+    return piece
+
+
 class BodyReader:
     """Gives the body of a job to the application, as if a client sent it and waited."""
 
@@ -59,13 +68,9 @@ class BodyReader:
     async def receive(self) -> Message:
         if self._is_complete:
             await asyncio.Event().wait()  # the client never leaves
-        length = min(self._job.body_bytes - self._position, READ_BYTES)
-        data = b""
-        if length:
-            data = await self._store.read(self._job.body_file, self._position, length)
-        if len(data) < length:
-            raise JobsUnavailable("the body of the job is incomplete")
-        self._position += length
+        job = self._job
+        data = await read_piece(self._store, job.body_file, self._position, job.body_bytes)
+        self._position += len(data)
         self._is_complete = self._position == self._job.body_bytes
         return {"type": "http.request", "body": data, "more_body": not self._is_complete}
 

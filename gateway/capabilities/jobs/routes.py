@@ -16,7 +16,7 @@ from gateway.access.auth import authorize_all_models
 from gateway.callers import Right
 from gateway.capabilities.jobs.errors import JobConflict, JobNotFound
 from gateway.capabilities.jobs.job import DELIVERED, Job, JobState
-from gateway.capabilities.jobs.replay import READ_BYTES
+from gateway.capabilities.jobs.replay import READ_BYTES, read_piece
 from gateway.capabilities.jobs.runner import JobRunner
 from gateway.capabilities.jobs.service import Jobs, find_owner, may_use, may_use_all
 from gateway.capabilities.jobs.store import JobQuery
@@ -152,7 +152,7 @@ class JobResultResponse(StreamingResponse):
         start = {"type": "http.response.start", "status": job.status, "headers": self.raw_headers}
         # The last piece ends the response: a client that has it all may disconnect at once.
         for position in range(0, job.result_bytes or 1, READ_BYTES):
-            piece = await store.read(job.result_file, position, READ_BYTES)
+            piece = await read_piece(store, job.result_file, position, job.result_bytes)
             if not position:  # nothing is sent if the result cannot be read
                 await send(start)
             more = position + READ_BYTES < job.result_bytes
@@ -265,7 +265,9 @@ async def cancel_job(services: Services, job: Job) -> Job:
 async def erase_jobs(
     request: Request,
     services: ServicesForAnyCaller,
-    caller: Annotated[str, Query(description="The name of the key, which may be revoked.")],
+    caller: Annotated[
+        str, Query(description="The name of a key, or RULE SUBJECT; it may be revoked.")
+    ],
 ) -> Response:
     """Cancel and delete all jobs of a caller, with their bodies and results: one's own, or as an admin."""
     info: RequestInfo = request.scope["request_info"]

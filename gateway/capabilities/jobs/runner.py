@@ -31,6 +31,7 @@ CLAIM_PERIOD_S: Final = 1.0  # for jobs that another process accepted
 MAX_HEARTBEAT_S: Final = 2.0  # cancelled jobs are noticed with a heartbeat
 CLEANING_PERIOD_S: Final = 5.0
 CLEANING_COUNT: Final = 200  # jobs of one kind in one period
+LEFT_OVER_PERIOD_S: Final = 3600.0
 STORE_RETRY_S: Final = 1.0
 # The fleet cannot run it now: over a limit, or not ready.
 BUSY_STATUSES: Final = (429, 503)
@@ -74,6 +75,7 @@ class JobRunner:
             JobKind.request: self._run_request
         }
         self.counts = JobCounts({}, None, 0)
+        self._next_search_at = 0.0  # for files that are left over
 
     async def __aenter__(self) -> JobRunner:
         for name, step in (
@@ -215,6 +217,9 @@ class JobRunner:
             for job in await self._store.find_ended_before(before, CLEANING_COUNT):
                 await self._store.delete(job)
             self.counts = await self._store.count_jobs()
+            if time.monotonic() >= self._next_search_at:
+                self._next_search_at = time.monotonic() + LEFT_OVER_PERIOD_S
+                await self._store.delete_left_over()
         await asyncio.sleep(CLEANING_PERIOD_S)
 
 

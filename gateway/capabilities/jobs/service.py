@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from weakref import WeakValueDictionary
 
 from gateway.access.auth import authorize_all_models
 from gateway.callers import CallerKind, Right
@@ -28,15 +29,18 @@ class Jobs:
         self.max_body_bytes = max_body_bytes
         self.callback_hosts = CallbackHosts(settings.callback_hosts)
         self.limits = JobLimits(settings.max_jobs_bytes, settings.max_jobs_per_caller)
-        # Notified when this process accepts, ends or cancels a job.
+        # Notified when this process accepts a job, or has a place for another one.
         self.changes = ChangeSignal()
+        # By ID, of the jobs for whose end somebody waits here.
+        self._ends: WeakValueDictionary[str, ChangeSignal] = WeakValueDictionary()
         self.tasks = TaskSet()
 
     async def replace(self, job: Job, seen_token: int) -> bool:
         """Replace a job in the store, as `JobStore.replace`, and delete the body of one that has ended."""
         is_replaced = await self.store.replace(job, seen_token)
         if is_replaced and job.has_ended:
-            self.changes.notify()
+            if (end := self._ends.get(job.id)) is not None:
+                end.notify()
             with suppress(JobsFull, JobsUnavailable):
                 await self.store.delete_file(job.body_file)
         return is_replaced
@@ -46,10 +50,11 @@ class Jobs:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         current: Job | None = job
-        seen = self.changes.count
+        end = self._ends.setdefault(job.id, ChangeSignal())
+        seen = end.count
         while current is not None and not current.has_ended and loop.time() < deadline:
             remaining_s = deadline - loop.time()
-            seen = await self.changes.wait(seen, min(remaining_s, POLL_S))
+            seen = await end.wait(seen, min(remaining_s, POLL_S))
             current = await self.store.find(job.id)
         return current
 

@@ -14,39 +14,61 @@ from typing import Any, Final
 
 from gateway.capabilities.jobs.blocking import FILE_MODE, FolderFiles, describe_failures
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable, TooManyJobs
-from gateway.capabilities.jobs.job import Job, JobState, decode_job, encode_job
+from gateway.capabilities.jobs.job import Job, JobState, decode_job, encode_job, find_job_id
 from gateway.capabilities.jobs.store import JobCounts, JobLimits, JobQuery
 from gateway.messages import CommandError
 
 BUSY_TIMEOUT_S: Final = 10.0
 MAX_LAPSED: Final = 100  # jobs that are taken back in one transaction
-# `document` has the whole job; the other columns are what is searched for.
+# `document` has the whole job; the other columns are what is searched for. Jobs run in the order of their
+# turns, so that a caller with many jobs does not keep those of others waiting. `totals` is what all jobs
+# together are, because it takes long to count a million of them.
 SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL,
     model TEXT NOT NULL, idempotency_key TEXT NOT NULL, created_at REAL NOT NULL,
+    turn INTEGER NOT NULL,
     state TEXT NOT NULL, token INTEGER NOT NULL, due_at REAL NOT NULL, ended_at REAL NOT NULL,
     callback_host TEXT NOT NULL, callback_due_at REAL NOT NULL, size_bytes INTEGER NOT NULL,
     document BLOB NOT NULL,
     worker TEXT NOT NULL DEFAULT '', lease_until REAL NOT NULL DEFAULT 0);
-CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, number);
-CREATE INDEX IF NOT EXISTS jobs_by_owner ON jobs (owner, state);
-CREATE INDEX IF NOT EXISTS jobs_by_size ON jobs (size_bytes);
+CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, turn, number, due_at, created_at);
+CREATE INDEX IF NOT EXISTS jobs_by_owner ON jobs (owner, state, turn);
+CREATE INDEX IF NOT EXISTS jobs_by_owner_and_number ON jobs (owner, number, state, model);
 CREATE INDEX IF NOT EXISTS jobs_by_end ON jobs (ended_at) WHERE ended_at > 0;
 CREATE INDEX IF NOT EXISTS jobs_by_callback ON jobs (callback_host, callback_due_at)
     WHERE callback_due_at > 0;
 CREATE UNIQUE INDEX IF NOT EXISTS jobs_by_key ON jobs (owner, idempotency_key)
     WHERE idempotency_key != '';
 CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS totals (
+    state TEXT PRIMARY KEY, jobs INTEGER NOT NULL, size_bytes INTEGER NOT NULL);
+CREATE TRIGGER IF NOT EXISTS count_added AFTER INSERT ON jobs BEGIN
+    INSERT INTO totals VALUES (new.state, 1, new.size_bytes) ON CONFLICT DO UPDATE
+        SET jobs = jobs + 1, size_bytes = size_bytes + new.size_bytes;
+END;
+CREATE TRIGGER IF NOT EXISTS count_changed AFTER UPDATE OF state, size_bytes ON jobs BEGIN
+    UPDATE totals SET jobs = jobs - 1, size_bytes = size_bytes - old.size_bytes WHERE state = old.state;
+    INSERT INTO totals VALUES (new.state, 1, new.size_bytes) ON CONFLICT DO UPDATE
+        SET jobs = jobs + 1, size_bytes = size_bytes + new.size_bytes;
+END;
+CREATE TRIGGER IF NOT EXISTS count_deleted AFTER DELETE ON jobs BEGIN
+    UPDATE totals SET jobs = jobs - 1, size_bytes = size_bytes - old.size_bytes WHERE state = old.state;
+END;
 """
-INSERT: Final = """INSERT INTO jobs (id, owner, model, idempotency_key, created_at, callback_host,
+INSERT: Final = """INSERT INTO jobs (id, owner, model, idempotency_key, created_at, callback_host, turn,
     state, token, due_at, ended_at, callback_due_at, size_bytes, document)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
 UPDATE: Final = """UPDATE jobs SET state = ?, token = ?, due_at = ?, ended_at = ?, callback_due_at = ?,
     size_bytes = ?, document = ? WHERE id = ? AND token = ?"""
 SELECT: Final = "SELECT document FROM jobs WHERE "
-IS_DUE: Final = "state = 'queued' AND due_at <= ? ORDER BY number LIMIT ?"
-# A process that looks for them has not lost its own.
+IS_DUE: Final = "state = 'queued' AND due_at <= ? ORDER BY turn, number LIMIT ?"
+# After the last job of the same caller, and not before the next one of others.
+FIND_TURN: Final = """SELECT max(
+    ifnull((SELECT max(turn) FROM jobs WHERE state = 'running'), 0),
+    ifnull((SELECT max(turn) + 1 FROM jobs WHERE owner = ? AND state IN ('queued', 'running')), 0))"""
+# A process that looks for them has not lost its own. Leases end by the monotonic clock, which all processes
+# share: the time of day may be set while jobs run.
 HAS_LAPSED: Final = "state = 'running' AND lease_until < ? AND worker != ? LIMIT ?"
 HAS_KEY: Final = "owner = ? AND idempotency_key = ? AND idempotency_key != ''"
 IS_CALLBACK_DUE: Final = (
@@ -101,7 +123,6 @@ class SqliteJobs:
         self._lock_file = os.open(self._locks / self._worker, os.O_RDWR | os.O_CREAT, FILE_MODE)
         fcntl.lockf(self._lock_file, fcntl.LOCK_EX)
         self._take_back_leases()
-        self._files.delete_left_over(lambda job_id: self.find(job_id) is not None)
 
     def _take_back_leases(self) -> None:
         """End the leases of processes that live no longer."""
@@ -124,19 +145,19 @@ class SqliteJobs:
         os.close(self._lock_file)
 
     def add(self, job: Job, limits: JobLimits) -> Job:
-        self._files.check_room()
         with self._write():
             if (known := self.find_by_key(job.owner, job.idempotency_key)) is not None:
                 return known
             if self._read_number(COUNT_UNFINISHED, job.owner) >= limits.max_per_owner:
                 raise TooManyJobs(limits.max_per_owner)
-            size_bytes = self._read_number("SELECT total(size_bytes) FROM jobs")
+            size_bytes = self._read_number("SELECT total(size_bytes) FROM totals")
             if size_bytes + job.size_bytes > limits.max_bytes:
                 raise JobsFull(
                     f"all jobs together exceed {limits.max_bytes} bytes (GATEWAY_MAX_JOBS_BYTES)"
                 )
             fixed = (job.id, job.owner, job.model, job.idempotency_key, job.created_at)
-            columns = (*fixed, job.callback_host, *list_columns(job))
+            turn = self._read_number(FIND_TURN, job.owner)
+            columns = (*fixed, job.callback_host, turn, *list_columns(job))
             self._database.execute(INSERT, columns)
         return job
 
@@ -155,9 +176,15 @@ class SqliteJobs:
         return self._database.execute(UPDATE, arguments).rowcount == 1
 
     def delete(self, job: Job) -> None:
+        # The files first: their room may be what the database needs, and none is left behind.
+        self._files.delete(*job.files)
         with self._write():
             self._database.execute("DELETE FROM jobs WHERE id = ?", (job.id,))
-        self._files.delete(*job.files)
+
+    def delete_left_over(self) -> None:
+        for name in self._files.list_old():
+            if self.find(find_job_id(name)) is None:
+                self._files.delete(name)
 
     def list_jobs(self, query: JobQuery) -> Sequence[Job]:
         conditions = ["1"]
@@ -177,12 +204,12 @@ class SqliteJobs:
     def find_position(self, job: Job) -> int:
         statement = (
             "SELECT count(*) FROM jobs WHERE state = 'queued' "
-            "AND number < (SELECT number FROM jobs WHERE id = ?)"
+            "AND (turn, number) < (SELECT turn, number FROM jobs WHERE id = ?)"
         )
         return self._read_number(statement, job.id)
 
     def claim(self, count: int, now: float) -> Sequence[Job]:
-        has_lapsed = (HAS_LAPSED, now, self._worker, MAX_LAPSED)
+        has_lapsed = (HAS_LAPSED, time.monotonic(), self._worker, MAX_LAPSED)
         is_due = (IS_DUE, now, count)
         if not (self._select(*has_lapsed) or self._select(*is_due)):
             return ()
@@ -193,30 +220,28 @@ class SqliteJobs:
             claimed = [job.start(now) for job in waiting]
             for job, started in zip(waiting, claimed, strict=True):
                 self._update(started, job.token)
-            self._renew(claimed, now)
+            self._renew(claimed)
         return claimed
 
     def renew(self, jobs: Sequence[Job]) -> Sequence[Job]:
         with self._write():
-            return self._renew(jobs, time.time())
+            return self._renew(jobs)
 
-    def _renew(self, jobs: Sequence[Job], now: float) -> Sequence[Job]:
+    def _renew(self, jobs: Sequence[Job]) -> Sequence[Job]:
         statement = "UPDATE jobs SET worker = ?, lease_until = ? WHERE id = ? AND token = ?"
+        lease_until = time.monotonic() + self._lease_s
         lost = []
         for job in jobs:
-            arguments = (self._worker, now + self._lease_s, job.id, job.token)
+            arguments = (self._worker, lease_until, job.id, job.token)
             if not self._database.execute(statement, arguments).rowcount:
                 lost.append(job)
         return lost
 
     def count_jobs(self) -> JobCounts:
-        rows = self._database.execute(
-            "SELECT state, count(*), total(size_bytes), min(created_at) FROM jobs GROUP BY state"
-        ).fetchall()
-        by_state = {JobState(state): count for state, count, _, _ in rows}
-        oldest = {state: created_at for state, _, _, created_at in rows}
-        size_bytes = int(sum(size for _, _, size, _ in rows))
-        return JobCounts(by_state, oldest.get(JobState.queued.value), size_bytes)
+        rows = self._database.execute("SELECT state, jobs, size_bytes FROM totals").fetchall()
+        oldest = self._database.execute("SELECT min(created_at) FROM jobs WHERE state = 'queued'")
+        by_state = {JobState(state): count for state, count, _ in rows}
+        return JobCounts(by_state, oldest.fetchone()[0], sum(size for _, _, size in rows))
 
     def find_ended_before(self, when: float, limit: int) -> Sequence[Job]:
         return self._select("0 < ended_at AND ended_at < ? LIMIT ?", when, limit)

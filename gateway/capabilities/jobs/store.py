@@ -109,3 +109,6 @@ class JobStore(Protocol):
     async def read(self, file: str, start: int, length: int) -> bytes: ...
 
     async def delete_file(self, file: str) -> None: ...
+
+    async def delete_left_over(self) -> None:
+        """Delete old files without a job: of processes that were killed."""

@@ -1,0 +1,181 @@
+"""The two stores of jobs, without a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from gateway.capabilities.jobs.acceptance import add_job
+from gateway.capabilities.jobs.blocking import LEFT_OVER_AFTER_S
+from gateway.capabilities.jobs.capability import create_store
+from gateway.capabilities.jobs.errors import JobsUnavailable
+from gateway.capabilities.jobs.job import JobState
+from gateway.capabilities.jobs.service import Jobs
+from gateway.capabilities.jobs.settings import JobSettings
+from gateway.capabilities.jobs.store import JobLimits, JobQuery, JobStore
+from tests.capabilities.jobs.unit.test_job import QUEUED
+from tests.support.redis_server import RedisServer
+
+LIMITS = JobLimits(10_000, 100)
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def settings(request: pytest.FixtureRequest, tmp_path: Path) -> JobSettings:
+    if request.param == "sqlite":
+        return JobSettings(jobs=f"sqlite://{tmp_path}")
+    server: RedisServer = request.getfixturevalue("redis")
+    return JobSettings(jobs=server.url(), jobs_folder=tmp_path / "files")
+
+
+@asynccontextmanager
+async def opened(settings: JobSettings) -> AsyncIterator[JobStore]:
+    store = create_store(settings)
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def run_with(settings: JobSettings, work: Callable[[JobStore], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with opened(settings) as store:
+            await work(store)
+
+    asyncio.run(run())
+
+
+async def add(store: JobStore, *names: str) -> None:
+    """Add a job for each name, whose first letter is the owner."""
+    for name in names:
+        job = replace(QUEUED, id=name, owner=name[0], callback_url="")
+        await store.add(job, LIMITS)
+
+
+def test_callers_take_turns(settings: JobSettings) -> None:
+    async def work(store: JobStore) -> None:
+        await add(store, "a1", "a2", "a3", "a4", "b1", "b2")
+        jobs = [await store.find(name) for name in ("a1", "a2", "b1", "b2")]
+        assert [await store.find_position(job) for job in jobs if job] == [0, 2, 1, 3]
+        order = [job.id for job in await store.claim(3, time.time())]
+        await add(store, "c1", "a5")
+        for _ in range(5):
+            order += [job.id for job in await store.claim(1, time.time())]
+        assert order[:2] == ["a1", "b1"]
+        assert set(order[2:5]) == {"a2", "b2", "c1"}  # the new caller waits for one round
+        assert order[5:] == ["a3", "a4", "a5"]
+
+    run_with(settings, work)
+
+
+def test_counts_follow_every_change(settings: JobSettings) -> None:
+    async def work(store: JobStore) -> None:
+        await add(store, "a1", "a2", "b1")
+        assert (await store.count_jobs()).size_bytes == 3 * QUEUED.body_bytes
+        for job in await store.claim(2, time.time()):
+            assert await store.replace(job.finish(time.time(), 200, [], 50), job.token)
+        await store.delete((await store.list_jobs(JobQuery("b")))[0])
+        counts = await store.count_jobs()
+        assert {state: n for state, n in counts.by_state.items() if n} == {
+            JobState.done: 1,
+            JobState.queued: 1,
+        }
+        assert counts.size_bytes == 50 + QUEUED.body_bytes
+        assert counts.oldest_queued_at == QUEUED.created_at
+
+    run_with(settings, work)
+
+
+def test_files_that_a_killed_process_left_are_deleted(
+    settings: JobSettings, tmp_path: Path
+) -> None:
+    async def work(store: JobStore) -> None:
+        await add(store, "a1")
+        for name in ("a1.body", "lost.body", "lost.2.result", "new.body"):
+            await store.append(name, b"abc")
+        old = time.time() - LEFT_OVER_AFTER_S - 10
+        for name in ("a1.body", "lost.body", "lost.2.result"):
+            os.utime(tmp_path / "files" / name, (old, old))
+        await store.delete_left_over()
+        left = [each.name for each in (tmp_path / "files").iterdir()]
+        assert sorted(left) == ["a1.body", "new.body"]
+
+    run_with(settings, work)
+
+
+def test_clock_that_is_set_ends_no_lease(tmp_path: Path) -> None:
+    settings = JobSettings(jobs=f"sqlite://{tmp_path}")
+
+    async def work(store: JobStore) -> None:
+        await add(store, "a1")
+        async with opened(settings) as other:
+            assert await store.claim(1, time.time())
+            assert not await other.claim(1, time.time() + 3600)
+
+    run_with(settings, work)
+
+
+def test_jobs_that_were_started_run_though_redis_fails_then(redis: RedisServer) -> None:
+    settings = JobSettings(jobs=redis.url())
+    prefix = settings.jobs.partition("prefix=")[2]
+
+    async def work(store: JobStore) -> None:
+        await add(store, "a1")
+        await store.add(replace(QUEUED, id="b1", callback_host="broken"), LIMITS)
+        redis.client().set(f"{prefix}jobs:callbacks:broken", "no sorted set")
+        assert [job.id for job in await store.claim(2, time.time())] == ["a1"]
+
+    run_with(settings, work)
+
+
+def test_job_that_is_kept_though_redis_answers_too_late_has_its_body(redis: RedisServer) -> None:
+    """The client repeats its request, and gets this job."""
+    loses_answer = False
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal loses_answer
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", redis.port)
+
+        async def send_back() -> None:
+            nonlocal loses_answer
+            while data := await far_reader.read(1 << 16):
+                if not loses_answer:
+                    writer.write(data)
+                loses_answer = False
+
+        answers = asyncio.create_task(send_back())
+        while data := await reader.read(1 << 16):
+            loses_answer = loses_answer or b"TOO_MANY" in data  # the script that adds a job
+            far_writer.write(data)
+        answers.cancel()
+        far_writer.close()
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(relay, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        direct = JobSettings(jobs=redis.url())
+        through = direct.jobs.replace(str(urlsplit(direct.jobs).port), str(port), 1)
+        relayed = JobSettings(jobs=through)
+        async with server, opened(direct) as store, opened(relayed) as relayed_store:
+            await relayed_store.append(QUEUED.body_file, b"abc")
+            with pytest.raises(JobsUnavailable):
+                await add_job(Jobs(relayed_store, relayed, 10), QUEUED)
+            assert await store.find(QUEUED.id) is not None
+            assert await store.read(QUEUED.body_file, 0, 10) == b"abc"
+
+    asyncio.run(run())
