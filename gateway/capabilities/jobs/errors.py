@@ -33,7 +33,7 @@ class JobsFull(GatewayError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(
-            f"there is no room for jobs: {reason}; delete finished jobs with DELETE /v1/jobs/ID, or let them "
+            f"jobs have no more room: {reason}; delete finished jobs with DELETE /v1/jobs/ID, or let them "
             "expire sooner (GATEWAY_JOB_RETENTION_S)"
         )
 

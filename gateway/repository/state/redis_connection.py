@@ -16,6 +16,7 @@ from gateway.repository.state.tables import UnreadableState
 T = TypeVar("T")
 REDIS_TIMEOUT_S: Final = 1.0  # limit for connecting, and for each response
 COMMAND_TIMEOUT_S: Final = 3.0  # total limit, a second connection after a stale one included
+MAX_CONNECTIONS: Final = 64
 # Exception name (of the class or a base class) → reason. The exception's own text is never shown, because
 # Redis quotes the arguments of rejected commands, which can include the password.
 REDIS_REASONS = {
@@ -103,6 +104,8 @@ class RedisConnection:
         self._failures = redis_exceptions()
         self._prefix = prefix
         self._outages = OutageLog(str(server), subject)
+        # The client refuses a command when 100 connections are in use.
+        self._turns = asyncio.Semaphore(MAX_CONNECTIONS)
 
     @property
     def is_available(self) -> bool:
@@ -135,9 +138,8 @@ class RedisConnection:
         self, action: str, *command: str | bytes | int, decode: Callable[[Any], T]
     ) -> T:
         """Return the decoded response to a command. Raises `StateUnavailable`."""
-        pending = self._client.execute_command(*command)
         try:
-            result = decode(await asyncio.wait_for(pending, COMMAND_TIMEOUT_S))
+            result = decode(await asyncio.wait_for(self._send(command), COMMAND_TIMEOUT_S))
         except (UnreadableState, UnicodeDecodeError):
             reason = f"Redis has invalid data at {self._prefix}*"
             raise self._outages.record_failure(action, reason) from None
@@ -145,6 +147,10 @@ class RedisConnection:
             raise self._outages.record_failure(action, explain_redis_error(exc)) from None
         self._outages.record_success(action)
         return result
+
+    async def _send(self, command: Sequence[str | bytes | int]) -> Any:
+        async with self._turns:
+            return await self._client.execute_command(*command)
 
     async def close(self) -> None:
         with suppress(*self._failures):

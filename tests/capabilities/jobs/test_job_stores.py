@@ -100,6 +100,15 @@ def test_counts_follow_every_change(settings: JobSettings) -> None:
     run_with(settings, work)
 
 
+def test_many_callers_ask_at_the_same_time(settings: JobSettings) -> None:
+    async def work(store: JobStore) -> None:
+        await add(store, "a1")
+        found = await asyncio.gather(*(store.find("a1") for _ in range(300)))
+        assert None not in found
+
+    run_with(settings, work)
+
+
 def test_files_that_a_killed_process_left_are_deleted(
     settings: JobSettings, tmp_path: Path
 ) -> None:
