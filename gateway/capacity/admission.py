@@ -260,9 +260,11 @@ class AdmissionQueue:
     def waiting(self) -> int:
         return len(self.queue)
 
+    def get_limit(self, model: str) -> int:
+        return self.limits.get(model, self._default_limit)
+
     def has_room(self, model: str) -> bool:
-        limit = self.limits.get(model, self._default_limit)
-        return self._count_running(model) < limit
+        return self._count_running(model) < self.get_limit(model)
 
     def _count_running(self, model: str) -> int:
         return self._running_by_model.get(model, 0) + self._more_rows.get(model, 0)
@@ -386,7 +388,7 @@ class AdmissionQueue:
 
     def is_crowded(self, model: str) -> bool:
         """Return whether requests of the model wait, or half of its slots are taken."""
-        limit = self.limits.get(model, self._default_limit)
+        limit = self.get_limit(model)
         is_half_taken = 2 * self._count_running(model) > limit
         return is_half_taken or model in self.queue.models
 

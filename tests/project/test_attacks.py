@@ -146,6 +146,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         "models_file": str(files["models"]),
         "repository": f"file://{repository}",
         "model_uploads": "artifacts",
+        "jobs": f"sqlite://{folder}/jobs",
         "on_demand_models": "asked*,kept",
         "max_loaded_models": str(len(loaded) + 4),
     }

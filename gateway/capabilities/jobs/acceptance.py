@@ -10,8 +10,9 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, Final
 
 import orjson
@@ -144,11 +145,13 @@ def create_check_services(services: Services) -> CheckServices:
 class StoredBody:
     """The body of a request, written to a file while a handler receives it."""
 
-    def __init__(self, jobs: Jobs, file: str, scope: Scope, receive: Receive) -> None:
+    def __init__(
+        self, jobs: Jobs, file: str, scope: Scope, receive: Receive, max_bytes: int
+    ) -> None:
         self._jobs = jobs
         self._file = file
         self._receive = receive
-        self._max_bytes = jobs.max_body_bytes
+        self._max_bytes = max_bytes
         self._is_complete = False
         self.size_bytes = 0
         self._hash = hashlib.sha256(
@@ -212,11 +215,23 @@ class JobAcceptance:
         scope = request.scope
         services.get(GatewayMiddleware).choose_error_serializer(scope)
         jobs = services.get(Jobs)
+        accept = partial(self._accept, jobs, services, scope, request.receive)
+        return await self.accept_once(jobs, request, accept, jobs.max_body_bytes)
+
+    async def accept_once(
+        self,
+        jobs: Jobs,
+        request: Request,
+        accept: Callable[[str], Awaitable[Response]],
+        max_bytes: int,
+    ) -> Response:
+        """Return the answer of `accept`, or the job that has the idempotency key of the request."""
+        scope = request.scope
         key = join_header_values(scope, IDEMPOTENCY_KEY).decode("latin-1").strip()
         if len(key) > MAX_KEY_CHARS:
             raise MalformedRequest(f"Idempotency-Key exceeds {MAX_KEY_CHARS} characters")
         if not key:
-            return await self._accept(jobs, services, scope, request.receive)
+            return await accept(key)
         in_use = (find_owner(scope["request_info"]), key)
         if in_use in self._keys_in_use:
             raise KeyInUse
@@ -224,18 +239,18 @@ class JobAcceptance:
         try:
             known = await jobs.store.find_by_key(*in_use)
             if known is None:
-                return await self._accept(jobs, services, scope, request.receive, key)
-            body = StoredBody(jobs, "", scope, request.receive)
+                return await accept(key)
+            body = StoredBody(jobs, "", scope, request.receive, max_bytes)
             await body.receive_rest()
             return await respond_with_known(jobs, known, body)
         finally:
             self._keys_in_use.discard(in_use)
 
     async def _accept(
-        self, jobs: Jobs, services: Services, scope: Scope, receive: Receive, key: str = ""
+        self, jobs: Jobs, services: Services, scope: Scope, receive: Receive, key: str
     ) -> Response:
         job_id = create_job_id()
-        body = StoredBody(jobs, f"{job_id}.body", scope, receive)
+        body = StoredBody(jobs, f"{job_id}.body", scope, receive, jobs.max_body_bytes)
         adding = None
         try:
             callback = find_callback(jobs, scope)

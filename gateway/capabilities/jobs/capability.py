@@ -1,9 +1,10 @@
 """Requests that outlive their connection: jobs, whose result is fetched later.
 
 `job.py` has a job as a value, and the changes of its state. `store.py` says what a store of jobs can do;
-`sqlite_store.py` and `redis_store.py` are the two. `acceptance.py` answers requests with
-`Prefer: respond-async`, `runner.py` runs the jobs, `routes.py` serves `/v1/jobs`. `callbacks.py` calls the
-client's server when a job has ended, if `callback_hosts.py` allows its address.
+`sqlite_store.py` and `redis_store.py` are the two. `acceptance.py` answers requests with `Prefer: respond-
+async`, `runner.py` runs the jobs, `routes.py` serves `/v1/jobs`. `batch_routes.py` accepts batches,
+`batch_run.py` runs them. `callbacks.py` calls the client's server when a job has ended, if
+`callback_hosts.py` allows its address.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ def attach_jobs(settings: Settings) -> Attachment | None:
     if not job_settings.jobs:
         return None
     from gateway.capabilities.jobs.acceptance import JobAcceptance
+    from gateway.capabilities.jobs.batch_routes import router as batch_router
     from gateway.capabilities.jobs.callback_routes import router as callback_router
     from gateway.capabilities.jobs.routes import router
 
     store = create_store(job_settings)
+    acceptance = JobAcceptance()
 
     async def open_jobs(services: Services, stack: AsyncExitStack) -> None:
         from gateway.capabilities.jobs.callbacks import open_callbacks
@@ -50,13 +53,15 @@ def attach_jobs(settings: Settings) -> Attachment | None:
         stack.push_async_callback(store.close)
         jobs = Jobs(store, job_settings, settings.max_body_bytes)
         services.provide(jobs)
+        services.provide(acceptance)
         runner = await stack.enter_async_context(JobRunner(jobs, services))
         services.provide(runner)
         services.metrics.collector_registry.register(JobCollector(runner))
         services.waiting_work.append(lambda: runner.counts.by_state.get(JobState.queued, 0))
         await open_callbacks(jobs, services, stack)
 
-    return Attachment((callback_router, router), open=open_jobs, deferral=JobAcceptance())
+    routers = (batch_router, callback_router, router)
+    return Attachment(routers, open=open_jobs, deferral=acceptance)
 
 
 def create_store(settings: JobSettings) -> JobStore:

@@ -93,6 +93,7 @@ class Job:
     total_rows: int = 1
     done_rows: int = 0
     failed_rows: int = 0
+    rows_per_second: float = 0.0  # while it runs
     # The callback. `JobStore.find_due_deliveries` returns jobs whose next attempt is due.
     callback_url: str = ""
     callback_host: str = ""
@@ -157,6 +158,10 @@ class Job:
             result_file=self.own_result_file,
             result_bytes=result_bytes,
         )
+
+    def finish_batch(self, now: float) -> Job:
+        """Return the batch with the rows that were reported as its progress."""
+        return self._end(now, JobState.done, status=200)
 
     def fail(self, now: float, error: GatewayError) -> Job:
         """Return the job as failed without a response."""

@@ -14,6 +14,10 @@ from gateway.capabilities.jobs.job import Job
 from gateway.capabilities.jobs.store import JobStore
 
 READ_BYTES: Final = 1 << 20  # of a body or a result at a time
+# The fleet cannot run it now: over a limit, or not ready.
+BUSY_STATUSES: Final = (429, 503)
+MAX_POSTPONE_S: Final = 30.0
+NO_ROOM_PAUSE_S: Final = 10.0
 # Those of any response, which each gets when it is sent.
 COMMON_HEADERS: Final = frozenset(
     (b"x-request-id", b"x-content-type-options", b"content-security-policy", b"content-length")
@@ -97,3 +101,10 @@ def build_scope(job: Job) -> MutableMapping[str, Any]:
         "certificate_names": (),
         "certificate_expires_at": None,
     }
+
+
+def find_delay_s(capture: ResponseCapture, starts: int) -> float:
+    """Return the time after which a busy fleet is asked again, which grows with the starts."""
+    written = dict(capture.headers).get(b"retry-after", b"1")
+    asked_s = float(written) if written.isdigit() else 1.0
+    return min(max(asked_s, 2.0 ** min(starts, 8) / 2), MAX_POSTPONE_S)

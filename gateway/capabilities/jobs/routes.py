@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Annotated, Any, Final, cast
@@ -14,14 +15,15 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.access.auth import authorize_all_models
 from gateway.callers import Right
-from gateway.capabilities.jobs.errors import JobConflict, JobNotFound
-from gateway.capabilities.jobs.job import DELIVERED, Job, JobState
+from gateway.capabilities.jobs.errors import JobConflict, JobNotFound, JobsUnavailable
+from gateway.capabilities.jobs.job import DELIVERED, Job, JobKind, JobState
 from gateway.capabilities.jobs.replay import READ_BYTES, read_piece
 from gateway.capabilities.jobs.runner import JobRunner
-from gateway.capabilities.jobs.service import Jobs, find_owner, may_use, may_use_all
+from gateway.capabilities.jobs.service import POLL_S, Jobs, find_owner, may_use, may_use_all
 from gateway.capabilities.jobs.store import JobQuery
+from gateway.draining import Drain
 from gateway.errors import serialize_error
-from gateway.media_types import JSON
+from gateway.media_types import JSON, NDJSON
 from gateway.messages import quote_text
 from gateway.routes.dependencies import ServicesForAnyCaller, ServicesForInference
 from gateway.routes.openapi import BINARY_CONTENT, COUNT_SCHEMA, build_list_schema, build_responses
@@ -33,6 +35,7 @@ from gateway.tensors.schema import build_object_schema
 MAX_WAIT_S: Final = 60
 DEFAULT_LIMIT: Final = 100
 MAX_LIMIT: Final = 1000
+MAX_ROWS: Final = 1 << 31
 ERASE_COUNT: Final = 200  # jobs in one step
 TIME_SCHEMA: Final = {"type": "string", "format": "date-time"}
 OPTIONAL_FIELDS: Final = {
@@ -51,6 +54,14 @@ OPTIONAL_FIELDS: Final = {
         optional=("problem", "next_attempt"),
     ),
 }
+PROGRESS_SCHEMA: Final = build_object_schema(
+    {
+        **dict.fromkeys(("total", "done", "failed"), COUNT_SCHEMA),
+        "rows_per_second": {"type": "number"},
+        "estimated_end": TIME_SCHEMA,
+    },
+    optional=("rows_per_second", "estimated_end"),
+)
 JOB_SCHEMA: Final = build_object_schema(
     {
         "id": STRING_SCHEMA,
@@ -60,7 +71,7 @@ JOB_SCHEMA: Final = build_object_schema(
         "request_id": STRING_SCHEMA,
         "created": TIME_SCHEMA,
         "starts": {**COUNT_SCHEMA, "description": "Times that the job was started."},
-        "progress": build_object_schema(dict.fromkeys(("total", "done", "failed"), COUNT_SCHEMA)),
+        "progress": PROGRESS_SCHEMA,
         **OPTIONAL_FIELDS,
     },
     optional=OPTIONAL_FIELDS.keys(),
@@ -96,11 +107,7 @@ def describe_job(job: Job, position: int | None = None) -> dict[str, Any]:
         "request_id": job.request_id,
         "created": render_time(job.created_at),
         "starts": job.starts,
-        "progress": {
-            "total": job.total_rows,
-            "done": job.done_rows,
-            "failed": job.failed_rows,
-        },
+        "progress": describe_progress(job),
     }
     if position is not None:
         document["position"] = position
@@ -115,6 +122,20 @@ def describe_job(job: Job, position: int | None = None) -> dict[str, Any]:
     if job.callback_url:
         document["callback"] = describe_callback(job)
     return document
+
+
+def describe_progress(job: Job) -> dict[str, Any]:
+    progress: dict[str, Any] = {
+        "total": job.total_rows,
+        "done": job.done_rows,
+        "failed": job.failed_rows,
+    }
+    if job.rows_per_second:
+        rows = job.total_rows - job.done_rows - job.failed_rows
+        progress["rows_per_second"] = round(job.rows_per_second, 1)
+        if job.state is JobState.running:
+            progress["estimated_end"] = render_time(time.time() + rows / job.rows_per_second)
+    return progress
 
 
 def describe_callback(job: Job) -> dict[str, Any]:
@@ -159,6 +180,32 @@ class JobResultResponse(StreamingResponse):
             await send({"type": "http.response.body", "body": piece, "more_body": more})
         if self._deletes_job:
             await store.delete(job)
+
+
+async def stream_rows(jobs: Jobs, job: Job, after: int, drain: Drain) -> AsyncIterator[bytes]:
+    """Yield the lines of the result after so many, until the batch has ended."""
+    position = 0
+    current: Job | None = job
+    seen = jobs.changes.count
+    while current is not None:
+        while position < current.result_bytes:
+            length = min(current.result_bytes - position, READ_BYTES)
+            piece = b""
+            with suppress(JobsUnavailable):
+                piece = await jobs.store.read(current.result_file, position, length)
+            if not piece and current.has_ended:
+                raise JobsUnavailable("the result of the job is incomplete")
+            if not piece:  # another process continues the batch with a copy
+                break
+            position += len(piece)
+            *lines, rest = piece.split(b"\n", after)
+            after -= len(lines)
+            if not after:
+                yield rest
+        if drain.is_draining or (current.has_ended and position >= current.result_bytes):
+            return
+        seen = await jobs.changes.wait(seen, POLL_S)
+        current = await jobs.store.find(job.id)
 
 
 async def find_job(request: Request, services: Services, job_id: str) -> Job:
@@ -213,9 +260,22 @@ async def get_job(
     summary="The response of a job",
     responses=RESULT_RESPONSES,
 )
-async def get_result(request: Request, services: ServicesForInference, job: str) -> Response:
-    """Return what the request would have answered: status, content type and bytes."""
+async def get_result(
+    request: Request,
+    services: ServicesForInference,
+    job: str,
+    after: Annotated[
+        int, Query(ge=0, le=MAX_ROWS, description="Of a batch, only the rows after this one.")
+    ] = 0,
+) -> Response:
+    """Return what the request would have answered: status, content type and bytes.
+
+    The rows of a batch come one per line, also while it runs.
+    """
     found = await find_job(request, services, job)
+    if found.kind is JobKind.batch and (found.result_file or not found.has_ended):
+        lines = stream_rows(services.get(Jobs), found, after, services.get(Drain))
+        return StreamingResponse(lines, media_type=NDJSON)
     if found.result_file:
         return JobResultResponse(services.get(Jobs), found)
     if found.error:

@@ -12,11 +12,21 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import Any, Final
 
+from starlette.types import Receive
+
 from gateway.access.auth import Authenticator, check_key_period
 from gateway.callers import Caller, Priority
+from gateway.capabilities.jobs.batch_run import BatchRun
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
 from gateway.capabilities.jobs.job import Job, JobKind
-from gateway.capabilities.jobs.replay import BodyReader, ResponseCapture, build_scope
+from gateway.capabilities.jobs.replay import (
+    BUSY_STATUSES,
+    NO_ROOM_PAUSE_S,
+    BodyReader,
+    ResponseCapture,
+    build_scope,
+    find_delay_s,
+)
 from gateway.capabilities.jobs.service import Jobs
 from gateway.capabilities.jobs.store import JobCounts
 from gateway.draining import Drain
@@ -24,6 +34,7 @@ from gateway.errors import GatewayError, InternalError, Unauthenticated
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.services import INTERNAL_REQUEST, InternalRequest, Services
 from gateway.tasks import TaskSet, cancel_tasks, repeat
+from gateway.telemetry.request_info import RequestInfo
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +44,6 @@ CLEANING_PERIOD_S: Final = 5.0
 CLEANING_COUNT: Final = 200  # jobs of one kind in one period
 LEFT_OVER_PERIOD_S: Final = 3600.0
 STORE_RETRY_S: Final = 1.0
-# The fleet cannot run it now: over a limit, or not ready.
-BUSY_STATUSES: Final = (429, 503)
-MAX_POSTPONE_S: Final = 30.0
-NO_ROOM_PAUSE_S: Final = 10.0
 ENDING_TIMEOUT_S: Final = 2.0  # at the end of the process
 
 
@@ -72,7 +79,8 @@ class JobRunner:
         self._claims = TaskSet()
         # Runs a job of a kind, and returns it as it ended or was postponed.
         self.handlers: dict[JobKind, Callable[[Job], Awaitable[Job]]] = {
-            JobKind.request: self._run_request
+            JobKind.request: self._run_request,
+            JobKind.batch: lambda job: BatchRun(self, jobs, services, job).run(),
         }
         self.counts = JobCounts({}, None, 0)
         self._next_search_at = 0.0  # for files that are left over
@@ -141,23 +149,39 @@ class JobRunner:
             self._running[job.id, job.token].is_ending = True
             has_result = await self._replace(ended, job.token) and has_result
         except asyncio.CancelledError:
-            if not self._running[job.id, job.token].is_lost:
+            running = self._running[job.id, job.token]
+            if not running.is_lost:
                 with suppress(JobsUnavailable, JobsFull):
-                    await self._store.replace(job.postpone(time.time()), job.token)
+                    await self._store.replace(running.job.postpone(time.time()), job.token)
             raise
         finally:
             if not has_result:
                 with suppress(JobsUnavailable, JobsFull):
-                    await self._store.delete_file(job.own_result_file)
+                    await self._delete_unused_result(job)
+
+    async def _delete_unused_result(self, job: Job) -> None:
+        """Delete the result that this process has written, unless another one continues a batch with it."""
+        kept = await self._store.find(job.id)
+        if kept is None or kept.result_file != job.own_result_file:
+            await self._store.delete_file(job.own_result_file)
+
+    async def report_progress(self, job: Job) -> None:
+        """Store how far a batch is. Cancels it if this process has lost it."""
+        if await self._store.replace(job, job.token):
+            self._running[job.id, job.token].job = job
+            self._jobs.changes.notify()
+        else:
+            self.cancel(job)
+            await asyncio.sleep(0)  # raises the `CancelledError`
 
     async def _handle(self, job: Job) -> Job:
         try:
             return await self.handlers[job.kind](job)
         except GatewayError as exc:
-            return job.fail(time.time(), exc)
+            return self._running[job.id, job.token].job.fail(time.time(), exc)
         except Exception:
             log.exception("job %s failed", job.id, extra={"request_id": job.request_id})
-            return job.fail(time.time(), InternalError())
+            return self._running[job.id, job.token].job.fail(time.time(), InternalError())
 
     async def _replace(self, job: Job, token: int) -> bool:
         """Store the outcome of a job, as soon as the store can be written."""
@@ -167,29 +191,33 @@ class JobRunner:
             except (JobsUnavailable, JobsFull):
                 await asyncio.sleep(STORE_RETRY_S)
 
-    async def _run_request(self, job: Job) -> Job:
+    async def call(self, job: Job, receive: Receive) -> tuple[ResponseCapture, RequestInfo]:
+        """Return the response to the request of a job. Raises `KeyRevoked`."""
         scope = build_scope(job)
         caller = find_current_caller(self._services.access, scope, job)
         if caller is None:
-            return job.fail(time.time(), KeyRevoked())
-        # Its requests were counted at the rate of the key when it was accepted; at its quotas they are now.
-        limits = caller.limits and replace(caller.limits, requests_per_second=None)
-        caller = replace(caller, priority=Priority.background, limits=limits)
+            raise KeyRevoked
+        caller = replace(caller, priority=Priority.background)
+        # A request was counted at the rate of the key when it was accepted; at its quotas it is now.
+        if job.kind is JobKind.request and caller.limits is not None:
+            limits = replace(caller.limits, requests_per_second=None)
+            caller = replace(caller, limits=limits)
         scope[INTERNAL_REQUEST] = InternalRequest(self._services, caller)
         capture = ResponseCapture()
-        body = BodyReader(self._store, job)
-        edge = self._services.get(GatewayMiddleware)
-        await edge(scope, body.receive, capture.send)
+        await self._services.get(GatewayMiddleware)(scope, receive, capture.send)
+        return capture, scope["request_info"]
+
+    async def _run_request(self, job: Job) -> Job:
+        capture, info = await self.call(job, BodyReader(self._store, job).receive)
         now = time.time()
         if capture.status in BUSY_STATUSES:
-            return job.postpone(now + find_delay_s(capture, job))
+            return job.postpone(now + find_delay_s(capture, job.starts))
         result = capture.body
         if not await self._keep_result(job, result):
             return job.postpone(now + NO_ROOM_PAUSE_S)
         headers = [
             (name.decode("latin-1"), value.decode("latin-1")) for name, value in capture.headers
         ]
-        info = scope["request_info"]
         ended = job.finish(now, capture.status, headers, len(result))
         return replace(ended, error=info.error_reason, error_code=info.error_code)
 
@@ -240,10 +268,3 @@ def find_current_caller(
             check_key_period(caller, datetime.now(timezone.utc))
         callers = [] if caller is None else [caller]
     return next((caller for caller in callers if caller.name == job.caller), None)
-
-
-def find_delay_s(capture: ResponseCapture, job: Job) -> float:
-    """Return the time after which a busy fleet is asked again, which grows with the starts."""
-    written = dict(capture.headers).get(b"retry-after", b"1")
-    asked_s = float(written) if written.isdigit() else 1.0
-    return min(max(asked_s, 2.0 ** min(job.starts, 8) / 2), MAX_POSTPONE_S)

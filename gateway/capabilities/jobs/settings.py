@@ -29,12 +29,16 @@ class JobSettings(CapabilitySettings):
     bodies over 1 MiB are 413."""
     max_jobs_bytes: int = Field(10 << 30, gt=0)
     """Maximum size of the bodies and results of all jobs; further jobs are 507."""
+    max_batch_bytes: int = Field(1 << 30, gt=0)
+    """Maximum size of the body of a batch, as received and decompressed."""
+    max_batch_rows: int = Field(100_000, gt=0)
+    """Maximum number of rows of a batch."""
     max_jobs_per_caller: int = Field(10_000, gt=0)
     """Maximum number of jobs of one caller that have not ended."""
     max_running_jobs: int = Field(16, gt=0)
-    """Maximum number of jobs that one process runs at the same time."""
+    """Maximum number of jobs that one process runs at the same time, and of rows of each batch."""
     job_max_run_s: PositiveSeconds = 900.0
-    """Time after which a running job fails; X-Request-Timeout shortens it."""
+    """Time after which a running job, or a row of a batch, fails; X-Request-Timeout shortens it."""
     job_retention_s: PositiveSeconds = MAX_SETTING_S
     """Time for which the result of a job is kept after its end. A job that did not run for this time
     expires."""

@@ -55,6 +55,7 @@ NPY, NPZ, TEXT, BYTES = (
     "text/plain",
     "application/octet-stream",
 )
+NDJSON = "application/x-ndjson"
 GZIP, DEFLATE = "Content-Encoding: gzip", "Content-Encoding: deflate"
 # Loaded on demand: those that are asked for, and one of another caller.
 KEPT = identity("kept", "FP32", (-1,))
@@ -513,6 +514,10 @@ def json_attacks() -> Iterator[tuple[str, Attack]]:
     yield (
         "500,000 texts for vectors",
         refused(HttpRequest("/v1/embeddings", JSON, rows("input", 500_000, model="plain_vectors"))),
+    )
+    yield (
+        "a batch of 10,000,000 rows",
+        refused(HttpRequest("/v1/models/numbers/jobs", NDJSON, lambda: b"1\n" * 10_000_000)),
     )
     yield (
         "500,000 documents to rank",

@@ -1,0 +1,104 @@
+"""The route that accepts batches."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+
+from gateway.capabilities.jobs.acceptance import (
+    HEADER_PARAMETERS,
+    JobAcceptance,
+    StoredBody,
+    add_job,
+    build_job,
+    find_callback,
+    respond_with_job,
+    respond_with_known,
+)
+from gateway.capabilities.jobs.batch_rows import RowWriter
+from gateway.capabilities.jobs.job import JobKind, create_job_id
+from gateway.capabilities.jobs.routes import JOB_SCHEMA
+from gateway.capabilities.jobs.service import Jobs
+from gateway.errors import MalformedRequest, UnsupportedBody
+from gateway.inference.body import RequestBody
+from gateway.media_types import NDJSON
+from gateway.routes.dependencies import ServicesForInference
+from gateway.routes.openapi import build_responses
+from gateway.tensors.media_type import parse_content_type
+
+BATCH_TYPES: Final = (NDJSON,)
+BATCH_RESPONSES: Final = build_responses(JOB_SCHEMA, "The job.", 404, 409, 413, 415, 422, 429, 503)
+BATCH_RESPONSES[202] = BATCH_RESPONSES.pop(200)
+BATCH_OPENAPI: Final = {
+    "requestBody": {
+        "required": True,
+        "description": "Rows, each of which is the body of a request to `/infer`.",
+        "content": {NDJSON: {"schema": {"type": "string"}}},
+    },
+    "parameters": [HEADER_PARAMETERS[1]],
+}
+
+router = APIRouter(tags=["jobs"])
+
+
+@router.post(
+    "/v1/models/{model}/jobs",
+    status_code=202,
+    operation_id="create_batch",
+    summary="Run many inferences as one job",
+    responses=BATCH_RESPONSES,
+    openapi_extra=BATCH_OPENAPI,
+)
+async def create_batch(request: Request, services: ServicesForInference, model: str) -> Response:
+    """Keep the rows, and run them without a connection. Each row succeeds or fails alone."""
+    services.record_model(request.scope["request_info"], model)
+    if not services.pool.is_awaited(model):
+        await services.signatures.get_signature(model, "")  # raises if there is no such model
+    jobs = services.get(Jobs)
+    accept = partial(accept_batch, jobs, request, model)
+    max_bytes = jobs.settings.max_batch_bytes
+    return await services.get(JobAcceptance).accept_once(jobs, request, accept, max_bytes)
+
+
+async def accept_batch(jobs: Jobs, request: Request, model: str, key: str) -> Response:
+    scope = request.scope
+    callback = find_callback(jobs, scope)
+    max_bytes = jobs.settings.max_batch_bytes
+    received = StoredBody(jobs, "", scope, request.receive, max_bytes)
+    body = RequestBody(scope, received.receive)
+    if parse_content_type(body.content_type)[0] not in BATCH_TYPES:
+        raise UnsupportedBody(body.content_type, BATCH_TYPES)
+    job_id = create_job_id()
+    file = f"{job_id}.body"
+    writer = RowWriter(jobs.store, file, jobs.settings.max_batch_rows)
+    adding = None
+    try:
+        async for chunk in body.stream(max_bytes):
+            await writer.feed(chunk)
+        await writer.finish()
+        if not writer.rows:
+            raise MalformedRequest("the batch has no rows; send one document per line")
+        job = build_job(job_id, scope, received, key)
+        batch = replace(
+            job,
+            kind=JobKind.batch,
+            model=model,
+            path=f"/v1/models/{model}/infer",
+            headers=[pair for pair in job.headers if pair[0] != "content-encoding"],
+            body_bytes=writer.size_bytes,
+            total_rows=writer.rows,
+            **callback,
+        )
+        adding = jobs.tasks.start(add_job(jobs, batch))
+    finally:
+        if adding is None:
+            await jobs.store.delete_file(file)
+    kept = await asyncio.shield(adding)
+    if kept is not batch:
+        return await respond_with_known(jobs, kept, received)
+    jobs.changes.notify()
+    return respond_with_job(batch)

@@ -1,0 +1,231 @@
+"""Runs a batch: each row as a request, many at the same time, with the results in the order of the rows."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections import deque
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, Protocol
+
+import orjson
+from starlette.types import Message, Receive
+
+from gateway.capabilities.jobs.batch_rows import CUSTOM_ID, Row, RowReader
+from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
+from gateway.capabilities.jobs.job import MIN_ERROR_STATUS, Job
+from gateway.capabilities.jobs.replay import (
+    BUSY_STATUSES,
+    NO_ROOM_PAUSE_S,
+    READ_BYTES,
+    ResponseCapture,
+    find_delay_s,
+)
+from gateway.capabilities.jobs.service import Jobs
+from gateway.media_types import JSON, NDJSON
+from gateway.services import Services
+from gateway.tasks import cancel_tasks
+from gateway.telemetry.request_info import RequestInfo
+
+# Rows that have begun, of which the first one that runs holds back the others, for each that may run.
+MAX_LEAD: Final = 4
+MAX_HELD_BYTES: Final = 16 << 20  # of bodies and results
+REPORT_PERIOD_S: Final = 1.0
+MAX_UNREPORTED_BYTES: Final = 1 << 20
+
+
+class RowCaller(Protocol):
+    """Runs the requests of rows, and keeps the progress of their batch."""
+
+    async def call(self, job: Job, receive: Receive) -> tuple[ResponseCapture, RequestInfo]:
+        """Return the response to the request of a job. Raises `KeyRevoked`."""
+
+    async def report_progress(self, job: Job) -> None:
+        """Store how far a batch is. Cancels it if this process has lost it."""
+
+
+class RowResult(NamedTuple):
+    """A line of the result."""
+
+    line: bytes
+    is_failed: bool
+
+
+class RowTask(NamedTuple):
+    row: Row
+    task: asyncio.Task[RowResult]
+
+    @property
+    def held_bytes(self) -> int:
+        is_done = self.task.done() and self.task.exception() is None
+        return len(self.task.result().line if is_done else self.row.body)
+
+
+class BatchRun:
+    """One run of a batch. It continues with the rows after those that the job has as its progress.
+
+    What it has written and not reported is not part of the result: the next run writes it again.
+    """
+
+    def __init__(self, caller: RowCaller, jobs: Jobs, services: Services, job: Job) -> None:
+        self._caller = caller
+        self._store = jobs.store
+        self._max_row_s = jobs.settings.job_max_run_s
+        self._max_running = jobs.settings.max_running_jobs
+        self._admission = services.admission
+        self._job = job  # with the progress that is reported
+        self._first_row = job.done_rows + job.failed_rows
+        self._started_at = time.monotonic()
+        self._pending: deque[RowTask] = deque()
+        self._unreported: list[RowResult] = []
+        self._running = 0
+        self._change = asyncio.Event()  # a row has ended, or it is time to report
+
+    async def run(self) -> Job:
+        try:
+            await self._take_over_result()
+            await self._run_rows()
+        except (JobsFull, JobsUnavailable):
+            return self._job.postpone(time.time() + NO_ROOM_PAUSE_S)
+        finally:
+            await cancel_tasks([each.task for each in self._pending])
+        return self._job.finish_batch(time.time())
+
+    async def _take_over_result(self) -> None:
+        """Copy the result of the run before, which may still write to its file."""
+        before = self._job
+        own = before.own_result_file
+        await self._store.delete_file(own)
+        await self._store.append(own, b"")
+        for position in range(0, before.result_bytes, READ_BYTES):
+            length = min(before.result_bytes - position, READ_BYTES)
+            piece = await self._store.read(before.result_file, position, length)
+            if len(piece) < length:
+                raise JobsUnavailable("the result of the job is incomplete")
+            await self._store.append(own, piece)
+        headers = [("content-type", NDJSON)]
+        await self._store.flush(own)
+        self._job = replace(before, result_file=own, response_headers=headers)
+        await self._caller.report_progress(self._job)
+        if before.result_file:
+            await self._store.delete_file(before.result_file)
+
+    async def _run_rows(self) -> None:
+        reader = RowReader(self._store, self._job)
+        await reader.skip(self._first_row)
+        row = await reader.read()
+        report_at = time.monotonic() + REPORT_PERIOD_S
+        while row is not None or self._pending:
+            while row is not None and self._has_room(row):
+                self._start_row(row)
+                row = await reader.read()
+                await asyncio.sleep(0)  # rows that fail at once leave time for others
+            self._take_results()
+            unreported_bytes = sum(len(each.line) for each in self._unreported)
+            if time.monotonic() >= report_at or unreported_bytes > MAX_UNREPORTED_BYTES:
+                await self._report()
+                report_at = time.monotonic() + REPORT_PERIOD_S
+            await self._wait_for_change(report_at)
+        self._take_results()
+        await self._report()
+
+    def _has_room(self, row: Row) -> bool:
+        limit = min(self._admission.get_limit(self._job.model), self._max_running)
+        if self._running >= limit or len(self._pending) >= MAX_LEAD * limit:
+            return False
+        held_bytes = sum(each.held_bytes for each in self._pending)
+        return not self._pending or held_bytes + len(row.body) <= MAX_HELD_BYTES
+
+    def _start_row(self, row: Row) -> None:
+        task = asyncio.create_task(self._run_row(row))
+        task.add_done_callback(self._end_row)
+        self._pending.append(RowTask(row, task))
+        self._running += 1
+
+    def _end_row(self, _: asyncio.Task[RowResult]) -> None:
+        self._running -= 1
+        self._change.set()
+
+    async def _wait_for_change(self, report_at: float) -> None:
+        if not self._pending or self._pending[0].task.done():
+            return
+        timer = asyncio.get_running_loop().call_later(
+            max(report_at - time.monotonic(), 0), self._change.set
+        )
+        await self._change.wait()
+        self._change.clear()
+        timer.cancel()
+
+    def _take_results(self) -> None:
+        """Take the lines of the first rows that have ended. Raises what one of them raised."""
+        while self._pending and self._pending[0].task.done():
+            self._unreported.append(self._pending.popleft().task.result())
+
+    async def _run_row(self, row: Row) -> RowResult:
+        """Return the result of a row, which waits while the fleet is busy."""
+        headers = [pair for pair in self._job.headers if pair[0] != "content-type"]
+        headers.append(("content-type", row.content_type))
+        request = replace(self._job, headers=headers, body_bytes=len(row.body))
+        give_up_at = time.monotonic() + self._max_row_s
+        starts = 0
+        while True:
+            starts += 1
+            capture, info = await self._caller.call(request, RowBody(row.body).receive)
+            delay_s = find_delay_s(capture, starts)
+            is_late = time.monotonic() + delay_s > give_up_at
+            if capture.status not in BUSY_STATUSES or is_late:
+                break
+            await asyncio.sleep(delay_s)
+        is_failed = capture.status >= MIN_ERROR_STATUS
+        return RowResult(build_line(row, capture, info), is_failed)
+
+    async def _report(self) -> None:
+        """Make the new lines durable, and then part of the result."""
+        results, self._unreported = self._unreported, []
+        job = self._job
+        if results:
+            data = b"".join(each.line for each in results)
+            await self._store.append(job.result_file, data)
+            await self._store.flush(job.result_file)
+            failed = sum(each.is_failed for each in results)
+            done_rows = job.done_rows + len(results) - failed
+            failed_rows = job.failed_rows + failed
+            elapsed_s = time.monotonic() - self._started_at
+            self._job = replace(
+                job,
+                done_rows=done_rows,
+                failed_rows=failed_rows,
+                result_bytes=job.result_bytes + len(data),
+                rows_per_second=(done_rows + failed_rows - self._first_row) / elapsed_s,
+            )
+            await self._caller.report_progress(self._job)
+
+
+class RowBody:
+    """Gives the body of a row to the application, as if a client sent it and waited."""
+
+    def __init__(self, body: bytes) -> None:
+        self._messages: list[Message] = [{"type": "http.request", "body": body}]
+
+    async def receive(self) -> Message:
+        if not self._messages:
+            await asyncio.Event().wait()  # the client never leaves
+        return self._messages.pop()
+
+
+def build_line(row: Row, capture: ResponseCapture, info: RequestInfo) -> bytes:
+    document: dict[str, Any] = {"row": row.number}
+    if row.custom_id is not None:
+        document[CUSTOM_ID] = row.custom_id
+    document["status"] = capture.status
+    content_type = dict(capture.headers).get(b"content-type", b"").decode("latin-1")
+    if capture.status >= MIN_ERROR_STATUS:
+        document["error"] = {"code": info.error_code, "message": info.error_reason}
+    elif content_type == JSON:
+        # A line feed in a JSON document is space between its tokens.
+        document["response"] = orjson.Fragment(capture.body.replace(b"\n", b" "))
+    else:
+        document["content_type"] = content_type
+        document["base64"] = base64.b64encode(capture.body).decode()
+    return orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE)

@@ -1,0 +1,168 @@
+"""Batches: many rows as one job, before a real Triton."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.embedded.supervisor import EmbeddedTriton
+from tests.capabilities.jobs.support import wait_for
+from tests.support.documents import DOCS
+from tests.support.servers import GatewayProcess
+from tests.support.wait import wait_until
+
+BATCH = "/v1/models/vector_FP32/jobs"
+CANCELLABLE = "/v1/models/cancellable/jobs"
+NDJSON = {"Content-Type": "application/x-ndjson"}
+
+
+@pytest.fixture(scope="module")
+def process(
+    zoo_triton: EmbeddedTriton, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GatewayProcess]:
+    process = GatewayProcess(
+        {
+            "GATEWAY_TRITON_URLS": zoo_triton.options.url,
+            "GATEWAY_JOBS": f"sqlite://{tmp_path_factory.mktemp('jobs')}",
+            "GATEWAY_CONNECT_TIMEOUT_S": "10",
+            "GATEWAY_MAX_BATCH_ROWS": "1000",
+            "GATEWAY_MAX_RUNNING_JOBS": "4",
+        }
+    )
+    process.start()
+    for model in ("vector_FP32", "cancellable"):
+        path = f"{process.url}/v2/repository/models/{model}/load"
+        assert httpx.post(path, timeout=60).is_success
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def client(process: GatewayProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=process.url, timeout=60) as client:
+        yield client
+
+
+def lines_of(rows: Iterable[Any]) -> bytes:
+    return b"\n".join(json.dumps(row).encode() for row in rows)
+
+
+def submit(client: httpx.Client, rows: Iterable[Any], path: str = BATCH) -> str:
+    answer = client.post(path, content=lines_of(rows), headers=NDJSON)
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
+
+
+def read_rows(client: httpx.Client, job: str, after: int = 0) -> list[dict[str, Any]]:
+    result = client.get(f"/v1/jobs/{job}/result", params={"after": after})
+    assert (result.status_code, result.headers["Content-Type"]) == (200, "application/x-ndjson")
+    return [json.loads(line) for line in result.text.splitlines()]
+
+
+def test_rows_come_in_their_order_each_with_its_result_or_error(client: httpx.Client) -> None:
+    body = b"\n".join(
+        [
+            b'{"custom_id": "first", "inputs": [[1.5, 2.5]]}',
+            b"{",
+            b"",
+            b'{"inputs": "text", "custom_id": "third"}',
+            b'{"inputs": [[4]], "custom_id": 4}',
+            b'{"inputs": [[5]]}\n',
+        ]
+    )
+    answer = client.post(BATCH, content=body, headers={**NDJSON, "Idempotency-Key": "rows"})
+    job = answer.json()["id"]
+    assert (answer.status_code, answer.headers["Location"]) == (202, f"/v1/jobs/{job}")
+    document = wait_for(client, job)
+    assert (document["state"], document["status"]) == ("done", 200)
+    progress = document["progress"]
+    assert {name: progress[name] for name in ("total", "done", "failed")} == {
+        "total": 5,
+        "done": 2,
+        "failed": 3,
+    }
+    assert progress["rows_per_second"] > 0
+    rows = read_rows(client, job)
+    assert [row["row"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row.get("custom_id") for row in rows] == ["first", None, "third", None, None]
+    assert [row["status"] for row in rows] == [200, 400, 422, 400, 200]
+    assert rows[0]["response"]["outputs"] == {"Y": [[1.5, 2.5]]}
+    direct = client.post("/v1/models/vector_FP32/infer", json={"inputs": "text"}).json()
+    assert rows[2]["error"] == {"code": direct["code"], "message": direct["error"]}
+    assert read_rows(client, job, after=3) == rows[3:]
+    again = client.post(BATCH, content=body, headers={**NDJSON, "Idempotency-Key": "rows"})
+    assert again.json()["id"] == job
+    other = client.post(BATCH, content=b"{}", headers={**NDJSON, "Idempotency-Key": "rows"})
+    assert other.status_code == 422
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "headers", "status"),
+    [
+        (BATCH, b"\n \n", NDJSON, 400),
+        (BATCH, b"{}", {"Content-Type": "application/json"}, 415),
+        (BATCH, b"1\n" * 1001, NDJSON, 413),
+        (BATCH, b"1" * (1 << 20) + b"1", NDJSON, 413),
+        (f"{BATCH}?after=1", b"{}", NDJSON, 400),
+        ("/v1/models/nothing/jobs", b"{}", NDJSON, 404),
+    ],
+)
+def test_batch_that_cannot_run_is_refused(
+    client: httpx.Client, path: str, content: bytes, headers: dict[str, str], status: int
+) -> None:
+    before = client.get("/v1/jobs").json()
+    answer = client.post(path, content=content, headers=headers)
+    assert answer.status_code == status, answer.text
+    assert client.get("/v1/jobs").json() == before
+
+
+def test_result_streams_while_a_killed_gateway_continues_the_batch(
+    client: httpx.Client, process: GatewayProcess
+) -> None:
+    rows = [{"custom_id": str(number), "inputs": [0]} for number in range(8)]
+    slow = {"custom_id": "8", "inputs": [4]}
+    rest = [{"custom_id": str(number), "inputs": [0]} for number in range(9, 16)]
+    job = submit(client, [*rows, slow, *rest], CANCELLABLE)
+    first = []
+    with client.stream("GET", f"/v1/jobs/{job}/result") as result:
+        for line in result.iter_lines():
+            first.append(json.loads(line))
+            if len(first) == len(rows):
+                break
+    progress = client.get(f"/v1/jobs/{job}").json()["progress"]
+    assert (progress["total"], progress["done"]) == (16, 8)
+    process.kill()
+    process.start()
+    assert first + read_rows(client, job, after=len(first)) == read_rows(client, job)
+    document = wait_for(client, job)
+    assert (document["state"], document["starts"]) == ("done", 2)
+    assert document["progress"]["done"] == 16
+    assert [row["custom_id"] for row in read_rows(client, job)] == list(map(str, range(16)))
+
+
+def test_cancelled_batch_keeps_the_rows_that_have_run(client: httpx.Client) -> None:
+    rows = [{"inputs": [0]}] * 2 + [{"inputs": [3600]}] * 8
+    job = submit(client, rows, CANCELLABLE)
+    wait_until(lambda: client.get(f"/v1/jobs/{job}").json()["progress"]["done"] == 2)
+    assert client.delete(f"/v1/jobs/{job}").json()["state"] == "cancelled"
+    assert [row["row"] for row in read_rows(client, job)] == [1, 2]
+    assert client.delete(f"/v1/jobs/{job}").is_success
+
+
+def test_recipe_of_the_document_prints_the_rows(demo: httpx.Client, tmp_path: Path) -> None:
+    text = (DOCS / "use/jobs.md").read_text().partition("## Batches")[2]
+    recipe = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)[0]
+    address = str(demo.base_url).removeprefix("http://").rstrip("/")
+    script = recipe.replace("localhost:8080", address).replace("docs/", f"{DOCS}/")
+    run = subprocess.run(
+        ["sh", "-ec", script], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    rows = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [row["status"] for row in rows] == [200] * len(rows) != []
