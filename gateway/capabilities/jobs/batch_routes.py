@@ -19,25 +19,26 @@ from gateway.capabilities.jobs.acceptance import (
     respond_with_job,
     respond_with_known,
 )
-from gateway.capabilities.jobs.batch_rows import RowWriter
+from gateway.capabilities.jobs.batch_rows import FormWriter, RowWriter
 from gateway.capabilities.jobs.job import JobKind, create_job_id
 from gateway.capabilities.jobs.routes import JOB_SCHEMA
 from gateway.capabilities.jobs.service import Jobs
 from gateway.errors import MalformedRequest, UnsupportedBody
 from gateway.inference.body import RequestBody
-from gateway.media_types import NDJSON
+from gateway.media_types import MULTIPART, NDJSON
 from gateway.routes.dependencies import ServicesForInference
 from gateway.routes.openapi import build_responses
+from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.media_type import parse_content_type
 
-BATCH_TYPES: Final = (NDJSON,)
+BATCH_TYPES: Final = (NDJSON, MULTIPART)
 BATCH_RESPONSES: Final = build_responses(JOB_SCHEMA, "The job.", 404, 409, 413, 415, 422, 429, 503)
 BATCH_RESPONSES[202] = BATCH_RESPONSES.pop(200)
 BATCH_OPENAPI: Final = {
     "requestBody": {
         "required": True,
-        "description": "Rows, each of which is the body of a request to `/infer`.",
-        "content": {NDJSON: {"schema": {"type": "string"}}},
+        "description": "Rows: documents for `/infer`, one per line, or the files of a form.",
+        "content": {NDJSON: {"schema": STRING_SCHEMA}, MULTIPART: {"schema": {"type": "object"}}},
     },
     "parameters": [HEADER_PARAMETERS[1]],
 }
@@ -70,18 +71,23 @@ async def accept_batch(jobs: Jobs, request: Request, model: str, key: str) -> Re
     max_bytes = jobs.settings.max_batch_bytes
     received = StoredBody(jobs, "", scope, request.receive, max_bytes)
     body = RequestBody(scope, received.receive)
-    if parse_content_type(body.content_type)[0] not in BATCH_TYPES:
+    media_type, _ = parse_content_type(body.content_type)
+    if media_type not in BATCH_TYPES:
         raise UnsupportedBody(body.content_type, BATCH_TYPES)
     job_id = create_job_id()
     file = f"{job_id}.body"
-    writer = RowWriter(jobs.store, file, jobs.settings.max_batch_rows)
+    target = (jobs.store, file, jobs.settings.max_batch_rows)
+    is_form = media_type == MULTIPART
+    writer = FormWriter(*target, body.content_type) if is_form else RowWriter(*target)
     adding = None
     try:
         async for chunk in body.stream(max_bytes):
             await writer.feed(chunk)
         await writer.finish()
         if not writer.rows:
-            raise MalformedRequest("the batch has no rows; send one document per line")
+            raise MalformedRequest(
+                "the batch has no rows; send one document per line, or files in a form"
+            )
         job = build_job(job_id, scope, received, key)
         batch = replace(
             job,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import PurePath
 from typing import Final, NamedTuple
 
 import orjson
@@ -9,12 +12,15 @@ import orjson
 from gateway.capabilities.jobs.errors import JobsUnavailable
 from gateway.capabilities.jobs.job import Job
 from gateway.capabilities.jobs.store import JobStore
-from gateway.errors import TooLarge
-from gateway.media_types import JSON
+from gateway.errors import MalformedRequest, TooLarge
+from gateway.media_types import JSON, MULTIPART, OCTET_STREAM, TEXT, TYPES_BY_SUFFIX
+from gateway.tensors.media_type import parse_content_type, parse_header_parameters
+from gateway.tensors.multipart import MultipartParser
 
 READ_BYTES: Final = 256 << 10
 # A line is parsed on the event loop.
 MAX_LINE_BYTES: Final = 1 << 20
+MAX_FILE_BYTES: Final = 16 << 20
 LINE_FEED: Final = b"\n"
 CUSTOM_ID: Final = "custom_id"
 
@@ -38,7 +44,7 @@ class RowWriter:
         self.size_bytes = 0
 
     async def feed(self, data: bytes) -> None:
-        """Raises `TooLarge`."""
+        """Raises `MalformedRequest` or `TooLarge`."""
         *lines, self._rest = (self._rest + data).split(LINE_FEED)
         if max(map(len, (*lines, self._rest))) > MAX_LINE_BYTES:
             raise TooLarge(
@@ -51,8 +57,8 @@ class RowWriter:
         if self._rest.strip():
             await self._write([self._rest])
 
-    async def _write(self, lines: list[bytes]) -> None:
-        self.rows += len(lines)
+    async def _write(self, lines: Sequence[bytes | bytearray], rows: int | None = None) -> None:
+        self.rows += len(lines) if rows is None else rows
         if self.rows > self._max_rows:
             raise TooLarge(
                 f"the batch has more than {self._max_rows} rows (GATEWAY_MAX_BATCH_ROWS)"
@@ -61,6 +67,46 @@ class RowWriter:
             data = LINE_FEED.join([*lines, b""])
             self.size_bytes += len(data)
             await self._store.append(self._file, data)
+
+
+class FormWriter(RowWriter):
+    """Writes the files of a form, each after a line that describes it."""
+
+    def __init__(self, store: JobStore, file: str, max_rows: int, content_type: str) -> None:
+        super().__init__(store, file, max_rows)
+        boundary = parse_content_type(content_type)[1].get("boundary", "")
+        self._parser = MultipartParser(boundary, max_rows)
+        self._content = bytearray()  # of the part that has begun
+
+    async def feed(self, data: bytes) -> None:
+        for part in self._parser.feed(data):
+            self._extend(part.content)
+            content, self._content = self._content, bytearray()
+            await self._write([describe_file(part.headers, len(content)), content], rows=1)
+        if self._parser.part_headers is not None:
+            self._extend(self._parser.take_partial_content())
+
+    async def finish(self) -> None:
+        self._parser.finish()
+
+    def _extend(self, content: bytes | bytearray) -> None:
+        self._content += content
+        if len(self._content) > MAX_FILE_BYTES:
+            raise TooLarge(f"file {self.rows + 1} of the batch exceeds {MAX_FILE_BYTES} bytes")
+
+
+def describe_file(headers: Mapping[str, str], size_bytes: int) -> bytes:
+    """Return the line of a file. Raises `MalformedRequest`."""
+    disposition, options = parse_header_parameters(headers.get("content-disposition", ""))
+    if disposition != "form-data":
+        raise MalformedRequest("a part of the multipart body has no name")
+    name = options.get("filename") or options.get("name", "")
+    with suppress(UnicodeError):
+        name = name.encode("latin-1").decode()
+    content_type = headers.get("content-type", OCTET_STREAM if "filename" in options else TEXT)
+    if content_type == OCTET_STREAM:
+        content_type = TYPES_BY_SUFFIX.get(PurePath(name).suffix.lower(), OCTET_STREAM)
+    return orjson.dumps([name, content_type, size_bytes])
 
 
 class RowReader:
@@ -72,11 +118,12 @@ class RowReader:
         self._position = 0  # in the file
         self._buffer = bytearray()
         self._number = 0
+        content_type = next(value for name, value in job.headers if name == "content-type")
+        self._has_files = content_type.lower().startswith(MULTIPART)
 
     async def skip(self, count: int) -> None:
         for _ in range(count):
-            await self._read_line()
-        self._number = count
+            await self.read()
 
     async def read(self) -> Row | None:
         """Return the next row, or None after the last one."""
@@ -84,6 +131,10 @@ class RowReader:
         if not line:
             return None
         self._number += 1
+        if self._has_files:
+            name, content_type, length = orjson.loads(line)
+            content = await self._read_bytes(length + len(LINE_FEED))
+            return Row(self._number, name, content_type, content[:length])
         custom_id, body = split_line(line)
         return Row(self._number, custom_id, JSON, body)
 
@@ -92,17 +143,25 @@ class RowReader:
         searched = 0
         while (end := self._buffer.find(LINE_FEED, searched)) < 0:
             searched = len(self._buffer)
-            length = min(self._job.body_bytes - self._position, READ_BYTES)
-            if not length:
+            if self._position == self._job.body_bytes:
                 return b""
-            data = await self._store.read(self._job.body_file, self._position, length)
-            if len(data) < length:
-                raise JobsUnavailable("the body of the job is incomplete")
-            self._position += length
-            self._buffer += data
-        line = bytes(self._buffer[:end])
-        del self._buffer[: end + 1]
-        return line
+            await self._fill_buffer()
+        return (await self._read_bytes(end + 1))[:end]
+
+    async def _read_bytes(self, count: int) -> bytes:
+        while len(self._buffer) < count:
+            await self._fill_buffer()
+        data = bytes(self._buffer[:count])
+        del self._buffer[:count]
+        return data
+
+    async def _fill_buffer(self) -> None:
+        length = min(self._job.body_bytes - self._position, READ_BYTES)
+        data = await self._store.read(self._job.body_file, self._position, length)
+        if not data or len(data) < length:
+            raise JobsUnavailable("the body of the job is incomplete")
+        self._position += length
+        self._buffer += data
 
 
 def split_line(line: bytes) -> tuple[str | None, bytes]:

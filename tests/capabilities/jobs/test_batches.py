@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from gateway.embedded.supervisor import EmbeddedTriton
@@ -21,6 +23,7 @@ from tests.support.wait import wait_until
 BATCH = "/v1/models/vector_FP32/jobs"
 CANCELLABLE = "/v1/models/cancellable/jobs"
 NDJSON = {"Content-Type": "application/x-ndjson"}
+FORM = {"Content-Type": "multipart/form-data; boundary=a"}
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +106,29 @@ def test_rows_come_in_their_order_each_with_its_result_or_error(client: httpx.Cl
     assert other.status_code == 422
 
 
+def test_files_of_a_form_are_rows(client: httpx.Client) -> None:
+    text = json.dumps({"inputs": [[1]]}).encode()
+    array = io.BytesIO()
+    np.save(array, np.array([[2, 3]], np.float32))
+    large = io.BytesIO()
+    np.save(large, np.arange(1 << 19, dtype=np.float32)[None])  # larger than a piece of the body
+    files = [
+        ("file", ("vör.json", text, "application/json")),
+        ("file", ("b.npy", array.getvalue(), "application/octet-stream")),
+        ("file", ("wrong.json", b"{\n}\n", "application/json")),
+        ("file", ("large.npy", large.getvalue(), "application/x-npy")),
+        ("file", ("last.json", text, "application/json")),
+    ]
+    job = client.post(BATCH, files=files).json()["id"]
+    assert wait_for(client, job)["progress"]["done"] == 4
+    rows = read_rows(client, job)
+    assert [row["custom_id"] for row in rows] == [name for _, (name, _, _) in files]
+    values = [row.get("response", {}).get("outputs", {}).get("Y") for row in rows]
+    assert values[:3] == [[[1]], [[2, 3]], None]
+    assert len(values[3][0]) == 1 << 19
+    assert values[4] == [[1]]
+
+
 @pytest.mark.parametrize(
     ("path", "content", "headers", "status"),
     [
@@ -110,6 +136,8 @@ def test_rows_come_in_their_order_each_with_its_result_or_error(client: httpx.Cl
         (BATCH, b"{}", {"Content-Type": "application/json"}, 415),
         (BATCH, b"1\n" * 1001, NDJSON, 413),
         (BATCH, b"1" * (1 << 20) + b"1", NDJSON, 413),
+        (BATCH, b"--a\r\n", FORM, 400),
+        (BATCH, b"--a\r\n\r\nfile\r\n--a--", FORM, 400),
         (f"{BATCH}?after=1", b"{}", NDJSON, 400),
         ("/v1/models/nothing/jobs", b"{}", NDJSON, 404),
     ],
@@ -134,10 +162,13 @@ def test_result_streams_while_a_killed_gateway_continues_the_batch(
     with client.stream("GET", f"/v1/jobs/{job}/result") as result:
         for line in result.iter_lines():
             first.append(json.loads(line))
-            if len(first) == len(rows):
+            if (
+                len(first) == 4
+            ):  # at most four run at the same time: the slow row does not run before
                 break
     progress = client.get(f"/v1/jobs/{job}").json()["progress"]
-    assert (progress["total"], progress["done"]) == (16, 8)
+    assert progress["total"] == 16
+    assert 4 <= progress["done"] < 16
     process.kill()
     process.start()
     assert first + read_rows(client, job, after=len(first)) == read_rows(client, job)
