@@ -21,6 +21,7 @@ from gateway.capabilities.jobs.replay import (
     READ_BYTES,
     ResponseCapture,
     find_delay_s,
+    read_piece,
 )
 from gateway.capabilities.jobs.service import Jobs
 from gateway.media_types import JSON, NDJSON
@@ -99,10 +100,8 @@ class BatchRun:
         await self._store.delete_file(own)
         await self._store.append(own, b"")
         for position in range(0, before.result_bytes, READ_BYTES):
-            length = min(before.result_bytes - position, READ_BYTES)
-            piece = await self._store.read(before.result_file, position, length)
-            if len(piece) < length:
-                raise JobsUnavailable("the result of the job is incomplete")
+            size_bytes = before.result_bytes
+            piece = await read_piece(self._store, before.result_file, position, size_bytes)
             await self._store.append(own, piece)
         headers = [("content-type", NDJSON)]
         await self._store.flush(own)

@@ -189,14 +189,13 @@ async def stream_rows(jobs: Jobs, job: Job, after: int, drain: Drain) -> AsyncIt
     seen = jobs.changes.count
     while current is not None:
         while position < current.result_bytes:
-            length = min(current.result_bytes - position, READ_BYTES)
-            piece = b""
-            with suppress(JobsUnavailable):
-                piece = await jobs.store.read(current.result_file, position, length)
-            if not piece and current.has_ended:
-                raise JobsUnavailable("the result of the job is incomplete")
-            if not piece:  # another process continues the batch with a copy
-                break
+            size_bytes = current.result_bytes
+            try:
+                piece = await read_piece(jobs.store, current.result_file, position, size_bytes)
+            except JobsUnavailable:
+                if current.has_ended:
+                    raise
+                break  # another process continues the batch with a copy
             position += len(piece)
             *lines, rest = piece.split(b"\n", after)
             after -= len(lines)
