@@ -115,8 +115,8 @@ async def update_metrics(metrics: Metrics, admission: AdmissionQueue, memory: Me
     await repeat("metrics", update)
 
 
-async def trim_heaps() -> None:
-    """Return free memory to the system when the process has grown, until cancelled."""
+async def trim_heaps(memory: MemoryBudget) -> None:
+    """Return free memory to the system after requests used much of it, or the process grew, until cancelled."""
     trimmed_bytes = resident_bytes()
 
     async def trim() -> None:
@@ -124,9 +124,10 @@ async def trim_heaps() -> None:
         for _ in range(TRIM_PERIODS):
             await asyncio.sleep(TRIM_PERIOD_S)
             trimmed_bytes = min(trimmed_bytes, resident_bytes())
-            if resident_bytes() - trimmed_bytes > MUCH_FREE_MEMORY_BYTES:
+            has_grown = resident_bytes() - trimmed_bytes > MUCH_FREE_MEMORY_BYTES
+            if is_due := has_grown or memory.has_shrunk(MUCH_FREE_MEMORY_BYTES):
                 break
-        if resident_bytes() - trimmed_bytes > MAX_FREE_HEAP_BYTES:
+        if is_due or memory.has_shrunk(MAX_FREE_HEAP_BYTES):
             # A failed request can be in a cycle with its error, and so its body; most are young.
             gc.collect(1)
             await asyncio.to_thread(return_free_memory)
@@ -232,7 +233,7 @@ async def run_services(
         maintenance = Maintenance(fleet.pool, fleet.dispatcher, fleet.repository.state)
         for work in (
             update_metrics(metrics, admission, memory),
-            trim_heaps(),
+            trim_heaps(memory),
             authenticator.watch_keys_file(),
             maintenance.report_work(),
         ):

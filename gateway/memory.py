@@ -87,6 +87,7 @@ class MemoryBudget:
         self._total_bytes = total_bytes
         self._large_bytes = int(total_bytes * LARGE_REQUEST_SHARE)
         self._shed_counter = shed_counter
+        self._peak_bytes = 0
         self.used_bytes = 0
         self.bytes_by_kind = dict.fromkeys(MEMORY_KINDS, 0)
 
@@ -113,10 +114,19 @@ class MemoryBudget:
             raise MemoryBudgetExceeded
         self.used_bytes = used_bytes
         self.bytes_by_kind[kind] += more_bytes
+        if used_bytes > self._peak_bytes:
+            self._peak_bytes = used_bytes
 
     def release(self, kind: MemoryKind, held_bytes: int) -> None:
         self.used_bytes -= held_bytes
         self.bytes_by_kind[kind] -= held_bytes
+
+    def has_shrunk(self, by_bytes: int) -> bool:
+        """Return whether requests used so much more since the last call that returned True."""
+        has_shrunk = self._peak_bytes - self.used_bytes > by_bytes
+        if has_shrunk:
+            self._peak_bytes = self.used_bytes
+        return has_shrunk
 
 
 class MemoryCharge:

@@ -389,7 +389,11 @@ class Observed(NamedTuple):
             ("wide", "render"),
         )
         return {
-            "Who sends the load?": [has("caller model", ("app", "echo"), ("batch", "other"))],
+            "Who sends the load?": [
+                has("caller model", ("app", "echo"), ("batch", "other")),
+                has("caller", ("app",), ("batch",)),
+                has("caller direction", ("app", "in"), ("app", "out")),
+            ],
             "Who is refused, and why?": [
                 has(
                     "caller code",

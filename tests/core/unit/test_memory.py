@@ -7,6 +7,7 @@ import pytest
 
 from gateway.errors import TooLarge
 from gateway.memory import (
+    MAX_FREE_HEAP_BYTES,
     SMALL_REQUEST_BYTES,
     MemoryBudget,
     MemoryBudgetExceeded,
@@ -73,6 +74,17 @@ def test_memory_is_counted_by_the_kind_of_its_charge() -> None:
     body.release()
     message.release()
     assert set(memory.bytes_by_kind.values()) == {memory.used_bytes} == {0}
+
+
+def test_budget_has_shrunk_once_after_each_peak() -> None:
+    memory = budget()
+    for _ in range(2):
+        charge = MemoryCharge(memory)
+        charge.add(20 * MIB)
+        assert not memory.has_shrunk(MAX_FREE_HEAP_BYTES)
+        charge.release()
+        assert memory.has_shrunk(MAX_FREE_HEAP_BYTES)
+        assert not memory.has_shrunk(MAX_FREE_HEAP_BYTES)
 
 
 def test_free_memory_between_buffers_in_use_returns_to_the_system() -> None:

@@ -1,9 +1,11 @@
 // The gateway's API: its calls, the key that they need, and its errors as sentences for people.
 
 import { $, el, icon, setText, showNotice } from "./dom.js";
-import { canSignIn, signIn } from "./sign_in.js";
 
 const STORAGE_KEY = "triton-gateway-key";
+
+/** Whether GATEWAY_OIDC_CLIENT_ID is set. */
+export const canSignIn = Boolean(document.documentElement.dataset.clientId);
 
 export class ApiError extends Error {
   /** @param {number} status @param {object} body the gateway's error document: error, code, request_id and others */
@@ -275,7 +277,10 @@ export function startKeyDialog(onChange) {
     closePrompt(true);
   });
   $("key-sign-in").hidden = !canSignIn;
-  $("key-sign-in").addEventListener("click", () => signIn().catch((error) => setText($("key-error"), error.message)));
+  $("key-sign-in").addEventListener("click", async () => {
+    const { signIn } = await import("./sign_in.js");
+    signIn().catch((error) => setText($("key-error"), error.message));
+  });
   $("key-cancel").addEventListener("click", () => closePrompt(false));
   $("key-dialog").addEventListener("cancel", (event) => {
     event.preventDefault();

@@ -4,7 +4,6 @@
 import * as api from "./api.js";
 import { $, setText, showToast } from "./dom.js";
 import * as models from "./models.js";
-import { finishSignIn } from "./sign_in.js";
 
 const VIEWS = {
   try: { section: "try", link: "#try", load: () => import("./try.js") },
@@ -175,7 +174,10 @@ addEventListener("connectionchange", () => {
 });
 $("jobs-link").hidden = !api.hasFeature("jobs");
 models.start();
-await finishSignIn().then(api.key.setToken, (error) => showToast(error.message));
+if (api.canSignIn) {
+  const { finishSignIn } = await import("./sign_in.js");
+  await finishSignIn().then(api.key.setToken, (error) => showToast(error.message));
+}
 api.startKeyDialog(() => {
   models.reset();
   for (const view of loaded.values()) view.reset();

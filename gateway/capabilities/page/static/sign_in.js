@@ -4,9 +4,6 @@ const { issuer, clientId } = document.documentElement.dataset;
 const PENDING_KEY = "triton-gateway-sign-in"; // while the browser is with the provider
 const OPTIONS = { credentials: "omit", cache: "no-store" };
 
-/** Whether GATEWAY_OIDC_CLIENT_ID is set. */
-export const canSignIn = Boolean(clientId);
-
 const toBase64Url = (buffer) =>
   btoa(String.fromCharCode(...new Uint8Array(buffer))).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
 const createSecret = () => toBase64Url(crypto.getRandomValues(new Uint8Array(32)));
@@ -46,7 +43,7 @@ export async function signIn() {
 export async function finishSignIn() {
   const pending = JSON.parse(sessionStorage.getItem(PENDING_KEY) ?? "null");
   const query = new URLSearchParams(location.search);
-  if (!canSignIn || !pending || query.get("state") !== pending.state) return "";
+  if (!pending || query.get("state") !== pending.state) return "";
   sessionStorage.removeItem(PENDING_KEY);
   history.replaceState(null, "", location.pathname + pending.hash);
   if (query.has("error")) throw new Error(query.get("error_description") ?? query.get("error"));
