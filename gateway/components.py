@@ -116,7 +116,7 @@ async def update_metrics(metrics: Metrics, admission: AdmissionQueue, memory: Me
 
 
 async def trim_heaps(memory: MemoryBudget) -> None:
-    """Return free memory to the system after requests used much of it, or the process grew, until cancelled."""
+    """Return free memory to the system after the budget shrank or the process grew, until cancelled."""
     trimmed_bytes = resident_bytes()
 
     async def trim() -> None:
