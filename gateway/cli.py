@@ -120,6 +120,16 @@ def parse_moment(text: str) -> datetime:
     return time
 
 
+def parse_future_moment(text: str) -> datetime:
+    """Do the same for a time that has not passed. Raises `typer.BadParameter`."""
+    time = parse_moment(text)
+    if time <= datetime.now(timezone.utc):
+        raise typer.BadParameter(
+            f"{quote_text(text)} has passed, so that the key could not be used"
+        )
+    return time
+
+
 KeyName = Annotated[str, typer.Argument(help="Name of the key; the log shows it.")]
 Roles = Annotated[
     list[Role],
@@ -159,7 +169,9 @@ NotBefore = Annotated[
 TIME_HELP: Final = "a time such as 2027-01-31T00:00:00Z, or 90d, 12h or 30m from now."
 Expires = Annotated[
     datetime | None,
-    typer.Option(parser=parse_moment, metavar="TIME", help=f"When the key expires: {TIME_HELP}"),
+    typer.Option(
+        parser=parse_future_moment, metavar="TIME", help=f"When the key expires: {TIME_HELP}"
+    ),
 ]
 Overlap = Annotated[
     datetime | None,

@@ -27,6 +27,7 @@ from gateway.errors import MalformedRequest, UnsupportedBody
 from gateway.inference.body import RequestBody
 from gateway.media_types import MULTIPART, NDJSON
 from gateway.routes.dependencies import ServicesForInference
+from gateway.routes.infer_stream import choose_stream_format
 from gateway.routes.openapi import build_responses
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.media_type import parse_content_type
@@ -67,6 +68,8 @@ async def create_batch(request: Request, services: ServicesForInference, model: 
 
 async def accept_batch(jobs: Jobs, request: Request, model: str, key: str) -> Response:
     scope = request.scope
+    if choose_stream_format(request.headers.get("accept", "")) is not None:
+        raise MalformedRequest("a stream cannot be a row of a batch; accept another type")
     callback = find_callback(jobs, scope)
     max_bytes = jobs.settings.max_batch_bytes
     received = StoredBody(jobs, "", scope, request.receive, max_bytes)

@@ -63,6 +63,12 @@ class BlockingCalls:
 
         return call
 
+    async def close(self) -> None:
+        """End the thread, after what was called before and `close` of the object, if it has one."""
+        if hasattr(self._target, "close"):
+            await self.__getattr__("close")()
+        self._thread.shutdown(wait=False)
+
 
 class FolderFiles:
     def __init__(self, folder: Path) -> None:

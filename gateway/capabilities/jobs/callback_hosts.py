@@ -103,7 +103,9 @@ class CallbackHosts:
         origin = build_origin(parts)
         if origin not in self.origins:
             place = quote_text(f"{origin.scheme}://{origin.authority}")
-            raise CallbackNotAllowed(f"callbacks to {place} are not allowed by this gateway")
+            raise CallbackNotAllowed(
+                f"callbacks to {place} are not allowed: GATEWAY_CALLBACK_HOSTS lists the hosts that are"
+            )
         query = f"?{parts.query}" if parts.query else ""
         return CallbackUrl(origin, f"{parts.path or '/'}{query}")
 

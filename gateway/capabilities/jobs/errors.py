@@ -10,7 +10,10 @@ class JobNotFound(NotFound):
     code = "JOB_NOT_FOUND"
 
     def __init__(self, job_id: str) -> None:
-        super().__init__(f"job {quote_text(job_id)} does not exist, or belongs to another caller")
+        super().__init__(
+            f"job {quote_text(job_id)} does not exist, or belongs to another caller; "
+            "GET /v1/jobs lists yours"
+        )
 
 
 class JobConflict(Conflict):

@@ -77,6 +77,8 @@ class RedisJobStore:
             script = redis_scripts.DELETE_CONSUMERS
             await self._run_script(WRITE_ACTION, script, self._consumer, decode=bool)
         await self._redis.close()
+        if self._files is not None:
+            await self._files.close()
 
     async def add(self, job: Job, limits: JobLimits) -> Job:
         further = (limits.max_per_owner, limits.max_bytes, job.idempotency_key)

@@ -30,8 +30,8 @@ OPT_OUT_HEADER: Final = b"x-no-sample"
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_INLINE_BYTES: Final = 64 << 10  # a larger piece of a body is hashed in a thread
 MAX_TRACEPARENT_BYTES: Final = 256
-# They say nothing of an inference.
-UNAUTHORIZED_STATUSES: Final = (401, 403)
+# They say nothing of an inference: a job was accepted, or the caller may not use the model.
+UNSAMPLED_STATUSES: Final = (202, 401, 403)
 Attributes = dict[str, str | int]
 
 
@@ -177,7 +177,7 @@ class SampledApplication:
         if recording is None:
             return
         queue = self._queue
-        if recording.draw < rate and recording.status not in UNAUTHORIZED_STATUSES:
+        if recording.draw < rate and recording.status not in UNSAMPLED_STATUSES:
             if not recording.is_dropped and queue.reserve(2 * EVENT_BYTES):
                 queue.put(build_events(scope, info, recording))
                 return

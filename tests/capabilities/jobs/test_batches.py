@@ -139,6 +139,7 @@ def test_files_of_a_form_are_rows(client: httpx.Client) -> None:
         (BATCH, b"--a\r\n", FORM, 400),
         (BATCH, b"--a\r\n\r\nfile\r\n--a--", FORM, 400),
         (f"{BATCH}?after=1", b"{}", NDJSON, 400),
+        (BATCH, b"{}", {**NDJSON, "Accept": "text/event-stream"}, 400),
         ("/v1/models/nothing/jobs", b"{}", NDJSON, 404),
     ],
 )

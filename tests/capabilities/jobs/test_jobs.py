@@ -25,7 +25,7 @@ from tests.capabilities.jobs.support import (
 from tests.support.documents import DOCS
 from tests.support.keys import ADMIN, BOTH, ENTRIES, INFER, TEXTS, bearer, written
 from tests.support.redis_server import RedisServer
-from tests.support.servers import ROOT, gateway_before
+from tests.support.servers import ROOT, gateway, gateway_before
 from tests.support.wait import wait_until
 
 
@@ -245,3 +245,11 @@ def test_recipe_of_the_document_prints_the_result(demo: httpx.Client) -> None:
         ["sh", "-ec", script], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert json.loads(run.stdout)["outputs"]["result"]["predictions"][0]["label"] == "7"
+
+
+def test_gateway_with_jobs_ends_without_a_thread_left(tmp_path: Path) -> None:
+    with gateway("http://127.0.0.1:1", jobs=f"sqlite://{tmp_path}") as (client, command):
+        assert client.get("/v1/jobs").json() == {"jobs": []}
+        command.process.terminate()
+        assert command.end() == 0
+        assert "exiting without" not in command.output

@@ -84,9 +84,12 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def sampled(triton: str, keys: str) -> Iterator[tuple[httpx.Client, HttpSink]]:
+def sampled(
+    triton: str, keys: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[httpx.Client, HttpSink]]:
     """A gateway that samples all requests, and its sink."""
     settings = {"sample_rate": "1", "keys_file": keys, "samples_token": "sink-secret"}
+    settings["jobs"] = f"sqlite://{tmp_path_factory.mktemp('jobs')}"
     with http_sink() as sink, gateway(triton, samples=sink.url, **settings) as (client, _):
         client.headers.update(bearer(INFER))
         start_sampling(client)
@@ -161,6 +164,8 @@ def test_only_inferences_that_may_be_sampled_are(sampled: tuple[httpx.Client, Ht
     assert send(client, "out", V1, json=body, headers={"X-No-Sample": ""}).status_code == 200
     assert send(client, "private", "/v1/models/private/infer", json=body).status_code == 200
     assert send(client, "key", V1, json=body, headers=bearer("wrong")).status_code == 401
+    later = {"Prefer": "respond-async"}
+    assert send(client, "job", V1, json=body, headers=later).status_code == 202
     assert send(client, "absent", "/v1/models/absent/infer", json=body).status_code == 404
     assert send(client, "forbidden", f"/v2/repository/models/{MODEL}/load").status_code == 403
     admin = bearer(ADMIN)

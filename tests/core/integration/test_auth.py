@@ -919,6 +919,9 @@ def test_key_command_rotates_and_ends_keys(tmp_path: Path) -> None:
     failed = key_command("rotate", "shop", "--overlap", "soon", *file)
     assert failed.returncode == 2
     assert "'soon' is neither a time" in failed.stderr
+    failed = key_command("create", "late", "--expires", "2020-01-01T00:00:00Z", *file)
+    assert failed.returncode == 2
+    assert "has passed" in failed.stderr
     rotated = key_command(
         "rotate", "shop", "--overlap", "7d", "--expires", "2999-01-01T00:00:00Z", *file
     )
