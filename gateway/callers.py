@@ -54,7 +54,7 @@ class Priority(IntEnum):
 
 class CallerKind(Enum):
     key = "key"
-    rule = "rule"  # of the keys file, which matches a token or a certificate
+    rule = "rule"  # a rule of the keys file matches the token or the certificate
     anonymous = "anonymous"  # the gateway has no keys
     unauthenticated = "unauthenticated"  # the path requires no key
 
@@ -82,7 +82,7 @@ class Caller:
     models: tuple[str, ...] = ANY_MODEL
     limits: CallerLimits | None = None
     priority: Priority | None = None
-    callback_secrets: tuple[str, ...] = field(default=(), repr=False)  # that sign its callbacks
+    callback_secrets: tuple[str, ...] = field(default=(), repr=False)
     not_before: datetime | None = None
     expires: datetime | None = None
     digest: bytes = field(default=b"", repr=False)

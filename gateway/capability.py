@@ -70,7 +70,7 @@ class LaunchPlan:
     tritons: Sequence[TritonOptions] = ()  # the Tritons that `up` starts
     places: list[str] = field(default_factory=list)  # where something else than HTTP is served
     has_page: bool = False  # a page for browsers is at /
-    opens_page: bool = False  # in a browser, when the gateway is ready
+    opens_page: bool = False  # `up` opens it in a browser when the gateway is ready
 
     def update_settings(self, **values: Any) -> None:
         self.settings = self.settings.model_copy(update=values)

@@ -138,7 +138,7 @@ class FileChange(Generic[T]):
     difference: str = ""
     is_new: bool = False  # whether the value is another
     differences: Sequence[EntryChange] = ()
-    sha256: str = ""  # of the file
+    file_sha256: str = ""
 
 
 class WatchedFile(Generic[T]):
@@ -254,7 +254,7 @@ class WatchedFile(Generic[T]):
             difference=describe_difference(before, after),
             is_new=value != previous,
             differences=find_differences(before, after),
-            sha256=read_file_digest(self.path),
+            file_sha256=read_file_digest(self.path),
         )
 
     def _read_stamp(self) -> list[tuple[int, ...]]:

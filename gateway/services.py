@@ -44,7 +44,8 @@ from gateway.tensors.signature import Signature
 T = TypeVar("T")
 # Each one occupies threads, which together would keep Python's global lock from the event loop.
 MAX_METRICS_PAGES: Final = 4  # pages that are written at the same time
-MAX_SIGNATURE_WAIT_S: Final = 1.0  # of a request that needs it only to be counted
+# A request that needs the signature only to count its rows waits no longer.
+MAX_SIGNATURE_WAIT_S: Final = 1.0
 
 
 class ModelDescriber:

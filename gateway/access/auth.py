@@ -201,7 +201,7 @@ class Authenticator:
 
 
 def check_key_period(caller: Caller, now: datetime) -> None:
-    """Raises `Unauthenticated` for a key that has expired, or is not valid yet."""
+    """Check that a key is valid now. Raises `Unauthenticated`."""
     if caller.expires is not None and caller.expires <= now:
         expired = format_utc_time(caller.expires)
         raise Unauthenticated(f"{caller.label} expired at {expired}; ask for another key")

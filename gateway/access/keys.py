@@ -71,8 +71,10 @@ NO_RULES: Final[RuleParsers] = {}
 
 @dataclass(frozen=True)
 class KeysContent:
-    callers: Mapping[bytes, Caller]  # by the SHA-256 of their key
-    rules: Mapping[str, Sequence[CallerRule]]  # by the name of their list
+    """Callers by the SHA-256 of their key, and rules by the name of their list."""
+
+    callers: Mapping[bytes, Caller]
+    rules: Mapping[str, Sequence[CallerRule]]
 
 
 def parse_keys(text: str) -> dict[bytes, Caller]:

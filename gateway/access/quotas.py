@@ -93,7 +93,8 @@ class TooManyAtOnce(LimitExceeded):
 @dataclass(frozen=True)
 class QuotaCount:
     is_added: bool
-    used: tuple[int, ...]  # in each period, afterwards
+    # The requests in each period, with this one if it was added.
+    used: tuple[int, ...]
 
 
 class QuotaCounters(Protocol):

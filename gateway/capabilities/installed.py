@@ -28,7 +28,7 @@ INSTALLED: Final[tuple[Capability, ...]] = (
     TF_SERVING,
     UPLOADS,
     TORCHSERVE,
-    JOBS,  # after the models that they run can be used
+    JOBS,  # it runs models, which the capabilities above make available
     PAGE,
     SAMPLES,
     GRPC_API,  # the last one to open, because its clients are served at once

@@ -17,11 +17,11 @@ from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.request_info import RequestInfo, measure_phase
 
 DEPARTURES_WINDOW_S: Final = 10.0
-MAX_DEPARTURE_RATES: Final = 1024  # of models
+MAX_MODELS_WITH_RATES: Final = 1024
 CALLER_SHARE: Final = 2  # requests of a caller that wait, of the free room
 MAX_RETRY_AFTER_S: Final = 60
 ANSWER_TIME_GAIN: Final = 0.2
-MAX_ANSWER_TIMES: Final = 1024  # of models
+MAX_MODELS_WITH_ANSWER_TIMES: Final = 1024
 MAX_ANSWER_TIME_AGE_S: Final = 5.0
 
 
@@ -291,7 +291,7 @@ class AdmissionQueue:
         if known is not None:
             known.add(seconds)
             return
-        if len(times) >= MAX_ANSWER_TIMES:
+        if len(times) >= MAX_MODELS_WITH_ANSWER_TIMES:
             del times[next(iter(times))]
         times[model] = AnswerTime(seconds)
 
@@ -472,7 +472,7 @@ class Departures:
         self._since = perf_counter()
 
     def record(self, model: str) -> None:
-        if len(self._counts) < MAX_DEPARTURE_RATES or model in self._counts:
+        if len(self._counts) < MAX_MODELS_WITH_RATES or model in self._counts:
             self._counts[model] += 1
 
     def estimate_wait_s(self, model: str, waiting: Mapping[str, int]) -> int:

@@ -38,7 +38,8 @@ MAX_KNOWN_MODELS: Final = 1000
 SEQUENCE_PARAMETER: Final = "sequence_id"
 SEQUENCE_HEADER: Final = "x-sequence-id"
 JOBS_PATH: Final = "/v1/jobs"
-JOB_WAIT_S: Final = 20  # of one request, which is shorter than the time limits of proxies
+# A request waits for less than the time limits of proxies, and is repeated.
+JOB_WAIT_S: Final = 20
 JOB_REQUEST_TIMEOUT_S: Final = 40.0
 ENDED_STATES: Final = ("done", "failed", "cancelled", "expired")
 

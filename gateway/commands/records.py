@@ -21,7 +21,7 @@ from gateway.messages import escape_unprintable, escape_unprintable_json
 
 DELETE = b"\x7f"
 BAR_CHARS: Final = 20
-SHOWN_VALUES: Final = 6  # of an array, in readable text
+MAX_SHOWN_ARRAY_VALUES: Final = 6
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Record:
 
 
 class OutputFormat(str, Enum):
-    text = "text"  # to read on a terminal
+    text = "text"
     jsonl = "jsonl"
     csv = "csv"
 
@@ -155,7 +155,10 @@ def describe_value(value: Any) -> list[str]:
     while value and isinstance(value[0], list):
         value = value[0]
         shape.append(len(value))
-    shown = [f"{v:.5g}" if isinstance(v, float) else format_cell(v) for v in value[:SHOWN_VALUES]]
+    shown = [
+        f"{v:.5g}" if isinstance(v, float) else format_cell(v)
+        for v in value[:MAX_SHOWN_ARRAY_VALUES]
+    ]
     more = ", …" if prod(shape) > len(shown) else ""
     return [f"[{' x '.join(map(str, shape))}] {', '.join(shown)}{more}"]
 

@@ -65,7 +65,8 @@ UNSTARTED_SEQUENCE: Final = TARGET._replace(sequence_step=SequenceStep(7))
 LOAD_TIMEOUT_S: Final = 60.0
 POLL_S: Final = 0.1
 UNLOAD_POLLS: Final = 300  # Triton responds before the model is unloaded
-START_S: Final = 0.4  # until a request that was sent is running
+# A request that was sent is running after this time.
+START_S: Final = 0.4
 VALUES: Final = np.array([[1.5, -2.25, 0.0]], np.float32)
 # Numbers of steps of the model: so many that other requests come before their end.
 LONG_STEPS: Final = 30

@@ -27,7 +27,7 @@ from gateway.triton.request_target import RequestTarget
 
 INTERVAL_S: Final = 1.0
 STATISTICS_TIMEOUT_S: Final = 1.0
-MAX_MODELS: Final = 32  # that are adjusted at each interval
+MAX_MODELS_PER_INTERVAL: Final = 32
 BATCHING_RATIO: Final = 1.5
 SINGLE_RATIO: Final = 1.0
 TOLERANCE: Final = 1.2
@@ -137,7 +137,7 @@ class ModelLimits:
             if admission.is_crowded(model) or (count > MIN_LIMIT and model not in admission.limits)
         ]
         crowded.sort(key=lambda model: counts[model], reverse=True)
-        del crowded[MAX_MODELS:]
+        del crowded[MAX_MODELS_PER_INTERVAL:]
         # Times are compared only with those of the interval before.
         for model in self._times.keys() - set(crowded):
             del self._times[model]

@@ -52,7 +52,7 @@ async def recognize_curl_body(body: RequestBody, *, takes_text: bool) -> None:
 
 
 def check_for_form(text: Payload) -> None:
-    """Raises `FormNotSupported` if each piece of the text is NAME=VALUE."""
+    """Check that some piece of the text is not NAME=VALUE. Raises `FormNotSupported`."""
     for (part,) in text.parts.values():
         pieces = part.value[:MAX_FORM_CHECK_BYTES].split(b"&")
         if len(part.value) > MAX_FORM_CHECK_BYTES and len(pieces) > 1:

@@ -148,7 +148,7 @@ async def receive_payload(opened: OpenedRequest) -> Payload | LargePayload:
 
 
 async def receive_curl_body(opened: OpenedRequest) -> Payload | LargePayload:
-    """Raises `UnsupportedBody` or `FormNotSupported` for a body that is neither JSON nor a text."""
+    """Receive JSON or a text with the type of a form. Raises `UnsupportedBody` or `FormNotSupported`."""
     takes_text = is_text_model(opened.signature)
     await opened.deadline.limit(recognize_curl_body(opened.body, takes_text=takes_text))
     try:

@@ -119,7 +119,7 @@ class EventLog:
                     [(f"{kind} {name}", *values) for name, *values in change.differences]
                 ),
                 file=str(file.path),
-                sha256=change.sha256,
+                sha256=change.file_sha256,
             )
             self.record(event)
 

@@ -15,7 +15,8 @@ from gateway.config_files import YAML_ERRORS, Entries, WatchedFile, parse_yaml, 
 from gateway.messages import CommandError, join_names
 from gateway.names import VERSION_NUMBER
 
-MAX_SHOWN_CHARS: Final = 500  # of the value of a capability's key
+# Events show the values of capabilities' keys up to this length.
+MAX_SHOWN_CHARS: Final = 500
 MODEL_KEYS: Final = ("name", "versions", "config", "required")
 # Returns the value of a key that a capability adds, from the entry of a model. Raises `BadModelsFile`.
 KeyParser = Callable[[Mapping[str, Any]], Any]

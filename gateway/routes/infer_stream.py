@@ -18,7 +18,8 @@ from gateway.tensors.outputs import list_accepted_types
 
 # The second one tells proxies not to buffer.
 STREAM_HEADERS: Final = {"cache-control": "no-store", "x-accel-buffering": "no"}
-RESULTS_PER_PASS: Final = 32  # of the event loop, if many have arrived at once
+# After so many results that have arrived at once, other tasks run.
+RESULTS_PER_PASS: Final = 32
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ log = logging.getLogger(__name__)
 
 LOCALHOST: Final = "localhost"
 MessageWriter = Callable[..., None]
-TRITON_SOURCE: Final = "triton"  # of a line in the log
+# Lines of the embedded Triton have this `source` in the log.
+TRITON_SOURCE: Final = "triton"
 
 
 def run_with_embedded_triton(

@@ -20,7 +20,7 @@ from gateway.tensors.signature import Signature
 MAX_EXAMINED_MODELS: Final = 10
 WILDCARD_HOSTS: Final = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
 ENSEMBLE: Final = "ensemble"
-SAMPLE_IMAGE: Final = Path("docs/images/seven.png")  # of a checkout
+SAMPLE_IMAGE: Final = Path("docs/images/seven.png")  # it exists in a checkout
 
 
 class Welcome:

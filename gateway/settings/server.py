@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
 from gateway.settings.values import MAX_SETTING_S, NonNegativeSeconds, PositiveSeconds
 
-MIN_OPEN_FILES: Final = 256  # of a process that serves
+MIN_OPEN_FILES: Final = 256
 
 
 class LogFormat(str, Enum):

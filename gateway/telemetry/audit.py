@@ -28,8 +28,8 @@ SUCCEEDED: Final = "succeeded"
 FAILED: Final = "failed"
 OUTCOMES: Final = {202: "accepted", 401: "denied", 403: "denied", 499: "client disconnected"}
 MAX_EVENT_BYTES: Final = 16 << 10
-MAX_LIST_BYTES: Final = 6 << 10  # of the changes, and of the replicas
-MAX_REASON_CHARS: Final = 300  # of a replica
+MAX_LIST_BYTES: Final = 6 << 10  # the changes and the replicas are lists
+MAX_REPLICA_REASON_CHARS: Final = 300
 MAX_TEXT_CHARS: Final = 1000
 # Fields that only some lines of the audit log have.
 OPTIONAL_FIELDS: Final = ("status", "code", "reason", "subject")
@@ -117,7 +117,7 @@ def list_changes(changes: Sequence[tuple[str, Any, Any]]) -> list[dict[str, Any]
 def list_outcomes(outcomes: Mapping[str, ReplicaOutcome]) -> dict[str, dict[str, str]]:
     """Return outcomes as in an event: the first ones, beginning with failures, and the number of others."""
     states = [
-        (address, {name: text[:MAX_REASON_CHARS] for name, text in each.to_dict().items()})
+        (address, {name: text[:MAX_REPLICA_REASON_CHARS] for name, text in each.to_dict().items()})
         for address, each in sorted(outcomes.items())
     ]
     states.sort(key=lambda item: "reason" not in item[1])

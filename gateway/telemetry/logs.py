@@ -45,7 +45,7 @@ TO_STDOUT: Final = "stdout"  # the value of `GATEWAY_AUDIT_LOG`
 # For the lines of the changes that are in progress when the disk becomes full.
 RESERVE_BYTES: Final = 256 << 10
 AUDIT_TIMEOUT_S: Final = 5.0
-MAX_AUDIT_LINES: Final = 1000  # that wait to be written
+MAX_WAITING_AUDIT_LINES: Final = 1000
 log = logging.getLogger(__name__)
 ACCESS_LOGGER: Final = "gateway.access"
 READING_METHODS: Final = ("GET", "HEAD", "OPTIONS")
@@ -332,7 +332,7 @@ class AuditLogHandler(logging.Handler):
         threading.Thread(target=self._run, name="audit-log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._queue.qsize() < MAX_AUDIT_LINES:
+        if self._queue.qsize() < MAX_WAITING_AUDIT_LINES:
             self._queue.put(f"{self.format(record)}\n".encode("utf-8", "backslashreplace"))
 
     async def flush_lines(self) -> None:
@@ -449,7 +449,7 @@ def find_audit_log() -> AuditLogHandler | None:
 
 
 def check_audit_log() -> None:
-    """Raises `AuditLogUnavailable` if a change could not be recorded."""
+    """Check that the next change can be recorded. Raises `AuditLogUnavailable`."""
     handler = find_audit_log()
     if handler is not None and handler.problem:
         raise AuditLogUnavailable(handler.problem)

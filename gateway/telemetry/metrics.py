@@ -127,13 +127,11 @@ class Metrics:
         self._pending: dict[tuple[str, str, str, tuple[str, str]], PendingCounts] = {}
         self._counts_callers = counts_callers
         self._callers: set[str] = set()  # label values
-        # By the name of a key and the model.
+        # The keys of these are the name of a key, and the model or the code.
         self._pending_callers: dict[tuple[str, str], CallerUsage] = {}
+        self._pending_refusals: Counts[tuple[str, str]] = Counts()
         # Gets the usage of each caller and model since the last flush.
         self.usage_listener: Callable[[str, str, CallerUsage], None] | None = None
-        self._pending_refusals: Counts[tuple[str, str]] = (
-            Counts()
-        )  # by the name of a key and the code
         self._pending_waits: Counts[tuple[str]] = Counts()  # seconds, by the name of a key
         self._dropped_lines = 0
         self.open_connections = OpenConnections()

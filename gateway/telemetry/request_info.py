@@ -41,7 +41,7 @@ class ManagementCall:
     sha256: str = ""  # checksum of the uploaded file
     label: str = ""  # a version label
     changes: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # subject → before, after
-    outcomes: Mapping[str, ReplicaOutcome] = field(default_factory=dict)  # by replica
+    outcomes: Mapping[str, ReplicaOutcome] = field(default_factory=dict)  # replica → outcome
     started_at: float = field(default_factory=perf_counter)
     is_recorded: bool = False  # its line is in the audit log
 
@@ -89,9 +89,10 @@ class RequestInfo:
     key: str = ""  # the name of the caller's key, or of the rule for its token or certificate
     subject: str = ""  # whom the token or certificate names
     opens_window: bool = False  # it was the first request in the window of the key's rate
-    reservation: Reservation | None = None  # of a caller with limits
+    reservation: Reservation | None = None  # what the limits of its caller count
     caller_name: str = ""  # the name of the key, or without keys the client's network
-    error_code: str = ""  # of the error response
+    # The error response.
+    error_code: str = ""
     error_reason: str = ""
     wanted_priority: Priority | None = None  # a request may ask for a lower one than its caller's
     management_call: ManagementCall | None = None

@@ -22,7 +22,7 @@ MAX_DIMENSIONS = 64  # as in NumPy
 MAX_TENSORS = 4096  # the limit of the inputs, and of the outputs
 # The list of models contains these texts.
 MAX_TEXT_LENGTHS: Final = {"gateway.title": 100, "gateway.description": 200}
-MAX_EXAMPLES = 8  # of an input
+MAX_INPUT_EXAMPLES = 8
 CONTENT_TYPE = re.compile(r"[!-~]{1,127}(?:; ?[ -~]{1,127})?")
 IMAGE_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 JsonObject = Mapping[str, Any]
@@ -79,8 +79,8 @@ class TensorSpec:
 
     @property
     def can_classify(self) -> bool:
-        # tritonserver 2.51 crashes on the classification of BYTES and of an output without elements,
-        # which is possible if a dimension has any size.
+        # tritonserver 2.51 crashes on the classification of BYTES and of an output without elements.
+        # A dimension of any size makes such an output possible.
         return self.is_numeric and -1 not in self.shape
 
     @property
@@ -134,7 +134,7 @@ class Signature:
     steps: frozenset[str] = frozenset()  # the models of an ensemble
     # The number of classes to return by output, for requests that do not ask for another number.
     default_class_counts: Mapping[str, int] = field(default_factory=dict)
-    priority: Priority | None = None  # of callers without one
+    priority: Priority | None = None  # requests of callers without a priority get it
     instances: int = 1  # on one replica
 
     @cached_property
@@ -319,8 +319,8 @@ def parse_examples(text: str, only_example: str, key: str) -> tuple[str, ...]:
     except (ValueError, RecursionError):
         examples = None
     is_list = isinstance(examples, list) and all(isinstance(each, str) for each in examples)
-    if not is_list or len(examples) > MAX_EXAMPLES:
-        raise build_hint_error(text, key, f"a JSON list of at most {MAX_EXAMPLES} strings")
+    if not is_list or len(examples) > MAX_INPUT_EXAMPLES:
+        raise build_hint_error(text, key, f"a JSON list of at most {MAX_INPUT_EXAMPLES} strings")
     return tuple(examples)
 
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 # Triton's own port, where its clients expect gRPC.
 USUAL_PORT: Final = 8001
 PORT_SETTING: Final = "GATEWAY_GRPC_PORT"
-PORT_FLAG: Final = "--grpc-port"  # of `up`, which sets the setting
+# `up` has a flag for the setting.
+PORT_FLAG: Final = "--grpc-port"
 
 
 def attach_grpc_server(settings: Settings) -> Attachment | None:

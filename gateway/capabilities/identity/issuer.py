@@ -37,7 +37,8 @@ from gateway.tasks import follow, repeat
 
 log = logging.getLogger(__name__)
 
-FETCH_TIMEOUT_S: Final = 5.0  # of the OpenID configuration and the keys together
+# The OpenID configuration and the keys together must arrive within this time.
+FETCH_TIMEOUT_S: Final = 5.0
 MAX_DOCUMENT_BYTES: Final = 64 << 10
 # The keys are used for ten minutes, and fetched again a little earlier.
 REFRESH_S: Final = 9 * 60.0
@@ -121,10 +122,11 @@ class FetchedKeys(KeySource):
         self._max_age_s = max_age_s
         self._refresh_s = refresh_s
         self._min_interval_s = min_interval_s
-        self._fetched_at = time.monotonic()  # or the time of the start
+        # The age of the keys is counted from the start until there is a fetch.
+        self._fetched_at = time.monotonic()
         self._started_at = float("-inf")  # when the last fetch began
         self._fetching: asyncio.Task[None] | None = None
-        self._problem = ""  # of the last fetch
+        self._last_problem = ""
         self.is_current = False
 
     @property
@@ -175,9 +177,9 @@ class FetchedKeys(KeySource):
     def _report(self, problem: str) -> None:
         """Record the result of a fetch, and log it if it is another than the last one."""
         self.is_current = not problem
-        if problem == self._problem:
+        if problem == self._last_problem:
             return
-        self._problem = problem
+        self._last_problem = problem
         if problem:
             log.warning("the keys of the issuer %s cannot be fetched: %s", self._issuer, problem)
         else:

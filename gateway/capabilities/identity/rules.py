@@ -51,7 +51,7 @@ class CertificateRule(CallerRule):
     """Gives the rights of `caller` to certificates with a subject alternative name."""
 
     kind: str  # URI, DNS or email
-    name: str  # or a pattern
+    name: str  # a name or a pattern
 
     def matches(self, kind: str, name: str) -> bool:
         return kind == self.kind and fnmatchcase(normalize_name(kind, name), self.name)

@@ -36,7 +36,8 @@ KEY_KINDS: Final = {
 }
 KEY_CLASSES: Final[Mapping[str, Any]] = {"RSA": RSAKey, "EC": ECKey, "OKP": OKPKey}
 KEY_FIELDS: Final = ("kty", "n", "e", "crv", "x", "y")
-MIN_MODULUS_CHARS: Final = 342  # of 2,048 bits in base64
+# A key of RSA must have 2,048 bits, which base64 writes with this many characters.
+MIN_MODULUS_CHARS: Final = 342
 # Headers that name or contain a key, or change what is signed or how it is read.
 REFUSED_HEADERS: Final = ("jwk", "jku", "x5u", "crit", "b64", "zip")
 OTHER_ALPHABET: Final = frozenset(b"=+/")
@@ -61,7 +62,7 @@ class IssuerKey:
     kind: tuple[str, str]  # the type and the curve
     algorithm: str  # the only one for which it may be used; empty if the issuer does not say
     key: RSAKey | ECKey | OKPKey
-    material: Mapping[str, str]  # by which two keys are compared
+    material: Mapping[str, str]  # equal keys have equal material
 
     def fits(self, algorithm: str) -> bool:
         return KEY_KINDS[algorithm] == self.kind and self.algorithm in ("", algorithm)

@@ -21,7 +21,7 @@ from gateway.telemetry.metrics import CallerUsage
 
 WRITE_INTERVAL_S: Final = 3.0
 LAST_WRITE_TIMEOUT_S: Final = 3.0  # the state may hang when the gateway stops
-MAX_ROWS: Final = 50_000  # of an answer
+MAX_ANSWER_ROWS: Final = 50_000
 
 
 def find_today() -> date:
@@ -43,7 +43,7 @@ class UsageLedger:
     def __init__(self, store: StateStore, flush: Callable[[], None]) -> None:
         self._store = store
         self._flush = flush  # calls `add` with what is not counted yet
-        self._unwritten: dict[str, Counts] = {}  # by day
+        self._unwritten_by_day: dict[str, Counts] = {}
         self._batch: Batch | None = None
         self._lock = asyncio.Lock()
         self._reading = asyncio.Lock()
@@ -56,7 +56,7 @@ class UsageLedger:
             "bytes_in": usage.bytes_in,
             "bytes_out": usage.bytes_out,
         }
-        callers = self._unwritten.setdefault(find_today().isoformat(), {})
+        callers = self._unwritten_by_day.setdefault(find_today().isoformat(), {})
         sums = callers.setdefault(caller, {}).setdefault(model, dict.fromkeys(counts, 0))
         for measure, value in counts.items():
             sums[measure] += value
@@ -82,10 +82,10 @@ class UsageLedger:
     async def _write(self) -> None:
         self._flush()
         async with self._lock:
-            while self._batch is not None or self._unwritten:
+            while self._batch is not None or self._unwritten_by_day:
                 if self._batch is None:
-                    day = min(self._unwritten)
-                    self._batch = Batch(day, self._unwritten.pop(day))
+                    day = min(self._unwritten_by_day)
+                    self._batch = Batch(day, self._unwritten_by_day.pop(day))
                 batch = self._batch
                 await self._store.add_counts(batch.day, batch.counts, batch.id)
                 self._batch = None
@@ -95,7 +95,7 @@ class UsageLedger:
         self._flush()
         async with self._reading, self._lock:  # the writer waits for one reader at most
             stored = await self._store.read_counts(day)
-            unwritten = [self._unwritten.get(day, {})]
+            unwritten = [self._unwritten_by_day.get(day, {})]
             if self._batch is not None and self._batch.day == day:
                 unwritten.append(self._batch.counts)
             return sum_counts(stored, *unwritten) if any(unwritten) else stored
@@ -110,16 +110,16 @@ class UsageTable:
         self._rows: dict[tuple[str, ...], Counter[str]] = {}
 
     def add(self, day: str, counts: Counts) -> None:
-        """Raises `MalformedRequest` for too many rows."""
+        """Add the counts of a day. Raises `MalformedRequest` for too many rows."""
         for caller, models in counts.items():
             if self._only_caller in (None, caller):
                 for model, measures in models.items():
                     names = {"caller": caller, "model": model}
                     key = (day, *(names[group] for group in self.by))
                     self._rows.setdefault(key, Counter()).update(measures)
-        if len(self._rows) > MAX_ROWS:
+        if len(self._rows) > MAX_ANSWER_ROWS:
             raise MalformedRequest(
-                f"the answer would have more than {MAX_ROWS} rows; ask for fewer days, or for fewer "
+                f"the answer would have more than {MAX_ANSWER_ROWS} rows; ask for fewer days, or for fewer "
                 "groups with by=caller or by=model"
             )
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gateway.capabilities.identity.issuer import TokenChecker
 
 MAX_IDENTITIES: Final = 10_000
-MAX_SUBJECT_CHARS: Final = 256  # in the log
+MAX_LOGGED_SUBJECT_CHARS: Final = 256
 CredentialT = TypeVar("CredentialT", bound=Hashable)
 RuleT = TypeVar("RuleT", bound=CallerRule)
 
@@ -40,7 +40,7 @@ RuleT = TypeVar("RuleT", bound=CallerRule)
 class Identity:
     caller: Caller
     subject: str
-    expires_at: float  # by `time.time`
+    expires_at: float  # Unix time
 
 
 class IdentityVerifier(CredentialVerifier):
@@ -61,18 +61,19 @@ class IdentityVerifier(CredentialVerifier):
         self._content = keys_file.value
         self._tokens = tokens
         self._asks_for_certificates = asks_for_certificates
-        self._allowed_origins = allowed_origins  # of pages that may use a browser's certificate
-        self._by_token: dict[bytes, Identity] = {}  # by the SHA-256 of the token
+        # Only pages of these origins may use the certificate of a browser.
+        self._allowed_origins = allowed_origins
+        self._by_token_digest: dict[bytes, Identity] = {}
         self._by_certificate: dict[tuple[CertificateName, ...], Identity] = {}
         if tokens is not None:
-            tokens.source.on_change = self._by_token.clear
+            tokens.source.on_change = self._by_token_digest.clear
 
     def find_caller(self, scope: RequestScope, digest: bytes) -> Caller | None:
         if self._content is not self._keys_file.value:
             self._forget_rules()
         if not digest:
             return self._find_certificate_caller(scope)
-        identity = self._by_token.get(digest)
+        identity = self._by_token_digest.get(digest)
         if identity is not None and time.time() < identity.expires_at:
             return accept_identity(scope, identity)
         # A key that `key create` made has no dots, and the parts of a token are separated by them.
@@ -89,8 +90,8 @@ class IdentityVerifier(CredentialVerifier):
         if rule is None:
             raise NoMatchingRule("token", TOKEN_RULES)
         expires_at = min(token.expires_at, tokens.source.find_expiry())
-        identity = Identity(rule.caller, token.subject[:MAX_SUBJECT_CHARS], expires_at)
-        store(self._by_token, read_head(scope, hash_key), identity)
+        identity = Identity(rule.caller, token.subject[:MAX_LOGGED_SUBJECT_CHARS], expires_at)
+        store(self._by_token_digest, read_head(scope, hash_key), identity)
         return accept_identity(scope, identity)
 
     def _find_certificate_caller(self, scope: RequestScope) -> Caller:
@@ -122,7 +123,7 @@ class IdentityVerifier(CredentialVerifier):
         if rule is None:
             raise NoMatchingRule("certificate", CERTIFICATE_RULES)
         subject = next(name for kind, name in names if rule.matches(kind, name))
-        return Identity(rule.caller, subject[:MAX_SUBJECT_CHARS], math.inf)
+        return Identity(rule.caller, subject[:MAX_LOGGED_SUBJECT_CHARS], math.inf)
 
     def _find_rule(
         self, section: str, kind: type[RuleT], matches: Callable[[RuleT], bool]
@@ -132,7 +133,7 @@ class IdentityVerifier(CredentialVerifier):
 
     def _forget_rules(self) -> None:
         self._content = self._keys_file.value
-        self._by_token.clear()
+        self._by_token_digest.clear()
         self._by_certificate.clear()
 
 

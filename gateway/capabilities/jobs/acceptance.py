@@ -270,7 +270,8 @@ class JobAcceptance:
         jobs.changes.notify()
         wait = WAIT.search(join_header_values(scope, PREFER).decode("latin-1"))
         if wait is not None:
-            services.get_charge(scope["request_info"]).release()  # of the memory of the body
+            # The body is in its file: it needs no memory while the client waits.
+            services.get_charge(scope["request_info"]).release()
             job = await jobs.wait_until_ended(job, min(int(wait[1]), MAX_WAIT_S)) or job
             if job.result_file:
                 is_unknown = not (key or callback)  # nobody knows its ID

@@ -26,7 +26,7 @@ CUSTOM_ID: Final = "custom_id"
 
 
 class Row(NamedTuple):
-    number: int  # from 1
+    number: int  # the first row has 1
     custom_id: str | None
     content_type: str
     body: bytes
@@ -44,7 +44,7 @@ class RowWriter:
         self.size_bytes = 0
 
     async def feed(self, data: bytes) -> None:
-        """Raises `MalformedRequest` or `TooLarge`."""
+        """Write the rows that are complete. Raises `MalformedRequest` or `TooLarge`."""
         *lines, self._rest = (self._rest + data).split(LINE_FEED)
         if max(map(len, (*lines, self._rest))) > MAX_LINE_BYTES:
             raise TooLarge(
@@ -76,12 +76,12 @@ class FormWriter(RowWriter):
         super().__init__(store, file, max_rows)
         boundary = parse_content_type(content_type)[1].get("boundary", "")
         self._parser = MultipartParser(boundary, max_rows)
-        self._content = bytearray()  # of the part that has begun
+        self._part_content = bytearray()
 
     async def feed(self, data: bytes) -> None:
         for part in self._parser.feed(data):
             self._extend(part.content)
-            content, self._content = self._content, bytearray()
+            content, self._part_content = self._part_content, bytearray()
             await self._write([describe_file(part.headers, len(content)), content], rows=1)
         if self._parser.part_headers is not None:
             self._extend(self._parser.take_partial_content())
@@ -90,8 +90,8 @@ class FormWriter(RowWriter):
         self._parser.finish()
 
     def _extend(self, content: bytes | bytearray) -> None:
-        self._content += content
-        if len(self._content) > MAX_FILE_BYTES:
+        self._part_content += content
+        if len(self._part_content) > MAX_FILE_BYTES:
             raise TooLarge(f"file {self.rows + 1} of the batch exceeds {MAX_FILE_BYTES} bytes")
 
 
@@ -115,7 +115,7 @@ class RowReader:
     def __init__(self, store: JobStore, job: Job) -> None:
         self._store = store
         self._job = job
-        self._position = 0  # in the file
+        self._file_position = 0
         self._buffer = bytearray()
         self._number = 0
         content_type = next(value for name, value in job.headers if name == "content-type")
@@ -143,7 +143,7 @@ class RowReader:
         searched = 0
         while (end := self._buffer.find(LINE_FEED, searched)) < 0:
             searched = len(self._buffer)
-            if self._position == self._job.body_bytes:
+            if self._file_position == self._job.body_bytes:
                 return b""
             await self._fill_buffer()
         return (await self._read_bytes(end + 1))[:end]
@@ -156,11 +156,11 @@ class RowReader:
         return data
 
     async def _fill_buffer(self) -> None:
-        length = min(self._job.body_bytes - self._position, READ_BYTES)
-        data = await self._store.read(self._job.body_file, self._position, length)
+        length = min(self._job.body_bytes - self._file_position, READ_BYTES)
+        data = await self._store.read(self._job.body_file, self._file_position, length)
         if not data or len(data) < length:
             raise JobsUnavailable("the body of the job is incomplete")
-        self._position += length
+        self._file_position += length
         self._buffer += data
 
 

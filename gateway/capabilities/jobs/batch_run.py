@@ -31,7 +31,8 @@ from gateway.telemetry.request_info import RequestInfo
 
 # Rows that have begun, of which the first one that runs holds back the others, for each that may run.
 MAX_LEAD: Final = 4
-MAX_HELD_BYTES: Final = 16 << 20  # of bodies and results
+# The bodies and results of rows in memory.
+MAX_HELD_BYTES: Final = 16 << 20
 REPORT_PERIOD_S: Final = 1.0
 MAX_UNREPORTED_BYTES: Final = 1 << 20
 
@@ -75,7 +76,8 @@ class BatchRun:
         self._max_row_s = jobs.settings.job_max_run_s
         self._max_running = jobs.settings.max_running_jobs
         self._admission = services.admission
-        self._job = job  # with the progress that is reported
+        # Its progress is what the store has: rows that are not reported yet do not count.
+        self._job = job
         self._first_row = job.done_rows + job.failed_rows
         self._started_at = time.monotonic()
         self._pending: deque[RowTask] = deque()

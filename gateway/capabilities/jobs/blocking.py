@@ -28,7 +28,7 @@ LEFT_OVER_AFTER_S: Final = 3600.0
 
 @contextmanager
 def describe_failures() -> Iterator[None]:
-    """Raise `JobsFull` or `JobsUnavailable` for a failure of the disk or of SQLite."""
+    """Translate failures of the disk and of SQLite. Raises `JobsFull` or `JobsUnavailable`."""
     try:
         yield
     except sqlite3.Error as exc:
@@ -79,7 +79,7 @@ class FolderFiles:
         self.folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
 
     def check_room(self) -> None:
-        """Raises `JobsFull` if the disk has no room for more than the results of what is accepted."""
+        """Check that the results of accepted jobs have room besides a new body. Raises `JobsFull`."""
         disk = os.statvfs(self.folder)
         total_bytes = disk.f_blocks * disk.f_frsize
         if disk.f_bavail * disk.f_frsize < min(MIN_FREE_BYTES, MIN_FREE_SHARE * total_bytes):

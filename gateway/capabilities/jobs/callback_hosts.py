@@ -25,7 +25,7 @@ SPECIAL_NETWORKS: Final = tuple(
         (
             "0.0.0.0/8",  # this network
             "10.0.0.0/8",
-            "100.64.0.0/10",  # of carriers, and the metadata of Alibaba Cloud
+            "100.64.0.0/10",  # carrier-grade NAT, and the metadata of Alibaba Cloud
             "127.0.0.0/8",
             "168.63.129.16/32",  # the platform of Azure, on a public address
             "169.254.0.0/16",  # link-local, and the metadata of most clouds

@@ -50,11 +50,11 @@ DELAYS_S: Final = tuple(
 MAX_JITTER: Final = 1.2
 MAX_RETRY_AFTER_S: Final = 86400.0
 ATTEMPT_TIMEOUT_S: Final = 20.0
-TIMEOUT: Final = httpx.Timeout(ATTEMPT_TIMEOUT_S)  # of each of its steps
+STEP_TIMEOUT: Final = httpx.Timeout(ATTEMPT_TIMEOUT_S)
 # Longer than an attempt: what a gateway that was killed had begun is begun again after this time.
 CLAIM_S: Final = 60.0
 POLL_S: Final = 0.5
-MAX_ATTEMPTS_PER_HOST: Final = 4  # at a time
+MAX_RUNNING_ATTEMPTS_PER_HOST: Final = 4
 MAX_RESPONSE_BYTES: Final = 16 << 10
 MAX_PROBLEM_CHARS: Final = 200
 GONE_STATUS: Final = 410
@@ -105,7 +105,7 @@ class CallbackClient:
             scheme=origin.scheme, host=address, port=origin.port, raw_path=url.target.encode()
         )
         async with (
-            httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=TIMEOUT) as client,
+            httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=STEP_TIMEOUT) as client,
             client.stream(
                 "POST",
                 target,
@@ -147,9 +147,9 @@ class CallbackSender:
         self._allowed = jobs.callback_hosts
         self._hosts = sorted({each.authority for each in self._allowed.origins})
         self._secrets = services.get(CallbackSecrets)
-        self._running: Counter[str] = Counter()  # by the host
+        self._running_by_host: Counter[str] = Counter()
         self._tasks = TaskSet()
-        self._ended = ChangeSignal()  # attempts
+        self._attempt_ended = ChangeSignal()
         self._attempts = services.metrics.create.counter(
             "gateway_job_callback_attempts_total",
             "Attempts to deliver callbacks of jobs, by result: delivered, repeated or failed.",
@@ -164,18 +164,18 @@ class CallbackSender:
         await cancel_tasks(self._tasks)
 
     async def _step(self) -> None:
-        seen = self._ended.count
+        seen = self._attempt_ended.count
         for host in self._hosts:
             await self._start_attempts(host)
-        await self._ended.wait(seen, POLL_S)
+        await self._attempt_ended.wait(seen, POLL_S)
 
     async def _start_attempts(self, host: str) -> None:
-        free = MAX_ATTEMPTS_PER_HOST - self._running[host]
+        free = MAX_RUNNING_ATTEMPTS_PER_HOST - self._running_by_host[host]
         if free <= 0:
             return
         with suppress(JobsUnavailable, JobsFull):
             for job in await self._store.find_due_deliveries(host, time.time(), CLAIM_S, free):
-                self._running[host] += 1
+                self._running_by_host[host] += 1
                 self._tasks.start(run_step(LOOP, partial(self._deliver, host, job)))
 
     async def _deliver(self, host: str, job: Job) -> None:
@@ -188,8 +188,8 @@ class CallbackSender:
                 if await self._store.replace(attempted, job.token):
                     self._report(host, attempted)
         finally:
-            self._running[host] -= 1
-            self._ended.notify()
+            self._running_by_host[host] -= 1
+            self._attempt_ended.notify()
 
     def _encode_event(self, job: Job) -> bytes:
         """Return the body of a callback, which is the same in every attempt."""

@@ -72,7 +72,7 @@ def create_store(settings: JobSettings) -> JobStore:
 
         password = settings.jobs_password.get_secret_value() if settings.jobs_password else ""
         parsed = None
-        with suppress(ValueError):  # of an invalid port
+        with suppress(ValueError):  # the port is invalid
             url = urlsplit(settings.jobs)
             parsed = parse_redis_url(url, url.port or 6379, password, "GATEWAY_JOBS")
         if parsed is None:

@@ -12,7 +12,8 @@ import orjson
 
 from gateway.errors import GatewayError, InternalError
 
-MAX_LOSSES: Final = 3  # of its worker, in the middle of the job
+# A job fails when so many processes have ended while they ran it.
+MAX_LOSSES: Final = 3
 MAX_RESULT_FILES: Final = 3 * MAX_LOSSES
 MIN_ERROR_STATUS: Final = 400
 DELIVERED: Final = "delivered"  # the outcome of a callback that was accepted
@@ -72,15 +73,16 @@ class Job:
     key_digest: str
     body_bytes: int
     body_digest: str
-    created_at: float  # by `time.time`, like all times
+    # Times are seconds since 1970; 0 means never or not yet.
+    created_at: float
     idempotency_key: str = ""
     kind: JobKind = JobKind.request
     state: JobState = JobState.queued
     token: int = 0
     starts: int = 0
     losses: int = 0  # times that its worker ended without a word
-    due_at: float = 0.0  # not before; set when the fleet was busy
-    started_at: float = 0.0  # 0 until it happens
+    due_at: float = 0.0  # it starts later than this, because the fleet was busy
+    started_at: float = 0.0
     ended_at: float = 0.0
     # The response. The file is that of `result_file` with the token of the worker that wrote it.
     status: int = 0
@@ -99,7 +101,7 @@ class Job:
     callback_host: str = ""
     callback_attempts: int = 0
     callback_due_at: float = 0.0  # 0: none is to come
-    callback_outcome: str = ""  # of the last attempt, in words
+    callback_outcome: str = ""  # `DELIVERED`, or why the last attempt failed
 
     @property
     def body_file(self) -> str:

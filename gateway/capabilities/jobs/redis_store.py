@@ -36,9 +36,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 GROUP: Final = "gateways"
-MAX_BODY_BYTES: Final = 1 << 20  # in Redis
+# Without a shared folder, Redis keeps bodies and results up to these sizes.
+MAX_BODY_BYTES: Final = 1 << 20
 MAX_RESULT_BYTES: Final = 64 << 20
-BODY_TTL_S: Final = 3600  # of one without a job
+BODY_WITHOUT_JOB_TTL_S: Final = 3600
 LIST_BATCH: Final = 500
 MAX_LAPSED: Final = 100
 OUT_OF_MEMORY: Final = REDIS_REASONS["OutOfMemoryError"]
@@ -59,7 +60,7 @@ class RedisJobStore:
         self._available_since = 0.0
 
     async def open(self) -> None:
-        """Raises `CommandError` for the folder. While Redis cannot be reached, no job is accepted."""
+        """Create the folder. Raises `CommandError`. While Redis cannot be reached, no job is accepted."""
         try:
             if self._files is not None:
                 await self._files.create()
@@ -235,7 +236,7 @@ class RedisJobStore:
             raise BodyTooLarge(max_bytes) if is_body else ResultTooLarge(max_bytes)
         # Unlike APPEND, this may be repeated on another connection.
         if is_body:
-            arguments = (file, length, data, BODY_TTL_S)
+            arguments = (file, length, data, BODY_WITHOUT_JOB_TTL_S)
             await self._run_script(WRITE_ACTION, redis_scripts.WRITE_BODY, *arguments, decode=bool)
         else:
             await self._execute(WRITE_ACTION, "SETRANGE", key, length, data, decode=int)

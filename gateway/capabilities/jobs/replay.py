@@ -13,7 +13,8 @@ from gateway.capabilities.jobs.errors import JobsUnavailable
 from gateway.capabilities.jobs.job import Job
 from gateway.capabilities.jobs.store import JobStore
 
-READ_BYTES: Final = 1 << 20  # of a body or a result at a time
+# Bodies and results are read from the store in pieces of this size.
+READ_BYTES: Final = 1 << 20
 # The fleet cannot run it now: over a limit, or not ready.
 BUSY_STATUSES: Final = (429, 503)
 MAX_POSTPONE_S: Final = 30.0

@@ -38,13 +38,15 @@ from gateway.telemetry.request_info import RequestInfo
 
 log = logging.getLogger(__name__)
 
-CLAIM_PERIOD_S: Final = 1.0  # for jobs that another process accepted
+# Jobs that this process accepts are claimed at once, those of others at each period.
+CLAIM_PERIOD_S: Final = 1.0
 MAX_HEARTBEAT_S: Final = 2.0  # cancelled jobs are noticed with a heartbeat
 CLEANING_PERIOD_S: Final = 5.0
 CLEANING_COUNT: Final = 200  # jobs of one kind in one period
 LEFT_OVER_PERIOD_S: Final = 3600.0
 STORE_RETRY_S: Final = 1.0
-ENDING_TIMEOUT_S: Final = 2.0  # at the end of the process
+# When the process ends, it stores the outcomes of jobs that have just ended.
+ENDING_TIMEOUT_S: Final = 2.0
 
 
 class KeyRevoked(Unauthenticated):
@@ -74,7 +76,8 @@ class JobRunner:
         )
         self._services = replace(services, settings=settings)
         self._drain = services.get(Drain)
-        self._running: dict[tuple[str, int], RunningJob] = {}  # by ID and token
+        # The keys are IDs and tokens: a job that was taken over can come back to this process.
+        self._running: dict[tuple[str, int], RunningJob] = {}
         self._loops = TaskSet()
         self._claims = TaskSet()
         # Runs a job of a kind, and returns it as it ended or was postponed.
@@ -83,7 +86,7 @@ class JobRunner:
             JobKind.batch: lambda job: BatchRun(self, jobs, services, job).run(),
         }
         self.counts = JobCounts({}, None, 0)
-        self._next_search_at = 0.0  # for files that are left over
+        self._next_left_over_search_at = 0.0
 
     async def __aenter__(self) -> JobRunner:
         for name, step in (
@@ -97,9 +100,8 @@ class JobRunner:
     async def __aexit__(self, *_: object) -> None:
         await cancel_tasks(self._loops)
         await self._wait_for(self._claims)
-        await asyncio.sleep(
-            0
-        )  # a task that is cancelled before it begins cannot queue its job again
+        # Every task begins: one that is cancelled before cannot queue its job again.
+        await asyncio.sleep(0)
         await self._wait_for([each.task for each in self._running.values() if each.is_ending])
         await cancel_tasks([running.task for running in self._running.values()])
 
@@ -245,8 +247,8 @@ class JobRunner:
             for job in await self._store.find_ended_before(before, CLEANING_COUNT):
                 await self._store.delete(job)
             self.counts = await self._store.count_jobs()
-            if time.monotonic() >= self._next_search_at:
-                self._next_search_at = time.monotonic() + LEFT_OVER_PERIOD_S
+            if time.monotonic() >= self._next_left_over_search_at:
+                self._next_left_over_search_at = time.monotonic() + LEFT_OVER_PERIOD_S
                 await self._store.delete_left_over()
         await asyncio.sleep(CLEANING_PERIOD_S)
 

@@ -17,7 +17,8 @@ from gateway.errors import Forbidden
 from gateway.tasks import ChangeSignal, TaskSet
 from gateway.telemetry.request_info import RequestInfo, RequestScope
 
-POLL_S = 0.5  # for changes by other processes
+# Changes by other processes are seen after this time.
+POLL_S = 0.5
 
 
 class Jobs:

@@ -99,7 +99,7 @@ class SqliteJobs:
         self.delete_file = self._files.delete
 
     def open(self) -> None:
-        """Raises `CommandError`."""
+        """Open the database, and create it. Raises `CommandError`."""
         try:
             with describe_failures():
                 self._open()

@@ -28,7 +28,7 @@ UI_SECURITY_POLICY: Final = (
 CONNECT_SOURCES: Final = "connect-src 'self'"
 NO_SIGN_IN: Final = SignIn("", "")
 IMPORT: Final = re.compile(r'^import .*from "\./(\w+\.js)";$', re.MULTILINE)
-FIRST_MODULES: Final = ("main.js", "try.js")  # of the first view
+FIRST_VIEW_MODULES: Final = ("main.js", "try.js")
 STATIC: Final = Path(__file__).parent / "static"
 # Parts of the page that use capabilities, which can be absent, and a path of each.
 FEATURES: Final = {
@@ -91,7 +91,7 @@ def find_features(app: FastAPI) -> list[str]:
 
 def render_preloads() -> str:
     """Render links to the modules of the first view, so that the browser asks for all of them at once."""
-    modules = list(FIRST_MODULES)
+    modules = list(FIRST_VIEW_MODULES)
     for name in modules:
         imported = IMPORT.findall((STATIC / name).read_text())
         modules += [each for each in imported if each not in modules]

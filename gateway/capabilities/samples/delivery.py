@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 MAX_QUEUE_BYTES: Final = 16 << 20
 MAX_ATTEMPTS: Final = 5
 PAUSE_S: Final = 2.0  # between two attempts
-CLOSE_TIMEOUT_S: Final = 2.0  # for the events that wait when the gateway ends
+# Events that wait when the gateway ends are sent within this time.
+CLOSE_TIMEOUT_S: Final = 2.0
 REPORT_INTERVAL_S: Final = 60.0  # between two lines in the log
 ERROR_STATUS: Final = 400
 DROP_REASONS: Final = ("queue_full", "refused", "unavailable", "folder_full", "shutdown")

@@ -72,7 +72,7 @@ def encode_line(event: SampleEvent) -> bytes:
         try:
             is_json = "json" in str(document.get(CONTENT_TYPE, "json")).lower()
             document["data"] = orjson.loads(event.data) if is_json else event.data.decode()
-        except ValueError:  # not UTF-8, or there is something else behind the JSON
+        except ValueError:  # the data is no UTF-8, or has something else behind the JSON
             document["data_base64"] = base64.b64encode(event.data).decode()
     return orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE)
 

@@ -38,7 +38,7 @@ class EventsNotSent(Exception):
         self, message: str, reason: str = "unavailable", *, is_final: bool = False
     ) -> None:
         super().__init__(message)
-        self.reason = reason  # of dropped events
+        self.reason = reason
         self.is_final = is_final
 
 
@@ -62,7 +62,7 @@ class HttpSink:
         )
 
     async def send(self, events: Sequence[SampleEvent]) -> None:
-        """Raises `EventsNotSent`."""
+        """Send one event after the other. Raises `EventsNotSent`."""
         for event in events:
             headers = [*encode_event_headers(event), *self._headers]
             try:
@@ -98,7 +98,7 @@ class FolderSink:
     interval_s = 0.2  # a write of its own for each request would cost more than the request
 
     def __init__(self, folder: Path, max_age_hours: int, max_bytes: int) -> None:
-        """Raises `OSError` for a folder that cannot be written."""
+        """Create the folder. Raises `OSError` if it cannot be written."""
         self._folder = folder
         self._max_age_s = HOUR_S * max_age_hours
         self._max_bytes = max_bytes
@@ -107,7 +107,7 @@ class FolderSink:
             pass
 
     async def send(self, events: Sequence[SampleEvent]) -> None:
-        """Raises `EventsNotSent`."""
+        """Append the events in a thread. Raises `EventsNotSent`."""
         try:
             await asyncio.to_thread(self._append, events)
         except OSError as exc:

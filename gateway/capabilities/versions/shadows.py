@@ -35,7 +35,7 @@ from gateway.telemetry.request_info import current_request_info
 log = logging.getLogger(__name__)
 
 MAX_COPIES: Final = 32  # copies in progress at the same time
-MAX_COPIED_BYTES: Final = 32 << 20  # of these
+MAX_COPIED_BYTES: Final = 32 << 20  # the bodies of all of them together
 LOG_INTERVAL_S: Final = 10.0  # minimum time between two lines of a label
 MAX_INLINE_BYTES: Final = 64 << 10  # larger outputs are compared in a thread
 FAILED = "failed"

@@ -205,7 +205,7 @@ class MemoryStateStore(DocumentStore):
         self._fields: dict[str, Any] = {REVISION: 0}
         self._operations: dict[str, tuple[float, bytes]] = {}
         self._events: list[StoredEvent] = []
-        self._counts: dict[str, Counts] = {}  # by day
+        self._counts_by_day: dict[str, Counts] = {}
 
     async def _run(self, action: str, function: Callable[[], T]) -> T:
         return function()
@@ -227,12 +227,12 @@ class MemoryStateStore(DocumentStore):
         return self._events
 
     def _load_counts(self, day: str) -> Counts:
-        return self._counts.get(day, {})
+        return self._counts_by_day.get(day, {})
 
     def _save_counts(self, day: str, counts: Counts) -> None:
         first = find_first_kept_day(day)
-        kept = {each: old for each, old in self._counts.items() if each >= first}
-        self._counts = {**kept, day: counts}
+        kept = {each: old for each, old in self._counts_by_day.items() if each >= first}
+        self._counts_by_day = {**kept, day: counts}
 
     async def record_operation(self, operation_id: str, document: Document) -> None:
         now = time.monotonic()

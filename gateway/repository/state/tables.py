@@ -10,7 +10,8 @@ from typing import Any, Final, Generic, TypeVar
 import orjson
 
 T_co = TypeVar("T_co", covariant=True)
-Counts = dict[str, dict[str, dict[str, int]]]  # of a day: caller → model → measure → sum
+# The sums of a day: caller → model → measure → sum.
+Counts = dict[str, dict[str, dict[str, int]]]
 KEPT_DAYS: Final = 400  # the days whose counts are kept
 RawTable = Mapping[str, Any]  # JSON objects, as deep as the keys of the table are long
 # The tables that capabilities own; the keys of each are a model and another name. They are named here, so
@@ -66,7 +67,7 @@ def sum_counts(*parts: Counts) -> Counts:
 
 
 def decode_counts(raw: bytes) -> Counts:
-    """Raises `UnreadableState`."""
+    """Return the stored counts of a day. Raises `UnreadableState`."""
     try:
         return sum_counts(decode_state(raw))
     except (AttributeError, TypeError):

@@ -250,7 +250,7 @@ class ByteStream:
         self._messages: deque[bytes] = deque()
         self._unread_bytes = 0
         self._room = asyncio.Event()
-        self._error: GatewayError | None = None  # until a reader has got it
+        self._unread_error: GatewayError | None = None
         self._has_failed = False
         self._is_open = True
         self._has_ended = False
@@ -312,9 +312,9 @@ class ByteStream:
                     self._room.clear()
                     await self._room.wait()
         except grpc.aio.AioRpcError as exc:
-            self._error = map_rpc_error(exc, self.target, self._channel)
+            self._unread_error = map_rpc_error(exc, self.target, self._channel)
             # Its traceback has this frame: a cycle, with the last message.
-            self._error.__cause__ = exc.with_traceback(None)
+            self._unread_error.__cause__ = exc.with_traceback(None)
             self._has_failed = True
         self._has_ended = True
         self._wake_reader()
@@ -334,11 +334,13 @@ class ByteStream:
             await self._wait_for_message(timeout_s)
         if self._messages:
             return self._messages[0]
-        if self._error is not None:
+        if self._unread_error is not None:
             try:
-                raise self._error
+                raise self._unread_error
             finally:
-                self._error = None  # its traceback has this frame: a cycle, with what waits for it
+                self._unread_error = (
+                    None  # its traceback has this frame: a cycle, with what waits for it
+                )
         if self._is_open and not self._has_ended:
             raise DeadlinePassed(self.target.timeout_s)
         return None

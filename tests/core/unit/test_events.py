@@ -195,7 +195,7 @@ async def test_change_of_a_file_is_stored_by_the_first_gateway_that_reads_it(
 
     async def change(digest: str, *logs: int) -> None:
         change: FileChange[Any] = FileChange(
-            {}, sha256=digest, differences=[("ops", None, {"roles": ["admin"]})]
+            {}, file_sha256=digest, differences=[("ops", None, {"roles": ["admin"]})]
         )
         for index in logs:
             file: WatchedFile[Any] = WatchedFile(path, Path.read_text)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.capabilities.identity.capability import attach_identity
-from gateway.capabilities.identity.usage import MAX_ROWS, UsageLedger, UsageTable, find_today
+from gateway.capabilities.identity.usage import MAX_ANSWER_ROWS, UsageLedger, UsageTable, find_today
 from gateway.errors import MalformedRequest, StateUnavailable
 from gateway.messages import CommandError
 from gateway.passthrough.body import find_first_size
@@ -69,7 +69,7 @@ def test_usage_is_summed_by_day_and_groups() -> None:
 
 def test_rows_of_an_answer_are_bounded() -> None:
     table = UsageTable(("model",))
-    table.add(DAY, {"a": {str(number): COUNTS for number in range(MAX_ROWS)}})
+    table.add(DAY, {"a": {str(number): COUNTS for number in range(MAX_ANSWER_ROWS)}})
     with pytest.raises(MalformedRequest, match="more than 50000 rows"):
         table.add(DAY, {"a": {"another": COUNTS}})
 

@@ -20,7 +20,7 @@ from gateway.capabilities.identity.errors import (
 from gateway.capabilities.identity.issuer import FetchedKeys, TokenChecker
 from gateway.capabilities.identity.rules import RULE_PARSERS
 from gateway.capabilities.identity.tokens import IssuerKeys, TokenParser
-from gateway.capabilities.identity.verifier import MAX_SUBJECT_CHARS, IdentityVerifier
+from gateway.capabilities.identity.verifier import MAX_LOGGED_SUBJECT_CHARS, IdentityVerifier
 from gateway.telemetry.request_info import RequestInfo, RequestScope
 from tests.capabilities.identity.support.issuer import AUDIENCE, Issuer
 from tests.support.wait import TIMEOUT_S
@@ -68,10 +68,10 @@ def test_certificate_without_a_name_is_told_from_none(tmp_path: Path) -> None:
 
 
 def test_subject_of_a_certificate_is_cut(tmp_path: Path) -> None:
-    name = "spiffe://prod/" + "x" * MAX_SUBJECT_CHARS
+    name = "spiffe://prod/" + "x" * MAX_LOGGED_SUBJECT_CHARS
     scope = scope_of(certificate_names=(("URI", name),))
     assert authenticator(tmp_path).authenticate(scope)
-    assert scope["request_info"].subject == name[:MAX_SUBJECT_CHARS]
+    assert scope["request_info"].subject == name[:MAX_LOGGED_SUBJECT_CHARS]
 
 
 async def test_public_requests_do_not_wait_for_the_issuer(tmp_path: Path) -> None:
