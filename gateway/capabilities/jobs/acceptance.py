@@ -356,6 +356,5 @@ def find_callback(jobs: Jobs, scope: Scope) -> dict[str, Any]:
 
 
 def join_header_values(scope: Scope, wanted: bytes) -> bytes:
-    """Return the values of a header, joined by commas."""
     headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
     return b",".join(value for name, value in headers if name == wanted)

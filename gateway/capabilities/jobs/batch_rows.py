@@ -126,7 +126,6 @@ class RowReader:
             await self.read()
 
     async def read(self) -> Row | None:
-        """Return the next row, or None after the last one."""
         line = await self._read_line()
         if not line:
             return None
@@ -139,7 +138,6 @@ class RowReader:
         return Row(self._number, custom_id, JSON, body)
 
     async def _read_line(self) -> bytes:
-        """Return the next line, or nothing at the end."""
         searched = 0
         while (end := self._buffer.find(LINE_FEED, searched)) < 0:
             searched = len(self._buffer)

@@ -122,7 +122,6 @@ class CallbackHosts:
         return addresses
 
     def _permits(self, host: str, address: Address) -> bool:
-        """Return whether an address of a listed host may be called."""
         is_listed = host == str(address) or any(address in each for each in self._networks)
         return is_listed or is_public(address) or (address.is_loopback and is_loopback(host))
 

@@ -1,4 +1,7 @@
-"""Callbacks: a signed request to the client's server when a job has ended, repeated until it is accepted."""
+"""Callbacks: a signed request to the client's server when a job has ended, repeated until it is accepted.
+
+Also the route of the secret that signs them.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from typing import Final
 import anyio
 import httpx
 import orjson
+from fastapi import APIRouter, Response
 
 from gateway import __version__
 from gateway.access.keys import KeysFile
@@ -37,8 +41,12 @@ from gateway.capabilities.jobs.settings import split_secrets
 from gateway.errors import MalformedRequest
 from gateway.http_client.webhooks import build_headers, generate_secret
 from gateway.media_types import JSON
+from gateway.routes.dependencies import ServicesForAdministration
+from gateway.routes.openapi import build_list_schema, build_responses
 from gateway.services import Services
 from gateway.tasks import ChangeSignal, TaskSet, cancel_tasks, repeat, run_step
+from gateway.tensors.codecs import STRING_SCHEMA
+from gateway.tensors.schema import build_object_schema
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +68,11 @@ MAX_PROBLEM_CHARS: Final = 200
 GONE_STATUS: Final = 410
 TRACE_HEADER: Final = "traceparent"
 HEADERS: Final = {"Content-Type": JSON, "User-Agent": f"triton-gateway/{__version__}"}
+SECRETS_SCHEMA: Final = build_object_schema(
+    {"secrets": build_list_schema(STRING_SCHEMA, "Each callback has a signature by each of them.")}
+)
+
+router = APIRouter(tags=["jobs"])
 
 
 @dataclass(frozen=True)
@@ -267,3 +280,15 @@ def parse_retry_delay(value: str) -> float:
             return 0.0
         seconds = date.replace(tzinfo=date.tzinfo or timezone.utc).timestamp() - time.time()
     return min(seconds, MAX_RETRY_AFTER_S) if seconds > 0 else 0.0
+
+
+@router.get(
+    "/v1/jobs/secret",
+    operation_id="get_callback_secret",
+    summary="The secret that signs callbacks",
+    responses=build_responses(SECRETS_SCHEMA, "The secrets.", 403),
+)
+async def get_callback_secret(services: ServicesForAdministration) -> Response:
+    """Return the secrets of callbacks of keys without their own."""
+    document = {"secrets": services.get(CallbackSecrets).own}
+    return Response(orjson.dumps(document), headers={"Cache-Control": "no-store"}, media_type=JSON)

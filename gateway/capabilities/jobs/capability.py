@@ -36,17 +36,16 @@ def attach_jobs(settings: Settings) -> Attachment | None:
         return None
     from gateway.capabilities.jobs.acceptance import JobAcceptance
     from gateway.capabilities.jobs.batch_routes import router as batch_router
-    from gateway.capabilities.jobs.callback_routes import router as callback_router
+    from gateway.capabilities.jobs.callbacks import open_callbacks
+    from gateway.capabilities.jobs.callbacks import router as callback_router
     from gateway.capabilities.jobs.routes import router
 
     store = create_store(job_settings)
     acceptance = JobAcceptance()
 
     async def open_jobs(services: Services, stack: AsyncExitStack) -> None:
-        from gateway.capabilities.jobs.callbacks import open_callbacks
         from gateway.capabilities.jobs.job import JobState
-        from gateway.capabilities.jobs.metrics import JobCollector
-        from gateway.capabilities.jobs.runner import JobRunner
+        from gateway.capabilities.jobs.runner import JobCollector, JobRunner
         from gateway.capabilities.jobs.service import Jobs
 
         await store.open()

@@ -47,7 +47,6 @@ def create_job_id() -> str:
 
 
 def find_job_id(file: str) -> str:
-    """Return the ID of the job to which a file belongs."""
     return file.partition(".")[0]
 
 
@@ -128,7 +127,6 @@ class Job:
         return self.result_bytes if self.has_ended else self.body_bytes + self.result_bytes
 
     def start(self, now: float) -> Job:
-        """Return the job as the next worker runs it."""
         return self._change(state=JobState.running, starts=self.starts + 1, started_at=now)
 
     def lose_worker(self, now: float, lease_s: float) -> Job:

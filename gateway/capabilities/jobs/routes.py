@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from typing import Annotated, Any, Final, cast
 
 import orjson
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -207,13 +207,17 @@ async def stream_rows(jobs: Jobs, job: Job, after: int, drain: Drain) -> AsyncIt
         current = await jobs.store.find(job.id)
 
 
-async def find_job(request: Request, services: Services, job_id: str) -> Job:
+async def find_job(request: Request, services: ServicesForInference, job: str) -> Job:
     """Return a job that the caller may read. Raises `JobNotFound`."""
-    job = await services.get(Jobs).store.find(job_id)
-    if job is None or not may_use(cast(RequestScope, request.scope), job):
-        raise JobNotFound(job_id)
-    services.record_model(request.scope["request_info"], job.model)
-    return job
+    found = await services.get(Jobs).store.find(job)
+    if found is None or not may_use(cast(RequestScope, request.scope), found):
+        raise JobNotFound(job)
+    services.record_model(request.scope["request_info"], found.model)
+    return found
+
+
+# The job whose ID is in the path.
+JobInPath = Annotated[Job, Depends(find_job)]
 
 
 @router.get("/v1/jobs", operation_id="list_jobs", summary="Jobs", responses=LIST_RESPONSES)
@@ -237,19 +241,17 @@ async def list_jobs(
     "/v1/jobs/{job}", operation_id="get_job", summary="A job and its state", responses=JOB_RESPONSES
 )
 async def get_job(
-    request: Request,
     services: ServicesForInference,
-    job: str,
+    job: JobInPath,
     wait: Annotated[
         int, Query(ge=0, le=MAX_WAIT_S, description="Seconds to wait until the job has ended.")
     ] = 0,
 ) -> Response:
     """Return the job when it has ended, or after the time to wait."""
     jobs = services.get(Jobs)
-    found = await find_job(request, services, job)
-    current = await jobs.wait_until_ended(found, wait) if wait else found
+    current = await jobs.wait_until_ended(job, wait) if wait else job
     if current is None:
-        raise JobNotFound(job)
+        raise JobNotFound(job.id)
     return await respond_with_state(jobs, current)
 
 
@@ -260,9 +262,8 @@ async def get_job(
     responses=RESULT_RESPONSES,
 )
 async def get_result(
-    request: Request,
     services: ServicesForInference,
-    job: str,
+    job: JobInPath,
     after: Annotated[
         int, Query(ge=0, le=MAX_ROWS, description="Of a batch, only the rows after this one.")
     ] = 0,
@@ -271,17 +272,16 @@ async def get_result(
 
     The rows of a batch come one per line, also while it runs.
     """
-    found = await find_job(request, services, job)
-    if found.kind is JobKind.batch and (found.result_file or not found.has_ended):
-        lines = stream_rows(services.get(Jobs), found, after, services.get(Drain))
+    if job.kind is JobKind.batch and (job.result_file or not job.has_ended):
+        lines = stream_rows(services.get(Jobs), job, after, services.get(Drain))
         return StreamingResponse(lines, media_type=NDJSON)
-    if found.result_file:
-        return JobResultResponse(services.get(Jobs), found)
-    if found.error:
-        body = serialize_error(found.error, found.error_code, found.request_id)
-        return Response(body, found.status, media_type=JSON)
-    advice = "" if found.has_ended else f"; wait for it with GET /v1/jobs/{found.id}?wait=20"
-    raise JobConflict(f"job {quote_text(job)} is {found.state.value} and has no result{advice}")
+    if job.result_file:
+        return JobResultResponse(services.get(Jobs), job)
+    if job.error:
+        body = serialize_error(job.error, job.error_code, job.request_id)
+        return Response(body, job.status, media_type=JSON)
+    advice = "" if job.has_ended else f"; wait for it with GET /v1/jobs/{job.id}?wait=20"
+    raise JobConflict(f"job {quote_text(job.id)} is {job.state.value} and has no result{advice}")
 
 
 @router.delete(
@@ -290,14 +290,13 @@ async def get_result(
     summary="Cancel or delete a job",
     responses=JOB_RESPONSES,
 )
-async def delete_job(request: Request, services: ServicesForInference, job: str) -> Response:
+async def delete_job(services: ServicesForInference, job: JobInPath) -> Response:
     """Cancel a job that has not ended, also in Triton; delete one that has, with its result."""
-    found = await find_job(request, services, job)
-    if found.has_ended:
-        await services.get(Jobs).store.delete(found)
+    if job.has_ended:
+        await services.get(Jobs).store.delete(job)
     else:
-        found = await cancel_job(services, found)
-    return Response(orjson.dumps(describe_job(found)), media_type=JSON)
+        job = await cancel_job(services, job)
+    return Response(orjson.dumps(describe_job(job)), media_type=JSON)
 
 
 async def cancel_job(services: Services, job: Job) -> Job:

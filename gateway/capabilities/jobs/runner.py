@@ -1,24 +1,29 @@
-"""Runs jobs: each as a request that the gateway sends to itself, with the rights that its caller has now."""
+"""Runs jobs: each as a request that the gateway sends to itself, with the rights that its caller has now.
+
+Also the metrics of the jobs, which the runner counts.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any, Final
 
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 from starlette.types import Receive
 
 from gateway.access.auth import Authenticator, check_key_period
 from gateway.callers import Caller, Priority
 from gateway.capabilities.jobs.batch_run import BatchRun
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
-from gateway.capabilities.jobs.job import Job, JobKind
+from gateway.capabilities.jobs.job import Job, JobKind, JobState
 from gateway.capabilities.jobs.replay import (
     BUSY_STATUSES,
     NO_ROOM_PAUSE_S,
@@ -270,3 +275,26 @@ def find_current_caller(
             check_key_period(caller, datetime.now(timezone.utc))
         callers = [] if caller is None else [caller]
     return next((caller for caller in callers if caller.name == job.caller), None)
+
+
+class JobCollector(Collector):
+    """The metrics of the jobs in the store, a few seconds old."""
+
+    def __init__(self, runner: JobRunner) -> None:
+        self._runner = runner
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        counts = self._runner.counts
+        jobs = GaugeMetricFamily("gateway_jobs", "Jobs that are kept, by state.", labels=["state"])
+        for state in JobState:
+            jobs.add_metric([state.value], counts.by_state.get(state, 0))
+        yield jobs
+        age_s = 0.0
+        if counts.oldest_queued_at is not None:
+            age_s = max(time.time() - counts.oldest_queued_at, 0.0)
+        yield GaugeMetricFamily(
+            "gateway_job_queue_age_seconds", "Age of the oldest job that is queued.", age_s
+        )
+        yield GaugeMetricFamily(
+            "gateway_jobs_bytes", "Size of the bodies and results of jobs.", counts.size_bytes
+        )
