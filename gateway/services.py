@@ -125,7 +125,6 @@ class Services:
 
     @property
     def counts_rows(self) -> bool:
-        """Return whether the rows of requests matter."""
         return self.metrics.usage_listener is not None or bool(self.admission.batching_models)
 
     async def count_rows(self, slot: Slot, model: str, first_size: int) -> int:

@@ -46,7 +46,6 @@ class Quota:
 
 
 def find_quotas(limits: CallerLimits, now_s: float) -> list[Quota]:
-    """Return the quotas, in the periods of this time (`time.time`)."""
     now = datetime.fromtimestamp(now_s, timezone.utc)
     day = now.replace(hour=0, minute=0, second=0, microsecond=0)
     month = day.replace(day=1)

@@ -143,7 +143,6 @@ class Slot:
         self.is_taken = False
 
     def try_acquire(self) -> bool:
-        """Take the place if it is free."""
         self.is_taken = self._admission.try_acquire(self._model)
         return self.is_taken
 

@@ -50,7 +50,6 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def parse_event(line: bytes) -> Document | None:
-    """Return the event of a line; None for a line that is not one."""
     try:
         document = orjson.loads(line)
     except orjson.JSONDecodeError:

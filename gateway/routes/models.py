@@ -327,7 +327,6 @@ async def add_presentations(
 
 
 def describe_presentation(signature: Signature, caller: Caller) -> dict[str, Any]:
-    """Return the `PRESENTATION_FIELDS` that the model has."""
     fields = {
         "title": signature.title,
         "description": signature.description,

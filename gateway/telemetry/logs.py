@@ -443,7 +443,6 @@ def open_audit_log(target: str) -> None:
 
 
 def find_audit_log() -> AuditLogHandler | None:
-    """Return the log of `GATEWAY_AUDIT_LOG`, if it is set."""
     handlers = (each for each in audit.log.handlers if isinstance(each, AuditLogHandler))
     return next(handlers, None)
 

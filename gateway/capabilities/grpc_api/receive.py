@@ -81,7 +81,6 @@ class ReceiveSlots:
         self._add(receiver)
 
     def release(self, receiver: Receiver) -> None:
-        """Give the slot back, if the receiver has one."""
         receivers = self._receivers.get(receiver.caller, {})
         if receivers.pop(receiver, None) is not None:
             self._free += 1

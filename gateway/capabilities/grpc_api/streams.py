@@ -269,7 +269,6 @@ class InferStream:
             self._fail(failure)
 
     def _fail(self, failure: BaseException) -> None:
-        """End the stream."""
         if not self._failure.done():
             if isinstance(failure, MemoryBudgetExceeded):
                 self._services.metrics.shed.labels("memory").inc()

@@ -66,7 +66,6 @@ def encode_event_headers(event: SampleEvent) -> Headers:
 
 
 def encode_line(event: SampleEvent) -> bytes:
-    """Return an event as a line of JSON."""
     document: dict[str, Any] = dict(event.attributes)
     if event.data:
         try:
