@@ -8,10 +8,11 @@ import logging
 import ssl
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from gateway import __version__
 from gateway.access.auth import CORE_PATHS, Authenticator, PathRules
@@ -201,6 +202,37 @@ async def open_fleet(
     return FleetComponents(pool, dispatcher, signatures, inference=inference, repository=repository)
 
 
+def run_in_background(work: Coroutine[Any, Any, object], stack: AsyncExitStack) -> None:
+    stack.callback(asyncio.create_task(work).cancel)
+
+
+def open_admission(
+    settings: Settings,
+    fleet: FleetComponents,
+    statistics: FleetStatistics,
+    metrics: Metrics,
+    stack: AsyncExitStack,
+) -> AdmissionQueue:
+    """Return the queue of inferences, whose limits of models follow Triton if they are `auto`."""
+    admission = AdmissionQueue(
+        settings.max_inflight,
+        find_model_limit(settings),
+        settings.max_queue,
+        metrics=metrics,
+        find_model_priority=partial(find_model_priority, fleet.pool, fleet.signatures),
+    )
+    if settings.max_model_inflight == "auto":
+        limits = ModelLimits(
+            admission,
+            fleet.pool,
+            statistics,
+            fleet.signatures,
+            default_limit=max(settings.max_inflight // 2, 1),
+        )
+        run_in_background(limits.run(), stack)
+    return admission
+
+
 @asynccontextmanager
 async def run_services(
     settings: Settings, components: AppComponents, paths: PathRules = CORE_PATHS
@@ -214,16 +246,9 @@ async def run_services(
         stack.push_async_callback(decoders.close)
         restricted = read_restricted_api(settings)
         management_headers = [] if restricted is None else restricted.headers
-        admission = AdmissionQueue(
-            settings.max_inflight,
-            find_model_limit(settings),
-            settings.max_queue,
-            metrics=metrics,
-            find_model_priority=partial(find_model_priority, fleet.pool, fleet.signatures),
-        )
         statistics = FleetStatistics(fleet.pool, management_headers)
+        admission = open_admission(settings, fleet, statistics, metrics, stack)
         memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics.shed)
-
         stack.callback(metrics.flush)
         authenticator = Authenticator(
             components.keys_file, settings.allowed_hosts, paths, local_admin=settings.local_admin
@@ -237,18 +262,9 @@ async def run_services(
             authenticator.watch_keys_file(),
             maintenance.report_work(),
         ):
-            stack.callback(asyncio.create_task(work).cancel)
+            run_in_background(work, stack)
         refusals = RefusalLog()
         stack.callback(refusals.close)
-        if settings.max_model_inflight == "auto":
-            limits = ModelLimits(
-                admission,
-                fleet.pool,
-                statistics,
-                fleet.signatures,
-                default_limit=max(settings.max_inflight // 2, 1),
-            )
-            stack.callback(asyncio.create_task(limits.run()).cancel)
         if components.tracer is not None:
             stack.callback(components.tracer.close)
         tune_interpreter()

@@ -33,6 +33,7 @@ from gateway.http_client.connection import Headers
 from gateway.media_types import JSON
 from gateway.passthrough.body import (
     MIN_CHUNK_BYTES,
+    PassthroughBody,
     PreparedBody,
     begin_body,
     buffer_body,
@@ -244,16 +245,26 @@ async def forward_request(
         action.can_activate,
         target.choice,
     )
-    # Triton sends a body for HEAD, which would be read as the next response.
-    method = b"GET" if scope["method"] == "HEAD" else scope["method"].encode()
-    query: bytes = scope["query_string"]
-    path = route.path_for_version(target.version)
-    if query:
-        path = b"%b?%b" % (path, query)
-    call = HttpCall(upstream, method, path, forwarded, prepared.content)
+    call = build_call(scope, route, upstream, forwarded, prepared.content)
     if target.choice is not None and action.is_inference:
         call = target.choice.copy_http_call(call, has_tensors=has_tensors)
     return await services.dispatcher.send(call, remaining_s)
+
+
+def build_call(
+    scope: Scope,
+    route: MatchedRoute,
+    upstream: RequestTarget,
+    headers: Headers,
+    content: PassthroughBody,
+) -> HttpCall:
+    # Triton sends a body for HEAD, which would be read as the next response.
+    method = b"GET" if scope["method"] == "HEAD" else scope["method"].encode()
+    query: bytes = scope["query_string"]
+    path = route.path_for_version(upstream.version)
+    if query:
+        path = b"%b?%b" % (path, query)
+    return HttpCall(upstream, method, path, headers, content)
 
 
 async def prepare_body(

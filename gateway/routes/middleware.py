@@ -169,16 +169,22 @@ class GatewayMiddleware:
         except (*REFUSALS, LimitExceeded, UnknownPriority) as exc:
             status = await self._send_refusal(scope, receive, send, exc)
         finally:
-            if info.charge is not None or info.reservation is not None:
-                release_resources(services, info)
             in_flight[route_group] -= 1
-            duration_s = perf_counter() - started
-            services.metrics.observe(info, status, duration_s)
-            is_read = scope["method"] in READING_METHODS
-            if not (is_read and self._is_routine(scope["path"], status)):
-                log_request(services, request_scope, info, status, duration_s)
-            if info.trace is not None:
-                end_trace(info.trace, request_scope, info, status)
+            self._end_request(services, request_scope, status, perf_counter() - started)
+
+    def _end_request(
+        self, services: Services, scope: RequestScope, status: int, duration_s: float
+    ) -> None:
+        """Release what the request holds, and record it in the metrics, the log and its trace."""
+        info = scope["request_info"]
+        if info.charge is not None or info.reservation is not None:
+            release_resources(services, info)
+        services.metrics.observe(info, status, duration_s)
+        is_read = scope["method"] in READING_METHODS
+        if not (is_read and self._is_routine(scope["path"], status)):
+            log_request(services, scope, info, status, duration_s)
+        if info.trace is not None:
+            end_trace(info.trace, scope, info, status)
 
     def _is_routine(self, path: str, status: int) -> bool:
         """Return whether only a detailed log has this read: a probe, or a successful read of the page."""
