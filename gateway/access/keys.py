@@ -76,6 +76,13 @@ class KeysContent:
     callers: Mapping[bytes, Caller]
     rules: Mapping[str, Sequence[CallerRule]]
 
+    def list_rule_callers(self) -> list[Caller]:
+        return [rule.caller for rules in self.rules.values() for rule in rules]
+
+    def list_callers(self) -> list[Caller]:
+        """Return the callers with a key and those of the rules."""
+        return [*self.callers.values(), *self.list_rule_callers()]
+
 
 def parse_keys(text: str) -> dict[bytes, Caller]:
     return parse_keys_document(parse_document(text, NO_RULES))

@@ -22,7 +22,8 @@ from gateway.messages import format_utc_time, quote_text
 from gateway.tasks import TaskSet
 from gateway.telemetry.request_info import RequestInfo, Reservation
 
-ALL: Final = 10**15  # given back, it leaves nothing
+# No count is larger: giving it back leaves nothing.
+ALL: Final = 10**15
 
 
 @dataclass(frozen=True)

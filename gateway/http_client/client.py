@@ -160,7 +160,7 @@ class HttpClient:
         self._loop = asyncio.get_running_loop()
         # A stack: the connection that was used last is used next.
         self._idle_connections: list[UpstreamConnection] = []
-        # Of requests whose deadline has passed, and on which the server still works.
+        # The requests whose deadline has passed, and on which the server still works.
         self._pending_work: set[UpstreamConnection] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
         self.authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -79,12 +79,9 @@ def find_limits(services: Services) -> dict[str, CallerLimits]:
     file = services.access.keys_file
     if file is None:
         return {}
-    content = file.value
-    rules = chain.from_iterable(content.rules.values())
-    callers = chain(content.callers.values(), (rule.caller for rule in rules))
     return {
         caller.name: caller.limits
-        for caller in callers
+        for caller in file.value.list_callers()
         if caller.limits is not None and caller.limits.has_quota
     }
 

@@ -102,6 +102,11 @@ class Trace:
     def span_id(self) -> str:
         return f"{self._server_span.get_span_context().span_id:016x}"
 
+    @property
+    def traceparent(self) -> str:
+        """Return the header that makes this trace the parent (W3C Trace Context)."""
+        return f"00-{self.trace_id}-{self.span_id}-01"
+
     @contextmanager
     def start_span(
         self, name: str, *, client: bool = False, **attributes: str | int

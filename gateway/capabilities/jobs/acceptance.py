@@ -324,8 +324,8 @@ def build_job(job_id: str, scope: Scope, body: StoredBody, key: str) -> Job:
     info: RequestInfo = scope["request_info"]
     headers = [pair for pair in scope["headers"] if pair[0] in STORED_HEADERS]
     if info.trace is not None:  # the job belongs to the trace of its request
-        parent = f"00-{info.trace.trace_id}-{info.trace.span_id}-01".encode()
-        headers = [pair for pair in headers if pair[0] != TRACEPARENT] + [(TRACEPARENT, parent)]
+        others = (pair for pair in headers if pair[0] != TRACEPARENT)
+        headers = [*others, (TRACEPARENT, info.trace.traceparent.encode())]
     client = scope["client"]
     return Job(
         job_id,

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from functools import partial
-from itertools import chain
 from math import ceil
 from typing import Final
 
@@ -145,9 +144,7 @@ class CallbackSecrets:
     def find(self, caller: str) -> Sequence[str]:
         if self._keys_file is None:
             return self.own
-        content = self._keys_file.value
-        rules = (rule.caller for rules in content.rules.values() for rule in rules)
-        callers = chain(content.callers.values(), rules)
+        callers = self._keys_file.value.list_callers()
         secrets = (each.callback_secrets for each in callers if each.name == caller)
         return next(secrets, ()) or self.own
 

@@ -90,7 +90,7 @@ class Job:
     result_bytes: int = 0
     error: str = ""  # why it failed, in words
     error_code: str = ""
-    # Of a batch; a request has one row.
+    # The rows of a batch; a request has one.
     total_rows: int = 1
     done_rows: int = 0
     failed_rows: int = 0

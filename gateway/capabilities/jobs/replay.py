@@ -19,7 +19,7 @@ READ_BYTES: Final = 1 << 20
 BUSY_STATUSES: Final = (429, 503)
 MAX_POSTPONE_S: Final = 30.0
 NO_ROOM_PAUSE_S: Final = 10.0
-# Those of any response, which each gets when it is sent.
+# Every response gets these headers when it is sent.
 COMMON_HEADERS: Final = frozenset(
     (b"x-request-id", b"x-content-type-options", b"content-security-policy", b"content-length")
 )

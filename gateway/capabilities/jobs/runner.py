@@ -268,7 +268,7 @@ def find_current_caller(
     file = access.keys_file
     if file is None:
         return None if job.caller else access.authenticate(scope)  # type: ignore[arg-type]  # a typed dict
-    callers = [rule.caller for rules in file.value.rules.values() for rule in rules]
+    callers = file.value.list_rule_callers()
     if job.key_digest:
         caller = file.find_caller(bytes.fromhex(job.key_digest))
         if caller is not None:

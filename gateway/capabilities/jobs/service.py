@@ -32,7 +32,7 @@ class Jobs:
         self.limits = JobLimits(settings.max_jobs_bytes, settings.max_jobs_per_caller)
         # Notified when this process accepts a job, or has a place for another one.
         self.changes = ChangeSignal()
-        # By ID, of the jobs for whose end somebody waits here.
+        # For each job whose end somebody awaits here, by its ID.
         self._ends: WeakValueDictionary[str, ChangeSignal] = WeakValueDictionary()
         self.tasks = TaskSet()
 

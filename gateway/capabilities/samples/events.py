@@ -26,7 +26,7 @@ KEPT_HEADERS: Final = {
 ENCODINGS: Final = ("contentencoding", "jsonlength")
 REDACTED: Final = {"redacted": "true"}
 MAX_HEADER_BYTES: Final = 256
-# Of memory, for the attributes.
+# The attributes of an event hold about this much memory.
 EVENT_BYTES: Final = 4096
 # Characters that a header has as they are (HTTP protocol binding, section 3.1.3.2).
 UNQUOTED: Final = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')

@@ -135,7 +135,7 @@ class SampledApplication:
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
-        # Of the models that were seen: a request is recorded before its model is known.
+        # The highest rate of a model so far: a request is recorded before its model is known.
         self._highest_rate = rate
         self._services: Services | None = None
         self._queue: EventQueue
@@ -234,7 +234,7 @@ def build_events(
 def find_traceparent(scope: Scope, info: RequestInfo) -> str:
     """Return the trace context of the request, or the client's (W3C Trace Context)."""
     if info.trace is not None:
-        return f"00-{info.trace.trace_id}-{info.trace.span_id}-01"
+        return info.trace.traceparent
     sent = (value for name, value in scope["headers"] if name == TRACEPARENT)
     return str(next(sent, b"")[:MAX_TRACEPARENT_BYTES].decode("latin-1"))
 
