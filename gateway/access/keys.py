@@ -80,7 +80,6 @@ class KeysContent:
         return [rule.caller for rules in self.rules.values() for rule in rules]
 
     def list_callers(self) -> list[Caller]:
-        """Return the callers with a key and those of the rules."""
         return [*self.callers.values(), *self.list_rule_callers()]
 
 

@@ -25,7 +25,6 @@ def connect(target: Target, timeout_s: float = COMMAND_TIMEOUT_S) -> Iterator[Cl
 
 
 def make_command_error(error: GatewayError) -> ClientError:
-    """Return the error of a command, which has its exit status and its advice."""
     message = translate_hints(str(error))
     if error.code in (UNREACHABLE, INVALID_RESPONSE):
         return GatewayUnreachable(message)

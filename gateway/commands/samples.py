@@ -29,7 +29,6 @@ def format_file_name(time_s: float) -> str:
 
 
 def find_end_time(path: Path) -> float:
-    """Return when the hour of a file ended."""
     start = datetime.strptime(path.stem, HOUR_FORMAT).replace(tzinfo=timezone.utc)
     return start.timestamp() + HOUR_S
 

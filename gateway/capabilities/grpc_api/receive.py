@@ -228,7 +228,6 @@ class StreamReader:
         return not self._requests_in_progress
 
     async def read(self) -> Any:
-        """Return the next message or EOF."""
         while self._requests_in_progress:
             if self._slots.try_acquire(self):
                 try:

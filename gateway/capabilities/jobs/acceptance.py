@@ -110,7 +110,6 @@ class UnlimitedAdmission(AdmissionQueue):
     """Admits everything, because the model does not run."""
 
     def __init__(self) -> None:
-        """It has no limits."""
         self.limits: dict[str, int] = {}
         self.batching_models: set[str] = set()
 
