@@ -110,17 +110,26 @@ class QuotaCounters(Protocol):
 def add_to_counts(
     counts: MutableMapping[str, int], limits: Mapping[str, int], count: int
 ) -> QuotaCount:
-    """Do the same with the counts of one caller. Counts of earlier periods are dropped."""
+    """Do the same with the counts of one caller. Counts of earlier days and months are dropped."""
     used = [counts.get(period, 0) for period in limits]
     is_added = count <= 0 or all(
         each + count <= limit for each, limit in zip(used, limits.values(), strict=True)
     )
     if is_added and count:
         used = [max(each + count, 0) for each in used]
-        if count > 0:
-            counts.clear()
-        counts.update(zip(limits, used, strict=True))
+        set_counts(counts, dict(zip(limits, used, strict=True)), drops_earlier=count > 0)
     return QuotaCount(is_added, tuple(used))
+
+
+def set_counts(
+    counts: MutableMapping[str, int], used: Mapping[str, int], *, drops_earlier: bool
+) -> None:
+    """Set counts of one caller, whose other key can have a quota of the other kind."""
+    if drops_earlier:
+        lengths = {len(period) for period in used}
+        for period in [each for each in counts if len(each) in lengths]:
+            del counts[period]
+    counts.update(used)
 
 
 class CallerLimiter:
@@ -223,9 +232,8 @@ class CallerLimiter:
         if self._shared is not None and time.monotonic() >= self._shared_retry_at:
             with suppress(StateUnavailable):
                 counted = await self._shared.add(name, limits, count)
-                if count > 0:
-                    counts.clear()
-                counts.update(zip(limits, counted.used, strict=True))
+                used = dict(zip(limits, counted.used, strict=True))
+                set_counts(counts, used, drops_earlier=count > 0)
                 return counted
             self._shared_retry_at = time.monotonic() + SHARED_WINDOWS_RETRY_S
         return add_to_counts(counts, limits, count)

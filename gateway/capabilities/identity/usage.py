@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import date, datetime, timezone
+from itertools import chain
 from typing import Any, Final
 
 import anyio
@@ -90,15 +91,15 @@ class UsageLedger:
                 await self._store.add_counts(batch.day, batch.counts, batch.id)
                 self._batch = None
 
-    async def read(self, day: str) -> Counts:
-        """Return the counts of a day, with those that this process has not written yet."""
+    async def read(self, day: str) -> Sequence[Counts]:
+        """Return the counts of a day in the state, and those that this process has not written yet."""
         self._flush()
         async with self._reading, self._lock:  # the writer waits for one reader at most
             stored = await self._store.read_counts(day)
             unwritten = [self._unwritten_by_day.get(day, {})]
             if self._batch is not None and self._batch.day == day:
                 unwritten.append(self._batch.counts)
-            return sum_counts(stored, *unwritten) if any(unwritten) else stored
+            return stored, sum_counts(*unwritten)
 
 
 class UsageTable:
@@ -109,9 +110,9 @@ class UsageTable:
         self._only_caller = only_caller
         self._rows: dict[tuple[str, ...], Counter[str]] = {}
 
-    def add(self, day: str, counts: Counts) -> None:
+    def add(self, day: str, *parts: Counts) -> None:
         """Add the counts of a day. Raises `MalformedRequest` for too many rows."""
-        for caller, models in counts.items():
+        for caller, models in chain.from_iterable(part.items() for part in parts):
             if self._only_caller in (None, caller):
                 for model, measures in models.items():
                     names = {"caller": caller, "model": model}

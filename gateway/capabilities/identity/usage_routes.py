@@ -137,8 +137,7 @@ async def build_answer(
         raise NotAcceptable(accept, (JSON, CSV))
     ledger = services.get(UsageLedger)
     for day in query.list_days():
-        counts = await ledger.read(day)
-        await asyncio.to_thread(table.add, day, counts)
+        await asyncio.to_thread(table.add, day, *await ledger.read(day))
     render = render_csv if media_type == CSV else render_json
     body = await asyncio.to_thread(render, query, table)
     return Response(body, media_type=media_type, headers={"Vary": "Accept"})

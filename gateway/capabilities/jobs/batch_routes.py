@@ -26,6 +26,7 @@ from gateway.capabilities.jobs.service import Jobs
 from gateway.errors import MalformedRequest, UnsupportedBody
 from gateway.inference.body import RequestBody
 from gateway.media_types import MULTIPART, NDJSON
+from gateway.memory import MemoryCharge
 from gateway.routes.dependencies import ServicesForInference
 from gateway.routes.infer_stream import choose_stream_format
 from gateway.routes.openapi import build_responses
@@ -61,12 +62,15 @@ async def create_batch(request: Request, services: ServicesForInference, model: 
     if not services.pool.is_awaited(model):
         await services.signatures.get_signature(model, "")  # raises if there is no such model
     jobs = services.get(Jobs)
-    accept = partial(accept_batch, jobs, request, model)
+    charge = services.get_charge(request.scope["request_info"])
+    accept = partial(accept_batch, jobs, request, model, charge)
     max_bytes = jobs.settings.max_batch_bytes
     return await services.get(JobAcceptance).accept_once(jobs, request, accept, max_bytes)
 
 
-async def accept_batch(jobs: Jobs, request: Request, model: str, key: str) -> Response:
+async def accept_batch(
+    jobs: Jobs, request: Request, model: str, charge: MemoryCharge, key: str
+) -> Response:
     scope = request.scope
     if choose_stream_format(request.headers.get("accept", "")) is not None:
         raise MalformedRequest("a stream cannot be a row of a batch; accept another type")
@@ -79,7 +83,7 @@ async def accept_batch(jobs: Jobs, request: Request, model: str, key: str) -> Re
         raise UnsupportedBody(body.content_type, BATCH_TYPES)
     job_id = create_job_id()
     file = f"{job_id}.body"
-    target = (jobs.store, file, jobs.settings.max_batch_rows)
+    target = (jobs.store, file, jobs.settings.max_batch_rows, charge)
     is_form = media_type == MULTIPART
     writer = FormWriter(*target, body.content_type) if is_form else RowWriter(*target)
     adding = None

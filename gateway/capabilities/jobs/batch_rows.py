@@ -14,6 +14,7 @@ from gateway.capabilities.jobs.job import Job
 from gateway.capabilities.jobs.store import JobStore
 from gateway.errors import MalformedRequest, TooLarge
 from gateway.media_types import JSON, MULTIPART, OCTET_STREAM, TEXT, TYPES_BY_SUFFIX
+from gateway.memory import MemoryCharge
 from gateway.tensors.media_type import parse_content_type, parse_header_parameters
 from gateway.tensors.multipart import MultipartParser
 
@@ -21,6 +22,8 @@ READ_BYTES: Final = 256 << 10
 # A line is parsed on the event loop.
 MAX_LINE_BYTES: Final = 1 << 20
 MAX_FILE_BYTES: Final = 16 << 20
+# Lines, of which some are empty, for each row that a batch may have.
+MAX_LINES_PER_ROW: Final = 2
 LINE_FEED: Final = b"\n"
 CUSTOM_ID: Final = "custom_id"
 
@@ -33,24 +36,37 @@ class Row(NamedTuple):
 
 
 class RowWriter:
-    """Writes the lines of an NDJSON body to a file, without the empty ones."""
+    """Writes the lines of an NDJSON body to a file, without the empty ones.
 
-    def __init__(self, store: JobStore, file: str, max_rows: int) -> None:
+    What it holds of the body, because its end has not arrived, is charged to the memory budget.
+    """
+
+    def __init__(self, store: JobStore, file: str, max_rows: int, charge: MemoryCharge) -> None:
         self._store = store
         self._file = file
         self._max_rows = max_rows
+        self._charge = charge
+        self._lines = 0
         self._rest = b""
         self.rows = 0
         self.size_bytes = 0
 
     async def feed(self, data: bytes) -> None:
-        """Write the rows that are complete. Raises `MalformedRequest` or `TooLarge`."""
+        """Write the complete rows. Raises `MalformedRequest`, `TooLarge` or `MemoryBudgetExceeded`."""
+        self._lines += data.count(LINE_FEED)
+        max_lines = MAX_LINES_PER_ROW * self._max_rows
+        if self._lines > max_lines:
+            raise TooLarge(
+                f"the batch has more than {max_lines} lines, of which {self._max_rows} may be rows "
+                "(GATEWAY_MAX_BATCH_ROWS)"
+            )
         *lines, self._rest = (self._rest + data).split(LINE_FEED)
         if max(map(len, (*lines, self._rest))) > MAX_LINE_BYTES:
             raise TooLarge(
                 f"row {self.rows + 1} or one of the next exceeds {MAX_LINE_BYTES} bytes; "
                 "send large rows as requests of their own, with Prefer: respond-async"
             )
+        self._charge.resize(len(self._rest))
         await self._write([line for line in lines if line.strip()])
 
     async def finish(self) -> None:
@@ -72,8 +88,10 @@ class RowWriter:
 class FormWriter(RowWriter):
     """Writes the files of a form, each after a line that describes it."""
 
-    def __init__(self, store: JobStore, file: str, max_rows: int, content_type: str) -> None:
-        super().__init__(store, file, max_rows)
+    def __init__(
+        self, store: JobStore, file: str, max_rows: int, charge: MemoryCharge, content_type: str
+    ) -> None:
+        super().__init__(store, file, max_rows, charge)
         boundary = parse_content_type(content_type)[1].get("boundary", "")
         self._parser = MultipartParser(boundary, max_rows)
         self._part_content = bytearray()
@@ -85,6 +103,7 @@ class FormWriter(RowWriter):
             await self._write([describe_file(part.headers, len(content)), content], rows=1)
         if self._parser.part_headers is not None:
             self._extend(self._parser.take_partial_content())
+        self._charge.resize(len(self._part_content))
 
     async def finish(self) -> None:
         self._parser.finish()

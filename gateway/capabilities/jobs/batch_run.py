@@ -21,6 +21,7 @@ from gateway.capabilities.jobs.replay import (
     READ_BYTES,
     ResponseCapture,
     find_delay_s,
+    find_retry_after_s,
     read_piece,
 )
 from gateway.capabilities.jobs.service import Jobs
@@ -174,7 +175,9 @@ class BatchRun:
             starts += 1
             capture, info = await self._caller.call(request, RowBody(row.body).receive)
             delay_s = find_delay_s(capture, starts)
-            is_late = time.monotonic() + delay_s > give_up_at
+            # A quota can begin again long after the row gives up: it would hold back the jobs of others.
+            wait_s = max(delay_s, find_retry_after_s(capture))
+            is_late = time.monotonic() + wait_s > give_up_at
             if capture.status not in BUSY_STATUSES or is_late:
                 break
             await asyncio.sleep(delay_s)

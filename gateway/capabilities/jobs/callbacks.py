@@ -90,7 +90,10 @@ class CallbackClient:
 
     async def send(self, job: Job, signature: Mapping[str, str], body: bytes) -> AttemptResult:
         """Send a callback to one of the host's addresses, in each attempt to another one."""
-        trace = {name: value for name, value in job.headers if name == TRACE_HEADER}
+        # It is the client's: httpx sends ASCII alone.
+        trace = {
+            name: value for name, value in job.headers if name == TRACE_HEADER and value.isascii()
+        }
         headers = {**HEADERS, **trace, **signature, "X-Request-ID": job.request_id}
         try:
             url = self._hosts.check_url(job.callback_url)
@@ -270,10 +273,10 @@ def parse_retry_delay(value: str) -> float:
     """Return the seconds of a Retry-After header; 0 if it is invalid."""
     try:
         seconds = float(int(value))
-    except ValueError:
+    except (ValueError, OverflowError):
         try:
             date = parsedate_to_datetime(value)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             return 0.0
         seconds = date.replace(tzinfo=date.tzinfo or timezone.utc).timestamp() - time.time()
     return min(seconds, MAX_RETRY_AFTER_S) if seconds > 0 else 0.0

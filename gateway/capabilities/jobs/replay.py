@@ -104,8 +104,12 @@ def build_scope(job: Job) -> MutableMapping[str, Any]:
     }
 
 
+def find_retry_after_s(capture: ResponseCapture) -> float:
+    """Return the time after which a request that was refused can succeed."""
+    written = dict(capture.headers).get(b"retry-after", b"1")
+    return float(written) if written.isdigit() else 1.0
+
+
 def find_delay_s(capture: ResponseCapture, starts: int) -> float:
     """Return the time after which a busy fleet is asked again, which grows with the starts."""
-    written = dict(capture.headers).get(b"retry-after", b"1")
-    asked_s = float(written) if written.isdigit() else 1.0
-    return min(max(asked_s, 2.0 ** min(starts, 8) / 2), MAX_POSTPONE_S)
+    return min(max(find_retry_after_s(capture), 2.0 ** min(starts, 8) / 2), MAX_POSTPONE_S)

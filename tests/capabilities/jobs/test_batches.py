@@ -6,7 +6,9 @@ import io
 import json
 import re
 import subprocess
+import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.capabilities.jobs.support import wait_for
 from tests.support.documents import DOCS
+from tests.support.metrics import held_memory
 from tests.support.servers import GatewayProcess
 from tests.support.wait import wait_until
 
@@ -24,6 +27,7 @@ BATCH = "/v1/models/vector_FP32/jobs"
 CANCELLABLE = "/v1/models/cancellable/jobs"
 NDJSON = {"Content-Type": "application/x-ndjson"}
 FORM = {"Content-Type": "multipart/form-data; boundary=a"}
+FILE = b'Content-Disposition: form-data; name="file"; filename="a.json"\r\n\r\n'
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +137,7 @@ def test_files_of_a_form_are_rows(client: httpx.Client) -> None:
     ("path", "content", "headers", "status"),
     [
         (BATCH, b"\n \n", NDJSON, 400),
+        (BATCH, b"\n" * 2001, NDJSON, 413),
         (BATCH, b"{}", {"Content-Type": "application/json"}, 415),
         (BATCH, b"1\n" * 1001, NDJSON, 413),
         (BATCH, b"1" * (1 << 20) + b"1", NDJSON, 413),
@@ -150,6 +155,29 @@ def test_batch_that_cannot_run_is_refused(
     answer = client.post(path, content=content, headers=headers)
     assert answer.status_code == status, answer.text
     assert client.get("/v1/jobs").json() == before
+
+
+@pytest.mark.parametrize(("headers", "start"), [(NDJSON, b""), (FORM, b"--a\r\n" + FILE)])
+def test_part_of_a_row_that_has_arrived_is_charged_to_the_memory_budget(
+    client: httpx.Client, headers: dict[str, str], start: bytes
+) -> None:
+    size_bytes = 512 << 10
+    has_ended = threading.Event()
+
+    def send() -> Iterator[bytes]:
+        yield start + b"1" * size_bytes
+        has_ended.wait()
+
+    with ThreadPoolExecutor() as pool:
+        sending = pool.submit(
+            httpx.post, f"{client.base_url}{BATCH}", content=send(), headers=headers
+        )
+        try:
+            wait_until(lambda: held_memory(client)["body"] >= size_bytes - 1000)
+        finally:
+            has_ended.set()
+        assert sending.result().status_code in (202, 400)
+    wait_until(lambda: held_memory(client)["body"] == 0)
 
 
 def test_result_streams_while_a_killed_gateway_continues_the_batch(

@@ -23,10 +23,12 @@ from tests.capabilities.jobs.support import (
     wait_for_state,
 )
 from tests.support.documents import DOCS
-from tests.support.keys import ADMIN, BOTH, ENTRIES, INFER, TEXTS, bearer, written
+from tests.support.keys import ADMIN, BOTH, ENTRIES, INFER, TEXTS, bearer, entry, written
 from tests.support.redis_server import RedisServer
 from tests.support.servers import ROOT, gateway, gateway_before
 from tests.support.wait import wait_until
+
+MONTHLY = "tgw_monthly-secret"
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +53,10 @@ def client(
     create_jobs: Callable[[], str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[httpx.Client]:
+    entries = [*ENTRIES, entry(MONTHLY, "infer", requests_per_month=3)]
     settings = {
         "jobs": create_jobs(),
-        "keys_file": str(written(tmp_path_factory.mktemp("keys") / "keys.yaml", ENTRIES)),
+        "keys_file": str(written(tmp_path_factory.mktemp("keys") / "keys.yaml", entries)),
         "connect_timeout_s": "10",
     }
     with gateway_before(zoo_triton.options.url, **settings) as client:
@@ -183,6 +186,19 @@ def test_caller_sees_its_own_jobs_and_an_admin_all(client: httpx.Client) -> None
     pages = client.get("/v1/jobs", params={"limit": 1}).json()["jobs"]
     rest = client.get("/v1/jobs", params={"after": pages[0]["id"]}).json()["jobs"]
     assert pages + rest == client.get("/v1/jobs").json()["jobs"]
+
+
+def test_rows_beyond_a_quota_fail_at_once(client: httpx.Client) -> None:
+    """They would wait for `GATEWAY_JOB_MAX_RUN_S` each, in a place that the jobs of others need."""
+    headers = {**bearer(MONTHLY), "Content-Type": "application/x-ndjson"}
+    rows = b'{"inputs": [[1, 2]]}\n' * 40
+    path = "/v1/models/vector_FP32/jobs"
+    job = client.post(path, content=rows, headers=headers).json()["id"]
+    document = client.get(f"/v1/jobs/{job}?wait=20", headers=bearer(ADMIN)).json()
+    assert document["state"] == "done"
+    assert 1 <= document["progress"]["done"] <= 3
+    result = client.get(f"/v1/jobs/{job}/result", headers=bearer(ADMIN)).text.splitlines()
+    assert json.loads(result[-1])["error"]["code"] == "QUOTA_EXCEEDED"
 
 
 def test_cancelled_job_ends_in_triton(client: httpx.Client, zoo_triton: EmbeddedTriton) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.access.quotas import find_quotas
+from gateway.access.quotas import add_to_counts, find_quotas
 from gateway.callers import CallerLimits
 from gateway.messages import format_utc_time
 from tests.support.fake_triton import Fake, Wire, fake_triton, port_of
@@ -134,6 +134,15 @@ def test_quotas_begin_with_days_and_months_of_utc() -> None:
     assert (day.period, month.period) == ("2026-12-31", "2026-12")
     assert day.ends == month.ends == at + timedelta(seconds=1)
     assert month.begins == datetime(2026, 12, 1, tzinfo=timezone.utc)
+
+
+def test_quota_of_a_month_is_kept_while_another_key_of_the_name_has_one_of_a_day() -> None:
+    counts = {"2026-10": 7, "2026-11": 8}
+    assert add_to_counts(counts, {"2026-11-26": 9}, 1).used == (1,)
+    assert add_to_counts(counts, {"2026-11": 9}, 1).used == (9,)
+    assert add_to_counts(counts, {"2026-11-27": 9}, 1).used == (1,)
+    assert counts == {"2026-11": 9, "2026-11-27": 1}
+    assert not add_to_counts(counts, {"2026-11": 9}, 1).is_added
 
 
 def test_requests_in_progress_above_the_maximum_are_refused_at_once(

@@ -132,6 +132,14 @@ async def test_status_decides(response: bytes, expected: AttemptResult) -> None:
         assert await attempt_at(receiver, response) == expected
 
 
+async def test_trace_context_that_is_none_is_left_out() -> None:
+    async with receiving() as receiver:
+        hosts = (f"127.0.0.1:{receiver.port}",)
+        result = await attempt(hosts, receiver.url, headers=[["traceparent", "00-é"]])
+    assert result == AttemptResult()
+    assert "traceparent" not in receiver.received[0].headers
+
+
 async def test_redirect_is_a_failure_and_is_not_followed() -> None:
     async with receiving() as receiver, receiving() as inside:
         for status in (301, 302, 303, 307, 308):
@@ -313,5 +321,6 @@ def test_retry_after_is_a_number_or_a_date() -> None:
         100, abs=30
     )
     assert parse_retry_delay("999999999") == 86400
-    for value in ("", "-1", "soon", "nan", "9" * 5000, formatdate(0)):
+    hostile = ("9" * 400, "9" * 5000, f"Mon, 01 Jan {'9' * 20} 00:00:00 GMT")
+    for value in ("", "-1", "soon", "nan", formatdate(0), *hostile):
         assert parse_retry_delay(value) == 0
