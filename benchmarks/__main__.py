@@ -58,6 +58,7 @@ from tests.support.tools import of_models
 PREPARED = "nginx, prepared tensor"
 PREPARED_V2 = "gateway /v2, prepared tensor"
 GATEWAY = "gateway /v1"
+WITH_KEY = "gateway /v2, a key with a rate"
 WITH_TOKEN = "gateway /v2, a known token"
 # The rows of the verdicts that compare the gateway with plain FastAPI, by the title of the workload.
 PLAIN_ROWS = {
@@ -112,28 +113,27 @@ def friendly(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator[str
 
 
 def pass_through(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator[str]:
-    """Measure the overhead of the gateway, with a key and its rate, and other proxies without."""
+    """Measure the overhead of proxies that let everybody in, and of the gateway with credentials."""
     address = f"127.0.0.1:{triton.options.http_port}"
     plain_url, plain = stack.enter_context(servers.plain_fastapi(triton))
     array = np.random.default_rng(0).random((1, 256), np.float32)
     request = encode_v2_infer(array, "FP32")
-    request.headers["Authorization"] = f"Bearer {KEY}"
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     credentials = write_credentials(folder, requests_per_second=1_000_000)
     settings = {f"GATEWAY_{name.upper()}": value for name, value in credentials.settings.items()}
-    authorization = {"Authorization": f"Bearer {credentials.token}"}
-    with_token = Request(request.body, request.headers | authorization)
     proxies = {
         "direct": (f"http://{address}", psutil.Process(triton.reaper_pid)),
         **start_proxies(address, stack),
-        "gateway /v2": stack.enter_context(servers.gateway(triton.options.url, 1, settings)),
+        "gateway /v2": stack.enter_context(servers.gateway(triton.options.url)),
     }
     targets = [
         Target(name, f"{url}{SMALL_PATH}", process, request)
         for name, (url, process) in proxies.items()
     ]
-    url, process = proxies["gateway /v2"]
-    targets.append(Target(WITH_TOKEN, f"{url}{SMALL_PATH}", process, with_token))
+    url, process = stack.enter_context(servers.gateway(triton.options.url, 1, settings))
+    for name, secret in ((WITH_KEY, KEY), (WITH_TOKEN, credentials.token)):
+        headers = request.headers | {"Authorization": f"Bearer {secret}"}
+        targets.append(Target(name, f"{url}{SMALL_PATH}", process, Request(request.body, headers)))
     targets.append(Target(PLAIN, f"{plain_url}/small", plain, Request(array.tobytes(), {})))
     name = "KServe transformer, V1 JSON"
     kserve = peers.start_peer(stack, name, lambda: peers.kserve_transformer(address))
@@ -146,6 +146,8 @@ def pass_through(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator
         rounds = run.measure(targets, connections)
         if connections == 16:
             run.record_cpu("Envoy", rounds, "gateway /v2", "Envoy")
+            run.record_cpu("key", rounds, WITH_KEY, "gateway /v2")
+            run.record_cpu("token", rounds, WITH_TOKEN, WITH_KEY)
         yield from run.tabulate(title, rounds, "nginx")
 
 

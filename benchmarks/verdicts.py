@@ -45,6 +45,8 @@ ROWS: Final = (
     Row("idle memory", "idle", "idle gateway before 100 replicas × 200 models, memory", 150.0, unit="MiB"),
     Row("idle change", "idle", "idle gateway, until a change of an index is noticed", 1.0, unit="s"),
     Row("Envoy", "pass-through", "`/v2` with 1 KB, 16 connections, CPU of Envoy", 1.1, peer="Envoy"),
+    Row("key", "pass-through", "`/v2` with a key and its rate, CPU of `/v2` without keys", None),
+    Row("token", "pass-through", "`/v2` with a known token, CPU of `/v2` with a key", 1.05),
 )  # fmt: skip
 
 

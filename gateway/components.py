@@ -129,8 +129,8 @@ async def trim_heaps(memory: MemoryBudget) -> None:
             if is_due := has_grown or memory.has_shrunk(MUCH_FREE_MEMORY_BYTES):
                 break
         if is_due or memory.has_shrunk(MAX_FREE_HEAP_BYTES):
-            # A failed request can be in a cycle with its error, and so its body; most are young.
-            gc.collect(1)
+            # A failed request can be in a cycle with its error, and so its body.
+            gc.collect(2 if has_grown else 1)
             await asyncio.to_thread(return_free_memory)
             trimmed_bytes = resident_bytes()
 

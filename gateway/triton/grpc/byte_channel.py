@@ -316,6 +316,9 @@ class ByteStream:
             # Its traceback has this frame: a cycle, with the last message.
             self._unread_error.__cause__ = exc.with_traceback(None)
             self._has_failed = True
+        except asyncio.CancelledError:
+            # The call was cancelled. The task would keep the error, whose traceback has this frame: a cycle.
+            self._has_failed = True
         self._has_ended = True
         self._wake_reader()
 
