@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -107,6 +108,13 @@ class RequestInfo:
     def add_phase(self, phase: str, seconds: float) -> None:
         phases = self.phases = self.phases or {}
         phases[phase] = phases.get(phase, 0.0) + seconds
+
+    def keep_charge_until(self, end: asyncio.Task[Any]) -> None:
+        """Keep the memory charged after the request, until a task ends that still has its message."""
+        charge = self.charge
+        if charge is not None and not end.done():
+            self.charge = None
+            end.add_done_callback(lambda _: charge.release())
 
 
 class RequestScope(TypedDict):

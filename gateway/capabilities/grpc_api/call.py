@@ -24,7 +24,12 @@ from gateway.access.auth import (
 )
 from gateway.access.peers import ClientCounts, client_network
 from gateway.callers import RIGHT_TO_MANAGE, Right
-from gateway.capabilities.grpc_api.receive import MessageReader, ReceiveSlots, grpc_operations
+from gateway.capabilities.grpc_api.receive import (
+    MessageReader,
+    ReceiveSlots,
+    ResponseSizes,
+    grpc_operations,
+)
 from gateway.capabilities.grpc_api.status import CallStatus, describe_failure
 from gateway.errors import (
     Forbidden,
@@ -116,6 +121,7 @@ class CallEnvironment:
 
     services: Services
     receive_slots: ReceiveSlots
+    response_sizes: ResponseSizes
     clients: ClientCounts  # counts the calls in progress by client
     # With more requests in progress, each stream runs one at a time.
     max_requests: int
@@ -136,6 +142,7 @@ class IncomingCall:
         self._started_at = perf_counter()
         self._status = CLIENT_CLOSED_REQUEST
         self._client = ""  # as it is counted
+        self._inferred_model = ""
         headers = build_http_headers(self.metadata)
         self.info = info = RequestInfo(find_request_id(headers) or create_request_id())
         info.route = access.route
@@ -300,6 +307,17 @@ class IncomingCall:
 
     # The response.
 
+    def expect_response(self, model: str) -> None:
+        """Charge the response that a model is likely to give, if it is larger than the request.
+
+        Raises `MemoryBudgetExceeded`.
+        """
+        self._inferred_model = model
+        size = self.environment.response_sizes.expect(model, self.info.bytes_in)
+        if size > MIN_CHARGED_BYTES:
+            charge = self.services.get_charge(self.info, "message")
+            charge.resize(max(charge.held_bytes, COPIES * size))
+
     def charge_response(self, response: bytes) -> None:
         """Charge a response in place of the request. Raises `MemoryBudgetExceeded` or `TooLarge`."""
         charge = self.services.get_charge(self.info)
@@ -335,10 +353,7 @@ class IncomingCall:
                 raise TimeoutError
             writing.result()
         finally:
-            charge = self.info.charge
-            if charge is not None and not writing.done():
-                self.info.charge = None
-                writing.add_done_callback(lambda _: charge.release())
+            self.info.keep_charge_until(writing)
             del writing  # its exception's traceback has this frame: a cycle, with the response
 
     # The end.
@@ -347,6 +362,9 @@ class IncomingCall:
         if self._status == CLIENT_CLOSED_REQUEST:  # a stream may have failed before
             self._status = OK_STATUS
         self.info.bytes_out += len(response)
+        if self._inferred_model:
+            sizes = self.environment.response_sizes
+            sizes.add(self._inferred_model, self.info.bytes_in, len(response))
 
     def fail(self, exc: Exception) -> CallStatus:
         status = describe_failure(exc, self.info.request_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 from weakref import WeakValueDictionary
 
@@ -16,6 +17,11 @@ FAST_RECEIVE_S: Final = 0.1
 # Messages of one caller that arrive at a time before they need a slot. The event loop can be late to see that
 # they need one, and gRPC's threads go on receiving meanwhile.
 MAX_FAST_MESSAGES: Final = 16
+MAX_MODELS_WITH_SIZES: Final = 1024
+# Models whose responses are smaller are not noted.
+MIN_NOTED_BYTES: Final = 64 << 10
+# How much of a size counts after the next response.
+SIZE_DECAY: Final = 0.9
 
 
 class StreamIdle(MemoryBudgetExceeded):
@@ -107,6 +113,41 @@ class ReceiveSlots:
             if len(receivers) > self._share > count:
                 return ending[-1]  # the newest one, of which least has arrived
         return None
+
+
+@dataclass(slots=True)
+class ResponseSize:
+    """The largest response of a model of late, in bytes, and for each byte of its request."""
+
+    size_bytes: float = 0.0
+    ratio: float = 0.0
+
+
+class ResponseSizes:
+    """How large responses are likely to be.
+
+    Triton's gRPC API tells the size of a response only when it is complete. So requests are charged for it in
+    advance: many large responses to small requests could arrive at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._by_model: dict[str, ResponseSize] = {}
+
+    def expect(self, model: str, request_bytes: int) -> int:
+        seen = self._by_model.get(model)
+        return 0 if seen is None else int(min(seen.size_bytes, seen.ratio * request_bytes))
+
+    def add(self, model: str, request_bytes: int, response_bytes: int) -> None:
+        seen = self._by_model.pop(model, None)
+        if seen is None:
+            if response_bytes < MIN_NOTED_BYTES:
+                return
+            seen = ResponseSize()
+        seen.size_bytes = max(response_bytes, SIZE_DECAY * seen.size_bytes)
+        seen.ratio = max(response_bytes / max(request_bytes, 1), SIZE_DECAY * seen.ratio)
+        self._by_model[model] = seen
+        if len(self._by_model) > MAX_MODELS_WITH_SIZES:
+            del self._by_model[next(iter(self._by_model))]  # the one that answered least recently
 
 
 # Reads and writes of messages. grpc.aio frees a message where the coroutine that reads or writes it ends:

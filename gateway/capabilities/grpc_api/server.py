@@ -23,7 +23,7 @@ from gateway.capabilities.grpc_api.call import (
 from gateway.capabilities.grpc_api.certificate import GrpcCertificate
 from gateway.capabilities.grpc_api.health import HealthService
 from gateway.capabilities.grpc_api.methods import Method, list_methods
-from gateway.capabilities.grpc_api.receive import ReceiveSlots
+from gateway.capabilities.grpc_api.receive import ReceiveSlots, ResponseSizes
 from gateway.capabilities.grpc_api.settings import GrpcSettings
 from gateway.capabilities.grpc_api.streams import InferStream
 from gateway.draining import Drain
@@ -211,7 +211,9 @@ async def run_grpc_server(
     budget_bytes = settings.max_bytes_in_flight or default_budget_bytes()
     slots = ReceiveSlots(budget_bytes, settings.max_body_bytes, settings.body_stall_s)
     max_requests = int(budget_bytes * REQUESTS_SHARE / REQUEST_BYTES)
-    environment = CallEnvironment(services, slots, ClientCounts(), max_requests, drain.stopping)
+    environment = CallEnvironment(
+        services, slots, ResponseSizes(), ClientCounts(), max_requests, drain.stopping
+    )
     is_worker = multiprocessing.parent_process() is not None
     options = build_options(settings, grpc_settings, shares_port=is_worker)
     server = grpc.aio.server(options=options)

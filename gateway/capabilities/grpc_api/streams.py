@@ -232,6 +232,7 @@ class InferStream:
             call.count_message(message, min_charged_bytes=0)
             head = read_infer_request(message)
             target = call.resolve(RIGHT_TO_INFER, head.model, head.version).with_sequence(head.step)
+            call.expect_response(target.model)
             if head.step is not None:
                 step = self._steps.take((target.model, head.step.sequence_id))
             is_decoupled = await self._check_model(call, head, target)

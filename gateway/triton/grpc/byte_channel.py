@@ -24,6 +24,7 @@ from tritonclient.grpc import service_pb2
 from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
 from gateway.http_client.client import MAX_RESPONSE_BYTES
 from gateway.tasks import TaskSet
+from gateway.telemetry.request_info import current_request_info
 from gateway.triton.error_mapping import map_triton_error
 from gateway.triton.grpc.errors import (
     NO_RESPONSE,
@@ -303,6 +304,7 @@ class ByteStream:
         try:
             while (message := await self._call.read()) is not grpc.aio.EOF:
                 if not self._is_open:
+                    del message
                     continue
                 self._messages.append(message)
                 self._unread_bytes += len(message)
@@ -371,7 +373,7 @@ class ByteStream:
         if self._has_ended:
             self._channel.release(is_complete=True)
         else:
-            CLEANUPS.start(self._finish_or_cancel())
+            keep_charge_until(CLEANUPS.start(self._finish_or_cancel()))
 
     async def _finish_or_cancel(self) -> None:
         try:
@@ -444,7 +446,7 @@ async def send_bytes(
         elif call.done():
             channel.release(is_complete=not call.cancelled())
         else:
-            CLEANUPS.start(finish_or_cancel(call, channel))
+            keep_charge_until(CLEANUPS.start(finish_or_cancel(call, channel)))
 
 
 async def wait_for_status(call: grpc.aio.Call, timeout_s: float) -> None:
@@ -462,6 +464,13 @@ async def wait_for_status(call: grpc.aio.Call, timeout_s: float) -> None:
         await finished
     finally:
         timer.cancel()
+
+
+def keep_charge_until(end: asyncio.Task[None]) -> None:
+    """Keep the memory of the current request charged until the end of its call, which has its message."""
+    info = current_request_info.get()
+    if info is not None:
+        info.keep_charge_until(end)
 
 
 async def finish_or_cancel(call: grpc.aio.Call, channel: GrpcByteChannel) -> None:
