@@ -21,9 +21,9 @@ class Limits:
     modules: int = 18  # at the top
     files_in_folder: int = 24
     core_files: int = 181
-    core_lines: int = 30_668
+    core_lines: int = 30_688
     capability_lines: int = 3_957
-    lines: int = 58_152
+    lines: int = 58_235
 
 
 @dataclass(frozen=True)
