@@ -20,15 +20,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
-import httpx
 import orjson
 import typer
+import uvloop
 import yaml
 
 from benchmarks import page, results, servers
 from benchmarks.run import Run
 from gateway.callers import Priority
+from gateway.media_types import JSON
+from tests.support.load import Pool, post
 from tests.support.servers import triton_on_free_ports
 
 CAPACITY = 40.0
@@ -177,27 +180,23 @@ async def send_load(
     Returns what became of those after the warm-up, and the seconds in which they were sent.
     """
     served: dict[Priority, Served] = defaultdict(Served)
-    body = encode_request(model)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(limits=limits, timeout=3 * TIMEOUT_S) as client:
+    port = urlsplit(url).port
+    assert port is not None
+    path = f"/v2/models/{model}/infer"
+    with Pool(port) as pool:
 
         async def send(priority: Priority, *, is_measured: bool) -> None:
-            headers = {
-                "X-API-Key": KEYS[priority],
-                "X-Request-Timeout": str(TIMEOUT_S),
-                "Content-Type": "application/json",
-            }
+            headers = (f"X-API-Key: {KEYS[priority]}", f"X-Request-Timeout: {TIMEOUT_S}")
+            request = post(path, encode_request(model), JSON, *headers)
             sent_at = time.perf_counter()
-            response = await client.post(
-                f"{url}/v2/models/{model}/infer", content=body, headers=headers
-            )
+            response = await pool.ask(request)
             took_ms = 1000 * (time.perf_counter() - sent_at)
             if is_measured:
                 found = served[priority]
-                found.statuses[response.status_code] += 1
-                if response.status_code == 200:
+                found.statuses[response.status] += 1
+                if response.status == 200:
                     found.latencies_ms.append(took_ms)
-                elif response.status_code == 429:
+                elif response.status == 429:
                     found.rejections_ms.append(took_ms)
 
         started_at = time.perf_counter()
@@ -254,7 +253,7 @@ def compare(
             with servers.gateway(triton.options.url, 1, environment) as (url, _):
                 for load in loads:
                     run.report(0, f"{model}, {limit} limit, {load:g} × capacity")
-                    served, sent_s = asyncio.run(
+                    served, sent_s = uvloop.run(
                         send_load(url, model, load, measured_s=measured_s, warm_up_s=warm_up_s)
                     )
                     goodput = find_goodput(load, served, sent_s)
