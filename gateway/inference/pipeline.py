@@ -28,7 +28,7 @@ from gateway.repository.resolver import ModelTarget, VersionChoice
 from gateway.services import Services
 from gateway.tasks import run_together
 from gateway.telemetry.request_info import RequestInfo, RequestScope
-from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS
+from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS, select_trace_context
 from gateway.tensors import sequence
 from gateway.tensors.inputs import InferInputs, check_row_count
 from gateway.tensors.outputs import EncodedBody, InferResult, are_large
@@ -100,7 +100,7 @@ async def open_request(
         step = sequence.parse_sequence_headers(
             body.get_header(b"x-sequence-id"), body.get_header(b"x-sequence")
         )
-        trace_headers = [pair for pair in scope["headers"] if pair[0] in TRACE_CONTEXT_HEADERS]
+        trace_headers = select_trace_context(scope["headers"])
     if step is not None:
         target = target.with_sequence(step)
     if deadline is None:

@@ -25,6 +25,7 @@ from gateway.errors import (
     InputMismatch,
     MalformedRequest,
     RefusedByModel,
+    UrlTooLong,
     serialize_error,
 )
 from gateway.fleet.transports import HttpCall
@@ -67,6 +68,8 @@ from gateway.triton.request_target import RequestTarget
 
 log = logging.getLogger(__name__)
 
+# Triton accepts 8189, to which the dispatcher may add a version. Of longer ones, it closes the connection.
+MAX_TARGET_BYTES: Final = 8100
 VERSION_HEADER: Final = b"x-model-version"  # says which version a label chose
 
 
@@ -264,6 +267,8 @@ def build_call(
     path = route.path_for_version(upstream.version)
     if query:
         path = b"%b?%b" % (path, query)
+    if len(path) > MAX_TARGET_BYTES:
+        raise UrlTooLong(MAX_TARGET_BYTES)
     return HttpCall(upstream, method, path, headers, content)
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Set
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Final
 
 from starlette.types import Scope
@@ -13,7 +14,7 @@ from starlette.types import Scope
 from gateway.access.auth import KEY_HEADERS
 from gateway.capacity.body_chunks import ZLIB_WBITS
 from gateway.error_responses import NOSNIFF_HEADER
-from gateway.errors import MalformedRequest, UnsupportedEncoding
+from gateway.errors import GatewayError, HeaderTooLarge, MalformedRequest, UnsupportedEncoding
 from gateway.http_client.connection import Headers
 from gateway.messages import quote_text
 from gateway.tensors.sequence import SequenceStep, parse_sequence_headers
@@ -52,6 +53,8 @@ NOT_RELAYED: Final = HOP_BY_HOP | frozenset(
     b"access-control-expose-headers access-control-max-age".split()
 )
 
+# Triton closes the connection of a request with a longer name or value, which looks like its own fault.
+MAX_FIELD_BYTES: Final = 8191
 KEEP_ALIVE_TOKENS: Final = [b"keep-alive"]
 NO_HEADERS: Final[Headers] = []
 MAX_BODY_SIZE_DIGITS: Final = 10
@@ -71,8 +74,17 @@ class RequestHeaders:
     step: SequenceStep | None = None
 
 
+class FieldTooLarge(GatewayError):
+    status = HeaderTooLarge.status
+    code = HeaderTooLarge.code
+    message = (
+        f"a header has more than {MAX_FIELD_BYTES} bytes, and Triton accepts no more; send a shorter one, or "
+        "leave it out"
+    )
+
+
 def prepare_headers(not_forwarded: Set[bytes], scope: Scope) -> RequestHeaders:
-    """Filter and check the headers. Raises `MalformedRequest` or `UnsupportedEncoding`."""
+    """Filter and check the headers. Raises `MalformedRequest`, `FieldTooLarge` or `UnsupportedEncoding`."""
     forwarded: Headers = []
     special: Headers = NO_HEADERS
     length: int | None = None
@@ -92,9 +104,15 @@ def prepare_headers(not_forwarded: Set[bytes], scope: Scope) -> RequestHeaders:
                     forwarded.append((name, value))
                 continue
         forwarded.append(header)
+    check_field_sizes(forwarded)
     if not special:
         return RequestHeaders(forwarded, length)
     return parse_control_headers(drop_connection_headers(forwarded, special), special, length)
+
+
+def check_field_sizes(headers: Headers) -> None:
+    if max(map(len, chain.from_iterable(headers)), default=0) > MAX_FIELD_BYTES:
+        raise FieldTooLarge
 
 
 # Triton reads the size of the JSON only where binary tensors can follow it. Its Python client writes this

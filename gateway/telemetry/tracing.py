@@ -27,6 +27,8 @@ SERVER_ERROR_STATUS: Final = 500
 CLIENT_ERROR_STATUS: Final = 400  # an error of a client span, but not of a server span
 TRACE_FLUSH_TIMEOUT_S: Final = 2.0
 TraceHeaders = list[tuple[bytes, bytes]]
+# Triton refuses requests with a long one. Section 3.3.1.5 asks for 512 bytes at least.
+MAX_TRACE_CONTEXT_BYTES: Final = 4096
 
 
 def find_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
@@ -34,6 +36,13 @@ def find_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
         if name == b"x-request-id" and VALID_REQUEST_ID.fullmatch(value):
             return value.decode()
     return ""
+
+
+def select_trace_context(headers: Sequence[tuple[bytes, bytes]]) -> TraceHeaders:
+    """Return the trace context of a request; nothing if it is too long."""
+    selected = [pair for pair in headers if pair[0] in TRACE_CONTEXT_HEADERS]
+    size_bytes = sum(len(value) for _, value in selected)
+    return selected if size_bytes <= MAX_TRACE_CONTEXT_BYTES else []
 
 
 def create_request_id() -> str:

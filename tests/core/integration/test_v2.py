@@ -657,6 +657,35 @@ def test_error_has_the_status_and_code_of_the_gateway(
                 assert wire.ask("GET", "/v2/health/live").status == 200
 
 
+# A target, headers, and the status. Triton closes the connection of a longer one.
+LONG_HEADS = {
+    "value": ("/v2/models/pair", [("X-Any", "a" * 8191)], 200),
+    "longer value": ("/v2/models/pair", [("X-Any", "a" * 8192)], 431),
+    "name": ("/v2/models/pair", [("X" * 8192, "a")], 431),
+    "weights": ("/v2/models/pair", [("Accept-Encoding", "gzip;q=0.5," + "gzip," * 1600)], 431),
+    "query": ("/v2/models/pair?".ljust(8100, "a"), [], 200),
+    "longer query": ("/v2/models/pair?".ljust(8101, "a"), [], 414),
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "headers", "status"), LONG_HEADS.values(), ids=LONG_HEADS.keys()
+)
+def test_head_that_triton_does_not_accept_is_no_fault_of_the_replica(
+    ports: Ports, target: str, headers: Headers, status: int
+) -> None:
+    response = ask(ports.gateway, "GET", target, headers)
+    assert response.status == status
+    if status != 200:
+        assert_error(response, status, {414: "URL_TOO_LONG", 431: "HEADER_TOO_LARGE"}[status])
+
+
+def test_long_trace_context_is_not_sent_to_triton(ports: Ports) -> None:
+    document = b'{"inputs": {"A": [1, 2], "B": [3, 4]}}'
+    headers = [("Content-Type", "application/json"), ("tracestate", "a" * 9000)]
+    assert ask(ports.gateway, "POST", "/v1/models/pair/infer", headers, document).status == 200
+
+
 @pytest.mark.fault("bodies over the limit, with a length or chunked")
 def test_body_over_the_limit_is_413_with_a_length_or_chunked(limited: int) -> None:
     def pieces(count: int) -> Iterator[bytes]:
