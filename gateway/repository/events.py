@@ -8,12 +8,14 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any, Final, TypeVar
 
 import anyio
 import orjson
+from limits import RateLimitItemPerSecond
 
+from gateway.access.rate_limit import LocalRateWindows
 from gateway.callers import CallerKind
 from gateway.config_files import FileChange, WatchedFile
 from gateway.errors import GatewayError, StateUnavailable
@@ -29,8 +31,10 @@ from gateway.telemetry.audit import (
     list_changes,
 )
 from gateway.telemetry.logs import find_audit_log
+from gateway.telemetry.refusals import REFUSED_STATUSES
 from gateway.telemetry.request_info import (
     ManagementCall,
+    RequestInfo,
     RequestScope,
     current_request_info,
     name_action,
@@ -41,6 +45,8 @@ T = TypeVar("T")
 RETRY_S: Final = 2.0
 MAX_FLUSH_S: Final = 1.0
 LEASE_NAME: Final = "events"
+# Refused calls of a caller that each have a line of the audit log: 60 in a minute.
+MAX_REFUSALS: Final = RateLimitItemPerSecond(60, 60)
 
 
 class EventLog:
@@ -57,11 +63,13 @@ class EventLog:
         self._unstored: deque[bytes] = deque(maxlen=MAX_EVENTS)
         self._recorded = asyncio.Event()
         self._turn = asyncio.Lock()
+        self._refusals = LocalRateWindows(monotonic)
 
     async def audit_response(self, scope: RequestScope, status: int) -> None:
         """Record the call of a response that is about to be sent, if there is an audit log of its own.
 
-        The refused calls of unknown callers are recorded later, where they are sampled.
+        Refused calls of unknown callers, and many of one key, are recorded later, where they are sampled:
+        they could fill the disk.
         """
         audit_log = find_audit_log()
         info = scope["request_info"]
@@ -69,9 +77,17 @@ class EventLog:
         if audit_log is None or call is None or call.is_recorded:
             return
         event = self._build_event(scope, call, status)
-        if not (event.is_refused and info.caller.kind is CallerKind.anonymous):
+        if not (event.is_refused and self._is_sampled(info, status)):
             self._record_call(scope, call, event)
             await audit_log.flush_lines()
+
+    def _is_sampled(self, info: RequestInfo, status: int) -> bool:
+        """Return whether of the refused calls of a caller only some are recorded."""
+        if info.caller.kind is CallerKind.anonymous:
+            return True
+        if status not in REFUSED_STATUSES:
+            return False
+        return self._refusals.count(MAX_REFUSALS, info.caller_name).wait_s > 0
 
     def record_call(self, scope: RequestScope, status: int, *, is_repeated: bool) -> None:
         """Record a call whose response was sent, unless it is refused like one before."""

@@ -34,9 +34,6 @@ def require_right(
     """
 
     async def check_right(request: Request) -> Services:
-        # Triton ignores a query on its own paths, and so must the gateway.
-        if request.method not in READ_METHODS and request.scope["path"].startswith(V1_PREFIX):
-            check_query(request)
         services = await get_services(request)
         if for_all_models:
             authorize_all_models(cast(RequestScope, request.scope), right)
@@ -49,6 +46,9 @@ def require_right(
                 resolver.check_access if right is Right.infer else resolver.resolve
             )
             check(request.scope, right, model, version, not_found_error)
+        # Triton ignores a query on its own paths, and so must the gateway.
+        if request.method not in READ_METHODS and request.scope["path"].startswith(V1_PREFIX):
+            check_query(request)
         return services
 
     return Depends(check_right)

@@ -21,7 +21,7 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from functools import lru_cache
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import IO, Any, Final
 
 import orjson
@@ -45,7 +45,9 @@ TO_STDOUT: Final = "stdout"  # the value of `GATEWAY_AUDIT_LOG`
 # For the lines of the changes that are in progress when the disk becomes full.
 RESERVE_BYTES: Final = 256 << 10
 AUDIT_TIMEOUT_S: Final = 5.0
+AUDIT_CHECK_INTERVAL_S: Final = 1.0
 MAX_WAITING_AUDIT_LINES: Final = 1000
+TOO_MANY_LINES: Final = "too many lines wait"
 log = logging.getLogger(__name__)
 ACCESS_LOGGER: Final = "gateway.access"
 READING_METHODS: Final = ("GET", "HEAD", "OPTIONS")
@@ -327,6 +329,7 @@ class AuditLogHandler(logging.Handler):
         self._path = path
         self._descriptor = STDOUT if path is None else open_audit_file(path)
         self._reserve: IO[Any] | None = None
+        self._is_last_line_cut = False
         self._queue: SimpleQueue[bytes | Future[None]] = SimpleQueue()
         self._reserve_room()
         threading.Thread(target=self._run, name="audit-log", daemon=True).start()
@@ -334,6 +337,17 @@ class AuditLogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if self._queue.qsize() < MAX_WAITING_AUDIT_LINES:
             self._queue.put(f"{self.format(record)}\n".encode("utf-8", "backslashreplace"))
+        else:
+            self._record_problem(TOO_MANY_LINES)
+
+    def find_problem(self) -> str:
+        """Return why the next change may not be recorded; empty if nothing is known.
+
+        Half of the lines that may wait are those of changes in progress.
+        """
+        if self._queue.qsize() > MAX_WAITING_AUDIT_LINES // 2:
+            return TOO_MANY_LINES
+        return self.problem
 
     async def flush_lines(self) -> None:
         """Wait until the lines are written, or `problem` says why not."""
@@ -355,27 +369,38 @@ class AuditLogHandler(logging.Handler):
 
     def _run(self) -> None:
         while True:
-            item = self._queue.get()
+            item: bytes | Future[None] = b""
+            with suppress(Empty):
+                item = self._queue.get(timeout=AUDIT_CHECK_INTERVAL_S)
             if isinstance(item, bytes):
                 self._write(item)
             elif item.set_running_or_notify_cancel():
                 item.set_result(None)
 
     def _write(self, line: bytes) -> None:
+        """Write a line.
+
+        An empty one shows a problem before the next change; only another line shows that it ended.
+        """
         try:
             self._open_if_moved()
-            self._append(line)
+            if line:
+                self._append(line)
             self._reserve_room()
         except Exception as exc:  # noqa: BLE001 - such as MemoryError; later lines must be written
             reason = exc.strerror if isinstance(exc, OSError) else None
             self._record_problem((reason or type(exc).__name__).lower())
+            if line:  # of a change that may have been made
+                log.error("the audit log may not have this line: %s", line.decode())
         else:
-            if self.problem:
+            if line and self.problem:
                 log.warning("the audit log is written again")
-            self.problem = ""
+                self.problem = ""
 
     def _append(self, line: bytes) -> None:
-        rest = memoryview(line)
+        # Otherwise this line would continue the one that a full disk has cut.
+        rest = memoryview(b"\n" + line if self._is_last_line_cut else line)
+        length = len(rest)
         while rest:
             try:
                 rest = rest[os.write(self._descriptor, rest) :]
@@ -383,9 +408,11 @@ class AuditLogHandler(logging.Handler):
                 wait_until_writable(self._descriptor)
             except OSError:
                 if self._reserve is None:
+                    self._is_last_line_cut |= len(rest) < length
                     raise
                 self._reserve.close()
                 self._reserve = None
+        self._is_last_line_cut = False
         if self._path is not None:
             os.fsync(self._descriptor)
 
@@ -400,6 +427,7 @@ class AuditLogHandler(logging.Handler):
             descriptor = open_audit_file(self._path)
             os.close(self._descriptor)
             self._descriptor = descriptor
+            self._is_last_line_cut = False
 
     def _reserve_room(self) -> None:
         if self._reserve is None and self._path is not None:
@@ -450,8 +478,8 @@ def find_audit_log() -> AuditLogHandler | None:
 def check_audit_log() -> None:
     """Check that the next change can be recorded. Raises `AuditLogUnavailable`."""
     handler = find_audit_log()
-    if handler is not None and handler.problem:
-        raise AuditLogUnavailable(handler.problem)
+    if handler is not None and (problem := handler.find_problem()):
+        raise AuditLogUnavailable(problem)
 
 
 def configure(settings: Settings) -> QueuedLogHandler:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import httpx
@@ -20,7 +22,8 @@ from tests.support.keys import ADMIN, INFER, bearer, entry, written
 from tests.support.servers import Command, free_ports, gateway
 from tests.support.wait import wait_until
 
-ENTRIES = [entry(ADMIN, "admin"), entry(INFER, "infer")]
+SCRAPER = "tgw_scraper-secret"
+ENTRIES = [entry(ADMIN, "admin"), entry(INFER, "infer"), entry(SCRAPER, "metrics")]
 LEVEL = "/v1/log-level"
 
 
@@ -67,6 +70,7 @@ def test_each_call_has_its_line_before_its_response(service: Service) -> None:
         service.set_level(),
         service.set_level(key=INFER),
         service.set_level(key=INFER),  # the log has no second line of a refused call
+        client.put(f"{LEVEL}?level=debug", headers=bearer(INFER)),
         service.set_level("none"),
         client.post("/v2/logging", headers=headers, json={}),
         client.post("/v2/trace/setting", headers=bearer(INFER), json={}),
@@ -77,7 +81,7 @@ def test_each_call_has_its_line_before_its_response(service: Service) -> None:
         response.headers["x-request-id"] for response in calls
     ]
     assert [line["status"] for line in lines] == [response.status_code for response in calls]
-    assert [line["outcome"] for line in lines[:3]] == ["succeeded", "denied", "denied"]
+    assert [line["outcome"] for line in lines[:4]] == ["succeeded", "denied", "denied", "denied"]
     first = lines[0]
     assert (first["caller"], first["client"], first["method"], first["path"]) == (
         *("admin", "127.0.0.1"),
@@ -86,6 +90,61 @@ def test_each_call_has_its_line_before_its_response(service: Service) -> None:
     assert first["route"] == LEVEL
     assert first["duration_ms"] > 0
     assert "gateway.audit" not in service.command.output
+
+
+def test_refused_calls_of_a_key_cannot_fill_the_disk(service: Service) -> None:
+    statuses = {service.set_level(key=SCRAPER).status_code for _ in range(80)}
+    assert statuses == {403}
+    lines = [line for line in service.read() if line["caller"] == "scraper"]
+    assert len(lines) == 60
+    assert service.set_level().status_code == 200
+    assert service.read()[-1]["caller"] == "admin"
+
+
+# It prints what the next change would be refused for, while nobody reads standard output.
+FLOOD = """
+import logging, sys
+from gateway.telemetry.logs import AuditLogHandler
+
+handler = AuditLogHandler(None)
+for count in (400, 400, 400):
+    for _ in range(count):
+        handler.emit(logging.makeLogRecord({"msg": "a" * 10_000}))
+    print(repr(handler.find_problem()), repr(handler.problem), file=sys.stderr)
+"""
+
+
+def test_changes_are_refused_before_lines_are_lost() -> None:
+    with subprocess.Popen([sys.executable, "-c", FLOOD], stdout=PIPE, stderr=PIPE) as process:
+        assert process.stderr is not None
+        try:
+            lines = [process.stderr.readline().decode().strip() for _ in range(4)]
+        finally:
+            process.kill()
+    reason = "too many lines wait"
+    dropped = f"the audit log cannot be written, and changes are refused: {reason}"
+    assert lines == ["'' ''", f"'{reason}' ''", dropped, f"'{reason}' '{reason}'"]
+
+
+# It writes three lines, the second one to a file that may not become larger, as on a full disk.
+CUT = """
+import logging, pathlib, resource, sys
+from gateway.telemetry.logs import AuditLogHandler
+
+handler = AuditLogHandler(pathlib.Path(sys.argv[1]))
+for text, limit in (("first", 10_000), ("second", 200), ("third", 10_000)):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, 10_000))
+    handler.emit(logging.makeLogRecord({"msg": text}))
+    handler.flush()
+"""
+
+
+def test_line_that_a_full_disk_cuts_ends_before_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "audit.log"
+    subprocess.run([sys.executable, "-c", CUT, path], check=True, capture_output=True)
+    first, second, third = path.read_text().splitlines()
+    assert [json.loads(line)["message"] for line in (first, third)] == ["first", "third"]
+    assert len(second) < len(first)
 
 
 def test_file_that_was_moved_is_created_again(service: Service) -> None:
@@ -98,6 +157,19 @@ def test_file_that_was_moved_is_created_again(service: Service) -> None:
     assert len(service.read()) == 1
     assert service.path.stat().st_mode & 0o777 == 0o600
     assert old.read_bytes() == moved
+
+
+def test_change_is_refused_if_the_file_cannot_be_created_again(service: Service) -> None:
+    link = service.path.with_suffix(".link")
+    link.symlink_to(service.path.parent)
+    link.replace(service.path)
+    service.command.wait_for("the audit log cannot be written, and changes are refused: is a dir")
+    assert service.set_level("debug").json()["code"] == "AUDIT_LOG_UNAVAILABLE"
+    assert service.read_level() == "error"
+    line = service.command.wait_for("the audit log may not have this line")
+    assert "PUT /v1/log-level: failed" in line
+    service.path.unlink()
+    wait_until(lambda: service.set_level().status_code == 200)
 
 
 def test_changed_keys_file_has_a_line(service: Service) -> None:
