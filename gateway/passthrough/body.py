@@ -39,7 +39,6 @@ from gateway.triton.json_guard import (
     JSON_SPACE_PATTERN,
     MAX_CACHED_JSON_BYTES,
     SEQUENCE_ID_KEY,
-    SHAPE_KEY,
     SHAPE_LIST,
     JsonGuard,
     JsonRules,
@@ -53,7 +52,7 @@ PassthroughBody = bytes | AsyncIterator[bytes]
 MIN_CHUNK_BYTES: Final = 32 * 1024
 # A compressed body of at most this inflated size is sent as one buffer, so that it can be retried.
 MAX_BUFFERED_BYTES: Final = 1 << 20
-FIRST_SIZE: Final = re.compile(SHAPE_LIST.pattern + JSON_SPACE_PATTERN + rb"([0-9]{1,9})")
+BATCH_SIZE: Final = re.compile(SHAPE_LIST.pattern + JSON_SPACE_PATTERN + rb"([0-9]{1,9})")
 # Larger JSON is not parsed to find the outputs with a classification.
 MAX_PARSED_BYTES: Final = 64 * 1024
 
@@ -205,20 +204,21 @@ def find_sequence_step(body: bytes, json_bytes: int | None) -> SequenceStep | No
         return None
 
 
-def find_first_size(body: bytes, json_bytes: int | None) -> int:
-    """Return the first dimension of the first shape in the JSON of an inference; 1 if it is absent."""
+def find_batch_size(body: bytes, json_bytes: int | None) -> int:
+    """Return the largest first dimension of a shape in the JSON of an inference; 1 if there is none.
+
+    Those of the inputs are equal. Triton ignores another shape, with which a client could hide them.
+    """
     if json_bytes is not None and json_bytes <= MAX_CACHED_JSON_BYTES:
-        return parse_first_size_cached(body[:json_bytes])
-    return parse_first_size(body, json_bytes)
+        return parse_batch_size_cached(body[:json_bytes])
+    return parse_batch_size(body if json_bytes is None else body[:json_bytes])
 
 
-def parse_first_size(body: bytes, json_bytes: int | None = None) -> int:
-    start = body.find(SHAPE_KEY, 0, json_bytes)
-    match = FIRST_SIZE.match(body, start) if start >= 0 else None
-    return 1 if match is None else int(match[1])
+def parse_batch_size(text: bytes) -> int:
+    return max(map(int, BATCH_SIZE.findall(text)), default=1)
 
 
-parse_first_size_cached = lru_cache(256)(parse_first_size)
+parse_batch_size_cached = lru_cache(256)(parse_batch_size)
 
 
 def is_longer_than_searched(prepared: PreparedBody, json_bytes: int | None) -> bool:

@@ -39,7 +39,7 @@ from gateway.passthrough.body import (
     begin_body,
     buffer_body,
     count_buffered_bytes,
-    find_first_size,
+    find_batch_size,
     find_sequence_step,
     guard_body,
     inflate_body,
@@ -236,7 +236,7 @@ async def forward_request(
         remaining_s = await slot.acquire(remaining_s)
         info.rows = 1
         if has_tensors and services.counts_rows:
-            size = find_first_size(prepared.beginning, headers.json_bytes)
+            size = find_batch_size(prepared.beginning, headers.json_bytes)
             info.rows = await services.count_rows(slot, model, size)
     upstream = RequestTarget(  # named arguments would cost 1.5 µs
         model,

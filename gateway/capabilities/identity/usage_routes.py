@@ -27,6 +27,8 @@ from gateway.tensors.schema import build_object_schema
 
 CSV: Final = "text/csv"
 GROUPS: Final = ("caller", "model")
+# Spreadsheets evaluate cells that begin with these.
+FORMULA_BEGINNINGS: Final = ("=", "+", "-", "@", "\t", "\r")
 DEFAULT_DAYS: Final = 30
 DAY: Final = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
 
@@ -153,5 +155,11 @@ def render_csv(query: UsageQuery, table: UsageTable) -> str:
     columns = ("day", *query.by, "requests", "rows", "inference_seconds", "bytes_in", "bytes_out")
     writer = csv.DictWriter(text, columns)
     writer.writeheader()
-    writer.writerows(table.list_days())
+    for row in table.list_days():
+        writer.writerow(row | {group: quote_formula(row[group]) for group in query.by})
     return text.getvalue()
+
+
+def quote_formula(name: str) -> str:
+    """Return a name that no spreadsheet evaluates: of a model, it can be a client's."""
+    return f"'{name}" if name.startswith(FORMULA_BEGINNINGS) else name

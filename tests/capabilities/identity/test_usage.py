@@ -115,6 +115,9 @@ EDGES = {
         model="ticking",
     ),
     "/v2": Edge(post(f"/v2/models/{MODEL}/infer", tensor(ROWS, [3, 2])), 3),
+    "/v2 with a shape that Triton ignores": Edge(
+        post(f"/v2/models/{MODEL}/infer", {"shape": [1], **tensor(ROWS, [3, 2])}), 3
+    ),
     "/v2 binary": Edge(send_binary, 3),
     "/v2 without a batch dimension": Edge(
         post("/v2/models/plain_FP32/infer", tensor(ROWS, [3, 2])), 1, model="plain_FP32"

@@ -9,9 +9,10 @@ import pytest
 
 from gateway.capabilities.identity.capability import attach_identity
 from gateway.capabilities.identity.usage import MAX_ANSWER_ROWS, UsageLedger, UsageTable, find_today
+from gateway.capabilities.identity.usage_routes import UsageQuery, render_csv
 from gateway.errors import MalformedRequest, StateUnavailable
 from gateway.messages import CommandError
-from gateway.passthrough.body import find_first_size
+from gateway.passthrough.body import find_batch_size
 from gateway.settings import Settings
 from gateway.telemetry.metrics import CallerUsage
 from tests.support.state_contract import opened
@@ -76,8 +77,16 @@ def test_rows_of_an_answer_are_bounded() -> None:
         table.add(DAY, {"a": {"another": COUNTS}})
 
 
-# The JSON of an inference, and the first dimension of its first input.
+def test_names_in_csv_are_no_formulas() -> None:
+    table = UsageTable(("model",))
+    table.add(DAY, {"a": {"=1+1": COUNTS, "m=1": COUNTS}})
+    _, *lines = render_csv(UsageQuery(by="model"), table).splitlines()
+    assert [line.split(",")[1] for line in lines] == ["'=1+1", "m=1"]
+
+
+# The JSON of an inference, and the first dimension of its inputs.
 SHAPES = {
+    b'{"shape": [1], "inputs": [{"parameters": {"shape": 1}, "name": "shape", "shape": [4, 3]}]}': 4,
     b'{"inputs": [{"shape": [8, 3]}, {"shape": [2]}]}': 8,
     b'{"inputs":[{"shape" :\n[ 16 ]}]}': 16,
     b'{"inputs":[{"shape":[]}]}': 1,
@@ -90,8 +99,8 @@ SHAPES = {
 
 @pytest.mark.parametrize(("body", "size"), SHAPES.items())
 def test_first_dimension_is_found_in_the_json(body: bytes, size: int) -> None:
-    assert find_first_size(body, None) == size
-    assert find_first_size(body + b'"shape":[99]', len(body)) == size
+    assert find_batch_size(body, None) == size
+    assert find_batch_size(body + b'"shape":[99]', len(body)) == size
 
 
 def test_usage_needs_keys_and_the_counts_of_callers(tmp_path: Path) -> None:
