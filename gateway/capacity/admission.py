@@ -21,7 +21,7 @@ MAX_MODELS_WITH_RATES: Final = 1024
 CALLER_SHARE: Final = 2  # requests of a caller that wait, of the free room
 MAX_RETRY_AFTER_S: Final = 60
 ANSWER_TIME_GAIN: Final = 0.2
-MAX_MODELS_WITH_ANSWER_TIMES: Final = 1024
+MAX_ANSWER_TIMES: Final = 1024
 MAX_ANSWER_TIME_AGE_S: Final = 5.0
 
 
@@ -96,7 +96,7 @@ class DeadlineTooNear(DeadlinePassed):
 
 
 class AnswerTime:
-    """The time that a model takes to answer: its mean, and the mean deviation (Jacobson, 1988)."""
+    """The time that a model takes to answer a caller: its mean, and the mean deviation (Jacobson, 1988)."""
 
     __slots__ = ("_deviation_s", "_mean_s", "_measured_at")
 
@@ -161,7 +161,7 @@ class Slot:
         return timeout_s
 
     def mark_stream(self) -> None:
-        """Do not learn from the time until its end how long the model takes to answer."""
+        """Do not learn how long the model takes to answer: the client sends or reads in pieces meanwhile."""
         if self._waiter is not None:
             self._waiter.is_stream = True
 
@@ -198,7 +198,7 @@ class Slot:
                 self._admission.queue.end(waiter, held_s)
                 answer_s = held_s if is_late else self._info.upstream_s
                 if answer_s and not waiter.is_stream:
-                    self._admission.learn_answer_time(self._model, answer_s)
+                    self._admission.learn_answer_time(self._model, self._info.caller_name, answer_s)
             if self._more_rows:
                 self._admission.add_rows(self._model, -self._more_rows)
             self._admission.release(self._model, self._info.caller_name)
@@ -246,7 +246,8 @@ class AdmissionQueue:
         self.batching_models: set[str] = set()
         # The rows of running requests, without the first of each.
         self._more_rows: Counter[str] = Counter()
-        self._answer_times: dict[str, AnswerTime] = {}
+        # By model and caller: the long requests of one must not have the short ones of others refused.
+        self._answer_times: dict[tuple[str, str], AnswerTime] = {}
         self.queue = FairQueue()
         self.running = 0
         # The priority in a model's config, for callers without one.
@@ -284,15 +285,15 @@ class AdmissionQueue:
         if not self._more_rows[model]:
             del self._more_rows[model]
 
-    def learn_answer_time(self, model: str, seconds: float) -> None:
+    def learn_answer_time(self, model: str, caller: str, seconds: float) -> None:
         times = self._answer_times
-        known = times.get(model)
+        known = times.get((model, caller))
         if known is not None:
             known.add(seconds)
             return
-        if len(times) >= MAX_MODELS_WITH_ANSWER_TIMES:
+        if len(times) >= MAX_ANSWER_TIMES:
             del times[next(iter(times))]
-        times[model] = AnswerTime(seconds)
+        times[model, caller] = AnswerTime(seconds)
 
     def try_acquire(self, model: str) -> bool:
         """Take a slot if one is free, to be given back with `release`.
@@ -446,7 +447,7 @@ class AdmissionQueue:
         return False
 
     def _refuse_if_late(self, waiter: Waiter) -> bool:
-        times = self._answer_times.get(waiter.model)
+        times = self._answer_times.get((waiter.model, waiter.line.caller))
         needed_s = 0.0 if times is None else times.shortest_s
         if not needed_s or perf_counter() + needed_s <= waiter.deadline:
             return False

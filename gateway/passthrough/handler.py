@@ -234,6 +234,8 @@ async def forward_request(
         forwarded = add_management_headers(forwarded, services.management_headers)
     if action.is_inference:
         remaining_s = await slot.acquire(remaining_s)
+        if not isinstance(prepared.content, bytes):
+            slot.mark_stream()
         info.rows = 1
         if has_tensors and services.counts_rows:
             size = find_batch_size(prepared.beginning, headers.json_bytes)

@@ -229,11 +229,13 @@ async def test_rows_of_a_request_are_counted_if_the_gateway_chose_the_limit() ->
     assert not admission.is_crowded("a")
 
 
-async def admit_beside(times: list[float], timeout_s: float) -> asyncio.Task[Slot]:
-    """Return a request that waited with this timeout for a model that has answered in these times."""
+async def admit_beside(
+    times: list[float], timeout_s: float, caller: str = ""
+) -> asyncio.Task[Slot]:
+    """Return a request that waited with this timeout for a model that answered a caller in these times."""
     admission = build_queue(places=1, per_model=1, queue=8)
     for seconds in times:
-        admission.learn_answer_time("a", seconds)
+        admission.learn_answer_time("a", caller, seconds)
     assert admission.try_acquire("a")
     task = asyncio.create_task(acquire(admission, "a", timeout_s=timeout_s))
     await settled()
@@ -258,6 +260,10 @@ async def test_request_that_cannot_be_answered_in_time_gives_its_turn_to_the_nex
 )
 async def test_request_is_not_refused_for_times_that_are_not_certain(times: list[float]) -> None:
     (await (await admit_beside(times, TIMEOUT_S / 2))).release()
+
+
+async def test_request_is_not_refused_for_the_times_of_other_callers() -> None:
+    (await (await admit_beside([TIMEOUT_S] * 20, TIMEOUT_S / 2, caller="slow"))).release()
 
 
 async def test_slot_is_kept_until_triton_has_ended_a_request_that_timed_out() -> None:
