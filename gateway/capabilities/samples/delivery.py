@@ -11,7 +11,7 @@ from typing import Final
 
 import anyio
 
-from gateway.capabilities.samples.events import REQUEST_TYPE, SampleEvent, redact
+from gateway.capabilities.samples.events import REQUEST_TYPE, SampleEvent, can_have_error, redact
 from gateway.capabilities.samples.sinks import EventsNotSent, FolderSink, HttpSink
 from gateway.errors import GatewayError
 from gateway.services import Services
@@ -27,7 +27,6 @@ PAUSE_S: Final = 2.0  # between two attempts
 # Events that wait when the gateway ends are sent within this time.
 CLOSE_TIMEOUT_S: Final = 2.0
 REPORT_INTERVAL_S: Final = 60.0  # between two lines in the log
-ERROR_STATUS: Final = 400
 DROP_REASONS: Final = ("queue_full", "refused", "unavailable", "folder_full", "shutdown")
 
 
@@ -148,7 +147,7 @@ class EventSender:
             is_request = event.attributes["type"] == REQUEST_TYPE
             own = self._redacted.intersection(signature.inputs if is_request else signature.outputs)
             hidden = self._redacted.intersection((*signature.inputs, *signature.outputs))
-        if hidden and int(event.attributes["statuscode"]) >= ERROR_STATUS:
+        if hidden and can_have_error(event):
             # An error can quote a value, and a body that does not fit the model can have it anywhere.
             return event.without_data()
         return await asyncio.to_thread(redact, event, own) if own else event

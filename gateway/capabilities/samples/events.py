@@ -10,7 +10,9 @@ from urllib.parse import quote
 
 import orjson
 
+from gateway.errors import CURL_DEFAULT_TYPE
 from gateway.http_client.connection import Headers
+from gateway.media_types import EVENT_STREAM, NDJSON
 
 REQUEST_TYPE: Final = "org.kubeflow.serving.inference.request"
 RESPONSE_TYPE: Final = "org.kubeflow.serving.inference.response"
@@ -24,6 +26,11 @@ KEPT_HEADERS: Final = {
 }
 # With these, the data is more than JSON.
 ENCODINGS: Final = ("contentencoding", "jsonlength")
+# Parts of the JSON of /v1 and TorchServe that have values by the names of tensors.
+NAMED_PARTS: Final = ("inputs", "outputs", "instances", "predictions")
+# Triton reads every body as JSON.
+JSON_PATHS: Final = "/v2/"
+ERROR_STATUS: Final = 400
 REDACTED: Final = {"redacted": "true"}
 MAX_HEADER_BYTES: Final = 256
 # The attributes of an event hold about this much memory.
@@ -76,6 +83,13 @@ def encode_line(event: SampleEvent) -> bytes:
     return orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE)
 
 
+def can_have_error(event: SampleEvent) -> bool:
+    """Return whether the request failed, or its answer is a stream, whose errors have no status."""
+    content_type = str(event.attributes.get(CONTENT_TYPE, ""))
+    is_stream = content_type.startswith((EVENT_STREAM, NDJSON))
+    return is_stream or int(event.attributes["statuscode"]) >= ERROR_STATUS
+
+
 def redact(event: SampleEvent, names: frozenset[str]) -> SampleEvent:
     """Return an event without the values of these tensors.
 
@@ -86,23 +100,33 @@ def redact(event: SampleEvent, names: frozenset[str]) -> SampleEvent:
             document = orjson.loads(event.data)
         except ValueError:
             return event.without_data()
-        if remove_values(document, names) == names:
+        if remove_values(list_named_parts(event, document), names) == names:
             return SampleEvent({**event.attributes, **REDACTED}, orjson.dumps(document))
     return event.without_data()
 
 
-def remove_values(document: Any, names: frozenset[str]) -> set[str]:
+def list_named_parts(event: SampleEvent, document: Any) -> list[Any]:
+    """Return the parts that have values by name. Other JSON can be the value of one tensor."""
+    if str(event.attributes.get("path", "")).startswith(JSON_PATHS):
+        return [document]
+    content_type = str(event.attributes.get(CONTENT_TYPE, "")).lower()
+    is_json = "json" in content_type or content_type.startswith(CURL_DEFAULT_TYPE)
+    if not is_json or not isinstance(document, dict):
+        return []
+    return [document.get(part) for part in NAMED_PARTS]
+
+
+def remove_values(remaining: list[Any], names: frozenset[str]) -> set[str]:
     """Replace the values of these tensors by null, and return the names that were found."""
     found: set[str] = set()
-    remaining = [document]
     while remaining:
         value = remaining.pop()
         if isinstance(value, list):
             remaining += value
         elif isinstance(value, dict):
+            name = value.get("name")
             keys = names & value.keys()
             value |= dict.fromkeys(keys)
-            name = value.get("name")
             if isinstance(name, str) and name in names:  # a tensor of Triton's API
                 value["data"] = None
                 keys |= {name}

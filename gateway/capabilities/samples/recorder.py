@@ -28,6 +28,8 @@ from gateway.telemetry.tracing import TRACEPARENT, create_request_id
 
 OPT_OUT_HEADER: Final = b"x-no-sample"
 MAX_BODY_BYTES: Final = 1 << 20
+# The memory of a piece besides its data.
+CHUNK_BYTES: Final = 64
 MAX_INLINE_BYTES: Final = 64 << 10  # a larger piece of a body is hashed in a thread
 MAX_TRACEPARENT_BYTES: Final = 256
 # They say nothing of an inference: a job was accepted, or the caller may not use the model.
@@ -63,12 +65,13 @@ class RecordedBody:
         self._is_complete = not message.get("more_body", False)
 
     def _keep(self, data: bytes) -> None:
-        if self.is_dropped or not self._queue.reserve(len(data)):
+        held_bytes = len(data) + CHUNK_BYTES
+        if self.is_dropped or not self._queue.reserve(held_bytes):
             self.is_dropped = True
             self.release()
         else:
             self._chunks.append(data)
-            self._held_bytes += len(data)
+            self._held_bytes += held_bytes
 
     def release(self) -> None:
         self._chunks = []
@@ -81,6 +84,8 @@ class RecordedBody:
         A part of a body, whose client or model has failed, is not kept.
         """
         data = b"".join(self._chunks)
+        self._queue.release(self._held_bytes - len(data))
+        self._held_bytes = len(data)
         attributes |= select_headers(self.headers)
         if not self._is_complete:
             self.release()

@@ -6,19 +6,25 @@ import json
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from gateway.capabilities.samples.capability import SampleSettings
+from gateway.capabilities.samples.delivery import EventQueue
 from gateway.capabilities.samples.events import (
     SampleEvent,
+    can_have_error,
     encode_event_headers,
     encode_line,
     redact,
 )
+from gateway.capabilities.samples.recorder import RecordedBody
 from gateway.commands.replay import decode_data, rebuild_request
 from gateway.messages import CommandError
 from gateway.settings import read_settings
+from gateway.telemetry.metrics import MetricFactory
 
 NAMES = frozenset(("ssn", "age"))
+JSON_TYPE = {"datacontenttype": "application/json"}
 
 
 @pytest.mark.parametrize(
@@ -32,18 +38,69 @@ NAMES = frozenset(("ssn", "age"))
         ),
         ({"inputs": {"ssn": 1}}, None),
         ({"inputs": [{"name": ["ssn"], "age": 1}]}, None),
+        ({"ssn": 1, "age": 2, "parameters": {"ssn": 1, "age": 2}, "x": 3}, None),
         ([1, 2], None),
     ],
 )
 def test_values_are_removed_by_the_names_of_their_tensors(document: Any, expected: Any) -> None:
-    event = redact(SampleEvent({"type": "t"}, json.dumps(document).encode()), NAMES)
+    event = redact(SampleEvent(JSON_TYPE, json.dumps(document).encode()), NAMES)
     assert event.attributes["redacted"] == "true"
     assert (json.loads(event.data) if event.data else None) == expected
 
 
+def test_values_of_a_tensor_that_is_called_name_are_removed() -> None:
+    data = b'{"inputs":[{"name":"name","data":["Alice"]}]}'
+    event = redact(SampleEvent(JSON_TYPE, data), frozenset(("name",)))
+    assert json.loads(event.data) == {"inputs": [{"name": None, "data": None}]}
+
+
+@pytest.mark.parametrize(
+    ("attributes", "is_kept"),
+    [
+        ({"path": "/v2/models/m/generate"}, True),
+        ({"path": "/v1/models/m/infer", "datacontenttype": "text/plain"}, False),
+        ({"path": "/v1/models/m/infer"}, False),
+    ],
+)
+def test_json_that_can_be_the_value_of_a_tensor_is_left_out(
+    attributes: dict[str, str], is_kept: bool
+) -> None:
+    event = redact(SampleEvent(attributes, b'{"inputs":{"ssn":1,"age":2},"x":3}'), NAMES)
+    assert bool(event.data) is is_kept
+
+
+@pytest.mark.parametrize(
+    ("status", "content_type", "expected"),
+    [
+        (200, "application/json", False),
+        (422, "application/json", True),
+        (200, "text/event-stream; charset=utf-8", True),
+        (200, "application/x-ndjson", True),
+    ],
+)
+def test_answers_that_can_have_an_error_are_known(
+    status: int, content_type: str, expected: bool
+) -> None:
+    event = SampleEvent({"statuscode": status, "datacontenttype": content_type}, b"")
+    assert can_have_error(event) is expected
+
+
+async def test_pieces_of_a_body_count_with_their_own_memory() -> None:
+    queue = EventQueue(MetricFactory(CollectorRegistry()), max_bytes=10_000)
+    body = RecordedBody(queue, [])
+    for _ in range(100):
+        await body.add({"body": b"ab", "more_body": True})
+    assert not queue.reserve(10_000 - 100 * 60)
+    await body.add({"body": b"ab"})
+    event = body.build_event({})
+    assert event.data == b"ab" * 101
+    assert queue.reserve(10_000 - len(event.data))
+
+
 @pytest.mark.parametrize("attribute", ["jsonlength", "contentencoding"])
 def test_data_that_is_more_than_json_is_left_out(attribute: str) -> None:
-    event = SampleEvent({attribute: "1", "datasha256": "0"}, b'{"ssn": 1, "age": 2}')
+    attributes = {**JSON_TYPE, attribute: "1", "datasha256": "0"}
+    event = SampleEvent(attributes, b'{"inputs": {"ssn": 1, "age": 2}}')
     assert redact(event, NAMES).data == b""
     assert "datasha256" not in redact(event, NAMES).attributes
 
