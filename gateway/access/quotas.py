@@ -126,9 +126,10 @@ def set_counts(
 ) -> None:
     """Set counts of one caller, whose other key can have a quota of the other kind."""
     if drops_earlier:
-        lengths = {len(period) for period in used}
-        for period in [each for each in counts if len(each) in lengths]:
-            del counts[period]
+        # A later one is that of a process whose clock is ahead, or of this one before its clock went back.
+        for period in list(counts):
+            if any(period < each and len(period) == len(each) for each in used):
+                del counts[period]
     counts.update(used)
 
 

@@ -145,6 +145,12 @@ def test_quota_of_a_month_is_kept_while_another_key_of_the_name_has_one_of_a_day
     assert not add_to_counts(counts, {"2026-11": 9}, 1).is_added
 
 
+def test_quota_does_not_begin_again_when_the_clock_goes_back() -> None:
+    counts = {"2026-11-27": 9}
+    assert add_to_counts(counts, {"2026-11-26": 9}, 1).used == (1,)
+    assert not add_to_counts(counts, {"2026-11-27": 9}, 1).is_added
+
+
 def test_requests_in_progress_above_the_maximum_are_refused_at_once(
     limited: httpx.Client, triton: Fake
 ) -> None:
