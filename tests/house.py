@@ -21,9 +21,9 @@ class Limits:
     modules: int = 18  # at the top
     files_in_folder: int = 24
     core_files: int = 181
-    core_lines: int = 30_688
+    core_lines: int = 30_768
     capability_lines: int = 3_957
-    lines: int = 58_235
+    lines: int = 58_351
 
 
 @dataclass(frozen=True)
