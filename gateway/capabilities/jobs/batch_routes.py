@@ -19,7 +19,7 @@ from gateway.capabilities.jobs.acceptance import (
     respond_with_job,
     respond_with_known,
 )
-from gateway.capabilities.jobs.batch_rows import FormWriter, RowWriter
+from gateway.capabilities.jobs.batch_rows import ARCHIVE_TYPES, ArchiveWriter, FormWriter, RowWriter
 from gateway.capabilities.jobs.job import JobKind, create_job_id
 from gateway.capabilities.jobs.routes import JOB_SCHEMA
 from gateway.capabilities.jobs.service import Jobs
@@ -29,18 +29,22 @@ from gateway.media_types import MULTIPART, NDJSON
 from gateway.memory import MemoryCharge
 from gateway.routes.dependencies import ServicesForInference
 from gateway.routes.infer_stream import choose_stream_format
-from gateway.routes.openapi import build_responses
+from gateway.routes.openapi import BINARY_CONTENT, build_responses
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.media_type import parse_content_type
 
-BATCH_TYPES: Final = (NDJSON, MULTIPART)
+BATCH_TYPES: Final = (NDJSON, MULTIPART, *ARCHIVE_TYPES)
 BATCH_RESPONSES: Final = build_responses(JOB_SCHEMA, "The job.", 404, 409, 413, 415, 422, 429, 503)
 BATCH_RESPONSES[202] = BATCH_RESPONSES.pop(200)
 BATCH_OPENAPI: Final = {
     "requestBody": {
         "required": True,
-        "description": "Rows: documents for `/infer`, one per line, or the files of a form.",
-        "content": {NDJSON: {"schema": STRING_SCHEMA}, MULTIPART: {"schema": {"type": "object"}}},
+        "description": "Rows: documents for `/infer`, one per line, or the files of a form or an archive.",
+        "content": {
+            NDJSON: {"schema": STRING_SCHEMA},
+            MULTIPART: {"schema": {"type": "object"}},
+            **dict.fromkeys(ARCHIVE_TYPES, BINARY_CONTENT),
+        },
     },
     "parameters": [HEADER_PARAMETERS[1]],
 }
@@ -84,8 +88,11 @@ async def accept_batch(
     job_id = create_job_id()
     file = f"{job_id}.body"
     target = (jobs.store, file, jobs.settings.max_batch_rows, charge)
-    is_form = media_type == MULTIPART
-    writer = FormWriter(*target, body.content_type) if is_form else RowWriter(*target)
+    writer = RowWriter(*target)
+    if media_type == MULTIPART:
+        writer = FormWriter(*target, body.content_type)
+    elif media_type != NDJSON:
+        writer = ArchiveWriter(*target, max_bytes)
     adding = None
     try:
         async for chunk in body.stream(max_bytes):
@@ -93,7 +100,7 @@ async def accept_batch(
         await writer.finish()
         if not writer.rows:
             raise MalformedRequest(
-                "the batch has no rows; send one document per line, or files in a form"
+                "the batch has no rows; send one document per line, or files in a form or an archive"
             )
         job = build_job(job_id, scope, received, key)
         batch = replace(
@@ -109,7 +116,7 @@ async def accept_batch(
         adding = jobs.tasks.start(add_job(jobs, batch))
     finally:
         if adding is None:
-            await jobs.store.delete_file(file)
+            await writer.discard()
     kept = await asyncio.shield(adding)
     if kept is not batch:
         return await respond_with_known(jobs, kept, received)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import PurePath
-from typing import Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 
 import orjson
 
 from gateway.capabilities.jobs.errors import JobsUnavailable
-from gateway.capabilities.jobs.job import Job
+from gateway.capabilities.jobs.job import BODY_SUFFIX, Job
 from gateway.capabilities.jobs.store import JobStore
+from gateway.capacity.archives import ArchiveLimits, read_archive
 from gateway.errors import MalformedRequest, TooLarge
 from gateway.media_types import JSON, MULTIPART, OCTET_STREAM, TEXT, TYPES_BY_SUFFIX
 from gateway.memory import MemoryCharge
+from gateway.messages import quote_text
 from gateway.tensors.media_type import parse_content_type, parse_header_parameters
 from gateway.tensors.multipart import MultipartParser
 
@@ -24,6 +27,16 @@ MAX_LINE_BYTES: Final = 1 << 20
 MAX_FILE_BYTES: Final = 16 << 20
 # Lines, of which some are empty, for each row that a batch may have.
 MAX_LINES_PER_ROW: Final = 2
+# Entries of an archive, such as folders and extended headers, for each row.
+MAX_ENTRIES_PER_ROW: Final = 4
+# The directory of a ZIP file is in memory while its files are read. It has at most 65,535 entries, each with
+# at most four times the bytes that it has in the file.
+MAX_DIRECTORY_BYTES: Final = 36 << 20
+DIRECTORY_FACTOR: Final = 4
+ARCHIVE_TYPES: Final = ("application/zip", "application/x-tar", "application/gzip")
+# The first bytes tell the kind, whatever type the client names.
+ZIP_START: Final = b"PK"
+GZIP_START: Final = b"\x1f\x8b"
 LINE_FEED: Final = b"\n"
 CUSTOM_ID: Final = "custom_id"
 
@@ -73,16 +86,24 @@ class RowWriter:
         if self._rest.strip():
             await self._write([self._rest])
 
+    async def discard(self) -> None:
+        await self._store.delete_file(self._file)
+
     async def _write(self, lines: Sequence[bytes | bytearray], rows: int | None = None) -> None:
-        self.rows += len(lines) if rows is None else rows
+        self._count_rows(len(lines) if rows is None else rows)
+        if lines:
+            await self._append(LINE_FEED.join([*lines, b""]))
+
+    def _count_rows(self, rows: int) -> None:
+        self.rows += rows
         if self.rows > self._max_rows:
             raise TooLarge(
                 f"the batch has more than {self._max_rows} rows (GATEWAY_MAX_BATCH_ROWS)"
             )
-        if lines:
-            data = LINE_FEED.join([*lines, b""])
-            self.size_bytes += len(data)
-            await self._store.append(self._file, data)
+
+    async def _append(self, data: bytes) -> None:
+        self.size_bytes += len(data)
+        await self._store.append(self._file, data)
 
 
 class FormWriter(RowWriter):
@@ -114,8 +135,66 @@ class FormWriter(RowWriter):
             raise TooLarge(f"file {self.rows + 1} of the batch exceeds {MAX_FILE_BYTES} bytes")
 
 
+class ArchiveWriter(RowWriter):
+    """Keeps an archive, and writes its files as those of a form when it is complete."""
+
+    def __init__(
+        self, store: JobStore, file: str, max_rows: int, charge: MemoryCharge, max_bytes: int
+    ) -> None:
+        super().__init__(store, file, max_rows, charge)
+        self._archive_file = f"{file.removesuffix(BODY_SUFFIX)}.archive{BODY_SUFFIX}"
+        self._archive_bytes = 0
+        self._limits = ArchiveLimits(max_bytes, MAX_ENTRIES_PER_ROW * max_rows)
+
+    async def feed(self, data: bytes) -> None:
+        self._archive_bytes += len(data)
+        await self._store.append(self._archive_file, data)
+
+    async def finish(self) -> None:
+        """Write the rows. Raises `InvalidArchive`, `TooLarge` or `MemoryBudgetExceeded`."""
+        if not self._archive_bytes:
+            return
+        with await self._store.open_file(self._archive_file) as archive:
+            start = archive.read(len(ZIP_START))
+            if start == ZIP_START:
+                directory_bytes = DIRECTORY_FACTOR * self._archive_bytes
+                self._charge.resize(min(directory_bytes, MAX_DIRECTORY_BYTES))
+            pieces = self._encode_files(archive, start)
+            while piece := await asyncio.to_thread(next, pieces, b""):
+                await self._append(piece)
+        await self._store.delete_file(self._archive_file)
+
+    async def discard(self) -> None:
+        await super().discard()
+        await self._store.delete_file(self._archive_file)
+
+    def _encode_files(self, archive: BinaryIO, start: bytes) -> Iterator[bytes]:
+        """Yield the rows in pieces. It blocks."""
+        suffix = {ZIP_START: ".zip", GZIP_START: ".tar.gz"}.get(start, ".tar")
+        data = bytearray()
+        for path, size_bytes, pieces in read_archive(archive, suffix, self._limits):
+            if path.endswith("/") or is_hidden(path):
+                continue
+            if size_bytes > MAX_FILE_BYTES:
+                raise TooLarge(f"{quote_text(path)} in the archive exceeds {MAX_FILE_BYTES} bytes")
+            self._count_rows(1)
+            data += encode_file_line(path, OCTET_STREAM, size_bytes)
+            data += LINE_FEED
+            for piece in pieces:
+                data += piece
+                if len(data) >= READ_BYTES:
+                    yield bytes(data)
+                    data.clear()
+            data += LINE_FEED
+        yield bytes(data)
+
+
+def is_hidden(path: str) -> bool:
+    return any(segment.startswith(".") for segment in path.split("/"))
+
+
 def describe_file(headers: Mapping[str, str], size_bytes: int) -> bytes:
-    """Return the line of a file. Raises `MalformedRequest`."""
+    """Return the line of a part of a form. Raises `MalformedRequest`."""
     disposition, options = parse_header_parameters(headers.get("content-disposition", ""))
     if disposition != "form-data":
         raise MalformedRequest("a part of the multipart body has no name")
@@ -123,6 +202,10 @@ def describe_file(headers: Mapping[str, str], size_bytes: int) -> bytes:
     with suppress(UnicodeError):
         name = name.encode("latin-1").decode()
     content_type = headers.get("content-type", OCTET_STREAM if "filename" in options else TEXT)
+    return encode_file_line(name, content_type, size_bytes)
+
+
+def encode_file_line(name: str, content_type: str, size_bytes: int) -> bytes:
     if content_type == OCTET_STREAM:
         content_type = TYPES_BY_SUFFIX.get(PurePath(name).suffix.lower(), OCTET_STREAM)
     return orjson.dumps([name, content_type, size_bytes])
@@ -138,7 +221,7 @@ class RowReader:
         self._buffer = bytearray()
         self._number = 0
         content_type = next(value for name, value in job.headers if name == "content-type")
-        self._has_files = content_type.lower().startswith(MULTIPART)
+        self._has_files = parse_content_type(content_type)[0] in (MULTIPART, *ARCHIVE_TYPES)
 
     async def skip(self, count: int) -> None:
         for _ in range(count):

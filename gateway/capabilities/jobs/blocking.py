@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
 from gateway.capabilities.jobs.job import BODY_SUFFIX
@@ -109,6 +109,9 @@ class FolderFiles:
         with (self.folder / name).open("rb") as file:
             file.seek(start)
             return file.read(length)
+
+    def open_file(self, name: str) -> BinaryIO:
+        return (self.folder / name).open("rb")
 
     def delete(self, *names: str) -> None:
         for name in names:

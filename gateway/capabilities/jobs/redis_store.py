@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import secrets
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, BinaryIO, Final, TypeVar, cast
 
 from gateway.capabilities.jobs import redis_scripts
 from gateway.capabilities.jobs.blocking import BlockingCalls, FolderFiles
@@ -251,6 +252,14 @@ class RedisJobStore:
             return data
         command = ("GETRANGE", self._full_key(f"file:{file}"), start, start + length - 1)
         return await self._execute(READ_ACTION, *command, decode=bytes)
+
+    async def open_file(self, file: str) -> BinaryIO:
+        if self._files is not None:
+            return cast("BinaryIO", await self._files.open_file(file))
+        copy = tempfile.SpooledTemporaryFile(2 * MAX_BODY_BYTES)  # noqa: SIM115 - the caller closes it
+        copy.write(await self.read(file, 0, MAX_BODY_BYTES))
+        copy.seek(0)
+        return cast("BinaryIO", copy)
 
     async def delete_file(self, file: str) -> None:
         if self._files is not None:

@@ -30,7 +30,7 @@ class JobSettings(CapabilitySettings):
     max_jobs_bytes: int = Field(10 << 30, gt=0)
     """Maximum size of the bodies and results of all jobs; further jobs are 507."""
     max_batch_bytes: int = Field(1 << 30, gt=0)
-    """Maximum size of the body of a batch, as received and decompressed."""
+    """Maximum size of the body of a batch, as received and decompressed, and of the files in an archive."""
     max_batch_rows: int = Field(100_000, gt=0)
     """Maximum number of rows of a batch."""
     max_jobs_per_caller: int = Field(10_000, gt=0)

@@ -96,6 +96,7 @@ class SqliteJobs:
         self.append = self._files.append
         self.flush = self._files.flush
         self.read = self._files.read
+        self.open_file = self._files.open_file
         self.delete_file = self._files.delete
 
     def open(self) -> None:

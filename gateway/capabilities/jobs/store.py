@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from gateway.capabilities.jobs.job import Job, JobState
 
@@ -107,6 +107,9 @@ class JobStore(Protocol):
         """Make the file durable."""
 
     async def read(self, file: str, start: int, length: int) -> bytes: ...
+
+    async def open_file(self, file: str) -> BinaryIO:
+        """Return a file with the same content, to be read in a thread and closed."""
 
     async def delete_file(self, file: str) -> None: ...
 

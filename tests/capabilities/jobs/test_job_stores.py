@@ -66,6 +66,19 @@ async def add(store: JobStore, *names: str) -> None:
         await store.add(job, LIMITS)
 
 
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_body_can_be_opened_as_a_file(settings: JobSettings, has_folder: bool) -> None:
+    async def work(store: JobStore) -> None:
+        for piece in (b"12", b"3"):
+            await store.append("a.archive.body", piece)
+        with await store.open_file("a.archive.body") as file:
+            assert os.pread(file.fileno(), 10, 0) == file.read() == b"123"
+
+    if not has_folder:
+        settings = settings.model_copy(update={"jobs_folder": None})
+    run_with(settings, work)
+
+
 def test_callers_take_turns(settings: JobSettings) -> None:
     async def work(store: JobStore) -> None:
         await add(store, "a1", "a2", "a3", "a4", "b1", "b2")

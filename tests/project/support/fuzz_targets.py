@@ -16,17 +16,13 @@ from gateway.capabilities.grpc_api.reflection import MAX_REFLECTION_BYTES, Refle
 from gateway.capabilities.openai.text_vectors import parse_embeddings_request, parse_rerank_request
 from gateway.capabilities.tf_serving.bodies import parse_predict_body
 from gateway.capabilities.torchserve.forms import parse_prediction_body
-from gateway.capabilities.uploads.model_files.archives import (
-    PIECE_BYTES,
-    ArchiveLimits,
-    read_archive,
-)
 from gateway.capabilities.uploads.model_files.model_config import (
     check_data_config,
     parse_model_config,
 )
 from gateway.capabilities.uploads.model_files.onnx_file import is_onnx_file
 from gateway.capabilities.uploads.model_files.received_body import parse_sha256_digest
+from gateway.capacity.archives import PIECE_BYTES, ArchiveLimits, read_archive
 from gateway.errors import GatewayError
 from gateway.passthrough.sse import EventStreamScrubber
 from gateway.telemetry.exposition.families import InvalidExposition
@@ -169,7 +165,7 @@ def upload_targets() -> Iterator[Target]:
         with TemporaryFile() as file:
             file.write(data)
             file.flush()
-            for _, pieces in read_archive(file, suffix, ArchiveLimits(1 << 20, 100)):
+            for _, _, pieces in read_archive(file, suffix, ArchiveLimits(1 << 20, 100)):
                 for piece in pieces:
                     assert len(piece) <= PIECE_BYTES
 

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from gateway.capabilities.uploads.errors import RepositoryUnavailable
 from gateway.capabilities.uploads.model_files.bucket_url import BucketLocation
-from gateway.capabilities.uploads.model_files.entry_names import TEMPORARY_PREFIX
 from gateway.capabilities.uploads.model_files.staging import StagedFile
 from gateway.capabilities.uploads.model_files.store import FileContent
+from gateway.capacity.archives import TEMPORARY_PREFIX
 from gateway.messages import CommandError
 
 # Parts that are sent one after the other bound the memory of an upload. S3 accepts 10,000 parts of at least

@@ -13,8 +13,8 @@ from typing import Final
 
 from gateway.capabilities.uploads.model_files.bucket import Bucket, ObjectEntry
 from gateway.capabilities.uploads.model_files.bucket_lock import BucketLock
-from gateway.capabilities.uploads.model_files.entry_names import TEMPORARY_PREFIX
 from gateway.capabilities.uploads.model_files.staging import StagedFile
+from gateway.capacity.archives import TEMPORARY_PREFIX
 
 # Not a folder, because Triton takes each folder of a repository for a model. No model's name contains =.
 COPY_PREFIX: Final = f"{TEMPORARY_PREFIX}copy-"

@@ -19,7 +19,7 @@ import orjson
 
 from gateway.capabilities.uploads.errors import RepositoryUnavailable
 from gateway.capabilities.uploads.model_files.bucket import Bucket, ObjectChanged
-from gateway.capabilities.uploads.model_files.entry_names import TEMPORARY_PREFIX
+from gateway.capacity.archives import TEMPORARY_PREFIX
 from gateway.messages import quote_text
 from gateway.tasks import repeat
 

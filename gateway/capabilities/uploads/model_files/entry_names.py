@@ -8,22 +8,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from gateway.capabilities.uploads.errors import InvalidModelFile
-from gateway.errors import MalformedRequest
+from gateway.errors import MalformedRequest, TooLarge
 from gateway.messages import quote_text
 from gateway.names import normalize_version
 
 STORABLE_MODEL_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
-MAX_PATH_BYTES: Final = 1024
-MAX_SEGMENT_BYTES: Final = 200
-MAX_DEPTH: Final = 16
-# The names of temporary files and of files that were moved aside begin with this.
-TEMPORARY_PREFIX: Final = ".triton-gateway-"
 CONFIG_FILE: Final = "config.pbtxt"
 CONFIGS_FOLDER: Final = "configs"
 LABELS_SUFFIX: Final = ".txt"
-# Entries that archive programs add by themselves.
-IGNORED_FOLDER: Final = "__MACOSX"
-IGNORED_FILES: Final = (".DS_Store", "Thumbs.db")
+MAX_ARCHIVE_ENTRIES: Final = 10_000
 MAX_VERSION: Final = (1 << 63) - 1
 
 
@@ -48,32 +41,6 @@ def parse_version_number(version: str) -> int:
 
 def is_version_name(name: str) -> bool:
     return normalize_version(name) == name != "0"
-
-
-def clean_entry_name(name: str) -> str:
-    """Return the path of an archive's entry; empty for an entry to ignore. Raises `InvalidModelFile`."""
-    name = name.removeprefix("./").removesuffix("/")
-    segments = name.split("/")
-    if name in ("", ".") or segments[0] == IGNORED_FOLDER or segments[-1] in IGNORED_FILES:
-        return ""
-    if len(segments) > MAX_DEPTH or len(name.encode(errors="replace")) > MAX_PATH_BYTES:
-        raise InvalidModelFile("the archive contains a path that is too long")
-    if not all(map(is_safe_segment, segments)):
-        raise InvalidModelFile(
-            f"the archive contains {quote_text(name)}; paths must be relative, without .., \\ and "
-            "unprintable characters"
-        )
-    return name
-
-
-def is_safe_segment(segment: str) -> bool:
-    return (
-        segment not in ("", ".", "..")
-        and segment.isprintable()
-        and "\\" not in segment
-        and not segment.startswith(TEMPORARY_PREFIX)
-        and len(segment.encode(errors="replace")) <= MAX_SEGMENT_BYTES
-    )
 
 
 NEXT_VERSION: Final = 0  # the number that a version gets when it is published
@@ -111,6 +78,14 @@ def arrange_entries(names: Iterable[str]) -> dict[str, FolderEntry]:
     if max(versions.values(), default=0) > MAX_VERSION:
         raise InvalidModelFile("the archive contains a version whose number is too large")
     return {path: place_entry(path, versions) for path in paths if not path.endswith("/")}
+
+
+def collect_folders(path: str, folders: set[str]) -> None:
+    """Add the folders of an archive's entry to those of the entries before. Raises `TooLarge`."""
+    while (path := path.rpartition("/")[0]) and path not in folders:
+        folders.add(path)
+    if len(folders) > MAX_ARCHIVE_ENTRIES:
+        raise TooLarge(f"the archive contains more than {MAX_ARCHIVE_ENTRIES} folders")
 
 
 def check_distinct_paths(paths: Iterable[str]) -> None:

@@ -13,8 +13,8 @@ from typing import Final
 
 import orjson
 
-from gateway.capabilities.uploads.model_files.entry_names import TEMPORARY_PREFIX
 from gateway.capabilities.uploads.model_files.staging import FILE_MODE, FOLDER_MODE
+from gateway.capacity.archives import TEMPORARY_PREFIX
 
 JOURNAL_SUFFIX: Final = "-journal"
 MAX_SINGLE_SYNCS: Final = 32

@@ -19,11 +19,7 @@ from typing import BinaryIO, Final
 from zlib import crc32
 
 from gateway.capabilities.uploads.errors import RepositoryFull, RepositoryUnavailable
-from gateway.capabilities.uploads.model_files.entry_names import (
-    CONFIG_FILE,
-    TEMPORARY_PREFIX,
-    is_version_name,
-)
+from gateway.capabilities.uploads.model_files.entry_names import CONFIG_FILE, is_version_name
 from gateway.capabilities.uploads.model_files.folder_change import (
     FolderChange,
     is_temporary,
@@ -47,6 +43,7 @@ from gateway.capabilities.uploads.model_files.store import (
     hash_pieces,
     is_safe_path,
 )
+from gateway.capacity.archives import TEMPORARY_PREFIX
 from gateway.errors import Conflict, NotFound
 from gateway.messages import quote_text
 

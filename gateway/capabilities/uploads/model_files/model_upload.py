@@ -7,14 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from gateway.capabilities.uploads.errors import InvalidModelFile
-from gateway.capabilities.uploads.model_files.archives import ArchiveLimits, read_archive
 from gateway.capabilities.uploads.model_files.entry_names import (
     CONFIG_FILE,
     CONFIGS_FOLDER,
     LABELS_SUFFIX,
+    MAX_ARCHIVE_ENTRIES,
     NEXT_VERSION,
     arrange_entries,
     check_distinct_paths,
+    collect_folders,
 )
 from gateway.capabilities.uploads.model_files.kinds import (
     ARCHIVE_SUFFIXES,
@@ -46,6 +47,7 @@ from gateway.capabilities.uploads.model_files.received_body import (
     ReceivedFile,
 )
 from gateway.capabilities.uploads.model_files.staging import StagedFile, Staging
+from gateway.capacity.archives import ArchiveLimits, InvalidArchive, read_archive
 from gateway.errors import MalformedRequest
 from gateway.messages import join_names, quote_text
 
@@ -123,7 +125,10 @@ def build_upload(
     suffix = identify_archive(models)
     upload = ModelUpload(versions={NEXT_VERSION: {}})
     if suffix:
-        upload = extract_files(models[0].content, suffix, staging, rules=rules)
+        try:
+            upload = extract_files(models[0].content, suffix, staging, rules=rules)
+        except InvalidArchive as exc:
+            raise InvalidModelFile(exc.detail) from None
         if config is None and CONFIG_FILE in upload.shared_files:
             config = read_staged_config(upload.shared_files[CONFIG_FILE])
     builder = UploadBuilder(
@@ -164,9 +169,11 @@ def extract_files(
 ) -> ModelUpload:
     files: Files = {}
     names: list[str] = []
+    folders: set[str] = set()
     with archive.path.open("rb") as stream:
-        limits = ArchiveLimits(rules.max_bytes, check_open=staging.check_open)
-        for name, pieces in read_archive(stream, suffix, limits):
+        limits = ArchiveLimits(rules.max_bytes, MAX_ARCHIVE_ENTRIES, staging.check_open)
+        for name, _, pieces in read_archive(stream, suffix, limits):
+            collect_folders(name, folders)
             names.append(name)
             if name.endswith("/"):
                 continue

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from gateway.capabilities.uploads.model_files.entry_names import is_safe_segment
 from gateway.capabilities.uploads.model_files.staging import StagedFile, StagedWriter, Staging
+from gateway.capacity.archives import is_safe_segment
 from gateway.errors import MalformedRequest
 from gateway.messages import join_names, quote_text
 from gateway.tensors.media_type import parse_content_type, parse_header_parameters

@@ -14,9 +14,9 @@ from typing import Final, ParamSpec, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from gateway.capabilities.uploads.errors import RepositoryFull
-from gateway.capabilities.uploads.model_files.entry_names import is_safe_segment
 from gateway.capabilities.uploads.model_files.model_upload import ModelUpload
 from gateway.capabilities.uploads.model_files.staging import Staging, translate_os_errors
+from gateway.capacity.archives import is_safe_segment
 from gateway.errors import Overloaded
 
 P = ParamSpec("P")

@@ -1,4 +1,4 @@
-"""Readers of uploaded archives, ZIP and tar, from untrusted sources.
+"""Readers of archives, ZIP and tar, from untrusted sources.
 
 Entries are inflated in small pieces, and one limit bounds the inflated bytes of all entries: the sizes that
 the archive declares are not trusted. Only files and folders are accepted.
@@ -11,12 +11,10 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import BinaryIO, Final
+from dataclasses import dataclass
+from typing import BinaryIO, Final, NamedTuple
 
-from gateway.capabilities.uploads.errors import InvalidModelFile
-from gateway.capabilities.uploads.model_files.entry_names import clean_entry_name
-from gateway.errors import TooLarge
+from gateway.errors import MalformedRequest, TooLarge
 from gateway.messages import quote_text
 from gateway.tensors.zip_directory import (
     STORED,
@@ -31,7 +29,14 @@ from gateway.tensors.zip_directory import (
 PIECE_BYTES: Final = 256 << 10
 # zlib copies its unconsumed input at each step and member, so that larger chunks would cost more.
 INPUT_BYTES: Final = 16 << 10
-MAX_ARCHIVE_ENTRIES: Final = 10_000
+MAX_PATH_BYTES: Final = 1024
+MAX_SEGMENT_BYTES: Final = 200
+MAX_DEPTH: Final = 16
+# The names of the gateway's temporary files, and of files that were moved aside, begin with this.
+TEMPORARY_PREFIX: Final = ".triton-gateway-"
+# Entries that archive programs add by themselves.
+IGNORED_FOLDER: Final = "__MACOSX"
+IGNORED_FILES: Final = (".DS_Store", "Thumbs.db")
 # Of an entry's external attributes, the upper half of which is a Unix mode.
 UNIX_MODE_SHIFT: Final = 16
 FILE_TYPE_MASK: Final = 0o170000
@@ -57,28 +62,33 @@ Piece = bytes | memoryview
 Pieces = Iterator[Piece]
 
 
+class InvalidArchive(MalformedRequest):
+    """The archive is damaged, or contains what is not accepted."""
+
+
+class ArchivedFile(NamedTuple):
+    """A file of an archive, or a folder, whose path ends with /."""
+
+    path: str
+    size: int
+    pieces: Pieces
+
+
 @dataclass
 class ArchiveLimits:
     """The limits of an archive, which its entries use up."""
 
     max_bytes: int
-    max_entries: int = MAX_ARCHIVE_ENTRIES
+    max_entries: int
     check_open: Callable[[], object] = lambda: None  # raises when the work is of no use any longer
     used_bytes: int = 0
     used_entries: int = 0
-    _folders: set[str] = field(default_factory=set, init=False)
 
     def count_entry(self) -> None:
         self.check_open()
         self.used_entries += 1
         if self.used_entries > self.max_entries:
             raise TooLarge(f"the archive contains more than {self.max_entries} entries")
-
-    def count_folders(self, path: str) -> None:
-        while (path := path.rpartition("/")[0]) and path not in self._folders:
-            self._folders.add(path)
-        if len(self._folders) > self.max_entries:
-            raise TooLarge(f"the archive contains more than {self.max_entries} folders")
 
     def count_bytes(self, count: int) -> None:
         self.check_open()
@@ -87,22 +97,19 @@ class ArchiveLimits:
             raise TooLarge(f"the archive inflates to more than {self.max_bytes} bytes")
 
 
-def read_archive(
-    file: BinaryIO, suffix: str, limits: ArchiveLimits
-) -> Iterator[tuple[str, Pieces]]:
-    """Yield the path and the content of each entry; the path of a folder ends with /.
+def read_archive(file: BinaryIO, suffix: str, limits: ArchiveLimits) -> Iterator[ArchivedFile]:
+    """Yield the files and folders. The content of each must be read before the next one.
 
-    Each content must be read before the next entry. Raises `InvalidModelFile` or `TooLarge`.
+    Raises `InvalidArchive` or `TooLarge`.
     """
     is_zip = suffix == ".zip"
     is_gzip = suffix == ".tar.gz"
     with translate_archive_errors(limits):
         entries = read_zip(file, limits) if is_zip else read_tar(file, limits, is_gzip=is_gzip)
-        for name, pieces in entries:
+        for name, size, pieces in entries:
             if path := clean_entry_name(name):
                 path += "/" if name.endswith("/") else ""
-                limits.count_folders(path)
-                yield path, count_pieces(pieces, limits)
+                yield ArchivedFile(path, size, count_pieces(pieces, limits))
 
 
 @contextmanager
@@ -110,9 +117,9 @@ def translate_archive_errors(limits: ArchiveLimits) -> Iterator[None]:
     try:
         yield
     except DamagedArchive as exc:
-        raise InvalidModelFile(f"the archive is not valid: {exc}") from None
+        raise InvalidArchive(f"the archive is not valid: {exc}") from None
     except (EOFError, *ZIP_ERRORS):
-        raise InvalidModelFile(DAMAGED) from None
+        raise InvalidArchive(DAMAGED) from None
     except TooManyEntries:
         raise TooLarge(f"the archive contains more than {limits.max_entries} entries") from None
 
@@ -124,10 +131,36 @@ def count_pieces(pieces: Pieces, limits: ArchiveLimits) -> Pieces:
             yield piece
 
 
+def clean_entry_name(name: str) -> str:
+    """Return the path of an entry; empty for an entry to ignore. Raises `InvalidArchive`."""
+    name = name.removeprefix("./").removesuffix("/")
+    segments = name.split("/")
+    if name in ("", ".") or segments[0] == IGNORED_FOLDER or segments[-1] in IGNORED_FILES:
+        return ""
+    if len(segments) > MAX_DEPTH or len(name.encode(errors="replace")) > MAX_PATH_BYTES:
+        raise InvalidArchive("the archive contains a path that is too long")
+    if not all(map(is_safe_segment, segments)):
+        raise InvalidArchive(
+            f"the archive contains {quote_text(name)}; paths must be relative, without .., \\ and "
+            "unprintable characters"
+        )
+    return name
+
+
+def is_safe_segment(segment: str) -> bool:
+    return (
+        segment not in ("", ".", "..")
+        and segment.isprintable()
+        and "\\" not in segment
+        and not segment.startswith(TEMPORARY_PREFIX)
+        and len(segment.encode(errors="replace")) <= MAX_SEGMENT_BYTES
+    )
+
+
 # ZIP
 
 
-def read_zip(file: BinaryIO, limits: ArchiveLimits) -> Iterator[tuple[str, Pieces]]:
+def read_zip(file: BinaryIO, limits: ArchiveLimits) -> Iterator[tuple[str, int, Pieces]]:
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         data = memoryview(mapped)
         try:
@@ -139,8 +172,8 @@ def read_zip(file: BinaryIO, limits: ArchiveLimits) -> Iterator[tuple[str, Piece
         name = entry.decoded_name
         file_type = entry.attributes >> UNIX_MODE_SHIFT & FILE_TYPE_MASK
         if file_type not in ACCEPTED_FILE_TYPES:
-            raise InvalidModelFile(describe_special_entry(name))
-        yield name, read_zip_entry(file, entry, start)
+            raise InvalidArchive(describe_special_entry(name))
+        yield name, entry.size, read_zip_entry(file, entry, start)
 
 
 def read_zip_entry(file: BinaryIO, entry: ArchiveEntry, start: int) -> Pieces:
@@ -196,7 +229,7 @@ def inflate_pieces(compressed: Pieces, wbits: int) -> Pieces:
 
 def read_tar(
     file: BinaryIO, limits: ArchiveLimits, *, is_gzip: bool
-) -> Iterator[tuple[str, Pieces]]:
+) -> Iterator[tuple[str, int, Pieces]]:
     """Read the formats ustar, GNU and PAX, as far as they describe files and folders."""
     file.seek(0)
     raw = iter(lambda: file.read(INPUT_BYTES), b"")
@@ -225,14 +258,14 @@ def read_tar(
         size = int(extended.get("size", size))
         extended = {}
         if flag == FOLDER_FLAG and not size:
-            yield f"{name.removesuffix('/')}/", iter(())
+            yield f"{name.removesuffix('/')}/", 0, iter(())
         elif flag in REGULAR_FLAGS and not name.endswith("/"):
             pieces = reader.read_pieces(size)
-            yield name, pieces
+            yield name, size, pieces
             for rest in pieces:  # nobody has read them if the entry is ignored
                 limits.count_bytes(len(rest))
         else:
-            raise InvalidModelFile(describe_special_entry(name))
+            raise InvalidArchive(describe_special_entry(name))
         reader.skip_padding(size)
 
 
