@@ -20,10 +20,10 @@ class Limits:
     folders: int = 18
     modules: int = 18  # at the top
     files_in_folder: int = 24
-    core_files: int = 181
-    core_lines: int = 30_768
+    core_files: int = 182
+    core_lines: int = 31_111
     capability_lines: int = 3_957
-    lines: int = 58_351
+    lines: int = 58_783
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
+from gateway.client.batch_jobs import BatchOutcome, BatchReader, BatchRow, build_batch_request
 from gateway.client.batches import InferMany, InferOutcome, InferOutcomes, group_values, infer_batch
 from gateway.client.calls import (
     DEFAULT_RETRIES,
@@ -39,7 +40,7 @@ from gateway.client.calls import (
     parse_models_reply,
 )
 from gateway.client.connection import find_access
-from gateway.client.errors import GatewayError
+from gateway.client.errors import CONNECTION_LOST, TIMEOUT, GatewayError
 from gateway.client.models import ModelInfo
 from gateway.client.ordered import OrderedTasks
 from gateway.client.replies import Reply, ResponseDocument, decode_object
@@ -249,6 +250,34 @@ class AsyncClient:
 
     async def cancel_job(self, job: str) -> dict[str, Any]:
         return decode_object(await self._call(build_json_request("DELETE", build_job_path(job))))
+
+    async def submit_batch(
+        self,
+        model: str,
+        rows: Iterable[BatchRow] | AsyncIterable[BatchRow],
+        *,
+        callback_url: str = "",
+        timeout_s: float = OPERATION_TIMEOUT_S,
+    ) -> dict[str, Any]:
+        request = build_batch_request(model, rows, callback_url)
+        return decode_object(await self._call(request, timeout_s=timeout_s, retries=0))
+
+    async def batch_results(self, job: str) -> AsyncGenerator[BatchOutcome, None]:
+        path = build_job_path(job)
+        document = await self.request("GET", path)
+        info = await self._find_info(InferCall(document["model"]), self._start_attempts(None))
+        reader = BatchReader(job, info if self._uses_arrays else None)
+        while not reader.is_complete(document):
+            result = self.download(reader.start_connection(), timeout_s=JOB_REQUEST_TIMEOUT_S)
+            async with aclosing(result) as pieces:
+                try:
+                    async for data in pieces:
+                        for outcome in reader.feed(data):
+                            yield outcome
+                except GatewayError as exc:
+                    if exc.code not in (CONNECTION_LOST, TIMEOUT):
+                        raise
+            document = await self.request("GET", f"{path}?wait=1")
 
     async def model(self, name: str, version: str | int = "") -> ModelInfo:
         path = build_model_path(name, str(version))

@@ -24,7 +24,7 @@ from gateway.client.replies import (
 )
 from gateway.client.results import InferResult, parse_result
 from gateway.client.retries import Attempts
-from gateway.client.uploads import ModelSource, UploadContent
+from gateway.client.uploads import ModelSource, StreamedBody, UploadContent
 from gateway.media_types import JSON, NDJSON, NPZ
 
 DEFAULT_TIMEOUT_S: Final = 60.0
@@ -73,7 +73,7 @@ class ApiRequest:
     path: str
     query: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
-    body: Body | Form | UploadContent | None = None
+    body: Body | Form | StreamedBody | None = None
     is_repeatable: bool = True
     has_deadline: bool = False
 

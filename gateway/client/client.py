@@ -9,6 +9,7 @@ from contextlib import closing
 from datetime import datetime
 from typing import Any, BinaryIO, TypeVar
 
+from gateway.client.batch_jobs import BatchOutcome, BatchRow, build_batch_request
 from gateway.client.batches import InferMany, InferOutcome
 from gateway.client.calls import (
     DEFAULT_RETRIES,
@@ -147,7 +148,7 @@ class Client:
         one of its values, they are sent alone. Ending the iteration cancels the requests in progress. They
         run in a thread of their own, in which `values` is read as well.
         """
-        from gateway.client.threads import run_infer_many
+        from gateway.client.threads import iterate_async
 
         call = InferCall(
             model,
@@ -157,7 +158,7 @@ class Client:
             headers=headers or {},
         )
         many = InferMany(call, values, batch, concurrency, timeout_s)
-        return run_infer_many(self._create_async_options(), many)
+        return iterate_async(self._create_async_options(), lambda client: client.start_many(many))
 
     def stream(
         self,
@@ -245,6 +246,30 @@ class Client:
     def cancel_job(self, job: str) -> dict[str, Any]:
         """Cancel a job, or delete one that has ended; return its document."""
         return decode_object(self._call(build_json_request("DELETE", build_job_path(job))))
+
+    def submit_batch(
+        self,
+        model: str,
+        rows: Iterable[BatchRow],
+        *,
+        callback_url: str = "",
+        timeout_s: float = OPERATION_TIMEOUT_S,
+    ) -> dict[str, Any]:
+        """Submit many inferences as one job, and return the job's document.
+
+        A row is a `custom_id` of your choice and a value, as for `infer`. Rows are read while they are sent.
+        """
+        request = build_batch_request(model, rows, callback_url)
+        return decode_object(self._call(request, timeout_s=timeout_s, retries=0))
+
+    def batch_results(self, job: str) -> Generator[BatchOutcome, None, None]:
+        """Yield the `custom_id` of each row with its result or `GatewayError`, in order, as they end.
+
+        It continues after a lost connection. A `GatewayError` is raised at the end if the job is not done.
+        """
+        from gateway.client.threads import iterate_async
+
+        return iterate_async(self._create_async_options(), lambda client: client.batch_results(job))
 
     def model(self, name: str, version: str | int = "") -> ModelInfo:
         """Return the inputs, outputs and versions of a model."""

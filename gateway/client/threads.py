@@ -1,31 +1,38 @@
-"""An event loop in a thread, for the concurrent requests of the synchronous client."""
+"""An event loop in a thread, for the iterators of the synchronous client."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from typing import Any, Protocol, TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
 from gateway.client.async_client import AsyncClient
-from gateway.client.batches import InferMany, InferOutcome
+
+T_co = TypeVar("T_co", covariant=True)
 
 
-def run_infer_many(
-    client_options: Mapping[str, Any], many: InferMany
-) -> Generator[InferOutcome, None, None]:
-    """Yield the outcomes of many inferences. Ending the iteration cancels them and ends the thread."""
+class ClosableIterator(Protocol[T_co]):
+    def __anext__(self) -> Awaitable[T_co]: ...
+
+    def aclose(self) -> Awaitable[None]: ...
+
+
+def iterate_async(
+    client_options: Mapping[str, Any], start: Callable[[AsyncClient], ClosableIterator[T_co]]
+) -> Generator[T_co, None, None]:
+    """Yield what an iterator of a client yields. Ending the iteration closes it and ends the thread."""
     with (
         start_blocking_portal() as portal,
         portal.wrap_async_context_manager(AsyncClient(**client_options)) as client,
     ):
-        outcomes = client.start_many(many)
+        items = start(client)
         try:
             while True:
                 try:
-                    outcome = portal.call(outcomes.__anext__)
+                    item = portal.call(items.__anext__)
                 except StopAsyncIteration:
                     return
-                yield outcome
+                yield item
         finally:
-            portal.call(outcomes.aclose)
+            portal.call(items.aclose)

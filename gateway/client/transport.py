@@ -22,7 +22,7 @@ from gateway.client.errors import (
 )
 from gateway.client.replies import Reply, make_reply_error
 from gateway.client.retries import CONNECT_TIMEOUT_S, Attempts
-from gateway.client.uploads import UploadContent
+from gateway.client.uploads import StreamedBody
 from gateway.media_types import JSON
 
 MAX_IDLE_CONNECTIONS: Final = 100
@@ -155,7 +155,7 @@ class Transport:
     def open(self, request: ApiRequest, attempts: Attempts) -> OpenReply:
         """Return a successful response when its head has arrived. Raises `GatewayError` for any other."""
         body = request.body
-        upload = body.create_options() if isinstance(body, UploadContent) else {}
+        upload = body.create_options() if isinstance(body, StreamedBody) else {}
         sent = build_attempt(self._http, request, attempts, upload)
         with translate_errors(self._base_url):
             response = self._http.send(sent, stream=True)
@@ -204,7 +204,7 @@ class AsyncTransport:
 
     async def open(self, request: ApiRequest, attempts: Attempts) -> AsyncOpenReply:
         body = request.body
-        upload = body.create_async_options() if isinstance(body, UploadContent) else {}
+        upload = body.create_async_options() if isinstance(body, StreamedBody) else {}
         sent = build_attempt(self._http, request, attempts, upload)
         with translate_errors(self._base_url):
             response = await self._http.send(sent, stream=True)

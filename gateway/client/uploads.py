@@ -8,6 +8,7 @@ import hashlib
 import os
 import tarfile
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -46,8 +47,18 @@ class ModelSource:
         return name
 
 
+class StreamedBody(ABC):
+    """A body that is read while it is sent. The methods return the options of a request of httpx."""
+
+    @abstractmethod
+    def create_options(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def create_async_options(self) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True)
-class UploadContent:
+class UploadContent(StreamedBody):
     """The open files of an upload."""
 
     model: str

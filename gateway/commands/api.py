@@ -17,11 +17,16 @@ ACCESS_STATUSES = (401, 403)
 @contextmanager
 def connect(target: Target, timeout_s: float = COMMAND_TIMEOUT_S) -> Iterator[Client]:
     """Yield a client that repeats no requests. A `GatewayError` leaves the context as a `ClientError`."""
-    with target.create_client(timeout_s) as client:
-        try:
-            yield client
-        except GatewayError as exc:
-            raise make_command_error(exc) from None
+    with target.create_client(timeout_s) as client, report_gateway_errors():
+        yield client
+
+
+@contextmanager
+def report_gateway_errors() -> Iterator[None]:
+    try:
+        yield
+    except GatewayError as exc:
+        raise make_command_error(exc) from None
 
 
 def make_command_error(error: GatewayError) -> ClientError:

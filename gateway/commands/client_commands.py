@@ -54,7 +54,7 @@ TextsOption = Annotated[
         "triton-gateway infer MODEL 'some text'",
         "triton-gateway infer MODEL reviews.txt --lines --batch 8 --output out.csv",
         "triton-gateway infer MODEL --replay 2026-11-26T09.jsonl --version 2",
-        "triton-gateway infer MODEL scan.png --async",
+        "triton-gateway infer MODEL photos/ --async --output results.jsonl",
     ),
 )
 @add_flags(Target)
@@ -96,18 +96,28 @@ def infer(
 
     if flags.resume and (flags.output is None or flags.overwrite):
         raise UsageError("--resume requires --output FILE and excludes --overwrite")
-    if flags.callback and not flags.is_async:
-        raise UsageError("--callback requires --async")
-    if flags.is_async and (flags.output is not None or flags.batch > 1):
-        raise UsageError("--async submits a job for each input, and excludes --output and --batch")
-    if not (files or text):
+    check_job_flags(flags, has_inputs=bool(files or text))
+    if not (files or text or flags.job):
         raise UsageError("nothing to infer: pass files, a folder, - or --text")
     form = choose_format(flags)
     arguments = files or ()
     words = () if lines else tuple(filter(is_text, arguments))
     paths = find_input_files([each for each in arguments if each not in words], flags.output)
     inputs = InputSource((*(text or ()), *words), paths, lines)
+    if flags.is_async and version and inputs.total != 1:
+        raise UsageError("--async with several inputs runs the model's default version")
     raise SystemExit(run_infer(InferOptions(target, model, version, inputs, flags, form, words)))
+
+
+def check_job_flags(flags: InferFlags, *, has_inputs: bool) -> None:
+    if (flags.callback or flags.no_wait) and not flags.is_async:
+        raise UsageError("--callback and --no-wait require --async")
+    if (flags.is_async or flags.job) and flags.batch > 1:
+        raise UsageError("--batch excludes --async and --job")
+    if flags.no_wait and (flags.output is not None or flags.format):
+        raise UsageError("--no-wait writes no results, and excludes --output and --format")
+    if flags.job and (has_inputs or flags.is_async):
+        raise UsageError("--job writes the results of a job, and excludes inputs and --async")
 
 
 def choose_format(flags: InferFlags) -> OutputFormat:

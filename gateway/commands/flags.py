@@ -94,9 +94,18 @@ class InferFlags:
     )
     timeout: TimeoutOption = 60.0
     is_async: Annotated[
-        bool, typer.Option("--async", help="Submit each input as a job, and print the jobs' IDs.")
+        bool,
+        typer.Option(
+            "--async", help="Run all inputs as one job, which a lost connection does not end."
+        ),
+    ] = False
+    no_wait: Annotated[
+        bool, typer.Option("--no-wait", help="With --async: print the job's ID, and do not wait.")
     ] = False
     callback: Annotated[
-        str, typer.Option(metavar="URL", help="With --async: URL to call when a job has ended.")
+        str, typer.Option(metavar="URL", help="With --async: URL to call when the job has ended.")
+    ] = ""
+    job: Annotated[
+        str, typer.Option(metavar="JOB", help="Write the results of this job in place of inputs.")
     ] = ""
     help_all: HelpAllOption = False

@@ -1,4 +1,4 @@
-"""`triton-gateway infer`: batch inference with ordered records, resume and a summary."""
+"""`triton-gateway infer`: batch inference with ordered records, resume and a summary; also as a job."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Final, cast
+from typing import Any, Final, TypeAlias, cast
 
-import orjson
 import uvloop
 
-from gateway.client import GatewayError, ModelInfo, TensorInfo
+from gateway.client import AsyncClient, GatewayError, InferOutcome, ModelInfo, TensorInfo
+from gateway.client.calls import build_job_path
 from gateway.client.ordered import OrderedTasks
-from gateway.commands.api import connect, make_command_error
+from gateway.commands.api import connect, report_gateway_errors
 from gateway.commands.errors import ClientError, UsageError
 from gateway.commands.flags import InferFlags
 from gateway.commands.inputs import Input, InputSource
@@ -33,11 +33,15 @@ from gateway.commands.records import (
     TextWriter,
     resume_output,
 )
-from gateway.commands.requests import GroupInference, read_input
+from gateway.commands.requests import GroupInference, make_record, read_input
 from gateway.commands.target import Target
 from gateway.media_types import TEXT
-from gateway.messages import escape_unprintable, print_message
+from gateway.messages import print_message
 
+RecordGroups: TypeAlias = (
+    "OrderedTasks[list[Input], list[Record]] | AsyncGenerator[list[Record], None]"
+)
+JOB_TIMEOUT_S: Final = 86400.0
 MAX_LISTED_FAILURES: Final = 10
 STDOUT_DESCRIPTOR: Final = 1
 BROKEN_PIPE_STATUS: Final = 128 + signal.SIGPIPE
@@ -71,13 +75,11 @@ class InferStats:
     def done(self) -> int:
         return self.skipped + self.succeeded + self.failed
 
-    def add_record(self, record: Record) -> None:
-        if record.outputs is not None:
-            self.succeeded += 1
-            return
-        self.failed += 1
-        if len(self.failures) < MAX_LISTED_FAILURES:
-            self.failures.append(record)
+    def add_records(self, records: Sequence[Record]) -> None:
+        failures = [record for record in records if record.outputs is None]
+        self.succeeded += len(records) - len(failures)
+        self.failed += len(failures)
+        self.failures += failures[: MAX_LISTED_FAILURES - len(self.failures)]
 
     def summary(self) -> str:
         elapsed_s = max(time.monotonic() - self.started_at, 1e-9)
@@ -89,14 +91,16 @@ class InferStats:
 
 
 def run_infer(options: InferOptions) -> int:
+    job = options.flags.job
+    total = options.inputs.total
     with connect(options.target) as client:
         model = client.model(options.model, options.version)
+        if job:
+            total = client.request("GET", build_job_path(job))["progress"]["total"]
     if options.words and not takes_one_text(model):
         raise UsageError(
             f"no such file or folder: {options.words[0]}; the input of {options.model} is not a single text"
         )
-    if options.flags.is_async:
-        return asyncio.run(submit_inputs(options))
     check_batching(options, model)
     names = [output.name for output in model.outputs]
     output = options.flags.output
@@ -110,12 +114,14 @@ def run_infer(options: InferOptions) -> int:
     if options.flags.resume and output is not None and output.exists():
         done_counts = resume_output(output, writer)
     descriptor = open_output(options.flags)
+    run_type = JobRun if options.flags.is_async or job else InferRun
     gc.freeze()  # the imported modules stay; collecting over them costs 5 % of a run
     try:
-        run = InferRun(
+        run = run_type(
             options,
             writer,
             done_counts,
+            total,
             descriptor=descriptor,
             is_decoupled=model.is_decoupled,
         )
@@ -123,35 +129,6 @@ def run_infer(options: InferOptions) -> int:
     finally:
         if descriptor != STDOUT_DESCRIPTOR:
             os.close(descriptor)
-
-
-async def submit_inputs(options: InferOptions) -> int:
-    """Submit each input as a job, and print its ID. Raises `ClientError` if a job is not accepted."""
-    status = 0
-    async with options.target.create_async_client(
-        options.flags.timeout, options.flags.retries
-    ) as client:
-        async for input_ in options.inputs:
-            value = await read_input(input_)
-            if isinstance(value, GatewayError):
-                print_message(f"{input_.name}: {value}")
-                status = 1
-                continue
-            try:
-                job = await client.submit(
-                    options.model,
-                    value,
-                    version=options.version,
-                    callback_url=options.flags.callback,
-                )
-            except GatewayError as exc:
-                raise make_command_error(exc) from None
-            line = (
-                orjson.dumps(job).decode() if options.flags.json else f"{job['id']} {input_.name}"
-            )
-            sys.stdout.write(f"{escape_unprintable(line)}\n")
-            sys.stdout.flush()
-    return status
 
 
 def list_required_inputs(model: ModelInfo) -> list[TensorInfo]:
@@ -207,6 +184,7 @@ class InferRun:
         options: InferOptions,
         writer: RecordWriter,
         done_counts: Counter[str],
+        total: int | None,
         *,
         descriptor: int,
         is_decoupled: bool,
@@ -218,16 +196,12 @@ class InferRun:
         self.is_decoupled = is_decoupled
         self.received_signal = 0
         self.show_counts: Callable[[int, int], None] | None = None
-        self.stats = InferStats(options.inputs.total)
+        self.stats = InferStats(total)
 
     async def run(self) -> int:
         options = self.options
         client = options.target.create_async_client(options.flags.timeout, options.flags.retries)
-        inference = GroupInference(
-            client, options.model, options.version, is_decoupled=self.is_decoupled
-        )
-        groups = OrderedTasks(inference.infer, self._group_inputs(), options.flags.concurrency)
-        self._install_signal_handlers(groups)
+        groups = self.open_groups(client)
         try:
             async with AsyncExitStack() as stack:
                 await stack.enter_async_context(client)
@@ -243,18 +217,31 @@ class InferRun:
         except BrokenPipeError:
             return BROKEN_PIPE_STATUS
         except asyncio.CancelledError:
-            # The third signal cancels the run.
+            # The last signal cancels the run.
             if not self.received_signal:
                 raise
         except ClientError as exc:
-            raise type(exc)(f"{exc}; {self._describe_remaining()}") from exc
+            raise type(exc)(f"{exc}; {self.describe_remaining()}") from exc
         except OSError as exc:
             raise ClientError(f"the results cannot be written: {exc.strerror}") from exc
-        return self._report_outcome(client.retry_count)
+        return self.report_outcome(client.retry_count)
 
-    def _install_signal_handlers(self, groups: OrderedTasks[list[Input], list[Record]]) -> None:
-        """Stop at the first signal, cancel the requests at the second, and the writer at the third."""
-        steps = iter((groups.stop, groups.cancel))
+    def open_groups(self, client: AsyncClient) -> RecordGroups:
+        """Return the records of groups of inputs.
+
+        The first signal stops it, the second cancels the requests, and the third the writer.
+        """
+        options = self.options
+        inference = GroupInference(
+            client, options.model, options.version, is_decoupled=self.is_decoupled
+        )
+        groups = OrderedTasks(inference.infer, self.group_inputs(), options.flags.concurrency)
+        self.handle_signals(groups.stop, groups.cancel)
+        return groups
+
+    def handle_signals(self, *actions: Callable[[], None]) -> None:
+        """Take the next action at each signal, and cancel the run at the one after the last."""
+        steps = iter(actions)
         run = cast("asyncio.Task[int]", asyncio.current_task())
 
         def stop(number: int) -> None:
@@ -265,7 +252,7 @@ class InferRun:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop, number)
 
-    async def _group_inputs(self) -> AsyncIterator[list[Input]]:
+    async def group_inputs(self) -> AsyncIterator[list[Input]]:
         group: list[Input] = []
         async for input_ in self.options.inputs:
             if self.done_counts[input_.name]:
@@ -281,12 +268,11 @@ class InferRun:
 
     async def _write(self, records: list[Record]) -> None:
         await write_descriptor(self.descriptor, b"".join(map(self.writer.encode_record, records)))
-        for record in records:
-            self.stats.add_record(record)
+        self.stats.add_records(records)
         if self.show_counts is not None:
             self.show_counts(self.stats.done, self.stats.failed)
 
-    def _report_outcome(self, retry_count: int) -> int:
+    def report_outcome(self, retry_count: int) -> int:
         stats = self.stats
         retries = f"; {retry_count} retries" if retry_count else ""
         print_message(stats.summary() + retries)
@@ -295,14 +281,111 @@ class InferRun:
         if stats.failed > len(stats.failures):
             print_message(f"  and {stats.failed - len(stats.failures)} more")
         if self.received_signal:
-            print_message(f"interrupted: {self._describe_remaining()}")
+            print_message(f"interrupted: {self.describe_remaining()}")
             return 128 + self.received_signal
         return 1 if stats.failed else 0
 
-    def _describe_remaining(self) -> str:
+    def describe_remaining(self) -> str:
         message = "the remaining inputs were not sent"
         if self.stats.total is not None:
             message = f"{self.stats.total - self.stats.done} inputs remain"
         if self.options.flags.output is None:
             return f"{message} (only a run with --output FILE can be resumed)"
         return f"{message}; run the same command with --resume to continue"
+
+
+class JobRun(InferRun):
+    """A run that submits its inputs as one job, or continues with a job, and writes its result.
+
+    One input is a request, which may be larger than a row; several are a batch.
+    """
+
+    job = ""
+
+    @property
+    def is_request(self) -> bool:
+        return self.options.inputs.total == 1
+
+    def open_groups(self, client: AsyncClient) -> AsyncGenerator[list[Record], None]:
+        """Return the records of the job. The first signal ends the run; the job goes on."""
+        self.handle_signals()
+        return self._run_request(client) if self.is_request else self._run_batch(client)
+
+    async def _run_request(self, client: AsyncClient) -> AsyncGenerator[list[Record], None]:
+        options = self.options
+        async for (input_,) in self.group_inputs():
+            value = await read_input(input_)
+            outcome: InferOutcome = value
+            if not isinstance(value, GatewayError):
+                with report_gateway_errors():
+                    job = await client.submit(
+                        options.model,
+                        value,
+                        version=options.version,
+                        callback_url=options.flags.callback,
+                    )
+                self._show_job(job["id"])
+                if options.flags.no_wait:
+                    return
+                try:
+                    outcome = await client.job_result(self.job, JOB_TIMEOUT_S)
+                except GatewayError as exc:
+                    outcome = exc
+            yield [make_record(input_.name, outcome)]
+
+    async def _run_batch(self, client: AsyncClient) -> AsyncGenerator[list[Record], None]:
+        flags = self.options.flags
+        unreadable: list[Record] = []
+        with report_gateway_errors():
+            job_id = flags.job
+            if not job_id:
+                rows = self._read_rows(unreadable)
+                job = await client.submit_batch(
+                    self.options.model, rows, callback_url=flags.callback
+                )
+                job_id = job["id"]
+            self._show_job(job_id)
+            if flags.no_wait:
+                self.stats.add_records(unreadable)
+                return
+            yield unreadable
+            async for name, outcome in client.batch_results(job_id):
+                if self.done_counts[name]:
+                    self.done_counts[name] -= 1
+                    self.stats.skipped += 1
+                else:
+                    yield [make_record(name, outcome)]
+
+    async def _read_rows(self, unreadable: list[Record]) -> AsyncIterator[tuple[str, Any]]:
+        async for (input_,) in self.group_inputs():
+            value = await read_input(input_)
+            if isinstance(value, GatewayError):
+                unreadable.append(make_record(input_.name, value))
+            else:
+                yield input_.name, value
+
+    def _show_job(self, job: str) -> None:
+        self.job = job
+        if self.options.flags.no_wait:
+            sys.stdout.write(f"{job}\n")
+        else:
+            print_message(f"job {job}")
+
+    def report_outcome(self, retry_count: int) -> int:
+        if self.options.flags.no_wait and self.job and not self.stats.failed:
+            return 0
+        return super().report_outcome(retry_count)
+
+    def describe_remaining(self) -> str:
+        if not self.job:
+            return "no job was submitted"
+        command = f"jobs result {self.job}"
+        if not self.is_request:
+            file = self.options.flags.output
+            resume = "" if file is None else f" --output {file} --resume"
+            command = f"infer {self.options.model} --job {self.job}{resume}"
+        state = f"job {self.job} goes on; " if self.received_signal else ""
+        return (
+            f"{state}triton-gateway {command} writes its result, triton-gateway jobs cancel {self.job} "
+            "cancels or deletes it"
+        )

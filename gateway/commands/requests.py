@@ -39,7 +39,7 @@ class GroupInference:
         call = InferCall(self.model, version=self.version)
         outcomes = iter(await infer_batch(self._infer_one, call, readable))
         return [
-            make_record(input_, body if isinstance(body, GatewayError) else next(outcomes))
+            make_record(input_.name, body if isinstance(body, GatewayError) else next(outcomes))
             for input_, body in zip(group, bodies, strict=True)
         ]
 
@@ -77,10 +77,10 @@ def collect_results(results: Sequence[InferResult]) -> InferResult:
     return InferResult(outputs)
 
 
-def make_record(input_: Input, outcome: InferResult | GatewayError) -> Record:
+def make_record(name: str, outcome: InferResult | GatewayError) -> Record:
     if isinstance(outcome, InferResult):
-        return Record(input_.name, dict(outcome))
+        return Record(name, dict(outcome))
     if outcome.code == UNREACHABLE:
         raise make_command_error(outcome)
     code = "NO_ANSWER" if outcome.code in NO_RESPONSE_CODES else outcome.code
-    return Record(input_.name, error=translate_hints(str(outcome)), code=code)
+    return Record(name, error=translate_hints(str(outcome)), code=code)

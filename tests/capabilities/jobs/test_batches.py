@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import io
 import json
@@ -19,6 +20,7 @@ import httpx
 import numpy as np
 import pytest
 
+from gateway.client import AsyncClient, InferResult
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.capabilities.jobs.support import wait_for
 from tests.support import hostile_files as hostile
@@ -340,6 +342,27 @@ def test_cancelled_batch_keeps_the_rows_that_have_run(client: httpx.Client) -> N
     assert client.delete(f"/v1/jobs/{job}").json()["state"] == "cancelled"
     assert [row["row"] for row in read_rows(client, job)] == [1, 2]
     assert client.delete(f"/v1/jobs/{job}").is_success
+
+
+@pytest.mark.long
+def test_client_reads_on_after_a_killed_gateway(
+    client: httpx.Client, process: GatewayProcess
+) -> None:
+    rows = [(str(number), {"X": [pause_s]}) for number, pause_s in enumerate((0, 0, 3, 0))]
+
+    async def run() -> list[str]:
+        names = []
+        async with AsyncClient(process.url, arrays=False) as gateway:
+            job = await gateway.submit_batch("cancellable", rows)
+            async for name, outcome in gateway.batch_results(job["id"]):
+                assert isinstance(outcome, InferResult)
+                names.append(name)
+                if len(names) == 1:
+                    await asyncio.to_thread(process.kill)
+                    await asyncio.to_thread(process.start)
+        return names
+
+    assert asyncio.run(run()) == ["0", "1", "2", "3"]
 
 
 @pytest.mark.parametrize("number", [0, 1])

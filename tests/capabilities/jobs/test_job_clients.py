@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ import pytest
 from standardwebhooks.webhooks import Webhook
 
 from gateway.capabilities.jobs.callbacks import MAX_RUNNING_ATTEMPTS_PER_HOST
-from gateway.client import AsyncClient, Client, GatewayError
+from gateway.client import AsyncClient, Client, GatewayError, InferResult
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.http_client.webhooks import generate_secret
 from tests.capabilities.jobs.receiver import Received, Receiver, answer, receiving_in_thread
-from tests.support.gateway_forks import run_gateway
+from tests.support.gateway_forks import fork_gateway, run_gateway
 from tests.support.keys import ADMIN, BOTH, INFER, METRICS, bearer, entry, written
 from tests.support.model_zoo.zoo import Zoo
 from tests.support.servers import GatewayProcess
@@ -72,7 +73,7 @@ class Service:
 def service(
     zoo_triton: EmbeddedTriton, zoo_as_written: Zoo, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Service]:
-    zoo_as_written.load("vector_FP32", "single_BYTES")
+    zoo_as_written.load("vector_FP32", "single_BYTES", "cancellable")
     folder = tmp_path_factory.mktemp("callbacks")
     entries = [
         entry(INFER, "infer"),
@@ -173,25 +174,89 @@ def test_delivery_is_repeated_and_survives_a_restart(service: Service) -> None:
         Webhook(secret[0]).verify(received.body, received.headers)
 
 
-def test_commands_submit_await_and_cancel_jobs(service: Service, tmp_path: Path) -> None:
+def test_commands_submit_await_and_cancel_a_job(service: Service, tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(name)
-    lines = service.run(
-        *("infer", "single_BYTES", tmp_path, "--async", "--callback", service.receiver.url)
+    (job,) = service.run(
+        *("infer", "single_BYTES", tmp_path, "--async", "--no-wait"),
+        *("--callback", service.receiver.url),
     )
-    names = [line.rpartition("/")[2] for line in lines]
-    first, second = (line.partition(" ")[0] for line in lines)
-    assert names == ["a.txt", "b.txt"]
-    for job in (first, second):
-        assert service.run("jobs", "wait", job)[1].split()[1:3] == ["done", "single_BYTES"]
-    assert json.loads("".join(service.run("jobs", "get", first, "--json")))["state"] == "done"
+    assert service.run("jobs", "wait", job)[1].split()[1:5] == ["done", "single_BYTES", "2", "of"]
+    assert json.loads("".join(service.run("jobs", "get", job, "--json")))["state"] == "done"
     listed = json.loads("".join(service.run("jobs", "list", "--state", "done", "--json")))
-    assert {first, second} <= {each["id"] for each in listed}
-    assert json.loads("".join(service.run("jobs", "result", first)))["outputs"] == {"Y": "a"}
-    wait_until(lambda: service.list_received(second))
-    assert service.run("jobs", "cancel", second)[1].split()[1] == "done"
-    done = run_gateway("jobs", "wait", second, "--url", service.process.url, "--key", INFER)
+    assert job in {each["id"] for each in listed}
+    rows = [json.loads(line) for line in service.run("jobs", "result", job)]
+    assert [row["response"]["outputs"] for row in rows] == [{"Y": "a"}, {"Y": "b"}]
+    wait_until(lambda: service.list_received(job))
+    assert service.run("jobs", "cancel", job)[1].split()[1] == "done"
+    done = run_gateway("jobs", "wait", job, "--url", service.process.url, "--key", INFER)
     assert (done.returncode, "does not exist" in done.stderr) == (1, True)
+
+
+def test_folder_runs_as_one_job_with_the_records_of_infer(service: Service, tmp_path: Path) -> None:
+    (tmp_path / "0.txt").symlink_to(tmp_path / "nothing")  # cannot be read
+    (tmp_path / 'a "b" \\ c.txt').write_text("text")
+    (tmp_path / "b").write_bytes(b"\x93NUMPY no array")  # its type is found by its content
+    (tmp_path / "c.json").write_text('{"inputs": [1]}')
+    environment = {
+        **os.environ,
+        "TRITON_GATEWAY_URL": service.process.url,
+        "TRITON_GATEWAY_KEY": INFER,
+    }
+    arguments = ("infer", "single_BYTES", tmp_path)
+    direct = run_gateway(*arguments, environment=environment)
+    jobs = service.client.get("/v1/jobs", headers=bearer(INFER)).json()["jobs"]
+    batch = run_gateway(*arguments, "--async", environment=environment)
+    assert (batch.returncode, batch.stdout) == (1, direct.stdout), batch.stderr
+    assert len(direct.stdout.splitlines()) == 4
+    newest, *others = service.client.get("/v1/jobs", headers=bearer(INFER)).json()["jobs"]
+    assert (newest["progress"]["total"], others) == (3, jobs)
+    output = tmp_path / "results.jsonl"
+    goes_on = ("infer", "single_BYTES", "--job", newest["id"], "--output", output)
+    assert run_gateway(*goes_on, environment=environment).returncode == 1
+    records = output.read_text()
+    assert records.splitlines() == direct.stdout.splitlines()[1:]
+    output.write_text(records.splitlines()[0] + "\n")
+    resumed = run_gateway(*goes_on, "--resume", environment=environment)
+    assert (output.read_text(), "1 skipped" in resumed.stderr) == (records, True)
+
+
+def test_one_input_is_a_request_that_runs_as_a_job(service: Service) -> None:
+    infer = ("infer", "single_BYTES", "--text", "a", "--version", "1")
+    (record,) = service.run(*infer, "--async")
+    assert json.loads(record) == {"input": "text:1", "outputs": {"Y": "a"}}
+    (job,) = service.run(*infer, "--async", "--no-wait")
+    with Client(service.process.url, key=INFER) as client:
+        assert client.job_result(job).text == "a"
+
+
+def test_interrupted_command_leaves_its_job_running(service: Service, tmp_path: Path) -> None:
+    inputs = tmp_path / "inputs"
+    inputs.mkdir()
+    for name, value in (("a", '"fails"'), ("b", "[3600]")):
+        (inputs / f"{name}.json").write_text(f'{{"inputs": {value}}}')
+    output = tmp_path / "results.jsonl"
+    environment = {**os.environ, "TRITON_GATEWAY_URL": service.process.url}
+    arguments = ["infer", "cancellable", str(inputs), "--async", "--output", str(output)]
+    with (tmp_path / "stderr").open("w+") as stderr:
+        files = (os.open(os.devnull, os.O_RDONLY), stderr.fileno(), stderr.fileno())
+        process = fork_gateway([*arguments, "--key", INFER], environment, tmp_path, files)
+        with process.stdin:
+            wait_until(lambda: output.exists() and b"a.json" in output.read_bytes())
+            process.terminate()  # as Ctrl-C
+            status = process.wait(60)
+        stderr.seek(0)
+        message = stderr.read()
+    os.close(files[0])
+    job = message.split()[1]
+    assert status == 128 + signal.SIGTERM
+    assert f"--job {job} --output {output} --resume" in message
+    assert service.client.get(f"/v1/jobs/{job}", headers=bearer(INFER)).json()["state"] == "running"
+    service.client.delete(f"/v1/jobs/{job}", headers=bearer(INFER))
+    arguments = ["infer", "cancellable", "--job", job, "--key", INFER]
+    done = run_gateway(*arguments, environment=environment)
+    assert (done.returncode, f"job {job} is cancelled" in done.stderr) == (1, True), done.stderr
+    assert output.read_text().startswith(done.stdout)
 
 
 def test_command_verifies_a_callback(service: Service, tmp_path: Path) -> None:
@@ -226,11 +291,35 @@ def test_python_client_submits_waits_and_fetches(service: Service) -> None:
         assert caught.value.code == "JOB_NOT_FOUND"
 
 
+def test_python_client_submits_rows_and_reads_their_results(service: Service) -> None:
+    values = np.arange(4, dtype=np.float32).reshape(2, 2)
+    rows = [("array", values), ("by name", {"X": [[1.5]]}), ("wrong", "text")]
+    with Client(service.process.url, key=INFER) as client:
+        job = client.submit_batch("vector_FP32", rows, callback_url=service.receiver.url)
+        (first, array), (second, by_name), (third, error) = client.batch_results(job["id"])
+        assert (first, second, third) == ("array", "by name", "wrong")
+        assert isinstance(array, InferResult)
+        assert isinstance(by_name, InferResult)
+        np.testing.assert_array_equal(array["Y"], values)
+        assert by_name["Y"].tolist() == [[1.5]]
+        assert isinstance(error, GatewayError)
+        assert error.status == 422
+        wait_until(lambda: service.list_received(job["id"]))
+
+
 def test_asynchronous_client_submits_waits_and_fetches(service: Service) -> None:
+    async def read_rows() -> AsyncIterator[tuple[str, str]]:
+        yield "name", "a"
+
     async def run() -> None:
         async with AsyncClient(service.process.url, key=INFER) as client:
             job = await client.submit("single_BYTES", "text")
             assert (await client.job_result(job["id"])).text == "text"
             assert (await client.cancel_job(job["id"]))["state"] == "done"
+            batch = await client.submit_batch("single_BYTES", read_rows())
+            outcomes = [outcome async for _, outcome in client.batch_results(batch["id"])]
+            assert [dict(each) for each in outcomes if isinstance(each, InferResult)] == [
+                {"Y": "a"}
+            ]
 
     asyncio.run(run())
