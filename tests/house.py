@@ -22,7 +22,7 @@ class Limits:
     files_in_folder: int = 24
     core_files: int = 182
     core_lines: int = 31_111
-    capability_lines: int = 3_957
+    capability_lines: int = 3_854
     lines: int = 58_783
 
 
