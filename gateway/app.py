@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from gateway import __version__
 from gateway.access.auth import CORE_PATHS
 from gateway.capabilities.installed import INSTALLED, MODEL_KEYS, RULE_PARSERS
-from gateway.capability import Attachment, SignIn
+from gateway.capability import SignIn
 from gateway.components import build_components, run_services
 from gateway.draining import Drain
 from gateway.error_responses import ErrorSerializer, render_error
@@ -38,7 +38,7 @@ from gateway.routes import metrics as metrics_page
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.routes.openapi import ERROR_SCHEMA, SECURITY, SECURITY_SCHEMES
 from gateway.routes.repository import MANAGEMENT_ERROR_SCHEMA
-from gateway.services import Deferral, Services
+from gateway.services import Deferral, Recorder, Services
 from gateway.settings import Settings
 
 PREFLIGHT_MAX_AGE_S = 600
@@ -121,7 +121,7 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
-        async with run_services(settings, components, paths) as services:
+        async with run_services(settings, components, paths, recorder) as services:
             edge.services = app.state.services = services
             services.describers.extend(describers)
             if on_open is not None:
@@ -147,6 +147,7 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
     error_serializers: dict[str, ErrorSerializer] = {}
     paths = CORE_PATHS
     deferral: Deferral | None = None
+    recorder: Recorder | None = None
     for attachment in attachments:
         inference_routers += attachment.inference_routers
         routers += attachment.routers
@@ -154,6 +155,7 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
         app.sign_in = app.sign_in or attachment.sign_in
         error_serializers |= attachment.error_serializers
         deferral = attachment.deferral or deferral
+        recorder = attachment.recorder or recorder
         if attachment.paths is not None:
             paths |= attachment.paths
     app.paths = paths
@@ -164,15 +166,10 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
         app.router.routes.extend(router.routes)
     for exception in HANDLED_EXCEPTIONS:
         app.add_exception_handler(exception, render_error)
-    return add_middleware(edge, settings, attachments)
+    return add_cors(edge, settings)
 
 
-def add_middleware(
-    application: ASGIApp, settings: Settings, attachments: Iterable[Attachment]
-) -> ASGIApp:
-    for attachment in attachments:
-        if attachment.middleware is not None:
-            application = attachment.middleware(application)
+def add_cors(application: ASGIApp, settings: Settings) -> ASGIApp:
     if not settings.cors_origins:
         return application
     return CORSMiddleware(

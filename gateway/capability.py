@@ -17,7 +17,6 @@ from gateway.settings import CapabilitySettings, Settings
 # Commands import this module before they import the application, which takes a second.
 if TYPE_CHECKING:
     from fastapi import APIRouter
-    from starlette.types import ASGIApp
 
     from gateway.access.auth import PathRules
     from gateway.access.keys import RuleParsers
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from gateway.error_responses import ErrorSerializer
     from gateway.repository.models_file import KeyParsers
     from gateway.repository.state.tables import Table
-    from gateway.services import Deferral, ModelDescriber, Services
+    from gateway.services import Deferral, ModelDescriber, Recorder, Services
 
 CheckStatus = Literal["ok", "warning", "failed"]
 OK: Final = "ok"
@@ -103,10 +102,8 @@ class Attachment:
     # Their paths come first. A request without a query is passed to a handler without the framework, with the
     # services and the parameters of the path.
     inference_routers: Sequence[APIRouter] = ()
-    # Returns an application around the gateway's own, which it calls for each request over HTTP. Afterwards
-    # the scope has the `RequestInfo`.
-    middleware: Callable[[ASGIApp], ASGIApp] | None = None
     deferral: Deferral | None = None  # one capability has it
+    recorder: Recorder | None = None  # one capability has it
     sign_in: SignIn | None = None
 
 

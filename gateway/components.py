@@ -44,7 +44,7 @@ from gateway.repository.repository import Repository, build_repository
 from gateway.repository.resolver import ModelResolver
 from gateway.repository.state.desired import StateStore
 from gateway.repository.state.store import open_configured_store
-from gateway.services import Services
+from gateway.services import Recorder, Services
 from gateway.settings import Settings
 from gateway.tasks import repeat
 from gateway.telemetry import logs
@@ -235,7 +235,10 @@ def open_admission(
 
 @asynccontextmanager
 async def run_services(
-    settings: Settings, components: AppComponents, paths: PathRules = CORE_PATHS
+    settings: Settings,
+    components: AppComponents,
+    paths: PathRules = CORE_PATHS,
+    recorder: Recorder | None = None,
 ) -> AsyncIterator[Services]:
     """Run the services; they are closed in reverse order."""
     async with AsyncExitStack() as stack:
@@ -288,5 +291,6 @@ async def run_services(
             maintenance=maintenance,
             refusals=refusals,
             tracer=components.tracer,
+            recorder=recorder,
             management_headers=management_headers,
         )

@@ -35,7 +35,7 @@ from gateway.settings import Settings
 from gateway.settings.access import ModelUploads
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.refusals import RefusalLog
-from gateway.telemetry.request_info import RequestInfo
+from gateway.telemetry.request_info import RequestInfo, RequestScope
 from gateway.telemetry.tracing import Tracer
 from gateway.tensors.payload import PayloadLimits
 from gateway.tensors.schema import Schema
@@ -90,6 +90,7 @@ class Services:
     maintenance: Maintenance
     refusals: RefusalLog
     tracer: Tracer | None = None
+    recorder: Recorder | None = None
     management_headers: Headers = field(default_factory=list)  # open Triton's own management API
     describers: list[ModelDescriber] = field(default_factory=list)
     # Counts of inferences that wait outside of the admission, and for which the fleet is needed.
@@ -208,6 +209,32 @@ class Services:
         if not 0 < seconds < float("inf"):
             raise MalformedRequest("X-Request-Timeout must be a positive number of seconds")
         return min(seconds, self.settings.max_request_timeout_s)
+
+
+class RecordedBody(Protocol):
+    """The body of a request or a response, which passes in pieces."""
+
+    headers: Headers
+
+    async def add(self, data: bytes, *, is_last: bool = True) -> None: ...
+
+
+class Recording(Protocol):
+    @property
+    def request(self) -> RecordedBody: ...
+
+    @property
+    def response(self) -> RecordedBody: ...
+
+
+class Recorder(Protocol):
+    """Records requests and responses, over HTTP and gRPC."""
+
+    def start(self, scope: RequestScope) -> Recording | None:
+        """Return where the bodies of a request go, of which only the head is known."""
+
+    def end(self, scope: RequestScope, recording: Any, status: int) -> None:
+        """End a request, with what `start` returned."""
 
 
 class InternalRequest(NamedTuple):

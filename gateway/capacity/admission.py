@@ -317,8 +317,7 @@ class AdmissionQueue:
         room = self.max_waiting - queue.count_from(priority)
         of_model, of_caller = queue.count_like(model, info.caller_name, priority)
         if of_model >= room or of_caller >= CALLER_SHARE * room:
-            self._metrics.shed.labels("queue_full").inc()
-            self._metrics.queue_refusals.labels(priority.name).inc()
+            self._count_refusal("queue_full", priority)
             raise AdmissionQueueFull(
                 model,
                 self.running,
@@ -375,10 +374,13 @@ class AdmissionQueue:
     def _displace_newest_below(self, priority: Priority) -> None:
         waiter = self.queue.remove_newest_below(priority)
         if waiter is not None:
-            self._metrics.shed.labels("displaced").inc()
-            self._metrics.queue_refusals.labels(waiter.priority.name).inc()
+            self._count_refusal("displaced", waiter.priority)
             wait_s = self._departures.estimate_wait_s(waiter.model, self.queue.models)
             waiter.admitted.set_exception(DisplacedFromQueue(waiter, wait_s))
+
+    def _count_refusal(self, reason: str, priority: Priority) -> None:
+        self._metrics.shed.labels(reason).inc()
+        self._metrics.queue_refusals.labels(priority.name).inc()
 
     def count_requests(self, model: str) -> int:
         return self._running_by_model.get(model, 0) + self.queue.models.get(model, 0)
@@ -452,8 +454,7 @@ class AdmissionQueue:
         if not needed_s or perf_counter() + needed_s <= waiter.deadline:
             return False
         self.queue.refund(waiter)
-        self._metrics.shed.labels("deadline").inc()
-        self._metrics.queue_refusals.labels(waiter.priority.name).inc()
+        self._count_refusal("deadline", waiter.priority)
         waiter.admitted.set_exception(DeadlineTooNear(waiter, needed_s))
         return True
 

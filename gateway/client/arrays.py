@@ -81,6 +81,20 @@ def decode_npz(content: bytes, datatypes: Mapping[str, str]) -> dict[str, np.nda
     }
 
 
+def decode_tensor(data: bytes, datatype: str) -> np.ndarray:
+    """Return the elements of a binary tensor of Triton's API."""
+    if datatype != "BYTES":
+        array = np.frombuffer(data, np.uint16 if datatype == "BF16" else NUMPY_TYPES[datatype])
+        return widen_bf16(array) if datatype == "BF16" else array
+    elements = []
+    position = 0
+    while position < len(data):
+        start = position + 4
+        position = start + int.from_bytes(data[position:start], "little")
+        elements.append(data[start:position])
+    return np.array(elements, object)
+
+
 def widen_bf16(array: np.ndarray) -> np.ndarray:
     """Return numbers whose two bytes NumPy has no type for as FP32: they are its upper half."""
     return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)

@@ -15,8 +15,9 @@ import orjson
 import uvloop
 
 from gateway.client import GatewayError
-from gateway.client.bodies import Body
-from gateway.client.calls import ApiRequest
+from gateway.client.arrays import decode_tensor
+from gateway.client.bodies import Body, encode_document
+from gateway.client.calls import ApiRequest, build_model_path
 from gateway.client.errors import UNREACHABLE
 from gateway.client.ordered import OrderedTasks
 from gateway.client.retries import Attempts
@@ -28,12 +29,15 @@ from gateway.commands.inputs import report_unreadable
 from gateway.commands.pipes import write_descriptor
 from gateway.commands.samples import Document, parse_event
 from gateway.commands.target import Target
+from gateway.media_types import NDJSON
 from gateway.messages import escape_unprintable_json, print_message
 
 STDOUT_DESCRIPTOR: Final = 1
 ERROR_STATUS: Final = 400
 REQUEST_TYPE: Final = "org.kubeflow.serving.inference.request"
 MODEL_PATH: Final = re.compile(r"(/v[12]/models/[^/:]+)(?:/(?:versions|labels)/[^/:]+)?(?=[/:])")
+GRPC_SERVICE: Final = "/inference.GRPCInferenceService/"
+STREAM_METHOD: Final = f"{GRPC_SERVICE}ModelStreamInfer"
 # Headers of a request, by the attributes of its event.
 HEADERS: Final = {
     "contentencoding": "content-encoding",
@@ -85,7 +89,7 @@ class Replay:
                 if self._model and event["model"] != self._model:
                     continue
                 is_complete = event.keys().isdisjoint(("datalength", "redacted"))
-                if is_complete and (not self._version or MODEL_PATH.match(event["path"])):
+                if is_complete and (not self._version or MODEL_PATH.match(find_path(event))):
                     yield event
                 else:
                     self._counts["skipped"] += 1
@@ -106,14 +110,42 @@ class Replay:
         return {**record, "status": reply.status}
 
 
-def rebuild_request(sample: Document, version: str) -> ApiRequest:
+def find_path(sample: Document) -> str:
+    """Return the path of the request, or of what it is over HTTP."""
     path: str = sample["path"]
+    if not path.startswith(GRPC_SERVICE):
+        return path
+    model_path = build_model_path(sample["model"], sample.get("modelversion", ""))
+    # Over HTTP, Triton itself has no streams of requests.
+    return f"{model_path if path == STREAM_METHOD else model_path.replace('/v1/', '/v2/', 1)}/infer"
+
+
+def rebuild_request(sample: Document, version: str) -> ApiRequest:
+    path = find_path(sample)
     if version:
         path = MODEL_PATH.sub(rf"\1/versions/{quote(version, safe='')}", path, count=1)
     headers = {"x-no-sample": "replay"}
     headers |= {header: str(sample[name]) for name, header in HEADERS.items() if name in sample}
     body = Body(decode_data(sample), sample.get("datacontenttype", ""))
+    if sample["path"] == STREAM_METHOD:
+        headers = {"x-no-sample": "replay", "accept": NDJSON}
+        body = rebuild_inputs(body.content, int(sample["jsonlength"]))
     return ApiRequest("POST", path, headers=headers, body=body, has_deadline=True)
+
+
+def rebuild_inputs(data: bytes, json_length: int) -> Body:
+    """Return the inputs of a document with binary tensors as JSON for `/infer`, which also streams."""
+    document = orjson.loads(data[:json_length])
+    inputs = {}
+    start = json_length
+    for tensor in document["inputs"]:
+        end = start + tensor["parameters"]["binary_data_size"]
+        values = decode_tensor(data[start:end], tensor["datatype"])
+        inputs[tensor["name"]] = values.reshape(tensor["shape"]).tolist()
+        start = end
+    parameters = document["parameters"]
+    parameters.pop("binary_data_output", None)
+    return encode_document(inputs, parameters)
 
 
 def decode_data(sample: Document) -> bytes:

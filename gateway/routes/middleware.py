@@ -35,7 +35,7 @@ from gateway.errors import GatewayError, Unavailable
 from gateway.http_client.connection import Headers
 from gateway.passthrough.handler import pass_through
 from gateway.passthrough.rules import is_passthrough
-from gateway.services import INTERNAL_REQUEST, Deferral, Services
+from gateway.services import INTERNAL_REQUEST, Deferral, RecordedBody, Services
 from gateway.telemetry.logs import ACCESS_LOGGER, READING_METHODS, log_fields
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST, V1_ROUTE, V2_ROUTE
 from gateway.telemetry.refusals import REFUSED_STATUSES, RefusalKey
@@ -147,6 +147,11 @@ class GatewayMiddleware:
         in_flight = services.metrics.in_flight
         in_flight[route_group] += 1
         status = CLIENT_CLOSED_REQUEST
+        recorder = services.recorder if internal is None else None
+        recording = None if recorder is None else recorder.start(request_scope)
+        if recording is not None:
+            receive = record_received(recording.request, receive)
+            send = record_sent(recording.response, send)
         try:
             access = services.access
             caller = (
@@ -171,6 +176,8 @@ class GatewayMiddleware:
         finally:
             in_flight[route_group] -= 1
             self._end_request(services, request_scope, status, perf_counter() - started)
+            if recorder is not None:
+                recorder.end(request_scope, recording, status)
 
     def _end_request(
         self, services: Services, scope: RequestScope, status: int, duration_s: float
@@ -257,6 +264,29 @@ async def serve_inference(
         response = await render_error(request, exc)
     response.raw_headers.append(SANDBOX_HEADER)
     return await send_response(response, scope, receive, send)
+
+
+def record_received(body: RecordedBody, receive: Receive) -> Receive:
+    async def receive_recorded() -> Message:
+        message = await receive()
+        if message["type"] == "http.request":
+            is_last = not message.get("more_body", False)
+            await body.add(message.get("body", b""), is_last=is_last)
+        return message
+
+    return receive_recorded
+
+
+def record_sent(body: RecordedBody, send: Send) -> Send:
+    async def send_recorded(message: Message) -> None:
+        await send(message)
+        if message["type"] == "http.response.start":
+            body.headers = message["headers"]
+        else:
+            is_last = not message.get("more_body", False)
+            await body.add(message.get("body", b""), is_last=is_last)
+
+    return send_recorded
 
 
 def get_route(scope: Scope) -> str:

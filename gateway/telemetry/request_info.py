@@ -125,6 +125,7 @@ class RequestScope(TypedDict):
 
     method: str
     path: str
+    raw_path: bytes  # as it was sent
     scheme: str
     http_version: str
     headers: list[tuple[bytes, bytes]]

@@ -150,6 +150,7 @@ class IncomingCall:
         self.scope: RequestScope = {
             "method": access.http_method,
             "path": path,
+            "raw_path": path.encode(),
             "scheme": "grpc",
             "http_version": "2",
             "headers": headers,
@@ -167,6 +168,8 @@ class IncomingCall:
                 self.scope["certificate_expires_at"] = math.inf  # see `MAX_CONNECTION_AGE_MS`
         if services.tracer is not None and not access.is_public:
             info.trace = services.tracer.start_trace(access.http_method, headers)
+        recorder = services.recorder
+        self.recording = None if recorder is None else recorder.start(self.scope)
         services.metrics.in_flight[GRPC_ROUTE] += 1
 
     # The caller, and what it may do.
@@ -280,6 +283,8 @@ class IncomingCall:
         if message is grpc.aio.EOF:
             raise NoRequest
         self.count_message(cast(bytes, message))
+        if self.recording is not None:
+            await self.recording.request.add(cast(bytes, message))
         return cast(bytes, message)
 
     async def read_short_message(self, max_bytes: int) -> bytes:
@@ -382,6 +387,8 @@ class IncomingCall:
         info = self.info
         metrics = self.services.metrics
         release_resources(self.services, info)
+        if self.services.recorder is not None:
+            self.services.recorder.end(self.scope, self.recording, self._status)
         metrics.in_flight[GRPC_ROUTE] -= 1
         if self._client:
             self.environment.clients.remove(self._client)

@@ -55,10 +55,10 @@ def attach_samples(settings: Settings) -> Attachment | None:
     if not samples.samples:
         return None
     from gateway.capabilities.samples.delivery import EventQueue, EventSender
-    from gateway.capabilities.samples.recorder import SampledApplication
+    from gateway.capabilities.samples.recorder import SampleRecorder
     from gateway.capabilities.samples.sinks import FolderSink, HttpSink
 
-    application = SampledApplication(samples.sample_rate)
+    recorder = SampleRecorder(samples.sample_rate)
     address = urlsplit(samples.samples)
     folder_sink: FolderSink | None = None
     if address.scheme == "file":
@@ -82,9 +82,9 @@ def attach_samples(settings: Settings) -> Attachment | None:
         queue = EventQueue(services.metrics.create)
         sender = EventSender(queue, sink, services, frozenset(samples.samples_redact))
         await stack.enter_async_context(sender.run())
-        application.open(services, queue)
+        recorder.open(services, queue)
 
-    return Attachment(open=open_samples, middleware=application.wrap)
+    return Attachment(open=open_samples, recorder=recorder)
 
 
 CAPABILITY = Capability("samples", attach_samples, settings=SampleSettings)

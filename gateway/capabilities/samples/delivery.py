@@ -11,7 +11,14 @@ from typing import Final
 
 import anyio
 
-from gateway.capabilities.samples.events import REQUEST_TYPE, SampleEvent, can_have_error, redact
+from gateway.capabilities.samples.events import (
+    MAX_INLINE_BYTES,
+    REQUEST_TYPE,
+    SampleEvent,
+    can_have_error,
+    redact,
+)
+from gateway.capabilities.samples.grpc_messages import convert_message, is_message
 from gateway.capabilities.samples.sinks import EventsNotSent, FolderSink, HttpSink
 from gateway.errors import GatewayError
 from gateway.services import Services
@@ -43,14 +50,13 @@ class EventQueue:
         self.failed = create.counter(
             "gateway_sample_failures_total", "Attempts to send events of samples that failed."
         )
-        self._dropped = create.counter(
+        dropped = create.counter(
             "gateway_sample_events_dropped_total",
             f"Events of samples that were dropped, by reason: {', '.join(DROP_REASONS)}.",
             ("reason",),
         )
         # A series that exists from the start makes its first event visible to increase().
-        for reason in DROP_REASONS:
-            self._dropped.labels(reason)
+        self._dropped = {reason: dropped.labels(reason) for reason in DROP_REASONS}
         self._depth = create.level(
             "gateway_sample_queue_events", "Events of samples that the sink has not accepted yet."
         )
@@ -79,7 +85,7 @@ class EventQueue:
             self._events.put_nowait(event)
 
     def drop(self, count: int, reason: str = "queue_full") -> None:
-        self._dropped.labels(reason).inc(count)
+        self._dropped[reason].inc(count)
 
     @asynccontextmanager
     async def take(self, max_events: int) -> AsyncIterator[Sequence[SampleEvent]]:
@@ -134,23 +140,29 @@ class EventSender:
 
     async def _send_next(self) -> None:
         async with self._queue.take(self._sink.events_per_send) as events:
-            await self._send([await self._redact(event) for event in events])
+            await self._send([await self._prepare(event) for event in events])
         await asyncio.sleep(self._sink.interval_s)
 
-    async def _redact(self, event: SampleEvent) -> SampleEvent:
-        if not self._redacted:
-            return event
+    async def _prepare(self, event: SampleEvent) -> SampleEvent:
+        """Return an event without what must not be seen, and with a document in place of a gRPC message."""
         # Without a signature, the model can have all of these tensors.
         hidden = own = self._redacted
-        signature = await self._read_signature(str(event.attributes["model"]))
-        if signature is not None:
+        if hidden and (signature := await self._read_signature(str(event.attributes["model"]))):
             is_request = event.attributes["type"] == REQUEST_TYPE
             own = self._redacted.intersection(signature.inputs if is_request else signature.outputs)
             hidden = self._redacted.intersection((*signature.inputs, *signature.outputs))
         if hidden and can_have_error(event):
             # An error can quote a value, and a body that does not fit the model can have it anywhere.
             return event.without_data()
-        return await asyncio.to_thread(redact, event, own) if own else event
+        if is_message(event):
+            change = convert_message
+        elif own:
+            change = redact
+        else:
+            return event
+        if len(event.data) <= MAX_INLINE_BYTES:
+            return change(event, own)
+        return await asyncio.to_thread(change, event, own)
 
     async def _read_signature(self, model: str) -> Signature | None:
         """Return the signature of a model that is loaded: to read it would load another one."""

@@ -17,15 +17,17 @@ from gateway.media_types import EVENT_STREAM, NDJSON
 REQUEST_TYPE: Final = "org.kubeflow.serving.inference.request"
 RESPONSE_TYPE: Final = "org.kubeflow.serving.inference.response"
 CONTENT_TYPE: Final = "datacontenttype"
+CONTENT_TYPE_HEADER: Final = b"content-type"
+JSON_LENGTH: Final = "jsonlength"
 # Headers that an event contains, by the names of its attributes.
 KEPT_HEADERS: Final = {
-    b"content-type": CONTENT_TYPE,
+    CONTENT_TYPE_HEADER: CONTENT_TYPE,
     b"content-encoding": "contentencoding",
-    b"inference-header-content-length": "jsonlength",
+    b"inference-header-content-length": JSON_LENGTH,
     b"accept": "accept",
 }
 # With these, the data is more than JSON.
-ENCODINGS: Final = ("contentencoding", "jsonlength")
+ENCODINGS: Final = ("contentencoding", JSON_LENGTH)
 # Parts of the JSON of /v1 and TorchServe that have values by the names of tensors.
 NAMED_PARTS: Final = ("inputs", "outputs", "instances", "predictions")
 # Triton reads every body as JSON.
@@ -35,6 +37,8 @@ REDACTED: Final = {"redacted": "true"}
 MAX_HEADER_BYTES: Final = 256
 # The attributes of an event hold about this much memory.
 EVENT_BYTES: Final = 4096
+# More data is hashed and changed in a thread.
+MAX_INLINE_BYTES: Final = 64 << 10
 # Characters that a header has as they are (HTTP protocol binding, section 3.1.3.2).
 UNQUOTED: Final = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
 
@@ -65,7 +69,7 @@ def select_headers(headers: Headers) -> Iterator[tuple[str, str]]:
 def encode_event_headers(event: SampleEvent) -> Headers:
     """Return the headers of an event in binary mode."""
     return [
-        (b"content-type", str(value).encode("latin-1"))
+        (CONTENT_TYPE_HEADER, str(value).encode("latin-1"))
         if name == CONTENT_TYPE
         else (f"ce-{name}".encode(), quote(str(value), safe=UNQUOTED).encode())
         for name, value in event.attributes.items()

@@ -10,15 +10,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
+from tritonclient.grpc import service_pb2
 
-from tests.capabilities.samples.support.sink import HttpSink, http_sink
+from tests.capabilities.grpc_api.support.grpc_gateway import INFER as INFER_METHOD
+from tests.capabilities.grpc_api.support.grpc_gateway import STREAM, call_bytes
+from tests.capabilities.samples.support.sink import HttpSink, Received, http_sink
 from tests.support.gateway_forks import run_gateway
 from tests.support.keys import ADMIN, INFER, bearer, entry, written
 from tests.support.metrics import metric
 from tests.support.model_folders import write_model_folder
-from tests.support.servers import ROOT, Triton, gateway
+from tests.support.servers import ROOT, Triton, free_ports, gateway
 from tests.support.wait import wait_until
 
 # Returns its text, and the number of its characters. Version 2 fails for some texts.
@@ -55,8 +59,28 @@ output [
 ]
 instance_group [ { count: 1 kind: KIND_CPU } ]
 """
+# Returns its number as often as that says.
+COUNTING_SOURCE = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            count = pb_utils.get_input_tensor_by_name(request, "COUNT").as_numpy()
+            sender = request.get_response_sender()
+            for _ in range(int(count[0])):
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("NUMBER", count)]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+COUNTING_CONFIG = """
+backend: "python"
+input [ { name: "COUNT" data_type: TYPE_FP16 dims: [ 1 ] } ]
+output [ { name: "NUMBER" data_type: TYPE_FP16 dims: [ 1 ] } ]
+model_transaction_policy { decoupled: true }
+instance_group [ { count: 1 kind: KIND_CPU } ]
+"""
 NEVER = 'parameters { key: "gateway.sample_rate" value { string_value: "0" } }'
-MODEL = "echo"
+MODEL, COUNTING = "echo", "counting"
 V1, V2 = f"/v1/models/{MODEL}/infer", f"/v2/models/{MODEL}/versions/1/infer"
 MIB = 1 << 20
 METRICS_PAGE = ROOT / "docs/operate/metrics.md"
@@ -66,13 +90,48 @@ def v2_body(text: str) -> dict[str, Any]:
     return {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1], "data": [text]}]}
 
 
+def build_message(model: str, tensors: dict[str, tuple[str, bytes]], version: str = "") -> bytes:
+    """Return a ModelInferRequest with tensors of one element."""
+    request: Any = service_pb2.ModelInferRequest(model_name=model, model_version=version)
+    for name, (datatype, data) in tensors.items():
+        request.inputs.add(name=name, datatype=datatype, shape=[1])
+        request.raw_input_contents.append(data)
+    return bytes(request.SerializeToString())
+
+
+def encode_text(text: bytes) -> tuple[str, bytes]:
+    return "BYTES", len(text).to_bytes(4, "little") + text
+
+
+def call(port: int, request_id: str, message: bytes, **metadata: str) -> bytes:
+    """Call ModelInfer with the key of a caller. Raises `grpc.RpcError`."""
+    pairs = {"x-request-id": request_id, "authorization": f"Bearer {INFER}"}
+    pairs |= {name.replace("_", "-"): value for name, value in metadata.items()}
+    return call_bytes(f"127.0.0.1:{port}", INFER_METHOD, message, metadata=[*pairs.items()])
+
+
+def stream(port: int, request_id: str, message: bytes) -> list[Any]:
+    """Return the responses to one request of a stream."""
+    metadata = [("x-request-id", request_id), ("authorization", f"Bearer {INFER}")]
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        responses = channel.stream_stream(STREAM)(iter([message]), metadata=metadata, timeout=60)
+        return [service_pb2.ModelStreamInferResponse.FromString(each) for each in responses]
+
+
+def split_document(event: Received) -> tuple[dict[str, Any], bytes]:
+    """Return the JSON of a document, and the data of its tensors."""
+    length = int(event.attributes["jsonlength"])
+    return json.loads(event.data[:length]), event.data[length:]
+
+
 @pytest.fixture(scope="module")
 def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("models")
     for version in (1, 2):
         write_model_folder(folder / MODEL, CONFIG, {f"{version}/model.py": SOURCE})
     write_model_folder(folder / "private", CONFIG + NEVER, {"1/model.py": SOURCE})
-    with Triton(folder, MODEL, "private") as server:
+    write_model_folder(folder / COUNTING, COUNTING_CONFIG, {"1/model.py": COUNTING_SOURCE})
+    with Triton(folder, MODEL, "private", COUNTING) as server:
         server.wait()
         yield server.options.url
 
@@ -84,11 +143,17 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
+def grpc_port() -> int:
+    return free_ports(1)[0]
+
+
+@pytest.fixture(scope="module")
 def sampled(
-    triton: str, keys: str, tmp_path_factory: pytest.TempPathFactory
+    triton: str, keys: str, grpc_port: int, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[httpx.Client, HttpSink]]:
     """A gateway that samples all requests, and its sink."""
     settings = {"sample_rate": "1", "keys_file": keys, "samples_token": "sink-secret"}
+    settings["grpc_port"] = str(grpc_port)
     settings["jobs"] = f"sqlite://{tmp_path_factory.mktemp('jobs')}"
     with http_sink() as sink, gateway(triton, samples=sink.url, **settings) as (client, _):
         client.headers.update(bearer(INFER))
@@ -102,6 +167,7 @@ def start_sampling(client: httpx.Client) -> None:
     for model in (MODEL, "private"):
         wait_until(lambda: client.get(f"/v1/models/{model}").status_code == 200)  # noqa: B023
         client.post(f"/v1/models/{model}/infer", content=b"first").raise_for_status()
+    client.get(f"/v1/models/{COUNTING}").raise_for_status()
 
 
 def send(client: httpx.Client, request_id: str, path: str, **options: Any) -> httpx.Response:
@@ -193,6 +259,73 @@ def test_long_bodies_are_replaced_by_their_lengths_and_hashes(
         assert event.attributes["datasha256"] == hashlib.sha256(body).hexdigest()
 
 
+def test_call_over_grpc_is_recorded_as_it_is_over_http(
+    sampled: tuple[httpx.Client, HttpSink], grpc_port: int
+) -> None:
+    _, sink = sampled
+    message = build_message(MODEL, {"TEXT": encode_text(b"\xff")}, "1")
+    response = service_pb2.ModelInferResponse.FromString(call(grpc_port, "grpc", message))
+    wait_until(lambda: len(sink.find("grpc")) == 2)
+    request, answer = sink.find("grpc")
+    expected = {"model": MODEL, "modelversion": "1", "statuscode": "200", "caller": "shop"}
+    for event in (request, answer):
+        assert event.attributes.items() >= {**expected, "path": INFER_METHOD}.items()
+        assert event.headers["content-type"] == "application/octet-stream"
+        assert INFER not in str(event)
+    document, data = split_document(request)
+    tensor = {"name": "TEXT", "datatype": "BYTES", "shape": [1]}
+    assert document["inputs"] == [{**tensor, "parameters": {"binary_data_size": 5}}]
+    assert data == b"\x01\x00\x00\x00\xff"
+    document, data = split_document(answer)
+    assert [each["name"] for each in document["outputs"]] == ["ECHO", "LENGTH"]
+    assert data == b"".join(response.raw_output_contents)
+
+
+def test_responses_of_a_stream_are_one_document(
+    sampled: tuple[httpx.Client, HttpSink], grpc_port: int
+) -> None:
+    _, sink = sampled
+    three = b"\x00\x42"
+    assert len(stream(grpc_port, "", build_message(COUNTING, {"COUNT": ("FP16", three)}))) == 3
+    wait_until(lambda: len(find_by_path(sink, STREAM)) == 2)
+    request, answer = find_by_path(sink, STREAM)
+    assert request.attributes["id"] == answer.attributes["id"]
+    assert split_document(request)[1] == three
+    document, data = split_document(answer)
+    assert [each["name"] for each in document["outputs"]] == 3 * ["NUMBER"]
+    assert data == 3 * three
+
+
+def find_by_path(sink: HttpSink, path: str) -> list[Received]:
+    events = [event for event in list(sink.events) if event.attributes["path"] == path]
+    return sorted(events, key=lambda event: not event.is_request)
+
+
+def test_calls_over_grpc_have_the_limits_of_requests_over_http(
+    sampled: tuple[httpx.Client, HttpSink], grpc_port: int
+) -> None:
+    _, sink = sampled
+    call(grpc_port, "grpc-out", build_message(MODEL, {"TEXT": encode_text(b"a")}), x_no_sample="")
+    call(grpc_port, "grpc-private", build_message("private", {"TEXT": encode_text(b"a")}))
+    for request_id, arguments in {"grpc-old": {"TEXT": b"old"}, "grpc-unfit": {"X": b""}}.items():
+        tensors = {name: encode_text(text) for name, text in arguments.items()}
+        with pytest.raises(grpc.RpcError):
+            call(grpc_port, request_id, build_message(MODEL, tensors))
+    large = build_message(MODEL, {"TEXT": encode_text(b"a" * 2 * MIB)})
+    call(grpc_port, "grpc-large", large)
+    wait_until(lambda: len(sink.find("grpc-large")) == 2)
+    wait_until(lambda: len(sink.find("grpc-old")) == 2)
+    error = json.loads(sink.find("grpc-old")[1].data)
+    assert "too old" in error["error"]
+    assert error["request_id"] == "grpc-old"
+    request, _ = sink.find("grpc-large")
+    assert request.data == b""
+    assert request.attributes["datalength"] == str(len(large))
+    assert request.attributes["datasha256"] == hashlib.sha256(large).hexdigest()
+    sampled_ids = {event.attributes["requestid"] for event in sink.events}
+    assert sampled_ids.isdisjoint({"grpc-out", "grpc-private"})
+
+
 @pytest.mark.fault("the sink of samples stops, is slow or refuses them")
 def test_sink_that_stops_costs_bounded_memory_and_no_request(triton: str) -> None:
     with http_sink() as sink, gateway(triton, samples=sink.url, sample_rate="1") as (client, _):
@@ -254,6 +387,8 @@ def sort_events(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 def test_values_of_named_tensors_are_left_out(triton: str, tmp_path: Path) -> None:
     settings = {"samples": f"file://{tmp_path}", "samples_redact": "SECRET,ECHO,ELSEWHERE"}
+    (port,) = free_ports(1)
+    settings["grpc_port"] = str(port)
     with gateway(triton, sample_rate="1", **settings) as (client, _):
         start_sampling(client)
         both = {"TEXT": "seen", "SECRET": "hidden"}
@@ -266,12 +401,19 @@ def test_values_of_named_tensors_are_left_out(triton: str, tmp_path: Path) -> No
         send(client, "triton", V2, json={"inputs": tensors}).raise_for_status()
         failed = send(client, "failed", V1, json={"inputs": {**both, "hidden": "hidden"}})
         assert failed.status_code == 422
-        wait_until(lambda: ("failed", "response") in sort_events(tmp_path))
+        tensors_over_grpc = {name: encode_text(text.encode()) for name, text in both.items()}
+        call(port, "grpc", build_message(MODEL, tensors_over_grpc))
+        wait_until(lambda: ("grpc", "response") in sort_events(tmp_path))
     events = sort_events(tmp_path)
     assert events["named", "request"]["data"] == {"inputs": {"TEXT": "seen", "SECRET": None}}
     assert events["named", "response"]["data"]["outputs"] == {"ECHO": None, "LENGTH": [4]}
     shown = [tensor["data"] for tensor in events["triton", "request"]["data"]["inputs"]]
     assert shown == [["seen"], None]
+    for side, hidden in (("request", "SECRET"), ("response", "ECHO")):
+        assert events["grpc", side]["redacted"] == "true"
+        assert f'"{hidden}","parameters":{{}},' in events["grpc", side]["data"]
+    assert "seen" in events["grpc", "request"]["data"]
+    assert "seen" not in events["grpc", "response"]["data"]
     for key in (("unnamed", "request"), ("failed", "request"), ("failed", "response")):
         assert events[key]["redacted"] == "true"
         assert events[key].keys().isdisjoint(("data", "data_base64", "datasha256"))
@@ -307,9 +449,12 @@ def test_folder_keeps_files_by_hour_until_they_are_old_or_erased(
 
 
 def test_samples_are_sent_again_to_another_version(triton: str, tmp_path: Path) -> None:
-    settings = {"samples": f"file://{tmp_path}", "sample_rate": "1"}
+    (port,) = free_ports(1)
+    settings = {"samples": f"file://{tmp_path}", "sample_rate": "1", "grpc_port": str(port)}
     with gateway(triton, **settings) as (client, _):
         start_sampling(client)
+        call(port, "grpc", build_message(MODEL, {"TEXT": encode_text(b"old")}, "1"))
+        stream(port, "stream", build_message(COUNTING, {"COUNT": ("FP16", b"\x00\x42")}))
         send(client, "text", V2, json=v2_body("new")).raise_for_status()
         old = f"/v1/models/{MODEL}/versions/1/infer"
         send(client, "old", old, json={"inputs": {"TEXT": "old"}}).raise_for_status()
@@ -324,9 +469,9 @@ def test_samples_are_sent_again_to_another_version(triton: str, tmp_path: Path) 
         same = run_gateway(*arguments, environment=environment)
         other = run_gateway(*arguments, "--version", "2", environment=environment)
         stats = client.get(f"/v2/models/{MODEL}/versions/2/stats").json()["model_stats"][0]
-    assert "3 succeeded, 1 failed, of which 0 had not failed before; 1 skipped" in same.stderr
+    assert "5 succeeded, 1 failed, of which 0 had not failed before; 1 skipped" in same.stderr
     statuses = [json.loads(line)["status"] for line in same.stdout.splitlines()]
-    assert statuses == [200, 200, 200, 422]
+    assert statuses == [200, 200, 200, 200, 200, 422]
     assert (same.returncode, other.returncode) == (1, 1)
-    assert "2 succeeded, 2 failed, of which 1 had not failed before; 1 skipped" in other.stderr
+    assert "2 succeeded, 4 failed, of which 3 had not failed before; 1 skipped" in other.stderr
     assert stats["inference_count"] > 0

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
+from tritonclient.grpc import service_pb2
 
 from gateway.capabilities.samples.capability import SampleSettings
 from gateway.capabilities.samples.delivery import EventQueue
@@ -17,7 +19,14 @@ from gateway.capabilities.samples.events import (
     encode_line,
     redact,
 )
-from gateway.capabilities.samples.recorder import RecordedBody
+from gateway.capabilities.samples.grpc_messages import (
+    REQUEST_MESSAGE,
+    build_message_headers,
+    convert_message,
+    is_message,
+)
+from gateway.capabilities.samples.recorder import SampledBody
+from gateway.client.bodies import Body
 from gateway.commands.replay import decode_data, rebuild_request
 from gateway.messages import CommandError
 from gateway.settings import read_settings
@@ -87,11 +96,11 @@ def test_answers_that_can_have_an_error_are_known(
 
 async def test_pieces_of_a_body_count_with_their_own_memory() -> None:
     queue = EventQueue(MetricFactory(CollectorRegistry()), max_bytes=10_000)
-    body = RecordedBody(queue, [])
+    body = SampledBody(queue, [])
     for _ in range(100):
-        await body.add({"body": b"ab", "more_body": True})
+        await body.add(b"ab", is_last=False)
     assert not queue.reserve(10_000 - 100 * 60)
-    await body.add({"body": b"ab"})
+    await body.add(b"ab")
     event = body.build_event({})
     assert event.data == b"ab" * 101
     assert queue.reserve(10_000 - len(event.data))
@@ -103,6 +112,82 @@ def test_data_that_is_more_than_json_is_left_out(attribute: str) -> None:
     event = SampleEvent(attributes, b'{"inputs": {"ssn": 1, "age": 2}}')
     assert redact(event, NAMES).data == b""
     assert "datasha256" not in redact(event, NAMES).attributes
+
+
+def build_grpc_event(data: bytes, **attributes: str) -> SampleEvent:
+    content_type = build_message_headers(REQUEST_MESSAGE)[0][1].decode()
+    return SampleEvent({"datacontenttype": content_type, **attributes}, data)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "field", "values", "expected"),
+    [
+        ("BF16", "fp32_contents", [1.0, 2.0], b"\x80\x3f\x00\x40"),
+        ("UINT8", "uint_contents", [1, 255], b"\x01\xff"),
+        ("INT64", "int64_contents", [-1] * 5000, b"\xff" * 40_000),
+        ("BYTES", "bytes_contents", [b"a", b""], b"\x01\x00\x00\x00a\x00\x00\x00\x00"),
+    ],
+)
+def test_contents_of_a_tensor_over_grpc_become_binary_data(
+    datatype: str, field: str, values: list[Any], expected: bytes
+) -> None:
+    request: Any = service_pb2.ModelInferRequest()
+    tensor = request.inputs.add(name="X", datatype=datatype, shape=[len(values)])
+    getattr(tensor.contents, field).extend(values)
+    event = convert_message(build_grpc_event(request.SerializeToString()), frozenset())
+    length = int(event.attributes["jsonlength"])
+    assert json.loads(event.data[:length])["inputs"][0]["shape"] == [len(values)]
+    assert event.data[length:] == expected
+
+
+def test_message_that_cannot_be_read_is_left_out() -> None:
+    too_large: Any = service_pb2.ModelInferRequest()
+    tensor = too_large.inputs.add(name="X", datatype="UINT8", shape=[1])
+    tensor.contents.int_contents.append(-1)
+    for data in (b"\xff", too_large.SerializeToString()):
+        assert convert_message(build_grpc_event(data), frozenset()).data == b""
+
+
+def test_type_that_a_client_sends_over_http_makes_no_message() -> None:
+    assert is_message(build_grpc_event(b"", path="/inference.GRPCInferenceService/ModelInfer"))
+    assert not is_message(build_grpc_event(b"", path="/v2/models/m/infer"))
+
+
+def test_long_message_has_no_hash_if_it_has_values_to_hide() -> None:
+    event = build_grpc_event(b"", datalength="2000000", datasha256="0")
+    assert convert_message(event, frozenset()) == event
+    assert "datasha256" not in convert_message(event, frozenset(["X"])).attributes
+
+
+@pytest.mark.parametrize(
+    ("datatype", "data", "expected"),
+    [
+        ("FP16", np.array([1, 0.5], np.float16).tobytes(), [[1.0, 0.5]]),
+        ("BF16", b"\x80\x3f\x00\x40", [[1.0, 2.0]]),
+        ("BYTES", b"\x01\x00\x00\x00a\x00\x00\x00\x00", [[{"b64": "YQ=="}, {"b64": ""}]]),
+    ],
+)
+def test_request_of_a_stream_is_sent_again_as_json(
+    datatype: str, data: bytes, expected: list[Any]
+) -> None:
+    request: Any = service_pb2.ModelInferRequest(raw_input_contents=[data])
+    request.inputs.add(name="X", datatype=datatype, shape=[1, 2])
+    request.parameters["top_k"].int64_param = 5
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    path = "/inference.GRPCInferenceService/ModelStreamInfer"
+    sampled = build_grpc_event(request.SerializeToString(), path=path, model="m", modelversion="2")
+    line = json.loads(encode_line(convert_message(sampled, frozenset())))
+    rebuilt = rebuild_request(line, "")
+    assert (rebuilt.path, rebuilt.headers["accept"]) == (
+        "/v1/models/m/versions/2/infer",
+        "application/x-ndjson",
+    )
+    assert isinstance(rebuilt.body, Body)
+    assert json.loads(rebuilt.body.content) == {
+        "inputs": {"X": expected},
+        "parameters": {"top_k": 5},
+    }
+    assert rebuild_request(line, "3").path == "/v1/models/m/versions/3/infer"
 
 
 def test_headers_have_attributes_in_ascii() -> None:
