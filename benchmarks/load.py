@@ -31,6 +31,12 @@ end
 """
 
 
+# A connection waits a random time before each request, so that they do not send all at once.
+PAUSE = """
+delay = function()
+    return math.random(0, %d)
+end
+"""
 LONGER = (1, 4, 16)  # times the seconds, on a machine that is busy with something else
 
 
@@ -90,18 +96,31 @@ class Peak:
 
 
 def measure(
-    url: str, request: Request, server: psutil.Process, connections: int, seconds: float
+    url: str,
+    request: Request,
+    server: psutil.Process,
+    connections: int,
+    seconds: float,
+    max_pause_ms: int = 0,
 ) -> Measured:
     """Measure a server, for longer if no request ends. Raises `RuntimeError` if any request fails."""
     for factor in LONGER:
-        measured = measure_once(url, request, server, connections, factor * seconds)
+        measured = measure_once(
+            url, request, server, connections, factor * seconds, max_pause_ms=max_pause_ms
+        )
         if measured is not None:
             return measured
     raise RuntimeError(f"{url}: no request ended in {LONGER[-1] * seconds:g} s")
 
 
 def measure_once(
-    url: str, request: Request, server: psutil.Process, connections: int, seconds: float
+    url: str,
+    request: Request,
+    server: psutil.Process,
+    connections: int,
+    seconds: float,
+    *,
+    max_pause_ms: int,
 ) -> Measured | None:
     """Measure a server. Return None if no request ended; raises `RuntimeError` if any failed."""
     wrk = shutil.which("wrk") or sys.exit(
@@ -113,7 +132,8 @@ def measure_once(
         headers = ", ".join(
             f"[{json.dumps(k)}]={json.dumps(v)}" for k, v in request.headers.items()
         )
-        script.write_text(SCRIPT % (json.dumps(str(body)), headers))
+        pause = PAUSE % max_pause_ms if max_pause_ms else ""
+        script.write_text(SCRIPT % (json.dumps(str(body)), headers) + pause)
         cpu_before_s, idle_mib = cpu_s(server), memory_mib(server)
         command = [wrk, "-t1", f"-c{connections}", f"-d{seconds:g}s", "--timeout", "30s"]
         with Peak(server) as peak:

@@ -94,7 +94,9 @@ def format_idle(measured: MeasuredRun) -> str:
 
 
 def format_page(measured: MeasuredRun) -> str:
-    judged = verdicts.format_verdicts(measured.ratios, [row.suite for row in verdicts.ROWS])
+    # A row that is new is shown after the next run.
+    suites = [row.suite for row in verdicts.ROWS if row.name in measured.ratios]
+    judged = verdicts.format_verdicts(measured.ratios, suites)
     _, *table = judged
     loads = [name for name in measured.tables if name.startswith(LATENCY)]
     return TEMPLATE.read_text().format(

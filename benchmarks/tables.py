@@ -22,6 +22,7 @@ class Target:
     process: psutil.Process
     request: Request
     beside: str = ""  # a shell command that runs during the measurement
+    max_pause_ms: int = 0  # of a connection between two requests
 
 
 Rounds = Mapping[str, Sequence[Measured]]
@@ -40,7 +41,14 @@ def measure_rounds(
         for target in targets:
             report(number, target.name)
             with servers.shell(target.beside):
-                result = measure(target.url, target.request, target.process, connections, seconds)
+                result = measure(
+                    target.url,
+                    target.request,
+                    target.process,
+                    connections,
+                    seconds,
+                    target.max_pause_ms,
+                )
             results[target.name].append(result)
     return results
 

@@ -125,6 +125,8 @@ def test_peer_that_is_not_installed_is_skipped_with_a_message(
         (Row("a", "s", "", 0.7), [0.1, 0.8, 0.8], Verdict.FAILED),
         (Row("a", "s", "", 0.95, is_minimum=True), [0.9, 1.0, 1.0], Verdict.PASSED),
         (Row("a", "s", "", 0.95, is_minimum=True), [0.9, 0.9, 1.0], Verdict.FAILED),
+        (Row("a", "s", "", 1.05, is_noisy=True), [1.0, 1.2, 1.2], Verdict.PASSED),
+        (Row("a", "s", "", 1.05, is_noisy=True), [1.1, 1.2, 1.2], Verdict.FAILED),
         (Row("a", "s", "", None), [9.0], Verdict.REPORTED),
         (Row("a", "s", "", 0.7), [], Verdict.FAILED),
         (Row("a", "s", "", 0.7, peer="Envoy"), [], Verdict.SKIPPED),
