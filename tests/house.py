@@ -21,9 +21,9 @@ class Limits:
     modules: int = 18  # at the top
     files_in_folder: int = 24
     core_files: int = 182
-    core_lines: int = 31_111
+    core_lines: int = 31_168
     capability_lines: int = 3_854
-    lines: int = 58_783
+    lines: int = 59_033
 
 
 @dataclass(frozen=True)
