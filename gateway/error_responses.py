@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
+import orjson
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -34,6 +35,14 @@ ErrorSerializer = Callable[[str, str, int], bytes]
 ERROR_SERIALIZER: Final = "error_serializer"
 
 NOSNIFF_HEADER: Final = (b"x-content-type-options", b"nosniff")
+
+# The type of an error in OpenAI's API, by status.
+OPENAI_ERROR_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 
 # Errors that the framework raises itself, by status; its own message is only the status phrase.
 FRAMEWORK_ERRORS: Final[dict[int, tuple[type[GatewayError], str]]] = {
@@ -122,6 +131,14 @@ def find_allowed_methods(request: Request) -> set[str]:
     same = (route for route in matching if getattr(route, "path", None) == path)
     methods = {method for route in same for method in getattr(route, "methods", None) or ()}
     return methods | {"HEAD"} if "GET" in methods else methods  # the middleware serves HEAD as GET
+
+
+def serialize_openai_error(message: str, code: str, status: int) -> bytes:
+    kind = OPENAI_ERROR_TYPES.get(
+        status, "server_error" if status >= 500 else "invalid_request_error"
+    )
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return orjson.dumps({"error": error})
 
 
 def build_own_headers(scope: Scope) -> list[tuple[bytes, bytes]]:

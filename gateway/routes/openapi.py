@@ -82,6 +82,20 @@ ERROR_PROPERTIES: Final[Schema] = {
 }
 ERROR_SCHEMA: Final = build_object_schema(ERROR_PROPERTIES, description="The body of every error.")
 ERROR_REFERENCE: Final[Schema] = {"$ref": "#/components/schemas/Error"}
+OPENAI_ERROR_SCHEMA: Final = build_object_schema(
+    {
+        "error": build_object_schema(
+            {
+                "message": STRING_SCHEMA,
+                "type": STRING_SCHEMA,
+                "param": {"type": "null"},
+                "code": STRING_SCHEMA,
+            }
+        )
+    },
+    description="An error in the shape of OpenAI's API.",
+)
+OPENAI_ERROR_REFERENCE: Final[Schema] = {"$ref": "#/components/schemas/OpenAIError"}
 # An inference can end with any of these; other routes with some.
 ERROR_DESCRIPTIONS: Final = {
     400: "The request is malformed.",

@@ -384,8 +384,9 @@ INTERNAL = (
     *("/v2/repository", "/v2/logging", "/v2/trace", "/v2/systemsharedmemory"),
     *("/models", "/ping", "/predictions"),  # TorchServe's, which are off by default
 )
-OWN_JOBS = "/v1/jobs"  # which their caller may delete as well
-FILES_AND_LABELS = re.compile(r"/(files|labels)\b(?!/name/|/name:)")
+# Their caller may delete them as well.
+OWN_JOBS = ("/v1/jobs", "/v1/files", "/v1/batches")
+FILES_AND_LABELS = re.compile(r"(?<!/v1)/(files|labels)\b(?!/name/|/name:)")
 
 
 def is_internal(method: str, path: str) -> bool:

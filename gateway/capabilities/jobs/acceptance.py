@@ -278,6 +278,22 @@ class JobAcceptance:
         return respond_with_job(job)
 
 
+async def keep_job(
+    jobs: Jobs, writing: Awaitable[Job], discard: Callable[[], Awaitable[None]]
+) -> Job:
+    """Keep the job that `writing` returns when it has written the body, or discard the body."""
+    adding = None
+    try:
+        adding = jobs.tasks.start(add_job(jobs, await writing))
+    finally:
+        if adding is None:
+            await discard()
+    # A client that disconnects now cannot separate a job from its body.
+    kept = await asyncio.shield(adding)
+    jobs.changes.notify()
+    return kept
+
+
 async def add_job(jobs: Jobs, job: Job) -> Job:
     """Keep a job and its body; return it, or the one that has its idempotency key."""
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -13,14 +12,14 @@ from gateway.capabilities.jobs.acceptance import (
     HEADER_PARAMETERS,
     JobAcceptance,
     StoredBody,
-    add_job,
     build_job,
     find_callback,
+    keep_job,
     respond_with_job,
     respond_with_known,
 )
 from gateway.capabilities.jobs.batch_rows import ARCHIVE_TYPES, ArchiveWriter, FormWriter, RowWriter
-from gateway.capabilities.jobs.job import JobKind, create_job_id
+from gateway.capabilities.jobs.job import Job, JobKind, create_job_id
 from gateway.capabilities.jobs.routes import JOB_SCHEMA
 from gateway.capabilities.jobs.service import Jobs
 from gateway.errors import MalformedRequest, UnsupportedBody
@@ -30,6 +29,7 @@ from gateway.memory import MemoryCharge
 from gateway.routes.dependencies import ServicesForInference
 from gateway.routes.infer_stream import choose_stream_format
 from gateway.routes.openapi import BINARY_CONTENT, build_responses
+from gateway.services import Services
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.media_type import parse_content_type
 
@@ -62,14 +62,19 @@ router = APIRouter(tags=["jobs"])
 )
 async def create_batch(request: Request, services: ServicesForInference, model: str) -> Response:
     """Keep the rows, and run them without a connection. Each row succeeds or fails alone."""
-    services.record_model(request.scope["request_info"], model)
-    if not services.pool.is_awaited(model):
-        await services.signatures.get_signature(model, "")  # raises if there is no such model
+    await check_served_model(request, services, model)
     jobs = services.get(Jobs)
     charge = services.get_charge(request.scope["request_info"])
     accept = partial(accept_batch, jobs, request, model, charge)
     max_bytes = jobs.settings.max_batch_bytes
     return await services.get(JobAcceptance).accept_once(jobs, request, accept, max_bytes)
+
+
+async def check_served_model(request: Request, services: Services, model: str) -> None:
+    """Raises `UnknownModel`, unless a model of this name can be loaded later."""
+    services.record_model(request.scope["request_info"], model)
+    if not services.pool.is_awaited(model):
+        await services.signatures.get_signature(model, "")
 
 
 async def accept_batch(
@@ -93,8 +98,8 @@ async def accept_batch(
         writer = FormWriter(*target, body.content_type)
     elif media_type != NDJSON:
         writer = ArchiveWriter(*target, max_bytes)
-    adding = None
-    try:
+
+    async def receive() -> Job:
         async for chunk in body.stream(max_bytes):
             await writer.feed(chunk)
         await writer.finish()
@@ -103,7 +108,7 @@ async def accept_batch(
                 "the batch has no rows; send one document per line, or files in a form or an archive"
             )
         job = build_job(job_id, scope, received, key)
-        batch = replace(
+        return replace(
             job,
             kind=JobKind.batch,
             model=model,
@@ -113,12 +118,8 @@ async def accept_batch(
             total_rows=writer.rows,
             **callback,
         )
-        adding = jobs.tasks.start(add_job(jobs, batch))
-    finally:
-        if adding is None:
-            await writer.discard()
-    kept = await asyncio.shield(adding)
-    if kept is not batch:
+
+    kept = await keep_job(jobs, receive(), writer.discard)
+    if kept.id != job_id:
         return await respond_with_known(jobs, kept, received)
-    jobs.changes.notify()
-    return respond_with_job(batch)
+    return respond_with_job(kept)

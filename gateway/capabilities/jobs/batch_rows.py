@@ -11,7 +11,7 @@ from typing import BinaryIO, Final, NamedTuple
 import orjson
 
 from gateway.capabilities.jobs.errors import JobsUnavailable
-from gateway.capabilities.jobs.job import BODY_SUFFIX, Job
+from gateway.capabilities.jobs.job import BODY_SUFFIX, Job, JobKind
 from gateway.capabilities.jobs.store import JobStore
 from gateway.capacity.archives import ArchiveLimits, read_archive
 from gateway.errors import MalformedRequest, TooLarge
@@ -236,6 +236,9 @@ class RowReader:
             name, content_type, length = orjson.loads(line)
             content = await self._read_bytes(length + len(LINE_FEED))
             return Row(self._number, name, content_type, content[:length])
+        if self._job.kind is JobKind.openai_batch:
+            request = orjson.loads(line)
+            return Row(self._number, request[CUSTOM_ID], JSON, orjson.dumps(request["body"]))
         custom_id, body = split_line(line)
         return Row(self._number, custom_id, JSON, body)
 

@@ -3,8 +3,8 @@
 `job.py` has a job as a value, and the changes of its state. `store.py` says what a store of jobs can do;
 `sqlite_store.py` and `redis_store.py` are the two. `acceptance.py` answers requests with `Prefer: respond-
 async`, `runner.py` runs the jobs, `routes.py` serves `/v1/jobs`. `batch_routes.py` accepts batches,
-`batch_run.py` runs them. `callbacks.py` calls the client's server when a job has ended, if
-`callback_hosts.py` allows its address.
+`openai_batches.py` those of OpenAI's API, `batch_run.py` runs them. `callbacks.py` calls the client's server
+when a job has ended, if `callback_hosts.py` allows its address.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import os
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 from urllib.parse import urlsplit
 
 from gateway.capabilities.jobs.settings import SQLITE, JobSettings
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+OPENAI_PATHS: Final = ("/v1/files", "/v1/files/", "/v1/batches", "/v1/batches/")
+
 
 def attach_jobs(settings: Settings) -> Attachment | None:
     job_settings = settings.read(JobSettings)
@@ -38,7 +40,10 @@ def attach_jobs(settings: Settings) -> Attachment | None:
     from gateway.capabilities.jobs.batch_routes import router as batch_router
     from gateway.capabilities.jobs.callbacks import open_callbacks
     from gateway.capabilities.jobs.callbacks import router as callback_router
+    from gateway.capabilities.jobs.openai_batches import router as openai_router
     from gateway.capabilities.jobs.routes import router
+    from gateway.error_responses import serialize_openai_error
+    from gateway.routes.openapi import OPENAI_ERROR_SCHEMA
 
     store = create_store(job_settings)
     acceptance = JobAcceptance()
@@ -59,8 +64,13 @@ def attach_jobs(settings: Settings) -> Attachment | None:
         services.waiting_work.append(lambda: runner.counts.by_state.get(JobState.queued, 0))
         await open_callbacks(jobs, services, stack)
 
-    routers = (batch_router, callback_router, router)
-    return Attachment(routers, open=open_jobs, deferral=acceptance)
+    return Attachment(
+        (batch_router, callback_router, openai_router, router),
+        {"OpenAIError": OPENAI_ERROR_SCHEMA},
+        error_serializers=dict.fromkeys(OPENAI_PATHS, serialize_openai_error),
+        open=open_jobs,
+        deferral=acceptance,
+    )
 
 
 def create_store(settings: JobSettings) -> JobStore:

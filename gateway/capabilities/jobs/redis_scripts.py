@@ -15,14 +15,16 @@ local function drop_entry(id)
   redis.call('ZREM', key('delayed'), id)
   redis.call('ZREM', key('ready'), id)
 end
-local function is_unfinished(state) return state == 'queued' or state == 'running' end
+local function is_limited(state)
+  return state == 'queued' or state == 'running' or state == 'stored'
+end
 local function enqueue(id)
   redis.call('HSET', key('entries'), id, redis.call('XADD', key('queue'), '*', 'id', id))
 end
 local function count(id, owner, state, size, sign)
   redis.call('HINCRBY', key('states'), state, sign)
   redis.call('INCRBY', key('bytes'), string.format('%d', sign * size))  -- not -0
-  if is_unfinished(state) and redis.call('HINCRBY', key('unfinished'), owner, sign) == 0 then
+  if is_limited(state) and redis.call('HINCRBY', key('unfinished'), owner, sign) == 0 then
     redis.call('HDEL', key('unfinished'), owner)
     redis.call('HDEL', key('turns'), owner)
   end
@@ -90,6 +92,9 @@ redis.call('ZADD', key('of:' .. owner), number, id)
 redis.call('PERSIST', key('file:' .. id .. '.body'))
 put(unpack(ARGV, 1, 10))
 -- Its turn: after the last job of the same caller, and not before the next one of others.
+if ARGV[4] ~= 'queued' then
+  return ARGV[9]
+end
 local last = tonumber(redis.call('HGET', key('turns'), owner) or '-1')
 local turn = math.max(last + 1, tonumber(redis.call('GET', key('turn')) or '0'))
 redis.call('HSET', key('turns'), owner, turn)

@@ -137,7 +137,8 @@ class RedisJobStore:
         for start in range(0, 1 << 62, LIST_BATCH):
             page = ("ZREVRANGEBYSCORE", numbers, last, "-inf", "LIMIT", start, LIST_BATCH)
             job_ids = await self._execute(READ_ACTION, *page, decode=list)
-            found += filter(is_wanted, await self._find_all(job_ids))
+            wanted = [each for each in job_ids if each.startswith(query.prefix.encode())]
+            found += filter(is_wanted, await self._find_all(wanted))
             if len(job_ids) < LIST_BATCH or len(found) >= query.limit:
                 break
         return found[: query.limit]

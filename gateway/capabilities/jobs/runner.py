@@ -23,7 +23,7 @@ from gateway.access.auth import Authenticator, check_key_period
 from gateway.callers import Caller, Priority
 from gateway.capabilities.jobs.batch_run import BatchRun
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
-from gateway.capabilities.jobs.job import Job, JobKind, JobState
+from gateway.capabilities.jobs.job import BATCHES, Job, JobKind, JobState
 from gateway.capabilities.jobs.replay import (
     BUSY_STATUSES,
     NO_ROOM_PAUSE_S,
@@ -88,7 +88,7 @@ class JobRunner:
         # Runs a job of a kind, and returns it as it ended or was postponed.
         self.handlers: dict[JobKind, Callable[[Job], Awaitable[Job]]] = {
             JobKind.request: self._run_request,
-            JobKind.batch: lambda job: BatchRun(self, jobs, services, job).run(),
+            **dict.fromkeys(BATCHES, lambda job: BatchRun(self, jobs, services, job).run()),
         }
         self.counts = JobCounts({}, None, 0)
         self._next_left_over_search_at = 0.0

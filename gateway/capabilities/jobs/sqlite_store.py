@@ -76,7 +76,7 @@ IS_CALLBACK_DUE: Final = (
     "ORDER BY callback_due_at LIMIT ?"
 )
 COUNT_UNFINISHED: Final = (
-    "SELECT count(*) FROM jobs WHERE owner = ? AND state IN ('queued', 'running')"
+    "SELECT count(*) FROM jobs WHERE owner = ? AND state IN ('queued', 'running', 'stored')"
 )
 
 
@@ -191,7 +191,9 @@ class SqliteJobs:
         conditions = ["1"]
         arguments: list[Any] = []
         for condition, value in (
-            ("owner = ?", query.owner),
+            # The few with a prefix are found by their IDs, and not among all of the owner.
+            ("+owner = ?" if query.prefix else "owner = ?", query.owner),
+            ("id GLOB ?", f"{query.prefix}*" if query.prefix else None),
             ("state = ?", query.state and query.state.value),
             ("model = ?", query.model or None),
             ("number < (SELECT number FROM jobs WHERE id = ?)", query.after or None),

@@ -22,6 +22,7 @@ class JobQuery:
     model: str = ""
     limit: int = 100
     after: str = ""  # the last ID of the page before
+    prefix: str = ""  # of the IDs
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class JobStore(Protocol):
     async def close(self) -> None: ...
 
     async def add(self, job: Job, limits: JobLimits) -> Job:
-        """Keep a queued job, whose body file is written; return it when it is durable.
+        """Keep a new job, whose body file is written; return it when it is durable.
 
         Returns the job that has the owner's `idempotency_key` instead, if there is one.
         Raises `TooManyJobs` or `JobsFull`.

@@ -20,15 +20,11 @@ class OpenAISettings(CapabilitySettings):
 
 
 def attach_openai(settings: Settings) -> Attachment:
-    from gateway.capabilities.openai.routes import (
-        ERROR_SERIALIZERS,
-        OPENAI_ERROR_SCHEMA,
-        OpenAIDescriber,
-        router,
-    )
+    from gateway.capabilities.openai.routes import ERROR_SERIALIZERS, OpenAIDescriber, router
     from gateway.capabilities.openai.servers import OpenAIServers
     from gateway.fleet.discovery import create_tls_context
     from gateway.fleet.replica import parse_replica_url
+    from gateway.routes.openapi import OPENAI_ERROR_SCHEMA
 
     addresses = [parse_replica_url(url) for url in settings.read(OpenAISettings).openai_urls]
 

@@ -10,7 +10,6 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, Generic, TypeVar, cast
 
-import orjson
 from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -30,6 +29,7 @@ from gateway.capabilities.openai.text_vectors import (
     parse_rerank_request,
 )
 from gateway.capacity.admission import Slot
+from gateway.error_responses import serialize_openai_error
 from gateway.errors import GatewayError
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers, RequestNotSent
@@ -41,6 +41,7 @@ from gateway.routes.dependencies import ServicesForInference
 from gateway.routes.openapi import (
     COUNT_SCHEMA,
     ERROR_DESCRIPTIONS,
+    OPENAI_ERROR_REFERENCE,
     REQUEST_HEADER_PARAMETERS,
     STREAM_CONTENT,
     build_json_body,
@@ -67,20 +68,6 @@ TEXTS_SCHEMA: Final[Schema] = {
     "minItems": 1,
     "maxItems": MAX_TEXTS,
 }
-OPENAI_ERROR_SCHEMA: Final = build_object_schema(
-    {
-        "error": build_object_schema(
-            {
-                "message": STRING_SCHEMA,
-                "type": STRING_SCHEMA,
-                "param": {"type": "null"},
-                "code": STRING_SCHEMA,
-            }
-        )
-    },
-    description="An error in the shape of OpenAI's API.",
-)
-OPENAI_ERROR_REFERENCE: Final[Schema] = {"$ref": "#/components/schemas/OpenAIError"}
 EMBEDDINGS_RESPONSE_SCHEMA: Final = build_object_schema(
     {
         "object": {"const": "list"},
@@ -198,22 +185,6 @@ LIST_FIELDS: Final[Schema] = {
         build_object_schema(MODEL_FIELDS), "The same models, in OpenAI's format."
     ),
 }
-ERROR_TYPES: Final = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
-REQUEST_ERROR: Final = "invalid_request_error"
-SERVER_ERROR: Final = "server_error"
-
-
-def serialize_openai_error(message: str, code: str, status: int) -> bytes:
-    kind = ERROR_TYPES.get(status, SERVER_ERROR if status >= 500 else REQUEST_ERROR)
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    return orjson.dumps({"error": error})
-
-
 ERROR_SERIALIZERS: Final = dict.fromkeys(
     ("/v1/embeddings", "/v1/completions", "/v1/chat/completions"), serialize_openai_error
 )

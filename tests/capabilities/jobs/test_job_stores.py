@@ -16,7 +16,7 @@ import pytest
 from gateway.capabilities.jobs.acceptance import add_job
 from gateway.capabilities.jobs.blocking import LEFT_OVER_AFTER_S
 from gateway.capabilities.jobs.capability import create_store
-from gateway.capabilities.jobs.errors import JobsUnavailable
+from gateway.capabilities.jobs.errors import JobsUnavailable, TooManyJobs
 from gateway.capabilities.jobs.job import JobState
 from gateway.capabilities.jobs.service import Jobs
 from gateway.capabilities.jobs.settings import JobSettings
@@ -109,6 +109,32 @@ def test_counts_follow_every_change(settings: JobSettings) -> None:
         }
         assert counts.size_bytes == 50 + QUEUED.body_bytes
         assert counts.oldest_queued_at == QUEUED.created_at
+
+    run_with(settings, work)
+
+
+def test_stored_files_do_not_run_and_count_as_unfinished(settings: JobSettings) -> None:
+    stored = replace(QUEUED, owner="a", state=JobState.stored, ended_at=QUEUED.created_at)
+    limits = JobLimits(10_000, 3)
+
+    async def work(store: JobStore) -> None:
+        await add(store, "a1")
+        for name in ("file-1", "file-2"):
+            await store.add(replace(stored, id=name), limits)
+        with pytest.raises(TooManyJobs):
+            await store.add(replace(stored, id="file-3"), limits)
+        assert [job.id for job in await store.claim(10, time.time())] == ["a1"]
+        for owner in ("a", None):
+            files = await store.list_jobs(JobQuery(owner, prefix="file-"))
+            assert [file.id for file in files] == ["file-2", "file-1"]
+        page = await store.list_jobs(JobQuery("a", prefix="file-", after="file-2", limit=1))
+        assert [file.id for file in page] == ["file-1"]
+        await store.delete(files[0])
+        await store.add(replace(stored, id="file-3"), limits)
+        assert [job.id for job in await store.find_ended_before(time.time(), 10)] == [
+            "file-1",
+            "file-3",
+        ]
 
     run_with(settings, work)
 
