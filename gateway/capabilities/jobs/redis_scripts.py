@@ -5,6 +5,27 @@ from __future__ import annotations
 # Keeps a job and everything that finds it: the stream of the queue, and sorted sets by number or time.
 PUT: str = """
 local function key(name) return KEYS[1] .. name end
+local function update_line(line)
+  local first = redis.call('ZRANGE', key('line:' .. line), 0, 0, 'WITHSCORES')
+  if first[1] then
+    redis.call('ZADD', key('lines'), first[2], line)
+  else
+    redis.call('ZREM', key('lines'), line)
+  end
+end
+local function join_line(id)
+  local turn, line = redis.call('HGET', key('turn_of'), id), redis.call('HGET', key('line_of'), id)
+  redis.call('ZADD', key('ready'), turn, id)
+  redis.call('ZADD', key('line:' .. line), turn, id)
+  update_line(line)
+end
+local function leave_line(id)
+  if redis.call('ZREM', key('ready'), id) == 1 then
+    local line = redis.call('HGET', key('line_of'), id)
+    redis.call('ZREM', key('line:' .. line), id)
+    update_line(line)
+  end
+end
 local function drop_entry(id)
   local entry = redis.call('HGET', key('entries'), id)
   if entry then
@@ -13,7 +34,7 @@ local function drop_entry(id)
     redis.call('HDEL', key('entries'), id)
   end
   redis.call('ZREM', key('delayed'), id)
-  redis.call('ZREM', key('ready'), id)
+  leave_line(id)
 end
 local function is_limited(state)
   return state == 'queued' or state == 'running' or state == 'stored'
@@ -63,7 +84,8 @@ local function put(id, owner, token, state, due_at, ended_at, callback_due_at, s
   end
 end
 """
-# Further arguments: the most unfinished jobs of the owner, the most bytes, the idempotency key or "".
+# Further arguments: the most unfinished jobs of the owner, the most bytes, the idempotency key or "", and the
+# model.
 ADD: str = (
     PUT
     + """
@@ -98,7 +120,9 @@ end
 local last = tonumber(redis.call('HGET', key('turns'), owner) or '-1')
 local turn = math.max(last + 1, tonumber(redis.call('GET', key('turn')) or '0'))
 redis.call('HSET', key('turns'), owner, turn)
-redis.call('ZADD', key('ready'), turn, id)
+redis.call('HSET', key('turn_of'), id, turn)
+redis.call('HSET', key('line_of'), id, owner .. '\\n' .. ARGV[14])
+join_line(id)
 return ARGV[9]
 """
 )
@@ -127,7 +151,7 @@ if not state then
 end
 count(id, owner, state, redis.call('HGET', key('size'), id), -1)
 drop_entry(id)
-for _, name in ipairs({'state', 'size', 'token', 'documents'}) do
+for _, name in ipairs({'state', 'size', 'token', 'documents', 'turn_of', 'line_of'}) do
   redis.call('HDEL', key(name), id)
 end
 for _, name in ipairs({'all', 'of:' .. owner, 'queued', 'ended', 'callbacks:' .. ARGV[4]}) do
@@ -140,25 +164,29 @@ end
 return 1
 """
 )
-# Arguments: the time, and the most jobs. Adds queued jobs to the stream, which may have been lost: those that
-# are due again, and new ones in the order of their turns.
-ENQUEUE_DUE: str = (
+# Arguments: the time, and as JSON objects the owners and the models that get no further place. Adds the next
+# job of the others to the stream, which may have been lost, and returns it. The jobs of each owner and model
+# are a line of their own, so that those without a place are passed over at once.
+ENQUEUE_NEXT: str = (
     PUT
     + """
 redis.pcall('XGROUP', 'CREATE', key('queue'), 'gateways', '0', 'MKSTREAM')
-local due = redis.call('ZRANGEBYSCORE', key('delayed'), '-inf', ARGV[1], 'LIMIT', 0, ARGV[2])
-for _, id in ipairs(due) do
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('delayed'), '-inf', ARGV[1], 'LIMIT', 0, 100)) do
   redis.call('ZREM', key('delayed'), id)
-  enqueue(id)
+  join_line(id)
 end
-if #due < tonumber(ARGV[2]) then
-  local ready = redis.call('ZPOPMIN', key('ready'), ARGV[2] - #due)
-  for index = 1, #ready, 2 do
-    redis.call('SET', key('turn'), ready[index + 1])
-    enqueue(ready[index])
+local full_owners, full_models = cjson.decode(ARGV[2]), cjson.decode(ARGV[3])
+for _, line in ipairs(redis.call('ZRANGE', key('lines'), 0, -1)) do
+  local owner, model = line:match('^(.*)\\n(.*)$')
+  if not full_owners[owner] and not full_models[model] then
+    local first = redis.call('ZRANGE', key('line:' .. line), 0, 0, 'WITHSCORES')
+    redis.call('SET', key('turn'), first[2])
+    leave_line(first[1])
+    enqueue(first[1])
+    return {redis.call('HGET', key('documents'), first[1])}
   end
 end
-return #due
+return {}
 """
 )
 # Arguments: the file, the position, the data, and the seconds after which it is deleted unless it has a job.

@@ -10,11 +10,13 @@ import logging
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeVar, cast
+
+import orjson
 
 from gateway.capabilities.jobs import redis_scripts
 from gateway.capabilities.jobs.blocking import BlockingCalls, FolderFiles
@@ -27,7 +29,7 @@ from gateway.capabilities.jobs.job import (
     encode_job,
     find_job_id,
 )
-from gateway.capabilities.jobs.store import JobCounts, JobLimits, JobQuery
+from gateway.capabilities.jobs.store import FreePlaces, JobCounts, JobLimits, JobQuery
 from gateway.errors import BodyTooLarge, StateUnavailable
 from gateway.messages import CommandError
 from gateway.repository.state.desired import READ_ACTION, WRITE_ACTION
@@ -83,7 +85,7 @@ class RedisJobStore:
             await self._files.close()
 
     async def add(self, job: Job, limits: JobLimits) -> Job:
-        further = (limits.max_per_owner, limits.max_bytes, job.idempotency_key)
+        further = (limits.max_per_owner, limits.max_bytes, job.idempotency_key, job.model)
         arguments = (*list_fields(job), *further)
         reply = await self._run_script(WRITE_ACTION, redis_scripts.ADD, *arguments, decode=bytes)
         if reply == b"TOO_MANY":
@@ -147,13 +149,23 @@ class RedisJobStore:
         command = ("ZRANK", self._full_key("ready"), job.id)
         return await self._execute(READ_ACTION, *command, decode=decode_number)
 
-    async def claim(self, count: int, now: float) -> Sequence[Job]:
+    async def claim(self, count: int, now: float, running: Collection[Job] = ()) -> Sequence[Job]:
         unstarted = await self._take_lapsed(now)
-        await self._run_script(WRITE_ACTION, redis_scripts.ENQUEUE_DUE, now, count, decode=int)
+        places = FreePlaces(count, running)
+        while places.count and (job := await self._enqueue_next(now, places)) is not None:
+            places.take(job)
         options = ("COUNT", count, "STREAMS", self._full_key("queue"), ">")
         command = ("XREADGROUP", "GROUP", GROUP, self._consumer, *options)
         entries = await self._execute(WRITE_ACTION, *command, decode=decode_stream)
         return await self._start_jobs([*unstarted, *entries], now)
+
+    async def _enqueue_next(self, now: float, places: FreePlaces) -> Job | None:
+        """Add the next job that has a place to the stream."""
+        full = (places.list_full_owners(), places.list_full_models())
+        names = (orjson.dumps(dict.fromkeys(each, True)) for each in full)
+        script = redis_scripts.ENQUEUE_NEXT
+        found = await self._run_script(WRITE_ACTION, script, now, *names, decode=decode_jobs)
+        return next(iter(found), None)
 
     async def _take_lapsed(self, now: float) -> Sequence[str]:
         """End the leases that have run out; return the jobs that their worker had not started yet."""

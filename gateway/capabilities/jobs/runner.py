@@ -124,7 +124,8 @@ class JobRunner:
 
     async def _start_jobs(self, count: int) -> None:
         with suppress(JobsUnavailable, JobsFull):
-            for job in await self._store.claim(count, time.time()):
+            running = [each.job for each in self._running.values()]
+            for job in await self._store.claim(count, time.time(), running):
                 task = asyncio.create_task(self._run(job))
                 self._running[job.id, job.token] = RunningJob(job, task)
                 task.add_done_callback(partial(self._forget, job))

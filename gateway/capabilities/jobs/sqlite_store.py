@@ -7,15 +7,17 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+import orjson
+
 from gateway.capabilities.jobs.blocking import FILE_MODE, FolderFiles, describe_failures
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable, TooManyJobs
 from gateway.capabilities.jobs.job import Job, JobState, decode_job, encode_job, find_job_id
-from gateway.capabilities.jobs.store import JobCounts, JobLimits, JobQuery
+from gateway.capabilities.jobs.store import FreePlaces, JobCounts, JobLimits, JobQuery
 from gateway.messages import CommandError
 
 BUSY_TIMEOUT_S: Final = 10.0
@@ -32,7 +34,8 @@ CREATE TABLE IF NOT EXISTS jobs (
     callback_host TEXT NOT NULL, callback_due_at REAL NOT NULL, size_bytes INTEGER NOT NULL,
     document BLOB NOT NULL,
     worker TEXT NOT NULL DEFAULT '', lease_until REAL NOT NULL DEFAULT 0);
-CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, turn, number, due_at, created_at);
+CREATE INDEX IF NOT EXISTS jobs_by_state
+    ON jobs (state, turn, number, due_at, created_at, owner, model);
 CREATE INDEX IF NOT EXISTS jobs_by_owner ON jobs (owner, state, turn);
 CREATE INDEX IF NOT EXISTS jobs_by_owner_and_number ON jobs (owner, number, state, model);
 CREATE INDEX IF NOT EXISTS jobs_by_end ON jobs (ended_at) WHERE ended_at > 0;
@@ -62,7 +65,9 @@ INSERT: Final = """INSERT INTO jobs (id, owner, model, idempotency_key, created_
 UPDATE: Final = """UPDATE jobs SET state = ?, token = ?, due_at = ?, ended_at = ?, callback_due_at = ?,
     size_bytes = ?, document = ? WHERE id = ? AND token = ?"""
 SELECT: Final = "SELECT document FROM jobs WHERE "
-IS_DUE: Final = "state = 'queued' AND due_at <= ? ORDER BY turn, number LIMIT ?"
+IS_NEXT: Final = """state = 'queued' AND due_at <= ?
+    AND owner NOT IN (SELECT value FROM json_each(?)) AND model NOT IN (SELECT value FROM json_each(?))
+    ORDER BY turn, number LIMIT 1"""
 # After the last job of the same caller, and not before the next one of others.
 FIND_TURN: Final = """SELECT max(
     ifnull((SELECT max(turn) FROM jobs WHERE state = 'running'), 0),
@@ -211,20 +216,27 @@ class SqliteJobs:
         )
         return self._read_number(statement, job.id)
 
-    def claim(self, count: int, now: float) -> Sequence[Job]:
+    def claim(self, count: int, now: float, running: Collection[Job] = ()) -> Sequence[Job]:
         has_lapsed = (HAS_LAPSED, time.monotonic(), self._worker, MAX_LAPSED)
-        is_due = (IS_DUE, now, count)
-        if not (self._select(*has_lapsed) or self._select(*is_due)):
+        places = FreePlaces(count, running)
+        if not (self._select(*has_lapsed) or self._find_next(now, places)):
             return ()
+        claimed = []
         with self._write():
             for job in self._select(*has_lapsed):
                 self._update(job.lose_worker(now, self._lease_s), job.token)
-            waiting = self._select(*is_due)
-            claimed = [job.start(now) for job in waiting]
-            for job, started in zip(waiting, claimed, strict=True):
-                self._update(started, job.token)
+            while places.count and (waiting := self._find_next(now, places)) is not None:
+                started = waiting.start(now)
+                self._update(started, waiting.token)
+                places.take(started)
+                claimed.append(started)
             self._renew(claimed)
         return claimed
+
+    def _find_next(self, now: float, places: FreePlaces) -> Job | None:
+        full = (places.list_full_owners(), places.list_full_models())
+        names = (orjson.dumps(each).decode() for each in full)
+        return next(iter(self._select(IS_NEXT, now, *names)), None)
 
     def renew(self, jobs: Sequence[Job]) -> Sequence[Job]:
         with self._write():

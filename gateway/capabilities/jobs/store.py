@@ -6,11 +6,15 @@ A store keeps values of `Job` and files. It knows no rules of jobs: what follows
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Final, Protocol
 
 from gateway.capabilities.jobs.job import Job, JobState
+
+# Jobs of a caller or of a model that run, of the free places.
+PLACE_SHARE: Final = 2
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,38 @@ class JobCounts:
 class JobLimits:
     max_bytes: int
     max_per_owner: int
+
+
+class FreePlaces:
+    """The places for further jobs of a process. No caller and no model gets all of them.
+
+    The jobs of each take places only while they have fewer than twice as many as are free, as requests in the
+    queue of the admission: two thirds of all if they are alone, and there is one for the next caller.
+    """
+
+    def __init__(self, count: int, running: Iterable[Job]) -> None:
+        self.count = count
+        self._by_owner: Counter[str] = Counter()
+        self._by_model: Counter[str] = Counter()
+        for job in running:
+            self._add(job)
+
+    def take(self, job: Job) -> None:
+        self.count -= 1
+        self._add(job)
+
+    def _add(self, job: Job) -> None:
+        self._by_owner[job.owner] += 1
+        self._by_model[job.model] += 1
+
+    def list_full_owners(self) -> list[str]:
+        return self._list_full(self._by_owner)
+
+    def list_full_models(self) -> list[str]:
+        return self._list_full(self._by_model)
+
+    def _list_full(self, counts: Counter[str]) -> list[str]:
+        return [name for name, count in counts.items() if count >= PLACE_SHARE * self.count]
 
 
 class JobStore(Protocol):
@@ -72,10 +108,11 @@ class JobStore(Protocol):
     async def find_position(self, job: Job) -> int:
         """Return the number of queued jobs before this one."""
 
-    async def claim(self, count: int, now: float) -> Sequence[Job]:
+    async def claim(self, count: int, now: float, running: Collection[Job] = ()) -> Sequence[Job]:
         """Return at most so many jobs that this process runs from now on, each with a lease.
 
-        They are queued and due. Jobs whose lease has run out are queued again, or failed.
+        They are queued and due, and have a place beside those that it runs (`FreePlaces`). Jobs whose lease
+        has run out are queued again, or failed.
         """
 
     async def renew(self, jobs: Sequence[Job]) -> Sequence[Job]:

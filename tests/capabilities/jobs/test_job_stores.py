@@ -84,13 +84,35 @@ def test_callers_take_turns(settings: JobSettings) -> None:
         await add(store, "a1", "a2", "a3", "a4", "b1", "b2")
         jobs = [await store.find(name) for name in ("a1", "a2", "b1", "b2")]
         assert [await store.find_position(job) for job in jobs if job] == [0, 2, 1, 3]
-        order = [job.id for job in await store.claim(3, time.time())]
+        order: list[str] = []
+        for _ in range(3):
+            order += [job.id for job in await store.claim(1, time.time())]
         await add(store, "c1", "a5")
         for _ in range(5):
             order += [job.id for job in await store.claim(1, time.time())]
         assert order[:2] == ["a1", "b1"]
         assert set(order[2:5]) == {"a2", "b2", "c1"}  # the new caller waits for one round
         assert order[5:] == ["a3", "a4", "a5"]
+
+    run_with(settings, work)
+
+
+def test_no_caller_and_no_model_gets_all_places(settings: JobSettings) -> None:
+    async def work(store: JobStore) -> None:
+        await add(store, *(f"a{number}" for number in range(6)))
+        running = list(await store.claim(6, time.time()))
+        assert [job.id for job in running] == ["a0", "a1", "a2", "a3"]
+        await add(store, "b0")  # of the same model
+        for name in ("c0", "c1"):
+            job = replace(QUEUED, id=name, owner="c", model="other", callback_url="")
+            await store.add(job, LIMITS)
+        running += await store.claim(2, time.time(), running)
+        assert [job.id for job in running[4:]] == ["c0", "c1"]
+        for job in (running.pop(0), running.pop(0)):
+            assert await store.replace(job.finish(time.time(), 200, [], 50), job.token)
+        running += await store.claim(2, time.time(), running)
+        # The model has one place more, which the next caller gets.
+        assert {job.id for job in running} == {"a2", "a3", "b0", "c0", "c1"}
 
     run_with(settings, work)
 
