@@ -84,6 +84,22 @@ def choose_first_limit(signature: Signature) -> int:
     return max(2 * max(signature.max_batch_size, 1) * signature.instances, MIN_LIMIT)
 
 
+def find_stages(signatures: SignatureCache, model: str) -> Mapping[str, Signature]:
+    """Return the model or, because requests of an ensemble wait in the queues of its steps, those.
+
+    There are none until their configs were read, which this starts.
+    """
+    signature = signatures.find_or_start_reading(model)
+    names = (signature.steps or {model}) if signature is not None else ()
+    stages = {name: signatures.find_or_start_reading(name) for name in names}
+    found = {name: each for name, each in stages.items() if each is not None}
+    return found if len(found) == len(stages) else {}
+
+
+def count_replicas(pool: ReplicaPool) -> int:
+    return max(sum(map(pool.accepts_requests, pool.replicas.values())), 1)
+
+
 def parse_queue_times(document: bytes) -> QueueTimes:
     """Return the sums over the versions of a model, from an answer of the statistics extension."""
     versions = [each["inference_stats"] for each in orjson.loads(document)["model_stats"]]
@@ -150,16 +166,10 @@ class ModelLimits:
             admission.limits[model] = self._default_limit
             return
         signature = self._signatures.find_or_start_reading(model)
-        if signature is None:
+        stages = find_stages(self._signatures, model)
+        if signature is None or not stages:
             return
-        # The requests of an ensemble wait in the queues of its steps.
-        stages = {model: signature}
-        if signature.steps:
-            found = {step: self._signatures.find_or_start_reading(step) for step in signature.steps}
-            stages = {step: each for step, each in found.items() if each is not None}
-            if len(stages) < len(found):
-                return
-        replicas = self._count_replicas()
+        replicas = count_replicas(self._pool)
         limit = admission.limits.get(model)
         if limit is None:
             limit = max(map(choose_first_limit, stages.values())) * replicas
@@ -190,7 +200,3 @@ class ModelLimits:
     async def _read_times(self, model: str) -> QueueTimes:
         target = RequestTarget(model, timeout_s=STATISTICS_TIMEOUT_S)
         return parse_queue_times(await self._statistics.read(target))
-
-    def _count_replicas(self) -> int:
-        replicas = self._pool.replicas.values()
-        return max(sum(map(self._pool.accepts_requests, replicas)), 1)

@@ -136,6 +136,7 @@ class Signature:
     default_class_counts: Mapping[str, int] = field(default_factory=dict)
     priority: Priority | None = None  # requests of callers without a priority get it
     instances: int = 1  # on one replica
+    has_dynamic_batching: bool = False  # Triton may compute several requests as one batch
 
     @cached_property
     def supports_batching(self) -> bool:
@@ -228,6 +229,7 @@ def build_signature(metadata: JsonObject, config: JsonObject, version: str = "")
         default_class_counts=parse_class_counts(outputs, parameters),
         priority=parse_priority(parameters.get("gateway.priority", "").strip()),
         instances=count_instances(config),
+        has_dynamic_batching="dynamic_batching" in config,
     )
 
 

@@ -24,6 +24,7 @@ from gateway.capabilities.jobs.replay import (
     find_retry_after_s,
     read_piece,
 )
+from gateway.capabilities.jobs.row_inference import RowInference
 from gateway.capabilities.jobs.service import Jobs
 from gateway.media_types import JSON, NDJSON
 from gateway.services import Services
@@ -41,7 +42,9 @@ MAX_UNREPORTED_BYTES: Final = 1 << 20
 class RowCaller(Protocol):
     """Runs the requests of rows, and keeps the progress of their batch."""
 
-    async def call(self, job: Job, receive: Receive) -> tuple[ResponseCapture, RequestInfo]:
+    async def call(
+        self, job: Job, receive: Receive, services: Services | None = None
+    ) -> tuple[ResponseCapture, RequestInfo]:
         """Return the response to the request of a job. Raises `KeyRevoked`."""
 
     async def report_progress(self, job: Job) -> None:
@@ -76,7 +79,7 @@ class BatchRun:
         self._store = jobs.store
         self._max_row_s = jobs.settings.job_max_run_s
         self._max_running = jobs.settings.max_running_jobs
-        self._admission = services.admission
+        self._services = replace(services, inference=RowInference(services, job.model))
         # Its progress is what the store has: rows that are not reported yet do not count.
         self._job = job
         self._first_row = job.done_rows + job.failed_rows
@@ -133,7 +136,7 @@ class BatchRun:
         await self._report()
 
     def _has_room(self, row: Row) -> bool:
-        limit = min(self._admission.get_limit(self._job.model), self._max_running)
+        limit = min(self._services.admission.get_limit(self._job.model), self._max_running)
         if self._running >= limit or len(self._pending) >= MAX_LEAD * limit:
             return False
         held_bytes = sum(each.held_bytes for each in self._pending)
@@ -173,7 +176,9 @@ class BatchRun:
         starts = 0
         while True:
             starts += 1
-            capture, info = await self._caller.call(request, RowBody(row.body).receive)
+            capture, info = await self._caller.call(
+                request, RowBody(row.body).receive, self._services
+            )
             delay_s = find_delay_s(capture, starts)
             # A quota can begin again long after the row gives up: it would hold back the jobs of others.
             wait_s = max(delay_s, find_retry_after_s(capture))

@@ -88,7 +88,7 @@ class JobRunner:
         # Runs a job of a kind, and returns it as it ended or was postponed.
         self.handlers: dict[JobKind, Callable[[Job], Awaitable[Job]]] = {
             JobKind.request: self._run_request,
-            **dict.fromkeys(BATCHES, lambda job: BatchRun(self, jobs, services, job).run()),
+            **dict.fromkeys(BATCHES, lambda job: BatchRun(self, jobs, self._services, job).run()),
         }
         self.counts = JobCounts({}, None, 0)
         self._next_left_over_search_at = 0.0
@@ -199,7 +199,9 @@ class JobRunner:
             except (JobsUnavailable, JobsFull):
                 await asyncio.sleep(STORE_RETRY_S)
 
-    async def call(self, job: Job, receive: Receive) -> tuple[ResponseCapture, RequestInfo]:
+    async def call(
+        self, job: Job, receive: Receive, services: Services | None = None
+    ) -> tuple[ResponseCapture, RequestInfo]:
         """Return the response to the request of a job. Raises `KeyRevoked`."""
         scope = build_scope(job)
         caller = find_current_caller(self._services.access, scope, job)
@@ -210,7 +212,7 @@ class JobRunner:
         if job.kind is JobKind.request and caller.limits is not None:
             limits = replace(caller.limits, requests_per_second=None)
             caller = replace(caller, limits=limits)
-        scope[INTERNAL_REQUEST] = InternalRequest(self._services, caller)
+        scope[INTERNAL_REQUEST] = InternalRequest(services or self._services, caller)
         capture = ResponseCapture()
         await self._services.get(GatewayMiddleware)(scope, receive, capture.send)
         return capture, scope["request_info"]

@@ -26,7 +26,7 @@ from tests.capabilities.jobs.support import wait_for
 from tests.support import hostile_files as hostile
 from tests.support.archives import tarred, zipped
 from tests.support.documents import DOCS
-from tests.support.metrics import held_memory
+from tests.support.metrics import held_memory, metric
 from tests.support.servers import GatewayProcess
 from tests.support.wait import wait_until
 
@@ -340,6 +340,11 @@ def test_cancelled_batch_keeps_the_rows_that_have_run(client: httpx.Client) -> N
     rows = [{"inputs": "text"}] * 2 + [{"inputs": [3600]}] * 8
     job = submit(client, rows, CANCELLABLE)
     wait_until(lambda: client.get(f"/v1/jobs/{job}").json()["progress"]["failed"] == 2)
+    # Four rows run, beside the request for the metrics.
+    wait_until(lambda: metric(client, 'gateway_requests_in_flight{route="/v1"}') == 5)
+    # One of them is computed, and one waits in Triton.
+    pending = r'nv_inference_pending_request_count\{.*model="cancellable".*\} (\d)'
+    wait_until(lambda: re.findall(pending, client.get("/metrics").text) == ["1"])
     assert client.delete(f"/v1/jobs/{job}").json()["state"] == "cancelled"
     assert [row["row"] for row in read_rows(client, job)] == [1, 2]
     assert client.delete(f"/v1/jobs/{job}").is_success
