@@ -1,0 +1,68 @@
+"""What interactive users notice of a batch that runs beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from tests.support.keys import BOTH, INFER, bearer, entry, written
+from tests.support.load import LOG_WARNINGS, OpenLoop, Pool, Sample, p99_ms, post, statuses_of
+from tests.support.measurements import assert_number
+from tests.support.model_zoo.zoo import AS_WRITTEN, MODELS, write_repository
+from tests.support.servers import gateway_before, triton_on_free_ports
+from tests.support.wait import wait_until
+
+SLEEPING = next(model for model in MODELS if model.name == "sleeping")
+# Each has one instance, without a dynamic batcher.
+OWN, OTHER = replace(SLEEPING, name="own"), replace(SLEEPING, name="other")
+BODY = b'{"inputs": [0.02]}'
+USERS_PER_S = 10
+SECONDS = 30
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    folder = tmp_path_factory.mktemp("models")
+    write_repository(folder, AS_WRITTEN, (OWN, OTHER))
+    entries = [entry(INFER, "infer", priority="interactive"), entry(BOTH, "infer")]
+    settings = {
+        "keys_file": str(written(tmp_path_factory.mktemp("keys") / "keys.yaml", entries)),
+        "jobs": f"sqlite://{tmp_path_factory.mktemp('jobs')}",
+        **LOG_WARNINGS,
+    }
+    with (
+        triton_on_free_ports(folder) as triton,
+        gateway_before(triton.options.url, **settings) as client,
+    ):
+        client.headers.update(bearer(BOTH))
+        yield client
+
+
+def send_users(client: httpx.Client) -> Sequence[Sample]:
+    port = client.base_url.port
+    assert port is not None
+    path = "/v1/models/own/infer"
+    wire = post(path, BODY, "application/json", f"Authorization: Bearer {INFER}")
+    with OpenLoop(Pool(port), [wire], USERS_PER_S, SECONDS) as loop:
+        samples = loop.samples()
+    assert statuses_of(samples).keys() == {200}
+    return samples
+
+
+@pytest.mark.soak
+# A request waits for one row that runs, and at most one that waits in Triton: nothing overtakes them there.
+@pytest.mark.parametrize(("model", "limit"), [("other", 1.2), ("own", 2.5)])
+def test_users_beside_a_batch(client: httpx.Client, model: str, limit: float) -> None:
+    send_users(client)  # the connections, and what is read once
+    alone_ms = p99_ms(send_users(client))
+    headers = {"Content-Type": "application/x-ndjson"}
+    rows = (BODY + b"\n") * 20_000
+    job = client.post(f"/v1/models/{model}/jobs", content=rows, headers=headers).json()["id"]
+    wait_until(lambda: client.get(f"/v1/jobs/{job}").json()["progress"]["done"])
+    beside_ms = p99_ms(send_users(client))
+    assert client.delete(f"/v1/jobs/{job}").json()["state"] == "cancelled"
+    print(f"users of a model beside a batch on {model}: {alone_ms:.1f} → {beside_ms:.1f} ms")
+    assert_number("p99 beside a batch, of p99 alone", beside_ms / alone_ms, at_most=limit)
