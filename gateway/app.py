@@ -20,20 +20,10 @@ from gateway.access.auth import CORE_PATHS
 from gateway.capabilities.installed import INSTALLED, MODEL_KEYS, RULE_PARSERS
 from gateway.capability import SignIn
 from gateway.components import build_components, run_services
-from gateway.draining import Drain
 from gateway.error_responses import ErrorSerializer, render_error
 from gateway.media_types import JSON
-from gateway.routes import (
-    events,
-    health,
-    infer,
-    log_level,
-    models,
-    quotas,
-    replicas,
-    repository,
-    root,
-)
+from gateway.process_exit import Drain
+from gateway.routes import administration, assets, health, infer, models, replicas, repository
 from gateway.routes import metrics as metrics_page
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.routes.openapi import ERROR_SCHEMA, SECURITY, SECURITY_SCHEMES
@@ -60,9 +50,7 @@ ROUTE_MODULES = (
     models,
     replicas,
     repository,
-    log_level,
-    events,
-    quotas,
+    administration,
     health,
     metrics_page,
 )
@@ -161,7 +149,7 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
     app.paths = paths
     app.deferral = deferral
     edge = GatewayMiddleware(app, inference_routers, paths, error_serializers, deferral)
-    for router in (*inference_routers, *routers, root.router):  # a page may have its path
+    for router in (*inference_routers, *routers, assets.router):  # a page may have its path
         # `include_router` builds each route again, at the first request, which then waits for 60 ms.
         app.router.routes.extend(router.routes)
     for exception in HANDLED_EXCEPTIONS:

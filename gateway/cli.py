@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
+import pwd
 import re
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from functools import cache, partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
@@ -35,13 +38,19 @@ from gateway.commands.target import OptionalTarget
 from gateway.embedded.flags import TritonFlags
 from gateway.embedded.model_paths import exclude_startup_models
 from gateway.messages import CommandError, format_utc_time, parse_time, print_message, quote_text
-from gateway.repository.state.commands import StateUrl, import_file, print_state, state_commands
 
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from gateway.repository.state.desired import StateStore
+
+T = TypeVar("T")
 IMPORT_COLLECTION_THRESHOLD = 200_000  # more than the imports of any command
 HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
 CliGroup = partial(typer.Typer, no_args_is_help=True, context_settings=HELP_FLAGS)
 root_cli = CliGroup(cls=RootGroup, pretty_exceptions_enable=False)
 key_commands = CliGroup(help="Manage the API keys of the gateway.")
+state_commands = CliGroup(help="Export or import the desired state.")
 START_PANEL = "Start a gateway"
 SERVERS = {"up", "serve", "triton"}  # commands that write a log
 root_cli.add_typer(key_commands, name="key", rich_help_panel=START_PANEL)
@@ -93,6 +102,10 @@ MaxLoadedModels = Annotated[
         help="Number of models that each Triton holds; for another one, the least recently used "
         "on-demand model is unloaded.",
     ),
+]
+StateUrl = Annotated[
+    str,
+    typer.Option("--state", help="URL of the state. Default: GATEWAY_STATE.", show_default=False),
 ]
 ConformanceUrl = Annotated[
     str | None,
@@ -280,7 +293,9 @@ def serve(host: Host = "127.0.0.1", port: Port = 8080, workers: WorkerCount = 1)
 def export_command(target: OptionalTarget, state: StateUrl = "") -> None:
     """Print what the API changed (loaded and unloaded models, labels, cordons) as JSON."""
     if state or not target.url:
-        print_state(state)
+        from gateway.repository.state.transfer import export_state
+
+        sys.stdout.buffer.write(run_with_store(state, export_state).to_json())
         return
     from gateway.commands.api import connect
     from gateway.commands.tables import print_json
@@ -298,8 +313,50 @@ def import_command(
 ) -> None:
     """Replace the state with an exported one; running gateways apply it within seconds."""
     from gateway.capabilities.installed import TABLES
+    from gateway.repository.state.transfer import import_state, parse_export
 
-    import_file(file, state, TABLES)
+    try:
+        raw = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    except OSError as exc:
+        raise CommandError(f"cannot read {file}: {exc.strerror}") from None
+    exported = parse_export(raw, TABLES)
+    caller = f"{find_user()}@{socket.gethostname()}"
+    run_with_store(state, lambda store: import_state(store, exported, caller))
+    print_message(f"imported {len(exported.models)} models and {len(exported.cordons)} cordons")
+
+
+def find_user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # as in a container
+        return str(os.getuid())
+
+
+def run_with_store(url: str, work: Callable[[StateStore], Coroutine[Any, Any, T]]) -> T:
+    """Run work on the state at the URL, or of GATEWAY_STATE. Raises `CommandError`."""
+    from gateway.errors import GatewayError
+    from gateway.repository.state.store import open_state_store, read_state_password
+    from gateway.settings import read_settings
+
+    settings = read_settings()
+    url = url or settings.state
+    if not url.startswith(("file:", "redis:", "rediss:")):
+        raise CommandError(
+            "only a state in a file or in Redis can be exported and imported; "
+            "set --state or GATEWAY_STATE to its URL"
+        )
+
+    async def run() -> T:
+        store = open_state_store(url, read_state_password(settings))
+        try:
+            return await work(store)
+        finally:
+            await store.close()
+
+    try:
+        return asyncio.run(run())
+    except GatewayError as exc:
+        raise CommandError(exc.detail) from None
 
 
 @diagnosis_commands.command(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import ssl
 import sys
 from collections import deque
@@ -52,8 +51,6 @@ from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.refusals import RefusalLog
 from gateway.telemetry.tracing import Tracer
 from gateway.triton.restricted_api import read_restricted_api
-
-log = logging.getLogger(__name__)
 
 METRICS_INTERVAL_S = 0.5
 # Much memory that became free is returned at the next period, less after all of them.

@@ -31,8 +31,7 @@ from gateway.repository.load_parameters import UNLOAD_DEPENDENTS, check_load_par
 from gateway.repository.maintenance import Maintenance
 from gateway.repository.repository import Repository
 from gateway.repository.resolver import ModelResolver
-from gateway.settings import Settings
-from gateway.settings.access import ModelUploads
+from gateway.settings import ModelUploads, Settings
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.refusals import RefusalLog
 from gateway.telemetry.request_info import RequestInfo, RequestScope

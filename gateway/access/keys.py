@@ -83,10 +83,6 @@ class KeysContent:
         return [*self.callers.values(), *self.list_rule_callers()]
 
 
-def parse_keys(text: str) -> dict[bytes, Caller]:
-    return parse_keys_document(parse_document(text, NO_RULES))
-
-
 def parse_keys_content(text: str, parsers: RuleParsers) -> KeysContent:
     document = parse_document(text, parsers)
     callers = parse_keys_document(document)

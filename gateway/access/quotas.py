@@ -28,8 +28,6 @@ ALL: Final = 10**15
 
 @dataclass(frozen=True)
 class Quota:
-    """A quota in the current period."""
-
     name: str  # day or month
     limit: int
     period: str  # 2026-11-26 for a day, 2026-11 for a month

@@ -26,8 +26,6 @@ SHARED_WINDOWS_RETRY_S: Final = 2.0
 
 @dataclass(frozen=True)
 class WindowCount:
-    """The result of counting a request."""
-
     wait_s: float = 0.0  # 0 if it was counted; otherwise the time until it can be
     opens_window: bool = False  # the window was empty
 

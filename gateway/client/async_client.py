@@ -12,7 +12,14 @@ from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
 from gateway.client.batch_jobs import BatchOutcome, BatchReader, BatchRow, build_batch_request
-from gateway.client.batches import InferMany, InferOutcome, InferOutcomes, group_values, infer_batch
+from gateway.client.batches import (
+    InferMany,
+    InferOutcome,
+    InferOutcomes,
+    OrderedTasks,
+    group_values,
+    infer_batch,
+)
 from gateway.client.calls import (
     DEFAULT_RETRIES,
     DEFAULT_TIMEOUT_S,
@@ -42,7 +49,6 @@ from gateway.client.calls import (
 from gateway.client.connection import find_access
 from gateway.client.errors import CONNECTION_LOST, TIMEOUT, GatewayError
 from gateway.client.models import ModelInfo
-from gateway.client.ordered import OrderedTasks
 from gateway.client.replies import Reply, ResponseDocument, decode_object
 from gateway.client.results import InferResult, decode_result
 from gateway.client.retries import Attempts, WaitForReady

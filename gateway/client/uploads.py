@@ -59,8 +59,6 @@ class StreamedBody(ABC):
 
 @dataclass(frozen=True)
 class UploadContent(StreamedBody):
-    """The open files of an upload."""
-
     model: str
     file: BinaryIO
     file_name: str

@@ -17,8 +17,8 @@ from typing import Any, Final, TypeAlias, cast
 import uvloop
 
 from gateway.client import AsyncClient, GatewayError, InferOutcome, ModelInfo, TensorInfo
+from gateway.client.batches import OrderedTasks
 from gateway.client.calls import build_job_path
-from gateway.client.ordered import OrderedTasks
 from gateway.commands.api import connect, report_gateway_errors
 from gateway.commands.errors import ClientError, UsageError
 from gateway.commands.flags import InferFlags

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 
 import orjson
 
-from gateway.client.notebook import find_scores
+from gateway.client.results import find_scores
 from gateway.commands.errors import UsageError
 from gateway.messages import escape_unprintable, escape_unprintable_json
 

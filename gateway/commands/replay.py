@@ -16,10 +16,10 @@ import uvloop
 
 from gateway.client import GatewayError
 from gateway.client.arrays import decode_tensor
+from gateway.client.batches import OrderedTasks
 from gateway.client.bodies import Body, encode_document
 from gateway.client.calls import ApiRequest, build_model_path
 from gateway.client.errors import UNREACHABLE
-from gateway.client.ordered import OrderedTasks
 from gateway.client.retries import Attempts
 from gateway.client.transport import AsyncTransport
 from gateway.commands.api import make_command_error

@@ -19,7 +19,7 @@ from gateway.commands.api import ACCESS_STATUSES
 from gateway.commands.errors import ClientError, UsageError
 from gateway.commands.top import ModelTraffic, list_duration_samples, read_families
 from gateway.messages import escape_unprintable
-from gateway.telemetry.exposition.families import Families
+from gateway.telemetry.exposition.parser import Families
 
 POLL_S: Final = 1.0
 MAX_FAILED_POLLS: Final = 10

@@ -21,8 +21,13 @@ from gateway.client import Client, GatewayError
 from gateway.commands import tables
 from gateway.commands.api import ACCESS_STATUSES
 from gateway.commands.errors import ClientError
-from gateway.telemetry.exposition.families import LABEL_PAIR, Families, InvalidExposition
-from gateway.telemetry.exposition.parser import parse_families, split_page_lines
+from gateway.telemetry.exposition.parser import (
+    LABEL_PAIR,
+    Families,
+    InvalidExposition,
+    parse_families,
+    split_page_lines,
+)
 
 REQUEST_DURATION_METRIC: Final = "gateway_request_duration_seconds"
 GAUGE_TITLES: Final = {

@@ -34,8 +34,7 @@ from gateway.repository.models_file import read_models_file
 from gateway.repository.state.desired import MODELS
 from gateway.repository.state.documents import MemoryStateStore
 from gateway.repository.state.store import open_configured_store
-from gateway.settings import Settings, describe_unknown_settings, read_settings
-from gateway.settings.server import MIN_OPEN_FILES
+from gateway.settings import MIN_OPEN_FILES, Settings, describe_unknown_settings, read_settings
 
 HTTP_TIMEOUT_S: Final = 2.0
 RECOMMENDED_OPEN_FILES: Final = 4096

@@ -74,8 +74,6 @@ class CannotStart(CommandError):
 
 @dataclass(frozen=True)
 class TritonOptions:
-    """The options of one embedded Triton."""
-
     model_repositories: tuple[Path | str, ...]  # folders, or URLs of an object store
     load_models: tuple[str, ...] = ()
     model_control: ModelControl = ModelControl.explicit

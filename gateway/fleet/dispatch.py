@@ -34,10 +34,9 @@ from gateway.fleet.transports import (
 from gateway.http_client.connection import RequestNotSent
 from gateway.telemetry.request_info import RequestInfo, current_request_info
 from gateway.tensors.sequence import SequenceStep
-from gateway.triton.error_mapping import ReplicaStopping
-from gateway.triton.grpc.errors import GrpcUnreachable
+from gateway.triton.error_mapping import MAX_METADATA_BYTES, ReplicaStopping
+from gateway.triton.grpc.byte_channel import GrpcUnreachable
 from gateway.triton.request_target import RequestTarget, VersionFallback
-from gateway.triton.response import MAX_METADATA_BYTES
 
 log = logging.getLogger(__name__)
 

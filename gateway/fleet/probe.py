@@ -20,7 +20,7 @@ from gateway.fleet.replica import NOT_PROBED, Replica, ReplicaAddress
 from gateway.http_client.connection import RequestNotSent
 from gateway.tasks import TaskSet, cancel_tasks, run_step
 from gateway.telemetry.metrics import Metrics
-from gateway.triton.response import MAX_METADATA_BYTES
+from gateway.triton.error_mapping import MAX_METADATA_BYTES
 
 log = logging.getLogger(__name__)
 

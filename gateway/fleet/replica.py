@@ -15,7 +15,7 @@ from gateway.http_client.client import HttpClient
 from gateway.http_client.connection import Headers
 from gateway.messages import CommandError
 from gateway.settings import Settings
-from gateway.telemetry.exposition.page_cache import PageCache
+from gateway.telemetry.exposition.parser import PageCache
 from gateway.triton.grpc.byte_channel import GrpcByteChannel, GrpcTlsFiles, Metadata
 from gateway.triton.restricted_api import read_restricted_api
 

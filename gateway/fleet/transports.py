@@ -17,9 +17,19 @@ from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Buffer, Headers, RequestNotSent
 from gateway.names import quote_path_segment
 from gateway.telemetry.tracing import TRACEPARENT, ChildSpan, Trace
-from gateway.triton.error_mapping import map_triton_error
-from gateway.triton.grpc.byte_channel import INFER_METHOD, ByteStream, Metadata, send_bytes
-from gateway.triton.grpc.errors import GrpcUnreachable
+from gateway.triton.error_mapping import (
+    MAX_METADATA_BYTES,
+    map_triton_error,
+    read_error_event,
+    read_error_response,
+)
+from gateway.triton.grpc.byte_channel import (
+    INFER_METHOD,
+    ByteStream,
+    GrpcUnreachable,
+    Metadata,
+    send_bytes,
+)
 from gateway.triton.grpc.messages import (
     build_grpc_metadata,
     build_http_headers,
@@ -34,7 +44,6 @@ from gateway.triton.inference import (
     decode_http_response,
 )
 from gateway.triton.request_target import RequestTarget
-from gateway.triton.response import MAX_METADATA_BYTES, read_error_event, read_error_response
 
 log = logging.getLogger(__name__)
 

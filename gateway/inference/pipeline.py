@@ -19,8 +19,16 @@ from gateway.capacity.admission import Slot
 from gateway.errors import InputMismatch, MalformedRequest, ModelNotReady, UnknownModel
 from gateway.fleet.signatures import SignatureCache, select_outputs
 from gateway.http_client.connection import Headers
-from gateway.inference.body import Deadline, LargePayload, PayloadConverter, RequestBody, read_body
-from gateway.inference.curl_body import check_for_form, has_curl_default_type, recognize_curl_body
+from gateway.inference.body import (
+    Deadline,
+    LargePayload,
+    PayloadConverter,
+    RequestBody,
+    check_for_form,
+    has_curl_default_type,
+    read_body,
+    recognize_curl_body,
+)
 from gateway.media_types import JSON, OCTET_STREAM
 from gateway.memory import MemoryCharge
 from gateway.messages import quote_text, suggest_name

@@ -24,16 +24,20 @@ from gateway.messages import quote_text
 from gateway.names import quote_path_segment
 from gateway.repository.reconcile_plan import ModelAction
 from gateway.repository.shared_state import SharedState
-from gateway.repository.state.loads import UNKNOWN_LOAD, StartedLoad, is_in_progress
+from gateway.repository.state.tables import UNKNOWN_LOAD, StartedLoad, is_in_progress
 from gateway.tasks import cancel_tasks
-from gateway.triton.error_mapping import LoadFailed, map_load_error, sanitize_message
-from gateway.triton.grpc.errors import GrpcUnreachable
+from gateway.triton.error_mapping import (
+    MAX_METADATA_BYTES,
+    LoadFailed,
+    map_load_error,
+    sanitize_message,
+)
+from gateway.triton.grpc.byte_channel import GrpcUnreachable
 from gateway.triton.grpc.management import (
     build_load_request,
     build_unload_request,
     call_management_api,
 )
-from gateway.triton.response import MAX_METADATA_BYTES
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from gateway.names import is_model_name
 from gateway.repository.load_parameters import check_load_parameters
 from gateway.repository.models_file import DeclaredModel
 from gateway.repository.state.desired import DesiredModel
-from gateway.repository.state.loads import is_in_progress
+from gateway.repository.state.tables import is_in_progress
 
 INITIAL_BACKOFF_S: Final = 1.0
 MAX_BACKOFF_S: Final = 300.0
@@ -23,8 +23,6 @@ CONFLICT_CORRECTIONS: Final = 2  # something else changes a model whose correcti
 
 @dataclass(frozen=True)
 class ModelAction:
-    """A load or an unload of a model."""
-
     model: str
     is_load: bool
     parameters: Mapping[str, Any]

@@ -20,15 +20,18 @@ from gateway.repository.events import EventLog
 from gateway.repository.models_file import DeclaredModel, ModelsFile
 from gateway.repository.reconcile_plan import find_ignored_models, merge_declared_models
 from gateway.repository.state.desired import CORDONS, MODELS, DesiredModel, StateStore
-from gateway.repository.state.loads import (
+from gateway.repository.state.tables import (
+    CAPABILITY_TABLES,
     Loads,
     StartedLoad,
+    Table,
+    create_raw_table,
     is_in_progress,
     new_load_token,
+    with_entry,
     with_load,
     without_replica,
 )
-from gateway.repository.state.tables import CAPABILITY_TABLES, Table, create_raw_table, with_entry
 from gateway.tasks import cancel_tasks, repeat
 from gateway.telemetry.request_info import record_change
 

@@ -1,4 +1,7 @@
-"""Files for browsers, which are public: they get their data from the API with the user's key."""
+"""Files for browsers, the API description at `/docs`, and the response of `/` for programs.
+
+All of them are public: pages get their data from the API with the user's key.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fastapi import Request, Response
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import RedirectResponse
 
 from gateway import __version__
+from gateway.errors import NotFound
+from gateway.media_types import JSON
+from gateway.messages import quote_text
 
 ASSET_CONTENT_TYPES: Final = {
     ".html": "text/html; charset=utf-8",
@@ -68,3 +75,40 @@ def build_asset_response(request: Request, asset: Asset, security_policy: str) -
     if any(tag.strip().removeprefix("W/") in (asset.etag, "*") for tag in known_etags):
         return Response(status_code=304, headers=headers)
     return Response(asset.body, 200, headers, asset.content_type)
+
+
+router = APIRouter(include_in_schema=False)
+
+# Swagger UI sets styles and builds markup itself, from a description that contains names of models only.
+DOCS_SECURITY_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+ASSETS: Final = load_assets(Path(__file__).parents[1] / "static/docs")
+ALIVE_BODY: Final = b'{"status":"alive"}'
+
+
+@router.api_route("/", methods=["GET", "HEAD"])
+async def get_root() -> Response:
+    """Return the same JSON as KServe."""
+    return Response(ALIVE_BODY, headers={"Cache-Control": CACHE_CONTROL}, media_type=JSON)
+
+
+@router.api_route("/docs", methods=["GET", "HEAD"])
+async def get_docs(request: Request) -> Response:
+    """Return the description of the API as a page, which needs no other server."""
+    return build_asset_response(request, ASSETS["index.html"], DOCS_SECURITY_POLICY)
+
+
+@router.api_route("/docs/{name:path}", methods=["GET", "HEAD"])
+async def get_docs_file(request: Request, name: str) -> Response:
+    asset = ASSETS.get(name)
+    if asset is None:
+        raise NotFound(f"the API description has no file {quote_text(name)}")
+    return build_asset_response(request, asset, DOCS_SECURITY_POLICY)
+
+
+@router.api_route("/redoc", methods=["GET", "HEAD"])
+async def redirect_to_docs() -> Response:
+    return RedirectResponse("/docs")

@@ -28,16 +28,16 @@ from gateway.routes.dependencies import ServicesForMetrics
 from gateway.routes.openapi import STRING_CONTENT, build_error_responses, build_response
 from gateway.services import Services
 from gateway.telemetry.exposition.encoder import PageFormat, encode_page
-from gateway.telemetry.exposition.families import (
+from gateway.telemetry.exposition.parser import (
     SAMPLE_SUFFIXES,
     Families,
     Family,
     InvalidExposition,
+    PageCache,
     escape_label_value,
     join_labels,
     merge_families,
 )
-from gateway.telemetry.exposition.page_cache import PageCache
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.media_type import parse_header_parameters
 

@@ -12,12 +12,12 @@ from gateway.callers import Caller, Right
 from gateway.fleet.index import TF_SERVING_STATES, merge_indexes
 from gateway.repository.reconciler import ModelProblems
 from gateway.routes.dependencies import ServicesForInference, get_caller
-from gateway.routes.model_openapi import build_model_openapi
 from gateway.routes.openapi import (
     COUNT_SCHEMA,
     OpenApiResponses,
     build_list_schema,
     build_map_schema,
+    build_model_openapi,
     build_responses,
 )
 from gateway.services import ModelDescriber, Services

@@ -27,12 +27,12 @@ from gateway.messages import CommandError
 from gateway.server.protocol.clients import ClientRegistry
 from gateway.server.protocol.connection import HttpProtocol
 from gateway.server.protocol.deadlines import LAST_REQUEST_S
-from gateway.server.protocol.limits import ProtocolLimits
+from gateway.server.protocol.parser import ProtocolLimits
 from gateway.server.uvicorn_compat import forget_captured_signal
-from gateway.settings import Settings
-from gateway.settings.server import (
+from gateway.settings import (
     MIN_OPEN_FILES,
     ClientAuth,
+    Settings,
     describe_os_errors,
     load_authority,
     load_certificate,

@@ -33,8 +33,7 @@ from gateway.messages import (
     escape_unprintable_json,
     print_message,
 )
-from gateway.settings import Settings
-from gateway.settings.server import LogFormat, LogLevel
+from gateway.settings import LogFormat, LogLevel, Settings
 from gateway.telemetry import audit
 from gateway.telemetry.request_info import current_request_info
 

@@ -17,8 +17,7 @@ from gateway.messages import quote_text
 from gateway.tensors.dtypes import DatatypeKind
 from gateway.tensors.json_body import decode_b64_objects, parse_json_body, read_json_payload
 from gateway.tensors.media_type import parse_content_type
-from gateway.tensors.npy import read_npy
-from gateway.tensors.npz import read_npz
+from gateway.tensors.npy import read_npy, read_npz
 from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import TensorSpec
 
@@ -149,7 +148,7 @@ CODECS: Final = (
         OCTET_STREAM, BINARY_SCHEMA, read_bytes, max_inline_bytes=math.inf, is_accepted=accepts_file
     ),
     Codec(TEXT, STRING_SCHEMA, decode_text, is_accepted=accepts_text),
-    Codec(MULTIPART, FORM_SCHEMA),  # fed in chunks: see `gateway.tensors.form`
+    Codec(MULTIPART, FORM_SCHEMA),  # fed in chunks: see `gateway.tensors.multipart`
     Codec(JSON, JSON_SCHEMA, read_json_value, read_json_payload, 6, max_thread_bytes=256 << 10),
     # A view of the body.
     Codec(NPY, BINARY_SCHEMA, lambda body, _: read_npy(body), max_inline_bytes=1 << 20),

@@ -11,20 +11,15 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import orjson
 
 from gateway.errors import InputMismatch
-from gateway.messages import join_names
+from gateway.messages import join_names, quote_text
 from gateway.tensors import images
 from gateway.tensors.dtypes import BF16, DatatypeKind, build_bytes_array
-from gateway.tensors.mismatch import (
-    build_input_mismatch,
-    describe_array,
-    describe_unexpected_value,
-    format_shape,
-)
 from gateway.tensors.npy import MAX_DIMENSIONS
 from gateway.tensors.payload import Part
-from gateway.tensors.signature import ImageSpec, PixelScale, TensorSpec
+from gateway.tensors.signature import ImageSpec, PixelScale, Signature, TensorSpec
 
 # A float of this size or more may be the result of rounding another integer.
 FIRST_INEXACT_INTEGER = 1 << 53
@@ -290,3 +285,47 @@ def is_compatible_shape(shape: Sequence[int], expected: Sequence[int]) -> bool:
     return len(shape) == len(expected) and all(
         b in (-1, a) for a, b in zip(shape, expected, strict=True)
     )
+
+
+# Messages: each names the input, what the model expects (datatype, shape, an example), and what was received.
+
+
+def build_input_mismatch(tensor: TensorSpec, received: str) -> InputMismatch:
+    datatype = tensor.datatype
+    return InputMismatch(
+        f"input {quote_text(tensor.name)} expects {datatype.kind.value} ({datatype.name} "
+        f"{format_shape(tensor.shape)}, e.g. {format_example_value(tensor)}); got {received}"
+    )
+
+
+def describe_inputs(signature: Signature) -> str:
+    return join_names(
+        f"{tensor.name} ({tensor.datatype.name} {format_shape(tensor.shape)}"
+        f"{', optional' if tensor.is_optional else ''})"
+        for tensor in signature.inputs.values()
+    )
+
+
+def describe_array(shape: Sequence[int]) -> str:
+    return f"an array of shape {format_shape(shape)}" if shape else "a single value"
+
+
+def describe_unexpected_value(leaves: Sequence[Any], kinds: set[type]) -> str:
+    names = {str: "the string", bytes: "bytes", bool: "the boolean", type(None): "null"}
+    leaf = next(leaf for leaf in leaves if type(leaf) in kinds)
+    if isinstance(leaf, (bytes, type(None))):
+        return names[type(leaf)]
+    return f"{names.get(type(leaf), 'the number')} {quote_text(str(leaf), 40)}"
+
+
+def format_shape(shape: Sequence[int]) -> str:
+    return f"[{','.join(map(str, shape))}]" if shape else "a single value"
+
+
+def format_example_value(tensor: TensorSpec) -> str:
+    value = orjson.dumps(tensor.datatype.example).decode()
+    if tensor.shape == (1,):
+        return value
+    for _ in tensor.shape:
+        value = f"[{value}, …]"
+    return value

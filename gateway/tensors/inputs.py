@@ -15,14 +15,18 @@ from gateway.errors import InputMismatch, TooLarge
 from gateway.media_types import JSON, MULTIPART
 from gateway.messages import join_names, quote_text
 from gateway.tensors.codecs import parse_body_type
-from gateway.tensors.convert import fit_part_to_shape, list_encoded_images, stack_parts
-from gateway.tensors.data_uri import decode_base64_text, is_data_uri
+from gateway.tensors.convert import (
+    build_input_mismatch,
+    describe_inputs,
+    fit_part_to_shape,
+    list_encoded_images,
+    stack_parts,
+)
 from gateway.tensors.dtypes import DatatypeKind
-from gateway.tensors.form import MultipartForm
 from gateway.tensors.images import EncodedImage, inspect_image
-from gateway.tensors.json_body import check_json_memory
+from gateway.tensors.json_body import check_json_memory, decode_base64_text, is_data_uri
 from gateway.tensors.media_type import parse_content_type
-from gateway.tensors.mismatch import build_input_mismatch, describe_inputs
+from gateway.tensors.multipart import MultipartForm
 from gateway.tensors.npy import NPY_MAGIC, read_npy
 from gateway.tensors.payload import (
     BYTES_PER_CHARACTER,

@@ -296,8 +296,6 @@ def choose_media_type(accept: str, offered: tuple[str, ...]) -> str:
 
 
 class MediaRange(NamedTuple):
-    """A media range of an `Accept` header."""
-
     quality: float
     position: int
     name: str

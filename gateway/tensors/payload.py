@@ -6,6 +6,7 @@ these, of strings and of bytes).
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -120,3 +121,20 @@ def estimate_value_bytes(value: Any) -> int:
         items = list(islice(nested, LARGE_ARRAY_BYTES // BYTES_PER_LISTED_VALUE + 1))
         size += BYTES_PER_LISTED_VALUE * len(items)
     return size
+
+
+# Copying this takes a millisecond or less, so that no copy holds the GIL, or the event loop, for long.
+MAX_PIECE_BYTES: Final = 1 << 20
+
+
+def copy_bytes(data: bytes | bytearray | memoryview) -> bytes:
+    """Return the data as bytes. Other threads can run between its pieces."""
+    if isinstance(data, bytes):
+        return data
+    if len(data) <= MAX_PIECE_BYTES:
+        return bytes(data)
+    file = io.BytesIO()
+    view = memoryview(data)
+    for start in range(0, len(data), MAX_PIECE_BYTES):
+        file.write(view[start : start + MAX_PIECE_BYTES])
+    return file.getvalue()  # this makes no copy

@@ -21,8 +21,6 @@ SEQUENCE_FLAGS: Final = ("start", "end")
 
 @dataclass(frozen=True)
 class SequenceStep:
-    """One request of a sequence."""
-
     sequence_id: int | str
     is_start: bool = False
     is_end: bool = False

@@ -35,8 +35,6 @@ class TooManyEntries(Exception):
 
 @dataclass(frozen=True)
 class ArchiveEntry:
-    """An entry of the central directory."""
-
     name: bytes
     flags: int
     method: int

@@ -1,4 +1,4 @@
-"""Mapping of Triton's errors to gateway errors, without internals that callers must not see.
+"""Triton's errors as errors of the gateway, without internals that callers must not see.
 
 Triton's own statuses are misleading: everything but INTERNAL, NOT_FOUND, UNAVAILABLE and UNSUPPORTED is
 400, a body that is not JSON is 500, a full queue is 503. So the table matches both status and message.
@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Final
 
 import orjson
 
@@ -29,8 +30,13 @@ from gateway.errors import (
     SequenceNotRunning,
     Unavailable,
 )
+from gateway.media_types import EVENT_END
 from gateway.messages import quote_text
 from gateway.triton.request_target import RequestTarget
+
+# `triton-gateway triton` maps errors in a log, and imports no client.
+if TYPE_CHECKING:
+    from gateway.http_client.client import UpstreamResponse
 
 log = logging.getLogger(__name__)
 
@@ -274,3 +280,42 @@ def map_load_error(status: int, body: bytes, model: str, verb: str) -> GatewayEr
     if not reason:
         return BadUpstream(f"the replica returned status {status}")
     return LoadFailed(model, reason, verb)
+
+
+MAX_ERROR_BODY_BYTES: Final = 1 << 20
+MAX_ERROR_EVENT_BYTES: Final = 64 << 10
+# The size of a repository's index, and of a model's metadata.
+MAX_METADATA_BYTES: Final = 4 << 20
+
+
+async def read_error_response(response: UpstreamResponse, target: RequestTarget) -> GatewayError:
+    body = bytearray()
+    try:
+        while len(body) < MAX_ERROR_BODY_BYTES and (chunk := await response.next_chunk()):
+            body += chunk
+    finally:
+        response.close()
+    return map_triton_error(response.status, bytes(body), target)
+
+
+async def read_error_event(response: UpstreamResponse, target: RequestTarget) -> GatewayError:
+    """Return the error in the first event of a stream. What follows it stays unread.
+
+    A stream with a longer first event is closed.
+    """
+    received = b""
+    try:
+        while EVENT_END not in received and len(received) < MAX_ERROR_EVENT_BYTES:
+            chunk = await response.next_chunk()
+            if not chunk:
+                break
+            received += chunk
+    except BaseException:
+        response.close()
+        raise
+    event, end, following = received.partition(EVENT_END)
+    if end:
+        response.unread(following)
+    else:
+        response.close()
+    return map_triton_error(response.status, event, target)

@@ -21,10 +21,10 @@ from gateway.http_client.client import CompleteResponse
 from gateway.http_client.connection import Buffer, Headers
 from gateway.messages import quote_text
 from gateway.tensors import sequence
-from gateway.tensors.copying import MAX_PIECE_BYTES, copy_bytes
 from gateway.tensors.dtypes import BYTES, DATATYPES, build_bytes_array
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.outputs import InferResult
+from gateway.tensors.payload import MAX_PIECE_BYTES, copy_bytes
 from gateway.tensors.signature import Signature
 from gateway.triton.request_target import RequestTarget
 
@@ -52,16 +52,12 @@ MAX_SEPARATE_ELEMENTS: Final = 64
 
 
 class InferResponse(NamedTuple):
-    """A response of a model."""
-
     outputs: dict[str, np.ndarray]
     version: str
     size_bytes: int  # as received
 
 
 class RequestOptions(NamedTuple):
-    """The checked parameters of a request."""
-
     # The number of classes to return by requested output; 0 for its values. Empty means all outputs.
     class_counts: Mapping[str, int]
     timeout_us: int

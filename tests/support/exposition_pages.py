@@ -10,8 +10,14 @@ from prometheus_client.openmetrics import parser as open_parser
 from prometheus_client.samples import Sample
 
 from gateway.telemetry.exposition.encoder import PageFormat, encode_page
-from gateway.telemetry.exposition.families import Families, escape_label_value, merge_families
-from gateway.telemetry.exposition.parser import decode_page, parse_families, split_page_lines
+from gateway.telemetry.exposition.parser import (
+    Families,
+    decode_page,
+    escape_label_value,
+    merge_families,
+    parse_families,
+    split_page_lines,
+)
 
 HISTOGRAM = """# TYPE h histogram
 h_bucket{le="0.5"} 1

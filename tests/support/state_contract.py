@@ -19,9 +19,14 @@ from gateway.repository.shared_state import SharedState
 from gateway.repository.state.desired import CORDONS, MODELS, DesiredModel, StateStore
 from gateway.repository.state.events import EventId, decode_event
 from gateway.repository.state.file import REPORT_TTL_S
-from gateway.repository.state.loads import Loads, is_in_progress
 from gateway.repository.state.store import open_state_store
-from gateway.repository.state.tables import Counts, create_raw_table, sum_counts
+from gateway.repository.state.tables import (
+    Counts,
+    Loads,
+    create_raw_table,
+    is_in_progress,
+    sum_counts,
+)
 from tests.support.wait import wait_until_async
 
 Scenario = Coroutine[Any, Any, None]

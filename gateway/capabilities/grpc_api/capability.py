@@ -28,7 +28,7 @@ def attach_grpc_server(settings: Settings) -> Attachment | None:
 
     async def open_server(services: Services, stack: AsyncExitStack) -> None:
         from gateway.capabilities.grpc_api.server import run_grpc_server
-        from gateway.draining import Drain
+        from gateway.process_exit import Drain
 
         server = run_grpc_server(services, services.get(Drain), grpc_settings)
         await stack.enter_async_context(server)

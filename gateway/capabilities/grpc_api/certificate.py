@@ -10,7 +10,7 @@ import grpc
 
 from gateway.config_files import WatchedFile, check_regular_file
 from gateway.messages import CommandError
-from gateway.settings.server import ClientAuth, describe_os_errors, load_authority, load_certificate
+from gateway.settings import ClientAuth, describe_os_errors, load_authority, load_certificate
 
 
 class UnusableCertificate(CommandError):

@@ -13,8 +13,8 @@ from typing import Final
 from gateway.callers import Right
 from gateway.capabilities.grpc_api.call import IncomingCall, ShuttingDown
 from gateway.capabilities.grpc_api.models import EMPTY_MESSAGE
-from gateway.draining import Drain
 from gateway.errors import Overloaded
+from gateway.process_exit import Drain
 
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 # Messages of the type HealthCheckResponse.

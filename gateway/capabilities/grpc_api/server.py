@@ -26,14 +26,13 @@ from gateway.capabilities.grpc_api.methods import Method, list_methods
 from gateway.capabilities.grpc_api.receive import ReceiveSlots, ResponseSizes
 from gateway.capabilities.grpc_api.settings import GrpcSettings
 from gateway.capabilities.grpc_api.streams import InferStream
-from gateway.draining import Drain
 from gateway.errors import GatewayError
 from gateway.fleet.replica import join_host_port
 from gateway.memory import default_budget_bytes
 from gateway.messages import CommandError
+from gateway.process_exit import Drain
 from gateway.services import Services
-from gateway.settings import Settings
-from gateway.settings.server import ClientAuth
+from gateway.settings import ClientAuth, Settings
 from gateway.triton.grpc.byte_channel import STREAM_METHOD
 
 log = logging.getLogger(__name__)

@@ -21,10 +21,10 @@ from gateway.capabilities.jobs.replay import READ_BYTES, read_piece
 from gateway.capabilities.jobs.runner import JobRunner
 from gateway.capabilities.jobs.service import POLL_S, Jobs, find_owner, may_use, may_use_all
 from gateway.capabilities.jobs.store import JobQuery
-from gateway.draining import Drain
 from gateway.errors import serialize_error
 from gateway.media_types import JSON, NDJSON
 from gateway.messages import quote_text
+from gateway.process_exit import Drain
 from gateway.routes.dependencies import ServicesForAnyCaller, ServicesForInference
 from gateway.routes.openapi import BINARY_CONTENT, COUNT_SCHEMA, build_list_schema, build_responses
 from gateway.services import Services

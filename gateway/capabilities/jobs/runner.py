@@ -34,8 +34,8 @@ from gateway.capabilities.jobs.replay import (
 )
 from gateway.capabilities.jobs.service import Jobs
 from gateway.capabilities.jobs.store import JobCounts
-from gateway.draining import Drain
 from gateway.errors import GatewayError, InternalError, Unauthenticated
+from gateway.process_exit import Drain
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.services import INTERNAL_REQUEST, InternalRequest, Services
 from gateway.tasks import TaskSet, cancel_tasks, repeat

@@ -9,8 +9,13 @@ from pydantic import BeforeValidator, Field, SecretStr, field_validator
 
 from gateway.capabilities.jobs.callback_hosts import CallbackHosts
 from gateway.http_client.webhooks import decode_secret
-from gateway.settings import CapabilitySettings
-from gateway.settings.values import MAX_SETTING_S, CommaSeparated, PositiveSeconds, split_list
+from gateway.settings import (
+    MAX_SETTING_S,
+    CapabilitySettings,
+    CommaSeparated,
+    PositiveSeconds,
+    split_list,
+)
 
 SQLITE: Final = "sqlite://"
 REDIS: Final = ("redis://", "rediss://")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Set
 from contextlib import AbstractContextManager, nullcontext
@@ -42,8 +41,6 @@ from gateway.repository.repository import Repository
 from gateway.tasks import TaskSet, cancel_tasks, repeat
 from gateway.telemetry.request_info import current_request_info, measure_phase
 from gateway.triton.error_mapping import LoadFailed
-
-log = logging.getLogger(__name__)
 
 RETRY_PAUSE_S: Final = 0.02  # while the models that hold the memory are in use
 RETRY_PAUSES: Final = 10  # times the duration of the search for places, which grows with the fleet

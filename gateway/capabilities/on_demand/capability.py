@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
-from gateway.capabilities.on_demand.model_keys import MODEL_KEYS
-from gateway.capabilities.on_demand.settings import OnDemandSettings
+from gateway.capabilities.on_demand.settings import MODEL_KEYS, OnDemandSettings
 from gateway.capability import Attachment, Capability, LaunchPlan
 from gateway.messages import CommandError
 from gateway.settings import Settings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from time import perf_counter
 from typing import Final
 
@@ -19,8 +18,6 @@ from gateway.fleet.replica import Replica
 from gateway.repository.reconcile_plan import Backoff
 from gateway.repository.reconciler import Reconciler
 from gateway.tasks import cancel_tasks, repeat
-
-log = logging.getLogger(__name__)
 
 DEMAND_INTERVAL_S: Final = 0.5
 NO_ROOM_PAUSE_S: Final = 2.0

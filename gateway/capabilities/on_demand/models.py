@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 from math import ceil, inf
 from typing import Any, Final
 
-from gateway.capabilities.on_demand.model_keys import ON_DEMAND, CopyLimits
 from gateway.capabilities.on_demand.plan import LoadTurns
+from gateway.capabilities.on_demand.settings import ON_DEMAND, CopyLimits
 from gateway.capacity.admission import AdmissionQueue
 from gateway.errors import GatewayError, Unavailable
 from gateway.messages import join_names, quote_text

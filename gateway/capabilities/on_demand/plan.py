@@ -9,7 +9,7 @@ from enum import Enum
 from itertools import zip_longest
 from typing import Any, Final
 
-from gateway.capabilities.on_demand.model_keys import CopyLimits
+from gateway.capabilities.on_demand.settings import CopyLimits
 from gateway.tensors.signature import find_ensemble_steps
 
 MEMORY_PARAMETER: Final = "gateway.memory_mb"

@@ -6,8 +6,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from gateway.capability import Attachment, Capability
-from gateway.settings import CapabilitySettings, Settings
-from gateway.settings.values import CommaSeparated
+from gateway.settings import CapabilitySettings, CommaSeparated, Settings
 
 if TYPE_CHECKING:
     from gateway.services import Services

@@ -15,8 +15,13 @@ from gateway.capabilities.page.guide import GuideRoutes
 from gateway.capability import SignIn
 from gateway.errors import NotFound
 from gateway.messages import quote_text
-from gateway.routes.assets import Asset, build_asset_response, fill_placeholders, load_assets
-from gateway.routes.root import get_root
+from gateway.routes.assets import (
+    Asset,
+    build_asset_response,
+    fill_placeholders,
+    get_root,
+    load_assets,
+)
 from gateway.tensors.outputs import list_accepted_types
 
 # Model names and responses are untrusted input: inline scripts and strings as markup are forbidden.

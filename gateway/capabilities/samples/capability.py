@@ -12,8 +12,7 @@ from pydantic import Field, SecretStr, field_validator
 
 from gateway.capability import Attachment, Capability
 from gateway.messages import CommandError
-from gateway.settings import CapabilitySettings, Settings
-from gateway.settings.values import CommaSeparated
+from gateway.settings import CapabilitySettings, CommaSeparated, Settings
 from gateway.tasks import repeat
 
 if TYPE_CHECKING:

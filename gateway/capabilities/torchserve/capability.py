@@ -9,8 +9,7 @@ from pydantic import BeforeValidator
 from pydantic_settings import NoDecode
 
 from gateway.capability import Attachment, Capability
-from gateway.settings import CapabilitySettings, Settings
-from gateway.settings.values import split_list
+from gateway.settings import CapabilitySettings, Settings, split_list
 
 
 class Dialect(str, Enum):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from gateway.inference.curl_body import begins_as_json
+from gateway.inference.body import begins_as_json
 from gateway.media_types import JSON, UTF8_TEXT, detect_media_type
 from gateway.tensors.json_body import decode_b64_objects, list_json_parts, parse_json_body
 from gateway.tensors.outputs import (

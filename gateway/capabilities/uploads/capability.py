@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gateway.capabilities.uploads.settings import REPOSITORY_URL_EXCLUSIONS, UploadSettings
-from gateway.capability import Attachment, Capability, Finding, LaunchPlan
-from gateway.settings import Settings
-from gateway.settings.access import ModelUploads
+from gateway.capability import (
+    FAILED,
+    OK,
+    Attachment,
+    Capability,
+    Finding,
+    LaunchPlan,
+    describe_error,
+)
+from gateway.errors import GatewayError
+from gateway.messages import CommandError
+from gateway.settings import ModelUploads, Settings
 
 if TYPE_CHECKING:
+    from gateway.capabilities.uploads.model_files.store import ModelStore
     from gateway.services import Services
 
 
 def attach_uploads(settings: Settings) -> Attachment:
     """Build the routes of uploads, and the store behind them. Raises `CannotUseBucket`."""
-    from gateway.capabilities.uploads.model_files.configured import create_model_store
     from gateway.capabilities.uploads.publisher import ModelPublisher
     from gateway.capabilities.uploads.routes import router
 
@@ -40,10 +49,44 @@ def attach_uploads(settings: Settings) -> Attachment:
     return Attachment((router,), open=open_publisher)
 
 
-def check_uploads(settings: Settings) -> Iterable[Finding]:
-    from gateway.capabilities.uploads.checks import check_model_repository
+def create_model_store(settings: UploadSettings, *, can_write: bool) -> ModelStore | None:
+    """Return the store of GATEWAY_REPOSITORY; None without it. Raises `CannotUseBucket`."""
+    from gateway.capabilities.uploads.model_files.bucket_store import BucketStore
+    from gateway.capabilities.uploads.model_files.folder_store import FolderStore
 
-    return check_model_repository(settings.read(UploadSettings))
+    max_bytes = settings.max_repository_bytes
+    if (folder := settings.repository_folder) is not None:
+        return FolderStore(folder, can_write=can_write, max_bytes=max_bytes)
+    if (bucket := settings.repository_bucket) is not None:
+        return BucketStore(bucket, can_write=can_write, max_bytes=max_bytes)
+    return None
+
+
+def check_uploads(settings: Settings) -> Iterator[Finding]:
+    from gateway.capabilities.uploads.model_files.bucket import Bucket
+
+    check = "repository"
+    upload_settings = settings.read(UploadSettings)
+    folder = upload_settings.repository_folder
+    bucket = upload_settings.repository_bucket
+    if bucket is not None:
+        try:
+            Bucket(bucket).list_top_level()
+        except (CommandError, GatewayError) as exc:
+            advice = "see GATEWAY_REPOSITORY in docs/reference/settings.md"
+            yield Finding(check, FAILED, describe_error(exc), advice)
+        else:
+            yield Finding(check, OK, f"bucket {bucket.bucket} can be listed")
+    elif folder is None:
+        yield Finding(check, OK, "not set: models cannot be uploaded; up sets it")
+    elif not folder.is_dir():
+        advice = "create it, or correct GATEWAY_REPOSITORY"
+        yield Finding(check, FAILED, f"{folder} is not a folder", advice)
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        advice = f"let user {os.getuid()} write to it"
+        yield Finding(check, FAILED, f"{folder} cannot be written", advice)
+    else:
+        yield Finding(check, OK, f"{folder} can be written")
 
 
 def prepare_uploads(plan: LaunchPlan) -> None:

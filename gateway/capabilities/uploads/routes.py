@@ -58,7 +58,7 @@ from gateway.routes.openapi import (
     build_response,
 )
 from gateway.services import Services
-from gateway.settings.access import ModelUploads
+from gateway.settings import ModelUploads
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
 from gateway.telemetry.request_info import RequestInfo
 from gateway.tensors.codecs import BINARY_SCHEMA, STRING_SCHEMA

@@ -13,8 +13,15 @@ from gateway.access.rate_limit import RateWindows
 from gateway.errors import StateUnavailable
 from gateway.messages import CommandError
 from gateway.repository.state.events import EventId, StoredEvent
-from gateway.repository.state.loads import Loads, StartedLoad
-from gateway.repository.state.tables import Counts, RawTable, Table, UnreadableState, decode_state
+from gateway.repository.state.tables import (
+    Counts,
+    Loads,
+    RawTable,
+    StartedLoad,
+    Table,
+    UnreadableState,
+    decode_state,
+)
 from gateway.telemetry.request_info import MAX_PARAMETER_CHARS, MAX_RECORDED_PARAMETERS
 
 log = logging.getLogger(__name__)

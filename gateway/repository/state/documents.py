@@ -28,25 +28,23 @@ from gateway.repository.state.events import (
     next_event,
     select_events,
 )
-from gateway.repository.state.loads import (
+from gateway.repository.state.tables import (
     LOADS,
+    Counts,
     Loads,
+    RawTable,
     StartedLoad,
+    Table,
     drop_orphaned_loads,
     drop_token,
+    find_first_kept_day,
     load_owners,
     new_load_token,
+    sum_counts,
+    with_entry,
     with_finished_load,
     with_load,
     without_replica,
-)
-from gateway.repository.state.tables import (
-    Counts,
-    RawTable,
-    Table,
-    find_first_kept_day,
-    sum_counts,
-    with_entry,
 )
 
 T = TypeVar("T")

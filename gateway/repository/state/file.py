@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
-import logging
 import os
 import secrets
 import time
@@ -44,9 +43,10 @@ from gateway.repository.state.events import (
     next_event,
     parse_event_lines,
 )
-from gateway.repository.state.loads import LOADS, Loads, parse_loads
 from gateway.repository.state.tables import (
+    LOADS,
     Counts,
+    Loads,
     RawTable,
     Table,
     UnreadableState,
@@ -54,10 +54,10 @@ from gateway.repository.state.tables import (
     decode_counts,
     decode_state,
     find_first_kept_day,
+    parse_loads,
 )
 from gateway.telemetry.audit import MAX_EVENT_BYTES
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 # A release reads the state of the one before, and writes what that one reads: fields are only added, and
 # unknown ones are kept. What the one before would misread needs another number.

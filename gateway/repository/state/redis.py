@@ -37,16 +37,6 @@ from gateway.repository.state.desired import (
     is_operation_id,
 )
 from gateway.repository.state.events import MAX_EVENTS, EventId, StoredEvent, parse_event_id
-from gateway.repository.state.loads import (
-    LOADS,
-    Loads,
-    StartedLoad,
-    drop_orphaned_loads,
-    drop_token,
-    is_in_progress,
-    load_owners,
-    new_load_token,
-)
 from gateway.repository.state.redis_connection import (
     RedisConnection,
     RedisServer,
@@ -58,12 +48,20 @@ from gateway.repository.state.redis_scripts import ADD_TO_QUOTA, CHECK_DEADLINE,
 from gateway.repository.state.tables import (
     CAPABILITY_TABLES,
     KEPT_DAYS,
+    LOADS,
     Counts,
+    Loads,
     RawTable,
+    StartedLoad,
     Table,
     UnreadableState,
     create_raw_table,
     decode_state,
+    drop_orphaned_loads,
+    drop_token,
+    is_in_progress,
+    load_owners,
+    new_load_token,
 )
 
 log = logging.getLogger(__name__)

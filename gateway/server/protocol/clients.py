@@ -14,7 +14,7 @@ from prometheus_client import Counter
 
 from gateway.access.peers import ClientCounts, client_network
 from gateway.errors import GatewayError, TooManyConnections
-from gateway.server.protocol.limits import ProtocolLimits
+from gateway.server.protocol.parser import ProtocolLimits
 from gateway.telemetry.metrics import OpenConnections
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,7 @@ from gateway.errors import GatewayError, RequestTooSlow, TooManyConnections
 from gateway.server.protocol.clients import ClientAccount, ClientRegistry, parse_socket_name
 from gateway.server.protocol.deadlines import Deadlines, Due
 from gateway.server.protocol.exchange import RequestCycle, encode_error_response
-from gateway.server.protocol.limits import ProtocolLimits
-from gateway.server.protocol.parser import RequestParser
+from gateway.server.protocol.parser import ProtocolLimits, RequestParser
 from gateway.telemetry.tracing import create_request_id
 
 HEALTH_PATHS: Final = frozenset((b"/livez", b"/readyz", b"/v2/health/live", b"/v2/health/ready"))

@@ -6,7 +6,7 @@ from enum import Enum, auto
 from math import inf
 from typing import Final
 
-from gateway.server.protocol.limits import ProtocolLimits
+from gateway.server.protocol.parser import ProtocolLimits
 
 MIN_CHECK_INTERVAL_S: Final = 0.25
 RESERVED_HEADER_TIMEOUT_S: Final = 1.0

@@ -6,6 +6,7 @@ httptools has no limits and accepts ambiguous request lengths, so both are check
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Final, Protocol
 from urllib.parse import unquote
@@ -14,8 +15,25 @@ import httptools
 from starlette.types import Scope
 
 from gateway.errors import GatewayError, HeaderTooLarge, MalformedRequest, UrlTooLong
-from gateway.server.protocol.limits import ProtocolLimits
 from gateway.telemetry.request_info import HEADER_FACTS
+
+
+@dataclass(frozen=True)
+class ProtocolLimits:
+    """The settings of the same names; see `gateway.settings`."""
+
+    max_header_bytes: int = 64 << 10
+    max_header_fields: int = 100
+    max_url_bytes: int = 8 << 10
+    max_body_bytes: int = 64 << 20
+    max_pipelined: int = 16
+    header_timeout_s: float = 10.0
+    body_stall_s: float = 10.0
+    write_timeout_s: float = 30.0
+    min_bytes_per_s: int = 1 << 10
+    max_connections: int = 4096
+    max_connections_per_client: int = 1024  # 0: unlimited
+
 
 # Copied for each request; a copy that has all keys is faster than one that grows.
 SCOPE: Final[Scope] = {
@@ -68,8 +86,6 @@ REQUEST_END, EMPTY_LINES, HEADER, BODY = Phase
 
 
 class IncomingBody:
-    """The body that is being received."""
-
     __slots__ = ("_content_length", "_headers", "_receiver", "received_bytes")
 
     def __init__(self, receiver: BodyReceiver, headers: HeaderPairs) -> None:

@@ -10,7 +10,7 @@ from enum import Enum
 from itertools import islice
 from typing import Final
 
-from gateway.telemetry.exposition.families import LABEL_PAIR, Families, Family, LabelPair, Sample
+from gateway.telemetry.exposition.parser import LABEL_PAIR, Families, Family, LabelPair, Sample
 
 OPENMETRICS_SUFFIXES: Final = {
     "counter": ("_total", "_created"),

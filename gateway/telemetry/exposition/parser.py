@@ -1,25 +1,96 @@
-"""A strict parser of metrics pages in the Prometheus text format 0.0.4."""
+"""Metrics pages in the Prometheus text format 0.0.4: their families, a strict parser, and a cache."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from math import isinf
 from typing import Final
 
-from gateway.telemetry.exposition.families import (
-    LABEL_NAME,
-    LABEL_PAIR,
-    LABEL_VALUE,
-    SAMPLE_SUFFIXES,
-    Families,
-    Family,
-    InvalidExposition,
-    LabelPair,
-    Sample,
-    escape_label_value,
-    join_labels,
-)
+# Type → suffixes that the names of its samples have after the name of the family.
+SAMPLE_SUFFIXES: Final = {
+    "counter": ("",),
+    "gauge": ("",),
+    "untyped": ("",),
+    "summary": ("", "_sum", "_count"),
+    "histogram": ("", "_bucket", "_sum", "_count"),
+}
+
+LABEL_NAME: Final = r"([a-zA-Z_][a-zA-Z0-9_]*)"
+LABEL_VALUE: Final = r'"([^"\\]*(?:\\["\\n][^"\\]*)*)"'
+LABEL_PAIR: Final = re.compile(rf"(?<![a-zA-Z0-9_]){LABEL_NAME}={LABEL_VALUE}")
+
+
+class InvalidExposition(ValueError):
+    """A page that Prometheus would reject."""
+
+
+LabelPair = tuple[str, str]
+# Name, labels as written, and the rest of the line: the value, optionally a time, optionally " # " and an
+# exemplar. Tuples of strings cost the garbage collector nothing.
+Sample = tuple[str, str, str]
+
+
+@dataclass
+class Family:
+    name: str
+    type: str = "untyped"
+    help: str = ""
+    unit: str = ""
+    sample_names: set[str] = field(default_factory=set)  # allowed for its samples
+    samples: list[Sample] = field(default_factory=list)
+
+
+Families = dict[str, Family]
+
+
+def escape_label_value(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def join_labels(pairs: Iterable[LabelPair]) -> str:
+    return ",".join([f'{name}="{value}"' for name, value in pairs])
+
+
+@dataclass(frozen=True)
+class MergedFamilies:
+    """The families of several pages, and by page the names of those that were left out."""
+
+    families: Families
+    left_out: Mapping[str, Sequence[str]]
+
+
+def merge_families(gateway_families: Families, pages: Mapping[str, Families]) -> MergedFamilies:
+    """Merge the pages of several servers.
+
+    The first page with a family defines it. A family of a later page is left out if its TYPE differs, if its
+    sample names belong to another family, or if the gateway itself has a family of this name.
+    """
+    merged = {name: replace(family) for name, family in gateway_families.items()}
+    owners = {name: family for family in merged.values() for name in family.sample_names}
+    left_out: dict[str, list[str]] = {}
+    for page, families in pages.items():
+        for family in families.values():
+            existing = merged.get(family.name)
+            is_own = family.name in gateway_families
+            is_compatible = existing is None or (existing.type == family.type and not is_own)
+            names = family.sample_names
+            if not is_compatible or any(owners.get(n, existing) is not existing for n in names):
+                left_out.setdefault(page, []).append(family.name)
+                continue
+            if existing is None:
+                existing = merged[family.name] = replace(family, sample_names=set(), samples=[])
+            existing.samples += family.samples
+            existing.sample_names |= family.sample_names
+            owners.update(dict.fromkeys(family.sample_names, existing))
+    return MergedFamilies(merged, left_out)
+
+
+# The parser
 
 # Longer lines are not matched with the regular expression SAMPLE_LINE.
 MAX_LINE_CHARS: Final = 1 << 16
@@ -199,3 +270,76 @@ def normalize_tail(text: str) -> str:
     if labels:
         parse_labels(labels)
     return value + (f" {time}" if time else "") + (f" # {exemplar}" if exemplar else "")
+
+
+# The cache: if only values changed since the last page, only these are parsed.
+
+# Values that need no validation. Others are a part of the layout.
+PLAIN_VALUE: Final = re.compile(r" (-?[0-9]{1,20}(?:\.[0-9]{1,20})?(?:e[+-][0-9]{2})?)\n")
+
+
+@dataclass(frozen=True)
+class FamilyLayout:
+    """A family without its samples: the names and labels of these, and the indexes of their values.
+
+    A fleet has many of these, so they are lists of shared strings, and an array.
+    """
+
+    family: Family
+    names: Sequence[str]
+    labels: Sequence[str]
+    value_places: array[int]
+
+    def fill(self, values: Sequence[str]) -> Family:
+        heads = zip(self.names, self.labels, self.value_places, strict=True)
+        samples = [(name, labels, values[place]) for name, labels, place in heads]
+        return replace(self.family, samples=samples)
+
+
+class PageCache:
+    """The layout of the last page of one server: a hash of the text between the values, and the families."""
+
+    def __init__(self) -> None:
+        self._text_hash = b""
+        self._layouts: Sequence[FamilyLayout] = ()
+
+    def parse_page(
+        self, page: bytes, replica: str, iterate_lines: Callable[[list[str]], Iterable[str]] = iter
+    ) -> Families:
+        """Parse a page like `parser.parse_families`. Raises `InvalidExposition`."""
+        text = decode_page(page)
+        parts = PLAIN_VALUE.split(text)
+        values = parts[1::2]
+        # `decode_page` accepts no NUL.
+        text_hash = blake2b("\0".join(parts[::2]).encode()).digest()
+        if text_hash == self._text_hash:
+            return {each.family.name: each.fill(values) for each in self._layouts}
+        parser = parse_lines(iterate_lines(split_page_lines(text)), replica)
+        families = parser.families
+        if has_plain_values(values, families, parser.sample_families):
+            self._text_hash = text_hash
+            self._layouts = build_layouts(families, parser.sample_families)
+        return families
+
+
+def has_plain_values(
+    values: Sequence[str], families: Families, sample_families: Sequence[Family]
+) -> bool:
+    """Return whether each value in the text is that of a sample, in the same order."""
+    samples = {name: iter(family.samples) for name, family in families.items()}
+    return values == [next(samples[family.name])[2] for family in sample_families]
+
+
+def build_layouts(families: Families, sample_families: Sequence[Family]) -> list[FamilyLayout]:
+    value_places = {name: array("L") for name in families}
+    for place, family in enumerate(sample_families):
+        value_places[family.name].append(place)
+    return [
+        FamilyLayout(
+            family=replace(family, samples=[]),
+            names=[sys.intern(sample_name) for sample_name, _, _ in family.samples],
+            labels=[labels for _, labels, _ in family.samples],
+            value_places=value_places[name],
+        )
+        for name, family in families.items()
+    ]

@@ -16,15 +16,17 @@ import orjson
 from tritonclient.grpc import service_pb2
 
 from gateway.errors import DeadlinePassed, MalformedRequest
-from gateway.triton.error_mapping import map_load_error
-from gateway.triton.grpc.byte_channel import GRPC_SERVICE, ByteClient, GrpcTlsFiles, Metadata
-from gateway.triton.grpc.errors import (
+from gateway.triton.error_mapping import MAX_METADATA_BYTES, map_load_error
+from gateway.triton.grpc.byte_channel import (
+    GRPC_SERVICE,
     HTTP_STATUS_BY_GRPC_CODE,
     NO_RESPONSE,
+    ByteClient,
+    GrpcTlsFiles,
     GrpcUnreachable,
+    Metadata,
     encode_triton_error,
 )
-from gateway.triton.response import MAX_METADATA_BYTES
 
 LIVE_METHOD: Final = f"{GRPC_SERVICE}/ServerLive"
 # The verb and the method of each request.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from gateway.capabilities.on_demand.inference_times import InferenceTimes
+from gateway.capabilities.on_demand.loader import InferenceTimes
 from gateway.fleet.pool import ReplicaPool
 from gateway.settings import Settings
 from tests.support.simulated_replicas import simulated_replicas

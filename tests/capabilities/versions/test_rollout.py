@@ -16,7 +16,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.commands.api import connect
 from gateway.commands.errors import ClientError, UsageError
 from gateway.commands.rollout import (
     Rollout,
@@ -230,7 +229,7 @@ def test_server_that_is_not_a_gateway_is_reported() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), OtherServer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         target = Target(f"http://127.0.0.1:{server.server_port}")
-        with pytest.raises(ClientError, match="HTTP status 404"), connect(target) as client:
+        with pytest.raises(ClientError, match="HTTP status 404"), target.connect() as client:
             Rollout(client, plan).run()
         server.shutdown()
 

@@ -26,10 +26,11 @@ from tritonclient.http.auth import BasicAuth
 from tritonclient.utils import InferenceServerException
 
 from gateway.access.keys import (
+    NO_RULES,
     BadKeysFile,
     add_key,
     expire_key,
-    parse_keys,
+    parse_keys_content,
     read_keys_file,
     remove_key,
     rotate_key,
@@ -734,7 +735,7 @@ BAD: dict[str, str] = {
 @pytest.mark.parametrize("text", BAD.values(), ids=BAD.keys())
 def test_keys_file_that_is_invalid_is_refused_without_quoting_it(text: str) -> None:
     with pytest.raises(BadKeysFile) as caught:
-        parse_keys(text)
+        parse_keys_content(text, NO_RULES)
     sentence = str(caught.value)
     assert sentence
     assert "\n" not in sentence
@@ -746,7 +747,7 @@ def test_keys_file_that_is_invalid_is_refused_without_quoting_it(text: str) -> N
 @given(st.text(max_size=200) | st.text("keys:[]{}\n-! *&'\"name", max_size=80))
 def test_keys_file_with_any_text_is_read_or_refused(text: str) -> None:
     with suppress(BadKeysFile):
-        parse_keys(text)
+        parse_keys_content(text, NO_RULES)
 
 
 def test_gateway_does_not_start_with_an_invalid_keys_file(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from gateway.client.ordered import OrderedTasks
+from gateway.client.batches import OrderedTasks
 from gateway.commands import errors
 from gateway.commands.records import describe_value
 from gateway.commands.top import GatewaySnapshot, ModelTraffic, QueueState, render_snapshot

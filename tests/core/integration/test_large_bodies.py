@@ -20,8 +20,8 @@ from gateway.http_client.client import HttpClient
 from gateway.inference.body import RequestBody
 from gateway.memory import MemoryBudget, MemoryCharge
 from gateway.telemetry.request_info import RequestInfo
-from gateway.tensors.copying import copy_bytes
 from gateway.tensors.dtypes import build_bytes_array
+from gateway.tensors.payload import copy_bytes
 from tests.support.wait import TIMEOUT_S
 
 MIB = 1 << 20

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import MalformedRequest
-from gateway.tensors import data_uri
-from gateway.tensors.data_uri import decode_base64_text
+from gateway.tensors import json_body
+from gateway.tensors.json_body import decode_base64_text
 
 MIB = 1 << 20
 
 
 @pytest.fixture(params=[7, 8, 1 << 20])
 def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_uri, "CHUNK_CHARS", request.param)
+    monkeypatch.setattr(json_body, "CHUNK_CHARS", request.param)
 
 
 @pytest.mark.usefixtures("piece")

@@ -25,7 +25,7 @@ from gateway.repository.state.documents import MemoryStateStore
 from gateway.repository.state.events import MAX_EVENTS, EventId, encode_events
 from gateway.repository.state.file import COUNT_EVENTS_BYTES
 from gateway.repository.state.store import open_state_store
-from gateway.routes.events import parse_start
+from gateway.routes.administration import parse_start
 from gateway.telemetry import refusals
 from gateway.telemetry.audit import MAX_EVENT_BYTES, Event, build_call_event, list_changes
 from gateway.telemetry.logs import JsonFormatter

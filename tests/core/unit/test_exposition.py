@@ -12,9 +12,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.telemetry.exposition.encoder import PageFormat, encode_page
-from gateway.telemetry.exposition.families import Families, InvalidExposition, merge_families
-from gateway.telemetry.exposition.page_cache import PageCache
-from gateway.telemetry.exposition.parser import decode_page, parse_families, split_page_lines
+from gateway.telemetry.exposition.parser import (
+    Families,
+    InvalidExposition,
+    PageCache,
+    decode_page,
+    merge_families,
+    parse_families,
+    split_page_lines,
+)
 from tests.support.exposition_pages import (
     CLASHES,
     ESCAPED_HELP,

@@ -16,9 +16,9 @@ from gateway.triton.grpc.byte_channel import (
     STREAM_METHOD,
     ByteStream,
     GrpcByteChannel,
+    GrpcUnreachable,
     send_bytes,
 )
-from gateway.triton.grpc.errors import GrpcUnreachable
 from gateway.triton.grpc.management import build_load_request, call_management_api
 from gateway.triton.request_target import RequestTarget
 from tests.support.wait import TIMEOUT_S, wait_until_async

@@ -31,11 +31,10 @@ from gateway.routes.metrics import parse_quality_value, parse_scrape_timeout
 from gateway.server.protocol.parser import VALID_HOST
 from gateway.telemetry import tracing
 from gateway.telemetry.exposition.encoder import PageFormat, encode_page, escape_help
-from gateway.telemetry.exposition.page_cache import PageCache
-from gateway.telemetry.exposition.parser import parse_families, split_page_lines
+from gateway.telemetry.exposition.parser import PageCache, parse_families, split_page_lines
 from gateway.triton import error_mapping
-from gateway.triton.grpc import errors as grpc_errors
 from gateway.triton.grpc import management
+from gateway.triton.grpc.byte_channel import map_grpc_error
 from gateway.triton.inference import parse_http_response
 from gateway.triton.json_guard import JsonGuard
 from gateway.triton.request_target import RequestTarget
@@ -159,7 +158,7 @@ def index(size: int) -> list[Any]:
 
 
 def translated(text: str) -> object:
-    return grpc_errors.map_grpc_error("UNAVAILABLE", text, RequestTarget(), 1)
+    return map_grpc_error("UNAVAILABLE", text, RequestTarget(), 1)
 
 
 def step_in(body: bytes) -> object:

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import GatewayError, MalformedRequest, TooLarge
-from gateway.tensors.form import MultipartForm
 from gateway.tensors.inputs import read_payload
-from gateway.tensors.multipart import MAX_COPIED_PART_BYTES, MultipartParser, RawPart
+from gateway.tensors.multipart import MAX_COPIED_PART_BYTES, MultipartForm, MultipartParser, RawPart
 from gateway.tensors.payload import PayloadLimits
 from tests.support.hostile_files import field, form
 

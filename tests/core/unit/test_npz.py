@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import MalformedRequest, TooLarge
-from gateway.tensors.npz import read_npz
+from gateway.tensors.npy import read_npz
 from tests.support.hostile_files import MIB, archive, claiming_size, npy, overlapping
 
 LIMIT = 64 * MIB

@@ -70,7 +70,7 @@ from gateway.repository.reconcile_plan import (
     plan_actions,
 )
 from gateway.repository.state.desired import DesiredModel
-from gateway.repository.state.loads import is_in_progress, new_load_token
+from gateway.repository.state.tables import is_in_progress, new_load_token
 
 UP = Health().with_probe_answer()
 

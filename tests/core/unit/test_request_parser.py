@@ -13,8 +13,7 @@ from starlette.types import Scope
 
 from gateway.errors import GatewayError, TooManyConnections
 from gateway.server.protocol.deadlines import Deadlines, Due
-from gateway.server.protocol.limits import ProtocolLimits
-from gateway.server.protocol.parser import RequestParser
+from gateway.server.protocol.parser import ProtocolLimits, RequestParser
 from gateway.telemetry.request_info import HEADER_FACTS
 from tests.support.framing import AMBIGUOUS, UNAMBIGUOUS
 

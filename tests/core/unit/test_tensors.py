@@ -15,7 +15,7 @@ import pytest
 
 from gateway.errors import InputMismatch, MalformedRequest, ModelFault, NotAcceptable
 from gateway.media_types import JSON, OCTET_STREAM
-from gateway.routes.model_openapi import build_model_openapi
+from gateway.routes.openapi import build_model_openapi
 from gateway.tensors.codecs import SUPPORTED_CODECS
 from gateway.tensors.dtypes import DATATYPES, DatatypeKind
 from gateway.tensors.examples import build_example_body, format_curl_example, format_python_example

@@ -20,16 +20,20 @@ from gateway.capabilities.uploads.model_files.model_config import (
     check_data_config,
     parse_model_config,
 )
-from gateway.capabilities.uploads.model_files.onnx_file import is_onnx_file
+from gateway.capabilities.uploads.model_files.onnx import is_onnx_file
 from gateway.capabilities.uploads.model_files.received_body import parse_sha256_digest
 from gateway.capacity.archives import PIECE_BYTES, ArchiveLimits, read_archive
 from gateway.errors import GatewayError
 from gateway.passthrough.sse import EventStreamScrubber
-from gateway.telemetry.exposition.families import InvalidExposition
-from gateway.telemetry.exposition.parser import decode_page, parse_families, split_page_lines
-from gateway.tensors.data_uri import decode_base64_text
+from gateway.telemetry.exposition.parser import (
+    InvalidExposition,
+    decode_page,
+    parse_families,
+    split_page_lines,
+)
 from gateway.tensors.image_header import read_image_header, strip_metadata
 from gateway.tensors.inputs import JsonParser, decode_body, decode_json_body
+from gateway.tensors.json_body import decode_base64_text
 from gateway.tensors.media_type import parse_content_type
 from gateway.tensors.outputs import parse_accept
 from gateway.tensors.payload import PayloadLimits

@@ -20,7 +20,6 @@ from gateway.errors import InputMismatch, MalformedRequest, TooLarge
 from gateway.media_types import JSON
 from gateway.tensors import codecs, inputs
 from gateway.tensors.codecs import SUPPORTED_CODECS
-from gateway.tensors.form import MultipartForm
 from gateway.tensors.inputs import (
     InferInputs,
     check_row_count,
@@ -30,6 +29,7 @@ from gateway.tensors.inputs import (
     read_payload,
     to_inputs,
 )
+from gateway.tensors.multipart import MultipartForm
 from gateway.tensors.payload import (
     BYTES_PER_LISTED_VALUE,
     LARGE_ARRAY_BYTES,

@@ -35,7 +35,6 @@ PAGE_PARSER = "gateway.telemetry.exposition."
 PURE = (
     "gateway.tensors",
     "gateway.telemetry.exposition",
-    "gateway.routes.model_openapi",
     "gateway.routes.openapi",
     "gateway.passthrough.sse",
     "gateway.settings",

@@ -10,13 +10,12 @@ import pytest
 
 from gateway.capabilities.grpc_api.infer_request import read_infer_request
 from gateway.errors import GatewayError
-from gateway.tensors.data_uri import decode_base64_text
 from gateway.tensors.image_header import read_image_header, strip_metadata
 from gateway.tensors.inputs import read_payload, to_inputs
+from gateway.tensors.json_body import decode_base64_text
 from gateway.tensors.media_type import parse_content_type, parse_header_parameters
 from gateway.tensors.multipart import MultipartParser
-from gateway.tensors.npy import parse_npy_entries, parse_npy_shape, read_npy
-from gateway.tensors.npz import read_npz
+from gateway.tensors.npy import parse_npy_entries, parse_npy_shape, read_npy, read_npz
 from gateway.tensors.outputs import parse_accept
 from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import build_signature

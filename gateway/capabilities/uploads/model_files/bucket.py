@@ -13,9 +13,9 @@ from datetime import timedelta
 from typing import Any, Final
 
 from gateway.capabilities.uploads.errors import RepositoryUnavailable
-from gateway.capabilities.uploads.model_files.bucket_url import BucketLocation
 from gateway.capabilities.uploads.model_files.staging import StagedFile
 from gateway.capabilities.uploads.model_files.store import FileContent
+from gateway.capabilities.uploads.settings import BucketLocation
 from gateway.capacity.archives import TEMPORARY_PREFIX
 from gateway.messages import CommandError
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import os
+import shutil
+import tempfile
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
+from itertools import count
+from pathlib import Path
 from typing import Final
 
 from gateway.capabilities.uploads.errors import RepositoryUnavailable
@@ -17,14 +24,9 @@ from gateway.capabilities.uploads.model_files.bucket_change import (
     parse_copy_name,
 )
 from gateway.capabilities.uploads.model_files.bucket_lock import LOCK_PREFIX, BucketLock
-from gateway.capabilities.uploads.model_files.bucket_url import BucketLocation
 from gateway.capabilities.uploads.model_files.entry_names import CONFIG_FILE, is_version_name
 from gateway.capabilities.uploads.model_files.kinds import FILE_KINDS, find_suffix
 from gateway.capabilities.uploads.model_files.model_upload import Files, ModelUpload
-from gateway.capabilities.uploads.model_files.scratch_folder import (
-    ScratchFolder,
-    remove_abandoned_folders,
-)
 from gateway.capabilities.uploads.model_files.staging import StagedFile, Staging
 from gateway.capabilities.uploads.model_files.store import (
     NO_FILE,
@@ -37,7 +39,53 @@ from gateway.capabilities.uploads.model_files.store import (
     hash_pieces,
     is_safe_path,
 )
+from gateway.capabilities.uploads.settings import BucketLocation
 from gateway.errors import NotFound
+
+FOLDER_PREFIX: Final = "triton-gateway-uploads-"
+LOCK_FILE: Final = "lock"
+
+
+class ScratchFolder:
+    """Creates a folder in the system's folder for temporary files (TMPDIR), and locks it while it is used.
+
+    The folders of exited processes of the same user are removed.
+    """
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._lock = -1
+        self._creating = threading.Lock()
+        self._numbers = count(1)
+
+    def name_file(self) -> Path:
+        with self._creating:
+            while self._folder is None:
+                folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+                flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
+                self._lock = os.open(folder / LOCK_FILE, flags, 0o600)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                if (folder / LOCK_FILE).exists():
+                    self._folder = folder
+                else:  # another process that starts found it before it was locked
+                    os.close(self._lock)
+        return self._folder / str(next(self._numbers))
+
+    def close(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._lock)
+
+
+def remove_abandoned_folders() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        with suppress(OSError):
+            if folder.stat().st_uid != os.getuid() or folder.is_symlink():
+                continue
+            with (folder / LOCK_FILE).open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, Final
 
 from gateway.capabilities.uploads.errors import InvalidModelFile
-from gateway.capabilities.uploads.model_files.onnx_file import is_onnx_file
+from gateway.capabilities.uploads.model_files.onnx import is_onnx_file
 from gateway.messages import join_names, quote_text
 
 HEAD_BYTES: Final = 64 << 10

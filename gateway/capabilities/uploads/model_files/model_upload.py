@@ -39,7 +39,7 @@ from gateway.capabilities.uploads.model_files.model_config import (
     list_label_files,
     parse_model_config,
 )
-from gateway.capabilities.uploads.model_files.onnx_graph import generate_label_config
+from gateway.capabilities.uploads.model_files.onnx import generate_label_config
 from gateway.capabilities.uploads.model_files.received_body import (
     CONFIG_FIELD,
     LABELS_FIELD,
@@ -69,8 +69,6 @@ Versions = dict[int, Files]
 
 @dataclass(frozen=True)
 class UploadRules:
-    """The limits of an upload to a model."""
-
     model: str
     accepts_code: bool
     max_bytes: int  # limit for all files together, after decompression

@@ -13,12 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.capabilities.on_demand.inference_times import (
+from gateway.capabilities.on_demand.loader import (
     LastInference,
     parse_last_inference,
     update_last_inference,
 )
-from gateway.capabilities.on_demand.model_keys import MODEL_KEYS, CopyLimits
 from gateway.capabilities.on_demand.models import UNKNOWN_CALLER, ModelUsage, NoRoom
 from gateway.capabilities.on_demand.plan import (
     EVICTABLE,
@@ -43,6 +42,7 @@ from gateway.capabilities.on_demand.plan import (
     update_load_time,
     update_mean_demand,
 )
+from gateway.capabilities.on_demand.settings import MODEL_KEYS, CopyLimits
 from gateway.capacity.admission import AdmissionQueue
 from gateway.repository.models_file import BadModelsFile, parse_models_file
 from gateway.telemetry.metrics import Metrics

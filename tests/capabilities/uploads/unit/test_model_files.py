@@ -21,6 +21,10 @@ from onnx import TensorProto, helper
 from tritonclient.grpc.model_config_pb2 import TYPE_FP32
 
 from gateway.capabilities.uploads.errors import InvalidModelFile
+from gateway.capabilities.uploads.model_files.bucket_store import (
+    ScratchFolder,
+    remove_abandoned_folders,
+)
 from gateway.capabilities.uploads.model_files.entry_names import (
     NEXT_VERSION,
     arrange_entries,
@@ -35,16 +39,11 @@ from gateway.capabilities.uploads.model_files.model_upload import (
     UploadRules,
     build_upload,
 )
-from gateway.capabilities.uploads.model_files.onnx_file import is_onnx_file
-from gateway.capabilities.uploads.model_files.onnx_graph import generate_label_config
+from gateway.capabilities.uploads.model_files.onnx import generate_label_config, is_onnx_file
 from gateway.capabilities.uploads.model_files.received_body import (
     FormBody,
     ReceivedFile,
     parse_sha256_digest,
-)
-from gateway.capabilities.uploads.model_files.scratch_folder import (
-    ScratchFolder,
-    remove_abandoned_folders,
 )
 from gateway.capabilities.uploads.model_files.staging import Staging, UploadAborted
 from gateway.errors import Conflict, GatewayError, MalformedRequest, TooLarge

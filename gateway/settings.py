@@ -1,0 +1,551 @@
+"""The gateway's settings: read once from the environment (prefix `GATEWAY_`), described once, and frozen.
+
+The string below a field is its description in the documentation. pydantic does not read it: to parse the
+source would take 20 ms of every start.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from gateway.messages import CommandError, suggest_name
+
+T = TypeVar("T", bound="CapabilitySettings")
+ENV_PREFIX: Final = "GATEWAY_"
+# Kubernetes adds these variables to every pod beside a Service whose name begins with "gateway".
+KUBERNETES_VARIABLE: Final = re.compile(
+    r"GATEWAY_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+# A name and a password in an address; matches too much rather than a part of a password.
+CREDENTIALS: Final = re.compile(r".*@", re.DOTALL)
+ORIGIN: Final = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
+ALLOWED_HOST: Final = re.compile(r"[a-z0-9_.*-]+|[0-9a-f:.]+")
+# The key becomes part of a gRPC metadata name, which must be in lower case.
+RESTRICTED_API: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,63}=[!-~]{16,1024}")
+MIN_OPEN_FILES: Final = 256
+MAX_SETTING_S: Final = 86400.0
+
+
+def split_list(value: Any) -> Any:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+# Bounded, because timers do not accept infinity.
+PositiveSeconds = Annotated[float, Field(gt=0, le=MAX_SETTING_S)]
+NonNegativeSeconds = Annotated[float, Field(ge=0, le=MAX_SETTING_S)]
+# pydantic-settings itself would read a tuple as JSON.
+CommaSeparated = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list)]
+
+
+# The replicas and their models
+
+
+class FleetSettings(BaseModel):
+    triton_urls: CommaSeparated = ("http://127.0.0.1:8000",)
+    """Comma-separated URLs of the Triton replicas. gRPC and metrics are expected on ports 8001 and 8002 of
+    the same host unless the URL sets others: http://127.0.0.1:9000?grpc=9001&metrics=9002.
+    dns+http://NAME:8000 stands for every address that NAME resolves to; the name is resolved periodically."""
+    poll_interval_s: PositiveSeconds = Field(0.5, le=60)
+    """Interval between health probes of each replica."""
+    dns_interval_s: PositiveSeconds = 5.0
+    """Interval between DNS lookups of dns+http:// names."""
+    slow_start_s: NonNegativeSeconds = 0.0
+    """Time in which the share of a replica that can serve a model again, or for the first time, grows from a
+    tenth to the share of the others; 0 means that it gets its full share at once."""
+    connect_timeout_s: PositiveSeconds = 0.5
+    """Timeout for connecting to a replica."""
+    triton_ca_file: Path | None = None
+    """CA certificate that signed the certificates of https:// replicas."""
+    triton_cert_file: Path | None = None
+    """Client certificate that the gateway presents to replicas that request one (PEM)."""
+    triton_key_file: Path | None = None
+    """Private key of that client certificate (PEM)."""
+    triton_restricted_api: SecretStr | None = None
+    """Header and secret that the replicas' management APIs require, KEY=SECRET, as in Triton's
+    --http-restricted-api=model-repository,shared-memory,logging,trace:KEY=SECRET and
+    --grpc-restricted-protocol. The gateway sends the header with its own calls. Empty: no header; up
+    generates a secret."""
+    models_file: Path | None = None
+    """YAML file that declares the models that must be served: models: [NAME, …]. The gateway keeps them
+    loaded, and /readyz waits for them. With {name: NAME, required: always}, /readyz also fails when the model
+    does later."""
+    ready_quorum: int = Field(1, gt=0)
+    """Number of replicas on which each declared model must be ready before /readyz succeeds, and those with
+    required: always from then on."""
+    state: str = ""
+    """Where the gateway stores which models were loaded and unloaded through the API:
+    file:///path/state.json; redis://host:6379/0 if several gateways share the state; memory:; or none: for
+    several gateways that share no state, where only the models file decides what is loaded. Empty: one file
+    per fleet in the user's state directory (XDG_STATE_HOME), or memory: for up."""
+    state_password: SecretStr | None = None
+    """Password of the Redis in GATEWAY_STATE, if its URL contains none."""
+    cancellable_models: CommaSeparated = ()
+    """Comma-separated glob patterns, such as llm-*,detector, of models whose inference is cancelled in Triton
+    when the client disconnects or the deadline expires. The gateway calls these models over gRPC, which costs
+    more than HTTP. A model's config can also set gateway.cancellable to true."""
+    load_timeout_s: PositiveSeconds = 300.0
+    """Timeout for loading a model."""
+
+    @field_validator("triton_urls")
+    @classmethod
+    def check_replicas(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        # `parse_replica_url` checks the rest.
+        if not value:
+            raise ValueError("at least one Triton URL is required")
+        if any("@" in url for url in value):
+            raise ValueError(
+                "Triton does not accept a user and password; remove the part that ends with @"
+            )
+        return value
+
+    @field_validator("triton_restricted_api", mode="before")
+    @classmethod
+    def check_restricted_api(cls, value: Any) -> Any:
+        if value == "":
+            return None
+        if isinstance(value, str) and not RESTRICTED_API.fullmatch(value):
+            raise ValueError(
+                "expected KEY=SECRET: KEY consists of lower-case letters, digits and -, SECRET of 16 to 1024 "
+                "visible ASCII characters"
+            )
+        return value
+
+
+# Sizes, concurrency and timeouts of requests
+
+
+class LimitSettings(BaseModel):
+    # Triton counts the bytes of texts in 32 bits, and needs 4 more for each text.
+    max_body_bytes: int = Field(64 << 20, gt=0, le=1 << 30)
+    """Maximum size of a request body, as received and decompressed; 1 GiB at most."""
+    max_answer_bytes: int = Field(256 << 20, gt=0, lt=1 << 31)
+    """Maximum size of a replica's response that /v1 buffers, over HTTP and gRPC; a larger response becomes a
+    502. Responses that pass through /v2 may have any size."""
+    max_bytes_in_flight: int = Field(0, ge=0)
+    """Memory that the bodies of requests and responses may use together in each process; 0 means a quarter of
+    the memory limit, divided among the workers. Further requests are rejected with 429."""
+    max_image_pixels: int = Field(25_000_000, gt=0)
+    """Maximum number of pixels of one image, and of all images of a request at the size that the model
+    takes."""
+    max_pixels_in_flight: int = Field(100_000_000, gt=0)
+    """Maximum number of pixels that are decoded at the same time."""
+    decode_threads: int = Field(0, ge=0)
+    """Number of threads that decode images; 0 means one per core, four at most."""
+    max_inflight: int = Field(2048, gt=0)
+    """Maximum number of concurrent inferences in each process."""
+    max_model_inflight: Literal["auto"] | NonNegativeInt = 0
+    """Maximum number of concurrent inferences of one model; 0 means half of GATEWAY_MAX_INFLIGHT, and auto
+    as many as keep Triton busy with a short queue of its own."""
+    max_request_inferences: int = Field(2048, gt=0, le=1 << 16)
+    """Maximum number of inferences of one request: the items for a model without a batch dimension, or the
+    parts of a batch above the model's max_batch_size. Each counts as a request at the rate of the key."""
+    max_queue: int = Field(512, ge=0)
+    """Maximum number of inferences in the admission queue; further ones are rejected with 429 at once."""
+    max_request_timeout_s: PositiveSeconds = 300.0
+    """Maximum timeout that a client may set with X-Request-Timeout."""
+    request_timeout_s: PositiveSeconds = Field(30.0, validate_default=True)
+    """Timeout of a request if the client sets none."""
+
+    @field_validator("max_model_inflight", mode="before")
+    @classmethod
+    def check_model_limit(cls, value: object) -> object:
+        if value == "auto" or str(value).isdecimal():
+            return value
+        raise ValueError("use a number from 0, or auto")
+
+    @field_validator("request_timeout_s")
+    @classmethod
+    def check_request_timeout(cls, value: float, info: ValidationInfo) -> float:
+        maximum: float = info.data.get("max_request_timeout_s", value)
+        if value > maximum and value == cls.model_fields["request_timeout_s"].default:
+            return maximum  # the default adapts to a lower maximum
+        if value > maximum:
+            raise ValueError(f"it exceeds GATEWAY_MAX_REQUEST_TIMEOUT_S, which is {maximum:g}")
+        return value
+
+
+# Authentication, authorization and browser access
+
+
+class ModelUploads(str, Enum):
+    """The models that administrators may upload."""
+
+    off = "off"
+    artifacts = "artifacts"
+    code = "code"
+
+
+class AccessSettings(BaseModel):
+    keys_file: Path | None = None
+    """YAML file of the API keys; triton-gateway key create writes it. Without it, inference is open to
+    everyone, and administration to the gateway's own user on the same machine."""
+    local_admin: bool = True
+    """Allow local administration without a keys file: by programs of the gateway's own user on the same
+    machine. false: administration always requires a key."""
+    model_uploads: ModelUploads = ModelUploads.off
+    """Which models administrators may upload: off; artifacts, files that are data for their backend (ONNX,
+    TensorRT, OpenVINO), with a config that runs no code; or code, any model, and also a config and files in a
+    load request. The default of up is artifacts."""
+    allow_model_upload: bool = False
+    """Deprecated: true means GATEWAY_MODEL_UPLOADS=code."""
+    cors_origins: CommaSeparated = ()
+    """Comma-separated origins whose pages may call the gateway from a browser: https://app.example.com; *
+    allows every origin. Empty: none."""
+    cors_credentials: bool = False
+    """Allow the pages of GATEWAY_CORS_ORIGINS to send cookies, client certificates and credentials of HTTP
+    authentication, which a proxy before the gateway may need. Not possible with the origin *."""
+    allowed_hosts: CommaSeparated = ()
+    """Comma-separated values that the Host header may have: models.example.com,*.test; localhost is always
+    allowed, * allows any host. Empty: only localhost if the gateway listens on loopback and has no keys file,
+    otherwise any host."""
+
+    @property
+    def accepted_uploads(self) -> ModelUploads:
+        return ModelUploads.code if self.allow_model_upload else self.model_uploads
+
+    @field_validator("cors_origins")
+    @classmethod
+    def check_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Accept only origins as browsers send them (RFC 6454, section 6.2)."""
+        for origin in value:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"{origin!r} is not a valid origin; use https://HOST or https://HOST:PORT"
+                )
+        return value
+
+    @field_validator("cors_credentials")
+    @classmethod
+    def check_credentials(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and "*" in info.data.get("cors_origins", ()):
+            raise ValueError("GATEWAY_CORS_ORIGINS allows every origin; name the origins instead")
+        return value
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def check_hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the names as in `Host`: in lower case and without a port."""
+        names = tuple(name.lower().strip("[]") for name in value)
+        for name in names:
+            if not ALLOWED_HOST.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} is not a valid host; use names without http:// and without a port"
+                )
+        return names
+
+
+# Connections, TLS and shutdown
+
+
+class ClientAuth(str, Enum):
+    """The certificates that clients need."""
+
+    required = "required"
+    optional = "optional"
+
+
+class ServerSettings(BaseModel):
+    keep_alive_s: int = Field(75, gt=0, le=int(MAX_SETTING_S))
+    """Time after which an idle client connection is closed."""
+    max_header_bytes: int = Field(64 << 10, ge=1 << 10)
+    """Maximum size of a request's header, including the request line; also the maximum size of its
+    trailers."""
+    max_header_fields: int = Field(100, ge=16)
+    """Maximum number of header fields of a request."""
+    max_url_bytes: int = Field(8 << 10, ge=256)
+    """Maximum length of a request's URL."""
+    max_pipelined: int = Field(16, gt=0)
+    """Maximum number of pipelined requests that wait for the previous response on one connection; further
+    ones are read later."""
+    header_timeout_s: PositiveSeconds = 10.0
+    """Timeout for receiving a request's header, and for the first request on a new connection."""
+    body_stall_s: PositiveSeconds = 10.0
+    """How far a request body may fall behind GATEWAY_MIN_BYTES_PER_S before the request is aborted. A gRPC
+    stream that is idle for this long, or a message that is incomplete for so long, may be ended for another
+    call."""
+    write_timeout_s: PositiveSeconds = 30.0
+    """How far a client may fall behind GATEWAY_MIN_BYTES_PER_S in reading its response before it is
+    disconnected."""
+    min_bytes_per_s: int = Field(1 << 10, gt=0)
+    """Minimum average rate at which a client must send a request body and read a response."""
+    max_connections: int = Field(4096, gt=0)
+    """Maximum number of connections of each process, or fewer if it may not open as many files. Further
+    connections are answered with 503."""
+    max_connections_per_client: int = Field(1024, ge=0)
+    """Maximum number of connections of one IP address, or of one IPv6 /64 network, and of its gRPC calls in
+    progress; 0 means no limit."""
+    tls_cert_file: Path | None = None
+    """Certificate chain with which the gateway serves HTTPS (PEM). It is reloaded when it changes."""
+    tls_key_file: Path | None = Field(None, validate_default=True)
+    """Private key of that certificate (PEM); empty if it is in the same file."""
+    tls_client_ca_file: Path | None = Field(None, validate_default=True)
+    """CA certificate that must have signed the certificates of clients, of HTTPS and of gRPC (PEM). It is
+    reloaded when it changes. HTTPS then requires TLS 1.3. Empty: clients are not asked for a certificate."""
+    tls_client_auth: ClientAuth = ClientAuth.required
+    """With GATEWAY_TLS_CLIENT_CA_FILE: required, every client needs a certificate; or optional, one without a
+    certificate may use a key or a token, and the health paths. gRPC asks for no optional certificate."""
+    drain_s: NonNegativeSeconds = 10.0
+    """How long serve keeps serving after SIGTERM while /readyz reports that it is not ready."""
+    shutdown_s: PositiveSeconds = 30.0
+    """How long requests in progress may then take before they are aborted. Five seconds later the process is
+    terminated, whatever it is doing."""
+
+    @field_validator("tls_cert_file")
+    @classmethod
+    def check_certificate(cls, value: Path | None) -> Path | None:
+        if value is not None:
+            with describe_os_errors(ValueError, "the certificate cannot be read"):
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(value)
+        return value
+
+    @field_validator("tls_key_file")
+    @classmethod
+    def check_key(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        certificate = info.data.get("tls_cert_file")
+        if certificate is None:
+            if value is not None:
+                raise ValueError("GATEWAY_TLS_CERT_FILE is missing")
+        else:
+            with describe_os_errors(ValueError, f"no key for {certificate} can be read"):
+                load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), certificate, value)
+        return value
+
+    @field_validator("tls_client_auth")
+    @classmethod
+    def check_client_auth(cls, value: ClientAuth, info: ValidationInfo) -> ClientAuth:
+        if value is ClientAuth.optional and info.data.get("tls_client_ca_file") is None:
+            raise ValueError("no certificate is asked for without GATEWAY_TLS_CLIENT_CA_FILE")
+        return value
+
+    @field_validator("tls_client_ca_file")
+    @classmethod
+    def check_client_authority(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is None:
+            return value
+        if info.data.get("tls_cert_file") is None:
+            raise ValueError("GATEWAY_TLS_CERT_FILE is missing")
+        with describe_os_errors(ValueError, "the CA certificate cannot be read"):
+            load_authority(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), value, ClientAuth.required)
+        return value
+
+
+VERIFY_MODES: Final = {
+    ClientAuth.required: ssl.CERT_REQUIRED,
+    ClientAuth.optional: ssl.CERT_OPTIONAL,
+}
+
+
+def load_authority(context: ssl.SSLContext, authority: Path, client_auth: ClientAuth) -> None:
+    """Ask clients for a certificate that this authority signed. Raises `OSError`."""
+    context.load_verify_locations(authority)
+    context.verify_mode = VERIFY_MODES[client_auth]
+    # A resumed session would keep the rights of a certificate that has expired, or of a replaced authority.
+    # Clients of TLS 1.2 can resume sessions without a ticket, which Python cannot turn off.
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0
+
+
+def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path | None) -> None:
+    """Load a certificate chain without prompting for a password. Raises `OSError`."""
+    context.load_cert_chain(certificate, key, password=lambda: "")
+
+
+@contextmanager
+def describe_os_errors(error: type[Exception], problem: str) -> Iterator[None]:
+    """Turn an `OSError` of the block into `error`, with the reason in words instead of numbers."""
+    try:
+        yield
+    except OSError as exc:
+        reason = exc.strerror or str(exc)
+        if isinstance(exc, ssl.SSLError) and exc.reason:
+            reason = exc.reason.replace("_", " ")
+        raise error(f"{problem}: {reason.lower()}") from None
+
+
+# Logs, metrics and traces
+
+
+class LogFormat(str, Enum):
+    console = "console"
+    json = "json"
+
+
+class LogLevel(str, Enum):
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+class ObservabilitySettings(BaseModel):
+    log_level: LogLevel = LogLevel.info
+    """debug, info, warning or error. Only debug logs probes, scrapes and the reads of an open page."""
+    log_format: LogFormat = LogFormat.console
+    """console for people, json for one JSON object per line."""
+    audit_log: str = ""
+    """stdout or a FILE: where the audit log is written, as JSON lines, each before the response of its call.
+    While it cannot be written, administrative changes are refused. Empty: it is a part of the log."""
+    metrics_replicas: bool = True
+    """Include the metrics of all replicas in /metrics. Set false if Prometheus scrapes the Tritons itself."""
+    metrics_callers: bool = True
+    """Count requests, their inference time and bytes, and refusals by the name of the caller's key
+    (gateway_caller_requests_total and others)."""
+    otlp_endpoint: str = ""
+    """OTLP/HTTP endpoint to which traces are sent: http://collector:4318. Empty: no traces. Requires the
+    extra triton-gateway[otel]."""
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def check_endpoint(cls, value: str) -> str:
+        try:
+            parts = urlsplit(value)
+            is_valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            is_valid = False
+        if value and not is_valid:
+            raise ValueError("it is not a valid URL; use http://HOST:4318")
+        return value
+
+
+# Reading them
+
+
+class SecretFiles(EnvSettingsSource):
+    """The secrets in the files that `GATEWAY_…_FILE` name. Raises `CommandError`."""
+
+    def __call__(self) -> dict[str, str]:
+        found = {}
+        for name in find_secrets(self.settings_cls):
+            setting = f"{ENV_PREFIX}{name}".upper()
+            if path := self.env_vars.get(f"{setting}_FILE".lower()):
+                if self.env_vars.get(setting.lower()):
+                    raise CommandError(f"{setting} and {setting}_FILE are both set; unset one")
+                found[name] = read_secret(f"{setting}_FILE", Path(path))
+        return found
+
+
+def read_secret(setting: str, path: Path) -> str:
+    """Return the file's text without the end of its last line. Raises `CommandError`."""
+    with describe_os_errors(CommandError, f"{setting} cannot be {str(path)!r}"):
+        secret = path.read_text("utf-8", "surrogateescape").rstrip("\r\n")
+    if not secret or not secret.isprintable():
+        raise CommandError(f"{setting} cannot be {str(path)!r}: the file is empty or not one line")
+    return secret
+
+
+class EnvironmentSettings(BaseSettings):
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, SecretFiles(settings_cls)
+
+
+class CapabilitySettings(EnvironmentSettings):
+    """The settings of one capability, which `Settings.read` returns."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="ignore")
+
+
+class Settings(
+    # Validated from the last to the first, and an error of the last one is reported first.
+    ObservabilitySettings,
+    ServerSettings,
+    LimitSettings,
+    AccessSettings,
+    FleetSettings,
+    EnvironmentSettings,
+):
+    """The settings of the core. A test compares all settings with `docs/reference/settings.md`."""
+
+    # Values that are none of these fields are kept for the capabilities.
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="allow")
+
+    def read(self, kind: type[T]) -> T:
+        """Return a capability's settings from the environment and from this object's arguments."""
+        return kind(**(self.model_extra or {}))
+
+
+def read_settings(*kinds: type[CapabilitySettings], **overrides: Any) -> Settings:
+    """Return the settings of the environment, after a check of the capabilities' settings.
+
+    Raises `CommandError`.
+    """
+    try:
+        settings = Settings(**overrides)
+        for kind in kinds:
+            settings.read(kind)
+    except ValidationError as exc:
+        error = exc.errors()[0]
+        name = ENV_PREFIX + "_".join(map(str, error["loc"])).upper()
+        # The context has the message without pydantic's prefix.
+        reason = error.get("ctx", {}).get("error", error["msg"])
+        if error["loc"][0] in find_secrets(Settings, *kinds):
+            raise CommandError(f"{name} is invalid: {reason}") from None
+        value = format_setting(error["input"])
+        raise CommandError(f"{name} cannot be {value}: {reason}") from None
+    return settings
+
+
+def find_secrets(*kinds: type[BaseModel]) -> set[str]:
+    """Return the names of the settings whose values are never shown."""
+    return {
+        name
+        for kind in kinds
+        for name, field in kind.model_fields.items()
+        if "SecretStr" in str(field.annotation)
+    }
+
+
+def format_setting(value: Any) -> str:
+    """Return the value as it was written, without a password in it."""
+    written = ",".join(value) if isinstance(value, tuple) else "" if value is None else str(value)
+    return repr(CREDENTIALS.sub("…@", written)) if written else "empty"
+
+
+def list_setting_names(*kinds: type[BaseSettings]) -> list[str]:
+    return [*Settings.model_fields, *(name for kind in kinds for name in kind.model_fields)]
+
+
+def describe_unknown_settings(names: Iterable[str], *kinds: type[CapabilitySettings]) -> list[str]:
+    known = [name.upper() for name in list_setting_names(*kinds)]
+    known += [f"{name.upper()}_FILE" for name in find_secrets(Settings, *kinds)]
+    warnings = []
+    for name in sorted({name.upper() for name in names if name.upper().startswith(ENV_PREFIX)}):
+        setting = name.removeprefix(ENV_PREFIX)
+        if setting not in known and not KUBERNETES_VARIABLE.fullmatch(name):
+            hint = suggest_name(name, [f"{ENV_PREFIX}{each}" for each in known], cutoff=0.8)
+            warnings.append(f"unknown setting {name}{hint}")
+    return warnings
