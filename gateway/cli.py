@@ -297,10 +297,9 @@ def export_command(target: OptionalTarget, state: StateUrl = "") -> None:
 
         sys.stdout.buffer.write(run_with_store(state, export_state).to_json())
         return
-    from gateway.commands.api import connect
     from gateway.commands.tables import print_json
 
-    with connect(target) as client:
+    with target.connect() as client:
         print_json(client.request("GET", "/v1/state"))
 
 

@@ -29,7 +29,11 @@ RESPONSE_GRACE_S: Final = 5.0
 
 
 class LoadClient:
-    """Sends one inference repeatedly over keep-alive connections. Requires a running event loop."""
+    """Sends one inference repeatedly over keep-alive connections. Requires a running event loop.
+
+    A request of the gateway's own HTTP/1.1 client costs about 40 µs; one of httpx costs 2 ms, more than a
+    small inference.
+    """
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from gateway.commands.flags import (
     format_examples,
 )
 from gateway.commands.replica_commands import replica_commands
-from gateway.commands.target import Target, complete_model_name
+from gateway.commands.target import Target, complete_model_name, make_command_error
 from gateway.messages import escape_unprintable
 
 if TYPE_CHECKING:
@@ -159,9 +159,8 @@ def models(
 def ready(target: Target, json: JsonOption = False) -> None:
     """Report whether requests can be served. The exit status is 1 if they cannot."""
     from gateway.commands import tables
-    from gateway.commands.api import connect
 
-    with connect(target) as client:
+    with target.connect() as client:
         readiness = read_readiness(client)
     if json:
         tables.print_json(readiness)
@@ -247,11 +246,10 @@ def change_models(
     from gateway.client import GatewayError
     from gateway.client.errors import UNREACHABLE
     from gateway.commands import tables
-    from gateway.commands.api import connect, make_command_error
 
     reports: list[dict[str, Any]] = []
     failures: list[ClientError] = []
-    with connect(target) as client:
+    with target.connect() as client:
         for name in names:
             try:
                 report = change(client, name)
@@ -358,10 +356,9 @@ def top(
     interval: Annotated[float, typer.Option(min=0.1, help="Refresh interval, in seconds.")] = 1.0,
 ) -> None:
     """Show live traffic, models and replicas; press q to quit."""
-    from gateway.commands.api import connect
     from gateway.commands.top import run_top
 
-    with connect(target) as client, suppress(KeyboardInterrupt):
+    with target.connect() as client, suppress(KeyboardInterrupt):
         run_top(client, interval)
 
 
@@ -388,10 +385,9 @@ def events(
     json: JsonOption = False,
 ) -> None:
     """Show what changed, by whom, and with which outcome."""
-    from gateway.commands.api import connect
     from gateway.commands.events import print_events
 
-    with connect(target) as client, suppress(KeyboardInterrupt):
+    with target.connect() as client, suppress(KeyboardInterrupt):
         print_events(client, since, limit, follow=follow, json=json)
 
 
@@ -399,9 +395,7 @@ def events(
 @add_flags(Target)
 def curl(target: Target, model: ModelArgument, version: VersionOption = "") -> None:
     """Print a curl command for the model."""
-    from gateway.commands.api import connect
-
-    with connect(target) as client:
+    with target.connect() as client:
         line = client.model(model, version).document["curl"]
     typer.echo(escape_unprintable(line) + format_curl_header(target))
 
@@ -421,9 +415,8 @@ def describe(
 ) -> None:
     """Show the versions, inputs and outputs of a model, and a curl command for it."""
     from gateway.commands import tables
-    from gateway.commands.api import connect
 
-    with connect(target) as client:
+    with target.connect() as client:
         description = client.model(model, version).document
     if json:
         tables.print_json(description)
@@ -459,12 +452,11 @@ def bench(
 ) -> None:
     """Measure latency and throughput at increasing concurrency."""
     from gateway.commands import bench, tables
-    from gateway.commands.api import connect
     from gateway.commands.inputs import Input, report_unreadable
 
     if file and text is not None:
         raise UsageError("pass either FILE or --text, not both")
-    with connect(target) as client:
+    with target.connect() as client:
         model_info = client.model(model, version)
     source = text.encode() if text is not None else file
     with report_unreadable(str(file)):

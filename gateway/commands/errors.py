@@ -6,6 +6,8 @@ from typing import Final
 
 from gateway.messages import CommandError
 
+ACCESS_STATUSES: Final = (401, 403)
+
 
 class ClientError(CommandError):
     """A rejected or failed request."""

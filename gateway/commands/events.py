@@ -27,10 +27,8 @@ COLUMNS: Final = ("TIME", "WHO", "WHAT", "CHANGES", "OUTCOME")
 def print_events(client: Client, since: str, limit: int, *, follow: bool, json: bool) -> None:
     """Print the events; if `follow` is set, one in each line, and later ones as they come."""
     page = client.events(parse_since(since), limit=limit)
-    if not follow and json:
-        tables.print_json(page["events"])
-    elif not follow:
-        tables.print_table(COLUMNS, map(format_event_row, page["events"]))
+    if not follow:
+        tables.print_entries(page["events"], COLUMNS, format_event_row, json=json)
     while follow:
         for event in page["events"]:
             text = orjson.dumps(event).decode() if json else "  ".join(format_event_row(event))

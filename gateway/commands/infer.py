@@ -19,7 +19,6 @@ import uvloop
 from gateway.client import AsyncClient, GatewayError, InferOutcome, ModelInfo, TensorInfo
 from gateway.client.batches import OrderedTasks
 from gateway.client.calls import build_job_path
-from gateway.commands.api import connect, report_gateway_errors
 from gateway.commands.errors import ClientError, UsageError
 from gateway.commands.flags import InferFlags
 from gateway.commands.inputs import Input, InputSource
@@ -34,7 +33,7 @@ from gateway.commands.records import (
     resume_output,
 )
 from gateway.commands.requests import GroupInference, make_record, read_input
-from gateway.commands.target import Target
+from gateway.commands.target import Target, report_gateway_errors
 from gateway.media_types import TEXT
 from gateway.messages import print_message
 
@@ -93,7 +92,7 @@ class InferStats:
 def run_infer(options: InferOptions) -> int:
     job = options.flags.job
     total = options.inputs.total
-    with connect(options.target) as client:
+    with options.target.connect() as client:
         model = client.model(options.model, options.version)
         if job:
             total = client.request("GET", build_job_path(job))["progress"]["total"]

@@ -37,16 +37,12 @@ def print_jobs(
 
     from gateway.client.calls import JOBS_PATH
     from gateway.commands import tables
-    from gateway.commands.api import connect
 
     query = {"state": state, "model": model, "limit": limit}
     wanted = urlencode({name: value for name, value in query.items() if value})
-    with connect(target) as client:
+    with target.connect() as client:
         jobs = client.request("GET", f"{JOBS_PATH}?{wanted}")["jobs"]
-    if json:
-        tables.print_json(jobs)
-    else:
-        tables.print_table(JOB_COLUMNS, map(format_job_row, jobs))
+    tables.print_entries(jobs, JOB_COLUMNS, format_job_row, json=json)
 
 
 @job_cli.command("get")
@@ -54,9 +50,8 @@ def print_jobs(
 def show_job(target: Target, job: JobId, json: JsonOption = False) -> None:
     """Show a job: its state, its place in the queue and its progress."""
     from gateway.client.calls import build_job_path
-    from gateway.commands.api import connect
 
-    with connect(target) as client:
+    with target.connect() as client:
         print_job(client.request("GET", build_job_path(job)), json=json)
 
 
@@ -69,9 +64,7 @@ def await_job(
     json: JsonOption = False,
 ) -> None:
     """Wait until a job has ended. The exit status is 1 if it was not done."""
-    from gateway.commands.api import connect
-
-    with connect(target) as client:
+    with target.connect() as client:
         document = client.wait_job(job, timeout)
     print_job(document, json=json)
     if document["state"] != "done":
@@ -82,9 +75,7 @@ def await_job(
 @add_flags(Target)
 def cancel_or_delete_job(target: Target, job: JobId, json: JsonOption = False) -> None:
     """Cancel a job; delete one that has ended, with its result."""
-    from gateway.commands.api import connect
-
-    with connect(target) as client:
+    with target.connect() as client:
         print_job(client.cancel_job(job), json=json)
 
 
@@ -93,9 +84,8 @@ def cancel_or_delete_job(target: Target, job: JobId, json: JsonOption = False) -
 def print_result(target: Target, job: JobId) -> None:
     """Print the result of a job: the response of its request, byte for byte."""
     from gateway.client.calls import build_job_path
-    from gateway.commands.api import connect
 
-    with connect(target) as client:
+    with target.connect() as client:
         for data in client.download(f"{build_job_path(job)}/result"):
             sys.stdout.buffer.write(data)
 
@@ -105,9 +95,8 @@ def print_result(target: Target, job: JobId) -> None:
 def print_secret(target: Target) -> None:
     """Print the secret that signs callbacks of keys without one of their own. Requires the role admin."""
     from gateway.client.calls import JOBS_PATH
-    from gateway.commands.api import connect
 
-    with connect(target) as client:
+    with target.connect() as client:
         for secret in client.request("GET", f"{JOBS_PATH}/secret")["secrets"]:
             typer.echo(secret)
 

@@ -91,12 +91,11 @@ def rollout(
     ] = 20,
 ) -> None:
     """Move a label to another version step by step, and back if errors or latencies exceed the limits."""
-    from gateway.commands.api import connect
     from gateway.commands.rollout import Rollout, RolloutPlan, parse_limits, parse_steps
 
     limits = parse_limits(max_errors, max_p99, min_requests)
     plan = RolloutPlan(model, label, old, new, parse_steps(steps), every, limits)
-    with connect(target) as client:
+    with target.connect() as client:
         Rollout(client, plan).run()
 
 
@@ -123,17 +122,14 @@ def print_labels(
 ) -> None:
     from gateway.client.calls import build_label_path
     from gateway.commands import tables
-    from gateway.commands.api import connect
 
-    with connect(target) as client:
+    with target.connect() as client:
         document = client.request(method, build_label_path(model, label), body)
     labels = document.get("labels", [document])
-    if json:
-        tables.print_json(labels)
-    elif method == "DELETE":
+    if method == "DELETE" and not json:
         typer.echo(f"deleted {escape_unprintable(document['label'])}")
     else:
-        tables.print_table(LABEL_COLUMNS, map(format_label_row, labels))
+        tables.print_entries(labels, LABEL_COLUMNS, format_label_row, json=json)
 
 
 def format_label_row(label: Mapping[str, Any]) -> tuple[str, ...]:

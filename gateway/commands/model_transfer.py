@@ -14,7 +14,6 @@ from urllib.parse import quote
 from gateway.client import Client
 from gateway.client.calls import build_model_path
 from gateway.client.uploads import ModelSource, open_upload, report_file_errors
-from gateway.commands.api import connect
 from gateway.commands.errors import ClientError, UsageError
 from gateway.commands.progress import create_transfer_bar
 from gateway.commands.target import Target
@@ -29,7 +28,7 @@ def push_model(target: Target, upload: ModelSource) -> dict[str, Any]:
     except ValueError as exc:
         raise UsageError(f"{exc}; choose one with --name") from None
     with (
-        connect(target) as client,
+        target.connect() as client,
         open_upload(upload) as content,
         create_transfer_bar() as bar,
     ):
@@ -50,7 +49,7 @@ def pull_model(target: Target, name: str, version: str, output: Path) -> list[st
 
     Raises `ClientError`, and leaves nothing behind then.
     """
-    with connect(target, TRANSFER_TIMEOUT_S) as client:
+    with target.connect(TRANSFER_TIMEOUT_S) as client:
         listed = client.request("GET", f"{build_model_path(name)}/files")["files"]
         entries = [
             entry for entry in listed if not version or is_file_of_version(entry["path"], version)
@@ -100,7 +99,7 @@ def download_file(client: Client, name: str, entry: dict[str, Any], folder: Path
 
 def remove_models(target: Target, names: list[str]) -> Iterator[str]:
     """Remove models, or versions as NAME/VERSION, and yield each. Raises `ClientError` for one that fails."""
-    with connect(target, TRANSFER_TIMEOUT_S) as client:
+    with target.connect(TRANSFER_TIMEOUT_S) as client:
         for name in names:
             model, _, version = name.partition("/")
             client.delete(model, version)

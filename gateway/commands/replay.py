@@ -22,13 +22,12 @@ from gateway.client.calls import ApiRequest, build_model_path
 from gateway.client.errors import UNREACHABLE
 from gateway.client.retries import Attempts
 from gateway.client.transport import AsyncTransport
-from gateway.commands.api import make_command_error
 from gateway.commands.errors import UsageError
 from gateway.commands.flags import InferFlags
 from gateway.commands.inputs import report_unreadable
 from gateway.commands.pipes import write_descriptor
 from gateway.commands.samples import Document, parse_event
-from gateway.commands.target import Target
+from gateway.commands.target import Target, make_command_error
 from gateway.media_types import NDJSON
 from gateway.messages import escape_unprintable_json, print_message
 

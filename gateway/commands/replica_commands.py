@@ -67,9 +67,7 @@ def drain(
 def call_replica(target: Target, address: str, action: str, timeout_s: float) -> str:
     from urllib.parse import quote
 
-    from gateway.commands.api import connect
-
-    with connect(target, timeout_s + TIMEOUT_MARGIN_S) as client:
+    with target.connect(timeout_s + TIMEOUT_MARGIN_S) as client:
         path = f"/v1/replicas/{quote(address, safe='')}/{action}"
         result = client.request("POST", path, headers={"x-request-timeout": f"{timeout_s:g}"})
     state = "cordoned" if result["cordoned"] else "in service"

@@ -15,8 +15,7 @@ from rich.console import Console
 
 from gateway.client import Client, GatewayError
 from gateway.client.calls import build_label_path
-from gateway.commands.api import ACCESS_STATUSES
-from gateway.commands.errors import ClientError, UsageError
+from gateway.commands.errors import ACCESS_STATUSES, ClientError, UsageError
 from gateway.commands.top import ModelTraffic, list_duration_samples, read_families
 from gateway.messages import escape_unprintable
 from gateway.telemetry.exposition.parser import Families
@@ -147,8 +146,6 @@ def count_traffic(families: Families, model: str, version: str) -> ModelTraffic:
 
 
 class Rollout:
-    """A rollout in progress."""
-
     def __init__(self, client: Client, plan: RolloutPlan) -> None:
         self._client = client
         self._plan = plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import orjson
 from rich import box
@@ -13,10 +13,10 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gateway.commands.api import connect
 from gateway.commands.target import Target
 from gateway.messages import escape_unprintable, escape_unprintable_json
 
+T = TypeVar("T")
 # Piped output is not truncated.
 NON_TERMINAL_WIDTH = 1000
 # JSON has the raw states.
@@ -48,6 +48,20 @@ def build_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     print_renderable(build_table(columns, rows))
+
+
+def print_entries(
+    entries: Sequence[T],
+    columns: Sequence[str],
+    format_row: Callable[[T], Sequence[str]],
+    *,
+    json: bool,
+) -> None:
+    """Print entries as JSON, or as a table with a row for each."""
+    if json:
+        print_json(entries)
+    else:
+        print_table(columns, map(format_row, entries))
 
 
 def print_renderable(renderable: RenderableType) -> None:
@@ -155,13 +169,9 @@ def print_resource_list(
     json: bool,
     is_wanted: Callable[[Mapping[str, Any]], bool] = lambda _: True,
 ) -> None:
-    with connect(target) as client:
+    with target.connect() as client:
         entries = list(filter(is_wanted, client.request("GET", f"/v1/{resource}")[resource]))
-    if json:
-        print_json(entries)
-    else:
-        columns, format_row = RESOURCE_TABLES[resource]
-        print_table(columns, map(format_row, entries))
+    print_entries(entries, *RESOURCE_TABLES[resource], json=json)
 
 
 TENSOR_COLUMNS: Final = ("TENSOR", "DATATYPE", "SHAPE", "REMARKS")

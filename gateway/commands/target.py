@@ -12,13 +12,21 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from gateway.commands.errors import UsageError
+from gateway.commands.errors import (
+    ACCESS_STATUSES,
+    AccessDenied,
+    ClientError,
+    GatewayUnreachable,
+    UsageError,
+    translate_hints,
+)
 from gateway.messages import CommandError
 
 if TYPE_CHECKING:
-    from gateway.client import AsyncClient, Client
+    from gateway.client import AsyncClient, Client, GatewayError
     from gateway.client.connection import GatewayAccess
 
+COMMAND_TIMEOUT_S: Final = 60.0
 COMPLETION_TIMEOUT_S: Final = 1.0
 
 
@@ -55,6 +63,12 @@ class Target:
     def ssl_context(self) -> ssl.SSLContext | None:
         with report_invalid_flags():
             return self.access.create_ssl_context()
+
+    @contextmanager
+    def connect(self, timeout_s: float = COMMAND_TIMEOUT_S) -> Iterator[Client]:
+        """Yield a client that repeats no requests. A `GatewayError` leaves the context as a `ClientError`."""
+        with self.create_client(timeout_s) as client, report_gateway_errors():
+            yield client
 
     def create_client(self, timeout_s: float) -> Client:
         """Return a client that repeats no requests. Raises `UsageError`."""
@@ -98,6 +112,25 @@ def report_invalid_flags() -> Iterator[None]:
         yield
     except ValueError as exc:
         raise UsageError(str(exc)) from None
+
+
+@contextmanager
+def report_gateway_errors() -> Iterator[None]:
+    from gateway.client import GatewayError
+
+    try:
+        yield
+    except GatewayError as exc:
+        raise make_command_error(exc) from None
+
+
+def make_command_error(error: GatewayError) -> ClientError:
+    from gateway.client.errors import INVALID_RESPONSE, UNREACHABLE
+
+    message = translate_hints(str(error))
+    if error.code in (UNREACHABLE, INVALID_RESPONSE):
+        return GatewayUnreachable(message)
+    return AccessDenied(message) if error.status in ACCESS_STATUSES else ClientError(message)
 
 
 def complete_model_name(context: typer.Context, incomplete: str) -> list[str]:

@@ -19,8 +19,7 @@ from rich.text import Text
 
 from gateway.client import Client, GatewayError
 from gateway.commands import tables
-from gateway.commands.api import ACCESS_STATUSES
-from gateway.commands.errors import ClientError
+from gateway.commands.errors import ACCESS_STATUSES, ClientError
 from gateway.telemetry.exposition.parser import (
     LABEL_PAIR,
     Families,
