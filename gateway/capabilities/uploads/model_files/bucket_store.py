@@ -41,7 +41,11 @@ from gateway.capabilities.uploads.model_files.store import (
 )
 from gateway.capabilities.uploads.settings import BucketLocation
 from gateway.errors import NotFound
+from gateway.repository.state.file import try_lock_file
 
+log = logging.getLogger(__name__)
+
+LOCK_POLL_S: Final = 0.5
 FOLDER_PREFIX: Final = "triton-gateway-uploads-"
 LOCK_FILE: Final = "lock"
 
@@ -54,7 +58,7 @@ class ScratchFolder:
 
     def __init__(self) -> None:
         self._folder: Path | None = None
-        self._lock = -1
+        self._lock: int | None = None
         self._creating = threading.Lock()
         self._numbers = count(1)
 
@@ -62,18 +66,15 @@ class ScratchFolder:
         with self._creating:
             while self._folder is None:
                 folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-                flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
-                self._lock = os.open(folder / LOCK_FILE, flags, 0o600)
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
-                if (folder / LOCK_FILE).exists():
+                self._lock = try_lock_file(folder / LOCK_FILE)
+                if self._lock is not None:  # otherwise another process that starts found it first
                     self._folder = folder
-                else:  # another process that starts found it before it was locked
-                    os.close(self._lock)
         return self._folder / str(next(self._numbers))
 
     def close(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock is not None:
             os.close(self._lock)
 
 
@@ -85,11 +86,6 @@ def remove_abandoned_folders() -> None:
             with (folder / LOCK_FILE).open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-log = logging.getLogger(__name__)
-
-LOCK_POLL_S: Final = 0.5
 
 
 class BucketStore(ModelStore):

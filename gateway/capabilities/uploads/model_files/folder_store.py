@@ -46,6 +46,7 @@ from gateway.capabilities.uploads.model_files.store import (
 from gateway.capacity.archives import TEMPORARY_PREFIX
 from gateway.errors import Conflict, NotFound
 from gateway.messages import quote_text
+from gateway.repository.state.file import file_stamp, try_lock_file
 
 log = logging.getLogger(__name__)
 
@@ -114,14 +115,8 @@ class FolderStore(ModelStore):
     def _ensure_owner_lock(self) -> None:
         path = self._owner_lock_path(self._prefix)
         with self._opening:  # a second descriptor would never get the lock of the first one
-            while self._owner_lock is None:
-                descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-                # Another process removes the file if it finds it before it is locked.
-                if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
-                    self._owner_lock = descriptor
-                else:
-                    os.close(descriptor)
+            while self._owner_lock is None:  # another process has just looked whether it is locked
+                self._owner_lock = try_lock_file(path)
 
     def _has_exited(self, prefix: str) -> bool:
         if prefix == self._prefix:
@@ -274,10 +269,10 @@ class FolderStore(ModelStore):
             FolderChange(built, self._name_temporary).remove_folder()
             raise
         for path, file in upload.shared_files.items():
-            self._remember_checksum(find_checksum_key(folder / path), file.sha256)
+            self._remember_checksum(file_stamp((folder / path).stat()), file.sha256)
         for version, files in upload.versions.items():
             for path, file in files.items():
-                key = find_checksum_key(folder / str(version) / path)
+                key = file_stamp((folder / str(version) / path).stat())
                 self._remember_checksum(key, file.sha256)
         return change
 
@@ -317,7 +312,7 @@ class FolderStore(ModelStore):
 
     def hash_file(self, path: Path) -> str:
         """Return the SHA-256 checksum, which is kept until the file changes."""
-        key = find_checksum_key(path)
+        key = file_stamp(path.stat())
         if known := self._checksums.get(key):
             return known
         return self._remember_checksum(key, hash_pieces(read_file_pieces(path.open("rb"))))
@@ -337,11 +332,6 @@ def read_file_pieces(file: BinaryIO) -> Iterator[bytes]:
     with file:
         while piece := file.read(PIECE_BYTES):
             yield piece
-
-
-def find_checksum_key(path: Path) -> tuple[int, ...]:
-    status = path.stat()
-    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def list_folders(folder: Path) -> list[Path]:
