@@ -11,8 +11,9 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
+from gateway.fleet.balancer import StartedReplica
 from gateway.messages import quote_text
 
 log = logging.getLogger(__name__)
@@ -27,14 +28,7 @@ MIN_TRIAL_SUCCESSES: Final = 3  # consecutive successful trials that end the out
 MAX_MODELS: Final = 1000
 
 
-class RatedReplica(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def up_since(self) -> float: ...
-
-
-Candidate = TypeVar("Candidate", bound=RatedReplica)
+Candidate = TypeVar("Candidate", bound=StartedReplica)
 
 
 @dataclass
@@ -77,7 +71,7 @@ class OutlierDetector:
         return sorted(model for model, outliers in self._outliers.items() if replica in outliers)
 
     def record(
-        self, model: str, replica: str, others: Sequence[RatedReplica], *, is_failure: bool
+        self, model: str, replica: str, others: Sequence[StartedReplica], *, is_failure: bool
     ) -> None:
         """Count a request that the replica answered; `others` are replicas that can serve the model too."""
         now = self.clock()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass
@@ -86,15 +86,8 @@ class SignatureCache:
 
     async def read_unknown_signatures(self, models: Iterable[str]) -> None:
         """Read the signature of each model that was never read, unless that fails."""
-        semaphore = asyncio.Semaphore(MAX_PARALLEL_READS)
-
-        async def read(model: str) -> None:
-            with suppress(GatewayError):
-                async with semaphore:
-                    await self.get_signature(model)
-
         unknown = [model for model in models if (model, "") not in self._remembered]
-        await asyncio.gather(*map(read, unknown))
+        await read_each(unknown, self.get_signature)
 
     async def _read_once(self, key: tuple[str, str]) -> Signature:
         with measure_upstream_time():
@@ -158,15 +151,24 @@ class SignatureCache:
 
     async def read_configs(self, models: Iterable[str], store: Callable[[str, Any], None]) -> None:
         """Pass the config of each model to `store`, unless the model is not loaded any longer."""
-        semaphore = asyncio.Semaphore(MAX_PARALLEL_READS)
 
         async def read(model: str) -> None:
-            with suppress(GatewayError):
-                async with semaphore:
-                    target = RequestTarget(model, timeout_s=METADATA_TIMEOUT_S)
-                    store(model, await self._read_config(target))
+            target = RequestTarget(model, timeout_s=METADATA_TIMEOUT_S)
+            store(model, await self._read_config(target))
 
-        await asyncio.gather(*map(read, sorted(models)))
+        await read_each(sorted(models), read)
+
+
+async def read_each(models: Iterable[str], read: Callable[[str], Awaitable[object]]) -> None:
+    """Read something of each model, a few at a time, and leave out what cannot be read."""
+    semaphore = asyncio.Semaphore(MAX_PARALLEL_READS)
+
+    async def try_to_read(model: str) -> None:
+        with suppress(GatewayError):
+            async with semaphore:
+                await read(model)
+
+    await asyncio.gather(*map(try_to_read, models))
 
 
 def select_outputs(model: Signature, requested: Sequence[str]) -> tuple[str, ...]:

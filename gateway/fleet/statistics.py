@@ -7,7 +7,7 @@ a replica has counted is kept when it counts from 0 again, does not answer, or h
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from contextlib import nullcontext
 from functools import reduce
 from time import perf_counter
@@ -145,12 +145,10 @@ class FleetStatistics:
         return response.body
 
     def _choose_failure(self, failures: list[GatewayError], target: RequestTarget) -> GatewayError:
-        for failure in failures:
-            if not isinstance(failure, UnknownModel):
-                return failure
-        if self._pool.is_listed(target.model, target.version):
+        unknown = [failure for failure in failures if isinstance(failure, UnknownModel)]
+        if len(unknown) == len(failures) and self._pool.is_listed(target.model, target.version):
             return ModelNotReady(target.model, target.version)
-        return failures[0]
+        return next((failure for failure in failures if failure not in unknown), failures[0])
 
     def _add_up(self, answers: Mapping[str, bytes], sent_at: float) -> bytes:
         """Record the answers of replicas, and return the sums of the versions in them, in a thread."""
@@ -188,29 +186,20 @@ def parse_statistics(body: bytes) -> list[Statistics]:
 
 def is_statistics(value: Any) -> bool:
     match value:
-        case {
-            "name": str(),
-            "version": str(),
-            "inference_count": int(),
-            "execution_count": int(),
-            "inference_stats": {
-                "success": {"count": int(), "ns": int()},
-                "fail": {"count": int(), "ns": int()},
-            },
-        }:
+        case {"name": str(), "version": str(), "inference_count": int(), "inference_stats": {}}:
             return True
     return False
 
 
-def has_fallen(before: Statistics, now: Statistics) -> bool:
-    return any(map(int.__gt__, list_counts(before), list_counts(now)))
-
-
-def list_counts(statistics: Statistics) -> Iterator[int]:
-    yield statistics["inference_count"]
-    yield statistics["execution_count"]
-    for outcome in ("success", "fail"):
-        yield from (statistics["inference_stats"][outcome][name] for name in ("count", "ns"))
+def has_fallen(before: Any, now: Any) -> bool:
+    """Return whether a count is lower than before, because the replica counts from 0 again."""
+    match before, now:
+        case dict(), dict():
+            shared = before.keys() & now.keys() - {LATEST}
+            return any(has_fallen(before[name], now[name]) for name in shared)
+        case int(), int():
+            return now < before
+    return False
 
 
 def drop_memory(statistics: Statistics) -> Statistics:
