@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,19 +31,12 @@ from gateway.repository.state.desired import (
     BadState,
     DesiredModel,
     Document,
-    OutageLog,
     decode_operation,
     is_operation_id,
 )
 from gateway.repository.state.events import MAX_EVENTS, EventId, StoredEvent, parse_event_id
-from gateway.repository.state.redis_connection import (
-    RedisConnection,
-    RedisServer,
-    create_redis_client,
-    explain_redis_error,
-    redis_exceptions,
-)
-from gateway.repository.state.redis_scripts import ADD_TO_QUOTA, CHECK_DEADLINE, COUNT_INFERENCES
+from gateway.repository.state.redis_connection import RedisConnection, RedisServer
+from gateway.repository.state.redis_scripts import ADD_TO_QUOTA, COUNT_INFERENCES
 from gateway.repository.state.tables import (
     CAPABILITY_TABLES,
     KEPT_DAYS,
@@ -76,7 +68,7 @@ HISTORY_KEYS: Final = ("restorations", "revision")
 DAY_S: Final = 24 * 3600
 COUNTS_PER_PAGE: Final = 1000
 WINDOW_TIMEOUT_S: Final = 0.25  # short, because inference requests wait for it
-WINDOW_CONNECTIONS: Final = 16
+COUNTER_CONNECTIONS: Final = 16
 QUOTA_TIMEOUT_S: Final = 1.0  # longer, because a quota is exact while Redis answers
 QUOTA_TTL_S: Final = 40 * 24 * 3600  # longer than a month
 
@@ -178,7 +170,7 @@ class RedisStateStore:
 
     def __init__(self, server: RedisServer, prefix: str) -> None:
         self._redis = RedisConnection(server, prefix)
-        self.rate_windows = RedisRateWindows(server, prefix)
+        self.rate_windows = RedisCounters(server, prefix)
         self.quotas = self.rate_windows
         self._token = secrets.token_hex(16)
         self._alive_key = format_alive_key(self._token)
@@ -528,69 +520,56 @@ def decode_events(reply: Iterable[Any]) -> list[StoredEvent]:
     return events
 
 
-class RedisRateWindows:
-    """Requests of all gateways, counted by the clock of Redis, because theirs may differ."""
+class RedisCounters:
+    """Requests and quotas of all gateways, counted by the clock of Redis, because theirs may differ."""
 
     def __init__(self, server: RedisServer, prefix: str) -> None:
-        from redis.asyncio import BlockingConnectionPool, Redis  # noqa: PLC0415 - an optional dependency
-
-        default_pool = create_redis_client(server).connection_pool
         # Bursts of requests share a few connections instead of opening one each.
-        self._pool: Any = BlockingConnectionPool(
-            connection_class=default_pool.connection_class,
-            max_connections=WINDOW_CONNECTIONS,
-            timeout=QUOTA_TIMEOUT_S,
-            **default_pool.connection_kwargs,
-        )
-        self._client: Any = Redis(connection_pool=self._pool)
-        # If a request that counts as one is counted too late, nobody waits for long.
-        self._count_one = self._client.register_script(COUNT_INFERENCES)
-        self._count_several = self._client.register_script(CHECK_DEADLINE + COUNT_INFERENCES)
-        self._add_to_quota = self._client.register_script(CHECK_DEADLINE + ADD_TO_QUOTA)
-        self._key_prefix = f"{prefix}rate:"
-        self._quota_prefix = f"{prefix}quota:"
-        self._failures = redis_exceptions()
-        self._outages = OutageLog(str(server))
+        self._redis = RedisConnection(server, prefix, max_connections=COUNTER_CONNECTIONS)
 
     async def count(
         self, window: RateLimitItem, name: str, inferences: int, *, opens_window: bool
     ) -> WindowCount:
-        keys = [self._key_prefix + window.key_for(name)]
-        arguments = [window.amount, window.get_expiry() * 1000, inferences, int(opens_window)]
+        key = f"rate:{window.key_for(name)}"
+        arguments = (window.amount, window.get_expiry() * 1000, inferences, int(opens_window))
         if inferences > 1:
-            counting = self._run_by_deadline(self._count_several, keys, arguments, WINDOW_TIMEOUT_S)
-        else:
-            counting = asyncio.wait_for(
-                self._count_one(keys=keys, args=arguments), WINDOW_TIMEOUT_S
+            counting = self._redis.run_script(
+                COUNT_ACTION,
+                COUNT_INFERENCES,
+                (key,),
+                *arguments,
+                decode=decode_window_count,
+                timeout_s=WINDOW_TIMEOUT_S,
             )
-        wait_ms, was_empty = await self._translate_failure(counting)
-        return WindowCount(wait_ms / 1000, bool(was_empty))
+        else:
+            # If a request that counts as one is counted too late, nobody waits for long.
+            command = ("EVAL", COUNT_INFERENCES, 1, self._redis.full_key(key), *arguments)
+            counting = self._redis.execute(
+                COUNT_ACTION, *command, decode=decode_window_count, timeout_s=WINDOW_TIMEOUT_S
+            )
+        return await counting
 
     async def add(self, name: str, limits: Mapping[str, int], count: int) -> QuotaCount:
-        keys = [f"{self._quota_prefix}{period}:{name}" for period in limits]
-        arguments = [QUOTA_TTL_S, count, *limits.values()]
-        adding = self._run_by_deadline(self._add_to_quota, keys, arguments, QUOTA_TIMEOUT_S)
-        is_added, *used = await self._translate_failure(adding)
-        return QuotaCount(bool(is_added), tuple(used))
-
-    async def _run_by_deadline(
-        self, script: Any, keys: Sequence[str], arguments: Sequence[int], timeout_s: float
-    ) -> Any:
-        """Run a script that has no effect if Redis runs it too late."""
-        now_s, now_us = await asyncio.wait_for(self._client.time(), timeout_s)
-        # The caller waits for a response at least as long from now on.
-        deadline_ms = now_s * 1000 + now_us // 1000 + int(timeout_s * 1000)
-        running = script(keys=keys, args=[*arguments, deadline_ms])
-        return await asyncio.wait_for(running, timeout_s)
-
-    async def _translate_failure(self, work: Awaitable[Any]) -> Any:
-        try:
-            result = await work
-        except self._failures as exc:
-            raise self._outages.record_failure(COUNT_ACTION, explain_redis_error(exc)) from None
-        self._outages.record_success(COUNT_ACTION)
-        return result
+        return await self._redis.run_script(
+            COUNT_ACTION,
+            ADD_TO_QUOTA,
+            [f"quota:{period}:{name}" for period in limits],
+            QUOTA_TTL_S,
+            count,
+            *limits.values(),
+            decode=decode_quota_count,
+            timeout_s=QUOTA_TIMEOUT_S,
+        )
 
     async def close(self) -> None:
-        with suppress(*self._failures):
-            await self._pool.aclose()
+        await self._redis.close()
+
+
+def decode_window_count(reply: Sequence[int]) -> WindowCount:
+    wait_ms, was_empty = reply
+    return WindowCount(wait_ms / 1000, bool(was_empty))
+
+
+def decode_quota_count(reply: Sequence[int]) -> QuotaCount:
+    is_added, *used = reply
+    return QuotaCount(bool(is_added), tuple(used))

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from gateway.repository.state.desired import WRITE_ACTION, BadState, OutageLog
+from gateway.repository.state.desired import READ_ACTION, BadState, OutageLog
 from gateway.repository.state.redis_scripts import CHECK_DEADLINE
 from gateway.repository.state.tables import UnreadableState
 
@@ -99,13 +99,19 @@ def redis_exceptions() -> tuple[type[Exception], ...]:
 class RedisConnection:
     """A Redis, and the prefix of all keys."""
 
-    def __init__(self, server: RedisServer, prefix: str, subject: str = "state") -> None:
+    def __init__(
+        self,
+        server: RedisServer,
+        prefix: str,
+        subject: str = "state",
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
         self._client = create_redis_client(server)
         self._failures = redis_exceptions()
         self._prefix = prefix
         self._outages = OutageLog(str(server), subject)
         # The client refuses a command when 100 connections are in use.
-        self._turns = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._turns = asyncio.Semaphore(max_connections)
 
     @property
     def is_available(self) -> bool:
@@ -121,25 +127,31 @@ class RedisConnection:
         keys: Sequence[str],
         *arguments: str | bytes | int,
         decode: Callable[[Any], T],
+        timeout_s: float = COMMAND_TIMEOUT_S,
     ) -> T:
         """Return the decoded result of a Lua script. Raises `StateUnavailable`.
 
-        One that writes is executed before this raises, or never.
+        One that does more than read is executed before this raises, or never.
         """
-        if action == WRITE_ACTION:
+        if action != READ_ACTION:
             script = CHECK_DEADLINE + script
-            now_s, now_us = await self.execute(action, "TIME", decode=tuple)
+            now_s, now_us = await self.execute(action, "TIME", decode=tuple, timeout_s=timeout_s)
             # The caller waits for a response at least as long from now on.
-            arguments = (*arguments, now_s * 1000 + now_us // 1000 + int(REDIS_TIMEOUT_S * 1000))
+            wait_ms = int(min(timeout_s, REDIS_TIMEOUT_S) * 1000)
+            arguments = (*arguments, now_s * 1000 + now_us // 1000 + wait_ms)
         command = ("EVAL", script, len(keys), *map(self.full_key, keys), *arguments)
-        return await self.execute(action, *command, decode=decode)
+        return await self.execute(action, *command, decode=decode, timeout_s=timeout_s)
 
     async def execute(
-        self, action: str, *command: str | bytes | int, decode: Callable[[Any], T]
+        self,
+        action: str,
+        *command: str | bytes | int,
+        decode: Callable[[Any], T],
+        timeout_s: float = COMMAND_TIMEOUT_S,
     ) -> T:
         """Return the decoded response to a command. Raises `StateUnavailable`."""
         try:
-            result = decode(await asyncio.wait_for(self._send(command), COMMAND_TIMEOUT_S))
+            result = decode(await asyncio.wait_for(self._send(command), timeout_s))
         except (UnreadableState, UnicodeDecodeError):
             reason = f"Redis has invalid data at {self._prefix}*"
             raise self._outages.record_failure(action, reason) from None
