@@ -124,7 +124,7 @@ class ResponseSize:
 
 
 class ResponseSizes:
-    """How large responses are likely to be.
+    """The likely sizes of responses.
 
     Triton's gRPC API tells the size of a response only when it is complete. So requests are charged for it in
     advance: many large responses to small requests could arrive at the same time.
