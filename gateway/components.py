@@ -245,8 +245,7 @@ async def run_services(
         decoders = DecodeExecutor(settings.decode_threads, settings.max_pixels_in_flight, metrics)
         stack.push_async_callback(decoders.close)
         restricted = read_restricted_api(settings)
-        management_headers = [] if restricted is None else restricted.headers
-        statistics = FleetStatistics(fleet.pool, management_headers)
+        statistics = FleetStatistics(fleet.pool)
         admission = open_admission(settings, fleet, statistics, metrics, stack)
         memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics.shed)
         stack.callback(metrics.flush)
@@ -289,5 +288,5 @@ async def run_services(
             refusals=refusals,
             tracer=components.tracer,
             recorder=recorder,
-            management_headers=management_headers,
+            management_headers=[] if restricted is None else restricted.headers,
         )

@@ -25,7 +25,6 @@ from gateway.errors import (
 from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.fleet.transports import decode_json, triton_model_path
-from gateway.http_client.connection import Headers
 from gateway.tasks import run_together
 from gateway.triton.error_mapping import map_triton_error
 from gateway.triton.request_target import RequestTarget
@@ -86,9 +85,8 @@ class VersionCounts:
 class FleetStatistics:
     """The statistics of all models, as this process has seen them."""
 
-    def __init__(self, pool: ReplicaPool, management_headers: Headers) -> None:
+    def __init__(self, pool: ReplicaPool) -> None:
         self._pool = pool
-        self._management_headers = management_headers
         self._versions: dict[tuple[str, str], VersionCounts] = {}
         # Of reads of all models, whose documents are large.
         self._reading = asyncio.Lock()
@@ -136,7 +134,7 @@ class FleetStatistics:
         response = await replica.http.request(
             b"GET",
             f"{path}/stats".encode(),
-            headers=self._management_headers,
+            headers=replica.management_headers,
             timeout_s=min(target.timeout_s, REPLICA_TIMEOUT_S),
             max_bytes=MAX_RESPONSE_BYTES,
         )

@@ -100,7 +100,7 @@ async def test_replica_that_hangs_delays_no_statistics_of_other_models() -> None
         addresses = [well.address, hung.address]
         async with ReplicaPool(addresses, Settings()) as pool:
             hung.hangs = True
-            read = FleetStatistics(pool, []).read
+            read = FleetStatistics(pool).read
             tasks = [
                 asyncio.create_task(read(RequestTarget(each, timeout_s=60))) for each in models
             ]
