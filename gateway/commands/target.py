@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gateway.client import AsyncClient, Client, GatewayError
     from gateway.client.connection import GatewayAccess
 
+T = TypeVar("T")
 COMMAND_TIMEOUT_S: Final = 60.0
 COMPLETION_TIMEOUT_S: Final = 1.0
 
@@ -74,22 +75,18 @@ class Target:
         """Return a client that repeats no requests. Raises `UsageError`."""
         from gateway.client import Client
 
-        with report_invalid_flags():
-            return Client(
-                self.url,
-                key=self.key,
-                ca=self.ca or "",
-                timeout_s=timeout_s,
-                retries=0,
-                arrays=False,
-            )
+        return self._create(Client, timeout_s, retries=0)
 
     def create_async_client(self, timeout_s: float, retries: int) -> AsyncClient:
-        """Return a client whose results are Python's values. Raises `UsageError`."""
+        """Return a client that is not blocking. Raises `UsageError`."""
         from gateway.client import AsyncClient
 
+        return self._create(AsyncClient, timeout_s, retries)
+
+    def _create(self, create: Callable[..., T], timeout_s: float, retries: int) -> T:
+        """Return a client whose results are Python's values."""
         with report_invalid_flags():
-            return AsyncClient(
+            return create(
                 self.url,
                 key=self.key,
                 ca=self.ca or "",
