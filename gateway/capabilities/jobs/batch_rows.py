@@ -278,4 +278,7 @@ def split_line(line: bytes) -> tuple[str | None, bytes]:
     if not isinstance(document, dict) or not isinstance(document.get(CUSTOM_ID), str):
         return None, line
     custom_id = document.pop(CUSTOM_ID)
-    return custom_id, orjson.dumps(document)
+    try:
+        return custom_id, orjson.dumps(document)
+    except orjson.JSONEncodeError:
+        return custom_id, line  # it is nested too deeply for a request as well

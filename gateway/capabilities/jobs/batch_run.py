@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import sys
 import time
 from collections import deque
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import orjson
 from starlette.types import Message, Receive
 
+from gateway.callers import Caller
 from gateway.capabilities.jobs.batch_rows import CUSTOM_ID, Row, RowReader
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
 from gateway.capabilities.jobs.job import MIN_ERROR_STATUS, Job, JobKind
@@ -46,6 +48,9 @@ class RowCaller(Protocol):
         self, job: Job, receive: Receive, services: Services | None = None
     ) -> tuple[ResponseCapture, RequestInfo]:
         """Return the response to the request of a job. Raises `KeyRevoked`."""
+
+    def find_caller(self, job: Job) -> Caller | None:
+        """Return the caller of a job with the rights that it has now. Raises `Unauthenticated`."""
 
     async def report_progress(self, job: Job) -> None:
         """Store how far a batch is. Cancels it if this process has lost it."""
@@ -117,6 +122,9 @@ class BatchRun:
             await self._store.delete_file(before.result_file)
 
     async def _run_rows(self) -> None:
+        caller = self._caller.find_caller(self._job)
+        if caller is not None and caller.limits is not None:
+            self._max_running = min(self._max_running, caller.limits.max_inflight or sys.maxsize)
         reader = RowReader(self._store, self._job)
         await reader.skip(self._first_row)
         row = await reader.read()

@@ -199,12 +199,15 @@ class JobRunner:
             except (JobsUnavailable, JobsFull):
                 await asyncio.sleep(STORE_RETRY_S)
 
+    def find_caller(self, job: Job) -> Caller | None:
+        return find_current_caller(self._services.access, build_scope(job), job)
+
     async def call(
         self, job: Job, receive: Receive, services: Services | None = None
     ) -> tuple[ResponseCapture, RequestInfo]:
         """Return the response to the request of a job. Raises `KeyRevoked`."""
         scope = build_scope(job)
-        caller = find_current_caller(self._services.access, scope, job)
+        caller = self.find_caller(job)
         if caller is None:
             raise KeyRevoked
         caller = replace(caller, priority=Priority.background)

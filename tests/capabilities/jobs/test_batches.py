@@ -96,7 +96,8 @@ def test_rows_come_in_their_order_each_with_its_result_or_error(client: httpx.Cl
             b"",
             b'{"inputs": "text", "custom_id": "third"}',
             b'{"inputs": [[4]], "custom_id": 4}',
-            b'{"inputs": [[5]]}\n',
+            b'{"inputs": [[5]]}',
+            b'{"custom_id": "deep", "inputs": %b1%b}\n' % (b"[" * 300, b"]" * 300),
         ]
     )
     answer = client.post(BATCH, content=body, headers={**NDJSON, "Idempotency-Key": "rows"})
@@ -106,15 +107,15 @@ def test_rows_come_in_their_order_each_with_its_result_or_error(client: httpx.Cl
     assert (document["state"], document["status"]) == ("done", 200)
     progress = document["progress"]
     assert {name: progress[name] for name in ("total", "done", "failed")} == {
-        "total": 5,
+        "total": 6,
         "done": 2,
-        "failed": 3,
+        "failed": 4,
     }
     assert progress["rows_per_second"] > 0
     rows = read_rows(client, job)
-    assert [row["row"] for row in rows] == [1, 2, 3, 4, 5]
-    assert [row.get("custom_id") for row in rows] == ["first", None, "third", None, None]
-    assert [row["status"] for row in rows] == [200, 400, 422, 400, 200]
+    assert [row["row"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row.get("custom_id") for row in rows] == ["first", None, "third", None, None, "deep"]
+    assert [row["status"] for row in rows] == [200, 400, 422, 400, 200, 400]
     assert rows[0]["response"]["outputs"] == {"Y": [[1.5, 2.5]]}
     direct = client.post("/v1/models/vector_FP32/infer", json={"inputs": "text"}).json()
     assert rows[2]["error"] == {"code": direct["code"], "message": direct["error"]}

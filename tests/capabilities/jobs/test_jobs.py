@@ -24,11 +24,13 @@ from tests.capabilities.jobs.support import (
 )
 from tests.support.documents import DOCS
 from tests.support.keys import ADMIN, BOTH, ENTRIES, INFER, TEXTS, bearer, entry, written
+from tests.support.metrics import metric
 from tests.support.redis_server import RedisServer
 from tests.support.servers import ROOT, gateway, gateway_before
 from tests.support.wait import wait_until
 
 MONTHLY = "tgw_monthly-secret"
+FEW = "tgw_few-secret"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,11 @@ def client(
     create_jobs: Callable[[], str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[httpx.Client]:
-    entries = [*ENTRIES, entry(MONTHLY, "infer", requests_per_month=3)]
+    entries = [
+        *ENTRIES,
+        entry(MONTHLY, "infer", requests_per_month=3),
+        entry(FEW, "infer", max_inflight=2),
+    ]
     settings = {
         "jobs": create_jobs(),
         "keys_file": str(written(tmp_path_factory.mktemp("keys") / "keys.yaml", entries)),
@@ -223,6 +229,17 @@ def test_long_jobs_of_a_caller_leave_places_for_others(client: httpx.Client) -> 
     assert len(client.get("/v1/jobs", params=running).json()["jobs"]) == 11
     for job in reversed(jobs):
         assert client.delete(f"/v1/jobs/{job}").json()["state"] == "cancelled"
+
+
+def test_batch_has_no_more_rows_in_progress_than_its_caller_may_have(client: httpx.Client) -> None:
+    rejections = 'gateway_requests_shed_total{reason="inflight"}'
+    with httpx.Client(base_url=client.base_url, headers=bearer(ADMIN), timeout=60) as admin:
+        before = metric(admin, rejections)
+        rows = b'{"inputs": [[1]]}\n' * 20
+        headers = {"Content-Type": "application/x-ndjson", **bearer(FEW)}
+        accepted = client.post("/v1/models/vector_FP32/jobs", content=rows, headers=headers)
+        assert wait_for(admin, accepted.json()["id"])["progress"]["done"] == 20
+        assert metric(admin, rejections) == before
 
 
 def test_queue_its_limits_and_a_revoked_key(
