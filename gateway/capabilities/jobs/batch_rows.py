@@ -10,7 +10,7 @@ from typing import BinaryIO, Final, NamedTuple
 
 import orjson
 
-from gateway.capabilities.jobs.errors import JobsUnavailable
+from gateway.capabilities.jobs.errors import JobFileLost
 from gateway.capabilities.jobs.job import BODY_SUFFIX, Job, JobKind
 from gateway.capabilities.jobs.store import JobStore
 from gateway.capacity.archives import ArchiveLimits, read_archive
@@ -262,7 +262,7 @@ class RowReader:
         length = min(self._job.body_bytes - self._file_position, READ_BYTES)
         data = await self._store.read(self._job.body_file, self._file_position, length)
         if not data or len(data) < length:
-            raise JobsUnavailable("the body of the job is incomplete")
+            raise JobFileLost
         self._file_position += length
         self._buffer += data
 

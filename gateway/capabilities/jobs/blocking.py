@@ -90,10 +90,14 @@ class FolderFiles:
             self.check_room()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         file = os.open(self.folder / name, flags, FILE_MODE)
+        size_bytes = os.fstat(file).st_size
         try:
             remaining = memoryview(data)
             while remaining:
                 remaining = remaining[os.write(file, remaining) :]
+        except OSError:
+            os.ftruncate(file, size_bytes)  # the database needs the rest of a disk that is full
+            raise
         finally:
             os.close(file)
 
@@ -106,9 +110,11 @@ class FolderFiles:
                 os.close(file)
 
     def read(self, name: str, start: int, length: int) -> bytes:
-        with (self.folder / name).open("rb") as file:
+        """Return a part of a file, which is empty if there is no such file."""
+        with suppress(FileNotFoundError), (self.folder / name).open("rb") as file:
             file.seek(start)
             return file.read(length)
+        return b""
 
     def open_file(self, name: str) -> BinaryIO:
         return (self.folder / name).open("rb")

@@ -62,6 +62,14 @@ class JobsUnavailable(GatewayError):
         super().__init__(f"the jobs cannot be read or written: {reason}")
 
 
+class JobFileLost(GatewayError):
+    code = "JOB_FILE_LOST"
+    message = (
+        "the body or the result of the job is missing or incomplete: it was deleted, or gateways that share "
+        "a Redis have different folders in GATEWAY_JOBS_FOLDER; send the request again"
+    )
+
+
 class KeyReused(GatewayError):
     """An Idempotency-Key came with another request before."""
 

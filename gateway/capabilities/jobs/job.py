@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ import orjson
 
 from gateway.errors import GatewayError, InternalError
 
-# A job fails when so many processes have ended while they ran it.
+# A job fails when so many runs have ended without a result: with their process, or because a file is lost.
 MAX_LOSSES: Final = 3
 MAX_RESULT_FILES: Final = 3 * MAX_LOSSES
 MIN_ERROR_STATUS: Final = 400
@@ -42,9 +42,7 @@ BATCHES: Final = (JobKind.batch, JobKind.openai_batch)
 
 class JobLost(InternalError):
     code = "JOB_LOST"
-
-    def __init__(self, losses: int) -> None:
-        super().__init__(f"the process that ran the job ended {losses} times in the middle of it")
+    message = f"{MAX_LOSSES} runs of the job had no result, the last one because its process ended"
 
 
 def create_job_id() -> str:
@@ -85,7 +83,7 @@ class Job:
     state: JobState = JobState.queued
     token: int = 0
     starts: int = 0
-    losses: int = 0  # times that its worker ended without a word
+    losses: int = 0  # runs that ended without a result
     due_at: float = 0.0  # it starts later than this, because the fleet was busy
     started_at: float = 0.0
     ended_at: float = 0.0
@@ -139,7 +137,11 @@ class Job:
         return self._change(state=JobState.running, starts=self.starts + 1, started_at=now)
 
     def lose_worker(self, now: float, lease_s: float) -> Job:
-        """Return the job after its lease was not renewed: queued again, or failed after the third time.
+        """Return the job after its lease was not renewed."""
+        return self.lose_run(now, lease_s, JobLost())
+
+    def lose_run(self, now: float, lease_s: float, error: GatewayError) -> Job:
+        """Return the job after a run without a result: queued again, or failed after the third time.
 
         After the second time it waits: another job may have ended the process, or it may end again and again.
         """
@@ -147,7 +149,7 @@ class Job:
         if losses < MAX_LOSSES:
             due_at = now + lease_s * self.losses
             return self._change(state=JobState.queued, losses=losses, due_at=due_at)
-        return replace(self, losses=losses).fail(now, JobLost(losses))
+        return replace(self, losses=losses).fail(now, error)
 
     def postpone(self, due_at: float) -> Job:
         return self._change(state=JobState.queued, due_at=due_at)
@@ -195,8 +197,11 @@ def encode_job(job: Job) -> bytes:
     return orjson.dumps(job)
 
 
+FIELDS: Final = frozenset(each.name for each in fields(Job))
+
+
 def decode_job(document: bytes) -> Job:
-    values = orjson.loads(document)
-    return Job(
-        **{**values, "kind": JobKind(values["kind"]), "state": JobState(values["state"])},
-    )
+    """Return a job without the fields that only a newer release has."""
+    values = {name: value for name, value in orjson.loads(document).items() if name in FIELDS}
+    values |= {"kind": JobKind(values["kind"]), "state": JobState(values["state"])}
+    return Job(**values)

@@ -9,7 +9,7 @@ from typing import Any, Final
 from starlette.responses import Response
 from starlette.types import Message
 
-from gateway.capabilities.jobs.errors import JobsUnavailable
+from gateway.capabilities.jobs.errors import JobFileLost
 from gateway.capabilities.jobs.job import Job
 from gateway.capabilities.jobs.store import JobStore
 
@@ -53,11 +53,11 @@ class ResponseCapture:
 
 
 async def read_piece(store: JobStore, file: str, start: int, size_bytes: int) -> bytes:
-    """Return the next piece of a file. Raises `JobsUnavailable`, also if it has ended before its size."""
+    """Return the next piece of a file. Raises `JobFileLost` if it ends before its size."""
     length = min(size_bytes - start, READ_BYTES)
     piece = await store.read(file, start, length) if length else b""
     if len(piece) < length:
-        raise JobsUnavailable("a file of the job is incomplete or was deleted")
+        raise JobFileLost
     return piece
 
 

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.access.auth import authorize_all_models
 from gateway.callers import Right
-from gateway.capabilities.jobs.errors import JobConflict, JobNotFound, JobsUnavailable
+from gateway.capabilities.jobs.errors import JobConflict, JobFileLost, JobNotFound
 from gateway.capabilities.jobs.job import BATCHES, DELIVERED, Job, JobState
 from gateway.capabilities.jobs.replay import READ_BYTES, read_piece
 from gateway.capabilities.jobs.runner import JobRunner
@@ -192,7 +192,7 @@ async def stream_rows(jobs: Jobs, job: Job, after: int, drain: Drain) -> AsyncIt
             size_bytes = current.result_bytes
             try:
                 piece = await read_piece(jobs.store, current.result_file, position, size_bytes)
-            except JobsUnavailable:
+            except JobFileLost:
                 if current.has_ended:
                     raise
                 break  # another process continues the batch with a copy

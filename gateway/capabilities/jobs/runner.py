@@ -22,7 +22,7 @@ from starlette.types import Receive
 from gateway.access.auth import Authenticator, check_key_period
 from gateway.callers import Caller, Priority
 from gateway.capabilities.jobs.batch_run import BatchRun
-from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
+from gateway.capabilities.jobs.errors import JobFileLost, JobsFull, JobsUnavailable
 from gateway.capabilities.jobs.job import BATCHES, Job, JobKind, JobState
 from gateway.capabilities.jobs.replay import (
     BUSY_STATUSES,
@@ -185,6 +185,9 @@ class JobRunner:
     async def _handle(self, job: Job) -> Job:
         try:
             return await self.handlers[job.kind](job)
+        except JobFileLost as exc:
+            lease_s = self._jobs.settings.job_lease_s
+            return self._running[job.id, job.token].job.lose_run(time.time(), lease_s, exc)
         except GatewayError as exc:
             return self._running[job.id, job.token].job.fail(time.time(), exc)
         except Exception:
@@ -222,6 +225,8 @@ class JobRunner:
 
     async def _run_request(self, job: Job) -> Job:
         capture, info = await self.call(job, BodyReader(self._store, job).receive)
+        if info.error_code == JobFileLost.code:
+            raise JobFileLost
         now = time.time()
         if capture.status in BUSY_STATUSES:
             return job.postpone(now + find_delay_s(capture, job.starts))

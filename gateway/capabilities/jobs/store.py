@@ -144,7 +144,8 @@ class JobStore(Protocol):
     async def flush(self, file: str) -> None:
         """Make the file durable."""
 
-    async def read(self, file: str, start: int, length: int) -> bytes: ...
+    async def read(self, file: str, start: int, length: int) -> bytes:
+        """Return a part of a file, which is shorter if the file ends, and empty if there is none."""
 
     async def open_file(self, file: str) -> BinaryIO:
         """Return a file with the same content, to be read in a thread and closed."""

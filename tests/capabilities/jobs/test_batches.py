@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import io
 import json
+import os
 import re
 import subprocess
 import tarfile
@@ -13,6 +14,7 @@ import threading
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,10 @@ from tests.capabilities.jobs.support import wait_for
 from tests.support import hostile_files as hostile
 from tests.support.archives import tarred, zipped
 from tests.support.documents import DOCS
+from tests.support.gateway_forks import run_gateway
+from tests.support.measurements import assert_number, forget_peaks, peak_bytes
 from tests.support.metrics import held_memory, metric
-from tests.support.servers import GatewayProcess
+from tests.support.servers import GatewayProcess, gateway
 from tests.support.wait import wait_until
 
 BATCH = "/v1/models/vector_FP32/jobs"
@@ -56,6 +60,7 @@ def process(zoo_triton: EmbeddedTriton, folder: Path) -> Iterator[GatewayProcess
             "GATEWAY_MAX_BATCH_ROWS": "1000",
             "GATEWAY_MAX_BATCH_BYTES": str(20 * MIB),
             "GATEWAY_MAX_RUNNING_JOBS": "4",
+            "GATEWAY_JOB_LEASE_S": "1",
         }
     )
     process.start()
@@ -370,6 +375,49 @@ def test_client_reads_on_after_a_killed_gateway(
         return names
 
     assert asyncio.run(run()) == ["0", "1", "2", "3"]
+
+
+def test_job_without_its_body_fails(client: httpx.Client, folder: Path) -> None:
+    # No other job starts before these have ended.
+    slow = [submit(client, [{"inputs": [3600]}], CANCELLABLE) for _ in range(4)]
+    request = client.post(
+        "/v1/models/vector_FP32/infer", json={"inputs": [1]}, headers={"Prefer": "respond-async"}
+    )
+    lost = [request.json()["id"], submit(client, [{"inputs": [1]}])]
+    for job in lost:
+        (folder / f"files/{job}.body").unlink()
+    for job in slow:
+        client.delete(f"/v1/jobs/{job}")
+    for job in lost:
+        document = wait_for(client, job)
+        assert (document["state"], document["starts"]) == ("failed", 3)
+        assert document["error"]["code"] == "JOB_FILE_LOST"
+    result = client.get(f"/v1/jobs/{lost[0]}/result")
+    assert (result.status_code, result.json()["code"]) == (500, "JOB_FILE_LOST")
+
+
+@pytest.mark.soak
+def test_batch_is_as_fast_as_clients_that_wait(zoo_triton: EmbeddedTriton, tmp_path: Path) -> None:
+    row = tmp_path / "row.json"
+    row.write_text('{"inputs": [[1.5, 2.5]]}')
+    options = ("--concurrency", "16", "--seconds", "10", "--json")
+    jobs = f"sqlite://{tmp_path}/jobs"
+    with gateway(zoo_triton.options.url, jobs=jobs) as (client, command):
+        assert client.post("/v2/repository/models/vector_FP32/load").is_success
+        environment = {**os.environ, "TRITON_GATEWAY_URL": str(client.base_url)}
+        run = run_gateway("bench", "vector_FP32", row, *options, environment=environment)
+        (level,) = json.loads(run.stdout)
+        forget_peaks(command.pid)
+        memory_before = peak_bytes(command.pid)
+        job = submit(client, [{"inputs": [[number, 2]]} for number in range(10_000)])
+        document = wait_for(client, job)
+        memory = peak_bytes(command.pid) - memory_before
+        started, ended = (datetime.fromisoformat(document[name]) for name in ("started", "ended"))
+        speed = 10_000 / (ended - started).total_seconds()
+        assert_number("rows of a batch", speed, "/s", at_least=0.8 * level["per_second"])
+        assert_number("memory of a batch", memory / (1 << 20), "MiB", at_most=30)
+        rows = read_rows(client, job)
+        assert [row["response"]["outputs"]["Y"][0][0] for row in rows] == list(range(10_000))
 
 
 @pytest.mark.parametrize("number", [0, 1])

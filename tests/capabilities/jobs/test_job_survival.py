@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from threading import Event, Thread
 from typing import cast
 
 import httpx
+import orjson
 import pytest
 
 from gateway.embedded.supervisor import EmbeddedTriton
@@ -166,6 +168,49 @@ def test_worker_that_was_stopped_past_its_lease_changes_nothing(
             wait_until(lambda: len(list(files.glob(f"{job}.*.result"))) == 1)
 
 
+def submit_batch(client: httpx.Client, padding: str = "") -> str:
+    """Submit 16 rows, of which the ninth takes four seconds; return the job when some have run."""
+    rows = [{"custom_id": padding, "inputs": [4 * (number == 8)]} for number in range(16)]
+    headers = {"Content-Type": "application/x-ndjson"}
+    body = b"\n".join(map(orjson.dumps, rows))
+    answer = client.post("/v1/models/cancellable/jobs", content=body, headers=headers)
+    job = str(answer.json()["id"])
+    wait_until(lambda: client.get(f"/v1/jobs/{job}").json()["progress"]["done"])
+    return job
+
+
+def read_rows(client: httpx.Client, job: str) -> bytes:
+    """Return the result of a batch, which has each row once, and in the order of the rows."""
+    result = client.get(f"/v1/jobs/{job}/result").content
+    rows = list(map(orjson.loads, result.splitlines()))
+    assert [(row["row"], row["status"]) for row in rows] == [(row, 200) for row in range(1, 17)]
+    return result
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("jobs", STORES, indirect=True)
+def test_batch_of_a_gateway_that_was_stopped_or_killed_goes_on_in_another(
+    jobs: str, start_gateway: Callable[..., GatewayProcess]
+) -> None:
+    first = start_gateway(jobs, job_lease_s="1")
+    with httpx.Client(base_url=first.url, timeout=60) as first_client:
+        job = submit_batch(first_client)
+        first.signal(signal.SIGSTOP)
+        second = start_gateway(jobs, job_lease_s="1")
+        with httpx.Client(base_url=second.url, timeout=60) as second_client:
+            document = wait_for(second_client, job)
+            assert (document["state"], document["starts"]) == ("done", 2)
+            rows = read_rows(second_client, job)
+            next_job = submit_batch(second_client)
+        first.signal(signal.SIGCONT)
+        second.kill()
+        next_document = wait_for(first_client, next_job)
+        assert (next_document["state"], next_document["starts"]) == ("done", 2)
+        read_rows(first_client, next_job)
+        assert wait_for(first_client, job) == document
+        assert read_rows(first_client, job) == rows
+
+
 @pytest.mark.long
 def test_job_that_kills_its_worker_fails_after_the_third_time(
     tmp_path: Path, start_gateway: Callable[..., GatewayProcess]
@@ -216,39 +261,70 @@ def test_redis_that_was_stopped_past_the_leases_starts_no_job_again(
             ids += [submit(client, CANCELLABLE, json=body).json()["id"] for body in bodies]
     with httpx.Client(base_url=gateways[0].url, timeout=60) as client:
         wait_for_state(client, ids[0], "running")
+        batch = submit_batch(client)
         redis.signal(signal.SIGSTOP)
         time.sleep(35)
         redis.signal(signal.SIGCONT)
         documents = [wait_for(client, job) for job in ids]
+        assert wait_for(client, batch)["state"] == "done"
+        read_rows(client, batch)
     assert {document["state"] for document in documents} == {"done"}
     assert_number("starts of 16 jobs", sum(each["starts"] for each in documents), at_most=16)
 
 
-def test_full_disk_refuses_jobs_and_loses_none(
-    tmp_path: Path, start_gateway: Callable[..., GatewayProcess]
-) -> None:
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("this user may not mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(folder: Path, free_bytes: int) -> Path:
+    """Return a file that leaves so much of the disk."""
     filler = folder / "filler"
-    try:
-        gateway = start_gateway(f"sqlite://{folder}/jobs")
-        with httpx.Client(base_url=gateway.url, timeout=60) as client:
-            accepted = submit(client, CANCELLABLE, json={"inputs": [1]}).json()["id"]
-            wait_for_state(client, accepted, "running")
-            with suppress(OSError), filler.open("wb", buffering=0) as file:
-                while file.write(bytes(1024)):
-                    pass
-            refused = submit(client)
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while file.write(bytes(1024)):
+            pass
+    os.truncate(filler, filler.stat().st_size - free_bytes)
+    return filler
+
+
+def test_full_disk_refuses_jobs_and_loses_none(
+    small_disk: Path, start_gateway: Callable[..., GatewayProcess]
+) -> None:
+    gateway = start_gateway(f"sqlite://{small_disk}/jobs")
+    with httpx.Client(base_url=gateway.url, timeout=60) as client:
+        accepted = submit(client, CANCELLABLE, json={"inputs": [1]}).json()["id"]
+        wait_for_state(client, accepted, "running")
+        rows = b'{"inputs": [0]}'.ljust(100_000) + b"\n"
+        headers = {"Content-Type": "application/x-ndjson"}
+        too_large = client.post("/v1/models/cancellable/jobs", content=rows * 40, headers=headers)
+        filler = fill(small_disk, 0)
+        for refused in (too_large, submit(client)):
             assert (refused.status_code, refused.json()["code"]) == (507, "JOBS_FULL")
-            filler.unlink()
-            assert wait_for(client, accepted)["state"] == "done"
-            # Its body is deleted.
-            files = folder / "jobs/files"
-            wait_until(lambda: [each.name for each in files.glob("*")] == [f"{accepted}.1.result"])
-            assert submit(client, VECTOR).status_code == 202
-        gateway.kill()
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
+            assert "delete finished jobs with DELETE /v1/jobs/ID" in refused.json()["error"]
+        filler.unlink()
+        assert wait_for(client, accepted)["state"] == "done"
+        # Its body is deleted, and that of the batch.
+        files = small_disk / "jobs/files"
+        wait_until(lambda: [each.name for each in files.glob("*")] == [f"{accepted}.1.result"])
+        assert submit(client, VECTOR).status_code == 202
+
+
+@pytest.mark.long
+def test_batch_waits_for_room_on_a_disk_that_is_full(
+    small_disk: Path, start_gateway: Callable[..., GatewayProcess]
+) -> None:
+    gateway = start_gateway(f"sqlite://{small_disk}/jobs")
+    with httpx.Client(base_url=gateway.url, timeout=60) as client:
+        job = submit_batch(client, padding="x" * 50_000)
+        filler = fill(small_disk, 256 << 10)
+        wait_for_state(client, job, "queued")
+        assert submit(client).status_code == 507
+        filler.unlink()
+        assert wait_for(client, job)["state"] == "done"
+        read_rows(client, job)
