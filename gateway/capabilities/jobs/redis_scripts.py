@@ -3,8 +3,46 @@
 from __future__ import annotations
 
 # Keeps a job and everything that finds it: the stream of the queue, and sorted sets by number or time.
-PUT: str = """
+PUT: str = r"""
 local function key(name) return KEYS[1] .. name end
+local function read(id)
+  local document = redis.call('HGET', key('documents'), id)
+  return document and cjson.decode(document)
+end
+-- The jobs in a state, of a model and of a caller, by their numbers; each may be '' for all. Those whose IDs
+-- have a prefix are in lists of their own as well.
+local function list_key(state, model, owner)
+  return key('list:' .. state .. '\n' .. model .. '\n' .. owner)
+end
+local function change_lists(job, command, ...)
+  for _, state in ipairs({'', job.state}) do
+    for _, model in ipairs({'', job.model}) do
+      for _, owner in ipairs({'', job.owner}) do
+        redis.call(command, list_key(state, model, owner), ...)
+      end
+    end
+  end
+  local prefix = job.id:match('^%a+[_-]')
+  if prefix then
+    redis.call(command, key('list:' .. prefix .. '\n'), ...)
+    redis.call(command, key('list:' .. prefix .. '\n' .. job.owner), ...)
+  end
+end
+local function count_limited(owner)
+  local count = 0
+  for _, state in ipairs({'queued', 'running', 'stored'}) do
+    count = count + redis.call('ZCARD', list_key(state, '', owner))
+  end
+  return count
+end
+local function idempotency_key(job) return job.owner .. '\n' .. job.idempotency_key end
+local function is_unfinished(job) return job.state == 'queued' or job.state == 'running' end
+local function add_bytes(job, sign)  -- as `Job.size_bytes`
+  local size = job.result_bytes + (is_unfinished(job) and job.body_bytes or 0)
+  redis.call('INCRBY', key('bytes'), string.format('%d', sign * size))  -- not -0
+end
+-- The queued jobs of an owner and a model, in their order, and of all.
+local function line_of(job) return job.owner .. '\n' .. job.model end
 local function update_line(line)
   local first = redis.call('ZRANGE', key('line:' .. line), 0, 0, 'WITHSCORES')
   if first[1] then
@@ -13,152 +51,132 @@ local function update_line(line)
     redis.call('ZREM', key('lines'), line)
   end
 end
-local function join_line(id)
-  local turn, line = redis.call('HGET', key('turn_of'), id), redis.call('HGET', key('line_of'), id)
-  redis.call('ZADD', key('ready'), turn, id)
-  redis.call('ZADD', key('line:' .. line), turn, id)
-  update_line(line)
+local function join_line(job)
+  local turn = redis.call('HGET', key('turn_of'), job.id)
+  redis.call('ZADD', key('ready'), turn, job.id)
+  redis.call('ZADD', key('line:' .. line_of(job)), turn, job.id)
+  update_line(line_of(job))
 end
-local function leave_line(id)
-  if redis.call('ZREM', key('ready'), id) == 1 then
-    local line = redis.call('HGET', key('line_of'), id)
-    redis.call('ZREM', key('line:' .. line), id)
-    update_line(line)
+local function leave_line(job)
+  if redis.call('ZREM', key('ready'), job.id) == 1 then
+    redis.call('ZREM', key('line:' .. line_of(job)), job.id)
+    update_line(line_of(job))
   end
 end
-local function drop_entry(id)
-  local entry = redis.call('HGET', key('entries'), id)
+local function leave_queue(job)
+  local entry = redis.call('HGET', key('entries'), job.id)
   if entry then
     redis.call('XACK', key('queue'), 'gateways', entry)
     redis.call('XDEL', key('queue'), entry)
-    redis.call('HDEL', key('entries'), id)
+    redis.call('HDEL', key('entries'), job.id)
   end
-  redis.call('ZREM', key('delayed'), id)
-  leave_line(id)
-end
-local function is_limited(state)
-  return state == 'queued' or state == 'running' or state == 'stored'
-end
-local function enqueue(id)
-  redis.call('HSET', key('entries'), id, redis.call('XADD', key('queue'), '*', 'id', id))
-end
-local function count(id, owner, state, size, sign)
-  redis.call('HINCRBY', key('states'), state, sign)
-  redis.call('INCRBY', key('bytes'), string.format('%d', sign * size))  -- not -0
-  if is_limited(state) and redis.call('HINCRBY', key('unfinished'), owner, sign) == 0 then
-    redis.call('HDEL', key('unfinished'), owner)
-    redis.call('HDEL', key('turns'), owner)
+  redis.call('ZREM', key('delayed'), job.id)
+  leave_line(job)
+  if count_limited(job.owner) == 0 then
+    redis.call('HDEL', key('turns'), job.owner)
   end
 end
 local function put_time(name, id, time)
-  if tonumber(time) > 0 then
+  if time > 0 then
     redis.call('ZADD', key(name), time, id)
   else
     redis.call('ZREM', key(name), id)
   end
 end
--- The fields: id, owner, token, state, due_at, ended_at, callback_due_at, size, document, callback_host.
-local function put(id, owner, token, state, due_at, ended_at, callback_due_at, size, document, host)
-  local before = redis.call('HGET', key('state'), id)
-  count(id, owner, state, size, 1)
+local function put(job, document, before)
+  redis.call('HSET', key('documents'), job.id, document)
+  add_bytes(job, 1)
   if before then
-    count(id, owner, before, redis.call('HGET', key('size'), id), -1)
+    add_bytes(before, -1)
   end
-  redis.call('HSET', key('state'), id, state)
-  redis.call('HSET', key('size'), id, size)
-  redis.call('HSET', key('token'), id, token)
-  redis.call('HSET', key('documents'), id, document)
-  put_time('ended', id, ended_at)
-  put_time('callbacks:' .. host, id, callback_due_at)
-  if state == 'queued' then
-    redis.call('ZADD', key('queued'), redis.call('ZSCORE', key('all'), id), id)
-    if before == 'running' then
-      drop_entry(id)
-      redis.call('ZADD', key('delayed'), due_at, id)
-    end
-  else
-    redis.call('ZREM', key('queued'), id)
-    if state ~= 'running' then
-      drop_entry(id)
-    end
+  if not before then
+    change_lists(job, 'ZADD', redis.call('INCR', key('number')), job.id)
+  elseif before.state ~= job.state then
+    local number = redis.call('ZSCORE', list_key('', '', ''), job.id)
+    change_lists(before, 'ZREM', job.id)
+    change_lists(job, 'ZADD', number, job.id)
+  end
+  put_time('ended', job.id, job.ended_at)
+  put_time('callbacks:' .. job.callback_host, job.id, job.callback_due_at)
+  if not is_unfinished(job) then
+    leave_queue(job)
+  elseif before and before.state == 'running' and job.state == 'queued' then
+    leave_queue(job)
+    redis.call('ZADD', key('delayed'), job.due_at, job.id)
   end
 end
 """
-# Further arguments: the most unfinished jobs of the owner, the most bytes, the idempotency key or "", and the
-# model.
+# Arguments: the document, the most unfinished jobs of the owner, and the most bytes.
 ADD: str = (
     PUT
-    + """
-local id, owner, name = ARGV[1], ARGV[2], ARGV[13]
-if redis.call('HEXISTS', key('state'), id) == 1 then  -- the command was sent a second time
-  return redis.call('HGET', key('documents'), id)
+    + r"""
+local job = cjson.decode(ARGV[1])
+local known = redis.call('HGET', key('documents'), job.id)
+if known then  -- the command was sent a second time
+  return known
 end
-if name ~= '' then
-  local known = redis.call('HGET', key('keys'), owner .. '\\n' .. name)
-  if known then
-    return redis.call('HGET', key('documents'), known)
+if job.idempotency_key ~= '' then
+  local id = redis.call('HGET', key('keys'), idempotency_key(job))
+  if id then
+    return redis.call('HGET', key('documents'), id)
   end
 end
-if tonumber(redis.call('HGET', key('unfinished'), owner) or '0') >= tonumber(ARGV[11]) then
+if count_limited(job.owner) >= tonumber(ARGV[2]) then
   return 'TOO_MANY'
 end
-if tonumber(redis.call('GET', key('bytes')) or '0') + tonumber(ARGV[8]) > tonumber(ARGV[12]) then
+if tonumber(redis.call('GET', key('bytes')) or '0') + job.body_bytes > tonumber(ARGV[3]) then
   return 'FULL'
 end
-if name ~= '' then
-  redis.call('HSET', key('keys'), owner .. '\\n' .. name, id)
+if job.idempotency_key ~= '' then
+  redis.call('HSET', key('keys'), idempotency_key(job), job.id)
 end
-local number = redis.call('INCR', key('number'))
-redis.call('ZADD', key('all'), number, id)
-redis.call('ZADD', key('of:' .. owner), number, id)
-redis.call('PERSIST', key('file:' .. id .. '.body'))
-put(unpack(ARGV, 1, 10))
+redis.call('PERSIST', key('file:' .. job.id .. '.body'))
+put(job, ARGV[1])
+if job.state ~= 'queued' then
+  return ARGV[1]
+end
 -- Its turn: after the last job of the same caller, and not before the next one of others.
-if ARGV[4] ~= 'queued' then
-  return ARGV[9]
-end
-local last = tonumber(redis.call('HGET', key('turns'), owner) or '-1')
+local last = tonumber(redis.call('HGET', key('turns'), job.owner) or '-1')
 local turn = math.max(last + 1, tonumber(redis.call('GET', key('turn')) or '0'))
-redis.call('HSET', key('turns'), owner, turn)
-redis.call('HSET', key('turn_of'), id, turn)
-redis.call('HSET', key('line_of'), id, owner .. '\\n' .. ARGV[14])
-join_line(id)
-return ARGV[9]
+redis.call('HSET', key('turns'), job.owner, turn)
+redis.call('HSET', key('turn_of'), job.id, turn)
+join_line(job)
+return ARGV[1]
 """
 )
-# A further argument: the token that was seen.
+# Arguments: the document, and the token that was seen.
 REPLACE: str = (
     PUT
-    + """
-if redis.call('HGET', key('documents'), ARGV[1]) == ARGV[9] then  -- as above
+    + r"""
+local job = cjson.decode(ARGV[1])
+if redis.call('HGET', key('documents'), job.id) == ARGV[1] then  -- as above
   return 1
 end
-if redis.call('HGET', key('token'), ARGV[1]) ~= ARGV[11] then
+local before = read(job.id)
+if not before or before.token ~= tonumber(ARGV[2]) then
   return 0
 end
-put(unpack(ARGV, 1, 10))
+put(job, ARGV[1], before)
 return 1
 """
 )
-# Arguments: id, owner, idempotency key, host of the callback, and the names of the files in Redis.
+# Arguments: the ID, and the names of the files in Redis.
 DELETE: str = (
     PUT
-    + """
-local id, owner = ARGV[1], ARGV[2]
-local state = redis.call('HGET', key('state'), id)
-if not state then
+    + r"""
+local job = read(ARGV[1])
+if not job then
   return 0
 end
-count(id, owner, state, redis.call('HGET', key('size'), id), -1)
-drop_entry(id)
-for _, name in ipairs({'state', 'size', 'token', 'documents', 'turn_of', 'line_of'}) do
-  redis.call('HDEL', key(name), id)
-end
-for _, name in ipairs({'all', 'of:' .. owner, 'queued', 'ended', 'callbacks:' .. ARGV[4]}) do
-  redis.call('ZREM', key(name), id)
-end
-redis.call('HDEL', key('keys'), owner .. '\\n' .. ARGV[3])
-for index = 5, #ARGV do
+add_bytes(job, -1)
+change_lists(job, 'ZREM', job.id)
+leave_queue(job)
+redis.call('HDEL', key('documents'), job.id)
+redis.call('HDEL', key('turn_of'), job.id)
+redis.call('ZREM', key('ended'), job.id)
+redis.call('ZREM', key('callbacks:' .. job.callback_host), job.id)
+redis.call('HDEL', key('keys'), idempotency_key(job))
+for index = 2, #ARGV do
   redis.call('DEL', key('file:' .. ARGV[index]))
 end
 return 1
@@ -169,21 +187,23 @@ return 1
 # are a line of their own, so that those without a place are passed over at once.
 ENQUEUE_NEXT: str = (
     PUT
-    + """
+    + r"""
 redis.pcall('XGROUP', 'CREATE', key('queue'), 'gateways', '0', 'MKSTREAM')
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('delayed'), '-inf', ARGV[1], 'LIMIT', 0, 100)) do
   redis.call('ZREM', key('delayed'), id)
-  join_line(id)
+  join_line(read(id))
 end
 local full_owners, full_models = cjson.decode(ARGV[2]), cjson.decode(ARGV[3])
 for _, line in ipairs(redis.call('ZRANGE', key('lines'), 0, -1)) do
-  local owner, model = line:match('^(.*)\\n(.*)$')
+  local owner, model = line:match('^(.*)\n(.*)$')
   if not full_owners[owner] and not full_models[model] then
     local first = redis.call('ZRANGE', key('line:' .. line), 0, 0, 'WITHSCORES')
+    local document = redis.call('HGET', key('documents'), first[1])
     redis.call('SET', key('turn'), first[2])
-    leave_line(first[1])
-    enqueue(first[1])
-    return {redis.call('HGET', key('documents'), first[1])}
+    leave_line(cjson.decode(document))
+    local entry = redis.call('XADD', key('queue'), '*', 'id', first[1])
+    redis.call('HSET', key('entries'), first[1], entry)
+    return {document}
   end
 end
 return {}
@@ -194,20 +214,23 @@ WRITE_BODY: str = """
 redis.call('SETRANGE', KEYS[1] .. 'file:' .. ARGV[1], ARGV[2], ARGV[3])
 return redis.call('EXPIRE', KEYS[1] .. 'file:' .. ARGV[1], ARGV[4])
 """
-# Arguments: the consumer, and pairs of id and token. Returns the ids whose token is another one.
-RENEW: str = """
+# Arguments: the consumer, and pairs of ID and token. Returns the IDs whose token is another one.
+RENEW: str = (
+    PUT
+    + """
 local lost = {}
 for index = 2, #ARGV - 1, 2 do
   local id = ARGV[index]
-  local entry = redis.call('HGET', KEYS[1] .. 'entries', id)
-  if entry and redis.call('HGET', KEYS[1] .. 'token', id) == ARGV[index + 1] then
-    redis.call('XCLAIM', KEYS[1] .. 'queue', 'gateways', ARGV[1], 0, entry, 'JUSTID')
+  local entry = redis.call('HGET', key('entries'), id)
+  if entry and read(id).token == tonumber(ARGV[index + 1]) then
+    redis.call('XCLAIM', key('queue'), 'gateways', ARGV[1], 0, entry, 'JUSTID')
   else
     table.insert(lost, id)
   end
 end
 return lost
 """
+)
 # Arguments: the time, the time after the lease, the most jobs, the host.
 TAKE_DELIVERIES: str = """
 local callbacks = KEYS[1] .. 'callbacks:' .. ARGV[4]

@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeVar, cast
 
@@ -43,7 +42,7 @@ GROUP: Final = "gateways"
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_RESULT_BYTES: Final = 64 << 20
 BODY_WITHOUT_JOB_TTL_S: Final = 3600
-LIST_BATCH: Final = 500
+LEFT_OVER_BATCH: Final = 500  # files
 MAX_LAPSED: Final = 100
 OUT_OF_MEMORY: Final = REDIS_REASONS["OutOfMemoryError"]
 
@@ -79,15 +78,14 @@ class RedisJobStore:
     async def close(self) -> None:
         with suppress(JobsUnavailable, JobsFull):
             script = redis_scripts.DELETE_CONSUMERS
-            await self._run_script(WRITE_ACTION, script, self._consumer, decode=bool)
+            await self._run_script(script, self._consumer, decode=bool)
         await self._redis.close()
         if self._files is not None:
             await self._files.close()
 
     async def add(self, job: Job, limits: JobLimits) -> Job:
-        further = (limits.max_per_owner, limits.max_bytes, job.idempotency_key, job.model)
-        arguments = (*list_fields(job), *further)
-        reply = await self._run_script(WRITE_ACTION, redis_scripts.ADD, *arguments, decode=bytes)
+        arguments = (encode_job(job), limits.max_per_owner, limits.max_bytes)
+        reply = await self._run_script(redis_scripts.ADD, *arguments, decode=bytes)
         if reply == b"TOO_MANY":
             raise TooManyJobs(limits.max_per_owner)
         if reply == b"FULL":
@@ -112,38 +110,30 @@ class RedisJobStore:
         return await self.find(job_id) if job_id else None
 
     async def replace(self, job: Job, seen_token: int) -> bool:
-        arguments = (*list_fields(job), seen_token)
+        arguments = (encode_job(job), seen_token)
         if job.state is not JobState.running:
             self._held.discard(job.id)
-        return await self._run_script(WRITE_ACTION, redis_scripts.REPLACE, *arguments, decode=bool)
+        return await self._run_script(redis_scripts.REPLACE, *arguments, decode=bool)
 
     async def delete(self, job: Job) -> None:
-        files = job.files if self._files is None else ()
+        files = job.files
         if self._files is not None:  # first, so that none is left behind
-            await self._files.delete(*job.files)
-        arguments = (job.id, job.owner, job.idempotency_key, job.callback_host, *files)
-        await self._run_script(WRITE_ACTION, redis_scripts.DELETE, *arguments, decode=bool)
+            await self._files.delete(*files)
+            files = ()
+        await self._run_script(redis_scripts.DELETE, job.id, *files, decode=bool)
 
     async def list_jobs(self, query: JobQuery) -> Sequence[Job]:
-        is_wanted = partial(matches, query)
-        numbers = self._full_key("all" if query.owner is None else f"of:{query.owner}")
+        owner = query.owner or ""
         last = "+inf"
         if query.after:
-            score = await self._execute(
-                READ_ACTION, "ZSCORE", numbers, query.after, decode=decode_number
-            )
-            if not score:
-                return []
-            last = f"({score}"
-        found: list[Job] = []
-        for start in range(0, 1 << 62, LIST_BATCH):
-            page = ("ZREVRANGEBYSCORE", numbers, last, "-inf", "LIMIT", start, LIST_BATCH)
-            job_ids = await self._execute(READ_ACTION, *page, decode=list)
-            wanted = [each for each in job_ids if each.startswith(query.prefix.encode())]
-            found += filter(is_wanted, await self._find_all(wanted))
-            if len(job_ids) < LIST_BATCH or len(found) >= query.limit:
-                break
-        return found[: query.limit]
+            command = ("ZSCORE", self._list_key(owner=owner), query.after)
+            number = await self._execute(READ_ACTION, *command, decode=decode_number)
+            last = f"({number}"
+        key = self._list_key(query.state, query.model, owner)
+        if query.prefix:
+            key = self._full_key(f"list:{query.prefix}\n{owner}")
+        page = ("ZREVRANGEBYSCORE", key, last, "-inf", "LIMIT", 0, query.limit)
+        return await self._find_all(await self._execute(READ_ACTION, *page, decode=list))
 
     async def find_position(self, job: Job) -> int:
         command = ("ZRANK", self._full_key("ready"), job.id)
@@ -164,7 +154,7 @@ class RedisJobStore:
         full = (places.list_full_owners(), places.list_full_models())
         names = (orjson.dumps(dict.fromkeys(each, True)) for each in full)
         script = redis_scripts.ENQUEUE_NEXT
-        found = await self._run_script(WRITE_ACTION, script, now, *names, decode=decode_jobs)
+        found = await self._run_script(script, now, *names, decode=decode_jobs)
         return next(iter(found), None)
 
     async def _take_lapsed(self, now: float) -> Sequence[str]:
@@ -198,40 +188,39 @@ class RedisJobStore:
     async def renew(self, jobs: Sequence[Job]) -> Sequence[Job]:
         pairs = (value for job in jobs for value in (job.id, job.token))
         lost = await self._run_script(
-            WRITE_ACTION, redis_scripts.RENEW, self._consumer, *pairs, decode=decode_texts
+            redis_scripts.RENEW, self._consumer, *pairs, decode=decode_texts
         )
         self._held = {job.id for job in jobs} - set(lost)
         return [job for job in jobs if job.id in lost]
 
     async def count_jobs(self) -> JobCounts:
-        command = ("HGETALL", self._full_key("states"))
-        states = await self._execute(READ_ACTION, *command, decode=dict)
+        counts = {}
+        for state in JobState:
+            key = self._list_key(state)
+            counts[state] = await self._execute(READ_ACTION, "ZCARD", key, decode=int)
         command = ("GET", self._full_key("bytes"))
         size_bytes = await self._execute(READ_ACTION, *command, decode=decode_number)
-        oldest = await self._find_from("ZRANGE", "queued", 0, 0)
-        counts = {JobState(state.decode()): int(count) for state, count in states.items()}
+        oldest = await self._find_oldest_queued(1)
         return JobCounts(counts, oldest[0].created_at if oldest else None, size_bytes)
 
     async def find_ended_before(self, when: float, limit: int) -> Sequence[Job]:
-        return await self._find_from("ZRANGEBYSCORE", "ended", "-inf", when, "LIMIT", 0, limit)
+        page = (self._full_key("ended"), "-inf", when, "LIMIT", 0, limit)
+        job_ids = await self._execute(READ_ACTION, "ZRANGEBYSCORE", *page, decode=list)
+        return await self._find_all(job_ids)
 
     async def find_queued_since(self, when: float, limit: int) -> Sequence[Job]:
-        oldest = await self._find_from("ZRANGE", "queued", 0, limit - 1)
+        oldest = await self._find_oldest_queued(limit)
         return [job for job in oldest if job.created_at < when]
 
-    async def _find_from(self, command: str, name: str, *arguments: Any) -> list[Job]:
-        ids = await self._execute(
-            READ_ACTION, command, self._full_key(name), *arguments, decode=list
-        )
-        return await self._find_all(ids)
+    async def _find_oldest_queued(self, limit: int) -> list[Job]:
+        page = (self._list_key(JobState.queued), 0, limit - 1)
+        return await self._find_all(await self._execute(READ_ACTION, "ZRANGE", *page, decode=list))
 
     async def find_due_deliveries(
         self, host: str, now: float, lease_s: float, limit: int
     ) -> Sequence[Job]:
         arguments = (now, now + lease_s, limit, host)
-        return await self._run_script(
-            WRITE_ACTION, redis_scripts.TAKE_DELIVERIES, *arguments, decode=decode_jobs
-        )
+        return await self._run_script(redis_scripts.TAKE_DELIVERIES, *arguments, decode=decode_jobs)
 
     async def keep_secret(self, name: str, value: str) -> str:
         secret = self._full_key("secrets")
@@ -251,7 +240,7 @@ class RedisJobStore:
         # Unlike APPEND, this may be repeated on another connection.
         if is_body:
             arguments = (file, length, data, BODY_WITHOUT_JOB_TTL_S)
-            await self._run_script(WRITE_ACTION, redis_scripts.WRITE_BODY, *arguments, decode=bool)
+            await self._run_script(redis_scripts.WRITE_BODY, *arguments, decode=bool)
         else:
             await self._execute(WRITE_ACTION, "SETRANGE", key, length, data, decode=int)
 
@@ -285,25 +274,28 @@ class RedisJobStore:
         if self._files is None:
             return  # those in Redis expire
         names = await self._files.list_old()
-        for start in range(0, len(names), LIST_BATCH):
-            batch = names[start : start + LIST_BATCH]
-            command = ("HMGET", self._full_key("token"), *map(find_job_id, batch))
-            tokens = await self._execute(READ_ACTION, *command, decode=list)
-            lost = [name for name, token in zip(batch, tokens, strict=True) if token is None]
+        for start in range(0, len(names), LEFT_OVER_BATCH):
+            batch = names[start : start + LEFT_OVER_BATCH]
+            command = ("ZMSCORE", self._list_key(), *map(find_job_id, batch))
+            numbers = await self._execute(READ_ACTION, *command, decode=list)
+            lost = [name for name, number in zip(batch, numbers, strict=True) if number is None]
             await self._files.delete(*lost)
 
     def _full_key(self, name: str) -> str:
         return self._redis.full_key(name)
 
+    def _list_key(self, state: JobState | None = None, model: str = "", owner: str = "") -> str:
+        return self._full_key(f"list:{state.value if state else ''}\n{model}\n{owner}")
+
     async def _execute(self, action: str, *command: Any, decode: Callable[[Any], T]) -> T:
         with describe_outage():
             return await self._redis.execute(action, *command, decode=decode)
 
-    async def _run_script(
-        self, action: str, script: str, *arguments: Any, decode: Callable[[Any], T]
-    ) -> T:
+    async def _run_script(self, script: str, *arguments: Any, decode: Callable[[Any], T]) -> T:
         with describe_outage():
-            return await self._redis.run_script(action, script, ("",), *arguments, decode=decode)
+            return await self._redis.run_script(
+                WRITE_ACTION, script, ("",), *arguments, decode=decode
+            )
 
 
 @contextmanager
@@ -314,18 +306,6 @@ def describe_outage() -> Iterator[None]:
         if exc.reason.startswith(OUT_OF_MEMORY):
             raise JobsFull(exc.reason) from None
         raise JobsUnavailable(exc.reason) from None
-
-
-def matches(query: JobQuery, job: Job) -> bool:
-    return query.state in (None, job.state) and query.model in ("", job.model)
-
-
-def list_fields(job: Job) -> tuple[Any, ...]:
-    """Return the arguments of the function `put` of the scripts."""
-    times = (job.due_at, job.ended_at, job.callback_due_at)
-    document = encode_job(job)
-    changing = (job.token, job.state.value, *times, job.size_bytes, document)
-    return (job.id, job.owner, *changing, job.callback_host)
 
 
 def decode_jobs(documents: Sequence[bytes | None]) -> list[Job]:

@@ -7,7 +7,8 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,7 +18,7 @@ from gateway.capabilities.jobs.acceptance import add_job
 from gateway.capabilities.jobs.blocking import LEFT_OVER_AFTER_S
 from gateway.capabilities.jobs.capability import create_store
 from gateway.capabilities.jobs.errors import JobsUnavailable, TooManyJobs
-from gateway.capabilities.jobs.job import JobState
+from gateway.capabilities.jobs.job import Job, JobState, decode_job, encode_job
 from gateway.capabilities.jobs.service import Jobs
 from gateway.capabilities.jobs.settings import JobSettings
 from gateway.capabilities.jobs.store import JobLimits, JobQuery, JobStore
@@ -113,6 +114,54 @@ def test_no_caller_and_no_model_gets_all_places(settings: JobSettings) -> None:
         running += await store.claim(2, time.time(), running)
         # The model has one place more, which the next caller gets.
         assert {job.id for job in running} == {"a2", "a3", "b0", "c0", "c1"}
+
+    run_with(settings, work)
+
+
+def test_list_has_the_newest_jobs_of_a_caller_in_a_state_and_of_a_model(
+    settings: JobSettings,
+) -> None:
+    async def work(store: JobStore) -> None:
+        for number, name in enumerate(("a1", "a2", "a3", "a4", "b1", "b2")):
+            job = replace(QUEUED, id=name, owner=name[0], model="mn"[number % 2], callback_url="")
+            await store.add(job, LIMITS)
+        a1, b1, a2 = [job for _ in range(3) for job in await store.claim(1, time.time())]
+        assert await store.replace(a1.finish(time.time(), 200, [], 50), a1.token)
+        assert await store.replace(a2.postpone(time.time()), a2.token)
+        await store.delete(b1)
+        everything = await store.list_jobs(JobQuery(None))
+        assert [job.id for job in everything] == ["b2", "a4", "a3", "a2", "a1"]
+        for owner, state, model in product((None, "a", "b"), (None, *JobState), ("", "m", "n")):
+            wanted = [
+                job
+                for job in everything
+                if owner in (None, job.owner)
+                and state in (None, job.state)
+                and model in ("", job.model)
+            ]
+            query = JobQuery(owner, state, model)
+            assert await store.list_jobs(query) == wanted
+            if wanted:
+                next_page = replace(query, after=wanted[0].id, limit=1)
+                assert await store.list_jobs(next_page) == wanted[1:2]
+
+    run_with(settings, work)
+
+
+@dataclass(frozen=True)
+class NewerJob(Job):
+    """A job of a later release."""
+
+    invented: str = "value"
+
+
+def test_job_of_a_later_release_runs(settings: JobSettings) -> None:
+    async def work(store: JobStore) -> None:
+        values = {each.name: getattr(QUEUED, each.name) for each in fields(QUEUED)}
+        await store.add(NewerJob(**values), LIMITS)
+        assert await store.find(QUEUED.id) == decode_job(encode_job(QUEUED))
+        (started,) = await store.claim(1, time.time())
+        assert await store.replace(started.cancel(time.time()), started.token)
 
     run_with(settings, work)
 
