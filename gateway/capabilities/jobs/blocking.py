@@ -1,4 +1,4 @@
-"""Calls that block, in a thread; and the bodies and results of jobs, as files in a folder."""
+"""Calls that block, in threads; and the bodies and results of jobs, as files in a folder."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
-from gateway.capabilities.jobs.job import BODY_SUFFIX
+from gateway.capabilities.jobs.job import BODY_SUFFIX, find_job_id
 
 FOLDER_MODE: Final = 0o700
 FILE_MODE: Final = 0o600
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+# A disk makes the files of many jobs durable in the time of one.
+FILE_THREADS: Final = 8
 # Left free on the disk, so that the results of accepted jobs can still be written.
 MIN_FREE_BYTES: Final = 64 << 20
 MIN_FREE_SHARE: Final = 0.1
@@ -42,16 +44,21 @@ def describe_failures() -> Iterator[None]:
 
 
 class BlockingCalls:
-    """Runs the methods of an object in one thread: each is a coroutine function here.
+    """Runs the methods of an object in a thread: each is a coroutine function here.
 
-    They raise `JobsFull` and `JobsUnavailable`.
+    Those of the files of jobs run in several threads, in their order for each job. They raise `JobsFull` and
+    `JobsUnavailable`.
     """
 
-    def __init__(self, target: object) -> None:
+    def __init__(self, target: object, files: BlockingCalls | None = None) -> None:
         self._target = target
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jobs")
+        self._files = files
+        count = FILE_THREADS if isinstance(target, FolderFiles) else 1
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="jobs") for _ in range(count)]
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        if self._files is not None and not hasattr(self._target, name):
+            return self._files.__getattr__(name)
         method = getattr(self._target, name)
 
         def run(arguments: tuple[Any, ...]) -> Any:
@@ -59,15 +66,22 @@ class BlockingCalls:
                 return method(*arguments)
 
         async def call(*arguments: Any) -> Any:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, run, arguments)
+            number = 0
+            if len(self._threads) > 1 and arguments:
+                number = hash(find_job_id(arguments[0])) % len(self._threads)
+            thread = self._threads[number]
+            return await asyncio.get_running_loop().run_in_executor(thread, run, arguments)
 
         return call
 
     async def close(self) -> None:
-        """End the thread, after what was called before and `close` of the object, if it has one."""
+        """End the threads, after what was called before and `close` of the object, if it has one."""
+        if self._files is not None:
+            await self._files.close()
         if hasattr(self._target, "close"):
             await self.__getattr__("close")()
-        self._thread.shutdown(wait=False)
+        for thread in self._threads:
+            thread.shutdown(wait=False)
 
 
 class FolderFiles:
@@ -119,7 +133,7 @@ class FolderFiles:
     def open_file(self, name: str) -> BinaryIO:
         return (self.folder / name).open("rb")
 
-    def delete(self, *names: str) -> None:
+    def delete_file(self, *names: str) -> None:
         for name in names:
             (self.folder / name).unlink(missing_ok=True)
 

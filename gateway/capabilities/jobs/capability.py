@@ -93,11 +93,13 @@ def create_store(settings: JobSettings) -> JobStore:
             raise CommandError(
                 "GATEWAY_JOBS uses Redis, which requires: pip install 'triton-gateway[redis]'"
             ) from None
-    from gateway.capabilities.jobs.blocking import BlockingCalls
+    from gateway.capabilities.jobs.blocking import BlockingCalls, FolderFiles
     from gateway.capabilities.jobs.sqlite_store import SqliteJobs
 
-    jobs = SqliteJobs(Path(settings.jobs.removeprefix(SQLITE)), settings.job_lease_s)
-    return cast("JobStore", BlockingCalls(jobs))
+    folder = Path(settings.jobs.removeprefix(SQLITE))
+    files = FolderFiles(folder / "files")
+    jobs = SqliteJobs(folder, files, settings.job_lease_s)
+    return cast("JobStore", BlockingCalls(jobs, BlockingCalls(files)))
 
 
 def prepare_jobs(plan: LaunchPlan) -> None:

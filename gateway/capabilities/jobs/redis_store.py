@@ -118,7 +118,7 @@ class RedisJobStore:
     async def delete(self, job: Job) -> None:
         files = job.files
         if self._files is not None:  # first, so that none is left behind
-            await self._files.delete(*files)
+            await self._files.delete_file(*files)
             files = ()
         await self._run_script(redis_scripts.DELETE, job.id, *files, decode=bool)
 
@@ -265,7 +265,7 @@ class RedisJobStore:
 
     async def delete_file(self, file: str) -> None:
         if self._files is not None:
-            await self._files.delete(file)
+            await self._files.delete_file(file)
         else:
             command = ("DEL", self._full_key(f"file:{file}"))
             await self._execute(WRITE_ACTION, *command, decode=bool)
@@ -279,7 +279,7 @@ class RedisJobStore:
             command = ("ZMSCORE", self._list_key(), *map(find_job_id, batch))
             numbers = await self._execute(READ_ACTION, *command, decode=list)
             lost = [name for name, number in zip(batch, numbers, strict=True) if number is None]
-            await self._files.delete(*lost)
+            await self._files.delete_file(*lost)
 
     def _full_key(self, name: str) -> str:
         return self._redis.full_key(name)

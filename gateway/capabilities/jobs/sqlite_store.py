@@ -91,18 +91,13 @@ class SqliteJobs:
     A process holds the lock of a file as long as it lives. So the others see at once that it ended.
     """
 
-    def __init__(self, folder: Path, lease_s: float) -> None:
+    def __init__(self, folder: Path, files: FolderFiles, lease_s: float) -> None:
         self._folder = folder
         self._lease_s = lease_s
         self._worker = secrets.token_hex(8)
-        self._files = FolderFiles(folder / "files")
+        self._files = files
         self._locks = folder / "workers"
         self._lock_file = -1
-        self.append = self._files.append
-        self.flush = self._files.flush
-        self.read = self._files.read
-        self.open_file = self._files.open_file
-        self.delete_file = self._files.delete
 
     def open(self) -> None:
         """Open the database, and create it. Raises `CommandError`."""
@@ -183,14 +178,14 @@ class SqliteJobs:
 
     def delete(self, job: Job) -> None:
         # The files first: their room may be what the database needs, and none is left behind.
-        self._files.delete(*job.files)
+        self._files.delete_file(*job.files)
         with self._write():
             self._database.execute("DELETE FROM jobs WHERE id = ?", (job.id,))
 
     def delete_left_over(self) -> None:
         for name in self._files.list_old():
             if self.find(find_job_id(name)) is None:
-                self._files.delete(name)
+                self._files.delete_file(name)
 
     def list_jobs(self, query: JobQuery) -> Sequence[Job]:
         conditions = ["1"]
