@@ -105,9 +105,9 @@ class RedisJobStore:
         return await self._execute(READ_ACTION, *command, decode=decode_jobs)
 
     async def find_by_key(self, owner: str, idempotency_key: str) -> Job | None:
-        command = ("HGET", self._full_key("keys"), f"{owner}\n{idempotency_key}")
-        job_id = await self._execute(READ_ACTION, *command, decode=decode_optional)
-        return await self.find(job_id) if job_id else None
+        command = ("HMGET", self._full_key("keys"), f"{owner}\n{idempotency_key}")
+        job_ids = await self._execute(READ_ACTION, *command, decode=list)
+        return await self.find(job_ids[0]) if job_ids[0] else None
 
     async def replace(self, job: Job, seen_token: int) -> bool:
         arguments = (encode_job(job), seen_token)
@@ -203,14 +203,11 @@ class RedisJobStore:
         oldest = await self._find_oldest_queued(1)
         return JobCounts(counts, oldest[0].created_at if oldest else None, size_bytes)
 
-    async def find_ended_before(self, when: float, limit: int) -> Sequence[Job]:
+    async def find_outdated(self, when: float, limit: int) -> Sequence[Job]:
         page = (self._full_key("ended"), "-inf", when, "LIMIT", 0, limit)
         job_ids = await self._execute(READ_ACTION, "ZRANGEBYSCORE", *page, decode=list)
-        return await self._find_all(job_ids)
-
-    async def find_queued_since(self, when: float, limit: int) -> Sequence[Job]:
-        oldest = await self._find_oldest_queued(limit)
-        return [job for job in oldest if job.created_at < when]
+        queued = await self._find_oldest_queued(limit)
+        return await self._find_all(job_ids) + [job for job in queued if job.created_at < when]
 
     async def _find_oldest_queued(self, limit: int) -> list[Job]:
         page = (self._list_key(JobState.queued), 0, limit - 1)
@@ -310,10 +307,6 @@ def describe_outage() -> Iterator[None]:
 
 def decode_jobs(documents: Sequence[bytes | None]) -> list[Job]:
     return [decode_job(document) for document in documents if document is not None]
-
-
-def decode_optional(value: bytes | None) -> str:
-    return "" if value is None else value.decode()
 
 
 def decode_texts(values: Sequence[bytes]) -> list[str]:

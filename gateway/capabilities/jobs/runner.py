@@ -258,10 +258,11 @@ class JobRunner:
         with suppress(JobsUnavailable, JobsFull):
             now = time.time()
             before = now - self._jobs.settings.job_retention_s
-            for job in await self._store.find_queued_since(before, CLEANING_COUNT):
-                await self._jobs.replace(job.expire(now), job.token)
-            for job in await self._store.find_ended_before(before, CLEANING_COUNT):
-                await self._store.delete(job)
+            for job in await self._store.find_outdated(before, CLEANING_COUNT):
+                if job.has_ended:
+                    await self._store.delete(job)
+                else:
+                    await self._jobs.replace(job.expire(now), job.token)
             self.counts = await self._store.count_jobs()
             if time.monotonic() >= self._next_left_over_search_at:
                 self._next_left_over_search_at = time.monotonic() + LEFT_OVER_PERIOD_S

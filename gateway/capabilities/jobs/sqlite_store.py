@@ -253,11 +253,9 @@ class SqliteJobs:
         by_state = {JobState(state): count for state, count, _ in rows}
         return JobCounts(by_state, oldest.fetchone()[0], sum(size for _, _, size in rows))
 
-    def find_ended_before(self, when: float, limit: int) -> Sequence[Job]:
-        return self._select("0 < ended_at AND ended_at < ? LIMIT ?", when, limit)
-
-    def find_queued_since(self, when: float, limit: int) -> Sequence[Job]:
-        return self._select("state = 'queued' AND created_at < ? LIMIT ?", when, limit)
+    def find_outdated(self, when: float, limit: int) -> Sequence[Job]:
+        ended = self._select("0 < ended_at AND ended_at < ? LIMIT ?", when, limit)
+        return ended + self._select("state = 'queued' AND created_at < ? LIMIT ?", when, limit)
 
     def find_due_deliveries(
         self, host: str, now: float, lease_s: float, limit: int

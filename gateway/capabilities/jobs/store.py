@@ -120,10 +120,8 @@ class JobStore(Protocol):
 
     async def count_jobs(self) -> JobCounts: ...
 
-    async def find_ended_before(self, when: float, limit: int) -> Sequence[Job]: ...
-
-    async def find_queued_since(self, when: float, limit: int) -> Sequence[Job]:
-        """Return queued jobs that were created before `when`."""
+    async def find_outdated(self, when: float, limit: int) -> Sequence[Job]:
+        """Return jobs that ended before `when`, and queued ones that were created before."""
 
     async def find_due_deliveries(
         self, host: str, now: float, lease_s: float, limit: int

@@ -202,10 +202,22 @@ def test_stored_files_do_not_run_and_count_as_unfinished(settings: JobSettings) 
         assert [file.id for file in page] == ["file-1"]
         await store.delete(files[0])
         await store.add(replace(stored, id="file-3"), limits)
-        assert [job.id for job in await store.find_ended_before(time.time(), 10)] == [
+        assert [job.id for job in await store.find_outdated(time.time(), 10)] == [
             "file-1",
             "file-3",
         ]
+
+    run_with(settings, work)
+
+
+def test_outdated_jobs_have_ended_or_wait_since_then(settings: JobSettings) -> None:
+    async def work(store: JobStore) -> None:
+        await add(store, "a1", "a2", "a3")
+        ended, running = [job for _ in range(2) for job in await store.claim(1, time.time())]
+        assert await store.replace(ended.cancel(500.0), ended.token)
+        for when, names in ((499.0, []), (501.0, ["a1"]), (QUEUED.created_at + 1, ["a1", "a3"])):
+            assert [job.id for job in await store.find_outdated(when, 10)] == names
+        assert running.id == "a2"
 
     run_with(settings, work)
 

@@ -168,6 +168,19 @@ def test_worker_that_was_stopped_past_its_lease_changes_nothing(
             wait_until(lambda: len(list(files.glob(f"{job}.*.result"))) == 1)
 
 
+@pytest.mark.long
+def test_job_that_waits_too_long_expires_and_is_deleted_later(
+    tmp_path: Path, start_gateway: Callable[..., GatewayProcess]
+) -> None:
+    gateway = start_gateway(f"sqlite://{tmp_path}/jobs", job_retention_s="1", max_running_jobs="1")
+    with httpx.Client(base_url=gateway.url, timeout=60) as client:
+        running = submit(client, CANCELLABLE, json={"inputs": [3600]}).json()["id"]
+        waiting = submit(client).json()["id"]
+        wait_for_state(client, waiting, "expired")
+        wait_until(lambda: client.get(f"/v1/jobs/{waiting}").status_code == 404)
+        assert client.delete(f"/v1/jobs/{running}").json()["state"] == "cancelled"
+
+
 def submit_batch(client: httpx.Client, padding: str = "") -> str:
     """Submit 16 rows, of which the ninth takes four seconds; return the job when some have run."""
     rows = [{"custom_id": padding, "inputs": [4 * (number == 8)]} for number in range(16)]
