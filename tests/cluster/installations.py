@@ -59,7 +59,7 @@ MANY_STREAMS: Final = tuple({**each, "count": 24} for each in STREAMS)
 KINDS: Final = (
     "deployments,statefulsets,pods,services,networkpolicies,poddisruptionbudgets,configmaps"
 )
-OWN_CONFIG_MAP: Final = "kube-root-ca.crt"
+OWN_CONFIG_MAPS: Final = ("kube-root-ca.crt", "openshift-service-ca.crt")
 REPLICAS: Final = 2
 
 
@@ -98,7 +98,7 @@ class Installation:
         left = [
             f"{each['kind']} {each['metadata']['name']}"
             for each in found
-            if each["metadata"]["name"] != OWN_CONFIG_MAP
+            if each["metadata"]["name"] not in OWN_CONFIG_MAPS
             and "deletionTimestamp" not in each["metadata"]
         ]
         if left:

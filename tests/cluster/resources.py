@@ -141,11 +141,11 @@ def add_test_models(resources: Sequence[Resource]) -> list[Resource]:
     document["models"].append(STREAMING)
     declared["data"]["models.yaml"] = yaml.safe_dump(document)
     return [
-        *resources,
         *(
             build_config_map(f"model-{model}", list_model_files(model))
             for model in (STREAMING, CHANGING)
         ),
+        *resources,
     ]
 
 

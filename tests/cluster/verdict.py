@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-SETTLE_S: Final = 15.0  # from the moment when all pods are ready until the fleet is as desired
+# From the moment when all pods are ready until the fleet is as desired: gateways look up the Tritons every
+# 5 s, and the cluster's DNS may keep an answer for 30 s.
+SETTLE_S: Final = 40.0
 MOST_EXAMPLES: Final = 3
 MOST_REASON_CHARACTERS: Final = 200
 

@@ -248,7 +248,7 @@ def test_custom_resources_of_all_values_fit_their_schemas() -> None:
         ),
         (UPLOADS, "uploads requires Redis"),
         ({"triton": {"repository": {"uploads": "code"}}}, "is for triton.repository.type=pvc"),
-        ({"triton": {"exitTimeoutSeconds": 90}}, "must exceed triton.exitTimeoutSeconds"),
+        ({"triton": {"exitTimeoutSeconds": 90}}, "must exceed triton.preStopSeconds"),
         ({"triton": {"replicas": 2, "maxUnavailable": 2}}, "eviction of every Triton"),
         ({"gateway": {"maxUnavailable": 2}}, "eviction of every gateway"),
         ({"gateway": {"autoscaling": {"minReplicas": 11}}}, "exceeds gateway.autoscaling.max"),

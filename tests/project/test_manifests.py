@@ -524,13 +524,24 @@ def test_terminating_pod_has_time_for_its_longest_request(made: Manifests) -> No
     assert settings.drain_s > ready["periodSeconds"] * ready["failureThreshold"]
 
     triton = made.pod(TRITON)
-    words = triton["containers"][0]["args"]
+    (container,) = triton["containers"]
+    waits_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    words = container["args"]
     given = [
         int(word.partition("=")[2]) for word in words if word.startswith("--exit-timeout-secs=")
     ]
     for exit_s in given:
-        assert longest_s < exit_s < triton["terminationGracePeriodSeconds"]
+        assert longest_s < exit_s < triton["terminationGracePeriodSeconds"] - waits_s
     assert given or words[0] == "triton"  # the embedded one's is fixed
+
+
+def test_terminating_triton_serves_until_gateways_know_its_replacement(made: Manifests) -> None:
+    """CoreDNS keeps the addresses of a Service for 30 s, and its answers have that time to live."""
+    pod = made.pod(TRITON)
+    (container,) = pod["containers"]
+    waits_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert waits_s >= settings_of(made).dns_interval_s + 30
+    assert pod["terminationGracePeriodSeconds"] > waits_s
 
 
 def test_routes_wait_longer_than_the_gateway_and_pass_its_largest_body(
@@ -572,6 +583,12 @@ def test_probes_ask_for_liveness_and_readiness_separately(made: Manifests) -> No
                 workload["metadata"]["name"] == "redis"
                 or "initialDelaySeconds" in found["startupProbe"]
             )
+
+
+def test_gateway_that_starts_slowly_is_not_restarted(made: Manifests) -> None:
+    (gateway,) = made.pod(GATEWAY)["containers"]
+    probe = gateway["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 120
 
 
 def test_shared_memory_fits_into_the_limit(made: Manifests) -> None:

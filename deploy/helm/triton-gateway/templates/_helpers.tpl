@@ -183,8 +183,8 @@ runtimeClassName: {{ . }}
 {{- if le (int $gateway.terminationGracePeriodSeconds) (int $stop) -}}
 {{ fail (printf "gateway.terminationGracePeriodSeconds must exceed preStopSeconds + GATEWAY_DRAIN_S + GATEWAY_SHUTDOWN_S = %d" (int $stop)) }}
 {{- end -}}
-{{- if le (int $triton.terminationGracePeriodSeconds) (int $triton.exitTimeoutSeconds) -}}
-{{ fail "triton.terminationGracePeriodSeconds must exceed triton.exitTimeoutSeconds" }}
+{{- if le (int $triton.terminationGracePeriodSeconds) (int (add $triton.preStopSeconds $triton.exitTimeoutSeconds)) -}}
+{{ fail "triton.terminationGracePeriodSeconds must exceed triton.preStopSeconds + triton.exitTimeoutSeconds" }}
 {{- end -}}
 {{- $many := or $gateway.autoscaling.enabled (gt (int $gateway.replicas) 1) -}}
 {{- $state := get $settings "GATEWAY_STATE" -}}
