@@ -377,6 +377,8 @@ OVERLAY_EVENTS: Final = (
     Event("the keys become broken YAML", replace_keys("keys: [\n"), undo=restore_keys),
     Event("the keys become empty", replace_keys(""), undo=restore_keys),
     Event("a node is drained", drain_node, undo=uncordon_node),
+    # Before Redis is stopped: it may then start on another node than that of the load.
+    Event("a node dies", lose_node, IN_GATEWAY, TRITON_UNNOTICED_S, undo=start_node),
     Event("Redis is away while models change", change_models_without_redis, undo=start_redis),
     Event("CoreDNS is away", stop_dns, undo=start_dns),
     Event("a gateway is deleted without grace", delete_pod(GATEWAY, *FORCE), IN_GATEWAY, 5.0),
@@ -389,7 +391,6 @@ OVERLAY_EVENTS: Final = (
     Event("a Triton exceeds its memory", exceed_memory(TRITON), IN_TRITON),
     Event("a gateway exceeds its storage", exceed_storage(GATEWAY), IN_GATEWAY),
     Event("a Triton exceeds its storage", exceed_storage(TRITON), IN_TRITON),
-    Event("a node dies", lose_node, IN_GATEWAY, TRITON_UNNOTICED_S, undo=start_node),
 )
 CHART_EVENTS: Final = (
     Event("upgrade of the chart", upgrade_chart),

@@ -17,7 +17,7 @@ DEPLOY: Final = ROOT / "docs" / "operate" / "deploy.md"
 TIMEOUT_S: Final = 660.0  # the page waits for ten minutes
 # They build and move images, and install the command: all of that is there.
 PREPARATION: Final = ("docker ", "kind ", "pip ")
-KEY: Final = re.compile(r"tgw_\w+")
+KEY: Final = re.compile(r"tgw_[\w-]+")
 PLACEHOLDER: Final = "tgw_…"
 # What a command prints, by a part of it.
 EXPECTED: Final = {

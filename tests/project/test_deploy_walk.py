@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.cluster.kubectl import write_program
-from tests.cluster.walk import PREPARATION, Walk, read_journeys
+from tests.cluster.walk import KEY, PREPARATION, Walk, read_journeys
 from tests.support.kubernetes_tools import kubernetes_program
 from tests.support.manifests import Manifests, containers
 from tests.support.servers import ROOT
@@ -52,6 +52,10 @@ def walk(tmp_path: Path, demo: httpx.Client) -> Iterator[Walk]:
     opened = Walk(tmp_path, {"localhost:8080": demo.base_url.netloc.decode()})
     yield opened
     opened.close()
+
+
+def test_key_is_read_with_all_of_its_characters() -> None:
+    assert KEY.findall("key: tgw_a-b_c- (ops)") == ["tgw_a-b_c-"]
 
 
 @pytest.mark.parametrize("journey", ["dev", "prod", pytest.param("chart", marks=pytest.mark.long)])
