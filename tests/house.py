@@ -21,9 +21,9 @@ class Limits:
     modules: int = 18  # at the top
     files_in_folder: int = 24
     core_files: int = 153
-    core_lines: int = 30_870
+    core_lines: int = 30_872
     capability_lines: int = 4_559
-    lines: int = 59_275
+    lines: int = 59_277
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ from typing import Any
 import grpc
 import pytest
 
-from gateway.errors import GatewayError
+from gateway.errors import BadUpstream, GatewayError
 from gateway.triton.grpc.byte_channel import (
     INFER_METHOD,
     STREAM_METHOD,
     ByteStream,
     GrpcByteChannel,
     GrpcUnreachable,
+    map_grpc_error,
     send_bytes,
 )
 from gateway.triton.grpc.management import build_load_request, call_management_api
@@ -33,6 +34,16 @@ async def test_calls_to_an_unknown_host_raise_unreachable() -> None:
         await send_bytes(GrpcByteChannel(NOBODY, None), target, INFER_METHOD, b"", ())
     with pytest.raises(GrpcUnreachable):
         await call_management_api(NOBODY, build_load_request("m", {}), TIMEOUT_S)
+
+
+async def test_connection_that_is_lost_while_a_request_is_written_is_no_error_of_triton() -> None:
+    async with grpc.aio.insecure_channel(NOBODY) as channel:
+        call = channel.stream_stream(STREAM_METHOD)()
+        # What a write of grpc.aio does then, at a moment that no test can choose.
+        call._cython_call.set_internal_error("the connection was lost")
+        code = (await call.code()).name
+        error = map_grpc_error(code, await call.details(), RequestTarget("m"), MIB)
+    assert isinstance(error, BadUpstream)
 
 
 class Sender(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
