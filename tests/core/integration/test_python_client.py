@@ -238,7 +238,7 @@ async def test_async_client_has_the_same_calls(url: str) -> None:
         assert [piece["NUMBER"].tolist() for piece in pieces] == [[0], [1]]
         async for _ in client.stream("ticking", COUNT=1000, SECONDS=0.05):
             break
-        async for _ in client.infer_many("cancellable", [0.0, *[30.0] * 20], concurrency=3):
+        async for _ in client.infer_many("cancellable", [*[0.0] * 3, *[30.0] * 20], concurrency=3):
             break
         with pytest.raises(GatewayError) as caught:
             await client.infer("sleeping", 5.0, timeout_s=0.2)
@@ -307,7 +307,7 @@ def test_two_thousand_files_are_in_order(gw: Client, tmp_path: Path) -> None:
 
 def test_iteration_that_ends_cancels_what_runs(gw: Client, url: str) -> None:
     threads = threading.active_count()
-    for outcome in gw.infer_many("cancellable", [0.0, *[30.0] * 20], concurrency=3):
+    for outcome in gw.infer_many("cancellable", [*[0.0] * 3, *[30.0] * 20], concurrency=3):
         assert isinstance(outcome, InferResult)
         break
     assert threading.active_count() == threads
