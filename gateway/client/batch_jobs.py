@@ -122,6 +122,9 @@ class BatchReader:
 
     def is_complete(self, job: Mapping[str, Any]) -> bool:
         """Return whether the job is done and read. Raises `GatewayError` if it ended otherwise."""
+        kind = job.get("kind", "batch")
+        if kind != "batch":
+            raise GatewayError(f"job {self._job} is of the kind {kind}, whose result has no rows")
         had_ended = self._has_ended
         self._has_ended = job["state"] in ENDED_STATES
         progress = job["progress"]

@@ -105,7 +105,9 @@ def infer(
     paths = find_input_files([each for each in arguments if each not in words], flags.output)
     inputs = InputSource((*(text or ()), *words), paths, lines)
     if flags.is_async and version and inputs.total != 1:
-        raise UsageError("--async with several inputs runs the model's default version")
+        raise UsageError(
+            "--async with several inputs runs the model's default version; leave out --version"
+        )
     raise SystemExit(run_infer(InferOptions(target, model, version, inputs, flags, form, words)))
 
 

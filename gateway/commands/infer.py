@@ -301,14 +301,28 @@ class JobRun(InferRun):
 
     job = ""
 
-    @property
-    def is_request(self) -> bool:
-        return self.options.inputs.total == 1
-
     def open_groups(self, client: AsyncClient) -> AsyncGenerator[list[Record], None]:
         """Return the records of the job. The first signal ends the run; the job goes on."""
         self.handle_signals()
-        return self._run_request(client) if self.is_request else self._run_batch(client)
+        if self.options.flags.job:
+            return self._continue_job(client)
+        is_request = self.options.inputs.total == 1
+        return self._run_request(client) if is_request else self._run_batch(client)
+
+    async def _continue_job(self, client: AsyncClient) -> AsyncGenerator[list[Record], None]:
+        job = self.options.flags.job
+        with report_gateway_errors():
+            kind = (await client.request("GET", build_job_path(job)))["kind"]
+            if kind not in ("request", "batch"):
+                raise UsageError(
+                    f"job {job} is of the kind {kind}; triton-gateway jobs result {job} prints its lines"
+                )
+            self._show_job(job)
+            if kind == "request":
+                yield [make_record(job, await self._read_result(client))]
+                return
+            async for records in self._read_rows(client):
+                yield records
 
     async def _run_request(self, client: AsyncClient) -> AsyncGenerator[list[Record], None]:
         options = self.options
@@ -326,36 +340,38 @@ class JobRun(InferRun):
                 self._show_job(job["id"])
                 if options.flags.no_wait:
                     return
-                try:
-                    outcome = await client.job_result(self.job, JOB_TIMEOUT_S)
-                except GatewayError as exc:
-                    outcome = exc
+                outcome = await self._read_result(client)
             yield [make_record(input_.name, outcome)]
 
     async def _run_batch(self, client: AsyncClient) -> AsyncGenerator[list[Record], None]:
         flags = self.options.flags
         unreadable: list[Record] = []
         with report_gateway_errors():
-            job_id = flags.job
-            if not job_id:
-                rows = self._read_rows(unreadable)
-                job = await client.submit_batch(
-                    self.options.model, rows, callback_url=flags.callback
-                )
-                job_id = job["id"]
-            self._show_job(job_id)
+            rows = self._list_rows(unreadable)
+            job = await client.submit_batch(self.options.model, rows, callback_url=flags.callback)
+            self._show_job(job["id"])
             if flags.no_wait:
                 self.stats.add_records(unreadable)
                 return
             yield unreadable
-            async for name, outcome in client.batch_results(job_id):
-                if self.done_counts[name]:
-                    self.done_counts[name] -= 1
-                    self.stats.skipped += 1
-                else:
-                    yield [make_record(name, outcome)]
+            async for records in self._read_rows(client):
+                yield records
 
-    async def _read_rows(self, unreadable: list[Record]) -> AsyncIterator[tuple[str, Any]]:
+    async def _read_rows(self, client: AsyncClient) -> AsyncGenerator[list[Record], None]:
+        async for name, outcome in client.batch_results(self.job):
+            if self.done_counts[name]:
+                self.done_counts[name] -= 1
+                self.stats.skipped += 1
+            else:
+                yield [make_record(name, outcome)]
+
+    async def _read_result(self, client: AsyncClient) -> InferOutcome:
+        try:
+            return await client.job_result(self.job, JOB_TIMEOUT_S)
+        except GatewayError as exc:
+            return exc
+
+    async def _list_rows(self, unreadable: list[Record]) -> AsyncIterator[tuple[str, Any]]:
         async for (input_,) in self.group_inputs():
             value = await read_input(input_)
             if isinstance(value, GatewayError):
@@ -378,13 +394,10 @@ class JobRun(InferRun):
     def describe_remaining(self) -> str:
         if not self.job:
             return "no job was submitted"
-        command = f"jobs result {self.job}"
-        if not self.is_request:
-            file = self.options.flags.output
-            resume = "" if file is None else f" --output {file} --resume"
-            command = f"infer {self.options.model} --job {self.job}{resume}"
+        file = self.options.flags.output
+        resume = "" if file is None else f" --output {file} --resume"
         state = f"job {self.job} goes on; " if self.received_signal else ""
         return (
-            f"{state}triton-gateway {command} writes its result, triton-gateway jobs cancel {self.job} "
-            "cancels or deletes it"
+            f"{state}triton-gateway infer {self.options.model} --job {self.job}{resume} writes its result, "
+            f"triton-gateway jobs cancel {self.job} cancels or deletes it"
         )

@@ -9,10 +9,10 @@ from gateway.messages import quote_text
 class JobNotFound(NotFound):
     code = "JOB_NOT_FOUND"
 
-    def __init__(self, job_id: str) -> None:
+    def __init__(self, job_id: str, noun: str = "job", list_path: str = "/v1/jobs") -> None:
         super().__init__(
-            f"job {quote_text(job_id)} does not exist, or belongs to another caller; "
-            "GET /v1/jobs lists yours"
+            f"{noun} {quote_text(job_id)} does not exist, or belongs to another caller; "
+            f"GET {list_path} lists yours"
         )
 
 

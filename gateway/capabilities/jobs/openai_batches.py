@@ -100,19 +100,21 @@ async def find_file(request: Request, services: ServicesForInference, file: str)
     """Return a file that the caller may read. Raises `JobNotFound`."""
     stem, is_part, _ = file.removeprefix(FILE_PREFIX).partition("-")
     prefix = BATCH_PREFIX if is_part else FILE_PREFIX
-    job = await find_job(request, services, f"{prefix}{stem}")
-    for found in list_files_of(job):
-        if found.id == file:
-            return found
-    raise JobNotFound(file)
+    with suppress(JobNotFound):
+        job = await find_job(request, services, f"{prefix}{stem}")
+        for found in list_files_of(job):
+            if found.id == file:
+                return found
+    raise JobNotFound(file, "file", "/v1/files")
 
 
 async def find_batch(request: Request, services: ServicesForInference, batch: str) -> Job:
     """Return a batch that the caller may read. Raises `JobNotFound`."""
-    job = await find_job(request, services, batch)
-    if job.kind is not JobKind.openai_batch:
-        raise JobNotFound(batch)
-    return job
+    with suppress(JobNotFound):
+        job = await find_job(request, services, batch)
+        if job.kind is JobKind.openai_batch:
+            return job
+    raise JobNotFound(batch, "batch", "/v1/batches")
 
 
 FileInPath = Annotated[BatchFile, Depends(find_file)]

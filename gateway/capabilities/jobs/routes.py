@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.access.auth import authorize_all_models
 from gateway.callers import Right
 from gateway.capabilities.jobs.errors import JobConflict, JobFileLost, JobNotFound
-from gateway.capabilities.jobs.job import BATCHES, DELIVERED, Job, JobState
+from gateway.capabilities.jobs.job import BATCHES, DELIVERED, Job, JobKind, JobState
 from gateway.capabilities.jobs.replay import READ_BYTES, read_piece
 from gateway.capabilities.jobs.runner import JobRunner
 from gateway.capabilities.jobs.service import POLL_S, Jobs, find_owner, may_use, may_use_all
@@ -67,6 +67,7 @@ JOB_SCHEMA: Final = build_object_schema(
         "id": STRING_SCHEMA,
         "state": {"enum": [state.value for state in JobState]},
         "model": STRING_SCHEMA,
+        "kind": {"enum": [kind.value for kind in JobKind]},
         "caller": STRING_SCHEMA,
         "request_id": STRING_SCHEMA,
         "created": TIME_SCHEMA,
@@ -103,6 +104,7 @@ def describe_job(job: Job, position: int | None = None) -> dict[str, Any]:
         "id": job.id,
         "state": job.state.value,
         "model": job.model,
+        "kind": job.kind.value,
         "caller": job.caller,
         "request_id": job.request_id,
         "created": render_time(job.created_at),

@@ -226,8 +226,12 @@ def test_one_input_is_a_request_that_runs_as_a_job(service: Service) -> None:
     (record,) = service.run(*infer, "--async")
     assert json.loads(record) == {"input": "text:1", "outputs": {"Y": "a"}}
     (job,) = service.run(*infer, "--async", "--no-wait")
+    (record,) = service.run("infer", "single_BYTES", "--job", job)
+    assert json.loads(record) == {"input": job, "outputs": {"Y": "a"}}
     with Client(service.process.url, key=INFER) as client:
         assert client.job_result(job).text == "a"
+        with pytest.raises(GatewayError, match="of the kind request, whose result has no rows"):
+            next(client.batch_results(job))
 
 
 def test_interrupted_command_leaves_its_job_running(service: Service, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from tests.capabilities.jobs.support import CANCELLABLE, submit, wait_for, wait_
 from tests.capabilities.jobs.unit.test_job import NOW, QUEUED
 from tests.capabilities.openai.support.lazy import LazyModule
 from tests.support.documents import DOCS
+from tests.support.gateway_forks import run_gateway
 from tests.support.keys import ADMIN, BOTH, ENTRIES, INFER, TEXTS, bearer, entry, written
 from tests.support.servers import gateway_before
 
@@ -282,9 +283,21 @@ def test_files_and_batches_belong_to_their_caller(
         with pytest.raises(openai.NotFoundError) as refused:
             call()
         assert refused.value.code == "JOB_NOT_FOUND"
+        assert re.match(r".*(file 'file-|batch 'batch_)", str(refused.value))
     assert not other.files.list().data
     assert not other.batches.list().data
     assert connect(ADMIN).batches.retrieve(batch.id).id == batch.id
+
+
+def test_command_says_how_to_read_an_uploaded_file(client: openai.OpenAI, gateway: str) -> None:
+    file = upload(client, request_of("a", "a")).id
+    target = ("--url", gateway, "--key", INFER)
+    refused = run_gateway("infer", "vectors", "--job", file, *target)
+    command = f"triton-gateway jobs result {file}"
+    assert (refused.returncode, command in refused.stderr) == (2, True), refused.stderr
+    assert run_gateway("jobs", "result", file, *target).stdout.encode() == lines_of(
+        [request_of("a", "a")]
+    )
 
 
 def test_lists_have_pages_with_the_newest_first(client: openai.OpenAI) -> None:
