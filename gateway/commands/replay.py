@@ -22,7 +22,7 @@ from gateway.client.calls import ApiRequest, build_model_path
 from gateway.client.errors import UNREACHABLE
 from gateway.client.retries import Attempts
 from gateway.client.transport import AsyncTransport
-from gateway.commands.errors import UsageError
+from gateway.commands.errors import ClientError, UsageError
 from gateway.commands.flags import InferFlags
 from gateway.commands.inputs import report_unreadable
 from gateway.commands.pipes import write_descriptor
@@ -64,10 +64,13 @@ class Replay:
             raise UsageError("--replay prints to the standard output; --output is not for it")
         uvloop.run(self._send_all())
         counts = self._counts
+        if not counts:
+            of_model = f" of model {self._model}" if self._model else ""
+            raise ClientError(f"{self._file} has no sampled requests{of_model}")
         print_message(
             f"{counts['succeeded']} succeeded, {counts['failed']} failed, of which {counts['new']} had not "
-            f"failed before; {counts['skipped']} skipped, because their body is incomplete or their path "
-            "names no model"
+            f"failed before; {counts['skipped']} skipped, because their body is incomplete, their path names "
+            "no model, or they are damaged"
         )
         return 1 if counts["failed"] else 0
 
@@ -79,26 +82,38 @@ class Replay:
                 printable = escape_unprintable_json(line).encode()
                 await write_descriptor(STDOUT_DESCRIPTOR, printable)
 
-    async def _read_samples(self) -> AsyncIterator[Document]:
-        """Yield the events of the requests to send. Raises `UsageError`."""
+    async def _read_samples(self) -> AsyncIterator[tuple[Document, ApiRequest]]:
+        """Yield the requests to send, with their events. Raises `UsageError`."""
         with report_unreadable(str(self._file)), self._file.open("rb") as lines:
             for event in map(parse_event, lines):
                 if event is None or event.get("type") != REQUEST_TYPE:
                     continue
-                if self._model and event["model"] != self._model:
+                if self._model and event.get("model") != self._model:
                     continue
-                is_complete = event.keys().isdisjoint(("datalength", "redacted"))
-                if is_complete and (not self._version or MODEL_PATH.match(find_path(event))):
-                    yield event
-                else:
+                request = self._rebuild_request(event)
+                if request is None:
                     self._counts["skipped"] += 1
+                else:
+                    yield event, request
 
-    async def _send(self, sample: Document) -> Document:
+    def _rebuild_request(self, sample: Document) -> ApiRequest | None:
+        is_complete = sample.keys().isdisjoint(("datalength", "redacted"))
+        if not is_complete or not sample.keys() >= {"id", "model", "statuscode"}:
+            return None
+        try:
+            if self._version and not MODEL_PATH.match(find_path(sample)):
+                return None
+            return rebuild_request(sample, self._version)
+        except (LookupError, TypeError, ValueError):
+            return None
+
+    async def _send(self, sampled: tuple[Document, ApiRequest]) -> Document:
+        sample, request = sampled
         before = sample["statuscode"]
         record = {"input": sample["id"], "model": sample["model"], "sampled_status": before}
         attempts = Attempts(self._flags.timeout, max_retries=0)
         try:
-            reply = await self._transport.read(rebuild_request(sample, self._version), attempts)
+            reply = await self._transport.read(request, attempts)
         except GatewayError as exc:
             if exc.code == UNREACHABLE:
                 raise make_command_error(exc) from None

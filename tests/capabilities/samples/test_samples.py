@@ -469,6 +469,12 @@ def test_samples_are_sent_again_to_another_version(triton: str, tmp_path: Path) 
         same = run_gateway(*arguments, environment=environment)
         other = run_gateway(*arguments, "--version", "2", environment=environment)
         stats = client.get(f"/v2/models/{MODEL}/versions/2/stats").json()["model_stats"][0]
+        damaged = {"specversion": "1.0", "type": "org.kubeflow.serving.inference.request"}
+        file.write_text(f"no event\n{json.dumps(damaged)}\n")
+        assert "1 skipped" in run_gateway(*arguments, environment=environment).stderr
+        file.write_text("no event\n")
+        empty = run_gateway(*arguments, environment=environment)
+    assert (empty.returncode, "has no sampled requests" in empty.stderr) == (1, True)
     assert "5 succeeded, 1 failed, of which 0 had not failed before; 1 skipped" in same.stderr
     statuses = [json.loads(line)["status"] for line in same.stdout.splitlines()]
     assert statuses == [200, 200, 200, 200, 200, 422]
