@@ -54,7 +54,6 @@ async def open_nothing(services: Services, stack: AsyncExitStack) -> None:
 
 
 def check_nothing(settings: Settings) -> Iterable[Finding]:
-    """The capability has nothing to check."""
     return ()
 
 

@@ -237,7 +237,6 @@ async def run_services(
     paths: PathRules = CORE_PATHS,
     recorder: Recorder | None = None,
 ) -> AsyncIterator[Services]:
-    """Run the services; they are closed in reverse order."""
     async with AsyncExitStack() as stack:
         stack.callback(logs.flush)  # a worker is killed by its own signal right afterwards
         metrics = Metrics(counts_callers=settings.metrics_callers)

@@ -57,7 +57,6 @@ def print_entries(
     *,
     json: bool,
 ) -> None:
-    """Print entries as JSON, or as a table with a row for each."""
     if json:
         print_json(entries)
     else:

@@ -152,5 +152,4 @@ class ResultStream:
         return await render_streamed_result(self._request, message)
 
     def close(self) -> None:
-        """Cancel the rest. A reader that waits gets None."""
         self._stream.close()

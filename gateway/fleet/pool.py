@@ -207,7 +207,6 @@ class ReplicaPool:
         return replica.name not in self.cordoned and self.is_reachable(replica)
 
     def known_index(self, replica: Replica) -> Index:
-        """Return the index of the replica, or an empty one while it is `DOWN`."""
         return replica.index if self.is_live(replica) else EMPTY_INDEX
 
     @property

@@ -136,7 +136,6 @@ class Replica:
 
     @property
     def management_metadata(self) -> Metadata:
-        """The gRPC metadata that authorizes these calls."""
         return () if self.restricted_api is None else self.restricted_api.metadata
 
     @property

@@ -146,7 +146,6 @@ def take_first(items: Iterable[T]) -> list[T]:
 def build_call_event(
     info: RequestInfo, call: ManagementCall, message: str, outcome: str, **fields: Any
 ) -> Event:
-    """Return the event of an administrative call, as far as it has come."""
     return Event(
         message,
         call.action or info.route,

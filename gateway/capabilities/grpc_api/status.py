@@ -82,5 +82,4 @@ def build_trailers(error: GatewayError, detail: str, request_id: str) -> Metadat
 
 
 def encode_any(type_name: bytes, value: bytes) -> bytes:
-    """Return a google.protobuf.Any."""
     return encode_field(1, b"type.googleapis.com/" + type_name) + encode_field(2, value)

@@ -242,7 +242,6 @@ async def open_callbacks(jobs: Jobs, services: Services, stack: AsyncExitStack) 
 
 
 def record_attempt(job: Job, result: AttemptResult, now: float) -> Job:
-    """Return the job after an attempt of its callback, with the time of the next one."""
     attempts = job.callback_attempts + 1
     due_at = 0.0
     if result.problem and not result.is_final and attempts < len(DELAYS_S):

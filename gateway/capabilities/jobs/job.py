@@ -137,7 +137,6 @@ class Job:
         return self._change(state=JobState.running, starts=self.starts + 1, started_at=now)
 
     def lose_worker(self, now: float, lease_s: float) -> Job:
-        """Return the job after its lease was not renewed."""
         return self.lose_run(now, lease_s, JobLost())
 
     def lose_run(self, now: float, lease_s: float, error: GatewayError) -> Job:

@@ -329,7 +329,6 @@ async def get_file_content(services: ServicesForInference, file: FileInPath) -> 
 
 
 async def stream_lines(store: JobStore, file: BatchFile) -> AsyncIterator[bytes]:
-    """Yield the lines of a result that belong to the file."""
     job = file.job
     start = b""
     is_wanted: bool | None = None  # unknown until the status in a line was read

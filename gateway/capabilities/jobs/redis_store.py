@@ -150,7 +150,6 @@ class RedisJobStore:
         return await self._start_jobs([*unstarted, *entries], now)
 
     async def _enqueue_next(self, now: float, places: FreePlaces) -> Job | None:
-        """Add the next job that has a place to the stream."""
         full = (places.list_full_owners(), places.list_full_models())
         names = (orjson.dumps(dict.fromkeys(each, True)) for each in full)
         script = redis_scripts.ENQUEUE_NEXT

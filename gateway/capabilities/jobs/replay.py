@@ -105,7 +105,6 @@ def build_scope(job: Job) -> MutableMapping[str, Any]:
 
 
 def find_retry_after_s(capture: ResponseCapture) -> float:
-    """Return the time after which a request that was refused can succeed."""
     written = dict(capture.headers).get(b"retry-after", b"1")
     return float(written) if written.isdigit() else 1.0
 

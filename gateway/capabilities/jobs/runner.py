@@ -174,7 +174,6 @@ class JobRunner:
             await self._store.delete_file(job.own_result_file)
 
     async def report_progress(self, job: Job) -> None:
-        """Store how far a batch is. Cancels it if this process has lost it."""
         if await self._store.replace(job, job.token):
             self._running[job.id, job.token].job = job
             self._jobs.changes.notify()
@@ -208,7 +207,6 @@ class JobRunner:
     async def call(
         self, job: Job, receive: Receive, services: Services | None = None
     ) -> tuple[ResponseCapture, RequestInfo]:
-        """Return the response to the request of a job. Raises `KeyRevoked`."""
         scope = build_scope(job)
         caller = self.find_caller(job)
         if caller is None:
@@ -254,7 +252,6 @@ class JobRunner:
                 return True
 
     async def _clean(self) -> None:
-        """Expire what waited for too long, and delete what ended long ago."""
         with suppress(JobsUnavailable, JobsFull):
             now = time.time()
             before = now - self._jobs.settings.job_retention_s

@@ -85,7 +85,6 @@ class Documents:
 
     @cached_property
     def titles(self) -> dict[str, str]:
-        """The first heading of each document."""
         return {
             name: path.read_text("utf-8").partition("\n")[0].removeprefix("# ").replace("`", "")
             for name, path in self.files.items()

@@ -172,7 +172,6 @@ class EventSender:
         return None
 
     async def _send(self, events: Sequence[SampleEvent]) -> None:
-        """Send events, or drop them after some attempts."""
         for _ in range(MAX_ATTEMPTS):
             try:
                 await self._sink.send(events)

@@ -36,7 +36,6 @@ UNREADABLE: Final = (DecodeError, KeyError, OverflowError, TypeError, ValueError
 
 
 def build_message_headers(message_name: str) -> Headers:
-    """Return the headers of a body that is such a message."""
     return [(CONTENT_TYPE_HEADER, f"{PROTOBUF}{message_name}".encode())]
 
 

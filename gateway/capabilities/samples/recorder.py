@@ -184,7 +184,6 @@ class SampleRecorder:
 
 
 def parse_rate(parameters: Mapping[str, str], default: float) -> float:
-    """Return the rate of a model by its config; 0 if that has an invalid one."""
     try:
         return float(parameters.get("gateway.sample_rate", default))
     except ValueError:

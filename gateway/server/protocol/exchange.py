@@ -160,7 +160,6 @@ class RequestCycle:
 
     @property
     def is_responding(self) -> bool:
-        """Return whether a part of the response is sent."""
         return self.started and not self._pending_head
 
     def send_continue(self) -> bool:
