@@ -26,12 +26,16 @@ from gateway.capabilities.jobs.replay import (
     find_retry_after_s,
     read_piece,
 )
-from gateway.capabilities.jobs.row_inference import RowInference
 from gateway.capabilities.jobs.service import Jobs
+from gateway.fleet.inference import InferenceService
+from gateway.fleet.model_limits import count_replicas, find_stages
 from gateway.media_types import JSON, NDJSON
 from gateway.services import Services
 from gateway.tasks import cancel_tasks
 from gateway.telemetry.request_info import RequestInfo
+from gateway.tensors.outputs import InferResult
+from gateway.tensors.signature import Signature
+from gateway.triton.inference import InferRequest
 
 # Rows that have begun, of which the first one that runs holds back the others, for each that may run.
 MAX_LEAD: Final = 4
@@ -39,6 +43,8 @@ MAX_LEAD: Final = 4
 MAX_HELD_BYTES: Final = 16 << 20
 REPORT_PERIOD_S: Final = 1.0
 MAX_UNREPORTED_BYTES: Final = 1 << 20
+# In Triton: one that is computed, and one that waits, so that there is always a next one.
+BATCHES_PER_INSTANCE: Final = 2
 
 
 class RowCaller(Protocol):
@@ -232,6 +238,43 @@ class RowBody:
         if not self._messages:
             await asyncio.Event().wait()  # the client never leaves
         return self._messages.pop()
+
+
+class RowInference(InferenceService):
+    """The inferences of one batch: no more at the same time than keep its model busy.
+
+    More would wait in Triton, where no other request could overtake them.
+    """
+
+    def __init__(self, services: Services, model: str) -> None:
+        cancellable = services.settings.cancellable_models
+        super().__init__(services.dispatcher, services.signatures, cancellable)
+        self._services = services
+        self._model = model
+        self._running = 0
+        self._ends = asyncio.Condition()
+
+    async def infer(self, request: InferRequest) -> InferResult:
+        async with self._ends:
+            await self._ends.wait_for(self._has_place)
+            self._running += 1
+        try:
+            return await super().infer(request)
+        finally:
+            self._running -= 1
+            async with self._ends:
+                self._ends.notify()
+
+    def _has_place(self) -> bool:
+        # There are no stages, and no limit, until the config was read.
+        stages = find_stages(self._services.signatures, self._model).values()
+        limit = max(map(find_stage_limit, stages), default=sys.maxsize)
+        return self._running < limit * count_replicas(self._services.pool)
+
+
+def find_stage_limit(signature: Signature) -> int:
+    batch_size = max(signature.max_batch_size, 1) if signature.has_dynamic_batching else 1
+    return BATCHES_PER_INSTANCE * batch_size * signature.instances
 
 
 def build_line(row: Row, capture: ResponseCapture, info: RequestInfo) -> bytes:

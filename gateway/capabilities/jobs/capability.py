@@ -3,9 +3,8 @@
 `job.py` has a job as a value, and the changes of its state. `store.py` says what a store of jobs can do;
 `sqlite_store.py` and `redis_store.py` are the two. `acceptance.py` answers requests with `Prefer: respond-
 async`, `runner.py` runs the jobs, `routes.py` serves `/v1/jobs`. `batch_routes.py` accepts batches,
-`openai_batches.py` those of OpenAI's API, `batch_run.py` runs them, and `row_inference.py` keeps their
-inferences from filling Triton. `callbacks.py` calls the client's server when a job has ended, if
-`callback_hosts.py` allows its address.
+`openai_batches.py` those of OpenAI's API, and `batch_run.py` runs them. `callbacks.py` calls the client's
+server when a job has ended, if `callback_hosts.py` allows its address.
 """
 
 from __future__ import annotations
