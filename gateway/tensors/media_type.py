@@ -66,3 +66,11 @@ def parse_header_parameter(header: str, start: int) -> tuple[str, str, int]:
 def find_match_end(pattern: re.Pattern[str], text: str, start: int) -> int:
     match = pattern.match(text, start)
     return start if match is None else match.end()
+
+
+def decode_header_text(text: str) -> str:
+    """Return the text of a header value that is UTF-8, as browsers send it."""
+    try:
+        return text.encode("latin-1").decode()
+    except UnicodeError:
+        return text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import PurePath
 from typing import BinaryIO, Final, NamedTuple
 
@@ -18,7 +17,11 @@ from gateway.errors import MalformedRequest, TooLarge
 from gateway.media_types import JSON, MULTIPART, OCTET_STREAM, TEXT, TYPES_BY_SUFFIX
 from gateway.memory import MemoryCharge
 from gateway.messages import quote_text
-from gateway.tensors.media_type import parse_content_type, parse_header_parameters
+from gateway.tensors.media_type import (
+    decode_header_text,
+    parse_content_type,
+    parse_header_parameters,
+)
 from gateway.tensors.multipart import MultipartParser
 
 READ_BYTES: Final = 256 << 10
@@ -198,9 +201,7 @@ def describe_file(headers: Mapping[str, str], size_bytes: int) -> bytes:
     disposition, options = parse_header_parameters(headers.get("content-disposition", ""))
     if disposition != "form-data":
         raise MalformedRequest("a part of the multipart body has no name")
-    name = options.get("filename") or options.get("name", "")
-    with suppress(UnicodeError):
-        name = name.encode("latin-1").decode()
+    name = decode_header_text(options.get("filename") or options.get("name", ""))
     content_type = headers.get("content-type", OCTET_STREAM if "filename" in options else TEXT)
     return encode_file_line(name, content_type, size_bytes)
 

@@ -42,7 +42,11 @@ from gateway.routes.openapi import (
 )
 from gateway.routes.repository import read_management_body
 from gateway.telemetry.request_info import RequestScope
-from gateway.tensors.media_type import parse_content_type, parse_header_parameters
+from gateway.tensors.media_type import (
+    decode_header_text,
+    parse_content_type,
+    parse_header_parameters,
+)
 from gateway.tensors.multipart import MultipartParser
 
 ENDPOINT: Final = "/v1/embeddings"
@@ -214,9 +218,7 @@ class FileWriter(RowWriter):
             self._purpose = (self._purpose + content)[: len(PURPOSE) + 1]
         if options.get("name") != "file":
             return False
-        self.name = options.get("filename", "")
-        with suppress(UnicodeError):
-            self.name = self.name.encode("latin-1").decode()
+        self.name = decode_header_text(options.get("filename", ""))
         await super().feed(content)
         return True
 

@@ -14,7 +14,11 @@ from gateway.capabilities.uploads.model_files.staging import StagedFile, StagedW
 from gateway.capacity.archives import is_safe_segment
 from gateway.errors import MalformedRequest
 from gateway.messages import join_names, quote_text
-from gateway.tensors.media_type import parse_content_type, parse_header_parameters
+from gateway.tensors.media_type import (
+    decode_header_text,
+    parse_content_type,
+    parse_header_parameters,
+)
 from gateway.tensors.multipart import MultipartParser
 
 MODEL_FIELD: Final = "model"
@@ -115,14 +119,6 @@ def parse_part_options(headers: Mapping[str, str]) -> Mapping[str, str]:
             f"the form has a field {quote_text(name)}; the fields of an upload are {join_names(FORM_FIELDS)}"
         )
     return options
-
-
-def decode_header_text(text: str) -> str:
-    """Return the text of a header value that is UTF-8, as browsers send it."""
-    try:
-        return text.encode("latin-1").decode()
-    except UnicodeError:
-        return text
 
 
 def clean_file_name(name: str) -> str:
