@@ -183,7 +183,7 @@ class WatchedFile(Generic[T]):
         return self._finish_check()
 
     async def reload_in_background(self) -> bool:
-        """Do the same, without holding the event loop."""
+        """Return what `reload_if_changed` returns, without blocking the event loop."""
         check = self._start_check()
         if (wait_s := self._find_wait_s()) > 0:
             await wait_for_future(check, wait_s)

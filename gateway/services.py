@@ -230,10 +230,10 @@ class Recorder(Protocol):
     """Records requests and responses, over HTTP and gRPC."""
 
     def start(self, scope: RequestScope) -> Recording | None:
-        """Return where the bodies of a request go, of which only the head is known."""
+        """Return the recording of a request whose head has arrived; None if it is not recorded."""
 
     def end(self, scope: RequestScope, recording: Any, status: int) -> None:
-        """End a request, with what `start` returned."""
+        """End a request and its recording, which is what `start` returned."""
 
 
 class InternalRequest(NamedTuple):

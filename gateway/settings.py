@@ -434,7 +434,7 @@ class ObservabilitySettings(BaseModel):
         return value
 
 
-# Reading them
+# Reading the settings
 
 
 class SecretFiles(EnvSettingsSource):

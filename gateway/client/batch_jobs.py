@@ -93,12 +93,12 @@ class BatchReader:
         self._info = info
         self._has_ended = False
         self._rows = 0
-        self._rows_before = 0  # by earlier connections
+        self._rows_at_connect = 0
         self._partial = b""
 
     def start_connection(self) -> str:
         """Return the path of the rows that were not read yet."""
-        self._rows_before = self._rows
+        self._rows_at_connect = self._rows
         self._partial = b""
         return f"{build_job_path(self._job)}/result?after={self._rows}"
 
@@ -132,7 +132,7 @@ class BatchReader:
         if job["state"] == "done" and is_read:
             return True
         error = job.get("error") or {"message": "its result has no more rows", "code": ""}
-        if self._has_ended and (is_read or (had_ended and self._rows == self._rows_before)):
+        if self._has_ended and (is_read or (had_ended and self._rows == self._rows_at_connect)):
             message = f"job {self._job} is {job['state']}: {error['message']}"
             raise GatewayError(message, error["code"])
         return False

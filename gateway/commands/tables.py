@@ -91,7 +91,8 @@ def describe_model_state(model: Mapping[str, Any]) -> str:
     states = list(model.get("replicas", {}).values())
     states += [version.get("state", "") for version in model["versions"]]
     if model["ready"]:
-        count, ready = len(model.get("replicas", {})), states.count("READY")
+        count = len(model.get("replicas", {}))
+        ready = states.count("READY")
         return f"ready on {ready} of {count}" if ready < count else "ready"
     if "last_error" in model:
         return FAILED

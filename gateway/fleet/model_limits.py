@@ -85,9 +85,9 @@ def choose_first_limit(signature: Signature) -> int:
 
 
 def find_stages(signatures: SignatureCache, model: str) -> Mapping[str, Signature]:
-    """Return the model or, because requests of an ensemble wait in the queues of its steps, those.
+    """Return the signatures of the models in whose queues requests wait: the steps of an ensemble, or itself.
 
-    There are none until their configs were read, which this starts.
+    There are none until the configs were read, which this starts.
     """
     signature = signatures.find_or_start_reading(model)
     names = (signature.steps or {model}) if signature is not None else ()

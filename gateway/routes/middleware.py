@@ -336,7 +336,7 @@ def log_request(
 
 
 def log_refusal(services: Services, scope: RequestScope, info: RequestInfo, status: int) -> bool:
-    """Return whether it has a line, or is only counted."""
+    """Log a refused request, or only count it; return whether it was logged."""
     client = client_address(scope)
     key = RefusalKey(
         info.caller_name or client_network(client),

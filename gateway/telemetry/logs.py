@@ -377,9 +377,9 @@ class AuditLogHandler(logging.Handler):
                 item.set_result(None)
 
     def _write(self, line: bytes) -> None:
-        """Write a line.
+        """Write a line. An empty one only finds out whether the next line could be written.
 
-        An empty one shows a problem before the next change; only another line shows that it ended.
+        It can begin a problem, which only a line that was written ends.
         """
         try:
             self._open_if_moved()
@@ -389,7 +389,7 @@ class AuditLogHandler(logging.Handler):
         except Exception as exc:  # noqa: BLE001 - such as MemoryError; later lines must be written
             reason = exc.strerror if isinstance(exc, OSError) else None
             self._record_problem((reason or type(exc).__name__).lower())
-            if line:  # of a change that may have been made
+            if line:  # its change may have been made
                 log.error("the audit log may not have this line: %s", line.decode())
         else:
             if line and self.problem:

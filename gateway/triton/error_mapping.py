@@ -282,6 +282,8 @@ def map_load_error(status: int, body: bytes, model: str, verb: str) -> GatewayEr
     return LoadFailed(model, reason, verb)
 
 
+# Errors in responses over HTTP
+
 MAX_ERROR_BODY_BYTES: Final = 1 << 20
 MAX_ERROR_EVENT_BYTES: Final = 64 << 10
 # The size of a repository's index, and of a model's metadata.

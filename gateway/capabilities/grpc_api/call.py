@@ -65,7 +65,7 @@ COPIES: Final = 2
 SHORT_MESSAGE_TIMEOUT_S: Final = 5.0
 # Triton accepts 8 KiB (RFC 9113, section 6.5.2), including what the gateway and gRPC add. Up to 16 KiB, it
 # refuses calls at random.
-MAX_METADATA_BYTES: Final = 7 << 10
+MAX_CALL_METADATA_BYTES: Final = 7 << 10
 # What HTTP/2 counts for a field besides its name and value.
 FIELD_BYTES: Final = 32
 # With `triton_grpc_error`, tritonserver 2.51 crashes when it ends a stream with an error.
@@ -306,7 +306,7 @@ class IncomingCall:
         """
         selected = tuple(pair for pair in self.metadata if is_forwarded(pair[0]))
         size = sum(len(name) + len(value) + FIELD_BYTES for name, value in selected)
-        if size > MAX_METADATA_BYTES:
+        if size > MAX_CALL_METADATA_BYTES:
             raise MetadataTooLarge
         return selected
 

@@ -18,9 +18,9 @@ FAST_RECEIVE_S: Final = 0.1
 # they need one, and gRPC's threads go on receiving meanwhile.
 MAX_FAST_MESSAGES: Final = 16
 MAX_MODELS_WITH_SIZES: Final = 1024
-# Models whose responses are smaller are not noted.
-MIN_NOTED_BYTES: Final = 64 << 10
-# How much of a size counts after the next response.
+# Models whose responses are smaller are not recorded.
+MIN_RECORDED_BYTES: Final = 64 << 10
+# The share of a size that is left after the next response.
 SIZE_DECAY: Final = 0.9
 
 
@@ -117,7 +117,7 @@ class ReceiveSlots:
 
 @dataclass(slots=True)
 class ResponseSize:
-    """The largest response of a model of late, in bytes, and for each byte of its request."""
+    """The largest recent response of a model, in bytes and in bytes for each byte of its request."""
 
     size_bytes: float = 0.0
     ratio: float = 0.0
@@ -126,8 +126,8 @@ class ResponseSize:
 class ResponseSizes:
     """The likely sizes of responses.
 
-    Triton's gRPC API tells the size of a response only when it is complete. So requests are charged for it in
-    advance: many large responses to small requests could arrive at the same time.
+    The size of a gRPC response is known only when it is complete. So requests are charged for it in advance:
+    many large responses to small requests could arrive at the same time.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class ResponseSizes:
     def add(self, model: str, request_bytes: int, response_bytes: int) -> None:
         seen = self._by_model.pop(model, None)
         if seen is None:
-            if response_bytes < MIN_NOTED_BYTES:
+            if response_bytes < MIN_RECORDED_BYTES:
                 return
             seen = ResponseSize()
         seen.size_bytes = max(response_bytes, SIZE_DECAY * seen.size_bytes)

@@ -63,7 +63,7 @@ STORED_HEADERS: Final = (
 HEADER_PARAMETERS: Final = (
     build_header_parameter(
         "Prefer",
-        "Run the request as a job; with wait, unless it ends within so many seconds.",
+        "Run the request as a job; with wait=N, answer with its result if it ends within N seconds.",
         {"type": "string", "examples": ["respond-async", "respond-async, wait=5"]},
     ),
     build_header_parameter(

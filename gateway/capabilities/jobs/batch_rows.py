@@ -24,7 +24,7 @@ from gateway.tensors.media_type import (
 )
 from gateway.tensors.multipart import MultipartParser
 
-READ_BYTES: Final = 256 << 10
+BUFFER_BYTES: Final = 256 << 10
 # A line is parsed on the event loop.
 MAX_LINE_BYTES: Final = 1 << 20
 MAX_FILE_BYTES: Final = 16 << 20
@@ -185,7 +185,7 @@ class ArchiveWriter(RowWriter):
             data += LINE_FEED
             for piece in pieces:
                 data += piece
-                if len(data) >= READ_BYTES:
+                if len(data) >= BUFFER_BYTES:
                     yield bytes(data)
                     data.clear()
             data += LINE_FEED
@@ -260,7 +260,7 @@ class RowReader:
         return data
 
     async def _fill_buffer(self) -> None:
-        length = min(self._job.body_bytes - self._file_position, READ_BYTES)
+        length = min(self._job.body_bytes - self._file_position, BUFFER_BYTES)
         data = await self._store.read(self._job.body_file, self._file_position, length)
         if not data or len(data) < length:
             raise JobFileLost

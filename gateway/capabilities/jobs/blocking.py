@@ -44,10 +44,9 @@ def describe_failures() -> Iterator[None]:
 
 
 class BlockingCalls:
-    """Runs the methods of an object in a thread: each is a coroutine function here.
+    """Runs the methods of an object in a thread, as coroutines. They raise `JobsFull` and `JobsUnavailable`.
 
-    Those of the files of jobs run in several threads, in their order for each job. They raise `JobsFull` and
-    `JobsUnavailable`.
+    The methods of `FolderFiles` run in several threads, and those for one job in the order of their calls.
     """
 
     def __init__(self, target: object, files: BlockingCalls | None = None) -> None:

@@ -98,7 +98,7 @@ class Job:
     total_rows: int = 1
     done_rows: int = 0
     failed_rows: int = 0
-    failed_bytes: int = 0  # of the result
+    failed_bytes: int = 0  # the lines of failed rows in the result
     rows_per_second: float = 0.0  # while it runs
     # The callback. `JobStore.find_due_deliveries` returns jobs whose next attempt is due.
     callback_url: str = ""

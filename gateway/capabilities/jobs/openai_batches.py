@@ -58,13 +58,13 @@ PURPOSE: Final = "batch"
 MAX_FIELDS: Final = 16
 FILE_PREFIX: Final = "file-"
 BATCH_PREFIX: Final = "batch_"
-# The parts of a batch that are files.
+# The results of a batch that are files, and the key of `Job.details` under which the deleted ones are.
 OUTPUT: Final = "output"
 ERRORS: Final = "errors"
 DELETED: Final = "deleted"
-# Other states have the same name in OpenAI's API.
+# The states of jobs that have another name in OpenAI's API.
 STATUSES: Final = {"queued": "validating", "running": "in_progress", "done": "completed"}
-# The first one in a line is that of its response: in the strings before it, quotes are escaped.
+# The first match in a line is the status of its response: in the strings before it, quotes are escaped.
 STATUS_CODE: Final = re.compile(rb'"status_code":(\d+),')
 OBJECT: Final = {"type": "object", "description": "An object of OpenAI's API."}
 RESPONSES: Final = build_responses(
@@ -91,7 +91,7 @@ class BatchFile(NamedTuple):
         return f"{FILE_PREFIX}{stem}-{self.part}" if self.part else self.job.id
 
 
-def list_files_of(job: Job) -> list[BatchFile]:
+def list_job_files(job: Job) -> list[BatchFile]:
     """Return the files of a job, without the results that its caller has deleted."""
     if job.kind is JobKind.file:
         return [BatchFile(job, "", job.result_bytes)]
@@ -106,7 +106,7 @@ async def find_file(request: Request, services: ServicesForInference, file: str)
     prefix = BATCH_PREFIX if is_part else FILE_PREFIX
     with suppress(JobNotFound):
         job = await find_job(request, services, f"{prefix}{stem}")
-        for found in list_files_of(job):
+        for found in list_job_files(job):
             if found.id == file:
                 return found
     raise JobNotFound(file, "file", "/v1/files")
@@ -147,7 +147,7 @@ def describe_batch(jobs: Jobs, job: Job) -> dict[str, Any]:
     waits_again = job.state is JobState.queued and job.started_at
     state = JobState.running if waits_again else job.state
     status = STATUSES.get(state.value, state.value)
-    files = {file.part: file.id for file in list_files_of(job)}
+    files = {file.part: file.id for file in list_job_files(job)}
     error = {"code": job.error_code, "message": job.error, "param": None, "line": None}
     document = {
         "id": job.id,
@@ -240,7 +240,7 @@ class FileWriter(RowWriter):
         try:
             request = orjson.loads(line)
             model = request["body"]["model"]
-            orjson.dumps(request["body"])  # it can read more levels than it can write
+            orjson.dumps(request["body"])  # orjson can read more levels than it can write
             is_valid = type(model) is type(request[CUSTOM_ID]) is str and (
                 (request["method"], request["url"]) == ("POST", ENDPOINT)
             )
@@ -305,7 +305,7 @@ async def list_uploads(
     order: Literal["desc"] = "desc",
 ) -> Response:
     """Return the uploaded files of the caller. Batches have the IDs of their results."""
-    query = JobQuery(None, prefix=FILE_PREFIX, limit=min(limit, MAX_LIMIT), after=after)
+    query = JobQuery(None, id_prefix=FILE_PREFIX, limit=min(limit, MAX_LIMIT), after=after)
     return await list_page(request, services.get(Jobs), query, describe_upload)
 
 
@@ -360,7 +360,7 @@ async def delete_file(services: ServicesForInference, file: FileInPath) -> Respo
     if file.part:
         details = {**job.details, DELETED: [*job.details[DELETED], file.part]}
         changed = replace(job, details=details)
-        has_others = bool(list_files_of(changed))
+        has_others = bool(list_job_files(changed))
         if not has_others:
             changed = replace(changed, result_file="", result_bytes=0, failed_bytes=0)
         await store.replace(changed, job.token)
@@ -426,7 +426,7 @@ async def list_batches(
     after: str = "",
 ) -> Response:
     """Return the batches of the caller."""
-    query = JobQuery(None, prefix=BATCH_PREFIX, limit=limit, after=after)
+    query = JobQuery(None, id_prefix=BATCH_PREFIX, limit=limit, after=after)
     return await list_page(request, services.get(Jobs), query, describe_batch)
 
 

@@ -149,7 +149,7 @@ REPLACE: str = (
     PUT
     + r"""
 local job = cjson.decode(ARGV[1])
-if redis.call('HGET', key('documents'), job.id) == ARGV[1] then  -- as above
+if redis.call('HGET', key('documents'), job.id) == ARGV[1] then  -- the command was sent a second time
   return 1
 end
 local before = read(job.id)

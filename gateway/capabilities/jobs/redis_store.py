@@ -130,8 +130,8 @@ class RedisJobStore:
             number = await self._execute(READ_ACTION, *command, decode=decode_number)
             last = f"({number}"
         key = self._list_key(query.state, query.model, owner)
-        if query.prefix:
-            key = self._full_key(f"list:{query.prefix}\n{owner}")
+        if query.id_prefix:
+            key = self._full_key(f"list:{query.id_prefix}\n{owner}")
         page = ("ZREVRANGEBYSCORE", key, last, "-inf", "LIMIT", 0, query.limit)
         return await self._find_all(await self._execute(READ_ACTION, *page, decode=list))
 

@@ -185,7 +185,7 @@ class JobResultResponse(StreamingResponse):
 
 
 async def stream_rows(jobs: Jobs, job: Job, after: int, drain: Drain) -> AsyncIterator[bytes]:
-    """Yield the lines of the result after so many, until the batch has ended."""
+    """Yield the lines of the result after the first `after` ones, until the batch has ended."""
     position = 0
     current: Job | None = job
     seen = jobs.changes.count

@@ -13,8 +13,8 @@ from typing import BinaryIO, Final, Protocol
 
 from gateway.capabilities.jobs.job import Job, JobState
 
-# Jobs of a caller or of a model that run, of the free places.
-PLACE_SHARE: Final = 2
+# A caller, or a model, that has this many running jobs for each free place gets no further one.
+JOBS_PER_FREE_PLACE: Final = 2
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class JobQuery:
     model: str = ""
     limit: int = 100
     after: str = ""  # the last ID of the page before
-    prefix: str = ""  # of the IDs
+    id_prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class JobLimits:
 
 
 class FreePlaces:
-    """The places for further jobs of a process. No caller and no model gets all of them.
+    """The places for further jobs of a process. Of three and more, no caller and no model gets all.
 
-    The jobs of each take places only while they have fewer than twice as many as are free, as requests in the
-    queue of the admission: two thirds of all if they are alone, and there is one for the next caller.
+    Alone, a caller or a model gets two thirds of all places, and else two thirds of those that others leave,
+    as in the admission queue.
     """
 
     def __init__(self, count: int, running: Iterable[Job]) -> None:
@@ -73,7 +73,7 @@ class FreePlaces:
         return self._list_full(self._by_model)
 
     def _list_full(self, counts: Counter[str]) -> list[str]:
-        return [name for name, count in counts.items() if count >= PLACE_SHARE * self.count]
+        return [name for name, count in counts.items() if count >= JOBS_PER_FREE_PLACE * self.count]
 
 
 class JobStore(Protocol):
@@ -109,9 +109,9 @@ class JobStore(Protocol):
         """Return the number of queued jobs before this one."""
 
     async def claim(self, count: int, now: float, running: Collection[Job] = ()) -> Sequence[Job]:
-        """Return at most so many jobs that this process runs from now on, each with a lease.
+        """Return at most `count` jobs that this process runs from now on, each with a lease.
 
-        They are queued and due, and have a place beside those that it runs (`FreePlaces`). Jobs whose lease
+        They were queued and due, and have a place beside the `running` ones (`FreePlaces`). Jobs whose lease
         has run out are queued again, or failed.
         """
 

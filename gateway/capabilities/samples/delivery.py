@@ -69,7 +69,7 @@ class EventQueue:
         self.unsent = 0
 
     def reserve(self, size_bytes: int) -> bool:
-        """Return whether there is room for so many bytes, which are to be released."""
+        """Reserve memory, which is to be released; return False if there is no room."""
         if self._held_bytes + size_bytes > self._max_bytes:
             return False
         self._held_bytes += size_bytes

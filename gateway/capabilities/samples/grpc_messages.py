@@ -29,9 +29,9 @@ from gateway.triton.inference import BinaryInput
 
 PROTOBUF: Final = "application/x-protobuf; messageType=inference."
 REQUEST_MESSAGE: Final = "ModelInferRequest"
-# Python's global lock is held for so many.
+# Elements that are converted at a time, while Python's global lock is held.
 PIECE_ELEMENTS: Final = 4096
-# A message that Triton refused can have any content.
+# The errors of converting a message: one that Triton refused can have any content.
 UNREADABLE: Final = (DecodeError, KeyError, OverflowError, TypeError, ValueError)
 
 

@@ -35,7 +35,7 @@ MAX_BODY_BYTES: Final = 1 << 20
 # The memory of a piece besides its data.
 CHUNK_BYTES: Final = 64
 MAX_TRACEPARENT_BYTES: Final = 256
-# They say nothing of an inference: a job was accepted, or the caller may not use the model.
+# Statuses without an inference: a job was accepted, or the caller may not use the model.
 UNSAMPLED_STATUSES: Final = (202, 401, 403)
 Attributes = dict[str, str | int]
 

@@ -196,9 +196,9 @@ def test_stored_files_do_not_run_and_count_as_unfinished(settings: JobSettings) 
             await store.add(replace(stored, id="file-3"), limits)
         assert [job.id for job in await store.claim(10, time.time())] == ["a1"]
         for owner in ("a", None):
-            files = await store.list_jobs(JobQuery(owner, prefix="file-"))
+            files = await store.list_jobs(JobQuery(owner, id_prefix="file-"))
             assert [file.id for file in files] == ["file-2", "file-1"]
-        page = await store.list_jobs(JobQuery("a", prefix="file-", after="file-2", limit=1))
+        page = await store.list_jobs(JobQuery("a", id_prefix="file-", after="file-2", limit=1))
         assert [file.id for file in page] == ["file-1"]
         await store.delete(files[0])
         await store.add(replace(stored, id="file-3"), limits)
