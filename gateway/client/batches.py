@@ -22,25 +22,26 @@ from gateway.client.errors import INVALID_RESPONSE, GatewayError
 from gateway.client.results import InferResult
 from gateway.media_types import OCTET_STREAM
 
-J = TypeVar("J")
+T = TypeVar("T")
 R = TypeVar("R")
 
-# Results that may wait for an earlier one, per running job.
+# Results that may wait for an earlier one, per running task.
 BACKLOG_FACTOR: Final = 16
 
 
-class OrderedTasks(Generic[J, R]):
-    """An asynchronous iterator that runs jobs, `concurrency` at a time, and yields their results in order.
+class OrderedTasks(Generic[T, R]):
+    """An asynchronous iterator that runs a task for each item, and yields the results in order.
 
-    A slow reader holds the source of the jobs back. The first error of a job or of the source is raised.
+    `concurrency` tasks run at a time. A slow reader holds the source of the items back. The first error of a
+    task or of the source is raised.
     """
 
     def __init__(
-        self, run: Callable[[J], Coroutine[Any, Any, R]], jobs: AsyncIterator[J], concurrency: int
+        self, run: Callable[[T], Coroutine[Any, Any, R]], items: AsyncIterator[T], concurrency: int
     ) -> None:
         self._run = run
-        self._jobs = jobs
-        self._job_slots = asyncio.Semaphore(concurrency)
+        self._items = items
+        self._task_slots = asyncio.Semaphore(concurrency)
         self._backlog_slots = asyncio.Semaphore(concurrency * (1 + BACKLOG_FACTOR))
         self._tasks: deque[asyncio.Task[R]] = deque()
         self._has_changed = asyncio.Event()
@@ -73,23 +74,23 @@ class OrderedTasks(Generic[J, R]):
                 await self._has_changed.wait()
 
     async def _produce(self) -> None:
-        async for job in self._jobs:
+        async for item in self._items:
             await self._backlog_slots.acquire()
-            await self._job_slots.acquire()
-            task = asyncio.create_task(self._run(job))
-            task.add_done_callback(lambda _: self._job_slots.release())
+            await self._task_slots.acquire()
+            task = asyncio.create_task(self._run(item))
+            task.add_done_callback(lambda _: self._task_slots.release())
             self._tasks.append(task)
             self._has_changed.set()
-            await asyncio.sleep(0)  # the job begins before the next one is taken from its source
+            await asyncio.sleep(0)  # the task begins before the next item is taken from the source
 
     def stop(self) -> None:
-        """Start no more jobs. The results of those that run can still be read."""
+        """Start no more tasks. The results of those that run can still be read."""
         self._is_stopped = True
         if self._producer is not None:
             self._producer.cancel()
 
     def cancel(self) -> None:
-        """Cancel the jobs that run as well. Only the results of finished ones can still be read."""
+        """Cancel the tasks that run as well. Only the results of finished ones can still be read."""
         self.stop()
         for task in self._tasks:
             task.cancel()

@@ -125,7 +125,7 @@ class Replay:
 
 
 def find_path(sample: Document) -> str:
-    """Return the path of the request, or of what it is over HTTP."""
+    """Return the path of the request; of one over gRPC, the path of the same request over HTTP."""
     path: str = sample["path"]
     if not path.startswith(GRPC_SERVICE):
         return path

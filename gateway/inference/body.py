@@ -384,7 +384,7 @@ def begins_as_json(beginning: bytes) -> bool:
 
 
 async def recognize_curl_body(body: RequestBody, *, takes_text: bool) -> None:
-    """Give the body the type that it is of. Raises `UnsupportedBody` if the model takes no text."""
+    """Set the type of the body by its beginning. Raises `UnsupportedBody` if the model takes no text."""
     if body.headers.get(b"content-encoding", b"") in UNCOMPRESSED:
         if begins_as_json(await body.peek()):
             body.content_type = JSON

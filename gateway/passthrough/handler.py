@@ -68,7 +68,7 @@ from gateway.triton.request_target import RequestTarget
 
 log = logging.getLogger(__name__)
 
-# Triton accepts 8189, to which the dispatcher may add a version. Of longer ones, it closes the connection.
+# Triton accepts 8189, to which the dispatcher may add a version. It closes the connection of a longer one.
 MAX_TARGET_BYTES: Final = 8100
 VERSION_HEADER: Final = b"x-model-version"  # says which version a label chose
 

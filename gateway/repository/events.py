@@ -82,7 +82,7 @@ class EventLog:
             await audit_log.flush_lines()
 
     def _is_sampled(self, info: RequestInfo, status: int) -> bool:
-        """Return whether of the refused calls of a caller only some are recorded."""
+        """Return whether only some of the refused calls of the caller are recorded."""
         if info.caller.kind is CallerKind.anonymous:
             return True
         if status not in REFUSED_STATUSES:

@@ -39,7 +39,7 @@ class JobSettings(CapabilitySettings):
     max_batch_rows: int = Field(100_000, gt=0)
     """Maximum number of rows of a batch."""
     max_jobs_per_caller: int = Field(10_000, gt=0)
-    """Maximum number of jobs of one caller that have not ended, and of its files."""
+    """Maximum number of one caller's files and jobs that have not ended, together."""
     max_running_jobs: int = Field(16, gt=0)
     """Maximum number of jobs that one process runs at the same time, and of rows of each batch."""
     job_max_run_s: PositiveSeconds = 900.0

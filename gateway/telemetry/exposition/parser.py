@@ -306,7 +306,7 @@ class PageCache:
     def parse_page(
         self, page: bytes, replica: str, iterate_lines: Callable[[list[str]], Iterable[str]] = iter
     ) -> Families:
-        """Parse a page like `parser.parse_families`. Raises `InvalidExposition`."""
+        """Parse a page like `parse_families`. Raises `InvalidExposition`."""
         text = decode_page(page)
         parts = PLAIN_VALUE.split(text)
         values = parts[1::2]
