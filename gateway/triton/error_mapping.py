@@ -43,6 +43,10 @@ log = logging.getLogger(__name__)
 # Triton's errors repeat text of the client, so the searched length is bounded.
 MAX_ERROR_CHARS = 2048
 MAX_LOGGED_BYTES = 16_384
+MAX_ERROR_BODY_BYTES: Final = 1 << 20
+MAX_ERROR_EVENT_BYTES: Final = 64 << 10
+# The size of a repository's index, and of a model's metadata.
+MAX_METADATA_BYTES: Final = 4 << 20
 # The stack trace that Triton's Python backend appends.
 STACK_TRACE = re.compile(r"\n[ \t]*At:[ \t]*\n.*", re.S)
 FOLDER_PATH = re.compile(r"(?<![\w:/])/(?:[\w.@+~-]+/)+")
@@ -280,14 +284,6 @@ def map_load_error(status: int, body: bytes, model: str, verb: str) -> GatewayEr
     if not reason:
         return BadUpstream(f"the replica returned status {status}")
     return LoadFailed(model, reason, verb)
-
-
-# Errors in responses over HTTP
-
-MAX_ERROR_BODY_BYTES: Final = 1 << 20
-MAX_ERROR_EVENT_BYTES: Final = 64 << 10
-# The size of a repository's index, and of a model's metadata.
-MAX_METADATA_BYTES: Final = 4 << 20
 
 
 async def read_error_response(response: UpstreamResponse, target: RequestTarget) -> GatewayError:
