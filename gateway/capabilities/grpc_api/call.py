@@ -313,12 +313,13 @@ class IncomingCall:
     # The response.
 
     def expect_response(self, model: str) -> None:
-        """Charge the response that a model is likely to give, if it is larger than the request.
+        """Charge the response that a model is likely to give the caller, if it exceeds the request.
 
         Raises `MemoryBudgetExceeded`.
         """
         self._inferred_model = model
-        size = self.environment.response_sizes.expect(model, self.info.bytes_in)
+        sizes = self.environment.response_sizes
+        size = sizes.expect(model, self.info.caller_name, self.info.bytes_in)
         if size > MIN_CHARGED_BYTES:
             charge = self.services.get_charge(self.info, "message")
             charge.resize(max(charge.held_bytes, COPIES * size))
@@ -368,8 +369,9 @@ class IncomingCall:
             self._status = OK_STATUS
         self.info.bytes_out += len(response)
         if self._inferred_model:
+            info = self.info
             sizes = self.environment.response_sizes
-            sizes.add(self._inferred_model, self.info.bytes_in, len(response))
+            sizes.add(self._inferred_model, info.caller_name, info.bytes_in, len(response))
 
     def fail(self, exc: Exception) -> CallStatus:
         status = describe_failure(exc, self.info.request_id)

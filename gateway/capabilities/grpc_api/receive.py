@@ -17,8 +17,8 @@ FAST_RECEIVE_S: Final = 0.1
 # Messages of one caller that arrive at a time before they need a slot. The event loop can be late to see that
 # they need one, and gRPC's threads go on receiving meanwhile.
 MAX_FAST_MESSAGES: Final = 16
-MAX_MODELS_WITH_SIZES: Final = 1024
-# Models whose responses are smaller are not recorded.
+MAX_RESPONSE_SIZES: Final = 1024
+# Smaller responses are not recorded until the caller has had a larger one of the model.
 MIN_RECORDED_BYTES: Final = 64 << 10
 # The share of a size that is left after the next response.
 SIZE_DECAY: Final = 0.9
@@ -117,7 +117,7 @@ class ReceiveSlots:
 
 @dataclass(slots=True)
 class ResponseSize:
-    """The largest recent response of a model, in bytes and in bytes for each byte of its request."""
+    """The largest recent response of a model to a caller, in bytes and in bytes for each byte of its request."""
 
     size_bytes: float = 0.0
     ratio: float = 0.0
@@ -127,27 +127,29 @@ class ResponseSizes:
     """The likely sizes of responses.
 
     The size of a gRPC response is known only when it is complete. So requests are charged for it in advance:
-    many large responses to small requests could arrive at the same time.
+    many large responses to small requests could arrive at the same time. The responses of one caller must not
+    have the requests of others refused.
     """
 
     def __init__(self) -> None:
-        self._by_model: dict[str, ResponseSize] = {}
+        self._by_model_and_caller: dict[tuple[str, str], ResponseSize] = {}
 
-    def expect(self, model: str, request_bytes: int) -> int:
-        seen = self._by_model.get(model)
+    def expect(self, model: str, caller: str, request_bytes: int) -> int:
+        seen = self._by_model_and_caller.get((model, caller))
         return 0 if seen is None else int(min(seen.size_bytes, seen.ratio * request_bytes))
 
-    def add(self, model: str, request_bytes: int, response_bytes: int) -> None:
-        seen = self._by_model.pop(model, None)
+    def add(self, model: str, caller: str, request_bytes: int, response_bytes: int) -> None:
+        sizes = self._by_model_and_caller
+        seen = sizes.pop((model, caller), None)
         if seen is None:
             if response_bytes < MIN_RECORDED_BYTES:
                 return
             seen = ResponseSize()
         seen.size_bytes = max(response_bytes, SIZE_DECAY * seen.size_bytes)
         seen.ratio = max(response_bytes / max(request_bytes, 1), SIZE_DECAY * seen.ratio)
-        self._by_model[model] = seen
-        if len(self._by_model) > MAX_MODELS_WITH_SIZES:
-            del self._by_model[next(iter(self._by_model))]  # the one that answered least recently
+        sizes[model, caller] = seen
+        if len(sizes) > MAX_RESPONSE_SIZES:
+            del sizes[next(iter(sizes))]  # the one with the least recent response
 
 
 # Reads and writes of messages. grpc.aio frees a message where the coroutine that reads or writes it ends:

@@ -97,7 +97,7 @@ async def accept_batch(
     if media_type == MULTIPART:
         writer = FormWriter(*target, body.content_type)
     elif media_type != NDJSON:
-        writer = ArchiveWriter(*target, max_bytes)
+        writer = ArchiveWriter(*target, max_bytes=max_bytes, threads=jobs.archive_threads)
 
     async def receive() -> Job:
         async for chunk in body.stream(max_bytes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from pathlib import PurePath
 from typing import BinaryIO, Final, NamedTuple
 
@@ -142,9 +143,17 @@ class ArchiveWriter(RowWriter):
     """Keeps an archive, and writes its files as those of a form when it is complete."""
 
     def __init__(
-        self, store: JobStore, file: str, max_rows: int, charge: MemoryCharge, max_bytes: int
+        self,
+        store: JobStore,
+        file: str,
+        max_rows: int,
+        charge: MemoryCharge,
+        *,
+        max_bytes: int,
+        threads: Executor,
     ) -> None:
         super().__init__(store, file, max_rows, charge)
+        self._threads = threads
         self._archive_file = f"{file.removesuffix(BODY_SUFFIX)}.archive{BODY_SUFFIX}"
         self._archive_bytes = 0
         self._limits = ArchiveLimits(max_bytes, MAX_ENTRIES_PER_ROW * max_rows)
@@ -163,7 +172,8 @@ class ArchiveWriter(RowWriter):
                 directory_bytes = DIRECTORY_FACTOR * self._archive_bytes
                 self._charge.resize(min(directory_bytes, MAX_DIRECTORY_BYTES))
             pieces = self._encode_files(archive, start)
-            while piece := await asyncio.to_thread(next, pieces, b""):
+            loop = asyncio.get_running_loop()
+            while piece := await loop.run_in_executor(self._threads, next, pieces, b""):
                 await self._append(piece)
         await self._store.delete_file(self._archive_file)
 

@@ -56,6 +56,7 @@ def attach_jobs(settings: Settings) -> Attachment | None:
         await store.open()
         stack.push_async_callback(store.close)
         jobs = Jobs(store, job_settings, settings.max_body_bytes)
+        stack.callback(jobs.archive_threads.shutdown, wait=False)
         services.provide(jobs)
         services.provide(acceptance)
         runner = await stack.enter_async_context(JobRunner(jobs, services))

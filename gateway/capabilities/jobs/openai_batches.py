@@ -33,6 +33,7 @@ from gateway.inference.body import RequestBody
 from gateway.media_types import JSON, MULTIPART, NDJSON
 from gateway.memory import MemoryCharge
 from gateway.messages import quote_text
+from gateway.names import is_model_name
 from gateway.routes.dependencies import ServicesForInference
 from gateway.routes.openapi import (
     BINARY_CONTENT,
@@ -56,6 +57,10 @@ LINE_FORM: Final = (
 WINDOW: Final = "24h"
 PURPOSE: Final = "batch"
 MAX_FIELDS: Final = 16
+# The limits of OpenAI's API.
+MAX_METADATA_PAIRS: Final = 16
+MAX_METADATA_NAME_CHARS: Final = 64
+MAX_METADATA_VALUE_CHARS: Final = 512
 FILE_PREFIX: Final = "file-"
 BATCH_PREFIX: Final = "batch_"
 # The results of a batch that are files, and the key of `Job.details` under which the deleted ones are.
@@ -241,8 +246,10 @@ class FileWriter(RowWriter):
             request = orjson.loads(line)
             model = request["body"]["model"]
             orjson.dumps(request["body"])  # orjson can read more levels than it can write
-            is_valid = type(model) is type(request[CUSTOM_ID]) is str and (
-                (request["method"], request["url"]) == ("POST", ENDPOINT)
+            is_valid = (
+                type(model) is type(request[CUSTOM_ID]) is str
+                and is_model_name(model)
+                and (request["method"], request["url"]) == ("POST", ENDPOINT)
             )
         except (KeyError, TypeError, ValueError):
             is_valid = False
@@ -388,8 +395,8 @@ async def create_openai_batch(request: Request, services: ServicesForInference) 
         raise MalformedRequest(
             f'"endpoint" must be "{ENDPOINT}", and "completion_window" must be "{WINDOW}"'
         )
-    if not isinstance(metadata, dict | None):
-        raise MalformedRequest('"metadata" must be a JSON object')
+    if metadata is not None:
+        check_metadata(metadata)
     file, part, _ = await find_file(request, services, str(wanted.get("input_file_id")))
     if part:
         raise MalformedRequest('"input_file_id" must be the ID of an uploaded file')
@@ -416,6 +423,21 @@ async def create_openai_batch(request: Request, services: ServicesForInference) 
 
     discard = partial(jobs.store.delete_file, job.body_file)
     return respond(describe_batch(jobs, await keep_job(jobs, copy_body(), discard)))
+
+
+def check_metadata(metadata: Any) -> None:
+    """Raises `MalformedRequest`: metadata is a part of the job, which is written at each report."""
+    if not (
+        isinstance(metadata, dict)
+        and len(metadata) <= MAX_METADATA_PAIRS
+        and all(len(name) <= MAX_METADATA_NAME_CHARS for name in metadata)
+        and all(isinstance(value, str) for value in metadata.values())
+        and all(len(value) <= MAX_METADATA_VALUE_CHARS for value in metadata.values())
+    ):
+        raise MalformedRequest(
+            f'"metadata" must be a JSON object with at most {MAX_METADATA_PAIRS} strings, of at most '
+            f"{MAX_METADATA_VALUE_CHARS} characters, and with names of at most {MAX_METADATA_NAME_CHARS}"
+        )
 
 
 @route_get("/v1/batches", operation_id="list_batches", summary="Batches of files")

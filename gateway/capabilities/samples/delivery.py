@@ -11,13 +11,7 @@ from typing import Final
 
 import anyio
 
-from gateway.capabilities.samples.events import (
-    MAX_INLINE_BYTES,
-    REQUEST_TYPE,
-    SampleEvent,
-    can_have_error,
-    redact,
-)
+from gateway.capabilities.samples.events import REQUEST_TYPE, SampleEvent, can_have_error, redact
 from gateway.capabilities.samples.grpc_messages import convert_message, is_message
 from gateway.capabilities.samples.sinks import EventsNotSent, FolderSink, HttpSink
 from gateway.errors import GatewayError
@@ -29,6 +23,8 @@ from gateway.tensors.signature import Signature
 log = logging.getLogger(__name__)
 
 MAX_QUEUE_BYTES: Final = 16 << 20
+# More data is changed in a thread: in a gRPC message, it can be so many numbers, of eight bytes each.
+MAX_INLINE_CHANGE_BYTES: Final = 4 << 10
 MAX_ATTEMPTS: Final = 5
 PAUSE_S: Final = 2.0  # between two attempts
 # Events that wait when the gateway ends are sent within this time.
@@ -88,11 +84,16 @@ class EventQueue:
         self._dropped[reason].inc(count)
 
     @asynccontextmanager
-    async def take(self, max_events: int) -> AsyncIterator[Sequence[SampleEvent]]:
-        """Wait for events and yield some, which hold their memory until the end of the block."""
+    async def take(self, enough_bytes: int) -> AsyncIterator[Sequence[SampleEvent]]:
+        """Wait for events and yield some, which hold their memory until the end of the block.
+
+        With the last one, they have at least so many bytes of data, unless there are no more.
+        """
         taken = [await self._events.get()]
-        while len(taken) < max_events and not self._events.empty():
+        data_bytes = len(taken[0].data)
+        while data_bytes < enough_bytes and not self._events.empty():
             taken.append(self._events.get_nowait())
+            data_bytes += len(taken[-1].data)
         try:
             yield taken
         finally:
@@ -139,7 +140,7 @@ class EventSender:
             await cancel_tasks(tasks)
 
     async def _send_next(self) -> None:
-        async with self._queue.take(self._sink.events_per_send) as events:
+        async with self._queue.take(self._sink.bytes_per_send) as events:
             await self._send([await self._prepare(event) for event in events])
         await asyncio.sleep(self._sink.interval_s)
 
@@ -160,7 +161,8 @@ class EventSender:
             change = redact
         else:
             return event
-        if len(event.data) <= MAX_INLINE_BYTES:
+        if len(event.data) <= MAX_INLINE_CHANGE_BYTES:
+            await asyncio.sleep(0)  # thousands of events can follow each other
             return change(event, own)
         return await asyncio.to_thread(change, event, own)
 

@@ -37,7 +37,7 @@ REDACTED: Final = {"redacted": "true"}
 MAX_HEADER_BYTES: Final = 256
 # The attributes of an event hold about this much memory.
 EVENT_BYTES: Final = 4096
-# More data is hashed and changed in a thread.
+# More data is hashed in a thread.
 MAX_INLINE_BYTES: Final = 64 << 10
 # Characters that a header has as they are (HTTP protocol binding, section 3.1.3.2).
 UNQUOTED: Final = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')

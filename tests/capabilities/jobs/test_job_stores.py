@@ -6,15 +6,19 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
+from threading import Event
 from urllib.parse import urlsplit
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from gateway.capabilities.jobs.acceptance import add_job
+from gateway.capabilities.jobs.batch_rows import ArchiveWriter
 from gateway.capabilities.jobs.blocking import LEFT_OVER_AFTER_S
 from gateway.capabilities.jobs.capability import create_store
 from gateway.capabilities.jobs.errors import JobsUnavailable, TooManyJobs
@@ -22,8 +26,12 @@ from gateway.capabilities.jobs.job import Job, JobState, decode_job, encode_job
 from gateway.capabilities.jobs.service import Jobs
 from gateway.capabilities.jobs.settings import JobSettings
 from gateway.capabilities.jobs.store import JobLimits, JobQuery, JobStore
+from gateway.memory import MemoryBudget, MemoryCharge
+from gateway.telemetry.metrics import MetricFactory
 from tests.capabilities.jobs.unit.test_job import QUEUED
+from tests.support.archives import zipped
 from tests.support.redis_server import RedisServer
+from tests.support.wait import TIMEOUT_S
 
 LIMITS = JobLimits(10_000, 100)
 
@@ -77,6 +85,29 @@ def test_body_can_be_opened_as_a_file(settings: JobSettings, has_folder: bool) -
 
     if not has_folder:
         settings = settings.model_copy(update={"jobs_folder": None})
+    run_with(settings, work)
+
+
+def test_archive_is_expanded_while_all_threads_of_others_are_busy(tmp_path: Path) -> None:
+    budget = MemoryBudget(1 << 20, MetricFactory(CollectorRegistry()).counter("shed", "Shed."))
+    settings = JobSettings(jobs=f"sqlite://{tmp_path}")
+
+    async def work(store: JobStore) -> None:
+        jobs = Jobs(store, settings, 10)
+        others = ThreadPoolExecutor(1)
+        asyncio.get_running_loop().set_default_executor(others)
+        is_expanded = Event()
+        busy = asyncio.create_task(asyncio.to_thread(is_expanded.wait, TIMEOUT_S))
+        await asyncio.sleep(0)
+        threads = jobs.archive_threads
+        target = (store, "a.body", 10, MemoryCharge(budget))
+        writer = ArchiveWriter(*target, max_bytes=1000, threads=threads)
+        await writer.feed(zipped({"a.json": b"{}"}))
+        await writer.finish()
+        is_expanded.set()
+        assert await busy  # it was not expanded because the other work timed out
+        assert writer.rows == 1
+
     run_with(settings, work)
 
 

@@ -49,11 +49,18 @@ MAX_JOBS = 12
 
 
 @pytest.fixture(scope="module")
-def gateway(zoo_triton: EmbeddedTriton, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    zoo_triton: EmbeddedTriton, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     """The URL of a gateway that runs one job at a time."""
     entries = [*ENTRIES, entry(FULL, "infer")]
     settings = {
-        "jobs": f"sqlite://{tmp_path_factory.mktemp('jobs')}",
+        "jobs": f"sqlite://{folder}",
         "keys_file": str(written(tmp_path_factory.mktemp("keys") / "keys.yaml", entries)),
         "connect_timeout_s": "10",
         "max_running_jobs": "1",
@@ -199,11 +206,12 @@ def test_cancelled_batch_does_not_run(client: openai.OpenAI, jobs: httpx.Client)
         (lines_of([request_of("a", "b", method="GET")]), "request 2"),
         (lines_of([request_of(1, "b")]), "request 2"),
         (lines_of([request_of("a", "b", body={"model": 1})]), "request 2"),
+        (lines_of([request_of("a", "b", body={"model": "m" * 257})]), "of the form"),
         (lines_of([request_of("a", "b", body={"model": "other"})]), "another model"),
         (lines_of([request_of("a", "a" * (1 << 20))]), "exceeds"),
         (lines_of([request_of("a", "a")] * 20), "20 rows"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_file_with_an_invalid_line_is_refused(
     client: openai.OpenAI, line: bytes, words: str
@@ -237,6 +245,10 @@ def test_form_without_one_file_for_batches_is_refused(jobs: httpx.Client, form: 
         ({"endpoint": "/v1/chat/completions"}, 400),
         ({"completion_window": "1h"}, 400),
         ({"metadata": "text"}, 400),
+        ({"metadata": dict.fromkeys(map(str, range(17)), "")}, 400),
+        ({"metadata": {"n" * 65: ""}}, 400),
+        ({"metadata": {"name": "v" * 513}}, 400),
+        ({"metadata": {"name": 1}}, 400),
         ({"input_file_id": "file-nobodys"}, 404),
         ({"input_file_id": None}, 404),
     ],
@@ -250,6 +262,17 @@ def test_batch_that_cannot_be_made_is_refused(
         status,
         {"message", "type", "param", "code"},
     )
+
+
+def test_refused_metadata_leaves_no_body(
+    folder: Path, client: openai.OpenAI, jobs: httpx.Client
+) -> None:
+    file = upload(client, request_of("a", "a"))
+    before = {path.name for path in (folder / "files").iterdir()}
+    nested = json.loads("[" * 260 + "]" * 260)  # more levels than can be written
+    wanted = {"input_file_id": file.id, **BATCH, "metadata": {"name": nested}}
+    assert jobs.post("/v1/batches", json=wanted).status_code == 400
+    assert {path.name for path in (folder / "files").iterdir()} <= before
 
 
 def test_batch_for_a_model_that_is_unknown_to_its_caller_is_refused(

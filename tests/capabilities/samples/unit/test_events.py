@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,8 +14,9 @@ from prometheus_client import CollectorRegistry
 from tritonclient.grpc import service_pb2
 
 from gateway.capabilities.samples.capability import SampleSettings
-from gateway.capabilities.samples.delivery import EventQueue
+from gateway.capabilities.samples.delivery import EventQueue, EventSender
 from gateway.capabilities.samples.events import (
+    REQUEST_TYPE,
     SampleEvent,
     can_have_error,
     encode_event_headers,
@@ -26,11 +30,14 @@ from gateway.capabilities.samples.grpc_messages import (
     is_message,
 )
 from gateway.capabilities.samples.recorder import SampledBody
+from gateway.capabilities.samples.sinks import FolderSink
 from gateway.client.bodies import Body
 from gateway.commands.replay import decode_data, rebuild_request
 from gateway.messages import CommandError
+from gateway.services import Services
 from gateway.settings import read_settings
 from gateway.telemetry.metrics import MetricFactory
+from gateway.triton.grpc.byte_channel import GRPC_SERVICE
 
 NAMES = frozenset(("ssn", "age"))
 JSON_TYPE = {"datacontenttype": "application/json"}
@@ -104,6 +111,49 @@ async def test_pieces_of_a_body_count_with_their_own_memory() -> None:
     event = body.build_event({})
     assert event.data == b"ab" * 101
     assert queue.reserve(10_000 - len(event.data))
+
+
+async def test_events_are_taken_until_their_data_is_enough() -> None:
+    queue = EventQueue(MetricFactory(CollectorRegistry()))
+    queue.put([SampleEvent({}, bytes(size)) for size in (5, 0, 6, 7, 0)])
+    for expected in ([5, 0, 6], [7, 0]):
+        async with queue.take(enough_bytes=8) as events:
+            assert [len(event.data) for event in events] == expected
+    queue.put([SampleEvent({}, b"")] * 2)
+    async with queue.take(enough_bytes=0) as events:
+        assert len(events) == 1
+
+
+async def test_event_loop_runs_between_the_messages_that_are_converted(tmp_path: Path) -> None:
+    turns = 0
+    turns_of_events: list[tuple[int, int]] = []
+
+    class CountingSink(FolderSink):
+        async def send(self, events: Sequence[SampleEvent]) -> None:
+            turns_of_events.append((turns, len(events)))
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    queue = EventQueue(MetricFactory(CollectorRegistry()))
+    content_type = dict(build_message_headers(REQUEST_MESSAGE))[b"content-type"].decode()
+    attributes = {
+        "path": f"{GRPC_SERVICE}/ModelInfer",
+        "datacontenttype": content_type,
+        "model": "",
+    }
+    queue.put([SampleEvent({**attributes, "type": REQUEST_TYPE}, b"")] * 100)
+    sink = CountingSink(tmp_path, max_age_hours=1, max_bytes=1 << 20)
+    sender = EventSender(queue, sink, cast(Services, None), frozenset())
+    counting = asyncio.create_task(count_turns())
+    async with sender.run():
+        await queue.wait_until_empty()
+    counting.cancel()
+    ((turned, count),) = turns_of_events
+    assert turned >= count == 100
 
 
 @pytest.mark.parametrize("attribute", ["jsonlength", "contentencoding"])
