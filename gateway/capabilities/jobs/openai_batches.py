@@ -363,19 +363,27 @@ async def stream_lines(store: JobStore, file: BatchFile) -> AsyncIterator[bytes]
 async def delete_file(services: ServicesForInference, file: FileInPath) -> Response:
     """Delete an uploaded file, whose batches go on, or a result of a batch."""
     store = services.get(Jobs).store
-    job = file.job
     if file.part:
+        await delete_result(store, file)
+    else:
+        await store.delete(file.job)
+    return respond({"id": file.id, "object": "file", "deleted": True})
+
+
+async def delete_result(store: JobStore, file: BatchFile) -> None:
+    """Delete a result of a batch, of which another one may be deleted at the same time."""
+    job: Job | None = file.job
+    while job is not None:
         details = {**job.details, DELETED: [*job.details[DELETED], file.part]}
-        changed = replace(job, details=details)
+        changed = replace(job, token=job.token + 1, details=details)
         has_others = bool(list_job_files(changed))
         if not has_others:
             changed = replace(changed, result_file="", result_bytes=0, failed_bytes=0)
-        await store.replace(changed, job.token)
-        if not has_others:
-            await store.delete_file(job.result_file)
-    else:
-        await store.delete(job)
-    return respond({"id": file.id, "object": "file", "deleted": True})
+        if await store.replace(changed, job.token):
+            if not has_others:
+                await store.delete_file(job.result_file)
+            return
+        job = await store.find(job.id)
 
 
 @route_post(

@@ -24,11 +24,14 @@ from gateway.capabilities.jobs.openai_batches import (
     ERRORS,
     OUTPUT,
     BatchFile,
+    delete_result,
     describe_batch,
+    list_job_files,
     stream_lines,
 )
 from gateway.capabilities.jobs.service import Jobs
 from gateway.capabilities.jobs.settings import JobSettings
+from gateway.capabilities.jobs.store import JobLimits
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.capabilities.jobs.support import CANCELLABLE, submit, wait_for, wait_for_state
 from tests.capabilities.jobs.unit.test_job import NOW, QUEUED
@@ -370,6 +373,27 @@ def test_states_of_a_job_are_statuses_of_a_batch(tmp_path: Path) -> None:
         )
         errors = batch["errors"] and [each["code"] for each in batch["errors"]["data"]]
         assert errors == (["JOBS_FULL"] if status == "failed" else None)
+
+
+def test_results_of_a_batch_are_deleted_at_the_same_time(tmp_path: Path) -> None:
+    async def run() -> None:
+        store = create_store(JobSettings(jobs=f"sqlite://{tmp_path}"))
+        await store.open()
+        job = replace(QUEUED.start(NOW), kind=JobKind.openai_batch, details={"deleted": []})
+        job = replace(job.finish_batch(NOW), result_file="r", result_bytes=2, failed_bytes=1)
+        await store.append(job.result_file, b"12")
+        await store.add(job, JobLimits(10, 10))
+        seen = await store.find(job.id)
+        assert seen is not None
+        for file in list_job_files(seen):
+            await delete_result(store, file)
+        left = await store.find(job.id)
+        assert left is not None
+        assert not list_job_files(left)
+        assert not await store.read(job.result_file, 0, 2)
+        await store.close()
+
+    asyncio.run(run())
 
 
 def test_lines_that_are_read_in_pieces_are_whole(tmp_path: Path) -> None:
