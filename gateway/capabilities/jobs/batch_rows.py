@@ -64,7 +64,7 @@ class RowWriter:
         self._max_rows = max_rows
         self._charge = charge
         self._lines = 0
-        self._rest = b""
+        self._rest = bytearray()
         self.rows = 0
         self.size_bytes = 0
 
@@ -77,7 +77,10 @@ class RowWriter:
                 f"the batch has more than {max_lines} lines, of which {self._max_rows} may be rows "
                 "(GATEWAY_MAX_BATCH_ROWS)"
             )
-        *lines, self._rest = (self._rest + data).split(LINE_FEED)
+        self._rest += data
+        lines: list[bytearray] = []
+        if LINE_FEED in data:  # otherwise many small pieces of a long line would each copy it
+            *lines, self._rest = self._rest.split(LINE_FEED)
         if max(map(len, (*lines, self._rest))) > MAX_LINE_BYTES:
             raise TooLarge(
                 f"row {self.rows + 1} or one of the next exceeds {MAX_LINE_BYTES} bytes; "

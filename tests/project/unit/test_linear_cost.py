@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from gateway.capabilities.grpc_api.infer_request import read_infer_request
+from gateway.capabilities.jobs.batch_rows import RowWriter
+from gateway.capabilities.jobs.store import JobStore
 from gateway.errors import GatewayError
+from gateway.memory import MemoryBudget, MemoryCharge
+from gateway.telemetry.metrics import MetricFactory
 from gateway.tensors.image_header import read_image_header, strip_metadata
 from gateway.tensors.inputs import read_payload, to_inputs
 from gateway.tensors.json_body import decode_base64_text
@@ -55,6 +61,18 @@ def repeated_value(value: Any) -> Callable[[int], list[Any]]:
 
 def feed_form(body: bytes) -> list[Any]:
     return list(MultipartParser("b", 128).feed(body))
+
+
+def feed_row_in_pieces(line: bytes) -> None:
+    budget = MemoryBudget(1 << 20, MetricFactory(CollectorRegistry()).counter("shed", "Shed."))
+    # No row is complete, and so none is stored.
+    writer = RowWriter(cast(JobStore, None), "", 1, MemoryCharge(budget))
+
+    async def feed() -> None:
+        for start in range(0, len(line), 32):
+            await writer.feed(line[start : start + 32])
+
+    asyncio.run(feed())
 
 
 def read_image(data: bytes) -> bytes:
@@ -118,6 +136,7 @@ PARSERS = (
     Parser("multipart: a long header", repeated_bytes(b"a", b"--b\r\nX: "), feed_form),
     Parser("multipart: many headers", repeated_bytes(b"X: y\r\n", b"--b\r\n"), feed_form),
     Parser("multipart: preamble", repeated_bytes(b"\r\n--"), feed_form),
+    Parser("batch: a row in pieces", lambda size: b"a" * (3 * size), feed_row_in_pieces),
     Parser("data: URI without a comma", repeated(";", "data:"), decode_base64_text),
     Parser("data: URI with escapes", repeated("%41", "data:,"), decode_base64_text),
     Parser("data: URI with half escapes", repeated("%4", "data:,"), decode_base64_text),
