@@ -117,7 +117,7 @@ class ReceiveSlots:
 
 @dataclass(slots=True)
 class ResponseSize:
-    """The largest recent response of a model to a caller, in bytes and in bytes for each of its request."""
+    """The largest recent response of a model to a caller, in bytes and as a multiple of its request."""
 
     size_bytes: float = 0.0
     ratio: float = 0.0
