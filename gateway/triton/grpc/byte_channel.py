@@ -346,8 +346,8 @@ class ByteStream:
         try:
             await self._call.write(message)
             await self._call.done_writing()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # the next read raises the status
+        except (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError):
+            pass  # the call has ended, and the next read raises its status
 
     async def _read_messages(self) -> None:
         try:

@@ -209,10 +209,12 @@ def test_rows_beyond_a_quota_fail_at_once(client: httpx.Client) -> None:
 
 def test_cancelled_job_ends_in_triton(client: httpx.Client, zoo_triton: EmbeddedTriton) -> None:
     ends = Path(zoo_triton.options.model_repositories[0]) / "cancellable/ends"
-    ends.unlink(missing_ok=True)
+    started = ends.with_name("started")
+    for each in (started, ends):
+        each.unlink(missing_ok=True)
     job = submit(client, CANCELLABLE, json={"inputs": [3600]}).json()["id"]
     wait_for_state(client, job, "running")
-    wait_until((ends.parent / "started").exists)
+    wait_until(started.exists)
     assert client.get(f"/v1/jobs/{job}/result").status_code == 409
     assert client.delete(f"/v1/jobs/{job}").json()["state"] == "cancelled"
     wait_until(ends.exists)

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from gateway.errors import BadUpstream, GatewayError
+from gateway.errors import BadUpstream, GatewayError, UpstreamResponseTooLarge
 from gateway.triton.grpc.byte_channel import (
     INFER_METHOD,
     STREAM_METHOD,
@@ -63,6 +63,33 @@ class Sender(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
         while True:
             await context.write(bytes(MIB))
             self.large_count += 1
+
+
+class HastySender(Sender):
+    """A server that responds before it has read the request."""
+
+    async def stream(self, _: Any, context: Any) -> None:
+        await context.write(bytes(2000))
+        await context.read()
+
+
+async def test_response_that_is_too_large_is_told_while_the_request_is_sent() -> None:
+    """In about one of a hundred calls, the response fails before the request is complete."""
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((HastySender(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    channel = GrpcByteChannel(f"127.0.0.1:{port}", None, max_answer_bytes=1000)
+    target = RequestTarget("m")
+    try:
+        for _ in range(5):
+            opening = (
+                ByteStream.open(channel, target, bytes(MIB), (), TIMEOUT_S) for _ in range(40)
+            )
+            outcomes = await asyncio.gather(*opening, return_exceptions=True)
+            assert {type(each) for each in outcomes} == {UpstreamResponseTooLarge}
+    finally:
+        await server.stop(0)
 
 
 async def test_stream_that_is_read_slowly_is_not_read_ahead_of_its_reader() -> None:
