@@ -53,8 +53,8 @@ CUT_OFF_MESSAGE: Final = re.compile(
     r"stream removed|socket closed|recvmsg|endpoint|connection (?:reset|closed)|broken pipe|goaway",
     re.I,
 )
-# The whole message of grpc.aio if the connection was lost while a request was written.
-CUT_OFF_WRITE: Final = "Internal error from Core"
+# The whole message of grpc.aio if a call has ended while its request was written. The reason is lost.
+FAILED_WRITE: Final = "Internal error from Core"
 
 
 class GrpcUnreachable(RequestNotSent):
@@ -70,7 +70,9 @@ def map_grpc_error(
         return DeadlinePassed(target.timeout_s)
     if code == "UNAVAILABLE" and NOT_SENT_MESSAGE.match(details):
         return GrpcUnreachable(NO_RESPONSE, is_refused=False)
-    if (code == "UNAVAILABLE" and CUT_OFF_MESSAGE.match(details)) or details == CUT_OFF_WRITE:
+    if details == FAILED_WRITE:
+        return BadUpstream("the replica ended the gRPC call before the request was sent completely")
+    if code == "UNAVAILABLE" and CUT_OFF_MESSAGE.match(details):
         return BadUpstream(
             "the replica closed its gRPC connection before its response was complete"
         )
