@@ -102,7 +102,7 @@ MODELS = (
     SlowModel("first_step", instances=1, batch_s=0.0, request_s=0.01),
 )
 # Two batches, or two inferences for each instance, which the slowest step of the ensemble has.
-FIXED_LIMITS = {"python": 4, "batching": 8, "ensemble": 4}
+FIXED_LIMITS = {"python": 3, "batching": 8, "ensemble": 4}
 
 
 def find_settings(limit: str, model: str) -> Mapping[str, str]:

@@ -3,13 +3,14 @@
 Triton's dynamic batcher makes the usual signal, round-trip times that rise, useless: they rise with the load
 long before a model is busy. The ratio of the time that requests wait in Triton to the time that they are
 computed does not: near 1.5, the next batch is always there, and what waits longer waits in the gateway, where
-priorities can reorder it; without batches 1 is enough, where one waits for each that is computed. A limit
-grows by additions and shrinks by a factor, as a window of TCP does.
+priorities can reorder it; without batches 0.5 is enough, where one waits for every two that are computed. A
+limit grows by additions and shrinks by a factor, as a window of TCP does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -29,7 +30,7 @@ INTERVAL_S: Final = 1.0
 STATISTICS_TIMEOUT_S: Final = 1.0
 MAX_MODELS_PER_INTERVAL: Final = 32
 BATCHING_RATIO: Final = 1.5
-SINGLE_RATIO: Final = 1.0
+SINGLE_RATIO: Final = 0.5
 TOLERANCE: Final = 1.2
 MIN_SAMPLES: Final = 5
 GROWTH: Final = 0.1
@@ -80,8 +81,10 @@ def choose_limit(
 
 
 def choose_first_limit(signature: Signature) -> int:
-    """Return two batches, or without batching two inferences, for each instance."""
-    return max(2 * max(signature.max_batch_size, 1) * signature.instances, MIN_LIMIT)
+    """Return two batches for each instance, or without batching three inferences for every two instances."""
+    batch_size, instances = signature.max_batch_size, signature.instances
+    limit = 2 * batch_size * instances if batch_size > 1 else math.ceil(1.5 * instances)
+    return max(limit, MIN_LIMIT)
 
 
 def find_stages(signatures: SignatureCache, model: str) -> Mapping[str, Signature]:

@@ -26,15 +26,15 @@ def test_limit_follows_the_queue_of_triton(
     assert choose_limit(40, 2, times, is_reached=is_reached) == expected
 
 
-def test_queue_without_batches_is_as_long_as_what_is_computed() -> None:
-    limits = [4]
+def test_queue_without_batches_is_half_of_what_is_computed() -> None:
+    limits = [3]
     for _ in range(20):
         # Two instances, and a load beyond the limit.
         times = QueueTimes(100, round((limits[-1] / 2 - 1) * 1e6), 1_000_000)
         limits.append(
             choose_limit(limits[-1], 2, times, is_reached=True, wanted_ratio=SINGLE_RATIO)
         )
-    assert set(limits) == {4}
+    assert set(limits) == {3}
 
 
 def test_limit_stays_above_the_minimum() -> None:
