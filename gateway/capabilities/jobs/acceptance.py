@@ -21,10 +21,10 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope
 
 from gateway.capabilities.jobs.errors import JobsUnavailable, KeyInUse, KeyReused
-from gateway.capabilities.jobs.job import Job, create_job_id
+from gateway.capabilities.jobs.job import BODY_SUFFIX, Job, create_job_id
 from gateway.capabilities.jobs.replay import ResponseCapture
 from gateway.capabilities.jobs.routes import JOB_SCHEMA, JobResultResponse, describe_job
-from gateway.capabilities.jobs.service import Jobs, find_owner
+from gateway.capabilities.jobs.service import IncomingBody, Jobs, find_owner
 from gateway.capacity.admission import AdmissionQueue
 from gateway.errors import BodyTooLarge, GatewayError, MalformedRequest
 from gateway.fleet.inference import InferenceService, ResultStream
@@ -145,9 +145,13 @@ class StoredBody:
     """The body of a request, written to a file while a handler receives it."""
 
     def __init__(
-        self, jobs: Jobs, file: str, scope: Scope, receive: Receive, max_bytes: int
+        self,
+        scope: Scope,
+        receive: Receive,
+        max_bytes: int,
+        file: IncomingBody | None = None,
     ) -> None:
-        self._jobs = jobs
+        """Without a file, it is only counted and hashed."""
         self._file = file
         self._receive = receive
         self._max_bytes = max_bytes
@@ -176,8 +180,8 @@ class StoredBody:
             self.size_bytes += len(data)
             if self.size_bytes > self._max_bytes:
                 raise BodyTooLarge(self._max_bytes)
-            if data and self._file:
-                await self._jobs.store.append(self._file, data)
+            if data and self._file is not None:
+                await self._file.append(data)
         return message
 
     async def receive_rest(self) -> None:
@@ -239,7 +243,7 @@ class JobAcceptance:
             known = await jobs.store.find_by_key(*in_use)
             if known is None:
                 return await accept(key)
-            body = StoredBody(jobs, "", scope, request.receive, max_bytes)
+            body = StoredBody(scope, request.receive, max_bytes)
             await body.receive_rest()
             return await respond_with_known(jobs, known, body)
         finally:
@@ -249,7 +253,8 @@ class JobAcceptance:
         self, jobs: Jobs, services: Services, scope: Scope, receive: Receive, key: str
     ) -> Response:
         job_id = create_job_id()
-        body = StoredBody(jobs, f"{job_id}.body", scope, receive, jobs.max_body_bytes)
+        file = IncomingBody(jobs, f"{job_id}{BODY_SUFFIX}")
+        body = StoredBody(scope, receive, jobs.max_body_bytes, file)
         adding = None
         try:
             callback = find_callback(jobs, scope)
@@ -259,10 +264,10 @@ class JobAcceptance:
             await body.receive_rest()
             job = replace(build_job(job_id, scope, body, key), **callback)
             # A client that disconnects now cannot separate a job from its body.
-            adding = jobs.tasks.start(add_job(jobs, job))
+            adding = jobs.tasks.start(add_job(jobs, job, file))
         finally:
             if adding is None:
-                await jobs.store.delete_file(f"{job_id}.body")
+                await file.discard()
         kept = await asyncio.shield(adding)
         if kept is not job:
             return await respond_with_known(jobs, kept, body)
@@ -278,23 +283,22 @@ class JobAcceptance:
         return respond_with_job(job)
 
 
-async def keep_job(
-    jobs: Jobs, writing: Awaitable[Job], discard: Callable[[], Awaitable[None]]
-) -> Job:
-    """Keep the job that `writing` returns when it has written the body, or discard the body."""
+async def keep_job(jobs: Jobs, writing: Awaitable[Job], *files: IncomingBody) -> Job:
+    """Keep the job that `writing` returns when it has written the files, or discard the files."""
     adding = None
     try:
-        adding = jobs.tasks.start(add_job(jobs, await writing))
+        adding = jobs.tasks.start(add_job(jobs, await writing, *files))
     finally:
         if adding is None:
-            await discard()
+            for file in files:
+                await file.discard()
     # A client that disconnects now cannot separate a job from its body.
     kept = await asyncio.shield(adding)
     jobs.changes.notify()
     return kept
 
 
-async def add_job(jobs: Jobs, job: Job) -> Job:
+async def add_job(jobs: Jobs, job: Job, *files: IncomingBody) -> Job:
     """Keep a job and its body; return it, or the one that has its idempotency key."""
     try:
         if job.body_bytes:
@@ -305,6 +309,9 @@ async def add_job(jobs: Jobs, job: Job) -> Job:
     except GatewayError:
         await jobs.store.delete_file(job.body_file)
         raise
+    finally:
+        for file in files:
+            file.release()
     if kept is not job:
         await jobs.store.delete_file(job.body_file)
     return kept

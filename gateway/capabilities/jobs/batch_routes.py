@@ -19,9 +19,9 @@ from gateway.capabilities.jobs.acceptance import (
     respond_with_known,
 )
 from gateway.capabilities.jobs.batch_rows import ARCHIVE_TYPES, ArchiveWriter, FormWriter, RowWriter
-from gateway.capabilities.jobs.job import Job, JobKind, create_job_id
+from gateway.capabilities.jobs.job import BODY_SUFFIX, Job, JobKind, create_job_id
 from gateway.capabilities.jobs.routes import JOB_SCHEMA
-from gateway.capabilities.jobs.service import Jobs
+from gateway.capabilities.jobs.service import IncomingBody, Jobs
 from gateway.errors import MalformedRequest, UnsupportedBody
 from gateway.inference.body import RequestBody
 from gateway.media_types import MULTIPART, NDJSON
@@ -85,19 +85,20 @@ async def accept_batch(
         raise MalformedRequest("a stream cannot be a row of a batch; accept another type")
     callback = find_callback(jobs, scope)
     max_bytes = jobs.settings.max_batch_bytes
-    received = StoredBody(jobs, "", scope, request.receive, max_bytes)
+    received = StoredBody(scope, request.receive, max_bytes)
     body = RequestBody(scope, received.receive)
     media_type, _ = parse_content_type(body.content_type)
     if media_type not in BATCH_TYPES:
         raise UnsupportedBody(body.content_type, BATCH_TYPES)
     job_id = create_job_id()
-    file = f"{job_id}.body"
-    target = (jobs.store, file, jobs.settings.max_batch_rows, charge)
+    file = IncomingBody(jobs, f"{job_id}{BODY_SUFFIX}")
+    archive = IncomingBody(jobs, f"{job_id}.archive{BODY_SUFFIX}")
+    target = (file, jobs.settings.max_batch_rows, charge)
     writer = RowWriter(*target)
     if media_type == MULTIPART:
         writer = FormWriter(*target, body.content_type)
     elif media_type != NDJSON:
-        writer = ArchiveWriter(*target, max_bytes=max_bytes, threads=jobs.archive_threads)
+        writer = ArchiveWriter(*target, archive=archive, jobs=jobs)
 
     async def receive() -> Job:
         async for chunk in body.stream(max_bytes):
@@ -119,7 +120,7 @@ async def accept_batch(
             **callback,
         )
 
-    kept = await keep_job(jobs, receive(), writer.discard)
+    kept = await keep_job(jobs, receive(), file, archive)
     if kept.id != job_id:
         return await respond_with_known(jobs, kept, received)
     return respond_with_job(kept)

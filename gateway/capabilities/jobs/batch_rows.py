@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from pathlib import PurePath
 from typing import BinaryIO, Final, NamedTuple
 
 import orjson
 
 from gateway.capabilities.jobs.errors import JobFileLost
-from gateway.capabilities.jobs.job import BODY_SUFFIX, Job, JobKind
+from gateway.capabilities.jobs.job import Job, JobKind
+from gateway.capabilities.jobs.service import IncomingBody, Jobs
 from gateway.capabilities.jobs.store import JobStore
 from gateway.capacity.archives import ArchiveLimits, read_archive
 from gateway.errors import MalformedRequest, TooLarge
@@ -58,8 +58,7 @@ class RowWriter:
     What it holds of the body, because its end has not arrived, is charged to the memory budget.
     """
 
-    def __init__(self, store: JobStore, file: str, max_rows: int, charge: MemoryCharge) -> None:
-        self._store = store
+    def __init__(self, file: IncomingBody, max_rows: int, charge: MemoryCharge) -> None:
         self._file = file
         self._max_rows = max_rows
         self._charge = charge
@@ -93,9 +92,6 @@ class RowWriter:
         if self._rest.strip():
             await self._write([self._rest])
 
-    async def discard(self) -> None:
-        await self._store.delete_file(self._file)
-
     async def _write(self, lines: Sequence[bytes | bytearray], rows: int | None = None) -> None:
         self._count_rows(len(lines) if rows is None else rows)
         if lines:
@@ -110,16 +106,16 @@ class RowWriter:
 
     async def _append(self, data: bytes) -> None:
         self.size_bytes += len(data)
-        await self._store.append(self._file, data)
+        await self._file.append(data)
 
 
 class FormWriter(RowWriter):
     """Writes the files of a form, each after a line that describes it."""
 
     def __init__(
-        self, store: JobStore, file: str, max_rows: int, charge: MemoryCharge, content_type: str
+        self, file: IncomingBody, max_rows: int, charge: MemoryCharge, content_type: str
     ) -> None:
-        super().__init__(store, file, max_rows, charge)
+        super().__init__(file, max_rows, charge)
         boundary = parse_content_type(content_type)[1].get("boundary", "")
         self._parser = MultipartParser(boundary, max_rows)
         self._part_content = bytearray()
@@ -147,42 +143,37 @@ class ArchiveWriter(RowWriter):
 
     def __init__(
         self,
-        store: JobStore,
-        file: str,
+        file: IncomingBody,
         max_rows: int,
         charge: MemoryCharge,
         *,
-        max_bytes: int,
-        threads: Executor,
+        archive: IncomingBody,
+        jobs: Jobs,
     ) -> None:
-        super().__init__(store, file, max_rows, charge)
-        self._threads = threads
-        self._archive_file = f"{file.removesuffix(BODY_SUFFIX)}.archive{BODY_SUFFIX}"
-        self._archive_bytes = 0
-        self._limits = ArchiveLimits(max_bytes, MAX_ENTRIES_PER_ROW * max_rows)
+        super().__init__(file, max_rows, charge)
+        self._archive = archive
+        self._jobs = jobs
+        self._limits = ArchiveLimits(jobs.settings.max_batch_bytes, MAX_ENTRIES_PER_ROW * max_rows)
 
     async def feed(self, data: bytes) -> None:
-        self._archive_bytes += len(data)
-        await self._store.append(self._archive_file, data)
+        await self._archive.append(data)
 
     async def finish(self) -> None:
         """Write the rows. Raises `InvalidArchive`, `TooLarge` or `MemoryBudgetExceeded`."""
-        if not self._archive_bytes:
+        if not self._archive.size_bytes:
             return
-        with await self._store.open_file(self._archive_file) as archive:
+        with await self._jobs.store.open_file(self._archive.file) as archive:
             start = archive.read(len(ZIP_START))
             if start == ZIP_START:
-                directory_bytes = DIRECTORY_FACTOR * self._archive_bytes
+                directory_bytes = DIRECTORY_FACTOR * self._archive.size_bytes
                 self._charge.resize(min(directory_bytes, MAX_DIRECTORY_BYTES))
             pieces = self._encode_files(archive, start)
             loop = asyncio.get_running_loop()
-            while piece := await loop.run_in_executor(self._threads, next, pieces, b""):
+            while piece := await loop.run_in_executor(
+                self._jobs.archive_threads, next, pieces, b""
+            ):
                 await self._append(piece)
-        await self._store.delete_file(self._archive_file)
-
-    async def discard(self) -> None:
-        await super().discard()
-        await self._store.delete_file(self._archive_file)
+        await self._archive.discard()
 
     def _encode_files(self, archive: BinaryIO, start: bytes) -> Iterator[bytes]:
         """Yield the rows in pieces. It blocks."""

@@ -61,8 +61,8 @@ def attach_jobs(settings: Settings) -> Attachment | None:
         services.provide(acceptance)
         runner = await stack.enter_async_context(JobRunner(jobs, services))
         services.provide(runner)
-        services.metrics.collector_registry.register(JobCollector(runner))
-        services.waiting_work.append(lambda: runner.counts.by_state.get(JobState.queued, 0))
+        services.metrics.collector_registry.register(JobCollector(jobs))
+        services.waiting_work.append(lambda: jobs.counts.by_state.get(JobState.queued, 0))
         await open_callbacks(jobs, services, stack)
 
     return Attachment(

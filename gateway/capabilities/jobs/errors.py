@@ -41,6 +41,11 @@ class JobsFull(GatewayError):
         )
 
 
+class JobBytesExceeded(JobsFull):
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"all jobs together exceed {limit_bytes} bytes (GATEWAY_MAX_JOBS_BYTES)")
+
+
 class ResultTooLarge(GatewayError):
     status = 507
     code = "RESULT_TOO_LARGE"

@@ -26,7 +26,7 @@ from gateway.capabilities.jobs.errors import JobConflict, JobNotFound
 from gateway.capabilities.jobs.job import MIN_ERROR_STATUS, Job, JobKind, JobState, create_job_id
 from gateway.capabilities.jobs.replay import READ_BYTES, read_piece
 from gateway.capabilities.jobs.routes import MAX_LIMIT, JobResultResponse, cancel_job, find_job
-from gateway.capabilities.jobs.service import Jobs, find_owner, may_use_all
+from gateway.capabilities.jobs.service import IncomingBody, Jobs, find_owner, may_use_all
 from gateway.capabilities.jobs.store import JobQuery, JobStore
 from gateway.errors import MalformedRequest, UnsupportedBody
 from gateway.inference.body import RequestBody
@@ -198,9 +198,9 @@ class FileWriter(RowWriter):
     """Writes the file of a form, whose lines are requests for one model."""
 
     def __init__(
-        self, store: JobStore, file: str, max_rows: int, charge: MemoryCharge, content_type: str
+        self, file: IncomingBody, max_rows: int, charge: MemoryCharge, content_type: str
     ) -> None:
-        super().__init__(store, file, max_rows, charge)
+        super().__init__(file, max_rows, charge)
         media_type, options = parse_content_type(content_type)
         if media_type != MULTIPART:
             raise UnsupportedBody(content_type, (MULTIPART,))
@@ -273,11 +273,12 @@ async def create_file(request: Request, services: ServicesForInference) -> Respo
     """Check and keep a file with a request on each line, all for one model."""
     jobs = services.get(Jobs)
     max_bytes = jobs.settings.max_batch_bytes
-    received = StoredBody(jobs, "", request.scope, request.receive, max_bytes)
+    received = StoredBody(request.scope, request.receive, max_bytes)
     body = RequestBody(request.scope, received.receive)
     job = build_job(f"{FILE_PREFIX}{create_job_id()}", request.scope, received, "")
     charge = services.get_charge(request.scope["request_info"])
-    target = (jobs.store, job.body_file, jobs.settings.max_batch_rows, charge)
+    file = IncomingBody(jobs, job.body_file)
+    target = (file, jobs.settings.max_batch_rows, charge)
     writer = FileWriter(*target, body.content_type)
 
     async def receive() -> Job:
@@ -299,7 +300,7 @@ async def create_file(request: Request, services: ServicesForInference) -> Respo
             details={"filename": writer.name},
         )
 
-    return respond(describe_upload(jobs, await keep_job(jobs, receive(), writer.discard)))
+    return respond(describe_upload(jobs, await keep_job(jobs, receive(), file)))
 
 
 @route_get("/v1/files", operation_id="list_files", summary="Uploaded files")
@@ -396,7 +397,7 @@ async def create_openai_batch(request: Request, services: ServicesForInference) 
     """Keep the requests of an uploaded file, and run them without a connection."""
     jobs = services.get(Jobs)
     scope = request.scope
-    received = StoredBody(jobs, "", scope, request.receive, jobs.max_body_bytes)
+    received = StoredBody(scope, request.receive, jobs.max_body_bytes)
     wanted = await read_management_body(Request(scope, received.receive), services)
     metadata = wanted.get("metadata")
     if wanted.get("endpoint") != ENDPOINT or wanted.get("completion_window") != WINDOW:
@@ -426,11 +427,11 @@ async def create_openai_batch(request: Request, services: ServicesForInference) 
     async def copy_body() -> Job:
         for position in range(0, file.result_bytes, READ_BYTES):
             piece = await read_piece(jobs.store, file.result_file, position, file.result_bytes)
-            await jobs.store.append(job.body_file, piece)
+            await copy.append(piece)
         return job
 
-    discard = partial(jobs.store.delete_file, job.body_file)
-    return respond(describe_batch(jobs, await keep_job(jobs, copy_body(), discard)))
+    copy = IncomingBody(jobs, job.body_file)
+    return respond(describe_batch(jobs, await keep_job(jobs, copy_body(), copy)))
 
 
 def check_metadata(metadata: Any) -> None:

@@ -19,7 +19,13 @@ import orjson
 
 from gateway.capabilities.jobs import redis_scripts
 from gateway.capabilities.jobs.blocking import BlockingCalls, FolderFiles
-from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable, ResultTooLarge, TooManyJobs
+from gateway.capabilities.jobs.errors import (
+    JobBytesExceeded,
+    JobsFull,
+    JobsUnavailable,
+    ResultTooLarge,
+    TooManyJobs,
+)
 from gateway.capabilities.jobs.job import (
     BODY_SUFFIX,
     Job,
@@ -89,9 +95,7 @@ class RedisJobStore:
         if reply == b"TOO_MANY":
             raise TooManyJobs(limits.max_per_owner)
         if reply == b"FULL":
-            raise JobsFull(
-                f"all jobs together exceed {limits.max_bytes} bytes (GATEWAY_MAX_JOBS_BYTES)"
-            )
+            raise JobBytesExceeded(limits.max_bytes)
         kept = decode_job(reply)
         return job if kept.id == job.id else kept
 

@@ -33,7 +33,6 @@ from gateway.capabilities.jobs.replay import (
     find_delay_s,
 )
 from gateway.capabilities.jobs.service import Jobs
-from gateway.capabilities.jobs.store import JobCounts
 from gateway.errors import GatewayError, InternalError, Unauthenticated
 from gateway.process_exit import Drain
 from gateway.routes.middleware import GatewayMiddleware
@@ -90,7 +89,6 @@ class JobRunner:
             JobKind.request: self._run_request,
             **dict.fromkeys(BATCHES, lambda job: BatchRun(self, jobs, self._services, job).run()),
         }
-        self.counts = JobCounts({}, None, 0)
         self._next_left_over_search_at = 0.0
 
     async def __aenter__(self) -> JobRunner:
@@ -260,7 +258,7 @@ class JobRunner:
                     await self._store.delete(job)
                 else:
                     await self._jobs.replace(job.expire(now), job.token)
-            self.counts = await self._store.count_jobs()
+            self._jobs.counts = await self._store.count_jobs()
             if time.monotonic() >= self._next_left_over_search_at:
                 self._next_left_over_search_at = time.monotonic() + LEFT_OVER_PERIOD_S
                 await self._store.delete_left_over()
@@ -289,11 +287,11 @@ def find_current_caller(
 class JobCollector(Collector):
     """The metrics of the jobs in the store, a few seconds old."""
 
-    def __init__(self, runner: JobRunner) -> None:
-        self._runner = runner
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        counts = self._runner.counts
+        counts = self._jobs.counts
         jobs = GaugeMetricFamily("gateway_jobs", "Jobs that are kept, by state.", labels=["state"])
         for state in JobState:
             jobs.add_metric([state.value], counts.by_state.get(state, 0))

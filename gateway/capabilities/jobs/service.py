@@ -10,10 +10,10 @@ from weakref import WeakValueDictionary
 from gateway.access.auth import authorize_all_models
 from gateway.callers import CallerKind, Right
 from gateway.capabilities.jobs.callback_hosts import CallbackHosts
-from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
+from gateway.capabilities.jobs.errors import JobBytesExceeded, JobsFull, JobsUnavailable
 from gateway.capabilities.jobs.job import Job
 from gateway.capabilities.jobs.settings import JobSettings
-from gateway.capabilities.jobs.store import JobLimits, JobStore
+from gateway.capabilities.jobs.store import JobCounts, JobLimits, JobStore
 from gateway.errors import Forbidden
 from gateway.tasks import ChangeSignal, TaskSet
 from gateway.telemetry.request_info import RequestInfo, RequestScope
@@ -34,6 +34,9 @@ class Jobs:
         self.max_body_bytes = max_body_bytes
         self.callback_hosts = CallbackHosts(settings.callback_hosts)
         self.limits = JobLimits(settings.max_jobs_bytes, settings.max_jobs_per_caller)
+        # What the store has, a few seconds old; and what bodies without a job have beside it.
+        self.counts = JobCounts({}, None, 0)
+        self.incoming_bytes = 0
         # Notified when this process accepts a job, or has a place for another one.
         self.changes = ChangeSignal()
         # For each job whose end somebody awaits here, by its ID.
@@ -63,6 +66,34 @@ class Jobs:
             seen = await end.wait(seen, min(remaining_s, POLL_S))
             current = await self.store.find(job.id)
         return current
+
+
+class IncomingBody:
+    """The file of a body whose job is not in the store yet. Its bytes count at `GATEWAY_MAX_JOBS_BYTES`."""
+
+    def __init__(self, jobs: Jobs, file: str) -> None:
+        self._jobs = jobs
+        self.file = file
+        self.size_bytes = 0
+
+    async def append(self, data: bytes) -> None:
+        """Append to the file, and create it. Raises `JobsFull`."""
+        jobs = self._jobs
+        self.size_bytes += len(data)
+        jobs.incoming_bytes += len(data)
+        if jobs.counts.size_bytes + jobs.incoming_bytes > jobs.limits.max_bytes:
+            raise JobBytesExceeded(jobs.limits.max_bytes)
+        await jobs.store.append(self.file, data)
+
+    async def discard(self) -> None:
+        """Delete the file."""
+        self.release()
+        await self._jobs.store.delete_file(self.file)
+
+    def release(self) -> None:
+        """Count the bytes no longer: they are in the store, or deleted."""
+        self._jobs.incoming_bytes -= self.size_bytes
+        self.size_bytes = 0
 
 
 def find_owner(info: RequestInfo) -> str:

@@ -33,7 +33,7 @@ class JobSettings(CapabilitySettings):
     """Folder that all gateways share, for the bodies and results of jobs in Redis. Empty: Redis has them, and
     bodies over 1 MiB are 413."""
     max_jobs_bytes: int = Field(10 << 30, gt=0)
-    """Maximum size of the bodies and results of all jobs; further jobs are 507."""
+    """Maximum size of the bodies and results of all jobs, also of those that arrive; further jobs are 507."""
     max_batch_bytes: int = Field(1 << 30, gt=0)
     """Maximum size of the body of a batch, as received and decompressed, and of the files in an archive."""
     max_batch_rows: int = Field(100_000, gt=0)

@@ -15,7 +15,12 @@ from typing import Any, Final
 import orjson
 
 from gateway.capabilities.jobs.blocking import FILE_MODE, FolderFiles, describe_failures
-from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable, TooManyJobs
+from gateway.capabilities.jobs.errors import (
+    JobBytesExceeded,
+    JobsFull,
+    JobsUnavailable,
+    TooManyJobs,
+)
 from gateway.capabilities.jobs.job import Job, JobState, decode_job, encode_job, find_job_id
 from gateway.capabilities.jobs.store import FreePlaces, JobCounts, JobLimits, JobQuery
 from gateway.messages import CommandError
@@ -154,9 +159,7 @@ class SqliteJobs:
                 raise TooManyJobs(limits.max_per_owner)
             size_bytes = self._read_number("SELECT total(size_bytes) FROM totals")
             if size_bytes + job.size_bytes > limits.max_bytes:
-                raise JobsFull(
-                    f"all jobs together exceed {limits.max_bytes} bytes (GATEWAY_MAX_JOBS_BYTES)"
-                )
+                raise JobBytesExceeded(limits.max_bytes)
             fixed = (job.id, job.owner, job.model, job.idempotency_key, job.created_at)
             turn = self._read_number(FIND_TURN, job.owner)
             columns = (*fixed, job.callback_host, turn, *list_columns(job))

@@ -21,9 +21,9 @@ from gateway.capabilities.jobs.acceptance import add_job
 from gateway.capabilities.jobs.batch_rows import ArchiveWriter
 from gateway.capabilities.jobs.blocking import LEFT_OVER_AFTER_S
 from gateway.capabilities.jobs.capability import create_store
-from gateway.capabilities.jobs.errors import JobsUnavailable, TooManyJobs
+from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable, TooManyJobs
 from gateway.capabilities.jobs.job import Job, JobState, decode_job, encode_job
-from gateway.capabilities.jobs.service import Jobs
+from gateway.capabilities.jobs.service import IncomingBody, Jobs
 from gateway.capabilities.jobs.settings import JobSettings
 from gateway.capabilities.jobs.store import JobLimits, JobQuery, JobStore
 from gateway.memory import MemoryBudget, MemoryCharge
@@ -99,14 +99,30 @@ def test_archive_is_expanded_while_all_threads_of_others_are_busy(tmp_path: Path
         is_expanded = Event()
         busy = asyncio.create_task(asyncio.to_thread(is_expanded.wait, TIMEOUT_S))
         await asyncio.sleep(0)
-        threads = jobs.archive_threads
-        target = (store, "a.body", 10, MemoryCharge(budget))
-        writer = ArchiveWriter(*target, max_bytes=1000, threads=threads)
+        file, archive = IncomingBody(jobs, "a.body"), IncomingBody(jobs, "a.archive.body")
+        writer = ArchiveWriter(file, 10, MemoryCharge(budget), archive=archive, jobs=jobs)
         await writer.feed(zipped({"a.json": b"{}"}))
         await writer.finish()
         is_expanded.set()
         assert await busy  # it was not expanded because the other work timed out
         assert writer.rows == 1
+
+    run_with(settings, work)
+
+
+def test_bodies_that_arrive_count_at_the_limit_of_bytes(tmp_path: Path) -> None:
+    settings = JobSettings(jobs=f"sqlite://{tmp_path}", max_jobs_bytes=100)
+
+    async def work(store: JobStore) -> None:
+        jobs = Jobs(store, settings, 100)
+        first, second = IncomingBody(jobs, "a.body"), IncomingBody(jobs, "b.body")
+        await first.append(bytes(60))
+        with pytest.raises(JobsFull, match="GATEWAY_MAX_JOBS_BYTES"):
+            await second.append(bytes(60))
+        await second.discard()
+        await first.append(bytes(40))
+        await first.discard()
+        assert jobs.incoming_bytes == 0
 
     run_with(settings, work)
 
