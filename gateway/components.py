@@ -32,6 +32,7 @@ from gateway.memory import (
     MAX_FREE_HEAP_BYTES,
     MemoryBudget,
     default_budget_bytes,
+    find_max_pixels,
     limit_heap_growth,
     resident_bytes,
     return_free_memory,
@@ -54,8 +55,8 @@ from gateway.triton.restricted_api import read_restricted_api
 
 METRICS_INTERVAL_S = 0.5
 # Much memory that became free is returned at the next period, less after all of them.
-TRIM_PERIOD_S = 1.0
-TRIM_PERIODS = 4
+TRIM_PERIOD_S = 0.1
+TRIM_PERIODS = 40
 MUCH_FREE_MEMORY_BYTES = 64 << 20
 UNKNOWN_MODEL_LIMIT = 32  # concurrent inferences, until the gateway has read the config
 THREAD_SWITCH_INTERVAL_S = 0.0005
@@ -121,8 +122,10 @@ async def trim_heaps(memory: MemoryBudget) -> None:
         nonlocal trimmed_bytes
         for _ in range(TRIM_PERIODS):
             await asyncio.sleep(TRIM_PERIOD_S)
-            trimmed_bytes = min(trimmed_bytes, resident_bytes())
-            has_grown = resident_bytes() - trimmed_bytes > MUCH_FREE_MEMORY_BYTES
+            now_bytes = resident_bytes()
+            memory.update_excess(now_bytes)
+            trimmed_bytes = min(trimmed_bytes, now_bytes)
+            has_grown = now_bytes - trimmed_bytes > MUCH_FREE_MEMORY_BYTES
             if is_due := has_grown or memory.has_shrunk(MUCH_FREE_MEMORY_BYTES):
                 break
         if is_due or memory.has_shrunk(MAX_FREE_HEAP_BYTES):
@@ -241,12 +244,14 @@ async def run_services(
         stack.callback(logs.flush)  # a worker is killed by its own signal right afterwards
         metrics = Metrics(counts_callers=settings.metrics_callers)
         fleet = await open_fleet(settings, components, metrics, stack)
-        decoders = DecodeExecutor(settings.decode_threads, settings.max_pixels_in_flight, metrics)
+        budget_bytes = settings.max_bytes_in_flight or default_budget_bytes()
+        max_pixels = min(settings.max_pixels_in_flight, find_max_pixels(budget_bytes))
+        decoders = DecodeExecutor(settings.decode_threads, max_pixels, metrics)
         stack.push_async_callback(decoders.close)
         restricted = read_restricted_api(settings)
         statistics = FleetStatistics(fleet.pool)
         admission = open_admission(settings, fleet, statistics, metrics, stack)
-        memory = MemoryBudget(settings.max_bytes_in_flight or default_budget_bytes(), metrics.shed)
+        memory = MemoryBudget(budget_bytes, metrics.shed)
         stack.callback(metrics.flush)
         authenticator = Authenticator(
             components.keys_file, settings.allowed_hosts, paths, local_admin=settings.local_admin

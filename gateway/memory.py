@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +27,8 @@ MIN_BUDGET_BYTES: Final = 64 << 20
 # Large requests together leave a quarter of the budget to small ones.
 SMALL_REQUEST_BYTES: Final = 1 << 20
 LARGE_REQUEST_SHARE: Final = 0.75
+PIXELS_SHARE: Final = 0.25
+BYTES_PER_PIXEL: Final = 4  # in Pillow, also of an image without transparency
 # Parameters of mallopt(3).
 M_ARENA_MAX = -8
 M_MMAP_THRESHOLD = -3
@@ -36,6 +40,12 @@ MAX_HEAPS: Final = 2
 MIN_MAPPED_BYTES: Final = 1 << 20  # a buffer from this size on gets pages of its own
 # Free memory that each heap keeps for the next request: new pages cost more than decoding a NumPy file.
 MAX_FREE_HEAP_BYTES: Final = 8 << 20
+# The process may grow by this, or this share of the budget, beyond what requests are charged for, before
+# large requests get less.
+ALLOWED_EXCESS_BYTES: Final = 64 << 20
+ALLOWED_EXCESS_SHARE: Final = 0.25
+# Free memory has returned to the system when requests have held nothing for so long.
+IDLE_S: Final = 10.0
 
 
 def memory_limit_bytes() -> int:
@@ -49,6 +59,11 @@ def memory_limit_bytes() -> int:
 def default_budget_bytes() -> int:
     # The rest of the memory is for everything but request and response bodies.
     return max(memory_limit_bytes() // 4, MIN_BUDGET_BYTES)
+
+
+def find_max_pixels(budget_bytes: int) -> int:
+    """Return how many pixels may be decoded at the same time, beside the budget: a quarter of it."""
+    return max(int(budget_bytes * PIXELS_SHARE) // BYTES_PER_PIXEL, 1)
 
 
 def limit_heap_growth() -> None:
@@ -81,14 +96,25 @@ class MemoryBudgetExceeded(Overloaded):
 
 
 class MemoryBudget:
-    """The bytes that requests may hold together; large requests may use three quarters of them."""
+    """The bytes that requests may hold together; large requests may use three quarters of them.
+
+    What the process has grown by beyond that, such as messages that have not arrived completely, leaves less
+    to large requests.
+    """
 
     def __init__(self, total_bytes: int, shed_counter: Counter) -> None:
         self._total_bytes = total_bytes
         self._large_bytes = int(total_bytes * LARGE_REQUEST_SHARE)
+        self._allowed_excess_bytes = max(
+            ALLOWED_EXCESS_BYTES, int(total_bytes * ALLOWED_EXCESS_SHARE)
+        )
         self._shed_counter = shed_counter
         self._peak_bytes = 0
+        # The size of the process while requests held nothing, and since when they do.
+        self._idle_bytes = sys.maxsize
+        self._idle_since = time.monotonic()
         self.used_bytes = 0
+        self.excess_bytes = 0
         self.bytes_by_kind = dict.fromkeys(MEMORY_KINDS, 0)
 
     @property
@@ -96,8 +122,9 @@ class MemoryBudget:
         return self.used_bytes / self._total_bytes
 
     def has_room(self, needed_bytes: int) -> bool:
-        limit = self._total_bytes if needed_bytes <= SMALL_REQUEST_BYTES else self._large_bytes
-        return self.used_bytes + needed_bytes <= limit
+        if needed_bytes <= SMALL_REQUEST_BYTES:
+            return self.used_bytes + needed_bytes <= self._total_bytes
+        return self.used_bytes + needed_bytes <= self._large_bytes - self.excess_bytes
 
     def reserve(self, kind: MemoryKind, held_bytes: int, more_bytes: int) -> None:
         """Reserve `more_bytes` for a request. Raises `MemoryBudgetExceeded` or `TooLarge`."""
@@ -109,6 +136,8 @@ class MemoryBudget:
                 f"the request needs {needed_bytes} bytes of memory; "
                 f"the limit is {limit} (GATEWAY_MAX_BYTES_IN_FLIGHT)"
             )
+        if needed_bytes > SMALL_REQUEST_BYTES:
+            limit -= self.excess_bytes
         if used_bytes > limit:
             self._shed_counter.labels("memory").inc()
             raise MemoryBudgetExceeded
@@ -120,6 +149,17 @@ class MemoryBudget:
     def release(self, kind: MemoryKind, held_bytes: int) -> None:
         self.used_bytes -= held_bytes
         self.bytes_by_kind[kind] -= held_bytes
+
+    def update_excess(self, resident_bytes: int) -> None:
+        """Compare what requests hold with how much larger the process is than while they held nothing."""
+        now = time.monotonic()
+        if self.used_bytes > SMALL_REQUEST_BYTES:
+            self._idle_since = now
+        elif resident_bytes < self._idle_bytes or now - self._idle_since > IDLE_S:
+            self._idle_bytes = resident_bytes
+        other_bytes = resident_bytes - self._idle_bytes - self.used_bytes
+        excess_bytes = max(other_bytes - self._allowed_excess_bytes, 0)
+        self.excess_bytes = min(excess_bytes, self._large_bytes // 2)
 
     def has_shrunk(self, by_bytes: int) -> bool:
         """Return whether requests used so much more since the last call that returned True."""

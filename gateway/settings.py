@@ -155,7 +155,8 @@ class LimitSettings(BaseModel):
     """Maximum number of pixels of one image, and of all images of a request at the size that the model
     takes."""
     max_pixels_in_flight: int = Field(100_000_000, gt=0)
-    """Maximum number of pixels that are decoded at the same time."""
+    """Maximum number of pixels that are decoded at the same time; in any case, they have a quarter of
+    GATEWAY_MAX_BYTES_IN_FLIGHT, at 4 bytes each. A larger image is decoded alone."""
     decode_threads: int = Field(0, ge=0)
     """Number of threads that decode images; 0 means one per core, four at most."""
     max_inflight: int = Field(2048, gt=0)

@@ -21,9 +21,9 @@ class Limits:
     modules: int = 18  # at the top
     files_in_folder: int = 24
     core_files: int = 153
-    core_lines: int = 30_873
-    capability_lines: int = 4_594
-    lines: int = 59_344
+    core_lines: int = 30_924
+    capability_lines: int = 4_635
+    lines: int = 59_440
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from gateway.tensors.payload import PayloadLimits
 from gateway.tensors.signature import ChannelLayout, ImageSpec
 
 SIXTEEN_BIT_MODES = ("I;16", "I;16B", "I;16L", "I;16N", "I")
+MAX_16_BIT: Final = (1 << 16) - 1
 # From this EXIF orientation on, width and height are swapped.
 FIRST_SIDEWAYS_ORIENTATION: Final = 5
 ORIENTATION_TRANSPOSES: Final[Mapping[int, Image.Transpose]] = {
@@ -105,8 +106,9 @@ def load_upright_image(encoded: EncodedImage, spec: ImageSpec) -> Image.Image:
 def convert_image_mode(image: Image.Image, mode: str) -> Image.Image:
     """Convert to L, RGB or RGBA. 16 bits are scaled to 8; L and RGB are composited over white."""
     if image.mode in SIXTEEN_BIT_MODES:
-        grey = np.asarray(image).astype(np.float64) / 257.0
-        image = Image.fromarray(np.rint(grey.clip(0, 255)).astype(np.uint8))
+        # In integers, because floats of 25 million pixels would take 600 MB.
+        grey = np.asarray(image).clip(0, MAX_16_BIT).astype(np.uint16)
+        image = Image.fromarray((grey // 257 + (grey % 257 > 128)).astype(np.uint8))
     transparent = "A" in image.getbands() or "transparency" in image.info
     if transparent and mode != "RGBA":
         rgba = image.convert("RGBA")

@@ -324,6 +324,13 @@ class IncomingCall:
             charge = self.services.get_charge(self.info, "message")
             charge.resize(max(charge.held_bytes, COPIES * size))
 
+    def record_size(self, response: bytes) -> None:
+        """Record the size for `expect_response`, also of a response that the client will never read."""
+        if self._inferred_model:
+            info = self.info
+            sizes = self.environment.response_sizes
+            sizes.add(self._inferred_model, info.caller_name, info.bytes_in, len(response))
+
     def charge_response(self, response: bytes) -> None:
         """Charge a response in place of the request. Raises `MemoryBudgetExceeded` or `TooLarge`."""
         charge = self.services.get_charge(self.info)
@@ -368,10 +375,6 @@ class IncomingCall:
         if self._status == CLIENT_CLOSED_REQUEST:  # a stream may have failed before
             self._status = OK_STATUS
         self.info.bytes_out += len(response)
-        if self._inferred_model:
-            info = self.info
-            sizes = self.environment.response_sizes
-            sizes.add(self._inferred_model, info.caller_name, info.bytes_in, len(response))
 
     def fail(self, exc: Exception) -> CallStatus:
         status = describe_failure(exc, self.info.request_id)

@@ -98,6 +98,7 @@ def make_handler(environment: CallEnvironment, path: str, method: Method) -> Any
             await call.identify_caller()
             response = await method.serve(call)
             if response is not None:
+                call.record_size(response)
                 if len(response) > MIN_CHARGED_BYTES:
                     call.charge_response(response)
                     is_unread = True
@@ -184,7 +185,6 @@ def build_options(
         ("grpc.max_send_message_length", -1),
         # The probe raises the window of every stream to megabytes, which arrive although nobody reads them.
         # A message that is read opens the window for itself.
-        ("grpc.http2.bdp_probe", 0),
         ("grpc.max_metadata_size", settings.max_header_bytes),
         ("grpc.absolute_max_metadata_size", settings.max_header_bytes),
         ("grpc.max_concurrent_streams", grpc_settings.grpc_max_streams),

@@ -321,6 +321,7 @@ class InferStream:
         while message is not None:
             if error is not None:
                 message = set_error_text(message, call.fail(error).detail)
+            call.record_size(message)
             call.charge_response(message)
             await self._write(request, message)
             if call.recording is not None:

@@ -40,6 +40,22 @@ def test_released_memory_can_be_charged_again_and_a_refused_charge_takes_none() 
         assert memory.used_bytes == 0
 
 
+def test_memory_that_nobody_is_charged_for_leaves_less_to_large_requests() -> None:
+    memory = budget(256)
+    memory.update_excess(100 * MIB)
+    charge = MemoryCharge(memory)
+    charge.add(50 * MIB)
+    memory.update_excess((100 + 50 + 64 + 80) * MIB)
+    assert not memory.has_room(100 * MIB)
+    with pytest.raises(MemoryBudgetExceeded):
+        charge.add(100 * MIB)
+    MemoryCharge(memory).add(MIB)  # small requests have as much as before
+    memory.update_excess((100 + 50 + 64) * MIB)
+    charge.add(100 * MIB)
+    memory.update_excess(10_000 * MIB)
+    assert memory.excess_bytes == 96 * MIB  # half of what large requests may use is theirs
+
+
 def test_resized_charge_holds_what_it_holds_now() -> None:
     memory = budget()
     charge = MemoryCharge(memory)
