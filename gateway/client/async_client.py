@@ -11,12 +11,15 @@ from datetime import datetime
 from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
-from gateway.client.batch_jobs import BatchOutcome, BatchReader, BatchRow, build_batch_request
 from gateway.client.batches import (
+    BatchOutcome,
+    BatchReader,
+    BatchRow,
     InferMany,
     InferOutcome,
     InferOutcomes,
     OrderedTasks,
+    build_batch_request,
     group_values,
     infer_batch,
 )

@@ -9,8 +9,13 @@ from contextlib import closing
 from datetime import datetime
 from typing import Any, BinaryIO, TypeVar
 
-from gateway.client.batch_jobs import BatchOutcome, BatchRow, build_batch_request
-from gateway.client.batches import InferMany, InferOutcome
+from gateway.client.batches import (
+    BatchOutcome,
+    BatchRow,
+    InferMany,
+    InferOutcome,
+    build_batch_request,
+)
 from gateway.client.calls import (
     DEFAULT_RETRIES,
     DEFAULT_TIMEOUT_S,

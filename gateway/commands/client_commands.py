@@ -28,7 +28,7 @@ from gateway.messages import escape_unprintable
 
 if TYPE_CHECKING:
     from gateway.client import Client
-    from gateway.commands.records import OutputFormat
+    from gateway.commands.inference.records import OutputFormat
 
 cli = typer.Typer()
 cli.add_typer(replica_commands, name="replicas", rich_help_panel=OPERATION_PANEL)
@@ -84,15 +84,15 @@ def infer(
 ) -> None:
     """Run inference on files and texts; print one record for each, in input order."""
     if replay is not None:
-        from gateway.commands.replay import Replay
+        from gateway.commands.inference.replay import Replay
 
         if files or text or flags.is_async:
             raise UsageError("--replay excludes files, texts and --async")
         raise SystemExit(Replay(target, replay, flags, model=model, version=version).run())
     if not model:
         raise UsageError("pass the name of a model; triton-gateway models lists the models")
-    from gateway.commands.infer import InferOptions, run_infer
-    from gateway.commands.inputs import InputSource, find_input_files, is_text
+    from gateway.commands.inference.infer import InferOptions, run_infer
+    from gateway.commands.inference.inputs import InputSource, find_input_files, is_text
 
     if flags.resume and (flags.output is None or flags.overwrite):
         raise UsageError("--resume requires --output FILE and excludes --overwrite")
@@ -124,7 +124,7 @@ def check_job_flags(flags: InferFlags, *, has_inputs: bool) -> None:
 
 def choose_format(flags: InferFlags) -> OutputFormat:
     """Return the format of the records. Raises `UsageError`."""
-    from gateway.commands.records import OutputFormat
+    from gateway.commands.inference.records import OutputFormat
 
     names = [form.value for form in OutputFormat]
     name = OutputFormat.jsonl if flags.json else flags.format
@@ -454,7 +454,7 @@ def bench(
 ) -> None:
     """Measure latency and throughput at increasing concurrency."""
     from gateway.commands import bench, tables
-    from gateway.commands.inputs import Input, report_unreadable
+    from gateway.commands.inference.inputs import Input, report_unreadable
 
     if file and text is not None:
         raise UsageError("pass either FILE or --text, not both")
@@ -495,7 +495,7 @@ def erase_samples(
     ],
 ) -> None:
     """Erase the requests and answers of a caller from the files of samples."""
-    from gateway.commands.samples import erase_caller
+    from gateway.commands.inference.samples import erase_caller
     from gateway.messages import print_message
 
     print_message(f"erased {erase_caller(folder, caller)} events of {caller}")

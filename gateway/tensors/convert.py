@@ -15,8 +15,8 @@ import orjson
 
 from gateway.errors import InputMismatch
 from gateway.messages import join_names, quote_text
-from gateway.tensors import images
 from gateway.tensors.dtypes import BF16, DatatypeKind, build_bytes_array
+from gateway.tensors.images.decode import EncodedImage, decode_image
 from gateway.tensors.npy import MAX_DIMENSIONS
 from gateway.tensors.payload import Part
 from gateway.tensors.signature import ImageSpec, PixelScale, Signature, TensorSpec
@@ -46,16 +46,16 @@ def convert_part(part: Part, tensor: TensorSpec) -> np.ndarray:
     return np.stack(decoded)
 
 
-def list_encoded_images(value: Any) -> Sequence[images.EncodedImage]:
-    if isinstance(value, images.EncodedImage):
+def list_encoded_images(value: Any) -> Sequence[EncodedImage]:
+    if isinstance(value, EncodedImage):
         return [value]
-    if isinstance(value, list) and value and isinstance(value[0], images.EncodedImage):
+    if isinstance(value, list) and value and isinstance(value[0], EncodedImage):
         return value
     return ()
 
 
-def convert_image(image: images.EncodedImage, tensor: TensorSpec, spec: ImageSpec) -> np.ndarray:
-    values = images.decode_image(image, spec, tensor.name)
+def convert_image(image: EncodedImage, tensor: TensorSpec, spec: ImageSpec) -> np.ndarray:
+    values = decode_image(image, spec, tensor.name)
     # The order of the elements becomes that of the tensor here, and not when the request is encoded.
     if tensor.scale is PixelScale.NONE and not tensor.mean and not tensor.std:
         if not np.can_cast(np.uint8, tensor.datatype.numpy_dtype):

@@ -23,7 +23,7 @@ from gateway.tensors.convert import (
     stack_parts,
 )
 from gateway.tensors.dtypes import DatatypeKind
-from gateway.tensors.images import EncodedImage, inspect_image
+from gateway.tensors.images.decode import EncodedImage, inspect_image
 from gateway.tensors.json_body import check_json_memory, decode_base64_text, is_data_uri
 from gateway.tensors.media_type import parse_content_type
 from gateway.tensors.multipart import MultipartForm

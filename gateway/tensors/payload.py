@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from gateway.errors import MalformedRequest
-from gateway.tensors.image_header import find_header_reader
+from gateway.tensors.images.header import find_header_reader
 from gateway.tensors.signature import Signature
 
 # tritonserver searches names one after the other, and takes minutes for many or long ones.

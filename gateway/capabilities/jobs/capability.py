@@ -1,10 +1,9 @@
 """Requests that outlive their connection: jobs, whose result is fetched later.
 
-`job.py` has a job as a value, and the changes of its state. `store.py` says what a store of jobs can do;
-`sqlite_store.py` and `redis_store.py` are the two. `acceptance.py` answers requests with `Prefer: respond-
-async`, `runner.py` runs the jobs, `routes.py` serves `/v1/jobs`. `batch_routes.py` accepts batches,
-`openai_batches.py` those of OpenAI's API, and `batch_run.py` runs them. `callbacks.py` calls the client's
-server when a job has ended, if `callback_hosts.py` allows its address.
+`job.py` has a job as a value, and the changes of its state. `storage/` has the two stores of jobs, and in
+`store.py` what they can do. `acceptance.py` answers requests with `Prefer: respond-async`, `runner.py` runs
+the jobs, `routes.py` serves `/v1/jobs`. `batches/` accepts and runs batches of rows, also those of OpenAI's
+API. `callbacks.py` calls the client's server when a job has ended, if `callback_hosts.py` allows its address.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from gateway.messages import CommandError
 from gateway.settings import Settings
 
 if TYPE_CHECKING:
-    from gateway.capabilities.jobs.store import JobStore
+    from gateway.capabilities.jobs.storage.store import JobStore
     from gateway.services import Services
 
 
@@ -37,10 +36,10 @@ def attach_jobs(settings: Settings) -> Attachment | None:
     if not job_settings.jobs:
         return None
     from gateway.capabilities.jobs.acceptance import JobAcceptance
-    from gateway.capabilities.jobs.batch_routes import router as batch_router
+    from gateway.capabilities.jobs.batches.openai import router as openai_router
+    from gateway.capabilities.jobs.batches.routes import router as batch_router
     from gateway.capabilities.jobs.callbacks import open_callbacks
     from gateway.capabilities.jobs.callbacks import router as callback_router
-    from gateway.capabilities.jobs.openai_batches import router as openai_router
     from gateway.capabilities.jobs.routes import router
     from gateway.error_responses import serialize_openai_error
     from gateway.routes.openapi import OPENAI_ERROR_SCHEMA
@@ -76,7 +75,7 @@ def attach_jobs(settings: Settings) -> Attachment | None:
 
 def create_store(settings: JobSettings) -> JobStore:
     if not settings.jobs.startswith(SQLITE):
-        from gateway.capabilities.jobs.redis_store import RedisJobStore
+        from gateway.capabilities.jobs.storage.redis_store import RedisJobStore
         from gateway.repository.state.desired import BadState
         from gateway.repository.state.redis import parse_redis_url
 
@@ -93,8 +92,8 @@ def create_store(settings: JobSettings) -> JobStore:
             raise CommandError(
                 "GATEWAY_JOBS uses Redis, which requires: pip install 'triton-gateway[redis]'"
             ) from None
-    from gateway.capabilities.jobs.blocking import BlockingCalls, FolderFiles
-    from gateway.capabilities.jobs.sqlite_store import SqliteJobs
+    from gateway.capabilities.jobs.storage.blocking import BlockingCalls, FolderFiles
+    from gateway.capabilities.jobs.storage.sqlite_store import SqliteJobs
 
     folder = Path(settings.jobs.removeprefix(SQLITE))
     files = FolderFiles(folder / "files")

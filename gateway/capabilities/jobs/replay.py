@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from gateway.capabilities.jobs.errors import JobFileLost
 from gateway.capabilities.jobs.job import Job
-from gateway.capabilities.jobs.store import JobStore
+from gateway.capabilities.jobs.storage.store import JobStore
 
 # Bodies and results are read from the store in pieces of this size.
 READ_BYTES: Final = 1 << 20

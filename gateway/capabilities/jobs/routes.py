@@ -20,7 +20,7 @@ from gateway.capabilities.jobs.job import BATCHES, DELIVERED, Job, JobKind, JobS
 from gateway.capabilities.jobs.replay import READ_BYTES, read_piece
 from gateway.capabilities.jobs.runner import JobRunner
 from gateway.capabilities.jobs.service import POLL_S, Jobs, find_owner, may_use, may_use_all
-from gateway.capabilities.jobs.store import JobQuery
+from gateway.capabilities.jobs.storage.store import JobQuery
 from gateway.errors import serialize_error
 from gateway.media_types import JSON, NDJSON
 from gateway.messages import quote_text

@@ -21,7 +21,7 @@ from starlette.types import Receive
 
 from gateway.access.auth import Authenticator, check_key_period
 from gateway.callers import Caller, Priority
-from gateway.capabilities.jobs.batch_run import BatchRun
+from gateway.capabilities.jobs.batches.run import BatchRun
 from gateway.capabilities.jobs.errors import JobFileLost, JobsFull, JobsUnavailable
 from gateway.capabilities.jobs.job import BATCHES, Job, JobKind, JobState
 from gateway.capabilities.jobs.replay import (

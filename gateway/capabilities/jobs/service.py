@@ -13,7 +13,7 @@ from gateway.capabilities.jobs.callback_hosts import CallbackHosts
 from gateway.capabilities.jobs.errors import JobBytesExceeded, JobsFull, JobsUnavailable
 from gateway.capabilities.jobs.job import Job
 from gateway.capabilities.jobs.settings import JobSettings
-from gateway.capabilities.jobs.store import JobCounts, JobLimits, JobStore
+from gateway.capabilities.jobs.storage.store import JobCounts, JobLimits, JobStore
 from gateway.errors import Forbidden
 from gateway.tasks import ChangeSignal, TaskSet
 from gateway.telemetry.request_info import RequestInfo, RequestScope

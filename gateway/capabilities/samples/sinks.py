@@ -12,7 +12,7 @@ from typing import Final
 from urllib.parse import SplitResult
 
 from gateway.capabilities.samples.events import SampleEvent, encode_event_headers, encode_line
-from gateway.commands.samples import (
+from gateway.commands.inference.samples import (
     HOUR_S,
     find_end_time,
     format_file_name,

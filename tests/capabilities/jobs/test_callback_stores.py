@@ -12,7 +12,7 @@ import pytest
 from gateway.capabilities.jobs.capability import create_store
 from gateway.capabilities.jobs.job import Job
 from gateway.capabilities.jobs.settings import JobSettings
-from gateway.capabilities.jobs.store import JobLimits, JobStore
+from gateway.capabilities.jobs.storage.store import JobLimits, JobStore
 from tests.support.redis_server import RedisServer
 
 JOB = Job(

@@ -18,14 +18,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from gateway.capabilities.jobs.acceptance import add_job
-from gateway.capabilities.jobs.batch_rows import ArchiveWriter
-from gateway.capabilities.jobs.blocking import LEFT_OVER_AFTER_S
+from gateway.capabilities.jobs.batches.rows import ArchiveWriter
 from gateway.capabilities.jobs.capability import create_store
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable, TooManyJobs
 from gateway.capabilities.jobs.job import Job, JobState, decode_job, encode_job
 from gateway.capabilities.jobs.service import IncomingBody, Jobs
 from gateway.capabilities.jobs.settings import JobSettings
-from gateway.capabilities.jobs.store import JobLimits, JobQuery, JobStore
+from gateway.capabilities.jobs.storage.blocking import LEFT_OVER_AFTER_S
+from gateway.capabilities.jobs.storage.store import JobLimits, JobQuery, JobStore
 from gateway.memory import MemoryBudget, MemoryCharge
 from gateway.telemetry.metrics import MetricFactory
 from tests.capabilities.jobs.unit.test_job import QUEUED

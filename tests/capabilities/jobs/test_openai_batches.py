@@ -17,10 +17,7 @@ import httpx
 import orjson
 import pytest
 
-from gateway.capabilities.jobs.capability import create_store
-from gateway.capabilities.jobs.errors import JobsFull
-from gateway.capabilities.jobs.job import JobKind
-from gateway.capabilities.jobs.openai_batches import (
+from gateway.capabilities.jobs.batches.openai import (
     ERRORS,
     OUTPUT,
     BatchFile,
@@ -29,9 +26,12 @@ from gateway.capabilities.jobs.openai_batches import (
     list_job_files,
     stream_lines,
 )
+from gateway.capabilities.jobs.capability import create_store
+from gateway.capabilities.jobs.errors import JobsFull
+from gateway.capabilities.jobs.job import JobKind
 from gateway.capabilities.jobs.service import Jobs
 from gateway.capabilities.jobs.settings import JobSettings
-from gateway.capabilities.jobs.store import JobLimits
+from gateway.capabilities.jobs.storage.store import JobLimits
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.capabilities.jobs.support import CANCELLABLE, submit, wait_for, wait_for_state
 from tests.capabilities.jobs.unit.test_job import NOW, QUEUED

@@ -29,7 +29,7 @@ from rich.console import Console
 
 from gateway.client.batches import OrderedTasks
 from gateway.commands import errors
-from gateway.commands.records import describe_value
+from gateway.commands.inference.records import describe_value
 from gateway.commands.top import GatewaySnapshot, ModelTraffic, QueueState, render_snapshot
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.gateway_forks import run_gateway

@@ -17,7 +17,7 @@ from gateway.capacity.decoding.pool import MAX_CALLS, DecodePool
 from gateway.capacity.decoding.worker import WorkerCallError
 from gateway.errors import BadImage, MalformedRequest, TooLarge
 from gateway.media_types import JSON
-from gateway.tensors.images import inspect_image
+from gateway.tensors.images.decode import inspect_image
 from gateway.tensors.inputs import decode_body
 from gateway.tensors.payload import PayloadLimits
 from tests.support.wait import wait_until_async

@@ -16,7 +16,7 @@ from PIL import Image
 
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.messages import join_names
-from gateway.tensors.images import decode_image, inspect_image
+from gateway.tensors.images.decode import decode_image, inspect_image
 from gateway.tensors.payload import PayloadLimits
 from gateway.tensors.signature import ChannelLayout, ImageSpec
 from tests.support.errors import assert_error

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from gateway.errors import BadImage, GatewayError, TooLarge
-from gateway.tensors.image_header import read_image_header, read_orientation, strip_metadata
-from gateway.tensors.images import decode_image, inspect_image
+from gateway.tensors.images.decode import decode_image, inspect_image
+from gateway.tensors.images.header import read_image_header, read_orientation, strip_metadata
 from gateway.tensors.payload import PayloadLimits
 from gateway.tensors.signature import ChannelLayout, ImageSpec
 from tests.support.hostile_files import (

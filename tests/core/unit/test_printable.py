@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.commands import tables
-from gateway.commands.records import CsvWriter, JsonLinesWriter, Record
+from gateway.commands.inference.records import CsvWriter, JsonLinesWriter, Record
 from gateway.embedded.log_filter import LogFilter
 from gateway.messages import escape_unprintable, escape_unprintable_json, print_message
 from gateway.telemetry.logs import ConsoleFormatter

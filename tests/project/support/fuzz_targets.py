@@ -31,7 +31,7 @@ from gateway.telemetry.exposition.parser import (
     parse_families,
     split_page_lines,
 )
-from gateway.tensors.image_header import read_image_header, strip_metadata
+from gateway.tensors.images.header import read_image_header, strip_metadata
 from gateway.tensors.inputs import JsonParser, decode_body, decode_json_body
 from gateway.tensors.json_body import decode_base64_text
 from gateway.tensors.media_type import parse_content_type

@@ -16,7 +16,7 @@ from gateway.media_types import IMAGE_SIGNATURES
 from gateway.passthrough.rules import ROUTE_RULES, Forwarding
 from gateway.settings import Settings
 from gateway.tensors.codecs import CODECS, parse_body_type
-from gateway.tensors.image_header import HEADER_READERS
+from gateway.tensors.images.header import HEADER_READERS
 from tests.capabilities.grpc_api.support.grpc_gateway import SERVICE
 from tests.interface.openapi import build_document
 from tests.project.support.attacks import (

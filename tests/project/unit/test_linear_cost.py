@@ -11,12 +11,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from gateway.capabilities.grpc_api.infer_request import read_infer_request
-from gateway.capabilities.jobs.batch_rows import RowWriter
+from gateway.capabilities.jobs.batches.rows import RowWriter
 from gateway.capabilities.jobs.service import IncomingBody
 from gateway.errors import GatewayError
 from gateway.memory import MemoryBudget, MemoryCharge
 from gateway.telemetry.metrics import MetricFactory
-from gateway.tensors.image_header import read_image_header, strip_metadata
+from gateway.tensors.images.header import read_image_header, strip_metadata
 from gateway.tensors.inputs import read_payload, to_inputs
 from gateway.tensors.json_body import decode_base64_text
 from gateway.tensors.media_type import parse_content_type, parse_header_parameters

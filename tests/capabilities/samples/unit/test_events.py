@@ -32,7 +32,7 @@ from gateway.capabilities.samples.grpc_messages import (
 from gateway.capabilities.samples.recorder import SampledBody
 from gateway.capabilities.samples.sinks import FolderSink
 from gateway.client.bodies import Body
-from gateway.commands.replay import decode_data, rebuild_request
+from gateway.commands.inference.replay import decode_data, rebuild_request
 from gateway.messages import CommandError
 from gateway.services import Services
 from gateway.settings import read_settings

@@ -14,7 +14,7 @@ import orjson
 from starlette.types import Message, Receive
 
 from gateway.callers import Caller
-from gateway.capabilities.jobs.batch_rows import CUSTOM_ID, Row, RowReader
+from gateway.capabilities.jobs.batches.rows import CUSTOM_ID, Row, RowReader
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
 from gateway.capabilities.jobs.job import MIN_ERROR_STATUS, Job, JobKind
 from gateway.capabilities.jobs.replay import (

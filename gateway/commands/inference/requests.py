@@ -11,8 +11,8 @@ from gateway.client.batches import infer_batch
 from gateway.client.calls import InferCall
 from gateway.client.errors import CONNECTION_LOST, INVALID_RESPONSE, TIMEOUT, UNREACHABLE
 from gateway.commands.errors import translate_hints
-from gateway.commands.inputs import Input
-from gateway.commands.records import Record
+from gateway.commands.inference.inputs import Input
+from gateway.commands.inference.records import Record
 from gateway.commands.target import make_command_error
 from gateway.media_types import UTF8_TEXT
 

@@ -24,9 +24,9 @@ from gateway.client.retries import Attempts
 from gateway.client.transport import AsyncTransport
 from gateway.commands.errors import ClientError, UsageError
 from gateway.commands.flags import InferFlags
-from gateway.commands.inputs import report_unreadable
-from gateway.commands.pipes import write_descriptor
-from gateway.commands.samples import Document, parse_event
+from gateway.commands.inference.inputs import report_unreadable
+from gateway.commands.inference.pipes import write_descriptor
+from gateway.commands.inference.samples import Document, parse_event
 from gateway.commands.target import Target, make_command_error
 from gateway.media_types import NDJSON
 from gateway.messages import escape_unprintable_json, print_message

@@ -12,7 +12,7 @@ import orjson
 from gateway.capabilities.jobs.errors import JobFileLost
 from gateway.capabilities.jobs.job import Job, JobKind
 from gateway.capabilities.jobs.service import IncomingBody, Jobs
-from gateway.capabilities.jobs.store import JobStore
+from gateway.capabilities.jobs.storage.store import JobStore
 from gateway.capacity.archives import ArchiveLimits, read_archive
 from gateway.errors import MalformedRequest, TooLarge
 from gateway.media_types import JSON, MULTIPART, OCTET_STREAM, TEXT, TYPES_BY_SUFFIX

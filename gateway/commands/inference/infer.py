@@ -21,9 +21,9 @@ from gateway.client.batches import OrderedTasks
 from gateway.client.calls import build_job_path
 from gateway.commands.errors import ClientError, UsageError
 from gateway.commands.flags import InferFlags
-from gateway.commands.inputs import Input, InputSource
-from gateway.commands.pipes import write_descriptor
-from gateway.commands.records import (
+from gateway.commands.inference.inputs import Input, InputSource
+from gateway.commands.inference.pipes import write_descriptor
+from gateway.commands.inference.records import (
     CsvWriter,
     JsonLinesWriter,
     OutputFormat,
@@ -32,7 +32,7 @@ from gateway.commands.records import (
     TextWriter,
     resume_output,
 )
-from gateway.commands.requests import GroupInference, make_record, read_input
+from gateway.commands.inference.requests import GroupInference, make_record, read_input
 from gateway.commands.target import Target, report_gateway_errors
 from gateway.media_types import TEXT
 from gateway.messages import print_message

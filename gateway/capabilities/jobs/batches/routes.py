@@ -18,7 +18,12 @@ from gateway.capabilities.jobs.acceptance import (
     respond_with_job,
     respond_with_known,
 )
-from gateway.capabilities.jobs.batch_rows import ARCHIVE_TYPES, ArchiveWriter, FormWriter, RowWriter
+from gateway.capabilities.jobs.batches.rows import (
+    ARCHIVE_TYPES,
+    ArchiveWriter,
+    FormWriter,
+    RowWriter,
+)
 from gateway.capabilities.jobs.job import BODY_SUFFIX, Job, JobKind, create_job_id
 from gateway.capabilities.jobs.routes import JOB_SCHEMA
 from gateway.capabilities.jobs.service import IncomingBody, Jobs

@@ -20,14 +20,14 @@ from fastapi.responses import StreamingResponse
 
 from gateway.callers import Right
 from gateway.capabilities.jobs.acceptance import StoredBody, build_job, keep_job
-from gateway.capabilities.jobs.batch_routes import check_served_model
-from gateway.capabilities.jobs.batch_rows import CUSTOM_ID, RowWriter
+from gateway.capabilities.jobs.batches.routes import check_served_model
+from gateway.capabilities.jobs.batches.rows import CUSTOM_ID, RowWriter
 from gateway.capabilities.jobs.errors import JobConflict, JobNotFound
 from gateway.capabilities.jobs.job import MIN_ERROR_STATUS, Job, JobKind, JobState, create_job_id
 from gateway.capabilities.jobs.replay import READ_BYTES, read_piece
 from gateway.capabilities.jobs.routes import MAX_LIMIT, JobResultResponse, cancel_job, find_job
 from gateway.capabilities.jobs.service import IncomingBody, Jobs, find_owner, may_use_all
-from gateway.capabilities.jobs.store import JobQuery, JobStore
+from gateway.capabilities.jobs.storage.store import JobQuery, JobStore
 from gateway.errors import MalformedRequest, UnsupportedBody
 from gateway.inference.body import RequestBody
 from gateway.media_types import JSON, MULTIPART, NDJSON

@@ -17,8 +17,6 @@ from typing import Any, BinaryIO, Final, TypeVar, cast
 
 import orjson
 
-from gateway.capabilities.jobs import redis_scripts
-from gateway.capabilities.jobs.blocking import BlockingCalls, FolderFiles
 from gateway.capabilities.jobs.errors import (
     JobBytesExceeded,
     JobsFull,
@@ -34,7 +32,9 @@ from gateway.capabilities.jobs.job import (
     encode_job,
     find_job_id,
 )
-from gateway.capabilities.jobs.store import FreePlaces, JobCounts, JobLimits, JobQuery
+from gateway.capabilities.jobs.storage import redis_scripts
+from gateway.capabilities.jobs.storage.blocking import BlockingCalls, FolderFiles
+from gateway.capabilities.jobs.storage.store import FreePlaces, JobCounts, JobLimits, JobQuery
 from gateway.errors import BodyTooLarge, StateUnavailable
 from gateway.messages import CommandError
 from gateway.repository.state.desired import READ_ACTION, WRITE_ACTION

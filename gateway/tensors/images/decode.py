@@ -13,7 +13,7 @@ from PIL import Image
 
 from gateway.errors import BadImage, TooLarge
 from gateway.messages import quote_text
-from gateway.tensors.image_header import ImageHeader, read_image_header, strip_metadata
+from gateway.tensors.images.header import ImageHeader, read_image_header, strip_metadata
 from gateway.tensors.payload import PayloadLimits
 from gateway.tensors.signature import ChannelLayout, ImageSpec
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from gateway.client.bodies import Body, guess_content_type
 from gateway.commands.errors import UsageError
-from gateway.commands.pipes import PIPE_READ_BYTES, read_available, run_in_daemon_thread
+from gateway.commands.inference.pipes import PIPE_READ_BYTES, read_available, run_in_daemon_thread
 from gateway.media_types import TYPES_BY_SUFFIX, UTF8_TEXT
 
 STDIN_ARGUMENT: Final = "-"

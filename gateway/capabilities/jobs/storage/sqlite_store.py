@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import orjson
 
-from gateway.capabilities.jobs.blocking import FILE_MODE, FolderFiles, describe_failures
 from gateway.capabilities.jobs.errors import (
     JobBytesExceeded,
     JobsFull,
@@ -22,7 +21,8 @@ from gateway.capabilities.jobs.errors import (
     TooManyJobs,
 )
 from gateway.capabilities.jobs.job import Job, JobState, decode_job, encode_job, find_job_id
-from gateway.capabilities.jobs.store import FreePlaces, JobCounts, JobLimits, JobQuery
+from gateway.capabilities.jobs.storage.blocking import FILE_MODE, FolderFiles, describe_failures
+from gateway.capabilities.jobs.storage.store import FreePlaces, JobCounts, JobLimits, JobQuery
 from gateway.messages import CommandError
 
 BUSY_TIMEOUT_S: Final = 10.0
