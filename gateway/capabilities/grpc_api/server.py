@@ -235,6 +235,7 @@ def build_options(
         ("grpc.max_send_message_length", -1),
         # The probe raises the window of every stream to megabytes, which arrive although nobody reads them.
         # A message that is read opens the window for itself.
+        ("grpc.http2.bdp_probe", 0),
         ("grpc.max_metadata_size", settings.max_header_bytes),
         ("grpc.absolute_max_metadata_size", settings.max_header_bytes),
         ("grpc.max_concurrent_streams", grpc_settings.grpc_max_streams),
