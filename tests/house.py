@@ -21,9 +21,9 @@ class Limits:
     modules: int = 18  # at the top
     files_in_folder: int = 15
     core_files: int = 154
-    core_lines: int = 30_924
+    core_lines: int = 30_936
     capability_lines: int = 4_639
-    lines: int = 59_452
+    lines: int = 59_465
 
 
 @dataclass(frozen=True)

@@ -221,6 +221,15 @@ class ReplicaPool:
             raise NoReplica
         return indexes
 
+    def list_unread_replicas(self) -> list[Replica]:
+        """Return the replicas that can serve requests, but whose last index could not be read."""
+        return [
+            replica
+            for replica in self.replicas.values()
+            if self.accepts_requests(replica)
+            and (replica.health.missed_probes or replica.index_schedule.has_failed)
+        ]
+
     def ejected_for_s(self, replica: Replica) -> float:
         return max(replica.health.ejected_until - self._loop.time(), 0.0)
 

@@ -114,11 +114,14 @@ class Repository:
 
     async def _has_model(self, model: str) -> bool:
         """Return whether a usable replica has the model in its repository. Raises `NoReplica`."""
+        pool = self._pool
         for max_wait_s in (MAX_ACTION_DELAY_S, inf):
-            await self._pool.monitor.probe_all(max_wait_s)
-            if model in model_names(self._pool.list_serving_indexes().values()):
+            await pool.monitor.probe_all(max_wait_s)
+            if model in model_names(pool.list_serving_indexes().values()):
                 return True
-        return False
+        # An index that came too late once may take longer now. Without it, its replica does not serve.
+        await asyncio.gather(*map(pool.monitor.probe, pool.list_unread_replicas()))
+        return model in model_names(pool.list_serving_indexes().values())
 
     async def load(self, model: str, parameters: Mapping[str, Any]) -> OperationReport:
         """Load the model on every replica. Raises the report's error if any of them fails."""

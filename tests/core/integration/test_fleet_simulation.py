@@ -684,6 +684,23 @@ async def test_unload_of_a_model_in_no_repository_forgets_it(tmp_path: Path) -> 
             await repository.unload("m", {})
 
 
+@pytest.mark.long
+async def test_model_is_not_unknown_because_an_index_is_late() -> None:
+    async with (
+        simulated_replicas(1, ["a"]) as (fake,),
+        over([fake], NEVER_S) as pool,
+        managing(pool) as repository,
+    ):
+        fake.models["new"] = False
+        fake.index_s = 1.2 * PROBE_TIMEOUT_S
+        await repository.load("new", {})
+        assert fake.models["new"]
+        fake.models["newer"] = False
+        fake.hangs = True
+        with pytest.raises(NoReplica):
+            await repository.load("newer", {})
+
+
 @with_skips
 async def test_declared_models_are_loaded_where_they_are_missing(tmp_path: Path) -> None:
     path = tmp_path / "models.yaml"
