@@ -42,8 +42,8 @@ MIN_MAPPED_BYTES: Final = 1 << 20  # a buffer from this size on gets pages of it
 MAX_FREE_HEAP_BYTES: Final = 8 << 20
 # The process may grow by this, or this share of the budget, beyond what requests are charged for, before
 # large requests get less.
-ALLOWED_EXCESS_BYTES: Final = 64 << 20
-ALLOWED_EXCESS_SHARE: Final = 0.25
+ALLOWED_EXCESS_BYTES: Final = 32 << 20
+ALLOWED_EXCESS_SHARE: Final = 0.125
 # Free memory has returned to the system when requests have held nothing for so long.
 IDLE_S: Final = 10.0
 

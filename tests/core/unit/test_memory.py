@@ -45,12 +45,12 @@ def test_memory_that_nobody_is_charged_for_leaves_less_to_large_requests() -> No
     memory.update_excess(100 * MIB)
     charge = MemoryCharge(memory)
     charge.add(50 * MIB)
-    memory.update_excess((100 + 50 + 64 + 80) * MIB)
+    memory.update_excess((100 + 50 + 32 + 80) * MIB)
     assert not memory.has_room(100 * MIB)
     with pytest.raises(MemoryBudgetExceeded):
         charge.add(100 * MIB)
     MemoryCharge(memory).add(MIB)  # small requests have as much as before
-    memory.update_excess((100 + 50 + 64) * MIB)
+    memory.update_excess((100 + 50 + 32) * MIB)
     charge.add(100 * MIB)
     memory.update_excess(10_000 * MIB)
     assert memory.excess_bytes == 96 * MIB  # half of what large requests may use is theirs
