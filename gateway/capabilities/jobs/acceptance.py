@@ -291,6 +291,8 @@ async def keep_job(jobs: Jobs, writing: Awaitable[Job], *files: IncomingBody) ->
     finally:
         if adding is None:
             for file in files:
+                file.release()  # also if another one cannot be deleted
+            for file in files:
                 await file.discard()
     # A client that disconnects now cannot separate a job from its body.
     kept = await asyncio.shield(adding)

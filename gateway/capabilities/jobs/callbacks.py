@@ -37,6 +37,7 @@ from gateway.capabilities.jobs.job import DELIVERED, Job
 from gateway.capabilities.jobs.routes import describe_job
 from gateway.capabilities.jobs.service import Jobs
 from gateway.capabilities.jobs.settings import split_secrets
+from gateway.capabilities.jobs.storage.store import JobStore
 from gateway.errors import MalformedRequest
 from gateway.http_client.webhooks import build_headers, generate_secret
 from gateway.media_types import JSON
@@ -138,18 +139,26 @@ class CallbackClient:
 
 
 class CallbackSecrets:
-    """The secrets that sign callbacks: those of the caller's key or rule, or else the gateway's."""
+    """The secrets that sign callbacks: those of the caller's key or rule, or else the gateway's.
 
-    def __init__(self, own: Sequence[str], keys_file: KeysFile | None) -> None:
-        self.own = own
+    The gateway's are those of the settings, or one that is kept with the jobs.
+    """
+
+    def __init__(self, own: Sequence[str], store: JobStore, keys_file: KeysFile | None) -> None:
+        self._own = own
+        self._store = store
         self._keys_file = keys_file
 
-    def find(self, caller: str) -> Sequence[str]:
-        if self._keys_file is None:
-            return self.own
-        callers = self._keys_file.value.list_callers()
+    async def read_own(self) -> Sequence[str]:
+        """Return the gateway's secrets. Raises `JobsUnavailable` or `JobsFull`."""
+        if not self._own:
+            self._own = (await self._store.keep_secret("callback", generate_secret()),)
+        return self._own
+
+    async def find(self, caller: str) -> Sequence[str]:
+        callers = [] if self._keys_file is None else self._keys_file.value.list_callers()
         secrets = (each.callback_secrets for each in callers if each.name == caller)
-        return next(secrets, ()) or self.own
+        return next(secrets, ()) or await self.read_own()
 
 
 class CallbackSender:
@@ -194,7 +203,7 @@ class CallbackSender:
     async def _deliver(self, host: str, job: Job) -> None:
         try:
             body = self._encode_event(job)
-            signature = build_headers(self._secrets.find(job.caller), job.id, body)
+            signature = build_headers(await self._secrets.find(job.caller), job.id, body)
             result = await self._client.send(job, signature, body)
             attempted = record_attempt(job, result, time.time())
             with suppress(JobsUnavailable, JobsFull):  # it is sent again
@@ -233,9 +242,7 @@ class CallbackSender:
 async def open_callbacks(jobs: Jobs, services: Services, stack: AsyncExitStack) -> None:
     """Provide the secrets of callbacks, and send them from now on if the settings allow any."""
     secrets = split_secrets(jobs.settings.callback_secret)
-    if not secrets:
-        secrets = (await jobs.store.keep_secret("callback", generate_secret()),)
-    services.provide(CallbackSecrets(secrets, services.access.keys_file))
+    services.provide(CallbackSecrets(secrets, jobs.store, services.access.keys_file))
     sender = CallbackSender(jobs, services)
     if jobs.settings.callback_hosts:
         await stack.enter_async_context(sender)
@@ -289,5 +296,5 @@ def parse_retry_delay(value: str) -> float:
 )
 async def get_callback_secret(services: ServicesForAdministration) -> Response:
     """Return the secrets of callbacks of keys without their own."""
-    document = {"secrets": services.get(CallbackSecrets).own}
+    document = {"secrets": await services.get(CallbackSecrets).read_own()}
     return Response(orjson.dumps(document), headers={"Cache-Control": "no-store"}, media_type=JSON)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +15,11 @@ from pathlib import Path
 from threading import Event
 from urllib.parse import urlsplit
 
+import orjson
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gateway.capabilities.jobs.acceptance import add_job
+from gateway.capabilities.jobs.acceptance import add_job, keep_job
 from gateway.capabilities.jobs.batches.rows import ArchiveWriter
 from gateway.capabilities.jobs.capability import create_store
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable, TooManyJobs
@@ -26,6 +28,7 @@ from gateway.capabilities.jobs.service import IncomingBody, Jobs
 from gateway.capabilities.jobs.settings import JobSettings
 from gateway.capabilities.jobs.storage.blocking import LEFT_OVER_AFTER_S
 from gateway.capabilities.jobs.storage.store import JobLimits, JobQuery, JobStore
+from gateway.errors import MalformedRequest
 from gateway.memory import MemoryBudget, MemoryCharge
 from gateway.telemetry.metrics import MetricFactory
 from tests.capabilities.jobs.unit.test_job import QUEUED
@@ -122,6 +125,27 @@ def test_bodies_that_arrive_count_at_the_limit_of_bytes(tmp_path: Path) -> None:
         await second.discard()
         await first.append(bytes(40))
         await first.discard()
+        assert jobs.incoming_bytes == 0
+
+    run_with(settings, work)
+
+
+def test_bodies_that_cannot_be_deleted_count_no_longer(tmp_path: Path) -> None:
+    settings = JobSettings(jobs=f"sqlite://{tmp_path}")
+
+    async def work(store: JobStore) -> None:
+        jobs = Jobs(store, settings, 100)
+        files = [IncomingBody(jobs, name) for name in ("a.body", "a.archive.body")]
+
+        async def receive() -> Job:
+            for file in files:
+                await file.append(bytes(10))
+            shutil.rmtree(tmp_path / "files")
+            (tmp_path / "files").touch()
+            raise MalformedRequest("the archive is damaged")
+
+        with pytest.raises(JobsUnavailable):
+            await keep_job(jobs, receive(), *files)
         assert jobs.incoming_bytes == 0
 
     run_with(settings, work)
@@ -316,6 +340,88 @@ def test_jobs_that_were_started_run_though_redis_fails_then(redis: RedisServer) 
         await store.add(replace(QUEUED, id="b1", callback_host="broken"), LIMITS)
         redis.client().set(f"{prefix}jobs:callbacks:broken", "no sorted set")
         assert [job.id for job in await store.claim(2, time.time())] == ["a1"]
+
+    run_with(settings, work)
+
+
+def test_jobs_that_cannot_be_read_hold_up_no_others(redis: RedisServer) -> None:
+    settings = JobSettings(jobs=redis.url())
+    documents = settings.jobs.partition("prefix=")[2] + "jobs:documents"
+
+    async def work(store: JobStore) -> None:
+        await add(store, "a1", "b1", "c1", "d1", "e1", "e2")
+        later = orjson.dumps({**orjson.loads(encode_job(QUEUED)), "id": "a1", "kind": "later"})
+        redis.client().hset(documents, mapping={"a1": later, "b1": "{damaged"})
+        redis.client().hdel(documents, "c1")
+        running: list[Job] = []
+        for _ in range(6):
+            running += await store.claim(6, time.time())
+        assert [job.id for job in running] == ["d1", "e1", "e2"]
+        assert [job.id for job in await store.list_jobs(JobQuery(None))] == ["e2", "e1", "d1"]
+        for name in ("a1", "b1", "c1"):
+            assert await store.find(name) is None
+        assert len(await store.find_outdated(time.time(), 10)) == 0
+        redis.client().hdel(documents, "d1")
+        assert [job.id for job in await store.renew(running)] == ["d1"]
+
+    run_with(settings, work)
+
+
+def test_idempotency_key_of_a_job_that_is_lost_is_free_again(redis: RedisServer) -> None:
+    settings = JobSettings(jobs=redis.url())
+    documents = settings.jobs.partition("prefix=")[2] + "jobs:documents"
+
+    async def work(store: JobStore) -> None:
+        first, second = (replace(QUEUED, id=each, idempotency_key="key") for each in ("1", "2"))
+        await store.add(first, LIMITS)
+        redis.client().hset(documents, first.id, "{damaged")
+        assert await store.find_by_key(first.owner, "key") is None
+        assert await store.add(second, LIMITS) is second
+
+    run_with(settings, work)
+
+
+def test_queue_that_was_deleted_is_created_again(redis: RedisServer) -> None:
+    settings = JobSettings(jobs=redis.url(), job_lease_s=0.01)
+    queue = settings.jobs.partition("prefix=")[2] + "jobs:queue"
+
+    async def work(store: JobStore) -> None:
+        await store.claim(1, time.time())
+        await asyncio.sleep(settings.job_lease_s)  # so that it looks for leases that have run out
+        redis.client().delete(queue)
+        await add(store, "a1")
+        assert [job.id for job in await store.claim(1, time.time())] == ["a1"]
+
+    run_with(settings, work)
+
+
+def test_jobs_end_and_are_deleted_in_a_redis_that_is_full(
+    redis: RedisServer, tmp_path: Path
+) -> None:
+    settings = JobSettings(jobs=redis.url(), jobs_folder=tmp_path / "files")
+
+    async def work(store: JobStore) -> None:
+        await add(store, "a1", "b1", "c1", "d1")
+        first, second = [job for _ in range(2) for job in await store.claim(1, time.time())]
+        redis.client().config_set("maxmemory", 1)
+        try:
+            with pytest.raises(JobsFull):
+                await add(store, "e1")
+            assert await store.find("e1") is None
+            with pytest.raises(JobsFull):
+                await store.claim(1, time.time())
+            queued = await store.find("c1")
+            assert queued
+            assert await store.replace(queued.cancel(time.time()), queued.token)
+            assert await store.replace(first.finish(time.time(), 200, [], 50), first.token)
+            await store.delete(first)
+            await store.delete(second)
+        finally:
+            redis.client().config_set("maxmemory", 0)
+        assert [job.id for job in await store.list_jobs(JobQuery(None))] == ["d1", "c1"]
+        assert [job.id for job in await store.claim(4, time.time())] == ["d1"]
+        counts = await store.count_jobs()
+        assert counts.size_bytes == QUEUED.body_bytes
 
     run_with(settings, work)
 

@@ -261,6 +261,18 @@ def test_jobs_wait_while_redis_is_stopped(
         assert wait_for(client, submit(client).json()["id"])["state"] == "done"
 
 
+def test_gateway_that_starts_before_its_redis_has_jobs_later(
+    tmp_path: Path, start_gateway: Callable[..., GatewayProcess]
+) -> None:
+    redis = RedisServer(tmp_path)
+    gateway = start_gateway(redis.url())
+    with httpx.Client(base_url=gateway.url, timeout=60) as client:
+        assert submit(client).json()["code"] == "JOBS_UNAVAILABLE"
+        with redis:
+            wait_until(lambda: submit(client).status_code == 202)
+            assert len(client.get("/v1/jobs/secret").json()["secrets"]) == 1
+
+
 @pytest.mark.soak
 def test_redis_that_was_stopped_past_the_leases_starts_no_job_again(
     redis: RedisServer, start_gateway: Callable[..., GatewayProcess]

@@ -5,9 +5,10 @@ from __future__ import annotations
 # Keeps a job and everything that finds it: the stream of the queue, and sorted sets by number or time.
 PUT: str = r"""
 local function key(name) return KEYS[1] .. name end
+-- Return a job, or nil for one that is missing or damaged.
 local function read(id)
-  local document = redis.call('HGET', key('documents'), id)
-  return document and cjson.decode(document)
+  local is_read, job = pcall(cjson.decode, redis.call('HGET', key('documents'), id))
+  return is_read and type(job) == 'table' and job or nil
 end
 -- The jobs in a state, of a model and of a caller, by their numbers; each may be '' for all. Those whose IDs
 -- have a prefix are in lists of their own as well.
@@ -57,10 +58,10 @@ local function join_line(job)
   redis.call('ZADD', key('line:' .. line_of(job)), turn, job.id)
   update_line(line_of(job))
 end
-local function leave_line(job)
-  if redis.call('ZREM', key('ready'), job.id) == 1 then
-    redis.call('ZREM', key('line:' .. line_of(job)), job.id)
-    update_line(line_of(job))
+local function leave_line(id, line)
+  redis.call('ZREM', key('ready'), id)
+  if redis.call('ZREM', key('line:' .. line), id) == 1 then
+    update_line(line)
   end
 end
 local function leave_queue(job)
@@ -71,7 +72,7 @@ local function leave_queue(job)
     redis.call('HDEL', key('entries'), job.id)
   end
   redis.call('ZREM', key('delayed'), job.id)
-  leave_line(job)
+  leave_line(job.id, line_of(job))
   if count_limited(job.owner) == 0 then
     redis.call('HDEL', key('turns'), job.owner)
   end
@@ -84,6 +85,10 @@ local function put_time(name, id, time)
   end
 end
 local function put(job, document, before)
+  if before and not is_unfinished(job) then
+    -- A Redis without memory refuses only what needs some before the first change: jobs can always end.
+    redis.call('HDEL', key('turn_of'), job.id)
+  end
   redis.call('HSET', key('documents'), job.id, document)
   add_bytes(job, 1)
   if before then
@@ -117,7 +122,7 @@ if known then  -- the command was sent a second time
 end
 if job.idempotency_key ~= '' then
   local id = redis.call('HGET', key('keys'), idempotency_key(job))
-  if id then
+  if id and read(id) then
     return redis.call('HGET', key('documents'), id)
   end
 end
@@ -130,8 +135,8 @@ end
 if job.idempotency_key ~= '' then
   redis.call('HSET', key('keys'), idempotency_key(job), job.id)
 end
-redis.call('PERSIST', key('file:' .. job.id .. '.body'))
 put(job, ARGV[1])
+redis.call('PERSIST', key('file:' .. job.id .. '.body'))
 if job.state ~= 'queued' then
   return ARGV[1]
 end
@@ -168,10 +173,10 @@ local job = read(ARGV[1])
 if not job then
   return 0
 end
+redis.call('HDEL', key('documents'), job.id)  -- first, as in `put`
 add_bytes(job, -1)
 change_lists(job, 'ZREM', job.id)
 leave_queue(job)
-redis.call('HDEL', key('documents'), job.id)
 redis.call('HDEL', key('turn_of'), job.id)
 redis.call('ZREM', key('ended'), job.id)
 redis.call('ZREM', key('callbacks:' .. job.callback_host), job.id)
@@ -191,24 +196,45 @@ ENQUEUE_NEXT: str = (
 redis.pcall('XGROUP', 'CREATE', key('queue'), 'gateways', '0', 'MKSTREAM')
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('delayed'), '-inf', ARGV[1], 'LIMIT', 0, 100)) do
   redis.call('ZREM', key('delayed'), id)
-  join_line(read(id))
+  local job = read(id)
+  if job then
+    join_line(job)
+  end
 end
 local full_owners, full_models = cjson.decode(ARGV[2]), cjson.decode(ARGV[3])
 for _, line in ipairs(redis.call('ZRANGE', key('lines'), 0, -1)) do
   local owner, model = line:match('^(.*)\n(.*)$')
   if not full_owners[owner] and not full_models[model] then
-    local first = redis.call('ZRANGE', key('line:' .. line), 0, 0, 'WITHSCORES')
-    local document = redis.call('HGET', key('documents'), first[1])
-    redis.call('SET', key('turn'), first[2])
-    leave_line(cjson.decode(document))
-    local entry = redis.call('XADD', key('queue'), '*', 'id', first[1])
-    redis.call('HSET', key('entries'), first[1], entry)
-    return {document}
+    local id, turn = unpack(redis.call('ZRANGE', key('line:' .. line), 0, 0, 'WITHSCORES'))
+    local document = id and redis.call('HGET', key('documents'), id)
+    if document then
+      redis.call('SET', key('turn'), turn)
+      leave_line(id, line)
+      redis.call('HSET', key('entries'), id, redis.call('XADD', key('queue'), '*', 'id', id))
+      return {document}
+    end
+    if id then  -- its document is lost
+      leave_line(id, line)
+    else
+      update_line(line)
+    end
   end
 end
 return {}
 """
 )
+# Arguments: the consumer, the time in milliseconds after which a lease has run out, the most jobs. Takes the
+# entries of these jobs, and returns their IDs.
+TAKE_LAPSED: str = """
+local queue = KEYS[1] .. 'queue'
+redis.pcall('XGROUP', 'CREATE', queue, 'gateways', '0', 'MKSTREAM')
+local claimed = redis.call('XAUTOCLAIM', queue, 'gateways', ARGV[1], ARGV[2], '0-0', 'COUNT', ARGV[3])
+local ids = {}
+for _, entry in ipairs(claimed[2]) do
+  table.insert(ids, entry[2][2])
+end
+return ids
+"""
 # Arguments: the file, the position, the data, and the seconds after which it is deleted unless it has a job.
 WRITE_BODY: str = """
 redis.call('SETRANGE', KEYS[1] .. 'file:' .. ARGV[1], ARGV[2], ARGV[3])
@@ -222,7 +248,8 @@ local lost = {}
 for index = 2, #ARGV - 1, 2 do
   local id = ARGV[index]
   local entry = redis.call('HGET', key('entries'), id)
-  if entry and read(id).token == tonumber(ARGV[index + 1]) then
+  local job = read(id)
+  if entry and job and job.token == tonumber(ARGV[index + 1]) then
     redis.call('XCLAIM', key('queue'), 'gateways', ARGV[1], 0, entry, 'JUSTID')
   else
     table.insert(lost, id)

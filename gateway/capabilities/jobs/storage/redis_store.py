@@ -36,7 +36,7 @@ from gateway.capabilities.jobs.storage import redis_scripts
 from gateway.capabilities.jobs.storage.blocking import BlockingCalls, FolderFiles
 from gateway.capabilities.jobs.storage.store import FreePlaces, JobCounts, JobLimits, JobQuery
 from gateway.errors import BodyTooLarge, StateUnavailable
-from gateway.messages import CommandError
+from gateway.messages import CommandError, join_names
 from gateway.repository.state.desired import READ_ACTION, WRITE_ACTION
 from gateway.repository.state.redis_connection import REDIS_REASONS, RedisConnection, RedisServer
 
@@ -96,8 +96,9 @@ class RedisJobStore:
             raise TooManyJobs(limits.max_per_owner)
         if reply == b"FULL":
             raise JobBytesExceeded(limits.max_bytes)
-        kept = decode_job(reply)
-        return job if kept.id == job.id else kept
+        for kept in decode_jobs([reply]):
+            return job if kept.id == job.id else kept
+        raise JobsUnavailable("only a later release can read the job of this Idempotency-Key")
 
     async def find(self, job_id: str) -> Job | None:
         return next(iter(await self._find_all([job_id])), None)
@@ -167,10 +168,8 @@ class RedisJobStore:
         lease_ms = int(self._lease_s * 1000)
         if time.monotonic() - self._available_since < self._lease_s / 3:
             return []
-        command = ("XAUTOCLAIM", self._full_key("queue"), GROUP, self._consumer, lease_ms, "0-0")
-        lapsed = await self._execute(
-            WRITE_ACTION, *command, "COUNT", MAX_LAPSED, decode=decode_claimed
-        )
+        arguments = (self._consumer, lease_ms, MAX_LAPSED)
+        lapsed = await self._run_script(redis_scripts.TAKE_LAPSED, *arguments, decode=decode_texts)
         jobs = await self._find_all([job_id for job_id in lapsed if job_id not in self._held])
         for job in jobs:
             if job.state is JobState.running:
@@ -180,6 +179,9 @@ class RedisJobStore:
     async def _start_jobs(self, job_ids: Sequence[str], now: float) -> Sequence[Job]:
         started: list[Job] = []
         waiting = await self._find_all(job_ids)
+        if len(waiting) < len(job_ids):
+            unread = set(job_ids) - {job.id for job in waiting}
+            log.warning("this release cannot read the jobs %s", join_names(sorted(unread)))
         with suppress(JobsUnavailable, JobsFull):  # those that are started must run
             for job in waiting:
                 running = job.start(now)
@@ -309,7 +311,12 @@ def describe_outage() -> Iterator[None]:
 
 
 def decode_jobs(documents: Sequence[bytes | None]) -> list[Job]:
-    return [decode_job(document) for document in documents if document is not None]
+    """Return the jobs, without those that are missing, damaged, or of a kind of a later release."""
+    jobs = []
+    for document in documents:
+        with suppress(ValueError, LookupError, TypeError, AttributeError):
+            jobs.append(decode_job(document or b""))
+    return jobs
 
 
 def decode_texts(values: Sequence[bytes]) -> list[str]:
@@ -327,7 +334,3 @@ def decode_entries(entries: Sequence[Any]) -> list[str]:
 
 def decode_stream(reply: Any) -> list[str]:
     return decode_entries(reply[0][1]) if reply else []
-
-
-def decode_claimed(reply: Any) -> list[str]:
-    return decode_entries(reply[1])
