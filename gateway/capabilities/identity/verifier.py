@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Collection, Hashable
@@ -90,7 +91,7 @@ class IdentityVerifier(CredentialVerifier):
         if rule is None:
             raise NoMatchingRule("token", TOKEN_RULES)
         expires_at = min(token.expires_at, tokens.source.find_expiry())
-        identity = Identity(rule.caller, token.subject[:MAX_LOGGED_SUBJECT_CHARS], expires_at)
+        identity = Identity(rule.caller, shorten_subject(token.subject), expires_at)
         store(self._by_token_digest, read_head(scope, hash_key), identity)
         return accept_identity(scope, identity)
 
@@ -123,7 +124,7 @@ class IdentityVerifier(CredentialVerifier):
         if rule is None:
             raise NoMatchingRule("certificate", CERTIFICATE_RULES)
         subject = next(name for kind, name in names if rule.matches(kind, name))
-        return Identity(rule.caller, subject[:MAX_LOGGED_SUBJECT_CHARS], math.inf)
+        return Identity(rule.caller, shorten_subject(subject), math.inf)
 
     def _find_rule(
         self, section: str, kind: type[RuleT], matches: Callable[[RuleT], bool]
@@ -135,6 +136,14 @@ class IdentityVerifier(CredentialVerifier):
         self._content = self._keys_file.value
         self._by_token_digest.clear()
         self._by_certificate.clear()
+
+
+def shorten_subject(subject: str) -> str:
+    """Return a subject for the log. A long one keeps its hash: no other caller may get its jobs."""
+    if len(subject) <= MAX_LOGGED_SUBJECT_CHARS:
+        return subject
+    digest = hashlib.sha256(subject.encode()).hexdigest()
+    return f"{subject[:MAX_LOGGED_SUBJECT_CHARS]}…{digest}"
 
 
 def accept_identity(scope: RequestScope, identity: Identity) -> Caller:

@@ -100,7 +100,8 @@ def find_owner(info: RequestInfo) -> str:
     """Return whose a job is: the key, the rule and whom its token names, or without keys the network."""
     if info.caller.kind is CallerKind.anonymous:
         return info.caller_name
-    return f"{info.caller.name} {info.subject}".rstrip()  # no name has a space
+    # No name has a space.
+    return f"{info.caller.name} {info.subject}" if info.subject else info.caller.name
 
 
 def may_use(scope: RequestScope, job: Job) -> bool:

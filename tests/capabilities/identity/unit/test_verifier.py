@@ -67,11 +67,17 @@ def test_certificate_without_a_name_is_told_from_none(tmp_path: Path) -> None:
         access.authenticate(scope_of(certificate_names=(), certificate_expires_at=None))
 
 
-def test_subject_of_a_certificate_is_cut(tmp_path: Path) -> None:
+def test_long_subject_of_a_certificate_is_cut_and_equals_no_other(tmp_path: Path) -> None:
     name = "spiffe://prod/" + "x" * MAX_LOGGED_SUBJECT_CHARS
-    scope = scope_of(certificate_names=(("URI", name),))
-    assert authenticator(tmp_path).authenticate(scope)
-    assert scope["request_info"].subject == name[:MAX_LOGGED_SUBJECT_CHARS]
+    subjects = []
+    for each in (f"{name}1", f"{name}2"):
+        scope = scope_of(certificate_names=(("URI", each),))
+        assert authenticator(tmp_path).authenticate(scope)
+        subjects.append(scope["request_info"].subject)
+    assert subjects[0] != subjects[1]
+    for subject in subjects:
+        assert subject[:MAX_LOGGED_SUBJECT_CHARS] == name[:MAX_LOGGED_SUBJECT_CHARS]
+        assert len(subject) == MAX_LOGGED_SUBJECT_CHARS + 65
 
 
 async def test_public_requests_do_not_wait_for_the_issuer(tmp_path: Path) -> None:

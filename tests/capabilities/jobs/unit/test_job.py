@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from gateway.callers import Caller
 from gateway.capabilities.jobs.errors import JobsFull
 from gateway.capabilities.jobs.job import Job, JobState, decode_job, encode_job
+from gateway.capabilities.jobs.service import find_owner
+from gateway.telemetry.request_info import RequestInfo
 
 NOW = 1000.0
 QUEUED = Job(
@@ -30,6 +33,15 @@ def test_each_change_has_the_next_token() -> None:
     states += [running.expire(NOW), running.fail(NOW, JobsFull("no room"))]
     states += [running.finish(NOW, 200, [], 5)]
     assert {each.token for each in states} == {running.token + 1} == {QUEUED.token + 2}
+
+
+def test_subjects_that_differ_own_different_jobs() -> None:
+    owners = set()
+    for subject in ("", "alice", "alice ", "alice\n"):
+        info = RequestInfo("id", subject=subject)
+        info.caller = Caller("users")
+        owners.add(find_owner(info))
+    assert len(owners) == 4
 
 
 def test_stored_job_is_the_same() -> None:
