@@ -328,19 +328,31 @@ class BatchReader:
         self._has_ended = False
         self._rows = 0
         self._rows_at_connect = 0
-        self._partial = b""
+        self._partial: list[bytes] = []  # pieces of a line that is not complete
 
     def start_connection(self) -> str:
         """Return the path of the rows that were not read yet."""
         self._rows_at_connect = self._rows
-        self._partial = b""
+        self._partial = []
         return f"{build_job_path(self._job)}/result?after={self._rows}"
 
     def feed(self, data: bytes) -> Iterator[BatchOutcome]:
-        *lines, self._partial = (self._partial + data).split(b"\n")
+        first, *more = data.split(b"\n")
+        self._partial.append(first)
+        if not more:
+            return
+        lines = [b"".join(self._partial), *more[:-1]]
+        self._partial = [more[-1]]
         for line in lines:
             self._rows += 1
-            yield self._decode(parse_json_object(line) or {})
+            yield self._decode_line(line)
+
+    def _decode_line(self, line: bytes) -> BatchOutcome:
+        try:
+            return self._decode(parse_json_object(line) or {})
+        except (LookupError, TypeError, ValueError, AttributeError):
+            message = f"row {self._rows} of the result of job {self._job} is damaged"
+            raise GatewayError(message, INVALID_RESPONSE) from None
 
     def _decode(self, row: Mapping[str, Any]) -> BatchOutcome:
         name = str(row.get("custom_id", row.get("row")))

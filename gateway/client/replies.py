@@ -67,7 +67,7 @@ def parse_retry_after(value: str) -> float | None:
 def parse_json_object(content: bytes) -> dict[str, Any] | None:
     try:
         document = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
 

@@ -96,8 +96,8 @@ def parse_result(document: Mapping[str, Any], reply: Reply, info: ModelInfo | No
         raise make_invalid_response_error(reply, "its response has no outputs")
     try:
         values = {name: decode_bytes(value) for name, value in outputs.items()}
-    except ValueError as exc:
-        raise make_invalid_response_error(reply, f"its base64 is invalid: {exc}") from None
+    except (ValueError, RecursionError) as exc:
+        raise make_invalid_response_error(reply, f"its outputs are invalid: {exc}") from None
     if info is not None:
         from gateway.client.arrays import to_array
 

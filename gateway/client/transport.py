@@ -27,6 +27,8 @@ from gateway.media_types import JSON
 
 MAX_IDLE_CONNECTIONS: Final = 100
 FILE_NAME: Final = "file"
+# No error of a gateway is longer.
+MAX_ERROR_BYTES: Final = 1 << 20
 USER_AGENT: Final = f"triton-gateway-client/{__version__}"
 
 
@@ -159,11 +161,17 @@ class Transport:
         sent = build_attempt(self._http, request, attempts, upload)
         with translate_errors(self._base_url):
             response = self._http.send(sent, stream=True)
-            if not response.is_success:
-                response.read()
-        if not response.is_success:
-            raise make_reply_error(make_reply(response, response.content, attempts))
-        return OpenReply(response, make_reply(response, b"", attempts), self._base_url)
+        reply = OpenReply(response, make_reply(response, b"", attempts), self._base_url)
+        if response.is_success:
+            return reply
+        with closing(reply):
+            content = b""
+            for data in reply.iter_bytes():
+                attempts.check_deadline()
+                content += data
+                if len(content) > MAX_ERROR_BYTES:
+                    break
+        raise make_reply_error(reply.head.with_content(content, attempts.elapsed_s))
 
     def read(self, request: ApiRequest, attempts: Attempts) -> Reply:
         """Return a complete and successful response. Raises `GatewayError` for any other."""
@@ -208,11 +216,17 @@ class AsyncTransport:
         sent = build_attempt(self._http, request, attempts, upload)
         with translate_errors(self._base_url):
             response = await self._http.send(sent, stream=True)
-            if not response.is_success:
-                await response.aread()
-        if not response.is_success:
-            raise make_reply_error(make_reply(response, response.content, attempts))
-        return AsyncOpenReply(response, make_reply(response, b"", attempts), self._base_url)
+        reply = AsyncOpenReply(response, make_reply(response, b"", attempts), self._base_url)
+        if response.is_success:
+            return reply
+        async with aclosing(reply):
+            content = b""
+            async for data in reply.iter_bytes():
+                attempts.check_deadline()
+                content += data
+                if len(content) > MAX_ERROR_BYTES:
+                    break
+        raise make_reply_error(reply.head.with_content(content, attempts.elapsed_s))
 
     async def read(self, request: ApiRequest, attempts: Attempts) -> Reply:
         try:

@@ -12,6 +12,7 @@ import typer
 from gateway.commands.errors import ClientError, UsageError
 from gateway.commands.flags import JsonOption, add_flags, format_examples
 from gateway.commands.target import Target
+from gateway.messages import escape_unprintable
 
 job_cli = typer.Typer(
     no_args_is_help=True, help="See, await and cancel the jobs that infer --async submits."
@@ -98,7 +99,7 @@ def print_secret(target: Target) -> None:
 
     with target.connect() as client:
         for secret in client.request("GET", f"{JOBS_PATH}/secret")["secrets"]:
-            typer.echo(secret)
+            typer.echo(escape_unprintable(secret))
 
 
 @job_cli.command(

@@ -88,8 +88,12 @@ def download_file(client: Client, name: str, entry: dict[str, Any], folder: Path
     place = folder / path
     place.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
+    received = 0
     with place.open("wb") as file:
         for piece in client.download(f"{build_model_path(name)}/files/{quote(str(path))}"):
+            received += len(piece)
+            if received > entry["bytes"]:
+                raise ClientError(f"the received {entry['path']} is longer than listed; try again")
             file.write(piece)
             digest.update(piece)
             yield len(piece)

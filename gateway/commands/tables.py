@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -75,8 +76,11 @@ def print_renderable(renderable: RenderableType) -> None:
 
 
 def print_json(value: Any) -> None:
-    text = orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE).decode()
-    sys.stdout.buffer.write(escape_unprintable_json(text).encode())
+    try:
+        text = orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
+    except orjson.JSONEncodeError:  # as in `encode_any_json`
+        text = json.dumps(value, indent=2)
+    sys.stdout.buffer.write(f"{escape_unprintable_json(text)}\n".encode())
 
 
 REASON_TEXTS: Final = {"declared": "declared", "on_demand": "on demand"}

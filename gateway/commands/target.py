@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -131,14 +132,19 @@ def make_command_error(error: GatewayError) -> ClientError:
 
 
 def complete_model_name(context: typer.Context, incomplete: str) -> list[str]:
-    """Ask the gateway for the names of models; never wait long, and never fail."""
+    """Ask the gateway for the names of models; never wait long, and never fail.
+
+    Names that the shell would expand or split are left out: it inserts them as they are.
+    """
     from gateway.client import GatewayError
 
     flags = context.params
     try:
         target = Target(**{name: flags[name] for name in ("url", "key", "ca") if flags.get(name)})
         with target.create_client(COMPLETION_TIMEOUT_S) as client:
-            names = [model.name for model in client.models()]
+            names = [
+                model.name for model in client.models() if shlex.quote(model.name) == model.name
+            ]
     except (CommandError, GatewayError, LookupError, TypeError):  # another server answered, or none
         return []
     given = flags.get("models") or flags.get("names") or ()

@@ -35,7 +35,7 @@ from gateway.commands.inference.records import (
 from gateway.commands.inference.requests import GroupInference, make_record, read_input
 from gateway.commands.target import Target, report_gateway_errors
 from gateway.media_types import TEXT
-from gateway.messages import print_message
+from gateway.messages import escape_unprintable, print_message
 
 RecordGroups: TypeAlias = (
     "OrderedTasks[list[Input], list[Record]] | AsyncGenerator[list[Record], None]"
@@ -382,7 +382,7 @@ class JobRun(InferRun):
     def _show_job(self, job: str) -> None:
         self.job = job
         if self.options.flags.no_wait:
-            sys.stdout.write(f"{job}\n")
+            sys.stdout.write(f"{escape_unprintable(job)}\n")
         else:
             print_message(f"job {job}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import csv
 import io
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class JsonLinesWriter:
             document["outputs"] = record.outputs
         else:
             document |= {"error": record.error, "code": record.code}
-        raw = orjson.dumps(document, default=encode_bytes, option=orjson.OPT_APPEND_NEWLINE)
+        raw = encode_any_json(document) + b"\n"
         if raw.isascii() and DELETE not in raw:
             return raw  # orjson escapes the other control characters
         return escape_unprintable_json(raw.decode()).encode()
@@ -170,7 +171,15 @@ def encode_csv_row(cells: Iterable[str]) -> bytes:
 
 
 def format_cell(value: Any) -> str:
-    return value if isinstance(value, str) else orjson.dumps(value, default=encode_bytes).decode()
+    return value if isinstance(value, str) else encode_any_json(value).decode()
+
+
+def encode_any_json(value: Any) -> bytes:
+    try:
+        return orjson.dumps(value, default=encode_bytes)
+    except orjson.JSONEncodeError:
+        # It has an integer of more than 64 bits, half of a surrogate pair, or many levels.
+        return json.dumps(value, default=encode_bytes).encode()
 
 
 def encode_bytes(value: Any) -> dict[str, str]:

@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ import pytest
 from PIL import Image
 
 from gateway.client import AsyncClient, Body, Client, GatewayError, InferResult
+from gateway.client.batches import BatchReader
 from gateway.client.errors import CONNECTION_LOST, INVALID_RESPONSE, TIMEOUT, UNREACHABLE
+from tests.support.gateway_forks import run_gateway
 from tests.support.keys import INFER, entry, written
 from tests.support.measurements import assert_number
 from tests.support.metrics import metric
@@ -416,13 +419,24 @@ def cut(script: Script) -> None:
     script.close_connection = True
 
 
-def drip(script: Script) -> None:
-    script.send_response(200)
+def drip(script: Script, status: int = 200) -> None:
+    script.send_response(status)
     script.send_header("Content-Length", "1000")
     script.end_headers()
     for _ in range(100):
         script.wfile.write(b" ")
         time.sleep(0.1)
+
+
+def flood(script: Script, status: int) -> None:
+    """Send 256 MiB, or as much as the client takes."""
+    script.send_response(status)
+    script.end_headers()
+    script.close_connection = True
+    with suppress(ConnectionError):
+        for _ in range(256):
+            script.wfile.write(bytes(1 << 20))
+        script.server.received.append({"flood": "was read"})
 
 
 def answer(script: Script) -> None:
@@ -438,9 +452,11 @@ def damage(content: bytes, content_type: str) -> Callable[[Script], None]:
     [
         (b'{"outputs": {"Y": {"b64": "a"}}}', "application/json"),
         (b'{"outputs": []}', "application/json"),
+        (b'{"outputs": {"Y": ' + b"[" * 100_000, "application/json"),
         (b"PK of which nothing else is there", "application/x-npz"),
         (b"", "application/x-npz"),
     ],
+    ids=("base64", "no object", "many levels", "no archive", "empty"),
 )
 def test_damaged_response_is_an_error_of_the_client(content: bytes, content_type: str) -> None:
     with serving(damage(content, content_type)) as server, pytest.raises(GatewayError) as caught:
@@ -504,13 +520,46 @@ def test_requests_that_cannot_be_repeated_are_not(infer: Callable[..., InferResu
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("status", [200, 500])
 @pytest.mark.parametrize("infer", [infer_sync, run_async])
-def test_response_that_drips_ends_at_the_deadline(infer: Callable[..., InferResult]) -> None:
+def test_response_that_drips_ends_at_the_deadline(
+    infer: Callable[..., InferResult], status: int
+) -> None:
     started_at = time.monotonic()
-    with serving(drip) as server, pytest.raises(GatewayError) as caught:
+    step = partial(drip, status=status)
+    with serving(step) as server, pytest.raises(GatewayError) as caught:
         infer(server.url, timeout_s=0.5)
     assert caught.value.code == TIMEOUT
     assert time.monotonic() - started_at < 8  # it would last for 10 s
+
+
+@pytest.mark.parametrize("infer", [infer_sync, run_async])
+def test_error_that_does_not_end_is_not_read(infer: Callable[..., InferResult]) -> None:
+    with serving(partial(flood, status=500)) as server, pytest.raises(GatewayError) as caught:
+        infer(server.url)
+    assert caught.value.status == 500
+    assert len(server.received) == 1
+
+
+def test_pulled_file_that_is_longer_than_listed_is_refused(tmp_path: Path) -> None:
+    listed = b'{"files": [{"path": "1/model.onnx", "bytes": 10, "sha256": ""}]}'
+    with serving(lambda script: script.answer(200, listed), partial(flood, status=200)) as server:
+        ran = run_gateway("pull", "m", "--url", server.url, "--output", str(tmp_path))
+    assert ran.returncode == 1
+    assert (
+        ran.stderr == "triton-gateway: the received 1/model.onnx is longer than listed; try again\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+    assert len(server.received) == 2
+
+
+@pytest.mark.parametrize("row", [b'{"error": 5}', b'{"base64": 1}', b'{"response": 1}', b"[]"])
+def test_damaged_row_of_a_batch_is_an_error_of_the_client(row: bytes) -> None:
+    reader = BatchReader("j", None)
+    assert list(reader.feed(row)) == []
+    with pytest.raises(GatewayError) as caught:
+        list(reader.feed(b"\n"))
+    assert caught.value.code == INVALID_RESPONSE
 
 
 def test_server_that_is_not_a_gateway_is_named() -> None:

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import orjson
 import pytest
+import typer
 
+from gateway.commands import client_commands
+from gateway.commands.target import complete_model_name
 from tests.support.gateway_forks import run_gateway
 from tests.support.up import Up, write_model
 
@@ -66,8 +69,11 @@ MODEL = {
 REPLICA = {"address": EVIL, "state": EVIL, "outstanding": 0, "slowness": 1, "models": {EVIL: EVIL}}
 ERROR = {"error": f"{EVIL} is wrong", "code": EVIL, "request_id": EVIL}
 ANSWERS = {
-    "/v1/models": {"models": [MODEL]},
+    "/v1/models": {"models": [MODEL | {"name": each} for each in (EVIL, "$(reboot)", "harmless")]},
     "/v1/models/m": MODEL,
+    "/v1/models/n": MODEL,
+    "/v1/models/n/infer": {"id": EVIL},
+    "/v1/jobs/secret": {"secrets": [EVIL]},
     "/v1/replicas": {"replicas": [REPLICA]},
     "/readyz": {"ready": False, "replicas": {EVIL: EVIL}, "missing": {EVIL: {EVIL: EVIL}}},
 }
@@ -101,6 +107,12 @@ def hostile() -> Iterator[str]:
         server.shutdown()
 
 
+def test_names_of_models_that_a_shell_would_run_are_not_completed(hostile: str) -> None:
+    context = typer.Context(typer.main.get_command(client_commands.cli))
+    context.params = {"url": hostile}
+    assert complete_model_name(context, "") == ["harmless"]
+
+
 @pytest.mark.long
 @pytest.mark.fault("terminal control sequences in the output of a model, a Triton or a gateway")
 @pytest.mark.parametrize(
@@ -119,6 +131,8 @@ def hostile() -> Iterator[str]:
         (["describe", "m", "--json"], "stdout"),
         (["infer", "m", "--text", "a"], "stderr"),
         (["infer", "m", "--text", EVIL], "stdout"),
+        (["infer", "n", "--text", "a", "--async", "--no-wait"], "stdout"),
+        (["jobs", "secret"], "stdout"),
         (["bench", "m", "--text", "a"], "stderr"),
     ],
     ids=" ".join,

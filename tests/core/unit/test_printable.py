@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+from typing import Any
 
 import orjson
 import pytest
@@ -37,6 +39,20 @@ def test_drawn_text_becomes_printable_and_json_keeps_its_meaning(text: str) -> N
     raw = orjson.dumps({"text": text, text: [text]}).decode()
     assert_harmless(escape_unprintable_json(raw))
     assert orjson.loads(escape_unprintable_json(raw)) == orjson.loads(raw)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1 << 70, "\ud800", json.loads("[" * 300 + "]" * 300)],
+    ids=("large", "surrogate", "deep"),
+)
+def test_json_that_orjson_cannot_write_is_printed(
+    value: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = JsonLinesWriter().encode_record(Record("a", {"Y": value}))
+    assert json.loads(written) == {"input": "a", "outputs": {"Y": value}}
+    tables.print_json(value)
+    assert json.loads(capsys.readouterr().out) == value
 
 
 def record(message: str, **extra: str) -> logging.LogRecord:
