@@ -24,7 +24,7 @@ from gateway.capabilities.jobs.errors import JobsUnavailable, KeyInUse, KeyReuse
 from gateway.capabilities.jobs.job import BODY_SUFFIX, Job, create_job_id
 from gateway.capabilities.jobs.replay import ResponseCapture
 from gateway.capabilities.jobs.routes import JOB_SCHEMA, JobResultResponse, describe_job
-from gateway.capabilities.jobs.service import IncomingBody, Jobs, find_owner
+from gateway.capabilities.jobs.service import ArrivingBody, Jobs, find_owner
 from gateway.capacity.admission import AdmissionQueue
 from gateway.errors import BodyTooLarge, GatewayError, MalformedRequest
 from gateway.fleet.inference import InferenceService, ResultStream
@@ -149,7 +149,7 @@ class StoredBody:
         scope: Scope,
         receive: Receive,
         max_bytes: int,
-        file: IncomingBody | None = None,
+        file: ArrivingBody | None = None,
     ) -> None:
         """Without a file, it is only counted and hashed."""
         self._file = file
@@ -253,7 +253,7 @@ class JobAcceptance:
         self, jobs: Jobs, services: Services, scope: Scope, receive: Receive, key: str
     ) -> Response:
         job_id = create_job_id()
-        file = IncomingBody(jobs, f"{job_id}{BODY_SUFFIX}")
+        file = ArrivingBody(jobs, f"{job_id}{BODY_SUFFIX}")
         body = StoredBody(scope, receive, jobs.max_body_bytes, file)
         adding = None
         try:
@@ -283,7 +283,7 @@ class JobAcceptance:
         return respond_with_job(job)
 
 
-async def keep_job(jobs: Jobs, writing: Awaitable[Job], *files: IncomingBody) -> Job:
+async def keep_job(jobs: Jobs, writing: Awaitable[Job], *files: ArrivingBody) -> Job:
     """Keep the job that `writing` returns when it has written the files, or discard the files."""
     adding = None
     try:
@@ -300,7 +300,7 @@ async def keep_job(jobs: Jobs, writing: Awaitable[Job], *files: IncomingBody) ->
     return kept
 
 
-async def add_job(jobs: Jobs, job: Job, *files: IncomingBody) -> Job:
+async def add_job(jobs: Jobs, job: Job, *files: ArrivingBody) -> Job:
     """Keep a job and its body; return it, or the one that has its idempotency key."""
     try:
         if job.body_bytes:

@@ -68,7 +68,7 @@ class Jobs:
         return current
 
 
-class IncomingBody:
+class ArrivingBody:
     """The file of a body whose job is not in the store yet. Its bytes count at `GATEWAY_MAX_JOBS_BYTES`."""
 
     def __init__(self, jobs: Jobs, file: str) -> None:

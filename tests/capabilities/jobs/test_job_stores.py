@@ -24,7 +24,7 @@ from gateway.capabilities.jobs.batches.rows import ArchiveWriter
 from gateway.capabilities.jobs.capability import create_store
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable, TooManyJobs
 from gateway.capabilities.jobs.job import Job, JobState, decode_job, encode_job
-from gateway.capabilities.jobs.service import IncomingBody, Jobs
+from gateway.capabilities.jobs.service import ArrivingBody, Jobs
 from gateway.capabilities.jobs.settings import JobSettings
 from gateway.capabilities.jobs.storage.blocking import LEFT_OVER_AFTER_S
 from gateway.capabilities.jobs.storage.store import JobLimits, JobQuery, JobStore
@@ -102,7 +102,7 @@ def test_archive_is_expanded_while_all_threads_of_others_are_busy(tmp_path: Path
         is_expanded = Event()
         busy = asyncio.create_task(asyncio.to_thread(is_expanded.wait, TIMEOUT_S))
         await asyncio.sleep(0)
-        file, archive = IncomingBody(jobs, "a.body"), IncomingBody(jobs, "a.archive.body")
+        file, archive = ArrivingBody(jobs, "a.body"), ArrivingBody(jobs, "a.archive.body")
         writer = ArchiveWriter(file, 10, MemoryCharge(budget), archive=archive, jobs=jobs)
         await writer.feed(zipped({"a.json": b"{}"}))
         await writer.finish()
@@ -118,7 +118,7 @@ def test_bodies_that_arrive_count_at_the_limit_of_bytes(tmp_path: Path) -> None:
 
     async def work(store: JobStore) -> None:
         jobs = Jobs(store, settings, 100)
-        first, second = IncomingBody(jobs, "a.body"), IncomingBody(jobs, "b.body")
+        first, second = ArrivingBody(jobs, "a.body"), ArrivingBody(jobs, "b.body")
         await first.append(bytes(60))
         with pytest.raises(JobsFull, match="GATEWAY_MAX_JOBS_BYTES"):
             await second.append(bytes(60))
@@ -135,7 +135,7 @@ def test_bodies_that_cannot_be_deleted_count_no_longer(tmp_path: Path) -> None:
 
     async def work(store: JobStore) -> None:
         jobs = Jobs(store, settings, 100)
-        files = [IncomingBody(jobs, name) for name in ("a.body", "a.archive.body")]
+        files = [ArrivingBody(jobs, name) for name in ("a.body", "a.archive.body")]
 
         async def receive() -> Job:
             for file in files:

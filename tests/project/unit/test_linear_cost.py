@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.capabilities.grpc_api.infer_request import read_infer_request
 from gateway.capabilities.jobs.batches.rows import RowWriter
-from gateway.capabilities.jobs.service import IncomingBody
+from gateway.capabilities.jobs.service import ArrivingBody
 from gateway.errors import GatewayError
 from gateway.memory import MemoryBudget, MemoryCharge
 from gateway.telemetry.metrics import MetricFactory
@@ -66,7 +66,7 @@ def feed_form(body: bytes) -> list[Any]:
 def feed_row_in_pieces(line: bytes) -> None:
     budget = MemoryBudget(1 << 20, MetricFactory(CollectorRegistry()).counter("shed", "Shed."))
     # No row is complete, and so none is stored.
-    writer = RowWriter(cast(IncomingBody, None), 1, MemoryCharge(budget))
+    writer = RowWriter(cast(ArrivingBody, None), 1, MemoryCharge(budget))
 
     async def feed() -> None:
         for start in range(0, len(line), 32):

@@ -26,7 +26,7 @@ from gateway.capabilities.jobs.errors import JobConflict, JobNotFound
 from gateway.capabilities.jobs.job import MIN_ERROR_STATUS, Job, JobKind, JobState, create_job_id
 from gateway.capabilities.jobs.replay import READ_BYTES, read_piece
 from gateway.capabilities.jobs.routes import MAX_LIMIT, JobResultResponse, cancel_job, find_job
-from gateway.capabilities.jobs.service import IncomingBody, Jobs, find_owner, may_use_all
+from gateway.capabilities.jobs.service import ArrivingBody, Jobs, find_owner, may_use_all
 from gateway.capabilities.jobs.storage.store import JobQuery, JobStore
 from gateway.errors import MalformedRequest, UnsupportedBody
 from gateway.inference.body import RequestBody
@@ -198,7 +198,7 @@ class FileWriter(RowWriter):
     """Writes the file of a form, whose lines are requests for one model."""
 
     def __init__(
-        self, file: IncomingBody, max_rows: int, charge: MemoryCharge, content_type: str
+        self, file: ArrivingBody, max_rows: int, charge: MemoryCharge, content_type: str
     ) -> None:
         super().__init__(file, max_rows, charge)
         media_type, options = parse_content_type(content_type)
@@ -277,7 +277,7 @@ async def create_file(request: Request, services: ServicesForInference) -> Respo
     body = RequestBody(request.scope, received.receive)
     job = build_job(f"{FILE_PREFIX}{create_job_id()}", request.scope, received, "")
     charge = services.get_charge(request.scope["request_info"])
-    file = IncomingBody(jobs, job.body_file)
+    file = ArrivingBody(jobs, job.body_file)
     target = (file, jobs.settings.max_batch_rows, charge)
     writer = FileWriter(*target, body.content_type)
 
@@ -430,7 +430,7 @@ async def create_openai_batch(request: Request, services: ServicesForInference) 
             await copy.append(piece)
         return job
 
-    copy = IncomingBody(jobs, job.body_file)
+    copy = ArrivingBody(jobs, job.body_file)
     return respond(describe_batch(jobs, await keep_job(jobs, copy_body(), copy)))
 
 

@@ -26,7 +26,7 @@ from gateway.capabilities.jobs.batches.rows import (
 )
 from gateway.capabilities.jobs.job import BODY_SUFFIX, Job, JobKind, create_job_id
 from gateway.capabilities.jobs.routes import JOB_SCHEMA
-from gateway.capabilities.jobs.service import IncomingBody, Jobs
+from gateway.capabilities.jobs.service import ArrivingBody, Jobs
 from gateway.errors import MalformedRequest, UnsupportedBody
 from gateway.inference.body import RequestBody
 from gateway.media_types import MULTIPART, NDJSON
@@ -96,8 +96,8 @@ async def accept_batch(
     if media_type not in BATCH_TYPES:
         raise UnsupportedBody(body.content_type, BATCH_TYPES)
     job_id = create_job_id()
-    file = IncomingBody(jobs, f"{job_id}{BODY_SUFFIX}")
-    archive = IncomingBody(jobs, f"{job_id}.archive{BODY_SUFFIX}")
+    file = ArrivingBody(jobs, f"{job_id}{BODY_SUFFIX}")
+    archive = ArrivingBody(jobs, f"{job_id}.archive{BODY_SUFFIX}")
     target = (file, jobs.settings.max_batch_rows, charge)
     writer = RowWriter(*target)
     if media_type == MULTIPART:

@@ -11,7 +11,7 @@ import orjson
 
 from gateway.capabilities.jobs.errors import JobFileLost
 from gateway.capabilities.jobs.job import Job, JobKind
-from gateway.capabilities.jobs.service import IncomingBody, Jobs
+from gateway.capabilities.jobs.service import ArrivingBody, Jobs
 from gateway.capabilities.jobs.storage.store import JobStore
 from gateway.capacity.archives import ArchiveLimits, read_archive
 from gateway.errors import MalformedRequest, TooLarge
@@ -58,7 +58,7 @@ class RowWriter:
     What it holds of the body, because its end has not arrived, is charged to the memory budget.
     """
 
-    def __init__(self, file: IncomingBody, max_rows: int, charge: MemoryCharge) -> None:
+    def __init__(self, file: ArrivingBody, max_rows: int, charge: MemoryCharge) -> None:
         self._file = file
         self._max_rows = max_rows
         self._charge = charge
@@ -113,7 +113,7 @@ class FormWriter(RowWriter):
     """Writes the files of a form, each after a line that describes it."""
 
     def __init__(
-        self, file: IncomingBody, max_rows: int, charge: MemoryCharge, content_type: str
+        self, file: ArrivingBody, max_rows: int, charge: MemoryCharge, content_type: str
     ) -> None:
         super().__init__(file, max_rows, charge)
         boundary = parse_content_type(content_type)[1].get("boundary", "")
@@ -143,11 +143,11 @@ class ArchiveWriter(RowWriter):
 
     def __init__(
         self,
-        file: IncomingBody,
+        file: ArrivingBody,
         max_rows: int,
         charge: MemoryCharge,
         *,
-        archive: IncomingBody,
+        archive: ArrivingBody,
         jobs: Jobs,
     ) -> None:
         super().__init__(file, max_rows, charge)
