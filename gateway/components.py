@@ -54,9 +54,10 @@ from gateway.telemetry.tracing import Tracer
 from gateway.triton.restricted_api import read_restricted_api
 
 METRICS_INTERVAL_S = 0.5
-# Much memory that became free is returned at the next period, less after all of them.
-TRIM_PERIOD_S = 0.1
-TRIM_PERIODS = 40
+# Much memory that became free is returned at the next check, less after the last one. Checks wake a process.
+BUSY_CHECK_PERIOD_S = 0.1
+IDLE_CHECK_PERIOD_S = 1.0
+TRIM_PERIOD_S = 4.0
 MUCH_FREE_MEMORY_BYTES = 64 << 20
 UNKNOWN_MODEL_LIMIT = 32  # concurrent inferences, until the gateway has read the config
 THREAD_SWITCH_INTERVAL_S = 0.0005
@@ -116,18 +117,21 @@ async def update_metrics(metrics: Metrics, admission: AdmissionQueue, memory: Me
 
 async def trim_heaps(memory: MemoryBudget) -> None:
     """Return free memory to the system after the budget shrank or the process grew, until cancelled."""
+    loop = asyncio.get_running_loop()
     trimmed_bytes = resident_bytes()
 
     async def trim() -> None:
         nonlocal trimmed_bytes
-        for _ in range(TRIM_PERIODS):
-            await asyncio.sleep(TRIM_PERIOD_S)
+        end = loop.time() + TRIM_PERIOD_S
+        is_due = False
+        while not is_due and loop.time() < end:
+            is_busy = memory.used_bytes or memory.excess_bytes
+            await asyncio.sleep(BUSY_CHECK_PERIOD_S if is_busy else IDLE_CHECK_PERIOD_S)
             now_bytes = resident_bytes()
             memory.update_excess(now_bytes)
             trimmed_bytes = min(trimmed_bytes, now_bytes)
             has_grown = now_bytes - trimmed_bytes > MUCH_FREE_MEMORY_BYTES
-            if is_due := has_grown or memory.has_shrunk(MUCH_FREE_MEMORY_BYTES):
-                break
+            is_due = has_grown or memory.has_shrunk(MUCH_FREE_MEMORY_BYTES)
         if is_due or memory.has_shrunk(MAX_FREE_HEAP_BYTES):
             # A failed request can be in a cycle with its error, and so its body.
             gc.collect(2 if has_grown else 1)

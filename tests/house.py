@@ -21,9 +21,9 @@ class Limits:
     modules: int = 18  # at the top
     files_in_folder: int = 15
     core_files: int = 154
-    core_lines: int = 30_936
+    core_lines: int = 30_940
     capability_lines: int = 4_679
-    lines: int = 59_564
+    lines: int = 59_568
 
 
 @dataclass(frozen=True)
