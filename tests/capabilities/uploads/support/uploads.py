@@ -54,10 +54,11 @@ def padded(size: int) -> Iterator[bytes]:
 
 
 def listed_states(client: httpx.Client, model: str) -> list[str]:
-    """Of a model on each replica, by the list of models."""
-    models = client.get("/v1/models").json()["models"]
-    (found,) = (each for each in models if each["name"] == model)
-    return list(found["replicas"].values())
+    """Of a model on each replica, by the list of models, which is an error while no replica answers."""
+    models = client.get("/v1/models").json().get("models", [])
+    return [
+        state for each in models if each["name"] == model for state in each["replicas"].values()
+    ]
 
 
 @dataclass
