@@ -34,6 +34,13 @@ class MessageStalled(MemoryBudgetExceeded):
     )
 
 
+class NoReceiveSlot(MemoryBudgetExceeded):
+    message = (
+        "too many messages arrive, or streams wait for one, for the memory budget, which must have room for "
+        "the largest (GATEWAY_MAX_BYTES_IN_FLIGHT, GATEWAY_MAX_BODY_BYTES); try again shortly"
+    )
+
+
 class Receiver(Protocol):
     """A call or a stream that may have a slot."""
 
@@ -77,11 +84,11 @@ class ReceiveSlots:
         return True
 
     def acquire(self, receiver: Receiver) -> None:
-        """Take a slot, if need be from another caller. Raises `MemoryBudgetExceeded`."""
+        """Take a slot, if need be from another caller. Raises `NoReceiveSlot`."""
         if not self._free:
             victim = self._find_victim(receiver.caller)
             if victim is None:
-                raise MemoryBudgetExceeded
+                raise NoReceiveSlot
             self.release(victim)
             victim.end_for_others()
         self._add(receiver)

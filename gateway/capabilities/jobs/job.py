@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Final
@@ -204,3 +205,12 @@ def decode_job(document: bytes) -> Job:
     values = {name: value for name, value in orjson.loads(document).items() if name in FIELDS}
     values |= {"kind": JobKind(values["kind"]), "state": JobState(values["state"])}
     return Job(**values)
+
+
+def decode_jobs(documents: Iterable[bytes | None]) -> list[Job]:
+    """Return the jobs, without those that are missing, damaged, or of a kind of a later release."""
+    jobs = []
+    for document in documents:
+        with suppress(ValueError, LookupError, TypeError, AttributeError):
+            jobs.append(decode_job(document or b""))
+    return jobs

@@ -86,7 +86,6 @@ class ArrivingBody:
         await jobs.store.append(self.file, data)
 
     async def discard(self) -> None:
-        """Delete the file."""
         self.release()
         await self._jobs.store.delete_file(self.file)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
@@ -365,6 +366,17 @@ def test_jobs_that_cannot_be_read_hold_up_no_others(redis: RedisServer) -> None:
         assert [job.id for job in await store.renew(running)] == ["d1"]
 
     run_with(settings, work)
+
+
+def test_damaged_job_in_sqlite_holds_up_no_others(tmp_path: Path) -> None:
+    async def work(store: JobStore) -> None:
+        await add(store, "a1", "b1")
+        with closing(sqlite3.connect(tmp_path / "jobs.db")) as database, database:
+            database.execute("UPDATE jobs SET document = '{damaged' WHERE id = 'a1'")
+        assert [job.id for job in await store.claim(6, time.time())] == ["b1"]
+        assert await store.find("a1") is None
+
+    run_with(JobSettings(jobs=f"sqlite://{tmp_path}"), work)
 
 
 def test_idempotency_key_of_a_job_that_is_lost_is_free_again(redis: RedisServer) -> None:

@@ -28,7 +28,7 @@ from gateway.capabilities.jobs.job import (
     BODY_SUFFIX,
     Job,
     JobState,
-    decode_job,
+    decode_jobs,
     encode_job,
     find_job_id,
 )
@@ -274,7 +274,7 @@ class RedisJobStore:
 
     async def delete_left_over(self) -> None:
         if self._files is None:
-            return  # those in Redis expire
+            return  # in Redis, bodies without a job expire
         names = await self._files.list_old()
         for start in range(0, len(names), LEFT_OVER_BATCH):
             batch = names[start : start + LEFT_OVER_BATCH]
@@ -308,15 +308,6 @@ def describe_outage() -> Iterator[None]:
         if exc.reason.startswith(OUT_OF_MEMORY):
             raise JobsFull(exc.reason) from None
         raise JobsUnavailable(exc.reason) from None
-
-
-def decode_jobs(documents: Sequence[bytes | None]) -> list[Job]:
-    """Return the jobs, without those that are missing, damaged, or of a kind of a later release."""
-    jobs = []
-    for document in documents:
-        with suppress(ValueError, LookupError, TypeError, AttributeError):
-            jobs.append(decode_job(document or b""))
-    return jobs
 
 
 def decode_texts(values: Sequence[bytes]) -> list[str]:

@@ -20,7 +20,7 @@ from gateway.capabilities.jobs.errors import (
     JobsUnavailable,
     TooManyJobs,
 )
-from gateway.capabilities.jobs.job import Job, JobState, decode_job, encode_job, find_job_id
+from gateway.capabilities.jobs.job import Job, JobState, decode_jobs, encode_job, find_job_id
 from gateway.capabilities.jobs.storage.blocking import FILE_MODE, FolderFiles, describe_failures
 from gateway.capabilities.jobs.storage.store import FreePlaces, JobCounts, JobLimits, JobQuery
 from gateway.messages import CommandError
@@ -72,7 +72,7 @@ UPDATE: Final = """UPDATE jobs SET state = ?, token = ?, due_at = ?, ended_at = 
 SELECT: Final = "SELECT document FROM jobs WHERE "
 IS_NEXT: Final = """state = 'queued' AND due_at <= ?
     AND owner NOT IN (SELECT value FROM json_each(?)) AND model NOT IN (SELECT value FROM json_each(?))
-    ORDER BY turn, number LIMIT 1"""
+    ORDER BY turn, number"""
 # After the last job of the same caller, and not before the next one of others.
 FIND_TURN: Final = """SELECT max(
     ifnull((SELECT max(turn) FROM jobs WHERE state = 'running'), 0),
@@ -235,7 +235,10 @@ class SqliteJobs:
     def _find_next(self, now: float, places: FreePlaces) -> Job | None:
         full = (places.list_full_owners(), places.list_full_models())
         names = (orjson.dumps(each).decode() for each in full)
-        return next(iter(self._select(IS_NEXT, now, *names)), None)
+        for row in self._database.execute(SELECT + IS_NEXT, (now, *names)):
+            for job in decode_jobs(row):
+                return job
+        return None
 
     def renew(self, jobs: Sequence[Job]) -> Sequence[Job]:
         with self._write():
@@ -282,7 +285,7 @@ class SqliteJobs:
 
     def _select(self, condition: str, *arguments: Any) -> list[Job]:
         rows = self._database.execute(SELECT + condition, arguments)
-        return [decode_job(document) for (document,) in rows]
+        return decode_jobs(document for (document,) in rows)
 
     def _read_number(self, statement: str, *arguments: Any) -> int:
         return int(self._database.execute(statement, arguments).fetchone()[0])
