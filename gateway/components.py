@@ -116,9 +116,10 @@ async def update_metrics(metrics: Metrics, admission: AdmissionQueue, memory: Me
 
 
 async def trim_heaps(memory: MemoryBudget) -> None:
-    """Return free memory to the system after the budget shrank or the process grew, until cancelled."""
+    """Return free memory to the system when the budget shrank or the process has grown, until cancelled."""
     loop = asyncio.get_running_loop()
     trimmed_bytes = resident_bytes()
+    memory.update_excess(trimmed_bytes)
 
     async def trim() -> None:
         nonlocal trimmed_bytes
@@ -132,7 +133,7 @@ async def trim_heaps(memory: MemoryBudget) -> None:
             trimmed_bytes = min(trimmed_bytes, now_bytes)
             has_grown = now_bytes - trimmed_bytes > MUCH_FREE_MEMORY_BYTES
             is_due = has_grown or memory.has_shrunk(MUCH_FREE_MEMORY_BYTES)
-        if is_due or memory.has_shrunk(MAX_FREE_HEAP_BYTES):
+        if is_due or memory.has_shrunk(MAX_FREE_HEAP_BYTES) or memory.excess_bytes:
             # A failed request can be in a cycle with its error, and so its body.
             gc.collect(2 if has_grown else 1)
             await asyncio.to_thread(return_free_memory)

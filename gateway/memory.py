@@ -115,6 +115,7 @@ class MemoryBudget:
         self._idle_since = time.monotonic()
         self.used_bytes = 0
         self.excess_bytes = 0
+        self.has_unknown_messages = False  # messages arrive whose size is not known
         self.bytes_by_kind = dict.fromkeys(MEMORY_KINDS, 0)
 
     @property
@@ -153,7 +154,7 @@ class MemoryBudget:
     def update_excess(self, resident_bytes: int) -> None:
         """Compare what requests hold with how much larger the process is than while they held nothing."""
         now = time.monotonic()
-        if self.used_bytes > SMALL_REQUEST_BYTES:
+        if self.used_bytes > SMALL_REQUEST_BYTES or self.has_unknown_messages:
             self._idle_since = now
         elif resident_bytes < self._idle_bytes or now - self._idle_since > IDLE_S:
             self._idle_bytes = resident_bytes

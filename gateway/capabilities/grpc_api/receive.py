@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 from weakref import WeakValueDictionary
 
 from gateway.errors import RequestTooSlow
-from gateway.memory import MemoryBudgetExceeded
+from gateway.memory import MemoryBudget, MemoryBudgetExceeded, resident_bytes
 from gateway.tasks import TaskSet, follow
 
 # A message that takes longer to arrive is large or slow, and may use the memory budget.
 FAST_RECEIVE_S: Final = 0.1
-# Messages of one caller that arrive at a time before they need a slot. The event loop can be late to see that
-# they need one, and gRPC's threads go on receiving meanwhile.
-MAX_FAST_MESSAGES: Final = 16
+# Messages of one caller that arrive at a time before they need a slot: so many, or more that fit into a share
+# of the memory budget. The event loop can be late to see that they need one, and gRPC's threads go on
+# receiving meanwhile: as much as this of each at once.
+MIN_FAST_MESSAGES: Final = 16
+FAST_MESSAGE_BYTES: Final = 1 << 20
+FAST_MESSAGES_SHARE: Final = 1 / 16
+# How often the size of the process is looked at while more messages arrive than there are slots.
+CHECK_PERIOD_S: Final = 0.1
 MAX_RESPONSE_SIZES: Final = 1024
 # Smaller responses are not recorded until the caller has had a larger one of the model.
 MIN_RECORDED_BYTES: Final = 64 << 10
@@ -53,44 +59,61 @@ class Receiver(Protocol):
 
 
 class ReceiveSlots:
-    """Limits how many messages that are large or slow are received at the same time.
+    """Limits how many messages that are large or slow are received at the same time, if they take memory.
 
     gRPC tells the size of a message only when it is complete, and nothing before. So each message counts as
-    one of maximum size, and is stalled when it has had a slot for `stall_s`. If a call needs a slot and none
-    is free, the caller that has most loses that of a stalled message; or of any message, if it has more than
-    a quarter of the slots and the other caller less.
+    one of maximum size, and is stalled when it has had a slot for `stall_s`. Most of them are small, or are
+    not sent yet: there may be more than slots until the process has grown by more than requests are charged
+    for. Then the caller that has most loses those without a slot. If another call needs a slot meanwhile,
+    that caller loses that of a stalled message; or of any message, if it has more than a quarter of the slots
+    and the other caller less.
     """
 
-    def __init__(self, budget_bytes: int, message_bytes: int, stall_s: float) -> None:
-        self._free = max(budget_bytes // message_bytes, 1)
-        self._share = max(self._free // 4, 1)
+    def __init__(
+        self, memory: MemoryBudget, budget_bytes: int, message_bytes: int, stall_s: float
+    ) -> None:
+        self._memory = memory
+        self._count = max(budget_bytes // message_bytes, 1)
+        self._free = self._count  # less than 0: how many messages have no slot
+        self._share = max(self._count // 4, 1)
+        fast_count = int(budget_bytes * FAST_MESSAGES_SHARE / FAST_MESSAGE_BYTES)
+        self._fast_count = max(fast_count, MIN_FAST_MESSAGES)
         self._stall_s = stall_s
-        # Those with a slot of each caller, in the order in which they took it, and when.
+        # Those that receive a message, of each caller, in the order in which they began, and when.
         self._receivers: dict[str, dict[Receiver, float]] = {}
+        # How many of them cannot end for others, of each caller.
+        self._ahead: Counter[str] = Counter()
+        self._check: asyncio.TimerHandle | None = None
         self._fast: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     def get_fast_limit(self, caller: str) -> asyncio.Semaphore:
         """Return what limits the messages of a caller that arrive without a slot."""
         limit = self._fast.get(caller)
         if limit is None:
-            self._fast[caller] = limit = asyncio.Semaphore(MAX_FAST_MESSAGES)
+            self._fast[caller] = limit = asyncio.Semaphore(self._fast_count)
         return limit
 
-    def try_acquire(self, receiver: Receiver) -> bool:
-        """Take a free slot for a receiver that may be unable to end for another one."""
-        if not self._free or len(self._receivers.get(receiver.caller, ())) >= self._share:
+    def try_read_ahead(self, receiver: Receiver) -> bool:
+        """Add a receiver that may be unable to end for another one, if there are few of these."""
+        ahead = self._ahead
+        if ahead.total() >= self._count or ahead[receiver.caller] >= self._share:
             return False
+        ahead[receiver.caller] += 1
         self._add(receiver)
         return True
 
+    def end_read_ahead(self, receiver: Receiver) -> None:
+        self._ahead[receiver.caller] -= 1
+        self._ahead += Counter()  # drops callers without one
+        self.release(receiver)
+
     def acquire(self, receiver: Receiver) -> None:
-        """Take a slot, if need be from another caller. Raises `NoReceiveSlot`."""
-        if not self._free:
+        """Add a receiver, if need be in the place of another caller's. Raises `NoReceiveSlot`."""
+        if self._free <= 0 and self._memory.excess_bytes:
             victim = self._find_victim(receiver.caller)
             if victim is None:
                 raise NoReceiveSlot
-            self.release(victim)
-            victim.end_for_others()
+            self._end(victim)
         self._add(receiver)
 
     def release(self, receiver: Receiver) -> None:
@@ -104,6 +127,35 @@ class ReceiveSlots:
         receivers = self._receivers.setdefault(receiver.caller, {})
         receivers[receiver] = asyncio.get_running_loop().time()
         self._free -= 1
+        if self._check is None:
+            self._plan_check()
+
+    def _end(self, receiver: Receiver) -> None:
+        self.release(receiver)
+        receiver.end_for_others()
+
+    def _plan_check(self) -> None:
+        self._check = None
+        self._memory.has_unknown_messages = self._free < 0
+        if self._free < 0:
+            loop = asyncio.get_running_loop()
+            self._check = loop.call_later(CHECK_PERIOD_S, self._end_excess)
+
+    def _end_excess(self) -> None:
+        """End the receivers without a slot if the process has grown too much, and check again later."""
+        self._memory.update_excess(resident_bytes())
+        if self._memory.excess_bytes:
+            while self._free < 0 and (newest := self._find_newest()) is not None:
+                self._end(newest)
+        self._plan_check()
+
+    def _find_newest(self) -> Receiver | None:
+        """Return the newest receiver that can end, of the caller that has most."""
+        for receivers in sorted(self._receivers.values(), key=len, reverse=True):
+            for receiver in reversed(receivers):
+                if receiver.can_end:
+                    return receiver
+        return None
 
     def _find_victim(self, caller: str) -> Receiver | None:
         own = self._receivers.get(caller, {})
@@ -279,11 +331,11 @@ class StreamReader:
 
     async def read(self) -> Any:
         while self._requests_in_progress:
-            if self._slots.try_acquire(self):
+            if self._slots.try_read_ahead(self):
                 try:
                     return await follow(grpc_operations.start(self._context.read()))
                 finally:
-                    self._slots.release(self)
+                    self._slots.end_read_ahead(self)
             await asyncio.wait(self._requests_in_progress, return_when=asyncio.FIRST_COMPLETED)
         limit = self._slots.get_fast_limit(self.caller)
         fast = FastReceive(limit, FAST_RECEIVE_S, self._take_slot)

@@ -261,7 +261,9 @@ async def run_grpc_server(
     settings = services.settings
     services.metrics.in_flight[GRPC_ROUTE] = 0
     budget_bytes = settings.max_bytes_in_flight or default_budget_bytes()
-    slots = ReceiveSlots(budget_bytes, settings.max_body_bytes, settings.body_stall_s)
+    slots = ReceiveSlots(
+        services.memory, budget_bytes, settings.max_body_bytes, settings.body_stall_s
+    )
     max_requests = int(budget_bytes * REQUESTS_SHARE / REQUEST_BYTES)
     environment = CallEnvironment(
         services, slots, ResponseSizes(), ClientCounts(), max_requests, drain.stopping

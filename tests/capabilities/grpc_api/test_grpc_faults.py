@@ -7,7 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -39,12 +39,16 @@ from tests.capabilities.grpc_api.support.http2 import (
     GOAWAY,
     HEADERS,
     PING,
+    UNFINISHED_MESSAGES,
+    UNFINISHED_MIB,
     WINDOW_UPDATE,
     Http2Connection,
     encode_frame,
     encode_message,
+    unfinished_messages,
 )
 from tests.support.fleet import url_of
+from tests.support.measurements import forget_peaks, peak_bytes
 from tests.support.metrics import held_memory, metric
 from tests.support.model_zoo.zoo import AS_WRITTEN, SHARED, write_repository
 from tests.support.scripted_replica import replica_with_invalid_messages
@@ -62,6 +66,7 @@ MODELS = (
 )
 CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
+RESOURCE_EXHAUSTED = 8
 SHED = 'gateway_requests_shed_total{reason="memory"}'
 IN_PROGRESS = 'gateway_requests_in_flight{route="grpc"}'
 LIMITS = {
@@ -251,32 +256,14 @@ def test_compressed_message_is_refused_if_it_inflates_over_the_limit(served: Grp
 
 @pytest.mark.fault("gRPC messages that never end, calls without a message, half-closed streams")
 def test_unfinished_messages_hold_bounded_memory(served: GrpcGateway) -> None:
-    """Four may be received slowly: 32 MiB of messages of at most 8 MiB."""
-    connections = [Http2Connection(served.address) for _ in range(8)]
-    try:
-        for client in connections:
-            stream = client.start_call(INFER)
-            client.send_data(stream, encode_message(bytes(40_000), length=7 << 20))
-        refused = [client for client in connections if client.wait_for(HEADERS)]
-        assert len(refused) == len(connections)
+    """Slots for four are left when the process has grown: 32 MiB of messages of at most 8 MiB."""
+    forget_peaks(served.command.pid)
+    memory = memory_mib(served)
+    with unfinished_messages(served.address, INFER, x_request_timeout="60") as statuses:
+        wait_until(lambda: len(statuses) >= UNFINISHED_MESSAGES * 3 / 4)
         assert serves(served)
-    finally:
-        for client in connections:
-            client.__exit__()
-    assert metric(served.http, SHED) >= 4
-
-
-@contextmanager
-def silent_streams(gateway: GrpcGateway, count: int) -> Iterator[list[Http2Connection]]:
-    """Streams that send the beginning of a large message, and then nothing."""
-    with ExitStack() as stack:
-        clients = []
-        for _ in range(count):
-            client = stack.enter_context(Http2Connection(gateway.address))
-            stream = client.start_call(STREAM)
-            client.send_data(stream, encode_message(bytes(40_000), length=7 << 20))
-            clients.append(client)
-        yield clients
+    assert set(statuses) == {RESOURCE_EXHAUSTED}
+    assert peak_bytes(served.command.pid) / 1024**2 - memory < UNFINISHED_MIB / 2
 
 
 class OpenStream:
@@ -285,6 +272,7 @@ class OpenStream:
     def __init__(self, gateway: GrpcGateway, request: bytes = SMALL) -> None:
         self._requests: Queue[bytes | None] = Queue()
         self._requests.put(request)
+        self._idle_until = time.monotonic() + 1
         self._channel = grpc.insecure_channel(gateway.address)
         self.responses = self._channel.stream_stream(STREAM)(iter(self._requests.get, None))
 
@@ -297,43 +285,45 @@ class OpenStream:
 
     def can_send_again(self) -> bool:
         """Send another request after a pause; return whether it was answered."""
-        sent_at = time.monotonic()
-        wait_until(lambda: not self.responses.is_active() or time.monotonic() > sent_at + 0.5)
+        wait_until(lambda: not self.responses.is_active() or time.monotonic() > self._idle_until)
         self._requests.put(SMALL)
         return self.responses.is_active() and next(self.responses) is not None
 
 
 @pytest.mark.fault("gRPC messages that never end, calls without a message, half-closed streams")
 def test_streams_with_unfinished_messages_hold_bounded_memory(served: GrpcGateway) -> None:
-    """Four may wait for a message; an idle one is ended for another stream."""
-    before = metric(served.http, SHED)
-    with OpenStream(served) as idle:
-        assert next(idle.responses)
-        assert idle.can_send_again()
-        with silent_streams(served, 7):
-            wait_until(lambda: metric(served.http, SHED) == before + 4)
-            wait_until(lambda: metric(served.http, IN_PROGRESS) == 4)
+    """Idle streams stay open until other messages take the memory; then those go first that opened last."""
+    with ExitStack() as stack:
+        # What another test has used may not have been returned yet.
+        wait_until(lambda: stay_open(served, 12))
+        idle = [stack.enter_context(OpenStream(served)) for _ in range(12)]
+        assert all(next(stream.responses) for stream in idle)
+        forget_peaks(served.command.pid)
+        memory = memory_mib(served)
+        with unfinished_messages(served.address, STREAM) as statuses:
+            wait_until(lambda: len(statuses) >= UNFINISHED_MESSAGES * 3 / 4)
             assert serves(served)
-            wait_until(lambda: stays_open(served))
-            assert failure(next, idle.responses) == (
-                "RESOURCE_EXHAUSTED",
-                "the stream was idle, and other calls need its share of the memory; open it again",
-            )
+            assert idle[0].can_send_again()
+            wait_until(lambda: stay_open(served, 1))
+        assert set(statuses) == {RESOURCE_EXHAUSTED}
+        assert peak_bytes(served.command.pid) / 1024**2 - memory < UNFINISHED_MIB / 2
 
 
-def stays_open(gateway: GrpcGateway) -> bool:
-    with OpenStream(gateway) as stream:
-        return next(stream.responses) is not None and stream.can_send_again()
+def stay_open(gateway: GrpcGateway, count: int) -> bool:
+    with ExitStack() as stack:
+        streams = [stack.enter_context(OpenStream(gateway)) for _ in range(count)]
+        answered = [next(stream.responses) for stream in streams]
+        return len(answered) == count and all(stream.can_send_again() for stream in streams)
 
 
 @pytest.mark.long
 @pytest.mark.fault("gRPC messages that never end, calls without a message, half-closed streams")
 def test_stream_with_running_requests_is_not_ended_for_others(served: GrpcGateway) -> None:
     with ExitStack() as stack:
-        streams = [stack.enter_context(OpenStream(served, wait_request(0.7))) for _ in range(5)]
+        streams = [stack.enter_context(OpenStream(served, wait_request(3))) for _ in range(5)]
         wait_until(lambda: sum(outstanding(served).values()) == 5)
         before = metric(served.http, SHED)
-        with silent_streams(served, 4):
+        with unfinished_messages(served.address, STREAM):
             wait_until(lambda: metric(served.http, SHED) >= before + 4)
             assert all(next(stream.responses) for stream in streams)
 

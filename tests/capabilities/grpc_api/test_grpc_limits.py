@@ -20,7 +20,12 @@ from tests.capabilities.grpc_api.support.grpc_gateway import (
     grpc_gateway,
     memory_mib,
 )
-from tests.capabilities.grpc_api.support.http2 import Http2Connection, encode_message
+from tests.capabilities.grpc_api.support.http2 import (
+    UNFINISHED_MESSAGES,
+    Http2Connection,
+    encode_message,
+    unfinished_messages,
+)
 from tests.support import keys
 from tests.support.metrics import metric
 from tests.support.servers import free_ports
@@ -113,19 +118,21 @@ def test_number_of_health_watches_is_limited(served: GrpcGateway) -> None:
     wait_until(lambda: metric(served.http, IN_PROGRESS) == 0)
 
 
-@pytest.mark.fault("calls of one key that hold all slots for messages without sending one")
-def test_silent_calls_of_one_key_leave_slots_to_others(served: GrpcGateway) -> None:
+@pytest.mark.fault("messages of one key that never end and take all memory for messages")
+def test_messages_of_one_key_leave_slots_to_others(served: GrpcGateway) -> None:
     """There are four: 32 MiB of messages of at most 8 MiB."""
     message = encode_message(bytes(40_000))
+    long = {"x_request_timeout": "300"}
     with ExitStack() as stack:
-        silent, *slow = (stack.enter_context(Http2Connection(served.address)) for _ in range(4))
-        for _ in range(4):
-            silent.start_call(INFER, x_request_timeout="300", x_api_key=keys.INFER)
+        statuses = stack.enter_context(
+            unfinished_messages(served.address, INFER, x_api_key=keys.INFER, **long)
+        )
+        wait_until(lambda: RESOURCE_EXHAUSTED in statuses)
+        slow = [stack.enter_context(Http2Connection(served.address)) for _ in range(3)]
         for client, key in zip(slow, (keys.ADMIN, keys.TEXTS, keys.BOTH), strict=True):
-            stream = client.start_call(INFER, x_request_timeout="300", x_api_key=key)
+            stream = client.start_call(INFER, x_api_key=key, **long)
             client.send_data(stream, message[:-1])
-        for _ in slow:
-            assert silent.wait_for_status() == RESOURCE_EXHAUSTED
+        wait_until(lambda: len(statuses) >= UNFINISHED_MESSAGES * 3 / 4)
         for client in slow:
             client.send_data(stream, message[-1:], is_last=True)
             assert client.wait_for_status() == INVALID_ARGUMENT

@@ -12,16 +12,24 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+from prometheus_client import Counter
 
 from gateway.capabilities.grpc_api.receive import (
+    CHECK_PERIOD_S,
     FAST_RECEIVE_S,
-    MAX_FAST_MESSAGES,
+    MIN_FAST_MESSAGES,
     MessageReader,
     ReceiveSlots,
 )
 from gateway.capabilities.grpc_api.server import build_options
 from gateway.capabilities.grpc_api.settings import GrpcSettings
-from gateway.memory import MemoryBudgetExceeded
+from gateway.memory import (
+    ALLOWED_EXCESS_BYTES,
+    MIN_BUDGET_BYTES,
+    MemoryBudget,
+    MemoryBudgetExceeded,
+    resident_bytes,
+)
 from gateway.settings import Settings
 from gateway.tasks import cancel_tasks
 from tests.support.wait import TIMEOUT_S, wait_until, wait_until_async
@@ -56,14 +64,39 @@ class EndlessCall:
 class SilentCall:
     """A receiver whose message does not arrive."""
 
-    can_end = True
-
-    def __init__(self, caller: str) -> None:
+    def __init__(self, caller: str, *, can_end: bool = True) -> None:
         self.caller = caller
+        self.can_end = can_end
         self.is_ended = False
 
     def end_for_others(self) -> None:
         self.is_ended = True
+
+
+def make_slots(count: int, stall_s: float = 60, *, is_memory_scarce: bool = True) -> ReceiveSlots:
+    """Slots for messages of one byte; scarce memory stays so until the process is looked at."""
+    memory = MemoryBudget(MIN_BUDGET_BYTES, Counter("shed", "", ["reason"], registry=None))
+    memory.update_excess(resident_bytes())
+    memory.excess_bytes = int(is_memory_scarce)
+    return ReceiveSlots(memory, count, 1, stall_s)
+
+
+async def test_messages_without_a_slot_end_when_the_process_grows() -> None:
+    """Until then, hundreds of streams may wait for their next message."""
+    slots = make_slots(4, is_memory_scarce=False)
+    calls = [SilentCall(caller) for caller in 100 * "a" + "bc"]
+    busy = [SilentCall("a", can_end=False) for _ in range(2)]
+    for call in calls:
+        slots.acquire(call)
+    assert slots.try_read_ahead(busy[0])
+    assert not slots.try_read_ahead(busy[1])  # a caller has a quarter of the slots for these
+    await asyncio.sleep(2 * CHECK_PERIOD_S)
+    assert not any(call.is_ended for call in calls)
+    growth = bytearray(b"1") * (3 * ALLOWED_EXCESS_BYTES)
+    await wait_until_async(lambda: sum(call.is_ended for call in calls) == 99)
+    assert [call.caller for call in calls if not call.is_ended] == ["a", "b", "c"]
+    assert not busy[0].is_ended
+    assert len(growth)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +117,7 @@ async def test_message_without_a_slot_takes_it_from_the_caller_that_has_most(
     holders: str, caller: str, stall_s: float, victim: int | None
 ) -> None:
     """A caller has a quarter of eight slots for itself, as long as its messages are not stalled."""
-    slots = ReceiveSlots(8, 1, stall_s)
+    slots = make_slots(8, stall_s)
     calls = [SilentCall(holder) for holder in holders]
     for call in calls:
         slots.acquire(call)
@@ -96,7 +129,7 @@ async def test_message_without_a_slot_takes_it_from_the_caller_that_has_most(
 
 async def test_call_cancelled_at_its_deadline_stays_cancelled_and_its_read_goes_on() -> None:
     """A cancelled read leaks the message that arrives afterwards."""
-    slots, call = ReceiveSlots(1, 1, stall_s=60), EndlessCall()
+    slots, call = make_slots(1), EndlessCall()
     reader = MessageReader(call, slots, "caller", FAST_RECEIVE_S)
     reading = asyncio.create_task(reader.read())
     await asyncio.sleep(0)
@@ -105,19 +138,19 @@ async def test_call_cancelled_at_its_deadline_stays_cancelled_and_its_read_goes_
     await asyncio.wait([reading])
     assert reading.cancelled()
     assert not call.is_cancelled
-    assert slots.try_acquire(reader)
+    slots.acquire(SilentCall("other"))  # the only slot is free again
 
 
 async def test_messages_of_one_caller_arrive_some_at_a_time_and_delay_no_other_caller() -> None:
-    slots = ReceiveSlots(4, 1, stall_s=60)
-    calls = [EndlessCall() for _ in range(2 * MAX_FAST_MESSAGES)]
+    slots = make_slots(4)
+    calls = [EndlessCall() for _ in range(2 * MIN_FAST_MESSAGES)]
     readers = [MessageReader(call, slots, "caller", TIMEOUT_S) for call in calls]
     other = EndlessCall()
     reading = [asyncio.create_task(reader.read()) for reader in readers]
     reading.append(asyncio.create_task(MessageReader(other, slots, "other", TIMEOUT_S).read()))
     for _ in range(3):
         await asyncio.sleep(0)
-    assert sum(call.is_reading for call in calls) == MAX_FAST_MESSAGES
+    assert sum(call.is_reading for call in calls) == MIN_FAST_MESSAGES
     assert other.is_reading
     await wait_until_async(lambda: all(call.is_reading for call in calls))
     await cancel_tasks(reading)
@@ -167,7 +200,7 @@ async def test_stream_that_is_not_read_receives_little() -> None:
 
 async def test_message_that_arrives_while_the_loop_is_busy_needs_no_slot() -> None:
     is_reading, is_sent = Event(), Event()
-    slots = ReceiveSlots(1, 1, stall_s=60)
+    slots = make_slots(1)
     slots.acquire(SilentCall("other"))  # the only one
 
     def block_loop() -> None:
@@ -209,7 +242,7 @@ async def test_message_that_arrives_when_its_call_ends_is_freed() -> None:
         time.sleep(0.02)  # until the message is there
 
     async def handle(_: Any, context: Any) -> bytes:
-        reader = MessageReader(context, ReceiveSlots(1, 1, stall_s=60), "", TIMEOUT_S)
+        reader = MessageReader(context, make_slots(1), "", TIMEOUT_S)
         reading = asyncio.create_task(reader.read())
         await asyncio.sleep(0)
         asyncio.get_running_loop().call_soon(block_loop)

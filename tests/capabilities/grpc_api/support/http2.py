@@ -6,7 +6,9 @@ import re
 import socket
 import struct
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from tests.support.wait import TIMEOUT_S
@@ -21,6 +23,10 @@ CANCEL = 8
 # The server then writes every field of a header as it is (RFC 9113, section 6.5.2).
 NO_HEADER_TABLE = struct.pack("!HI", 1, 0)
 MAX_FRAME_BYTES = 16_384
+UNFINISHED_MESSAGES = 100
+UNFINISHED_MIB = 700  # of all of them
+WINDOW_BYTES = 65_535  # of a connection and of a stream, until the server opens them
+INITIAL_WINDOW = 4  # the setting of new streams
 
 
 class Frame(NamedTuple):
@@ -44,6 +50,8 @@ class Http2Connection:
         return self
 
     def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends a read in another thread
         self._socket.close()
 
     def send(self, *frames: bytes) -> None:
@@ -85,6 +93,34 @@ class Http2Connection:
             flags = END_STREAM if is_last and number == len(pieces) - 1 else 0
             self.send(encode_frame(DATA, flags, stream, piece))
 
+    def send_as_allowed(self, stream: int, data: bytes) -> int:
+        """Send data on the only stream of the connection as the server reads it; return its status."""
+        whole, one, initial = WINDOW_BYTES, WINDOW_BYTES, WINDOW_BYTES
+        sent = 0
+        while True:
+            size = min(whole, one, MAX_FRAME_BYTES, len(data) - sent)
+            if size > 0:
+                self.send(encode_frame(DATA, 0, stream, data[sent : sent + size]))
+                sent += size
+                whole, one = whole - size, one - size
+                continue
+            frame = self.read_frame()
+            if frame is None:
+                raise ConnectionError("the server closed the connection")
+            if frame.kind == HEADERS and (status := find_status(frame)) is not None:
+                return status
+            if frame.kind == WINDOW_UPDATE:
+                more = int.from_bytes(frame.payload, "big")
+                whole, one = (whole, one + more) if frame.stream else (whole + more, one)
+            elif frame.kind == SETTINGS and not frame.flags & ACK:
+                changed = dict(struct.iter_unpack("!HI", frame.payload)).get(
+                    INITIAL_WINDOW, initial
+                )
+                one, initial = one + changed - initial, changed
+                self.send(encode_frame(SETTINGS, ACK, 0, b""))
+            elif frame.kind == PING and not frame.flags & ACK:
+                self.send(encode_frame(PING, ACK, 0, frame.payload))
+
     def read_frame(self, timeout_s: float = TIMEOUT_S) -> Frame | None:
         """The next frame; None when the server has closed the connection. Raises `TimeoutError`."""
         self._socket.settimeout(timeout_s)
@@ -110,9 +146,9 @@ class Http2Connection:
     def wait_for_status(self, timeout_s: float = TIMEOUT_S) -> int:
         """Read until a call ends; return its status."""
         while True:
-            payload = self.wait_for(HEADERS, timeout_s).payload
-            if found := re.search(rb"grpc-status[\1\2](\d+)", payload):
-                return int(found[1])
+            status = find_status(self.wait_for(HEADERS, timeout_s))
+            if status is not None:
+                return status
 
     def _read(self, length: int) -> bytes:
         while len(self._buffer) < length:
@@ -122,6 +158,29 @@ class Http2Connection:
             self._buffer += chunk
         data, self._buffer = self._buffer[:length], self._buffer[length:]
         return data
+
+
+def find_status(frame: Frame) -> int | None:
+    found = re.search(rb"grpc-status[\1\2](\d+)", frame.payload)
+    return None if found is None else int(found[1])
+
+
+@contextmanager
+def unfinished_messages(address: str, method: str, **metadata: str) -> Iterator[list[int]]:
+    """Calls that send all of a message but its last byte; the statuses of those that end before."""
+    statuses: list[int] = []
+    message = encode_message(bytes(UNFINISHED_MIB * 1024**2 // UNFINISHED_MESSAGES))[:-1]
+
+    def send(client: Http2Connection) -> None:
+        with suppress(OSError):  # closed at the end
+            stream = client.start_call(method, **metadata)
+            statuses.append(client.send_as_allowed(stream, message))
+
+    with ThreadPoolExecutor(UNFINISHED_MESSAGES) as executor, ExitStack() as stack:
+        for _ in range(UNFINISHED_MESSAGES):
+            client = stack.enter_context(Http2Connection(address))
+            executor.submit(send, client)
+        yield statuses
 
 
 def encode_frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
