@@ -21,9 +21,9 @@ class Limits:
     modules: int = 18  # at the top
     files_in_folder: int = 15
     core_files: int = 154
-    core_lines: int = 30_940
+    core_lines: int = 30_942
     capability_lines: int = 4_682
-    lines: int = 59_578
+    lines: int = 59_634
 
 
 @dataclass(frozen=True)
