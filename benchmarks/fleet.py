@@ -10,13 +10,13 @@ import uvloop
 
 from benchmarks.run import Run
 from benchmarks.simulated_fleet import name_models, simulated_fleet
+from gateway.config.settings import Settings
 from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.index import parse_index
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import ReplicaAddress
 from gateway.repository.reconcile_plan import plan_actions
 from gateway.repository.state.desired import DesiredModel
-from gateway.settings import Settings
 
 SMALL, LARGE, MODELS = 10, 100, 200
 NAMES = name_models(MODELS)

@@ -14,7 +14,7 @@ from benchmarks.credentials import KEY, write_keys_file
 from benchmarks.run import Run
 from gateway.access.auth import CORE_PATHS, Authenticator, authorize
 from gateway.access.keys import KeysFile
-from gateway.access.rate_limit import RateLimiter
+from gateway.access.limits import RateLimiter
 from gateway.callers import Right
 from gateway.capabilities.installed import RULE_PARSERS
 from gateway.capacity.admission import AdmissionQueue

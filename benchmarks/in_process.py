@@ -26,8 +26,8 @@ from benchmarks.credentials import KEY, write_credentials
 from benchmarks.requests import Request, encode_jpeg, encode_v2_infer
 from gateway.app import create_app
 from gateway.capabilities.installed import SETTINGS
+from gateway.config.settings import read_settings
 from gateway.server.http import Loop, create_uvicorn_config
-from gateway.settings import read_settings
 from gateway.telemetry import logs
 
 HEADER_END: Final = b"\r\n\r\n"

@@ -17,19 +17,18 @@ from starlette.types import ASGIApp
 
 from gateway import __version__
 from gateway.access.auth import CORE_PATHS
+from gateway.capabilities.capability import SignIn
 from gateway.capabilities.installed import INSTALLED, MODEL_KEYS, RULE_PARSERS
-from gateway.capability import SignIn
-from gateway.components import build_components, run_services
-from gateway.error_responses import ErrorSerializer, render_error
+from gateway.config.settings import Settings
 from gateway.media_types import JSON
 from gateway.process_exit import Drain
 from gateway.routes import administration, assets, health, infer, models, replicas, repository
 from gateway.routes import metrics as metrics_page
+from gateway.routes.error_responses import ErrorSerializer, render_error
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.routes.openapi import ERROR_SCHEMA, SECURITY, SECURITY_SCHEMES
 from gateway.routes.repository import MANAGEMENT_ERROR_SCHEMA
-from gateway.services import Deferral, Recorder, Services
-from gateway.settings import Settings
+from gateway.services import Deferral, Recorder, Services, build_components, run_services
 
 PREFLIGHT_MAX_AGE_S = 600
 # Response headers that pages of other origins may read.

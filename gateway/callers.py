@@ -9,8 +9,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Final
 
-from gateway.messages import quote_text
-from gateway.names import quote_path_segment
+from gateway.messages import quote_path_segment, quote_text
 
 ANY_MODEL: Final = ("*",)
 MAX_CACHED_MODELS: Final = 1024

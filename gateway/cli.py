@@ -333,9 +333,9 @@ def find_user() -> str:
 
 def run_with_store(url: str, work: Callable[[StateStore], Coroutine[Any, Any, T]]) -> T:
     """Run work on the state at the URL, or of GATEWAY_STATE. Raises `CommandError`."""
+    from gateway.config.settings import read_settings
     from gateway.errors import GatewayError
     from gateway.repository.state.store import open_state_store, read_state_password
-    from gateway.settings import read_settings
 
     settings = read_settings()
     url = url or settings.state
@@ -376,7 +376,7 @@ def doctor(
     json: JsonOption = False,
 ) -> None:
     """Check this machine and its settings, a running gateway, or a Triton. Exits with 1 if a check fails."""
-    from gateway.capability import FAILED
+    from gateway.capabilities.capability import FAILED
     from gateway.doctor.checks import ask_gateway, print_findings, run_checks
 
     if conformance is not None:
@@ -499,7 +499,7 @@ def revoke_key(name: KeyName, file: KeysPath = None) -> None:
 def resolve_keys_path(file: Path | None) -> Path:
     if file is not None:
         return file
-    from gateway.settings import read_settings
+    from gateway.config.settings import read_settings
 
     path = read_settings().keys_file
     if path is None:

@@ -14,8 +14,7 @@ import orjson
 from starlette.exceptions import HTTPException
 
 from gateway.media_types import JSON
-from gateway.messages import join_names, quote_text
-from gateway.names import normalize_version
+from gateway.messages import join_names, normalize_version, quote_text
 
 # The Content-Type that curl -d sends by default.
 CURL_DEFAULT_TYPE = "application/x-www-form-urlencoded"

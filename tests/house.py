@@ -17,13 +17,13 @@ OUTSIDE: Final = ("capabilities", "client", "commands", "doctor", "embedded")
 class Limits:
     """What a newcomer must be able to survey. Whoever lowers a size lowers its limit."""
 
-    folders: int = 18
-    modules: int = 18  # at the top
+    folders: int = 17
+    modules: int = 11  # at the top
     files_in_folder: int = 15
-    core_files: int = 154
-    core_lines: int = 30_942
-    capability_lines: int = 4_682
-    lines: int = 59_634
+    core_files: int = 140
+    core_lines: int = 30_677
+    capability_lines: int = 4_681
+    lines: int = 59_510
 
 
 @dataclass(frozen=True)

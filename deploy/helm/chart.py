@@ -17,7 +17,7 @@ import yaml
 
 from deploy.monitoring import prometheusrule
 from gateway.capabilities.installed import SETTINGS
-from gateway.settings import ENV_PREFIX, list_setting_names
+from gateway.config.settings import ENV_PREFIX, list_setting_names
 
 CHART = Path(__file__).parent / "triton-gateway"
 DASHBOARD = Path(prometheusrule.__file__).parent / "dashboard.json"

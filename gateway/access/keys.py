@@ -25,7 +25,7 @@ from typing import Any, Final, TypeGuard
 import yaml
 
 from gateway.callers import ANY_MODEL, ROLE_RIGHTS, Caller, CallerKind, CallerLimits, Priority, Role
-from gateway.config_files import YAML_ERRORS, Entries, WatchedFile, parse_yaml, read_config_file
+from gateway.config.files import YAML_ERRORS, Entries, WatchedFile, parse_yaml, read_config_file
 from gateway.http_client.webhooks import SECRET_PREFIX, decode_secret
 from gateway.messages import CommandError, format_utc_time, join_names, parse_time
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from gateway.capabilities.capability import Capability
 from gateway.capabilities.grpc_api.capability import CAPABILITY as GRPC_API
 from gateway.capabilities.identity.capability import CAPABILITY as IDENTITY
 from gateway.capabilities.jobs.capability import CAPABILITY as JOBS
@@ -18,7 +19,6 @@ from gateway.capabilities.tf_serving.capability import CAPABILITY as TF_SERVING
 from gateway.capabilities.torchserve.capability import CAPABILITY as TORCHSERVE
 from gateway.capabilities.uploads.capability import CAPABILITY as UPLOADS
 from gateway.capabilities.versions.capability import CAPABILITY as VERSIONS
-from gateway.capability import Capability
 
 INSTALLED: Final[tuple[Capability, ...]] = (
     IDENTITY,

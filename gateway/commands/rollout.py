@@ -18,7 +18,7 @@ from gateway.client.calls import build_label_path
 from gateway.commands.errors import ACCESS_STATUSES, ClientError, UsageError
 from gateway.commands.top import ModelTraffic, list_duration_samples, read_families
 from gateway.messages import escape_unprintable
-from gateway.telemetry.exposition.parser import Families
+from gateway.telemetry.exposition import Families
 
 POLL_S: Final = 1.0
 MAX_FAILED_POLLS: Final = 10

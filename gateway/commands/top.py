@@ -20,7 +20,7 @@ from rich.text import Text
 from gateway.client import Client, GatewayError
 from gateway.commands import tables
 from gateway.commands.errors import ACCESS_STATUSES, ClientError
-from gateway.telemetry.exposition.parser import (
+from gateway.telemetry.exposition import (
     LABEL_PAIR,
     Families,
     InvalidExposition,

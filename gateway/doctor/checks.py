@@ -16,14 +16,27 @@ from typing import Any, Final
 import httpx
 
 from gateway.access.keys import read_keys_content
+from gateway.capabilities.capability import (
+    FAILED,
+    OK,
+    WARNING,
+    CheckStatus,
+    Finding,
+    describe_error,
+)
 from gateway.capabilities.installed import INSTALLED, MODEL_KEYS, RULE_PARSERS, SETTINGS
-from gateway.capability import FAILED, OK, WARNING, CheckStatus, Finding, describe_error
 from gateway.client import GatewayError as ClientGatewayError
 from gateway.client.transport import describe_os_error
 from gateway.commands import tables
 from gateway.commands.client_commands import describe_ready, explain_not_ready, read_readiness
 from gateway.commands.errors import translate_hints
 from gateway.commands.target import Target
+from gateway.config.settings import (
+    MIN_OPEN_FILES,
+    Settings,
+    describe_unknown_settings,
+    read_settings,
+)
 from gateway.embedded import installation
 from gateway.embedded.options import CannotStart, check_port_free
 from gateway.errors import GatewayError
@@ -34,7 +47,6 @@ from gateway.repository.models_file import read_models_file
 from gateway.repository.state.desired import MODELS
 from gateway.repository.state.documents import MemoryStateStore
 from gateway.repository.state.store import open_configured_store
-from gateway.settings import MIN_OPEN_FILES, Settings, describe_unknown_settings, read_settings
 
 HTTP_TIMEOUT_S: Final = 2.0
 RECOMMENDED_OPEN_FILES: Final = 4096

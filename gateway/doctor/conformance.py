@@ -19,8 +19,9 @@ import numpy as np
 import orjson
 
 from gateway import errors
+from gateway.capabilities.capability import FAILED, OK, WARNING, Finding
 from gateway.capabilities.installed import SETTINGS
-from gateway.capability import FAILED, OK, WARNING, Finding
+from gateway.config.settings import Settings, read_settings
 from gateway.doctor.checks import find_addresses
 from gateway.errors import GatewayError, ModelControlModeConflict
 from gateway.fleet.discovery import create_tls_context, parse_replica_source
@@ -40,8 +41,7 @@ from gateway.fleet.transports import (
 from gateway.http_client.client import CompleteResponse
 from gateway.media_types import EVENT_STREAM
 from gateway.messages import CommandError, join_names
-from gateway.settings import Settings, read_settings
-from gateway.telemetry.exposition.parser import decode_page, parse_families, split_page_lines
+from gateway.telemetry.exposition import decode_page, parse_families, split_page_lines
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import Signature, build_signature
@@ -53,8 +53,12 @@ from gateway.triton.grpc.management import (
     call_management_api,
 )
 from gateway.triton.grpc.messages import encode_grpc_request
-from gateway.triton.inference import InferRequest, InferResponse, decode_http_response
-from gateway.triton.request_target import RequestTarget
+from gateway.triton.inference import (
+    InferRequest,
+    InferResponse,
+    RequestTarget,
+    decode_http_response,
+)
 
 MODEL: Final = "triton_gateway_conformance"
 MODEL_PATH: Final = triton_model_path(MODEL)

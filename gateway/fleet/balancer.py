@@ -1,21 +1,33 @@
-"""Power-of-two-choices load balancing: the less loaded of two randomly picked replicas.
+"""The choice of a replica: the less loaded of two randomly picked ones, or the one with the sequence.
 
-It performs nearly as well as choosing the shortest queue, and does not send all traffic to one replica
-(M. Mitzenmacher, The Power of Two Choices in Randomized Load Balancing, 2001).
+The power of two choices performs nearly as well as choosing the shortest queue, and does not send all traffic
+to one replica (M. Mitzenmacher, The Power of Two Choices in Randomized Load Balancing, 2001).
 
 Slow start: a replica that can serve a model again, or for the first time, gets few requests at first. As in
 Envoy, its share grows linearly, so that caches, GPU memory and just-in-time compilers are warm before it
 serves as many requests as the others. Each model has its own share: it may be loaded on a replica that
 has served others for days.
+
+Sequences: the replica of a new one is chosen by rendezvous hashing of its id (D. Thaler and C. Ravishankar,
+Using Name-Based Mappings to Increase Hit Rates, 1998), so that gateways with the same replicas choose the
+same one without communication. A new replica would take over a share of the running sequences, so this
+process remembers where its own sequences run. For a sequence that another gateway started, the replica is
+guessed: if the sequence does not run there, Triton rejects the step without executing it, and the next guess
+is the replica that was chosen before the last one joined.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from random import random
 from typing import Final, Protocol, TypeVar
+
+from gateway.errors import SequenceNotRunning
+from gateway.tensors.sequence import SequenceStep
 
 LATENCY_WEIGHT: Final = 0.2  # weight of the newest response in the moving average
 LATENCY_SLACK_S: Final = 0.005  # jitter that a busy gateway itself adds
@@ -27,6 +39,11 @@ SIMILAR_RATIO: Final = 1.5  # latencies within this ratio count as equal
 COLD_AFTER_S: Final = 5.0  # a replica that was idle for longer may be cold
 MIN_SHARE: Final = 0.1  # first share of a replica's full number of requests; Envoy's default
 MAX_MODELS: Final = 10_000  # model versions whose warm-up is tracked
+# Triton drops an idle sequence after one second, unless the model's config changes that.
+SEQUENCE_IDLE_S: Final = 3600.0
+ACTIVE_S: Final = 60.0  # a sequence that is idle for longer holds up no drain
+MAX_SEQUENCES: Final = 65_536
+SequenceKey = tuple[str, int | str]
 
 
 class BalancerTarget(Protocol):
@@ -163,3 +180,96 @@ def find_start(previous: WarmUp, replica: StartedReplica, now: float) -> float:
 
 def compute_share(age_s: float, duration_s: float) -> float:
     return min(max(age_s / duration_s, MIN_SHARE), 1.0)
+
+
+class NamedReplica(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+ReplicaT = TypeVar("ReplicaT", bound=NamedReplica)
+
+
+class SequenceRouter:
+    """The running sequences and their replicas. The sequence that was idle longest is dropped first."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        idle_s: float = SEQUENCE_IDLE_S,
+        max_sequences: int = MAX_SEQUENCES,
+    ) -> None:
+        self.clock = clock
+        self.idle_s = idle_s
+        self.max_sequences = max_sequences
+        self._running: OrderedDict[SequenceKey, tuple[str, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def count_on(self, replica: str) -> int:
+        """Return the number of sequences on a replica that were used in the last minute.
+
+        One that was abandoned, or that another gateway ended, is never ended here.
+        """
+        oldest = self.clock() - ACTIVE_S
+        return sum(name == replica and used >= oldest for name, used in self._running.values())
+
+    def runs_on(self, model: str, replicas: Set[str]) -> bool:
+        return any(key[0] == model and name in replicas for key, (name, _) in self._running.items())
+
+    def is_known(self, model: str, step: SequenceStep) -> bool:
+        """Return whether this process knows the replica of the sequence, or chooses it in this step."""
+        return step.is_start or (model, step.sequence_id) in self._running
+
+    def forget(self, model: str, step: SequenceStep) -> None:
+        self._running.pop((model, step.sequence_id), None)
+
+    def choose_replica(
+        self,
+        model: str,
+        step: SequenceStep,
+        candidates: Iterable[ReplicaT],
+        holders: Iterable[ReplicaT],
+    ) -> ReplicaT:
+        """Return the replica for a step of a sequence.
+
+        If the sequence starts, or its replica is unknown, choose one of the `candidates`.
+        Raises `SequenceNotRunning` if its known replica is not among the `holders`.
+        """
+        key = model, step.sequence_id
+        known = None if step.is_start else self._running.get(key)
+        if known is None:
+            chosen = choose_by_rendezvous(key, candidates)
+        else:
+            holder = next((replica for replica in holders if replica.name == known[0]), None)
+            if holder is None:
+                raise SequenceNotRunning(
+                    model, step.sequence_id, "its replica is no longer available"
+                )
+            chosen = holder
+        self._remember(key, chosen.name)
+        return chosen
+
+    def finish_step(self, model: str, step: SequenceStep) -> None:
+        if step.is_end:
+            self._running.pop((model, step.sequence_id), None)
+
+    def _remember(self, key: SequenceKey, name: str) -> None:
+        now = self.clock()
+        self._running[key] = name, now
+        self._running.move_to_end(key)
+        while len(self._running) > self.max_sequences or self._oldest_use() < now - self.idle_s:
+            self._running.popitem(last=False)
+
+    def _oldest_use(self) -> float:
+        return next(iter(self._running.values()))[1]
+
+
+def choose_by_rendezvous(key: SequenceKey, replicas: Iterable[ReplicaT]) -> ReplicaT:
+    model, sequence_id = key
+
+    def weight(replica: ReplicaT) -> bytes:
+        return blake2b(f"{replica.name}\0{model}\0{sequence_id!r}".encode(), digest_size=8).digest()
+
+    return max(replicas, key=weight)

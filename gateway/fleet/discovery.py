@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 import anyio
 
+from gateway.config.settings import Settings
 from gateway.fleet.replica import ReplicaAddress, parse_replica_url
-from gateway.settings import Settings
 from gateway.tasks import repeat
 
 log = logging.getLogger(__name__)

@@ -19,11 +19,10 @@ from gateway.errors import (
     Unavailable,
     UnknownModel,
 )
-from gateway.fleet.balancer import choose_less_loaded
+from gateway.fleet.balancer import SequenceRouter, choose_less_loaded
 from gateway.fleet.health import RetryBudget
 from gateway.fleet.pool import NoReplica, ReplicaPool
 from gateway.fleet.replica import Replica
-from gateway.fleet.sequences import SequenceRouter
 from gateway.fleet.transports import (
     TRANSPORT_ERRORS,
     FailedResponse,
@@ -36,7 +35,7 @@ from gateway.telemetry.request_info import RequestInfo, current_request_info
 from gateway.tensors.sequence import SequenceStep
 from gateway.triton.error_mapping import MAX_METADATA_BYTES, ReplicaStopping
 from gateway.triton.grpc.byte_channel import GrpcUnreachable
-from gateway.triton.request_target import RequestTarget, VersionFallback
+from gateway.triton.inference import RequestTarget, VersionFallback
 
 log = logging.getLogger(__name__)
 

@@ -11,16 +11,15 @@ from typing import Final, Protocol
 
 import anyio
 
+from gateway.config.settings import Settings
 from gateway.errors import NotFound, Unavailable
 from gateway.fleet.balancer import SlowStart
 from gateway.fleet.discovery import ReplicaDiscovery, ReplicaSource
-from gateway.fleet.health import HealthState
+from gateway.fleet.health import HealthState, OutlierDetector
 from gateway.fleet.index import EMPTY_INDEX, Index
-from gateway.fleet.outliers import OutlierDetector
 from gateway.fleet.probe import EVENT_LOOP_RESOLUTION_S, HealthMonitor
 from gateway.fleet.replica import Replica, ReplicaAddress
 from gateway.messages import quote_text
-from gateway.settings import Settings
 from gateway.tasks import ChangeSignal, TaskSet, cancel_tasks
 from gateway.telemetry.metrics import Metrics
 

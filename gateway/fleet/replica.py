@@ -8,14 +8,14 @@ import ssl
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
+from gateway.config.settings import Settings
 from gateway.fleet.balancer import RelativeLatency
 from gateway.fleet.health import Health, IndexSchedule
 from gateway.fleet.index import EMPTY_INDEX, Index
 from gateway.http_client.client import HttpClient
 from gateway.http_client.connection import Headers
 from gateway.messages import CommandError
-from gateway.settings import Settings
-from gateway.telemetry.exposition.parser import PageCache
+from gateway.telemetry.exposition import PageCache
 from gateway.triton.grpc.byte_channel import GrpcByteChannel, GrpcTlsFiles, Metadata
 from gateway.triton.restricted_api import read_restricted_api
 

@@ -15,7 +15,7 @@ from gateway.errors import BadUpstream, DeadlinePassed, GatewayError
 from gateway.fleet.replica import Replica
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Buffer, Headers, RequestNotSent
-from gateway.names import quote_path_segment
+from gateway.messages import quote_path_segment
 from gateway.telemetry.tracing import TRACEPARENT, ChildSpan, Trace
 from gateway.triton.error_mapping import (
     MAX_METADATA_BYTES,
@@ -40,10 +40,10 @@ from gateway.triton.grpc.messages import (
 from gateway.triton.inference import (
     InferRequest,
     InferResponse,
+    RequestTarget,
     build_http_request,
     decode_http_response,
 )
-from gateway.triton.request_target import RequestTarget
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from functools import partial
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.config_files import watched_files
+from gateway.config.files import watched_files
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import STATE_RANKS
 from gateway.fleet.pool import ReplicaPool

@@ -15,9 +15,9 @@ import anyio
 import orjson
 from limits import RateLimitItemPerSecond
 
-from gateway.access.rate_limit import LocalRateWindows
+from gateway.access.limits import LocalRateWindows
 from gateway.callers import CallerKind
-from gateway.config_files import FileChange, WatchedFile
+from gateway.config.files import FileChange, WatchedFile
 from gateway.errors import GatewayError, StateUnavailable
 from gateway.repository.state.desired import StateStore
 from gateway.repository.state.events import MAX_EVENTS, EventId, StoredEvent, find_last_change

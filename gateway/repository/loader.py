@@ -20,8 +20,7 @@ from gateway.fleet.replica import Replica
 from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.transports import TRANSPORT_ERRORS
 from gateway.http_client.connection import RequestNotSent
-from gateway.messages import quote_text
-from gateway.names import quote_path_segment
+from gateway.messages import quote_path_segment, quote_text
 from gateway.repository.reconcile_plan import ModelAction
 from gateway.repository.shared_state import SharedState
 from gateway.repository.state.tables import UNKNOWN_LOAD, StartedLoad, is_in_progress

@@ -11,9 +11,8 @@ from typing import Any, Final
 
 import orjson
 
-from gateway.config_files import YAML_ERRORS, Entries, WatchedFile, parse_yaml, read_config_file
-from gateway.messages import CommandError, join_names
-from gateway.names import VERSION_NUMBER
+from gateway.config.files import YAML_ERRORS, Entries, WatchedFile, parse_yaml, read_config_file
+from gateway.messages import VERSION_NUMBER, CommandError, join_names
 
 # Events show the values of capabilities' keys up to this length.
 MAX_SHOWN_CHARS: Final = 500

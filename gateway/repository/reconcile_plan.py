@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from gateway.errors import Forbidden, MalformedRequest
 from gateway.fleet.index import Index
-from gateway.names import is_model_name
+from gateway.messages import is_model_name
 from gateway.repository.load_parameters import check_load_parameters
 from gateway.repository.models_file import DeclaredModel
 from gateway.repository.state.desired import DesiredModel

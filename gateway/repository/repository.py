@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import anyio
 
+from gateway.config.settings import ModelUploads, Settings
 from gateway.errors import (
     ChangeInProgress,
     Conflict,
@@ -43,11 +44,10 @@ from gateway.repository.reconciler import Reconciler
 from gateway.repository.shared_state import SharedState, StartedLoads
 from gateway.repository.state.desired import DesiredModel, StateStore
 from gateway.repository.state.tables import UNKNOWN_LOAD, StartedLoad
-from gateway.settings import ModelUploads, Settings
 from gateway.tasks import cancel_tasks, run_together
 from gateway.tensors.signature import find_ensemble_steps
+from gateway.triton.inference import RequestTarget
 from gateway.triton.json_guard import GUARD_CHUNK_BYTES, JsonGuard
-from gateway.triton.request_target import RequestTarget
 
 log = logging.getLogger(__name__)
 

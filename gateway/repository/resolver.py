@@ -12,7 +12,7 @@ from gateway.access.auth import authorize
 from gateway.callers import RIGHT_TO_INFER, Right
 from gateway.errors import GatewayError, InvalidVersion, NotFound, UnknownModel
 from gateway.fleet.transports import GrpcBytesCall, HttpCall
-from gateway.names import is_model_name, normalize_version
+from gateway.messages import is_model_name, normalize_version
 from gateway.telemetry.request_info import RequestScope
 from gateway.tensors.outputs import InferResult
 from gateway.tensors.sequence import SequenceStep

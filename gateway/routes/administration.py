@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Query, Request, Response
 
 from gateway.callers import CallerLimits
+from gateway.config.settings import LogLevel
 from gateway.errors import MalformedRequest, NotFound
 from gateway.media_types import JSON
 from gateway.messages import format_utc_time, quote_text
@@ -20,7 +21,6 @@ from gateway.routes.dependencies import ServicesForAdministration
 from gateway.routes.openapi import COUNT_SCHEMA, build_json_body, build_list_schema, build_responses
 from gateway.routes.repository import REPLICA_STATES_SCHEMA, read_management_body
 from gateway.services import Services
-from gateway.settings import LogLevel
 from gateway.telemetry.audit import Event
 from gateway.telemetry.logs import get_level, set_level
 from gateway.telemetry.request_info import name_action, record_change

@@ -85,7 +85,7 @@ DOCS_SECURITY_POLICY: Final = (
     "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
 )
-ASSETS: Final = load_assets(Path(__file__).parents[1] / "static/docs")
+ASSETS: Final = load_assets(Path(__file__).parent / "static/docs")
 ALIVE_BODY: Final = b'{"status":"alive"}'
 
 

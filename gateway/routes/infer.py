@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Annotated, Any, Final
 
 import numpy as np
 import orjson
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
+from gateway.capacity.admission import Slot
+from gateway.errors import GatewayError, serialize_error
+from gateway.fleet.inference import ResultStream
 from gateway.fleet.signatures import select_outputs
 from gateway.inference import pipeline
-from gateway.media_types import JSON, NPY, NPZ
+from gateway.media_types import EVENT_STREAM, JSON, NDJSON, NPY, NPZ
 from gateway.routes.dependencies import ServicesForInference
-from gateway.routes.infer_stream import InferStreamResponse, choose_stream_format
 from gateway.routes.openapi import (
     BINARY_CONTENT,
     COUNT_SCHEMA,
@@ -27,7 +33,12 @@ from gateway.routes.openapi import (
 from gateway.tensors.codecs import CODECS, STRING_SCHEMA
 from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.inputs import InferInputs
-from gateway.tensors.outputs import array_to_json, bytes_to_json, choose_result_encoder
+from gateway.tensors.outputs import (
+    array_to_json,
+    bytes_to_json,
+    choose_result_encoder,
+    list_accepted_types,
+)
 from gateway.tensors.schema import build_object_schema
 from gateway.tensors.sequence import MAX_SEQUENCE_ID_BYTES
 from gateway.tensors.signature import Signature
@@ -108,6 +119,10 @@ MAX_CLASSES = (1 << 31) - 1
 FIRST_VALUES_COUNT: Final = 8
 MAX_VALUE_BYTES: Final = 200
 route_infer = partial(router.post, responses=INFER_RESPONSES, openapi_extra=INFER_OPENAPI)
+# The second one tells proxies not to buffer.
+STREAM_HEADERS: Final = {"cache-control": "no-store", "x-accel-buffering": "no"}
+# After so many results that have arrived at once, other tasks run.
+RESULTS_PER_PASS: Final = 32
 
 
 @route_infer("/v1/models/{model}/infer", operation_id="infer", summary="Inference with a model")
@@ -191,3 +206,79 @@ def first_values(array: np.ndarray) -> Sequence[Any]:
         return [bytes_to_json(value[:MAX_VALUE_BYTES]) for value in first]
     values = array_to_json(first)
     return list(values.tolist() if isinstance(values, np.ndarray) else values)
+
+
+@dataclass(frozen=True)
+class StreamFormat:
+    """The form of a stream of JSON documents: templates, and the end."""
+
+    media_type: str
+    result: bytes
+    error: bytes
+    end: bytes = b""
+
+
+STREAM_FORMATS: Final = {
+    EVENT_STREAM: StreamFormat(  # server-sent events (WHATWG HTML, section 9.2)
+        EVENT_STREAM,
+        b"id: %(number)d\ndata: %(result)b\n\n",
+        b"event: error\ndata: %b\n\n",
+        b"event: end\ndata: {}\n\n",
+    ),
+    NDJSON: StreamFormat(NDJSON, b"%(result)b\n", b"%b\n"),
+}
+
+
+@lru_cache(128)
+def choose_stream_format(accept: str) -> StreamFormat | None:
+    """Return the form of the stream that `Accept` prefers; None if it prefers no stream."""
+    preferred = next(iter(list_accepted_types(accept)), "")
+    return STREAM_FORMATS.get(preferred)
+
+
+class InferStreamResponse(StreamingResponse):
+    """A stream of results, each with its own timeout. Client disconnects cancel the inference.
+
+    An error before the first result is an ordinary response. The body is sent without the tasks and
+    iterators of Starlette, which cost more than making a result.
+    """
+
+    def __init__(
+        self, results: ResultStream, stream_format: StreamFormat, request_id: str, slot: Slot
+    ) -> None:
+        super().__init__((), headers=STREAM_HEADERS, media_type=stream_format.media_type)
+        self._results = results
+        self._format = stream_format
+        self._request_id = request_id
+        self._slot = slot
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watching = asyncio.create_task(self._close_at_disconnect(receive))
+        try:
+            await self.stream_response(send)
+        finally:
+            watching.cancel()
+            self._slot.release()
+            self._results.close()
+
+    async def _close_at_disconnect(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._results.close()
+
+    async def stream_response(self, send: Send) -> None:
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
+        number = 0
+        last = b""
+        try:
+            while (result := await self._results.read_json()) is not None:
+                number += 1
+                body = self._format.result % {b"number": number, b"result": result}
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                if not number % RESULTS_PER_PASS:
+                    await asyncio.sleep(0)
+        except GatewayError as exc:
+            last = self._format.error % serialize_error(exc.detail, exc.code, self._request_id)
+        await send({"type": "http.response.body", "body": last + self._format.end})

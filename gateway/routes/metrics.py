@@ -27,13 +27,14 @@ from gateway.repository.collector import replica_gauge
 from gateway.routes.dependencies import ServicesForMetrics
 from gateway.routes.openapi import STRING_CONTENT, build_error_responses, build_response
 from gateway.services import Services
-from gateway.telemetry.exposition.encoder import PageFormat, encode_page
-from gateway.telemetry.exposition.parser import (
+from gateway.telemetry.exposition import (
     SAMPLE_SUFFIXES,
     Families,
     Family,
     InvalidExposition,
     PageCache,
+    PageFormat,
+    encode_page,
     escape_label_value,
     join_labels,
     merge_families,

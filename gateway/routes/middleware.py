@@ -22,19 +22,19 @@ from gateway.access.auth import (
     name_caller,
     read_priority,
 )
+from gateway.access.limits import LimitExceeded
 from gateway.access.peers import client_network
-from gateway.access.rate_limit import LimitExceeded
-from gateway.error_responses import (
+from gateway.errors import GatewayError, Unavailable
+from gateway.http_client.connection import Headers
+from gateway.routes.error_responses import (
     ERROR_SERIALIZER,
     ErrorSerializer,
     build_own_headers,
     render_error,
     send_response,
 )
-from gateway.errors import GatewayError, Unavailable
-from gateway.http_client.connection import Headers
-from gateway.passthrough.handler import pass_through
-from gateway.passthrough.rules import is_passthrough
+from gateway.routes.passthrough.handler import pass_through
+from gateway.routes.passthrough.rules import is_passthrough
 from gateway.services import INTERNAL_REQUEST, Deferral, RecordedBody, Services
 from gateway.telemetry.logs import ACCESS_LOGGER, READING_METHODS, log_fields
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST, V1_ROUTE, V2_ROUTE

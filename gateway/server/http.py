@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import multiprocessing
 import os
 import resource
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -21,15 +23,11 @@ import anyio
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
+from uvicorn import _subprocess
+from uvicorn.supervisors import multiprocess
 
-from gateway.config_files import WatchedFile, check_regular_file
-from gateway.messages import CommandError
-from gateway.server.protocol.clients import ClientRegistry
-from gateway.server.protocol.connection import HttpProtocol
-from gateway.server.protocol.deadlines import LAST_REQUEST_S
-from gateway.server.protocol.parser import ProtocolLimits
-from gateway.server.uvicorn_compat import forget_captured_signal
-from gateway.settings import (
+from gateway.config.files import WatchedFile, check_regular_file
+from gateway.config.settings import (
     MIN_OPEN_FILES,
     ClientAuth,
     Settings,
@@ -37,6 +35,11 @@ from gateway.settings import (
     load_authority,
     load_certificate,
 )
+from gateway.messages import CommandError
+from gateway.server.protocol.clients import ClientRegistry
+from gateway.server.protocol.connection import HttpProtocol
+from gateway.server.protocol.deadlines import LAST_REQUEST_S
+from gateway.server.protocol.parser import ProtocolLimits
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +121,37 @@ class ServerCertificate:
             with describe_os_errors(BadCertificate, f"the CA certificate {self._client_ca_file}"):
                 load_authority(context, self._client_ca_file, self._client_auth)
         return context
+
+
+# Access to private attributes of uvicorn.
+
+
+def forget_captured_signal(server: uvicorn.Server, number: signal.Signals) -> None:
+    """Prevent the server from raising a signal again that it received while it ran."""
+    server._captured_signals = [kept for kept in server._captured_signals if kept != number]
+
+
+class WorkerProcess(multiprocess.Process):
+    """A worker process of uvicorn's supervisor that runs a server of another class."""
+
+    server_class: type[uvicorn.Server] = uvicorn.Server
+
+    def target(self, sockets: list[socket.socket] | None = None) -> None:
+        self._server = self.server_class(self.config)
+        super().target(sockets)
+
+
+def fork_workers(preload: str, process_class: type[WorkerProcess]) -> ForkServerContext:
+    """Make uvicorn's supervisor fork its workers from a process that has imported the module `preload`.
+
+    By default it starts an interpreter for each worker, and none shares the memory of its imports. Return the
+    context, which starts other processes in the same way.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([preload])
+    multiprocess.Process = process_class  # type: ignore[misc]  # a class of another name
+    _subprocess.spawn = context  # type: ignore[assignment]  # a context of another kind
+    return context
 
 
 class GatewayServer(uvicorn.Server):

@@ -20,8 +20,9 @@ from typing import Any, Final, cast
 from pydantic import SecretStr
 
 from gateway.access.auth import is_loopback
+from gateway.capabilities.capability import LaunchPlan
 from gateway.capabilities.installed import INSTALLED, SETTINGS
-from gateway.capability import LaunchPlan
+from gateway.config.settings import Settings, describe_unknown_settings, read_settings
 from gateway.embedded.demonstration import with_demonstration
 from gateway.embedded.model_paths import resolve_model_paths
 from gateway.embedded.options import (
@@ -33,7 +34,6 @@ from gateway.embedded.options import (
 from gateway.embedded.supervisor import EmbeddedTriton, run_embedded_tritons
 from gateway.messages import CommandError, join_names
 from gateway.process_exit import prompt_exit
-from gateway.settings import Settings, describe_unknown_settings, read_settings
 from gateway.telemetry import logs
 from gateway.triton.restricted_api import generate_restricted_api, read_restricted_api
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Final
 
 from gateway.access.auth import is_loopback
-from gateway.capability import LaunchPlan
+from gateway.capabilities.capability import LaunchPlan
+from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.fleet.replica import join_host_port
 from gateway.services import Services
-from gateway.settings import Settings
 from gateway.tensors.examples import EXAMPLE_IMAGE, format_curl_example
 from gateway.tensors.signature import Signature
 

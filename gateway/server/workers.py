@@ -16,11 +16,10 @@ from pathlib import Path
 from starlette.types import ASGIApp
 from uvicorn.supervisors import Multiprocess
 
+from gateway.config.settings import Settings
 from gateway.memory import MIN_BUDGET_BYTES, default_budget_bytes
 from gateway.process_exit import CLOSE_TIMEOUT_S, KERNEL_KILL_GRACE_S, report_exit_status
-from gateway.server.http import GatewayServer, create_uvicorn_config
-from gateway.server.uvicorn_compat import WorkerProcess, fork_workers
-from gateway.settings import Settings
+from gateway.server.http import GatewayServer, WorkerProcess, create_uvicorn_config, fork_workers
 from gateway.telemetry import logs
 from gateway.telemetry.metrics import record_replaced_worker
 

@@ -26,6 +26,7 @@ from typing import IO, Any, Final
 
 import orjson
 
+from gateway.config.settings import LogFormat, LogLevel, Settings
 from gateway.errors import AuditLogUnavailable
 from gateway.messages import (
     CommandError,
@@ -33,7 +34,6 @@ from gateway.messages import (
     escape_unprintable_json,
     print_message,
 )
-from gateway.settings import LogFormat, LogLevel, Settings
 from gateway.telemetry import audit
 from gateway.telemetry.request_info import current_request_info
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,6 @@ from gateway import __version__
 from gateway.callers import Priority
 from gateway.memory import MEMORY_KINDS
 from gateway.tasks import background_failures
-from gateway.telemetry.prometheus_compat import add_observations
 from gateway.telemetry.refusals import MAX_CALLERS, REFUSED_STATUSES
 from gateway.telemetry.request_info import RequestInfo
 
@@ -425,6 +424,14 @@ class Metrics:
             return
         remove_dead_worker_files(Path(folder))
         yield from MultiProcessCollector(None, folder).collect()
+
+
+def add_observations(histogram: Histogram, bucket_counts: Sequence[int], total: float) -> None:
+    """Add many observations at once: their number in each bucket, and their sum."""
+    # prometheus_client has only private attributes for this.
+    for bucket, count in zip(histogram._buckets, bucket_counts, strict=True):
+        bucket.inc(count)
+    histogram._sum.inc(total)
 
 
 def record_replaced_worker(folder: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from gateway.settings import Settings
+    from gateway.config.settings import Settings
 
 # Inference, metadata and health stay open, because they cannot run code of the caller.
 RESTRICTED_APIS: Final = ("model-repository", "shared-memory", "logging", "trace")

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from gateway.app import create_app
-from gateway.settings import Settings
+from gateway.config.settings import Settings
 from tests.support.servers import ROOT
 
 DOCUMENT_FILE = ROOT / "docs" / "openapi.json"

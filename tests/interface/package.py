@@ -10,8 +10,8 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 import gateway
+from gateway.config.settings import ENV_PREFIX, find_secrets
 from gateway.errors import GatewayError
-from gateway.settings import ENV_PREFIX, find_secrets
 from tests.interface import names, openapi
 
 # They run in Triton's processes.

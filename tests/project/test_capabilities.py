@@ -17,8 +17,8 @@ import pytest
 
 from gateway.capabilities.grpc_api.settings import GrpcSettings
 from gateway.capabilities.installed import INSTALLED, SETTINGS
+from gateway.config.settings import describe_unknown_settings, read_settings
 from gateway.messages import CommandError
-from gateway.settings import describe_unknown_settings, read_settings
 from tests.interface.names import read_recorded_names
 from tests.support.servers import ROOT, Command, free_ports
 
@@ -259,7 +259,7 @@ def test_gateway_without_capabilities_passes_the_type_checker(tmp_path: Path) ->
 
 def test_of_capabilities_that_are_switched_off_only_the_light_modules_are_imported() -> None:
     program = (
-        "import sys; from gateway.app import create_app; from gateway.settings import Settings;"
+        "import sys; from gateway.app import create_app; from gateway.config.settings import Settings;"
         "create_app(Settings(state='memory:'));"
         "print(*(name.removeprefix('gateway.capabilities.') for name in sys.modules))"
     )

@@ -10,7 +10,12 @@ import httpx
 import pytest
 
 from gateway.capabilities.installed import SETTINGS
-from gateway.settings import Settings, describe_unknown_settings, find_secrets, list_setting_names
+from gateway.config.settings import (
+    Settings,
+    describe_unknown_settings,
+    find_secrets,
+    list_setting_names,
+)
 from tests.interface import names, package
 from tests.support.documents import (
     COOKBOOK,

@@ -20,9 +20,9 @@ from gateway.access.keys import read_keys_file
 from gateway.capabilities.grpc_api.methods import TRITON_METHODS
 from gateway.capabilities.grpc_api.settings import GrpcSettings
 from gateway.capabilities.installed import SETTINGS
+from gateway.config.settings import Settings, list_setting_names
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.repository.models_file import parse_models_file
-from gateway.settings import Settings, list_setting_names
 from gateway.triton.grpc.byte_channel import GRPC_SERVICE
 from tests.support.kubernetes_schemas import CUSTOM, KUBERNETES, check_custom, complaints
 from tests.support.manifests import (

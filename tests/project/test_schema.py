@@ -31,9 +31,9 @@ from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 
 from gateway.app import create_app
 from gateway.capabilities.torchserve.routes import router as torchserve
+from gateway.config.settings import Settings
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.media_types import JSON, MULTIPART, NPY, NPZ, OCTET_STREAM
-from gateway.settings import Settings
 from tests.support.keys import bearer, entry, written
 from tests.support.model_zoo.zoo import AS_WRITTEN, MANAGED, Zoo
 from tests.support.servers import gateway_before

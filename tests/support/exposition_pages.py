@@ -9,10 +9,11 @@ from prometheus_client import Metric, parser
 from prometheus_client.openmetrics import parser as open_parser
 from prometheus_client.samples import Sample
 
-from gateway.telemetry.exposition.encoder import PageFormat, encode_page
-from gateway.telemetry.exposition.parser import (
+from gateway.telemetry.exposition import (
     Families,
+    PageFormat,
     decode_page,
+    encode_page,
     escape_label_value,
     merge_families,
     parse_families,

@@ -16,8 +16,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.config.settings import Settings
 from gateway.server.http import CommandServer, create_uvicorn_config
-from gateway.settings import Settings
 from tests.support.wait import wait_until
 
 KIB = 1 << 10

@@ -24,7 +24,9 @@ def package_trees() -> dict[str, ast.Module]:
 
 def setting_descriptions() -> dict[str, str]:
     """Return the string below each setting, by its name."""
-    places = re.compile(r"gateway\.settings|gateway\.capabilities\.\w+\.(settings|capability)")
+    places = re.compile(
+        r"gateway\.config\.settings|gateway\.capabilities\.\w+\.(settings|capability)"
+    )
     trees = [tree for name, tree in package_trees().items() if places.fullmatch(name)]
     bodies = [node.body for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     return {

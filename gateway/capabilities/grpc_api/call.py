@@ -42,9 +42,9 @@ from gateway.errors import (
     UnknownModel,
 )
 from gateway.memory import MemoryBudgetExceeded
-from gateway.passthrough.headers import NOT_FORWARDED
 from gateway.repository.resolver import ModelTarget, parse_triton_version
 from gateway.routes.middleware import end_trace, log_request, release_resources
+from gateway.routes.passthrough.headers import NOT_FORWARDED
 from gateway.services import Services
 from gateway.tasks import follow
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST

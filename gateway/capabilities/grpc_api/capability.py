@@ -6,10 +6,10 @@ import os
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Final
 
+from gateway.capabilities.capability import Attachment, Capability, LaunchPlan
 from gateway.capabilities.grpc_api.settings import GrpcSettings
-from gateway.capability import Attachment, Capability, LaunchPlan
+from gateway.config.settings import Settings
 from gateway.messages import CommandError
-from gateway.settings import Settings
 
 if TYPE_CHECKING:
     from gateway.services import Services

@@ -10,7 +10,7 @@ from tritonclient.grpc import service_pb2
 
 from gateway.capabilities.grpc_api.wire import invalid_message, remove_fields
 from gateway.errors import Forbidden, InputMismatch, MalformedRequest
-from gateway.passthrough.rules import NO_SHARED_MEMORY
+from gateway.routes.passthrough.rules import NO_SHARED_MEMORY
 from gateway.tensors.payload import MAX_PARAMETERS, TooManyParameters, check_parameter_limits
 from gateway.tensors.sequence import SEQUENCE_KEYS, SequenceStep, parse_sequence_parameters
 from gateway.triton.grpc.messages import set_version

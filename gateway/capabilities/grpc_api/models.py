@@ -16,9 +16,9 @@ from gateway.capabilities.grpc_api.infer_request import change_version
 from gateway.capabilities.grpc_api.wire import invalid_message
 from gateway.errors import Forbidden, ModelNotReady, UnknownModel, UnknownModelToTrace
 from gateway.fleet.transports import GrpcBytesCall
-from gateway.passthrough.rules import NO_SHARED_MEMORY
 from gateway.repository.resolver import NO_MODEL, ModelTarget
-from gateway.triton.request_target import RequestTarget
+from gateway.routes.passthrough.rules import NO_SHARED_MEMORY
+from gateway.triton.inference import RequestTarget
 
 EMPTY_MESSAGE: Final = b""
 # A ModelReadyResponse in which `ready` has its default, false.

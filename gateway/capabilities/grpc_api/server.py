@@ -27,20 +27,20 @@ from gateway.capabilities.grpc_api.methods import Method, list_methods
 from gateway.capabilities.grpc_api.receive import ReceiveSlots, ResponseSizes
 from gateway.capabilities.grpc_api.settings import GrpcSettings
 from gateway.capabilities.grpc_api.streams import InferStream
-from gateway.config_files import WatchedFile, check_regular_file
-from gateway.errors import GatewayError
-from gateway.fleet.replica import join_host_port
-from gateway.memory import default_budget_bytes
-from gateway.messages import CommandError
-from gateway.process_exit import Drain
-from gateway.services import Services
-from gateway.settings import (
+from gateway.config.files import WatchedFile, check_regular_file
+from gateway.config.settings import (
     ClientAuth,
     Settings,
     describe_os_errors,
     load_authority,
     load_certificate,
 )
+from gateway.errors import GatewayError
+from gateway.fleet.replica import join_host_port
+from gateway.memory import default_budget_bytes
+from gateway.messages import CommandError
+from gateway.process_exit import Drain
+from gateway.services import Services
 from gateway.triton.grpc.byte_channel import STREAM_METHOD
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from gateway.settings import CapabilitySettings
+from gateway.config.settings import CapabilitySettings
 
 
 class GrpcSettings(CapabilitySettings):

@@ -8,8 +8,8 @@ from typing import Final
 import grpc
 
 from gateway.capabilities.grpc_api.wire import encode_field, encode_number
-from gateway.error_responses import to_gateway_error
 from gateway.errors import GatewayError
+from gateway.routes.error_responses import to_gateway_error
 from gateway.triton.grpc.byte_channel import Metadata
 
 MAX_DETAIL_CHARS: Final = 1024  # trailers may have 8 KiB, and contain the text twice

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
+from gateway.capabilities.capability import Attachment, Capability, SignIn
 from gateway.capabilities.identity.rules import RULE_PARSERS
 from gateway.capabilities.identity.settings import IdentitySettings
-from gateway.capability import Attachment, Capability, SignIn
+from gateway.config.settings import Settings
 from gateway.messages import CommandError
-from gateway.settings import Settings
 
 if TYPE_CHECKING:
     from fastapi import APIRouter

@@ -31,7 +31,7 @@ from gateway.capabilities.identity.tokens import (
     is_signed_by,
     parse_issuer_keys,
 )
-from gateway.config_files import WatchedFile, check_regular_file, read_config_file
+from gateway.config.files import WatchedFile, check_regular_file, read_config_file
 from gateway.messages import CommandError, quote_text
 from gateway.tasks import follow, repeat
 

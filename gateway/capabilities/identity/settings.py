@@ -9,7 +9,12 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from gateway.access.auth import is_loopback
-from gateway.settings import MAX_SETTING_S, CapabilitySettings, CommaSeparated, PositiveSeconds
+from gateway.config.settings import (
+    MAX_SETTING_S,
+    CapabilitySettings,
+    CommaSeparated,
+    PositiveSeconds,
+)
 
 ISSUER: Final = "oidc_issuer"
 # An empty variable is no path.

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 from urllib.parse import urlsplit
 
+from gateway.capabilities.capability import Attachment, Capability, LaunchPlan
 from gateway.capabilities.jobs.settings import SQLITE, JobSettings
-from gateway.capability import Attachment, Capability, LaunchPlan
+from gateway.config.settings import Settings
 from gateway.messages import CommandError
-from gateway.settings import Settings
 
 if TYPE_CHECKING:
     from gateway.capabilities.jobs.storage.store import JobStore
@@ -41,7 +41,7 @@ def attach_jobs(settings: Settings) -> Attachment | None:
     from gateway.capabilities.jobs.callbacks import open_callbacks
     from gateway.capabilities.jobs.callbacks import router as callback_router
     from gateway.capabilities.jobs.routes import router
-    from gateway.error_responses import serialize_openai_error
+    from gateway.routes.error_responses import serialize_openai_error
     from gateway.routes.openapi import OPENAI_ERROR_SCHEMA
 
     store = create_store(job_settings)

@@ -8,14 +8,14 @@ from typing import Annotated, Final
 from pydantic import BeforeValidator, Field, SecretStr, field_validator
 
 from gateway.capabilities.jobs.callback_hosts import CallbackHosts
-from gateway.http_client.webhooks import decode_secret
-from gateway.settings import (
+from gateway.config.settings import (
     MAX_SETTING_S,
     CapabilitySettings,
     CommaSeparated,
     PositiveSeconds,
     split_list,
 )
+from gateway.http_client.webhooks import decode_secret
 
 SQLITE: Final = "sqlite://"
 REDIS: Final = ("redis://", "rediss://")

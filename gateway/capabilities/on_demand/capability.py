@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
+from gateway.capabilities.capability import Attachment, Capability, LaunchPlan
 from gateway.capabilities.on_demand.settings import MODEL_KEYS, OnDemandSettings
-from gateway.capability import Attachment, Capability, LaunchPlan
+from gateway.config.settings import Settings
 from gateway.messages import CommandError
-from gateway.settings import Settings
 
 if TYPE_CHECKING:
     from gateway.services import Services

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from pydantic import Field
 
+from gateway.config.settings import CapabilitySettings, CommaSeparated, NonNegativeSeconds
 from gateway.repository.models_file import BadModelsFile, LoadRules
-from gateway.settings import CapabilitySettings, CommaSeparated, NonNegativeSeconds
 
 
 class OnDemandSettings(CapabilitySettings):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
-from gateway.capability import Attachment, Capability
-from gateway.settings import CapabilitySettings, CommaSeparated, Settings
+from gateway.capabilities.capability import Attachment, Capability
+from gateway.config.settings import CapabilitySettings, CommaSeparated, Settings
 
 if TYPE_CHECKING:
     from gateway.services import Services

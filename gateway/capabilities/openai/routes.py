@@ -29,7 +29,6 @@ from gateway.capabilities.openai.text_vectors import (
     parse_rerank_request,
 )
 from gateway.capacity.admission import Slot
-from gateway.error_responses import serialize_openai_error
 from gateway.errors import GatewayError
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers, RequestNotSent
@@ -38,6 +37,7 @@ from gateway.inference.body import Deadline, RequestBody
 from gateway.inference.pipeline import ATTACHMENT_HEADERS, is_active_content
 from gateway.media_types import EVENT_STREAM, JSON
 from gateway.routes.dependencies import ServicesForInference
+from gateway.routes.error_responses import serialize_openai_error
 from gateway.routes.openapi import (
     COUNT_SCHEMA,
     ERROR_DESCRIPTIONS,

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Final
 
+from gateway.config.settings import Settings
 from gateway.errors import DeadlinePassed
 from gateway.fleet.replica import ReplicaAddress, create_http_client
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers, RequestNotSent
-from gateway.settings import Settings
 
 log = logging.getLogger(__name__)
 

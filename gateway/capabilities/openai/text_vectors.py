@@ -17,8 +17,7 @@ import orjson
 
 from gateway.errors import InputMismatch, MalformedRequest, ModelFault, TooLarge
 from gateway.media_types import JSON, TEXT
-from gateway.messages import join_names, quote_text
-from gateway.names import MAX_MODEL_NAME_CHARS
+from gateway.messages import MAX_MODEL_NAME_CHARS, join_names, quote_text
 from gateway.tensors.dtypes import DatatypeKind
 from gateway.tensors.inputs import check_row_count
 from gateway.tensors.json_body import parse_json_body

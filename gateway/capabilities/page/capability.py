@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import HttpUrl
 
-from gateway.capability import Attachment, Capability, LaunchPlan
-from gateway.settings import CapabilitySettings, Settings
+from gateway.capabilities.capability import Attachment, Capability, LaunchPlan
+from gateway.config.settings import CapabilitySettings, Settings
 
 
 class PageSettings(CapabilitySettings):

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, FastAPI, Request, Response
 from pydantic import HttpUrl
 
+from gateway.capabilities.capability import SignIn
 from gateway.capabilities.page.guide import GuideRoutes
-from gateway.capability import SignIn
 from gateway.errors import NotFound
 from gateway.messages import quote_text
 from gateway.routes.assets import (

@@ -10,9 +10,9 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, SecretStr, field_validator
 
-from gateway.capability import Attachment, Capability
+from gateway.capabilities.capability import Attachment, Capability
+from gateway.config.settings import CapabilitySettings, CommaSeparated, Settings
 from gateway.messages import CommandError
-from gateway.settings import CapabilitySettings, CommaSeparated, Settings
 from gateway.tasks import repeat
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from gateway.capabilities.samples.grpc_messages import REQUEST_MESSAGE, build_me
 from gateway.errors import serialize_error
 from gateway.http_client.connection import Headers
 from gateway.media_types import JSON
-from gateway.names import quote_path_segment
+from gateway.messages import quote_path_segment
 from gateway.services import Services
 from gateway.telemetry.request_info import RequestInfo, RequestScope
 from gateway.telemetry.tracing import TRACEPARENT, create_request_id

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gateway.capability import Attachment, Capability
-from gateway.settings import Settings
+from gateway.capabilities.capability import Attachment, Capability
+from gateway.config.settings import Settings
 
 
 def attach_tf_serving(settings: Settings) -> Attachment:

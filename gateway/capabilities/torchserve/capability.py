@@ -8,8 +8,8 @@ from typing import Annotated
 from pydantic import BeforeValidator
 from pydantic_settings import NoDecode
 
-from gateway.capability import Attachment, Capability
-from gateway.settings import CapabilitySettings, Settings, split_list
+from gateway.capabilities.capability import Attachment, Capability
+from gateway.config.settings import CapabilitySettings, Settings, split_list
 
 
 class Dialect(str, Enum):

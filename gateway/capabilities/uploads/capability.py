@@ -8,8 +8,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gateway.capabilities.uploads.settings import REPOSITORY_URL_EXCLUSIONS, UploadSettings
-from gateway.capability import (
+from gateway.capabilities.capability import (
     FAILED,
     OK,
     Attachment,
@@ -18,9 +17,10 @@ from gateway.capability import (
     LaunchPlan,
     describe_error,
 )
+from gateway.capabilities.uploads.settings import REPOSITORY_URL_EXCLUSIONS, UploadSettings
+from gateway.config.settings import ModelUploads, Settings
 from gateway.errors import GatewayError
 from gateway.messages import CommandError
-from gateway.settings import ModelUploads, Settings
 
 if TYPE_CHECKING:
     from gateway.capabilities.uploads.model_files.store import ModelStore

@@ -43,6 +43,7 @@ from gateway.capabilities.uploads.model_files.store import ModelStore
 from gateway.capabilities.uploads.publisher import ModelPublisher
 from gateway.capabilities.uploads.settings import UploadSettings
 from gateway.capacity.body_chunks import coalesce_chunks
+from gateway.config.settings import ModelUploads
 from gateway.errors import Forbidden, MalformedRequest, UnknownModel
 from gateway.inference.body import RequestBody
 from gateway.media_types import JSON, MULTIPART, OCTET_STREAM
@@ -58,7 +59,6 @@ from gateway.routes.openapi import (
     build_response,
 )
 from gateway.services import Services
-from gateway.settings import ModelUploads
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
 from gateway.telemetry.request_info import RequestInfo
 from gateway.tensors.codecs import BINARY_SCHEMA, STRING_SCHEMA

@@ -9,7 +9,7 @@ from typing import Final
 
 from pydantic import Field, SecretStr, field_validator
 
-from gateway.settings import CapabilitySettings
+from gateway.config.settings import CapabilitySettings
 
 # Characters that another reader of the URL would decode.
 REPOSITORY_URL_EXCLUSIONS: Final = frozenset("%?#")

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from gateway.capabilities.capability import Attachment, Capability
 from gateway.capabilities.versions.labels import LABELS, parse_declared_labels
-from gateway.capability import Attachment, Capability
-from gateway.settings import CapabilitySettings, Settings
+from gateway.config.settings import CapabilitySettings, Settings
 
 if TYPE_CHECKING:
     from gateway.services import Services

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeGuard
 
-from gateway.messages import quote_text
-from gateway.names import normalize_version
+from gateway.messages import normalize_version, quote_text
 from gateway.repository.models_file import BadModelsFile
 from gateway.repository.state.tables import RawTable, Table, UnreadableState
 

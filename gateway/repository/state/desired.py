@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar, cast
 
-from gateway.access.quotas import QuotaCounters
-from gateway.access.rate_limit import RateWindows
+from gateway.access.limits import QuotaCounters, RateWindows
 from gateway.errors import StateUnavailable
 from gateway.messages import CommandError
 from gateway.repository.state.events import EventId, StoredEvent

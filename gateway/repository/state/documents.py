@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final, TypeVar
 
 import orjson
 
-from gateway.access.quotas import QuotaCounters
+from gateway.access.limits import QuotaCounters
 from gateway.errors import Conflict
 from gateway.messages import quote_text
 from gateway.repository.state.desired import (

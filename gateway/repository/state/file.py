@@ -20,7 +20,7 @@ from urllib.parse import SplitResult, unquote
 
 import orjson
 
-from gateway.access.quotas import QuotaCount, add_to_counts
+from gateway.access.limits import QuotaCount, add_to_counts
 from gateway.errors import StateUnavailable
 from gateway.repository.state.desired import (
     CORDONS,

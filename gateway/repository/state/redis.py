@@ -17,8 +17,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote
 import orjson
 from limits import RateLimitItem
 
-from gateway.access.quotas import QuotaCount
-from gateway.access.rate_limit import WindowCount
+from gateway.access.limits import QuotaCount, WindowCount
 from gateway.errors import StateUnavailable
 from gateway.repository.state import redis_scripts
 from gateway.repository.state.desired import (

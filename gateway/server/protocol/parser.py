@@ -20,7 +20,7 @@ from gateway.telemetry.request_info import HEADER_FACTS
 
 @dataclass(frozen=True)
 class ProtocolLimits:
-    """The settings of the same names; see `gateway.settings`."""
+    """The settings of the same names; see `gateway.config.settings`."""
 
     max_header_bytes: int = 64 << 10
     max_header_fields: int = 100

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
 from gateway.capabilities.grpc_api.call import MetadataTooLarge
-from gateway.components import METRICS_INTERVAL_S
+from gateway.services import METRICS_INTERVAL_S
 from tests.capabilities.grpc_api.support.grpc_gateway import (
     INFER,
     STREAM,

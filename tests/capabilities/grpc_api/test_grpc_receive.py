@@ -23,6 +23,7 @@ from gateway.capabilities.grpc_api.receive import (
 )
 from gateway.capabilities.grpc_api.server import build_options
 from gateway.capabilities.grpc_api.settings import GrpcSettings
+from gateway.config.settings import Settings
 from gateway.memory import (
     ALLOWED_EXCESS_BYTES,
     MIN_BUDGET_BYTES,
@@ -30,7 +31,6 @@ from gateway.memory import (
     MemoryBudgetExceeded,
     resident_bytes,
 )
-from gateway.settings import Settings
 from gateway.tasks import cancel_tasks
 from tests.support.wait import TIMEOUT_S, wait_until, wait_until_async
 

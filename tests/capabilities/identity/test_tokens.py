@@ -468,7 +468,7 @@ def test_tokens_need_an_extra_and_without_an_issuer_it_is_not_imported(tmp_path:
     program = (
         "import sys; sys.modules['joserfc'] = None;"
         "from gateway.capabilities.identity.capability import attach_identity as attach;"
-        "from gateway.settings import Settings;"
+        "from gateway.config.settings import Settings;"
         f"files = dict(keys_file='{keys_file}', tls_client_ca_file=None);"
         "attach(Settings(**files));"
         "assert 'gateway.capabilities.identity.verifier' not in sys.modules;"

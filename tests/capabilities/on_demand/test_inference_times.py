@@ -6,8 +6,8 @@ import math
 import time
 
 from gateway.capabilities.on_demand.loader import InferenceTimes
+from gateway.config.settings import Settings
 from gateway.fleet.pool import ReplicaPool
-from gateway.settings import Settings
 from tests.support.simulated_replicas import simulated_replicas
 
 

@@ -9,7 +9,7 @@ from gateway.capabilities.openai.text_vectors import (
     parse_embeddings_request,
     parse_rerank_request,
 )
-from gateway.capacity.decoding.pool import DecodePool
+from gateway.capacity.decoding import DecodePool
 from gateway.errors import MalformedRequest
 from gateway.tensors.json_body import parse_large_json
 from gateway.tensors.payload import PayloadLimits

@@ -13,7 +13,7 @@ import pytest
 from tests.support.servers import ROOT, gateway_before
 
 STATIC = ROOT / "gateway/capabilities/page/static"
-DOCS = ROOT / "gateway/static/docs"
+DOCS = ROOT / "gateway/routes/static/docs"
 AXE = ROOT / "tests" / "data" / "axe-core" / "axe.min.js"
 VENDORED = (
     *(STATIC / "vendor" / name for name in ("uPlot.esm.js", "uPlot.min.css")),

@@ -23,8 +23,8 @@ from gateway.capabilities.versions.metrics import LabelMetrics
 from gateway.capabilities.versions.output_comparison import compare_outputs
 from gateway.capabilities.versions.shadows import BUSY, MAX_COPIES, ShadowRunner
 from gateway.capacity.admission import AdmissionQueue, Slot
+from gateway.config.settings import Settings
 from gateway.fleet.pool import ReplicaPool
-from gateway.settings import Settings
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.request_info import RequestInfo
 from tests.capabilities.versions.support.versioned import (

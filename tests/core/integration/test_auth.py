@@ -37,9 +37,9 @@ from gateway.access.keys import (
 )
 from gateway.app import create_app
 from gateway.callers import Caller, CallerLimits, Role
+from gateway.config.settings import Settings
 from gateway.embedded.supervisor import EmbeddedTriton
-from gateway.passthrough.rules import ROUTE_RULES
-from gateway.settings import Settings
+from gateway.routes.passthrough.rules import ROUTE_RULES
 from tests.support.fake_triton import ask, fake_triton, port_of
 from tests.support.fleet import ECHO, Fleet, fleet_of
 from tests.support.gateway_forks import run_gateway

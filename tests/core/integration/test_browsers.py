@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gateway.config.settings import Settings
 from gateway.embedded.supervisor import EmbeddedTriton
-from gateway.settings import Settings
 from tests.support.keys import entry, written
 from tests.support.servers import gateway_before
 

@@ -10,13 +10,13 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from gateway.capability import FAILED, OK, Finding
+from gateway.capabilities.capability import FAILED, OK, Finding
+from gateway.config.settings import Settings
 from gateway.doctor import conformance
 from gateway.doctor.conformance import Behaviour, Examination, Variant, ask_one
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.fleet.replica import Replica, parse_replica_url
 from gateway.messages import print_message
-from gateway.settings import Settings
 from gateway.triton.restricted_api import RestrictedApi
 from tests.support.doctor import examine
 from tests.support.edited_triton import KEEPS_CALLS, Edit, EditedTriton, edited_triton

@@ -13,8 +13,8 @@ import numpy as np
 import psutil
 import pytest
 
-from gateway.capacity.decoding.pool import MAX_CALLS, DecodePool
-from gateway.capacity.decoding.worker import WorkerCallError
+from gateway.capacity.decoding import MAX_CALLS, DecodePool
+from gateway.capacity.decoding_worker import WorkerCallError
 from gateway.errors import BadImage, MalformedRequest, TooLarge
 from gateway.media_types import JSON
 from gateway.tensors.images.decode import inspect_image

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from gateway.config.settings import Settings
 from gateway.errors import (
     BadUpstream,
     Conflict,
@@ -48,9 +49,8 @@ from gateway.repository.reconciler import MAX_ABSENCE_S, RECONCILE_INTERVAL_S
 from gateway.repository.repository import Repository, build_repository
 from gateway.repository.state.desired import CORDONS, DesiredModel
 from gateway.repository.state.store import open_state_store
-from gateway.settings import Settings
 from gateway.triton.error_mapping import LoadFailed
-from gateway.triton.request_target import RequestTarget
+from gateway.triton.inference import RequestTarget
 from tests.support.calls import count_calls
 from tests.support.simulated_replicas import SimulatedTriton, simulated_replicas
 from tests.support.state_contract import opened

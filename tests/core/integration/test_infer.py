@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
 from gateway.app import create_app
+from gateway.config.settings import Settings
 from gateway.routes.middleware import GatewayMiddleware, find_inference
-from gateway.settings import Settings
 from gateway.tensors.dtypes import DATATYPES as TABLE
 from tests.support.errors import assert_error
 from tests.support.model_zoo.zoo import DATATYPES, LABELS, NUMERIC, Zoo, any_names

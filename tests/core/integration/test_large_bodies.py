@@ -14,8 +14,8 @@ import pytest
 from prometheus_client import Counter
 from starlette.types import Message
 
-from gateway.capacity.decoding.messages import pack_message, unpack_message
-from gateway.capacity.decoding.pool import DecodePool
+from gateway.capacity.decoding import DecodePool
+from gateway.capacity.decoding_worker import pack_message, unpack_message
 from gateway.http_client.client import HttpClient
 from gateway.inference.body import RequestBody
 from gateway.memory import MemoryBudget, MemoryCharge

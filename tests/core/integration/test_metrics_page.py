@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.routes.metrics import parse_scrape_timeout
 from gateway.services import MAX_METRICS_PAGES
-from gateway.telemetry.exposition.encoder import PageFormat
+from gateway.telemetry.exposition import PageFormat
 from tests.support.exposition_pages import (
     CLASHES,
     ESCAPED_HELP,

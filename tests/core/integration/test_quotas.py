@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.access.quotas import add_to_counts, find_quotas
+from gateway.access.limits import add_to_counts, find_quotas
 from gateway.callers import CallerLimits
 from gateway.messages import format_utc_time
 from tests.support.fake_triton import Fake, Wire, fake_triton, port_of

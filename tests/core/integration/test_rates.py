@@ -18,7 +18,7 @@ import redis as client_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.access.rate_limit import (
+from gateway.access.limits import (
     MAX_REQUESTS_PER_WINDOW,
     MAX_WINDOW_S,
     RateLimiter,

@@ -19,7 +19,7 @@ import pytest
 import tritonclient.http as triton_http
 
 from gateway.errors import InputMismatch, MalformedRequest, SequenceNotRunning
-from gateway.fleet.sequences import SequenceRouter
+from gateway.fleet.balancer import SequenceRouter
 from gateway.tensors.sequence import SequenceStep, parse_sequence_headers, parse_sequence_parameters
 from tests.support.model_zoo.zoo import COUNTING, Names, write_repository
 from tests.support.servers import Triton, gateway_before

@@ -246,7 +246,7 @@ def test_collector_that_is_unavailable_delays_neither_requests_nor_shutdown(
 
 def test_opentelemetry_sdk_is_not_imported_without_an_endpoint() -> None:
     look = (
-        "import sys, gateway.app as app; from gateway.settings import Settings; "
+        "import sys, gateway.app as app; from gateway.config.settings import Settings; "
         "app.create_app(Settings(state='memory:')); "
         "print([name for name in sys.modules if name.startswith('opentelemetry.sdk')])"
     )

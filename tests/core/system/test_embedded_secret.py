@@ -15,8 +15,8 @@ import pytest
 from tritonclient.grpc.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
+from gateway.config.settings import Settings, read_settings
 from gateway.messages import CommandError
-from gateway.settings import Settings, read_settings
 from gateway.triton.restricted_api import read_restricted_api
 from tests.support.fleet import BODY, V2_BODY, write_echo
 from tests.support.servers import free_ports, gateway

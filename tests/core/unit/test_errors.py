@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.app import HANDLED_EXCEPTIONS
-from gateway.error_responses import render_error
 from gateway.errors import MalformedRequest
+from gateway.routes.error_responses import render_error
 
 
 async def test_memory_error_is_answered_with_503(
@@ -26,7 +26,9 @@ async def test_memory_error_is_answered_with_503(
     body = orjson.loads(response.body)
     assert (body["code"], body["request_id"]) == ("OUT_OF_MEMORY", "r")
     levels = [
-        record.levelname for record in caplog.records if record.name == "gateway.error_responses"
+        record.levelname
+        for record in caplog.records
+        if record.name == "gateway.routes.error_responses"
     ]
     assert levels == ["WARNING"]
     assert (

@@ -15,7 +15,7 @@ import pytest
 from gateway.access.keys import KEY_FIELDS, describe_caller
 from gateway.callers import Caller, Priority
 from gateway.commands.events import format_outcome
-from gateway.config_files import FileChange, WatchedFile, find_differences
+from gateway.config.files import FileChange, WatchedFile, find_differences
 from gateway.errors import MalformedRequest
 from gateway.repository.events import EventLog
 from gateway.repository.models_file import ModelsFile

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.telemetry.exposition.encoder import PageFormat, encode_page
-from gateway.telemetry.exposition.parser import (
+from gateway.telemetry.exposition import (
     Families,
     InvalidExposition,
     PageCache,
+    PageFormat,
     decode_page,
+    encode_page,
     merge_families,
     parse_families,
     split_page_lines,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gateway.access.auth import is_allowed_host, is_loopback, parse_host
+from gateway.config.settings import read_settings
 from gateway.messages import CommandError
-from gateway.settings import read_settings
 
 LOCAL = [
     "localhost", "LOCALHOST", "localhost:8080", "localhost.:80", "app.localhost", "127.0.0.1",

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from gateway.capacity.admission import WeightedSemaphore
-from gateway.capacity.decoding.executor import DecodeExecutor
+from gateway.capacity.decoding import DecodeExecutor
 from gateway.telemetry.metrics import Metrics
 from tests.support.wait import TIMEOUT_S
 

@@ -20,24 +20,29 @@ from gateway.errors import GatewayError
 from gateway.fleet.index import parse_index
 from gateway.http_client.client import CompleteResponse
 from gateway.messages import escape_unprintable
-from gateway.passthrough import body as request_body
-from gateway.passthrough import headers as request_headers
-from gateway.passthrough.body import find_sequence_step
-from gateway.passthrough.rules import match_route
-from gateway.passthrough.sse import EventStreamScrubber
 from gateway.repository import resolver
 from gateway.repository.load_parameters import FILE_PARAMETER
 from gateway.routes.metrics import parse_quality_value, parse_scrape_timeout
+from gateway.routes.passthrough import body as request_body
+from gateway.routes.passthrough import headers as request_headers
+from gateway.routes.passthrough.body import find_sequence_step
+from gateway.routes.passthrough.rules import match_route
+from gateway.routes.passthrough.sse import EventStreamScrubber
 from gateway.server.protocol.parser import VALID_HOST
 from gateway.telemetry import tracing
-from gateway.telemetry.exposition.encoder import PageFormat, encode_page, escape_help
-from gateway.telemetry.exposition.parser import PageCache, parse_families, split_page_lines
+from gateway.telemetry.exposition import (
+    PageCache,
+    PageFormat,
+    encode_page,
+    escape_help,
+    parse_families,
+    split_page_lines,
+)
 from gateway.triton import error_mapping
 from gateway.triton.grpc import management
 from gateway.triton.grpc.byte_channel import map_grpc_error
-from gateway.triton.inference import parse_http_response
+from gateway.triton.inference import RequestTarget, parse_http_response
 from gateway.triton.json_guard import JsonGuard
-from gateway.triton.request_target import RequestTarget
 from tests.support.linearity import cpu_s
 
 pytestmark = pytest.mark.long

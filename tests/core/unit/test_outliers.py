@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gateway.fleet.outliers import OutlierDetector
+from gateway.fleet.health import OutlierDetector
 
 
 @dataclass

@@ -23,7 +23,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.access.keys import KeysFile
-from gateway.config_files import WatchedFile
+from gateway.config.files import WatchedFile
 from gateway.fleet.balancer import (
     COLD_AFTER_S,
     MAX_RELATIVE_LATENCY,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.access.rate_limit import (
+from gateway.access.limits import (
     MIN_RATE_WAIT_S,
     LocalRateWindows,
     RateLimiter,

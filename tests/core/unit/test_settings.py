@@ -8,8 +8,8 @@ import pytest
 import trustme
 from pydantic import SecretStr
 
+from gateway.config.settings import describe_unknown_settings, read_settings
 from gateway.messages import CommandError
-from gateway.settings import describe_unknown_settings, read_settings
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, **environment: str) -> str:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from gateway.capacity.admission import AdmissionQueue, Slot
 from gateway.fleet.inference import ResultStream
 from gateway.media_types import EVENT_STREAM
-from gateway.passthrough.sse import MAX_HELD_EVENT_BYTES, EventStreamScrubber
-from gateway.routes.infer_stream import STREAM_FORMATS, InferStreamResponse
+from gateway.routes.infer import STREAM_FORMATS, InferStreamResponse
+from gateway.routes.passthrough.sse import MAX_HELD_EVENT_BYTES, EventStreamScrubber
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.request_info import RequestInfo
 

@@ -6,11 +6,11 @@ import asyncio
 from time import perf_counter
 from typing import Any
 
+from gateway.config.settings import Settings
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.statistics import MAX_REPLICAS, FleetStatistics, VersionCounts
-from gateway.settings import Settings
 from gateway.tasks import cancel_tasks
-from gateway.triton.request_target import RequestTarget
+from gateway.triton.inference import RequestTarget
 from tests.support.simulated_replicas import simulated_replicas
 from tests.support.wait import wait_until_async
 

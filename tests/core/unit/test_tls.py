@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import trustme
 
+from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.fleet.discovery import create_tls_context
 from gateway.fleet.replica import parse_replica_url
 from gateway.http_client.client import CompleteResponse, HttpClient
-from gateway.settings import Settings
 from tests.support.certificates import server_context, serving
 from tests.support.wait import TIMEOUT_S
 

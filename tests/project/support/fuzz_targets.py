@@ -24,8 +24,8 @@ from gateway.capabilities.uploads.model_files.onnx import is_onnx_file
 from gateway.capabilities.uploads.model_files.received_body import parse_sha256_digest
 from gateway.capacity.archives import PIECE_BYTES, ArchiveLimits, read_archive
 from gateway.errors import GatewayError
-from gateway.passthrough.sse import EventStreamScrubber
-from gateway.telemetry.exposition.parser import (
+from gateway.routes.passthrough.sse import EventStreamScrubber
+from gateway.telemetry.exposition import (
     InvalidExposition,
     decode_page,
     parse_families,

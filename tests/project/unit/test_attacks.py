@@ -10,11 +10,11 @@ from gateway.capabilities.grpc_api.methods import TRITON_METHODS
 from gateway.capabilities.grpc_api.reflection import REFLECTION_VERSIONS
 from gateway.capabilities.uploads.model_files.kinds import VERIFIABLE_SUFFIXES
 from gateway.capacity.body_chunks import ZLIB_WBITS
-from gateway.components import build_components
-from gateway.config_files import watched_files
+from gateway.config.files import watched_files
+from gateway.config.settings import Settings
 from gateway.media_types import IMAGE_SIGNATURES
-from gateway.passthrough.rules import ROUTE_RULES, Forwarding
-from gateway.settings import Settings
+from gateway.routes.passthrough.rules import ROUTE_RULES, Forwarding
+from gateway.services import build_components
 from gateway.tensors.codecs import CODECS, parse_body_type
 from gateway.tensors.images.header import HEADER_READERS
 from tests.capabilities.grpc_api.support.grpc_gateway import SERVICE

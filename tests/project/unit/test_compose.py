@@ -11,8 +11,8 @@ import yaml
 
 from gateway import __version__
 from gateway.capabilities.installed import SETTINGS
+from gateway.config.settings import Settings, list_setting_names
 from gateway.repository.models_file import parse_models_file
-from gateway.settings import Settings, list_setting_names
 from tests.support.servers import ROOT
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())

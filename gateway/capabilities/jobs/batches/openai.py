@@ -32,8 +32,7 @@ from gateway.errors import MalformedRequest, UnsupportedBody
 from gateway.inference.body import RequestBody
 from gateway.media_types import JSON, MULTIPART, NDJSON
 from gateway.memory import MemoryCharge
-from gateway.messages import quote_text
-from gateway.names import is_model_name
+from gateway.messages import is_model_name, quote_text
 from gateway.routes.dependencies import ServicesForInference
 from gateway.routes.openapi import (
     BINARY_CONTENT,

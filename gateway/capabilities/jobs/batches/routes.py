@@ -32,7 +32,7 @@ from gateway.inference.body import RequestBody
 from gateway.media_types import MULTIPART, NDJSON
 from gateway.memory import MemoryCharge
 from gateway.routes.dependencies import ServicesForInference
-from gateway.routes.infer_stream import choose_stream_format
+from gateway.routes.infer import choose_stream_format
 from gateway.routes.openapi import BINARY_CONTENT, build_responses
 from gateway.services import Services
 from gateway.tensors.codecs import STRING_SCHEMA

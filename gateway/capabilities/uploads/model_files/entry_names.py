@@ -9,8 +9,7 @@ from typing import Final
 
 from gateway.capabilities.uploads.errors import InvalidModelFile
 from gateway.errors import MalformedRequest, TooLarge
-from gateway.messages import quote_text
-from gateway.names import normalize_version
+from gateway.messages import normalize_version, quote_text
 
 STORABLE_MODEL_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
 CONFIG_FILE: Final = "config.pbtxt"

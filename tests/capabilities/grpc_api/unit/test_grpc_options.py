@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gateway.capabilities.grpc_api.server import build_options
 from gateway.capabilities.grpc_api.settings import GrpcSettings
-from gateway.settings import Settings
+from gateway.config.settings import Settings
 
 
 def test_connections_with_client_certificates_end_after_an_hour() -> None:

@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
+from gateway.capabilities.capability import LaunchPlan
 from gateway.capabilities.grpc_api.capability import PORT_SETTING, USUAL_PORT, can_use_usual_port
-from gateway.capability import LaunchPlan
-from gateway.settings import Settings
+from gateway.config.settings import Settings
 
 HOST = "127.0.0.77"  # whose ports no server of the tests uses
 

@@ -14,8 +14,8 @@ from gateway.capabilities.identity.capability import attach_identity
 from gateway.capabilities.identity.rules import RULE_PARSERS, CertificateRule, TokenRule, read_claim
 from gateway.capabilities.identity.settings import IdentitySettings
 from gateway.capabilities.identity.verifier import MAX_IDENTITIES, Identity, store
+from gateway.config.settings import Settings, read_settings
 from gateway.messages import CommandError
-from gateway.settings import Settings, read_settings
 from tests.support.keys import INFER, entry
 
 ISSUER = "https://login.example.com"

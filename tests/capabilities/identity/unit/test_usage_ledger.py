@@ -10,10 +10,10 @@ import pytest
 from gateway.capabilities.identity.capability import attach_identity
 from gateway.capabilities.identity.usage import MAX_ANSWER_ROWS, UsageLedger, UsageTable, find_today
 from gateway.capabilities.identity.usage_routes import UsageQuery, render_csv
+from gateway.config.settings import Settings
 from gateway.errors import MalformedRequest, StateUnavailable
 from gateway.messages import CommandError
-from gateway.passthrough.body import find_batch_size
-from gateway.settings import Settings
+from gateway.routes.passthrough.body import find_batch_size
 from gateway.telemetry.metrics import CallerUsage
 from tests.support.state_contract import opened
 

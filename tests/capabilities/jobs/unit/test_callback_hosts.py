@@ -9,10 +9,10 @@ import pytest
 
 from gateway.capabilities.jobs.callback_hosts import CallbackHosts, CallbackNotAllowed, is_public
 from gateway.capabilities.jobs.settings import JobSettings, split_secrets
+from gateway.config.settings import read_settings
 from gateway.errors import MalformedRequest
 from gateway.http_client.webhooks import generate_secret
 from gateway.messages import CommandError
-from gateway.settings import read_settings
 
 HOSTS = CallbackHosts(
     ("shop.example", "shop.example:8443", "http://plain.example:8000", "127.0.0.1:9000")

@@ -21,6 +21,7 @@ from gateway.capabilities.on_demand.plan import (
 )
 from gateway.capabilities.on_demand.settings import OnDemandSettings
 from gateway.capacity.admission import AdmissionQueue
+from gateway.config.settings import Settings
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.health import Health
 from gateway.fleet.index import Index, merge_indexes, parse_index
@@ -32,7 +33,6 @@ from gateway.repository.models_file import DeclaredModel, ModelsFile
 from gateway.repository.readiness import ReplicaStatus, evaluate_readiness
 from gateway.repository.repository import Repository, build_repository
 from gateway.repository.state.documents import MemoryStateStore
-from gateway.settings import Settings
 
 REPLICAS, MODELS, LOADED = 100, 200, 30
 

@@ -10,10 +10,10 @@ import trustme
 
 from gateway.app import create_app
 from gateway.capabilities.openai.servers import OpenAIServers
+from gateway.config.settings import Settings
 from gateway.errors import DeadlinePassed
 from gateway.fleet.discovery import create_tls_context
 from gateway.fleet.replica import BadAddress, parse_replica_url
-from gateway.settings import Settings
 from tests.support.certificates import server_context, serving
 from tests.support.servers import blackhole
 from tests.support.wait import TIMEOUT_S, no_task_left, takes_at_least

@@ -33,9 +33,9 @@ from gateway.capabilities.samples.recorder import SampledBody
 from gateway.capabilities.samples.sinks import FolderSink
 from gateway.client.bodies import Body
 from gateway.commands.inference.replay import decode_data, rebuild_request
+from gateway.config.settings import read_settings
 from gateway.messages import CommandError
 from gateway.services import Services
-from gateway.settings import read_settings
 from gateway.telemetry.metrics import MetricFactory
 from gateway.triton.grpc.byte_channel import GRPC_SERVICE
 

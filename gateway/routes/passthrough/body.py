@@ -28,8 +28,8 @@ from gateway.capacity.body_chunks import (
 from gateway.errors import BodyTooLarge, InputMismatch, MalformedRequest
 from gateway.http_client.connection import Headers
 from gateway.memory import MemoryCharge
-from gateway.passthrough.headers import RequestHeaders
-from gateway.passthrough.rules import Forwarding
+from gateway.routes.passthrough.headers import RequestHeaders
+from gateway.routes.passthrough.rules import Forwarding
 from gateway.telemetry.request_info import RequestInfo, measure_phase
 from gateway.tensors.sequence import SequenceStep, parse_sequence_parameters
 from gateway.tensors.signature import Signature

@@ -10,9 +10,9 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from gateway.config.settings import CapabilitySettings, Settings
 from gateway.errors import GatewayError
 from gateway.messages import CommandError
-from gateway.settings import CapabilitySettings, Settings
 
 # Commands import this module before they import the application, which takes a second.
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from gateway.access.auth import PathRules
     from gateway.access.keys import RuleParsers
     from gateway.embedded.options import TritonOptions
-    from gateway.error_responses import ErrorSerializer
     from gateway.repository.models_file import KeyParsers
     from gateway.repository.state.tables import Table
+    from gateway.routes.error_responses import ErrorSerializer
     from gateway.services import Deferral, ModelDescriber, Recorder, Services
 
 CheckStatus = Literal["ok", "warning", "failed"]

@@ -18,7 +18,6 @@ from gateway.access.auth import authorize_all_models
 from gateway.callers import RIGHT_TO_MANAGE
 from gateway.capacity.admission import Slot
 from gateway.capacity.body_chunks import coalesce_chunks
-from gateway.error_responses import render_error, send_response
 from gateway.errors import (
     BodyTooLarge,
     GatewayError,
@@ -32,7 +31,9 @@ from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
 from gateway.media_types import JSON
-from gateway.passthrough.body import (
+from gateway.repository.resolver import ModelTarget
+from gateway.routes.error_responses import render_error, send_response
+from gateway.routes.passthrough.body import (
     MIN_CHUNK_BYTES,
     PassthroughBody,
     PreparedBody,
@@ -44,27 +45,26 @@ from gateway.passthrough.body import (
     guard_body,
     inflate_body,
 )
-from gateway.passthrough.headers import (
+from gateway.routes.passthrough.headers import (
     RequestHeaders,
     filter_response_headers,
     header_length_error,
     prepare_infer_headers,
     prepare_request_headers,
 )
-from gateway.passthrough.rules import (
+from gateway.routes.passthrough.rules import (
     FixedResponse,
     Forwarding,
     MatchedRoute,
     Statistics,
     find_route,
 )
-from gateway.passthrough.sse import EventStreamScrubber
-from gateway.repository.resolver import ModelTarget
+from gateway.routes.passthrough.sse import EventStreamScrubber
 from gateway.services import Services
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
 from gateway.telemetry.request_info import RequestInfo, RequestScope, read_head
 from gateway.triton.error_mapping import sanitize_event
-from gateway.triton.request_target import RequestTarget
+from gateway.triton.inference import RequestTarget
 
 log = logging.getLogger(__name__)
 
