@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Concatenate, Final, ParamSpec, TypeVar
 
 import orjson
 
@@ -44,11 +44,36 @@ from gateway.repository.state.tables import (
     with_entry,
     with_finished_load,
     with_load,
-    without_replica,
 )
 
 T = TypeVar("T")
+P = ParamSpec("P")
+StoreT = TypeVar("StoreT", bound="DocumentStore")
+BlockingMethod = Callable[Concatenate[StoreT, P], T]
+Method = Callable[Concatenate[StoreT, P], Coroutine[Any, Any, T]]
 REVISION: Final = "revision"  # the field with the number of changes of desired models
+
+
+def reads(method: BlockingMethod[StoreT, P, T]) -> Method[StoreT, P, T]:
+    """Make a coroutine of a method that reads the state, and may block."""
+
+    async def read(store: StoreT, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await store.run_blocking(READ_ACTION, lambda: method(store, *args, **kwargs))
+
+    return read
+
+
+def changes(method: BlockingMethod[StoreT, P, T]) -> Method[StoreT, P, T]:
+    """Make a coroutine of a method that changes the state, and may block; others are excluded meanwhile."""
+
+    async def change(store: StoreT, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        def run() -> T:
+            with store.exclude_others():
+                return method(store, *args, **kwargs)
+
+        return await store.run_blocking(WRITE_ACTION, run)
+
+    return change
 
 
 class DocumentStore(ABC):
@@ -62,11 +87,11 @@ class DocumentStore(ABC):
         self._decoded: dict[Table[Any], tuple[RawTable, Any]] = {}
 
     @abstractmethod
-    async def _run(self, action: str, function: Callable[[], T]) -> T:
+    async def run_blocking(self, action: str, function: Callable[[], T]) -> T:
         """Return the result of a function that may block. Raises `StateUnavailable`."""
 
     @abstractmethod
-    def _exclude_others(self) -> AbstractContextManager[object]:
+    def exclude_others(self) -> AbstractContextManager[object]:
         """Exclude changes by others. It may block."""
 
     @abstractmethod
@@ -77,10 +102,8 @@ class DocumentStore(ABC):
     def _save_fields(self, fields: Mapping[str, Any]) -> None:
         """Replace tables of one document together."""
 
-    async def read(self, table: Table[T]) -> T:
-        return await self._run(READ_ACTION, lambda: self._read_table(table))
-
-    def _read_table(self, table: Table[T]) -> T:
+    @reads
+    def read(self, table: Table[T]) -> T:
         raw = self._load_field(table.name)
         known, value = self._decoded.get(table, (None, None))
         if known is not raw:
@@ -88,100 +111,72 @@ class DocumentStore(ABC):
             self._decoded[table] = raw, value
         return value  # type: ignore[return-value]  # it was decoded by this table
 
-    async def write(self, table: Table[T], keys: Sequence[str], value: Any) -> T:
-        return await self._run(WRITE_ACTION, lambda: self._write_entry(table, keys, value))
-
-    def _write_entry(self, table: Table[T], keys: Sequence[str], value: Any) -> T:
-        with self._exclude_others():
-            raw = with_entry(self._load_field(table.name), keys, value)
-            decoded = table.decode(raw)
-            self._save_fields({table.name: raw})
+    @changes
+    def write(self, table: Table[T], keys: Sequence[str], value: Any) -> T:
+        raw = with_entry(self._load_field(table.name), keys, value)
+        decoded = table.decode(raw)
+        self._save_fields({table.name: raw})
         return decoded
 
-    async def set_desired_model(
+    @changes
+    def set_desired_model(
         self, model: str, desired: DesiredModel | None, expected_revision: int | None = None
     ) -> int:
-        return await self._run(
-            WRITE_ACTION, lambda: self._write_desired_model(model, desired, expected_revision)
-        )
-
-    def _write_desired_model(
-        self, model: str, desired: DesiredModel | None, expected_revision: int | None
-    ) -> int:
-        with self._exclude_others():
-            models = self._load_field(MODELS.name)
-            if expected_revision not in (None, models.get(model, {}).get(REVISION, 0)):
-                return 0
-            revision: int = self._load_field(REVISION) + 1
-            value = None
-            if desired is not None:
-                value = {**desired.to_dict(), REVISION: desired.revision or revision}
-            models = with_entry(models, (model,), value)
-            self._save_fields({REVISION: revision, MODELS.name: models})
+        models = self._load_field(MODELS.name)
+        if expected_revision not in (None, models.get(model, {}).get(REVISION, 0)):
+            return 0
+        revision: int = self._load_field(REVISION) + 1
+        value = None
+        if desired is not None:
+            value = {**desired.to_dict(), REVISION: desired.revision or revision}
+        models = with_entry(models, (model,), value)
+        self._save_fields({REVISION: revision, MODELS.name: models})
         return revision
 
-    async def append_event(self, raw: bytes) -> None:
-        await self._run(WRITE_ACTION, lambda: self._append_event(raw))
-
-    @abstractmethod
-    def _append_event(self, raw: bytes) -> None: ...
-
-    async def read_events(self, start: EventId | None, limit: int) -> Sequence[StoredEvent]:
-        return select_events(await self._run(READ_ACTION, self._load_events), start, limit)
+    @reads
+    def read_events(self, start: EventId | None, limit: int) -> Sequence[StoredEvent]:
+        return select_events(self._load_events(), start, limit)
 
     @abstractmethod
     def _load_events(self) -> Sequence[StoredEvent]: ...
 
-    async def add_counts(self, day: str, counts: Counts, batch: str) -> None:
-        await self._run(WRITE_ACTION, lambda: self._add_counts(day, counts))
-
-    def _add_counts(self, day: str, counts: Counts) -> None:
-        with self._exclude_others():
-            self._save_counts(day, sum_counts(self._load_counts(day), counts))
+    @changes
+    def add_counts(self, day: str, counts: Counts, batch: str) -> None:
+        self._save_counts(day, sum_counts(self._load_counts(day), counts))
 
     @abstractmethod
     def _save_counts(self, day: str, counts: Counts) -> None:
         """Replace the counts of a day, and drop those of days that are too old."""
 
-    async def read_counts(self, day: str) -> Counts:
-        return await self._run(READ_ACTION, lambda: self._load_counts(day))
+    @reads
+    def read_counts(self, day: str) -> Counts:
+        return self._load_counts(day)
 
     @abstractmethod
     def _load_counts(self, day: str) -> Counts: ...
 
-    async def read_loads(self) -> Loads:
-        return await self._run(READ_ACTION, self._read_live_loads)
-
-    def _read_live_loads(self) -> Loads:
+    @reads
+    def read_loads(self) -> Loads:
         loads = self._load_field(LOADS)
         return drop_orphaned_loads(loads, frozenset(filter(self._is_alive, load_owners(loads))))
 
-    async def begin_load(self, replica: str, model: str) -> StartedLoad:
-        return await self._run(WRITE_ACTION, lambda: self._write_load_token(replica, model))
-
-    def _write_load_token(self, replica: str, model: str) -> StartedLoad:
-        with self._exclude_others():
-            loads: Loads = self._load_field(LOADS)
-            token = new_load_token(self._claim_loads())
-            self._save_fields({LOADS: with_load(loads, replica, model, token)})
+    @changes
+    def begin_load(self, replica: str, model: str) -> StartedLoad:
+        loads: Loads = self._load_field(LOADS)
+        token = new_load_token(self._claim_loads())
+        self._save_fields({LOADS: with_load(loads, replica, model, token)})
         return StartedLoad(token, drop_token(loads.get(replica, {}).get(model, "")))
 
-    async def end_load(self, replica: str, model: str, token: str, resulting_load: str) -> None:
-        await self._change_loads(
-            lambda loads: with_finished_load(
-                loads, replica, model, token=token, resulting_load=resulting_load
-            )
+    @changes
+    def end_load(self, replica: str, model: str, token: str, resulting_load: str) -> None:
+        loads = with_finished_load(
+            self._load_field(LOADS), replica, model, token=token, resulting_load=resulting_load
         )
+        self._save_fields({LOADS: loads})
 
-    async def forget_loads(self, replica: str) -> None:
-        await self._change_loads(lambda loads: without_replica(loads, replica))
-
-    async def _change_loads(self, change: Callable[[Loads], Loads]) -> None:
-        await self._run(WRITE_ACTION, lambda: self._replace_loads(change))
-
-    def _replace_loads(self, change: Callable[[Loads], Loads]) -> None:
-        with self._exclude_others():
-            self._save_fields({LOADS: change(self._load_field(LOADS))})
+    @changes
+    def forget_loads(self, replica: str) -> None:
+        self._save_fields({LOADS: with_entry(self._load_field(LOADS), (replica,), None)})
 
     def _claim_loads(self) -> str:
         """Return the owner of this process's loads, which `_is_alive` until the process exits."""
@@ -205,10 +200,10 @@ class MemoryStateStore(DocumentStore):
         self._events: list[StoredEvent] = []
         self._counts_by_day: dict[str, Counts] = {}
 
-    async def _run(self, action: str, function: Callable[[], T]) -> T:
+    async def run_blocking(self, action: str, function: Callable[[], T]) -> T:
         return function()
 
-    def _exclude_others(self) -> AbstractContextManager[object]:
+    def exclude_others(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def _load_field(self, field: str) -> Any:
@@ -217,7 +212,7 @@ class MemoryStateStore(DocumentStore):
     def _save_fields(self, fields: Mapping[str, Any]) -> None:
         self._fields.update(fields)
 
-    def _append_event(self, raw: bytes) -> None:
+    async def append_event(self, raw: bytes) -> None:
         if (event := next_event(self._events, raw)) is not None:
             self._events = [*self._events[1 - MAX_EVENTS :], event]
 

@@ -27,7 +27,6 @@ from gateway.repository.state.desired import (
     COUNT_ACTION,
     MODELS,
     OPERATION_TTL_S,
-    READ_ACTION,
     WRITE_ACTION,
     BadState,
     Document,
@@ -35,7 +34,7 @@ from gateway.repository.state.desired import (
     decode_operation,
     is_operation_id,
 )
-from gateway.repository.state.documents import REVISION, DocumentStore
+from gateway.repository.state.documents import REVISION, DocumentStore, changes, reads
 from gateway.repository.state.events import (
     MAX_EVENTS,
     StoredEvent,
@@ -233,7 +232,7 @@ class FileStateStore(DocumentStore):
         self._snapshot: FileSnapshot | None = None
         self._outages = OutageLog(str(path))
         self._leases = FileLeases(path.with_name(f"{path.name}.leases"), self._owner)
-        count = partial(self._run, COUNT_ACTION)
+        count = partial(self.run_blocking, COUNT_ACTION)
         self.quotas = FileQuotas(path.with_name(f"{path.name}.quotas"), count)
 
     def check(self) -> None:
@@ -261,17 +260,34 @@ class FileStateStore(DocumentStore):
         # Detect the end of an outage even if nobody changes a model.
         if table is MODELS and WRITE_ACTION in self._outages:
             with suppress(StateUnavailable):
-                await self._run(WRITE_ACTION, self._probe_write)
+                await self._probe_write()
         return await super().read(table)
 
-    async def record_operation(self, operation_id: str, document: Document) -> None:
-        raw = orjson.dumps(document)
-        await self._run(WRITE_ACTION, lambda: self._write_operation(operation_id, raw))
+    @changes
+    def _probe_write(self) -> None:
+        # As large as the files to write: a full disk may have room for an empty file.
+        probe = self._path.with_name(f"{self._path.name}.probe")
+        size = sum(path.stat().st_size for path in (self._path, self._loads_path) if path.exists())
+        replace_file(probe, bytes(size + PROBE_MARGIN_BYTES))
+        probe.unlink()
 
-    async def read_operation(self, operation_id: str) -> Document | None:
+    @changes
+    def record_operation(self, operation_id: str, document: Document) -> None:
+        path = self._operations_folder / f"{operation_id}.json"
+        self._operations_folder.mkdir(0o700, exist_ok=True)
+        if not path.exists():
+            remove_old_operations(self._operations_folder)
+        replace_file(path, orjson.dumps(document))
+
+    @reads
+    def read_operation(self, operation_id: str) -> Document | None:
         if not is_operation_id(operation_id):
             return None
-        return await self._run(READ_ACTION, lambda: self._read_operation(operation_id))
+        try:
+            raw = (self._operations_folder / f"{operation_id}.json").read_bytes()
+        except FileNotFoundError:
+            return None
+        return decode_operation(raw)
 
     async def acquire_lease(self, name: str) -> bool:
         return await self._run_unproven(WRITE_ACTION, lambda: self._leases.acquire(name))
@@ -294,7 +310,7 @@ class FileStateStore(DocumentStore):
     async def _run_in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
-    async def _run(self, action: str, function: Callable[[], T]) -> T:
+    async def run_blocking(self, action: str, function: Callable[[], T]) -> T:
         result = await self._run_unproven(action, function)
         self._outages.record_success(action)
         return result
@@ -308,7 +324,7 @@ class FileStateStore(DocumentStore):
         except UnreadableState as exc:
             raise self._outages.record_failure(action, f"the state file is damaged: {exc}") from exc
 
-    def _exclude_others(self) -> AbstractContextManager[object]:
+    def exclude_others(self) -> AbstractContextManager[object]:
         return lock_file(self._lock_path)
 
     def _load_field(self, field: str) -> Any:
@@ -363,26 +379,26 @@ class FileStateStore(DocumentStore):
             raise UnreadableState("unexpected structure")
         return dict.fromkeys(names, True)
 
-    def _append_event(self, raw: bytes) -> None:
+    @changes
+    def append_event(self, raw: bytes) -> None:
         """Add a line to the file.
 
         Its events are counted where its length passes a multiple of `COUNT_EVENTS_BYTES`. If there are twice
         the events to keep, the older half is dropped.
         """
-        with self._exclude_others():
-            length, end = self._read_events_end()
-            event = next_event(parse_event_lines(end), raw)
-            if event is None:
-                return
-            line = format_event_line(event)
-            is_complete = end.endswith(b"\n")
-            passed = (length + len(line)) // COUNT_EVENTS_BYTES - length // COUNT_EVENTS_BYTES
-            events = self._load_events() if passed or not is_complete else ()
-            if len(events) >= 2 * MAX_EVENTS or not is_complete:
-                kept = map(format_event_line, events[1 - MAX_EVENTS :])
-                replace_file(self._events_path, b"".join((*kept, line)))
-            else:
-                append_to_file(self._events_path, line)
+        length, end = self._read_events_end()
+        event = next_event(parse_event_lines(end), raw)
+        if event is None:
+            return
+        line = format_event_line(event)
+        is_complete = end.endswith(b"\n")
+        passed = (length + len(line)) // COUNT_EVENTS_BYTES - length // COUNT_EVENTS_BYTES
+        events = self._load_events() if passed or not is_complete else ()
+        if len(events) >= 2 * MAX_EVENTS or not is_complete:
+            kept = map(format_event_line, events[1 - MAX_EVENTS :])
+            replace_file(self._events_path, b"".join((*kept, line)))
+        else:
+            append_to_file(self._events_path, line)
 
     def _read_events_end(self) -> tuple[int, bytes]:
         """Return the length of the file, and its end with the last event."""
@@ -438,31 +454,6 @@ class FileStateStore(DocumentStore):
             path.unlink(missing_ok=True)
             os.close(descriptor)
         return descriptor is None
-
-    def _probe_write(self) -> None:
-        probe = self._path.with_name(f"{self._path.name}.probe")
-        with self._exclude_others():
-            # As large as the files to write: a full disk may have room for an empty file.
-            size = sum(
-                path.stat().st_size for path in (self._path, self._loads_path) if path.exists()
-            )
-            replace_file(probe, bytes(size + PROBE_MARGIN_BYTES))
-            probe.unlink()
-
-    def _write_operation(self, operation_id: str, raw: bytes) -> None:
-        path = self._operations_folder / f"{operation_id}.json"
-        with self._exclude_others():
-            self._operations_folder.mkdir(0o700, exist_ok=True)
-            if not path.exists():
-                remove_old_operations(self._operations_folder)
-            replace_file(path, raw)
-
-    def _read_operation(self, operation_id: str) -> Document | None:
-        try:
-            raw = (self._operations_folder / f"{operation_id}.json").read_bytes()
-        except FileNotFoundError:
-            return None
-        return decode_operation(raw)
 
     def _release_locks(self) -> None:
         self._close_snapshot()
