@@ -42,7 +42,7 @@ from gateway.messages import CommandError, format_utc_time, parse_time, print_me
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from gateway.repository.state.desired import StateStore
+    from gateway.repository.state.interface import StateStore
 
 T = TypeVar("T")
 IMPORT_COLLECTION_THRESHOLD = 200_000  # more than the imports of any command

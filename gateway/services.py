@@ -56,7 +56,7 @@ from gateway.repository.maintenance import Maintenance
 from gateway.repository.models_file import NO_KEYS, KeyParsers, ModelsFile
 from gateway.repository.repository import Repository, build_repository
 from gateway.repository.resolver import ModelResolver
-from gateway.repository.state.desired import StateStore
+from gateway.repository.state.interface import StateStore
 from gateway.repository.state.store import open_configured_store
 from gateway.tasks import repeat
 from gateway.telemetry import logs

@@ -14,7 +14,7 @@ from gateway.fleet.health import HealthState
 from gateway.fleet.index import STATE_RANKS
 from gateway.fleet.pool import ReplicaPool
 from gateway.repository.repository import Repository
-from gateway.repository.state.desired import StateStore
+from gateway.repository.state.interface import StateStore
 
 replica_gauge = partial(GaugeMetricFamily, labels=["replica"])
 state_gauge = partial(GaugeMetricFamily, labels=["replica", "state"])

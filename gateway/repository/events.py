@@ -19,8 +19,13 @@ from gateway.access.limits import LocalRateWindows
 from gateway.callers import CallerKind
 from gateway.config.files import FileChange, WatchedFile
 from gateway.errors import GatewayError, StateUnavailable
-from gateway.repository.state.desired import StateStore
-from gateway.repository.state.events import MAX_EVENTS, EventId, StoredEvent, find_last_change
+from gateway.repository.state.interface import (
+    MAX_EVENTS,
+    EventId,
+    StateStore,
+    StoredEvent,
+    find_last_change,
+)
 from gateway.tasks import TaskSet, repeat
 from gateway.telemetry.audit import (
     FAILED,

@@ -42,8 +42,7 @@ from gateway.repository.readiness import ReadinessMonitor
 from gateway.repository.reconcile_plan import ModelAction, is_outdated, merge_declared_models
 from gateway.repository.reconciler import Reconciler
 from gateway.repository.shared_state import SharedState, StartedLoads
-from gateway.repository.state.desired import DesiredModel, StateStore
-from gateway.repository.state.tables import UNKNOWN_LOAD, StartedLoad
+from gateway.repository.state.interface import UNKNOWN_LOAD, DesiredModel, StartedLoad, StateStore
 from gateway.tasks import cancel_tasks, run_together
 from gateway.tensors.signature import find_ensemble_steps
 from gateway.triton.inference import RequestTarget

@@ -19,18 +19,20 @@ from gateway.messages import describe_difference, join_names, quote_text
 from gateway.repository.events import EventLog
 from gateway.repository.models_file import DeclaredModel, ModelsFile
 from gateway.repository.reconcile_plan import find_ignored_models, merge_declared_models
-from gateway.repository.state.desired import CORDONS, MODELS, DesiredModel, StateStore
-from gateway.repository.state.tables import (
+from gateway.repository.state.interface import (
     CAPABILITY_TABLES,
+    CORDONS,
+    MODELS,
+    DesiredModel,
     Loads,
     StartedLoad,
+    StateStore,
     Table,
     create_raw_table,
     is_in_progress,
     new_load_token,
     with_entry,
     with_load,
-    without_replica,
 )
 from gateway.tasks import cancel_tasks, repeat
 from gateway.telemetry.request_info import record_change
@@ -342,7 +344,7 @@ class SharedState:
     async def forget_loads(self, replica: str) -> None:
         with suppress(StateUnavailable):
             await self.store.forget_loads(replica)
-            self.loads = without_replica(self.loads, replica)
+            self.loads = with_entry(self.loads, (replica,), None)
 
 
 class StartedLoads(AbstractAsyncContextManager["StartedLoads"]):

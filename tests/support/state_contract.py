@@ -16,17 +16,21 @@ from hypothesis import strategies as st
 from gateway.repository.models_file import ModelsFile
 from gateway.repository.reconciler import LEADER_LEASE
 from gateway.repository.shared_state import SharedState
-from gateway.repository.state.desired import CORDONS, MODELS, DesiredModel, StateStore
-from gateway.repository.state.events import EventId, decode_event
 from gateway.repository.state.file import REPORT_TTL_S
-from gateway.repository.state.store import open_state_store
-from gateway.repository.state.tables import (
+from gateway.repository.state.interface import (
+    CORDONS,
+    MODELS,
     Counts,
+    DesiredModel,
+    EventId,
     Loads,
+    StateStore,
     create_raw_table,
+    decode_event,
     is_in_progress,
     sum_counts,
 )
+from gateway.repository.state.store import open_state_store
 from tests.support.wait import wait_until_async
 
 Scenario = Coroutine[Any, Any, None]

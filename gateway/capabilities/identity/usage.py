@@ -15,8 +15,7 @@ from typing import Any, Final
 import anyio
 
 from gateway.errors import MalformedRequest, StateUnavailable
-from gateway.repository.state.desired import StateStore
-from gateway.repository.state.tables import Counts, sum_counts
+from gateway.repository.state.interface import Counts, StateStore, sum_counts
 from gateway.tasks import repeat
 from gateway.telemetry.metrics import CallerUsage
 

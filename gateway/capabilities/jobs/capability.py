@@ -76,7 +76,7 @@ def attach_jobs(settings: Settings) -> Attachment | None:
 def create_store(settings: JobSettings) -> JobStore:
     if not settings.jobs.startswith(SQLITE):
         from gateway.capabilities.jobs.storage.redis_store import RedisJobStore
-        from gateway.repository.state.desired import BadState
+        from gateway.repository.state.interface import BadState
         from gateway.repository.state.redis import parse_redis_url
 
         password = settings.jobs_password.get_secret_value() if settings.jobs_password else ""

@@ -13,33 +13,29 @@ import orjson
 from gateway.access.limits import QuotaCounters
 from gateway.errors import Conflict
 from gateway.messages import quote_text
-from gateway.repository.state.desired import (
+from gateway.repository.state.interface import (
+    LOADS,
+    MAX_EVENTS,
     MODELS,
     OPERATION_TTL_S,
     READ_ACTION,
     WRITE_ACTION,
+    Counts,
     DesiredModel,
     Document,
-)
-from gateway.repository.state.events import (
-    MAX_EVENTS,
     EventId,
-    StoredEvent,
-    next_event,
-    select_events,
-)
-from gateway.repository.state.tables import (
-    LOADS,
-    Counts,
     Loads,
     RawTable,
     StartedLoad,
+    StoredEvent,
     Table,
     drop_orphaned_loads,
     drop_token,
     find_first_kept_day,
     load_owners,
     new_load_token,
+    next_event,
+    select_events,
     sum_counts,
     with_entry,
     with_finished_load,

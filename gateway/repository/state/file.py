@@ -22,37 +22,33 @@ import orjson
 
 from gateway.access.limits import QuotaCount, add_to_counts
 from gateway.errors import StateUnavailable
-from gateway.repository.state.desired import (
+from gateway.repository.state.documents import REVISION, DocumentStore, changes, reads
+from gateway.repository.state.interface import (
     CORDONS,
     COUNT_ACTION,
+    LOADS,
+    MAX_EVENTS,
     MODELS,
     OPERATION_TTL_S,
     WRITE_ACTION,
     BadState,
-    Document,
-    OutageLog,
-    decode_operation,
-    is_operation_id,
-)
-from gateway.repository.state.documents import REVISION, DocumentStore, changes, reads
-from gateway.repository.state.events import (
-    MAX_EVENTS,
-    StoredEvent,
-    format_event_line,
-    next_event,
-    parse_event_lines,
-)
-from gateway.repository.state.tables import (
-    LOADS,
     Counts,
+    Document,
     Loads,
+    OutageLog,
     RawTable,
+    StoredEvent,
     Table,
     UnreadableState,
     check_capability_tables,
     decode_counts,
+    decode_operation,
     decode_state,
     find_first_kept_day,
+    format_event_line,
+    is_operation_id,
+    next_event,
+    parse_event_lines,
     parse_loads,
 )
 from gateway.telemetry.audit import MAX_EVENT_BYTES

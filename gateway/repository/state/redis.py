@@ -20,40 +20,41 @@ from limits import RateLimitItem
 from gateway.access.limits import QuotaCount, WindowCount
 from gateway.errors import StateUnavailable
 from gateway.repository.state import redis_scripts
-from gateway.repository.state.desired import (
+from gateway.repository.state.interface import (
+    CAPABILITY_TABLES,
     CORDONS,
     COUNT_ACTION,
+    KEPT_DAYS,
+    LOADS,
+    MAX_EVENTS,
     MODELS,
     OPERATION_TTL_S,
     READ_ACTION,
     WRITE_ACTION,
     BadState,
+    Counts,
     DesiredModel,
     Document,
-    decode_operation,
-    is_operation_id,
-)
-from gateway.repository.state.events import MAX_EVENTS, EventId, StoredEvent, parse_event_id
-from gateway.repository.state.redis_connection import RedisConnection, RedisServer
-from gateway.repository.state.redis_scripts import ADD_TO_QUOTA, COUNT_INFERENCES
-from gateway.repository.state.tables import (
-    CAPABILITY_TABLES,
-    KEPT_DAYS,
-    LOADS,
-    Counts,
+    EventId,
     Loads,
     RawTable,
     StartedLoad,
+    StoredEvent,
     Table,
     UnreadableState,
     create_raw_table,
+    decode_operation,
     decode_state,
     drop_orphaned_loads,
     drop_token,
     is_in_progress,
+    is_operation_id,
     load_owners,
     new_load_token,
+    parse_event_id,
 )
+from gateway.repository.state.redis_connection import RedisConnection, RedisServer
+from gateway.repository.state.redis_scripts import ADD_TO_QUOTA, COUNT_INFERENCES
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from gateway.repository.state.desired import READ_ACTION, BadState, OutageLog
+from gateway.repository.state.interface import READ_ACTION, BadState, OutageLog, UnreadableState
 from gateway.repository.state.redis_scripts import CHECK_DEADLINE
-from gateway.repository.state.tables import UnreadableState
 
 T = TypeVar("T")
 REDIS_TIMEOUT_S: Final = 1.0  # limit for connecting, and for each response

@@ -10,9 +10,9 @@ from typing import Final
 from urllib.parse import quote, urlsplit
 
 from gateway.config.settings import Settings
-from gateway.repository.state.desired import BadState, StateStore
 from gateway.repository.state.documents import MemoryStateStore, ReadOnlyStateStore
 from gateway.repository.state.file import open_file_store
+from gateway.repository.state.interface import BadState, StateStore
 from gateway.repository.state.redis import open_redis_store
 
 log = logging.getLogger(__name__)

@@ -11,10 +11,13 @@ import orjson
 
 from gateway.errors import StateUnavailable
 from gateway.messages import CommandError
-from gateway.repository.state.desired import CORDONS, MODELS, DesiredModel, StateStore
-from gateway.repository.state.tables import (
+from gateway.repository.state.interface import (
     CAPABILITY_TABLES,
+    CORDONS,
+    MODELS,
+    DesiredModel,
     RawTable,
+    StateStore,
     Table,
     UnreadableState,
     check_capability_tables,

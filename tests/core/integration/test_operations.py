@@ -23,8 +23,8 @@ from gateway.repository.operations import (
     TooManyOperations,
 )
 from gateway.repository.shared_state import SharedState
-from gateway.repository.state.desired import StateStore
 from gateway.repository.state.documents import MemoryStateStore
+from gateway.repository.state.interface import StateStore
 from gateway.repository.state.store import open_state_store
 from gateway.triton.error_mapping import LoadFailed
 from tests.support.gateway_forks import run_gateway

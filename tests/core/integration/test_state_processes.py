@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from gateway.repository.state.desired import MODELS
+from gateway.repository.state.interface import MODELS
 from tests.support.redis_server import RedisServer
 from tests.support.servers import ROOT
 from tests.support.state_contract import LOADED, is_leader, opened
@@ -37,7 +37,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 STATE_IMPORTS = (
-    "from gateway.repository.state.desired import MODELS, BadState, DesiredModel\n"
+    "from gateway.repository.state.interface import MODELS, BadState, DesiredModel\n"
     "from gateway.repository.state.store import open_state_store"
 )
 

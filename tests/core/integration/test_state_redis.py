@@ -25,8 +25,14 @@ import uvloop
 from gateway.errors import StateUnavailable
 from gateway.repository.models_file import ModelsFile
 from gateway.repository.shared_state import SharedState
-from gateway.repository.state.desired import CORDONS, MODELS, DesiredModel, StateStore
-from gateway.repository.state.events import MAX_EVENTS, EventId
+from gateway.repository.state.interface import (
+    CORDONS,
+    MAX_EVENTS,
+    MODELS,
+    DesiredModel,
+    EventId,
+    StateStore,
+)
 from tests.support.errors import assert_error
 from tests.support.keys import INFER, bearer, entry, written
 from tests.support.redis_server import RedisServer

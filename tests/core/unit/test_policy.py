@@ -69,8 +69,7 @@ from gateway.repository.reconcile_plan import (
     merge_declared_models,
     plan_actions,
 )
-from gateway.repository.state.desired import DesiredModel
-from gateway.repository.state.tables import is_in_progress, new_load_token
+from gateway.repository.state.interface import DesiredModel, is_in_progress, new_load_token
 
 UP = Health().with_probe_answer()
 

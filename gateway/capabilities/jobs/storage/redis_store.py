@@ -37,7 +37,7 @@ from gateway.capabilities.jobs.storage.blocking import BlockingCalls, FolderFile
 from gateway.capabilities.jobs.storage.store import FreePlaces, JobCounts, JobLimits, JobQuery
 from gateway.errors import BodyTooLarge, StateUnavailable
 from gateway.messages import CommandError, join_names
-from gateway.repository.state.desired import READ_ACTION, WRITE_ACTION
+from gateway.repository.state.interface import READ_ACTION, WRITE_ACTION
 from gateway.repository.state.redis_connection import REDIS_REASONS, RedisConnection, RedisServer
 
 log = logging.getLogger(__name__)
