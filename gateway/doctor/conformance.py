@@ -53,12 +53,8 @@ from gateway.triton.grpc.management import (
     call_management_api,
 )
 from gateway.triton.grpc.messages import encode_grpc_request
-from gateway.triton.inference import (
-    InferRequest,
-    InferResponse,
-    RequestTarget,
-    decode_http_response,
-)
+from gateway.triton.inference import InferRequest, InferResponse, decode_http_response
+from gateway.triton.request_target import RequestTarget
 
 MODEL: Final = "triton_gateway_conformance"
 MODEL_PATH: Final = triton_model_path(MODEL)

@@ -35,7 +35,7 @@ from gateway.telemetry.request_info import RequestInfo, current_request_info
 from gateway.tensors.sequence import SequenceStep
 from gateway.triton.error_mapping import MAX_METADATA_BYTES, ReplicaStopping
 from gateway.triton.grpc.byte_channel import GrpcUnreachable
-from gateway.triton.inference import RequestTarget, VersionFallback
+from gateway.triton.request_target import RequestTarget, VersionFallback
 
 log = logging.getLogger(__name__)
 

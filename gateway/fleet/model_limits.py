@@ -24,7 +24,7 @@ from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.statistics import FleetStatistics
 from gateway.tasks import repeat
 from gateway.tensors.signature import Signature
-from gateway.triton.inference import RequestTarget
+from gateway.triton.request_target import RequestTarget
 
 INTERVAL_S: Final = 1.0
 STATISTICS_TIMEOUT_S: Final = 1.0

@@ -15,7 +15,7 @@ from gateway.fleet.transports import triton_model_path
 from gateway.messages import join_names, quote_text
 from gateway.telemetry.request_info import current_request_info, measure_upstream_time
 from gateway.tensors.signature import Signature, build_signature
-from gateway.triton.inference import RequestTarget
+from gateway.triton.request_target import RequestTarget
 
 REFRESH_AFTER_S = 2.0  # an older signature is refreshed in the background
 EXPIRE_AFTER_S = 10.0  # an older signature is not used

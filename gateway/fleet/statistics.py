@@ -27,7 +27,7 @@ from gateway.fleet.replica import Replica
 from gateway.fleet.transports import decode_json, triton_model_path
 from gateway.tasks import run_together
 from gateway.triton.error_mapping import map_triton_error
-from gateway.triton.inference import RequestTarget
+from gateway.triton.request_target import RequestTarget
 
 # Of one version of a model, as in Triton's statistics extension.
 Statistics = Mapping[str, Any]

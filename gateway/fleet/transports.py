@@ -40,10 +40,10 @@ from gateway.triton.grpc.messages import (
 from gateway.triton.inference import (
     InferRequest,
     InferResponse,
-    RequestTarget,
     build_http_request,
     decode_http_response,
 )
+from gateway.triton.request_target import RequestTarget
 
 log = logging.getLogger(__name__)
 

@@ -43,7 +43,8 @@ from gateway.tensors.outputs import EncodedBody, InferResult, are_large
 from gateway.tensors.payload import Payload, PayloadOptions
 from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import Signature
-from gateway.triton.inference import InferRequest, RequestTarget
+from gateway.triton.inference import InferRequest
+from gateway.triton.request_target import RequestTarget
 
 OPTION_HEADERS: Final = frozenset(
     (b"x-request-timeout", b"x-sequence-id", b"x-sequence", *TRACE_CONTEXT_HEADERS)

@@ -45,8 +45,8 @@ from gateway.repository.shared_state import SharedState, StartedLoads
 from gateway.repository.state.interface import UNKNOWN_LOAD, DesiredModel, StartedLoad, StateStore
 from gateway.tasks import cancel_tasks, run_together
 from gateway.tensors.signature import find_ensemble_steps
-from gateway.triton.inference import RequestTarget
 from gateway.triton.json_guard import GUARD_CHUNK_BYTES, JsonGuard
+from gateway.triton.request_target import RequestTarget
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from gateway.errors import (
 )
 from gateway.media_types import EVENT_END
 from gateway.messages import quote_text
-from gateway.triton.inference import RequestTarget
+from gateway.triton.request_target import RequestTarget
 
 # `triton-gateway triton` maps errors in a log, and imports no client.
 if TYPE_CHECKING:

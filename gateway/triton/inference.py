@@ -10,13 +10,13 @@ import asyncio
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import orjson
 from tritonclient.utils import TRITON_RESERVED_REQUEST_PARAMS, TRITON_RESERVED_REQUEST_PARAMS_PREFIX
 
-from gateway.errors import BadUpstream, InputMismatch, UnknownModel
+from gateway.errors import BadUpstream, InputMismatch
 from gateway.http_client.client import CompleteResponse
 from gateway.http_client.connection import Buffer, Headers
 from gateway.messages import quote_text
@@ -25,29 +25,8 @@ from gateway.tensors.dtypes import BYTES, DATATYPES, build_bytes_array
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.outputs import InferResult
 from gateway.tensors.payload import MAX_PIECE_BYTES, copy_bytes
-from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import Signature
-
-
-class VersionFallback(Protocol):
-    """Names another version for a request that Triton has refused, because its version was unloaded."""
-
-    def choose_other_version(self, refused: str, step: SequenceStep | None) -> str:
-        """Return a version; empty if there is no other one."""
-
-
-class RequestTarget(NamedTuple):
-    """The target of a request to Triton, used to choose a replica and to build error messages."""
-
-    model: str = ""
-    version: str = ""
-    timeout_s: float = 0.0
-    is_health_check: bool = False
-    sequence_step: SequenceStep | None = None
-    not_found_error: type[UnknownModel] = UnknownModel  # the error for a model that is not found
-    can_activate: bool = False  # the request waits for a model that is loaded on demand
-    fallback: VersionFallback | None = None
-
+from gateway.triton.request_target import RequestTarget
 
 T = TypeVar("T")
 # The exceptions of an invalid response.

@@ -16,7 +16,8 @@ from gateway.fleet.transports import GrpcBytesCall
 from gateway.repository.resolver import ModelTarget
 from gateway.services import Services
 from gateway.triton.grpc.byte_channel import INFER_METHOD
-from gateway.triton.inference import RequestTarget, find_outputs_without_classes
+from gateway.triton.inference import find_outputs_without_classes
+from gateway.triton.request_target import RequestTarget
 
 
 async def serve_infer(call: IncomingCall) -> bytes:

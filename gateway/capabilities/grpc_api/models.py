@@ -18,7 +18,7 @@ from gateway.errors import Forbidden, ModelNotReady, UnknownModel, UnknownModelT
 from gateway.fleet.transports import GrpcBytesCall
 from gateway.repository.resolver import NO_MODEL, ModelTarget
 from gateway.routes.passthrough.rules import NO_SHARED_MEMORY
-from gateway.triton.inference import RequestTarget
+from gateway.triton.request_target import RequestTarget
 
 EMPTY_MESSAGE: Final = b""
 # A ModelReadyResponse in which `ready` has its default, false.

@@ -39,7 +39,7 @@ from gateway.repository.reconciler import Reconciler
 from gateway.repository.shared_state import SharedState
 from gateway.repository.state.interface import StartedLoad
 from gateway.tasks import repeat
-from gateway.triton.inference import RequestTarget
+from gateway.triton.request_target import RequestTarget
 
 log = logging.getLogger(__name__)
 

@@ -9,14 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, timedelta
 from time import time
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import orjson
 
-from gateway.access.limits import QuotaCounters, RateWindows
 from gateway.errors import StateUnavailable
 from gateway.messages import CommandError
 from gateway.telemetry.request_info import MAX_PARAMETER_CHARS, MAX_RECORDED_PARAMETERS
+
+# Commands import this module before they import the application.
+if TYPE_CHECKING:
+    from gateway.access.limits import QuotaCounters, RateWindows
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

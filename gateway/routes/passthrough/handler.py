@@ -64,7 +64,7 @@ from gateway.services import Services
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
 from gateway.telemetry.request_info import RequestInfo, RequestScope, read_head
 from gateway.triton.error_mapping import sanitize_event
-from gateway.triton.inference import RequestTarget
+from gateway.triton.request_target import RequestTarget
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from gateway.http_client.connection import RequestNotSent
 from gateway.tasks import TaskSet
 from gateway.telemetry.request_info import current_request_info
 from gateway.triton.error_mapping import map_triton_error
-from gateway.triton.inference import RequestTarget
+from gateway.triton.request_target import RequestTarget
 
 # The status that Triton's HTTP API returns for each code; all other codes are 400.
 HTTP_STATUS_BY_GRPC_CODE: Final = {

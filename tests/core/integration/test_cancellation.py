@@ -31,7 +31,8 @@ from gateway.tensors.inputs import InferInputs
 from gateway.tensors.signature import build_signature
 from gateway.triton.grpc.byte_channel import INFER_METHOD, GrpcByteChannel, send_bytes
 from gateway.triton.grpc.messages import encode_grpc_request
-from gateway.triton.inference import InferRequest, RequestTarget
+from gateway.triton.inference import InferRequest
+from gateway.triton.request_target import RequestTarget
 from tests.support.model_zoo.zoo import CANCELLABLE, PATIENT, Names, write_repository
 from tests.support.servers import ROOT, Command, Triton, free_ports, gateway
 from tests.support.wait import TIMEOUT_S, lengthening, wait_until, wait_until_async

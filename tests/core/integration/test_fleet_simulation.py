@@ -50,7 +50,7 @@ from gateway.repository.repository import Repository, build_repository
 from gateway.repository.state.interface import CORDONS, DesiredModel
 from gateway.repository.state.store import open_state_store
 from gateway.triton.error_mapping import LoadFailed
-from gateway.triton.inference import RequestTarget
+from gateway.triton.request_target import RequestTarget
 from tests.support.calls import count_calls
 from tests.support.simulated_replicas import SimulatedTriton, simulated_replicas
 from tests.support.state_contract import opened

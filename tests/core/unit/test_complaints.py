@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from gateway.triton.error_mapping import map_triton_error, sanitize_event, sanitize_message
-from gateway.triton.inference import RequestTarget
+from gateway.triton.request_target import RequestTarget
 from tests.support.linearity import assert_linear
 
 STACK = "\n\nAt:\n  /srv/models/x/1/model.py(12): execute\n"

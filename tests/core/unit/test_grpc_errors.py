@@ -21,7 +21,7 @@ from gateway.triton.grpc.byte_channel import (
     send_bytes,
 )
 from gateway.triton.grpc.management import build_load_request, call_management_api
-from gateway.triton.inference import RequestTarget
+from gateway.triton.request_target import RequestTarget
 from tests.support.wait import TIMEOUT_S, wait_until_async
 
 MIB = 1 << 20

@@ -27,11 +27,11 @@ from gateway.triton.inference import (
     MAX_SEPARATE_ELEMENTS,
     BinaryInput,
     InferRequest,
-    RequestTarget,
     build_request_document,
     decode_infer_response,
     parse_http_response,
 )
+from gateway.triton.request_target import RequestTarget
 
 SHAPES = array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
 

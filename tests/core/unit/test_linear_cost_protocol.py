@@ -41,8 +41,9 @@ from gateway.telemetry.exposition import (
 from gateway.triton import error_mapping
 from gateway.triton.grpc import management
 from gateway.triton.grpc.byte_channel import map_grpc_error
-from gateway.triton.inference import RequestTarget, parse_http_response
+from gateway.triton.inference import parse_http_response
 from gateway.triton.json_guard import JsonGuard
+from gateway.triton.request_target import RequestTarget
 from tests.support.linearity import cpu_s
 
 pytestmark = pytest.mark.long

@@ -10,7 +10,7 @@ from gateway.config.settings import Settings
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.statistics import MAX_REPLICAS, FleetStatistics, VersionCounts
 from gateway.tasks import cancel_tasks
-from gateway.triton.inference import RequestTarget
+from gateway.triton.request_target import RequestTarget
 from tests.support.simulated_replicas import simulated_replicas
 from tests.support.wait import wait_until_async
 
