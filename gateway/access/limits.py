@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from fractions import Fraction
 from functools import lru_cache
-from typing import Final, Protocol
-
-from limits import RateLimitItem, RateLimitItemPerSecond
+from typing import Final, NamedTuple, Protocol
 
 from gateway.callers import CallerLimits
 from gateway.errors import Overloaded, StateUnavailable
@@ -36,6 +34,13 @@ SHARED_WINDOWS_RETRY_S: Final = 2.0
 ALL: Final = 10**15
 
 
+class RateWindow(NamedTuple):
+    """A number of requests within a time."""
+
+    amount: int
+    length_s: int
+
+
 @dataclass(frozen=True)
 class WindowCount:
     wait_s: float = 0.0  # 0 if it was counted; otherwise the time until it can be
@@ -46,7 +51,7 @@ class RateWindows(Protocol):
     """Request counters in time windows, shared by several processes."""
 
     async def count(
-        self, window: RateLimitItem, name: str, inferences: int, *, opens_window: bool
+        self, window: RateWindow, name: str, inferences: int, *, opens_window: bool
     ) -> WindowCount:
         """Count a request, or if it is several inferences, the others of a request that was counted as one.
 
@@ -68,16 +73,14 @@ class LimitExceeded(Overloaded):
 class RateLimitExceeded(LimitExceeded):
     """A key exceeds its request rate."""
 
-    def __init__(
-        self, name: str, window: RateLimitItem, wait_s: float, inferences: int = 1
-    ) -> None:
+    def __init__(self, name: str, window: RateWindow, wait_s: float, inferences: int = 1) -> None:
         wait = max(math.ceil(wait_s), 1)
         count = "1 request" if window.amount == 1 else f"{window.amount} requests"
-        within = "a second" if window.multiples == 1 else f"in {window.multiples} seconds"
+        within = "a second" if window.length_s == 1 else f"in {window.length_s} seconds"
         reason = ""
         if inferences > 1:
             reason = f", and this one counts as {inferences}, one for each of its inferences"
-        elif wait > window.get_expiry() + 1:
+        elif wait > window.length_s + 1:
             reason = ", and has sent requests that count as more, one for each of their inferences"
         super().__init__(
             f"caller {quote_text(name)} may send {count} {within}{reason}; try again in {wait} s",
@@ -86,19 +89,19 @@ class RateLimitExceeded(LimitExceeded):
 
 
 @lru_cache(1024)
-def create_rate_window(per_second: float) -> RateLimitItem:
+def create_rate_window(per_second: float) -> RateWindow:
     """Express a rate as whole requests in whole seconds: 2.5 as 5 in 2, a third as 1 in 3."""
     if per_second < 1:
-        return RateLimitItemPerSecond(1, round(min(1 / per_second, MAX_WINDOW_S)))
+        return RateWindow(1, round(min(1 / per_second, MAX_WINDOW_S)))
     ratio = Fraction(min(per_second, MAX_REQUESTS_PER_WINDOW)).limit_denominator(10)
-    return RateLimitItemPerSecond(ratio.numerator, ratio.denominator)
+    return RateWindow(ratio.numerator, ratio.denominator)
 
 
 class LocalRateWindows:
     """Counts the requests to this process in sliding windows.
 
     The clock must be monotonic: if the time of day were set back by an hour, the requests of the last second
-    would count for an hour. The windows of the `limits` package use the time of day.
+    would count for an hour.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -106,10 +109,10 @@ class LocalRateWindows:
         self._times: dict[tuple[str, int, int], deque[float]] = {}
 
     def count(
-        self, window: RateLimitItem, name: str, inferences: int = 1, *, opens_window: bool = False
+        self, window: RateWindow, name: str, inferences: int = 1, *, opens_window: bool = False
     ) -> WindowCount:
         now = self._clock()
-        length_s = window.get_expiry()
+        length_s = window.length_s
         times = self._times.setdefault((name, window.amount, length_s), deque())
         while times and times[0] <= now - length_s:
             times.popleft()
@@ -122,7 +125,7 @@ class LocalRateWindows:
 
     @staticmethod
     def _count_further(
-        window: RateLimitItem,
+        window: RateWindow,
         times: deque[float],
         now: float,
         inferences: int,
@@ -130,7 +133,7 @@ class LocalRateWindows:
         opens_window: bool,
     ) -> WindowCount:
         amount = window.amount
-        length_s = window.get_expiry()
+        length_s = window.length_s
         added = inferences - 1
         can_exceed = len(times) <= amount and (opens_window or not times)
         if len(times) + added > amount and not can_exceed:

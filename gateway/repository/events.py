@@ -13,9 +13,8 @@ from typing import Any, Final, TypeVar
 
 import anyio
 import orjson
-from limits import RateLimitItemPerSecond
 
-from gateway.access.limits import LocalRateWindows
+from gateway.access.limits import LocalRateWindows, RateWindow
 from gateway.callers import CallerKind
 from gateway.config.files import FileChange, WatchedFile
 from gateway.errors import GatewayError, StateUnavailable
@@ -51,7 +50,7 @@ RETRY_S: Final = 2.0
 MAX_FLUSH_S: Final = 1.0
 LEASE_NAME: Final = "events"
 # Refused calls of a caller that each have a line of the audit log: 60 in a minute.
-MAX_REFUSALS: Final = RateLimitItemPerSecond(60, 60)
+MAX_REFUSALS: Final = RateWindow(60, 60)
 
 
 class EventLog:

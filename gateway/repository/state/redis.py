@@ -15,9 +15,8 @@ from typing import Any, ClassVar, Final, TypeVar, cast
 from urllib.parse import SplitResult, parse_qsl, unquote
 
 import orjson
-from limits import RateLimitItem
 
-from gateway.access.limits import QuotaCount, WindowCount
+from gateway.access.limits import QuotaCount, RateWindow, WindowCount
 from gateway.errors import StateUnavailable
 from gateway.repository.state import redis_scripts
 from gateway.repository.state.interface import (
@@ -528,10 +527,11 @@ class RedisCounters:
         self._redis = RedisConnection(server, prefix, max_connections=COUNTER_CONNECTIONS)
 
     async def count(
-        self, window: RateLimitItem, name: str, inferences: int, *, opens_window: bool
+        self, window: RateWindow, name: str, inferences: int, *, opens_window: bool
     ) -> WindowCount:
-        key = f"rate:{window.key_for(name)}"
-        arguments = (window.amount, window.get_expiry() * 1000, inferences, int(opens_window))
+        # Gateways of 0.2.0 count with this key.
+        key = f"rate:LIMITER/{name}/{window.amount}/{window.length_s}/second"
+        arguments = (window.amount, window.length_s * 1000, inferences, int(opens_window))
         if inferences > 1:
             counting = self._redis.run_script(
                 COUNT_ACTION,

@@ -56,14 +56,14 @@ def test_window_of_a_rate_is_whole_requests_in_whole_seconds() -> None:
         (33.3, 333, 10),
     ):
         window = create_rate_window(per_second)
-        assert (window.amount, window.get_expiry()) == (amount, seconds)
+        assert (window.amount, window.length_s) == (amount, seconds)
 
 
 @given(st.floats(min_value=0, exclude_min=True, allow_infinity=False))
 def test_window_of_any_rate_is_bounded(per_second: float) -> None:
     window = create_rate_window(per_second)
     assert 1 <= window.amount <= 10 * MAX_REQUESTS_PER_WINDOW
-    assert 1 <= window.get_expiry() <= MAX_WINDOW_S
+    assert 1 <= window.length_s <= MAX_WINDOW_S
 
 
 def most_in(took_s: float, amount: int, window_s: float = 1) -> int:

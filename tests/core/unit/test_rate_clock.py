@@ -75,7 +75,7 @@ def test_drawn_requests_are_refused_only_above_the_rate(
 ) -> None:
     clock, window = Clock(0.0), create_rate_window(per_second)
     windows = LocalRateWindows(clock)
-    length_s = window.get_expiry()
+    length_s = window.length_s
     admitted: list[float] = []
     for pause in pauses:
         clock.now += pause
