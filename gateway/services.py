@@ -106,6 +106,54 @@ class ModelDescriber:
         return {}
 
 
+class RecordedBody(Protocol):
+    """The body of a request or a response, which passes in pieces."""
+
+    headers: Headers
+
+    async def add(self, data: bytes, *, is_last: bool = True) -> None: ...
+
+
+class Recording(Protocol):
+    @property
+    def request(self) -> RecordedBody: ...
+
+    @property
+    def response(self) -> RecordedBody: ...
+
+
+class Recorder(Protocol):
+    """Records requests and responses, over HTTP and gRPC."""
+
+    def start(self, scope: RequestScope) -> Recording | None:
+        """Return the recording of a request whose head has arrived; None if it is not recorded."""
+
+    def end(self, scope: RequestScope, recording: Any, status: int) -> None:
+        """End a request and its recording, which is what `start` returned."""
+
+
+class InternalRequest(NamedTuple):
+    """The services and the caller of a request that the gateway sends to itself."""
+
+    services: Services
+    caller: Caller
+
+
+INTERNAL_REQUEST: Final = "internal_request"  # its key in the ASGI scope, which no client can set
+
+
+class Deferral(Protocol):
+    """Answers requests before their inference has run."""
+
+    def matches(self, scope: Scope) -> bool:
+        """Return whether the request is to be deferred, which its line and its headers decide."""
+
+    async def handle(self, request: Request, services: Services) -> Response: ...
+
+    def describe(self, document: dict[str, Any]) -> None:
+        """Add its responses to the OpenAPI document."""
+
+
 @dataclass(frozen=True)
 class Services:
     """The application's components, created once by its lifespan."""
@@ -246,54 +294,6 @@ class Services:
         if not 0 < seconds < float("inf"):
             raise MalformedRequest("X-Request-Timeout must be a positive number of seconds")
         return min(seconds, self.settings.max_request_timeout_s)
-
-
-class RecordedBody(Protocol):
-    """The body of a request or a response, which passes in pieces."""
-
-    headers: Headers
-
-    async def add(self, data: bytes, *, is_last: bool = True) -> None: ...
-
-
-class Recording(Protocol):
-    @property
-    def request(self) -> RecordedBody: ...
-
-    @property
-    def response(self) -> RecordedBody: ...
-
-
-class Recorder(Protocol):
-    """Records requests and responses, over HTTP and gRPC."""
-
-    def start(self, scope: RequestScope) -> Recording | None:
-        """Return the recording of a request whose head has arrived; None if it is not recorded."""
-
-    def end(self, scope: RequestScope, recording: Any, status: int) -> None:
-        """End a request and its recording, which is what `start` returned."""
-
-
-class InternalRequest(NamedTuple):
-    """The services and the caller of a request that the gateway sends to itself."""
-
-    services: Services
-    caller: Caller
-
-
-INTERNAL_REQUEST: Final = "internal_request"  # its key in the ASGI scope, which no client can set
-
-
-class Deferral(Protocol):
-    """Answers requests before their inference has run."""
-
-    def matches(self, scope: Scope) -> bool:
-        """Return whether the request is to be deferred, which its line and its headers decide."""
-
-    async def handle(self, request: Request, services: Services) -> Response: ...
-
-    def describe(self, document: dict[str, Any]) -> None:
-        """Add its responses to the OpenAPI document."""
 
 
 def tune_interpreter() -> None:

@@ -279,11 +279,8 @@ class FileStateStore(DocumentStore):
     def read_operation(self, operation_id: str) -> Document | None:
         if not is_operation_id(operation_id):
             return None
-        try:
-            raw = (self._operations_folder / f"{operation_id}.json").read_bytes()
-        except FileNotFoundError:
-            return None
-        return decode_operation(raw)
+        raw = read_existing_file(self._operations_folder / f"{operation_id}.json")
+        return None if raw is None else decode_operation(raw)
 
     async def acquire_lease(self, name: str) -> bool:
         return await self._run_unproven(WRITE_ACTION, lambda: self._leases.acquire(name))
@@ -361,16 +358,15 @@ class FileStateStore(DocumentStore):
         self._snapshot = None
 
     def _load_loads(self) -> Loads:
+        raw = read_existing_file(self._loads_path)
         try:
-            return parse_loads(decode_state(self._loads_path.read_bytes()))
-        except (FileNotFoundError, UnreadableState):
+            return {} if raw is None else parse_loads(decode_state(raw))
+        except UnreadableState:
             return {}
 
     def _load_cordons(self) -> RawTable:
-        try:
-            names = decode_state(self._cordons_path.read_bytes())
-        except FileNotFoundError:
-            return {}
+        raw = read_existing_file(self._cordons_path)
+        names = [] if raw is None else decode_state(raw)
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise UnreadableState("unexpected structure")
         return dict.fromkeys(names, True)
@@ -407,17 +403,13 @@ class FileStateStore(DocumentStore):
             return 0, b""
 
     def _load_events(self) -> Sequence[StoredEvent]:
-        try:
-            return parse_event_lines(self._events_path.read_bytes())
-        except FileNotFoundError:
-            return ()
+        return parse_event_lines(read_existing_file(self._events_path) or b"")
 
     def _load_counts(self, day: str) -> Counts:
         path = self._counts_path(day)
+        raw = read_existing_file(path)
         try:
-            return decode_counts(path.read_bytes())
-        except FileNotFoundError:
-            return {}
+            return {} if raw is None else decode_counts(raw)
         except UnreadableState as exc:
             raise UnreadableState(f"{exc} in {path}") from None
 
@@ -466,6 +458,13 @@ def explain_os_error(exc: OSError) -> str:
 
 def file_stamp(status: os.stat_result) -> tuple[int, ...]:
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def read_existing_file(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
 
 
 def read_snapshot(path: Path) -> FileSnapshot:

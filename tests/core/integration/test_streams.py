@@ -281,6 +281,7 @@ def test_client_that_does_not_read_pauses_the_stream(
     wait_until(lambda: in_flight(client) == 0)
 
 
+@pytest.mark.usefixtures("served")  # which loads the model
 def test_stream_without_grpc_is_an_error_and_the_replica_stays_up(
     zoo_triton: EmbeddedTriton,
 ) -> None:
