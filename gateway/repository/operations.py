@@ -78,11 +78,6 @@ class OperationReport:
         return {at: each.error for at, each in self.outcomes.items() if each.error is not None}
 
     @property
-    def control_mode_error(self) -> ModelControlModeConflict | None:
-        errors = self.errors.values()
-        return next((each for each in errors if isinstance(each, ModelControlModeConflict)), None)
-
-    @property
     def answers(self) -> list[GatewayError]:
         """The errors of replicas that were reached, and said why they do not do it."""
         return [each for each in self.errors.values() if not isinstance(each, TRANSPORT_ERRORS)]
@@ -109,11 +104,10 @@ class OperationReport:
 
     def _build_refusal(self) -> GatewayError:
         """Return the error that says most: of a replica that was reached, and about the model itself."""
-        answers = self.answers
-        if self.control_mode_error is not None:
-            return self.control_mode_error
-        if answers:
-            return next((each for each in answers if isinstance(each, LoadFailed)), answers[0])
+        for kind in (ModelControlModeConflict, LoadFailed, GatewayError):
+            for error in self.answers:
+                if isinstance(error, kind):
+                    return error
         return NothingDone(self)
 
 

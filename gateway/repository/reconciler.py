@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeVar
+from weakref import WeakValueDictionary
 
 from gateway.errors import GatewayError, StateUnavailable
 from gateway.fleet.pool import ReplicaPool
@@ -36,12 +37,6 @@ MAX_PARALLEL_ACTIONS: Final = 2  # loads by the reconciler, per replica
 LEADER_LEASE: Final = "leader"
 ActionKey = tuple[str, str]  # replica, model
 T = TypeVar("T")
-
-
-@dataclass
-class ModelLock:
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    waiters: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,8 @@ class Reconciler:
         self._readiness = readiness
         self.is_leader = False
         self.action_tasks: dict[ActionKey, asyncio.Task[None]] = {}
-        self._locks: dict[str, ModelLock] = {}
+        # Of the models that a call changes, or waits to change.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._backoffs: dict[ActionKey, Backoff] = {}
         # Successful actions that something else undoes again and again.
         self._corrections: dict[ActionKey, Backoff] = {}
@@ -119,19 +115,14 @@ class Reconciler:
     @asynccontextmanager
     async def lock_model(self, model: str) -> AsyncIterator[None]:
         """Serialize the calls for one model. In the block, the reconciler does not act on it."""
-        model_lock = self._locks.setdefault(model, ModelLock())
-        model_lock.waiters += 1
         try:
-            async with model_lock.lock:
+            async with self._locks.setdefault(model, asyncio.Lock()):
                 running = [task for key, task in self.action_tasks.items() if key[1] == model]
                 if running:
                     await asyncio.wait(running)
                 yield
         finally:
-            model_lock.waiters -= 1
-            if not model_lock.waiters:
-                del self._locks[model]
-                self._pool.changes.notify()
+            self._pool.changes.notify()
 
     def is_locked(self, model: str) -> bool:
         return model in self._locks or any(key[1] == model for key in self.action_tasks)
