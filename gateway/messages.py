@@ -117,6 +117,9 @@ def describe_difference(before: Mapping[str, object], after: Mapping[str, object
     return "; ".join(listed) or "nothing of effect"
 
 
+# The names of models and versions.
+
+
 def is_model_name(name: str) -> bool:
     """Return whether a model can have this name.
 

@@ -37,6 +37,9 @@ DEADLINE_GRACE_S: Final = 1.0  # the gateway itself kills the process at the dea
 MAX_READ_BYTES: Final = 256 << 10
 
 
+# The messages.
+
+
 class MessagePickler(pickle.Pickler):
     """A pickler that calls `buffer_callback` with large bytes, and with the data of arrays."""
 
@@ -90,6 +93,9 @@ def unpack_message(frames: Sequence[bytes]) -> Any:
 
 def unpack_frame_sizes(data: bytes) -> list[int]:
     return [size for (size,) in FRAME_SIZE.iter_unpack(data)]
+
+
+# The process.
 
 
 def receive_message(connection: socket.socket) -> Any:

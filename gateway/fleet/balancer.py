@@ -182,6 +182,9 @@ def compute_share(age_s: float, duration_s: float) -> float:
     return min(max(age_s / duration_s, MIN_SHARE), 1.0)
 
 
+# Sequences.
+
+
 class NamedReplica(Protocol):
     @property
     def name(self) -> str: ...

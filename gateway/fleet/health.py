@@ -152,6 +152,9 @@ class RetryBudget:
         return True
 
 
+# The health of single models: their outliers.
+
+
 @dataclass
 class RequestCounts:
     """The requests of a model to a replica, and the failed ones; recent requests weigh most."""

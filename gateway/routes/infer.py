@@ -208,6 +208,9 @@ def first_values(array: np.ndarray) -> Sequence[Any]:
     return list(values.tolist() if isinstance(values, np.ndarray) else values)
 
 
+# The response as a stream.
+
+
 @dataclass(frozen=True)
 class StreamFormat:
     """The form of a stream of JSON documents: templates, and the end."""

@@ -356,6 +356,8 @@ def build_layouts(families: Families, sample_families: Sequence[Family]) -> list
     ]
 
 
+# The encoders, of the Prometheus text format and of OpenMetrics.
+
 OPENMETRICS_SUFFIXES: Final = {
     "counter": ("_total", "_created"),
     "summary": ("", "_sum", "_count", "_created"),
