@@ -16,7 +16,7 @@ from gateway.fleet.index import parse_index
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import ReplicaAddress
 from gateway.repository.reconcile_plan import plan_actions
-from gateway.repository.state.interface import DesiredModel
+from gateway.repository.state.content import DesiredModel
 
 SMALL, LARGE, MODELS = 10, 100, 200
 NAMES = name_models(MODELS)

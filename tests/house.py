@@ -20,10 +20,10 @@ class Limits:
     folders: int = 17
     modules: int = 11  # at the top
     files_in_folder: int = 15
-    core_files: int = 139
-    core_lines: int = 30_669
+    core_files: int = 140
+    core_lines: int = 30_678
     capability_lines: int = 4_681
-    lines: int = 59_498
+    lines: int = 59_508
 
 
 @dataclass(frozen=True)

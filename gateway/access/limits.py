@@ -1,6 +1,7 @@
 """The limits of a caller: its rate, its quotas of requests in UTC days and months, its requests in progress.
 
-They are counted in this process or, for all gateways, in the state. A request takes its part of a quota
+Rates are counted in this process or, for all gateways, in the Redis of the state; quotas also in its file;
+requests in progress in this process only. A request takes its part of a quota
 before it is handled, in one step that checks and counts. It gives it back at its end if it was never sent to
 a replica.
 """

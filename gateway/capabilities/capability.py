@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gateway.access.keys import RuleParsers
     from gateway.embedded.options import TritonOptions
     from gateway.repository.models_file import KeyParsers
-    from gateway.repository.state.interface import Table
+    from gateway.repository.state.content import Table
     from gateway.routes.error_responses import ErrorSerializer
     from gateway.services import Deferral, ModelDescriber, Recorder, Services
 

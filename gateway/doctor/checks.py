@@ -44,8 +44,8 @@ from gateway.fleet.discovery import ReplicaSource, create_tls_context, parse_rep
 from gateway.fleet.replica import ReplicaAddress, join_host_port
 from gateway.messages import CommandError, join_names
 from gateway.repository.models_file import read_models_file
+from gateway.repository.state.content import MODELS
 from gateway.repository.state.documents import MemoryStateStore
-from gateway.repository.state.interface import MODELS
 from gateway.repository.state.store import open_configured_store
 
 HTTP_TIMEOUT_S: Final = 2.0

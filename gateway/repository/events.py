@@ -18,13 +18,8 @@ from gateway.access.limits import LocalRateWindows, RateWindow
 from gateway.callers import CallerKind
 from gateway.config.files import FileChange, WatchedFile
 from gateway.errors import GatewayError, StateUnavailable
-from gateway.repository.state.interface import (
-    MAX_EVENTS,
-    EventId,
-    StateStore,
-    StoredEvent,
-    find_last_change,
-)
+from gateway.repository.state.content import MAX_EVENTS, EventId, StoredEvent, find_last_change
+from gateway.repository.state.interface import StateStore
 from gateway.tasks import TaskSet, repeat
 from gateway.telemetry.audit import (
     FAILED,

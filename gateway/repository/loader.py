@@ -23,7 +23,7 @@ from gateway.http_client.connection import RequestNotSent
 from gateway.messages import quote_path_segment, quote_text
 from gateway.repository.reconcile_plan import ModelAction
 from gateway.repository.shared_state import SharedState
-from gateway.repository.state.interface import UNKNOWN_LOAD, StartedLoad, is_in_progress
+from gateway.repository.state.content import UNKNOWN_LOAD, StartedLoad, is_in_progress
 from gateway.tasks import cancel_tasks
 from gateway.triton.error_mapping import (
     MAX_METADATA_BYTES,

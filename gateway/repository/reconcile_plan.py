@@ -11,7 +11,7 @@ from gateway.fleet.index import Index
 from gateway.messages import is_model_name
 from gateway.repository.load_parameters import check_load_parameters
 from gateway.repository.models_file import DeclaredModel
-from gateway.repository.state.interface import DesiredModel, is_in_progress
+from gateway.repository.state.content import DesiredModel, is_in_progress
 
 INITIAL_BACKOFF_S: Final = 1.0
 MAX_BACKOFF_S: Final = 300.0

@@ -125,7 +125,11 @@ class Reconciler:
             self._pool.changes.notify()
 
     def is_locked(self, model: str) -> bool:
-        return model in self._locks or any(key[1] == model for key in self.action_tasks)
+        return self._has_call(model) or any(key[1] == model for key in self.action_tasks)
+
+    def _has_call(self, model: str) -> bool:
+        lock = self._locks.get(model)
+        return lock is not None and lock.locked()
 
     def run_action(
         self, replica: Replica, action: ModelAction, initiator: str
@@ -212,7 +216,7 @@ class Reconciler:
                     self._start_action(replica, action, self._run_action(replica, action))
 
     def _can_start_action(self, key: ActionKey) -> bool:
-        if key in self.action_tasks or key[1] in self._locks:
+        if key in self.action_tasks or self._has_call(key[1]):
             return False
         now = asyncio.get_running_loop().time()
         tables = (self._backoffs, self._corrections)

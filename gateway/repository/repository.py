@@ -42,7 +42,8 @@ from gateway.repository.readiness import ReadinessMonitor
 from gateway.repository.reconcile_plan import ModelAction, is_outdated, merge_declared_models
 from gateway.repository.reconciler import Reconciler
 from gateway.repository.shared_state import SharedState, StartedLoads
-from gateway.repository.state.interface import UNKNOWN_LOAD, DesiredModel, StartedLoad, StateStore
+from gateway.repository.state.content import UNKNOWN_LOAD, DesiredModel, StartedLoad
+from gateway.repository.state.interface import StateStore
 from gateway.tasks import cancel_tasks, run_together
 from gateway.tensors.signature import find_ensemble_steps
 from gateway.triton.json_guard import GUARD_CHUNK_BYTES, JsonGuard

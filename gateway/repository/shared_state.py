@@ -19,14 +19,13 @@ from gateway.messages import describe_difference, join_names, quote_text
 from gateway.repository.events import EventLog
 from gateway.repository.models_file import DeclaredModel, ModelsFile
 from gateway.repository.reconcile_plan import find_ignored_models, merge_declared_models
-from gateway.repository.state.interface import (
+from gateway.repository.state.content import (
     CAPABILITY_TABLES,
     CORDONS,
     MODELS,
     DesiredModel,
     Loads,
     StartedLoad,
-    StateStore,
     Table,
     create_raw_table,
     is_in_progress,
@@ -34,6 +33,7 @@ from gateway.repository.state.interface import (
     with_entry,
     with_load,
 )
+from gateway.repository.state.interface import StateStore
 from gateway.tasks import cancel_tasks, repeat
 from gateway.telemetry.request_info import record_change
 

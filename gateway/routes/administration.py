@@ -16,7 +16,7 @@ from gateway.config.settings import LogLevel
 from gateway.errors import MalformedRequest, NotFound
 from gateway.media_types import JSON
 from gateway.messages import format_utc_time, quote_text
-from gateway.repository.state.interface import MAX_EVENTS, EventId, encode_events, parse_event_id
+from gateway.repository.state.content import MAX_EVENTS, EventId, encode_events, parse_event_id
 from gateway.routes.dependencies import ServicesForAdministration
 from gateway.routes.openapi import COUNT_SCHEMA, build_json_body, build_list_schema, build_responses
 from gateway.routes.repository import REPLICA_STATES_SCHEMA, read_management_body

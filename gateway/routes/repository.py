@@ -17,7 +17,7 @@ from gateway.fleet.index import READY, build_index_entry, merge_indexes
 from gateway.inference.body import RequestBody
 from gateway.media_types import JSON
 from gateway.repository.load_parameters import CONFIG_PARAMETER, STAGED, UNLOAD_DEPENDENTS
-from gateway.repository.state.interface import CAPABILITY_TABLES
+from gateway.repository.state.content import CAPABILITY_TABLES
 from gateway.repository.state.transfer import EXPORT_FORMAT, export_state
 from gateway.routes.dependencies import (
     ServicesForAdministration,

@@ -234,7 +234,7 @@ def start_dns(scene: Scene) -> None:
 
 def upgrade_chart(scene: Scene) -> None:
     """Change a setting, which creates new gateways."""
-    change = ("--reuse-values", "--set", "gateway.config.settings.GATEWAY_LOG_LEVEL=warning")
+    change = ("--reuse-values", "--set", "gateway.settings.GATEWAY_LOG_LEVEL=warning")
     scene.cluster.helm("upgrade", GATEWAY, str(CHART), "--namespace", scene.namespace, *change)
 
 

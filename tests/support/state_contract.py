@@ -16,20 +16,20 @@ from hypothesis import strategies as st
 from gateway.repository.models_file import ModelsFile
 from gateway.repository.reconciler import LEADER_LEASE
 from gateway.repository.shared_state import SharedState
-from gateway.repository.state.file import REPORT_TTL_S
-from gateway.repository.state.interface import (
+from gateway.repository.state.content import (
     CORDONS,
     MODELS,
     Counts,
     DesiredModel,
     EventId,
     Loads,
-    StateStore,
     create_raw_table,
     decode_event,
     is_in_progress,
     sum_counts,
 )
+from gateway.repository.state.file import REPORT_TTL_S
+from gateway.repository.state.interface import StateStore
 from gateway.repository.state.store import open_state_store
 from tests.support.wait import wait_until_async
 

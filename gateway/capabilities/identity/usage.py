@@ -15,7 +15,8 @@ from typing import Any, Final
 import anyio
 
 from gateway.errors import MalformedRequest, StateUnavailable
-from gateway.repository.state.interface import Counts, StateStore, sum_counts
+from gateway.repository.state.content import Counts, sum_counts
+from gateway.repository.state.interface import StateStore
 from gateway.tasks import repeat
 from gateway.telemetry.metrics import CallerUsage
 

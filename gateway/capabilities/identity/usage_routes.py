@@ -17,7 +17,7 @@ from gateway.capabilities.identity.usage import UsageLedger, UsageTable, find_to
 from gateway.errors import MalformedRequest, NotAcceptable
 from gateway.media_types import JSON
 from gateway.messages import quote_text
-from gateway.repository.state.interface import KEPT_DAYS
+from gateway.repository.state.content import KEPT_DAYS
 from gateway.routes.dependencies import ServicesForAnyCaller, ServicesForMetrics, get_caller
 from gateway.routes.openapi import COUNT_SCHEMA, STRING_CONTENT, build_list_schema, build_responses
 from gateway.services import Services

@@ -25,7 +25,7 @@ from gateway.fleet.replica import Replica
 from gateway.fleet.signatures import SignatureCache
 from gateway.repository.reconciler import Reconciler
 from gateway.repository.shared_state import SharedState
-from gateway.repository.state.interface import is_in_progress
+from gateway.repository.state.content import is_in_progress
 
 # A model that something else than this gateway loaded again in place is still ready, with other facts.
 MAX_FACTS_AGE_S: Final = 30.0

@@ -37,7 +37,7 @@ from gateway.repository.loader import ModelLoader
 from gateway.repository.reconcile_plan import ModelAction
 from gateway.repository.reconciler import Reconciler
 from gateway.repository.shared_state import SharedState
-from gateway.repository.state.interface import StartedLoad
+from gateway.repository.state.content import StartedLoad
 from gateway.tasks import repeat
 from gateway.triton.request_target import RequestTarget
 

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeGuard
 
 from gateway.messages import normalize_version, quote_text
 from gateway.repository.models_file import BadModelsFile
-from gateway.repository.state.interface import RawTable, Table, UnreadableState
+from gateway.repository.state.content import RawTable, Table, UnreadableState
 
 LABEL_NAME: Final = re.compile("[a-z][a-z0-9_-]{0,62}")
 DEFAULT_LABEL: Final = "default"  # the label of requests that name no version

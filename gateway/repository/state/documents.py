@@ -13,13 +13,11 @@ import orjson
 from gateway.access.limits import QuotaCounters
 from gateway.errors import Conflict
 from gateway.messages import quote_text
-from gateway.repository.state.interface import (
+from gateway.repository.state.content import (
     LOADS,
     MAX_EVENTS,
     MODELS,
     OPERATION_TTL_S,
-    READ_ACTION,
-    WRITE_ACTION,
     Counts,
     DesiredModel,
     Document,
@@ -41,6 +39,7 @@ from gateway.repository.state.interface import (
     with_finished_load,
     with_load,
 )
+from gateway.repository.state.interface import READ_ACTION, WRITE_ACTION
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -22,20 +22,15 @@ import orjson
 
 from gateway.access.limits import QuotaCount, add_to_counts
 from gateway.errors import StateUnavailable
-from gateway.repository.state.documents import REVISION, DocumentStore, changes, reads
-from gateway.repository.state.interface import (
+from gateway.repository.state.content import (
     CORDONS,
-    COUNT_ACTION,
     LOADS,
     MAX_EVENTS,
     MODELS,
     OPERATION_TTL_S,
-    WRITE_ACTION,
-    BadState,
     Counts,
     Document,
     Loads,
-    OutageLog,
     RawTable,
     StoredEvent,
     Table,
@@ -51,6 +46,8 @@ from gateway.repository.state.interface import (
     parse_event_lines,
     parse_loads,
 )
+from gateway.repository.state.documents import REVISION, DocumentStore, changes, reads
+from gateway.repository.state.interface import COUNT_ACTION, WRITE_ACTION, BadState, OutageLog
 from gateway.telemetry.audit import MAX_EVENT_BYTES
 
 T = TypeVar("T")
@@ -275,10 +272,11 @@ class FileStateStore(DocumentStore):
             remove_old_operations(self._operations_folder)
         replace_file(path, orjson.dumps(document))
 
+    async def read_operation(self, operation_id: str) -> Document | None:
+        return await self._read_operation(operation_id) if is_operation_id(operation_id) else None
+
     @reads
-    def read_operation(self, operation_id: str) -> Document | None:
-        if not is_operation_id(operation_id):
-            return None
+    def _read_operation(self, operation_id: str) -> Document | None:
         raw = read_existing_file(self._operations_folder / f"{operation_id}.json")
         return None if raw is None else decode_operation(raw)
 

@@ -19,18 +19,14 @@ import orjson
 from gateway.access.limits import QuotaCount, RateWindow, WindowCount
 from gateway.errors import StateUnavailable
 from gateway.repository.state import redis_scripts
-from gateway.repository.state.interface import (
+from gateway.repository.state.content import (
     CAPABILITY_TABLES,
     CORDONS,
-    COUNT_ACTION,
     KEPT_DAYS,
     LOADS,
     MAX_EVENTS,
     MODELS,
     OPERATION_TTL_S,
-    READ_ACTION,
-    WRITE_ACTION,
-    BadState,
     Counts,
     DesiredModel,
     Document,
@@ -52,6 +48,7 @@ from gateway.repository.state.interface import (
     new_load_token,
     parse_event_id,
 )
+from gateway.repository.state.interface import COUNT_ACTION, READ_ACTION, WRITE_ACTION, BadState
 from gateway.repository.state.redis_connection import RedisConnection, RedisServer
 from gateway.repository.state.redis_scripts import ADD_TO_QUOTA, COUNT_INFERENCES
 

@@ -9,7 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from gateway.repository.state.interface import READ_ACTION, BadState, OutageLog, UnreadableState
+from gateway.repository.state.content import UnreadableState
+from gateway.repository.state.interface import READ_ACTION, BadState, OutageLog
 from gateway.repository.state.redis_scripts import CHECK_DEADLINE
 
 T = TypeVar("T")

@@ -11,19 +11,19 @@ import orjson
 
 from gateway.errors import StateUnavailable
 from gateway.messages import CommandError
-from gateway.repository.state.interface import (
+from gateway.repository.state.content import (
     CAPABILITY_TABLES,
     CORDONS,
     MODELS,
     DesiredModel,
     RawTable,
-    StateStore,
     Table,
     UnreadableState,
     check_capability_tables,
     create_raw_table,
     decode_state,
 )
+from gateway.repository.state.interface import StateStore
 from gateway.telemetry.audit import SUCCEEDED, Event, list_changes
 
 EXPORT_FORMAT: Final = 1

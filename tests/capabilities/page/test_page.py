@@ -21,7 +21,7 @@ from selenium.webdriver.common.keys import Keys
 
 from gateway import __version__
 from gateway.embedded.supervisor import EmbeddedTriton
-from gateway.repository.state.interface import DesiredModel
+from gateway.repository.state.content import DesiredModel
 from gateway.repository.state.store import open_state_store
 from tests.capabilities.on_demand.support.on_demand import (
     list_held,

@@ -47,7 +47,7 @@ from gateway.repository.operations import PartialFailure
 from gateway.repository.reconcile_plan import INITIAL_BACKOFF_S, plan_actions
 from gateway.repository.reconciler import MAX_ABSENCE_S, RECONCILE_INTERVAL_S
 from gateway.repository.repository import Repository, build_repository
-from gateway.repository.state.interface import CORDONS, DesiredModel
+from gateway.repository.state.content import CORDONS, DesiredModel
 from gateway.repository.state.store import open_state_store
 from gateway.triton.error_mapping import LoadFailed
 from gateway.triton.request_target import RequestTarget

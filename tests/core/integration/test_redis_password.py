@@ -17,7 +17,7 @@ import redis
 import yaml
 
 from gateway.errors import StateUnavailable
-from gateway.repository.state.interface import MODELS, DesiredModel
+from gateway.repository.state.content import MODELS, DesiredModel
 from gateway.repository.state.store import open_state_store
 from tests.support.manifests import Manifests
 from tests.support.servers import ROOT, free_ports

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.repository.state.interface import MODELS, DesiredModel
+from gateway.repository.state.content import MODELS, DesiredModel
 from gateway.repository.state.transfer import export_state, import_state, parse_export
 from tests.support.redis_server import RedisServer
 from tests.support.servers import ROOT

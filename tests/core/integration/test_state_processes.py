@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from gateway.repository.state.interface import MODELS
+from gateway.repository.state.content import MODELS
 from tests.support.redis_server import RedisServer
 from tests.support.servers import ROOT
 from tests.support.state_contract import LOADED, is_leader, opened
@@ -37,7 +37,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 STATE_IMPORTS = (
-    "from gateway.repository.state.interface import MODELS, BadState, DesiredModel\n"
+    "from gateway.repository.state.content import MODELS, DesiredModel\n"
+    "from gateway.repository.state.interface import BadState\n"
     "from gateway.repository.state.store import open_state_store"
 )
 

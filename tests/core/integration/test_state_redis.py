@@ -25,14 +25,8 @@ import uvloop
 from gateway.errors import StateUnavailable
 from gateway.repository.models_file import ModelsFile
 from gateway.repository.shared_state import SharedState
-from gateway.repository.state.interface import (
-    CORDONS,
-    MAX_EVENTS,
-    MODELS,
-    DesiredModel,
-    EventId,
-    StateStore,
-)
+from gateway.repository.state.content import CORDONS, MAX_EVENTS, MODELS, DesiredModel, EventId
+from gateway.repository.state.interface import StateStore
 from tests.support.errors import assert_error
 from tests.support.keys import INFER, bearer, entry, written
 from tests.support.redis_server import RedisServer

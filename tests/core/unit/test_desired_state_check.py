@@ -10,7 +10,7 @@ from gateway.errors import Forbidden, MalformedRequest
 from gateway.repository.load_parameters import check_load_parameters
 from gateway.repository.models_file import DeclaredModel
 from gateway.repository.reconcile_plan import find_ignored_models, merge_declared_models
-from gateway.repository.state.interface import DesiredModel
+from gateway.repository.state.content import DesiredModel
 
 PLAIN = {
     "a": DesiredModel(True, {}, 1),

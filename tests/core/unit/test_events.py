@@ -21,9 +21,9 @@ from gateway.repository.events import EventLog
 from gateway.repository.models_file import ModelsFile
 from gateway.repository.operations import Outcome
 from gateway.repository.shared_state import SharedState
+from gateway.repository.state.content import MAX_EVENTS, EventId, encode_events
 from gateway.repository.state.documents import MemoryStateStore
 from gateway.repository.state.file import COUNT_EVENTS_BYTES
-from gateway.repository.state.interface import MAX_EVENTS, EventId, encode_events
 from gateway.repository.state.store import open_state_store
 from gateway.routes.administration import parse_start
 from gateway.telemetry import refusals

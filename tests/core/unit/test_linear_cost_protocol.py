@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 import pytest
 
-from gateway import callers, messages, names
+from gateway import callers, messages
 from gateway.access import auth
 from gateway.capacity.body_chunks import ZLIB_WBITS, coalesce_chunks, inflate_chunks
 from gateway.embedded.log_filter import LogFilter
@@ -223,12 +223,12 @@ PARSERS = (
     Parser("Inference-Header-Content-Length", header(b"inference-header-content-length"), of(b"9")),
     Parser("X-Sequence", header(b"x-sequence"), of(b"start,")),
     Parser("X-Sequence-ID", header(b"x-sequence-id"), of(b"9")),
-    Parser("a name of a model", names.is_model_name, of("%25")),
-    Parser("… of escapes", names.is_model_name, of("%e2%")),
+    Parser("a name of a model", messages.is_model_name, of("%25")),
+    Parser("… of escapes", messages.is_model_name, of("%e2%")),
     Parser("… that is plain", callers.is_path_safe, of("é")),
     Parser("… against patterns", globs, of("a")),
     Parser("… against other patterns", globs, of("abc")),
-    Parser("a version", names.normalize_version, of("0")),
+    Parser("a version", messages.normalize_version, of("0")),
     Parser("… as Triton reads it", resolver.parse_triton_version, of("0")),
     Parser("… of spaces", resolver.parse_triton_version, of(" ")),
     Parser("a key", lambda value: auth.extract_key([(b"authorization", value)]), of(b" ", b"Bearer")),

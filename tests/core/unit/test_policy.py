@@ -69,7 +69,7 @@ from gateway.repository.reconcile_plan import (
     merge_declared_models,
     plan_actions,
 )
-from gateway.repository.state.interface import DesiredModel, is_in_progress, new_load_token
+from gateway.repository.state.content import DesiredModel, is_in_progress, new_load_token
 
 UP = Health().with_probe_answer()
 

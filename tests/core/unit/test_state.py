@@ -14,7 +14,8 @@ from urllib.parse import quote
 import pytest
 
 from gateway.errors import StateUnavailable
-from gateway.repository.state.interface import CORDONS, MODELS, BadState, DesiredModel
+from gateway.repository.state.content import CORDONS, MODELS, DesiredModel
+from gateway.repository.state.interface import BadState
 from gateway.repository.state.store import open_state_store
 from tests.support.state_contract import (
     ID,

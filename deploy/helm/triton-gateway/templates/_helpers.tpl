@@ -175,9 +175,9 @@ runtimeClassName: {{ . }}
 {{- define "triton-gateway.check" -}}
 {{- $gateway := .Values.gateway -}}
 {{- $triton := .Values.triton -}}
-{{- $settings := $gateway.config.settings -}}
+{{- $settings := $gateway.settings -}}
 {{- range $name := list "GATEWAY_TRITON_URLS" "GATEWAY_MODELS_FILE" "GATEWAY_KEYS_FILE" "GATEWAY_GRPC_PORT" -}}
-{{- if hasKey $settings $name }}{{ fail (printf "gateway.config.settings.%s is set by the chart; use triton.urls, models and keys" $name) }}{{ end -}}
+{{- if hasKey $settings $name }}{{ fail (printf "gateway.settings.%s is set by the chart; use triton.urls, models and keys" $name) }}{{ end -}}
 {{- end -}}
 {{- $stop := add $gateway.preStopSeconds (int (get $settings "GATEWAY_DRAIN_S" | default 10)) (int (get $settings "GATEWAY_SHUTDOWN_S" | default 30)) -}}
 {{- if le (int $gateway.terminationGracePeriodSeconds) (int $stop) -}}

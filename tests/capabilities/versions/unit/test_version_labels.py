@@ -24,7 +24,7 @@ from gateway.capabilities.versions.splits import (
     choose_version_by_key,
     find_largest_share,
 )
-from gateway.repository.state.interface import UnreadableState
+from gateway.repository.state.content import UnreadableState
 
 LATER = {"of_a_later_release": {"deep": [1]}}
 VERSIONS = st.integers(0, 10**18).map(str)
