@@ -304,18 +304,18 @@ async def add_job(jobs: Jobs, job: Job, *files: ArrivingBody) -> Job:
     """Keep a job and its body; return it, or the one that has its idempotency key."""
     try:
         if job.body_bytes:
-            await jobs.store.flush(job.body_file)
+            await jobs.store.files.flush(job.body_file)
         kept = await jobs.store.add(job, jobs.limits)
     except JobsUnavailable:
         raise  # the job may be kept: Redis answered too late
     except GatewayError:
-        await jobs.store.delete_file(job.body_file)
+        await jobs.store.files.delete(job.body_file)
         raise
     finally:
         for file in files:
             file.release()
     if kept is not job:
-        await jobs.store.delete_file(job.body_file)
+        await jobs.store.files.delete(job.body_file)
     return kept
 
 

@@ -92,13 +92,10 @@ def create_store(settings: JobSettings) -> JobStore:
             raise CommandError(
                 "GATEWAY_JOBS uses Redis, which requires: pip install 'triton-gateway[redis]'"
             ) from None
-    from gateway.capabilities.jobs.storage.blocking import BlockingCalls, FolderFiles
-    from gateway.capabilities.jobs.storage.sqlite_store import SqliteJobs
+    from gateway.capabilities.jobs.storage.sqlite_store import SqliteJobStore
 
-    folder = Path(settings.jobs.removeprefix(SQLITE))
-    files = FolderFiles(folder / "files")
-    jobs = SqliteJobs(folder, files, settings.job_lease_s)
-    return cast("JobStore", BlockingCalls(jobs, BlockingCalls(files)))
+    store = SqliteJobStore(Path(settings.jobs.removeprefix(SQLITE)), settings.job_lease_s)
+    return cast("JobStore", store)
 
 
 def prepare_jobs(plan: LaunchPlan) -> None:

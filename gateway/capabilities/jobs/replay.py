@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from gateway.capabilities.jobs.errors import JobFileLost
 from gateway.capabilities.jobs.job import Job
-from gateway.capabilities.jobs.storage.store import JobStore
+from gateway.capabilities.jobs.storage.store import JobFiles
 
 # Bodies and results are read from the store in pieces of this size.
 READ_BYTES: Final = 1 << 20
@@ -52,10 +52,10 @@ class ResponseCapture:
         return response
 
 
-async def read_piece(store: JobStore, file: str, start: int, size_bytes: int) -> bytes:
+async def read_piece(files: JobFiles, file: str, start: int, size_bytes: int) -> bytes:
     """Return the next piece of a file. Raises `JobFileLost` if it ends before its size."""
     length = min(size_bytes - start, READ_BYTES)
-    piece = await store.read(file, start, length) if length else b""
+    piece = await files.read(file, start, length) if length else b""
     if len(piece) < length:
         raise JobFileLost
     return piece
@@ -64,8 +64,8 @@ async def read_piece(store: JobStore, file: str, start: int, size_bytes: int) ->
 class BodyReader:
     """Gives the body of a job to the application, as if a client sent it and waited."""
 
-    def __init__(self, store: JobStore, job: Job) -> None:
-        self._store = store
+    def __init__(self, files: JobFiles, job: Job) -> None:
+        self._files = files
         self._job = job
         self._position = 0
         self._is_complete = False
@@ -74,7 +74,7 @@ class BodyReader:
         if self._is_complete:
             await asyncio.Event().wait()  # the client never leaves
         job = self._job
-        data = await read_piece(self._store, job.body_file, self._position, job.body_bytes)
+        data = await read_piece(self._files, job.body_file, self._position, job.body_bytes)
         self._position += len(data)
         self._is_complete = self._position == self._job.body_bytes
         return {"type": "http.request", "body": data, "more_body": not self._is_complete}

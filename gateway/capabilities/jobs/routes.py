@@ -171,17 +171,17 @@ class JobResultResponse(StreamingResponse):
 
     async def __call__(self, _: Scope, __: Receive, send: Send) -> None:
         job = self._job
-        store = self._jobs.store
+        files = self._jobs.store.files
         start = {"type": "http.response.start", "status": job.status, "headers": self.raw_headers}
         # The last piece ends the response: a client that has it all may disconnect at once.
         for position in range(0, job.result_bytes or 1, READ_BYTES):
-            piece = await read_piece(store, job.result_file, position, job.result_bytes)
+            piece = await read_piece(files, job.result_file, position, job.result_bytes)
             if not position:  # nothing is sent if the result cannot be read
                 await send(start)
             more = position + READ_BYTES < job.result_bytes
             await send({"type": "http.response.body", "body": piece, "more_body": more})
         if self._deletes_job:
-            await store.delete(job)
+            await self._jobs.delete(job)
 
 
 async def stream_rows(jobs: Jobs, job: Job, after: int, drain: Drain) -> AsyncIterator[bytes]:
@@ -193,7 +193,9 @@ async def stream_rows(jobs: Jobs, job: Job, after: int, drain: Drain) -> AsyncIt
         while position < current.result_bytes:
             size_bytes = current.result_bytes
             try:
-                piece = await read_piece(jobs.store, current.result_file, position, size_bytes)
+                piece = await read_piece(
+                    jobs.store.files, current.result_file, position, size_bytes
+                )
             except JobFileLost:
                 if current.has_ended:
                     raise
@@ -295,7 +297,7 @@ async def get_result(
 async def delete_job(services: ServicesForInference, job: JobInPath) -> Response:
     """Cancel a job that has not ended, also in Triton; delete one that has, with its result."""
     if job.has_ended:
-        await services.get(Jobs).store.delete(job)
+        await services.get(Jobs).delete(job)
     else:
         job = await cancel_job(services, job)
     return Response(orjson.dumps(describe_job(job)), media_type=JSON)
@@ -335,11 +337,11 @@ async def erase_jobs(
     if caller != info.caller.name:
         authorize_all_models(cast(RequestScope, request.scope), Right.manage)
         owner = caller
-    store = services.get(Jobs).store
+    jobs = services.get(Jobs)
     deleted = 0
-    while found := await store.list_jobs(JobQuery(owner, limit=ERASE_COUNT)):
+    while found := await jobs.store.list_jobs(JobQuery(owner, limit=ERASE_COUNT)):
         for each in found:
             with suppress(JobNotFound):
-                await store.delete(await cancel_job(services, each))
+                await jobs.delete(await cancel_job(services, each))
                 deleted += 1
     return Response(orjson.dumps({"deleted": deleted}), media_type=JSON)

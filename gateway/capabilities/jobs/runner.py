@@ -169,7 +169,7 @@ class JobRunner:
         """Delete the result that this process has written, unless another one continues a batch with it."""
         kept = await self._store.find(job.id)
         if kept is None or kept.result_file != job.own_result_file:
-            await self._store.delete_file(job.own_result_file)
+            await self._store.files.delete(job.own_result_file)
 
     async def report_progress(self, job: Job) -> None:
         if await self._store.replace(job, job.token):
@@ -220,7 +220,7 @@ class JobRunner:
         return capture, scope["request_info"]
 
     async def _run_request(self, job: Job) -> Job:
-        capture, info = await self.call(job, BodyReader(self._store, job).receive)
+        capture, info = await self.call(job, BodyReader(self._store.files, job).receive)
         if info.error_code == JobFileLost.code:
             raise JobFileLost
         now = time.time()
@@ -239,9 +239,7 @@ class JobRunner:
         """Write the result, as soon as the store can be written; return whether there is room."""
         while True:
             try:
-                await self._store.delete_file(job.own_result_file)
-                await self._store.append(job.own_result_file, result)
-                await self._store.flush(job.own_result_file)
+                await self._store.files.write(job.own_result_file, result)
             except JobsFull:
                 return False
             except JobsUnavailable:
@@ -255,13 +253,13 @@ class JobRunner:
             before = now - self._jobs.settings.job_retention_s
             for job in await self._store.find_outdated(before, CLEANING_COUNT):
                 if job.has_ended:
-                    await self._store.delete(job)
+                    await self._jobs.delete(job)
                 else:
                     await self._jobs.replace(job.expire(now), job.token)
             self._jobs.counts = await self._store.count_jobs()
             if time.monotonic() >= self._next_left_over_search_at:
                 self._next_left_over_search_at = time.monotonic() + LEFT_OVER_PERIOD_S
-                await self._store.delete_left_over()
+                await self._jobs.delete_left_over()
         await asyncio.sleep(CLEANING_PERIOD_S)
 
 

@@ -11,7 +11,7 @@ from gateway.access.auth import authorize_all_models
 from gateway.callers import CallerKind, Right
 from gateway.capabilities.jobs.callback_hosts import CallbackHosts
 from gateway.capabilities.jobs.errors import JobBytesExceeded, JobsFull, JobsUnavailable
-from gateway.capabilities.jobs.job import Job
+from gateway.capabilities.jobs.job import Job, find_job_id
 from gateway.capabilities.jobs.settings import JobSettings
 from gateway.capabilities.jobs.storage.store import JobCounts, JobLimits, JobStore
 from gateway.errors import Forbidden
@@ -20,6 +20,7 @@ from gateway.telemetry.request_info import RequestInfo, RequestScope
 
 # Changes by other processes are seen after this time.
 POLL_S = 0.5
+LEFT_OVER_BATCH = 500  # files
 # Archives whose files are read at the same time. They have threads of their own: one step can take seconds,
 # if it skips many entries.
 MAX_EXPANDING_ARCHIVES = 2
@@ -51,8 +52,23 @@ class Jobs:
             if (end := self._ends.get(job.id)) is not None:
                 end.notify()
             with suppress(JobsFull, JobsUnavailable):
-                await self.store.delete_file(job.body_file)
+                await self.store.files.delete(job.body_file)
         return is_replaced
+
+    async def delete(self, job: Job) -> None:
+        """Forget a job and its files."""
+        # The files first: their room may be what the store needs, and none is left behind.
+        await self.store.files.delete(*job.files)
+        await self.store.delete(job)
+
+    async def delete_left_over(self) -> None:
+        """Delete old files without a job: of processes that were killed."""
+        files = self.store.files
+        names = await files.list_old()
+        for start in range(0, len(names), LEFT_OVER_BATCH):
+            batch = names[start : start + LEFT_OVER_BATCH]
+            unknown = await self.store.find_unknown(list(map(find_job_id, batch)))
+            await files.delete(*(name for name in batch if find_job_id(name) in unknown))
 
     async def wait_until_ended(self, job: Job, timeout_s: float) -> Job | None:
         """Return the job when it has ended, or after the time; None if it was deleted."""
@@ -83,11 +99,11 @@ class ArrivingBody:
         jobs.incoming_bytes += len(data)
         if jobs.counts.size_bytes + jobs.incoming_bytes > jobs.limits.max_bytes:
             raise JobBytesExceeded(jobs.limits.max_bytes)
-        await jobs.store.append(self.file, data)
+        await jobs.store.files.append(self.file, data)
 
     async def discard(self) -> None:
         self.release()
-        await self._jobs.store.delete_file(self.file)
+        await self._jobs.store.files.delete(self.file)
 
     def release(self) -> None:
         """Count the bytes no longer: they are in the store, or deleted."""

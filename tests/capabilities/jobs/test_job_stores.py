@@ -27,7 +27,7 @@ from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable, TooManyJ
 from gateway.capabilities.jobs.job import Job, JobState, decode_job, encode_job
 from gateway.capabilities.jobs.service import ArrivingBody, Jobs
 from gateway.capabilities.jobs.settings import JobSettings
-from gateway.capabilities.jobs.storage.blocking import LEFT_OVER_AFTER_S
+from gateway.capabilities.jobs.storage.files import LEFT_OVER_AFTER_S
 from gateway.capabilities.jobs.storage.store import JobLimits, JobQuery, JobStore
 from gateway.errors import MalformedRequest
 from gateway.memory import MemoryBudget, MemoryCharge
@@ -83,8 +83,8 @@ async def add(store: JobStore, *names: str) -> None:
 def test_body_can_be_opened_as_a_file(settings: JobSettings, has_folder: bool) -> None:
     async def work(store: JobStore) -> None:
         for piece in (b"12", b"3"):
-            await store.append("a.archive.body", piece)
-        with await store.open_file("a.archive.body") as file:
+            await store.files.append("a.archive.body", piece)
+        with await store.files.open_file("a.archive.body") as file:
             assert os.pread(file.fileno(), 10, 0) == file.read() == b"123"
 
     if not has_folder:
@@ -309,11 +309,11 @@ def test_files_that_a_killed_process_left_are_deleted(
     async def work(store: JobStore) -> None:
         await add(store, "a1")
         for name in ("a1.body", "lost.body", "lost.2.result", "new.body"):
-            await store.append(name, b"abc")
+            await store.files.append(name, b"abc")
         old = time.time() - LEFT_OVER_AFTER_S - 10
         for name in ("a1.body", "lost.body", "lost.2.result"):
             os.utime(tmp_path / "files" / name, (old, old))
-        await store.delete_left_over()
+        await Jobs(store, settings, 10).delete_left_over()
         left = [each.name for each in (tmp_path / "files").iterdir()]
         assert sorted(left) == ["a1.body", "new.body"]
 
@@ -393,20 +393,6 @@ def test_idempotency_key_of_a_job_that_is_lost_is_free_again(redis: RedisServer)
     run_with(settings, work)
 
 
-def test_queue_that_was_deleted_is_created_again(redis: RedisServer) -> None:
-    settings = JobSettings(jobs=redis.url(), job_lease_s=0.01)
-    queue = settings.jobs.partition("prefix=")[2] + "jobs:queue"
-
-    async def work(store: JobStore) -> None:
-        await store.claim(1, time.time())
-        await asyncio.sleep(settings.job_lease_s)  # so that it looks for leases that have run out
-        redis.client().delete(queue)
-        await add(store, "a1")
-        assert [job.id for job in await store.claim(1, time.time())] == ["a1"]
-
-    run_with(settings, work)
-
-
 def test_jobs_end_and_are_deleted_in_a_redis_that_is_full(
     redis: RedisServer, tmp_path: Path
 ) -> None:
@@ -468,10 +454,10 @@ def test_job_that_is_kept_though_redis_answers_too_late_has_its_body(redis: Redi
         through = direct.jobs.replace(str(urlsplit(direct.jobs).port), str(port), 1)
         relayed = JobSettings(jobs=through)
         async with server, opened(direct) as store, opened(relayed) as relayed_store:
-            await relayed_store.append(QUEUED.body_file, b"abc")
+            await relayed_store.files.append(QUEUED.body_file, b"abc")
             with pytest.raises(JobsUnavailable):
                 await add_job(Jobs(relayed_store, relayed, 10), QUEUED)
             assert await store.find(QUEUED.id) is not None
-            assert await store.read(QUEUED.body_file, 0, 10) == b"abc"
+            assert await store.files.read(QUEUED.body_file, 0, 10) == b"abc"
 
     asyncio.run(run())

@@ -381,7 +381,7 @@ def test_results_of_a_batch_are_deleted_at_the_same_time(tmp_path: Path) -> None
         await store.open()
         job = replace(QUEUED.start(NOW), kind=JobKind.openai_batch, details={"deleted": []})
         job = replace(job.finish_batch(NOW), result_file="r", result_bytes=2, failed_bytes=1)
-        await store.append(job.result_file, b"12")
+        await store.files.append(job.result_file, b"12")
         await store.add(job, JobLimits(10, 10))
         seen = await store.find(job.id)
         assert seen is not None
@@ -390,7 +390,7 @@ def test_results_of_a_batch_are_deleted_at_the_same_time(tmp_path: Path) -> None
         left = await store.find(job.id)
         assert left is not None
         assert not list_job_files(left)
-        assert not await store.read(job.result_file, 0, 2)
+        assert not await store.files.read(job.result_file, 0, 2)
         await store.close()
 
     asyncio.run(run())
@@ -411,9 +411,9 @@ def test_lines_that_are_read_in_pieces_are_whole(tmp_path: Path) -> None:
     async def read(part: str) -> bytes:
         store = create_store(JobSettings(jobs=f"sqlite://{tmp_path / part}"))
         await store.open()
-        await store.append("result", b"".join(every))
+        await store.files.append("result", b"".join(every))
         job = replace(QUEUED, result_file="result", result_bytes=sum(map(len, every)))
-        pieces = [piece async for piece in stream_lines(store, BatchFile(job, part, 0))]
+        pieces = [piece async for piece in stream_lines(store.files, BatchFile(job, part, 0))]
         await store.close()
         return b"".join(pieces)
 

@@ -27,7 +27,7 @@ from gateway.capabilities.jobs.job import MIN_ERROR_STATUS, Job, JobKind, JobSta
 from gateway.capabilities.jobs.replay import READ_BYTES, read_piece
 from gateway.capabilities.jobs.routes import MAX_LIMIT, JobResultResponse, cancel_job, find_job
 from gateway.capabilities.jobs.service import ArrivingBody, Jobs, find_owner, may_use_all
-from gateway.capabilities.jobs.storage.store import JobQuery, JobStore
+from gateway.capabilities.jobs.storage.store import JobFiles, JobQuery, JobStore
 from gateway.errors import MalformedRequest, UnsupportedBody
 from gateway.inference.body import RequestBody
 from gateway.media_types import JSON, MULTIPART, NDJSON
@@ -334,15 +334,17 @@ async def get_file_content(services: ServicesForInference, file: FileInPath) -> 
     if not file.part:
         return JobResultResponse(jobs, file.job)
     headers = {"content-length": str(file.size_bytes)}
-    return StreamingResponse(stream_lines(jobs.store, file), headers=headers, media_type=NDJSON)
+    return StreamingResponse(
+        stream_lines(jobs.store.files, file), headers=headers, media_type=NDJSON
+    )
 
 
-async def stream_lines(store: JobStore, file: BatchFile) -> AsyncIterator[bytes]:
+async def stream_lines(files: JobFiles, file: BatchFile) -> AsyncIterator[bytes]:
     job = file.job
     start = b""
     is_wanted: bool | None = None  # unknown until the status in a line was read
     for position in range(0, job.result_bytes, READ_BYTES):
-        piece = start + await read_piece(store, job.result_file, position, job.result_bytes)
+        piece = start + await read_piece(files, job.result_file, position, job.result_bytes)
         start = b""
         wanted = []
         for line in io.BytesIO(piece):
@@ -362,11 +364,11 @@ async def stream_lines(store: JobStore, file: BatchFile) -> AsyncIterator[bytes]
 )
 async def delete_file(services: ServicesForInference, file: FileInPath) -> Response:
     """Delete an uploaded file, whose batches go on, or a result of a batch."""
-    store = services.get(Jobs).store
+    jobs = services.get(Jobs)
     if file.part:
-        await delete_result(store, file)
+        await delete_result(jobs.store, file)
     else:
-        await store.delete(file.job)
+        await jobs.delete(file.job)
     return respond({"id": file.id, "object": "file", "deleted": True})
 
 
@@ -381,7 +383,7 @@ async def delete_result(store: JobStore, file: BatchFile) -> None:
             changed = replace(changed, result_file="", result_bytes=0, failed_bytes=0)
         if await store.replace(changed, job.token):
             if not has_others:
-                await store.delete_file(job.result_file)
+                await store.files.delete(job.result_file)
             return
         job = await store.find(job.id)
 
@@ -425,7 +427,9 @@ async def create_openai_batch(request: Request, services: ServicesForInference) 
 
     async def copy_body() -> Job:
         for position in range(0, file.result_bytes, READ_BYTES):
-            piece = await read_piece(jobs.store, file.result_file, position, file.result_bytes)
+            piece = await read_piece(
+                jobs.store.files, file.result_file, position, file.result_bytes
+            )
             await copy.append(piece)
         return job
 

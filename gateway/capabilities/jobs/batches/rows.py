@@ -12,7 +12,7 @@ import orjson
 from gateway.capabilities.jobs.errors import JobFileLost
 from gateway.capabilities.jobs.job import Job, JobKind
 from gateway.capabilities.jobs.service import ArrivingBody, Jobs
-from gateway.capabilities.jobs.storage.store import JobStore
+from gateway.capabilities.jobs.storage.store import JobFiles
 from gateway.capacity.archives import ArchiveLimits, read_archive
 from gateway.errors import MalformedRequest, TooLarge
 from gateway.media_types import JSON, MULTIPART, OCTET_STREAM, TEXT, TYPES_BY_SUFFIX
@@ -162,7 +162,7 @@ class ArchiveWriter(RowWriter):
         """Write the rows. Raises `InvalidArchive`, `TooLarge` or `MemoryBudgetExceeded`."""
         if not self._archive.size_bytes:
             return
-        with await self._jobs.store.open_file(self._archive.file) as archive:
+        with await self._jobs.store.files.open_file(self._archive.file) as archive:
             start = archive.read(len(ZIP_START))
             if start == ZIP_START:
                 directory_bytes = DIRECTORY_FACTOR * self._archive.size_bytes
@@ -219,8 +219,8 @@ def encode_file_line(name: str, content_type: str, size_bytes: int) -> bytes:
 class RowReader:
     """Reads the rows of a batch one after the other."""
 
-    def __init__(self, store: JobStore, job: Job) -> None:
-        self._store = store
+    def __init__(self, files: JobFiles, job: Job) -> None:
+        self._files = files
         self._job = job
         self._file_position = 0
         self._buffer = bytearray()
@@ -265,7 +265,7 @@ class RowReader:
 
     async def _fill_buffer(self) -> None:
         length = min(self._job.body_bytes - self._file_position, BUFFER_BYTES)
-        data = await self._store.read(self._job.body_file, self._file_position, length)
+        data = await self._files.read(self._job.body_file, self._file_position, length)
         if not data or len(data) < length:
             raise JobFileLost
         self._file_position += length

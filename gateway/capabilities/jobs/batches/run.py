@@ -87,7 +87,7 @@ class BatchRun:
 
     def __init__(self, caller: RowCaller, jobs: Jobs, services: Services, job: Job) -> None:
         self._caller = caller
-        self._store = jobs.store
+        self._files = jobs.store.files
         self._max_row_s = jobs.settings.job_max_run_s
         self._max_running = jobs.settings.max_running_jobs
         self._services = replace(services, inference=RowInference(services, job.model))
@@ -114,24 +114,23 @@ class BatchRun:
         """Copy the result of the run before, which may still write to its file."""
         before = self._job
         own = before.own_result_file
-        await self._store.delete_file(own)
-        await self._store.append(own, b"")
+        await self._files.write(own, b"")
         for position in range(0, before.result_bytes, READ_BYTES):
             size_bytes = before.result_bytes
-            piece = await read_piece(self._store, before.result_file, position, size_bytes)
-            await self._store.append(own, piece)
+            piece = await read_piece(self._files, before.result_file, position, size_bytes)
+            await self._files.append(own, piece)
         headers = [("content-type", NDJSON)]
-        await self._store.flush(own)
+        await self._files.flush(own)
         self._job = replace(before, result_file=own, response_headers=headers)
         await self._caller.report_progress(self._job)
         if before.result_file:
-            await self._store.delete_file(before.result_file)
+            await self._files.delete(before.result_file)
 
     async def _run_rows(self) -> None:
         caller = self._caller.find_caller(self._job)
         if caller is not None and caller.limits is not None:
             self._max_running = min(self._max_running, caller.limits.max_inflight or sys.maxsize)
-        reader = RowReader(self._store, self._job)
+        reader = RowReader(self._files, self._job)
         await reader.skip(self._first_row)
         row = await reader.read()
         report_at = time.monotonic() + REPORT_PERIOD_S
@@ -211,8 +210,8 @@ class BatchRun:
         job = self._job
         if results:
             data = b"".join(each.line for each in results)
-            await self._store.append(job.result_file, data)
-            await self._store.flush(job.result_file)
+            await self._files.append(job.result_file, data)
+            await self._files.flush(job.result_file)
             failed = [len(each.line) for each in results if each.is_failed]
             done_rows = job.done_rows + len(results) - len(failed)
             failed_rows = job.failed_rows + len(failed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Keeps a job and everything that finds it: the stream of the queue, and sorted sets by number or time.
+# Keeps a job and everything that finds it: sorted sets by number, turn or time.
 PUT: str = r"""
 local function key(name) return KEYS[1] .. name end
 -- Return a job, or nil for one that is missing or damaged.
@@ -65,12 +65,6 @@ local function leave_line(id, line)
   end
 end
 local function leave_queue(job)
-  local entry = redis.call('HGET', key('entries'), job.id)
-  if entry then
-    redis.call('XACK', key('queue'), 'gateways', entry)
-    redis.call('XDEL', key('queue'), entry)
-    redis.call('HDEL', key('entries'), job.id)
-  end
   redis.call('ZREM', key('delayed'), job.id)
   leave_line(job.id, line_of(job))
   if count_limited(job.owner) == 0 then
@@ -84,7 +78,8 @@ local function put_time(name, id, time)
     redis.call('ZREM', key(name), id)
   end
 end
-local function put(job, document, before)
+-- `lease_ms` is that of the worker of a running job.
+local function put(job, document, before, lease_ms)
   if before and not is_unfinished(job) then
     -- A Redis without memory refuses only what needs some before the first change: jobs can always end.
     redis.call('HDEL', key('turn_of'), job.id)
@@ -103,10 +98,14 @@ local function put(job, document, before)
   end
   put_time('ended', job.id, job.ended_at)
   put_time('callbacks:' .. job.callback_host, job.id, job.callback_due_at)
-  if not is_unfinished(job) then
+  if job.state == 'running' then
+    redis.call('SET', key('lease:' .. job.id), '', 'PX', lease_ms)
+  else
+    redis.call('DEL', key('lease:' .. job.id))
+  end
+  if job.state ~= 'queued' then
     leave_queue(job)
-  elseif before and before.state == 'running' and job.state == 'queued' then
-    leave_queue(job)
+  elseif before then
     redis.call('ZADD', key('delayed'), job.due_at, job.id)
   end
 end
@@ -149,7 +148,7 @@ join_line(job)
 return ARGV[1]
 """
 )
-# Arguments: the document, and the token that was seen.
+# Arguments: the document, the token that was seen, and the milliseconds of a lease.
 REPLACE: str = (
     PUT
     + r"""
@@ -161,11 +160,11 @@ local before = read(job.id)
 if not before or before.token ~= tonumber(ARGV[2]) then
   return 0
 end
-put(job, ARGV[1], before)
+put(job, ARGV[1], before, ARGV[3])
 return 1
 """
 )
-# Arguments: the ID, and the names of the files in Redis.
+# Arguments: the ID.
 DELETE: str = (
     PUT
     + r"""
@@ -178,22 +177,19 @@ add_bytes(job, -1)
 change_lists(job, 'ZREM', job.id)
 leave_queue(job)
 redis.call('HDEL', key('turn_of'), job.id)
+redis.call('DEL', key('lease:' .. job.id))
 redis.call('ZREM', key('ended'), job.id)
 redis.call('ZREM', key('callbacks:' .. job.callback_host), job.id)
 redis.call('HDEL', key('keys'), idempotency_key(job))
-for index = 2, #ARGV do
-  redis.call('DEL', key('file:' .. ARGV[index]))
-end
 return 1
 """
 )
-# Arguments: the time, and as JSON objects the owners and the models that get no further place. Adds the next
-# job of the others to the stream, which may have been lost, and returns it. The jobs of each owner and model
-# are a line of their own, so that those without a place are passed over at once.
-ENQUEUE_NEXT: str = (
+# Arguments: the time, and as JSON objects the owners and the models that get no further place. Returns the ID
+# and the document of the next job of the others. The jobs of each owner and model are a line of their own, so
+# that those without a place are passed over at once.
+FIND_NEXT: str = (
     PUT
     + r"""
-redis.pcall('XGROUP', 'CREATE', key('queue'), 'gateways', '0', 'MKSTREAM')
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('delayed'), '-inf', ARGV[1], 'LIMIT', 0, 100)) do
   redis.call('ZREM', key('delayed'), id)
   local job = read(id)
@@ -209,55 +205,37 @@ for _, line in ipairs(redis.call('ZRANGE', key('lines'), 0, -1)) do
     local document = id and redis.call('HGET', key('documents'), id)
     if document then
       redis.call('SET', key('turn'), turn)
-      leave_line(id, line)
-      redis.call('HSET', key('entries'), id, redis.call('XADD', key('queue'), '*', 'id', id))
-      return {document}
+      return {id, line, document}
     end
-    if id then  -- its document is lost
-      leave_line(id, line)
-    else
-      update_line(line)
-    end
+    leave_line(id or '', line)  -- its document is lost
   end
 end
 return {}
 """
 )
-# Arguments: the consumer, the time in milliseconds after which a lease has run out, the most jobs. Takes the
-# entries of these jobs, and returns their IDs.
-TAKE_LAPSED: str = """
-local queue = KEYS[1] .. 'queue'
-redis.pcall('XGROUP', 'CREATE', queue, 'gateways', '0', 'MKSTREAM')
-local claimed = redis.call('XAUTOCLAIM', queue, 'gateways', ARGV[1], ARGV[2], '0-0', 'COUNT', ARGV[3])
-local ids = {}
-for _, entry in ipairs(claimed[2]) do
-  table.insert(ids, entry[2][2])
+# Lets a job wait that this release cannot read. Arguments: its ID, its line, and the time until when.
+DELAY: str = (
+    PUT
+    + """
+leave_line(ARGV[1], ARGV[2])
+return redis.call('ZADD', key('delayed'), ARGV[3], ARGV[1])
+"""
+)
+# Returns the documents of the running jobs without a worker.
+FIND_LAPSED: str = r"""
+local documents = {}
+for _, id in ipairs(redis.call('ZRANGE', KEYS[1] .. 'list:running\n\n', 0, -1)) do
+  if redis.call('EXISTS', KEYS[1] .. 'lease:' .. id) == 0 then
+    table.insert(documents, redis.call('HGET', KEYS[1] .. 'documents', id))
+  end
 end
-return ids
+return documents
 """
 # Arguments: the file, the position, the data, and the seconds after which it is deleted unless it has a job.
 WRITE_BODY: str = """
 redis.call('SETRANGE', KEYS[1] .. 'file:' .. ARGV[1], ARGV[2], ARGV[3])
 return redis.call('EXPIRE', KEYS[1] .. 'file:' .. ARGV[1], ARGV[4])
 """
-# Arguments: the consumer, and pairs of ID and token. Returns the IDs whose token is another one.
-RENEW: str = (
-    PUT
-    + """
-local lost = {}
-for index = 2, #ARGV - 1, 2 do
-  local id = ARGV[index]
-  local entry = redis.call('HGET', key('entries'), id)
-  local job = read(id)
-  if entry and job and job.token == tonumber(ARGV[index + 1]) then
-    redis.call('XCLAIM', key('queue'), 'gateways', ARGV[1], 0, entry, 'JUSTID')
-  else
-    table.insert(lost, id)
-  end
-end
-return lost
-"""
-)
 # Arguments: the time, the time after the lease, the most jobs, the host.
 TAKE_DELIVERIES: str = """
 local callbacks = KEYS[1] .. 'callbacks:' .. ARGV[4]
@@ -268,19 +246,4 @@ for _, id in ipairs(due) do
   table.insert(documents, redis.call('HGET', KEYS[1] .. 'documents', id))
 end
 return documents
-"""
-# Arguments: the consumer. Deletes it, unless it has jobs, and those that ended a day ago.
-DELETE_CONSUMERS: str = """
-local queue = KEYS[1] .. 'queue'
-for _, facts in ipairs(redis.call('XINFO', 'CONSUMERS', queue, 'gateways')) do
-  local consumer = {}
-  for index = 1, #facts, 2 do
-    consumer[facts[index]] = facts[index + 1]
-  end
-  local is_old = consumer.name == ARGV[1] or consumer.idle > 86400000
-  if is_old and consumer.pending == 0 then
-    redis.call('XGROUP', 'DELCONSUMER', queue, 'gateways', consumer.name)
-  end
-end
-return 1
 """

@@ -7,7 +7,7 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -20,11 +20,19 @@ from gateway.capabilities.jobs.errors import (
     JobsUnavailable,
     TooManyJobs,
 )
-from gateway.capabilities.jobs.job import Job, JobState, decode_jobs, encode_job, find_job_id
-from gateway.capabilities.jobs.storage.blocking import FILE_MODE, FolderFiles, describe_failures
+from gateway.capabilities.jobs.job import Job, JobState, decode_jobs, encode_job
+from gateway.capabilities.jobs.storage.files import (
+    FILE_MODE,
+    FILE_THREADS,
+    FOLDER_MODE,
+    BlockingCalls,
+    FolderFiles,
+    describe_failures,
+)
 from gateway.capabilities.jobs.storage.store import FreePlaces, JobCounts, JobLimits, JobQuery
 from gateway.messages import CommandError
 
+FILES: Final = "files"  # their folder
 BUSY_TIMEOUT_S: Final = 10.0
 MAX_LAPSED: Final = 100  # jobs that are taken back in one transaction
 # `document` has the whole job; the other columns are what is searched for. Jobs run in the order of their
@@ -66,9 +74,11 @@ END;
 """
 INSERT: Final = """INSERT INTO jobs (id, owner, model, idempotency_key, created_at, callback_host, turn,
     state, token, due_at, ended_at, callback_due_at, size_bytes, document)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
-UPDATE: Final = """UPDATE jobs SET state = ?, token = ?, due_at = ?, ended_at = ?, callback_due_at = ?,
-    size_bytes = ?, document = ? WHERE id = ? AND token = ?"""
+    VALUES (:id, :owner, :model, :idempotency_key, :created_at, :callback_host, :turn,
+    :state, :token, :due_at, :ended_at, :callback_due_at, :size_bytes, :document)"""
+UPDATE: Final = """UPDATE jobs SET state = :state, token = :token, due_at = :due_at, ended_at = :ended_at,
+    callback_due_at = :callback_due_at, size_bytes = :size_bytes, document = :document
+    WHERE id = :id AND token = :seen_token"""
 SELECT: Final = "SELECT document FROM jobs WHERE "
 IS_NEXT: Final = """state = 'queued' AND due_at <= ?
     AND owner NOT IN (SELECT value FROM json_each(?)) AND model NOT IN (SELECT value FROM json_each(?))
@@ -91,17 +101,29 @@ COUNT_LIMITED: Final = (
 )
 
 
+class SqliteJobStore(BlockingCalls):
+    """`SqliteJobs` in one thread, and its files in others."""
+
+    def __init__(self, folder: Path, lease_s: float) -> None:
+        super().__init__(SqliteJobs(folder, lease_s))
+        self.files = BlockingCalls(FolderFiles(folder / FILES), FILE_THREADS)
+
+    async def close(self) -> None:
+        await self.files.close()
+        await self.__getattr__("close")()
+        await super().close()
+
+
 class SqliteJobs:
-    """The store of jobs, whose methods block: `BlockingCalls` runs them in one thread.
+    """The store of jobs, whose methods block.
 
     A process holds the lock of a file as long as it lives. So the others see at once that it ended.
     """
 
-    def __init__(self, folder: Path, files: FolderFiles, lease_s: float) -> None:
+    def __init__(self, folder: Path, lease_s: float) -> None:
         self._folder = folder
         self._lease_s = lease_s
         self._worker = secrets.token_hex(8)
-        self._files = files
         self._locks = folder / "workers"
         self._lock_file = -1
 
@@ -116,8 +138,8 @@ class SqliteJobs:
             ) from None
 
     def _open(self) -> None:
-        self._files.create()
-        self._locks.mkdir(mode=0o700, exist_ok=True)
+        for each in (self._folder, self._folder / FILES, self._locks):
+            each.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         database = self._folder / "jobs.db"
         os.close(os.open(database, os.O_RDWR | os.O_CREAT, FILE_MODE))
         self._database = sqlite3.connect(
@@ -160,10 +182,8 @@ class SqliteJobs:
             size_bytes = self._read_number("SELECT total(size_bytes) FROM totals")
             if size_bytes + job.size_bytes > limits.max_bytes:
                 raise JobBytesExceeded(limits.max_bytes)
-            fixed = (job.id, job.owner, job.model, job.idempotency_key, job.created_at)
             turn = self._read_number(FIND_TURN, job.owner)
-            columns = (*fixed, job.callback_host, turn, *list_columns(job))
-            self._database.execute(INSERT, columns)
+            self._database.execute(INSERT, {**list_columns(job), "turn": turn})
         return job
 
     def find(self, job_id: str) -> Job | None:
@@ -177,19 +197,17 @@ class SqliteJobs:
             return self._update(job, seen_token)
 
     def _update(self, job: Job, seen_token: int) -> bool:
-        arguments = (*list_columns(job), job.id, seen_token)
-        return self._database.execute(UPDATE, arguments).rowcount == 1
+        columns = {**list_columns(job), "seen_token": seen_token}
+        return self._database.execute(UPDATE, columns).rowcount == 1
 
     def delete(self, job: Job) -> None:
-        # The files first: their room may be what the database needs, and none is left behind.
-        self._files.delete_file(*job.files)
         with self._write():
             self._database.execute("DELETE FROM jobs WHERE id = ?", (job.id,))
 
-    def delete_left_over(self) -> None:
-        for name in self._files.list_old():
-            if self.find(find_job_id(name)) is None:
-                self._files.delete_file(name)
+    def find_unknown(self, job_ids: Sequence[str]) -> Set[str]:
+        statement = "SELECT id FROM jobs WHERE id IN (SELECT value FROM json_each(?))"
+        known = self._database.execute(statement, (orjson.dumps(job_ids).decode(),))
+        return set(job_ids) - {job_id for (job_id,) in known}
 
     def list_jobs(self, query: JobQuery) -> Sequence[Job]:
         conditions = ["1"]
@@ -303,14 +321,5 @@ class SqliteJobs:
             raise
 
 
-def list_columns(job: Job) -> tuple[Any, ...]:
-    """Return the values of the columns that change with the job, in the order of `UPDATE`."""
-    return (
-        job.state.value,
-        job.token,
-        job.due_at,
-        job.ended_at,
-        job.callback_due_at,
-        job.size_bytes,
-        encode_job(job),
-    )
+def list_columns(job: Job) -> dict[str, Any]:
+    return {**vars(job), "size_bytes": job.size_bytes, "document": encode_job(job)}

@@ -7,7 +7,7 @@ A store keeps values of `Job` and files. It knows no rules of jobs: what follows
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import BinaryIO, Final, Protocol
 
@@ -76,8 +76,37 @@ class FreePlaces:
         return [name for name, count in counts.items() if count >= JOBS_PER_FREE_PLACE * self.count]
 
 
+class JobFiles(Protocol):
+    """The bodies of jobs, which are written before their job is added, and results, written while it runs.
+
+    Every method raises `JobsUnavailable` if the files cannot be used.
+    """
+
+    async def append(self, file: str, data: bytes) -> None:
+        """Append to a file, and create it. Raises `JobsFull`."""
+
+    async def write(self, file: str, data: bytes) -> None:
+        """Write a whole file, and make it durable. Raises `JobsFull`."""
+
+    async def flush(self, file: str) -> None:
+        """Make the file durable."""
+
+    async def read(self, file: str, start: int, length: int) -> bytes:
+        """Return a part of a file, which is shorter if the file ends, and empty if there is none."""
+
+    async def open_file(self, file: str) -> BinaryIO:
+        """Return a file with the same content, to be read in a thread and closed."""
+
+    async def delete(self, *files: str) -> None: ...
+
+    async def list_old(self) -> Sequence[str]:
+        """Return the files that are left over, of processes that were killed, if they have no job."""
+
+
 class JobStore(Protocol):
     """Every method raises `JobsUnavailable` if the store cannot be used."""
+
+    files: JobFiles
 
     async def open(self) -> None: ...
 
@@ -101,7 +130,10 @@ class JobStore(Protocol):
         """
 
     async def delete(self, job: Job) -> None:
-        """Forget a job and its files."""
+        """Forget a job, whose files are deleted."""
+
+    async def find_unknown(self, job_ids: Sequence[str]) -> Set[str]:
+        """Return those of the IDs that no job has."""
 
     async def list_jobs(self, query: JobQuery) -> Sequence[Job]: ...
 
@@ -133,22 +165,3 @@ class JobStore(Protocol):
 
     async def keep_secret(self, name: str, value: str) -> str:
         """Keep a value under a name, unless there is one; return the one that is kept."""
-
-    # Files: a body is written before its job is added, a result while its job runs.
-
-    async def append(self, file: str, data: bytes) -> None:
-        """Append to a file, and create it. Raises `JobsFull`."""
-
-    async def flush(self, file: str) -> None:
-        """Make the file durable."""
-
-    async def read(self, file: str, start: int, length: int) -> bytes:
-        """Return a part of a file, which is shorter if the file ends, and empty if there is none."""
-
-    async def open_file(self, file: str) -> BinaryIO:
-        """Return a file with the same content, to be read in a thread and closed."""
-
-    async def delete_file(self, file: str) -> None: ...
-
-    async def delete_left_over(self) -> None:
-        """Delete old files without a job: of processes that were killed."""

@@ -1,4 +1,4 @@
-"""Calls that block, in threads; and the bodies and results of jobs, as files in a folder."""
+"""The bodies and results of jobs, as files in a folder; and calls that block, in threads."""
 
 from __future__ import annotations
 
@@ -44,20 +44,16 @@ def describe_failures() -> Iterator[None]:
 
 
 class BlockingCalls:
-    """Runs the methods of an object in a thread, as coroutines. They raise `JobsFull` and `JobsUnavailable`.
+    """The methods of an object as coroutines, which raise `JobsFull` and `JobsUnavailable`.
 
-    The methods of `FolderFiles` run in several threads, and those for one job in the order of their calls.
+    They run in threads, those for one job in the order of their calls.
     """
 
-    def __init__(self, target: object, files: BlockingCalls | None = None) -> None:
+    def __init__(self, target: object, threads: int = 1) -> None:
         self._target = target
-        self._files = files
-        count = FILE_THREADS if isinstance(target, FolderFiles) else 1
-        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="jobs") for _ in range(count)]
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="jobs") for _ in range(threads)]
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        if self._files is not None and not hasattr(self._target, name):
-            return self._files.__getattr__(name)
         method = getattr(self._target, name)
 
         def run(arguments: tuple[Any, ...]) -> Any:
@@ -74,16 +70,14 @@ class BlockingCalls:
         return call
 
     async def close(self) -> None:
-        """End the threads, after what was called before and `close` of the object, if it has one."""
-        if self._files is not None:
-            await self._files.close()
-        if hasattr(self._target, "close"):
-            await self.__getattr__("close")()
+        """End the threads, after what was called before."""
         for thread in self._threads:
             thread.shutdown(wait=False)
 
 
 class FolderFiles:
+    """`JobFiles` in a folder, whose methods block: `BlockingCalls` runs them in threads."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -101,8 +95,14 @@ class FolderFiles:
     def append(self, name: str, data: bytes) -> None:
         if name.endswith(BODY_SUFFIX):
             self.check_room()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        file = os.open(self.folder / name, flags, FILE_MODE)
+        self._write(name, data, os.O_APPEND)
+
+    def write(self, name: str, data: bytes) -> None:
+        self._write(name, data, os.O_TRUNC)
+        self.flush(name)
+
+    def _write(self, name: str, data: bytes, flag: int) -> None:
+        file = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | flag, FILE_MODE)
         size_bytes = os.fstat(file).st_size
         try:
             remaining = memoryview(data)
@@ -123,7 +123,6 @@ class FolderFiles:
                 os.close(file)
 
     def read(self, name: str, start: int, length: int) -> bytes:
-        """Return a part of a file, which is empty if there is no such file."""
         with suppress(FileNotFoundError), (self.folder / name).open("rb") as file:
             file.seek(start)
             return file.read(length)
@@ -132,12 +131,11 @@ class FolderFiles:
     def open_file(self, name: str) -> BinaryIO:
         return (self.folder / name).open("rb")
 
-    def delete_file(self, *names: str) -> None:
+    def delete(self, *names: str) -> None:
         for name in names:
             (self.folder / name).unlink(missing_ok=True)
 
     def list_old(self) -> Sequence[str]:
-        """Return the names of the files that are left over if they have no job."""
         old = []
         for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):
