@@ -245,7 +245,8 @@ class JobAcceptance:
                 return await accept(key)
             body = StoredBody(scope, request.receive, max_bytes)
             await body.receive_rest()
-            return await respond_with_known(jobs, known, body)
+            check_digest(known, body.digest)
+            return respond_with_job(known)
         finally:
             self._keys_in_use.discard(in_use)
 
@@ -253,70 +254,60 @@ class JobAcceptance:
         self, jobs: Jobs, services: Services, scope: Scope, receive: Receive, key: str
     ) -> Response:
         job_id = create_job_id()
-        file = ArrivingBody(jobs, f"{job_id}{BODY_SUFFIX}")
-        body = StoredBody(scope, receive, jobs.max_body_bytes, file)
-        adding = None
-        try:
-            callback = find_callback(jobs, scope)
+        callback = find_callback(jobs, scope)
+        async with ArrivingBody(jobs, f"{job_id}{BODY_SUFFIX}") as file:
+            body = StoredBody(scope, receive, jobs.max_body_bytes, file)
             checked = await check_request(services, scope, body.receive)
             if checked.status != Accepted.status:
                 return checked.build_response()
             await body.receive_rest()
             job = replace(build_job(job_id, scope, body, key), **callback)
-            # A client that disconnects now cannot separate a job from its body.
-            adding = jobs.tasks.start(add_job(jobs, job, file))
-        finally:
-            if adding is None:
-                await file.discard()
-        kept = await asyncio.shield(adding)
-        if kept is not job:
-            return await respond_with_known(jobs, kept, body)
-        jobs.changes.notify()
+            kept = await keep_job(jobs, job, file)
         wait = WAIT.search(join_header_values(scope, PREFER).decode("latin-1"))
-        if wait is not None:
+        if wait is not None and kept is job:
             # The body is in its file: it needs no memory while the client waits.
             services.get_charge(scope["request_info"]).release()
-            job = await jobs.wait_until_ended(job, min(int(wait[1]), MAX_WAIT_S)) or job
-            if job.result_file:
+            kept = await jobs.wait_until_ended(job, min(int(wait[1]), MAX_WAIT_S)) or job
+            if kept.result_file:
                 is_unknown = not (key or callback)  # nobody knows its ID
-                return JobResultResponse(jobs, job, deletes_job=is_unknown)
-        return respond_with_job(job)
+                return JobResultResponse(jobs, kept, deletes_job=is_unknown)
+        return respond_with_job(kept)
 
 
-async def keep_job(jobs: Jobs, writing: Awaitable[Job], *files: ArrivingBody) -> Job:
-    """Keep the job that `writing` returns when it has written the files, or discard the files."""
-    adding = None
-    try:
-        adding = jobs.tasks.start(add_job(jobs, await writing, *files))
-    finally:
-        if adding is None:
-            for file in files:
-                file.release()  # also if another one cannot be deleted
-            for file in files:
-                await file.discard()
+async def keep_job(jobs: Jobs, job: Job, file: ArrivingBody) -> Job:
+    """Keep a job whose body is complete; return it, or the one that has its idempotency key.
+
+    Raises `KeyReused`, `TooManyJobs` or `JobsFull`.
+    """
+    file.is_kept = True
     # A client that disconnects now cannot separate a job from its body.
-    kept = await asyncio.shield(adding)
+    kept = await asyncio.shield(jobs.tasks.start(add_job(jobs, job, file)))
     jobs.changes.notify()
+    check_digest(kept, job.body_digest)
     return kept
 
 
-async def add_job(jobs: Jobs, job: Job, *files: ArrivingBody) -> Job:
-    """Keep a job and its body; return it, or the one that has its idempotency key."""
+async def add_job(jobs: Jobs, job: Job, file: ArrivingBody) -> Job:
     try:
         if job.body_bytes:
-            await jobs.store.files.flush(job.body_file)
+            await jobs.store.files.flush(file.file)
         kept = await jobs.store.add(job, jobs.limits)
+        file.release()
     except JobsUnavailable:
-        raise  # the job may be kept: Redis answered too late
-    except GatewayError:
-        await jobs.store.files.delete(job.body_file)
+        file.release()  # the job may be kept: Redis answered too late
         raise
-    finally:
-        for file in files:
-            file.release()
+    except GatewayError:
+        await file.discard()
+        raise
     if kept is not job:
-        await jobs.store.files.delete(job.body_file)
+        await file.discard()
     return kept
+
+
+def check_digest(job: Job, digest: str) -> None:
+    """Raises `KeyReused` if the job was made by another request."""
+    if job.body_digest != digest:
+        raise KeyReused
 
 
 async def check_request(services: Services, scope: Scope, receive: Receive) -> ResponseCapture:
@@ -331,12 +322,6 @@ async def check_request(services: Services, scope: Scope, receive: Receive) -> R
     if capture.status == Accepted.status:
         info.error_code = info.error_reason = ""
     return capture
-
-
-async def respond_with_known(jobs: Jobs, job: Job, body: StoredBody) -> Response:
-    if job.body_digest != body.digest:
-        raise KeyReused
-    return respond_with_job(job)
 
 
 def respond_with_job(job: Job) -> Response:

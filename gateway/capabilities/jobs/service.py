@@ -85,12 +85,16 @@ class Jobs:
 
 
 class ArrivingBody:
-    """The file of a body whose job is not in the store yet. Its bytes count at `GATEWAY_MAX_JOBS_BYTES`."""
+    """The file of a body whose job is not in the store yet. Its bytes count at `GATEWAY_MAX_JOBS_BYTES`.
+
+    At the end of its context the file is deleted, unless its job was kept.
+    """
 
     def __init__(self, jobs: Jobs, file: str) -> None:
         self._jobs = jobs
         self.file = file
         self.size_bytes = 0
+        self.is_kept = False
 
     async def append(self, data: bytes) -> None:
         """Append to the file, and create it. Raises `JobsFull`."""
@@ -109,6 +113,13 @@ class ArrivingBody:
         """Count the bytes no longer: they are in the store, or deleted."""
         self._jobs.incoming_bytes -= self.size_bytes
         self.size_bytes = 0
+
+    async def __aenter__(self) -> ArrivingBody:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if not self.is_kept:
+            await self.discard()
 
 
 def find_owner(info: RequestInfo) -> str:

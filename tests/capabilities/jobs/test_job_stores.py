@@ -20,7 +20,7 @@ import orjson
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gateway.capabilities.jobs.acceptance import add_job, keep_job
+from gateway.capabilities.jobs.acceptance import add_job
 from gateway.capabilities.jobs.batches.rows import ArchiveWriter
 from gateway.capabilities.jobs.capability import create_store
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable, TooManyJobs
@@ -136,17 +136,13 @@ def test_bodies_that_cannot_be_deleted_count_no_longer(tmp_path: Path) -> None:
 
     async def work(store: JobStore) -> None:
         jobs = Jobs(store, settings, 100)
-        files = [ArrivingBody(jobs, name) for name in ("a.body", "a.archive.body")]
-
-        async def receive() -> Job:
-            for file in files:
-                await file.append(bytes(10))
-            shutil.rmtree(tmp_path / "files")
-            (tmp_path / "files").touch()
-            raise MalformedRequest("the archive is damaged")
-
         with pytest.raises(JobsUnavailable):
-            await keep_job(jobs, receive(), *files)
+            async with ArrivingBody(jobs, "a.body") as body, ArrivingBody(jobs, "b.body") as other:
+                await body.append(bytes(10))
+                await other.append(bytes(10))
+                shutil.rmtree(tmp_path / "files")
+                (tmp_path / "files").touch()
+                raise MalformedRequest("the archive is damaged")
         assert jobs.incoming_bytes == 0
 
     run_with(settings, work)
@@ -456,7 +452,8 @@ def test_job_that_is_kept_though_redis_answers_too_late_has_its_body(redis: Redi
         async with server, opened(direct) as store, opened(relayed) as relayed_store:
             await relayed_store.files.append(QUEUED.body_file, b"abc")
             with pytest.raises(JobsUnavailable):
-                await add_job(Jobs(relayed_store, relayed, 10), QUEUED)
+                jobs = Jobs(relayed_store, relayed, 10)
+                await add_job(jobs, QUEUED, ArrivingBody(jobs, QUEUED.body_file))
             assert await store.find(QUEUED.id) is not None
             assert await store.files.read(QUEUED.body_file, 0, 10) == b"abc"
 

@@ -276,15 +276,12 @@ async def create_file(request: Request, services: ServicesForInference) -> Respo
     body = RequestBody(request.scope, received.receive)
     job = build_job(f"{FILE_PREFIX}{create_job_id()}", request.scope, received, "")
     charge = services.get_charge(request.scope["request_info"])
-    file = ArrivingBody(jobs, job.body_file)
-    target = (file, jobs.settings.max_batch_rows, charge)
-    writer = FileWriter(*target, body.content_type)
-
-    async def receive() -> Job:
+    async with ArrivingBody(jobs, job.body_file) as file:
+        writer = FileWriter(file, jobs.settings.max_batch_rows, charge, body.content_type)
         async for chunk in body.stream(max_bytes):
             await writer.feed(chunk)
         await writer.finish()
-        return replace(
+        job = replace(
             job,
             kind=JobKind.file,
             state=JobState.stored,
@@ -292,14 +289,15 @@ async def create_file(request: Request, services: ServicesForInference) -> Respo
             ended_at=job.created_at,
             total_rows=writer.rows,
             body_bytes=writer.size_bytes,
+            body_digest=received.digest,
             status=200,
             response_headers=[("content-type", NDJSON)],
             result_file=job.body_file,
             result_bytes=writer.size_bytes,
             details={"filename": writer.name},
         )
-
-    return respond(describe_upload(jobs, await keep_job(jobs, receive(), file)))
+        await keep_job(jobs, job, file)
+    return respond(describe_upload(jobs, job))
 
 
 @route_get("/v1/files", operation_id="list_files", summary="Uploaded files")
@@ -425,16 +423,14 @@ async def create_openai_batch(request: Request, services: ServicesForInference) 
         details={"input_file_id": file.id, "metadata": metadata, DELETED: []},
     )
 
-    async def copy_body() -> Job:
+    async with ArrivingBody(jobs, job.body_file) as copy:
         for position in range(0, file.result_bytes, READ_BYTES):
             piece = await read_piece(
                 jobs.store.files, file.result_file, position, file.result_bytes
             )
             await copy.append(piece)
-        return job
-
-    copy = ArrivingBody(jobs, job.body_file)
-    return respond(describe_batch(jobs, await keep_job(jobs, copy_body(), copy)))
+        await keep_job(jobs, job, copy)
+    return respond(describe_batch(jobs, job))
 
 
 def check_metadata(metadata: Any) -> None:

@@ -16,7 +16,6 @@ from gateway.capabilities.jobs.acceptance import (
     find_callback,
     keep_job,
     respond_with_job,
-    respond_with_known,
 )
 from gateway.capabilities.jobs.batches.rows import (
     ARCHIVE_TYPES,
@@ -24,7 +23,7 @@ from gateway.capabilities.jobs.batches.rows import (
     FormWriter,
     RowWriter,
 )
-from gateway.capabilities.jobs.job import BODY_SUFFIX, Job, JobKind, create_job_id
+from gateway.capabilities.jobs.job import BODY_SUFFIX, JobKind, create_job_id
 from gateway.capabilities.jobs.routes import JOB_SCHEMA
 from gateway.capabilities.jobs.service import ArrivingBody, Jobs
 from gateway.errors import MalformedRequest, UnsupportedBody
@@ -96,16 +95,16 @@ async def accept_batch(
     if media_type not in BATCH_TYPES:
         raise UnsupportedBody(body.content_type, BATCH_TYPES)
     job_id = create_job_id()
-    file = ArrivingBody(jobs, f"{job_id}{BODY_SUFFIX}")
-    archive = ArrivingBody(jobs, f"{job_id}.archive{BODY_SUFFIX}")
-    target = (file, jobs.settings.max_batch_rows, charge)
-    writer = RowWriter(*target)
-    if media_type == MULTIPART:
-        writer = FormWriter(*target, body.content_type)
-    elif media_type != NDJSON:
-        writer = ArchiveWriter(*target, archive=archive, jobs=jobs)
-
-    async def receive() -> Job:
+    limits = (jobs.settings.max_batch_rows, charge)
+    async with (
+        ArrivingBody(jobs, f"{job_id}{BODY_SUFFIX}") as file,
+        ArrivingBody(jobs, f"{job_id}.archive{BODY_SUFFIX}") as archive,
+    ):
+        writer = RowWriter(file, *limits)
+        if media_type == MULTIPART:
+            writer = FormWriter(file, *limits, body.content_type)
+        elif media_type != NDJSON:
+            writer = ArchiveWriter(file, *limits, archive=archive, jobs=jobs)
         async for chunk in body.stream(max_bytes):
             await writer.feed(chunk)
         await writer.finish()
@@ -114,7 +113,7 @@ async def accept_batch(
                 "the batch has no rows; send one document per line, or files in a form or an archive"
             )
         job = build_job(job_id, scope, received, key)
-        return replace(
+        job = replace(
             job,
             kind=JobKind.batch,
             model=model,
@@ -124,8 +123,4 @@ async def accept_batch(
             total_rows=writer.rows,
             **callback,
         )
-
-    kept = await keep_job(jobs, receive(), file, archive)
-    if kept.id != job_id:
-        return await respond_with_known(jobs, kept, received)
-    return respond_with_job(kept)
+        return respond_with_job(await keep_job(jobs, job, file))
