@@ -49,7 +49,7 @@ def attach_jobs(settings: Settings) -> Attachment | None:
 
     async def open_jobs(services: Services, stack: AsyncExitStack) -> None:
         from gateway.capabilities.jobs.job import JobState
-        from gateway.capabilities.jobs.runner import JobCollector, JobRunner
+        from gateway.capabilities.jobs.runner import JobRunner
         from gateway.capabilities.jobs.service import Jobs
 
         await store.open()
@@ -60,7 +60,6 @@ def attach_jobs(settings: Settings) -> Attachment | None:
         services.provide(acceptance)
         runner = await stack.enter_async_context(JobRunner(jobs, services))
         services.provide(runner)
-        services.metrics.collector_registry.register(JobCollector(jobs))
         services.waiting_work.append(lambda: jobs.counts.by_state.get(JobState.queued, 0))
         await open_callbacks(jobs, services, stack)
 

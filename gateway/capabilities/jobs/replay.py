@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import replace
+from datetime import datetime, timezone
 from typing import Any, Final
 
 from starlette.responses import Response
-from starlette.types import Message
+from starlette.types import Message, Receive
 
+from gateway.access.auth import check_key_period
+from gateway.callers import Caller, Priority
 from gateway.capabilities.jobs.errors import JobFileLost
-from gateway.capabilities.jobs.job import Job
+from gateway.capabilities.jobs.job import Job, JobKind
 from gateway.capabilities.jobs.storage.store import JobFiles
+from gateway.errors import Unauthenticated
+from gateway.routes.middleware import GatewayMiddleware
+from gateway.services import INTERNAL_REQUEST, InternalRequest, Services
+from gateway.telemetry.request_info import RequestInfo
 
 # Bodies and results are read from the store in pieces of this size.
 READ_BYTES: Final = 1 << 20
@@ -23,6 +31,13 @@ NO_ROOM_PAUSE_S: Final = 10.0
 COMMON_HEADERS: Final = frozenset(
     (b"x-request-id", b"x-content-type-options", b"content-security-policy", b"content-length")
 )
+
+
+class KeyRevoked(Unauthenticated):
+    def __init__(self) -> None:
+        super().__init__(
+            "the key that sent the request, or its rule, was revoked before the job ran"
+        )
 
 
 class ResponseCapture:
@@ -61,23 +76,69 @@ async def read_piece(files: JobFiles, file: str, start: int, size_bytes: int) ->
     return piece
 
 
-class BodyReader:
-    """Gives the body of a job to the application, as if a client sent it and waited."""
+def build_receive(read: Callable[[int], Awaitable[bytes]], size_bytes: int) -> Receive:
+    """Return what gives a body to the application, as if a client sent it and waited.
 
-    def __init__(self, files: JobFiles, job: Job) -> None:
-        self._files = files
-        self._job = job
-        self._position = 0
-        self._is_complete = False
+    `read` returns the next piece of the body, whose position it gets.
+    """
+    position = 0
+    is_complete = False
 
-    async def receive(self) -> Message:
-        if self._is_complete:
+    async def receive() -> Message:
+        nonlocal position, is_complete
+        if is_complete:
             await asyncio.Event().wait()  # the client never leaves
-        job = self._job
-        data = await read_piece(self._files, job.body_file, self._position, job.body_bytes)
-        self._position += len(data)
-        self._is_complete = self._position == self._job.body_bytes
-        return {"type": "http.request", "body": data, "more_body": not self._is_complete}
+        data = await read(position)
+        position += len(data)
+        is_complete = position == size_bytes
+        return {"type": "http.request", "body": data, "more_body": not is_complete}
+
+    return receive
+
+
+class RequestReplay:
+    """Runs stored requests: the gateway sends them to itself, with the rights that their callers have now."""
+
+    def __init__(self, services: Services, max_run_s: float) -> None:
+        settings = services.settings.model_copy(
+            update={"request_timeout_s": max_run_s, "max_request_timeout_s": max_run_s}
+        )
+        self.services = replace(services, settings=settings)
+
+    async def call(
+        self, job: Job, receive: Receive, services: Services | None = None
+    ) -> tuple[ResponseCapture, RequestInfo]:
+        """Return the response to the request of a job. Raises `KeyRevoked`."""
+        scope = build_scope(job)
+        caller = self.find_caller(job)
+        if caller is None:
+            raise KeyRevoked
+        caller = replace(caller, priority=Priority.background)
+        # A request was counted at the rate of the key when it was accepted; at its quotas it is now.
+        if job.kind is JobKind.request and caller.limits is not None:
+            limits = replace(caller.limits, requests_per_second=None)
+            caller = replace(caller, limits=limits)
+        scope[INTERNAL_REQUEST] = InternalRequest(services or self.services, caller)
+        capture = ResponseCapture()
+        await self.services.get(GatewayMiddleware)(scope, receive, capture.send)
+        return capture, scope["request_info"]
+
+    def find_caller(self, job: Job) -> Caller | None:
+        """Return the caller with the rights that it has now; None if its key or its rule is gone.
+
+        Raises `Unauthenticated` for a key that has expired.
+        """
+        access = self.services.access
+        file = access.keys_file
+        if file is None:
+            return None if job.caller else access.authenticate(build_scope(job))  # type: ignore[arg-type]  # a typed dict
+        callers = file.value.list_rule_callers()
+        if job.key_digest:
+            caller = file.find_caller(bytes.fromhex(job.key_digest))
+            if caller is not None:
+                check_key_period(caller, datetime.now(timezone.utc))
+            callers = [] if caller is None else [caller]
+        return next((caller for caller in callers if caller.name == job.caller), None)
 
 
 def build_scope(job: Job) -> MutableMapping[str, Any]:

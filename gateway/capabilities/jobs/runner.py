@@ -1,44 +1,33 @@
-"""Runs jobs: each as a request that the gateway sends to itself, with the rights that its caller has now.
-
-Also the metrics of the jobs, which the runner counts.
-"""
+"""Claims jobs and runs them, and deletes those that are outdated."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
-from starlette.types import Receive
-
-from gateway.access.auth import Authenticator, check_key_period
-from gateway.callers import Caller, Priority
 from gateway.capabilities.jobs.batches.run import BatchRun
 from gateway.capabilities.jobs.errors import JobFileLost, JobsFull, JobsUnavailable
 from gateway.capabilities.jobs.job import BATCHES, Job, JobKind, JobState
 from gateway.capabilities.jobs.replay import (
     BUSY_STATUSES,
     NO_ROOM_PAUSE_S,
-    BodyReader,
-    ResponseCapture,
-    build_scope,
+    RequestReplay,
+    build_receive,
     find_delay_s,
+    read_piece,
 )
 from gateway.capabilities.jobs.service import Jobs
-from gateway.errors import GatewayError, InternalError, Unauthenticated
+from gateway.capabilities.jobs.storage.store import JobCounts
+from gateway.errors import GatewayError, InternalError
 from gateway.process_exit import Drain
-from gateway.routes.middleware import GatewayMiddleware
-from gateway.services import INTERNAL_REQUEST, InternalRequest, Services
+from gateway.services import Services
 from gateway.tasks import TaskSet, cancel_tasks, repeat
-from gateway.telemetry.request_info import RequestInfo
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +40,6 @@ LEFT_OVER_PERIOD_S: Final = 3600.0
 STORE_RETRY_S: Final = 1.0
 # When the process ends, it stores the outcomes of jobs that have just ended.
 ENDING_TIMEOUT_S: Final = 2.0
-
-
-class KeyRevoked(Unauthenticated):
-    def __init__(self) -> None:
-        super().__init__(
-            "the key that sent the request, or its rule, was revoked before the job ran"
-        )
 
 
 @dataclass
@@ -74,11 +56,7 @@ class JobRunner:
     def __init__(self, jobs: Jobs, services: Services) -> None:
         self._jobs = jobs
         self._store = jobs.store
-        max_run_s = jobs.settings.job_max_run_s
-        settings = services.settings.model_copy(
-            update={"request_timeout_s": max_run_s, "max_request_timeout_s": max_run_s}
-        )
-        self._services = replace(services, settings=settings)
+        self._replay = RequestReplay(services, jobs.settings.job_max_run_s)
         self._drain = services.get(Drain)
         # The keys are IDs and tokens: a job that was taken over can come back to this process.
         self._running: dict[tuple[str, int], RunningJob] = {}
@@ -87,9 +65,17 @@ class JobRunner:
         # Runs a job of a kind, and returns it as it ended or was postponed.
         self.handlers: dict[JobKind, Callable[[Job], Awaitable[Job]]] = {
             JobKind.request: self._run_request,
-            **dict.fromkeys(BATCHES, lambda job: BatchRun(self, jobs, self._services, job).run()),
+            **dict.fromkeys(BATCHES, self._run_batch),
         }
         self._next_left_over_search_at = 0.0
+        create = services.metrics.create
+        self._job_gauge = create.worst("gateway_jobs", "Jobs that are kept, by state.", ("state",))
+        self._age_gauge = create.worst(
+            "gateway_job_queue_age_seconds", "Age of the oldest job that is queued."
+        )
+        self._bytes_gauge = create.worst(
+            "gateway_jobs_bytes", "Size of the bodies and results of jobs."
+        )
 
     async def __aenter__(self) -> JobRunner:
         for name, step in (
@@ -171,25 +157,17 @@ class JobRunner:
         if kept is None or kept.result_file != job.own_result_file:
             await self._store.files.delete(job.own_result_file)
 
-    async def report_progress(self, job: Job) -> None:
-        if await self._store.replace(job, job.token):
-            self._running[job.id, job.token].job = job
-            self._jobs.changes.notify()
-        else:
-            self.cancel(job)
-            await asyncio.sleep(0)  # raises the `CancelledError`
-
     async def _handle(self, job: Job) -> Job:
+        running = self._running[job.id, job.token]
         try:
             return await self.handlers[job.kind](job)
         except JobFileLost as exc:
-            lease_s = self._jobs.settings.job_lease_s
-            return self._running[job.id, job.token].job.lose_run(time.time(), lease_s, exc)
+            return running.job.lose_run(time.time(), self._jobs.settings.job_lease_s, exc)
         except GatewayError as exc:
-            return self._running[job.id, job.token].job.fail(time.time(), exc)
+            return running.job.fail(time.time(), exc)
         except Exception:
             log.exception("job %s failed", job.id, extra={"request_id": job.request_id})
-            return self._running[job.id, job.token].job.fail(time.time(), InternalError())
+            return running.job.fail(time.time(), InternalError())
 
     async def _replace(self, job: Job, token: int) -> bool:
         """Store the outcome of a job, as soon as the store can be written."""
@@ -199,28 +177,21 @@ class JobRunner:
             except (JobsUnavailable, JobsFull):
                 await asyncio.sleep(STORE_RETRY_S)
 
-    def find_caller(self, job: Job) -> Caller | None:
-        return find_current_caller(self._services.access, build_scope(job), job)
+    async def _run_batch(self, job: Job) -> Job:
+        return await BatchRun(self._jobs, self._replay, job, self._report_progress).run()
 
-    async def call(
-        self, job: Job, receive: Receive, services: Services | None = None
-    ) -> tuple[ResponseCapture, RequestInfo]:
-        scope = build_scope(job)
-        caller = self.find_caller(job)
-        if caller is None:
-            raise KeyRevoked
-        caller = replace(caller, priority=Priority.background)
-        # A request was counted at the rate of the key when it was accepted; at its quotas it is now.
-        if job.kind is JobKind.request and caller.limits is not None:
-            limits = replace(caller.limits, requests_per_second=None)
-            caller = replace(caller, limits=limits)
-        scope[INTERNAL_REQUEST] = InternalRequest(services or self._services, caller)
-        capture = ResponseCapture()
-        await self._services.get(GatewayMiddleware)(scope, receive, capture.send)
-        return capture, scope["request_info"]
+    async def _report_progress(self, job: Job) -> None:
+        """Store how far a batch is. Cancels it if this process has lost it."""
+        if await self._store.replace(job, job.token):
+            self._running[job.id, job.token].job = job
+            self._jobs.changes.notify()
+        else:
+            self.cancel(job)
+            await asyncio.sleep(0)  # raises the `CancelledError`
 
     async def _run_request(self, job: Job) -> Job:
-        capture, info = await self.call(job, BodyReader(self._store.files, job).receive)
+        read = partial(read_piece, self._store.files, job.body_file, size_bytes=job.body_bytes)
+        capture, info = await self._replay.call(job, build_receive(read, job.body_bytes))
         if info.error_code == JobFileLost.code:
             raise JobFileLost
         now = time.time()
@@ -256,50 +227,16 @@ class JobRunner:
                     await self._jobs.delete(job)
                 else:
                     await self._jobs.replace(job.expire(now), job.token)
-            self._jobs.counts = await self._store.count_jobs()
+            self._report_counts(await self._store.count_jobs(), now)
             if time.monotonic() >= self._next_left_over_search_at:
                 self._next_left_over_search_at = time.monotonic() + LEFT_OVER_PERIOD_S
                 await self._jobs.delete_left_over()
         await asyncio.sleep(CLEANING_PERIOD_S)
 
-
-def find_current_caller(
-    access: Authenticator, scope: MutableMapping[str, Any], job: Job
-) -> Caller | None:
-    """Return the caller with the rights that it has now; None if its key or its rule is gone.
-
-    Raises `Unauthenticated` for a key that has expired.
-    """
-    file = access.keys_file
-    if file is None:
-        return None if job.caller else access.authenticate(scope)  # type: ignore[arg-type]  # a typed dict
-    callers = file.value.list_rule_callers()
-    if job.key_digest:
-        caller = file.find_caller(bytes.fromhex(job.key_digest))
-        if caller is not None:
-            check_key_period(caller, datetime.now(timezone.utc))
-        callers = [] if caller is None else [caller]
-    return next((caller for caller in callers if caller.name == job.caller), None)
-
-
-class JobCollector(Collector):
-    """The metrics of the jobs in the store, a few seconds old."""
-
-    def __init__(self, jobs: Jobs) -> None:
-        self._jobs = jobs
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        counts = self._jobs.counts
-        jobs = GaugeMetricFamily("gateway_jobs", "Jobs that are kept, by state.", labels=["state"])
+    def _report_counts(self, counts: JobCounts, now: float) -> None:
+        self._jobs.counts = counts
         for state in JobState:
-            jobs.add_metric([state.value], counts.by_state.get(state, 0))
-        yield jobs
-        age_s = 0.0
-        if counts.oldest_queued_at is not None:
-            age_s = max(time.time() - counts.oldest_queued_at, 0.0)
-        yield GaugeMetricFamily(
-            "gateway_job_queue_age_seconds", "Age of the oldest job that is queued.", age_s
-        )
-        yield GaugeMetricFamily(
-            "gateway_jobs_bytes", "Size of the bodies and results of jobs.", counts.size_bytes
-        )
+            self._job_gauge.labels(state.value).set(counts.by_state.get(state, 0))
+        oldest_at = now if counts.oldest_queued_at is None else counts.oldest_queued_at
+        self._age_gauge.set(max(now - oldest_at, 0.0))
+        self._bytes_gauge.set(counts.size_bytes)

@@ -7,13 +7,12 @@ import base64
 import sys
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import orjson
-from starlette.types import Message, Receive
 
-from gateway.callers import Caller
 from gateway.capabilities.jobs.batches.rows import CUSTOM_ID, Row, RowReader
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
 from gateway.capabilities.jobs.job import MIN_ERROR_STATUS, Job, JobKind
@@ -21,7 +20,9 @@ from gateway.capabilities.jobs.replay import (
     BUSY_STATUSES,
     NO_ROOM_PAUSE_S,
     READ_BYTES,
+    RequestReplay,
     ResponseCapture,
+    build_receive,
     find_delay_s,
     find_retry_after_s,
     read_piece,
@@ -47,21 +48,6 @@ MAX_UNREPORTED_BYTES: Final = 1 << 20
 BATCHES_PER_INSTANCE: Final = 2
 
 
-class RowCaller(Protocol):
-    """Runs the requests of rows, and keeps the progress of their batch."""
-
-    async def call(
-        self, job: Job, receive: Receive, services: Services | None = None
-    ) -> tuple[ResponseCapture, RequestInfo]:
-        """Return the response to the request of a job. Raises `KeyRevoked`."""
-
-    def find_caller(self, job: Job) -> Caller | None:
-        """Return the caller of a job with the rights that it has now. Raises `Unauthenticated`."""
-
-    async def report_progress(self, job: Job) -> None:
-        """Store how far a batch is. Cancels it if this process has lost it."""
-
-
 class RowResult(NamedTuple):
     """A line of the result."""
 
@@ -85,12 +71,20 @@ class BatchRun:
     What it has written and not reported is not part of the result: the next run writes it again.
     """
 
-    def __init__(self, caller: RowCaller, jobs: Jobs, services: Services, job: Job) -> None:
-        self._caller = caller
+    def __init__(
+        self,
+        jobs: Jobs,
+        replay: RequestReplay,
+        job: Job,
+        report_progress: Callable[[Job], Awaitable[None]],
+    ) -> None:
+        self._replay = replay
+        self._report_progress = report_progress
         self._files = jobs.store.files
         self._max_row_s = jobs.settings.job_max_run_s
         self._max_running = jobs.settings.max_running_jobs
-        self._services = replace(services, inference=RowInference(services, job.model))
+        inference = RowInference(replay.services, job.model)
+        self._services = replace(replay.services, inference=inference)
         # Its progress is what the store has: rows that are not reported yet do not count.
         self._job = job
         self._first_row = job.done_rows + job.failed_rows
@@ -122,12 +116,12 @@ class BatchRun:
         headers = [("content-type", NDJSON)]
         await self._files.flush(own)
         self._job = replace(before, result_file=own, response_headers=headers)
-        await self._caller.report_progress(self._job)
+        await self._report_progress(self._job)
         if before.result_file:
             await self._files.delete(before.result_file)
 
     async def _run_rows(self) -> None:
-        caller = self._caller.find_caller(self._job)
+        caller = self._replay.find_caller(self._job)
         if caller is not None and caller.limits is not None:
             self._max_running = min(self._max_running, caller.limits.max_inflight or sys.maxsize)
         reader = RowReader(self._files, self._job)
@@ -185,13 +179,16 @@ class BatchRun:
         headers = [pair for pair in self._job.headers if pair[0] != "content-type"]
         headers.append(("content-type", row.content_type))
         request = replace(self._job, headers=headers, body_bytes=len(row.body))
+
+        async def read(_: int) -> bytes:
+            return row.body
+
         give_up_at = time.monotonic() + self._max_row_s
         starts = 0
         while True:
             starts += 1
-            capture, info = await self._caller.call(
-                request, RowBody(row.body).receive, self._services
-            )
+            receive = build_receive(read, len(row.body))
+            capture, info = await self._replay.call(request, receive, self._services)
             delay_s = find_delay_s(capture, starts)
             # A quota can begin again long after the row gives up: it would hold back the jobs of others.
             wait_s = max(delay_s, find_retry_after_s(capture))
@@ -224,19 +221,7 @@ class BatchRun:
                 result_bytes=job.result_bytes + len(data),
                 rows_per_second=(done_rows + failed_rows - self._first_row) / elapsed_s,
             )
-            await self._caller.report_progress(self._job)
-
-
-class RowBody:
-    """Gives the body of a row to the application, as if a client sent it and waited."""
-
-    def __init__(self, body: bytes) -> None:
-        self._messages: list[Message] = [{"type": "http.request", "body": body}]
-
-    async def receive(self) -> Message:
-        if not self._messages:
-            await asyncio.Event().wait()  # the client never leaves
-        return self._messages.pop()
+            await self._report_progress(self._job)
 
 
 class RowInference(InferenceService):
