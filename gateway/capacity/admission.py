@@ -23,6 +23,7 @@ MAX_RETRY_AFTER_S: Final = 60
 ANSWER_TIME_GAIN: Final = 0.2
 MAX_ANSWER_TIMES: Final = 1024
 MAX_ANSWER_TIME_AGE_S: Final = 5.0
+FOREGROUND_USE_S: Final = 10.0
 
 
 class WeightedSemaphore:
@@ -143,7 +144,10 @@ class Slot:
         self.is_taken = False
 
     def try_acquire(self) -> bool:
-        self.is_taken = self._admission.try_acquire(self._model)
+        admission = self._admission
+        if admission.foreground_uses:
+            admission.record_foreground_use(self._model, self._info)
+        self.is_taken = admission.try_acquire(self._model)
         return self.is_taken
 
     async def acquire(self, timeout_s: float) -> float:
@@ -248,6 +252,8 @@ class AdmissionQueue:
         self._more_rows: Counter[str] = Counter()
         # By model and caller: the long requests of one must not have the short ones of others refused.
         self._answer_times: dict[tuple[str, str], AnswerTime] = {}
+        # When requests above the priority `background` used models last, of those on which batches have run.
+        self.foreground_uses: dict[str, float] = {}
         self.queue = FairQueue()
         self.running = 0
         # The priority in a model's config, for callers without one.
@@ -342,6 +348,16 @@ class AdmissionQueue:
             priority = Priority.normal
         wanted = info.wanted_priority
         return priority if wanted is None else min(priority, wanted)
+
+    def record_foreground_use(self, model: str, info: RequestInfo) -> None:
+        is_watched = model in self.foreground_uses
+        if is_watched and self.find_priority(model, info) is not Priority.background:
+            self.foreground_uses[model] = perf_counter()
+
+    def is_in_foreground_use(self, model: str) -> bool:
+        """Return whether such a request was a few seconds ago. They are noticed from the first call on."""
+        used_at = self.foreground_uses.setdefault(model, -math.inf)
+        return perf_counter() - used_at < FOREGROUND_USE_S
 
     async def wait(self, waiter: Waiter, timeout_s: float) -> float:
         """Wait for a slot; return the remaining seconds.

@@ -112,6 +112,7 @@ class UnlimitedAdmission(AdmissionQueue):
     def __init__(self) -> None:
         self.limits: dict[str, int] = {}
         self.batching_models: set[str] = set()
+        self.foreground_uses: dict[str, float] = {}
 
     def try_acquire(self, model: str) -> bool:
         return True

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import httpx
+import orjson
 import pytest
 
 from tests.support.keys import BOTH, INFER, bearer, entry, written
@@ -16,9 +17,9 @@ from tests.support.servers import gateway_before, triton_on_free_ports
 from tests.support.wait import wait_until
 
 SLEEPING = next(model for model in MODELS if model.name == "sleeping")
-# Each has one instance, without a dynamic batcher.
+# Each has one instance, without a dynamic batcher, and the last one two.
 OWN, OTHER = replace(SLEEPING, name="own"), replace(SLEEPING, name="other")
-BODY = b'{"inputs": [0.02]}'
+TWO = replace(SLEEPING, name="two", extra="instance_group { count: 2 kind: KIND_CPU }")
 USERS_PER_S = 10
 SECONDS = 30
 
@@ -26,7 +27,7 @@ SECONDS = 30
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder = tmp_path_factory.mktemp("models")
-    write_repository(folder, AS_WRITTEN, (OWN, OTHER))
+    write_repository(folder, AS_WRITTEN, (OWN, OTHER, TWO))
     entries = [entry(INFER, "infer", priority="interactive"), entry(BOTH, "infer")]
     settings = {
         "keys_file": str(written(tmp_path_factory.mktemp("keys") / "keys.yaml", entries)),
@@ -41,11 +42,11 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         yield client
 
 
-def send_users(client: httpx.Client) -> Sequence[Sample]:
+def send_users(client: httpx.Client, model: str, body: bytes) -> Sequence[Sample]:
     port = client.base_url.port
     assert port is not None
-    path = "/v1/models/own/infer"
-    wire = post(path, BODY, "application/json", f"Authorization: Bearer {INFER}")
+    path = f"/v1/models/{model}/infer"
+    wire = post(path, body, "application/json", f"Authorization: Bearer {INFER}")
     with OpenLoop(Pool(port), [wire], USERS_PER_S, SECONDS) as loop:
         samples = loop.samples()
     assert statuses_of(samples).keys() == {200}
@@ -54,15 +55,22 @@ def send_users(client: httpx.Client) -> Sequence[Sample]:
 
 @pytest.mark.soak
 # A request waits for one row that runs, and at most one that waits in Triton: nothing overtakes them there.
-@pytest.mark.parametrize(("model", "limit"), [("other", 1.2), ("own", 2.5)])
-def test_users_beside_a_batch(client: httpx.Client, model: str, limit: float) -> None:
-    send_users(client)  # the connections, and what is read once
-    alone_ms = p99_ms(send_users(client))
+# Of two instances, a batch leaves one free.
+@pytest.mark.parametrize(
+    ("batch", "users", "seconds", "limit"),
+    [("other", "own", 0.02, 1.2), ("own", "own", 0.02, 2.5), ("two", "two", 0.05, 1.2)],
+)
+def test_users_beside_a_batch(
+    client: httpx.Client, batch: str, users: str, seconds: float, limit: float
+) -> None:
+    body = orjson.dumps({"inputs": [seconds]})
+    send_users(client, users, body)  # the connections, and what is read once
+    alone_ms = p99_ms(send_users(client, users, body))
     headers = {"Content-Type": "application/x-ndjson"}
-    rows = (BODY + b"\n") * 20_000
-    job = client.post(f"/v1/models/{model}/jobs", content=rows, headers=headers).json()["id"]
+    rows = (body + b"\n") * 20_000
+    job = client.post(f"/v1/models/{batch}/jobs", content=rows, headers=headers).json()["id"]
     wait_until(lambda: client.get(f"/v1/jobs/{job}").json()["progress"]["done"])
-    beside_ms = p99_ms(send_users(client))
+    beside_ms = p99_ms(send_users(client, users, body))
     assert client.delete(f"/v1/jobs/{job}").json()["state"] == "cancelled"
-    print(f"users of a model beside a batch on {model}: {alone_ms:.1f} → {beside_ms:.1f} ms")
+    print(f"users of {users} beside a batch on {batch}: {alone_ms:.1f} → {beside_ms:.1f} ms")
     assert_number("p99 beside a batch, of p99 alone", beside_ms / alone_ms, at_most=limit)

@@ -64,7 +64,7 @@ def process(zoo_triton: EmbeddedTriton, folder: Path) -> Iterator[GatewayProcess
         }
     )
     process.start()
-    for model in ("vector_FP32", "cancellable"):
+    for model in ("vector_FP32", "cancellable", "twins"):
         path = f"{process.url}/v2/repository/models/{model}/load"
         assert httpx.post(path, timeout=60).is_success
     yield process
@@ -394,6 +394,27 @@ def test_job_without_its_body_fails(client: httpx.Client, folder: Path) -> None:
         assert document["error"]["code"] == "JOB_FILE_LOST"
     result = client.get(f"/v1/jobs/{lost[0]}/result")
     assert (result.status_code, result.json()["code"]) == (500, "JOB_FILE_LOST")
+
+
+def test_batch_leaves_an_instance_to_others_that_use_its_model(client: httpx.Client) -> None:
+    def use_model() -> bool:
+        headers = {"X-Request-Timeout": "50"}
+        row = {"inputs": [0]}
+        return client.post("/v1/models/twins/infer", json=row, headers=headers).is_success
+
+    path = "/v1/models/twins/jobs"
+    wait_for(client, submit(client, [{"inputs": [0]}], path))  # from now on, others are noticed
+    assert use_model()
+    # The model has two instances, and each row would take one for an hour.
+    job = submit(client, [{"inputs": [0]}, *[{"inputs": [3600]}] * 3], path)
+
+    def has_begun() -> bool:
+        assert use_model()
+        return bool(client.get(f"/v1/jobs/{job}").json()["progress"]["done"])
+
+    wait_until(has_begun)
+    assert use_model()
+    assert client.delete(f"/v1/jobs/{job}").json()["state"] == "cancelled"
 
 
 @pytest.mark.soak

@@ -266,6 +266,17 @@ async def test_request_is_not_refused_for_the_times_of_other_callers() -> None:
     (await (await admit_beside([TIMEOUT_S] * 20, TIMEOUT_S / 2, caller="slow"))).release()
 
 
+async def test_only_requests_above_the_background_are_foreground_uses() -> None:
+    admission = build_queue()
+    assert not admission.is_in_foreground_use("m")
+    for model, priority in (("m", Priority.background), ("other", None)):
+        (await acquire(admission, model, priority=priority)).release()
+        assert not admission.is_in_foreground_use("m")
+    (await acquire(admission, "m")).release()
+    assert admission.is_in_foreground_use("m")
+    assert admission.foreground_uses.keys() == {"m"}
+
+
 async def test_slot_is_kept_until_triton_has_ended_a_request_that_timed_out() -> None:
     admission = build_queue(places=1, per_model=1)
     error = DeadlinePassed(1)

@@ -155,6 +155,7 @@ CANCELLABLE = Model(
     {"cancellable": "true"},
 )  # fmt: skip
 PATIENT = replace(CANCELLABLE, name="patient", hints={})
+TWINS = replace(CANCELLABLE, name="twins", extra="instance_group { count: 2 kind: KIND_CPU }")
 
 # Keeps a count for each sequence, and says in which process it is.
 COUNTING = Model(
@@ -185,7 +186,7 @@ TEXT_MODELS = (
 )  # fmt: skip
 
 # What the shared server of the tests has to load.
-SHARED = (*MODELS, *TEXT_MODELS, TICKING, CANCELLABLE, PATIENT, MANAGED, SCORES)
+SHARED = (*MODELS, *TEXT_MODELS, TICKING, CANCELLABLE, PATIENT, TWINS, MANAGED, SCORES)
 
 
 class Names:

@@ -7,7 +7,7 @@ import base64
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -225,7 +225,7 @@ class BatchRun:
 
 
 class RowInference(InferenceService):
-    """The inferences of one batch: no more at the same time than keep its model busy.
+    """The inferences of one batch: no more at the same time than `choose_row_limit` says.
 
     More would wait in Triton, where no other request could overtake them.
     """
@@ -247,18 +247,28 @@ class RowInference(InferenceService):
         finally:
             self._running -= 1
             async with self._ends:
-                self._ends.notify()
+                self._ends.notify_all()
 
     def _has_place(self) -> bool:
+        services = self._services
         # There are no stages, and no limit, until the config was read.
-        stages = find_stages(self._services.signatures, self._model).values()
-        limit = max(map(find_stage_limit, stages), default=sys.maxsize)
-        return self._running < limit * count_replicas(self._services.pool)
+        stages = find_stages(services.signatures, self._model).values()
+        has_users = services.admission.is_in_foreground_use(self._model)
+        limit = choose_row_limit(stages, count_replicas(services.pool), has_users=has_users)
+        return self._running < limit
 
 
-def find_stage_limit(signature: Signature) -> int:
-    batch_size = max(signature.max_batch_size, 1) if signature.has_dynamic_batching else 1
-    return BATCHES_PER_INSTANCE * batch_size * signature.instances
+def choose_row_limit(stages: Collection[Signature], replicas: int, *, has_users: bool) -> int:
+    """Return how many rows keep the model busy. Beside users they leave one of several instances free."""
+    limits = []
+    shared_limits = []
+    for stage in stages:
+        batch_size = max(stage.max_batch_size, 1) if stage.has_dynamic_batching else 1
+        instances = stage.instances * replicas
+        limits.append(BATCHES_PER_INSTANCE * batch_size * instances)
+        if has_users and instances > 1:
+            shared_limits.append(batch_size * (instances - 1))
+    return min((max(limits, default=sys.maxsize), *shared_limits))
 
 
 def build_line(row: Row, capture: ResponseCapture, info: RequestInfo) -> bytes:
