@@ -143,34 +143,32 @@ def create_check_services(services: Services) -> CheckServices:
 
 
 class StoredBody:
-    """The body of a request, written to a file while a handler receives it."""
+    """The body of a request, written to a file while a handler receives it; without a file, only counted."""
 
     def __init__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        max_bytes: int,
-        file: ArrivingBody | None = None,
+        self, scope: Scope, receive: Receive, max_bytes: int, file: ArrivingBody | None = None
     ) -> None:
-        """Without a file, it is only counted and hashed."""
         self._file = file
         self._receive = receive
         self._max_bytes = max_bytes
         self._is_complete = False
-        self.size_bytes = 0
-        self._hash = hashlib.sha256(
-            b"\0".join(
-                (
-                    scope["raw_path"],
-                    scope["query_string"],
-                    join_header_values(scope, b"content-type"),
-                )
-            )
-        )
+        self._size_bytes = 0
+        content_type = join_header_values(scope, b"content-type")
+        head = b"\0".join((scope["raw_path"], scope["query_string"], content_type))
+        self._hash = hashlib.sha256(head)
 
     @property
     def digest(self) -> str:
+        """Return a digest of all that makes the request the same as another one."""
         return self._hash.hexdigest()
+
+    def describe(self, idempotency_key: str) -> dict[str, Any]:
+        """Return the fields of a job with this body."""
+        return {
+            "body_bytes": self._size_bytes,
+            "body_digest": self.digest,
+            "idempotency_key": idempotency_key,
+        }
 
     async def receive(self) -> Message:
         message = await self._receive()
@@ -178,8 +176,8 @@ class StoredBody:
             data = message.get("body", b"")
             self._is_complete = not message.get("more_body", False)
             self._hash.update(data)
-            self.size_bytes += len(data)
-            if self.size_bytes > self._max_bytes:
+            self._size_bytes += len(data)
+            if self._size_bytes > self._max_bytes:
                 raise BodyTooLarge(self._max_bytes)
             if data and self._file is not None:
                 await self._file.append(data)
@@ -262,7 +260,7 @@ class JobAcceptance:
             if checked.status != Accepted.status:
                 return checked.build_response()
             await body.receive_rest()
-            job = replace(build_job(job_id, scope, body, key), **callback)
+            job = replace(build_job(job_id, scope), **body.describe(key), **callback)
             kept = await keep_job(jobs, job, file)
         wait = WAIT.search(join_header_values(scope, PREFER).decode("latin-1"))
         if wait is not None and kept is job:
@@ -330,7 +328,8 @@ def respond_with_job(job: Job) -> Response:
     return Response(orjson.dumps(describe_job(job)), Accepted.status, headers, JSON)
 
 
-def build_job(job_id: str, scope: Scope, body: StoredBody, key: str) -> Job:
+def build_job(job_id: str, scope: Scope) -> Job:
+    """Return a job without a body that sends the request of a scope."""
     info: RequestInfo = scope["request_info"]
     headers = [pair for pair in scope["headers"] if pair[0] in STORED_HEADERS]
     if info.trace is not None:  # the job belongs to the trace of its request
@@ -349,10 +348,7 @@ def build_job(job_id: str, scope: Scope, body: StoredBody, key: str) -> Job:
         request_id=info.request_id,
         caller=info.caller.name,
         key_digest=info.caller.digest.hex(),
-        body_bytes=body.size_bytes,
-        body_digest=body.digest,
         created_at=time.time(),
-        idempotency_key=key,
     )
 
 

@@ -75,10 +75,10 @@ class Job:
     # Who runs it: the name of the key or rule, and the hash of the key. They find its rights again.
     caller: str
     key_digest: str
-    body_bytes: int
-    body_digest: str
     # Times are seconds since 1970; 0 means never or not yet.
     created_at: float
+    body_bytes: int = 0
+    body_digest: str = ""
     idempotency_key: str = ""
     kind: JobKind = JobKind.request
     state: JobState = JobState.queued

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any, Final
@@ -74,6 +74,12 @@ async def read_piece(files: JobFiles, file: str, start: int, size_bytes: int) ->
     if len(piece) < length:
         raise JobFileLost
     return piece
+
+
+async def read_pieces(files: JobFiles, file: str, size_bytes: int) -> AsyncIterator[bytes]:
+    """Yield the pieces of a file; of one that is empty, an empty one. Raises `JobFileLost`."""
+    for position in range(0, size_bytes or 1, READ_BYTES):
+        yield await read_piece(files, file, position, size_bytes)
 
 
 def build_receive(read: Callable[[int], Awaitable[bytes]], size_bytes: int) -> Receive:

@@ -17,7 +17,7 @@ from gateway.access.auth import authorize_all_models
 from gateway.callers import Right
 from gateway.capabilities.jobs.errors import JobConflict, JobFileLost, JobNotFound
 from gateway.capabilities.jobs.job import BATCHES, DELIVERED, Job, JobKind, JobState
-from gateway.capabilities.jobs.replay import READ_BYTES, read_piece
+from gateway.capabilities.jobs.replay import read_piece, read_pieces
 from gateway.capabilities.jobs.runner import JobRunner
 from gateway.capabilities.jobs.service import POLL_S, Jobs, find_owner, may_use, may_use_all
 from gateway.capabilities.jobs.storage.store import JobQuery
@@ -171,14 +171,14 @@ class JobResultResponse(StreamingResponse):
 
     async def __call__(self, _: Scope, __: Receive, send: Send) -> None:
         job = self._job
-        files = self._jobs.store.files
         start = {"type": "http.response.start", "status": job.status, "headers": self.raw_headers}
+        sent_bytes = 0
         # The last piece ends the response: a client that has it all may disconnect at once.
-        for position in range(0, job.result_bytes or 1, READ_BYTES):
-            piece = await read_piece(files, job.result_file, position, job.result_bytes)
-            if not position:  # nothing is sent if the result cannot be read
+        async for piece in read_pieces(self._jobs.store.files, job.result_file, job.result_bytes):
+            if not sent_bytes:  # nothing is sent if the result cannot be read
                 await send(start)
-            more = position + READ_BYTES < job.result_bytes
+            sent_bytes += len(piece)
+            more = sent_bytes < job.result_bytes
             await send({"type": "http.response.body", "body": piece, "more_body": more})
         if self._deletes_job:
             await self._jobs.delete(job)

@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from gateway.capabilities.jobs.batches.run import BatchRun
 from gateway.capabilities.jobs.errors import JobFileLost, JobsFull, JobsUnavailable
-from gateway.capabilities.jobs.job import BATCHES, Job, JobKind, JobState
+from gateway.capabilities.jobs.job import Job, JobKind, JobState
 from gateway.capabilities.jobs.replay import (
     BUSY_STATUSES,
     NO_ROOM_PAUSE_S,
@@ -30,6 +30,8 @@ from gateway.services import Services
 from gateway.tasks import TaskSet, cancel_tasks, repeat
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Jobs that this process accepts are claimed at once, those of others at each period.
 CLAIM_PERIOD_S: Final = 1.0
@@ -62,11 +64,6 @@ class JobRunner:
         self._running: dict[tuple[str, int], RunningJob] = {}
         self._loops = TaskSet()
         self._claims = TaskSet()
-        # Runs a job of a kind, and returns it as it ended or was postponed.
-        self.handlers: dict[JobKind, Callable[[Job], Awaitable[Job]]] = {
-            JobKind.request: self._run_request,
-            **dict.fromkeys(BATCHES, self._run_batch),
-        }
         self._next_left_over_search_at = 0.0
         create = services.metrics.create
         self._job_gauge = create.worst("gateway_jobs", "Jobs that are kept, by state.", ("state",))
@@ -139,7 +136,9 @@ class JobRunner:
             ended = await self._handle(job)
             has_result = ended.result_file == job.own_result_file
             self._running[job.id, job.token].is_ending = True
-            has_result = await self._replace(ended, job.token) and has_result
+            replace_job = partial(self._jobs.replace, ended, job.token)
+            is_stored = await repeat_until_available(replace_job, JobsUnavailable, JobsFull)
+            has_result = is_stored and has_result
         except asyncio.CancelledError:
             running = self._running[job.id, job.token]
             if not running.is_lost:
@@ -158,9 +157,12 @@ class JobRunner:
             await self._store.files.delete(job.own_result_file)
 
     async def _handle(self, job: Job) -> Job:
+        """Run a job; return it as it ended or was postponed."""
         running = self._running[job.id, job.token]
         try:
-            return await self.handlers[job.kind](job)
+            if job.kind is JobKind.request:
+                return await self._run_request(job)
+            return await BatchRun(self._jobs, self._replay, job, self._report_progress).run()
         except JobFileLost as exc:
             return running.job.lose_run(time.time(), self._jobs.settings.job_lease_s, exc)
         except GatewayError as exc:
@@ -168,17 +170,6 @@ class JobRunner:
         except Exception:
             log.exception("job %s failed", job.id, extra={"request_id": job.request_id})
             return running.job.fail(time.time(), InternalError())
-
-    async def _replace(self, job: Job, token: int) -> bool:
-        """Store the outcome of a job, as soon as the store can be written."""
-        while True:
-            try:
-                return await self._jobs.replace(job, token)
-            except (JobsUnavailable, JobsFull):
-                await asyncio.sleep(STORE_RETRY_S)
-
-    async def _run_batch(self, job: Job) -> Job:
-        return await BatchRun(self._jobs, self._replay, job, self._report_progress).run()
 
     async def _report_progress(self, job: Job) -> None:
         """Store how far a batch is. Cancels it if this process has lost it."""
@@ -190,7 +181,10 @@ class JobRunner:
             await asyncio.sleep(0)  # raises the `CancelledError`
 
     async def _run_request(self, job: Job) -> Job:
-        read = partial(read_piece, self._store.files, job.body_file, size_bytes=job.body_bytes)
+        async def read(position: int) -> bytes:
+            piece = partial(read_piece, self._store.files, job.body_file, position, job.body_bytes)
+            return await repeat_until_available(piece, JobsUnavailable)
+
         capture, info = await self._replay.call(job, build_receive(read, job.body_bytes))
         if info.error_code == JobFileLost.code:
             raise JobFileLost
@@ -198,25 +192,16 @@ class JobRunner:
         if capture.status in BUSY_STATUSES:
             return job.postpone(now + find_delay_s(capture, job.starts))
         result = capture.body
-        if not await self._keep_result(job, result):
+        write = partial(self._store.files.write, job.own_result_file, result)
+        try:
+            await repeat_until_available(write, JobsUnavailable)
+        except JobsFull:
             return job.postpone(now + NO_ROOM_PAUSE_S)
         headers = [
             (name.decode("latin-1"), value.decode("latin-1")) for name, value in capture.headers
         ]
         ended = job.finish(now, capture.status, headers, len(result))
         return replace(ended, error=info.error_reason, error_code=info.error_code)
-
-    async def _keep_result(self, job: Job, result: bytes) -> bool:
-        """Write the result, as soon as the store can be written; return whether there is room."""
-        while True:
-            try:
-                await self._store.files.write(job.own_result_file, result)
-            except JobsFull:
-                return False
-            except JobsUnavailable:
-                await asyncio.sleep(STORE_RETRY_S)
-            else:
-                return True
 
     async def _clean(self) -> None:
         with suppress(JobsUnavailable, JobsFull):
@@ -240,3 +225,14 @@ class JobRunner:
         oldest_at = now if counts.oldest_queued_at is None else counts.oldest_queued_at
         self._age_gauge.set(max(now - oldest_at, 0.0))
         self._bytes_gauge.set(counts.size_bytes)
+
+
+async def repeat_until_available(
+    call: Callable[[], Awaitable[T]], *failures: type[GatewayError]
+) -> T:
+    """Return the result of a call to the store, which is repeated after these failures."""
+    while True:
+        try:
+            return await call()
+        except failures:
+            await asyncio.sleep(STORE_RETRY_S)

@@ -19,12 +19,12 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from gateway.callers import Right
-from gateway.capabilities.jobs.acceptance import StoredBody, build_job, keep_job
+from gateway.capabilities.jobs.acceptance import build_job, keep_job
 from gateway.capabilities.jobs.batches.routes import check_served_model
 from gateway.capabilities.jobs.batches.rows import CUSTOM_ID, RowWriter
 from gateway.capabilities.jobs.errors import JobConflict, JobNotFound
 from gateway.capabilities.jobs.job import MIN_ERROR_STATUS, Job, JobKind, JobState, create_job_id
-from gateway.capabilities.jobs.replay import READ_BYTES, read_piece
+from gateway.capabilities.jobs.replay import read_pieces
 from gateway.capabilities.jobs.routes import MAX_LIMIT, JobResultResponse, cancel_job, find_job
 from gateway.capabilities.jobs.service import ArrivingBody, Jobs, find_owner, may_use_all
 from gateway.capabilities.jobs.storage.store import JobFiles, JobQuery, JobStore
@@ -144,7 +144,8 @@ def describe_batch_file(jobs: Jobs, file: BatchFile) -> dict[str, Any]:
 
 
 def describe_upload(jobs: Jobs, job: Job) -> dict[str, Any]:
-    return describe_batch_file(jobs, BatchFile(job, "", job.result_bytes))
+    (file,) = list_job_files(job)
+    return describe_batch_file(jobs, file)
 
 
 def describe_batch(jobs: Jobs, job: Job) -> dict[str, Any]:
@@ -272,9 +273,8 @@ async def create_file(request: Request, services: ServicesForInference) -> Respo
     """Check and keep a file with a request on each line, all for one model."""
     jobs = services.get(Jobs)
     max_bytes = jobs.settings.max_batch_bytes
-    received = StoredBody(request.scope, request.receive, max_bytes)
-    body = RequestBody(request.scope, received.receive)
-    job = build_job(f"{FILE_PREFIX}{create_job_id()}", request.scope, received, "")
+    body = RequestBody(request.scope, request.receive)
+    job = build_job(f"{FILE_PREFIX}{create_job_id()}", request.scope)
     charge = services.get_charge(request.scope["request_info"])
     async with ArrivingBody(jobs, job.body_file) as file:
         writer = FileWriter(file, jobs.settings.max_batch_rows, charge, body.content_type)
@@ -289,7 +289,6 @@ async def create_file(request: Request, services: ServicesForInference) -> Respo
             ended_at=job.created_at,
             total_rows=writer.rows,
             body_bytes=writer.size_bytes,
-            body_digest=received.digest,
             status=200,
             response_headers=[("content-type", NDJSON)],
             result_file=job.body_file,
@@ -341,11 +340,11 @@ async def stream_lines(files: JobFiles, file: BatchFile) -> AsyncIterator[bytes]
     job = file.job
     start = b""
     is_wanted: bool | None = None  # unknown until the status in a line was read
-    for position in range(0, job.result_bytes, READ_BYTES):
-        piece = start + await read_piece(files, job.result_file, position, job.result_bytes)
+    async for piece in read_pieces(files, job.result_file, job.result_bytes):
+        lines = io.BytesIO(start + piece)
         start = b""
         wanted = []
-        for line in io.BytesIO(piece):
+        for line in lines:
             if is_wanted is None and (status := STATUS_CODE.search(line)):
                 is_wanted = (int(status[1]) >= MIN_ERROR_STATUS) == (file.part == ERRORS)
             if is_wanted is None:
@@ -396,8 +395,7 @@ async def create_openai_batch(request: Request, services: ServicesForInference) 
     """Keep the requests of an uploaded file, and run them without a connection."""
     jobs = services.get(Jobs)
     scope = request.scope
-    received = StoredBody(scope, request.receive, jobs.max_body_bytes)
-    wanted = await read_management_body(Request(scope, received.receive), services)
+    wanted = await read_management_body(request, services)
     metadata = wanted.get("metadata")
     if wanted.get("endpoint") != ENDPOINT or wanted.get("completion_window") != WINDOW:
         raise MalformedRequest(
@@ -410,7 +408,7 @@ async def create_openai_batch(request: Request, services: ServicesForInference) 
         raise MalformedRequest('"input_file_id" must be the ID of an uploaded file')
     services.resolver.check_access(cast(RequestScope, scope), Right.infer, file.model)
     await check_served_model(request, services, file.model)
-    job = build_job(f"{BATCH_PREFIX}{create_job_id()}", scope, received, "")
+    job = build_job(f"{BATCH_PREFIX}{create_job_id()}", scope)
     headers = [pair for pair in job.headers if not pair[0].startswith(("accept", "content-"))]
     job = replace(
         job,
@@ -424,10 +422,7 @@ async def create_openai_batch(request: Request, services: ServicesForInference) 
     )
 
     async with ArrivingBody(jobs, job.body_file) as copy:
-        for position in range(0, file.result_bytes, READ_BYTES):
-            piece = await read_piece(
-                jobs.store.files, file.result_file, position, file.result_bytes
-            )
+        async for piece in read_pieces(jobs.store.files, file.result_file, file.result_bytes):
             await copy.append(piece)
         await keep_job(jobs, job, copy)
     return respond(describe_batch(jobs, job))

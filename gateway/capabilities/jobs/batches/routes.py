@@ -112,15 +112,15 @@ async def accept_batch(
             raise MalformedRequest(
                 "the batch has no rows; send one document per line, or files in a form or an archive"
             )
-        job = build_job(job_id, scope, received, key)
+        job = build_job(job_id, scope)
+        fields = {**received.describe(key), "body_bytes": writer.size_bytes, **callback}
         job = replace(
             job,
             kind=JobKind.batch,
             model=model,
             path=f"/v1/models/{model}/infer",
             headers=[pair for pair in job.headers if pair[0] != "content-encoding"],
-            body_bytes=writer.size_bytes,
             total_rows=writer.rows,
-            **callback,
+            **fields,
         )
         return respond_with_job(await keep_job(jobs, job, file))

@@ -19,13 +19,12 @@ from gateway.capabilities.jobs.job import MIN_ERROR_STATUS, Job, JobKind
 from gateway.capabilities.jobs.replay import (
     BUSY_STATUSES,
     NO_ROOM_PAUSE_S,
-    READ_BYTES,
     RequestReplay,
     ResponseCapture,
     build_receive,
     find_delay_s,
     find_retry_after_s,
-    read_piece,
+    read_pieces,
 )
 from gateway.capabilities.jobs.service import Jobs
 from gateway.fleet.inference import InferenceService
@@ -109,9 +108,7 @@ class BatchRun:
         before = self._job
         own = before.own_result_file
         await self._files.write(own, b"")
-        for position in range(0, before.result_bytes, READ_BYTES):
-            size_bytes = before.result_bytes
-            piece = await read_piece(self._files, before.result_file, position, size_bytes)
+        async for piece in read_pieces(self._files, before.result_file, before.result_bytes):
             await self._files.append(own, piece)
         headers = [("content-type", NDJSON)]
         await self._files.flush(own)
