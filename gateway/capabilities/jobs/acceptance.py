@@ -1,7 +1,7 @@
-"""Requests with `Prefer: respond-async`, which become jobs.
+"""Requests with `Prefer: respond-async`, and batches, which become jobs.
 
-The request is checked by its own handler, with services that stop it where the model would run.
-What the handler answers before, such as an error, is the answer. The body is written to disk meanwhile.
+A request is checked by its own handler, with services that stop it where the model would run. What the
+handler answers before, such as an error, is the answer. The body is written to disk meanwhile.
 """
 
 from __future__ import annotations
@@ -16,25 +16,37 @@ from functools import partial
 from typing import Any, Final
 
 import orjson
+from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope
 
+from gateway.capabilities.jobs.batches.rows import (
+    ARCHIVE_TYPES,
+    ArchiveWriter,
+    FormWriter,
+    RowWriter,
+)
 from gateway.capabilities.jobs.errors import JobsUnavailable, KeyInUse, KeyReused
-from gateway.capabilities.jobs.job import BODY_SUFFIX, Job, create_job_id
+from gateway.capabilities.jobs.job import BODY_SUFFIX, Job, JobKind, create_job_id
 from gateway.capabilities.jobs.replay import ResponseCapture
 from gateway.capabilities.jobs.routes import JOB_SCHEMA, JobResultResponse, describe_job
 from gateway.capabilities.jobs.service import ArrivingBody, Jobs, find_owner
 from gateway.capacity.admission import AdmissionQueue
-from gateway.errors import BodyTooLarge, GatewayError, MalformedRequest
+from gateway.errors import BodyTooLarge, GatewayError, MalformedRequest, UnsupportedBody
 from gateway.fleet.inference import InferenceService, ResultStream
-from gateway.media_types import JSON
+from gateway.inference.body import RequestBody
+from gateway.media_types import JSON, MULTIPART, NDJSON
+from gateway.memory import MemoryCharge
+from gateway.routes.dependencies import ServicesForInference
+from gateway.routes.infer import choose_stream_format
 from gateway.routes.middleware import GatewayMiddleware
-from gateway.routes.openapi import build_header_parameter
+from gateway.routes.openapi import BINARY_CONTENT, build_header_parameter, build_responses
 from gateway.services import INTERNAL_REQUEST, InternalRequest, Services
 from gateway.telemetry.request_info import RequestInfo, current_request_info
 from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS, TRACEPARENT
 from gateway.tensors.codecs import STRING_SCHEMA
+from gateway.tensors.media_type import parse_content_type
 from gateway.tensors.outputs import InferResult
 from gateway.triton.inference import InferRequest
 
@@ -77,6 +89,24 @@ ACCEPTED_RESPONSE: Final = {
     "headers": {"Location": {"description": "Path of the job.", "schema": STRING_SCHEMA}},
     "content": {JSON: {"schema": JOB_SCHEMA}},
 }
+
+BATCH_TYPES: Final = (NDJSON, MULTIPART, *ARCHIVE_TYPES)
+BATCH_RESPONSES: Final = build_responses(JOB_SCHEMA, "The job.", 404, 409, 413, 415, 422, 429, 503)
+BATCH_RESPONSES[202] = BATCH_RESPONSES.pop(200)
+BATCH_OPENAPI: Final = {
+    "requestBody": {
+        "required": True,
+        "description": "Rows: documents for `/infer`, one per line, or the files of a form or an archive.",
+        "content": {
+            NDJSON: {"schema": STRING_SCHEMA},
+            MULTIPART: {"schema": {"type": "object"}},
+            **dict.fromkeys(ARCHIVE_TYPES, BINARY_CONTENT),
+        },
+    },
+    "parameters": [HEADER_PARAMETERS[1]],
+}
+
+router = APIRouter(tags=["jobs"])
 
 
 class Accepted(GatewayError):
@@ -271,6 +301,76 @@ class JobAcceptance:
                 is_unknown = not (key or callback)  # nobody knows its ID
                 return JobResultResponse(jobs, kept, deletes_job=is_unknown)
         return respond_with_job(kept)
+
+
+@router.post(
+    "/v1/models/{model}/jobs",
+    status_code=202,
+    operation_id="create_batch",
+    summary="Run many inferences as one job",
+    responses=BATCH_RESPONSES,
+    openapi_extra=BATCH_OPENAPI,
+)
+async def create_batch(request: Request, services: ServicesForInference, model: str) -> Response:
+    """Keep the rows, and run them without a connection. Each row succeeds or fails alone."""
+    await check_served_model(request, services, model)
+    jobs = services.get(Jobs)
+    charge = services.get_charge(request.scope["request_info"])
+    accept = partial(accept_batch, jobs, request, model, charge)
+    max_bytes = jobs.settings.max_batch_bytes
+    return await services.get(JobAcceptance).accept_once(jobs, request, accept, max_bytes)
+
+
+async def check_served_model(request: Request, services: Services, model: str) -> None:
+    """Raises `UnknownModel`, unless a model of this name can be loaded later."""
+    services.record_model(request.scope["request_info"], model)
+    if not services.pool.is_awaited(model):
+        await services.signatures.get_signature(model, "")
+
+
+async def accept_batch(
+    jobs: Jobs, request: Request, model: str, charge: MemoryCharge, key: str
+) -> Response:
+    scope = request.scope
+    if choose_stream_format(request.headers.get("accept", "")) is not None:
+        raise MalformedRequest("a stream cannot be a row of a batch; accept another type")
+    callback = find_callback(jobs, scope)
+    max_bytes = jobs.settings.max_batch_bytes
+    received = StoredBody(scope, request.receive, max_bytes)
+    body = RequestBody(scope, received.receive)
+    media_type, _ = parse_content_type(body.content_type)
+    if media_type not in BATCH_TYPES:
+        raise UnsupportedBody(body.content_type, BATCH_TYPES)
+    job_id = create_job_id()
+    limits = (jobs.settings.max_batch_rows, charge)
+    async with (
+        ArrivingBody(jobs, f"{job_id}{BODY_SUFFIX}") as file,
+        ArrivingBody(jobs, f"{job_id}.archive{BODY_SUFFIX}") as archive,
+    ):
+        writer = RowWriter(file, *limits)
+        if media_type == MULTIPART:
+            writer = FormWriter(file, *limits, body.content_type)
+        elif media_type != NDJSON:
+            writer = ArchiveWriter(file, *limits, archive=archive, jobs=jobs)
+        async for chunk in body.stream(max_bytes):
+            await writer.feed(chunk)
+        await writer.finish()
+        if not writer.rows:
+            raise MalformedRequest(
+                "the batch has no rows; send one document per line, or files in a form or an archive"
+            )
+        job = build_job(job_id, scope)
+        fields = {**received.describe(key), "body_bytes": writer.size_bytes, **callback}
+        job = replace(
+            job,
+            kind=JobKind.batch,
+            model=model,
+            path=f"/v1/models/{model}/infer",
+            headers=[pair for pair in job.headers if pair[0] != "content-encoding"],
+            total_rows=writer.rows,
+            **fields,
+        )
+        return respond_with_job(await keep_job(jobs, job, file))
 
 
 async def keep_job(jobs: Jobs, job: Job, file: ArrivingBody) -> Job:

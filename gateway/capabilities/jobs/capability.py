@@ -1,9 +1,9 @@
 """Requests that outlive their connection: jobs, whose result is fetched later.
 
 `job.py` has a job as a value, and the changes of its state. `storage/` has the two stores of jobs, and in
-`store.py` what they can do. `acceptance.py` answers requests with `Prefer: respond-async`, `runner.py` runs
-the jobs, `routes.py` serves `/v1/jobs`. `batches/` accepts and runs batches of rows, also those of OpenAI's
-API. `callbacks.py` calls the client's server when a job has ended, if `callback_hosts.py` allows its address.
+`store.py` what they can do. `acceptance.py` makes jobs of requests and batches, `runner.py` runs them, and
+`routes.py` serves `/v1/jobs`. `batches/` has the rows of batches, and OpenAI's API. `callbacks.py` calls the
+client's server when a job has ended, if `callback_hosts.py` allows its address.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def attach_jobs(settings: Settings) -> Attachment | None:
     if not job_settings.jobs:
         return None
     from gateway.capabilities.jobs.acceptance import JobAcceptance
+    from gateway.capabilities.jobs.acceptance import router as batch_router
     from gateway.capabilities.jobs.batches.openai import router as openai_router
-    from gateway.capabilities.jobs.batches.routes import router as batch_router
     from gateway.capabilities.jobs.callbacks import open_callbacks
     from gateway.capabilities.jobs.callbacks import router as callback_router
     from gateway.capabilities.jobs.routes import router

@@ -17,9 +17,9 @@ from gateway.access.auth import authorize_all_models
 from gateway.callers import Right
 from gateway.capabilities.jobs.errors import JobConflict, JobFileLost, JobNotFound
 from gateway.capabilities.jobs.job import BATCHES, DELIVERED, Job, JobKind, JobState
-from gateway.capabilities.jobs.replay import read_piece, read_pieces
+from gateway.capabilities.jobs.replay import read_piece, read_file_pieces
 from gateway.capabilities.jobs.runner import JobRunner
-from gateway.capabilities.jobs.service import POLL_S, Jobs, find_owner, may_use, may_use_all
+from gateway.capabilities.jobs.service import POLL_S, Jobs, find_listed_owner, find_owner, may_use
 from gateway.capabilities.jobs.storage.store import JobQuery
 from gateway.errors import serialize_error
 from gateway.media_types import JSON, NDJSON
@@ -174,7 +174,9 @@ class JobResultResponse(StreamingResponse):
         start = {"type": "http.response.start", "status": job.status, "headers": self.raw_headers}
         sent_bytes = 0
         # The last piece ends the response: a client that has it all may disconnect at once.
-        async for piece in read_pieces(self._jobs.store.files, job.result_file, job.result_bytes):
+        async for piece in read_file_pieces(
+            self._jobs.store.files, job.result_file, job.result_bytes
+        ):
             if not sent_bytes:  # nothing is sent if the result cannot be read
                 await send(start)
             sent_bytes += len(piece)
@@ -234,8 +236,7 @@ async def list_jobs(
     after: Annotated[str, Query(description="The last ID of the page before.")] = "",
 ) -> Response:
     """Return the jobs of the caller, or with an admin key for all models those of all callers."""
-    info: RequestInfo = request.scope["request_info"]
-    owner = None if may_use_all(cast(RequestScope, request.scope)) else find_owner(info)
+    owner = find_listed_owner(cast(RequestScope, request.scope))
     query = JobQuery(owner, state, model=model, limit=limit, after=after)
     jobs = await services.get(Jobs).store.list_jobs(query)
     return Response(orjson.dumps({"jobs": list(map(describe_job, jobs))}), media_type=JSON)

@@ -130,6 +130,11 @@ def find_owner(info: RequestInfo) -> str:
     return f"{info.caller.name} {info.subject}" if info.subject else info.caller.name
 
 
+def find_listed_owner(scope: RequestScope) -> str | None:
+    """Return whose jobs the caller may list; None for those of all callers."""
+    return None if may_use_all(scope) else find_owner(scope["request_info"])
+
+
 def may_use(scope: RequestScope, job: Job) -> bool:
     """Return whether the caller may read and cancel a job whose ID it knows."""
     info = scope["request_info"]

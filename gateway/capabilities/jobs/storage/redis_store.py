@@ -104,7 +104,7 @@ class RedisJobStore:
 
     async def find_by_key(self, owner: str, idempotency_key: str) -> Job | None:
         key = f"{owner}\n{idempotency_key}"
-        job_id = await self._redis.read("HGET", "keys", key, decode=decode_text)
+        job_id = await self._redis.read("HGET", "keys", key, decode=decode_id)
         return await self.find(job_id) if job_id else None
 
     async def replace(self, job: Job, seen_token: int) -> bool:
@@ -142,7 +142,7 @@ class RedisJobStore:
                 job_id, line, document = found
                 waiting = next(iter(decode_jobs([document])), None)
                 if waiting is None or waiting.state is not JobState.queued:
-                    log.warning("this release cannot read the job %s", decode_text(job_id))
+                    log.warning("this release cannot read the job %s", decode_id(job_id))
                     due_at = now + self._lease_s
                     script = redis_scripts.DELAY
                     await self._redis.run(script, job_id, line, due_at, decode=bool)
@@ -287,7 +287,7 @@ def name_file(file: str) -> str:
     return f"file:{file}"
 
 
-def decode_text(value: bytes | None) -> str:
+def decode_id(value: bytes | None) -> str:
     return (value or b"").decode()
 
 
