@@ -76,7 +76,7 @@ async def read_piece(files: JobFiles, file: str, start: int, size_bytes: int) ->
     return piece
 
 
-async def read_file_pieces(files: JobFiles, file: str, size_bytes: int) -> AsyncIterator[bytes]:
+async def read_all_pieces(files: JobFiles, file: str, size_bytes: int) -> AsyncIterator[bytes]:
     """Yield the pieces of a file; of one that is empty, an empty one. Raises `JobFileLost`."""
     for position in range(0, size_bytes or 1, READ_BYTES):
         yield await read_piece(files, file, position, size_bytes)

@@ -23,7 +23,7 @@ from gateway.capabilities.jobs.acceptance import build_job, check_served_model, 
 from gateway.capabilities.jobs.batches.rows import CUSTOM_ID, RowWriter
 from gateway.capabilities.jobs.errors import JobConflict, JobNotFound
 from gateway.capabilities.jobs.job import MIN_ERROR_STATUS, Job, JobKind, JobState, create_job_id
-from gateway.capabilities.jobs.replay import read_file_pieces
+from gateway.capabilities.jobs.replay import read_all_pieces
 from gateway.capabilities.jobs.routes import MAX_LIMIT, JobResultResponse, cancel_job, find_job
 from gateway.capabilities.jobs.service import ArrivingBody, Jobs, find_listed_owner
 from gateway.capabilities.jobs.storage.store import JobFiles, JobQuery, JobStore
@@ -338,7 +338,7 @@ async def stream_lines(files: JobFiles, file: BatchFile) -> AsyncIterator[bytes]
     job = file.job
     start = b""
     is_wanted: bool | None = None  # unknown until the status in a line was read
-    async for piece in read_file_pieces(files, job.result_file, job.result_bytes):
+    async for piece in read_all_pieces(files, job.result_file, job.result_bytes):
         lines = io.BytesIO(start + piece)
         start = b""
         wanted = []
@@ -420,7 +420,7 @@ async def create_openai_batch(request: Request, services: ServicesForInference) 
     )
 
     async with ArrivingBody(jobs, job.body_file) as copy:
-        async for piece in read_file_pieces(jobs.store.files, file.result_file, file.result_bytes):
+        async for piece in read_all_pieces(jobs.store.files, file.result_file, file.result_bytes):
             await copy.append(piece)
         await keep_job(jobs, job, copy)
     return respond(describe_batch(jobs, job))

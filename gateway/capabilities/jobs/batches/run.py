@@ -24,7 +24,7 @@ from gateway.capabilities.jobs.replay import (
     build_receive,
     find_delay_s,
     find_retry_after_s,
-    read_file_pieces,
+    read_all_pieces,
 )
 from gateway.capabilities.jobs.service import Jobs
 from gateway.fleet.inference import InferenceService
@@ -108,7 +108,7 @@ class BatchRun:
         before = self._job
         own = before.own_result_file
         await self._files.write(own, b"")
-        async for piece in read_file_pieces(self._files, before.result_file, before.result_bytes):
+        async for piece in read_all_pieces(self._files, before.result_file, before.result_bytes):
             await self._files.append(own, piece)
         headers = [("content-type", NDJSON)]
         await self._files.flush(own)
