@@ -136,13 +136,17 @@ def test_bodies_that_cannot_be_deleted_count_no_longer(tmp_path: Path) -> None:
 
     async def work(store: JobStore) -> None:
         jobs = Jobs(store, settings, 100)
-        with pytest.raises(JobsUnavailable):
+
+        async def receive() -> None:
             async with ArrivingBody(jobs, "a.body") as body, ArrivingBody(jobs, "b.body") as other:
                 await body.append(bytes(10))
                 await other.append(bytes(10))
                 shutil.rmtree(tmp_path / "files")
                 (tmp_path / "files").touch()
                 raise MalformedRequest("the archive is damaged")
+
+        with pytest.raises(JobsUnavailable):
+            await receive()
         assert jobs.incoming_bytes == 0
 
     run_with(settings, work)
@@ -451,9 +455,10 @@ def test_job_that_is_kept_though_redis_answers_too_late_has_its_body(redis: Redi
         relayed = JobSettings(jobs=through)
         async with server, opened(direct) as store, opened(relayed) as relayed_store:
             await relayed_store.files.append(QUEUED.body_file, b"abc")
+            jobs = Jobs(relayed_store, relayed, 10)
+            body = ArrivingBody(jobs, QUEUED.body_file)
             with pytest.raises(JobsUnavailable):
-                jobs = Jobs(relayed_store, relayed, 10)
-                await add_job(jobs, QUEUED, ArrivingBody(jobs, QUEUED.body_file))
+                await add_job(jobs, QUEUED, body)
             assert await store.find(QUEUED.id) is not None
             assert await store.files.read(QUEUED.body_file, 0, 10) == b"abc"
 
