@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields, replace
@@ -136,21 +137,6 @@ class CheckedInference(InferenceService):
         )
 
 
-class UnlimitedAdmission(AdmissionQueue):
-    """Admits everything, because the model does not run."""
-
-    def __init__(self) -> None:
-        self.limits: dict[str, int] = {}
-        self.batching_models: set[str] = set()
-        self.foreground_uses: dict[str, float] = {}
-
-    def try_acquire(self, model: str) -> bool:
-        return True
-
-    def release(self, model: str, caller: str = "") -> None:
-        """Nothing was taken."""
-
-
 class CheckServices(Services):
     """The services of a request that is checked, and not run."""
 
@@ -166,7 +152,9 @@ class CheckServices(Services):
 
 def create_check_services(services: Services) -> CheckServices:
     values = {each.name: getattr(services, each.name) for each in fields(services)}
-    values |= {"inference": CheckedInference(), "admission": UnlimitedAdmission()}
+    # It admits everything, because the model does not run.
+    admission = AdmissionQueue(sys.maxsize, sys.maxsize, 0, services.metrics)
+    values |= {"inference": CheckedInference(), "admission": admission}
     checking = CheckServices(**values)
     vars(checking)["large_body_turn"] = services.large_body_turn  # all checks share it
     return checking

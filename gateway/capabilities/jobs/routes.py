@@ -95,12 +95,18 @@ ERASED_RESPONSES: Final = build_responses(
 router = APIRouter(tags=["jobs"])
 
 
-def render_time(when: float) -> str:
+def render_time(when: float) -> str | None:
+    if not when:
+        return None
     return datetime.fromtimestamp(when, timezone.utc).isoformat(timespec="milliseconds")
 
 
+def omit_none(document: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in document.items() if value is not None}
+
+
 def describe_job(job: Job, position: int | None = None) -> dict[str, Any]:
-    document: dict[str, Any] = {
+    document = {
         "id": job.id,
         "state": job.state.value,
         "model": job.model,
@@ -110,45 +116,41 @@ def describe_job(job: Job, position: int | None = None) -> dict[str, Any]:
         "created": render_time(job.created_at),
         "starts": job.starts,
         "progress": describe_progress(job),
+        "position": position,
+        "started": render_time(job.started_at),
+        "ended": render_time(job.ended_at),
+        "status": job.status or None,
+        "error": {"code": job.error_code, "message": job.error} if job.error else None,
+        "callback": describe_callback(job) if job.callback_url else None,
     }
-    if position is not None:
-        document["position"] = position
-    if job.started_at:
-        document["started"] = render_time(job.started_at)
-    if job.ended_at:
-        document["ended"] = render_time(job.ended_at)
-    if job.status:
-        document["status"] = job.status
-    if job.error:
-        document["error"] = {"code": job.error_code, "message": job.error}
-    if job.callback_url:
-        document["callback"] = describe_callback(job)
-    return document
+    return omit_none(document)
 
 
 def describe_progress(job: Job) -> dict[str, Any]:
-    progress: dict[str, Any] = {
+    speed = job.rows_per_second
+    end_at = 0.0
+    if speed and job.state is JobState.running:
+        end_at = time.time() + (job.total_rows - job.done_rows - job.failed_rows) / speed
+    document = {
         "total": job.total_rows,
         "done": job.done_rows,
         "failed": job.failed_rows,
+        "rows_per_second": round(speed, 1) if speed else None,
+        "estimated_end": render_time(end_at),
     }
-    if job.rows_per_second:
-        rows = job.total_rows - job.done_rows - job.failed_rows
-        progress["rows_per_second"] = round(job.rows_per_second, 1)
-        if job.state is JobState.running:
-            progress["estimated_end"] = render_time(time.time() + rows / job.rows_per_second)
-    return progress
+    return omit_none(document)
 
 
 def describe_callback(job: Job) -> dict[str, Any]:
     is_delivered = job.callback_outcome == DELIVERED
     state = DELIVERED if is_delivered else "due" if job.callback_due_at else "failed"
-    document = {"state": state if job.has_ended else "waiting", "attempts": job.callback_attempts}
-    if job.callback_outcome and not is_delivered:
-        document["problem"] = job.callback_outcome
-    if job.callback_due_at:
-        document["next_attempt"] = render_time(job.callback_due_at)
-    return document
+    document = {
+        "state": state if job.has_ended else "waiting",
+        "attempts": job.callback_attempts,
+        "problem": None if is_delivered else job.callback_outcome or None,
+        "next_attempt": render_time(job.callback_due_at),
+    }
+    return omit_none(document)
 
 
 async def respond_with_state(jobs: Jobs, job: Job) -> Response:
