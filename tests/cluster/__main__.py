@@ -18,7 +18,7 @@ from tests.cluster.kubectl import ClusterError, connect
 from tests.cluster.resources import IMAGES
 from tests.cluster.run import Choice, run_all
 from tests.cluster.scene import Run
-from tests.cluster.verdict import format_table
+from tests.cluster.verdict import SETTLE_S, format_table
 from tests.support.servers import ROOT
 
 INTERRUPTED = 130
@@ -50,6 +50,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", default="", help="words of the events to cause")
     parser.add_argument("--node-down", default="", help="ends a node: docker kill {node}")
     parser.add_argument("--node-up", default="", help="starts it again: docker start {node}")
+    parser.add_argument(
+        "--settle",
+        type=float,
+        default=SETTLE_S,
+        help="seconds: 40 if the DNS keeps answers for 30 s",
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "cluster")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -58,7 +64,14 @@ def main(arguments: list[str]) -> int:
     try:
         cluster = connect(options.context)
         images = parse_images(options.images)
-        run = Run(cluster, secrets.token_hex(3), images, options.node_down, options.node_up)
+        run = Run(
+            cluster,
+            secrets.token_hex(3),
+            images,
+            options.node_down,
+            options.node_up,
+            options.settle,
+        )
         report = run_all(run, options.output, choice, say)
     except ClusterError as exc:
         say(f"{exc}")

@@ -370,13 +370,14 @@ OVERLAY_EVENTS: Final = (
     Event("rollout of both", restart(GATEWAY, TRITON)),
     Event("a gateway is deleted", delete_pod(GATEWAY)),
     Event("a Triton is deleted", delete_pod(TRITON)),
+    # Before pods are replaced: of two nodes, the drained one is empty until then, and could not die.
+    Event("a node is drained", drain_node, undo=uncordon_node),
     Event("gateways are scaled 2 → 4 → 1 → 2", scale_up_and_down(GATEWAY)),
     Event("Tritons are scaled 2 → 4 → 1 → 2", scale_up_and_down(TRITON)),
     Event("a model is loaded while the Tritons are replaced", load_during_rollout),
     Event("a key is added", add_key, undo=restore_keys),
     Event("the keys become broken YAML", replace_keys("keys: [\n"), undo=restore_keys),
     Event("the keys become empty", replace_keys(""), undo=restore_keys),
-    Event("a node is drained", drain_node, undo=uncordon_node),
     # Before Redis is stopped: it may then start on another node than that of the load.
     Event("a node dies", lose_node, IN_GATEWAY, TRITON_UNNOTICED_S, undo=start_node),
     Event("Redis is away while models change", change_models_without_redis, undo=start_redis),

@@ -137,6 +137,7 @@ def measure_event(scene: Scene, event: Event, name: str, logs: LogFiles) -> Outc
         scene.read_load(began_at, scene.read_clock()),
         well_s=acted - began + wellness.well_s,
         settled_s=wellness.well_s - wellness.pods_ready_s,
+        settle_limit_s=scene.run.settle_s,
         fault_ended=scene.fault_ended,
         unnoticed_s=event.unnoticed_s,
         differences=(*problems, *wellness.differences),

@@ -22,7 +22,7 @@ from tests.cluster.resources import (
     build_config_map,
     build_pod,
 )
-from tests.cluster.verdict import Record, find_oldest_request, parse_record
+from tests.cluster.verdict import SETTLE_S, Record, find_oldest_request, parse_record
 from tests.support.keys import ADMIN, bearer
 from tests.support.manifests import Resource
 
@@ -49,6 +49,7 @@ class Run:
     images: Mapping[str, str]
     node_down: str = ""  # commands that end and start a node: `docker kill {node}`
     node_up: str = ""
+    settle_s: float = SETTLE_S
 
     @property
     def tools_namespace(self) -> str:

@@ -169,6 +169,13 @@ def test_page_names_every_event() -> None:
     assert not [each.name for each in (*OVERLAY_EVENTS, *CHART_EVENTS) if each.name not in page]
 
 
+def test_drained_node_gets_pods_again_before_it_can_die() -> None:
+    """With two nodes for pods, the other one has Redis and the load."""
+    names = [each.name for each in OVERLAY_EVENTS]
+    between = names[names.index("a node is drained") : names.index("a node dies")]
+    assert {"gateways are scaled 2 → 4 → 1 → 2", "Tritons are scaled 2 → 4 → 1 → 2"} <= {*between}
+
+
 def test_pods_of_the_tools_fit_the_schemas() -> None:
     load = build_pod("load", "image", ("python3",), "programs")
     agent = build_agent("node-1.example", "image")

@@ -81,6 +81,8 @@ def test_fleet_has_a_time_to_settle_and_logs_have_no_faults() -> None:
     late = build_outcome(Losses.none, settled_s=SETTLE_S + 1)
     (violation,) = find_violations(late)
     assert f"{SETTLE_S + 1:.0f} s after the pods were ready" in violation
+    slow_dns = build_outcome(Losses.none, settled_s=SETTLE_S + 1, settle_limit_s=40.0)
+    assert not find_violations(slow_dns)
     log = "a line\nTraceback (most recent call last):\n  File …\n"
     (fault,) = find_log_faults("gateway-0", log)
     faulty = build_outcome(Losses.none, log_faults=(fault,))
@@ -107,7 +109,7 @@ def test_record_counts_what_ended_in_the_period() -> None:
 
 def test_table_has_a_row_for_each_event() -> None:
     outcomes = [
-        build_outcome(Losses.none, well_s=12.4),
+        build_outcome(Losses.none, well_s=12.4, settled_s=3.4),
         build_outcome(Losses.requests_inside, build_failure(BEFORE, BEFORE)),
         build_outcome(Losses.none, build_failure(BEFORE, BEFORE)),
         build_outcome(Losses.none, skipped="the cluster has one node"),
@@ -115,9 +117,9 @@ def test_table_has_a_row_for_each_event() -> None:
     heading, _, *rows = format_table(outcomes).splitlines()
     assert len({len(row) for row in [heading, *rows]}) == 1
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    assert cells[0] == ["an event", "1,000", "0", "0", "12", "ok"]
-    assert cells[1][2:] == ["1 (1 inside)", "0", "0", "ok"]
-    assert cells[2][2:] == ["1", "0", "0", "VIOLATED"]
+    assert cells[0] == ["an event", "1,000", "0", "0", "12", "3", "ok"]
+    assert cells[1][2:] == ["1 (1 inside)", "0", "0", "0", "ok"]
+    assert cells[2][2:] == ["1", "0", "0", "0", "VIOLATED"]
     assert cells[3][-1] == "skipped: the cluster has one node"
 
 
