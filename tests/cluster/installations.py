@@ -161,10 +161,20 @@ class Zero(OverlayInstallation):
 
     components = ("cpu-only", "keda-zero")
 
+    def install(self) -> None:
+        """Install all but the ScaledObject."""
+        self.run.cluster.apply(list_secrets(), self.namespace)
+        self.run.cluster.apply(add_test_models(self.render("prod")), self.namespace)
+
+    def start_scaling(self) -> None:
+        """A gateway must run: KEDA asks it for the metric only now, and Prometheus is not there."""
+        self.run.cluster.apply(self.list_scalers(), self.namespace)
+
+    def list_scalers(self) -> list[Resource]:
+        return list_scaled_objects(self.render_all("prod"))
+
     def list_objects(self) -> list[Resource]:
-        fitted = self.render("prod")
-        scalers = list_scaled_objects(self.render_all("prod"))
-        return add_test_models([*fitted, *scalers])
+        return [*add_test_models(self.render("prod")), *self.list_scalers()]
 
 
 class Chart(Installation):

@@ -30,14 +30,13 @@ from tests.cluster.installations import (
 from tests.cluster.kubectl import ClusterError
 from tests.cluster.logs import LogFiles
 from tests.cluster.resources import (
-    GATEWAY,
     SCALED_OBJECT,
     TRITON,
     build_namespace,
     fit_overlay,
     render_overlay,
 )
-from tests.cluster.scene import Obstacle, Run, Scene, Wellness
+from tests.cluster.scene import NAME_LABEL, Obstacle, Run, Scene, Wellness
 from tests.cluster.verdict import (
     Losses,
     Outcome,
@@ -196,13 +195,16 @@ def run_zero(run: Run, report: Report) -> None:
     def install() -> None:
         zero.install()
         scene.start_load(())
-        scene.wait(lambda: scene.list_pods(GATEWAY), "no gateway runs")
-
-    def count_tritons() -> int:
-        return len(scene.list_pods(TRITON))
+        scene.wait_for_pods()
+        zero.start_scaling()
 
     def wait_for_none() -> None:
-        scene.wait(lambda: not count_tritons(), "a Triton is left without requests")
+        """A Triton that is ending still serves."""
+        selector = f"{NAME_LABEL}={TRITON}"
+        scene.wait(
+            lambda: not run.cluster.list_objects("pods", zero.namespace, selector),
+            "a Triton is left without requests",
+        )
 
     def send_first_request() -> None:
         answer = scene.call("POST", INFER_TEXT, SENTENCE)
@@ -212,7 +214,10 @@ def run_zero(run: Run, report: Report) -> None:
     def send_many() -> None:
         scene.stop_load()
         scene.start_load(MANY_STREAMS)
-        scene.wait(lambda: count_tritons() > 1, "one Triton is not enough, and no other starts")
+        scene.wait(
+            lambda: len(scene.list_pods(TRITON)) > 1,
+            "one Triton is not enough, and no other starts",
+        )
 
     if not run_step(report, f"{ZERO}: install", install):
         return

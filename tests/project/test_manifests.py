@@ -679,6 +679,11 @@ def test_fleet_scaled_to_zero_is_woken_by_held_requests() -> None:
     (scaling,) = made.kind("ScaledObject")
     assert scaling["spec"]["minReplicaCount"] == 0
     (push,) = [each for each in scaling["spec"]["triggers"] if each["type"] == "external-push"]
+    # Also where KEDA has left the metric of the external scaler out.
+    (scraped,) = [
+        each for each in scaling["spec"]["triggers"] if "gateway_demand" in str(each["metadata"])
+    ]
+    assert scraped["metadata"]["threshold"] == push["metadata"]["targetValue"]
     name, _, port = push["metadata"]["scalerAddress"].partition(".triton-gateway.svc:")
     service = made.get("Service", name)
     (gateway,) = made.selected(service["spec"]["selector"])
