@@ -54,6 +54,12 @@ RESERVED_DESCRIPTORS: Final = 64  # left for files, and sockets other than conne
 class Loop(uvloop.Loop):
     """A uvloop with a short TLS handshake timeout: uvicorn has no setting for it, and the default is 60 s."""
 
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        # When a connection is given up, uvloop forgets its lookup, and nobody can await why that failed.
+        is_future = type(context.get("future")) is asyncio.Future
+        if not (is_future and isinstance(context.get("exception"), socket.gaierror)):
+            super().call_exception_handler(context)
+
     async def create_server(  # type: ignore[override]  # the overloads are passed on
         self, *args: Any, **kwargs: Any
     ) -> asyncio.AbstractServer:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from tests.support.servers import FAULTS
+
 # From the moment when all pods are ready until the fleet is as desired: gateways look up the Tritons every
 # 5 s. A DNS that keeps answers needs more: `--settle`.
 SETTLE_S: Final = 15.0
@@ -186,7 +188,7 @@ def format_violations(outcomes: Sequence[Outcome]) -> str:
     )
 
 
-LOG_FAULTS: Final = ("Traceback (most recent call last)", "unhandled exception", "never awaited")
+LOG_FAULTS: Final = ("Traceback (most recent call last)", *FAULTS)
 
 
 def find_log_faults(name: str, text: str) -> list[str]:
