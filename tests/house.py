@@ -21,9 +21,9 @@ class Limits:
     modules: int = 11  # at the top
     files_in_folder: int = 15
     core_files: int = 140
-    core_lines: int = 30_694
+    core_lines: int = 30_700
     capability_lines: int = 4_586
-    lines: int = 59_429
+    lines: int = 59_435
 
 
 @dataclass(frozen=True)

@@ -317,7 +317,7 @@ def run_all(run: Run, folder: Path, choice: Choice, say: Say) -> Report:
         keep_namespaces(run, purposes, say),
         LogFiles(run.cluster, folder / "logs", namespaces) as logs,
     ):
-        # First: after a node died, KEDA's adapter may wait for its operator for a quarter of an hour.
+        # First: after a node died, KEDA's adapter may wait for its operator for many minutes.
         if choice.includes(ZERO):
             run_zero(run, report)
         for installation, events in rows:
