@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-CONNECT_TIMEOUT_S = 1.0
+CONNECT_TIMEOUT_S = 3.0  # TCP sends a lost packet again after a second
 CONNECT_PAUSE_S = 0.2
 CONNECT_DEADLINE_S = 10.0  # of all attempts of a request
 READ_TIMEOUT_S = 30.0
