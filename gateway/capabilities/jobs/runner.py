@@ -107,6 +107,8 @@ class JobRunner:
         with suppress(JobsUnavailable, JobsFull):
             running = [each.job for each in self._running.values()]
             for job in await self._store.claim(count, time.time(), running):
+                if (job.id, job.token) in self._running:
+                    continue  # a Redis that lost its last second has forgotten that it runs
                 task = asyncio.create_task(self._run(job))
                 self._running[job.id, job.token] = RunningJob(job, task)
                 task.add_done_callback(partial(self._forget, job))
@@ -181,9 +183,15 @@ class JobRunner:
             await asyncio.sleep(0)  # raises the `CancelledError`
 
     async def _run_request(self, job: Job) -> Job:
+        try:
+            start = await self._read_start(job)  # its deadline does not pass meanwhile
+        except JobsUnavailable:
+            return job.postpone(time.time() + NO_ROOM_PAUSE_S)
+
         async def read(position: int) -> bytes:
-            piece = partial(read_piece, self._store.files, job.body_file, position, job.body_bytes)
-            return await repeat_until_available(piece, JobsUnavailable)
+            if position < len(start) or not job.body_bytes:
+                return start
+            return await read_piece(self._store.files, job.body_file, position, job.body_bytes)
 
         capture, info = await self._replay.call(job, build_receive(read, job.body_bytes))
         if info.error_code == JobFileLost.code:
@@ -202,6 +210,14 @@ class JobRunner:
         ]
         ended = job.finish(now, capture.status, headers, len(result))
         return replace(ended, error=info.error_reason, error_code=info.error_code)
+
+    async def _read_start(self, job: Job) -> bytes:
+        """Return the first piece of the body. Raises `JobsUnavailable` if only its file cannot be read."""
+        read = partial(read_piece, self._store.files, job.body_file, 0, job.body_bytes)
+        with suppress(JobsUnavailable):
+            return await read()
+        await repeat_until_available(partial(self._store.find, job.id), JobsUnavailable)
+        return await read()
 
     async def _clean(self) -> None:
         with suppress(JobsUnavailable, JobsFull):

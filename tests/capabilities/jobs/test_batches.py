@@ -396,6 +396,30 @@ def test_job_without_its_body_fails(client: httpx.Client, folder: Path) -> None:
     assert (result.status_code, result.json()["code"]) == (500, "JOB_FILE_LOST")
 
 
+def test_job_whose_body_cannot_be_read_waits_and_leaves_its_place(
+    client: httpx.Client, folder: Path
+) -> None:
+    # No other job starts before these have ended.
+    slow = [submit(client, [{"inputs": [3600]}], CANCELLABLE) for _ in range(4)]
+    request = client.post(
+        "/v1/models/vector_FP32/infer", json={"inputs": [1]}, headers={"Prefer": "respond-async"}
+    )
+    job = request.json()["id"]
+    body = folder / f"files/{job}.body"
+    body.unlink()
+    body.mkdir()
+    for each in slow:
+        client.delete(f"/v1/jobs/{each}")
+    wait_until(lambda: get_starts(client, job) == ("queued", 1))
+    body.rmdir()
+    client.delete(f"/v1/jobs/{job}")
+
+
+def get_starts(client: httpx.Client, job: str) -> tuple[str, int]:
+    document = client.get(f"/v1/jobs/{job}").json()
+    return document["state"], document["starts"]
+
+
 def test_batch_leaves_an_instance_to_others_that_use_its_model(client: httpx.Client) -> None:
     def use_model() -> bool:
         headers = {"X-Request-Timeout": "50"}

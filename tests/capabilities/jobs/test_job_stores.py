@@ -332,6 +332,25 @@ def test_clock_that_is_set_ends_no_lease(tmp_path: Path) -> None:
     run_with(settings, work)
 
 
+def test_lease_that_is_missing_for_a_moment_is_renewed(redis: RedisServer) -> None:
+    """After an outage of Redis, the leases of all workers have expired."""
+    settings = JobSettings(jobs=redis.url(), job_lease_s=1)
+    lease = settings.jobs.partition("prefix=")[2] + "jobs:lease:a1"
+
+    async def work(store: JobStore) -> None:
+        await add(store, "a1")
+        (job,) = await store.claim(1, time.time())
+        async with opened(settings) as other:
+            await other.claim(1, time.time())
+            await asyncio.sleep(0.5)
+            redis.client().delete(lease)
+            assert not await other.claim(1, time.time())
+            assert not await store.renew([job])
+            assert redis.client().exists(lease)
+
+    run_with(settings, work)
+
+
 def test_jobs_that_were_started_run_though_redis_fails_then(redis: RedisServer) -> None:
     settings = JobSettings(jobs=redis.url())
     prefix = settings.jobs.partition("prefix=")[2]

@@ -45,6 +45,8 @@ T = TypeVar("T")
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_RESULT_BYTES: Final = 64 << 20
 BODY_WITHOUT_JOB_TTL_S: Final = 3600
+RENEWAL_S: Final = 5.0  # every worker has renewed its leases twice
+SAFE_POLICY: Final = "noeviction"
 OUT_OF_MEMORY: Final = REDIS_REASONS["OutOfMemoryError"]
 
 
@@ -61,8 +63,8 @@ class RedisJobStore:
         if folder is not None:
             self._folder_files = BlockingCalls(FolderFiles(folder), FILE_THREADS)
         self.files = cast("JobFiles", self._folder_files or RedisFiles(self._redis))
-        # Since when Redis has answered. After an outage every worker gets time to renew its leases.
-        self._available_since = 0.0
+        # Since when the lease of a running job, by its ID and token, is missing: `time.monotonic`.
+        self._missing_since: dict[tuple[str, int], float] = {}
 
     async def open(self) -> None:
         """Create the folder. Raises `CommandError`. While Redis cannot be reached, no job is accepted."""
@@ -76,6 +78,14 @@ class RedisJobStore:
             if not facts.get("aof_enabled"):
                 log.warning(
                     "the Redis of GATEWAY_JOBS loses accepted jobs when it ends: its appendonly is off"
+                )
+            facts = await self._redis.execute(READ_ACTION, "INFO", "memory", decode=dict)
+            if (policy := facts.get("maxmemory_policy", SAFE_POLICY)) != SAFE_POLICY:
+                log.warning(
+                    "the Redis of GATEWAY_JOBS may forget jobs when it is full: its maxmemory-policy is %s, "
+                    "not %s",
+                    policy,
+                    SAFE_POLICY,
                 )
 
     async def close(self) -> None:
@@ -160,13 +170,18 @@ class RedisJobStore:
         return await self._redis.run(redis_scripts.FIND_NEXT, now, *names, decode=list)
 
     async def _end_lapsed_leases(self, now: float, running: Set[str]) -> None:
-        if not self._redis.is_available or not self._available_since:
-            self._available_since = time.monotonic()
-        if time.monotonic() - self._available_since < self._lease_s / 3:
-            return
+        """End the leases that are missing, once their workers had time to renew them after an outage."""
+        seen_at = time.monotonic()
+        missing_since = {}
         for job in await self._redis.run(redis_scripts.FIND_LAPSED, decode=decode_jobs):
-            if job.id not in running:
+            if job.id in running:
+                continue
+            since = self._missing_since.get((job.id, job.token), seen_at)
+            if seen_at - since < min(self._lease_s / 3, RENEWAL_S):
+                missing_since[job.id, job.token] = since
+            else:
                 await self.replace(job.lose_worker(now, self._lease_s), job.token)
+        self._missing_since = missing_since
 
     async def renew(self, jobs: Sequence[Job]) -> Sequence[Job]:
         tokens = {job.id: job.token for job in await self._find_all([job.id for job in jobs])}
@@ -175,7 +190,8 @@ class RedisJobStore:
             if tokens.get(job.id) == job.token and not await self._redis.write(
                 "PEXPIRE", lease, self._lease_ms, decode=bool
             ):
-                await self._redis.write("SET", lease, "", "PX", self._lease_ms, decode=bool)
+                with suppress(JobsFull):
+                    await self._redis.write("SET", lease, "", "PX", self._lease_ms, decode=bool)
         return [job for job in jobs if tokens.get(job.id) != job.token]
 
     async def count_jobs(self) -> JobCounts:
