@@ -22,7 +22,7 @@ MIN_FAST_MESSAGES: Final = 16
 FAST_MESSAGE_BYTES: Final = 1 << 20
 FAST_MESSAGES_SHARE: Final = 1 / 16
 # How often the size of the process is looked at while more messages arrive than there are slots.
-CHECK_PERIOD_S: Final = 0.1
+CHECK_PERIOD_S: Final = 0.05
 MAX_RESPONSE_SIZES: Final = 1024
 # Smaller responses are not recorded until the caller has had a larger one of the model.
 MIN_RECORDED_BYTES: Final = 64 << 10
