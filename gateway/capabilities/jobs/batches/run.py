@@ -140,7 +140,11 @@ class BatchRun:
         await self._report()
 
     def _has_room(self, row: Row) -> bool:
-        limit = min(self._services.admission.get_limit(self._job.model), self._max_running)
+        admission, model = self._services.admission, self._job.model
+        slots = admission.get_limit(model)
+        if admission.is_in_foreground_use(model):
+            slots = max(slots - 1, 1)  # the next request of a user need not wait for one
+        limit = min(slots, self._max_running)
         if self._running >= limit or len(self._pending) >= MAX_LEAD * limit:
             return False
         held_bytes = sum(each.held_bytes for each in self._pending)
