@@ -379,13 +379,13 @@ async def add_job(jobs: Jobs, job: Job, file: ArrivingBody) -> Job:
         if job.body_bytes:
             await jobs.store.files.flush(file.file)
         kept = await jobs.store.add(job, jobs.limits)
-        file.release()
     except JobsUnavailable:
-        file.release()  # the job may be kept: Redis answered too late
-        raise
+        raise  # the job may be kept: Redis answered too late
     except GatewayError:
         await file.discard()
         raise
+    finally:
+        file.release()
     if kept is not job:
         await file.discard()
     return kept

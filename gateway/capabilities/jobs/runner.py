@@ -220,26 +220,27 @@ class JobRunner:
         return await read()
 
     async def _clean(self) -> None:
+        now = time.time()
         with suppress(JobsUnavailable, JobsFull):
-            now = time.time()
             before = now - self._jobs.settings.job_retention_s
             for job in await self._store.find_outdated(before, CLEANING_COUNT):
                 if job.has_ended:
                     await self._jobs.delete(job)
                 else:
                     await self._jobs.replace(job.expire(now), job.token)
-            self._report_counts(await self._store.count_jobs(), now)
+            self._report_counts(await self._store.count_jobs())
             if time.monotonic() >= self._next_left_over_search_at:
                 self._next_left_over_search_at = time.monotonic() + LEFT_OVER_PERIOD_S
                 await self._jobs.delete_left_over()
+        # The oldest job grows older also while the store cannot be reached.
+        oldest_at = self._jobs.counts.oldest_queued_at or now
+        self._age_gauge.set(max(now - oldest_at, 0.0))
         await asyncio.sleep(CLEANING_PERIOD_S)
 
-    def _report_counts(self, counts: JobCounts, now: float) -> None:
+    def _report_counts(self, counts: JobCounts) -> None:
         self._jobs.counts = counts
         for state in JobState:
             self._job_gauge.labels(state.value).set(counts.by_state.get(state, 0))
-        oldest_at = now if counts.oldest_queued_at is None else counts.oldest_queued_at
-        self._age_gauge.set(max(now - oldest_at, 0.0))
         self._bytes_gauge.set(counts.size_bytes)
 
 

@@ -95,6 +95,7 @@ class ArrivingBody:
         self.file = file
         self.size_bytes = 0
         self.is_kept = False
+        self._may_exist = False
 
     async def append(self, data: bytes) -> None:
         """Append to the file, and create it. Raises `JobsFull`."""
@@ -103,11 +104,14 @@ class ArrivingBody:
         jobs.incoming_bytes += len(data)
         if jobs.counts.size_bytes + jobs.incoming_bytes > jobs.limits.max_bytes:
             raise JobBytesExceeded(jobs.limits.max_bytes)
+        self._may_exist = True
         await jobs.store.files.append(self.file, data)
 
     async def discard(self) -> None:
         self.release()
-        await self._jobs.store.files.delete(self.file)
+        if self._may_exist:
+            await self._jobs.store.files.delete(self.file)
+            self._may_exist = False
 
     def release(self) -> None:
         """Count the bytes no longer: they are in the store, or deleted."""

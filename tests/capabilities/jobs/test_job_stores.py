@@ -148,6 +148,22 @@ def test_bodies_that_cannot_be_deleted_count_no_longer(tmp_path: Path) -> None:
         with pytest.raises(JobsUnavailable):
             await receive()
         assert jobs.incoming_bytes == 0
+        async with ArrivingBody(jobs, "c.body"):
+            """There is nothing to delete."""
+
+    run_with(settings, work)
+
+
+def test_body_counts_no_longer_whatever_error_the_store_has(tmp_path: Path) -> None:
+    settings = JobSettings(jobs=f"sqlite://{tmp_path}")
+
+    async def work(store: JobStore) -> None:
+        jobs = Jobs(store, settings, 10)
+        body = ArrivingBody(jobs, QUEUED.body_file)
+        await body.append(b"abc")
+        with pytest.raises(TypeError):
+            await add_job(jobs, replace(QUEUED, details={"not JSON": object()}), body)
+        assert jobs.incoming_bytes == 0
 
     run_with(settings, work)
 
@@ -366,21 +382,24 @@ def test_jobs_that_were_started_run_though_redis_fails_then(redis: RedisServer) 
 
 def test_jobs_that_cannot_be_read_hold_up_no_others(redis: RedisServer) -> None:
     settings = JobSettings(jobs=redis.url())
-    documents = settings.jobs.partition("prefix=")[2] + "jobs:documents"
+    prefix = settings.jobs.partition("prefix=")[2] + "jobs:"
+    documents = f"{prefix}documents"
 
     async def work(store: JobStore) -> None:
-        await add(store, "a1", "b1", "c1", "d1", "e1", "e2")
+        await add(store, "a1", "b1", "c1", "d1", "e1", "e2", "f1")
         later = orjson.dumps({**orjson.loads(encode_job(QUEUED)), "id": "a1", "kind": "later"})
         redis.client().hset(documents, mapping={"a1": later, "b1": "{damaged"})
         redis.client().hdel(documents, "c1")
+        redis.client().delete(f"{prefix}line:f\n{QUEUED.model}")
         running: list[Job] = []
         for _ in range(6):
             running += await store.claim(6, time.time())
         assert [job.id for job in running] == ["d1", "e1", "e2"]
-        assert [job.id for job in await store.list_jobs(JobQuery(None))] == ["e2", "e1", "d1"]
+        assert not redis.client().exists(f"{prefix}lines")
+        assert [job.id for job in await store.list_jobs(JobQuery(None))] == ["f1", "e2", "e1", "d1"]
         for name in ("a1", "b1", "c1"):
             assert await store.find(name) is None
-        assert len(await store.find_outdated(time.time(), 10)) == 0
+        assert [job.id for job in await store.find_outdated(time.time(), 10)] == ["f1"]
         redis.client().hdel(documents, "d1")
         assert [job.id for job in await store.renew(running)] == ["d1"]
 

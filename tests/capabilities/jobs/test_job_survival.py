@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -259,6 +260,35 @@ def test_jobs_wait_while_redis_is_stopped(
             document = wait_for(client, job)
             assert (document["state"], document["starts"]) == ("done", 1)
         assert wait_for(client, submit(client).json()["id"])["state"] == "done"
+
+
+@pytest.mark.long
+def test_age_of_the_queue_grows_while_redis_is_stopped(
+    redis: RedisServer, start_gateway: Callable[..., GatewayProcess]
+) -> None:
+    gateway = start_gateway(redis.url(), max_running_jobs="1")
+    with httpx.Client(base_url=gateway.url, timeout=60) as client:
+        for _ in range(2):
+            submit(client, CANCELLABLE, json={"inputs": [3600]})
+
+        def wait_for_growth() -> None:
+            seen = read_queue_age(client)
+            wait_until(lambda: read_queue_age(client) > seen)
+
+        wait_for_growth()
+        redis.signal(signal.SIGSTOP)
+        try:
+            wait_for_growth()  # it may have been counted before
+            wait_for_growth()
+        finally:
+            redis.signal(signal.SIGCONT)
+
+
+def read_queue_age(client: httpx.Client) -> float:
+    page = client.get("/metrics").text
+    value = re.search(r"^gateway_job_queue_age_seconds(?:{.*})? (\S+)$", page, re.MULTILINE)
+    assert value is not None
+    return float(value[1])
 
 
 def test_gateway_that_starts_before_its_redis_has_jobs_later(

@@ -60,9 +60,8 @@ local function join_line(job)
 end
 local function leave_line(id, line)
   redis.call('ZREM', key('ready'), id)
-  if redis.call('ZREM', key('line:' .. line), id) == 1 then
-    update_line(line)
-  end
+  redis.call('ZREM', key('line:' .. line), id)
+  update_line(line)
 end
 local function leave_queue(job)
   redis.call('ZREM', key('delayed'), job.id)
