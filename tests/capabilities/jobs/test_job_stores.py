@@ -367,6 +367,23 @@ def test_lease_that_is_missing_for_a_moment_is_renewed(redis: RedisServer) -> No
     run_with(settings, work)
 
 
+def test_workers_that_claim_at_the_same_time_find_different_jobs(redis: RedisServer) -> None:
+    settings = JobSettings(jobs=redis.url())
+
+    def count_scripts() -> int:
+        return int(redis.client().info("commandstats")["cmdstat_eval"]["calls"])
+
+    async def work(store: JobStore) -> None:
+        await add(store, "a1", "a2", "a3", "a4", "a5")
+        before = count_scripts()
+        claims = await asyncio.gather(*(store.claim(1, time.time()) for _ in range(5)))
+        assert sorted(job.id for jobs in claims for job in jobs) == ["a1", "a2", "a3", "a4", "a5"]
+        # One for the lapsed leases, one that finds a job, and one that starts it.
+        assert count_scripts() - before == 3 * 5
+
+    run_with(settings, work)
+
+
 def test_jobs_that_were_started_run_though_redis_fails_then(redis: RedisServer) -> None:
     settings = JobSettings(jobs=redis.url())
     prefix = settings.jobs.partition("prefix=")[2]
@@ -402,6 +419,12 @@ def test_jobs_that_cannot_be_read_hold_up_no_others(redis: RedisServer) -> None:
         assert [job.id for job in await store.find_outdated(time.time(), 10)] == ["f1"]
         redis.client().hdel(documents, "d1")
         assert [job.id for job in await store.renew(running)] == ["d1"]
+        # One that was found and not started is found again after a lease.
+        readable = replace(QUEUED, id="a1", owner="a", callback_url="")
+        redis.client().hset(documents, "a1", encode_job(readable))
+        assert not await store.claim(6, time.time())
+        due_at = time.time() + settings.job_lease_s
+        assert [job.id for job in await store.claim(6, due_at)] == ["a1"]
 
     run_with(settings, work)
 

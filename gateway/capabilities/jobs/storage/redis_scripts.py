@@ -183,9 +183,10 @@ redis.call('HDEL', key('keys'), idempotency_key(job))
 return 1
 """
 )
-# Arguments: the time, and as JSON objects the owners and the models that get no further place. Returns the ID
-# and the document of the next job of the others. The jobs of each owner and model are a line of their own, so
-# that those without a place are passed over at once.
+# Arguments: the time, that after a lease, and as JSON objects the owners and the models that get no further
+# place. Returns the ID and the document of the next job of the others. It is delayed by a lease: no other
+# gateway finds it meanwhile, and if it is not started, it is found again. The jobs of each owner and model
+# are a line of their own, so that those without a place are passed over at once.
 FIND_NEXT: str = (
     PUT
     + r"""
@@ -196,7 +197,7 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('delayed'), '-inf', ARGV[1],
     join_line(job)
   end
 end
-local full_owners, full_models = cjson.decode(ARGV[2]), cjson.decode(ARGV[3])
+local full_owners, full_models = cjson.decode(ARGV[3]), cjson.decode(ARGV[4])
 for _, line in ipairs(redis.call('ZRANGE', key('lines'), 0, -1)) do
   local owner, model = line:match('^(.*)\n(.*)$')
   if not full_owners[owner] and not full_models[model] then
@@ -204,20 +205,14 @@ for _, line in ipairs(redis.call('ZRANGE', key('lines'), 0, -1)) do
     local document = id and redis.call('HGET', key('documents'), id)
     if document then
       redis.call('SET', key('turn'), turn)
-      return {id, line, document}
+      redis.call('ZADD', key('delayed'), ARGV[2], id)
+      leave_line(id, line)
+      return {id, document}
     end
     leave_line(id or '', line)  -- its document is lost
   end
 end
 return {}
-"""
-)
-# Lets a job wait that this release cannot read. Arguments: its ID, its line, and the time until when.
-DELAY: str = (
-    PUT
-    + """
-leave_line(ARGV[1], ARGV[2])
-return redis.call('ZADD', key('delayed'), ARGV[3], ARGV[1])
 """
 )
 # Returns the documents of the running jobs without a worker.

@@ -149,13 +149,10 @@ class RedisJobStore:
         started: list[Job] = []
         try:
             while places.count and (found := await self._find_next(now, places)):
-                job_id, line, document = found
+                job_id, document = found
                 waiting = next(iter(decode_jobs([document])), None)
                 if waiting is None or waiting.state is not JobState.queued:
                     log.warning("this release cannot read the job %s", decode_id(job_id))
-                    due_at = now + self._lease_s
-                    script = redis_scripts.DELAY
-                    await self._redis.run(script, job_id, line, due_at, decode=bool)
                 elif await self.replace(job := waiting.start(now), waiting.token):
                     places.take(job)
                     started.append(job)
@@ -167,7 +164,8 @@ class RedisJobStore:
     async def _find_next(self, now: float, places: FreePlaces) -> Sequence[bytes]:
         full = (places.list_full_owners(), places.list_full_models())
         names = (orjson.dumps(dict.fromkeys(each, True)) for each in full)
-        return await self._redis.run(redis_scripts.FIND_NEXT, now, *names, decode=list)
+        arguments = (now, now + self._lease_s, *names)
+        return await self._redis.run(redis_scripts.FIND_NEXT, *arguments, decode=list)
 
     async def _end_lapsed_leases(self, now: float, running: Set[str]) -> None:
         """End the leases that are missing, once their workers had time to renew them after an outage."""
