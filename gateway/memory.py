@@ -114,6 +114,7 @@ class MemoryBudget:
         self._idle_bytes = sys.maxsize
         self._idle_since = time.monotonic()
         self.used_bytes = 0
+        self.uncharged_bytes = 0  # by which the process has grown beyond what requests hold
         self.excess_bytes = 0
         self.has_unknown_messages = False  # messages arrive whose size is not known
         self.bytes_by_kind = dict.fromkeys(MEMORY_KINDS, 0)
@@ -158,9 +159,13 @@ class MemoryBudget:
             self._idle_since = now
         elif resident_bytes < self._idle_bytes or now - self._idle_since > IDLE_S:
             self._idle_bytes = resident_bytes
-        other_bytes = resident_bytes - self._idle_bytes - self.used_bytes
-        excess_bytes = max(other_bytes - self._allowed_excess_bytes, 0)
+        self.uncharged_bytes = max(resident_bytes - self._idle_bytes - self.used_bytes, 0)
+        excess_bytes = max(self.uncharged_bytes - self._allowed_excess_bytes, 0)
         self.excess_bytes = min(excess_bytes, self._large_bytes // 2)
+
+    @property
+    def has_room_for_unknown_messages(self) -> bool:
+        return self.uncharged_bytes < self._allowed_excess_bytes / 2
 
     def has_shrunk(self, by_bytes: int) -> bool:
         """Return whether requests used so much more since the last call that returned True."""

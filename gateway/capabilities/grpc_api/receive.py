@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
 from typing import Any, Final, Protocol
 from weakref import WeakValueDictionary
 
@@ -109,7 +110,7 @@ class ReceiveSlots:
 
     def acquire(self, receiver: Receiver) -> None:
         """Add a receiver, if need be in the place of another caller's. Raises `NoReceiveSlot`."""
-        if self._free <= 0 and self._memory.excess_bytes:
+        if self._free <= 0 and not self._memory.has_room_for_unknown_messages:
             victim = self._find_victim(receiver.caller)
             if victim is None:
                 raise NoReceiveSlot
@@ -144,18 +145,29 @@ class ReceiveSlots:
     def _end_excess(self) -> None:
         """End the receivers without a slot if the process has grown too much, and check again later."""
         self._memory.update_excess(resident_bytes())
-        if self._memory.excess_bytes:
-            while self._free < 0 and (newest := self._find_newest()) is not None:
-                self._end(newest)
+        if self._free < 0 and not self._memory.has_room_for_unknown_messages:
+            for receiver in self._list_newest(-self._free):
+                self._end(receiver)
         self._plan_check()
 
-    def _find_newest(self) -> Receiver | None:
-        """Return the newest receiver that can end, of the caller that has most."""
-        for receivers in sorted(self._receivers.values(), key=len, reverse=True):
-            for receiver in reversed(receivers):
-                if receiver.can_end:
-                    return receiver
-        return None
+    def _list_newest(self, count: int) -> list[Receiver]:
+        """Return the newest receivers that can end, one by one of the caller that then has most."""
+        by_caller = [
+            [each for each in receivers if each.can_end] for receivers in self._receivers.values()
+        ]
+        callers = [
+            (-len(receivers), number) for number, receivers in enumerate(by_caller) if receivers
+        ]
+        heapify(callers)
+        newest: list[Receiver] = []
+        while callers and len(newest) < count:
+            negative_size, number = callers[0]
+            newest.append(by_caller[number].pop())
+            if by_caller[number]:
+                heapreplace(callers, (negative_size + 1, number))
+            else:
+                heappop(callers)
+        return newest
 
     def _find_victim(self, caller: str) -> Receiver | None:
         own = self._receivers.get(caller, {})
