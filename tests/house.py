@@ -21,9 +21,9 @@ class Limits:
     modules: int = 11  # at the top
     files_in_folder: int = 15
     core_files: int = 140
-    core_lines: int = 30_705
+    core_lines: int = 30_706
     capability_lines: int = 4_619
-    lines: int = 59_485
+    lines: int = 59_486
 
 
 @dataclass(frozen=True)

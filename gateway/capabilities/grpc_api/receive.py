@@ -60,14 +60,14 @@ class Receiver(Protocol):
 
 
 class ReceiveSlots:
-    """Limits how many messages that are large or slow are received at the same time, if they take memory.
+    """Limits how many messages that are large or slow are received at a time while memory is scarce.
 
     gRPC tells the size of a message only when it is complete, and nothing before. So each message counts as
     one of maximum size, and is stalled when it has had a slot for `stall_s`. Most of them are small, or are
-    not sent yet: there may be more than slots until the process has grown by more than requests are charged
-    for. Then the caller that has most loses those without a slot. If another call needs a slot meanwhile,
-    that caller loses that of a stalled message; or of any message, if it has more than a quarter of the slots
-    and the other caller less.
+    not sent yet: there may be more than slots while requests use little of the budget, and the process has
+    grown by little more than they are charged for. Otherwise the caller that has most loses those without a
+    slot. If another call needs a slot then, that caller loses that of a stalled message; or of any message,
+    if it has more than a quarter of the slots and the other caller less.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class ReceiveSlots:
             self._check = loop.call_later(CHECK_PERIOD_S, self._end_excess)
 
     def _end_excess(self) -> None:
-        """End the receivers without a slot if the process has grown too much, and check again later."""
+        """End the receivers without a slot if memory is scarce, and check again later."""
         self._memory.update_excess(resident_bytes())
         if self._free < 0 and not self._memory.has_room_for_unknown_messages:
             for receiver in self._list_newest(-self._free):

@@ -77,7 +77,7 @@ def make_slots(count: int, stall_s: float = 60, *, is_memory_scarce: bool = True
     """Slots for messages of one byte; scarce memory stays so until the process is looked at."""
     memory = MemoryBudget(MIN_BUDGET_BYTES, Counter("shed", "", ["reason"], registry=None))
     memory.update_excess(resident_bytes())
-    memory.uncharged_bytes = MIN_BUDGET_BYTES if is_memory_scarce else 0
+    memory.excess_bytes = int(is_memory_scarce)
     return ReceiveSlots(memory, count, 1, stall_s)
 
 
