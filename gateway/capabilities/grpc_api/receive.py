@@ -16,9 +16,9 @@ from gateway.tasks import TaskSet, follow
 
 # A message that takes longer to arrive is large or slow, and may use the memory budget.
 FAST_RECEIVE_S: Final = 0.1
-# Messages of one caller that arrive at a time before they need a slot: so many, or more that fit into a share
-# of the memory budget. The event loop can be late to see that they need one, and gRPC's threads go on
-# receiving meanwhile: as much as this of each at once.
+# So many messages of one caller may arrive at a time without a slot, and more if a share of the memory budget
+# has room for what gRPC receives of each at once. The event loop can be late to see that they need a slot,
+# and gRPC's threads go on receiving meanwhile.
 MIN_FAST_MESSAGES: Final = 16
 FAST_MESSAGE_BYTES: Final = 1 << 20
 FAST_MESSAGES_SHARE: Final = 1 / 16
@@ -43,8 +43,8 @@ class MessageStalled(MemoryBudgetExceeded):
 
 class NoReceiveSlot(MemoryBudgetExceeded):
     message = (
-        "too many messages arrive, or streams wait for one, for the memory budget, which must have room for "
-        "the largest (GATEWAY_MAX_BYTES_IN_FLIGHT, GATEWAY_MAX_BODY_BYTES); try again shortly"
+        "memory is scarce, and too many messages are arriving; try again shortly, or raise "
+        "GATEWAY_MAX_BYTES_IN_FLIGHT, which has room for so many of GATEWAY_MAX_BODY_BYTES"
     )
 
 
@@ -105,7 +105,8 @@ class ReceiveSlots:
 
     def end_read_ahead(self, receiver: Receiver) -> None:
         self._ahead[receiver.caller] -= 1
-        self._ahead += Counter()  # drops callers without one
+        if not self._ahead[receiver.caller]:
+            del self._ahead[receiver.caller]
         self.release(receiver)
 
     def acquire(self, receiver: Receiver) -> None:
