@@ -45,6 +45,7 @@ ERROR_SCHEMAS = {
     "Error": ERROR_SCHEMA,
     "ManagementError": MANAGEMENT_ERROR_SCHEMA,
 }
+FASTAPI_ERROR_SCHEMAS = ("HTTPValidationError", "ValidationError")  # of its own error responses
 ROUTE_MODULES = (
     models,
     replicas,
@@ -84,10 +85,12 @@ class GatewayFastAPI(FastAPI):
         document = super().openapi()
         if is_new and self.deferral is not None:
             self.deferral.describe(document)
-        document["components"] = {
-            "schemas": self.error_schemas,
-            "securitySchemes": SECURITY_SCHEMES,
-        }
+        components = document.setdefault("components", {})
+        schemas = components.setdefault("schemas", {})
+        for unused in FASTAPI_ERROR_SCHEMAS:
+            schemas.pop(unused, None)
+        schemas.update(self.error_schemas)
+        components["securitySchemes"] = SECURITY_SCHEMES
         if self.requires_key:
             document["security"] = SECURITY
             for path in self.paths.public & document["paths"].keys():

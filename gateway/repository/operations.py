@@ -64,6 +64,9 @@ class OperationReport:
     replica_count: int
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     is_retried: bool = True  # the reconciler repeats it on the replicas that failed
+    # Steps whose earlier unload a load has ended, and ensembles that an unload of their step unloaded.
+    forgotten_unloads: list[str] = field(default_factory=list)
+    unloaded_dependents: list[str] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def record(self, replica: str, outcome: Outcome) -> None:
@@ -96,7 +99,12 @@ class OperationReport:
         if not failed and 0 < len(self.outcomes) == self.replica_count:
             state = READY if self.is_load else UNAVAILABLE
         replicas = {at: outcome.to_dict() for at, outcome in sorted(self.outcomes.items())}
-        return {"model": self.model, "state": state, "replicas": replicas}
+        others = {
+            "forgotten_unloads": self.forgotten_unloads,
+            "unloaded_dependents": self.unloaded_dependents,
+        }
+        concerned = {name: models for name, models in others.items() if models}
+        return {"model": self.model, "state": state, "replicas": replicas, **concerned}
 
     def build_error(self) -> GatewayError:
         error = self._build_refusal() if self.is_refused else PartialFailure(self)

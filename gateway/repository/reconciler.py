@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeVar
@@ -13,16 +13,22 @@ from weakref import WeakValueDictionary
 from gateway.errors import GatewayError, StateUnavailable
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
+from gateway.repository.ensembles import EnsembleSteps
 from gateway.repository.loader import ModelLoader
 from gateway.repository.readiness import ReadinessMonitor
 from gateway.repository.reconcile_plan import (
     CONFLICT_CORRECTIONS,
+    CORRECTION_MEMORY_S,
     Backoff,
     ModelAction,
+    PlannedAction,
+    StepTable,
+    find_needed_models,
     plan_actions,
     with_correction,
 )
 from gateway.repository.shared_state import SharedState
+from gateway.repository.state.content import DesiredModel
 from gateway.tasks import repeat
 from gateway.telemetry.audit import SUCCEEDED, Event, list_changes
 
@@ -35,6 +41,7 @@ MAX_ABSENCE_S: Final = 60.0
 MAX_PARALLEL_ACTIONS: Final = 2  # loads by the reconciler, per replica
 
 LEADER_LEASE: Final = "leader"
+REVERSAL: Final = "reversal"  # the reason of a back-off: the plans contradict each other
 ActionKey = tuple[str, str]  # replica, model
 T = TypeVar("T")
 
@@ -79,11 +86,13 @@ class Reconciler:
         loader: ModelLoader,
         *,
         readiness: ReadinessMonitor,
+        ensemble_steps: EnsembleSteps,
     ) -> None:
         self._pool = pool
         self._state = state
         self._loader = loader
         self._readiness = readiness
+        self._ensemble_steps = ensemble_steps
         self.is_leader = False
         self.action_tasks: dict[ActionKey, asyncio.Task[None]] = {}
         # Of the models that a call changes, or waits to change.
@@ -91,6 +100,7 @@ class Reconciler:
         self._backoffs: dict[ActionKey, Backoff] = {}
         # Successful actions that something else undoes again and again.
         self._corrections: dict[ActionKey, Backoff] = {}
+        self._done_actions: dict[str, list[PlannedAction]] = {}  # by replica, of the last minute
         self._published_problems = ModelProblems()
         self._known_replicas: set[str] = set()
         self._seen_changes = 0
@@ -106,7 +116,7 @@ class Reconciler:
         self.is_leader = await self._state.renew_lease(LEADER_LEASE)
         await self._forget_removed_replicas()
         if self.is_leader:
-            self._start_missing_actions()
+            await self._start_missing_actions()
         await self._publish_problems()
         await asyncio.sleep(MIN_RECONCILE_PAUSE_S)
         pause_s = RECONCILE_INTERVAL_S - MIN_RECONCILE_PAUSE_S
@@ -145,11 +155,14 @@ class Reconciler:
             for key in list(table):
                 if key[0] == replica or key[1] == model:
                     del table[key]
+        if replica is not None:
+            self._done_actions.pop(replica, None)
 
     def _list_problems(self) -> ModelProblems:
         conflicts: dict[str, list[str]] = {}
         for (replica, model), corrections in self._corrections.items():
-            if corrections.repetitions >= CONFLICT_CORRECTIONS:
+            is_own_fault = corrections.reason == REVERSAL
+            if corrections.repetitions >= CONFLICT_CORRECTIONS and not is_own_fault:
                 conflicts.setdefault(model, []).append(replica)
         return ModelProblems(self._loader.list_errors(), conflicts)
 
@@ -195,9 +208,13 @@ class Reconciler:
         self._absent_since = {name: since.get(name, now) for name in stored - current}
         return {name for name, at in self._absent_since.items() if now - at >= MAX_ABSENCE_S}
 
-    def _start_missing_actions(self) -> None:
+    async def _start_missing_actions(self) -> None:
         desired_models = self._state.merge_models()
-        for replica in list(self._pool.replicas.values()):
+        replicas = list(self._pool.replicas.values())
+        steps = None
+        if any(has_unwanted_model(desired_models, replica) for replica in replicas):
+            steps = await self._ensemble_steps.read(desired_models)
+        for replica in replicas:
             name = replica.name
             if not self._pool.is_reachable(replica):
                 # The replica may return as a new process, so earlier failures do not count.
@@ -207,13 +224,28 @@ class Reconciler:
             if name in self._loader.uncontrollable_replicas:
                 continue
             running = sum(key[0] == name for key in self.action_tasks)
-            loads = self._state.loads.get(name, {})
-            for action in plan_actions(desired_models, replica.index, loads):
+            for action in self._plan_actions(replica, desired_models, steps):
                 if running >= MAX_PARALLEL_ACTIONS:
                     break
                 if self._can_start_action((name, action.model)):
                     running += 1
                     self._start_action(replica, action, self._run_action(replica, action))
+
+    def _plan_actions(
+        self,
+        replica: Replica,
+        desired_models: Mapping[str, DesiredModel],
+        steps: StepTable | None,
+    ) -> Iterator[ModelAction]:
+        """Yield the actions of a replica; without the steps of the models, only loads."""
+        loads = self._state.loads.get(replica.name, {})
+        needed = None
+        if steps is not None:
+            failed = {model for name, model in self._backoffs if name == replica.name}
+            needed = find_needed_models(
+                desired_models, replica.index, loads, steps=steps, failed=failed
+            )
+        return plan_actions(desired_models, replica.index, loads, needed)
 
     def _can_start_action(self, key: ActionKey) -> bool:
         if key in self.action_tasks or self._has_call(key[1]):
@@ -236,6 +268,7 @@ class Reconciler:
 
     async def _run_action(self, replica: Replica, action: ModelAction) -> None:
         key = (replica.name, action.model)
+        desired_models = self._state.merge_models()
         what = f"{action.verb}ing model {action.model} on {replica.name}"
         try:
             if not await self._run_if_needed(replica, action, what):
@@ -246,7 +279,7 @@ class Reconciler:
             log.warning("%s failed: %s", what, exc.detail)
         else:
             self._backoffs.pop(key, None)
-            self._record_correction(key)
+            await self._record_done_action(replica, action, desired_models)
 
     async def _run_if_needed(self, replica: Replica, action: ModelAction, what: str) -> bool:
         """Run the action, unless another gateway has changed the desired state; return whether it ran.
@@ -265,15 +298,61 @@ class Reconciler:
                     return False
             await self._state.refresh_desired_models()
             load = "" if started_load is None else started_load.confirmed_load
-            desired = self._state.merge_model(model)
-            wanted = {} if desired is None else {model: desired}
-            if action not in plan_actions(wanted, replica.index, {model: load}):
+            if not await self._is_needed(replica, action, load):
                 if started_load is not None:
                     await self._state.end_load(replica.name, model, started_load, load)
                 return False
-            log.warning("%s to reach the desired state", what)
+            log.warning("%s to reach the desired state: %s", what, action.reason)
             await self._loader.run(replica, action, "reconciler", started_load)
         return True
+
+    async def _is_needed(self, replica: Replica, action: ModelAction, confirmed_load: str) -> bool:
+        """Return whether a plan of now has the action, if the replica confirmed this load of its model."""
+        desired_models = self._state.merge_models()
+        wanted = {name: each for name, each in desired_models.items() if name == action.model}
+        if action.is_load:
+            return action in plan_actions(wanted, replica.index, {action.model: confirmed_load})
+        steps = await self._ensemble_steps.read(desired_models)
+        return action in self._plan_actions(replica, desired_models, steps)
+
+    async def _record_done_action(
+        self, replica: Replica, action: ModelAction, desired_models: Mapping[str, DesiredModel]
+    ) -> None:
+        """Count a correction, and plans that contradict each other, which would go on for ever."""
+        now = asyncio.get_running_loop().time()
+        done = PlannedAction(action, desired_models, now)
+        earlier = [
+            each
+            for each in self._done_actions.get(replica.name, [])
+            if now - each.done_at <= CORRECTION_MEMORY_S
+        ]
+        self._done_actions[replica.name] = [*earlier, done]
+        reversed_action = None
+        if any(each.action.is_load != action.is_load for each in earlier):
+            steps = await self._ensemble_steps.read(desired_models)
+            reversed_action = next((each for each in earlier if done.reverses(each, steps)), None)
+        if reversed_action is None:
+            self._record_correction((replica.name, action.model))
+        else:
+            self._record_reversal(replica, action, reversed_action.action)
+
+    def _record_reversal(self, replica: Replica, action: ModelAction, earlier: ModelAction) -> None:
+        key = (replica.name, action.model)
+        corrections = self._corrections.get(key, Backoff())
+        now = asyncio.get_running_loop().time()
+        self._corrections[key] = corrections.with_repetition(now, REVERSAL)
+        self._pool.metrics.reconcile_reversals.labels(action.model, replica.name).inc()
+        log.error(
+            "two plans for %s contradict each other: %s of model %s (%s) undid the %s of model %s (%s); "
+            "this is a defect of the gateway, please report it",
+            replica.name,
+            action.verb,
+            action.model,
+            action.reason,
+            earlier.verb,
+            earlier.model,
+            earlier.reason,
+        )
 
     def _record_correction(self, key: ActionKey) -> None:
         """Count the corrections that something else undoes; each waits longer than the one before."""
@@ -290,3 +369,11 @@ class Reconciler:
                     model,
                     replica,
                 )
+
+
+def has_unwanted_model(desired_models: Mapping[str, DesiredModel], replica: Replica) -> bool:
+    """Return whether the replica has a model that is to be unloaded."""
+    return any(
+        not desired.is_loaded and replica.index.is_ready(model)
+        for model, desired in desired_models.items()
+    )

@@ -34,18 +34,25 @@ from gateway.fleet.replica import Replica
 from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.transports import TRANSPORT_ERRORS, request_json, triton_model_path
 from gateway.messages import join_names, quote_text
+from gateway.repository.ensembles import EnsembleSteps
 from gateway.repository.load_parameters import STAGED, UNLOAD_DEPENDENTS
 from gateway.repository.loader import ACTION_POLL_S, ModelLoader
 from gateway.repository.models_file import ModelsFile
 from gateway.repository.operations import OperationReport, OperationRunner, Outcome
 from gateway.repository.readiness import ReadinessMonitor
-from gateway.repository.reconcile_plan import ModelAction, is_outdated, merge_declared_models
+from gateway.repository.reconcile_plan import (
+    ModelAction,
+    StepTable,
+    find_all_steps,
+    find_dependents,
+    is_outdated,
+    merge_declared_models,
+)
 from gateway.repository.reconciler import Reconciler
 from gateway.repository.shared_state import SharedState, StartedLoads
 from gateway.repository.state.content import UNKNOWN_LOAD, DesiredModel, StartedLoad
 from gateway.repository.state.interface import StateStore
 from gateway.tasks import cancel_tasks, run_together
-from gateway.tensors.signature import find_ensemble_steps
 from gateway.triton.json_guard import GUARD_CHUNK_BYTES, JsonGuard
 from gateway.triton.request_target import RequestTarget
 
@@ -69,16 +76,16 @@ class Repository:
     def __init__(
         self,
         pool: ReplicaPool,
-        signatures: SignatureCache,
         state: SharedState,
         *,
         loader: ModelLoader,
         readiness: ReadinessMonitor,
         reconciler: Reconciler,
         operations: OperationRunner,
+        ensemble_steps: EnsembleSteps,
     ) -> None:
         self._pool = pool
-        self._signatures = signatures
+        self._ensemble_steps = ensemble_steps
         self.state = state
         self.loader = loader
         self.readiness = readiness
@@ -123,10 +130,15 @@ class Repository:
         await asyncio.gather(*map(pool.monitor.probe, pool.list_unread_replicas()))
         return model in model_names(pool.list_serving_indexes().values())
 
-    async def load(self, model: str, parameters: Mapping[str, Any]) -> OperationReport:
+    async def load(
+        self,
+        model: str,
+        parameters: Mapping[str, Any],
+        is_visible: VisibilityCheck = is_always_visible,
+    ) -> OperationReport:
         """Load the model on every replica. Raises the report's error if any of them fails."""
         report = OperationReport(model, True, 0)
-        return await self.operations.run(report, self._load(report, parameters))
+        return await self.operations.run(report, self._load(report, parameters, is_visible))
 
     async def unload(
         self,
@@ -143,9 +155,9 @@ class Repository:
 
         With `unload`, also unload it: Triton can have a model loaded that its index does not list any more.
         """
-        async with self._lock_model(model) as known_revision:
-            if model in self.state.desired_models:
-                await self._set_desired_model(model, None, known_revision)
+        async with self._lock_model(model) as stored:
+            if stored is not None:
+                await self._set_desired_model(model, None, stored)
             if unload:
                 report = OperationReport(model, False, 0)
                 await self._run_on_replicas(report, ModelAction(model, False, {}), {})
@@ -194,37 +206,52 @@ class Repository:
         """Start a load or an unload in the background; return its id for `operations.read`."""
         report = OperationReport(model, is_load, 0)
         unload = partial(self._unload, report, parameters, is_visible)
-        work = partial(self._load, report, parameters) if is_load else unload
+        load = partial(self._load, report, parameters, is_visible)
+        work = load if is_load else unload
         return await self.operations.start(report, work)
 
     async def _load(
-        self, report: OperationReport, parameters: Mapping[str, Any]
+        self, report: OperationReport, parameters: Mapping[str, Any], is_visible: VisibilityCheck
     ) -> OperationReport:
         model = report.model
         kept_parameters = {name: value for name, value in parameters.items() if name != STAGED}
-        async with self._lock_model(model) as known_revision:
+        async with self._lock_model(model) as before:
             # A model that exists only in the load request is in no index, so its state would be unknown.
             if not await self._has_model(model):
                 raise UnknownModelToLoad(model)
-            before = self.state.desired_models.get(model)
             staged = StartedLoads(self.state, model, result_of_error=UNKNOWN_LOAD)
             started = StartedLoads(self.state, model, result_of_error=None)
             async with staged, started:
                 if parameters.get(STAGED):
                     # Raises if the state cannot be changed, before any replica is.
-                    await self._set_desired_model(model, before, known_revision)
+                    await self._set_desired_model(model, before, before)
                     await self._load_in_stages(report, kept_parameters, staged)
                 # Before the desired state, so that another gateway's reconciler does not load the model too.
                 for replica in list(self._pool.replicas.values()):
                     if replica not in staged.by_replica:
                         await started.begin(replica)
                 desired = DesiredModel(True, kept_parameters)
-                revision = await self._set_desired_model(model, desired, known_revision)
+                stored = await self._set_desired_model(model, desired, before)
             merged = self.state.merge_models()[model]
             await staged.end_all(merged.load_id)
             action = ModelAction(model, True, merged.parameters, load_id=merged.load_id)
             await self._run_on_replicas(report, action, started.by_replica)  # each ends its load
-            return await self._conclude(report, before, revision)
+            if not report.is_refused:
+                await self._forget_unloaded_steps(report, is_visible)
+            return await self._conclude(report, before, stored)
+
+    async def _forget_unloaded_steps(
+        self, report: OperationReport, is_visible: VisibilityCheck
+    ) -> None:
+        """Delete the desired states of steps that were unloaded: this load has brought them back."""
+        await self.state.refresh_desired_models()
+        steps = await self._ensemble_steps.read(self.state.merge_models(), max_age_s=0)
+        for model in sorted(find_all_steps((report.model,), steps)):
+            stored = self.state.get_stored_model(model)
+            if stored is not None and not stored.is_loaded:
+                with suppress(ChangeInProgress):  # a later change stays
+                    await self._set_desired_model(model, None, stored)
+                    report.forgotten_unloads += [model] if is_visible(model) else []
 
     async def _load_in_stages(
         self, report: OperationReport, parameters: Mapping[str, Any], staged: StartedLoads
@@ -239,34 +266,72 @@ class Repository:
     async def _unload(
         self, report: OperationReport, parameters: Mapping[str, Any], is_visible: VisibilityCheck
     ) -> OperationReport:
-        model = report.model
         with_dependents = bool(parameters.get(UNLOAD_DEPENDENTS))
-        async with self._lock_model(model) as known_revision:
+        if with_dependents:
+            await self._unload_dependents(report, is_visible)
+        try:
+            return await self._unload_alone(report, is_visible, with_dependents=with_dependents)
+        except GatewayError as exc:
+            if report.unloaded_dependents:  # these stay unloaded
+                exc.report = report.to_dict()
+            raise
+
+    async def _unload_alone(
+        self, report: OperationReport, is_visible: VisibilityCheck, *, with_dependents: bool
+    ) -> OperationReport:
+        model = report.model
+        async with self._lock_model(model) as before:
             if model in self.state.declared_models:
-                raise Conflict(
-                    f"model {quote_text(model)} is declared in the models file; remove it there first"
-                )
+                raise ModelDeclared(model)
             if not await self._has_model(model):
-                return await self._unload_absent(report, known_revision)
-            if not with_dependents and (
-                dependents := await find_dependents(self._pool, self._signatures, model)
-            ):
+                return await self._unload_absent(report, before)
+            steps = await self._ensemble_steps.read(self.state.merge_models(), max_age_s=0)
+            if dependents := self._find_dependents(model, steps):
                 raise ModelNeeded(model, dependents, is_visible)
-            before = self.state.desired_models.get(model)
             # Without the desired state, the next request loads an on-demand model again, and the reconciler
             # leaves it alone.
             activator = self._pool.activator
             report.is_retried = activator is None or not activator.matches(model)
             desired = DesiredModel(False, {}) if report.is_retried else None
-            revision = await self._set_desired_model(model, desired, known_revision)
-            accepted = {UNLOAD_DEPENDENTS: True} if with_dependents else {}
+            stored = await self._set_desired_model(model, desired, before)
+            # An ensemble may have been loaded since the check. A load that ends later sees this unload.
+            await self.state.refresh_desired_models()
+            steps = await self._ensemble_steps.read(self.state.merge_models())
+            if dependents := self._find_dependents(model, steps):
+                await self._set_desired_model(model, before, stored)
+                raise ModelNeeded(model, dependents, is_visible)
+            # Triton unloads the steps that it loaded for this model alone. It does not know the wanted ones.
+            has_wanted_steps = any(map(self.state.is_desired, find_all_steps((model,), steps)))
+            accepted = {UNLOAD_DEPENDENTS: True} if with_dependents and not has_wanted_steps else {}
             await self._run_on_replicas(report, ModelAction(model, False, accepted), {})
-            return await self._conclude(report, before, revision)
+            return await self._conclude(report, before, stored)
 
-    async def _unload_absent(self, report: OperationReport, revision: int) -> OperationReport:
-        if report.model not in self.state.desired_models:
+    async def _unload_dependents(
+        self, report: OperationReport, is_visible: VisibilityCheck
+    ) -> None:
+        """Unload the models whose step this model is: Triton takes them down with it."""
+        await self.state.refresh()
+        steps = await self._ensemble_steps.read(self.state.merge_models(), max_age_s=0)
+        dependents = self._find_dependents(report.model, steps)
+        declared = self.state.declared_models
+        if report.model in declared:
+            raise ModelDeclared(report.model)
+        if kept := [name for name in dependents if name in declared or not is_visible(name)]:
+            raise DependentsKept(report.model, kept, is_visible)
+        for model in dependents:
+            await self._unload(OperationReport(model, False, 0), {}, is_visible)
+            report.unloaded_dependents.append(model)
+
+    def _find_dependents(self, model: str, steps: StepTable) -> list[str]:
+        """Return the models that need this one as a step, and are loaded or should be."""
+        return [name for name in find_dependents(model, steps) if self.is_wanted(name)]
+
+    async def _unload_absent(
+        self, report: OperationReport, stored: DesiredModel | None
+    ) -> OperationReport:
+        if stored is None:
             raise UnknownModel(report.model)
-        await self._set_desired_model(report.model, None, revision)
+        await self._set_desired_model(report.model, None, stored)
         self.loader.forget_error(report.model)
         report.replica_count = len(self._pool.replicas)
         for address in self._pool.replicas:
@@ -274,35 +339,36 @@ class Repository:
         return report
 
     @asynccontextmanager
-    async def _lock_model(self, model: str) -> AsyncIterator[int]:
-        """Exclude other changes of the model, and yield the revision of its desired state.
+    async def _lock_model(self, model: str) -> AsyncIterator[DesiredModel | None]:
+        """Exclude other changes of the model, and yield its stored desired state.
 
         Raises `ChangeInProgress`.
         """
         async with self.reconciler.lock_model(model), self.state.lock_model(model):
-            yield self.state.get_revision(model)
+            yield self.state.get_stored_model(model)
 
     async def _set_desired_model(
-        self, model: str, desired: DesiredModel | None, expected_revision: int
-    ) -> int:
-        """Return the new revision.
+        self, model: str, desired: DesiredModel | None, expected: DesiredModel | None
+    ) -> DesiredModel | None:
+        """Store the desired model in place of the expected one, and return it with its revision.
 
         Raises `ChangeInProgress` if the state has another revision than expected: another gateway can get the
         lease while this process is stopped.
         """
-        if not await self.state.set_desired_model(model, desired, expected_revision):
+        revision = 0 if expected is None else expected.revision
+        if not await self.state.set_desired_model(model, desired, revision):
             await self.state.refresh()
             raise ChangeInProgress(model, self.state.describe_change(model))
         self.reconciler.forget_failures(model=model)
-        return self.state.get_revision(model)
+        return self.state.get_stored_model(model)
 
     async def _conclude(
-        self, report: OperationReport, before: DesiredModel | None, revision: int
+        self, report: OperationReport, before: DesiredModel | None, stored: DesiredModel | None
     ) -> OperationReport:
         """Restore the desired state if no replica has done it. Raises the report's error."""
         if report.is_refused:
             with suppress(ChangeInProgress):  # a later change stays
-                await self._set_desired_model(report.model, before, revision)
+                await self._set_desired_model(report.model, before, stored)
         if report.errors:
             raise report.build_error()
         return report
@@ -356,34 +422,44 @@ def build_repository(
     state = SharedState(store, models_file, can_upload=can_upload)
     loader = ModelLoader(pool, signatures, state, load_timeout_s=settings.load_timeout_s)
     readiness = ReadinessMonitor(pool, state, settings.ready_quorum)
+    ensemble_steps = EnsembleSteps(pool, signatures)
+    loader.change_listeners.append(ensemble_steps.invalidate)
     return Repository(
         pool,
-        signatures,
         state,
         loader=loader,
         readiness=readiness,
-        reconciler=Reconciler(pool, state, loader, readiness=readiness),
+        reconciler=Reconciler(
+            pool, state, loader, readiness=readiness, ensemble_steps=ensemble_steps
+        ),
         operations=OperationRunner(store, state.events),
+        ensemble_steps=ensemble_steps,
     )
 
 
 class ModelNeeded(Conflict):
-    """The model is a step of a loaded ensemble."""
+    """The model is a step of ensembles that are loaded, or should be."""
+
+    remedy = 'unload that first, or send {"parameters": {"unload_dependents": true}}'
 
     def __init__(self, model: str, dependents: list[str], is_visible: VisibilityCheck) -> None:
         visible = [quote_text(name) for name in dependents if is_visible(name)]
         if len(visible) < len(dependents):
             visible.append("a model that this key cannot see")
         super().__init__(
-            f"model {quote_text(model)} is needed by {join_names(visible)}; unload that first, "
-            'or send {"parameters": {"unload_dependents": true}}'
+            f"model {quote_text(model)} is needed by {join_names(visible)}; {self.remedy}"
         )
 
 
-async def find_dependents(pool: ReplicaPool, signatures: SignatureCache, model: str) -> list[str]:
-    configs: dict[str, Any] = {}
-    await signatures.read_configs(pool.ready_models - {model}, configs.__setitem__)
-    return sorted(name for name, config in configs.items() if model in find_ensemble_steps(config))
+class DependentsKept(ModelNeeded):
+    remedy = "unload_dependents unloads neither what the models file declares nor what the key cannot see"
+
+
+class ModelDeclared(Conflict):
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"model {quote_text(model)} is declared in the models file; remove it there first"
+        )
 
 
 # A staged load: the model is loaded on one replica after the other, and each must answer a probe.

@@ -156,7 +156,7 @@ class SharedState:
     async def _read_desired_models(self) -> None:
         self._stored_models = await self.store.read(MODELS)
         previous = self.desired_models
-        ignored = find_ignored_models(self._stored_models, can_upload=self._can_upload)
+        ignored = self._find_ignored_models(self._stored_models)
         self.desired_models = {
             model: desired for model, desired in self._stored_models.items() if model not in ignored
         }
@@ -168,9 +168,9 @@ class SharedState:
             log.warning("desired state of model %s is ignored: %s", model, ignored[model])
         self._ignored_models = ignored
 
-    def get_revision(self, model: str) -> int:
-        stored = self._stored_models.get(model)
-        return 0 if stored is None else stored.revision
+    def get_stored_model(self, model: str) -> DesiredModel | None:
+        """Return the stored desired model with its revision, also one that is ignored."""
+        return self._stored_models.get(model)
 
     async def set_desired_model(
         self, model: str, desired: DesiredModel | None, expected_revision: int
@@ -179,7 +179,7 @@ class SharedState:
 
         Returns whether it was stored.
         """
-        before = self._stored_models.get(model)
+        before = self.get_stored_model(model)
         revision = await self.store.set_desired_model(model, desired, expected_revision)
         if not revision:
             return False
@@ -188,8 +188,14 @@ class SharedState:
         if desired is not None:
             desired = replace(desired, revision=desired.revision or revision)
         self._stored_models = with_entry(self._stored_models, (model,), desired)
-        self.desired_models = with_entry(self.desired_models, (model,), desired)
+        is_ignored = desired is not None and self._find_ignored_models({model: desired})
+        self.desired_models = with_entry(
+            self.desired_models, (model,), None if is_ignored else desired
+        )
         return True
+
+    def _find_ignored_models(self, desired_models: Mapping[str, DesiredModel]) -> dict[str, str]:
+        return find_ignored_models(desired_models, can_upload=self._can_upload)
 
     def merge_models(self) -> dict[str, DesiredModel]:
         return merge_declared_models(self.desired_models, self.declared_models)

@@ -55,8 +55,21 @@ INDEX_ENTRY_SCHEMA = build_object_schema(
     optional=("version", "state", "reason", "replicas"),
 )
 NAMED_STATE = {"model": STRING_SCHEMA, "state": STRING_SCHEMA}
-REPORT_PROPERTIES = {**NAMED_STATE, "replicas": REPLICA_STATES_SCHEMA}
-REPORT_SCHEMA = build_object_schema(REPORT_PROPERTIES)
+CONCERNED_MODELS = {
+    "forgotten_unloads": build_list_schema(
+        STRING_SCHEMA,
+        "Steps of the loaded model that stay loaded now, though they had been unloaded.",
+    ),
+    "unloaded_dependents": build_list_schema(
+        STRING_SCHEMA, "Models that were unloaded first, because the unloaded one is their step."
+    ),
+}
+REPORT_PROPERTIES = {
+    **NAMED_STATE,
+    "replicas": REPLICA_STATES_SCHEMA,
+    **CONCERNED_MODELS,
+}
+REPORT_SCHEMA = build_object_schema(REPORT_PROPERTIES, optional=CONCERNED_MODELS)
 MANAGEMENT_ERROR_SCHEMA = build_object_schema(
     {**ERROR_PROPERTIES, **REPORT_PROPERTIES},
     optional=REPORT_PROPERTIES,
@@ -78,7 +91,7 @@ OPERATION_SCHEMA = build_object_schema(
         "error": {"type": "string", "description": "Reason of the failure, in one sentence."},
         "code": STRING_SCHEMA,
     },
-    optional=("error", "code"),
+    optional=("error", "code", *CONCERNED_MODELS),
 )
 INDEX_RESPONSES = build_responses({"type": "array", "items": INDEX_ENTRY_SCHEMA}, "The index.")
 OPERATION_RESPONSES = build_responses(
@@ -228,7 +241,10 @@ async def load_model_on_replicas(
 async def unload_model_from_replicas(
     request: Request, services: ServicesForManagement, model: str
 ) -> Response:
-    """Unload a model from every replica. `unload_dependents` also unloads the models that only it needs."""
+    """Unload a model from every replica.
+
+    `unload_dependents` also unloads the models that need it, and the steps that Triton loaded for it alone.
+    """
     return await change_model(request, services, model, load=False)
 
 
@@ -283,7 +299,7 @@ async def change_model(request: Request, services: Services, model: str, *, load
         body = orjson.dumps({"id": operation_id, "model": model, "operation": "running"})
         return Response(body, 202, headers, JSON)
     if load:
-        report = await services.repository.load(model, parameters)
+        report = await services.repository.load(model, parameters, caller.can_see)
     else:
         report = await services.repository.unload(model, parameters, caller.can_see)
     return Response(orjson.dumps(report.to_dict()), media_type=JSON)

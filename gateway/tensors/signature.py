@@ -23,6 +23,7 @@ MAX_TENSORS = 4096  # the limit of the inputs, and of the outputs
 # The list of models contains these texts.
 MAX_TEXT_LENGTHS: Final = {"gateway.title": 100, "gateway.description": 200}
 MAX_INPUT_EXAMPLES = 8
+STEPS_PARAMETER: Final = "gateway.steps"  # the models that a Python model calls
 CONTENT_TYPE = re.compile(r"[!-~]{1,127}(?:; ?[ -~]{1,127})?")
 IMAGE_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 JsonObject = Mapping[str, Any]
@@ -353,3 +354,13 @@ def find_ensemble_steps(config: Any) -> frozenset[str]:
     except (AttributeError, TypeError):
         # Triton does not describe a model like this.
         return frozenset()
+
+
+def find_steps(config: Any) -> frozenset[str]:
+    """Return the models that a model runs: the steps of an ensemble, and those that `gateway.steps` names."""
+    try:
+        named = config.get("parameters", {}).get(STEPS_PARAMETER, {}).get("string_value", "")
+        names = {name.strip() for name in str(named).split(",")}
+    except AttributeError:
+        names = set()
+    return find_ensemble_steps(config) | (names - {""})

@@ -232,6 +232,9 @@ CHANGES: Final[list[Row]] = [
     call("delete", "DELETE", VERSION, world.delete_version),
     call("put label", "PUT", LABEL, world.set_label, write_label),
     call("delete label", "DELETE", LABEL, world.delete_label),
+    # Ensembles and their steps.
+    *[call("load", "POST", LOAD, world.load_part, models=tuple(world.STEPS))] * 2,
+    *[call("unload", "POST", UNLOAD, world.unload_part, models=tuple(world.STEPS))] * 2,
     call("cordon", "POST", CORDON, world.cordon, models=("",)),
     call("uncordon", "POST", UNCORDON, world.uncordon, models=("",)),
     # The first request loads this model, and it is unloaded when it was idle.

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import httpx
 
-from tests.chaos.fleet import ADDING_CONFIG, EXTRA, EXTRA_KEY, LAZY, STEADY, Fleet, format_source
-from tests.chaos.world import Model, World
+from tests.chaos.fleet import (
+    ADDING_CONFIG,
+    EXTRA,
+    EXTRA_KEY,
+    LAZY,
+    STEADY,
+    STEP_NUMBER,
+    Fleet,
+    format_source,
+)
+from tests.chaos.world import ENSEMBLES, LOADED, STEPS, UNLOADED, Model, World
 from tests.support.fleet import BODY, V2_BODY
 from tests.support.keys import ADMIN, bearer
 from tests.support.servers import FAULTS, GatewayProcess, Triton
@@ -17,6 +27,9 @@ from tests.support.servers import FAULTS, GatewayProcess, Triton
 # Each request has a connection of its own, because the processes are killed.
 CLIENT = httpx.Client(verify=False, timeout=10.0, limits=httpx.Limits(max_keepalive_connections=0))
 
+# The reconciler's own actions, and those that undid one another.
+ACTIONS: Final = re.compile(r'gateway_model_actions_total\{.*by="reconciler"')
+REVERSAL: Final = "contradict each other"
 LOG_LINES = 80  # of a traceback
 
 
@@ -63,6 +76,10 @@ def check_replica(triton: Triton, world: World) -> Iterator[str]:
     yield from compare(f"versions of {LAZY}, which is idle", ready.get(LAZY), None)
     if world.has_extra_model:  # otherwise it is left alone
         yield from compare(f"versions of {EXTRA}", ready.get(EXTRA), {"1"})
+    for name, wish in world.wishes.items():
+        is_wanted = wish == LOADED or name in world.needed
+        if is_wanted or wish == UNLOADED:  # otherwise it may be left from an ensemble
+            yield from compare(f"versions of {name}", ready.get(name), {"1"} if is_wanted else None)
     for name, model in world.models.items():
         for version, number in model.served.items():
             path = f"{url}/models/{name}/versions/{version}/infer"
@@ -96,6 +113,10 @@ def check_lists(fleet: Fleet, gateway: GatewayProcess, world: World) -> Iterator
         # An index may still have a model without files.
         if model.versions or told:
             yield from compare(f"replicas of {name}", told.get("replicas", {}), expected)
+    for name, wish in world.wishes.items():
+        told = listed.get(name, {})
+        yield from compare(f"desired state of {name}", told.get("wished", ""), wish)
+        yield from compare(f"replicas behind with {name}", told.get("behind", []), [])
     declared = listed.get(EXTRA, {}).get("declared", False)
     yield from compare(f"declaration of {EXTRA}", declared, world.has_extra_model)
     replicas = ask(gateway, "/v1/replicas").json()["replicas"]
@@ -118,6 +139,20 @@ def check_answers(gateway: GatewayProcess, world: World) -> Iterator[str]:
         listed = response.json().get("files", [])
         files = {each["path"]: each["sha256"] for each in listed}
         yield from compare(f"files of {name}", files, expected_files(model))
+
+    for name in ENSEMBLES:
+        if world.wishes[name] == LOADED:
+            expected = STEP_NUMBER * len(STEPS[name])
+            yield from compare(name, infer(gateway, f"/v1/models/{name}"), expected)
+
+
+def count_actions(fleet: Fleet) -> dict[str, list[str]]:
+    """Return the counts of the reconciler's actions, by gateway."""
+    counts = {}
+    for name, gateway in fleet.gateways.items():
+        lines = ask(gateway, "/metrics").text.splitlines()
+        counts[name] = [line for line in lines if ACTIONS.match(line)]
+    return counts
 
 
 def infer(gateway: GatewayProcess, path: str) -> int | str:
@@ -144,12 +179,13 @@ def expected_files(model: Model) -> Mapping[str, str]:
 
 
 def check_agreement(fleet: Fleet) -> Iterator[str]:
-    """Compare everything that the gateways list of models, but for the errors that each has seen itself."""
+    """Compare what the gateways list of models, but for what each has seen itself: errors, and steps."""
     documents = []
     for gateway in fleet.gateways.values():
         listed = list_models(gateway)
         for model in listed.values():
             model.pop("last_error", None)
+            model.pop("steps", None)
         documents.append(listed)
     one, other = documents
     for name in sorted(one.keys() | other.keys()):
@@ -166,7 +202,7 @@ def check_leftovers(fleet: Fleet) -> Iterator[str]:
 
 def find_log_fault(fleet: Fleet) -> str:
     """Return the first lines in the gateways' logs that are always a fault of theirs, with what follows."""
-    words = (*FAULTS, "Traceback")
+    words = (*FAULTS, "Traceback", REVERSAL)
     for name, gateway in fleet.gateways.items():
         for number, line in enumerate(gateway.lines):
             if any(word in line for word in words):

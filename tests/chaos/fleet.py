@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 
+from tests.chaos.world import STEPS
 from tests.support.fleet import CONFIG, QUICK, V2_BODY, write_echo
 from tests.support.keys import ADMIN, BOTH, INFER, bearer, entry, written
 from tests.support.model_folders import write_model_folder
@@ -48,6 +49,20 @@ class TritonPythonModel:
         return [pb_utils.InferenceResponse([output]) for output in outputs]
 """
 ADDING_CONFIG = CONFIG.format(dims=2, instances=1) + "version_policy { all { } }\n"
+
+# The sum of its steps: each adds 1, and an ensemble passes its input through them.
+ENSEMBLE = """
+platform: "ensemble"
+max_batch_size: 0
+input [ {{ name: "X" data_type: TYPE_FP32 dims: [ 2 ] }} ]
+output [ {{ name: "Y" data_type: TYPE_FP32 dims: [ 2 ] }} ]
+ensemble_scheduling {{ step [ {steps} ] }}
+"""
+STEP = """
+{{ model_name: "{name}" model_version: -1
+   input_map {{ key: "X" value: "{source}" }} output_map {{ key: "Y" value: "{target}" }} }}
+"""
+STEP_NUMBER = 1
 
 PAUSE_S = 0.05  # of the background
 
@@ -152,6 +167,13 @@ def write_keys_file(folder: Path, *, has_extra_key: bool) -> None:
     written(folder / "keys.yaml", entries)
 
 
+def format_ensemble(steps: Sequence[str]) -> str:
+    values = ["X", *(f"between{at}" for at in range(1, len(steps))), "Y"]
+    rows = zip(steps, values, values[1:], strict=False)
+    text = ",".join(STEP.format(name=name, source=at, target=to) for name, at, to in rows)
+    return ENSEMBLE.format(steps=text)
+
+
 def replace_file(path: Path, text: str) -> None:
     fresh = path.with_suffix(".fresh")
     fresh.write_text(text)
@@ -166,6 +188,13 @@ def start_fleet(folder: Path) -> Iterator[Fleet]:
         write_echo(repository, model)
     for model in MODELS:
         write_model_folder(repository / model, ADDING_CONFIG, {"1/model.py": format_source(0)})
+    for name, steps in STEPS.items():
+        if steps:
+            write_model_folder(repository / name, format_ensemble(steps), {})
+            (repository / name / "1").mkdir()
+        else:
+            source = format_source(STEP_NUMBER)
+            write_model_folder(repository / name, ADDING_CONFIG, {"1/model.py": source})
     write_models_file(folder, has_extra_model=False)
     write_keys_file(folder, has_extra_key=False)
     (folder / "redis").mkdir()

@@ -13,15 +13,25 @@ import httpx
 
 from tests.chaos.actions import Action, Response, draw_step
 from tests.chaos.answers import RIVAL, Violation, describe, judge
-from tests.chaos.checks import find_differences, find_log_fault
+from tests.chaos.checks import count_actions, find_differences, find_log_fault
 from tests.chaos.fleet import GATEWAYS, MODELS, Failure, Fleet, start_fleet
-from tests.chaos.world import LOADED, UNLOADED, Model, World, list_possible_worlds
+from tests.chaos.world import (
+    ENSEMBLES,
+    LOADED,
+    NO_WISH,
+    STEPS,
+    UNLOADED,
+    Model,
+    World,
+    list_possible_worlds,
+)
 from tests.support.keys import ADMIN, bearer
 from tests.support.wait import TIMEOUT_S
 
 SETTLE_S: Final = 15.0  # from the end of a step until the fleet is as acknowledged
 GRACE_S: Final = 3.0  # after a fault, in which a request may fail
-HOLD_S: Final = 1.0  # in which the fleet must stay as it is
+HOLD_S: Final = 3.0  # in which the fleet must stay as it is, and no gateway corrects anything
+CALM_S: Final = 60.0  # the same after the last step
 LOOK_PAUSE_S: Final = 0.2
 TAIL_LINES: Final = 40
 LOAD_FAILED: Final = "LOAD_FAILED"
@@ -115,11 +125,12 @@ class Run:
             raise Violation("\n".join([f"the answers do not follow from {self.world}:", *told]))
         return worlds
 
-    def settle(self, possible: Sequence[World]) -> float:
+    def settle(self, possible: Sequence[World], hold_s: float = HOLD_S) -> float:
         """Wait until the fleet is in one of these worlds, and stays so; return the seconds until it was."""
         began = time.monotonic()
         since: float | None = None
-        while since is None or time.monotonic() - since < HOLD_S:
+        actions: dict[str, list[str]] = {}
+        while since is None or time.monotonic() - since < hold_s:
             if self._restart_crashed(began):
                 began, since = time.monotonic(), None
             now = time.monotonic()
@@ -128,14 +139,16 @@ class Run:
                 differences.append(find_differences(self.fleet, world))
                 if not differences[-1]:
                     self.world = world
-                    since = now if since is None else since
+                    seen = count_actions(self.fleet)
+                    since = now if since is None or seen != actions else since
+                    actions = seen
                     break
             else:
                 since = None
-                if now - began > SETTLE_S * self.patience:
-                    nearest: list[str] = min(differences, key=len)
-                    sentences = "\n".join(nearest)
-                    raise Violation(f"not settled after {now - began:.0f} s:\n{sentences}")
+            if since in (None, now) and now - began > SETTLE_S * self.patience:
+                nearest: list[str] = min(differences, key=len)
+                sentences = "\n".join(nearest) or "the gateways go on to load and unload models"
+                raise Violation(f"not settled after {now - began:.0f} s:\n{sentences}")
             time.sleep(LOOK_PAUSE_S)
         return since - began
 
@@ -160,14 +173,17 @@ def act(fleet: Fleet, action: Action) -> Response | None:
 
 
 def start_models(fleet: Fleet) -> World:
-    """Load the first of the models that change, and unload the others; return the first world."""
-    models: dict[str, Model] = {}
-    for name in MODELS:
-        verb, wish = ("unload", UNLOADED) if models else ("load", LOADED)
+    """Load the first of the models that change, and of the ensembles; unload the others."""
+    first, *others = MODELS
+    loaded, *unloaded = ENSEMBLES
+    wishes = {first: LOADED, **dict.fromkeys(others, UNLOADED)}
+    wishes |= {loaded: LOADED, **dict.fromkeys(unloaded, UNLOADED)}
+    for name, wish in wishes.items():
+        verb = "load" if wish == LOADED else "unload"
         url = f"{fleet.gateways[GATEWAYS[0]].url}/v2/repository/models/{name}/{verb}"
         httpx.post(url, headers=bearer(ADMIN), timeout=TIMEOUT_S).raise_for_status()
-        models[name] = Model(wish, {1: 0})
-    return World(models)
+    models = {name: Model(wishes[name], {1: 0}) for name in MODELS}
+    return World(models, {name: wishes.get(name, NO_WISH) for name in STEPS})
 
 
 def run(
@@ -192,6 +208,7 @@ def run(
                     say("\n  ".join([f"the last lines of {name}:", *gateway.lines[-TAIL_LINES:]]))
                 raise Violation(f"SEED={seed} step {number}: {exc}") from None
             say(f"step {number}: {happened}")
+        run.settle([run.world], CALM_S)
         counts = " and ".join(
             f"{count} through {at}" for at, count in fleet.background.answered.items()
         )

@@ -9,6 +9,14 @@ from enum import Enum, auto
 from itertools import permutations
 
 LOADED, UNLOADED, NO_WISH = "loaded", "unloaded", ""  # as in `GET /v1/models`
+# Two ensembles, which share a step. Only loads and unloads change these models.
+STEPS: Mapping[str, tuple[str, ...]] = {
+    "pair": ("left", "right"),
+    "single": ("right",),
+    "left": (),
+    "right": (),
+}
+ENSEMBLES = tuple(name for name, steps in STEPS.items() if steps)
 
 
 @dataclass(frozen=True)
@@ -27,9 +35,16 @@ class Model:
 @dataclass(frozen=True)
 class World:
     models: Mapping[str, Model]
+    wishes: Mapping[str, str] = field(default_factory=dict)  # of the ensembles and their steps
     is_cordoned: bool = False  # replica 0
     has_extra_model: bool = False  # in the models file
     has_extra_key: bool = False  # in the keys file
+
+    @property
+    def needed(self) -> set[str]:
+        """Return the steps of the ensembles that are to be loaded."""
+        wanted = [name for name in ENSEMBLES if self.wishes.get(name) == LOADED]
+        return {step for name in wanted for step in STEPS[name]}
 
 
 @dataclass(frozen=True)
@@ -112,6 +127,18 @@ def delete_label(model: Model, details: Details) -> Model | str:
         return "LABEL_NOT_FOUND" if model.versions else "MODEL_NOT_FOUND"
     left = {key: version for key, version in model.labels.items() if key != details.label}
     return replace(model, labels=left)
+
+
+def load_part(world: World, details: Details) -> World:
+    """Load an ensemble or a step. The unloads of its steps are forgotten."""
+    forgotten = {step: NO_WISH for step in STEPS[details.model] if world.wishes[step] == UNLOADED}
+    return replace(world, wishes={**world.wishes, **forgotten, details.model: LOADED})
+
+
+def unload_part(world: World, details: Details) -> World | str:
+    if details.model in world.needed:
+        return "CONFLICT"
+    return replace(world, wishes={**world.wishes, details.model: UNLOADED})
 
 
 def cordon(world: World, _: Details) -> World:

@@ -43,6 +43,29 @@ def read_recorded_document() -> dict[str, Any]:
     return dict(json.loads(DOCUMENT_FILE.read_text()))
 
 
+def find_broken_references(document: Mapping[str, Any]) -> set[str]:
+    """Return each `$ref` that names nothing in the document."""
+    nodes: list[Any] = [document]
+    references: set[str] = set()
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, Mapping):
+            references |= {value for key, value in node.items() if key == "$ref"}
+            nodes += node.values()
+        elif isinstance(node, list):
+            nodes += node
+    return {each for each in references if not has_node(document, each)}
+
+
+def has_node(document: Mapping[str, Any], reference: str) -> bool:
+    node: Any = document
+    for part in reference.removeprefix("#/").split("/"):
+        if part not in node:
+            return False
+        node = node[part]
+    return True
+
+
 def format_document(document: Mapping[str, Any]) -> str:
     return json.dumps(document, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 

@@ -34,6 +34,7 @@ from gateway.capabilities.torchserve.routes import router as torchserve
 from gateway.config.settings import Settings
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.media_types import JSON, MULTIPART, NPY, NPZ, OCTET_STREAM
+from tests.interface.openapi import find_broken_references
 from tests.support.keys import bearer, entry, written
 from tests.support.model_zoo.zoo import AS_WRITTEN, MANAGED, Zoo
 from tests.support.servers import gateway_before
@@ -362,6 +363,7 @@ def test_documents_are_valid_openapi(service: Service) -> None:
     ]
     for document in documents:
         assert document["openapi"].startswith("3.1.")
+        assert not find_broken_references(document)
         assert {*document["security"][0], *document["security"][1]} == {"bearer", "header"}
         OPENAPI_31_VALIDATOR.validate(document)
         for schema in schemas(document["paths"]):

@@ -35,7 +35,7 @@ async def serve_load(call: IncomingCall) -> bytes:
     request = decode(service_pb2.RepositoryModelLoadRequest, message)
     can_upload = call.services.accepts_code(call.info.caller)
     model, parameters = prepare_change(call, request, UnknownModelToLoad, can_upload=can_upload)
-    await call.services.repository.load(model, parameters)
+    await call.services.repository.load(model, parameters, call.info.caller.can_see)
     return EMPTY_MESSAGE
 
 

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import Any, Final
 
 from gateway.capabilities.on_demand.settings import CopyLimits
-from gateway.tensors.signature import find_ensemble_steps
+from gateway.tensors.signature import find_steps
 
 MEMORY_PARAMETER: Final = "gateway.memory_mb"
 UNKNOWN_LOAD_S: Final = 5.0  # expected for a model that was never loaded
@@ -309,7 +309,7 @@ def parse_model_facts(config: Any) -> ModelFacts:
     except (AttributeError, TypeError):
         return ModelFacts()
     is_number = written.isascii() and written.isdecimal() and len(written) < 10
-    return ModelFacts(int(written) if is_number else None, find_ensemble_steps(config))
+    return ModelFacts(int(written) if is_number else None, find_steps(config))
 
 
 def find_all_parts(model: str, facts: Mapping[str, ModelFacts]) -> frozenset[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,11 @@ def replica_schema(document: Document) -> Any:
     response = document["paths"][REPLICAS]["get"]["responses"]["200"]
     listed = response["content"]["application/json"]["schema"]
     return listed["properties"]["replicas"]["items"]
+
+
+def test_every_reference_of_the_document_resolves(document: Document) -> None:
+    assert "#/components/schemas/JobState" in json.dumps(document)
+    assert not openapi.find_broken_references(document)
 
 
 def test_no_public_name_is_removed(document: Document) -> None:
