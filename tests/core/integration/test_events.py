@@ -23,7 +23,6 @@ from tests.support.servers import Command, free_ports, gateway
 from tests.support.wait import wait_until
 
 LOAD, UNLOAD = "/v2/repository/models/text_core/load", "/v2/repository/models/text_core/unload"
-DEPENDENTS = {"parameters": {"unload_dependents": True}}
 EVENTS = "/v1/events"
 
 

@@ -173,7 +173,16 @@ class Scene:
         assert answer.status_code == status, answer.text
         forgotten = sorted(f"{name}{suffix}" for name in before.desired.keys() - after.desired)
         assert answer.json().get("forgotten_unloads", []) == forgotten
+        if forgotten:
+            wait_until(
+                lambda: self.list_changed_models() >= {f"model {each}" for each in forgotten}
+            )
         self.families[suffix] = after
+
+    def list_changed_models(self) -> set[str]:
+        """Return what the last event is about."""
+        (event,) = self.client.get("/v1/events?limit=1").json()["events"]
+        return {each["subject"] for each in event["changes"]}
 
     def is_loaded(self, triton: Triton, models: set[str]) -> bool:
         index = post_to(triton, "index").json()
