@@ -73,7 +73,7 @@ def listens(port: int) -> bool:
 def test_redis_requires_the_password_and_does_not_show_it(name: str, tmp_path: Path) -> None:
     with started(COMMANDS[name](), tmp_path) as (running, port):
         with redis.Redis(port=port) as nobody, pytest.raises(redis.exceptions.AuthenticationError):
-            nobody.hset("triton-gateway:wishes", "m", "{}")
+            nobody.hset("triton-gateway:models", "m", "{}")
         with redis.Redis(port=port, password=PASSWORD) as client:
             assert client.config_get("appendfsync") == {"appendfsync": "always"}
             assert client.config_get("save") == {"save": ""}

@@ -37,7 +37,7 @@ def replica_schema(document: Document) -> Any:
 
 def test_no_public_name_is_removed(document: Document) -> None:
     removed = names.read_recorded_names() - names.list_names(document)
-    assert not removed, "docs/reference/stability.md describes how a name is removed"
+    assert not removed, "make interface ARGS=--breaking, and a line in CHANGELOG.md"
 
 
 def test_every_public_name_is_recorded(document: Document) -> None:
