@@ -199,22 +199,6 @@ def read_table(markdown: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.split(" | ")] for row in rows[2:]]
 
 
-def test_verification_lists_commands_and_what_did_not_run() -> None:
-    section = read_section(ROOT / "docs/operate/deploy.md", "verification")
-    verified, _, missing = section.partition("\n### Not run\n")
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for subject, _, command in read_table(verified):
-        named = set(re.findall(r"`make ([a-z-]+)`", command))
-        assert named or command == "by hand", subject
-        assert named <= targets, subject
-    rows = read_table(missing)
-    for subject in ("managed cluster", "KEDA", "GPU", "Docker", "arm64", "release"):
-        assert [row for row in rows if subject in row[0]], subject
-    for row in rows:
-        assert len(row) == 3, row
-        assert all(row), row
-
-
 def test_table_of_triton_releases_names_the_tested_one(
     demo: httpx.Client,
 ) -> None:
