@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import httpx
@@ -34,6 +33,7 @@ from tests.support.documents import (
     programs,
     python_programs,
 )
+from tests.support.missing import find_program
 from tests.support.servers import ROOT
 from tests.support.source import setting_descriptions
 
@@ -69,8 +69,7 @@ def test_programs_in_tabs_print_their_comments(
     for document, language, program in found:
         with subtests.test(document, language=language):
             interpreter = INTERPRETERS[language][0]
-            if shutil.which(interpreter) is None:
-                pytest.skip(f"{interpreter} is not installed; the gate installs it with npm")
+            find_program(interpreter, "nodejs" if interpreter == "node" else "")
             assert_prints_its_comment(demo, language, program)
 
 
