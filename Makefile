@@ -70,7 +70,7 @@ durations: $(VENV)/.dev models examples
 mutants: $(VENV)/.dev models examples ## Seed faults and report which tests notice them (2.5 hours)
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
-house: ## Print the lines of each room of the gateway
+house: ## Print the lines of each folder of the gateway beside its budget
 	@$(PYTHON) -m tests.house
 
 # Rerun the tests that failed in the last run; one that passes now is reported as flaky.
@@ -99,10 +99,11 @@ containers: $(VENV)/.dev ## Build and run the images without a registry
 page: $(VENV)/.dev models ## Test the page in Chromium
 	@$(BIN)/python -m pytest -n 0 tests/capabilities/page/test_page.py $(ARGS)
 
-check: $(VENV)/.dev ## Check format, lint and types
+check: $(VENV)/.dev ## Check format, lint and types, and print remarks
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	@$(BIN)/python -m tests.remarks
 
 fmt: $(VENV)/.dev ## Format the code and apply safe fixes
 	$(BIN)/ruff format .

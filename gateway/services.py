@@ -201,7 +201,7 @@ class Services:
 
     def accepts_code(self, caller: Caller) -> bool:
         """Return whether the caller may upload configs and files with code, which can access every model."""
-        return self.settings.accepted_uploads is ModelUploads.code and caller.can_see_all
+        return self.settings.model_uploads is ModelUploads.code and caller.can_see_all
 
     def record_model(self, info: RequestInfo, model: str, version: str = "") -> None:
         """Set the labels of the request's metrics; only models that exist become label values."""

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.durations import group_of, read_durations, record_durations
 from tests.support.gateway_forks import stop_server
+from tests.support.missing import summarize_skips
 from tests.support.model_zoo.zoo import AS_WRITTEN, RENAMED, SHARED, Zoo, write_repository
 from tests.support.processes import end_processes, forbid_processes
 from tests.support.servers import ROOT, Triton, gateway_before, triton_on_free_ports, triton_with
@@ -73,9 +74,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
+    found = [each for reports in terminalreporter.stats.values() for each in reports]
+    reports = [each for each in found if isinstance(each, pytest.TestReport)]
     if config.getoption("record_durations"):
-        reports = [each for found in terminalreporter.stats.values() for each in found]
-        record_durations(each for each in reports if isinstance(each, pytest.TestReport))
+        record_durations(reports)
+    # Once for all tests, and not for each, as `-rs` would.
+    skipped = [each.longrepr for each in reports if each.skipped and not hasattr(each, "wasxfail")]
+    reasons = [each[2].removeprefix("Skipped: ") for each in skipped if isinstance(each, tuple)]
+    if reasons:
+        terminalreporter.section("skipped")
+        for line in summarize_skips(reasons):
+            terminalreporter.write_line(line)
 
 
 # Fixtures that take long to start: all tests that use one run in the same process.

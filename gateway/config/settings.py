@@ -214,8 +214,6 @@ class AccessSettings(BaseModel):
     """Which models administrators may upload: off; artifacts, files that are data for their backend (ONNX,
     TensorRT, OpenVINO), with a config that runs no code; or code, any model, and also a config and files in a
     load request. The default of up is artifacts."""
-    allow_model_upload: bool = False
-    """Deprecated: true means GATEWAY_MODEL_UPLOADS=code."""
     cors_origins: CommaSeparated = ()
     """Comma-separated origins whose pages may call the gateway from a browser: https://app.example.com; *
     allows every origin. Empty: none."""
@@ -226,10 +224,6 @@ class AccessSettings(BaseModel):
     """Comma-separated values that the Host header may have: models.example.com,*.test; localhost is always
     allowed, * allows any host. Empty: only localhost if the gateway listens on loopback and has no keys file,
     otherwise any host."""
-
-    @property
-    def accepted_uploads(self) -> ModelUploads:
-        return ModelUploads.code if self.allow_model_upload else self.model_uploads
 
     @field_validator("cors_origins")
     @classmethod

@@ -418,7 +418,7 @@ def build_repository(
     models_file: ModelsFile,
     settings: Settings,
 ) -> Repository:
-    can_upload = settings.accepted_uploads is ModelUploads.code  # a config and files in a load
+    can_upload = settings.model_uploads is ModelUploads.code  # a config and files in a load
     state = SharedState(store, models_file, can_upload=can_upload)
     loader = ModelLoader(pool, signatures, state, load_timeout_s=settings.load_timeout_s)
     readiness = ReadinessMonitor(pool, state, settings.ready_quorum)

@@ -216,8 +216,6 @@ def configure_process(**overrides: Any) -> tuple[Settings, MessageWriter]:
     handler = logs.configure(settings)
     for warning in describe_unknown_settings(os.environ, *SETTINGS):
         log.warning("%s", warning)
-    if settings.allow_model_upload:
-        log.warning("GATEWAY_ALLOW_MODEL_UPLOAD is deprecated; set GATEWAY_MODEL_UPLOADS=code")
     return settings, handler.write_message
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from starlette.types import ASGIApp
 from uvicorn.supervisors import Multiprocess
@@ -24,6 +25,10 @@ from gateway.telemetry import logs
 from gateway.telemetry.metrics import record_replaced_worker
 
 log = logging.getLogger(__name__)
+
+# The path of a Unix socket has at most 107 bytes; `multiprocessing` adds 32 to that of the temporary folder.
+MAX_TEMP_FOLDER_BYTES: Final = 107 - 32
+SHORT_TEMP_FOLDER: Final = "/tmp"  # noqa: S108 - multiprocessing makes a private folder in it
 
 
 class GatewayWorker(WorkerProcess):
@@ -120,6 +125,8 @@ def run_workers(
             os.environ["GATEWAY_MAX_BYTES_IN_FLIGHT"] = str(max(share, MIN_BUDGET_BYTES))
         # No process that forks may have threads, and nothing here multiplies matrices.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        if len(os.fsencode(tempfile.gettempdir())) > MAX_TEMP_FOLDER_BYTES:
+            tempfile.tempdir = SHORT_TEMP_FOLDER  # for the socket of the fork server
         context = fork_workers("gateway.server.fork_server", GatewayWorker)
         check = context.Process(target=check_settings)  # reports errors once, not in each worker
         check.start()

@@ -280,7 +280,7 @@ def build_tensor_spec(
         mean=parse_channel_values(hint("mean"), f"gateway.mean.{name}"),
         std=parse_channel_values(hint("std"), f"gateway.std.{name}", are_divisors=True),
         has_labels=bool(config.get("label_filename")),
-        examples=parse_examples(hint("examples"), hint("example"), f"gateway.examples.{name}"),
+        examples=parse_examples(hint("examples"), f"gateway.examples.{name}"),
     )
 
 
@@ -313,10 +313,10 @@ def parse_pixel_scale(text: str, key: str) -> PixelScale:
         raise build_hint_error(text, key, f"one of {expected}") from None
 
 
-def parse_examples(text: str, only_example: str, key: str) -> tuple[str, ...]:
-    """Parse the JSON list of examples; without one, return the only example. Raises `ModelFault`."""
+def parse_examples(text: str, key: str) -> tuple[str, ...]:
+    """Parse the JSON list of examples. Raises `ModelFault`."""
     if not text:
-        return (only_example,) if only_example else ()
+        return ()
     try:
         examples = json.loads(text)
     except (ValueError, RecursionError):

@@ -26,6 +26,7 @@ from tests.clients.programs.outcomes import Target
 from tests.clients.servers import gateway_target, running_triton, triton_target
 from tests.support.documents import INTERPRETERS, python_programs
 from tests.support.keys import ENTRIES, written
+from tests.support.missing import format_reason
 from tests.support.servers import ROOT
 
 DOCUMENT = ROOT / "docs/use/clients.md"
@@ -80,7 +81,7 @@ def two_replicas(
 def compare(client: Client, servers: Servers, calls: str = "") -> set[AllowedDifference]:
     """Compare the client's calls on all servers; return the allowed differences that were seen."""
     if not client.is_installed:
-        pytest.skip(f"{client.name} is not installed; run: make test-clients")
+        pytest.skip(format_reason(client.name, "make clients"))
     allowed = read_allowed_differences()
     first = 0 if client.is_known_to_triton else 1
     names = list(servers)[first:]
@@ -134,7 +135,7 @@ def test_programs_of_the_document_print_their_comments(
             command = [*interpreter_of(program), source]
             with subtests.test(program.splitlines()[-1]):
                 if shutil.which(command[0]) is None:
-                    pytest.skip("the client is not installed; run: make test-clients")
+                    pytest.skip(format_reason(command[0], "make clients"))
                 run = subprocess.run(command, capture_output=True, text=True, timeout=60)
                 assert run.stdout.strip() == expected, run.stderr
 

@@ -18,7 +18,8 @@ def main(arguments: list[str]) -> int:
         print(line, file=sys.stderr)
     if breaks and "--breaking" not in arguments:
         print(
-            "nothing was recorded; docs/reference/stability.md describes what to do",
+            "nothing was recorded; ARGS=--breaking records the removals, each of which needs a line in "
+            "CHANGELOG.md",
             file=sys.stderr,
         )
         return 1

@@ -1,8 +1,8 @@
-"""The public names, one per line: settings, paths, codes, metrics, log fields, commands, flags, values and
-the Python client.
+"""The public names, one per line: settings, paths, statuses with their codes, metrics, log fields, commands
+with their flags, variables and exit statuses, values of the chart and the Python client.
 
-Settings, codes, metrics, log fields and values of the chart are read from the documentation, which
-other tests compare with the code.
+Settings, codes, metrics, log fields, exit statuses and values are read from the documentation, which other
+tests compare with the code.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import typer.main
 
 import gateway.client
 from gateway.cli import root_cli
+from gateway.routes.passthrough.rules import ROUTE_RULES, Refusal
+from gateway.telemetry.audit import OPTIONAL_FIELDS
+from tests.interface import openapi
 from tests.support.servers import ROOT
 
 NAMES_FILE = ROOT / "docs" / "interface.txt"
@@ -55,9 +58,23 @@ def read_log_fields(logger: str) -> set[str]:
     return fields
 
 
+# Fields that a line has only if they have a value.
+OPTIONAL_LOG_FIELDS = {
+    "gateway.access": ("subject", "span_id"),
+    "gateway.audit": OPTIONAL_FIELDS,
+    "gateway.refusals": ("route",),
+}
+
+
 def list_log_fields() -> Iterator[str]:
-    for logger in ("gateway.access", "gateway.audit"):
-        for field in read_log_fields(logger):
+    refusals = re.findall(r"^[\d:]+ warning refused .*$", read("operate/metrics.md"), re.M)
+    documented = {
+        "gateway.access": read_log_fields("gateway.access"),
+        "gateway.audit": read_log_fields("gateway.audit"),
+        "gateway.refusals": set(re.findall(r" (\w+)=", " ".join(refusals))),
+    }
+    for logger, fields in documented.items():
+        for field in fields.union(OPTIONAL_LOG_FIELDS[logger]):
             yield f"field {logger} {field}"
 
 
@@ -65,6 +82,29 @@ def list_paths(document: dict[str, Any]) -> Iterator[str]:
     for path, operations in document["paths"].items():
         for method in operations:
             yield f"path {method.upper()} {path}"
+
+
+def list_pages() -> Iterator[str]:
+    """The paths for browsers, which the OpenAPI document leaves out."""
+    for route in openapi.build_framework().routes:
+        if not getattr(route, "include_in_schema", True) and "{" not in route.path:
+            yield f"path GET {route.path}"
+
+
+def list_forwarded_paths() -> Iterator[str]:
+    """The paths of Triton that are forwarded or answered; what is in brackets may be left out."""
+    for rule in ROUTE_RULES:
+        if not isinstance(rule.action, Refusal):
+            path = re.sub(r"\(\?P<(\w+)>\[\^/\]\+\)", r"{\1}", rule.pattern.pattern)
+            path = re.sub(r"\((?:\?:)?(/[^()]*)\)\?", r"[\1]", path)
+            for method in rule.methods - {"HEAD"}:
+                yield f"path {method} {path.replace('(?:', '(')}"
+
+
+def list_exit_statuses() -> Iterator[str]:
+    section = read("use/cli.md").partition("\n## Exit statuses\n")[2]
+    for status in re.findall(r"^\| (\d+) \|", section, re.M):
+        yield f"exit {status}"
 
 
 def list_commands(command: Any = None, words: tuple[str, ...] = ()) -> Iterator[str]:
@@ -75,6 +115,8 @@ def list_commands(command: Any = None, words: tuple[str, ...] = ()) -> Iterator[
         for flag in (*parameter.opts, *parameter.secondary_opts):
             if flag.startswith("-"):
                 yield f"flag {name} {flag}"
+        if isinstance(parameter.envvar, str):
+            yield f"variable {parameter.envvar}"
     for word, child in getattr(command, "commands", {}).items():
         yield from list_commands(child, (*words, word))
 
@@ -104,7 +146,10 @@ def list_names(document: dict[str, Any]) -> set[str]:
         *list_metrics(),
         *list_log_fields(),
         *list_paths(document),
+        *list_pages(),
+        *list_forwarded_paths(),
         *list_commands(),
+        *list_exit_statuses(),
         *list_values(),
         *list_client(),
     }

@@ -23,7 +23,8 @@ BOUNDS = {
 REQUEST_PARTS = {"requestBody", "parameters"}
 
 
-def build_document() -> dict[str, Any]:
+def build_framework() -> Any:
+    """Return the FastAPI application of a gateway with every capability."""
     with TemporaryDirectory() as folder:
         keys_file = Path(folder) / "keys.yaml"
         keys_file.write_text("keys: []")
@@ -34,7 +35,11 @@ def build_document() -> dict[str, Any]:
         }
         settings = Settings(state="memory:", keys_file=keys_file, **options)
         application: Any = create_app(settings)
-    framework = application.framework
+    return application.framework
+
+
+def build_document() -> dict[str, Any]:
+    framework = build_framework()
     framework.requires_key = False  # the usage requires keys, the others do not
     return dict(json.loads(json.dumps(framework.openapi())))
 

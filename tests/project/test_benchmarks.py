@@ -19,6 +19,7 @@ from benchmarks.startup import IMPORTS
 from benchmarks.workloads import EVENTS, Workload, build_workloads
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.capabilities.grpc_api.support.grpc_gateway import INFER, call_bytes, grpc_gateway
+from tests.support.missing import format_reason
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports
 
 pytestmark = pytest.mark.long
@@ -122,8 +123,8 @@ def test_unknown_table_is_refused() -> None:
 def test_perf_analyzer_measures_the_gateway_over_grpc(stage: Stage, arguments: list[str]) -> None:
     try:
         program = peers.find_program("perf_analyzer")
-    except servers.ServerNotStarted as exc:
-        pytest.skip(str(exc))
+    except servers.ServerNotStarted:
+        pytest.skip(format_reason("perf_analyzer", "make bench-peers"))
     with grpc_gateway(stage.triton.options.url) as gateway:
         command = [program, "-i", "grpc", "-u", gateway.address, "-m", "small", "-b", "1"]
         command += ["--measurement-interval", "500", "--max-trials", "3", "-s", "999"]

@@ -52,7 +52,7 @@ OWN_NAMES = {
     ),
     "uploads": OwnNames(
         rf"(PUT|DELETE) {MODEL}|GET {MODEL}/files.*",
-        r"setting GATEWAY_(REPOSITORY(_SECRET_ACCESS_KEY(_FILE)?)?|MODEL_UPLOADS|ALLOW_MODEL_UPLOAD"
+        r"setting GATEWAY_(REPOSITORY(_SECRET_ACCESS_KEY(_FILE)?)?|MODEL_UPLOADS"
         r"|MAX_(MODEL_BYTES|REPOSITORY_BYTES|MODEL_INSTANCES|MODEL_WARMUPS|MODEL_SEQUENCES))"
         r"|code \d+ (DIGEST_MISMATCH|INVALID_MODEL_FILE|NO_REPOSITORY|REPOSITORY_\w+)"
         r"|(command|flag) triton-gateway (push|pull|rm)\b.*",

@@ -16,7 +16,6 @@ from tests.support.servers import ROOT, Command, free_ports, triton_on_free_port
 from tests.support.wait import wait_until
 
 pytestmark = pytest.mark.long
-MAX_LINES = 60
 NAME = "top_label"
 
 
@@ -26,7 +25,6 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("copy")
     text = (ROOT / "docs/contribute/capabilities.md").read_text()
     capability, routes = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(f"{capability}{routes}".splitlines()) <= MAX_LINES
     package = folder / "gateway"
     shutil.copytree(ROOT / "gateway", package, ignore=shutil.ignore_patterns("__pycache__"))
     written = package / "capabilities" / NAME

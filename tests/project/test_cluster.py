@@ -37,8 +37,8 @@ from tests.cluster.verdict import Losses, Outcome, find_violations, parse_record
 from tests.support.helm import render_chart
 from tests.support.kubernetes_schemas import KUBERNETES, complaints
 from tests.support.manifests import Manifests, Resource, containers
+from tests.support.missing import find_program
 from tests.support.servers import ROOT, GatewayProcess
-from tests.support.tools import program
 from tests.support.wait import TIMEOUT_S, wait_until
 
 LOAD_PROGRAM = PROGRAMS / "load.py"
@@ -188,7 +188,7 @@ def test_signal_reaches_the_program_of_a_pod_alone(tmp_path: Path) -> None:
     """A pod is recognized by its control group: here, any part of the path."""
     names = ("of-the-pod", "of-another-program")
     for name in names:
-        (tmp_path / name).symlink_to(program("sleep", "coreutils"))
+        (tmp_path / name).symlink_to(find_program("sleep", "coreutils"))
     processes = [subprocess.Popen([tmp_path / name, "600"]) for name in names]
     try:
         first, second = processes

@@ -15,10 +15,10 @@ import yaml
 from gateway import __version__
 from tests.support.kubernetes_apply import find_changes
 from tests.support.manifests import K8S, VARIANTS, Manifests, Resource, build
+from tests.support.missing import find_program
 from tests.support.platform_rules import find_violations, read_exemptions
 from tests.support.scheduler import HOSTNAME, ZONE, Node, Pod, schedule
 from tests.support.servers import ROOT
-from tests.support.tools import program
 
 GATEWAY, TRITON, REDIS = "triton-gateway", "triton", "redis"
 DEPLOY = (ROOT / "docs" / "operate" / "deploy.md").read_text()
@@ -284,7 +284,7 @@ def test_overlay_of_the_documents_refers_to_a_version_of_k8s_and_equals_prod(
         (*author, "commit", "-m", "x"),
         ("tag", f"v{__version__}"),
     ):
-        git = [program("git"), "-C", str(repository), *words]
+        git = [find_program("git"), "-C", str(repository), *words]
         subprocess.run(git, check=True, capture_output=True)
     address = "https://github.com/triton-gateway/triton-gateway//"
     assert block.count(address) >= 5

@@ -121,7 +121,7 @@ OTHERS: dict[str, Values] = {
     "managed Redis": {
         **EGRESS,
         "redis": {
-            "externalUrl": "rediss://:$(REDIS_PASSWORD)@redis.example.com:6379/0",
+            "externalUrl": "rediss://redis.example.com:6379/0",
             "secretName": "redis",
         },
     },

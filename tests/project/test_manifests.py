@@ -35,8 +35,8 @@ from tests.support.manifests import (
     ports,
     quantity,
 )
+from tests.support.missing import find_program
 from tests.support.servers import ROOT
-from tests.support.tools import program
 from tests.support.wait import TIMEOUT_S
 
 GATEWAY, TRITON = "triton-gateway", "triton"
@@ -666,7 +666,9 @@ def test_triton_is_scaled_by_the_requests_that_wait_and_not_in_without_metrics(
     rules = [{"record": f"q:{number}", "expr": query} for number, query in enumerate(queries)]
     file = tmp_path / "queries.yml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "keda", "rules": rules}]}))
-    subprocess.run([program("promtool"), "check", "rules", str(file)], check=True)
+    subprocess.run(
+        [find_program("promtool", "prometheus"), "check", "rules", str(file)], check=True
+    )
     assert spec["fallback"]["behavior"] == "currentReplicasIfHigher"
     assert spec["fallback"]["replicas"] >= spec["minReplicaCount"]
     for trigger in spec["triggers"]:

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
+from tests.support.missing import format_reason
 from tests.support.servers import ROOT, gateway_before, triton_on_free_ports
 
 ENVIRONMENT = ROOT / ".venv-resnet50"
@@ -24,7 +25,7 @@ pytestmark = [
     pytest.mark.soak,
     pytest.mark.timeout(600),
     pytest.mark.skipif(
-        not (ENVIRONMENT / ".ready").exists(), reason="`make resnet50` prepares PyTorch, once"
+        not (ENVIRONMENT / ".ready").exists(), reason=format_reason("PyTorch", "make resnet50")
     ),
 ]
 

@@ -21,6 +21,7 @@ import pytest
 
 from gateway.embedded.installation import cache_folder
 from tests.support.container_bases import DISTROLESS_CONFIG, make_distroless, make_python
+from tests.support.missing import APT, format_reason
 from tests.support.servers import ROOT
 
 TOOLS = ("buildah", "podman", "runc", "debootstrap", "catatonit")
@@ -38,7 +39,7 @@ default_ulimits = ["nofile={files}:{files}", "nproc=8192:8192"]
 def require_tools() -> None:
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
-        pytest.skip(f"{', '.join(missing)} missing: apt-get install {' '.join(TOOLS)}")
+        pytest.skip(format_reason(", ".join(missing), f"{APT}{' '.join(TOOLS)}"))
     if os.getuid() != 0:
         pytest.skip("a base is made and images are built as root")
 

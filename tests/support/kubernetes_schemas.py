@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from functools import cache
 from importlib.resources import files
@@ -16,6 +15,7 @@ from referencing import Registry
 from referencing.jsonschema import DRAFT202012
 
 from tests.support.manifests import Resource
+from tests.support.missing import find_program, format_reason
 from tests.support.servers import ROOT
 
 KUBERNETES = ("1.33", "1.35", "1.37")
@@ -58,8 +58,9 @@ def complaints_of(document: str, version: str) -> list[str]:
 
 def check_custom(resources: list[Resource]) -> str:
     folder = ROOT / "tests" / "crds"
-    if shutil.which("node") is None or not (folder / "node_modules").is_dir():
-        pytest.skip("the schemas of custom resources are fetched by: make crds (it needs npm)")
+    find_program("node", "nodejs npm")
+    if not (folder / "node_modules").is_dir():
+        pytest.skip(format_reason("the folder of schemas of custom resources", "make crds"))
     return subprocess.run(
         ["node", "check.mjs"],
         cwd=folder,

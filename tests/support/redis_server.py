@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from urllib.parse import quote
 from uuid import uuid4
 
-import pytest
 import redis
 
 from tests.support.guards import GuardedServer
+from tests.support.missing import find_program
 from tests.support.servers import free_ports
 
 
 class RedisServer(GuardedServer):
     def __init__(self, folder: Path, *options: str) -> None:
-        if shutil.which("redis-server") is None:
-            pytest.fail("redis-server is missing: apt-get install redis-server", pytrace=False)
         (port,) = free_ports(1)
         listens = () if "--tls-port" in options else ("--port", str(port))
         command = [
-            *("redis-server", "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"),
+            *(
+                find_program("redis-server"),
+                "--bind",
+                "127.0.0.1",
+                "--save",
+                "",
+                "--appendonly",
+                "no",
+            ),
             *("--dir", str(folder), *listens),
             *(option.replace("PORT", str(port)) for option in options),
         ]

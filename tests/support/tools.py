@@ -1,29 +1,19 @@
-"""External programs that tests need."""
+"""Pages of metrics, and Prometheus' checks of them."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 
-import pytest
-
+from tests.support.missing import find_program
 from tests.support.servers import ROOT
 from tests.support.wait import TIMEOUT_S
 
 TRITON = (ROOT / "tests/data/triton_metrics.txt").read_text()
 
 
-def program(name: str, package: str = "prometheus") -> str:
-    """Return the path of an installed program."""
-    path = shutil.which(name)
-    if path is None:
-        pytest.fail(f"this test needs {name}: apt-get install {package}", pytrace=False)
-    return path
-
-
 def check_with_promtool(page: str) -> list[str]:
     """Its complaints about names. Its exit status is 1 for a page that cannot be read, 3 for such lint."""
-    command = [program("promtool"), "check", "metrics"]
+    command = [find_program("promtool", "prometheus"), "check", "metrics"]
     ended = subprocess.run(command, input=page.encode(), capture_output=True, timeout=TIMEOUT_S)
     assert ended.returncode in (0, 3), ended.stderr.decode()
     return ended.stderr.decode().splitlines()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Final
 
@@ -197,18 +197,13 @@ def encode_job(job: Job) -> bytes:
     return orjson.dumps(job)
 
 
-FIELDS: Final = frozenset(each.name for each in fields(Job))
-
-
 def decode_job(document: bytes) -> Job:
-    """Return a job without the fields that only a newer release has."""
-    values = {name: value for name, value in orjson.loads(document).items() if name in FIELDS}
-    values |= {"kind": JobKind(values["kind"]), "state": JobState(values["state"])}
-    return Job(**values)
+    values = orjson.loads(document)
+    return Job(**{**values, "kind": JobKind(values["kind"]), "state": JobState(values["state"])})
 
 
 def decode_jobs(documents: Iterable[bytes | None]) -> list[Job]:
-    """Return the jobs, without those that are missing, damaged, or of a kind of a later release."""
+    """Return the jobs, without those that are missing or damaged."""
     jobs = []
     for document in documents:
         with suppress(ValueError, LookupError, TypeError, AttributeError):

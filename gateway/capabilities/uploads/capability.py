@@ -33,7 +33,7 @@ def attach_uploads(settings: Settings) -> Attachment:
     from gateway.capabilities.uploads.routes import router
 
     upload_settings = settings.read(UploadSettings)
-    can_write = settings.accepted_uploads is not ModelUploads.off
+    can_write = settings.model_uploads is not ModelUploads.off
     files = create_model_store(upload_settings, can_write=can_write)
 
     async def open_publisher(services: Services, stack: AsyncExitStack) -> None:

@@ -301,7 +301,7 @@ def find_publisher(services: Services) -> ModelPublisher:
 def get_publisher(services: Services) -> ModelPublisher:
     """Return the publisher. Raises `RepositoryNotConfigured`, or `Forbidden` if uploads are disabled."""
     publisher = find_publisher(services)
-    if services.settings.accepted_uploads is ModelUploads.off:
+    if services.settings.model_uploads is ModelUploads.off:
         raise Forbidden("uploads are disabled; set GATEWAY_MODEL_UPLOADS to artifacts or code")
     return publisher
 

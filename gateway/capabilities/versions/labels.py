@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, TypeGuard
 
 from gateway.messages import normalize_version, quote_text
@@ -38,11 +38,9 @@ class Shadow:
     version: str
     percent: float = 100.0
     tolerance: float = DEFAULT_TOLERANCE  # the relative difference of numbers that counts as equal
-    unknown: Mapping[str, Any] = field(default_factory=dict)  # fields of a later release
 
     def to_dict(self) -> dict[str, Any]:
-        known = {"version": self.version, "percent": self.percent, "tolerance": self.tolerance}
-        return {**known, **self.unknown}
+        return {"version": self.version, "percent": self.percent, "tolerance": self.tolerance}
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,6 @@ class VersionLabel:
     shares: Mapping[str, int]
     is_sticky_by_key: bool = False  # the name of the caller's key replaces a missing X-Split-Key
     shadow: Shadow | None = None
-    unknown: Mapping[str, Any] = field(default_factory=dict)  # fields of a later release
 
     @property
     def is_split(self) -> bool:
@@ -72,7 +69,7 @@ class VersionLabel:
             document["sticky"] = STICKY_BY_KEY
         if self.shadow is not None:
             document["shadow"] = self.shadow.to_dict()
-        return {**document, **self.unknown}
+        return document
 
 
 def is_label_name(name: str) -> bool:
@@ -87,16 +84,13 @@ def check_label_name(name: str) -> None:
         )
 
 
-def parse_label(document: Any, *, is_stored: bool = False) -> VersionLabel:
-    """Return the label that a JSON object describes. Raises `InvalidLabel`.
-
-    A stored label may have fields of a later release, which are kept.
-    """
+def parse_label(document: Any) -> VersionLabel:
+    """Return the label that a JSON object describes. Raises `InvalidLabel`."""
     if not isinstance(document, dict) or ("version" in document) is ("versions" in document):
         raise InvalidLabel(
             'a label is an object with "version", or with "versions" and the share of each'
         )
-    unknown = find_unknown(document, LABEL_KEYS, "" if is_stored else "a label")
+    check_keys("a label", document, LABEL_KEYS)
     if "version" in document:
         shares = {parse_version(document["version"]): 1}
     else:
@@ -106,10 +100,7 @@ def parse_label(document: Any, *, is_stored: bool = False) -> VersionLabel:
         raise InvalidLabel(f'"sticky" must be "{STICKY_BY_KEY}"')
     shadow = document.get("shadow")
     label = VersionLabel(
-        shares,
-        sticky is not None,
-        None if shadow is None else parse_shadow(shadow, is_stored=is_stored),
-        unknown=unknown,
+        shares, sticky is not None, None if shadow is None else parse_shadow(shadow)
     )
     if label.shadow is not None and label.shadow.version in shares:
         raise InvalidLabel(
@@ -124,7 +115,7 @@ def decode_labels(table: RawTable) -> LabelTable:
         for name, document in labels.items():
             try:
                 check_label_name(name)
-                label = parse_label(document, is_stored=True)
+                label = parse_label(document)
             except InvalidLabel as exc:
                 raise UnreadableState(f"invalid label: {exc}") from None
             decoded.setdefault(model, {})[name] = label
@@ -168,19 +159,17 @@ def parse_shares(document: Any) -> dict[str, int]:
     return {version: shares[version] for version in sorted(shares, key=int)}
 
 
-def parse_shadow(document: Any, *, is_stored: bool) -> Shadow:
+def parse_shadow(document: Any) -> Shadow:
     if not isinstance(document, dict) or "version" not in document:
         raise InvalidLabel('"shadow" must be an object with "version", and optionally "percent"')
-    unknown = find_unknown(document, SHADOW_KEYS, "" if is_stored else "a shadow")
+    check_keys("a shadow", document, SHADOW_KEYS)
     percent = document.get("percent", 100)
     if not is_number(percent) or not 0 < percent <= 100:
         raise InvalidLabel('"percent" must be a number above 0, and at most 100')
     tolerance = document.get("tolerance", DEFAULT_TOLERANCE)
     if not is_number(tolerance) or not 0 <= tolerance <= 1:
         raise InvalidLabel('"tolerance" must be a number from 0 to 1')
-    return Shadow(
-        parse_version(document["version"]), float(percent), float(tolerance), unknown=unknown
-    )
+    return Shadow(parse_version(document["version"]), float(percent), float(tolerance))
 
 
 def parse_version(version: Any) -> str:
@@ -194,17 +183,13 @@ def parse_version(version: Any) -> str:
     return normalized
 
 
-def find_unknown(
-    document: Mapping[Any, Any], valid: frozenset[str], strict_name: str
-) -> dict[str, Any]:
-    """Return the fields that are not valid. Raises `InvalidLabel` for any, if what has them is named."""
-    unknown = {key: value for key, value in document.items() if key not in valid}
-    if unknown and strict_name:
+def check_keys(subject: str, document: Mapping[Any, Any], valid: frozenset[str]) -> None:
+    """Check that an object has valid keys only. Raises `InvalidLabel`."""
+    if unknown := document.keys() - valid:
         raise InvalidLabel(
-            f"{strict_name} has no key {quote_text(str(min(map(str, unknown))))}; its keys are "
+            f"{subject} has no key {quote_text(min(map(str, unknown)))}; its keys are "
             f"{', '.join(sorted(valid))}"
         )
-    return unknown
 
 
 def is_int(value: Any) -> TypeGuard[int]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, timedelta
 from time import time
-from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import orjson
 
@@ -68,7 +68,6 @@ class DesiredModel:
     parameters: Document = field(default_factory=dict)
     revision: int = 0  # assigned by the store; a repeated request gets a new one
     config_digest: str = ""  # set if the config comes from the models file
-    unknown: Document = field(default_factory=dict)  # fields of a later release
 
     @property
     def load_id(self) -> str:
@@ -84,7 +83,7 @@ class DesiredModel:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document that is stored with the revision, and exported without it."""
-        return {"loaded": self.is_loaded, "parameters": dict(self.parameters), **self.unknown}
+        return {"loaded": self.is_loaded, "parameters": dict(self.parameters)}
 
 
 def decode_models(table: RawTable) -> Mapping[str, DesiredModel]:
@@ -93,13 +92,8 @@ def decode_models(table: RawTable) -> Mapping[str, DesiredModel]:
 
 def parse_desired_model(name: str, document: Any) -> DesiredModel:
     match document:
-        case {
-            "loaded": bool(loaded),
-            "parameters": dict(parameters),
-            "revision": int(revision),
-            **unknown,
-        }:
-            return DesiredModel(loaded, parameters, revision, unknown=cast(Document, unknown))
+        case {"loaded": bool(loaded), "parameters": dict(parameters), "revision": int(revision)}:
+            return DesiredModel(loaded, parameters, revision)
     raise UnreadableState(f"unexpected structure of model {name!r}")
 
 

@@ -51,8 +51,6 @@ from gateway.repository.state.interface import COUNT_ACTION, WRITE_ACTION, BadSt
 from gateway.telemetry.audit import MAX_EVENT_BYTES
 
 T = TypeVar("T")
-# A release reads the state of the one before, and writes what that one reads: fields are only added, and
-# unknown ones are kept. What the one before would misread needs another number.
 STATE_FORMAT: Final = 1
 EMPTY_DOCUMENT: Final = {"format": STATE_FORMAT, REVISION: 0, MODELS.name: {}}
 PROBE_MARGIN_BYTES: Final = 4096

@@ -176,7 +176,7 @@ class RedisStateStore:
         decode_loads = partial(decode_pairs, decode=bytes.decode)
         self._loads = CachedTable(create_raw_table(LOADS), decode_loads, change_keys(LOADS))
         self._tables = {
-            MODELS.name: CachedTable(MODELS, decode_documents, ("wishes", "change")),
+            MODELS.name: CachedTable(MODELS, decode_documents, change_keys(MODELS.name)),
             LOADS: self._loads,
             CORDONS.name: CachedTable(
                 CORDONS, decode_members, change_keys(CORDONS.name), commands=SET
@@ -526,8 +526,7 @@ class RedisCounters:
     async def count(
         self, window: RateWindow, name: str, inferences: int, *, opens_window: bool
     ) -> WindowCount:
-        # Gateways of 0.2.0 count with this key.
-        key = f"rate:LIMITER/{name}/{window.amount}/{window.length_s}/second"
+        key = f"rate:{name}:{window.amount}:{window.length_s}"
         arguments = (window.amount, window.length_s * 1000, inferences, int(opens_window))
         if inferences > 1:
             counting = self._redis.run_script(

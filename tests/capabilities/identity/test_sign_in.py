@@ -16,12 +16,11 @@ from tests.support.servers import gateway
 
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[browser.Page]:
-    if not browser.is_installed():
-        pytest.fail(browser.MISSING, pytrace=False)
     with browser.chromium(tmp_path / "profile") as driver:
         yield browser.Page(driver)
 
 
+@browser.is_required
 def test_user_of_the_page_signs_in_and_the_token_stays_in_memory(
     page: browser.Page, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from threading import Event
@@ -24,7 +24,7 @@ from gateway.capabilities.jobs.acceptance import add_job
 from gateway.capabilities.jobs.batches.rows import ArchiveWriter
 from gateway.capabilities.jobs.capability import create_store
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable, TooManyJobs
-from gateway.capabilities.jobs.job import Job, JobState, decode_job, encode_job
+from gateway.capabilities.jobs.job import Job, JobState, encode_job
 from gateway.capabilities.jobs.service import ArrivingBody, Jobs
 from gateway.capabilities.jobs.settings import JobSettings
 from gateway.capabilities.jobs.storage.files import LEFT_OVER_AFTER_S
@@ -236,24 +236,6 @@ def test_list_has_the_newest_jobs_of_a_caller_in_a_state_and_of_a_model(
     run_with(settings, work)
 
 
-@dataclass(frozen=True)
-class NewerJob(Job):
-    """A job of a later release."""
-
-    invented: str = "value"
-
-
-def test_job_of_a_later_release_runs(settings: JobSettings) -> None:
-    async def work(store: JobStore) -> None:
-        values = {each.name: getattr(QUEUED, each.name) for each in fields(QUEUED)}
-        await store.add(NewerJob(**values), LIMITS)
-        assert await store.find(QUEUED.id) == decode_job(encode_job(QUEUED))
-        (started,) = await store.claim(1, time.time())
-        assert await store.replace(started.cancel(time.time()), started.token)
-
-    run_with(settings, work)
-
-
 def test_counts_follow_every_change(settings: JobSettings) -> None:
     async def work(store: JobStore) -> None:
         await add(store, "a1", "a2", "b1")
@@ -404,8 +386,8 @@ def test_jobs_that_cannot_be_read_hold_up_no_others(redis: RedisServer) -> None:
 
     async def work(store: JobStore) -> None:
         await add(store, "a1", "b1", "c1", "d1", "e1", "e2", "f1")
-        later = orjson.dumps({**orjson.loads(encode_job(QUEUED)), "id": "a1", "kind": "later"})
-        redis.client().hset(documents, mapping={"a1": later, "b1": "{damaged"})
+        invalid = orjson.dumps({**orjson.loads(encode_job(QUEUED)), "id": "a1", "kind": "none"})
+        redis.client().hset(documents, mapping={"a1": invalid, "b1": "{damaged"})
         redis.client().hdel(documents, "c1")
         redis.client().delete(f"{prefix}line:f\n{QUEUED.model}")
         running: list[Job] = []

@@ -15,6 +15,7 @@ from gateway.embedded.supervisor import EmbeddedTriton
 from tests.capabilities.openai.support.lazy import LazyModule
 from tests.support.keys import ADMIN, ENTRIES, INFER, bearer, entry, written
 from tests.support.keys import TEXTS as TEXTS_KEY
+from tests.support.missing import format_reason
 from tests.support.model_zoo.zoo import Zoo, any_names
 from tests.support.servers import ROOT, gateway_before
 
@@ -205,7 +206,9 @@ vectors = [each["embedding"] for each in answer.data]
 }
 
 
-@pytest.mark.skipif(not CLIENTS.exists(), reason="the clients are missing; run: make clients")
+@pytest.mark.skipif(
+    not CLIENTS.exists(), reason=format_reason("the environment of other clients", "make clients")
+)
 @pytest.mark.parametrize("name", CLIENT_PROGRAMS)
 def test_client_library_of_openais_api_works_unmodified(demo: httpx.Client, name: str) -> None:
     values = f"MODEL, URL, TEXTS = {MODEL!r}, '{demo.base_url}/v1', {TEXTS!r}\n"

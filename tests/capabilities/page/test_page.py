@@ -45,7 +45,7 @@ from tests.support.model_zoo.zoo import (
 from tests.support.servers import ROOT, Command, Triton, free_ports, gateway_before, triton_with
 from tests.support.wait import TIMEOUT_S, wait_until
 
-pytestmark = pytest.mark.skipif(not browser.is_installed(), reason=browser.MISSING)
+pytestmark = browser.is_required
 IMAGES = ROOT / "docs" / "images"
 AXE = ROOT / "tests" / "data" / "axe-core" / "axe.min.js"
 KEPT = ("pair", "optional", "nchw", "picture", "single_BYTES")

@@ -413,16 +413,13 @@ def test_uploads_and_files_require_the_rights_of_the_key(
 
 @pytest.mark.long
 def test_code_is_accepted_if_the_setting_allows_it(place: FolderPlace, tmp_path: Path) -> None:
-    """Also with the setting's former name, which is warned of."""
     write_echo(tmp_path, "code")
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w:gz") as packed:
         packed.add(tmp_path / "code", "code")
     refused = place.client.put("/v1/models/code", content=file.getvalue())
     assert refused.json()["code"] == "INVALID_MODEL_FILE"
-    settings = {"model_uploads": "off", "allow_model_upload": "true", "state": "memory:"}
-    with place.another_gateway(**settings) as (client, command):
-        command.wait_for("GATEWAY_ALLOW_MODEL_UPLOAD is deprecated")
+    with place.another_gateway(model_uploads="code", state="memory:") as (client, _):
         assert client.put("/v1/models/code", content=file.getvalue()).status_code == 201
         assert place.infer("code", client) == [1, 2]
         listed = client.get("/v1/models/code/files").json()["files"]

@@ -27,8 +27,8 @@ from tests.support.load import (
     statuses_of,
 )
 from tests.support.measurements import assert_number, compares_numbers
+from tests.support.missing import find_program
 from tests.support.servers import Triton, gateway
-from tests.support.tools import program
 
 pytestmark = pytest.mark.soak
 
@@ -138,7 +138,7 @@ def humble() -> Iterator[None]:
 @contextmanager
 def slow(url: str, count: int, per_s: float, *how: str) -> Iterator[subprocess.Popen[bytes]]:
     """Attackers are elsewhere, as a rule: here they get what the server leaves of the few cores."""
-    tool = program("slowhttptest", "slowhttptest")
+    tool = find_program("slowhttptest")
     command = ["nice", "-n", "19", tool, "-c", str(count), "-r", f"{per_s:.0f}", "-u", url]
     with subprocess.Popen(
         [*command, "-l", f"{STAY_S:g}", "-p", "30", "-v", "0", *how],

@@ -490,7 +490,7 @@ def managed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         1,
         ("echo", "other", "chain"),
         keys_file=str(path),
-        allow_model_upload="true",
+        model_uploads="code",
         max_body_bytes="4000000",
     ) as fleet:
         yield fleet

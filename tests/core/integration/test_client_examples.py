@@ -53,7 +53,7 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTriton]
 
 @pytest.fixture(scope="module")
 def gateway(triton: EmbeddedTriton) -> Iterator[httpx.Client]:
-    with gateway_before(triton.options.url, allow_model_upload="true") as client:
+    with gateway_before(triton.options.url, model_uploads="code") as client:
         yield client
 
 

@@ -64,8 +64,8 @@ def redis_state(redis: RedisServer) -> str:
     url = redis.url()
     prefix = url.partition("prefix=")[2]
     for name, wish in WISHES.items():
-        redis.client().hset(f"{prefix}wishes", name, orjson.dumps({"revision": 1, **wish}))
-    redis.client().set(f"{prefix}change", "changed")
+        redis.client().hset(f"{prefix}models", name, orjson.dumps({"revision": 1, **wish}))
+    redis.client().set(f"{prefix}models-change", "changed")
     return url
 
 
@@ -101,7 +101,7 @@ def test_code_in_the_state_runs_if_uploads_are_allowed(
     triton: EmbeddedTriton, tmp_path: Path
 ) -> None:
     state = file_state(tmp_path)
-    with gateway(triton.options.url, state=state, allow_model_upload="true") as (client, _):
+    with gateway(triton.options.url, state=state, model_uploads="code") as (client, _):
         wait_until(lambda: ready(client, "late"))
         answer = client.post("/v1/models/late/infer", json=BODY)
         assert answer.json()["outputs"] == {"Y": [3, 6]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -17,6 +16,7 @@ import pytest
 
 from tests.support.fake_triton import Fake, fake_triton, port_of
 from tests.support.keys import entry, written
+from tests.support.missing import find_program
 from tests.support.servers import Command, free_ports, gateway
 from tests.support.wait import wait_until
 
@@ -144,9 +144,7 @@ def connects(port: int) -> bool:
 
 @contextmanager
 def nginx(gateway_port: int, more: str, user: str = "") -> Iterator[httpx.Client]:
-    binary = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
-    if binary is None:
-        pytest.skip("nginx is missing: apt-get install nginx")
+    binary = find_program("nginx")
     (port,) = free_ports(1)
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -192,7 +190,7 @@ def test_proxy_of_another_user_may_not_administer(client: httpx.Client, more: st
 )
 @as_root
 def test_another_user_of_the_machine_may_not_administer(client: httpx.Client) -> None:
-    curl = shutil.which("curl") or "curl"
+    curl = find_program("curl")
     command = [curl, "-sS", "-X", "POST", f"{str(client.base_url).rstrip('/')}{LOAD}"]
     codes = {}
     for user in (0, NOBODY_UID):

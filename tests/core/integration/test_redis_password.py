@@ -20,6 +20,7 @@ from gateway.errors import StateUnavailable
 from gateway.repository.state.content import MODELS, DesiredModel
 from gateway.repository.state.store import open_state_store
 from tests.support.manifests import Manifests
+from tests.support.missing import find_program
 from tests.support.servers import ROOT, free_ports
 from tests.support.wait import wait_until
 
@@ -48,6 +49,7 @@ COMMANDS = {"compose.yaml": compose_command, "k8s": kubernetes_command}
 def started(command: list[str], folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """The same command on a port and in a folder of the test's."""
     (port,) = free_ports(1)
+    find_program("redis-server")
     more = f"redis-server - --port {port} --bind 127.0.0.1 --dir {folder}"
     words = [word.replace("redis-server -", more, 1) for word in command]
     assert words != command
@@ -73,7 +75,7 @@ def listens(port: int) -> bool:
 def test_redis_requires_the_password_and_does_not_show_it(name: str, tmp_path: Path) -> None:
     with started(COMMANDS[name](), tmp_path) as (running, port):
         with redis.Redis(port=port) as nobody, pytest.raises(redis.exceptions.AuthenticationError):
-            nobody.hset("triton-gateway:wishes", "m", "{}")
+            nobody.hset("triton-gateway:models", "m", "{}")
         with redis.Redis(port=port, password=PASSWORD) as client:
             assert client.config_get("appendfsync") == {"appendfsync": "always"}
             assert client.config_get("save") == {"save": ""}

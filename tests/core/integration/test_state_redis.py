@@ -384,13 +384,13 @@ async def test_invalid_data_in_redis_is_logged_once_and_not_changed(
                 client.hset(f"{prefix}{key}", field, value)
             else:
                 client.set(f"{prefix}{key}", value)
-            client.set(f"{prefix}change", f"raw: {key}")
+            client.set(f"{prefix}{key}-change", f"raw: {key}")
 
     url = server.url()
     prefix = url.partition("prefix=")[2]
     async with opened(url) as (store,):
         await store.set_desired_model("core", LOADED)
-        write_raw("wishes", "{", field="broken")
+        write_raw("models", "{", field="broken")
         for _ in range(3):
             with pytest.raises(StateUnavailable, match=f"Redis has invalid data at {prefix}"):
                 await store.read(MODELS)
@@ -399,7 +399,7 @@ async def test_invalid_data_in_redis_is_logged_once_and_not_changed(
         write_raw(f"operation:{ID}", "{")
         with pytest.raises(StateUnavailable, match=f"Redis has invalid data at {prefix}"):
             await store.read_operation(ID)
-        write_raw("wishes", "a text")
+        write_raw("models", "a text")
         with pytest.raises(StateUnavailable, match=r"Redis rejected a command \(WRONGTYPE\)"):
             await store.read(MODELS)
     logged = [record for record in caplog.records if "invalid data" in record.message]
@@ -419,8 +419,8 @@ HOSTILE: list[tuple[str, str | bytes, str | bytes]] = [
     ("loads", '{"a": 1, "b": 2}', "1"),
     ("loads", '[["a"], "m"]', "1"),
     ("loads", '["a", "m"]', b"\xff"),
-    ("wishes", "m", '{"loaded": 1, "parameters": {}, "revision": 1}'),
-    ("wishes", b"\xff", '{"loaded": true, "parameters": {}, "revision": 1}'),
+    ("models", "m", '{"loaded": 1, "parameters": {}, "revision": 1}'),
+    ("models", b"\xff", '{"loaded": true, "parameters": {}, "revision": 1}'),
 ]
 
 
@@ -432,8 +432,7 @@ def put_entry(
         client.hdel(f"{prefix}{key}", field)
     else:
         client.hset(f"{prefix}{key}", field, value)
-    change = "change" if key == "wishes" else f"{key}-change"
-    client.set(f"{prefix}{change}", uuid4().hex)
+    client.set(f"{prefix}{key}-change", uuid4().hex)
 
 
 @pytest.mark.fault(
@@ -447,7 +446,7 @@ async def test_invalid_entry_in_redis_is_an_error(server: RedisServer) -> None:
             reads: dict[str, Callable[[], Awaitable[Any]]] = {
                 "labels": partial(store.read, LABELS),
                 "loads": store.read_loads,
-                "wishes": partial(store.read, MODELS),
+                "models": partial(store.read, MODELS),
             }
             for key, field, value in HOSTILE:
                 put_entry(client, prefix, key, field, value)
@@ -491,7 +490,7 @@ def test_gateway_serves_with_any_data_in_redis(server: RedisServer, tmp_path: Pa
                 )
             )
             put(key, field, None)
-            put("wishes", f"model{number}", document)
+            put("models", f"model{number}", document)
             command.wait_for(f"added 'model{number}'")
         redis_client.sadd(f"{prefix}cordons", b"\xff")
         command.wait_for("cannot be read: Redis has invalid data")
@@ -549,7 +548,9 @@ def test_operations_expire_in_redis_and_the_desired_models_do_not(server: RedisS
         with server.client() as client:
             left = {key.decode(): client.ttl(key) for key in client.scan_iter(f"{prefix}*")}
         assert 3000 < left.pop(f"{prefix}operation:{ID}") <= 3600
-        assert left == dict.fromkeys((f"{prefix}{n}" for n in ("wishes", "revision", "change")), -1)
+        assert left == dict.fromkeys(
+            (f"{prefix}{n}" for n in ("models", "revision", "models-change")), -1
+        )
 
     url = server.url()
     prefix = url.partition("prefix=")[2]

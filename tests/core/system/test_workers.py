@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import psutil
@@ -95,6 +96,18 @@ def test_killed_worker_is_replaced_while_the_other_serves(pair: tuple[Command, s
     assert f"worker {killed.pid} " in line
     assert "(signal 9)" in line
     wait_until(lambda: "gateway_workers_replaced_total 1.0" in get(f"{url}/metrics").text)
+
+
+def test_workers_start_with_a_temporary_folder_that_is_too_long_for_a_socket(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / ("a" * 100)
+    folder.mkdir()
+    environment = {"GATEWAY_TRITON_URLS": "127.0.0.1:9", "TMPDIR": str(folder)}
+    (port,) = free_ports(1)
+    arguments = ("serve", "--port", str(port), "--workers", "2")
+    with Command(*arguments, environment=environment) as command:
+        command.wait_for("serving")
 
 
 @pytest.mark.long

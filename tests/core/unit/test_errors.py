@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import logging
 import weakref
@@ -12,8 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.app import HANDLED_EXCEPTIONS
+from gateway.commands.errors import COMMAND_HINTS
 from gateway.errors import MalformedRequest
 from gateway.routes.error_responses import render_error
+from tests.support.source import package_trees
 
 
 async def test_memory_error_is_answered_with_503(
@@ -64,3 +67,15 @@ async def test_answered_error_does_not_keep_the_request() -> None:
         assert held() is None
     finally:
         gc.enable()
+
+
+def test_advice_that_commands_translate_is_given_by_the_gateway() -> None:
+    texts = [
+        node.value
+        for module, tree in package_trees().items()
+        if not module.startswith("gateway.commands.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    for hint in COMMAND_HINTS:
+        assert any(hint in text for text in texts), hint

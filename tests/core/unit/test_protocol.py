@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -389,8 +390,17 @@ def test_trailer_about_the_connection_hides_and_invents_no_request(
     assert [asked.path for asked in stage.asked] in (["/a"], ["/a", "/b"], [])
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder for a Unix socket: its path has at most 107 bytes, and TMPDIR may be long."""
+    with TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
+
+
 @pytest.mark.parametrize("is_unix", [False, True], ids=["TCP", "Unix socket"])
-def test_scope_has_addresses_of_tcp_and_a_copy_of_the_state(tmp_path: Path, is_unix: bool) -> None:
+def test_scope_has_addresses_of_tcp_and_a_copy_of_the_state(
+    short_folder: Path, is_unix: bool
+) -> None:
     scopes: list[Scope] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -398,7 +408,7 @@ def test_scope_has_addresses_of_tcp_and_a_copy_of_the_state(tmp_path: Path, is_u
         scope["state"]["count"] += 1
         await say(send, b"ok")
 
-    path = tmp_path / "socket"
+    path = short_folder / "socket"
     family = socket.AF_UNIX if is_unix else socket.AF_INET
     with Stage(uds=path if is_unix else None) as stage, socket.socket(family) as connection:
         stage.app = app

@@ -102,7 +102,7 @@ class RedisJobStore:
             raise JobBytesExceeded(limits.max_bytes)
         for kept in decode_jobs([reply]):
             return job if kept.id == job.id else kept
-        raise JobsUnavailable("only a later release can read the job of this Idempotency-Key")
+        raise JobsUnavailable("the job of this Idempotency-Key is damaged")
 
     async def find(self, job_id: str) -> Job | None:
         return next(iter(await self._find_all([job_id])), None)
@@ -152,7 +152,7 @@ class RedisJobStore:
                 job_id, document = found
                 waiting = next(iter(decode_jobs([document])), None)
                 if waiting is None or waiting.state is not JobState.queued:
-                    log.warning("this release cannot read the job %s", decode_id(job_id))
+                    log.warning("the job %s is damaged and cannot run", decode_id(job_id))
                 elif await self.replace(job := waiting.start(now), waiting.token):
                     places.take(job)
                     started.append(job)

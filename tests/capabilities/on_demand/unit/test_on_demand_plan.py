@@ -348,7 +348,7 @@ def create_usage(clock: Callable[[], float]) -> ModelUsage:
 
 
 def test_gateways_tell_each_other_the_callers_of_their_models() -> None:
-    """An earlier version reports no callers, and others can write anything into the state."""
+    """Others can write anything into the state."""
     now = 100.0
     usage, other = create_usage(lambda: now), create_usage(lambda: now)
     for model, caller in (("m", "shop"), ("m", "lab"), ("old", "shop")):

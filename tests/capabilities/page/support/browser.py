@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
+import pytest
 from selenium import webdriver
 from selenium.common.exceptions import StaleElementReferenceException, WebDriverException
 from selenium.webdriver.chrome.service import Service
@@ -18,8 +19,15 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
+from tests.support.missing import APT, format_reason
+
 CHROMIUM, DRIVER = (shutil.which(name) or "" for name in ("chromium", "chromedriver"))
-MISSING = "chromium is missing: apt-get install chromium chromium-driver"
+is_required = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER),
+    reason=format_reason(
+        "chromium" if not CHROMIUM else "chromedriver", f"{APT}chromium chromium-driver"
+    ),
+)
 # Drawn as a person would, from the middle of the sheet.
 SEVEN = ((-70, -80), (0, -82), (60, -80), (30, -10), (0, 50), (-20, 90))
 PATIENCE_S = 60  # guards against a hang alone
@@ -40,10 +48,6 @@ ARGUMENTS = (
     "--disable-extensions",
     "--window-size=1200,1000",
 )
-
-
-def is_installed() -> bool:
-    return bool(CHROMIUM and DRIVER)
 
 
 class Page:

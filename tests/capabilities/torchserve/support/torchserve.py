@@ -14,11 +14,16 @@ from typing import NamedTuple
 
 import httpx
 
+from tests.support.missing import format_reason
 from tests.support.servers import ROOT, free_ports
 from tests.support.wait import wait_until
 
 COMMAND = ROOT / ".venv-torchserve" / "bin" / "torchserve"
-MISSING = "TorchServe is missing; CONTRIBUTING.md says how to install it"
+MISSING = format_reason(
+    "TorchServe",
+    "python3 -m venv .venv-torchserve && "
+    ".venv-torchserve/bin/pip install torchserve==0.12.0 torch numpy",
+)
 # Each is a class with one method, as TorchServe's documents show them; `row` is what one request sent.
 HANDLER = """
 class Handler:

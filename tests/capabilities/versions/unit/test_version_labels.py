@@ -26,7 +26,6 @@ from gateway.capabilities.versions.splits import (
 )
 from gateway.repository.state.content import UnreadableState
 
-LATER = {"of_a_later_release": {"deep": [1]}}
 VERSIONS = st.integers(0, 10**18).map(str)
 SMALL_SHARES = st.dictionaries(VERSIONS, st.integers(1, 50), min_size=1, max_size=6)
 SHARES = st.dictionaries(VERSIONS, st.integers(1, 1_000_000), min_size=1, max_size=16)
@@ -177,17 +176,14 @@ def test_label_name_begins_with_a_lower_case_letter() -> None:
             check_label_name(invalid)
 
 
-def test_fields_of_a_later_release_are_kept_in_stored_labels() -> None:
-    shadow = {"version": "3", "percent": 5.0, "tolerance": 0.001, **LATER}
-    stored = {"versions": {"1": 90, "2": 10}, "sticky": "key", "shadow": shadow, **LATER}
-    label = decode_labels({"m": {"a": stored}})["m"]["a"]
-    assert label.shares == {"1": 90, "2": 10}
-    assert label.to_dict() == stored
-
-
 @pytest.mark.parametrize(
     ("name", "label"),
-    [("../stable", {"version": "1"}), ("stable", {"version": {"1": 1}}), ("stable", 5)],
+    [
+        ("../stable", {"version": "1"}),
+        ("stable", {"version": {"1": 1}}),
+        ("stable", {"version": "1", "unit": 1}),
+        ("stable", 5),
+    ],
 )
 def test_invalid_stored_label_is_an_error(name: str, label: object) -> None:
     with pytest.raises(UnreadableState, match="invalid label"):
