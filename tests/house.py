@@ -21,9 +21,9 @@ class Limits:
     modules: int = 11  # at the top
     files_in_folder: int = 15
     core_files: int = 140
-    core_lines: int = 30_770
+    core_lines: int = 30_775
     capability_lines: int = 4_619
-    lines: int = 59_551
+    lines: int = 59_556
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ AddressLookup = Callable[[], Awaitable[Iterable[ReplicaAddress]]]
 DNS_PREFIX = "dns+"
 PREFER_PARAMETER = "prefer="
 HOST_NAME = re.compile("[A-Za-z0-9._-]+")
+# The name does not exist, or has no addresses; other errors say that the DNS does not work.
+NO_ADDRESSES = (socket.EAI_NONAME, socket.EAI_NODATA)
 
 
 async def resolve_host(name: str) -> list[str]:
@@ -117,6 +119,7 @@ class ReplicaDiscovery:
         return frozenset(
             address
             for name, preferred in self._preferred.items()
+            if preferred
             for address in self._addresses.get(name, frozenset()) - preferred
         )
 
@@ -150,21 +153,23 @@ class ReplicaDiscovery:
         )
         if addresses:
             self._addresses[name] = addresses
-        if preferred:
+        if preferred is not None:
+            # While no pod is ready, none is preferred: the last one that was may be about to end.
             self._preferred[name] = preferred
-        if addresses or preferred:
+        if addresses or preferred is not None:
             self._on_change()
 
-    async def _find(self, name: str, find: AddressLookup) -> frozenset[ReplicaAddress]:
-        """Return the addresses of the name; none if it is empty or its lookup fails."""
+    async def _find(self, name: str, find: AddressLookup) -> frozenset[ReplicaAddress] | None:
+        """Return the addresses of the name; None if the lookup fails, or there is no name."""
         if not name:
-            return frozenset()
+            return None
         try:
             with anyio.fail_after(self._interval_s):
                 addresses = frozenset(await find())
         except (OSError, UnicodeError) as exc:
             self._record_failure(name, str(exc) or "timeout")
-            return frozenset()
+            is_empty = isinstance(exc, socket.gaierror) and exc.errno in NO_ADDRESSES
+            return frozenset() if is_empty else None
         if addresses:
             self._failures.pop(name, None)
         else:

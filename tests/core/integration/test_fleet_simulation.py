@@ -838,11 +838,20 @@ async def test_replica_that_leaves_the_preferred_name_gets_no_request_that_anoth
             assert not first.errors
             await infer(pool, "rare")
             assert leaving.inferences["rare"] == 1
-            # The last known answer counts while the name leads to nothing.
+            # The last known answer counts while the DNS does not work.
             names.lookups = 0
-            names.preferred = []
+            names.error = socket.gaierror(socket.EAI_AGAIN, "SERVFAIL")
             await wait_until_async(lambda: names.lookups > 4)
             assert len(pool.avoided) == 1
+            # Without a preferred address, all replicas are equal.
+            for error in (socket.gaierror(socket.EAI_NONAME, "NXDOMAIN"), None):
+                names.error = error
+                names.preferred = []
+                await wait_until_async(lambda: not pool.avoided)
+                assert len(pool.replicas) == 3
+                names.error = None
+                names.preferred = hosts[1:]
+                await wait_until_async(lambda: len(pool.avoided) == 1)
             # Without the others, the requests find it.
             for fake in fakes[1:]:
                 await fake.stop()
