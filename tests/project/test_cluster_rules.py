@@ -19,7 +19,7 @@ from gateway import __version__
 from tests.support.kubernetes_apply import find_changes
 from tests.support.manifests import K8S, VARIANTS, Manifests, Resource, build, quantity
 from tests.support.platform_rules import find_violations, read_exemptions
-from tests.support.scheduler import HOSTNAME, ZONE, Node, Pod, roll_out, schedule
+from tests.support.scheduler import HOSTNAME, ZONE, Node, Pod, make_small_nodes, roll_out, schedule
 from tests.support.servers import ROOT
 from tests.support.tools import program
 
@@ -154,15 +154,6 @@ def test_pods_that_end_would_push_new_ones_together_without_the_revision() -> No
 
 
 # Small nodes
-
-
-def make_small_nodes() -> list[Node]:
-    """Two nodes of two cores and 4 GB, with what the kubelet reserves and the pods of the system use."""
-    allocatable = {"cpu": 1.93, "memory": 3.3 * (1 << 30), "ephemeral-storage": 40 << 30}
-    nodes = [Node({HOSTNAME: f"n{number}"}, dict(allocatable)) for number in range(2)]
-    for node in nodes:
-        node.used |= {"cpu": 0.4, "memory": 0.3 * (1 << 30)}
-    return nodes
 
 
 def test_dev_fits_on_two_small_nodes_with_a_second_gateway_and_rollouts() -> None:

@@ -90,6 +90,12 @@ class Node:
         return sum(pod.name == name for pod in self.pods)
 
 
+def make_small_nodes() -> list[Node]:
+    """Return two nodes of two cores and 4 GB, less what the kubelet reserves and the system requests."""
+    free = {"cpu": 1.53, "memory": 3.0 * (1 << 30), "ephemeral-storage": 40.0 * (1 << 30)}
+    return [Node({HOSTNAME: f"n{number}"}, dict(free)) for number in range(2)]
+
+
 def schedule(pods: Sequence[Pod], nodes: Sequence[Node]) -> None:
     """Place each pod on the node with the highest score, the first of equals. Raises `ValueError`
     if none has room.
