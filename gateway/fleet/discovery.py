@@ -156,7 +156,7 @@ class ReplicaDiscovery:
         if preferred is not None:
             # While no pod is ready, none is preferred: the last one that was may be about to end.
             self._preferred[name] = preferred
-        if addresses or preferred is not None:
+        if addresses is not None or preferred is not None:
             self._on_change()
 
     async def _find(self, name: str, find: AddressLookup) -> frozenset[ReplicaAddress] | None:
