@@ -35,6 +35,7 @@ HEAD = """\
 each release (or `fullnameOverride`).
 
 ```sh
+cp deploy/helm/triton-gateway/examples/three-gpu-nodes.yaml values.yaml   # an example, to be edited
 helm install triton-gateway deploy/helm/triton-gateway -n triton-gateway --create-namespace -f values.yaml
 kubectl -n triton-gateway rollout status deployment/triton-gateway   # until the models are ready
 helm test triton-gateway -n triton-gateway

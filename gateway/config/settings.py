@@ -71,7 +71,9 @@ class FleetSettings(BaseModel):
     triton_urls: CommaSeparated = ("http://127.0.0.1:8000",)
     """Comma-separated URLs of the Triton replicas. gRPC and metrics are expected on ports 8001 and 8002 of
     the same host unless the URL sets others: http://127.0.0.1:9000?grpc=9001&metrics=9002.
-    dns+http://NAME:8000 stands for every address that NAME resolves to; the name is resolved periodically."""
+    dns+http://NAME:8000 stands for every address that NAME resolves to; the name is resolved periodically.
+    With dns+http://NAME:8000?prefer=OTHER, a replica at an address that OTHER does not resolve to gets a
+    request only if no other replica can serve it."""
     poll_interval_s: PositiveSeconds = Field(0.5, le=60)
     """Interval between health probes of each replica."""
     dns_interval_s: PositiveSeconds = 5.0

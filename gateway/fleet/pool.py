@@ -88,6 +88,8 @@ class ReplicaPool:
         self.replicas: dict[ReplicaAddress, Replica] = {}
         # The names of replicas that get no new requests.
         self.cordoned: frozenset[str] = frozenset()
+        # Replicas that get a request only if no other can serve it: their pods end soon, or are not ready.
+        self.avoided: frozenset[ReplicaAddress] = frozenset()
         # Changes of the replicas, their states and their models.
         self.changes = ChangeSignal()
         self.metrics = metrics or Metrics()
@@ -135,7 +137,16 @@ class ReplicaPool:
             self.metrics.add_replica(replica.name)
             probing = self.monitor.probe_periodically(replica)
             self._probe_tasks[address] = asyncio.create_task(probing)
+        self._set_avoided(self._discovery.avoided_addresses)
         self._notify_change()
+
+    def _set_avoided(self, avoided: frozenset[ReplicaAddress]) -> None:
+        for address in sorted(avoided ^ self.avoided, key=str):
+            if address in avoided:
+                log.info("replica %s is avoided: it is not at a preferred address", address)
+            elif address in self.replicas:
+                log.info("replica %s is at a preferred address", address)
+        self.avoided = avoided
 
     def _notify_change(self) -> None:
         self._candidates.clear()
@@ -275,8 +286,8 @@ class ReplicaPool:
     def get_sequence_candidates(
         self, model: str, version: str = "", excluded: Replica | None = None
     ) -> Sequence[Replica]:
-        """Return the replicas on which a sequence may be running, cordoned ones included."""
-        if not self.cordoned:
+        """Return the replicas on which a sequence may be running, cordoned and avoided ones included."""
+        if not self.cordoned and not self.avoided:
             return self.get_candidates(model, version, excluded)
         found = self._find_candidates(model, version, self.replicas.values())
         if candidates := tuple(replica for replica in found if replica is not excluded):
@@ -299,7 +310,9 @@ class ReplicaPool:
         allowed = (
             replica for replica in self.replicas.values() if replica.name not in self.cordoned
         )
-        candidates = self._find_candidates(model, version, allowed)
+        found = self._find_candidates(model, version, allowed)
+        preferred = tuple(replica for replica in found if replica.address not in self.avoided)
+        candidates = preferred or found
         if len(self._candidates) > MAX_CANDIDATE_LISTS:
             self._candidates.clear()
         if self.slow_start is not None:

@@ -18,7 +18,7 @@ from tests.cluster.kubectl import ClusterError, connect
 from tests.cluster.resources import IMAGES
 from tests.cluster.run import Choice, run_all
 from tests.cluster.scene import Run
-from tests.cluster.verdict import SETTLE_S, format_table
+from tests.cluster.verdict import SETTLE_S, SLOW_S, format_table
 from tests.support.servers import ROOT
 
 INTERRUPTED = 130
@@ -56,6 +56,9 @@ def main(arguments: list[str]) -> int:
         default=SETTLE_S,
         help="seconds: 40 if the DNS keeps answers for 30 s",
     )
+    parser.add_argument(
+        "--slow", type=float, default=SLOW_S, help="seconds that a request may take at most"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "cluster")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -71,6 +74,7 @@ def main(arguments: list[str]) -> int:
             options.node_down,
             options.node_up,
             options.settle,
+            options.slow,
         )
         report = run_all(run, options.output, choice, say)
     except ClusterError as exc:

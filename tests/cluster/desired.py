@@ -80,6 +80,13 @@ def find_fleet_differences(
                     yield f"{view.pod} has the model {model} of {address} in state {state}"
 
 
+def find_spread_differences(name: str, pods: Sequence[Resource]) -> Iterator[str]:
+    """Compare the nodes of pods, of which there are enough for each pod."""
+    nodes = sorted(pod["spec"]["nodeName"] for pod in pods)
+    if len(set(nodes)) < len(nodes):
+        yield f"the pods of {name} are not spread: {', '.join(nodes)}"
+
+
 def is_ready(pod: Resource) -> bool:
     conditions = pod["status"].get("conditions", [])
     return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)

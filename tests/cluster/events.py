@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from tests.cluster.desired import count_restarts
+from tests.cluster.desired import count_restarts, find_spread_differences
 from tests.cluster.kubectl import ANY, ClusterError, run_command
 from tests.cluster.resources import (
     CHANGING,
@@ -78,6 +78,17 @@ def scale_up_and_down(*names: str) -> Callable[[Scene], None]:
             scene.wait_for_pods()
 
     return act
+
+
+SCALE_INS: Final = 10
+
+
+def scale_in_and_out(scene: Scene) -> None:
+    """The pod that ends is used by nobody when it gets its signal, each time."""
+    for _ in range(SCALE_INS):
+        for count in (1, 2):
+            scale(scene, f"deployment/{TRITON}", count)
+            scene.wait_for_pods()
 
 
 def choose_pod(scene: Scene, name: str) -> Resource:
@@ -153,11 +164,7 @@ def choose_node(scene: Scene) -> str:
 
     Raises `Obstacle` if there is no other node for them.
     """
-    nodes = [
-        node["metadata"]["name"] for node in scene.cluster.list_objects("nodes") if is_usable(node)
-    ]
-    if len(nodes) < 2:
-        raise Obstacle("the cluster has one node for pods")
+    list_usable_nodes(scene)
     kept = {scene.find_load_node(), *(pod["spec"]["nodeName"] for pod in scene.list_pods(REDIS))}
     used = [
         pod["spec"]["nodeName"] for pod in [*scene.list_pods(GATEWAY), *scene.list_pods(TRITON)]
@@ -169,14 +176,46 @@ def choose_node(scene: Scene) -> str:
     return chosen
 
 
+def list_usable_nodes(scene: Scene) -> list[str]:
+    """Raises `Obstacle` if there is only one."""
+    nodes = scene.cluster.list_objects("nodes")
+    names = [node["metadata"]["name"] for node in nodes if is_usable(node)]
+    if len(names) < 2:
+        raise Obstacle("the cluster has one node for pods")
+    return names
+
+
 def is_usable(node: Resource) -> bool:
     taints = node["spec"].get("taints", [])
     return not any(taint["effect"] in ("NoSchedule", "NoExecute") for taint in taints)
 
 
 def drain_node(scene: Scene) -> None:
+    drain(scene, choose_node(scene))
+
+
+def drain_redis_node(scene: Scene) -> None:
+    """Drain the node with Redis, which cannot start elsewhere if its volume is local."""
+    if not scene.list_pods(REDIS):
+        raise Obstacle("the installation has no Redis")
+    list_usable_nodes(scene)
+    drain(scene, choose_pod(scene, REDIS)["spec"]["nodeName"])
+
+
+def drain_and_roll_out_twice(scene: Scene) -> None:
+    """Replace all pods while a node is drained, and once more when it is back: they are spread again."""
+    drain_node(scene)
+    for _ in range(2):
+        restart(GATEWAY, TRITON)(scene)
+        scene.wait_for_pods()
+        uncordon_node(scene)
+    for name in (GATEWAY, TRITON):
+        for difference in find_spread_differences(name, scene.list_pods(name)):
+            raise ClusterError(difference)
+
+
+def drain(scene: Scene, node: str) -> None:
     """Evict the pods of this run only."""
-    node = choose_node(scene)
     selector = f"--pod-selector={RUN_LABEL}={scene.run.name}"
     options = ("--ignore-daemonsets", "--delete-emptydir-data", "--timeout=300s")
     scene.disturbed_node = node
@@ -239,7 +278,8 @@ def upgrade_chart(scene: Scene) -> None:
 
 
 def roll_back_chart(scene: Scene) -> None:
-    scene.cluster.helm("rollback", GATEWAY, "--namespace", scene.namespace)
+    """Return to the installation: each event is followed by another upgrade, with the same values."""
+    scene.cluster.helm("rollback", GATEWAY, "1", "--namespace", scene.namespace)
 
 
 # Faults.
@@ -374,6 +414,12 @@ OVERLAY_EVENTS: Final = (
     Event("a node is drained", drain_node, undo=uncordon_node),
     Event("gateways are scaled 2 → 4 → 1 → 2", scale_up_and_down(GATEWAY)),
     Event("Tritons are scaled 2 → 4 → 1 → 2", scale_up_and_down(TRITON)),
+    Event("Tritons are scaled 2 → 1 → 2, ten times", scale_in_and_out),
+    Event(
+        "all pods are replaced twice after a node is drained",
+        drain_and_roll_out_twice,
+        undo=uncordon_node,
+    ),
     Event("a model is loaded while the Tritons are replaced", load_during_rollout),
     Event("a key is added", add_key, undo=restore_keys),
     Event("the keys become broken YAML", replace_keys("keys: [\n"), undo=restore_keys),
@@ -381,6 +427,7 @@ OVERLAY_EVENTS: Final = (
     # Before Redis is stopped: it may then start on another node than that of the load.
     Event("a node dies", lose_node, IN_GATEWAY, TRITON_UNNOTICED_S, undo=start_node),
     Event("Redis is away while models change", change_models_without_redis, undo=start_redis),
+    Event("the node with Redis is drained", drain_redis_node, undo=uncordon_node),
     Event("CoreDNS is away", stop_dns, undo=start_dns),
     Event("a gateway is deleted without grace", delete_pod(GATEWAY, *FORCE), IN_GATEWAY, 5.0),
     Event("a Triton is deleted without grace", delete_pod(TRITON, *FORCE), IN_TRITON, 5.0),

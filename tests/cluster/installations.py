@@ -2,43 +2,79 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import yaml
+from tritonclient.grpc import service_pb2
 
 from tests.cluster.kubectl import ClusterError, format_list
 from tests.cluster.resources import (
     CHANGING,
     GATEWAY,
-    REQUESTS,
     SECRETS,
     STREAMING,
     add_test_models,
     fit_overlay,
     list_scaled_objects,
     list_secrets,
+    read_number_of_tritons,
+    read_small_patches,
     render_overlay,
-    set_replicas,
 )
 from tests.cluster.scene import Run
 from tests.support.helm import CHART
 from tests.support.manifests import Resource
+from tests.support.servers import ROOT
 
 TEXT_MODEL: Final = "text_ensemble"
 DECLARED: Final = ("ensemble", TEXT_MODEL)
 SENTENCE: Final = {"inputs": {"TEXT": "The ship left the harbour at dawn."}}
 STREAM: Final = {"inputs": {"FROM": 5, "SECONDS": 0.2}}
 INFER_TEXT: Final = f"/v1/models/{TEXT_MODEL}/infer"
+IMAGE: Final = ROOT / "docs" / "images" / "seven.png"
+
+
+def encode_text_request() -> bytes:
+    """Return the sentence as a message of Triton's gRPC API."""
+    text = SENTENCE["inputs"]["TEXT"].encode()
+    message = service_pb2.ModelInferRequest(model_name=TEXT_MODEL)
+    message.inputs.add(name="TEXT", datatype="BYTES", shape=[1, 1])
+    message.raw_input_contents.append(len(text).to_bytes(4, "little") + text)
+    return bytes(message.SerializeToString())
+
+
+# Each kind with its rate per second: 30 requests together with the streams.
 LOAD: Final[Sequence[Mapping[str, Any]]] = (
-    {"kind": "unary", "path": INFER_TEXT, "json": SENTENCE, "count": 2},
+    {"kind": "unary", "path": INFER_TEXT, "json": SENTENCE, "rate": 8},
     {
         "kind": "new connection",
         "path": INFER_TEXT,
         "json": SENTENCE,
         "keeps_connection": False,
-        "count": 2,
+        "rate": 5,
+    },
+    {
+        "kind": "image",
+        "path": f"/v1/models/{DECLARED[0]}/infer",
+        "content_type": "image/png",
+        "base64": base64.b64encode(IMAGE.read_bytes()).decode(),
+        "rate": 6,
+    },
+    {
+        "kind": "gRPC",
+        "is_grpc": True,
+        "base64": base64.b64encode(encode_text_request()).decode(),
+        "rate": 5,
+    },
+    {
+        "kind": "new gRPC channel",
+        "is_grpc": True,
+        "base64": base64.b64encode(encode_text_request()).decode(),
+        "keeps_connection": False,
+        "rate": 2,
     },
 )
 STREAMS: Final[Sequence[Mapping[str, Any]]] = (
@@ -47,26 +83,27 @@ STREAMS: Final[Sequence[Mapping[str, Any]]] = (
         "path": f"/v1/models/{STREAMING}/infer",
         "json": STREAM,
         "is_stream": True,
-        "count": 2,
+        "rate": 4,
     },
 )
 TEXT_STREAMS: Final[Sequence[Mapping[str, Any]]] = (
-    {"kind": "stream", "path": INFER_TEXT, "json": SENTENCE, "is_stream": True, "count": 2},
+    {"kind": "stream", "path": INFER_TEXT, "json": SENTENCE, "is_stream": True, "rate": 4},
 )
 # More than the Tritons of one target of KEDA have at a time.
-MANY_STREAMS: Final = tuple({**each, "count": 24} for each in STREAMS)
+MANY_STREAMS: Final = tuple({**each, "rate": 24, "most": 24} for each in STREAMS)
 # What an installation may leave behind: the user's Secrets, the claim of Redis, and Kubernetes' own objects.
 KINDS: Final = (
     "deployments,statefulsets,pods,services,networkpolicies,poddisruptionbudgets,configmaps"
 )
 OWN_CONFIG_MAPS: Final = ("kube-root-ca.crt", "openshift-service-ca.crt")
-REPLICAS: Final = 2
 
 
 class Installation:
     """Objects of `kubectl apply`, or a release of the chart."""
 
     has_keys = True
+    # The autoscaler starts the second one.
+    gateways = 2
     load: Sequence[Mapping[str, Any]] = ()
 
     def __init__(self, run: Run, name: str) -> None:
@@ -76,6 +113,10 @@ class Installation:
         self.wishes: Mapping[str, bool] = dict.fromkeys(DECLARED, True)
 
     def install(self) -> None:
+        raise NotImplementedError
+
+    def apply_again(self) -> None:
+        """Apply the same objects, as every deployment does."""
         raise NotImplementedError
 
     def uninstall(self) -> None:
@@ -117,13 +158,20 @@ class OverlayInstallation(Installation):
             self.run.cluster.apply(list_secrets(), self.namespace)
         self.run.cluster.apply(self.list_objects(), self.namespace)
 
+    def apply_again(self) -> None:
+        self.run.cluster.apply(self.list_objects(), self.namespace)
+
     def uninstall(self) -> None:
         text = format_list(self.list_objects())
         words = ("delete", "--namespace", self.namespace, "--filename", "-", "--cascade=foreground")
         self.run.cluster.run(*words, stdin=text, timeout_s=300)
 
     def render_all(self, overlay: str) -> list[Resource]:
-        return render_overlay(overlay, self.namespace, self.components)
+        return render_overlay(overlay, self.namespace, self.components, self.find_changes(overlay))
+
+    def find_changes(self, overlay: str) -> Mapping[str, Any]:
+        """Return what the page tells the owner of small nodes to add to the overlay."""
+        return read_small_patches() if overlay == "prod" else {}
 
     def render(self, overlay: str) -> list[Resource]:
         kinds = self.run.cluster.list_kinds()
@@ -134,6 +182,7 @@ class Dev(OverlayInstallation):
     """One gateway without keys before one Triton."""
 
     has_keys = False
+    gateways = 1
     load = (*LOAD, *TEXT_STREAMS)
     components = ()
 
@@ -150,10 +199,11 @@ class Prod(OverlayInstallation):
         super().__init__(run, name)
         self.wishes = {**self.wishes, STREAMING: True, CHANGING: False}
 
+    def find_changes(self, overlay: str) -> Mapping[str, Any]:
+        return {**super().find_changes(overlay), **read_number_of_tritons()}
+
     def list_objects(self) -> list[Resource]:
-        resources = self.render("prod")
-        set_replicas(resources, REPLICAS)
-        return add_test_models(resources)
+        return add_test_models(self.render("prod"))
 
 
 class Zero(OverlayInstallation):
@@ -187,6 +237,10 @@ class Chart(Installation):
         words = ("install", GATEWAY, str(CHART), "--namespace", self.namespace, "--values", "-")
         self.run.cluster.helm(*words, stdin=json.dumps(build_values(self.run.images)))
 
+    def apply_again(self) -> None:
+        words = ("upgrade", GATEWAY, str(CHART), "--namespace", self.namespace, "--reuse-values")
+        self.run.cluster.helm(*words)
+
     def uninstall(self) -> None:
         words = ("uninstall", GATEWAY, "--namespace", self.namespace)
         self.run.cluster.helm(*words, "--wait", "--cascade", "foreground", timeout_s=300)
@@ -198,20 +252,22 @@ class Chart(Installation):
 
 
 def build_values(images: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of the chart: two small gateways, two Tritons without a GPU, and a Redis."""
-    small = {"requests": dict(REQUESTS), "limits": {"memory": "2Gi"}}
+    """Return values of a user with small nodes: two Tritons without a GPU, and a Redis."""
+    storage = {"ephemeral-storage": "512Mi"}
     values: dict[str, Any] = {
         "gateway": {
-            "autoscaling": {"enabled": False},
-            "replicas": REPLICAS,
-            "resources": small,
+            "autoscaling": {"cpuPercent": 280},
+            "resources": {
+                "requests": {"cpu": "250m", "memory": "384Mi"},
+                "limits": {"memory": "2Gi", **storage},
+            },
             "image": split_image(images["gateway"]),
         },
         "triton": {
-            "replicas": REPLICAS,
+            "replicas": 2,
             "cpuOnly": {
                 "enabled": True,
-                "resources": small,
+                "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}},
                 "image": split_image(images["embedded"]),
             },
         },

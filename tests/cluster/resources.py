@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any, Final
 
 import yaml
@@ -24,7 +26,7 @@ IMAGES: Final[Mapping[str, str]] = {
 }
 SCALED_OBJECT: Final = "ScaledObject"
 COOLDOWN_S: Final = 15
-# Of every container; without a request of its own, storage would have its limit.
+# Of the pods of the tools; without a request of its own, storage would have its limit.
 REQUESTS: Final = {"cpu": "50m", "memory": "128Mi", "ephemeral-storage": "16Mi"}
 PROGRAMS: Final = Path(__file__).parent / "programs"
 EXAMPLES: Final = ROOT / "triton_repo_examples"
@@ -38,8 +40,30 @@ STATE_PASSWORD: Final = "0123456789abcdef"
 SECRETS: Final = (KEYS_SECRET, STATE_SECRET)
 
 
-def render_overlay(overlay: str, namespace: str, components: Sequence[str]) -> list[Resource]:
-    """Return the objects of an overlay with further components, in a namespace."""
+def read_small_patches() -> dict[str, Any]:
+    """Return the patches of deploy.md for small nodes."""
+    page = (ROOT / "docs" / "operate" / "deploy.md").read_text()
+    blocks = re.findall(r"^```yaml\n(patches:\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (patches,) = (block for block in blocks if "/requests/" in block)
+    document: dict[str, Any] = yaml.safe_load(patches)
+    return document
+
+
+def read_number_of_tritons() -> dict[str, Any]:
+    """Return the `replicas` that the overlay prod suggests where nothing scales the Tritons."""
+    overlay = (K8S / "overlays" / "prod" / "kustomization.yaml").read_text()
+    (suggested,) = re.findall(r"^# (replicas:\n(?:#   .*\n)+)", overlay, re.MULTILINE)
+    document: dict[str, Any] = yaml.safe_load(re.sub("^# ", "", suggested, flags=re.MULTILINE))
+    return document
+
+
+def render_overlay(
+    overlay: str,
+    namespace: str,
+    components: Sequence[str],
+    changes: Mapping[str, Any] = MappingProxyType({}),
+) -> list[Resource]:
+    """Return the objects of an overlay with further components and changes, in a namespace."""
     with TemporaryDirectory() as name:
         folder = Path(name).resolve()
         k8s = os.path.relpath(K8S, folder)
@@ -55,6 +79,7 @@ def render_overlay(overlay: str, namespace: str, components: Sequence[str]) -> l
                 for component in components
                 if (K8S / "components" / component / "namespace").is_dir()
             ],
+            **changes,
         }
         (folder / "kustomization.yaml").write_text(yaml.safe_dump(document))
         return list(yaml.load_all(build(folder), yaml.CSafeLoader))
@@ -63,16 +88,15 @@ def render_overlay(overlay: str, namespace: str, components: Sequence[str]) -> l
 def fit_overlay(
     resources: Sequence[Resource], kinds: Collection[str], images: Mapping[str, str], run: str
 ) -> list[Resource]:
-    """Return the objects that the cluster knows, with small requests, these images, and a label on the pods.
+    """Return the objects that the cluster knows, with these images, and a label on the pods.
 
-    The namespace exists already. Without the autoscalers, only the events change the number of pods.
+    The namespace exists already. Without Prometheus, KEDA would not know how many Tritons there should be.
     """
-    left_out = {"Namespace", "HorizontalPodAutoscaler", SCALED_OBJECT}
+    left_out = {"Namespace", SCALED_OBJECT}
     fitted = [each for each in resources if each["kind"] in kinds and each["kind"] not in left_out]
     for template in list_templates(fitted):
         template["metadata"]["labels"][RUN_LABEL] = run
         for container in containers(template["spec"]):
-            container["resources"]["requests"] = dict(REQUESTS)
             container["image"] = replace_image(container["image"], images)
     return fitted
 
@@ -87,12 +111,6 @@ def list_scaled_objects(resources: Sequence[Resource]) -> list[Resource]:
         behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
         behavior["scaleDown"] = {"stabilizationWindowSeconds": COOLDOWN_S}
     return found
-
-
-def set_replicas(resources: Sequence[Resource], count: int) -> None:
-    for resource in resources:
-        if resource["kind"] == "Deployment":
-            resource["spec"]["replicas"] = count
 
 
 def replace_image(image: str, images: Mapping[str, str]) -> str:

@@ -30,10 +30,12 @@ from tests.cluster.installations import (
 from tests.cluster.kubectl import ClusterError
 from tests.cluster.logs import LogFiles
 from tests.cluster.resources import (
+    GATEWAY,
     SCALED_OBJECT,
     TRITON,
     build_namespace,
     fit_overlay,
+    read_small_patches,
     render_overlay,
 )
 from tests.cluster.scene import NAME_LABEL, Obstacle, Run, Scene, Wellness
@@ -104,17 +106,20 @@ def run_step(report: Report, name: str, act: Callable[[], object]) -> bool:
     return not differences
 
 
-def run_event(scene: Scene, event: Event, name: str, logs: LogFiles) -> Outcome:
-    """Disturb, wait until everything is well, and return what the load saw meanwhile."""
+def run_event(scene: Scene, event: Event, installation: Installation, logs: LogFiles) -> Outcome:
+    """Disturb, wait until everything is well, apply again, and return what the load saw meanwhile."""
+    name = f"{installation.name}: {event.name}"
     try:
-        return measure_event(scene, event, name, logs)
+        return measure_event(scene, event, installation, logs)
     except Obstacle as exc:
         return Outcome(name, event.losses, skipped=str(exc))
     except ClusterError as exc:
         return Outcome(name, event.losses, differences=(str(exc),))
 
 
-def measure_event(scene: Scene, event: Event, name: str, logs: LogFiles) -> Outcome:
+def measure_event(
+    scene: Scene, event: Event, installation: Installation, logs: LogFiles
+) -> Outcome:
     """Raises `Obstacle` if the cluster cannot be disturbed so, and `ClusterError`."""
     began = time.monotonic()
     began_at = scene.read_clock()
@@ -129,9 +134,13 @@ def measure_event(scene: Scene, event: Event, name: str, logs: LogFiles) -> Outc
     acted_at = scene.read_clock()
     acted = time.monotonic()
     wellness = scene.wait_until_well()
+    try:
+        problems += apply_again(scene, installation)
+    except ClusterError as exc:
+        problems.append(str(exc))
     scene.wait_for_old_requests(acted_at)
     return Outcome(
-        name,
+        f"{installation.name}: {event.name}",
         event.losses,
         scene.read_load(began_at, scene.read_clock()),
         well_s=acted - began + wellness.well_s,
@@ -142,6 +151,17 @@ def measure_event(scene: Scene, event: Event, name: str, logs: LogFiles) -> Outc
         differences=(*problems, *wellness.differences),
         log_faults=tuple(logs.find_new_faults()),
     )
+
+
+def apply_again(scene: Scene, installation: Installation) -> list[str]:
+    """Return a sentence for each workload that another apply has changed, such as its number of pods."""
+    before = scene.read_generations()
+    installation.apply_again()
+    return [
+        f"another apply has changed {name}"
+        for name, generation in scene.read_generations().items()
+        if before.get(name) != generation
+    ]
 
 
 def run_installation(
@@ -159,6 +179,10 @@ def run_installation(
 
     def install() -> None:
         installation.install()
+        scene.wait(
+            lambda: len(scene.list_pods(GATEWAY)) >= installation.gateways,
+            "the autoscaler starts no second gateway",
+        )
         scene.wait_for_pods()
 
     def check_fleet() -> None:
@@ -173,7 +197,7 @@ def run_installation(
     time.sleep(STEADY_S)
     for event in events:
         if choice.includes_event(event.name):
-            report.add(run_event(scene, event, f"{name}: {event.name}", logs))
+            report.add(run_event(scene, event, installation, logs))
     scene.stop_load()
 
     def uninstall() -> None:
@@ -255,11 +279,12 @@ def open_walk(run: Run, journey: str) -> Iterator[Walk]:
         run.cluster.write_programs(folder / "bin")
         for linked in ("docs", "deploy"):
             (folder / linked).symlink_to(ROOT / linked)
-        values = build_values(run.images)
-        values["gateway"]["replicas"] = 1  # which a command of the page raises
-        (folder / "values.yaml").write_text(json.dumps(values))
-        for overlay, components in (("dev", ()), ("prod", ("cpu-only",))):
-            rendered = render_overlay(overlay, namespace, components)
+        (folder / "values.yaml").write_text(json.dumps(build_values(run.images)))
+        for overlay, components, changes in (
+            ("dev", (), {}),
+            ("prod", ("cpu-only",), read_small_patches()),
+        ):
+            rendered = render_overlay(overlay, namespace, components, changes)
             fitted = fit_overlay(rendered, run.cluster.list_kinds(), run.images, run.name)
             target = folder / "k8s" / "overlays" / overlay
             target.mkdir(parents=True)
@@ -271,6 +296,7 @@ def open_walk(run: Run, journey: str) -> Iterator[Walk]:
         words = {
             r"( -n|namespace) triton-gateway(-dev)?(?= |$)": rf"\1 {namespace}",
             r"\b8080\b": str(port),
+            r"^cp deploy/helm/.*": "true",  # the values of the test are there already
         }
         walk = Walk(folder, words)
         try:

@@ -22,7 +22,7 @@ from tests.cluster.resources import (
     build_config_map,
     build_pod,
 )
-from tests.cluster.verdict import SETTLE_S, Record, find_oldest_request, parse_record
+from tests.cluster.verdict import SETTLE_S, SLOW_S, Record, find_oldest_request, parse_record
 from tests.support.keys import ADMIN, bearer
 from tests.support.manifests import Resource
 
@@ -50,6 +50,7 @@ class Run:
     node_down: str = ""  # commands that end and start a node: `docker kill {node}`
     node_up: str = ""
     settle_s: float = SETTLE_S
+    slow_s: float = SLOW_S
 
     @property
     def tools_namespace(self) -> str:
@@ -96,7 +97,13 @@ class Scene:
 
     def start_load(self, requests: Sequence[Mapping[str, Any]]) -> None:
         """Start the pod that sends requests to the Service, at its address: it needs no DNS."""
-        settings = {"url": self.url, "headers": self._headers, "requests": list(requests)}
+        settings = {
+            "url": self.url,
+            "grpc": self.grpc_address,
+            "headers": self._headers,
+            "requests": list(requests),
+            "slow_s": self.run.slow_s,
+        }
         programs = build_config_map(
             self._load_pod, sorted(PROGRAMS.glob("*.py")), **{"load.json": json.dumps(settings)}
         )
@@ -147,9 +154,16 @@ class Scene:
 
     @property
     def url(self) -> str:
+        return f"http://{self._find_address('http')}"
+
+    @property
+    def grpc_address(self) -> str:
+        return self._find_address("grpc")
+
+    def _find_address(self, port_name: str) -> str:
         service = self.cluster.get_object("service", GATEWAY, self.namespace)["spec"]
-        (port,) = (each["port"] for each in service["ports"] if each["name"] == "http")
-        return f"http://{service['clusterIP']}:{port}"
+        (port,) = (each["port"] for each in service["ports"] if each["name"] == port_name)
+        return f"{service['clusterIP']}:{port}"
 
     def ask(
         self, requests: Sequence[Mapping[str, Any]], timeout_s: float = TIMEOUT_S
@@ -234,6 +248,11 @@ class Scene:
         workloads = self.cluster.list_objects("deployments,statefulsets", self.namespace)
         pods = self.cluster.list_objects("pods", self.namespace)
         return list(desired.find_pod_differences(workloads, pods))
+
+    def read_generations(self) -> dict[str, int]:
+        """Return how often the specification of each workload has changed, its number of pods included."""
+        workloads = self.cluster.list_objects("deployments,statefulsets", self.namespace)
+        return {each["metadata"]["name"]: int(each["metadata"]["generation"]) for each in workloads}
 
     def wait_for_pods(self) -> None:
         self.wait(lambda: not self.find_pod_differences(), "the pods are not ready")

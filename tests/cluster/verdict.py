@@ -14,6 +14,8 @@ from tests.support.servers import FAULTS
 # From the moment when all pods are ready until the fleet is as desired: gateways look up the Tritons every
 # 5 s. A DNS that keeps answers needs more: `--settle`.
 SETTLE_S: Final = 15.0
+# Of a request that nothing disturbs, on a busy machine: `--slow`.
+SLOW_S: Final = 5.0
 MOST_EXAMPLES: Final = 3
 MOST_REASON_CHARACTERS: Final = 200
 
@@ -47,6 +49,8 @@ class Record:
     answered: Counter[str]
     failures: tuple[Failure, ...] = ()
     refused: tuple[Failure, ...] = ()  # connections; the request went on with another one
+    slow: tuple[Failure, ...] = ()  # they were answered
+    longest_s: float = 0.0
 
     @property
     def requests(self) -> int:
@@ -56,8 +60,8 @@ class Record:
 def parse_record(lines: Iterable[str], after: float, until: float) -> Record:
     """Return what the lines of the load say of the time after `after`, up to and including `until`."""
     answered: Counter[str] = Counter()
-    failures: list[Failure] = []
-    refused: list[Failure] = []
+    found: dict[str, list[Failure]] = {"failed": [], "refused": [], "slow": []}
+    longest_s = 0.0
     for line in lines:
         fields = json.loads(line)
         ended = fields.pop("at" if "at" in fields else "ended")
@@ -65,11 +69,12 @@ def parse_record(lines: Iterable[str], after: float, until: float) -> Record:
             continue
         if "answered" in fields:
             answered.update(fields["answered"])
+            longest_s = max(longest_s, fields["longest_s"])
             continue
-        target = failures if "failed" in fields else refused
-        kind = fields.pop("failed" if "failed" in fields else "refused")
-        target.append(Failure(kind=kind, ended=ended, **fields))
-    return Record(answered, tuple(failures), tuple(refused))
+        (what,) = found.keys() & fields.keys()
+        found[what].append(Failure(kind=fields.pop(what), ended=ended, **fields))
+    failures, refused, slow = map(tuple, found.values())
+    return Record(answered, failures, refused, slow, longest_s)
 
 
 def find_oldest_request(line: str) -> float | None:
@@ -121,6 +126,8 @@ def find_violations(outcome: Outcome) -> list[str]:
         found.append("no request was answered")
     if lost := [each for each in record.failures if not is_excused(outcome, each)]:
         found.append(f"{len(lost)} requests failed that must not: {format_examples(lost)}")
+    if slow := [each for each in record.slow if not is_excused(outcome, each)]:
+        found.append(f"{len(slow)} requests were slow: {format_examples(slow)}")
     if outcome.losses is not Losses.connections_inside and record.refused:
         found.append(
             f"{len(record.refused)} connections were refused: {format_examples(record.refused)}"
@@ -138,6 +145,7 @@ HEADINGS: Final = (
     "requests",
     "failed",
     "refused",
+    "longest, seconds",
     "seconds until well",
     "after the pods",
     "result",
@@ -146,12 +154,12 @@ HEADINGS: Final = (
 
 def list_cells(outcome: Outcome) -> tuple[str, ...]:
     if outcome.skipped:
-        return (outcome.name, "", "", "", "", "", f"skipped: {outcome.skipped}")
+        return (outcome.name, "", "", "", "", "", "", f"skipped: {outcome.skipped}")
     result = "VIOLATED" if find_violations(outcome) else "ok"
     well_s = f"{outcome.well_s:.0f}"
     record = outcome.record
     if record is None:
-        return (outcome.name, "", "", "", well_s, "", result)
+        return (outcome.name, "", "", "", "", well_s, "", result)
     failed = str(len(record.failures))
     if inside := sum(is_excused(outcome, failure) for failure in record.failures):
         failed += f" ({inside} inside)"
@@ -160,6 +168,7 @@ def list_cells(outcome: Outcome) -> tuple[str, ...]:
         f"{record.requests:,}",
         failed,
         str(len(record.refused)),
+        f"{record.longest_s:.1f}",
         well_s,
         f"{outcome.settled_s:.0f}",
         result,

@@ -34,7 +34,7 @@ def read_journeys() -> dict[str, list[str]]:
     Raises `ValueError` if the page has more or fewer blocks of commands than are known here.
     """
     sections = read_sections(DEPLOY.read_text())
-    dev, prod, ask = read_blocks(sections["Kubernetes"])
+    dev, prod, ask, wait = read_blocks(sections["Kubernetes"])
     (chart,) = read_blocks(sections["Helm"])
     (end,) = read_blocks(sections["Uninstall"])
     end_of_dev, *end_of_chart = re.findall(r"`((?:kubectl|helm) [^`]+)`", sections["Uninstall"])
@@ -42,7 +42,7 @@ def read_journeys() -> dict[str, list[str]]:
     secrets = [each for each in prod if "key create" in each or "create secret" in each]
     return {
         "dev": [*dev, end_of_dev],
-        "prod": [*prod, *ask, *end],
+        "prod": [*prod, *ask, *wait, *end],
         "chart": [chart[0], *secrets, *chart[1:], *end_of_chart],
     }
 

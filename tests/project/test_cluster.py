@@ -30,15 +30,24 @@ from tests.cluster.resources import (
     list_scaled_objects,
     list_secrets,
     list_templates,
+    read_number_of_tritons,
+    read_small_patches,
     render_overlay,
-    set_replicas,
 )
-from tests.cluster.verdict import Losses, Outcome, find_violations, parse_record
+from tests.cluster.verdict import (
+    Losses,
+    Outcome,
+    find_oldest_request,
+    find_violations,
+    parse_record,
+)
 from tests.support.helm import render_chart
 from tests.support.kubernetes_schemas import KUBERNETES, complaints
+from tests.support.load import LOG_WARNINGS
 from tests.support.manifests import Manifests, Resource, containers
 from tests.support.missing import find_program
-from tests.support.servers import ROOT, GatewayProcess
+from tests.support.scheduler import Pod, make_small_nodes, schedule
+from tests.support.servers import ROOT, GatewayProcess, free_ports, gateway
 from tests.support.wait import TIMEOUT_S, wait_until
 
 LOAD_PROGRAM = PROGRAMS / "load.py"
@@ -58,16 +67,24 @@ BUILT_IN = {
 
 def test_load_sees_what_a_killed_gateway_costs(demo_triton: EmbeddedTriton, tmp_path: Path) -> None:
     """A request is lost only inside the gateway; the others wait for the next connection."""
+    (grpc_port,) = free_ports(1)
     environment = {
         "GATEWAY_TRITON_URLS": demo_triton.options.url,
+        "GATEWAY_GRPC_PORT": str(grpc_port),
         "GATEWAY_CONNECT_TIMEOUT_S": "10",
         "GATEWAY_LOG_LEVEL": "warning",
     }
     gateway = GatewayProcess(environment)
     gateway.start()
     settings = tmp_path / "load.json"
-    requests = [{**each, "pause_s": 0} for each in (*LOAD, *TEXT_STREAMS)]
-    settings.write_text(json.dumps({"url": gateway.url, "headers": {}, "requests": requests}))
+    load = {
+        "url": gateway.url,
+        "grpc": f"127.0.0.1:{grpc_port}",
+        "headers": {},
+        "requests": [*LOAD, *TEXT_STREAMS],
+        "slow_s": TIMEOUT_S,
+    }
+    settings.write_text(json.dumps(load))
     output = tmp_path / "lines"
     began = time.time()
     with output.open("wb") as file:
@@ -86,7 +103,7 @@ def test_load_sees_what_a_killed_gateway_costs(demo_triton: EmbeddedTriton, tmp_
         process.wait(TIMEOUT_S)
         gateway.stop()
     record = parse_record(read_lines(output), began, time.time())
-    assert {"unary", "new connection", "stream"} <= record.answered.keys()
+    assert record.longest_s > 0
     fault = Outcome("kill -9", Losses.connections_inside, record, fault_ended=fault_ended)
     assert not find_violations(fault)
     on_purpose = Outcome("rollout", Losses.none, record, fault_ended=fault_ended)
@@ -100,18 +117,67 @@ def read_lines(path: Path) -> list[str]:
 def is_answered(path: Path, after: float) -> bool:
     """Return whether requests of each kind were answered after this time."""
     answered = parse_record(read_lines(path), after, time.time()).answered
-    return len(answered) == 3 and all(answered.values())
+    return len(answered) == len(LOAD) + 1 and all(answered.values())
+
+
+def test_load_goes_on_and_says_which_requests_are_slow(
+    demo_triton: EmbeddedTriton, tmp_path: Path
+) -> None:
+    """While a request waits, the next ones are sent: a stall is as many slow requests as it has seconds."""
+    with gateway(demo_triton.options.url, **LOG_WARNINGS) as (client, command):
+        settings = tmp_path / "load.json"
+        load = {
+            "url": str(client.base_url).rstrip("/"),
+            "grpc": "",
+            "headers": {},
+            "requests": LOAD[:1],
+            "slow_s": 1.0,
+        }
+        settings.write_text(json.dumps(load))
+        output = tmp_path / "lines"
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, str(LOAD_PROGRAM), "send", str(settings)], stdout=file
+            )
+        try:
+            wait_until(lambda: '"unary": 8' in output.read_text())
+            os.kill(command.pid, signal.SIGSTOP)
+            wait_until(lambda: has_stalled(output, 2.5))
+            os.kill(command.pid, signal.SIGCONT)
+            continued = time.time()
+            wait_until(lambda: is_caught_up(output, after=continued))
+        finally:
+            os.kill(command.pid, signal.SIGCONT)
+            process.terminate()
+            process.wait(TIMEOUT_S)
+    record = parse_record(read_lines(output), 0.0, time.time())
+    assert not record.failures
+    assert len(record.slow) > 4
+    assert record.longest_s > 2
+    (violation,) = find_violations(Outcome("a stall", Losses.none, record))
+    assert violation.startswith(f"{len(record.slow)} requests were slow: ")
+
+
+def has_stalled(path: Path, least_s: float) -> bool:
+    counts = [line for line in map(json.loads, read_lines(path)) if "oldest" in line]
+    return any(line["at"] - line["oldest"] > least_s for line in counts)
+
+
+def is_caught_up(path: Path, after: float) -> bool:
+    """Return whether no request is in progress that began before this time."""
+    oldest = [find_oldest_request(line) for line in read_lines(path)]
+    return any(each is not None and each > after for each in oldest)
 
 
 def render_installation(overlay: str, *components: str) -> list[Resource]:
-    return render_overlay(overlay, "another-name", components)
+    changes = {**read_small_patches(), **read_number_of_tritons()} if overlay == "prod" else {}
+    return render_overlay(overlay, "another-name", components, changes)
 
 
 @pytest.mark.parametrize(("overlay", "components"), [("dev", ()), ("prod", ("cpu-only",))])
 def test_overlay_fits_into_a_small_cluster(overlay: str, components: tuple[str, ...]) -> None:
     rendered = render_installation(overlay, *components)
     resources = fit_overlay(rendered, BUILT_IN, OWN_IMAGES, "run")
-    set_replicas(resources, 2)
     if overlay == "prod":
         resources = add_test_models(resources)
         resources += list_secrets()
@@ -127,6 +193,15 @@ def test_overlay_fits_into_a_small_cluster(overlay: str, components: tuple[str, 
         for container in containers(template["spec"]):
             assert container["image"] in OWN_IMAGES.values()
     made = Manifests(overlay, tuple(resources))
+    # The numbers of pods and what they request are those of the manifests and of the page.
+    assert "replicas" not in made.get("Deployment", "triton-gateway")["spec"] or overlay == "dev"
+    assert made.get("Deployment", "triton")["spec"]["replicas"] == (1 if overlay == "dev" else 2)
+    assert [each["spec"]["minReplicas"] for each in made.kind("HorizontalPodAutoscaler")] == (
+        [] if overlay == "dev" else [2]
+    )
+    nodes = make_small_nodes()
+    pods = {each["metadata"]["name"]: Pod.of(each) for each in made.workloads}
+    schedule([pods["triton"], pods["triton-gateway"]] * 2, nodes)
     for name, container_name in CONTAINERS.items():
         names = [container["name"] for container in made.pod(name)["containers"]]
         assert container_name in names
@@ -161,7 +236,9 @@ def test_chart_takes_the_values_of_a_small_cluster() -> None:
         for container in containers(template["spec"])
     }
     assert images == set(OWN_IMAGES.values())
-    assert {each["spec"]["replicas"] for each in made.kind("Deployment")} == {2}
+    assert made.get("Deployment", "triton")["spec"]["replicas"] == 2
+    (scaler,) = made.kind("HorizontalPodAutoscaler")
+    assert scaler["spec"]["minReplicas"] == 2
 
 
 def test_page_names_every_event() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,10 +17,10 @@ import yaml
 
 from gateway import __version__
 from tests.support.kubernetes_apply import find_changes
-from tests.support.manifests import K8S, VARIANTS, Manifests, Resource, build
+from tests.support.manifests import K8S, VARIANTS, Manifests, Resource, build, quantity
 from tests.support.missing import find_program
 from tests.support.platform_rules import find_violations, read_exemptions
-from tests.support.scheduler import HOSTNAME, ZONE, Node, Pod, schedule
+from tests.support.scheduler import HOSTNAME, ZONE, Node, Pod, make_small_nodes, roll_out, schedule
 from tests.support.servers import ROOT
 
 GATEWAY, TRITON, REDIS = "triton-gateway", "triton", "redis"
@@ -33,7 +36,7 @@ def test_second_apply_of_the_same_manifests_changes_nothing(variant: str) -> Non
     assert [change for found in changes for change in found] == []
 
 
-def test_comparison_finds_missing_defaults_in_lists_without_a_key() -> None:
+def test_comparison_finds_missing_defaults_that_every_apply_sends() -> None:
     def changes(kind: str, name: str, change: Any) -> list[str]:
         resource = yaml.safe_load(yaml.safe_dump(Manifests.of("prod").get(kind, name)))
         change(resource["spec"])
@@ -51,6 +54,8 @@ def test_comparison_finds_missing_defaults_in_lists_without_a_key() -> None:
     assert found == ["HTTPRoute/triton-gateway.spec.parentRefs"]
     # The ports of a Service have a key, so that a missing default is no difference.
     assert changes("Service", TRITON, lambda s: s["ports"][0].pop("protocol")) == []
+    found = changes("Deployment", TRITON, lambda s: s["strategy"].pop("type"))
+    assert found == ["Deployment/triton.spec.strategy"]
     pod = ["Deployment/triton.spec.template.spec.containers[triton].resources.limits.memory"]
     found = changes("Deployment", TRITON, write_another_quantity)
     assert found == pod
@@ -116,6 +121,85 @@ def test_pods_prefer_different_zones() -> None:
             assert {node.labels[ZONE] for node in nodes if node.count(name)} == {"a", "b"}
 
 
+def drain_and_roll_out(made: Manifests, zones: Sequence[str], loaded: int) -> list[Node]:
+    """Replace the pods while the second node is cordoned, and once more when it is back."""
+    nodes = make_nodes(zones, loaded=loaded)
+    place(made, nodes, {GATEWAY: 2, TRITON: 2})
+    for is_cordoned in (True, False):
+        nodes[1].is_cordoned = is_cordoned
+        for name in (GATEWAY, TRITON):
+            roll_out(name, nodes)
+    return nodes
+
+
+@pytest.mark.parametrize("zones", [["", ""], ["a", "b"]], ids=["no zones", "two zones"])
+@pytest.mark.parametrize("variant", ["prod", "everything on a CPU"])
+def test_rollout_after_a_drain_spreads_the_pods_again(variant: str, zones: list[str]) -> None:
+    for loaded in range(len(zones)):
+        nodes = drain_and_roll_out(Manifests.of(variant), zones, loaded)
+        for name in (GATEWAY, TRITON):
+            assert [node.count(name) for node in nodes] == [1, 1], name
+
+
+def test_pods_that_end_would_push_new_ones_together_without_the_revision() -> None:
+    """The simulation shows the fault because of which the terms of the manifests select one revision."""
+    made = Manifests("old terms", tuple(copy.deepcopy(Manifests.of("prod").resources)))
+    for name in (GATEWAY, TRITON):
+        terms = made.pod(name)["affinity"]["podAntiAffinity"]
+        for term in terms["preferredDuringSchedulingIgnoredDuringExecution"]:
+            del term["podAffinityTerm"]["matchLabelKeys"]
+    nodes = drain_and_roll_out(made, ["", ""], loaded=0)
+    for name in (GATEWAY, TRITON):
+        assert [node.count(name) for node in nodes] == [0, 2], name
+
+
+# Small nodes
+
+
+def test_dev_fits_on_two_small_nodes_with_a_second_gateway_and_rollouts() -> None:
+    nodes = make_small_nodes()
+    place(Manifests.of("dev"), nodes, {TRITON: 1, GATEWAY: 2})
+    for name in (GATEWAY, TRITON):
+        roll_out(name, nodes)
+
+
+def test_prod_fits_on_two_small_nodes_with_the_documented_patches(tmp_path: Path) -> None:
+    found = re.findall(r"^```yaml\n(patches:\n.*?)^```", DEPLOY, re.MULTILINE | re.DOTALL)
+    (patches,) = (each for each in found if "/requests/" in each)
+    base = os.path.relpath(K8S, tmp_path.resolve())
+    document = {
+        "resources": [f"{base}/base"],
+        "components": [f"{base}/components/{name}" for name in ("redis-state", "cpu-only")],
+        **yaml.safe_load(patches),
+    }
+    write_overlay(
+        tmp_path / "overlay", json.loads(json.dumps(document).replace(base, f"../{base}"))
+    )
+    made = Manifests("small", tuple(yaml.safe_load_all(build((tmp_path / "overlay").resolve()))))
+    nodes = make_small_nodes()
+    place(made, nodes, {REDIS: 1, TRITON: 2, GATEWAY: 2})
+    for name in (GATEWAY, TRITON):
+        roll_out(name, nodes)
+        assert [node.count(name) for node in nodes] == [1, 1], name
+    # The autoscaler compares with what is requested: it must not count the smaller request as load.
+    before = Manifests.of("base")
+    targets = [find_scaling_cpu(each) for each in (made, before)]
+    assert targets[0] == pytest.approx(targets[1])
+    # Without the patches, a second gateway has no room.
+    nodes = make_small_nodes()
+    with pytest.raises(ValueError, match="empty"):
+        place(Manifests.of("everything on a CPU"), nodes, {REDIS: 1, TRITON: 2, GATEWAY: 2})
+
+
+def find_scaling_cpu(made: Manifests) -> float:
+    """Return the cores that a gateway uses when the autoscaler starts another one."""
+    (scaler,) = made.kind("HorizontalPodAutoscaler")
+    (metric,) = scaler["spec"]["metrics"]
+    (container,) = made.pod(GATEWAY)["containers"]
+    percent: float = metric["resource"]["target"]["averageUtilization"]
+    return quantity(container["resources"]["requests"]["cpu"]) * percent / 100
+
+
 def test_without_room_elsewhere_pods_share_a_node() -> None:
     nodes = make_nodes(["", ""])
     nodes[1].capacity["cpu"] = 1
@@ -138,23 +222,28 @@ def test_second_constraint_for_zones_would_spread_nothing_without_zones() -> Non
     assert [node.count(GATEWAY) for node in nodes] == [0, 6]
 
 
-def test_first_installation_starts_as_many_pods_as_the_autoscalers_want_at_least() -> None:
-    """Without the number in the manifests, which every apply would reset."""
-    (command,) = re.findall(
-        r"^kubectl -n triton-gateway scale (deployment/.* deployment/.*)$", DEPLOY, re.M
-    )
-    *workloads, current, replicas = command.split()
-    assert current == "--current-replicas=1"
-    made = Manifests.of("prod")
-    least = {
-        each["spec"]["scaleTargetRef"]["name"]: (
-            each["spec"].get("minReplicas") or each["spec"]["minReplicaCount"]
-        )
-        for each in made.kind("HorizontalPodAutoscaler", "ScaledObject")
-    }
-    assert least == {name.partition("/")[2]: int(replicas.partition("=")[2]) for name in workloads}
-    for name in least:
-        assert "replicas" not in made.get("Deployment", name)["spec"]
+# The number of pods
+
+
+def test_no_apply_resets_the_number_of_tritons() -> None:
+    """Neither after `kubectl scale`, nor after an autoscaler; the overlay prod shows where to set it."""
+    for variant in VARIANTS:
+        if variant != "dev":
+            assert "replicas" not in Manifests.of(variant).get("Deployment", TRITON)["spec"], (
+                variant
+            )
+
+
+def test_number_that_the_overlay_suggests_is_that_of_the_autoscaler(tmp_path: Path) -> None:
+    overlay = (K8S / "overlays" / "prod" / "kustomization.yaml").read_text()
+    (suggested,) = re.findall(r"^# (replicas:\n(?:#   .*\n)+)", overlay, re.MULTILINE)
+    base = os.path.relpath(K8S, tmp_path.resolve())
+    document = yaml.safe_load(re.sub(r"^# ", "", suggested, flags=re.MULTILINE))
+    write_overlay(tmp_path / "overlay", {"resources": [f"../{base}/base"], **document})
+    made = Manifests("scaled", tuple(yaml.safe_load_all(build((tmp_path / "overlay").resolve()))))
+    (scaling,) = Manifests.of("prod").kind("ScaledObject")
+    replicas = made.get("Deployment", TRITON)["spec"]["replicas"]
+    assert replicas == scaling["spec"]["minReplicaCount"] == 2
 
 
 # kube-score and Polaris

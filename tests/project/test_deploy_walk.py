@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import pytest
 import yaml
 
 from tests.cluster.kubectl import write_program
-from tests.cluster.walk import KEY, PREPARATION, Walk, read_journeys
+from tests.cluster.walk import DEPLOY, KEY, PREPARATION, Walk, read_journeys
 from tests.support.kubernetes_tools import kubernetes_program
 from tests.support.manifests import Manifests, containers
 from tests.support.servers import ROOT
@@ -56,6 +58,31 @@ def walk(tmp_path: Path, demo: httpx.Client) -> Iterator[Walk]:
 
 def test_key_is_read_with_all_of_its_characters() -> None:
     assert KEY.findall("key: tgw_a-b_c- (ops)") == ["tgw_a-b_c-"]
+
+
+def test_commands_in_sentences_name_the_namespace_and_are_accepted() -> None:
+    """kubectl checks their arguments before it notices that nothing listens at the address."""
+    commands = re.findall(r"`(kubectl [^`]+)`", DEPLOY.read_text())
+    words = [shlex.split(command) for command in commands]
+    namespaced = [each for each in words if each[1] in ("-n", "--namespace")]
+    for each in words:
+        is_whole = each in namespaced or {"-k", "nodes", "namespace"} & set(each) or len(each) < 4
+        assert is_whole or each[1:3] == ["scale", "deployment/triton"], each
+    assert len(namespaced) > 8
+    program = kubernetes_program("kubectl")
+    for each in namespaced:
+        command = [program, "--server", "http://127.0.0.1:1", *each[1:]]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert "refused" in ended.stderr, each
+
+
+def test_shell_beside_a_gateway_is_one_that_its_namespace_admits() -> None:
+    (command,) = re.findall(r"`(kubectl [^`]*debug[^`]+)`", DEPLOY.read_text())
+    assert command.endswith(" --profile=restricted")
+    for variant in ("dev", "prod"):
+        (namespace,) = Manifests.of(variant).kind("Namespace")
+        labels = namespace["metadata"]["labels"]
+        assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
 
 
 @pytest.mark.parametrize("journey", ["dev", "prod", pytest.param("chart", marks=pytest.mark.long)])

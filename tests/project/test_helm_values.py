@@ -255,7 +255,7 @@ def test_full_name_gives_a_release_names_and_selectors_of_its_own() -> None:
     assert len(names) == len(other.resources)
     assert all(name == "vision" or name.startswith("vision-") for _, name in names)
     assert made.get("ConfigMap", "vision-settings")["data"]["GATEWAY_TRITON_URLS"] == (
-        "dns+http://vision-triton:8000"
+        "dns+http://vision-triton:8000?prefer=vision-triton-ready"
     )
     (container,) = made.pod("vision")["containers"]
     settings = {each["name"]: each.get("value") for each in container["env"]}

@@ -2,7 +2,8 @@
 
 kubectl sends a patch of the fields in which a manifest differs from the object of the server. The server has
 added defaults and dropped what is empty; in a list without a merge key, which is compared as a whole, both
-are differences that every apply sends again.
+are differences that every apply sends again. So is a field that the server has added to an object whose keys
+are to be retained, as those of a Deployment's strategy.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from tests.support.manifests import Resource
 
 Schema = dict[str, Any]
 MERGE_KEY: Final = "x-kubernetes-patch-merge-key"
+PATCH_STRATEGY: Final = "x-kubernetes-patch-strategy"
 # pkg/apis/*/v1/defaults.go of Kubernetes, by definition.
 DEFAULTS: Final[dict[str, Schema]] = {
+    "apps.v1.DeploymentStrategy": {"type": "RollingUpdate"},
     "core.v1.ConfigMapVolumeSource": {"defaultMode": 420},
     "core.v1.Container": {
         "imagePullPolicy": "IfNotPresent",
@@ -136,6 +139,8 @@ def shorten(quantity: str) -> str:
 def compare(manifest: Any, stored: Any, schema: Schema, path: str = "") -> Iterator[str]:
     _, definition = resolve(schema)
     if isinstance(manifest, dict) and isinstance(stored, dict):
+        if schema.get(PATCH_STRATEGY) == "retainKeys" and stored.keys() - manifest.keys():
+            yield path
         properties = definition.get("properties", {})
         other = definition.get("additionalProperties") or {}
         for key, value in manifest.items():

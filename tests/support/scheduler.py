@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from tests.support.manifests import Resource, quantity
@@ -20,6 +20,7 @@ AFFINITY_WEIGHT: Final = 2
 HOSTNAME: Final = "kubernetes.io/hostname"
 ZONE: Final = "topology.kubernetes.io/zone"
 SCORED: Final = ("cpu", "memory")
+REVISION: Final = "pod-template-hash"
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,25 @@ class Pod:
         affinity = template["spec"].get("affinity", {}).get("podAntiAffinity", {})
         return cls(
             workload["metadata"]["name"],
-            # Every pod of a simulation is of one revision, so that `matchLabelKeys` changes nothing.
-            labels=template["metadata"]["labels"],
+            labels=template["metadata"]["labels"] | {REVISION: "0"},
             requests=requests,
             spread=template["spec"].get("topologySpreadConstraints", []),
             avoided=affinity.get("preferredDuringSchedulingIgnoredDuringExecution", []),
         )
 
-    def has(self, selector: Resource) -> bool:
-        return bool(selector["matchLabels"].items() <= self.labels.items())
+    @property
+    def revision(self) -> str:
+        return self.labels[REVISION]
+
+    def renew(self) -> Pod:
+        """Return the pod of the next revision."""
+        return replace(self, labels={**self.labels, REVISION: str(int(self.revision) + 1)})
+
+    def selects(self, term: Resource, other: Pod) -> bool:
+        """Return whether a constraint or term of this pod selects the other one."""
+        wanted = dict(term["labelSelector"]["matchLabels"])
+        wanted |= {key: self.labels[key] for key in term.get("matchLabelKeys", [])}
+        return bool(wanted.items() <= other.labels.items())
 
 
 @dataclass
@@ -57,6 +68,7 @@ class Node:
     capacity: dict[str, float]
     used: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     pods: list[Pod] = field(default_factory=list)
+    is_cordoned: bool = False
 
     def has_room(self, pod: Pod) -> bool:
         return all(
@@ -69,8 +81,19 @@ class Node:
         for name, amount in pod.requests.items():
             self.used[name] += amount
 
+    def end(self, pod: Pod) -> None:
+        self.pods.remove(pod)
+        for name, amount in pod.requests.items():
+            self.used[name] -= amount
+
     def count(self, name: str) -> int:
         return sum(pod.name == name for pod in self.pods)
+
+
+def make_small_nodes() -> list[Node]:
+    """Return two nodes of two cores and 4 GB, less what the kubelet reserves and the system requests."""
+    free = {"cpu": 1.53, "memory": 3.0 * (1 << 30), "ephemeral-storage": 40.0 * (1 << 30)}
+    return [Node({HOSTNAME: f"n{number}"}, dict(free)) for number in range(2)]
 
 
 def schedule(pods: Sequence[Pod], nodes: Sequence[Node]) -> None:
@@ -92,6 +115,29 @@ def schedule(pods: Sequence[Pod], nodes: Sequence[Node]) -> None:
         )
 
 
+def roll_out(name: str, nodes: Sequence[Node]) -> None:
+    """Replace the pods of a name one after the other: a new one starts before an old one ends.
+
+    An old pod is still ending when the next new one is scheduled, unless that needs its room.
+    """
+    usable = [node for node in nodes if not node.is_cordoned]
+    replaced = [(node, pod) for node in nodes for pod in node.pods if pod.name == name]
+    ending: list[tuple[Node, Pod]] = []
+    for node, pod in replaced:
+        new = pod.renew()
+        if ending and not any(each.has_room(new) for each in usable):
+            end_all(ending)
+        schedule([new], usable)
+        ending.append((node, pod))
+    end_all(ending)
+
+
+def end_all(ending: list[tuple[Node, Pod]]) -> None:
+    while ending:
+        node, pod = ending.pop()
+        node.end(pod)
+
+
 def score_allocation(pod: Pod, node: Node) -> float:
     shares = [
         (node.used[name] + pod.requests.get(name, 0)) / node.capacity[name] for name in SCORED
@@ -110,9 +156,7 @@ def score_spread(pod: Pod, fitting: Sequence[Node]) -> list[float]:
         key = constraint["topologyKey"]
         found = Counter({node.labels[key]: 0 for node in counted})
         for node in counted:
-            found[node.labels[key]] += sum(
-                each.has(constraint["labelSelector"]) for each in node.pods
-            )
+            found[node.labels[key]] += sum(pod.selects(constraint, each) for each in node.pods)
         for node in counted:
             totals[id(node)] += found[node.labels[key]] * math.log(len(found) + 2)
     most = max(totals.values(), default=0)
@@ -134,7 +178,7 @@ def score_affinity(pod: Pod, nodes: Sequence[Node], fitting: Sequence[Node]) -> 
             for one, other in ((pod, running), (running, pod)):
                 for term in one.avoided:
                     key = term["podAffinityTerm"]["topologyKey"]
-                    if key in node.labels and other.has(term["podAffinityTerm"]["labelSelector"]):
+                    if key in node.labels and one.selects(term["podAffinityTerm"], other):
                         scores[key, node.labels[key]] -= term["weight"]
     raw = [
         sum(score for (key, value), score in scores.items() if node.labels.get(key) == value)

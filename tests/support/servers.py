@@ -372,13 +372,20 @@ class Triton:
 
     _entered: ClassVar[list[Triton]] = []
 
-    def __init__(self, repository: Path, *load: str) -> None:
+    def __init__(
+        self,
+        repository: Path,
+        *load: str,
+        host: str = "127.0.0.1",
+        ports: Sequence[int] = (),
+    ) -> None:
         self.repository = repository
-        http, grpc, metrics = free_ports(3)
+        http, grpc, metrics = ports or free_ports(3)
         self.options = TritonOptions(
             (repository,),
             load,
             extra_arguments=COMPLETE_CONFIGS,
+            host=host,
             http_port=http,
             grpc_port=grpc,
             metrics_port=metrics,
@@ -388,7 +395,7 @@ class Triton:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.options.http_port}"
+        return self.options.address
 
     @property
     def pid(self) -> int:

@@ -31,7 +31,6 @@ from gateway.errors import (
     UnknownModel,
 )
 from gateway.fleet.balancer import choose_less_loaded
-from gateway.fleet.discovery import DnsName
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.health import SLOW_INDEX_S, HealthState
 from gateway.fleet.index import parse_index
@@ -52,6 +51,7 @@ from gateway.repository.state.store import open_state_store
 from gateway.triton.error_mapping import LoadFailed
 from gateway.triton.request_target import RequestTarget
 from tests.support.calls import count_calls
+from tests.support.dns import DnsAnswers
 from tests.support.simulated_replicas import SimulatedTriton, simulated_replicas
 from tests.support.state_contract import opened
 from tests.support.wait import TIMEOUT_S, wait_until_async
@@ -60,7 +60,6 @@ REPLICAS, MODELS = 100, 200
 POLL_S = 0.5
 CONNECT_TIMEOUT_S = 30.0  # of connections that are not to be given up
 NEVER_S = 3600.0
-NAME = "tritons.example"
 
 
 class SkippingLoop(asyncio.SelectorEventLoop):
@@ -411,27 +410,12 @@ async def test_pool_that_is_closed_leaves_no_task_or_connection() -> None:
 # Replicas that join and leave.
 
 
-@dataclass
-class Names:
-    """A DNS server with one name, whose answers the tests set."""
-
-    hosts: list[str] = field(default_factory=list)
-    error: OSError | None = None
-    lookups: int = 0
-
-    async def __call__(self, name: str) -> list[str]:
-        assert name == NAME
-        self.lookups += 1
-        if self.error is not None:
-            raise self.error
-        return self.hosts
-
+class Names(DnsAnswers):
     def pool(self, fake: SimulatedTriton, poll_s: float = POLL_S) -> ReplicaPool:
-        named = DnsName(ReplicaAddress(NAME, fake.port, fake.grpc_port), resolver=self)
         settings = Settings(
             connect_timeout_s=CONNECT_TIMEOUT_S, poll_interval_s=poll_s, dns_interval_s=0.1
         )
-        return ReplicaPool([named], settings)
+        return ReplicaPool([self.find_source(fake.port, fake.grpc_port)], settings)
 
 
 @pytest.mark.fault("DNS returns new addresses, none, or an error")
@@ -824,6 +808,63 @@ async def test_address_that_leaves_the_dns_finishes_its_requests_and_leaves_noth
             assert leaving.requests == requests
             await wait_until_async(lambda: name not in repository.state.loads)
             assert replicas_in_metrics(pool) == {replica_of(pool, fake).name for fake in fakes[1:]}
+
+
+@pytest.mark.fault("DNS returns new addresses, none, or an error")
+async def test_replica_that_leaves_the_preferred_name_gets_no_request_that_another_can_serve() -> (
+    None
+):
+    async with simulated_replicas(3, ["m", "rare"]) as fakes:
+        leaving = fakes[0]
+        for fake in fakes[1:]:
+            fake.models["rare"] = False
+        hosts = [fake.host for fake in fakes]
+        names = Names(hosts, preferred=hosts)
+        async with names.pool(leaving) as pool:
+            assert not (await at_once(pool, 60)).errors
+            assert leaving.inferences["m"] > 0
+            leaving.holds = True
+            first = Load()
+            asking = [asyncio.create_task(first.ask(pool)) for _ in range(20)]
+            await wait_until_async(lambda: sum(fake.inferences["m"] for fake in fakes) == 80)
+            names.preferred = hosts[1:]
+            await wait_until_async(lambda: len(pool.avoided) == 1)
+            inferences = leaving.inferences["m"]
+            assert not (await at_once(pool, 60)).errors
+            assert leaving.inferences["m"] == inferences
+            # What was inside ends, and what no other can serve goes on.
+            leaving.release()
+            await asyncio.wait(asking)
+            assert not first.errors
+            await infer(pool, "rare")
+            assert leaving.inferences["rare"] == 1
+            # The last known answer counts while the DNS does not work.
+            names.lookups = 0
+            names.error = socket.gaierror(socket.EAI_AGAIN, "SERVFAIL")
+            await wait_until_async(lambda: names.lookups > 4)
+            assert len(pool.avoided) == 1
+            # Without a preferred address, all replicas are equal.
+            for error in (socket.gaierror(socket.EAI_NONAME, "NXDOMAIN"), None):
+                names.error = error
+                names.preferred = []
+                await wait_until_async(lambda: not pool.avoided)
+                assert len(pool.replicas) == 3
+                names.error = None
+                names.preferred = hosts[1:]
+                await wait_until_async(lambda: len(pool.avoided) == 1)
+            # Without the others, the requests find it.
+            for fake in fakes[1:]:
+                await fake.stop()
+            await wait_until_async(lambda: states(pool)[HealthState.DOWN] == 2)
+            assert not (await at_once(pool, 10)).errors
+            assert leaving.inferences["m"] == inferences + 10
+            for fake in fakes[1:]:
+                await fake.start()
+            await wait_until_async(lambda: states(pool)[HealthState.UP] == 3)
+            names.preferred = hosts
+            await wait_until_async(lambda: not pool.avoided)
+            assert not (await at_once(pool, 60)).errors
+            assert leaving.inferences["m"] > inferences + 10
 
 
 async def test_cordon_ends_when_the_address_leaves_and_not_when_the_replica_restarts() -> None:

@@ -1202,6 +1202,11 @@ def test_readiness_is_explained_or_complete(
             DnsName(ReplicaAddress("triton.ml.svc", 8000, 7, tls=True)),
             "triton.ml.svc",
         ),
+        (
+            "dns+http://triton?grpc=7&prefer=triton-ready&metrics=8",
+            DnsName(ReplicaAddress("triton", 8000, 7, 8), "triton-ready"),
+            "triton",
+        ),
         ("HTTP://TRITON", ReplicaAddress("triton", 8000), "triton:8000"),
     ],
 )
@@ -1233,6 +1238,10 @@ def test_replica_address_is_parsed(url: str, found: ReplicaSource, shown: str) -
         "http://triton?grpc=²",
         f"http://triton?grpc={'9' * 5000}",
         "http://triton?http=8000",
+        "http://triton?prefer=triton-ready",
+        "dns+http://triton?prefer=",
+        "dns+http://triton?prefer=a&prefer=b",
+        "dns+http://triton?prefer=a:8000",
         "http://[::1",
         "http://::1]:8000",
         "::1",

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from tests.cluster.__main__ import parse_images
-from tests.cluster.desired import Answer, GatewayView, find_fleet_differences, find_pod_differences
+from tests.cluster.desired import (
+    Answer,
+    GatewayView,
+    find_fleet_differences,
+    find_pod_differences,
+    find_spread_differences,
+)
 from tests.cluster.kubectl import ClusterError
 from tests.cluster.run import Choice
 from tests.cluster.verdict import (
@@ -93,18 +99,34 @@ def test_fleet_has_a_time_to_settle_and_logs_have_no_faults() -> None:
 
 def test_record_counts_what_ended_in_the_period() -> None:
     lines = [
-        json.dumps({"at": at, "answered": {"unary": 10, "stream": 1}, "oldest": at})
+        json.dumps(
+            {"at": at, "answered": {"unary": 10, "stream": 1}, "oldest": at, "longest_s": at / 10}
+        )
         for at in (1.0, 2.0, 3.0, 4.0)
     ]
     times = {"connected": 0.5, "began": 1.5, "ended": 2.5}
     lines.append(json.dumps({"failed": "stream", **times, "reason": "502"}))
     lines.append(json.dumps({"refused": "unary", **times, "reason": "refused"}))
+    lines.append(json.dumps({"slow": "image", **times, "reason": "5.1 s"}))
     lines.append(json.dumps({"failed": "unary", **times, "ended": 3.5, "reason": "503"}))
     record = parse_record(lines, after=1.0, until=3.0)
     assert record.answered == {"unary": 20, "stream": 2}
     assert record.requests == 23
     assert record.failures == (Failure("stream", reason="502", **times),)
     assert [each.kind for each in record.refused] == ["unary"]
+    assert [(each.kind, each.reason) for each in record.slow] == [("image", "5.1 s")]
+    assert record.longest_s == 0.3
+
+
+def test_request_may_be_slow_only_inside_what_died() -> None:
+    for losses, began, is_allowed in (
+        (Losses.none, BEFORE, False),
+        (Losses.requests_inside, BEFORE, True),
+        (Losses.requests_inside, AFTER, False),
+    ):
+        record = Record(Counter(unary=1), slow=(build_failure(began, began),))
+        outcome = Outcome("an event", losses, record, fault_ended=FAULT_ENDED)
+        assert bool(find_violations(outcome)) != is_allowed
 
 
 def test_table_has_a_row_for_each_event() -> None:
@@ -117,9 +139,9 @@ def test_table_has_a_row_for_each_event() -> None:
     heading, _, *rows = format_table(outcomes).splitlines()
     assert len({len(row) for row in [heading, *rows]}) == 1
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    assert cells[0] == ["an event", "1,000", "0", "0", "12", "3", "ok"]
-    assert cells[1][2:] == ["1 (1 inside)", "0", "0", "0", "ok"]
-    assert cells[2][2:] == ["1", "0", "0", "0", "VIOLATED"]
+    assert cells[0] == ["an event", "1,000", "0", "0", "0.0", "12", "3", "ok"]
+    assert cells[1][2:] == ["1 (1 inside)", "0", "0.0", "0", "0", "ok"]
+    assert cells[2][2:] == ["1", "0", "0.0", "0", "0", "VIOLATED"]
     assert cells[3][-1] == "skipped: the cluster has one node"
 
 
@@ -149,6 +171,13 @@ def test_pods_are_ready_when_no_old_one_is_left() -> None:
     ]
     assert [*find_pod_differences([build_deployment(readyReplicas=1)], running)]
     assert [*find_pod_differences([build_deployment(generation=3)], running)]
+
+
+def test_pods_are_spread_when_each_has_a_node_of_its_own() -> None:
+    first, second = ({"spec": {"nodeName": node}} for node in ("n1", "n2"))
+    assert not [*find_spread_differences("triton", [first, second])]
+    (difference,) = find_spread_differences("triton", [first, first])
+    assert difference == "the pods of triton are not spread: n1, n1"
 
 
 def view_fleet(readiness: int, *replicas: dict[str, Any]) -> list[GatewayView]:

@@ -83,6 +83,7 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- if not $isRedis }}
 # No second constraint for zones: the scheduler ignores every node without the label of any of them, so that where
 # nodes have no zones it would not spread the pods at all. The term for nodes outweighs that for zones.
+# matchLabelKeys: the pods of the previous revision, which end soon, must not push the new ones together.
 affinity:
   podAntiAffinity:
     preferredDuringSchedulingIgnoredDuringExecution:
@@ -93,6 +94,7 @@ affinity:
           topologyKey: {{ $key }}
           labelSelector:
             matchLabels: {{- $selector | nindent 14 }}
+          matchLabelKeys: [pod-template-hash]
       {{- end }}
 {{- end }}
 {{- end }}
@@ -148,7 +150,7 @@ runtimeClassName: {{ . }}
 {{- end -}}
 
 {{- define "triton-gateway.urls" -}}
-{{- if .Values.triton.enabled }}dns+http://{{ include "triton-gateway.name" (list . "triton") }}:8000{{ else }}{{ .Values.triton.urls }}{{ end -}}
+{{- if .Values.triton.enabled }}dns+http://{{ include "triton-gateway.name" (list . "triton") }}:8000?prefer={{ include "triton-gateway.name" (list . "triton-ready") }}{{ else }}{{ .Values.triton.urls }}{{ end -}}
 {{- end -}}
 
 {{/* "true" if the gateways write to the claim of the models. */}}
