@@ -166,6 +166,9 @@ def test_error_has_the_sentence_the_code_and_the_request(gw: Client, url: str) -
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.code) == (str(caught.value), "MODEL_NOT_FOUND")
     with pytest.raises(GatewayError) as caught:
+        gw.model("pair?a=b")  # a name, and not a path with a query
+    assert caught.value.status == 404
+    with pytest.raises(GatewayError) as caught:
         gw.infer("sleeping", 5.0, timeout_s=0.2)
     assert caught.value.code == "DEADLINE_PASSED"
     with pytest.raises(GatewayError, match="Connection refused") as caught:
