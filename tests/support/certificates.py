@@ -10,7 +10,7 @@ from pathlib import Path
 
 import trustme
 
-ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
 
 
 def write_pair(authority: trustme.CA, folder: Path, name: str = "127.0.0.1") -> None:
@@ -39,13 +39,13 @@ def server_context(authority: trustme.CA, *, name: str, wants_client: bool) -> s
 
 
 @asynccontextmanager
-async def serving(context: ssl.SSLContext) -> AsyncIterator[str]:
-    """Serve `ANSWER` to every request over this TLS, and yield the URL."""
+async def serving(context: ssl.SSLContext, body: bytes = b"hello") -> AsyncIterator[str]:
+    """Answer every request over this TLS with the body, and yield the URL."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await reader.readuntil(b"\r\n\r\n")
-            writer.write(ANSWER)
+            writer.write(HEAD % len(body) + body)
             await reader.read()
         except (OSError, asyncio.IncompleteReadError):
             pass

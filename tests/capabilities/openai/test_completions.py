@@ -66,6 +66,8 @@ class CompletionServer:
         if document["model"] != MODEL and not document["model"].startswith(ANY):
             error = {"message": "no such model", "type": "NotFoundError", "param": None}
             return JSONResponse({"error": {**error, "code": 404}}, 404)
+        if document.get("user") == "busy":
+            return JSONResponse({"error": "busy"}, 503, {"Retry-After": "7"})
         if document.get("user") == "page":
             return Response("<script>", media_type="text/html")
         if document.get("stream"):
@@ -120,7 +122,7 @@ def gateway(
     (nobody, gone) = free_ports(2)  # the second server is not there
     urls = f"http://127.0.0.1:{gone},{server.url}"
     with gateway_before(
-        f"http://127.0.0.1:{nobody}", openai_urls=urls, keys_file=str(keys)
+        f"http://127.0.0.1:{nobody}", openai_urls=urls, keys_file=str(keys), max_inflight="4"
     ) as client:
         yield client
 
@@ -259,6 +261,9 @@ def test_completions_are_counted_by_model_and_errors_of_the_server_relayed(
     client.chat.completions.create(model=MODEL, messages=MESSAGES)
     with pytest.raises(openai.NotFoundError, match="no such model"):
         client.chat.completions.create(model="nothing", messages=MESSAGES)
+    busy = {"model": MODEL, "messages": MESSAGES, "user": "busy"}
+    answer = gateway.post("/v1/chat/completions", json=busy, headers=bearer(ADMIN))
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
     page = gateway.get("/metrics", headers=bearer(ADMIN)).text
     assert f'model="{MODEL}"' in page
     assert 'model="nothing"' not in page

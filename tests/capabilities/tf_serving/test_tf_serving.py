@@ -27,6 +27,7 @@ def test_predict_takes_rows_and_columns(zoo: Zoo, subtests: pytest.Subtests) -> 
         ("plain_FP32", "instances", [[1, 2], [3, 4]], [[1, 2], [3, 4]]),
         ("pair", "instances", rows, predictions),
         ("vector_FP32", "inputs", [[1, 2], [3, 4]], [[1, 2], [3, 4]]),
+        ("single_BYTES", "inputs", [{"b64": "YQ=="}, "b"], ["a", "b"]),
         (
             "pair",
             "inputs",
@@ -51,6 +52,7 @@ def test_predict_takes_rows_and_columns(zoo: Zoo, subtests: pytest.Subtests) -> 
         ({"instances": 1}, 400, "non-empty list"),
         ({"instances": [1], "what": 1}, 400, "unknown key 'what'"),
         ({"instances": ["a", 1]}, 422, "the number '1'"),
+        ({"instances": [{"X": "a"}, {"Y": "a"}]}, 422, "have different inputs: X and Y"),
     ],
 )
 def test_predict_request_that_is_invalid_is_refused(

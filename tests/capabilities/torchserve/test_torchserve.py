@@ -336,10 +336,15 @@ def test_unsupported_request_says_what_triton_does_instead(client: httpx.Client)
 
 
 def test_model_of_the_repository_is_loaded_and_unloaded(client: httpx.Client) -> None:
+    def list_names(**page: int) -> list[str]:
+        return [each["modelName"] for each in client.get("/models", params=page).json()["models"]]
+
+    assert "never_loaded" not in list_names()
     assert client.post("/models", params={"model_name": "never_loaded"}).status_code == 200
     assert client.put("/predictions/never_loaded", json=[1, 2]).json() == [1, 2]
-    names = [each["modelName"] for each in client.get("/models").json()["models"]]
+    names = list_names()
     assert "never_loaded" in names
+    assert list_names(limit=2, next_page_token=2) == names[2:4]
     (entry,) = client.get("/models/never_loaded").json()
     assert [worker["status"] for worker in entry["workers"]] == ["READY"]
     assert client.delete("/models/never_loaded/1.0").status_code == 200

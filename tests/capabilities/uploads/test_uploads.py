@@ -487,6 +487,14 @@ def test_commands_push_pull_and_remove_models(place: FolderPlace, tmp_path: Path
     assert "no such file or directory" in absent.stderr.lower()
 
 
+class DamagedFile(io.BytesIO):
+    """A file whose last byte is another one when it is read again."""
+
+    def seek(self, position: int, whence: int = 0) -> int:
+        self.getbuffer()[-1] ^= 1
+        return super().seek(position, whence)
+
+
 async def test_python_client_pushes_files_and_folders(place: FolderPlace, tmp_path: Path) -> None:
     file, labels = tmp_path / "of_python.onnx", tmp_path / "labels.txt"
     file.write_bytes(FIRST)
@@ -499,6 +507,9 @@ async def test_python_client_pushes_files_and_folders(place: FolderPlace, tmp_pa
             assert client.push(opened, name="of_python", version=7, load=False)["version"] == "7"
         with pytest.raises(GatewayError, match="No such file"):
             client.push("nothing.onnx")
+        with pytest.raises(GatewayError) as caught:
+            client.push(DamagedFile(FIRST), name="of_python", load=False)
+        assert caught.value.code == "DIGEST_MISMATCH"
         with pytest.raises(ValueError, match="has no name for a model"):
             client.push("/")
     async with AsyncClient(url) as client:

@@ -221,8 +221,9 @@ def test_calls_of_tensorflow_servings_documentation_work(client: httpx.Client) -
     )
     assert answer.json() == {"predictions": [[1.0, 2.0], [3.0, 4.0]]}
     assert answer.headers["x-model-version"] == "2"
-    status = client.get(f"{V1}/labels/stable").json()["model_version_status"]
-    assert [(each["version"], each["state"]) for each in status] == [("2", "AVAILABLE")]
+    for path, version in (("labels/stable", "2"), ("versions/1", "1")):
+        status = client.get(f"{V1}/{path}").json()["model_version_status"]
+        assert [(each["version"], each["state"]) for each in status] == [(version, "AVAILABLE")]
     assert_error(
         client.post(f"{V1}/labels/beta:predict", json={"instances": [[1.0]]}),
         404,
@@ -524,7 +525,7 @@ def read_table(ended: subprocess.CompletedProcess[str]) -> list[list[str]]:
     return [re.split(r"\s{2,}", line.strip()) for line in ended.stdout.splitlines()[1:]]
 
 
-def test_label_commands_set_list_and_delete(client: httpx.Client) -> None:
+def test_label_commands_set_list_and_delete(client: httpx.Client, tmp_path: Path) -> None:
     ended = run_command(client, "label", "set", NAME, "stable", "2")
     assert read_table(ended) == [[NAME, "stable", "2"]]
     run_command(client, "label", "set", NAME, "canary", "1=30", "2=10", "--sticky")
@@ -538,6 +539,10 @@ def test_label_commands_set_list_and_delete(client: httpx.Client) -> None:
     ]
     listed = run_command(client, "label", "list", NAME, "--json")
     assert json.loads(listed.stdout) == [labels["canary"], labels["stable"]]
+    before = count_executions(client)
+    (tmp_path / "row.json").write_text('{"inputs": [1, 0]}')
+    run_command(client, "infer", NAME, str(tmp_path / "row.json"), "--version", "stable")
+    wait_until(lambda: count_executions(client)["2"] == before["2"] + 1)
     assert run_command(client, "label", "delete", NAME, "stable").stdout == "deleted stable\n"
     assert client.get(f"{LABELS}/stable").status_code == 404
 

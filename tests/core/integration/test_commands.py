@@ -192,23 +192,27 @@ def test_infer_that_is_interrupted_is_completed_by_resuming(
     assert pauses == pytest.approx(quick, abs=1e-6)
 
 
-@pytest.mark.long
 def test_resume_repeats_inputs_that_failed_or_were_cut_off(
     gateway: Gateway, tmp_path: Path
 ) -> None:
     paths = text_files(tmp_path, 4)
-    output = tmp_path / "results.csv"
-    arguments = ("infer", TEXTS, *map(str, paths), "--output", str(output))
+    output = tmp_path / "results.jsonl"
+    arguments: list[str | Path] = ["infer", TEXTS, *paths, paths[0], "--output", output]
     assert gateway.run(*arguments).returncode == 0
-    whole = output.read_text()
-    header, *lines = whole.splitlines(keepends=True)
-    failed = f"{paths[1]},,it was not there\n"
-    output.write_text("".join((header, lines[0], failed, lines[2], lines[3][:-4])))
+    lines = output.read_text().splitlines(keepends=True)
+    assert lines[4] == lines[0]  # the same input
+    failed = json.dumps({"input": str(paths[1]), "error": "it was not there", "code": "X"}) + "\n"
+    output.write_text("".join((lines[0], failed, lines[2], lines[3][:-4])))
     assert gateway.run(*arguments, "--resume").returncode == 0
-    assert output.read_text() == "".join((header, lines[0], lines[2], lines[1], lines[3]))
+    assert output.read_text() == "".join((lines[0], lines[2], lines[1], lines[3], lines[4]))
 
-    output.write_text("of,something,else\n")
-    assert "its columns are not input, " in gateway.fails(2, *arguments, "--resume")
+    output.write_text("no record\n")
+    assert "a line that is not JSON" in gateway.fails(2, *arguments, "--resume")
+    one = ("infer", TEXTS, paths[1], "--output", output)
+    assert "--resume continues it" in gateway.fails(2, *one)
+    output.write_text("".join(lines))
+    assert gateway.run(*one, "--overwrite").returncode == 0
+    assert output.read_text() == lines[1]
 
 
 def test_lines_of_standard_input_are_answered_as_they_arrive(gateway: Gateway) -> None:
@@ -311,6 +315,9 @@ def test_inputs_of_every_kind_are_read(gateway: Gateway, tmp_path: Path) -> None
     assert ended.returncode == 0, ended.stdout
     rows = list(csv.reader(io.StringIO(ended.stdout)))
     assert [row[1:] for row in rows[1:]] == [["[1.5,2.0]", ""], ["[5.0]", ""], ["[3.0,4.0]", ""]]
+    (tmp_path / "slow.json").write_text('{"inputs": 5}')
+    slow = gateway.run("infer", PAUSES, tmp_path / "slow.json", "--timeout", "0.3")
+    assert records(slow.stdout)[0]["code"] == "DEADLINE_PASSED"
     texts = gateway.run("infer", TEXTS, "--text", "-x", "--text", 'a,\n"b"', "--batch", "2")
     assert [value_of(record) for record in records(texts.stdout)] == ["-x", 'a,\n"b"']
 
@@ -452,11 +459,13 @@ def test_command_that_fails_prints_one_sentence_and_has_its_exit_status(
         (no_key, 4, ("models",), "use --key KEY"),
         (infer_key, 4, ("load", TEXTS), "admin"),
     ]  # fmt: skip
-    for caller, status, arguments, words in table:
-        with subtests.test(words):
-            sentence = caller.fails(status, *arguments)
-            assert words in sentence
-            assert "tgw_wrong" not in sentence
+    with gateway_before(unreachable) as idle:
+        table.append((Gateway(str(idle.base_url)), 1, ("ready",), "not ready: "))
+        for caller, status, arguments, words in table:
+            with subtests.test(words):
+                sentence = caller.fails(status, *arguments)
+                assert words in sentence
+                assert "tgw_wrong" not in sentence
 
 
 class OpenAIServer(BaseHTTPRequestHandler):

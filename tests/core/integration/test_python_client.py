@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import pickle
 import queue
 import subprocess
@@ -21,11 +22,14 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import trustme
 from PIL import Image
 
 from gateway.client import AsyncClient, Body, Client, GatewayError, InferResult
 from gateway.client.batches import BatchReader
 from gateway.client.errors import CONNECTION_LOST, INVALID_RESPONSE, TIMEOUT, UNREACHABLE
+from tests.support.certificates import server_context
+from tests.support.certificates import serving as serving_over_tls
 from tests.support.gateway_forks import run_gateway
 from tests.support.keys import INFER, entry, written
 from tests.support.measurements import assert_number
@@ -162,6 +166,9 @@ def test_error_has_the_sentence_the_code_and_the_request(gw: Client, url: str) -
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.code) == (str(caught.value), "MODEL_NOT_FOUND")
     with pytest.raises(GatewayError) as caught:
+        gw.model("pair?a=b")  # a name, and not a path with a query
+    assert caught.value.status == 404
+    with pytest.raises(GatewayError) as caught:
         gw.infer("sleeping", 5.0, timeout_s=0.2)
     assert caught.value.code == "DEADLINE_PASSED"
     with pytest.raises(GatewayError, match="Connection refused") as caught:
@@ -217,6 +224,10 @@ def requests_in_flight(url: str) -> float:
 def test_stream_yields_each_response_and_ends_with_the_iteration(gw: Client, url: str) -> None:
     pieces = list(gw.stream("ticking", COUNT=3, SECONDS=0.0))
     assert [piece["NUMBER"].tolist() for piece in pieces] == [[0], [1], [2]]
+    assert {piece["NUMBER"].dtype for piece in pieces} == {np.dtype(np.int32)}
+    with pytest.raises(GatewayError) as caught:
+        list(gw.stream("ticking", COUNT=-2, SECONDS=0.0))  # it fails after two responses
+    assert caught.value.code == "MODEL_FAULT"
     for piece in gw.stream("ticking", COUNT=1000, SECONDS=0.05):
         assert piece["NUMBER"].tolist() == [0]
         assert requests_in_flight(url) == 1
@@ -405,7 +416,7 @@ class ScriptedServer(ThreadingHTTPServer):
 @contextmanager
 def serving(*steps: Callable[[Script], None]) -> Iterator[ScriptedServer]:
     with ScriptedServer(*steps) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()
 
@@ -504,11 +515,11 @@ def test_retries_keep_the_idempotency_key_and_the_deadline(
     assert len(timeouts) == 5
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("infer", [infer_sync, run_async])
 def test_requests_that_cannot_be_repeated_are_not(infer: Callable[..., InferResult]) -> None:
     sequence = {"parameters": {"sequence_id": 1}}
     for step, options in (
+        (refuse(307, Location="/elsewhere"), {}),  # another host would get the inputs
         (refuse(500), {}),  # the model failed
         (refuse(502), sequence),  # the step may have been executed
         (cut, sequence),
@@ -517,6 +528,32 @@ def test_requests_that_cannot_be_repeated_are_not(infer: Callable[..., InferResu
         with serving(step, answer) as server, pytest.raises(GatewayError):
             infer(server.url, **options)
         assert len(server.received) == 1
+
+
+@pytest.mark.parametrize("infer", [infer_sync, run_async])
+def test_proxy_of_the_environment_is_not_used(
+    infer: Callable[..., InferResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with serving(answer) as server:
+        assert infer(server.url)["Y"] == 1
+
+
+@pytest.mark.parametrize(("is_trusted", "code"), [(False, UNREACHABLE), (True, INVALID_RESPONSE)])
+async def test_certificate_of_the_gateway_is_checked(
+    tmp_path: Path, is_trusted: bool, code: str
+) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    ca = tmp_path / "ca.pem" if is_trusted else None
+    context = server_context(authority, name="127.0.0.1", wants_client=False)
+    async with serving_over_tls(context) as url, AsyncClient(url, ca=ca, retries=0) as client:
+        with pytest.raises(GatewayError) as caught:
+            await client.models()
+    assert caught.value.code == code
 
 
 @pytest.mark.long
@@ -541,16 +578,25 @@ def test_error_that_does_not_end_is_not_read(infer: Callable[..., InferResult]) 
     assert len(server.received) == 1
 
 
-def test_pulled_file_that_is_longer_than_listed_is_refused(tmp_path: Path) -> None:
-    listed = b'{"files": [{"path": "1/model.onnx", "bytes": 10, "sha256": ""}]}'
-    with serving(lambda script: script.answer(200, listed), partial(flood, status=200)) as server:
+@pytest.mark.parametrize(
+    ("path", "content", "requests", "words"),
+    [
+        ("1/model.onnx", partial(flood, status=200), 2, "1/model.onnx is longer than listed"),
+        ("1/model.onnx", answer, 2, "1/model.onnx has a wrong checksum"),
+        ("../model.onnx", answer, 1, "the gateway listed an unsafe path: '../model.onnx'"),
+        ("/model.onnx", answer, 1, "the gateway listed an unsafe path: '/model.onnx'"),
+    ],
+)
+def test_pulled_file_that_is_not_as_listed_is_refused(
+    tmp_path: Path, path: str, content: Callable[[Script], None], requests: int, words: str
+) -> None:
+    listed = json.dumps({"files": [{"path": path, "bytes": 100, "sha256": "0" * 64}]}).encode()
+    with serving(lambda script: script.answer(200, listed), content) as server:
         ran = run_gateway("pull", "m", "--url", server.url, "--output", str(tmp_path))
     assert ran.returncode == 1
-    assert (
-        ran.stderr == "triton-gateway: the received 1/model.onnx is longer than listed; try again\n"
-    )
+    assert words in ran.stderr
     assert list(tmp_path.iterdir()) == []
-    assert len(server.received) == 2
+    assert len(server.received) == requests
 
 
 @pytest.mark.parametrize("row", [b'{"error": 5}', b'{"base64": 1}', b'{"response": 1}', b"[]"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,21 @@ async def test_unreachable_openai_servers_share_one_deadline() -> None:
                 pytest.raises(DeadlinePassed, match=r"within 0\.3 s"),
             ):
                 await servers.send(b"/v1/completions", [], b"", 0.3)
+
+
+async def test_server_with_fewer_outstanding_requests_is_chosen(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    context = server_context(authority, name="127.0.0.1", wants_client=False)
+    async with serving(context, b"first") as first, serving(context, b"later") as second:
+        settings = Settings(triton_ca_file=tmp_path / "ca.pem", state="memory:")
+        addresses = [parse_replica_url(url) for url in (first, second)]
+        servers = OpenAIServers(addresses, settings, create_tls_context(settings, addresses))
+        with closing(servers), ExitStack() as stack:
+            for body in (b"first", b"later"):
+                response = await servers.send(b"/v1/completions", [], b"", TIMEOUT_S)
+                stack.enter_context(closing(response))
+                assert await response.next_chunk() == body
 
 
 async def test_openai_server_may_have_tls(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gateway.capabilities.tf_serving.bodies import encode_predictions
+from gateway.capabilities.tf_serving.bodies import build_model_metadata, encode_predictions
 from gateway.errors import ModelFault
 from gateway.tensors.outputs import InferResult
 from gateway.tensors.signature import build_signature
@@ -39,3 +39,22 @@ def test_predictions_must_match_the_instances(answer: dict[str, np.ndarray], wor
     several = build_signature(metadata, {"max_batch_size": 2})
     with pytest.raises(ModelFault, match=words):
         encode_predictions([InferResult(several, answer, is_batched=True, instance_count=3)])
+
+
+@pytest.mark.parametrize(
+    ("datatype", "name"),
+    [
+        ("FP16", "DT_HALF"),
+        ("BF16", "DT_BFLOAT16"),
+        ("FP32", "DT_FLOAT"),
+        ("FP64", "DT_DOUBLE"),
+        ("INT64", "DT_INT64"),
+        ("BOOL", "DT_BOOL"),
+        ("BYTES", "DT_STRING"),
+    ],
+)
+def test_datatype_has_its_name_in_tensorflow(datatype: str, name: str) -> None:
+    tensor = {"name": "X", "datatype": datatype, "shape": [1]}
+    signature = build_signature({"name": "m", "inputs": [tensor], "outputs": [tensor]}, {})
+    definitions = build_model_metadata(signature)["metadata"]["signature_def"]["signature_def"]
+    assert definitions["serving_default"]["inputs"]["X"]["dtype"] == name
