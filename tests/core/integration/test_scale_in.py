@@ -93,6 +93,7 @@ async def scale_in(
     """End a Triton as the kubelet does, while its DNS knows it no longer, or among all pods only."""
     host = triton.options.host
     others = [each for each in HOSTS if each != host]
+    (replica,) = (each for each in pool.replicas.values() if each.address.host == host)
     if names.preferred is None:
         names.hosts = others
     else:
@@ -103,7 +104,8 @@ async def scale_in(
         return host not in known
 
     await wait_until_async(is_left_out)
-    # It serves: what is inside ends, and nothing new comes.
+    # It serves: what is inside ends, and nothing new comes. Triton counts an execution after its response.
+    await wait_until_async(lambda: not replica.outstanding)
     await wait_for_requests(outcomes)
     executions = await count_executions(triton)
     assert executions > 0
