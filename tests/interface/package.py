@@ -54,6 +54,8 @@ def list_names() -> set[str]:
         *list_settings(),
         *list_codes(),
         *names.list_paths(openapi.build_document()),
+        *names.list_pages(),
+        *names.list_forwarded_paths(),
         *names.list_commands(),
     }
 

@@ -88,14 +88,15 @@ OWN_NAMES = {
         r"\w+ /v1/(jobs|files|batches|models/{model}/jobs).*",
         r"setting GATEWAY_(JOBS?|MAX_JOBS|MAX_RUNNING_JOBS|MAX_BATCH|CALLBACK)\w*"
         r"|code \d+ (JOBS?_\w+|IDEMPOTENCY_\w+|RESULT_TOO_LARGE|CALLBACK_NOT_ALLOWED)"
-        r"|(command|flag) triton-gateway jobs\b.*|flag triton-gateway infer --(async|callback)",
+        r"|(command|flag) triton-gateway jobs\b.*|flag triton-gateway infer --(async|callback)"
+        r"|variable GATEWAY_CALLBACK_SECRET",
         r"gateway_jobs?_?.*",
     ),
-    "page": OwnNames(others=r"setting GATEWAY_(PAGE|DOCUMENTATION_URL)"),
+    "page": OwnNames(r"GET /guide", r"setting GATEWAY_(PAGE|DOCUMENTATION_URL)"),
 }
 # They exist with an issuer of tokens, with a keys file, and with a sink of samples.
 NOT_SHOWN = r"metric \w+ gateway_(oidc_keys_age_seconds|key_expires_seconds|sample_\w+)"
-KINDS = ("setting", "code", "path", "command", "flag", "metric")
+KINDS = ("setting", "code", "path", "command", "flag", "variable", "metric")
 
 
 def copy_without(names: Sequence[str], folder: Path) -> Path:
