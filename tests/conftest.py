@@ -20,7 +20,7 @@ from tests.support.durations import group_of, read_durations, record_durations
 from tests.support.gateway_forks import stop_server
 from tests.support.missing import summarize_skips
 from tests.support.model_zoo.zoo import AS_WRITTEN, RENAMED, SHARED, Zoo, write_repository
-from tests.support.processes import end_processes, forbid_processes
+from tests.support.processes import RUN_VARIABLE, end_processes, forbid_processes
 from tests.support.servers import ROOT, Triton, gateway_before, triton_on_free_ports, triton_with
 
 # For each client, httpx parses all certificates of the system, in up to 17 ms of CPU time. Of a folder it
@@ -52,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give this run a folder for temporary files, which every process of it inherits."""
     if not hasattr(config, "workerinput"):
         os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="triton-gateway-tests-")
+        os.environ[RUN_VARIABLE] = os.environ["TMPDIR"]
         tempfile.tempdir = None
 
 

@@ -31,12 +31,16 @@ def forbid_processes() -> Iterator[None]:
     assert not started, f"a unit test must not start a process: {', '.join(started)}"
 
 
+# A variable of the processes of a run, with the run's folder for temporary files.
+RUN_VARIABLE = "TRITON_GATEWAY_TESTS"
+
+
 def find_processes(temporary_folder: Path) -> list[psutil.Process]:
-    """Return the other processes that inherited this folder for temporary files."""
+    """Return the other processes of the run with this folder for temporary files."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            inherited = process.environ().get("TMPDIR") == str(temporary_folder)
+            inherited = process.environ().get(RUN_VARIABLE) == str(temporary_folder)
             if inherited and process.pid != os.getpid():
                 found.append(process)
     return found

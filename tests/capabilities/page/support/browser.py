@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeVar, cast
 
 import pytest
@@ -217,9 +219,12 @@ def chromium(profile: Path) -> Iterator[webdriver.Chrome]:
     for argument in (*ARGUMENTS, f"--user-data-dir={profile}"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    driver.set_script_timeout(PATIENCE_S)
-    try:
-        yield driver
-    finally:
-        driver.quit()
+    # Chromium makes a Unix socket in it, whose path has at most 107 bytes.
+    with TemporaryDirectory(dir="/tmp") as folder:
+        service = Service(DRIVER, env={**os.environ, "TMPDIR": folder})
+        driver = webdriver.Chrome(options=options, service=service)
+        driver.set_script_timeout(PATIENCE_S)
+        try:
+            yield driver
+        finally:
+            driver.quit()
