@@ -66,6 +66,8 @@ def client(
         "keys_file": str(written(tmp_path_factory.mktemp("keys") / "keys.yaml", entries)),
         "connect_timeout_s": "10",
     }
+    if settings["jobs"].startswith("redis"):  # which itself has no room for a large body
+        settings["jobs_folder"] = str(tmp_path_factory.mktemp("files"))
     with gateway_before(zoo_triton.options.url, **settings) as client:
         load_models(client)
         yield client
