@@ -29,14 +29,14 @@ from gateway.capabilities.identity.tokens import (
 )
 from gateway.capabilities.identity.verifier import MAX_LOGGED_SUBJECT_CHARS, IdentityVerifier
 from gateway.telemetry.request_info import RequestInfo, RequestScope
-from tests.capabilities.identity.support.issuer import AUDIENCE, Issuer
+from tests.capabilities.identity.support.issuer import AUDIENCE, HOUR_S, Issuer
 from tests.support.wait import TIMEOUT_S, wait_until_async
 
 CERTIFICATES = [{"subject_alternative_name": "spiffe://prod/*", "roles": ["infer"]}]
 TOKENS = [{"claim": "sub", "value": "alice", "roles": ["infer"]}]
 MODELS = "/v1/models"
-# Long enough for a token to be checked once.
-SHORT_S = 1.0
+# Long enough for a token to be checked once on a busy machine.
+SHORT_S = 2.0
 
 
 def authenticator(folder: Path, tokens: TokenChecker | None = None) -> Authenticator:
@@ -114,9 +114,9 @@ async def test_public_requests_do_not_wait_for_the_issuer(tmp_path: Path) -> Non
 
 # Seconds until the token and the keys end, whether its key is withdrawn, and the error of the known token.
 ENDS_OF_A_KNOWN_TOKEN = {
-    "its time": (SHORT_S, 60, False, InvalidToken),
-    "the age of the keys": (60, SHORT_S, False, IssuerUnavailable),
-    "the withdrawal of its key": (60, 60, True, InvalidToken),
+    "its time": (SHORT_S, HOUR_S, False, InvalidToken),
+    "the age of the keys": (HOUR_S, SHORT_S, False, IssuerUnavailable),
+    "the withdrawal of its key": (HOUR_S, HOUR_S, True, InvalidToken),
 }
 
 
