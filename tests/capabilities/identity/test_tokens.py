@@ -356,6 +356,7 @@ def test_unknown_keys_cause_one_fetch_in_ten_seconds(service: Service) -> None:
         assert service.get(service.issuer.sign(header={"kid": f"k{number}"})).status_code == 401
     assert service.issuer.count("/keys") <= before + 2
     assert service.get(service.issuer.sign()).status_code == 200
+    assert service.issuer.url not in service.command.output  # a URL can contain a secret
 
 
 def test_key_of_the_issuer_is_found_without_its_id_if_it_is_the_only_one(service: Service) -> None:

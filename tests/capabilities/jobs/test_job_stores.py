@@ -35,7 +35,7 @@ from gateway.telemetry.metrics import MetricFactory
 from tests.capabilities.jobs.unit.test_job import QUEUED
 from tests.support.archives import zipped
 from tests.support.redis_server import RedisServer
-from tests.support.wait import TIMEOUT_S
+from tests.support.wait import TIMEOUT_S, wait_until_async
 
 LIMITS = JobLimits(10_000, 100)
 
@@ -326,6 +326,28 @@ def test_clock_that_is_set_ends_no_lease(tmp_path: Path) -> None:
         async with opened(settings) as other:
             assert await store.claim(1, time.time())
             assert not await other.claim(1, time.time() + 3600)
+
+    run_with(settings, work)
+
+
+def test_worker_past_its_lease_has_lost_its_job_to_the_next(settings: JobSettings) -> None:
+    settings = settings.model_copy(update={"job_lease_s": 1.0})
+
+    async def work(store: JobStore) -> None:
+        await add(store, "a1")
+        async with opened(settings) as other:
+            (lost,) = await store.claim(1, time.time())
+            taken: list[Job] = []
+
+            async def take() -> list[Job]:
+                taken.extend(await other.claim(1, time.time()))
+                return taken
+
+            await wait_until_async(take)
+            assert [(job.id, job.starts) for job in taken] == [("a1", 2)]
+            assert await store.renew([lost]) == [lost]
+            assert not await store.replace(lost.finish(time.time(), 200, [], 50), lost.token)
+            assert await store.find("a1") == taken[0]
 
     run_with(settings, work)
 

@@ -250,6 +250,11 @@ def test_concurrent_uploads_of_one_model_get_consecutive_versions(
     assert place.client.get("/v2/models/turns/ready").status_code != 200
 
 
+# With one instance more than `limited` accepts.
+CONFIG_OF_MANY = (
+    b'--b\r\nContent-Disposition: form-data; name="config"\r\n\r\ninstance_group { count: 5 }\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\n%b\r\n--b--\r\n'
+)
 REFUSALS: dict[str, tuple[str, dict[str, str], bytes, int, str, str]] = {
     "a name with a space": ("a%20b", {}, FIRST, 400, "MALFORMED_REQUEST", "the name of an"),
     "a hidden name": (".a", {}, FIRST, 400, "MALFORMED_REQUEST", "the name of an"),
@@ -277,6 +282,10 @@ REFUSALS: dict[str, tuple[str, dict[str, str], bytes, int, str, str]] = {
         b'--b\r\nContent-Disposition: form-data; name="path"\r\n\r\n..\r\n--b--\r\n',
         400, "MALFORMED_REQUEST", "the fields of an upload are",
     ),
+    "many instances": (
+        "bad", {"Content-Type": "multipart/form-data; boundary=b"}, CONFIG_OF_MANY % FIRST,
+        422, "INVALID_MODEL_FILE", "GATEWAY_MAX_MODEL_INSTANCES",
+    ),
 }  # fmt: skip
 
 
@@ -289,6 +298,7 @@ def limited(place: FolderPlace) -> Iterator[httpx.Client]:
     limits = {
         "max_model_bytes": str(4 * MIB),
         "max_repository_bytes": str(16 * MIB),
+        "max_model_instances": "4",
         "body_stall_s": "60",  # uploads of a busy test wait for one another
     }
     with place.another_gateway(keys_file=str(file), state="memory:", **limits) as (client, _):
@@ -375,6 +385,21 @@ def test_at_most_sixteen_uploads_are_received_at_a_time(
     stored = limited.put("/v1/models/some-other?load=false", content=FIRST)
     assert stored.status_code == 201
     assert limited.delete("/v1/models/some-other").status_code == 200
+
+
+def test_version_has_the_number_of_its_path_and_the_next_one_keeps_the_config(
+    limited: httpx.Client,
+) -> None:
+    content = b"".join(padded(3 * MIB))
+    form = {"model": ("any.onnx", content), "config": ("config.pbtxt", b'name: "kept"')}
+    uploads: dict[str, Any] = {"5": {"files": form}, "6": {"content": FIRST}}
+    for path, version in (("kept/versions/5", "5"), ("kept", "6")):
+        stored = limited.put(f"/v1/models/{path}?load=false", **uploads[version])
+        assert stored.json()["version"] == version
+        config = limited.get("/v1/models/kept/files/config.pbtxt").text
+        assert config == 'backend: "onnxruntime"\nname: "kept"'
+    assert limited.get("/v1/models/kept/files/5/model.onnx").content == content
+    assert limited.delete("/v1/models/kept").status_code == 200
 
 
 def test_uploads_and_files_require_the_rights_of_the_key(

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
+import psutil
 import pytest
 import typer.main
 from typer.testing import CliRunner
@@ -35,7 +36,9 @@ def test_flags_are_passed_to_triton(tmp_path: Path) -> None:
     flags = ["--no-exit-on-error", "--log-verbose", "1"]
     flags += ["--backend-config", "python,shm-default-byte-size=4194304"]
     flags += ["--triton-arg", "--id=frieda", "--triton-arg", "--http-thread-count"]
-    with Up(tmp_path, *flags, "--triton-arg", "4", auto_complete=True) as up:
+    flags += ["--triton-arg", "4"]
+    secret = {"GATEWAY_REPOSITORY_SECRET_ACCESS_KEY": "a-secret"}
+    with Up(tmp_path, *flags, auto_complete=True, environment=secret) as up:
         up.wait_for("ready after")
         up.wait_for("Triton continues without bad")
         assert up.infer().json()["outputs"] == {"OUT": [1.5, 2.5]}
@@ -44,6 +47,11 @@ def test_flags_are_passed_to_triton(tmp_path: Path) -> None:
         assert ready.status_code == 200  # Triton itself, with a model that failed
         server = httpx.get(f"http://{up.triton}/v2", timeout=TIMEOUT_S).json()
         assert server["name"] == "frieda"
+        listening = up.server().net_connections("tcp")
+        addresses = {each.laddr.ip for each in listening if each.status == psutil.CONN_LISTEN}
+        assert addresses == {"127.0.0.1", "::ffff:127.0.0.1"}  # of gRPC
+        # The code of a model does not see the gateway's secrets.
+        assert not [name for name in up.stubs()[0].environ() if name.startswith("GATEWAY_")]
         command = up.server().cmdline()
         assert "--backend-config=python,shm-default-byte-size=4194304" in command
         assert command[-3:] == ["--id=frieda", "--http-thread-count", "4"]

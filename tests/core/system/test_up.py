@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from gateway.embedded.options import CannotStart, ModelControl, TritonOptions
+from gateway.embedded.supervisor import MAX_RESTARTS
 from tests.support import network
 from tests.support.servers import ROOT, Command, free_ports
 from tests.support.up import CONFIG, Up, holding, nothing_left, wait_for_end, write_model
@@ -114,6 +115,19 @@ def test_killed_guard_is_replaced(repository: Path) -> None:
         up.wait_for("Triton is ready again")
         wait_for_end(before)
         assert_serves_again(up)
+
+
+def test_triton_that_ends_again_and_again_ends_the_command(repository: Path) -> None:
+    with Up(repository, command="triton") as triton:
+        triton.wait_for("Triton is ready")
+        servers = [triton.server()]
+        while len(servers) <= MAX_RESTARTS:
+            servers[-1].kill()
+            wait_until(lambda: triton.output.count("Triton is ready again") == len(servers))
+            servers.append(triton.server())
+        servers[-1].kill()
+        assert triton.end() == 1
+        assert "it exited 4 times within 60 s" in triton.lines[-1]
 
 
 def test_triton_that_cannot_be_restarted_ends_up_with_the_reason(repository: Path) -> None:

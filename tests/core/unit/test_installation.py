@@ -10,6 +10,7 @@ import pytest
 from gateway.embedded.installation import (
     CannotInstall,
     HostPlatform,
+    build_once,
     cache_folder,
     check_cache_path,
     check_platform,
@@ -88,3 +89,13 @@ def test_lock_file_has_hashes_and_no_address(name: str) -> None:
     assert pins
     assert lock.count("--hash=sha256:") >= len(pins)
     assert "://" not in lock
+
+
+def test_build_counts_as_complete_when_it_has_ended(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    with build_once(folder) as (place, is_needed):
+        assert is_needed
+        place.mkdir()
+        assert not list(place.iterdir())  # a process that is killed now leaves nothing to be used
+    with build_once(folder) as (_, is_needed):
+        assert not is_needed

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from time import perf_counter
 
 from prometheus_client import generate_latest
 
 from gateway.telemetry.metrics import OTHER_CALLERS, Metrics
 from gateway.telemetry.refusals import MAX_CALLERS
-from gateway.telemetry.request_info import RequestInfo
+from gateway.telemetry.request_info import RequestInfo, current_request_info, measure_upstream_time
 
 
 def read_samples(metrics: Metrics, family: str) -> dict[str, float]:
@@ -64,6 +65,16 @@ def test_callers_are_not_counted_if_they_are_switched_off() -> None:
     assert read_samples(metrics, "gateway_caller_refusals_total") == {}
 
 
+def test_duration_is_counted_in_the_buckets_from_its_time_on() -> None:
+    metrics = Metrics()
+    for seconds in (0.0005, 0.001, 0.2, 31.0):
+        metrics.observe(create_info(), 200, seconds)
+    found = read_samples(metrics, "gateway_request_duration_seconds_bucket")
+    counts = {re.findall(r'le="(.*?)"', labels)[0]: count for labels, count in found.items()}
+    expected = {"0.001": 2, "0.1": 2, "0.25": 3, "30.0": 3, "+Inf": 4}
+    assert {bound: counts[bound] for bound in expected} == expected
+
+
 def test_phases_are_counted_by_model_and_only_if_the_request_had_them() -> None:
     metrics = Metrics()
     for upstream_s in (0.02, 0.03):
@@ -86,3 +97,16 @@ def test_phases_are_counted_by_model_and_only_if_the_request_had_them() -> None:
         'model="resnet",phase="upstream"': 0.05,
         'model="resnet",phase="admission"': 0.75,
     }
+
+
+def test_time_of_parallel_calls_is_counted_once_and_that_of_later_ones_is_added() -> None:
+    info = create_info()
+    token = current_request_info.set(info)
+    started_at = perf_counter()
+    with measure_upstream_time(), measure_upstream_time():
+        sum(range(100_000))
+    first_s = info.upstream_s
+    with measure_upstream_time():
+        sum(range(100_000))
+    current_request_info.reset(token)
+    assert 0 < first_s < info.upstream_s < perf_counter() - started_at

@@ -15,23 +15,33 @@ from gateway.access.keys import KeysFile
 from gateway.capabilities.identity.errors import (
     CredentialsRequired,
     ExpiredCertificate,
+    InvalidToken,
+    IssuerUnavailable,
     NamelessCertificate,
 )
 from gateway.capabilities.identity.issuer import FetchedKeys, TokenChecker
 from gateway.capabilities.identity.rules import RULE_PARSERS
-from gateway.capabilities.identity.tokens import IssuerKeys, TokenParser
+from gateway.capabilities.identity.tokens import (
+    LEEWAY_S,
+    IssuerKeys,
+    TokenParser,
+    parse_issuer_keys,
+)
 from gateway.capabilities.identity.verifier import MAX_LOGGED_SUBJECT_CHARS, IdentityVerifier
 from gateway.telemetry.request_info import RequestInfo, RequestScope
-from tests.capabilities.identity.support.issuer import AUDIENCE, Issuer
-from tests.support.wait import TIMEOUT_S
+from tests.capabilities.identity.support.issuer import AUDIENCE, HOUR_S, Issuer
+from tests.support.wait import TIMEOUT_S, wait_until_async
 
 CERTIFICATES = [{"subject_alternative_name": "spiffe://prod/*", "roles": ["infer"]}]
+TOKENS = [{"claim": "sub", "value": "alice", "roles": ["infer"]}]
 MODELS = "/v1/models"
+# Long enough for a token to be checked once on a busy machine.
+SHORT_S = 2.0
 
 
 def authenticator(folder: Path, tokens: TokenChecker | None = None) -> Authenticator:
     path = folder / "keys.yaml"
-    path.write_text(yaml.safe_dump({"certificates": CERTIFICATES}))
+    path.write_text(yaml.safe_dump({"certificates": CERTIFICATES, "oidc": TOKENS}))
     keys_file = KeysFile(path, RULE_PARSERS)
     access = Authenticator(keys_file)
     access.verifier = IdentityVerifier(keys_file, tokens, asks_for_certificates=True)
@@ -100,3 +110,33 @@ async def test_public_requests_do_not_wait_for_the_issuer(tmp_path: Path) -> Non
     assert caller is UNAUTHENTICATED
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(access.verify(scope_of(headers=headers)), 0.05)
+
+
+# Seconds until the token and the keys end, whether its key is withdrawn, and the error of the known token.
+ENDS_OF_A_KNOWN_TOKEN = {
+    "its time": (SHORT_S, HOUR_S, False, InvalidToken),
+    "the age of the keys": (HOUR_S, SHORT_S, False, IssuerUnavailable),
+    "the withdrawal of its key": (HOUR_S, HOUR_S, True, InvalidToken),
+}
+
+
+@pytest.mark.parametrize("end", ENDS_OF_A_KNOWN_TOKEN)
+async def test_known_token_ends_with_what_it_rests_on(tmp_path: Path, end: str) -> None:
+    token_s, keys_s, is_withdrawn, error = ENDS_OF_A_KNOWN_TOKEN[end]
+    issuer = Issuer("https://issuer.example")
+
+    async def fetch() -> IssuerKeys:
+        return parse_issuer_keys(issuer.publish())
+
+    source = FetchedKeys(issuer.url, fetch, keys_s)
+    access = authenticator(tmp_path, TokenChecker(TokenParser(issuer.url, (AUDIENCE,)), source))
+    token = issuer.sign(exp=time.time() - LEEWAY_S + token_s)
+    scope = scope_of(headers=[(b"authorization", f"Bearer {token}".encode())])
+    caller = await access.verify(scope)
+    assert access.authenticate(scope) is caller
+    if is_withdrawn:
+        del issuer.keys["rsa"]
+        source.replace_keys(await fetch())
+    await wait_until_async(lambda: access.authenticate(scope) is None)
+    with pytest.raises(error):
+        await access.verify(scope)
