@@ -148,18 +148,14 @@ def read_families(client: Client) -> Families:
         raise ClientError(f"the metrics page cannot be read: {exc}") from None
 
 
-def list_duration_samples(families: Families) -> Iterator[tuple[str, dict[str, str], float]]:
-    if REQUEST_DURATION_METRIC in families:
-        for name, label_text, rest in families[REQUEST_DURATION_METRIC].samples:
-            yield name, dict(LABEL_PAIR.findall(label_text)), float(rest.split()[0])
-
-
 def aggregate_traffic(families: Families) -> dict[str, ModelTraffic]:
     traffic_by_model: dict[str, ModelTraffic] = {}
-    for name, labels, value in list_duration_samples(families):
+    family = families.get(REQUEST_DURATION_METRIC)
+    for name, label_text, value in family.samples if family else ():
+        labels = dict(LABEL_PAIR.findall(label_text))
         if model := labels.get("model"):
             traffic = traffic_by_model.setdefault(model, ModelTraffic())
-            traffic.add_sample(name, labels, value, ok=labels.get("status") == "2xx")
+            traffic.add_sample(name, labels, float(value), ok=labels.get("status") == "2xx")
     return traffic_by_model
 
 
