@@ -25,7 +25,7 @@ from gateway.telemetry.exposition import (
     Families,
     InvalidExposition,
     parse_families,
-    split_page_lines,
+    split_page,
 )
 
 REQUEST_DURATION_METRIC: Final = "gateway_request_duration_seconds"
@@ -141,9 +141,9 @@ def ignore_missing_rights() -> Iterator[None]:
 
 
 def read_families(client: Client) -> Families:
-    page = b"".join(client.download("/metrics")).decode()
+    page = b"".join(client.download("/metrics"))
     try:
-        return parse_families(split_page_lines(page))
+        return parse_families(split_page(page))
     except InvalidExposition as exc:
         raise ClientError(f"the metrics page cannot be read: {exc}") from None
 

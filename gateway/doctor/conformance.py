@@ -41,7 +41,7 @@ from gateway.fleet.transports import (
 from gateway.http_client.client import CompleteResponse
 from gateway.media_types import EVENT_STREAM
 from gateway.messages import CommandError, join_names
-from gateway.telemetry.exposition import decode_page, parse_families, split_page_lines
+from gateway.telemetry.exposition import parse_families, split_page
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import Signature, build_signature
@@ -323,7 +323,7 @@ async def ask_statistics(triton: Examination) -> str:
 async def ask_metrics(triton: Examination) -> str:
     client = triton.replica.metrics
     response = await client.request(b"GET", b"/metrics", timeout_s=TARGET.timeout_s)
-    families = parse_families(split_page_lines(decode_page(response.body)))
+    families = parse_families(split_page(response.body))
     with_model = {
         name
         for name, family in families.items()
