@@ -52,7 +52,7 @@ TextsOption = Annotated[
     epilog=format_examples(
         "triton-gateway infer MODEL photos/ --output results.jsonl",
         "triton-gateway infer MODEL 'some text'",
-        "triton-gateway infer MODEL reviews.txt --lines --batch 8 --output out.csv",
+        "triton-gateway infer MODEL reviews.txt --lines --batch 8 --output out.jsonl",
         "triton-gateway infer MODEL --replay 2026-11-26T09.jsonl --version 2",
         "triton-gateway infer MODEL photos/ --async --output results.jsonl",
     ),
@@ -129,12 +129,12 @@ def choose_format(flags: InferFlags) -> OutputFormat:
     names = [form.value for form in OutputFormat]
     name = OutputFormat.jsonl if flags.json else flags.format
     if name not in (None, *names):
-        raise UsageError(f"--format must be {', '.join(names)}, not {name!r}")
+        raise UsageError(f"--format must be {' or '.join(names)}, not {name!r}")
     if flags.output is None:
         return OutputFormat(name or ("text" if sys.stdout.isatty() else "jsonl"))
     if name == OutputFormat.text:
         raise UsageError("--format text is for the standard output, not for --output FILE")
-    return OutputFormat(name or ("csv" if flags.output.suffix == ".csv" else "jsonl"))
+    return OutputFormat.jsonl
 
 
 @cli.command(rich_help_panel=MODELS_PANEL)
