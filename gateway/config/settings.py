@@ -276,9 +276,7 @@ class ServerSettings(BaseModel):
     header_timeout_s: PositiveSeconds = 10.0
     """Timeout for receiving a request's header, and for the first request on a new connection."""
     body_stall_s: PositiveSeconds = 10.0
-    """How far a request body may fall behind GATEWAY_MIN_BYTES_PER_S before the request is aborted. A gRPC
-    stream that is idle for this long, or a message that is incomplete for so long, may be ended for another
-    call."""
+    """How far a request body may fall behind GATEWAY_MIN_BYTES_PER_S before the request is aborted."""
     write_timeout_s: PositiveSeconds = 30.0
     """How far a client may fall behind GATEWAY_MIN_BYTES_PER_S in reading its response before it is
     disconnected."""
