@@ -26,7 +26,7 @@ from gateway.access.auth import CORE_PATHS, Authenticator, PathRules
 from gateway.access.keys import NO_RULES, KeysFile, RuleParsers
 from gateway.access.limits import CallerLimiter, RateLimiter
 from gateway.callers import Caller, Priority
-from gateway.capacity.admission import AdmissionQueue, Slot
+from gateway.capacity.admission import AdmissionQueue
 from gateway.capacity.decoding import DecodeExecutor
 from gateway.config.settings import ModelUploads, Settings
 from gateway.errors import Forbidden, GatewayError, MalformedRequest
@@ -34,7 +34,6 @@ from gateway.fleet.discovery import ReplicaSource, create_tls_context, parse_rep
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.index import Index
 from gateway.fleet.inference import InferenceService
-from gateway.fleet.model_limits import ModelLimits
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.statistics import FleetStatistics
@@ -81,7 +80,6 @@ BUSY_CHECK_PERIOD_S = 0.1
 IDLE_CHECK_PERIOD_S = 1.0
 TRIM_PERIOD_S = 4.0
 MUCH_FREE_MEMORY_BYTES = 64 << 20
-UNKNOWN_MODEL_LIMIT = 32  # concurrent inferences, until the gateway has read the config
 THREAD_SWITCH_INTERVAL_S = 0.0005
 LAG_SAMPLES = 20  # ten seconds, so that a scrape every ten seconds sees the maximum
 
@@ -184,13 +182,7 @@ class Services:
 
     @property
     def counts_rows(self) -> bool:
-        return self.metrics.usage_listener is not None or bool(self.admission.batching_models)
-
-    async def count_rows(self, slot: Slot, model: str, first_size: int) -> int:
-        """Return the rows of an inference, and count them in its slot where they take places."""
-        if slot.counts_rows:
-            slot.weigh(first_size)
-        return await self.measure_rows(model, first_size)
+        return self.metrics.usage_listener is not None
 
     async def measure_rows(self, model: str, first_size: int) -> int:
         """Return the rows of an inference by the first dimension of its first input, if usage is counted."""
@@ -277,13 +269,6 @@ def tune_interpreter() -> None:
     # A thread that runs Python code yields to the event loop after this time instead of 5 ms.
     sys.setswitchinterval(THREAD_SWITCH_INTERVAL_S)
     limit_heap_growth()
-
-
-def find_model_limit(settings: Settings) -> int:
-    limit = settings.max_model_inflight
-    if limit == "auto":
-        return min(UNKNOWN_MODEL_LIMIT, settings.max_inflight)
-    return limit or max(settings.max_inflight // 2, 1)
 
 
 def find_model_priority(
@@ -416,33 +401,6 @@ def run_in_background(work: Coroutine[Any, Any, object], stack: AsyncExitStack) 
     stack.callback(asyncio.create_task(work).cancel)
 
 
-def open_admission(
-    settings: Settings,
-    fleet: FleetComponents,
-    statistics: FleetStatistics,
-    metrics: Metrics,
-    stack: AsyncExitStack,
-) -> AdmissionQueue:
-    """Return the queue of inferences, whose limits of models follow Triton if they are `auto`."""
-    admission = AdmissionQueue(
-        settings.max_inflight,
-        find_model_limit(settings),
-        settings.max_queue,
-        metrics=metrics,
-        find_model_priority=partial(find_model_priority, fleet.pool, fleet.signatures),
-    )
-    if settings.max_model_inflight == "auto":
-        limits = ModelLimits(
-            admission,
-            fleet.pool,
-            statistics,
-            fleet.signatures,
-            default_limit=max(settings.max_inflight // 2, 1),
-        )
-        run_in_background(limits.run(), stack)
-    return admission
-
-
 @asynccontextmanager
 async def run_services(
     settings: Settings,
@@ -459,7 +417,13 @@ async def run_services(
         stack.push_async_callback(decoders.close)
         restricted = read_restricted_api(settings)
         statistics = FleetStatistics(fleet.pool)
-        admission = open_admission(settings, fleet, statistics, metrics, stack)
+        admission = AdmissionQueue(
+            settings.max_inflight,
+            settings.max_model_inflight or max(settings.max_inflight // 2, 1),
+            settings.max_queue,
+            metrics=metrics,
+            find_model_priority=partial(find_model_priority, fleet.pool, fleet.signatures),
+        )
         memory = MemoryBudget(budget_bytes, metrics.shed)
         stack.callback(metrics.flush)
         authenticator = Authenticator(

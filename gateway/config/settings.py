@@ -12,14 +12,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
-    NonNegativeInt,
     SecretStr,
     ValidationError,
     ValidationInfo,
@@ -163,25 +162,18 @@ class LimitSettings(BaseModel):
     """Number of threads that decode images; 0 means one per core, four at most."""
     max_inflight: int = Field(2048, gt=0)
     """Maximum number of concurrent inferences in each process."""
-    max_model_inflight: Literal["auto"] | NonNegativeInt = 0
-    """Maximum number of concurrent inferences of one model; 0 means half of GATEWAY_MAX_INFLIGHT, and auto
-    as many as keep Triton busy with a short queue of its own."""
+    max_model_inflight: int = Field(0, ge=0)
+    """Maximum number of concurrent inferences of one model; 0 means half of GATEWAY_MAX_INFLIGHT."""
     max_request_inferences: int = Field(2048, gt=0, le=1 << 16)
     """Maximum number of inferences of one request: the items for a model without a batch dimension, or the
     parts of a batch above the model's max_batch_size. Each counts as a request at the rate of the key."""
     max_queue: int = Field(512, ge=0)
-    """Maximum number of inferences in the admission queue; further ones are rejected with 429 at once."""
+    """Maximum number of inferences of each priority in the admission queue; further ones are rejected with
+    429 at once."""
     max_request_timeout_s: PositiveSeconds = 300.0
     """Maximum timeout that a client may set with X-Request-Timeout."""
     request_timeout_s: PositiveSeconds = Field(30.0, validate_default=True)
     """Timeout of a request if the client sets none."""
-
-    @field_validator("max_model_inflight", mode="before")
-    @classmethod
-    def check_model_limit(cls, value: object) -> object:
-        if value == "auto" or str(value).isdecimal():
-            return value
-        raise ValueError("use a number from 0, or auto")
 
     @field_validator("request_timeout_s")
     @classmethod
@@ -284,9 +276,7 @@ class ServerSettings(BaseModel):
     header_timeout_s: PositiveSeconds = 10.0
     """Timeout for receiving a request's header, and for the first request on a new connection."""
     body_stall_s: PositiveSeconds = 10.0
-    """How far a request body may fall behind GATEWAY_MIN_BYTES_PER_S before the request is aborted. A gRPC
-    stream that is idle for this long, or a message that is incomplete for so long, may be ended for another
-    call."""
+    """How far a request body may fall behind GATEWAY_MIN_BYTES_PER_S before the request is aborted."""
     write_timeout_s: PositiveSeconds = 30.0
     """How far a client may fall behind GATEWAY_MIN_BYTES_PER_S in reading its response before it is
     disconnected."""

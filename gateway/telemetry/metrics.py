@@ -43,7 +43,7 @@ STATUS_LABELS: Final = {
     status: (f"{status // 100}xx", str(status) if status >= 500 else "")
     for status in range(100, 600)
 } | {CLIENT_CLOSED_REQUEST: (str(CLIENT_CLOSED_REQUEST), "")}
-SHED_REASONS: Final = ("queue_full", "displaced", "deadline", "rate", "quota", "inflight", "memory")
+SHED_REASONS: Final = ("queue_full", "rate", "quota", "inflight", "memory")
 REFUSAL_REASONS: Final = (
     "malformed_request", "request_too_slow", "url_too_long", "header_too_large",
     "too_many_connections", "answer_not_taken",
@@ -172,11 +172,6 @@ class Metrics:
         self.queue_length = create.level(
             "gateway_queue_length", "Inferences in the admission queue by priority.", ("priority",)
         )
-        self.model_limit = create.level(
-            "gateway_model_limit",
-            "Concurrent inferences of a model that the gateway admits, if it chose the limit itself.",
-            ("model",),
-        )
         self.queue_wait = create.histogram(
             "gateway_queue_wait_seconds",
             "Time that inferences waited in the admission queue, if they had to.",
@@ -185,8 +180,7 @@ class Metrics:
         )
         self.queue_refusals = create.counter(
             "gateway_queue_refusals_total",
-            "Inferences rejected because the admission queue was full, or the model would not answer them "
-            "in time.",
+            "Inferences rejected because the admission queue was full.",
             ("priority",),
         )
         self.request_memory = create.level(

@@ -61,7 +61,6 @@ INVALID = (
         "optional",
         "no certificate is asked for without GATEWAY_TLS_CLIENT_CA_FILE",
     ),
-    *(("MAX_MODEL_INFLIGHT", value, "use a number from 0, or auto") for value in ("many", "-1")),
 )
 
 

@@ -7,7 +7,7 @@ import base64
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -28,7 +28,7 @@ from gateway.capabilities.jobs.replay import (
 )
 from gateway.capabilities.jobs.service import Jobs
 from gateway.fleet.inference import InferenceService
-from gateway.fleet.model_limits import count_replicas, find_stages
+from gateway.fleet.signatures import SignatureCache
 from gateway.media_types import JSON, NDJSON
 from gateway.services import Services
 from gateway.tasks import cancel_tasks
@@ -140,9 +140,9 @@ class BatchRun:
         await self._report()
 
     def _has_room(self, row: Row) -> bool:
-        admission, model = self._services.admission, self._job.model
-        slots = admission.get_limit(model)
-        if admission.is_in_foreground_use(model):
+        admission = self._services.admission
+        slots = admission.max_running_per_model
+        if admission.is_in_foreground_use(self._job.model):
             slots = max(slots - 1, 1)  # the next request of a user need not wait for one
         limit = min(slots, self._max_running)
         if self._running >= limit or len(self._pending) >= MAX_LEAD * limit:
@@ -252,11 +252,23 @@ class RowInference(InferenceService):
 
     def _has_place(self) -> bool:
         services = self._services
-        # There are no stages, and no limit, until the config was read.
-        stages = find_stages(services.signatures, self._model).values()
+        pool = services.pool
+        stages = find_stages(services.signatures, self._model)
+        replicas = max(sum(map(pool.accepts_requests, pool.replicas.values())), 1)
         has_users = services.admission.is_in_foreground_use(self._model)
-        limit = choose_row_limit(stages, count_replicas(services.pool), has_users=has_users)
-        return self._running < limit
+        return self._running < choose_row_limit(stages, replicas, has_users=has_users)
+
+
+def find_stages(signatures: SignatureCache, model: str) -> Sequence[Signature]:
+    """Return the signatures of the models in whose queues rows wait: the steps of an ensemble, or itself.
+
+    There are none, and no limit, until the configs were read, which this starts.
+    """
+    signature = signatures.find_or_start_reading(model)
+    names = (signature.steps or {model}) if signature is not None else ()
+    stages = [signatures.find_or_start_reading(name) for name in names]
+    found = [stage for stage in stages if stage is not None]
+    return found if len(found) == len(stages) else []
 
 
 def choose_row_limit(stages: Collection[Signature], replicas: int, *, has_users: bool) -> int:
