@@ -236,10 +236,8 @@ async def forward_request(
         remaining_s = await slot.acquire(remaining_s)
         if not isinstance(prepared.content, bytes):
             slot.mark_stream()
-        info.rows = 1
-        if has_tensors and services.counts_rows:
-            size = find_batch_size(prepared.beginning, headers.json_bytes)
-            info.rows = await services.count_rows(slot, model, size)
+        if has_tensors and slot.counts_rows:
+            slot.weigh(find_batch_size(prepared.beginning, headers.json_bytes))
     upstream = RequestTarget(  # named arguments would cost 1.5 µs
         model,
         target.version,
