@@ -389,7 +389,7 @@ INTERNAL = (
     *("/models", "/ping", "/predictions"),  # TorchServe's, which are off by default
 )
 # Their caller may delete them as well.
-OWN_JOBS = ("/v1/jobs", "/v1/files", "/v1/batches")
+OWN_JOBS = "/v1/jobs"
 FILES_AND_LABELS = re.compile(r"(?<!/v1)/(files|labels)\b(?!/name/|/name:)")
 
 
