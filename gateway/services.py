@@ -29,7 +29,7 @@ from gateway.callers import Caller, Priority
 from gateway.capacity.admission import AdmissionQueue
 from gateway.capacity.decoding import DecodeExecutor
 from gateway.config.settings import ModelUploads, Settings
-from gateway.errors import Forbidden, GatewayError, MalformedRequest
+from gateway.errors import Forbidden, MalformedRequest
 from gateway.fleet.discovery import ReplicaSource, create_tls_context, parse_replica_source
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.index import Index
@@ -73,7 +73,6 @@ T = TypeVar("T")
 # Each one occupies threads, which together would keep Python's global lock from the event loop.
 MAX_METRICS_PAGES: Final = 4  # pages that are written at the same time
 # A request that needs the signature only to count its rows waits no longer.
-MAX_SIGNATURE_WAIT_S: Final = 1.0
 METRICS_INTERVAL_S = 0.5
 # Much memory that became free is returned at the next check, less after the last one. Checks wake a process.
 BUSY_CHECK_PERIOD_S = 0.1
@@ -179,23 +178,6 @@ class Services:
         if self.pool.is_listed(model, version):
             info.model = model
             info.version = version
-
-    @property
-    def counts_rows(self) -> bool:
-        return self.metrics.usage_listener is not None
-
-    async def measure_rows(self, model: str, first_size: int) -> int:
-        """Return the rows of an inference by the first dimension of its first input, if usage is counted."""
-        if first_size <= 1 or self.metrics.usage_listener is None:
-            return 1
-        signature = self.signatures.find_or_start_reading(model)
-        if signature is None:
-            reading = self.signatures.get_signature(model)
-            try:
-                signature = await asyncio.wait_for(reading, MAX_SIGNATURE_WAIT_S)
-            except (GatewayError, asyncio.TimeoutError):
-                return 1
-        return min(first_size, max(signature.max_batch_size, 1))
 
     def accept_load_parameters(
         self, info: RequestInfo, model: str, parameters: Mapping[str, Any], *, can_upload: bool

@@ -215,7 +215,6 @@ def build_request(
     step = resolve_sequence_step(opened, options.parameters) if options.parameters else opened.step
     if choice is not None and step is not None and step is not opened.step:
         version = opened.info.version = choice.choose_sequence_version(step)
-    opened.info.rows += inputs.batch_size or 1
     return InferRequest(
         RequestTarget(
             signature.model,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,7 +83,6 @@ class CallerUsage:
     """The requests of a caller to a model, and what they used."""
 
     requests: int = 0
-    rows: int = 0
     inference_s: float = 0.0
     bytes_in: int = 0
     bytes_out: int = 0
@@ -129,8 +128,6 @@ class Metrics:
         # The keys of these are the name of a key, and the model or the code.
         self._pending_callers: dict[tuple[str, str], CallerUsage] = {}
         self._pending_refusals: Counts[tuple[str, str]] = Counts()
-        # Gets the usage of each caller and model since the last flush.
-        self.usage_listener: Callable[[str, str, CallerUsage], None] | None = None
         self._pending_waits: Counts[tuple[str]] = Counts()  # seconds, by the name of a key
         self._dropped_lines = 0
         self.open_connections = OpenConnections()
@@ -345,7 +342,6 @@ class Metrics:
                 if usage is None:
                     usage = self._pending_callers[info.key, info.model] = CallerUsage()
                 usage.requests += 1
-                usage.rows += info.rows
                 usage.inference_s += info.upstream_s
                 usage.bytes_in += info.bytes_in
                 usage.bytes_out += info.bytes_out
@@ -391,8 +387,6 @@ class Metrics:
             self.caller_inference.labels(caller, model).inc(usage.inference_s)
             self.caller_bytes.labels(caller, model, "in").inc(usage.bytes_in)
             self.caller_bytes.labels(caller, model, "out").inc(usage.bytes_out)
-            if self.usage_listener is not None:
-                self.usage_listener(caller, model, usage)
         for counter, counts in (
             (self.caller_refusals, self._pending_refusals),
             (self.caller_wait, self._pending_waits),

@@ -80,12 +80,10 @@ OWN_NAMES = {
         r"|replica_model_memory_bytes)",
     ),
     "grpc_api": OwnNames(others=r"setting GATEWAY_GRPC_\w+|code \d+ UNKNOWN_METHOD"),
-    "identity": OwnNames(
-        r"GET /v1/usage(/me)?", r"setting GATEWAY_(OIDC_\w+|USAGE)|code \d+ ISSUER_UNAVAILABLE"
-    ),
+    "identity": OwnNames(others=r"setting GATEWAY_OIDC_\w+|code \d+ ISSUER_UNAVAILABLE"),
     "samples": OwnNames(others=r"setting GATEWAY_SAMPLES?(_\w+)?"),
     "jobs": OwnNames(
-        r"\w+ /v1/(jobs|files|batches|models/{model}/jobs).*",
+        r"\w+ /v1/(jobs|models/{model}/jobs).*",
         r"setting GATEWAY_(JOBS?|MAX_JOBS|MAX_RUNNING_JOBS|MAX_BATCH|CALLBACK)\w*"
         r"|code \d+ (JOBS?_\w+|IDEMPOTENCY_\w+|RESULT_TOO_LARGE|CALLBACK_NOT_ALLOWED)"
         r"|(command|flag) triton-gateway jobs\b.*|flag triton-gateway infer --(async|callback)"

@@ -389,14 +389,14 @@ INTERNAL = (
     *("/models", "/ping", "/predictions"),  # TorchServe's, which are off by default
 )
 # Their caller may delete them as well.
-OWN_JOBS = ("/v1/jobs", "/v1/files", "/v1/batches")
+OWN_JOBS = "/v1/jobs"
 FILES_AND_LABELS = re.compile(r"(?<!/v1)/(files|labels)\b(?!/name/|/name:)")
 
 
 def is_internal(method: str, path: str) -> bool:
     if path.startswith(OWN_JOBS):
         return False
-    return method in ("PUT", "DELETE") or path == "/v1/usage" or path.startswith(INTERNAL)
+    return method in ("PUT", "DELETE") or path.startswith(INTERNAL)
 
 
 def is_admitted_by_ingress(ingress: Resource, path: str) -> bool:

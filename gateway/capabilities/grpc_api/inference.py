@@ -41,7 +41,6 @@ async def serve_infer(call: IncomingCall) -> bytes:
         with Slot(services.admission, model, call.info) as slot:
             if not slot.try_acquire():
                 await slot.acquire(deadline - perf_counter())
-            call.info.rows = await services.measure_rows(model, head.first_size)
             request = GrpcBytesCall(
                 build_upstream_target(call, target, head),
                 INFER_METHOD,

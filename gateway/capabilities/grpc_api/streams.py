@@ -271,8 +271,6 @@ class InferStream:
             await request.step.wait()
             with Slot(self._services.admission, request.target.model, call.info) as slot:
                 timeout_s = await slot.acquire(call.find_timeout_s())
-                size = request.head.first_size
-                call.info.rows = await self._services.measure_rows(request.target.model, size)
                 stream = await self._send(request, message, timeout_s)
                 del message
                 with closing(stream):

@@ -1,4 +1,4 @@
-"""The settings of tokens, which an OpenID provider or a Kubernetes cluster issues, and of the usage."""
+"""The settings of tokens, which an OpenID provider or a Kubernetes cluster issues."""
 
 from __future__ import annotations
 
@@ -46,10 +46,6 @@ class IdentitySettings(CapabilitySettings):
     oidc_keys_max_age_s: PositiveSeconds = MAX_SETTING_S
     """Time for which the issuer's keys stay in use while it cannot be reached; then tokens are answered with
     503."""
-
-    usage: bool = False
-    """Count requests, rows, seconds of inference and bytes by day, caller and model in GATEWAY_STATE, for
-    GET /v1/usage. Requires GATEWAY_KEYS_FILE."""
 
     @field_validator("oidc_issuer", "oidc_jwks_url")
     @classmethod

@@ -35,11 +35,11 @@ class JobSettings(CapabilitySettings):
     max_jobs_bytes: int = Field(10 << 30, gt=0)
     """Maximum size of the bodies and results of all jobs, also of those that arrive; further jobs are 507."""
     max_batch_bytes: int = Field(1 << 30, gt=0)
-    """Maximum size of the body of a batch, as received and decompressed, and of the files in an archive."""
+    """Maximum size of the body of a batch, as received and decompressed."""
     max_batch_rows: int = Field(100_000, gt=0)
     """Maximum number of rows of a batch."""
     max_jobs_per_caller: int = Field(10_000, gt=0)
-    """Maximum number of one caller's files and jobs that have not ended, together."""
+    """Maximum number of one caller's jobs that have not ended."""
     max_running_jobs: int = Field(16, gt=0)
     """Maximum number of jobs that one process runs at the same time, and of rows of each batch."""
     job_max_run_s: PositiveSeconds = 900.0

@@ -40,7 +40,6 @@ from gateway.routes.passthrough.body import (
     begin_body,
     buffer_body,
     count_buffered_bytes,
-    find_batch_size,
     find_sequence_step,
     guard_body,
     inflate_body,
@@ -232,10 +231,6 @@ async def forward_request(
         forwarded = add_management_headers(forwarded, services.management_headers)
     if action.is_inference:
         remaining_s = await slot.acquire(remaining_s)
-        info.rows = 1
-        if has_tensors and services.counts_rows:
-            size = find_batch_size(prepared.beginning, headers.json_bytes)
-            info.rows = await services.measure_rows(model, size)
     upstream = RequestTarget(  # named arguments would cost 1.5 µs
         model,
         target.version,

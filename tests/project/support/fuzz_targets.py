@@ -158,7 +158,7 @@ def upload_targets() -> Iterator[Target]:
         with TemporaryFile() as file:
             file.write(data)
             file.flush()
-            for _, _, pieces in read_archive(file, suffix, ArchiveLimits(1 << 20, 100)):
+            for _, pieces in read_archive(file, suffix, ArchiveLimits(1 << 20, 100)):
                 for piece in pieces:
                     assert len(piece) <= PIECE_BYTES
 

@@ -113,8 +113,8 @@ runtimeClassName: {{ . }}
 {{- define "triton-gateway.ingressPaths" -}}
 - {path: "/v1/models$", pathType: ImplementationSpecific}
 - {path: "/v1/models/[^/]+(/(versions|labels)/[^/]+)?(/infer|:predict|/jobs|/metadata|/openapi[.]json)$", pathType: ImplementationSpecific}
-- {path: "/v1/(embeddings|rerank|completions|chat/completions|usage/me)$", pathType: ImplementationSpecific}
-- {path: "/v1/(jobs|files|batches)(/[^/]+(/(result|content|cancel))?)?$", pathType: ImplementationSpecific}
+- {path: "/v1/(embeddings|rerank|completions|chat/completions)$", pathType: ImplementationSpecific}
+- {path: "/v1/jobs(/[^/]+(/result)?)?$", pathType: ImplementationSpecific}
 - {path: "/v2(/models)?$", pathType: ImplementationSpecific}
 - {path: "/v2/models/[^/]+(/versions/[^/]+)?(/(infer|generate|generate_stream|ready|config|stats))?$", pathType: ImplementationSpecific}
 - {path: "/v2/health/(live|ready)$", pathType: ImplementationSpecific}

@@ -15,7 +15,7 @@ import orjson
 
 from gateway.capabilities.jobs.batches.rows import CUSTOM_ID, Row, RowReader
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
-from gateway.capabilities.jobs.job import MIN_ERROR_STATUS, Job, JobKind
+from gateway.capabilities.jobs.job import MIN_ERROR_STATUS, Job
 from gateway.capabilities.jobs.replay import (
     BUSY_STATUSES,
     NO_ROOM_PAUSE_S,
@@ -197,10 +197,7 @@ class BatchRun:
             if capture.status not in BUSY_STATUSES or is_late:
                 break
             await asyncio.sleep(delay_s)
-        is_failed = capture.status >= MIN_ERROR_STATUS
-        if request.kind is JobKind.openai_batch:
-            return RowResult(build_openai_line(row, capture, request), is_failed)
-        return RowResult(build_line(row, capture, info), is_failed)
+        return RowResult(build_line(row, capture, info), capture.status >= MIN_ERROR_STATUS)
 
     async def _report(self) -> None:
         """Make the new lines durable, and then part of the result."""
@@ -210,15 +207,14 @@ class BatchRun:
             data = b"".join(each.line for each in results)
             await self._files.append(job.result_file, data)
             await self._files.flush(job.result_file)
-            failed = [len(each.line) for each in results if each.is_failed]
-            done_rows = job.done_rows + len(results) - len(failed)
-            failed_rows = job.failed_rows + len(failed)
+            failed = sum(each.is_failed for each in results)
+            done_rows = job.done_rows + len(results) - failed
+            failed_rows = job.failed_rows + failed
             elapsed_s = time.monotonic() - self._started_at
             self._job = replace(
                 job,
                 done_rows=done_rows,
                 failed_rows=failed_rows,
-                failed_bytes=job.failed_bytes + sum(failed),
                 result_bytes=job.result_bytes + len(data),
                 rows_per_second=(done_rows + failed_rows - self._first_row) / elapsed_s,
             )
@@ -299,14 +295,3 @@ def build_line(row: Row, capture: ResponseCapture, info: RequestInfo) -> bytes:
         document["content_type"] = content_type
         document["base64"] = base64.b64encode(capture.body).decode()
     return orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE)
-
-
-def build_openai_line(row: Row, capture: ResponseCapture, job: Job) -> bytes:
-    """Return the line of a row in a batch of OpenAI's API, whose responses are all JSON."""
-    response = {
-        "status_code": capture.status,
-        "request_id": job.request_id,
-        "body": orjson.Fragment(capture.body.replace(b"\n", b" ")),
-    }
-    document = {"id": f"{job.id}_{row.number}", CUSTOM_ID: row.custom_id, "response": response}
-    return orjson.dumps({**document, "error": None}, option=orjson.OPT_APPEND_NEWLINE)
