@@ -26,7 +26,6 @@ from gateway.errors import GatewayError, ModelNotReady
 from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.inference import InferenceService
-from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.transports import FailedResponse, GrpcBytesCall, UpstreamCall
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.routes.passthrough.handler import pass_through
@@ -72,13 +71,9 @@ UNSUPPORTED: Final = "unsupported"  # no version can be replaced, or it is a par
 class MirrorDispatcher(Dispatcher):
     """Sends each copy once, and records nothing."""
 
-    def __init__(self, pool: ReplicaPool) -> None:
-        super().__init__(pool)
-        self._fleet = pool
-
     async def send(self, call: UpstreamCall[T], timeout_s: float) -> T:
         target = call.target
-        candidates = self._fleet.get_candidates(target.model, target.version)
+        candidates = self._pool.get_candidates(target.model, target.version)
         try:
             return await call.send(choose_less_loaded(candidates), timeout_s, None)
         except FailedResponse as failed:
