@@ -67,7 +67,7 @@ OWN_NAMES = {
     ),
     "versions": OwnNames(
         r"\w+ /v1/models/\{model\}/labels(/\{label\})?",
-        r"setting GATEWAY_MAX_SHADOW_BYTES|code \d+ (LABEL|VERSION)_\w+"
+        r"code \d+ (LABEL|VERSION)_\w+"
         r"|(command|flag) triton-gateway (label|rollout)\b.*",
         r"gateway_(label|shadow)_.*",
     ),
