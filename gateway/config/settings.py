@@ -78,9 +78,6 @@ class FleetSettings(BaseModel):
     """Interval between health probes of each replica."""
     dns_interval_s: PositiveSeconds = 5.0
     """Interval between DNS lookups of dns+http:// names."""
-    slow_start_s: NonNegativeSeconds = 0.0
-    """Time in which the share of a replica that can serve a model again, or for the first time, grows from a
-    tenth to the share of the others; 0 means that it gets its full share at once."""
     connect_timeout_s: PositiveSeconds = 0.5
     """Timeout for connecting to a replica."""
     triton_ca_file: Path | None = None

@@ -594,7 +594,7 @@ def test_top_fits_80_columns_and_folds_models_without_requests() -> None:
     names = [long_name, *(f"model-{number}" for number in range(40))]
     models = [{"name": name, "ready": True, "versions": []} for name in names]
     replica = {
-        "address": "10.11.12.13:8000", "state": "DOWN", "outstanding": 0, "slowness": 1,
+        "address": "10.11.12.13:8000", "state": "DOWN", "outstanding": 0,
         "models": dict.fromkeys(names, "READY"), "reason": "the replica cannot be reached",
     }  # fmt: skip
     gauges = {"in flight": 1.0, "waiting": 0.0}
