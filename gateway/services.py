@@ -495,12 +495,10 @@ async def run_services(
         )
         if components.keys_file is not None:
             fleet.repository.state.events.watch(components.keys_file, "keys file", "key")
-        maintenance = Maintenance(fleet.pool, fleet.dispatcher, fleet.repository.state)
         for work in (
             update_metrics(metrics, admission, memory),
             trim_heaps(memory),
             authenticator.watch_keys_file(),
-            maintenance.report_work(),
         ):
             run_in_background(work, stack)
         refusals = RefusalLog()
@@ -525,7 +523,7 @@ async def run_services(
             limiter=CallerLimiter(
                 RateLimiter(metrics, components.store.rate_windows), components.store.quotas
             ),
-            maintenance=maintenance,
+            maintenance=Maintenance(fleet.pool, fleet.dispatcher, fleet.repository.state),
             refusals=refusals,
             tracer=components.tracer,
             recorder=recorder,

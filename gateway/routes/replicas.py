@@ -155,7 +155,8 @@ async def drain_replica(
 ) -> dict[str, Any]:
     """Return when this gateway has no request or sequence on the replica. 504 if that takes too long.
 
-    The replica stays cordoned in both cases.
+    Other gateways that share the state send nothing new to it any more. The replica stays cordoned in both
+    cases.
     """
     timeout_s = services.resolve_timeout_s(request.headers.get("x-request-timeout"))
     progress = await services.maintenance.drain(address, timeout_s)

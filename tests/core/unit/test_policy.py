@@ -40,7 +40,6 @@ from gateway.fleet.index import (
     parse_index,
 )
 from gateway.fleet.replica import BadAddress, ReplicaAddress
-from gateway.repository.maintenance import count_busy_gateways
 from gateway.repository.models_file import (
     BadModelsFile,
     DeclaredModel,
@@ -1101,10 +1100,3 @@ def test_drawn_address_is_parsed_or_raises_bad_address(text: str) -> None:
         assert isinstance(address, ReplicaAddress)
         assert address.host
         assert all(0 < port < 65536 for port in (address.port, address.grpc_port))
-
-
-@pytest.mark.parametrize("names", [None, 5, "a:8000", {"a:8000": 1}, [], ["b:8000"], [["a:8000"]]])
-def test_busy_gateways_are_counted_from_valid_reports(names: Any) -> None:
-    busy = {"busy_replicas": ["b:8000", "a:8000"]}
-    reports: list[dict[str, Any]] = [busy, {"ages": {}}, {"busy_replicas": names}]
-    assert count_busy_gateways(reports, "a:8000") == 1
