@@ -51,7 +51,6 @@ from gateway.repository.readiness import (
     ReplicaStatus,
     evaluate_readiness,
     explain_unreadiness,
-    update_expected_models,
 )
 from gateway.repository.reconcile_plan import (
     Backoff,
@@ -787,9 +786,7 @@ def ready_with(
     draining: bool = False,
 ) -> Readiness:
     models = {model.name: model for model in declared}
-    return evaluate_readiness(
-        replicas, models, models, quorum, was_ready=was_ready, is_draining=draining
-    )
+    return evaluate_readiness(replicas, models, quorum, was_ready=was_ready, is_draining=draining)
 
 
 def test_gateway_is_ready_with_one_live_replica_unless_it_drains() -> None:
@@ -896,66 +893,17 @@ def test_gateway_that_was_ready_needs_the_always_required_models_and_one(
     ).is_ready
 
 
-def check_expected(
-    replicas: Sequence[ReplicaStatus],
-    declared: Mapping[str, DeclaredModel],
-    expected: Mapping[str, DeclaredModel],
-) -> Readiness:
-    """Return the readiness of a gateway that was ready."""
-    return evaluate_readiness(replicas, declared, expected, 1, was_ready=True, is_draining=False)
-
-
-@pytest.mark.parametrize("added_model", [DeclaredModel("added"), REQUIRED_OTHER])
-def test_declared_model_is_expected_once_it_was_ready(added_model: DeclaredModel) -> None:
-    m, added = {"m": M}, {"m": M, added_model.name: added_model}
-    without = [seen("a", m=READY)]
-    index = Index({name: {"1": VersionState(READY)} for name in added})
-    loaded = [ReplicaStatus("a", HealthState.UP, index)]
-    assert update_expected_models(m, added, without, 1) == m
-    found = check_expected(without, added, m)
-    assert found.is_ready
-    assert found.document["pending"] == {
-        added_model.name: {"a": "UNAVAILABLE: not in this replica's repository"}
-    }
-    assert update_expected_models(m, added, loaded, 1) == added
-    assert update_expected_models(m, added, loaded, 2) == added  # on all, if there are fewer
-    assert update_expected_models(m, added, [*loaded, *without], 2) == m
-    found = check_expected(without, added, added)
-    assert found.is_ready == (not added_model.is_always_required)
-    assert "pending" not in found.document
-    assert list(found.document["missing"]) == [added_model.name]
-    assert update_expected_models(added, m, without, 1) == m
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "before", "after"),
-    [
-        (
-            {"m": DeclaredModel("m", ("1",))},
-            {"m": DeclaredModel("m", ("2",))},
-            ReplicaStatus("a", HealthState.UP, versions_of(v1=READY)),
-            ReplicaStatus("a", HealthState.UP, versions_of(v1=READY, v2=READY)),
-        ),
-        (
-            {"m": M, "other": OTHER},
-            {"m": REQUIRED_M, "other": OTHER},
-            seen("a", other=READY),
-            seen("a", other=READY, m=READY),
-        ),
-    ],
-    ids=["other versions", "always required"],
-)
-def test_changed_declaration_is_expected_once_its_model_was_ready(
-    old: Mapping[str, DeclaredModel],
-    new: Mapping[str, DeclaredModel],
-    before: ReplicaStatus,
-    after: ReplicaStatus,
-) -> None:
-    assert update_expected_models(old, new, [before], 1) == old
-    assert check_expected([before], new, old).is_ready
-    assert not check_expected([seen("a")], new, old).is_ready
-    assert update_expected_models(old, new, [after], 1) == new
-    assert update_expected_models(new, old, [before], 1) == old
+def test_model_that_is_added_takes_no_gateway_out_of_service_unless_it_is_always_required() -> None:
+    replicas = [ReplicaStatus("a", HealthState.UP, versions_of(v1=READY))]
+    other_version = DeclaredModel("m", ("2",))
+    for declared, ready in (
+        ([M, OTHER], True),
+        ([other_version], True),
+        ([M, REQUIRED_OTHER], False),
+    ):
+        found = ready_with(*replicas, declared=declared, was_ready=True)
+        assert found.is_ready == ready
+        assert list(found.document["missing"]) == [declared[-1].name]
 
 
 @pytest.mark.parametrize(
@@ -993,9 +941,7 @@ REPLICAS = st.lists(
 def test_readiness_is_explained_or_complete(
     replicas: list[ReplicaStatus], declared: dict[str, DeclaredModel], quorum: int, draining: bool
 ) -> None:
-    found = evaluate_readiness(
-        replicas, declared, declared, quorum, was_ready=False, is_draining=draining
-    )
+    found = evaluate_readiness(replicas, declared, quorum, was_ready=False, is_draining=draining)
     assert orjson.loads(orjson.dumps(found.document)) == found.document
     alive = [replica for replica in replicas if replica.state <= HealthState.EJECTED]
     reasons = not alive or "missing" in found.document or "draining" in found.document

@@ -122,9 +122,7 @@ def check_declared_models(fleet: LargeFleet) -> None:
         for each in fleet.pool.replicas.values()
     ]
     declared: Mapping[str, DeclaredModel] = {f"m{n}": DeclaredModel(f"m{n}") for n in range(MODELS)}
-    readiness = evaluate_readiness(
-        statuses, declared, declared, 1, was_ready=False, is_draining=False
-    )
+    readiness = evaluate_readiness(statuses, declared, 1, was_ready=False, is_draining=False)
     assert readiness.is_ready
 
 
