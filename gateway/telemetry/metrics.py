@@ -272,11 +272,6 @@ class Metrics:
             "failed).",
             ("action", "by", "outcome", "model"),
         )
-        self.model_conflicts = create.counter(
-            "gateway_model_conflicts_total",
-            "Corrections of a model on a replica that followed one which something else had undone.",
-            ("model", "replica"),
-        )
         self.reconcile_reversals = create.counter(
             "gateway_reconcile_reversals_total",
             "Actions of the reconciler that undid one of the last minute: a defect of the gateway.",
