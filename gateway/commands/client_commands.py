@@ -207,13 +207,10 @@ def explain_not_ready(readiness: Mapping[str, Any]) -> str:
 def load(
     target: Target,
     models: ModelsArgument,
-    staged: Annotated[
-        bool, typer.Option("--staged", help="One replica after the other, until one fails.")
-    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Load models on every replica and wait for completion."""
-    change_models(target, models, lambda client, name: client.load(name, staged=staged), json=json)
+    change_models(target, models, lambda client, name: client.load(name), json=json)
 
 
 @cli.command(

@@ -498,54 +498,6 @@ async def test_load_that_a_gateway_did_not_finish_is_finished_by_the_next(tmp_pa
             assert not following.loader.list_errors()
 
 
-@pytest.mark.long
-@pytest.mark.fault("the gateway is killed or restarted during a staged load")
-async def test_staged_load_that_a_gateway_did_not_finish_is_undone_by_the_next(
-    tmp_path: Path,
-) -> None:
-    state = f"file://{tmp_path}/state.json"
-    async with simulated_replicas(3) as fakes, over(fakes) as pool:
-        async with managing(pool, state=state) as ended:
-            await ended.load("m", {})
-            before = ended.state.desired_models
-            fakes[1].load_s = 3600
-            loading = asyncio.create_task(ended.load("m", {"staged": True}))
-            await wait_until_async(lambda: fakes[1].requests["load"] == 2)
-        loading.cancel()
-        fakes[1].load_s = 0
-        async with managing(pool, state=state) as following:
-            assert following.state.desired_models == before
-            # What it had started is undone.
-            await wait_until_async(
-                lambda: (
-                    [fake.requests["load"] for fake in fakes[:2]] == [3, 3]
-                    and not following.outdated_replicas("m")
-                )
-            )
-            await several_probes(fakes[2], 1)
-            assert fakes[2].requests["load"] == 1
-
-
-@pytest.mark.fault("a replica accepts connections and never answers, while models")
-async def test_replica_that_hangs_in_a_staged_load_loads_the_model_when_it_answers(
-    tmp_path: Path,
-) -> None:
-    """Its index says that the model is ready: with what was loaded before."""
-    state = f"file://{tmp_path}/state.json"
-    async with (
-        simulated_replicas(2) as fakes,
-        over(fakes) as pool,
-        managing(pool, state=state) as repository,
-    ):
-        await repository.load("m", {})
-        fakes[1].hangs = True
-        with pytest.raises(PartialFailure):
-            await repository.load("m", {"staged": True})
-        loads = fakes[1].requests["load"]
-        fakes[1].hangs = False
-        await wait_until_async(lambda: fakes[1].requests["load"] > loads)
-
-
 @with_skips
 @pytest.mark.parametrize(
     ("state", "gateways", "status", "code"),
@@ -567,7 +519,7 @@ async def test_load_that_cannot_be_recorded_changes_no_replica(
         shutil.rmtree(tmp_path / "folder", ignore_errors=True)
         for repository in repositories:
             load, unload = repository.load, repository.unload
-            for change in (load("m", {}), load("m", {"staged": True}), unload("m", {})):
+            for change in (load("m", {}), unload("m", {})):
                 with pytest.raises(GatewayError) as refused:
                     await change
                 assert (refused.value.status, refused.value.code) == (status, code)
