@@ -276,8 +276,13 @@ def fit_max_connections(max_connections: int) -> int:
 
 
 def create_uvicorn_config(
-    app: ASGIApp | str, settings: Settings, host: str, port: int, workers: int = 1
+    app: ASGIApp | Callable[[], ASGIApp],
+    settings: Settings,
+    host: str,
+    port: int,
+    workers: int = 1,
 ) -> uvicorn.Config:
+    """Return uvicorn's configuration. Each of several workers calls `app` for an application of its own."""
     certificate = None
     if settings.tls_cert_file is not None:
         certificate = ServerCertificate(
@@ -291,7 +296,7 @@ def create_uvicorn_config(
     protocol = partial(HttpProtocol, limits=ProtocolLimits(**limits), clients=ClientRegistry())
     return uvicorn.Config(
         app,
-        factory=isinstance(app, str),
+        factory=workers > 1,
         host=host,
         port=port,
         workers=workers,
