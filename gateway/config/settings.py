@@ -1,11 +1,12 @@
 """The gateway's settings: read once from the environment (prefix `GATEWAY_`), described once, and frozen.
 
 The string below a field is its description in the documentation. pydantic does not read it: to parse the
-source would take 20 ms of every start.
+source would take 20 ms of every start. No variable sets a `Fixed` field.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import ssl
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,7 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -35,7 +37,8 @@ from pydantic_settings import (
 
 from gateway.messages import CommandError, suggest_name
 
-T = TypeVar("T", bound="CapabilitySettings")
+T = TypeVar("T")
+CapabilityT = TypeVar("CapabilityT", bound="CapabilitySettings")
 ENV_PREFIX: Final = "GATEWAY_"
 # Kubernetes adds these variables to every pod beside a Service whose name begins with "gateway".
 KUBERNETES_VARIABLE: Final = re.compile(
@@ -57,6 +60,9 @@ def split_list(value: Any) -> Any:
     return value
 
 
+FIXED: Final = "fixed"
+# A constant that is a field, so that tests can pass another value; no variable sets it.
+Fixed = Annotated[T, FIXED]
 # Bounded, because timers do not accept infinity.
 PositiveSeconds = Annotated[float, Field(gt=0, le=MAX_SETTING_S)]
 NonNegativeSeconds = Annotated[float, Field(ge=0, le=MAX_SETTING_S)]
@@ -74,15 +80,12 @@ class FleetSettings(BaseModel):
     dns+http://NAME:8000 stands for every address that NAME resolves to; the name is resolved periodically.
     With dns+http://NAME:8000?prefer=OTHER, a replica at an address that OTHER does not resolve to gets a
     request only if no other replica can serve it."""
-    poll_interval_s: PositiveSeconds = Field(0.5, le=60)
-    """Interval between health probes of each replica."""
-    dns_interval_s: PositiveSeconds = 5.0
-    """Interval between DNS lookups of dns+http:// names."""
+    poll_interval_s: Fixed[float] = 0.5  # between health probes of each replica
+    dns_interval_s: Fixed[float] = 5.0  # between DNS lookups of dns+http:// names
     slow_start_s: NonNegativeSeconds = 0.0
     """Time in which the share of a replica that can serve a model again, or for the first time, grows from a
     tenth to the share of the others; 0 means that it gets its full share at once."""
-    connect_timeout_s: PositiveSeconds = 0.5
-    """Timeout for connecting to a replica."""
+    connect_timeout_s: Fixed[float] = 0.5  # for connections to a replica
     triton_ca_file: Path | None = None
     """CA certificate that signed the certificates of https:// replicas."""
     triton_cert_file: Path | None = None
@@ -271,27 +274,10 @@ class ClientAuth(str, Enum):
 class ServerSettings(BaseModel):
     keep_alive_s: int = Field(75, gt=0, le=int(MAX_SETTING_S))
     """Time after which an idle client connection is closed."""
-    max_header_bytes: int = Field(64 << 10, ge=1 << 10)
-    """Maximum size of a request's header, including the request line; also the maximum size of its
-    trailers."""
-    max_header_fields: int = Field(100, ge=16)
-    """Maximum number of header fields of a request."""
-    max_url_bytes: int = Field(8 << 10, ge=256)
-    """Maximum length of a request's URL."""
-    max_pipelined: int = Field(16, gt=0)
-    """Maximum number of pipelined requests that wait for the previous response on one connection; further
-    ones are read later."""
-    header_timeout_s: PositiveSeconds = 10.0
-    """Timeout for receiving a request's header, and for the first request on a new connection."""
-    body_stall_s: PositiveSeconds = 10.0
-    """How far a request body may fall behind GATEWAY_MIN_BYTES_PER_S before the request is aborted. A gRPC
-    stream that is idle for this long, or a message that is incomplete for so long, may be ended for another
-    call."""
-    write_timeout_s: PositiveSeconds = 30.0
-    """How far a client may fall behind GATEWAY_MIN_BYTES_PER_S in reading its response before it is
-    disconnected."""
-    min_bytes_per_s: int = Field(1 << 10, gt=0)
-    """Minimum average rate at which a client must send a request body and read a response."""
+    header_timeout_s: Fixed[float] = 10.0  # also of the first request on a new connection
+    # How far a body, or a client that reads its response, may fall behind 1 KiB/s.
+    body_stall_s: Fixed[float] = 10.0
+    write_timeout_s: Fixed[float] = 30.0
     max_connections: int = Field(4096, gt=0)
     """Maximum number of connections of each process, or fewer if it may not open as many files. Further
     connections are answered with 503."""
@@ -434,6 +420,15 @@ class ObservabilitySettings(BaseModel):
 # Reading the settings
 
 
+class Variables(EnvSettingsSource):
+    """The environment variables of all fields but the fixed ones."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        if FIXED in field.metadata:
+            return None, field_name, False
+        return super().get_field_value(field, field_name)
+
+
 class SecretFiles(EnvSettingsSource):
     """The secrets in the files that `GATEWAY_…_FILE` name. Raises `CommandError`."""
 
@@ -467,7 +462,7 @@ class EnvironmentSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, SecretFiles(settings_cls)
+        return init_settings, Variables(settings_cls), SecretFiles(settings_cls)
 
 
 class CapabilitySettings(EnvironmentSettings):
@@ -490,7 +485,7 @@ class Settings(
     # Values that are none of these fields are kept for the capabilities.
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="allow")
 
-    def read(self, kind: type[T]) -> T:
+    def read(self, kind: type[CapabilityT]) -> CapabilityT:
         """Return a capability's settings from the environment and from this object's arguments."""
         return kind(**(self.model_extra or {}))
 
@@ -500,6 +495,7 @@ def read_settings(*kinds: type[CapabilitySettings], **overrides: Any) -> Setting
 
     Raises `CommandError`.
     """
+    check_removed_settings(os.environ)
     try:
         settings = Settings(**overrides)
         for kind in kinds:
@@ -532,8 +528,43 @@ def format_setting(value: Any) -> str:
     return repr(CREDENTIALS.sub("…@", written)) if written else "empty"
 
 
-def list_setting_names(*kinds: type[BaseSettings]) -> list[str]:
-    return [*Settings.model_fields, *(name for kind in kinds for name in kind.model_fields)]
+def list_setting_names(*kinds: type[CapabilitySettings]) -> list[str]:
+    return [
+        *list_variable_fields(Settings),
+        *(name for kind in kinds for name in list_variable_fields(kind)),
+    ]
+
+
+def list_variable_fields(kind: type[BaseModel]) -> list[str]:
+    """Return the names of the fields that a variable sets."""
+    return [name for name, field in kind.model_fields.items() if FIXED not in field.metadata]
+
+
+CONSTANT: Final = "its value is fixed"
+# What holds in place of a setting, or what to do instead.
+REMOVED_SETTINGS: Final = {
+    "GATEWAY_BODY_STALL_S": CONSTANT,
+    "GATEWAY_CONNECT_TIMEOUT_S": CONSTANT,
+    "GATEWAY_DNS_INTERVAL_S": CONSTANT,
+    "GATEWAY_GRPC_COMPRESSION": "compressed messages are accepted",
+    "GATEWAY_GRPC_HOST": "gRPC listens where --host says",
+    "GATEWAY_GRPC_MAX_STREAMS": CONSTANT,
+    "GATEWAY_HEADER_TIMEOUT_S": CONSTANT,
+    "GATEWAY_MAX_HEADER_BYTES": CONSTANT,
+    "GATEWAY_MAX_HEADER_FIELDS": CONSTANT,
+    "GATEWAY_MAX_PIPELINED": CONSTANT,
+    "GATEWAY_MAX_URL_BYTES": CONSTANT,
+    "GATEWAY_MIN_BYTES_PER_S": CONSTANT,
+    "GATEWAY_POLL_INTERVAL_S": CONSTANT,
+    "GATEWAY_WRITE_TIMEOUT_S": CONSTANT,
+}
+
+
+def check_removed_settings(names: Iterable[str]) -> None:
+    """Check that no variable sets what is no setting any longer. Raises `CommandError`."""
+    for name in sorted(name.upper() for name in names):
+        if advice := REMOVED_SETTINGS.get(name):
+            raise CommandError(f"{name} is no longer a setting; unset it: {advice}")
 
 
 def describe_unknown_settings(names: Iterable[str], *kinds: type[CapabilitySettings]) -> list[str]:

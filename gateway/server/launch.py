@@ -170,9 +170,9 @@ def run_triton(options: TritonOptions, host: str) -> None:
                 raise CommandError(reasons[0]) from None
 
 
-def run_gateway(host: str, port: int, workers: int) -> None:
+def run_gateway(host: str, port: int, workers: int, overrides: Mapping[str, Any]) -> None:
     check_port_free(host, port, "--port")
-    settings, print_line = configure_process()
+    settings, print_line = configure_process(**overrides)
     tritons = ", ".join(settings.triton_urls)
     plan = prepare_capabilities(LaunchPlan(settings, host, {"--port": port}, workers))
     places = describe_places(port, plan)

@@ -8,8 +8,12 @@ import pytest
 import trustme
 from pydantic import SecretStr
 
-from gateway.capabilities.uploads.settings import UploadSettings
-from gateway.config.settings import describe_unknown_settings, read_settings
+from gateway.config.settings import (
+    CapabilitySettings,
+    Settings,
+    describe_unknown_settings,
+    read_settings,
+)
 from gateway.messages import CommandError
 
 
@@ -24,24 +28,16 @@ def refusal(monkeypatch: pytest.MonkeyPatch, **environment: str) -> str:
 
 
 DURATIONS = (
-    "POLL_INTERVAL_S",
-    "DNS_INTERVAL_S",
     "LOAD_TIMEOUT_S",
     "MAX_REQUEST_TIMEOUT_S",
     "REQUEST_TIMEOUT_S",
-    "CONNECT_TIMEOUT_S",
-    "HEADER_TIMEOUT_S",
-    "BODY_STALL_S",
-    "WRITE_TIMEOUT_S",
     "DRAIN_S",
     "SHUTDOWN_S",
     "KEEP_ALIVE_S",
 )
-LIMITS = ("MAX_HEADER_BYTES", "MAX_HEADER_FIELDS", "MAX_URL_BYTES")
 # For each setting: an invalid value, and what the sentence begins with.
 INVALID = (
     *((name, value, "") for name in DURATIONS for value in ("inf", "nan", "1e300", "-1", "-inf")),
-    *((name, "10", "") for name in LIMITS),
     *(
         ("OTLP_ENDPOINT", value, "it is not a valid URL; use http://HOST:4318")
         for value in ("foo", "collector:4318", "ftp://x", "http://", "http://x:y")
@@ -119,11 +115,30 @@ def test_default_timeout_is_at_most_its_limit(monkeypatch: pytest.MonkeyPatch) -
     assert read_settings().request_timeout_s == 20
 
 
+class ExampleSettings(CapabilitySettings):
+    example_bytes: int = 1
+
+
 def test_argument_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("DRAIN_S", "MAX_MODEL_BYTES"):
+    for name in ("DRAIN_S", "EXAMPLE_BYTES"):
         monkeypatch.setenv(f"GATEWAY_{name}", "3")
-    settings = read_settings(drain_s=5, max_model_bytes=5)
-    assert (settings.drain_s, settings.read(UploadSettings).max_model_bytes) == (5, 5)
+    settings = read_settings(drain_s=5, example_bytes=5)
+    assert (settings.drain_s, settings.read(ExampleSettings).example_bytes) == (5, 5)
+
+
+def test_no_variable_sets_a_fixed_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GATEWAY_POLL_INTERVAL_S", "3")
+    assert Settings().poll_interval_s == 0.5
+    assert Settings(poll_interval_s=0.1).poll_interval_s == 0.1
+
+
+def test_removed_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GATEWAY_POLL_INTERVAL_S", "0.5")
+    with pytest.raises(CommandError) as refused:
+        read_settings()
+    assert str(refused.value) == (
+        "GATEWAY_POLL_INTERVAL_S is no longer a setting; unset it: its value is fixed"
+    )
 
 
 def test_certificate_and_key_must_match(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
