@@ -222,9 +222,6 @@ class AccessSettings(BaseModel):
     cors_origins: CommaSeparated = ()
     """Comma-separated origins whose pages may call the gateway from a browser: https://app.example.com; *
     allows every origin. Empty: none."""
-    cors_credentials: bool = False
-    """Allow the pages of GATEWAY_CORS_ORIGINS to send cookies, client certificates and credentials of HTTP
-    authentication, which a proxy before the gateway may need. Not possible with the origin *."""
     allowed_hosts: CommaSeparated = ()
     """Comma-separated values that the Host header may have: models.example.com,*.test; localhost is always
     allowed, * allows any host. Empty: only localhost if the gateway listens on loopback and has no keys file,
@@ -239,13 +236,6 @@ class AccessSettings(BaseModel):
                 raise ValueError(
                     f"{origin!r} is not a valid origin; use https://HOST or https://HOST:PORT"
                 )
-        return value
-
-    @field_validator("cors_credentials")
-    @classmethod
-    def check_credentials(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and "*" in info.data.get("cors_origins", ()):
-            raise ValueError("GATEWAY_CORS_ORIGINS allows every origin; name the origins instead")
         return value
 
     @field_validator("allowed_hosts")
@@ -545,6 +535,7 @@ CONSTANT: Final = "its value is fixed"
 REMOVED_SETTINGS: Final = {
     "GATEWAY_BODY_STALL_S": CONSTANT,
     "GATEWAY_CONNECT_TIMEOUT_S": CONSTANT,
+    "GATEWAY_CORS_CREDENTIALS": "pages of other origins send a key or a token",
     "GATEWAY_DNS_INTERVAL_S": CONSTANT,
     "GATEWAY_GRPC_COMPRESSION": "compressed messages are accepted",
     "GATEWAY_GRPC_HOST": "gRPC listens where --host says",
@@ -558,6 +549,7 @@ REMOVED_SETTINGS: Final = {
     "GATEWAY_MAX_PIPELINED": CONSTANT,
     "GATEWAY_MAX_URL_BYTES": CONSTANT,
     "GATEWAY_MIN_BYTES_PER_S": CONSTANT,
+    "GATEWAY_OIDC_KEYS_MAX_AGE_S": CONSTANT,
     "GATEWAY_POLL_INTERVAL_S": CONSTANT,
     "GATEWAY_WRITE_TIMEOUT_S": CONSTANT,
 }

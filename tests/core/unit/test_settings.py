@@ -49,7 +49,7 @@ INVALID = (
         "https://a.test,b.test",
         "'b.test' is not a valid origin; use https://HOST or https://HOST:PORT",
     ),
-    ("CORS_CREDENTIALS", "maybe", ""),
+    ("LOCAL_ADMIN", "maybe", ""),
     ("TLS_CERT_FILE", "/nope", "the certificate cannot be read: no such file or directory"),
     ("TLS_KEY_FILE", "/nope", "GATEWAY_TLS_CERT_FILE is missing"),
     (
@@ -70,14 +70,6 @@ def test_invalid_setting_is_explained(
             assert sentence.startswith(f"GATEWAY_{name} cannot be '{value}': {reason}")
     sentence = refusal(monkeypatch, TRITON_URLS="")
     assert sentence == "GATEWAY_TRITON_URLS cannot be empty: at least one Triton URL is required"
-
-
-def test_credentials_require_named_origins(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"CORS_ORIGINS": "https://a.test,*", "CORS_CREDENTIALS": "true"}
-    assert refusal(monkeypatch, **given) == (
-        "GATEWAY_CORS_CREDENTIALS cannot be 'true': GATEWAY_CORS_ORIGINS allows every origin; name the "
-        "origins instead"
-    )
 
 
 def test_secret_is_read_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
