@@ -150,30 +150,20 @@ class LimitSettings(BaseModel):
     # Triton counts the bytes of texts in 32 bits, and needs 4 more for each text.
     max_body_bytes: int = Field(64 << 20, gt=0, le=1 << 30)
     """Maximum size of a request body, as received and decompressed; 1 GiB at most."""
-    max_answer_bytes: int = Field(256 << 20, gt=0, lt=1 << 31)
-    """Maximum size of a replica's response that /v1 buffers, over HTTP and gRPC; a larger response becomes a
-    502. Responses that pass through /v2 may have any size."""
+    max_answer_bytes: Fixed[int] = 256 << 20  # of a replica's response that /v1 buffers
     max_bytes_in_flight: int = Field(0, ge=0)
     """Memory that the bodies of requests and responses may use together in each process; 0 means a quarter of
     the memory limit, divided among the workers. Further requests are rejected with 429."""
     max_image_pixels: int = Field(25_000_000, gt=0)
     """Maximum number of pixels of one image, and of all images of a request at the size that the model
     takes."""
-    max_pixels_in_flight: int = Field(100_000_000, gt=0)
-    """Maximum number of pixels that are decoded at the same time; in any case, they have a quarter of
-    GATEWAY_MAX_BYTES_IN_FLIGHT, at 4 bytes each. A larger image is decoded alone."""
-    decode_threads: int = Field(0, ge=0)
-    """Number of threads that decode images; 0 means one per core, four at most."""
     max_inflight: int = Field(2048, gt=0)
     """Maximum number of concurrent inferences in each process."""
     max_model_inflight: Literal["auto"] | NonNegativeInt = 0
     """Maximum number of concurrent inferences of one model; 0 means half of GATEWAY_MAX_INFLIGHT, and auto
     as many as keep Triton busy with a short queue of its own."""
-    max_request_inferences: int = Field(2048, gt=0, le=1 << 16)
-    """Maximum number of inferences of one request: the items for a model without a batch dimension, or the
-    parts of a batch above the model's max_batch_size. Each counts as a request at the rate of the key."""
-    max_queue: int = Field(512, ge=0)
-    """Maximum number of inferences in the admission queue; further ones are rejected with 429 at once."""
+    max_request_inferences: Fixed[int] = 2048  # that one request may become
+    max_queue: Fixed[int] = 512  # inferences that wait for a slot
     max_request_timeout_s: PositiveSeconds = 300.0
     """Maximum timeout that a client may set with X-Request-Timeout."""
     request_timeout_s: PositiveSeconds = Field(30.0, validate_default=True)
@@ -536,17 +526,22 @@ REMOVED_SETTINGS: Final = {
     "GATEWAY_BODY_STALL_S": CONSTANT,
     "GATEWAY_CONNECT_TIMEOUT_S": CONSTANT,
     "GATEWAY_CORS_CREDENTIALS": "pages of other origins send a key or a token",
+    "GATEWAY_DECODE_THREADS": CONSTANT,
     "GATEWAY_DNS_INTERVAL_S": CONSTANT,
     "GATEWAY_GRPC_COMPRESSION": "compressed messages are accepted",
     "GATEWAY_GRPC_HOST": "gRPC listens where --host says",
     "GATEWAY_GRPC_MAX_STREAMS": CONSTANT,
     "GATEWAY_HEADER_TIMEOUT_S": CONSTANT,
+    "GATEWAY_MAX_ANSWER_BYTES": CONSTANT,
     "GATEWAY_MAX_HEADER_BYTES": CONSTANT,
     "GATEWAY_MAX_HEADER_FIELDS": CONSTANT,
     "GATEWAY_MAX_MODEL_INSTANCES": CONSTANT,
     "GATEWAY_MAX_MODEL_SEQUENCES": CONSTANT,
     "GATEWAY_MAX_MODEL_WARMUPS": CONSTANT,
     "GATEWAY_MAX_PIPELINED": CONSTANT,
+    "GATEWAY_MAX_PIXELS_IN_FLIGHT": CONSTANT,
+    "GATEWAY_MAX_QUEUE": CONSTANT,
+    "GATEWAY_MAX_REQUEST_INFERENCES": CONSTANT,
     "GATEWAY_MAX_URL_BYTES": CONSTANT,
     "GATEWAY_MIN_BYTES_PER_S": CONSTANT,
     "GATEWAY_OIDC_KEYS_MAX_AGE_S": CONSTANT,
