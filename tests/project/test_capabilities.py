@@ -86,7 +86,7 @@ OWN_NAMES = {
     "samples": OwnNames(others=r"setting GATEWAY_SAMPLES?(_\w+)?"),
     "jobs": OwnNames(
         r"\w+ /v1/(jobs|files|batches|models/{model}/jobs).*",
-        r"setting GATEWAY_(JOBS?|MAX_JOBS|MAX_RUNNING_JOBS|MAX_BATCH|CALLBACK)\w*"
+        r"setting GATEWAY_(JOBS?|MAX_JOBS|MAX_BATCH|CALLBACK)\w*"
         r"|code \d+ (JOBS?_\w+|IDEMPOTENCY_\w+|RESULT_TOO_LARGE|CALLBACK_NOT_ALLOWED)"
         r"|(command|flag) triton-gateway jobs\b.*|flag triton-gateway infer --(async|callback)"
         r"|variable GATEWAY_CALLBACK_SECRET",

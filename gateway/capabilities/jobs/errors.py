@@ -23,8 +23,8 @@ class JobConflict(Conflict):
 class TooManyJobs(Overloaded):
     def __init__(self, limit: int) -> None:
         super().__init__(
-            f"this caller has {limit} files and jobs that have not ended, which is the limit "
-            "(GATEWAY_MAX_JOBS_PER_CALLER); wait for jobs or cancel some, or delete files"
+            f"this caller has {limit} files and jobs that have not ended, which is the limit; "
+            "wait for jobs or cancel some, or delete files"
         )
 
 

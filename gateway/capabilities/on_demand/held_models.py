@@ -36,12 +36,9 @@ FIRST_USE_S: Final = 1.0
 class ModelFactsCache:
     """The facts of all models that were ready once. Triton returns the configs of ready models only."""
 
-    def __init__(
-        self, pool: ReplicaPool, signatures: SignatureCache, default_memory_mb: int
-    ) -> None:
+    def __init__(self, pool: ReplicaPool, signatures: SignatureCache) -> None:
         self._pool = pool
         self._signatures = signatures
-        self._default_memory_mb = default_memory_mb
         self.facts: dict[str, ModelFacts] = {}
         self._read_at: dict[str, float] = {}  # has only models with current facts
         self._ready_since: dict[str, float] = {}
@@ -82,8 +79,7 @@ class ModelFactsCache:
 
     def get_memory_mb(self, model: str) -> int:
         facts = self.facts.get(model)
-        known = None if facts is None else facts.memory_mb
-        return self._default_memory_mb if known is None else known
+        return 0 if facts is None else facts.memory_mb
 
     def find_parts(self, model: str) -> frozenset[str]:
         return find_all_parts(model, self.facts)

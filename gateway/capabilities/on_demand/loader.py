@@ -76,7 +76,7 @@ class OnDemandLoader:
         self._budget = ModelBudget(settings.max_loaded_models, settings.model_memory_mb)
         self.models = OnDemandModels(state, settings.on_demand_models)
         self.usage = ModelUsage(admission, perf_counter, settings.eviction_protection_s)
-        self.facts = ModelFactsCache(pool, signatures, settings.default_model_memory_mb)
+        self.facts = ModelFactsCache(pool, signatures)
         loader.change_listeners.append(self.facts.invalidate)
         self.held = HeldModels(state, reconciler, self.models, usage=self.usage, facts=self.facts)
 

@@ -23,8 +23,6 @@ class OnDemandSettings(CapabilitySettings):
     model_memory_mb: int = Field(0, ge=0)
     """Memory in MiB that the models of each replica may use, by their config parameter gateway.memory_mb; 0
     means no limit."""
-    default_model_memory_mb: int = Field(0, ge=0)
-    """Memory in MiB of a model without gateway.memory_mb in its config."""
     eviction_protection_s: NonNegativeSeconds = 10.0
     """Time after a use during which an on-demand model is not unloaded to make room for a model of another
     caller: another key, or without keys another client address. 0: not protected."""

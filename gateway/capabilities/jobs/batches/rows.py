@@ -73,8 +73,7 @@ class RowWriter:
         max_lines = MAX_LINES_PER_ROW * self._max_rows
         if self._lines > max_lines:
             raise TooLarge(
-                f"the batch has more than {max_lines} lines, of which {self._max_rows} may be rows "
-                "(GATEWAY_MAX_BATCH_ROWS)"
+                f"the batch has more than {max_lines} lines, of which {self._max_rows} may be rows"
             )
         self._rest += data
         lines: list[bytearray] = []
@@ -100,9 +99,7 @@ class RowWriter:
     def _count_rows(self, rows: int) -> None:
         self.rows += rows
         if self.rows > self._max_rows:
-            raise TooLarge(
-                f"the batch has more than {self._max_rows} rows (GATEWAY_MAX_BATCH_ROWS)"
-            )
+            raise TooLarge(f"the batch has more than {self._max_rows} rows")
 
     async def _append(self, data: bytes) -> None:
         self.size_bytes += len(data)

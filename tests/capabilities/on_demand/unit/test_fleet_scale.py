@@ -61,7 +61,6 @@ def build_fleet() -> LargeFleet:
     on_demand = OnDemandSettings(
         on_demand_models=("*",),
         max_loaded_models=LOADED,
-        default_model_memory_mb=100,
         idle_unload_s=60.0,
     )
     pool = ReplicaPool([], settings)

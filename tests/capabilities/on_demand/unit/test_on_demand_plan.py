@@ -236,7 +236,7 @@ def test_facts_of_a_model_are_read_from_its_config_or_unknown() -> None:
     assert parse_model_facts(config) == ModelFacts(512, frozenset("ab"))
     for wrong in ("-1", "many", "1e9", "9" * 99, "٣"):
         config = {"parameters": {"gateway.memory_mb": {"string_value": wrong}}}
-        assert parse_model_facts(config).memory_mb is None
+        assert parse_model_facts(config).memory_mb == 0
     documents: tuple[Any, ...] = (
         {},
         None,
