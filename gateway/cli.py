@@ -33,7 +33,7 @@ from gateway.commands.flags import (
 )
 from gateway.commands.help import HelpAllOption, RootGroup, arrange_help
 from gateway.commands.job_commands import job_cli
-from gateway.commands.label_commands import label_cli, rollout_cli
+from gateway.commands.label_commands import label_cli
 from gateway.commands.target import OptionalTarget
 from gateway.embedded.flags import TritonFlags
 from gateway.embedded.model_paths import exclude_startup_models
@@ -58,7 +58,6 @@ root_cli.add_typer(key_commands, name="key", rich_help_panel=START_PANEL)
 root_cli.add_typer(client_commands.cli)
 root_cli.add_typer(job_cli, name="jobs", rich_help_panel=INFERENCE_PANEL)
 root_cli.add_typer(label_cli, name="label", rich_help_panel=MODELS_PANEL)
-root_cli.add_typer(rollout_cli)
 root_cli.add_typer(state_commands, name="state", rich_help_panel=OPERATION_PANEL)
 diagnosis_commands = typer.Typer()  # the last group of the help, which lists groups in this order
 root_cli.add_typer(diagnosis_commands)
@@ -108,15 +107,6 @@ StateUrl = Annotated[
     str,
     typer.Option("--state", help="URL of the state. Default: GATEWAY_STATE.", show_default=False),
 ]
-ConformanceUrl = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL",
-        help="Ask this Triton, as in GATEWAY_TRITON_URLS, the behaviours that the gateway relies on. A "
-        "model is loaded there for it, and unloaded.",
-    ),
-]
-
 DURATION: Final = re.compile(r"(\d{1,5})([dhm])", re.ASCII)
 DURATION_UNITS: Final = {"d": "days", "h": "hours", "m": "minutes"}
 
@@ -371,7 +361,6 @@ def run_with_store(url: str, work: Callable[[StateStore], Coroutine[Any, Any, T]
         "triton-gateway doctor",
         "triton-gateway doctor --port 9000 --json",
         "triton-gateway doctor --url https://gateway.example.com --key KEY",
-        "triton-gateway doctor --conformance http://triton:8000",
     ),
 )
 @add_flags(OptionalTarget)
@@ -379,19 +368,13 @@ def doctor(
     target: OptionalTarget,
     host: Host = "127.0.0.1",
     port: Port = 8080,
-    conformance: ConformanceUrl = None,
     json: JsonOption = False,
 ) -> None:
-    """Check this machine and its settings, a running gateway, or a Triton. Exits with 1 if a check fails."""
+    """Check this machine and its settings, or a running gateway. Exits with 1 if a check fails."""
     from gateway.capabilities.capability import FAILED
     from gateway.doctor.checks import ask_gateway, print_findings, run_checks
 
-    if conformance is not None:
-        from gateway.doctor.conformance import run_conformance_checks
-
-        findings = run_conformance_checks(conformance)
-    else:
-        findings = list(ask_gateway(target)) if target.url else run_checks(host, port)
+    findings = list(ask_gateway(target)) if target.url else run_checks(host, port)
     print_findings(findings, json=json)
     if any(finding.status == FAILED for finding in findings):
         raise SystemExit(1)

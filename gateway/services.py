@@ -61,8 +61,9 @@ from gateway.repository.state.store import open_configured_store
 from gateway.tasks import repeat
 from gateway.telemetry import logs
 from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.recording import Recorder
 from gateway.telemetry.refusals import RefusalLog
-from gateway.telemetry.request_info import RequestInfo, RequestScope
+from gateway.telemetry.request_info import RequestInfo
 from gateway.telemetry.tracing import Tracer
 from gateway.tensors.payload import PayloadLimits
 from gateway.tensors.schema import Schema
@@ -104,32 +105,6 @@ class ModelDescriber:
     def describe_model(self, services: Services, signature: Signature) -> Mapping[str, Any]:
         """Return fields of the description of a model, or of one of its versions."""
         return {}
-
-
-class RecordedBody(Protocol):
-    """The body of a request or a response, which passes in pieces."""
-
-    headers: Headers
-
-    async def add(self, data: bytes, *, is_last: bool = True) -> None: ...
-
-
-class Recording(Protocol):
-    @property
-    def request(self) -> RecordedBody: ...
-
-    @property
-    def response(self) -> RecordedBody: ...
-
-
-class Recorder(Protocol):
-    """Records requests and responses, over HTTP and gRPC."""
-
-    def start(self, scope: RequestScope) -> Recording | None:
-        """Return the recording of a request whose head has arrived; None if it is not recorded."""
-
-    def end(self, scope: RequestScope, recording: Any, status: int) -> None:
-        """End a request and its recording, which is what `start` returned."""
 
 
 class InternalRequest(NamedTuple):
@@ -175,9 +150,9 @@ class Services:
     maintenance: Maintenance
     refusals: RefusalLog
     tracer: Tracer | None = None
-    recorder: Recorder | None = None
     management_headers: Headers = field(default_factory=list)  # open Triton's own management API
     describers: list[ModelDescriber] = field(default_factory=list)
+    recorders: list[Recorder] = field(default_factory=list)
     # Counts of inferences that wait outside of the admission, and for which the fleet is needed.
     waiting_work: list[Callable[[], int]] = field(default_factory=list)
     _provided: dict[type, Any] = field(default_factory=dict)
@@ -475,7 +450,6 @@ async def run_services(
     settings: Settings,
     components: AppComponents,
     paths: PathRules = CORE_PATHS,
-    recorder: Recorder | None = None,
 ) -> AsyncIterator[Services]:
     async with AsyncExitStack() as stack:
         stack.callback(logs.flush)  # a worker is killed by its own signal right afterwards
@@ -527,6 +501,5 @@ async def run_services(
             maintenance=maintenance,
             refusals=refusals,
             tracer=components.tracer,
-            recorder=recorder,
             management_headers=[] if restricted is None else restricted.headers,
         )

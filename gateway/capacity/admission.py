@@ -125,7 +125,6 @@ class Slot:
 
     __slots__ = (
         "_admission",
-        "_callbacks",
         "_info",
         "_model",
         "_more_rows",
@@ -137,7 +136,6 @@ class Slot:
         self._admission = admission
         self._model = model
         self._info = info
-        self._callbacks: tuple[Callable[[], None], ...] = ()
         # Set for a request that had to wait.
         self._waiter: Waiter | None = None
         self._more_rows = 0
@@ -181,14 +179,10 @@ class Slot:
             self._admission.add_rows(self._model, more_rows - self._more_rows)
             self._more_rows = more_rows
 
-    def call_when_released(self, callback: Callable[[], None]) -> None:
-        self._callbacks += (callback,)
-
     def transfer(self) -> Slot:
         """Return a slot with the place of this one, which does not release it any longer."""
         slot = Slot(self._admission, self._model, self._info)
         slot.is_taken, self.is_taken = self.is_taken, False
-        slot._callbacks, self._callbacks = self._callbacks, ()
         slot._waiter = self._waiter
         slot._more_rows = self._more_rows
         return slot
@@ -206,8 +200,6 @@ class Slot:
             if self._more_rows:
                 self._admission.add_rows(self._model, -self._more_rows)
             self._admission.release(self._model, self._info.caller_name)
-            for callback in self._callbacks:
-                callback()
 
     def __enter__(self) -> Slot:
         return self

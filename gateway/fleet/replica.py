@@ -15,7 +15,6 @@ from gateway.fleet.index import EMPTY_INDEX, Index
 from gateway.http_client.client import HttpClient
 from gateway.http_client.connection import Headers
 from gateway.messages import CommandError
-from gateway.telemetry.exposition import PageCache
 from gateway.triton.grpc.byte_channel import GrpcByteChannel, GrpcTlsFiles, Metadata
 from gateway.triton.restricted_api import read_restricted_api
 
@@ -113,7 +112,6 @@ class Replica:
         self.index_lock = asyncio.Lock()
         self.reason = NOT_PROBED
         self.latency = RelativeLatency()
-        self.metrics_page_cache = PageCache()
         # Models get no new requests before they are unloaded.
         self.draining_models: set[str] = set()
         # Set to probe now, not at the next interval.

@@ -273,8 +273,6 @@ async def run_inference(opened: OpenedRequest, slot: Slot, request: InferRequest
     opened.charge.add(RESPONSE_MEMORY_FACTOR * result.size_bytes)
     if opened.choice is not None:
         opened.info.version = result.version or opened.info.version
-        if start_copy := opened.choice.copy_inference(request, result):
-            slot.call_when_released(start_copy)
     return result
 
 

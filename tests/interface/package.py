@@ -15,7 +15,7 @@ from gateway.errors import GatewayError
 from tests.interface import names, openapi
 
 # They run in Triton's processes.
-MODULES_OF_MODELS = ("gateway.embedded.backends", "gateway.doctor.conformance_model")
+MODULES_OF_MODELS = ("gateway.embedded.backends",)
 
 ClassT = TypeVar("ClassT")
 

@@ -67,8 +67,8 @@ OWN_NAMES = {
     ),
     "versions": OwnNames(
         r"\w+ /v1/models/\{model\}/labels(/\{label\})?",
-        r"setting GATEWAY_MAX_SHADOW_BYTES|code \d+ (LABEL|VERSION)_\w+"
-        r"|(command|flag) triton-gateway (label|rollout)\b.*",
+        r"code \d+ (LABEL|VERSION)_\w+"
+        r"|(command|flag) triton-gateway label\b.*",
         r"gateway_(label|shadow)_.*",
     ),
     "on_demand": OwnNames(

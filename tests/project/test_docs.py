@@ -131,7 +131,7 @@ TASKS = {
     "give a team a key": "triton-gateway key create",
     "let people and programs use the tokens of our identity provider": "GATEWAY_OIDC_ISSUER",
     "find out why a model is slow": "each with its share of the time",
-    "move users to a new version step by step": "triton-gateway rollout",
+    "move users to a new version step by step": "triton-gateway label set",
     "run it on Kubernetes": "kubectl apply",
     "find out why it does not start": "triton-gateway doctor",
 }

@@ -168,8 +168,7 @@ class IncomingCall:
                 self.scope["certificate_expires_at"] = math.inf  # see `MAX_CONNECTION_AGE_MS`
         if services.tracer is not None and not access.is_public:
             info.trace = services.tracer.start_trace(access.http_method, headers)
-        recorder = services.recorder
-        self.recording = None if recorder is None else recorder.start(self.scope)
+        self._recordings = [recorder.start(self.scope) for recorder in services.recorders]
         services.metrics.in_flight[GRPC_ROUTE] += 1
 
     # The caller, and what it may do.
@@ -283,8 +282,7 @@ class IncomingCall:
         if message is grpc.aio.EOF:
             raise NoRequest
         self.count_message(cast(bytes, message))
-        if self.recording is not None:
-            await self.recording.request.add(cast(bytes, message))
+        self.record_request(cast(bytes, message))
         return cast(bytes, message)
 
     async def read_short_message(self, max_bytes: int) -> bytes:
@@ -298,6 +296,10 @@ class IncomingCall:
         self.info.bytes_in = size = len(message)
         if size > min_charged_bytes:
             self.services.get_charge(self.info, "message").add(COPIES * size)
+
+    def record_request(self, message: bytes) -> None:
+        for recording in filter(None, self._recordings):
+            recording.request.add(message)
 
     def select_metadata(self) -> Metadata:
         """Return the metadata for Triton, which can turn it into parameters of the request.
@@ -330,6 +332,10 @@ class IncomingCall:
             info = self.info
             sizes = self.environment.response_sizes
             sizes.add(self._inferred_model, info.caller_name, info.bytes_in, len(response))
+
+    def record_response(self, response: bytes, *, is_last: bool = True) -> None:
+        for recording in filter(None, self._recordings):
+            recording.response.add(response, is_last=is_last)
 
     def charge_response(self, response: bytes) -> None:
         """Charge a response in place of the request. Raises `MemoryBudgetExceeded` or `TooLarge`."""
@@ -392,8 +398,8 @@ class IncomingCall:
         info = self.info
         metrics = self.services.metrics
         release_resources(self.services, info)
-        if self.services.recorder is not None:
-            self.services.recorder.end(self.scope, self.recording, self._status)
+        for recorder, recording in zip(self.services.recorders, self._recordings, strict=True):
+            recorder.end(self.scope, recording, self._status)
         metrics.in_flight[GRPC_ROUTE] -= 1
         if self._client:
             self.environment.clients.remove(self._client)

@@ -113,8 +113,7 @@ def make_handler(environment: CallEnvironment, path: str, method: Method) -> Any
                     call.charge_response(response)
                     is_unread = True
                 call.succeed(response)
-                if call.recording is not None:
-                    await call.recording.response.add(response)
+                call.record_response(response)
                 await call.audit()
             context.set_trailing_metadata((("x-request-id", call.info.request_id),))
             return response

@@ -230,8 +230,7 @@ class InferStream:
         try:
             await call.identify_caller()
             call.count_message(message, min_charged_bytes=0)
-            if call.recording is not None:
-                await call.recording.request.add(message)
+            call.record_request(message)
             head = read_infer_request(message)
             target = call.resolve(RIGHT_TO_INFER, head.model, head.version).with_sequence(head.step)
             call.expect_response(target.model)
@@ -324,15 +323,13 @@ class InferStream:
             call.record_size(message)
             call.charge_response(message)
             await self._write(request, message)
-            if call.recording is not None:
-                await call.recording.response.add(message, is_last=False)
+            call.record_response(message, is_last=False)
             if error is None:
                 call.succeed(message)
             with measure_upstream_time():
                 message = await stream.read_message(call.info.timeout_s)
             error = None if message is None else map_stream_error(message, stream.target)
-        if call.recording is not None:
-            await call.recording.response.add(b"")
+        call.record_response(b"")
         if not call.info.bytes_out:
             call.succeed(b"")  # a decoupled model may send no response
 

@@ -103,9 +103,8 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
                     await audit_response(services, scope, start["status"])
                 info.model = model
                 info.version = target.served_version
-                if (choice := target.choice) is not None:
+                if target.choice is not None:
                     start["headers"].append((VERSION_HEADER, info.version.encode()))
-                    send = choice.watch_response(send, info.request_id)
                 if (
                     response.is_complete
                     and not response.is_event_stream
@@ -251,8 +250,6 @@ async def forward_request(
         target.choice,
     )
     call = build_call(scope, route, upstream, forwarded, prepared.content)
-    if target.choice is not None and action.is_inference:
-        call = target.choice.copy_http_call(call, has_tensors=has_tensors)
     return await services.dispatcher.send(call, remaining_s)
 
 

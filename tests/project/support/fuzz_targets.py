@@ -25,12 +25,7 @@ from gateway.capabilities.uploads.model_files.received_body import parse_sha256_
 from gateway.capacity.archives import PIECE_BYTES, ArchiveLimits, read_archive
 from gateway.errors import GatewayError
 from gateway.routes.passthrough.sse import EventStreamScrubber
-from gateway.telemetry.exposition import (
-    InvalidExposition,
-    decode_page,
-    parse_families,
-    split_page_lines,
-)
+from gateway.telemetry.exposition import InvalidExposition, parse_families, split_page
 from gateway.tensors.images.header import read_image_header, strip_metadata
 from gateway.tensors.inputs import JsonParser, decode_body, decode_json_body
 from gateway.tensors.json_body import decode_base64_text
@@ -131,7 +126,7 @@ def targets() -> list[Target]:
         ),
         Target("event streams", scrub_events, [EVENTS], REFUSALS),
         Target(
-            "metrics pages", lambda data: parse_families(split_page_lines(decode_page(data))), [page],
+            "metrics pages", lambda data: parse_families(split_page(data)), [page],
             (InvalidExposition,),
         ),
         Target("gRPC inference requests", read_infer_request, infer_messages(), REFUSALS),
