@@ -106,7 +106,7 @@ FIXED_LIMITS = {"python": 3, "batching": 8, "ensemble": 4}
 
 
 def find_settings(limit: str, model: str) -> Mapping[str, str]:
-    limits = {"fixed": str(FIXED_LIMITS[model]), "auto": "auto", "none": "1024"}
+    limits = {"fixed": str(FIXED_LIMITS[model]), "none": "1024"}
     return {"GATEWAY_MAX_MODEL_INFLIGHT": limits[limit]}
 
 
@@ -220,7 +220,7 @@ def compare(
     stack: ExitStack,
     run: Run,
     models: Sequence[str],
-    limits: Sequence[str] = ("fixed", "auto", "none"),
+    limits: Sequence[str] = ("fixed", "none"),
     loads: Sequence[float] = LOADS,
     *,
     measured_s: float = MEASURED_S,
@@ -293,7 +293,7 @@ def format_row(name: str, load: float, served: Mapping[Priority, Served], goodpu
 
 def main(
     models: str = "python,batching,ensemble",
-    limits: str = "fixed,auto",
+    limits: str = "fixed,none",
     loads: str = "1,2,10",
     seconds: float = MEASURED_S,
     warm_up: float = WARM_UP_S,

@@ -10,7 +10,7 @@ import gc
 import ssl
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -26,15 +26,14 @@ from gateway.access.auth import CORE_PATHS, Authenticator, PathRules
 from gateway.access.keys import NO_RULES, KeysFile, RuleParsers
 from gateway.access.limits import CallerLimiter, RateLimiter
 from gateway.callers import Caller, Priority
-from gateway.capacity.admission import AdmissionQueue, Slot
+from gateway.capacity.admission import AdmissionQueue
 from gateway.capacity.decoding import DecodeExecutor
 from gateway.config.settings import ModelUploads, Settings
-from gateway.errors import Forbidden, GatewayError, MalformedRequest
+from gateway.errors import Forbidden, MalformedRequest
 from gateway.fleet.discovery import ReplicaSource, create_tls_context, parse_replica_source
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.index import Index
 from gateway.fleet.inference import InferenceService
-from gateway.fleet.model_limits import ModelLimits
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.statistics import FleetStatistics
@@ -74,14 +73,12 @@ T = TypeVar("T")
 # Each one occupies threads, which together would keep Python's global lock from the event loop.
 MAX_METRICS_PAGES: Final = 4  # pages that are written at the same time
 # A request that needs the signature only to count its rows waits no longer.
-MAX_SIGNATURE_WAIT_S: Final = 1.0
 METRICS_INTERVAL_S = 0.5
 # Much memory that became free is returned at the next check, less after the last one. Checks wake a process.
 BUSY_CHECK_PERIOD_S = 0.1
 IDLE_CHECK_PERIOD_S = 1.0
 TRIM_PERIOD_S = 4.0
 MUCH_FREE_MEMORY_BYTES = 64 << 20
-UNKNOWN_MODEL_LIMIT = 32  # concurrent inferences, until the gateway has read the config
 THREAD_SWITCH_INTERVAL_S = 0.0005
 LAG_SAMPLES = 20  # ten seconds, so that a scrape every ten seconds sees the maximum
 
@@ -153,8 +150,6 @@ class Services:
     management_headers: Headers = field(default_factory=list)  # open Triton's own management API
     describers: list[ModelDescriber] = field(default_factory=list)
     recorders: list[Recorder] = field(default_factory=list)
-    # Counts of inferences that wait outside of the admission, and for which the fleet is needed.
-    waiting_work: list[Callable[[], int]] = field(default_factory=list)
     _provided: dict[type, Any] = field(default_factory=dict)
 
     def provide(self, component: object) -> None:
@@ -183,29 +178,6 @@ class Services:
         if self.pool.is_listed(model, version):
             info.model = model
             info.version = version
-
-    @property
-    def counts_rows(self) -> bool:
-        return self.metrics.usage_listener is not None or bool(self.admission.batching_models)
-
-    async def count_rows(self, slot: Slot, model: str, first_size: int) -> int:
-        """Return the rows of an inference, and count them in its slot where they take places."""
-        if slot.counts_rows:
-            slot.weigh(first_size)
-        return await self.measure_rows(model, first_size)
-
-    async def measure_rows(self, model: str, first_size: int) -> int:
-        """Return the rows of an inference by the first dimension of its first input, if usage is counted."""
-        if first_size <= 1 or self.metrics.usage_listener is None:
-            return 1
-        signature = self.signatures.find_or_start_reading(model)
-        if signature is None:
-            reading = self.signatures.get_signature(model)
-            try:
-                signature = await asyncio.wait_for(reading, MAX_SIGNATURE_WAIT_S)
-            except (GatewayError, asyncio.TimeoutError):
-                return 1
-        return min(first_size, max(signature.max_batch_size, 1))
 
     def accept_load_parameters(
         self, info: RequestInfo, model: str, parameters: Mapping[str, Any], *, can_upload: bool
@@ -279,13 +251,6 @@ def tune_interpreter() -> None:
     # A thread that runs Python code yields to the event loop after this time instead of 5 ms.
     sys.setswitchinterval(THREAD_SWITCH_INTERVAL_S)
     limit_heap_growth()
-
-
-def find_model_limit(settings: Settings) -> int:
-    limit = settings.max_model_inflight
-    if limit == "auto":
-        return min(UNKNOWN_MODEL_LIMIT, settings.max_inflight)
-    return limit or max(settings.max_inflight // 2, 1)
 
 
 def find_model_priority(
@@ -418,33 +383,6 @@ def run_in_background(work: Coroutine[Any, Any, object], stack: AsyncExitStack) 
     stack.callback(asyncio.create_task(work).cancel)
 
 
-def open_admission(
-    settings: Settings,
-    fleet: FleetComponents,
-    statistics: FleetStatistics,
-    metrics: Metrics,
-    stack: AsyncExitStack,
-) -> AdmissionQueue:
-    """Return the queue of inferences, whose limits of models follow Triton if they are `auto`."""
-    admission = AdmissionQueue(
-        settings.max_inflight,
-        find_model_limit(settings),
-        settings.max_queue,
-        metrics=metrics,
-        find_model_priority=partial(find_model_priority, fleet.pool, fleet.signatures),
-    )
-    if settings.max_model_inflight == "auto":
-        limits = ModelLimits(
-            admission,
-            fleet.pool,
-            statistics,
-            fleet.signatures,
-            default_limit=max(settings.max_inflight // 2, 1),
-        )
-        run_in_background(limits.run(), stack)
-    return admission
-
-
 @asynccontextmanager
 async def run_services(
     settings: Settings,
@@ -460,7 +398,13 @@ async def run_services(
         stack.push_async_callback(decoders.close)
         restricted = read_restricted_api(settings)
         statistics = FleetStatistics(fleet.pool)
-        admission = open_admission(settings, fleet, statistics, metrics, stack)
+        admission = AdmissionQueue(
+            settings.max_inflight,
+            settings.max_model_inflight or max(settings.max_inflight // 2, 1),
+            settings.max_queue,
+            metrics=metrics,
+            find_model_priority=partial(find_model_priority, fleet.pool, fleet.signatures),
+        )
         memory = MemoryBudget(budget_bytes, metrics.shed)
         stack.callback(metrics.flush)
         authenticator = Authenticator(

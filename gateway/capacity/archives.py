@@ -70,7 +70,6 @@ class ArchivedFile(NamedTuple):
     """A file of an archive, or a folder, whose path ends with /."""
 
     path: str
-    size: int
     pieces: Pieces
 
 
@@ -106,10 +105,10 @@ def read_archive(file: BinaryIO, suffix: str, limits: ArchiveLimits) -> Iterator
     is_gzip = suffix == ".tar.gz"
     with translate_archive_errors(limits):
         entries = read_zip(file, limits) if is_zip else read_tar(file, limits, is_gzip=is_gzip)
-        for name, size, pieces in entries:
+        for name, pieces in entries:
             if path := clean_entry_name(name):
                 path += "/" if name.endswith("/") else ""
-                yield ArchivedFile(path, size, count_pieces(pieces, limits))
+                yield ArchivedFile(path, count_pieces(pieces, limits))
 
 
 @contextmanager
@@ -160,7 +159,7 @@ def is_safe_segment(segment: str) -> bool:
 # ZIP
 
 
-def read_zip(file: BinaryIO, limits: ArchiveLimits) -> Iterator[tuple[str, int, Pieces]]:
+def read_zip(file: BinaryIO, limits: ArchiveLimits) -> Iterator[tuple[str, Pieces]]:
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         data = memoryview(mapped)
         try:
@@ -173,7 +172,7 @@ def read_zip(file: BinaryIO, limits: ArchiveLimits) -> Iterator[tuple[str, int, 
         file_type = entry.attributes >> UNIX_MODE_SHIFT & FILE_TYPE_MASK
         if file_type not in ACCEPTED_FILE_TYPES:
             raise InvalidArchive(describe_special_entry(name))
-        yield name, entry.size, read_zip_entry(file, entry, start)
+        yield name, read_zip_entry(file, entry, start)
 
 
 def read_zip_entry(file: BinaryIO, entry: ArchiveEntry, start: int) -> Pieces:
@@ -229,7 +228,7 @@ def inflate_pieces(compressed: Pieces, wbits: int) -> Pieces:
 
 def read_tar(
     file: BinaryIO, limits: ArchiveLimits, *, is_gzip: bool
-) -> Iterator[tuple[str, int, Pieces]]:
+) -> Iterator[tuple[str, Pieces]]:
     """Read the formats ustar, GNU and PAX, as far as they describe files and folders."""
     file.seek(0)
     raw = iter(lambda: file.read(INPUT_BYTES), b"")
@@ -258,10 +257,10 @@ def read_tar(
         size = int(extended.get("size", size))
         extended = {}
         if flag == FOLDER_FLAG and not size:
-            yield f"{name.removesuffix('/')}/", 0, iter(())
+            yield f"{name.removesuffix('/')}/", iter(())
         elif flag in REGULAR_FLAGS and not name.endswith("/"):
             pieces = reader.read_pieces(size)
-            yield name, size, pieces
+            yield name, pieces
             for rest in pieces:  # nobody has read them if the entry is ignored
                 limits.count_bytes(len(rest))
         else:

@@ -41,7 +41,7 @@ JOBS_PATH: Final = "/v1/jobs"
 # A request waits for less than the time limits of proxies, and is repeated.
 JOB_WAIT_S: Final = 20
 JOB_REQUEST_TIMEOUT_S: Final = 40.0
-ENDED_STATES: Final = ("done", "failed", "cancelled", "expired", "stored")
+ENDED_STATES: Final = ("done", "failed", "cancelled", "expired")
 
 
 def has_numpy() -> bool:

@@ -13,14 +13,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
-    NonNegativeInt,
     SecretStr,
     ValidationError,
     ValidationInfo,
@@ -159,22 +158,14 @@ class LimitSettings(BaseModel):
     takes."""
     max_inflight: int = Field(2048, gt=0)
     """Maximum number of concurrent inferences in each process."""
-    max_model_inflight: Literal["auto"] | NonNegativeInt = 0
-    """Maximum number of concurrent inferences of one model; 0 means half of GATEWAY_MAX_INFLIGHT, and auto
-    as many as keep Triton busy with a short queue of its own."""
+    max_model_inflight: int = Field(0, ge=0)
+    """Maximum number of concurrent inferences of one model; 0 means half of GATEWAY_MAX_INFLIGHT."""
     max_request_inferences: Fixed[int] = 2048  # that one request may become
-    max_queue: Fixed[int] = 512  # inferences that wait for a slot
+    max_queue: Fixed[int] = 512  # inferences of each priority that wait for a slot
     max_request_timeout_s: PositiveSeconds = 300.0
     """Maximum timeout that a client may set with X-Request-Timeout."""
     request_timeout_s: PositiveSeconds = Field(30.0, validate_default=True)
     """Timeout of a request if the client sets none."""
-
-    @field_validator("max_model_inflight", mode="before")
-    @classmethod
-    def check_model_limit(cls, value: object) -> object:
-        if value == "auto" or str(value).isdecimal():
-            return value
-        raise ValueError("use a number from 0, or auto")
 
     @field_validator("request_timeout_s")
     @classmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any, Final, Protocol
 
-from gateway.http_client.connection import Headers
 from gateway.telemetry.request_info import RequestScope
 
 MAX_BODY_BYTES: Final = 1 << 20
@@ -35,7 +34,7 @@ class RecorderMemory:
 class RecordedBody:
     """The body of a request or a response, which passes in pieces. One above `MAX_BODY_BYTES` is not kept."""
 
-    def __init__(self, memory: RecorderMemory, headers: Headers) -> None:
+    def __init__(self, memory: RecorderMemory, headers: list[tuple[bytes, bytes]]) -> None:
         self.headers = headers
         self.size_bytes = 0
         self.is_complete = False

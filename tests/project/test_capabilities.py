@@ -73,19 +73,17 @@ OWN_NAMES = {
     ),
     "on_demand": OwnNames(
         others=r"setting GATEWAY_(ON_DEMAND_MODELS|MAX_LOADED_MODELS|(DEFAULT_)?MODEL_MEMORY_MB"
-        r"|EVICTION_PROTECTION_S|IDLE_UNLOAD_S|HOLD_S|SCALER_PORT)"
+        r"|IDLE_UNLOAD_S|HOLD_S)"
         r"|code \d+ (MODEL_LOADING|NO_ROOM)"
         r"|flag triton-gateway up --(on-demand|max-loaded-models)",
         metrics=r"gateway_(on_demand_.*|demand|requests_held"
         r"|replica_model_memory_bytes)",
     ),
     "grpc_api": OwnNames(others=r"setting GATEWAY_GRPC_\w+|code \d+ UNKNOWN_METHOD"),
-    "identity": OwnNames(
-        r"GET /v1/usage(/me)?", r"setting GATEWAY_(OIDC_\w+|USAGE)|code \d+ ISSUER_UNAVAILABLE"
-    ),
+    "identity": OwnNames(others=r"setting GATEWAY_OIDC_\w+|code \d+ ISSUER_UNAVAILABLE"),
     "samples": OwnNames(others=r"setting GATEWAY_SAMPLES?(_\w+)?"),
     "jobs": OwnNames(
-        r"\w+ /v1/(jobs|files|batches|models/{model}/jobs).*",
+        r"\w+ /v1/(jobs|models/{model}/jobs).*",
         r"setting GATEWAY_(JOBS?|MAX_JOBS|MAX_BATCH|CALLBACK)\w*"
         r"|code \d+ (JOBS?_\w+|IDEMPOTENCY_\w+|RESULT_TOO_LARGE|CALLBACK_NOT_ALLOWED)"
         r"|(command|flag) triton-gateway jobs\b.*|flag triton-gateway infer --(async|callback)"

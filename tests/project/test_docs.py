@@ -26,7 +26,6 @@ from tests.support.documents import (
     OWN_SERVER,
     READMES,
     SECURITY,
-    USAGE,
     assert_prints,
     assert_prints_its_comment,
     examples,
@@ -37,7 +36,7 @@ from tests.support.missing import find_program
 from tests.support.servers import ROOT
 from tests.support.source import setting_descriptions
 
-OF_THEIR_OWN_MODELS = (OWN_SERVER, ON_DEMAND, LANGUAGE_MODELS, COOKBOOK, SECURITY, USAGE)
+OF_THEIR_OWN_MODELS = (OWN_SERVER, ON_DEMAND, LANGUAGE_MODELS, COOKBOOK, SECURITY)
 # Metrics of tokens, of keys and of samples, which this gateway has not.
 ELSEWHERE = r"gateway_(oidc_keys_age_seconds|key_expires_seconds|sample_\w+)"
 README = ROOT / "README.md"

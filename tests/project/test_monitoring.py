@@ -393,6 +393,7 @@ class Observed(NamedTuple):
                 has("caller model", ("app", "echo"), ("batch", "other")),
                 has("caller", ("app",), ("batch",)),
                 has("caller direction", ("app", "in"), ("app", "out")),
+                has("caller model", ("app", "echo"), ("batch", "other")),
             ],
             "Who is refused, and why?": [
                 has(

@@ -30,7 +30,6 @@ async def serve_infer(call: IncomingCall) -> bytes:
     target = call.resolve(RIGHT_TO_INFER, head.model, head.version).with_sequence(head.step)
     model = target.model
     version = target.version
-    call.expect_response(model)
     remaining_s = timeout_s - (perf_counter() - started_at)
     try:
         pool = services.pool
@@ -42,7 +41,6 @@ async def serve_infer(call: IncomingCall) -> bytes:
         with Slot(services.admission, model, call.info) as slot:
             if not slot.try_acquire():
                 await slot.acquire(deadline - perf_counter())
-            call.info.rows = await services.count_rows(slot, model, head.first_size)
             request = GrpcBytesCall(
                 build_upstream_target(call, target, head),
                 INFER_METHOD,

@@ -24,7 +24,12 @@ from gateway.capabilities.grpc_api.call import (
 )
 from gateway.capabilities.grpc_api.health import HealthService
 from gateway.capabilities.grpc_api.methods import Method, list_methods
-from gateway.capabilities.grpc_api.receive import ReceiveSlots, ResponseSizes
+from gateway.capabilities.grpc_api.receive import (
+    MessagePlaces,
+    MessageReceiver,
+    TooManyLargeMessages,
+    TooManyStreams,
+)
 from gateway.capabilities.grpc_api.settings import GrpcSettings
 from gateway.capabilities.grpc_api.streams import InferStream
 from gateway.config.files import WatchedFile, check_regular_file
@@ -37,7 +42,6 @@ from gateway.config.settings import (
 )
 from gateway.errors import GatewayError
 from gateway.fleet.replica import join_host_port
-from gateway.memory import default_budget_bytes
 from gateway.messages import CommandError
 from gateway.process_exit import Drain
 from gateway.services import Services
@@ -48,10 +52,6 @@ log = logging.getLogger(__name__)
 KEEP_ALIVE_TIMEOUT_S: Final = 20
 # gRPC does not say when a client's certificate expires, which is checked again with a new connection.
 MAX_CONNECTION_AGE_MS: Final = 3_600_000
-# A request in progress takes about this, besides its message: its objects, and buffers of the library.
-REQUEST_BYTES: Final = 16 << 10
-# The share of the memory budget for requests, besides their messages.
-REQUESTS_SHARE: Final = 0.25
 # When this many calls wait for their handlers, gRPC refuses further ones with CANCELLED, which tells clients
 # nothing. Otherwise it would refuse some of them at random from 1,000 on.
 MAX_WAITING_CALLS: Final = 3000
@@ -108,7 +108,6 @@ def make_handler(environment: CallEnvironment, path: str, method: Method) -> Any
             await call.identify_caller()
             response = await method.serve(call)
             if response is not None:
-                call.record_size(response)
                 if len(response) > MIN_CHARGED_BYTES:
                     call.charge_response(response)
                     is_unread = True
@@ -138,7 +137,8 @@ def make_infer_stream_handler(environment: CallEnvironment) -> Any:
     )
 
     async def serve(call: IncomingCall) -> None:
-        await InferStream(call, partial(start_request, context=call.context)).run()
+        with environment.streams.take():
+            await InferStream(call, partial(start_request, context=call.context)).run()
 
     return make_handler(environment, STREAM_METHOD, Method(STREAM_ACCESS, serve, is_stream=True))
 
@@ -248,18 +248,20 @@ def build_options(settings: Settings, *, shares_port: bool) -> list[tuple[str, i
 
 @asynccontextmanager
 async def run_grpc_server(
-    services: Services, drain: Drain, grpc_settings: GrpcSettings
+    services: Services, drain: Drain, grpc_settings: GrpcSettings, places: int
 ) -> AsyncIterator[None]:
-    """Serve gRPC until the gateway stops; calls then have `shutdown_s` to end. Raises `CannotListen`."""
+    """Serve gRPC until the gateway stops; calls then have `shutdown_s` to end.
+
+    There may be as many streams, and large messages, as places. Raises `CannotListen`.
+    """
     settings = services.settings
     services.metrics.in_flight[GRPC_ROUTE] = 0
-    budget_bytes = settings.max_bytes_in_flight or default_budget_bytes()
-    slots = ReceiveSlots(
-        services.memory, budget_bytes, settings.max_body_bytes, settings.body_stall_s
-    )
-    max_requests = int(budget_bytes * REQUESTS_SHARE / REQUEST_BYTES)
     environment = CallEnvironment(
-        services, slots, ResponseSizes(), ClientCounts(), max_requests, drain.stopping
+        services,
+        MessageReceiver(MessagePlaces(places, TooManyLargeMessages, services.metrics)),
+        MessagePlaces(places, TooManyStreams, services.metrics),
+        ClientCounts(),
+        drain.stopping,
     )
     is_worker = multiprocessing.parent_process() is not None
     options = build_options(settings, shares_port=is_worker)
@@ -280,7 +282,11 @@ async def run_grpc_server(
     except RuntimeError:
         raise CannotListen(f"gRPC cannot be served on {address}: the port is in use") from None
     await server.start()
-    log.info("gRPC listens on %s", address)
+    log.info(
+        "gRPC listens on %s; the memory budget has room for %d streams, and as many large messages",
+        address,
+        places,
+    )
     stopper = asyncio.create_task(stop_with_gateway(server, drain, settings.shutdown_s))
     try:
         yield

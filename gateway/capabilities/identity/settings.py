@@ -1,4 +1,4 @@
-"""The settings of tokens, which an OpenID provider or a Kubernetes cluster issues, and of the usage."""
+"""The settings of tokens, which an OpenID provider or a Kubernetes cluster issues."""
 
 from __future__ import annotations
 
@@ -38,10 +38,6 @@ class IdentitySettings(CapabilitySettings):
     oidc_client_id: str = Field("", validate_default=True)
     """Name of this gateway's page as a public client of the issuer (authorization code with PKCE), with which
     users of the page sign in. Empty: they enter a key or a token."""
-
-    usage: bool = False
-    """Count requests, rows, seconds of inference and bytes by day, caller and model in GATEWAY_STATE, for
-    GET /v1/usage. Requires GATEWAY_KEYS_FILE."""
 
     @field_validator("oidc_issuer", "oidc_jwks_url")
     @classmethod

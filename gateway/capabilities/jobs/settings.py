@@ -36,9 +36,9 @@ class JobSettings(CapabilitySettings):
     max_jobs_bytes: int = Field(10 << 30, gt=0)
     """Maximum size of the bodies and results of all jobs, also of those that arrive; further jobs are 507."""
     max_batch_bytes: int = Field(1 << 30, gt=0)
-    """Maximum size of the body of a batch, as received and decompressed, and of the files in an archive."""
+    """Maximum size of the body of a batch, as received and decompressed."""
     max_batch_rows: Fixed[int] = 100_000
-    max_jobs_per_caller: Fixed[int] = 10_000  # files and jobs that have not ended
+    max_jobs_per_caller: Fixed[int] = 10_000  # that have not ended
     max_running_jobs: Fixed[int] = 16  # of one process, and rows of each batch
     job_max_run_s: PositiveSeconds = 900.0
     """Time after which a running job, or a row of a batch, fails; X-Request-Timeout shortens it."""

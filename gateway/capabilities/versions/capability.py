@@ -27,7 +27,7 @@ def attach_versions(settings: Settings) -> Attachment:
         metrics = LabelMetrics(services.metrics.create)
         table = await state.open_table(LABELS)
         router = LabelRouter(pool, state, table, redirects=metrics.redirects)
-        mirror = Mirror(services, router, metrics.shadow_requests)
+        mirror = Mirror(services, router, metrics)
         stack.push_async_callback(mirror.close)
         services.recorders.append(mirror)
         manager = LabelManager(

@@ -15,12 +15,12 @@ from random import random
 from typing import Any, Final, TypeVar, cast
 from urllib.parse import unquote
 
-from prometheus_client import Counter
 from starlette.types import Message, Receive, Scope
 
 from gateway.capabilities.versions.label_choice import CHOSEN_LABEL
 from gateway.capabilities.versions.label_router import ActiveLabel, LabelRouter
 from gateway.capabilities.versions.labels import Shadow
+from gateway.capabilities.versions.metrics import LabelMetrics
 from gateway.capacity.admission import AdmissionQueue
 from gateway.errors import GatewayError, ModelNotReady
 from gateway.fleet.balancer import choose_less_loaded
@@ -84,10 +84,10 @@ class MirrorDispatcher(Dispatcher):
 class Mirror:
     """A recorder that sends the bodies of some requests to the shadow version of their label."""
 
-    def __init__(self, services: Services, router: LabelRouter, copies: Counter) -> None:
+    def __init__(self, services: Services, router: LabelRouter, metrics: LabelMetrics) -> None:
         self._admission = services.admission
         self._router = router
-        self._copies = copies
+        self._metrics = metrics
         self._memory = RecorderMemory()
         self._tasks = TaskSet()
         dispatcher = MirrorDispatcher(services.pool)
@@ -128,7 +128,7 @@ class Mirror:
             body.release()
         elif reason := self._find_drop_reason(scope, label, body):
             body.release()
-            self._count(label, shadow, reason)
+            self._count_copy(label, shadow, reason)
         else:
             self._tasks.start(self._send_copy(scope, label, shadow, body))
 
@@ -141,8 +141,9 @@ class Mirror:
             return TOO_MANY
         return BUSY if self._admission.is_awaited(label.model) else ""
 
-    def _count(self, label: ActiveLabel, shadow: Shadow, result: str) -> None:
-        self._copies.labels(label.model, label.name, shadow.version, result).inc()
+    def _count_copy(self, label: ActiveLabel, shadow: Shadow, result: str) -> None:
+        copies = self._metrics.shadow_requests
+        copies.labels(label.model, label.name, shadow.version, result).inc()
 
     async def _send_copy(
         self, scope: RequestScope, label: ActiveLabel, shadow: Shadow, body: RecordedBody
@@ -165,7 +166,7 @@ class Mirror:
             body.release()
             if info.charge is not None:
                 info.charge.release()
-        self._count(label, shadow, FAILED if info.error_reason else SUCCEEDED)
+        self._count_copy(label, shadow, FAILED if info.error_reason else SUCCEEDED)
         if info.error_reason:
             text = "shadow version %s of label %s of model %s failed: %s"
             more = {"request_id": info.request_id}

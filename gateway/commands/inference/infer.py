@@ -282,10 +282,6 @@ class JobRun(InferRun):
         job = self.options.flags.job
         with report_gateway_errors():
             kind = (await client.request("GET", build_job_path(job)))["kind"]
-            if kind not in ("request", "batch"):
-                raise UsageError(
-                    f"job {job} is of the kind {kind}; triton-gateway jobs result {job} prints its lines"
-                )
             self._show_job(job)
             if kind == "request":
                 yield [make_record(job, await self._read_result(client))]

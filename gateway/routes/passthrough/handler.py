@@ -40,7 +40,6 @@ from gateway.routes.passthrough.body import (
     begin_body,
     buffer_body,
     count_buffered_bytes,
-    find_batch_size,
     find_sequence_step,
     guard_body,
     inflate_body,
@@ -116,7 +115,6 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
                     info.bytes_out = len(body)
                     await send({"type": "http.response.body", "body": body})
                 else:
-                    slot.mark_stream()
                     async for message in relay_response(response, start, scope):
                         status = start["status"]
                         await send(message)
@@ -233,12 +231,6 @@ async def forward_request(
         forwarded = add_management_headers(forwarded, services.management_headers)
     if action.is_inference:
         remaining_s = await slot.acquire(remaining_s)
-        if not isinstance(prepared.content, bytes):
-            slot.mark_stream()
-        info.rows = 1
-        if has_tensors and services.counts_rows:
-            size = find_batch_size(prepared.beginning, headers.json_bytes)
-            info.rows = await services.count_rows(slot, model, size)
     upstream = RequestTarget(  # named arguments would cost 1.5 µs
         model,
         target.version,

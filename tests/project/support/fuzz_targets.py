@@ -12,7 +12,6 @@ from typing import Any
 from tritonclient.grpc import service_pb2
 
 from gateway.capabilities.grpc_api.infer_request import MAX_DECODED_BYTES, read_infer_request
-from gateway.capabilities.grpc_api.reflection import MAX_REFLECTION_BYTES, ReflectionService
 from gateway.capabilities.openai.text_vectors import parse_embeddings_request, parse_rerank_request
 from gateway.capabilities.tf_serving.bodies import parse_predict_body
 from gateway.capabilities.torchserve.forms import parse_prediction_body
@@ -93,7 +92,6 @@ def body_targets() -> Iterator[Target]:
 
 
 def targets() -> list[Target]:
-    reflection = ReflectionService()
     images = [body for bodies in IMAGES.values() for body in bodies]
     page = (ROOT / "tests/data/triton_metrics.txt").read_bytes()[: MAX_INPUT_BYTES // 8]
     named = [b'{"data": [1, 2.5]}', b'{"X": {"b64": "AAEC"}}', b"[[1, 2], [3, 4]]"]
@@ -130,10 +128,6 @@ def targets() -> list[Target]:
             (InvalidExposition,),
         ),
         Target("gRPC inference requests", read_infer_request, infer_messages(), REFUSALS),
-        Target(
-            "gRPC reflection", lambda data: reflection.build_response(data[:MAX_REFLECTION_BYTES]),
-            [b"\x3a\0", b"\x22\3a.b"], REFUSALS,
-        ),
         *screening_targets(),
         *upload_targets(),
     ]  # fmt: skip
@@ -164,7 +158,7 @@ def upload_targets() -> Iterator[Target]:
         with TemporaryFile() as file:
             file.write(data)
             file.flush()
-            for _, _, pieces in read_archive(file, suffix, ArchiveLimits(1 << 20, 100)):
+            for _, pieces in read_archive(file, suffix, ArchiveLimits(1 << 20, 100)):
                 for piece in pieces:
                     assert len(piece) <= PIECE_BYTES
 

@@ -171,7 +171,7 @@ def extract_files(
     folders: set[str] = set()
     with archive.path.open("rb") as stream:
         limits = ArchiveLimits(rules.max_bytes, MAX_ARCHIVE_ENTRIES, staging.check_open)
-        for name, _, pieces in read_archive(stream, suffix, limits):
+        for name, pieces in read_archive(stream, suffix, limits):
             collect_folders(name, folders)
             names.append(name)
             if name.endswith("/"):

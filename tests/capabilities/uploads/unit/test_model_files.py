@@ -46,6 +46,8 @@ from gateway.capabilities.uploads.model_files.received_body import (
     parse_sha256_digest,
 )
 from gateway.capabilities.uploads.model_files.staging import Staging, UploadAborted
+from gateway.capabilities.uploads.settings import UploadSettings
+from gateway.config.settings import read_settings
 from gateway.errors import Conflict, GatewayError, MalformedRequest, TooLarge
 from tests.support import network
 from tests.support.archives import tarred, zipped
@@ -642,3 +644,8 @@ def test_folder_of_a_running_process_is_not_removed(
     finally:
         ended.set()
         remover.join()
+
+
+def test_flag_of_a_capability_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GATEWAY_MAX_MODEL_BYTES", "3")
+    assert read_settings(max_model_bytes=5).read(UploadSettings).max_model_bytes == 5
