@@ -250,7 +250,9 @@ def compare(
                 "GATEWAY_MAX_QUEUE": "64",
                 "GATEWAY_KEYS_FILE": str(keys_file),
             }
-            with servers.gateway(triton.options.url, 1, environment) as (url, _):
+            # It takes the size of the queue, which is fixed otherwise.
+            module = "tests.support.gateway_main"
+            with servers.gateway(triton.options.url, 1, environment, module) as (url, _):
                 for load in loads:
                     run.report(0, f"{model}, {limit} limit, {load:g} × capacity")
                     served, sent_s = uvloop.run(

@@ -10,7 +10,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta, timezone
 from functools import cache, partial
 from pathlib import Path
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 IMPORT_COLLECTION_THRESHOLD = 200_000  # more than the imports of any command
+NO_SETTINGS: Final[Mapping[str, Any]] = {}
 HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
 CliGroup = partial(typer.Typer, no_args_is_help=True, context_settings=HELP_FLAGS)
 root_cli = CliGroup(cls=RootGroup, pretty_exceptions_enable=False)
@@ -231,6 +232,7 @@ def command(
 @add_flags(TritonFlags)
 def up(
     flags: TritonFlags,
+    context: typer.Context,
     host: Host = "127.0.0.1",
     port: Port = 8080,
     replicas: ReplicaCount = 1,
@@ -244,7 +246,7 @@ def up(
     from gateway.server import launch
 
     options = flags.to_options()
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {**context.obj}
     if on_demand:
         settings["on_demand_models"] = tuple(on_demand)
         if flags.load is None:
@@ -271,11 +273,16 @@ def triton(
     rich_help_panel=START_PANEL,
     epilog=format_examples("GATEWAY_TRITON_URLS=http://triton:8000 triton-gateway serve"),
 )
-def serve(host: Host = "127.0.0.1", port: Port = 8080, workers: WorkerCount = 1) -> None:
+def serve(
+    context: typer.Context,
+    host: Host = "127.0.0.1",
+    port: Port = 8080,
+    workers: WorkerCount = 1,
+) -> None:
     """Start the gateway for the Tritons of GATEWAY_TRITON_URLS."""
     from gateway.server import launch
 
-    launch.run_gateway(host, port, workers)
+    launch.run_gateway(host, port, workers, context.obj)
 
 
 @state_commands.command("export")
@@ -502,8 +509,11 @@ def build_command() -> Callable[..., object]:
     return command
 
 
-def main() -> None:
-    """Run the command; print expected failures as one sentence on standard error."""
+def main(settings: Mapping[str, Any] = NO_SETTINGS) -> None:
+    """Run the command; print expected failures as one sentence on standard error.
+
+    Tests pass values of settings that no variable sets.
+    """
     # Imports create many objects and hardly any garbage. With the default of 700 new objects, the garbage
     # collector takes a quarter of the start.
     gc.set_threshold(IMPORT_COLLECTION_THRESHOLD)
@@ -511,7 +521,7 @@ def main() -> None:
     # Shells start background commands with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        build_command()(prog_name="triton-gateway")
+        build_command()(prog_name="triton-gateway", obj=settings)
     except CommandError as exc:
         if SERVERS.intersection(sys.argv[1:2]):
             from gateway.telemetry.logs import print_failure

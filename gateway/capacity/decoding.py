@@ -208,7 +208,7 @@ def trace_span(name: str) -> AbstractContextManager[object]:
 class DecodeExecutor:
     """The threads and processes that decode bodies, with a limit on their total number of pixels."""
 
-    def __init__(self, workers: int, max_pixels_in_flight: int, metrics: Metrics) -> None:
+    def __init__(self, max_pixels_in_flight: int, metrics: Metrics, workers: int = 0) -> None:
         workers = workers or min(MAX_DECODE_WORKERS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(workers, "decode")
         self.max_process_bytes = worker_memory_bytes(workers)

@@ -188,7 +188,7 @@ class Metrics:
         )
         self.decodes_waiting = create.level(
             "gateway_decodes_waiting",
-            "Requests whose images wait for a thread or for GATEWAY_MAX_PIXELS_IN_FLIGHT.",
+            "Requests whose images wait for a thread or for the pixel budget.",
         )
         self.shed = create.counter(
             "gateway_requests_shed_total",

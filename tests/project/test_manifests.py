@@ -491,8 +491,6 @@ def test_settings_are_known_complete_and_have_keys_except_on_a_laptop(made: Mani
         "GATEWAY_DRAIN_S",
         "GATEWAY_SHUTDOWN_S",
         "GATEWAY_MAX_BODY_BYTES",
-        "GATEWAY_MAX_PIXELS_IN_FLIGHT",
-        "GATEWAY_DECODE_THREADS",
     }
 
 

@@ -57,7 +57,7 @@ def count_message_places(settings: Settings) -> int:
 
 
 def prepare_grpc(plan: LaunchPlan) -> None:
-    """Check the port, and serve gRPC on the same address as HTTP; workers inherit it."""
+    """Check the port, and serve gRPC on the same address as HTTP."""
     from gateway.embedded.options import check_distinct_ports, check_port_free
 
     if plan.tritons and can_use_usual_port(plan):
@@ -65,12 +65,10 @@ def prepare_grpc(plan: LaunchPlan) -> None:
     settings = plan.settings.read(GrpcSettings)
     if not settings.grpc_port:
         return
-    host = settings.grpc_host or plan.host
     flag = PORT_FLAG if plan.tritons else PORT_SETTING
     check_distinct_ports({**plan.ports, flag: settings.grpc_port})
-    check_port_free(host, settings.grpc_port, flag)
-    os.environ["GATEWAY_GRPC_HOST"] = host
-    plan.update_settings(grpc_host=host)
+    check_port_free(plan.host, settings.grpc_port, flag)
+    plan.update_settings(grpc_host=plan.host)
     plan.places.append(f"gRPC port {settings.grpc_port}")
 
 

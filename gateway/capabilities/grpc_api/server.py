@@ -49,16 +49,14 @@ from gateway.triton.grpc.byte_channel import STREAM_METHOD
 
 log = logging.getLogger(__name__)
 
-LOCALHOST: Final = "127.0.0.1"
 KEEP_ALIVE_TIMEOUT_S: Final = 20
 # gRPC does not say when a client's certificate expires, which is checked again with a new connection.
 MAX_CONNECTION_AGE_MS: Final = 3_600_000
 # When this many calls wait for their handlers, gRPC refuses further ones with CANCELLED, which tells clients
 # nothing. Otherwise it would refuse some of them at random from 1,000 on.
 MAX_WAITING_CALLS: Final = 3000
-# Sets of compression algorithms, as bits: identity, deflate, gzip.
-NO_COMPRESSION = 0b001
-ALL_COMPRESSION = 0b111
+MAX_METADATA_BYTES: Final = 64 << 10
+MAX_STREAMS: Final = 1024  # concurrent calls of a connection; further ones wait in the client
 UNKNOWN_METHOD: Final = MethodAccess("")
 STREAM_ACCESS: Final = MethodAccess(STREAM_METHOD, is_unlimited=True, is_container=True)
 STREAM_REQUEST_ACCESS: Final = MethodAccess(STREAM_METHOD)
@@ -217,10 +215,7 @@ def asks_for_certificates(settings: Settings) -> bool:
     return is_required and settings.tls_client_ca_file is not None
 
 
-def build_options(
-    settings: Settings, grpc_settings: GrpcSettings, *, shares_port: bool
-) -> list[tuple[str, int]]:
-    algorithms = ALL_COMPRESSION if grpc_settings.grpc_compression else NO_COMPRESSION
+def build_options(settings: Settings, *, shares_port: bool) -> list[tuple[str, int]]:
     keep_alive_ms = settings.keep_alive_s * 1000
     ages = []
     if asks_for_certificates(settings):
@@ -235,9 +230,9 @@ def build_options(
         # The probe raises the window of every stream to megabytes, which arrive although nobody reads them.
         # A message that is read opens the window for itself.
         ("grpc.http2.bdp_probe", 0),
-        ("grpc.max_metadata_size", settings.max_header_bytes),
-        ("grpc.absolute_max_metadata_size", settings.max_header_bytes),
-        ("grpc.max_concurrent_streams", grpc_settings.grpc_max_streams),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
         ("grpc.server.max_pending_requests", MAX_WAITING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_WAITING_CALLS),
         ("grpc.max_allowed_incoming_connections", settings.max_connections),
@@ -246,7 +241,6 @@ def build_options(
         ("grpc.keepalive_time_ms", keep_alive_ms),
         ("grpc.keepalive_timeout_ms", KEEP_ALIVE_TIMEOUT_S * 1000),
         ("grpc.server_handshake_timeout_ms", int(settings.header_timeout_s * 1000)),
-        ("grpc.compression_enabled_algorithms_bitset", algorithms),
         # Only the workers of one gateway share a port.
         ("grpc.so_reuseport", int(shares_port)),
     ]
@@ -270,10 +264,10 @@ async def run_grpc_server(
         drain.stopping,
     )
     is_worker = multiprocessing.parent_process() is not None
-    options = build_options(settings, grpc_settings, shares_port=is_worker)
+    options = build_options(settings, shares_port=is_worker)
     server = grpc.aio.server(options=options)
     server.add_generic_rpc_handlers((MethodRouter(environment, drain),))
-    address = join_host_port(grpc_settings.grpc_host or LOCALHOST, grpc_settings.grpc_port)
+    address = join_host_port(grpc_settings.grpc_host, grpc_settings.grpc_port)
     try:
         if settings.tls_cert_file is None:
             server.add_insecure_port(address)

@@ -28,8 +28,6 @@ def attach_identity(settings: Settings) -> Attachment | None:
     if settings.keys_file is None:
         return None
     tokens = create_token_checker(identity) if identity.oidc_issuer else None
-    # Their pages may use the certificate of a browser.
-    origins = settings.cors_origins if settings.cors_credentials else ()
 
     async def open_identity(services: Services, stack: AsyncExitStack) -> None:
         open_expiry(services, stack)
@@ -45,7 +43,6 @@ def attach_identity(settings: Settings) -> Attachment | None:
                 access.keys_file,
                 tokens,
                 asks_for_certificates=asks_for_certificates,
-                allowed_origins=origins,
             )
         if tokens is not None:
             from gateway.capabilities.identity.issuer import KeysCollector

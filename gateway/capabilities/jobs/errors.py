@@ -23,8 +23,8 @@ class JobConflict(Conflict):
 class TooManyJobs(Overloaded):
     def __init__(self, limit: int) -> None:
         super().__init__(
-            f"this caller has {limit} jobs that have not ended, which is the limit "
-            "(GATEWAY_MAX_JOBS_PER_CALLER); wait for some, or cancel some"
+            f"this caller has {limit} jobs that have not ended, which is the limit; "
+            "wait for some, or cancel some"
         )
 
 

@@ -49,7 +49,6 @@ class HeldModels:
         self._reconciler = repository.reconciler
         self._usage = usage
         self._patterns = settings.on_demand_models
-        self._default_memory_mb = settings.default_model_memory_mb
         # The facts of all models that were ready once: Triton returns the configs of ready models only.
         self.facts: dict[str, ModelFacts] = {}
         self._read_at: dict[str, float] = {}  # has only models with current facts
@@ -110,8 +109,7 @@ class HeldModels:
         return {name: self._get_memory_mb(name) for name in (model, *self._find_parts(model))}
 
     def _get_memory_mb(self, model: str) -> int:
-        known = self.facts.get(model, ModelFacts()).memory_mb
-        return self._default_memory_mb if known is None else known
+        return self.facts.get(model, ModelFacts()).memory_mb
 
     def _find_parts(self, model: str) -> frozenset[str]:
         return find_all_parts(model, self.facts)

@@ -46,7 +46,7 @@ class OnDemandCollector(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         memory = GaugeMetricFamily(
             "gateway_replica_model_memory_bytes",
-            "Memory of the models on the replica, by gateway.memory_mb or GATEWAY_DEFAULT_MODEL_MEMORY_MB.",
+            "Memory of the models on the replica, by gateway.memory_mb in their configs.",
             labels=["replica"],
         )
         if self._held is not None:

@@ -150,19 +150,19 @@ def list_victims(
 class ModelFacts:
     """The facts of a model's config that decide on its place."""
 
-    memory_mb: int | None = None
+    memory_mb: int = 0
     parts: frozenset[str] = frozenset()
 
 
 def parse_model_facts(config: Any) -> ModelFacts:
-    """Return the facts of Triton's config of a model; an invalid size or an invalid config is unknown."""
+    """Return the facts of Triton's config of a model; an invalid size is 0."""
     try:
         parameter = config.get("parameters", {}).get(MEMORY_PARAMETER, {})
         written = str(parameter.get("string_value", "")).strip()
     except (AttributeError, TypeError):
         return ModelFacts()
     is_number = written.isascii() and written.isdecimal() and len(written) < 10
-    return ModelFacts(int(written) if is_number else None, find_steps(config))
+    return ModelFacts(int(written) if is_number else 0, find_steps(config))
 
 
 def find_all_parts(model: str, facts: Mapping[str, ModelFacts]) -> frozenset[str]:

@@ -22,8 +22,6 @@ class OnDemandSettings(CapabilitySettings):
     model_memory_mb: int = Field(0, ge=0)
     """Memory in MiB that the models of each replica may use, by their config parameter gateway.memory_mb; 0
     means no limit."""
-    default_model_memory_mb: int = Field(0, ge=0)
-    """Memory in MiB of a model without gateway.memory_mb in its config."""
     idle_unload_s: NonNegativeSeconds = 0.0
     """Time after which an on-demand model without requests is unloaded; 0 means never."""
     hold_s: NonNegativeSeconds = 0.0

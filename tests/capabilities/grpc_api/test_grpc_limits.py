@@ -137,18 +137,6 @@ def test_idle_stream_holds_no_message() -> None:
             requests.put(None)
 
 
-@pytest.mark.fault("gRPC messages over the limit, compressed ones that decompress beyond it, large")
-def test_setting_refuses_compressed_messages() -> None:
-    (port,) = free_ports(1)
-    with grpc_gateway(f"http://127.0.0.1:{port}", grpc_compression="false") as served:
-        code, text = failure(
-            call_bytes, served.address, CHECK, bytes(100), compression=grpc.Compression.Gzip
-        )
-        assert (code, text) == ("UNIMPLEMENTED", "Compression algorithm 'gzip' is disabled.")
-        assert call_bytes(served.address, CHECK, b"")
-        assert "Compression algorithm" not in served.command.output
-
-
 @pytest.mark.fault("one client holds gRPC calls open, on any number of connections")
 def test_calls_of_one_client_are_limited_over_all_its_connections() -> None:
     (port,) = free_ports(1)

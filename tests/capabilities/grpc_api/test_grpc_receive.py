@@ -20,7 +20,6 @@ from gateway.capabilities.grpc_api.receive import (
     TooManyLargeMessages,
 )
 from gateway.capabilities.grpc_api.server import build_options
-from gateway.capabilities.grpc_api.settings import GrpcSettings
 from gateway.config.settings import Settings
 from gateway.errors import RequestTooSlow
 from gateway.tasks import cancel_tasks
@@ -118,7 +117,7 @@ async def test_stream_that_is_not_read_receives_little() -> None:
             is_counted.set()
             return unread
 
-    server = grpc.aio.server(options=build_options(Settings(), GrpcSettings(), shares_port=False))
+    server = grpc.aio.server(options=build_options(Settings(), shares_port=False))
     server.add_generic_rpc_handlers((OneMethod(handle),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -192,7 +191,7 @@ async def test_message_that_arrives_when_its_call_ends_is_freed() -> None:
                 is_sent.clear()
                 method(send_messages(), timeout=TIMEOUT_S)
 
-    server = grpc.aio.server(options=build_options(Settings(), GrpcSettings(), shares_port=False))
+    server = grpc.aio.server(options=build_options(Settings(), shares_port=False))
     server.add_generic_rpc_handlers((OneMethod(handle),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

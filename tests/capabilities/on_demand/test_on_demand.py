@@ -430,17 +430,15 @@ def test_cordoned_replica_gets_no_loads(three: list[Triton]) -> None:
 def test_memory_of_loaded_models_stays_within_its_budget(tmp_path: Path) -> None:
     sizes_mb = {"model00": 400, "model01": 100, "model02": 400, "model03": 100}
     with tritons_with(tmp_path, 1, tuple(sizes_mb)) as tritons:
-        for model in ("model00", "model02"):  # the others have the default size
+        for model, size_mb in sizes_mb.items():
             with (tritons[0].repository / model / "config.pbtxt").open("a") as config:
-                config.write(
-                    '\nparameters { key: "gateway.memory_mb" value { string_value: "400" } }\n'
-                )
+                value = f'value {{ string_value: "{size_mb}" }}'
+                config.write(f'\nparameters {{ key: "gateway.memory_mb" {value} }}\n')
 
         def held_mb() -> int:
             return sum(sizes_mb[name] for name in list_held(tritons[0]))
 
-        settings = {"model_memory_mb": "500", "default_model_memory_mb": "100"}
-        with on_demand_gateway(tritons, **settings) as fleet:
+        with on_demand_gateway(tritons, model_memory_mb="500") as fleet:
             for model in (*sizes_mb, *sizes_mb):
                 assert fleet.infer(model).status_code == 200
                 wait_until(lambda: held_mb() <= 500)

@@ -100,11 +100,8 @@ def watching(
     poll_s: float = POLL_S,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
 ) -> ReplicaPool:
-    settings = Settings(connect_timeout_s=connect_timeout_s)
-    return ReplicaPool(
-        list(addresses),
-        settings.model_copy(update={"poll_interval_s": poll_s}),  # NEVER_S is no valid setting
-    )
+    settings = Settings(connect_timeout_s=connect_timeout_s, poll_interval_s=poll_s)
+    return ReplicaPool(list(addresses), settings)
 
 
 @contextlib.asynccontextmanager

@@ -60,8 +60,7 @@ class RowWriter:
         max_lines = MAX_LINES_PER_ROW * self._max_rows
         if self._lines > max_lines:
             raise TooLarge(
-                f"the batch has more than {max_lines} lines, of which {self._max_rows} may be rows "
-                "(GATEWAY_MAX_BATCH_ROWS)"
+                f"the batch has more than {max_lines} lines, of which {self._max_rows} may be rows"
             )
         self._rest += data
         lines: list[bytearray] = []
@@ -83,9 +82,7 @@ class RowWriter:
     async def _write(self, rows: int, lines: Sequence[bytes | bytearray]) -> None:
         self.rows += rows
         if self.rows > self._max_rows:
-            raise TooLarge(
-                f"the batch has more than {self._max_rows} rows (GATEWAY_MAX_BATCH_ROWS)"
-            )
+            raise TooLarge(f"the batch has more than {self._max_rows} rows")
         if lines:
             data = LINE_FEED.join([*lines, b""])
             self.size_bytes += len(data)

@@ -59,7 +59,7 @@ def build_index(number: int) -> Index:
 
 def build_fleet() -> LargeFleet:
     settings = Settings()
-    on_demand = OnDemandSettings(on_demand_models=("*",), default_model_memory_mb=100)
+    on_demand = OnDemandSettings(on_demand_models=("*",))
     pool = ReplicaPool([], settings)
     for number in range(REPLICAS):
         address = ReplicaAddress(f"10.0.0.{number + 1}", 8000)

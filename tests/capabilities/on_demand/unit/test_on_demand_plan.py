@@ -125,10 +125,10 @@ def test_models_that_nobody_used_since_2_are_idle(models: str, idle: str) -> Non
 MEMORY = "gateway.memory_mb"
 FACTS: list[tuple[Any, ModelFacts]] = [
     ({"parameters": {MEMORY: {"string_value": " 512 "}}}, ModelFacts(512)),
-    ({"ensemble_scheduling": {"step": [{"model_name": "a"}]}}, ModelFacts(None, frozenset("a"))),
+    ({"ensemble_scheduling": {"step": [{"model_name": "a"}]}}, ModelFacts(0, frozenset("a"))),
     (
         {"parameters": {"gateway.steps": {"string_value": "a, b"}}},
-        ModelFacts(None, frozenset("ab")),
+        ModelFacts(0, frozenset("ab")),
     ),
     *(
         ({"parameters": {MEMORY: {"string_value": wrong}}}, ModelFacts())
