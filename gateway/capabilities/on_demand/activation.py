@@ -331,15 +331,14 @@ class ModelActivator:
         A load for which there is no room yet does not hold up those behind it.
         """
         await self._wants_places.wait()
-        self._wants_places.clear()
         await self.held.update()
         started_at = perf_counter()
         for model, load in list(self._loads.items()):
             self._give_place(model, load)
             await asyncio.sleep(0)  # a search takes milliseconds in a large fleet
         await asyncio.sleep(max(RETRY_PAUSES * (perf_counter() - started_at), RETRY_PAUSE_S))
-        if any(load.place is not None for load in self._loads.values()):
-            self._wants_places.set()
+        if all(load.place is None for load in self._loads.values()):
+            self._wants_places.clear()
 
     def _give_place(self, model: str, load: SharedLoad) -> None:
         if load.place is None or load.place.done():
@@ -404,7 +403,8 @@ class ModelActivator:
 
     async def _unload_idle_models(self) -> None:
         await asyncio.sleep(IDLE_CHECK_INTERVAL_S)
-        if self._settings.idle_unload_s and self._reconciler.is_leader:
+        is_wanted = self._settings.idle_unload_s and self.held.is_enabled
+        if is_wanted and self._reconciler.is_leader:
             await self.held.update()
             await asyncio.gather(*map(self._unload_idle_models_of, self._list_replicas()))
 

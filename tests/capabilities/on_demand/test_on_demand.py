@@ -201,9 +201,11 @@ def test_model_in_use_or_loaded_by_the_api_is_never_evicted(three: list[Triton])
         with held_inferences(triton, "model01") as held:
             waiting = pool.submit(fleet.client.post, "/v2/models/model01/infer", json=HELD_V2_BODY)
             wait_until(held.exists)
-            refused = fleet.infer("model02", headers={"X-Request-Timeout": "1"})
+            headers = {"X-Request-Timeout": str(MIN_AGE_S + 2)}
+            refused = fleet.infer("model02", headers=headers)
             assert_error(refused, 503, "NO_ROOM", "'model00'")
             assert "'model01'" in refused.json()["error"]
+            assert "unloading model" not in fleet.command.output
             assert list_held(triton) == {"model00", "model01"}
         assert waiting.result().status_code == 200
         assert fleet.infer("model02").status_code == 200
