@@ -17,7 +17,7 @@ import pytest
 
 from gateway.capabilities.grpc_api.settings import GrpcSettings
 from gateway.capabilities.installed import INSTALLED, SETTINGS
-from gateway.config.settings import describe_unknown_settings, read_settings
+from gateway.config.settings import describe_unknown_settings, list_variable_fields, read_settings
 from gateway.messages import CommandError
 from tests.interface.names import read_recorded_names
 from tests.support.servers import ROOT, Command, free_ports
@@ -114,8 +114,8 @@ def list_defaults(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield the variables of the settings of these capabilities, with their defaults."""
     for capability in INSTALLED:
         if capability.name in names and capability.settings is not None:
-            for name, field in capability.settings.model_fields.items():
-                yield f"GATEWAY_{name.upper()}", field.default
+            for name in list_variable_fields(capability.settings):
+                yield f"GATEWAY_{name.upper()}", capability.settings.model_fields[name].default
 
 
 @pytest.mark.parametrize(

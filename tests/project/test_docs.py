@@ -10,6 +10,7 @@ import pytest
 
 from gateway.capabilities.installed import SETTINGS
 from gateway.config.settings import (
+    REMOVED_SETTINGS,
     Settings,
     describe_unknown_settings,
     find_secrets,
@@ -97,6 +98,8 @@ def test_documented_settings_are_those_of_the_gateway() -> None:
     documented = {name.lower(): text for name, _, text in rows}
     described = setting_descriptions()
     assert described.keys() == set(list_setting_names(*SETTINGS))
+    removed = {name.removeprefix("GATEWAY_").lower() for name in REMOVED_SETTINGS}
+    assert not removed & described.keys()
     assert documented == {name: " ".join(text.split()) for name, text in described.items()}
 
 
