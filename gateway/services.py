@@ -10,7 +10,7 @@ import gc
 import ssl
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -178,8 +178,6 @@ class Services:
     recorder: Recorder | None = None
     management_headers: Headers = field(default_factory=list)  # open Triton's own management API
     describers: list[ModelDescriber] = field(default_factory=list)
-    # Counts of inferences that wait outside of the admission, and for which the fleet is needed.
-    waiting_work: list[Callable[[], int]] = field(default_factory=list)
     _provided: dict[type, Any] = field(default_factory=dict)
 
     def provide(self, component: object) -> None:

@@ -205,7 +205,7 @@ class Slot:
                     self._admission.learn_answer_time(self._model, self._info.caller_name, answer_s)
             if self._more_rows:
                 self._admission.add_rows(self._model, -self._more_rows)
-            self._admission.release(self._model, self._info.caller_name)
+            self._admission.release(self._model)
             for callback in self._callbacks:
                 callback()
 
@@ -259,8 +259,8 @@ class AdmissionQueue:
         # The priority in a model's config, for callers without one.
         self._find_model_priority = find_model_priority
         self._departures = Departures()
-        # Records the model and the caller of each request that ends, if models are loaded on demand.
-        self.record_use: Callable[[str, str], None] | None = None
+        # Records the model of each request that ends, if models are loaded on demand.
+        self.record_use: Callable[[str], None] | None = None
 
     @property
     def waiting(self) -> int:
@@ -379,7 +379,7 @@ class AdmissionQueue:
             elif admitted.exception() is None:
                 # Admitted at the same moment.
                 self.queue.refund(waiter)
-                self.release(waiter.model, waiter.line.caller)
+                self.release(waiter.model)
             raise
         finally:
             waited_s = perf_counter() - started_at
@@ -417,11 +417,6 @@ class AdmissionQueue:
         )
 
     @property
-    def is_busy(self) -> bool:
-        """Return whether requests of any model wait, or half of all slots are taken."""
-        return bool(self.waiting) or 2 * self.running > self._max_running
-
-    @property
     def running_ratio(self) -> float:
         return self.running / self._max_running
 
@@ -429,7 +424,7 @@ class AdmissionQueue:
     def waiting_ratio(self) -> float:
         return self.waiting / self.max_waiting if self.max_waiting else 0.0
 
-    def release(self, model: str, caller: str = "") -> None:
+    def release(self, model: str) -> None:
         self.running -= 1
         running = self._running_by_model[model] - 1
         if running:
@@ -437,7 +432,7 @@ class AdmissionQueue:
         else:
             del self._running_by_model[model]
         if self.record_use is not None:
-            self.record_use(model, caller)
+            self.record_use(model)
         # A slot became free, or several rows. After a limit was lowered, it may be one too many.
         if self.queue:
             self._departures.record(model)

@@ -250,11 +250,6 @@ class SharedState:
                     return
             await asyncio.sleep(LEASE_POLL_S)  # a store tells nobody that a lease has ended
 
-    def has_lease(self, name: str) -> bool:
-        """Return whether a task of this gateway has the lease, or asks for it."""
-        lock = self._lease_locks.get(name)
-        return lock is not None and lock.locked()
-
     @asynccontextmanager
     async def lock_model(self, model: str) -> AsyncIterator[None]:
         """Exclude other changes of a model, by all gateways that share this state, and read the last one.
@@ -297,11 +292,6 @@ class SharedState:
             await self.renew_lease(name)
 
         await repeat("lease", renew)
-
-    @property
-    def has_reports(self) -> bool:
-        """Return whether gateways know each other's requests: not without a shared store, or in an outage."""
-        return self.store.is_shared and self.store.is_available
 
     async def refresh_loads(self) -> None:
         with suppress(StateUnavailable):

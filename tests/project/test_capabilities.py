@@ -73,7 +73,7 @@ OWN_NAMES = {
     ),
     "on_demand": OwnNames(
         others=r"setting GATEWAY_(ON_DEMAND_MODELS|MAX_LOADED_MODELS|(DEFAULT_)?MODEL_MEMORY_MB"
-        r"|EVICTION_PROTECTION_S|IDLE_UNLOAD_S|HOLD_S|SCALER_PORT)"
+        r"|IDLE_UNLOAD_S|HOLD_S)"
         r"|code \d+ (MODEL_LOADING|NO_ROOM)"
         r"|flag triton-gateway up --(on-demand|max-loaded-models)",
         metrics=r"gateway_(on_demand_.*|demand|requests_held"

@@ -48,7 +48,6 @@ def attach_jobs(settings: Settings) -> Attachment | None:
     acceptance = JobAcceptance()
 
     async def open_jobs(services: Services, stack: AsyncExitStack) -> None:
-        from gateway.capabilities.jobs.job import JobState
         from gateway.capabilities.jobs.runner import JobRunner
         from gateway.capabilities.jobs.service import Jobs
 
@@ -60,7 +59,6 @@ def attach_jobs(settings: Settings) -> Attachment | None:
         services.provide(acceptance)
         runner = await stack.enter_async_context(JobRunner(jobs, services))
         services.provide(runner)
-        services.waiting_work.append(lambda: jobs.counts.by_state.get(JobState.queued, 0))
         await open_callbacks(jobs, services, stack)
 
     return Attachment(

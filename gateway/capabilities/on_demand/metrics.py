@@ -13,7 +13,7 @@ from gateway.fleet.pool import ReplicaPool
 from gateway.telemetry.metrics import MetricFactory
 
 MEBIBYTE: Final = 1 << 20
-EVICTION_REASONS: Final = ("room", "idle", "copies")
+EVICTION_REASONS: Final = ("room", "idle")
 
 
 class OnDemandMetrics:
@@ -25,7 +25,7 @@ class OnDemandMetrics:
         )
         self.demand = create.level(
             "gateway_demand",
-            "Inferences that run or wait, as the external scaler reports them to KEDA.",
+            "Inferences that run or wait, by which KEDA scales Tritons, also from zero.",
         )
         self.held_requests = create.level(
             "gateway_requests_held",

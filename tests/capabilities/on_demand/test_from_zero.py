@@ -50,6 +50,7 @@ def test_requests_wait_for_the_first_replica(tmp_path: Path) -> None:
         url = str(fleet.client.base_url).rstrip("/")
         answers = [pool.submit(send_request, url, number) for number in range(COUNT)]
         wait_until(lambda: count_held(fleet) == COUNT)
+        assert metric(fleet.client, "gateway_demand") == COUNT  # by which KEDA starts the fleet
         fleet.triton.start()
         statuses = Counter(answer.result().status_code for answer in answers)
         assert statuses == {200: COUNT}
