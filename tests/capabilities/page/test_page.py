@@ -109,7 +109,7 @@ class RenamedModels:
         return f'[data-output="{self.names.tensor(name)}"]'
 
 
-FLAG = replace(identity("flag", "BOOL", (1,), 8), hints={"example.X": "true"})
+FLAG = replace(identity("flag", "BOOL", (1,), 8), hints={"examples.X": r"[\"true\"]"})
 JSON = replace(identity("json", "BYTES", (1,), 8), hints={"content_type.Y": "application/json"})
 
 
