@@ -30,7 +30,7 @@ from gateway.errors import (
 from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
-from gateway.media_types import JSON
+from gateway.media_types import JSON, escape_line_separators
 from gateway.repository.resolver import ModelTarget
 from gateway.routes.error_responses import render_error, send_response
 from gateway.routes.passthrough.body import (
@@ -331,7 +331,8 @@ async def relay_response(
         if (error := response.first_error) is not None:
             info.error_code = error.code
             start["headers"] += encode_headers(error.headers or {})
-            first = b"data: %b\n\n" % serialize_error(error.detail, error.code, scope["request_id"])
+            document = serialize_error(error.detail, error.code, scope["request_id"])
+            first = b"data: %b\n\n" % escape_line_separators(document)
         yield start
         info.bytes_out += len(first)
         # Even an empty body sends the head immediately.
