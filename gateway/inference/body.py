@@ -257,6 +257,9 @@ async def read_body(
     codec = body_type.codec
     if body_type.media_type == MULTIPART:
         return await read_form(body, limits, charge, run_in_thread)
+    if codec is None and b"expect" in body.headers:
+        # The client waits for this instead of sending the body in vain (RFC 9110, section 10.1.1).
+        raise UnsupportedBody(content_type, CODECS_BY_TYPE)
     data = await body.read(limits.max_bytes, charge)
     if codec is None or len(data) <= codec.max_inline_bytes:
         # This raises the error of a type that is not supported.
