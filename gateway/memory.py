@@ -29,8 +29,6 @@ SMALL_REQUEST_BYTES: Final = 1 << 20
 LARGE_REQUEST_SHARE: Final = 0.75
 # If requests use more of it, no messages may arrive whose sizes the budget has no room for.
 UNKNOWN_MESSAGES_SHARE: Final = 0.5
-PIXELS_SHARE: Final = 0.25
-BYTES_PER_PIXEL: Final = 4  # in Pillow, also of an image without transparency
 # Parameters of mallopt(3).
 M_ARENA_MAX = -8
 M_MMAP_THRESHOLD = -3
@@ -61,11 +59,6 @@ def memory_limit_bytes() -> int:
 def default_budget_bytes() -> int:
     # The rest of the memory is for everything but request and response bodies.
     return max(memory_limit_bytes() // 4, MIN_BUDGET_BYTES)
-
-
-def find_max_pixels(budget_bytes: int) -> int:
-    """Return how many pixels may be decoded at the same time, beside the budget: a quarter of it."""
-    return max(int(budget_bytes * PIXELS_SHARE) // BYTES_PER_PIXEL, 1)
 
 
 def limit_heap_growth() -> None:

@@ -1,6 +1,7 @@
 """The steps of a request to a model, in the order in which its handler takes them.
 
-Open (resolve the model), receive, admit, convert (`body.py`), run the inference, build the response.
+Open (resolve the model), receive (`body.py`), admit, decode (`decode.py`), run the inference, build the
+response.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from gateway.fleet.signatures import SignatureCache, select_outputs
 from gateway.http_client.connection import Headers
 from gateway.inference.body import (
     Deadline,
-    LargePayload,
-    PayloadConverter,
     RequestBody,
     check_for_form,
     has_curl_default_type,
@@ -38,9 +37,9 @@ from gateway.tasks import run_together
 from gateway.telemetry.request_info import RequestInfo, RequestScope
 from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS, select_trace_context
 from gateway.tensors import sequence
-from gateway.tensors.inputs import InferInputs, check_row_count
+from gateway.tensors.inputs import Body, InferInputs, check_row_count
 from gateway.tensors.outputs import EncodedBody, InferResult, are_large
-from gateway.tensors.payload import Payload, PayloadOptions
+from gateway.tensors.payload import PayloadOptions
 from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import Signature
 from gateway.triton.inference import InferRequest
@@ -77,7 +76,6 @@ class OpenedRequest:
     charge: MemoryCharge
     signature: Signature
     deadline: Deadline
-    converter: PayloadConverter
     trace_headers: Headers  # the client's trace context
     # What the sequence headers say.
     step: SequenceStep | None
@@ -123,10 +121,9 @@ async def open_request(
     info.model = signature.model
     info.version = signature.version
     charge = services.get_charge(info)
-    converter = PayloadConverter(services, signature, charge, deadline)
     choice = target.choice
     return OpenedRequest(
-        services, info, body, charge, signature, deadline, converter, trace_headers, step, choice
+        services, info, body, charge, signature, deadline, trace_headers, step, choice
     )
 
 
@@ -145,37 +142,31 @@ async def read_signature(
     return await signatures.get_signature(target.model, version)
 
 
-async def receive_payload(opened: OpenedRequest) -> Payload | LargePayload:
-    """Receive the body; return its parts, or what the converter decodes in a process."""
+async def receive_body(opened: OpenedRequest) -> Body:
+    """Receive the complete body, which is not decoded yet; a form is split into its parts."""
     body = opened.body
     if has_curl_default_type(body.content_type):
         return await receive_curl_body(opened)
     if not body.content_type and body.has_content and is_text_model(opened.signature):
         body.content_type = OCTET_STREAM  # a text, as Triton takes it
-    return await receive_typed_payload(opened)
+    return await receive_typed_body(opened)
 
 
-async def receive_curl_body(opened: OpenedRequest) -> Payload | LargePayload:
+async def receive_curl_body(opened: OpenedRequest) -> Body:
     """Receive JSON or a text with the type of a form. Raises `UnsupportedBody` or `FormNotSupported`."""
     takes_text = is_text_model(opened.signature)
     await opened.deadline.limit(recognize_curl_body(opened.body, takes_text=takes_text))
-    try:
-        payload = await receive_typed_payload(opened)
-    except MalformedRequest as exc:
-        if takes_text:
-            advice = "if it is a text, send it with -H 'Content-Type: text/plain'"
-            raise MalformedRequest(f"{exc.detail}; {advice}") from exc
-        raise
+    received = await receive_typed_body(opened)
     if opened.body.content_type == OCTET_STREAM:
-        check_for_form(cast(Payload, payload))
-    return payload
+        check_for_form(cast(bytes, received))
+    return received
 
 
-async def receive_typed_payload(opened: OpenedRequest) -> Payload | LargePayload:
+async def receive_typed_body(opened: OpenedRequest) -> Body:
     body = opened.body
     limits = opened.services.payload_limits
     is_received = await body.receive_start(limits.max_bytes)
-    reading = read_body(body, limits, opened.charge, opened.converter.run_in_thread)
+    reading = read_body(body, limits, opened.charge)
     return await (reading if is_received else opened.deadline.limit(reading))
 
 
@@ -319,7 +310,12 @@ async def render_results(
 ) -> Response:
     """Return the rendered results, which contain `more_bytes` of the request."""
     is_large = are_large(results, more_bytes)
-    encoded = await opened.converter.run_in_thread(render, phase="render") if is_large else render()
+    executor = opened.services.decode_executor
+    encoded = (
+        await opened.deadline.limit(executor.run_in_thread(render, "render"))
+        if is_large
+        else render()
+    )
     more_headers = NO_HEADERS
     if opened.choice is not None or encoded.content_type != JSON:
         version = results[0].version or opened.info.version

@@ -197,7 +197,7 @@ class Metrics:
         )
         self.decodes_waiting = create.level(
             "gateway_decodes_waiting",
-            "Requests whose images wait for a thread or for GATEWAY_MAX_PIXELS_IN_FLIGHT.",
+            "Requests whose bodies wait for a thread or a process that decodes them.",
         )
         self.shed = create.counter(
             "gateway_requests_shed_total",

@@ -158,6 +158,7 @@ CODECS: Final = (
 )
 CODECS_BY_TYPE: Final = {codec.media_type: codec for codec in CODECS}
 JSON_CODEC: Final = CODECS_BY_TYPE[JSON]
+NPY_CODEC: Final = CODECS_BY_TYPE[NPY]
 DEFAULT_CODEC: Final = CODECS_BY_TYPE[OCTET_STREAM]
 
 

@@ -16,9 +16,10 @@ import orjson
 from gateway.errors import InputMismatch
 from gateway.messages import join_names, quote_text
 from gateway.tensors.dtypes import BF16, DatatypeKind, build_bytes_array
-from gateway.tensors.images.decode import EncodedImage, decode_image
-from gateway.tensors.npy import MAX_DIMENSIONS
-from gateway.tensors.payload import Part
+from gateway.tensors.images import ImageReader
+from gateway.tensors.json_body import decode_base64_text, is_data_uri
+from gateway.tensors.npy import MAX_DIMENSIONS, NPY_MAGIC, read_npy
+from gateway.tensors.payload import Part, PayloadLimits
 from gateway.tensors.signature import ImageSpec, PixelScale, Signature, TensorSpec
 
 # A float of this size or more may be the result of rounding another integer.
@@ -30,32 +31,64 @@ PIXEL_SCALES: Mapping[PixelScale, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def convert_part(part: Part, tensor: TensorSpec) -> np.ndarray:
-    value = part.value
-    spec = tensor.image_spec
-    if isinstance(value, np.ndarray):
-        return convert_array(value, tensor)
-    encoded_images = list_encoded_images(value)
-    if not encoded_images or spec is None:
-        return convert_nested_lists(value, tensor)
-    decoded = [convert_image(image, tensor, spec) for image in encoded_images]
-    if not isinstance(value, list):
-        return decoded[0]
-    if len({array.shape for array in decoded}) > 1:
+# Files: NumPy's, and images. They become arrays before the shapes of all parts are compared.
+
+
+def decode_files(parts: Sequence[Part], tensor: TensorSpec, limits: PayloadLimits) -> list[Part]:
+    """Return the parts with arrays in place of their files; an element of BYTES is none.
+
+    Raises `InputMismatch`, `BadImage`, `TooLarge`, `MalformedRequest` or `CostlyImages`.
+    """
+    if tensor.datatype.kind is DatatypeKind.BYTES:
+        return list(parts)
+    images = [list_image_files(part.value) for part in parts]
+    reader = None
+    if any(images):
+        if tensor.image_spec is None:
+            raise build_input_mismatch(tensor, "bytes, but the input's shape is not an image shape")
+        reader = ImageReader(tensor.image_spec, limits, tensor.name)
+        reader.check_count(sum(map(len, images)))
+    decoded = []
+    for part, files in zip(parts, images, strict=True):
+        value = part.value
+        if files and reader is not None:
+            value = convert_images(files, reader, tensor, is_list=isinstance(value, list))
+        elif is_npy_file(value):
+            value = read_npy(value)
+        decoded.append(part._replace(value=value))
+    return decoded
+
+
+def list_image_files(value: Any) -> Sequence[bytes | str]:
+    """Return the images of a part: bytes, or `data:` URIs."""
+    values = value if isinstance(value, list) else [value]
+    return values if all(map(is_image_file, values)) else []
+
+
+def is_image_file(value: Any) -> bool:
+    if isinstance(value, bytes):
+        return not is_npy_file(value)
+    return isinstance(value, str) and is_data_uri(value)
+
+
+def is_npy_file(value: Any) -> bool:
+    # curl sends a .npy file as application/octet-stream, so the first bytes decide.
+    return isinstance(value, bytes) and value.startswith(NPY_MAGIC)
+
+
+def convert_images(
+    files: Sequence[bytes | str], reader: ImageReader, tensor: TensorSpec, *, is_list: bool
+) -> np.ndarray:
+    encoded = (file if isinstance(file, bytes) else decode_base64_text(file) for file in files)
+    arrays = [convert_image(reader.read(data), reader.spec, tensor) for data in encoded]
+    if not is_list:
+        return arrays[0]
+    if len({array.shape for array in arrays}) > 1:
         raise build_input_mismatch(tensor, "images of different sizes, which cannot form a batch")
-    return np.stack(decoded)
+    return np.stack(arrays)
 
 
-def list_encoded_images(value: Any) -> Sequence[EncodedImage]:
-    if isinstance(value, EncodedImage):
-        return [value]
-    if isinstance(value, list) and value and isinstance(value[0], EncodedImage):
-        return value
-    return ()
-
-
-def convert_image(image: EncodedImage, tensor: TensorSpec, spec: ImageSpec) -> np.ndarray:
-    values = decode_image(image, spec, tensor.name)
+def convert_image(values: np.ndarray, spec: ImageSpec, tensor: TensorSpec) -> np.ndarray:
     # The order of the elements becomes that of the tensor here, and not when the request is encoded.
     if tensor.scale is PixelScale.NONE and not tensor.mean and not tensor.std:
         if not np.can_cast(np.uint8, tensor.datatype.numpy_dtype):
@@ -83,6 +116,16 @@ def reshape_per_channel(
         )
     shape = (-1, 1, 1) if spec.layout.value == "NCHW" else (-1,)
     return np.asarray(values, np.float32).reshape(shape)
+
+
+# Values.
+
+
+def convert_part(part: Part, tensor: TensorSpec) -> np.ndarray:
+    value = part.value
+    if isinstance(value, np.ndarray):
+        return convert_array(value, tensor)
+    return convert_nested_lists(value, tensor)
 
 
 def convert_nested_lists(value: Any, tensor: TensorSpec) -> np.ndarray:
@@ -222,7 +265,7 @@ def stack_parts(parts: Sequence[Part], tensor: TensorSpec, supports_batching: bo
 
 def stack_values(values: list[Any], parts: Sequence[Part], tensor: TensorSpec) -> np.ndarray:
     # Lists are converted together, because converting a short list takes about as long as a long one.
-    if all(type(value) is list and not list_encoded_images(value) for value in values):
+    if all(type(value) is list for value in values):
         check_equal_shapes(find_list_shapes(values, tensor), tensor)
         return convert_nested_lists(values, tensor)
     arrays = [convert_part(part, tensor) for part in parts]

@@ -58,6 +58,7 @@ def parse_large_json(parse: Callable[[bytes], T], data: bytes, limits: PayloadLi
 
 def read_json_payload(body: bytes, limits: PayloadLimits) -> Payload:
     """Decode `{"inputs": value or {name: value}, "outputs": [name]?, "parameters": {}?, "id": ""?}`."""
+    check_json_memory(body, limits)
     document = parse_json_body(body)
     if not isinstance(document, dict) or "inputs" not in document:
         raise MalformedRequest('the JSON body must be an object with "inputs", e.g. {"inputs": …}')

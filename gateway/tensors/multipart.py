@@ -6,7 +6,7 @@ Each byte is searched once, at the speed of C. Parts are kept in memory, within 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -170,47 +170,58 @@ def parse_header_field(line: bytes) -> tuple[str, str]:
     return field[1].decode("ascii").lower(), field[2].strip(b" \t").decode("latin-1")
 
 
-class MultipartForm:
-    """A multipart body (RFC 7578) that is fed in chunks and kept in memory, within the limits."""
+@dataclass(frozen=True)
+class Form:
+    """The parts of a complete form."""
+
+    raw_parts: Sequence[RawPart]
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of the parts that are used as they are."""
+        return sum(len(part.content) for part in self.raw_parts if is_raw_file(part))
+
+    @property
+    def decoded_bytes(self) -> int:
+        """The size of the parts that are decoded: texts, JSON and archives."""
+        return sum(len(part.content) for part in self.raw_parts if not is_raw_file(part))
+
+    def build_payload(self, limits: PayloadLimits) -> Payload:
+        """Decode the parts. Raises `MalformedRequest`, `UnsupportedBody` or `TooLarge`."""
+        parts: dict[str, list[Part]] = {}
+        parameters: dict[str, Any] = {}
+        for raw_part in self.raw_parts:
+            if is_json_part(raw_part):
+                check_json_memory(raw_part.content, limits)
+            name, part = read_form_field(raw_part)
+            if name == "parameters":
+                parameters = validate_parameters(parse_form_parameters(part.value))
+            else:
+                parts.setdefault(name, []).append(part)
+        return Payload(parts, PayloadOptions(parameters=parameters))
+
+
+class FormReader:
+    """Splits a multipart body (RFC 7578), which is fed in chunks, into parts that are kept in memory."""
 
     def __init__(self, content_type: str, limits: PayloadLimits) -> None:
         boundary = parse_content_type(content_type)[1].get("boundary", "")
         self._parser = MultipartParser(boundary, limits.max_parts)
         self._parts: list[RawPart] = []
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(len(part.content) for part in self._parts)
-
-    @property
-    def decoded_size_bytes(self) -> int:
-        """The size of the parts that are decoded; the others are files that are used as they are."""
-        return sum(len(part.content) for part in self._parts if not is_raw_file(part))
-
-    @property
-    def json_size_bytes(self) -> int:
-        return sum(len(part.content) for part in self._parts if is_json_part(part))
-
     def feed(self, data: bytes) -> None:
         self._parts += self._parser.feed(data)
 
-    def check_json_memory(self, limits: PayloadLimits) -> None:
-        for part in self._parts:
-            if is_json_part(part):
-                check_json_memory(part.content, limits)
-
-    def build_payload(self) -> Payload:
-        """Decode the parts of a complete form. Raises `MalformedRequest` or `UnsupportedBody`."""
+    def finish(self) -> Form:
+        """Return the complete form. Raises `MalformedRequest`."""
         self._parser.finish()
-        parts: dict[str, list[Part]] = {}
-        parameters: dict[str, Any] = {}
-        while self._parts:  # each part is released after it is copied
-            name, part = read_form_field(self._parts.pop(0))
-            if name == "parameters":
-                parameters = validate_parameters(parse_form_parameters(part.value))
-            else:
-                parts.setdefault(name, []).append(part)
-        return Payload(parts, PayloadOptions(parameters=parameters))
+        return Form(self._parts)
+
+
+def read_form(body: bytes, content_type: str, limits: PayloadLimits) -> Form:
+    reader = FormReader(content_type, limits)
+    reader.feed(body)
+    return reader.finish()
 
 
 def is_raw_file(raw_part: RawPart) -> bool:

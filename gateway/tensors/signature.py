@@ -188,6 +188,10 @@ class Signature:
     def accepts_only_bytes(self) -> bool:
         return all(tensor.datatype.kind is DatatypeKind.BYTES for tensor in self.inputs.values())
 
+    @cached_property
+    def accepts_images(self) -> bool:
+        return any(tensor.image_spec is not None for tensor in self.inputs.values())
+
 
 def build_signature(metadata: JsonObject, config: JsonObject, version: str = "") -> Signature:
     """Combine `GET /v2/models/M` and `GET /v2/models/M/config` (Model Metadata, Model Configuration)."""

@@ -28,6 +28,7 @@ from gateway.errors import (
 )
 from gateway.fleet.index import Index, list_versions, version_sort_key
 from gateway.inference import pipeline
+from gateway.inference.decode import decode, decode_json
 from gateway.media_types import JSON, TEXT
 from gateway.messages import join_names, quote_text
 from gateway.routes.dependencies import (
@@ -219,17 +220,16 @@ async def create_prediction(
         beginning = await opened.deadline.limit(body.peek())
         body.content_type = recognize_body_type(body.content_type, beginning, signature)
     is_json = parse_content_type(body.content_type)[0] == JSON
-    receive = pipeline.receive_bytes if is_json else pipeline.receive_payload
-    received = await receive(opened)
+    received = await pipeline.receive_body(opened)
     with await pipeline.admit(opened) as slot:
-        if isinstance(received, bytes):
+        if is_json and isinstance(received, bytes):
             options = PayloadOptions()
-            (inputs,) = await opened.converter.convert_json(received, parse_prediction_body)
+            (inputs,) = await decode_json(opened, received, parse_prediction_body)
         else:
-            decoded = await opened.converter.convert(received)
+            decoded = await decode(opened, received)
             options = decoded.options
             inputs = decoded.inputs
-        del received  # a large body, which a process has decoded
+        del received  # its memory is free while the model runs
         count = choose_class_count(signature)
         if count and not signature.default_class_counts:
             parameters = {"classification": count, **options.parameters}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gateway.errors import GatewayError, MalformedRequest, TooLarge
 from gateway.tensors.inputs import read_payload
-from gateway.tensors.multipart import MAX_COPIED_PART_BYTES, MultipartForm, MultipartParser, RawPart
+from gateway.tensors.multipart import MAX_COPIED_PART_BYTES, FormReader, MultipartParser, RawPart
 from gateway.tensors.payload import PayloadLimits
 from tests.support.hostile_files import field, form
 
@@ -131,7 +131,7 @@ def test_limits_of_a_form_apply_while_it_arrives() -> None:
             fed += len(piece)
             list(parser.feed(piece))
     assert 8192 < fed < 10_000
-    limited = MultipartForm(TYPE, PayloadLimits(max_parts=3))
+    limited = FormReader(TYPE, PayloadLimits(max_parts=3))
     with pytest.raises(TooLarge, match="more than 3 parts"):
         limited.feed(form(*[field(b"x")] * 4))
 

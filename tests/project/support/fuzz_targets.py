@@ -31,14 +31,14 @@ from gateway.telemetry.exposition import (
     parse_families,
     split_page_lines,
 )
-from gateway.tensors.images.header import read_image_header, strip_metadata
+from gateway.tensors.images import ImageReader
 from gateway.tensors.inputs import JsonParser, decode_body, decode_json_body
 from gateway.tensors.json_body import decode_base64_text
 from gateway.tensors.media_type import parse_content_type
 from gateway.tensors.outputs import parse_accept
 from gateway.tensors.payload import PayloadLimits
 from gateway.tensors.sequence import parse_sequence_headers
-from gateway.tensors.signature import Signature, build_signature
+from gateway.tensors.signature import ChannelLayout, ImageSpec, Signature, build_signature
 from tests.support.corpus import IMAGES, V2_BODY, valid_requests
 from tests.support.fuzzing import MAX_INPUT_BYTES, Target
 from tests.support.servers import ROOT
@@ -72,8 +72,9 @@ def json_as(kind: str, parse: JsonParser) -> Callable[[bytes], object]:
     return lambda data: decode_json_body(parse, data, MODELS[kind], LIMITS)
 
 
-def read_header(data: bytes) -> object:
-    return strip_metadata(data, read_image_header(data, "X"))
+def read_image(data: bytes) -> object:
+    spec = ImageSpec(ChannelLayout.CHANNELS_LAST, "RGBA", -1, -1)
+    return ImageReader(spec, LIMITS, "X").read(data)
 
 
 def scrub_events(data: bytes) -> object:
@@ -122,7 +123,7 @@ def targets() -> list[Target]:
             Target(f"TorchServe's JSON for {kind}", json_as(kind, parse_prediction_body), named, REFUSALS)
             for kind in MODELS
         ),
-        Target("image headers", read_header, images, REFUSALS),
+        Target("images", read_image, images, REFUSALS),
         Target("Content-Type", latin_1(parse_content_type), [b'text/plain; charset="utf-8"'], REFUSALS),
         Target("Accept", latin_1(parse_accept), [b"image/png;q=0.5, */*"], REFUSALS),
         Target("base64", latin_1(decode_base64_text), [b"data:a/b;base64,AAEC", b"AAEC"], REFUSALS),
