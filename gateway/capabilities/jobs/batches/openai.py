@@ -46,7 +46,7 @@ from gateway.tensors.media_type import (
     parse_content_type,
     parse_header_parameters,
 )
-from gateway.tensors.multipart import MultipartParser
+from gateway.tensors.multipart import PartReader
 
 ENDPOINT: Final = "/v1/embeddings"
 LINE_FORM: Final = (
@@ -199,10 +199,10 @@ class FileWriter(RowWriter):
         self, file: ArrivingBody, max_rows: int, charge: MemoryCharge, content_type: str
     ) -> None:
         super().__init__(file, max_rows, charge)
-        media_type, options = parse_content_type(content_type)
+        media_type, _ = parse_content_type(content_type)
         if media_type != MULTIPART:
             raise UnsupportedBody(content_type, (MULTIPART,))
-        self._parser = MultipartParser(options.get("boundary", ""), MAX_FIELDS)
+        self._parser = PartReader(content_type, MAX_FIELDS)
         self._purpose = b""
         self._files = 0
         self.name = ""
@@ -210,7 +210,7 @@ class FileWriter(RowWriter):
 
     async def feed(self, data: bytes) -> None:
         for part in self._parser.feed(data):
-            self._files += await self._extend(part.headers, bytes(part.content))
+            self._files += await self._extend(part.headers, part.content)
         if (headers := self._parser.part_headers) is not None:
             await self._extend(headers, self._parser.take_partial_content())
 
