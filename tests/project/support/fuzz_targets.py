@@ -22,7 +22,7 @@ from gateway.capabilities.uploads.model_files.model_config import (
 )
 from gateway.capabilities.uploads.model_files.onnx import is_onnx_file
 from gateway.capabilities.uploads.model_files.received_body import parse_sha256_digest
-from gateway.capacity.archives import PIECE_BYTES, ArchiveLimits, read_archive
+from gateway.capacity.archives import ArchiveLimits, read_archive
 from gateway.errors import GatewayError
 from gateway.routes.passthrough.sse import EventStreamScrubber
 from gateway.telemetry.exposition import (
@@ -39,6 +39,7 @@ from gateway.tensors.outputs import parse_accept
 from gateway.tensors.payload import PayloadLimits
 from gateway.tensors.sequence import parse_sequence_headers
 from gateway.tensors.signature import ChannelLayout, ImageSpec, Signature, build_signature
+from gateway.tensors.zip_files import PIECE_BYTES
 from tests.support.corpus import IMAGES, V2_BODY, valid_requests
 from tests.support.fuzzing import MAX_INPUT_BYTES, Target
 from tests.support.servers import ROOT
