@@ -47,7 +47,7 @@ def decode_files(parts: Sequence[Part], tensor: TensorSpec, limits: PayloadLimit
         if tensor.image_spec is None:
             raise build_input_mismatch(tensor, "bytes, but the input's shape is not an image shape")
         reader = ImageReader(tensor.image_spec, limits, tensor.name)
-        reader.check_count(sum(map(len, images)))
+        reader.check_all(list(chain.from_iterable(images)))
     decoded = []
     for part, files in zip(parts, images, strict=True):
         value = part.value
@@ -59,10 +59,12 @@ def decode_files(parts: Sequence[Part], tensor: TensorSpec, limits: PayloadLimit
     return decoded
 
 
-def list_image_files(value: Any) -> Sequence[bytes | str]:
-    """Return the images of a part: bytes, or `data:` URIs."""
+def list_image_files(value: Any) -> list[bytes]:
+    """Return the images of a part, which are bytes or `data:` URIs; none if it has other values."""
     values = value if isinstance(value, list) else [value]
-    return values if all(map(is_image_file, values)) else []
+    if not all(map(is_image_file, values)):
+        return []
+    return [item if isinstance(item, bytes) else decode_base64_text(item) for item in values]
 
 
 def is_image_file(value: Any) -> bool:
@@ -77,10 +79,9 @@ def is_npy_file(value: Any) -> bool:
 
 
 def convert_images(
-    files: Sequence[bytes | str], reader: ImageReader, tensor: TensorSpec, *, is_list: bool
+    files: Sequence[bytes], reader: ImageReader, tensor: TensorSpec, *, is_list: bool
 ) -> np.ndarray:
-    encoded = (file if isinstance(file, bytes) else decode_base64_text(file) for file in files)
-    arrays = [convert_image(reader.read(data), reader.spec, tensor) for data in encoded]
+    arrays = [convert_image(reader.read(data), reader.spec, tensor) for data in files]
     if not is_list:
         return arrays[0]
     if len({array.shape for array in arrays}) > 1:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import struct
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
@@ -87,26 +88,29 @@ class ImageReader:
         self.spec = spec
         self._limits = limits
         self._input = quote_text(input_name)
-        self._count = 0
         self._cost_pixels = 0
-        self._decoded_pixels = 0
 
-    def check_count(self, count: int) -> None:
-        """Check a number of images before the first is decoded. Raises `TooLarge`."""
+    def check_all(self, files: Sequence[bytes]) -> None:
+        """Check how much memory the images need together, before the first is decoded.
+
+        Raises `TooLarge` or `BadImage`.
+        """
+        count = len(files)
         if count > MAX_IMAGES:
             raise TooLarge(
                 f"input {self._input} accepts at most {MAX_IMAGES} images per request; got {count}"
             )
-        pixels = count * max(self.spec.height, 1) * max(self.spec.width, 1)
-        self._check_decoded_pixels(pixels, count)
-
-    def _check_decoded_pixels(self, pixels: int, count: int) -> None:
-        # The decoded images are in memory at the same time.
+        if count == 1:
+            return
+        if min(self.spec.height, self.spec.width) > 0:
+            pixels = count * self.spec.height * self.spec.width
+        else:
+            pixels = sum(map(self._count_pixels, files))
         limit = self._limits.max_image_pixels
-        if pixels > limit and count > 1:
+        if pixels > limit:
             raise TooLarge(
-                f"the images for input {self._input} decode to more than {limit} pixels; send fewer "
-                "images per request"
+                f"the {count} images for input {self._input} decode to {pixels} pixels; the limit is "
+                f"{limit} pixels; send fewer images per request"
             )
 
     def read(self, data: bytes) -> np.ndarray:
@@ -115,48 +119,55 @@ class ImageReader:
         The shape is [height, width], [channels, height, width] or [height, width, channels].
         Raises `BadImage`, `TooLarge` or `CostlyImages`.
         """
+        with self._open(data) as image:
+            self._add_cost(image, data)
+            upright = load_upright_image(image, self.spec)
+            return arrange_pixels(convert_image_mode(upright, self.spec.mode), self.spec)
+
+    def _count_pixels(self, data: bytes) -> int:
+        with self._open(data) as image:
+            return image.width * image.height
+
+    @contextmanager
+    def _open(self, data: bytes) -> Iterator[Image.Image]:
+        """Open an image within the limits, and translate Pillow's errors."""
         if not data:
             raise BadImage(f"the image for input {self._input} is empty")
         if not is_image(data):
             raise BadImage(f"the value for input {self._input} is not a JPEG, PNG or WebP image")
         try:
             with Image.open(ImageFile(data), formats=FORMATS) as image:
-                self._check_size(image.width, image.height, data)
-                upright = load_upright_image(image, self.spec)
-                converted = convert_image_mode(upright, self.spec.mode)
+                if problem := self._find_excess(image.width, image.height, data):
+                    raise TooLarge(f"the image for input {self._input} has {problem}")
+                yield image
         except TooManyParts:
             raise TooLarge(
                 f"the image for input {self._input} has too many parts for its size; save it again"
             ) from None
         except PILLOW_ERRORS:
             raise BadImage(f"the image for input {self._input} is truncated or damaged") from None
-        array = arrange_pixels(converted, self.spec)
-        self._count += 1
-        self._decoded_pixels += array.size // len(self.spec.mode)
-        self._check_decoded_pixels(self._decoded_pixels, self._count)
-        return array
 
-    def _check_size(self, width: int, height: int, data: bytes) -> None:
+    def _find_excess(self, width: int, height: int, data: bytes) -> str:
         limits = self._limits
-        pixels = width * height
-        is_jpeg = data.startswith(JPEG_SIGNATURE)
-        scans = data.count(START_OF_SCAN) if is_jpeg else 1
-        problem = ""
-        if pixels > limits.max_image_pixels:
-            problem = f"{width} × {height} pixels; the limit is {limits.max_image_pixels} pixels"
-        elif max(width, height) > limits.max_image_side:
-            problem = (
-                f"{width} × {height} pixels; the limit is {limits.max_image_side} pixels per side"
-            )
-        elif scans > MAX_SCANS:
-            problem = f"more than {MAX_SCANS} scans; save it as a baseline JPEG"
-        elif is_jpeg and LONG_PADDING in data:
-            problem = f"{len(LONG_PADDING)} bytes of padding; save it again"
-        if problem:
-            raise TooLarge(f"the image for input {self._input} has {problem}")
-        self._cost_pixels += pixels + pixels * scans // SCANS_PER_PASS
-        if self._cost_pixels > limits.max_cost_pixels:
+        if width * height > limits.max_image_pixels:
+            return f"{width} × {height} pixels; the limit is {limits.max_image_pixels} pixels"
+        if max(width, height) > limits.max_image_side:
+            return f"{width} × {height} pixels; the limit is {limits.max_image_side} pixels per side"
+        if count_scans(data) > MAX_SCANS:
+            return f"more than {MAX_SCANS} scans; save it as a baseline JPEG"
+        if data.startswith(JPEG_SIGNATURE) and LONG_PADDING in data:
+            return f"{len(LONG_PADDING)} bytes of padding; save it again"
+        return ""
+
+    def _add_cost(self, image: Image.Image, data: bytes) -> None:
+        pixels = image.width * image.height
+        self._cost_pixels += pixels + pixels * (count_scans(data) - 1) // SCANS_PER_PASS
+        if self._cost_pixels > self._limits.max_cost_pixels:
             raise CostlyImages
+
+
+def count_scans(data: bytes) -> int:
+    return data.count(START_OF_SCAN) if data.startswith(JPEG_SIGNATURE) else 1
 
 
 def is_image(data: bytes) -> bool:

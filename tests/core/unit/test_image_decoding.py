@@ -289,7 +289,7 @@ def test_limits_of_pixels_apply_before_decoding() -> None:
 
 def test_cost_of_the_images_of_an_input_is_limited_where_it_is_asked_for() -> None:
     """The scans of a JPEG count as well."""
-    limits = PayloadLimits(max_cost_pixels=3 * 256)
+    limits = PayloadLimits(max_cost_pixels=2 * 256)
     reader = ImageReader(SPEC, limits, "X")
     assert [reader.read(png()).shape for _ in range(2)] == [(16, 16, 3)] * 2
     for costly, data in ((reader, png()), (ImageReader(SPEC, limits, "X"), jpeg_of_scans(64))):

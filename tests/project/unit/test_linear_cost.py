@@ -186,7 +186,6 @@ PARSERS = (
         for charset, unit in {
             "utf-8": "汉".encode(),
             "gb18030": "한".encode("gb18030"),
-            "iso2022_jp": b"\x1b$B\x1b(B",
             "shift_jis": "日".encode("shift_jis"),
             "utf-16": b"\0\xd8\0\xdc",
         }.items()
