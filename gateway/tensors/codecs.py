@@ -109,8 +109,8 @@ JSON_SCHEMA: Final[dict[str, Any]] = {
     "required": ["inputs"],
     "additionalProperties": False,
 }
-# The decoders of texts and JSON hold the GIL, numbers can be shorter in JSON than as tensors, and archives are
-# compressed.
+# The decoders of texts and JSON hold the GIL, numbers can be shorter in JSON than as tensors, and archives
+# are compressed.
 CODECS: Final = (
     Codec(
         ANY_IMAGE, BINARY_SCHEMA, read_bytes, max_inline_bytes=math.inf, is_accepted=accepts_file
@@ -118,9 +118,7 @@ CODECS: Final = (
     Codec(
         OCTET_STREAM, BINARY_SCHEMA, read_bytes, max_inline_bytes=math.inf, is_accepted=accepts_file
     ),
-    Codec(
-        TEXT, STRING_SCHEMA, decode_text, max_thread_bytes=256 << 10, is_accepted=accepts_text
-    ),
+    Codec(TEXT, STRING_SCHEMA, decode_text, max_thread_bytes=256 << 10, is_accepted=accepts_text),
     Codec(MULTIPART, FORM_SCHEMA),  # fed in chunks: see `gateway.tensors.multipart`
     Codec(JSON, JSON_SCHEMA, read_json_value, read_json_payload, 6, max_thread_bytes=256 << 10),
     # A view of the body.

@@ -152,7 +152,9 @@ class ImageReader:
         if width * height > limits.max_image_pixels:
             return f"{width} × {height} pixels; the limit is {limits.max_image_pixels} pixels"
         if max(width, height) > limits.max_image_side:
-            return f"{width} × {height} pixels; the limit is {limits.max_image_side} pixels per side"
+            return (
+                f"{width} × {height} pixels; the limit is {limits.max_image_side} pixels per side"
+            )
         if count_scans(data) > MAX_SCANS:
             return f"more than {MAX_SCANS} scans; save it as a baseline JPEG"
         if data.startswith(JPEG_SIGNATURE) and LONG_PADDING in data:

@@ -11,8 +11,8 @@ from gateway.capabilities.jobs.callback_hosts import CallbackHosts, CallbackNotA
 from gateway.capabilities.jobs.settings import JobSettings, split_secrets
 from gateway.config.settings import read_settings
 from gateway.errors import MalformedRequest
-from gateway.http_client.webhooks import generate_secret
 from gateway.messages import CommandError
+from gateway.webhooks import generate_secret
 
 HOSTS = CallbackHosts(
     ("shop.example", "shop.example:8443", "http://plain.example:8000", "127.0.0.1:9000")
