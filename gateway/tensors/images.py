@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 from PIL import ExifTags, Image
+from PIL.JpegImagePlugin import JpegImageFile
 
 from gateway.errors import BadImage, TooLarge
 from gateway.messages import quote_text
@@ -26,7 +27,8 @@ WEBP_FORM_TYPE: Final = b"WEBP"
 # ten. About four scans take as long as the conversion to pixels.
 START_OF_SCAN: Final = b"\xff\xda"
 MAX_SCANS: Final = 64
-# Pillow's cost of fill bytes in the image data is quadratic. A segment is shorter than this.
+# Pillow's cost of fill bytes in the data of a JPEG is quadratic, and small below 2 MiB. No segment is so long.
+MIN_PADDED_BYTES: Final = 2 << 20
 LONG_PADDING: Final = b"\xff" * (1 << 16)
 SCANS_PER_PASS: Final = 4
 # A real file has a few dozen segments, and its data in chunks of 8 KiB or more. Each takes three reads.
@@ -137,7 +139,7 @@ class ImageReader:
             raise BadImage(f"the value for input {self._input} is not a JPEG, PNG or WebP image")
         try:
             with Image.open(ImageFile(data), formats=FORMATS) as image:
-                if problem := self._find_excess(image.width, image.height, data):
+                if problem := self._find_excess(image.width, image.height):
                     raise TooLarge(f"the image for input {self._input} has {problem}")
                 yield image
         except TooManyParts:
@@ -147,7 +149,7 @@ class ImageReader:
         except PILLOW_ERRORS:
             raise BadImage(f"the image for input {self._input} is truncated or damaged") from None
 
-    def _find_excess(self, width: int, height: int, data: bytes) -> str:
+    def _find_excess(self, width: int, height: int) -> str:
         limits = self._limits
         if width * height > limits.max_image_pixels:
             return f"{width} × {height} pixels; the limit is {limits.max_image_pixels} pixels"
@@ -155,21 +157,23 @@ class ImageReader:
             return (
                 f"{width} × {height} pixels; the limit is {limits.max_image_side} pixels per side"
             )
-        if count_scans(data) > MAX_SCANS:
-            return f"more than {MAX_SCANS} scans; save it as a baseline JPEG"
-        if data.startswith(JPEG_SIGNATURE) and LONG_PADDING in data:
-            return f"{len(LONG_PADDING)} bytes of padding; save it again"
         return ""
 
     def _add_cost(self, image: Image.Image, data: bytes) -> None:
+        """Check how long decoding may take. Raises `TooLarge` or `CostlyImages`."""
+        is_jpeg = isinstance(image, JpegImageFile)
+        scans = data.count(START_OF_SCAN) if is_jpeg else 1
+        problem = ""
+        if scans > MAX_SCANS:
+            problem = f"more than {MAX_SCANS} scans; save it as a baseline JPEG"
+        elif is_jpeg and len(data) > MIN_PADDED_BYTES and LONG_PADDING in data:
+            problem = f"{len(LONG_PADDING)} bytes of padding; save it again"
+        if problem:
+            raise TooLarge(f"the image for input {self._input} has {problem}")
         pixels = image.width * image.height
-        self._cost_pixels += pixels + pixels * (count_scans(data) - 1) // SCANS_PER_PASS
+        self._cost_pixels += pixels + pixels * (scans - 1) // SCANS_PER_PASS
         if self._cost_pixels > self._limits.max_cost_pixels:
             raise CostlyImages
-
-
-def count_scans(data: bytes) -> int:
-    return data.count(START_OF_SCAN) if data.startswith(JPEG_SIGNATURE) else 1
 
 
 def is_image(data: bytes) -> bool:
@@ -179,11 +183,13 @@ def is_image(data: bytes) -> bool:
 
 
 def load_upright_image(image: Image.Image, spec: ImageSpec) -> Image.Image:
+    if not isinstance(image, JpegImageFile):
+        image.load()  # the metadata of a PNG may follow its data, whose damage must not be ignored
     orientation = read_orientation(image)
     transpose = ORIENTATION_TRANSPOSES.get(orientation)
     is_sideways = transpose is not None and orientation >= FIRST_SIDEWAYS_ORIENTATION
     size = (spec.height, spec.width) if is_sideways else (spec.width, spec.height)
-    if min(size) > 0 and image.mode in ("L", "RGB"):
+    if isinstance(image, JpegImageFile) and min(size) > 0 and image.mode in ("L", "RGB"):
         image.draft(image.mode, size)  # decodes a JPEG at a reduced scale for a small size
     image.load()
     return image if transpose is None else image.transpose(transpose)

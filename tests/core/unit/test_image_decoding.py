@@ -242,6 +242,7 @@ DAMAGED = {
     "a PNG of a signature": png()[:8],
     "a PNG cut in its size": png()[:20],
     "a PNG cut in its data": png()[:-40],
+    "a PNG damaged in its data": png()[:60] + bytes([png()[60] ^ 1]) + png()[61:],
     "a PNG without data": png()[:33] + chunk(b"IEND"),
     "a PNG without a palette": png_without_palette(),
     "a PNG of three bits": png()[:24] + b"\3" + png()[25:],
@@ -253,7 +254,7 @@ DAMAGED = {
 }
 EXCESSIVE = {
     "padding": (padded_jpeg(1 << 20), "too many parts"),
-    "padding in the data": (padded_data(1 << 20), "bytes of padding"),
+    "padding in the data": (padded_data(3 << 20), "bytes of padding"),
     "scans": (jpeg_of_scans(65), "64 scans"),
     "JPEG segments": (after_start(jpeg(), segment(0xFE) * 5000), "too many parts"),
     "PNG chunks": (png_of_chunks(100_000), "too many parts"),
