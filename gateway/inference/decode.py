@@ -15,7 +15,7 @@ from gateway.errors import MalformedRequest
 from gateway.inference.body import has_curl_default_type
 from gateway.inference.pipeline import OpenedRequest, is_text_model
 from gateway.tensors.codecs import JSON_CODEC, NPY_CODEC, Codec, parse_body_type, read_bytes
-from gateway.tensors.images import CostlyImages
+from gateway.tensors.images import CostlyImages, is_image
 from gateway.tensors.inputs import (
     Body,
     DecodedBody,
@@ -58,7 +58,8 @@ def choose_place(body: Body, content_type: str, signature: Signature) -> Place:
         if signature.accepts_only_bytes:
             return Place.LOOP  # the body is an element as it is
         if not body.startswith(NPY_MAGIC):
-            return choose_image_place(len(body)) if signature.accepts_images else Place.LOOP
+            may_be_image = signature.accepts_images and is_image(body)
+            return choose_image_place(len(body)) if may_be_image else Place.LOOP
         codec = NPY_CODEC
     place = choose_codec_place(codec, len(body))
     # A small text or JSON can contain an image.

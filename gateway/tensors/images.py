@@ -27,7 +27,7 @@ WEBP_FORM_TYPE: Final = b"WEBP"
 # ten. About four scans take as long as the conversion to pixels.
 START_OF_SCAN: Final = b"\xff\xda"
 MAX_SCANS: Final = 64
-# Pillow's cost of fill bytes in the data of a JPEG is quadratic, and small below 2 MiB. No segment is so long.
+# Pillow's cost of fill bytes in the data of a JPEG is quadratic, small below 2 MiB. No segment is as long.
 MIN_PADDED_BYTES: Final = 2 << 20
 LONG_PADDING: Final = b"\xff" * (1 << 16)
 SCANS_PER_PASS: Final = 4

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 
@@ -19,7 +21,8 @@ from gateway.media_types import JSON
 from gateway.telemetry.metrics import Metrics
 from gateway.tensors.inputs import decode_body
 from gateway.tensors.payload import PayloadLimits
-from tests.support.wait import wait_until_async
+from tests.support.servers import ROOT
+from tests.support.wait import wait_until, wait_until_async
 
 LONG_S = 300.0
 LEAVING_CLIENTS = 32
@@ -92,6 +95,29 @@ async def test_clients_that_leave_do_not_stop_the_decoding_of_others(
     children = [child for child in psutil.Process().children() if child not in before]
     assert {child.pid for child in children} >= set(pids)
     await wait_until_async(lambda: len(running_children(before)) <= 2)
+
+
+OF_ANOTHER_GATEWAY = """
+import asyncio, os, time
+from gateway.capacity.decoding import DecodeExecutor
+from gateway.telemetry.metrics import Metrics
+
+async def main():
+    executor = DecodeExecutor(1, Metrics())
+    print(await executor.run_in_process(os.getpid), flush=True)
+    await executor.run_in_process(time.sleep, 1)
+
+asyncio.run(main())
+"""
+
+
+def test_processes_of_a_gateway_that_is_killed_end_with_their_call() -> None:
+    command = [sys.executable, "-c", OF_ANOTHER_GATEWAY]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as gateway:
+        assert gateway.stdout is not None
+        process = psutil.Process(int(gateway.stdout.readline()))
+        gateway.kill()
+    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
 
 
 def running_children(before: set[psutil.Process]) -> list[psutil.Process]:
