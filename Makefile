@@ -36,7 +36,7 @@ OWN_ENV := triton_repo_examples/own_env/python_env
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run test test-long test-all test-unit durations mutants house rerun-failed soak chaos containers test-cluster page check fmt
-.PHONY: clients test-clients bench bench-count bench-peers resnet50 manifests interface site dist workflows audit crds lock clean models examples
+.PHONY: clients test-clients test-triton bench bench-count bench-peers resnet50 manifests interface site dist workflows audit crds lock clean models examples
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -164,6 +164,10 @@ $(CLIENTS)/.ready $(OLDEST_CLIENT)/.ready:
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r $<
 	@touch $@
+
+# Another release of Triton: docs/operate/troubleshooting.md says what is asked there.
+test-triton: $(VENV)/.dev ## Ask a Triton the behaviours that the gateway relies on; TRITON=http://triton:8000
+	@TRITON="$(TRITON)" $(BIN)/python -m pytest -n 0 -v tests/core/integration/test_conformance.py $(ARGS)
 
 test-clients: $(VENV)/.dev clients ## Compare what clients get from a real Triton and from the gateway
 	@$(BIN)/python -m pytest -n 0 -v tests/clients $(ARGS)

@@ -36,7 +36,7 @@ def cpu_us(work: Callable[[], object]) -> float:
 
 async def measure_parts(addresses: Sequence[ReplicaAddress]) -> Mapping[str, float]:
     """Return the microseconds of each choice, probe and plan."""
-    settings = Settings(connect_timeout_s=10.0).model_copy(update={"poll_interval_s": NEVER_S})
+    settings = Settings(connect_timeout_s=10.0, poll_interval_s=NEVER_S)
     async with ReplicaPool(addresses, settings) as pool:
         await pool.monitor.probe_all()
         chosen = cpu_us(

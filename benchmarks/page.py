@@ -144,9 +144,8 @@ def draw_overload(measured: MeasuredRun) -> Iterator[tuple[str, str]]:
             point = (float(load), rows["interactive"]["p99_ms"])
             latencies.setdefault(limit, []).append(point)
     colours = {
-        "fixed": charts.COMPARED,
-        "auto": charts.EMPHASIZED,
-        "none": charts.SECOND_COMPARED,
+        "fixed": charts.EMPHASIZED,
+        "none": charts.COMPARED,
     }
     for name, title, values, unit in (
         ("overload-latency", "99th percentile of interactive requests", latencies, "ms"),

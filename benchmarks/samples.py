@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import socket
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
@@ -55,11 +54,8 @@ def start_targets(
 
 def table(triton: EmbeddedTriton, stack: ExitStack, run: Run) -> Iterator[str]:
     yield from measure_stopped(triton, run)
-    folder = stack.enter_context(tempfile.TemporaryDirectory())
     sinks = {
         NO_SAMPLES: ("", "0"),
-        "1 % to a folder": (f"file://{folder}/one", "0.01"),
-        "all to a folder": (f"file://{folder}/all", "1"),
         SILENT: (stack.enter_context(silent_sink()), "1"),
     }
     targets = start_targets(triton, stack, sinks, 0)

@@ -111,7 +111,10 @@ def wait_until_ready(url: str, started: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def gateway(
-    triton: str, workers: int = 1, settings: Mapping[str, str] | None = None
+    triton: str,
+    workers: int = 1,
+    settings: Mapping[str, str] | None = None,
+    module: str = "gateway",
 ) -> Iterator[RunningServer]:
     (port,) = free_ports(1)
     environment = {
@@ -123,7 +126,7 @@ def gateway(
     if workers > 1:
         arguments += ["--workers", str(workers)]
     # A process of its own: one that tests fork shares the memory of its parent.
-    program = (sys.executable, "-m", "gateway")
+    program = (sys.executable, "-m", module)
     with Command(*arguments, environment=environment, program=program) as command:
         command.wait_for("serving")
         yield f"http://127.0.0.1:{port}", psutil.Process(command.pid)

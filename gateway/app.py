@@ -28,7 +28,7 @@ from gateway.routes.error_responses import ErrorSerializer, render_error
 from gateway.routes.middleware import GatewayMiddleware
 from gateway.routes.openapi import ERROR_SCHEMA, SECURITY, SECURITY_SCHEMES
 from gateway.routes.repository import MANAGEMENT_ERROR_SCHEMA
-from gateway.services import Deferral, Recorder, Services, build_components, run_services
+from gateway.services import Deferral, Services, build_components, run_services
 
 PREFLIGHT_MAX_AGE_S = 600
 # Response headers that pages of other origins may read.
@@ -111,7 +111,7 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
-        async with run_services(settings, components, paths, recorder) as services:
+        async with run_services(settings, components, paths) as services:
             edge.services = app.state.services = services
             services.describers.extend(describers)
             if on_open is not None:
@@ -137,7 +137,6 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
     error_serializers: dict[str, ErrorSerializer] = {}
     paths = CORE_PATHS
     deferral: Deferral | None = None
-    recorder: Recorder | None = None
     for attachment in attachments:
         inference_routers += attachment.inference_routers
         routers += attachment.routers
@@ -145,7 +144,6 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
         app.sign_in = app.sign_in or attachment.sign_in
         error_serializers |= attachment.error_serializers
         deferral = attachment.deferral or deferral
-        recorder = attachment.recorder or recorder
         if attachment.paths is not None:
             paths |= attachment.paths
     app.paths = paths
@@ -166,7 +164,6 @@ def add_cors(application: ASGIApp, settings: Settings) -> ASGIApp:
         application,
         allow_origins=settings.cors_origins,
         allow_methods=("GET", "POST"),
-        allow_credentials=settings.cors_credentials,
         allow_headers=("*",),  # safe, because a key is sent in a header and never in a cookie
         expose_headers=EXPOSED_HEADERS,
         max_age=PREFLIGHT_MAX_AGE_S,

@@ -10,7 +10,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta, timezone
 from functools import cache, partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from gateway.commands.flags import (
 )
 from gateway.commands.help import HelpAllOption, RootGroup, arrange_help
 from gateway.commands.job_commands import job_cli
-from gateway.commands.label_commands import label_cli, rollout_cli
+from gateway.commands.label_commands import label_cli
 from gateway.commands.target import OptionalTarget
 from gateway.embedded.flags import TritonFlags
 from gateway.embedded.model_paths import exclude_startup_models
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 IMPORT_COLLECTION_THRESHOLD = 200_000  # more than the imports of any command
+NO_SETTINGS: Final[Mapping[str, Any]] = {}
 HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
 CliGroup = partial(typer.Typer, no_args_is_help=True, context_settings=HELP_FLAGS)
 root_cli = CliGroup(cls=RootGroup, pretty_exceptions_enable=False)
@@ -57,7 +58,6 @@ root_cli.add_typer(key_commands, name="key", rich_help_panel=START_PANEL)
 root_cli.add_typer(client_commands.cli)
 root_cli.add_typer(job_cli, name="jobs", rich_help_panel=INFERENCE_PANEL)
 root_cli.add_typer(label_cli, name="label", rich_help_panel=MODELS_PANEL)
-root_cli.add_typer(rollout_cli)
 root_cli.add_typer(state_commands, name="state", rich_help_panel=OPERATION_PANEL)
 diagnosis_commands = typer.Typer()  # the last group of the help, which lists groups in this order
 root_cli.add_typer(diagnosis_commands)
@@ -107,15 +107,6 @@ StateUrl = Annotated[
     str,
     typer.Option("--state", help="URL of the state. Default: GATEWAY_STATE.", show_default=False),
 ]
-ConformanceUrl = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL",
-        help="Ask this Triton, as in GATEWAY_TRITON_URLS, the behaviours that the gateway relies on. A "
-        "model is loaded there for it, and unloaded.",
-    ),
-]
-
 DURATION: Final = re.compile(r"(\d{1,5})([dhm])", re.ASCII)
 DURATION_UNITS: Final = {"d": "days", "h": "hours", "m": "minutes"}
 
@@ -241,6 +232,7 @@ def command(
 @add_flags(TritonFlags)
 def up(
     flags: TritonFlags,
+    context: typer.Context,
     host: Host = "127.0.0.1",
     port: Port = 8080,
     replicas: ReplicaCount = 1,
@@ -254,7 +246,7 @@ def up(
     from gateway.server import launch
 
     options = flags.to_options()
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {**context.obj}
     if on_demand:
         settings["on_demand_models"] = tuple(on_demand)
         if flags.load is None:
@@ -281,11 +273,16 @@ def triton(
     rich_help_panel=START_PANEL,
     epilog=format_examples("GATEWAY_TRITON_URLS=http://triton:8000 triton-gateway serve"),
 )
-def serve(host: Host = "127.0.0.1", port: Port = 8080, workers: WorkerCount = 1) -> None:
+def serve(
+    context: typer.Context,
+    host: Host = "127.0.0.1",
+    port: Port = 8080,
+    workers: WorkerCount = 1,
+) -> None:
     """Start the gateway for the Tritons of GATEWAY_TRITON_URLS."""
     from gateway.server import launch
 
-    launch.run_gateway(host, port, workers)
+    launch.run_gateway(host, port, workers, context.obj)
 
 
 @state_commands.command("export")
@@ -364,7 +361,6 @@ def run_with_store(url: str, work: Callable[[StateStore], Coroutine[Any, Any, T]
         "triton-gateway doctor",
         "triton-gateway doctor --port 9000 --json",
         "triton-gateway doctor --url https://gateway.example.com --key KEY",
-        "triton-gateway doctor --conformance http://triton:8000",
     ),
 )
 @add_flags(OptionalTarget)
@@ -372,19 +368,13 @@ def doctor(
     target: OptionalTarget,
     host: Host = "127.0.0.1",
     port: Port = 8080,
-    conformance: ConformanceUrl = None,
     json: JsonOption = False,
 ) -> None:
-    """Check this machine and its settings, a running gateway, or a Triton. Exits with 1 if a check fails."""
+    """Check this machine and its settings, or a running gateway. Exits with 1 if a check fails."""
     from gateway.capabilities.capability import FAILED
     from gateway.doctor.checks import ask_gateway, print_findings, run_checks
 
-    if conformance is not None:
-        from gateway.doctor.conformance import run_conformance_checks
-
-        findings = run_conformance_checks(conformance)
-    else:
-        findings = list(ask_gateway(target)) if target.url else run_checks(host, port)
+    findings = list(ask_gateway(target)) if target.url else run_checks(host, port)
     print_findings(findings, json=json)
     if any(finding.status == FAILED for finding in findings):
         raise SystemExit(1)
@@ -519,8 +509,11 @@ def build_command() -> Callable[..., object]:
     return command
 
 
-def main() -> None:
-    """Run the command; print expected failures as one sentence on standard error."""
+def main(settings: Mapping[str, Any] = NO_SETTINGS) -> None:
+    """Run the command; print expected failures as one sentence on standard error.
+
+    Tests pass values of settings that no variable sets.
+    """
     # Imports create many objects and hardly any garbage. With the default of 700 new objects, the garbage
     # collector takes a quarter of the start.
     gc.set_threshold(IMPORT_COLLECTION_THRESHOLD)
@@ -528,7 +521,7 @@ def main() -> None:
     # Shells start background commands with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        build_command()(prog_name="triton-gateway")
+        build_command()(prog_name="triton-gateway", obj=settings)
     except CommandError as exc:
         if SERVERS.intersection(sys.argv[1:2]):
             from gateway.telemetry.logs import print_failure

@@ -27,8 +27,6 @@ MIN_BUDGET_BYTES: Final = 64 << 20
 # Large requests together leave a quarter of the budget to small ones.
 SMALL_REQUEST_BYTES: Final = 1 << 20
 LARGE_REQUEST_SHARE: Final = 0.75
-# If requests use more of it, no messages may arrive whose sizes the budget has no room for.
-UNKNOWN_MESSAGES_SHARE: Final = 0.5
 # Parameters of mallopt(3).
 M_ARENA_MAX = -8
 M_MMAP_THRESHOLD = -3
@@ -110,7 +108,6 @@ class MemoryBudget:
         self._idle_since = time.monotonic()
         self.used_bytes = 0
         self.excess_bytes = 0
-        self.has_unknown_messages = False  # messages arrive whose size is not known
         self.bytes_by_kind = dict.fromkeys(MEMORY_KINDS, 0)
 
     @property
@@ -149,17 +146,13 @@ class MemoryBudget:
     def update_excess(self, resident_bytes: int) -> None:
         """Compare what requests hold with how much larger the process is than while they held nothing."""
         now = time.monotonic()
-        if self.used_bytes > SMALL_REQUEST_BYTES or self.has_unknown_messages:
+        if self.used_bytes > SMALL_REQUEST_BYTES:
             self._idle_since = now
         elif resident_bytes < self._idle_bytes or now - self._idle_since > IDLE_S:
             self._idle_bytes = resident_bytes
         other_bytes = resident_bytes - self._idle_bytes - self.used_bytes
         excess_bytes = max(other_bytes - self._allowed_excess_bytes, 0)
         self.excess_bytes = min(excess_bytes, self._large_bytes // 2)
-
-    @property
-    def has_room_for_unknown_messages(self) -> bool:
-        return not self.excess_bytes and self.used_ratio <= UNKNOWN_MESSAGES_SHARE
 
     def has_shrunk(self, by_bytes: int) -> bool:
         """Return whether requests used so much more since the last call that returned True."""

@@ -10,7 +10,7 @@ import gc
 import ssl
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -26,15 +26,14 @@ from gateway.access.auth import CORE_PATHS, Authenticator, PathRules
 from gateway.access.keys import NO_RULES, KeysFile, RuleParsers
 from gateway.access.limits import CallerLimiter, RateLimiter
 from gateway.callers import Caller, Priority
-from gateway.capacity.admission import AdmissionQueue, Slot
+from gateway.capacity.admission import AdmissionQueue
 from gateway.capacity.decoding import DecodeExecutor
 from gateway.config.settings import ModelUploads, Settings
-from gateway.errors import Forbidden, GatewayError, MalformedRequest
+from gateway.errors import Forbidden, MalformedRequest
 from gateway.fleet.discovery import ReplicaSource, create_tls_context, parse_replica_source
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.index import Index
 from gateway.fleet.inference import InferenceService
-from gateway.fleet.model_limits import ModelLimits
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.statistics import FleetStatistics
@@ -60,8 +59,9 @@ from gateway.repository.state.store import open_configured_store
 from gateway.tasks import repeat
 from gateway.telemetry import logs
 from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.recording import Recorder
 from gateway.telemetry.refusals import RefusalLog
-from gateway.telemetry.request_info import RequestInfo, RequestScope
+from gateway.telemetry.request_info import RequestInfo
 from gateway.telemetry.tracing import Tracer
 from gateway.tensors.payload import PayloadLimits
 from gateway.tensors.schema import Schema
@@ -72,14 +72,12 @@ T = TypeVar("T")
 # Each one occupies threads, which together would keep Python's global lock from the event loop.
 MAX_METRICS_PAGES: Final = 4  # pages that are written at the same time
 # A request that needs the signature only to count its rows waits no longer.
-MAX_SIGNATURE_WAIT_S: Final = 1.0
 METRICS_INTERVAL_S = 0.5
 # Much memory that became free is returned at the next check, less after the last one. Checks wake a process.
 BUSY_CHECK_PERIOD_S = 0.1
 IDLE_CHECK_PERIOD_S = 1.0
 TRIM_PERIOD_S = 4.0
 MUCH_FREE_MEMORY_BYTES = 64 << 20
-UNKNOWN_MODEL_LIMIT = 32  # concurrent inferences, until the gateway has read the config
 THREAD_SWITCH_INTERVAL_S = 0.0005
 LAG_SAMPLES = 20  # ten seconds, so that a scrape every ten seconds sees the maximum
 
@@ -103,32 +101,6 @@ class ModelDescriber:
     def describe_model(self, services: Services, signature: Signature) -> Mapping[str, Any]:
         """Return fields of the description of a model, or of one of its versions."""
         return {}
-
-
-class RecordedBody(Protocol):
-    """The body of a request or a response, which passes in pieces."""
-
-    headers: Headers
-
-    async def add(self, data: bytes, *, is_last: bool = True) -> None: ...
-
-
-class Recording(Protocol):
-    @property
-    def request(self) -> RecordedBody: ...
-
-    @property
-    def response(self) -> RecordedBody: ...
-
-
-class Recorder(Protocol):
-    """Records requests and responses, over HTTP and gRPC."""
-
-    def start(self, scope: RequestScope) -> Recording | None:
-        """Return the recording of a request whose head has arrived; None if it is not recorded."""
-
-    def end(self, scope: RequestScope, recording: Any, status: int) -> None:
-        """End a request and its recording, which is what `start` returned."""
 
 
 class InternalRequest(NamedTuple):
@@ -174,11 +146,9 @@ class Services:
     maintenance: Maintenance
     refusals: RefusalLog
     tracer: Tracer | None = None
-    recorder: Recorder | None = None
     management_headers: Headers = field(default_factory=list)  # open Triton's own management API
     describers: list[ModelDescriber] = field(default_factory=list)
-    # Counts of inferences that wait outside of the admission, and for which the fleet is needed.
-    waiting_work: list[Callable[[], int]] = field(default_factory=list)
+    recorders: list[Recorder] = field(default_factory=list)
     _provided: dict[type, Any] = field(default_factory=dict)
 
     def provide(self, component: object) -> None:
@@ -207,29 +177,6 @@ class Services:
         if self.pool.is_listed(model, version):
             info.model = model
             info.version = version
-
-    @property
-    def counts_rows(self) -> bool:
-        return self.metrics.usage_listener is not None or bool(self.admission.batching_models)
-
-    async def count_rows(self, slot: Slot, model: str, first_size: int) -> int:
-        """Return the rows of an inference, and count them in its slot where they take places."""
-        if slot.counts_rows:
-            slot.weigh(first_size)
-        return await self.measure_rows(model, first_size)
-
-    async def measure_rows(self, model: str, first_size: int) -> int:
-        """Return the rows of an inference by the first dimension of its first input, if usage is counted."""
-        if first_size <= 1 or self.metrics.usage_listener is None:
-            return 1
-        signature = self.signatures.find_or_start_reading(model)
-        if signature is None:
-            reading = self.signatures.get_signature(model)
-            try:
-                signature = await asyncio.wait_for(reading, MAX_SIGNATURE_WAIT_S)
-            except (GatewayError, asyncio.TimeoutError):
-                return 1
-        return min(first_size, max(signature.max_batch_size, 1))
 
     def accept_load_parameters(
         self, info: RequestInfo, model: str, parameters: Mapping[str, Any], *, can_upload: bool
@@ -303,13 +250,6 @@ def tune_interpreter() -> None:
     # A thread that runs Python code yields to the event loop after this time instead of 5 ms.
     sys.setswitchinterval(THREAD_SWITCH_INTERVAL_S)
     limit_heap_growth()
-
-
-def find_model_limit(settings: Settings) -> int:
-    limit = settings.max_model_inflight
-    if limit == "auto":
-        return min(UNKNOWN_MODEL_LIMIT, settings.max_inflight)
-    return limit or max(settings.max_inflight // 2, 1)
 
 
 def find_model_priority(
@@ -442,51 +382,29 @@ def run_in_background(work: Coroutine[Any, Any, object], stack: AsyncExitStack) 
     stack.callback(asyncio.create_task(work).cancel)
 
 
-def open_admission(
-    settings: Settings,
-    fleet: FleetComponents,
-    statistics: FleetStatistics,
-    metrics: Metrics,
-    stack: AsyncExitStack,
-) -> AdmissionQueue:
-    """Return the queue of inferences, whose limits of models follow Triton if they are `auto`."""
-    admission = AdmissionQueue(
-        settings.max_inflight,
-        find_model_limit(settings),
-        settings.max_queue,
-        metrics=metrics,
-        find_model_priority=partial(find_model_priority, fleet.pool, fleet.signatures),
-    )
-    if settings.max_model_inflight == "auto":
-        limits = ModelLimits(
-            admission,
-            fleet.pool,
-            statistics,
-            fleet.signatures,
-            default_limit=max(settings.max_inflight // 2, 1),
-        )
-        run_in_background(limits.run(), stack)
-    return admission
-
-
 @asynccontextmanager
 async def run_services(
     settings: Settings,
     components: AppComponents,
     paths: PathRules = CORE_PATHS,
-    recorder: Recorder | None = None,
 ) -> AsyncIterator[Services]:
     async with AsyncExitStack() as stack:
         stack.callback(logs.flush)  # a worker is killed by its own signal right afterwards
         metrics = Metrics(counts_callers=settings.metrics_callers)
         fleet = await open_fleet(settings, components, metrics, stack)
         budget_bytes = settings.max_bytes_in_flight or default_budget_bytes()
-        decoders = DecodeExecutor(settings.decode_threads, metrics)
+        decoders = DecodeExecutor(metrics)
         stack.push_async_callback(decoders.close)
         warming = asyncio.create_task(decoders.start_process())
         restricted = read_restricted_api(settings)
         statistics = FleetStatistics(fleet.pool)
-        admission = open_admission(settings, fleet, statistics, metrics, stack)
+        admission = AdmissionQueue(
+            settings.max_inflight,
+            settings.max_model_inflight or max(settings.max_inflight // 2, 1),
+            settings.max_queue,
+            metrics=metrics,
+            find_model_priority=partial(find_model_priority, fleet.pool, fleet.signatures),
+        )
         memory = MemoryBudget(budget_bytes, metrics.shed)
         stack.callback(metrics.flush)
         authenticator = Authenticator(
@@ -494,12 +412,10 @@ async def run_services(
         )
         if components.keys_file is not None:
             fleet.repository.state.events.watch(components.keys_file, "keys file", "key")
-        maintenance = Maintenance(fleet.pool, fleet.dispatcher, fleet.repository.state)
         for work in (
             update_metrics(metrics, admission, memory),
             trim_heaps(memory),
             authenticator.watch_keys_file(),
-            maintenance.report_work(),
         ):
             run_in_background(work, stack)
         refusals = RefusalLog()
@@ -525,9 +441,8 @@ async def run_services(
             limiter=CallerLimiter(
                 RateLimiter(metrics, components.store.rate_windows), components.store.quotas
             ),
-            maintenance=maintenance,
+            maintenance=Maintenance(fleet.pool, fleet.dispatcher, fleet.repository.state),
             refusals=refusals,
             tracer=components.tracer,
-            recorder=recorder,
             management_headers=[] if restricted is None else restricted.headers,
         )

@@ -38,7 +38,7 @@ BUDGETS: Final = {
     TOP: Budget(1800),
     "client": Budget(1900),
     "commands": Budget(2100),
-    "doctor": Budget(380),
+    "doctor": Budget(380, is_enforced=True),
     "config": Budget(720),
     "repository": Budget(1700),
     "repository/state": Budget(1300),

@@ -11,7 +11,7 @@ import binascii
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
@@ -366,10 +366,8 @@ def explain_foreign_headers(headers: Sequence[tuple[bytes, bytes]]) -> str:
     return "" if is_loopback(parse_host(host)) else f"its host is {quote_text(host)}, not localhost"
 
 
-def is_cross_origin(
-    headers: Iterable[tuple[bytes, bytes]], allowed_origins: Collection[str] = ()
-) -> bool:
-    """Return whether a web page sent the request whose origin is neither the gateway's nor allowed."""
+def is_cross_origin(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Return whether a web page sent the request whose origin is not the gateway's."""
     origin = host = ""
     is_other_site = False
     for name, value in headers:
@@ -379,8 +377,6 @@ def is_cross_origin(
             origin = value.decode("latin-1").lower()
         elif name == b"sec-fetch-site" and value not in SAME_SITE_VALUES:
             is_other_site = True
-    if origin in allowed_origins:
-        return False
     return is_other_site or origin not in ("", f"http://{host}", f"https://{host}")
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gateway.repository.models_file import KeyParsers
     from gateway.repository.state.content import Table
     from gateway.routes.error_responses import ErrorSerializer
-    from gateway.services import Deferral, ModelDescriber, Recorder, Services
+    from gateway.services import Deferral, ModelDescriber, Services
 
 CheckStatus = Literal["ok", "warning", "failed"]
 OK: Final = "ok"
@@ -102,7 +102,6 @@ class Attachment:
     # services and the parameters of the path.
     inference_routers: Sequence[APIRouter] = ()
     deferral: Deferral | None = None  # one capability has it
-    recorder: Recorder | None = None  # one capability has it
     sign_in: SignIn | None = None
 
 

@@ -57,7 +57,6 @@ class ArchivedFile(NamedTuple):
     """A file of an archive, or a folder, whose path ends with /."""
 
     path: str
-    size: int
     pieces: Pieces
 
 
@@ -158,7 +157,7 @@ def read_zip(file: BinaryIO, limits: ArchiveLimits) -> Iterator[ArchivedFile]:
             if stat.S_IFMT(mode) and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 raise InvalidArchive(describe_special_entry(entry.filename))
             pieces = read_zip_entry(archive, entry)
-            yield ArchivedFile(entry.filename, entry.file_size, count_pieces(pieces, limits))
+            yield ArchivedFile(entry.filename, count_pieces(pieces, limits))
 
 
 def read_tar(file: Readable, limits: ArchiveLimits) -> Iterator[ArchivedFile]:
@@ -168,10 +167,10 @@ def read_tar(file: Readable, limits: ArchiveLimits) -> Iterator[ArchivedFile]:
     while (entry := archive.next()) is not None:
         stream.is_header = False
         if entry.isdir() and not entry.size:
-            yield ArchivedFile(f"{entry.name}/", 0, iter(()))
+            yield ArchivedFile(f"{entry.name}/", iter(()))
         elif entry.isreg() and not entry.issparse():
             pieces = count_pieces(read_tar_entry(archive, entry), limits)
-            yield ArchivedFile(entry.name, entry.size, pieces)
+            yield ArchivedFile(entry.name, pieces)
             for _ in pieces:  # nobody has read them if the entry is ignored
                 pass
         else:

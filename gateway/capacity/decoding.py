@@ -38,7 +38,7 @@ MAX_WORKER_MEMORY_BYTES: Final = 1 << 30
 class DecodeExecutor:
     """The threads and processes that decode bodies."""
 
-    def __init__(self, workers: int, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, workers: int = 0) -> None:
         self._workers = workers or min(MAX_DECODE_WORKERS, os.cpu_count() or 1)
         self.max_process_bytes = worker_memory_bytes(self._workers)
         self._threads = ThreadPoolExecutor(self._workers, "decode")

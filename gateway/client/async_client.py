@@ -295,11 +295,8 @@ class AsyncClient:
     async def models(self) -> list[ModelInfo]:
         return parse_models_reply(await self._call(build_json_request("GET", "/v1/models")))
 
-    async def load(
-        self, name: str, *, staged: bool = False, timeout_s: float = OPERATION_TIMEOUT_S
-    ) -> dict[str, Any]:
-        request = create_load_call(name, staged=staged)
-        return decode_object(await self._call(request, timeout_s=timeout_s))
+    async def load(self, name: str, *, timeout_s: float = OPERATION_TIMEOUT_S) -> dict[str, Any]:
+        return decode_object(await self._call(create_load_call(name), timeout_s=timeout_s))
 
     async def unload(
         self, name: str, *, dependents: bool = False, timeout_s: float = OPERATION_TIMEOUT_S

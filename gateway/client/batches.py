@@ -74,7 +74,6 @@ class OrderedTasks(Generic[T, R]):
         self._tasks: deque[asyncio.Task[R]] = deque()
         self._has_changed = asyncio.Event()
         self._producer: asyncio.Task[None] | None = None
-        self._is_stopped = False
 
     def __aiter__(self) -> AsyncIterator[R]:
         return self
@@ -83,8 +82,6 @@ class OrderedTasks(Generic[T, R]):
         if self._producer is None:
             self._producer = asyncio.create_task(self._produce())
             self._producer.add_done_callback(lambda _: self._has_changed.set())
-            if self._is_stopped:
-                self._producer.cancel()
         while True:
             self._has_changed.clear()
             if self._tasks:
@@ -92,14 +89,11 @@ class OrderedTasks(Generic[T, R]):
                 await asyncio.wait({task})
                 self._tasks.popleft()
                 self._backlog_slots.release()
-                if not task.cancelled():
-                    return task.result()
-            elif self._producer.done():
-                if not self._producer.cancelled():
-                    self._producer.result()
+                return task.result()
+            if self._producer.done():
+                self._producer.result()
                 raise StopAsyncIteration
-            else:
-                await self._has_changed.wait()
+            await self._has_changed.wait()
 
     async def _produce(self) -> None:
         async for item in self._items:
@@ -111,21 +105,11 @@ class OrderedTasks(Generic[T, R]):
             self._has_changed.set()
             await asyncio.sleep(0)  # the task begins before the next item is taken from the source
 
-    def stop(self) -> None:
-        """Start no more tasks. The results of those that run can still be read."""
-        self._is_stopped = True
-        if self._producer is not None:
-            self._producer.cancel()
-
-    def cancel(self) -> None:
-        """Cancel the tasks that run as well. Only the results of finished ones can still be read."""
-        self.stop()
-        for task in self._tasks:
-            task.cancel()
-
     async def aclose(self) -> None:
-        self.cancel()
+        """Cancel the tasks that run."""
         tasks = [task for task in (self._producer, *self._tasks) if task is not None]
+        for task in tasks:
+            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
 

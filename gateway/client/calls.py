@@ -41,7 +41,7 @@ JOBS_PATH: Final = "/v1/jobs"
 # A request waits for less than the time limits of proxies, and is repeated.
 JOB_WAIT_S: Final = 20
 JOB_REQUEST_TIMEOUT_S: Final = 40.0
-ENDED_STATES: Final = ("done", "failed", "cancelled", "expired", "stored")
+ENDED_STATES: Final = ("done", "failed", "cancelled", "expired")
 
 
 def has_numpy() -> bool:
@@ -190,9 +190,8 @@ def parse_model_document(reply: Reply, document: Mapping[str, Any]) -> ModelInfo
         raise make_invalid_response_error(reply, reason) from None
 
 
-def create_load_call(model: str, *, staged: bool) -> ApiRequest:
-    parameters: dict[str, Any] = {"staged": True} if staged else {}
-    return build_operation_request(model, "load", parameters)
+def create_load_call(model: str) -> ApiRequest:
+    return build_operation_request(model, "load", {})
 
 
 def create_unload_call(model: str, *, dependents: bool) -> ApiRequest:

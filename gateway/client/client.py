@@ -285,12 +285,9 @@ class Client:
         """Return the models that the key may use, also those that are not loaded."""
         return parse_models_reply(self._call(build_json_request("GET", "/v1/models")))
 
-    def load(
-        self, name: str, *, staged: bool = False, timeout_s: float = OPERATION_TIMEOUT_S
-    ) -> dict[str, Any]:
-        """Load a model on every replica, or on one after the other; return the report of the replicas."""
-        request = create_load_call(name, staged=staged)
-        return decode_object(self._call(request, timeout_s=timeout_s))
+    def load(self, name: str, *, timeout_s: float = OPERATION_TIMEOUT_S) -> dict[str, Any]:
+        """Load a model on every replica; return the report of the replicas."""
+        return decode_object(self._call(create_load_call(name), timeout_s=timeout_s))
 
     def unload(
         self, name: str, *, dependents: bool = False, timeout_s: float = OPERATION_TIMEOUT_S

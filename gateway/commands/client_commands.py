@@ -52,8 +52,7 @@ TextsOption = Annotated[
     epilog=format_examples(
         "triton-gateway infer MODEL photos/ --output results.jsonl",
         "triton-gateway infer MODEL 'some text'",
-        "triton-gateway infer MODEL reviews.txt --lines --batch 8 --output out.csv",
-        "triton-gateway infer MODEL --replay 2026-11-26T09.jsonl --version 2",
+        "triton-gateway infer MODEL reviews.txt --lines --batch 8 --output out.jsonl",
         "triton-gateway infer MODEL photos/ --async --output results.jsonl",
     ),
 )
@@ -62,7 +61,7 @@ TextsOption = Annotated[
 def infer(
     flags: InferFlags,
     target: Target,
-    model: ModelArgument = "",
+    model: ModelArgument,
     files: Annotated[
         list[str] | None,
         typer.Argument(
@@ -75,22 +74,8 @@ def infer(
         bool, typer.Option("--lines", help="Treat each line of a file as a text.")
     ] = False,
     version: VersionOption = "",
-    replay: Annotated[
-        Path | None,
-        typer.Option(
-            help="Send the requests in this file of samples again, of all models or of MODEL."
-        ),
-    ] = None,
 ) -> None:
     """Run inference on files and texts; print one record for each, in input order."""
-    if replay is not None:
-        from gateway.commands.inference.replay import Replay
-
-        if files or text or flags.is_async:
-            raise UsageError("--replay excludes files, texts and --async")
-        raise SystemExit(Replay(target, replay, flags, model=model, version=version).run())
-    if not model:
-        raise UsageError("pass the name of a model; triton-gateway models lists the models")
     from gateway.commands.inference.infer import InferOptions, run_infer
     from gateway.commands.inference.inputs import InputSource, find_input_files, is_text
 
@@ -129,12 +114,12 @@ def choose_format(flags: InferFlags) -> OutputFormat:
     names = [form.value for form in OutputFormat]
     name = OutputFormat.jsonl if flags.json else flags.format
     if name not in (None, *names):
-        raise UsageError(f"--format must be {', '.join(names)}, not {name!r}")
+        raise UsageError(f"--format must be {' or '.join(names)}, not {name!r}")
     if flags.output is None:
         return OutputFormat(name or ("text" if sys.stdout.isatty() else "jsonl"))
     if name == OutputFormat.text:
         raise UsageError("--format text is for the standard output, not for --output FILE")
-    return OutputFormat(name or ("csv" if flags.output.suffix == ".csv" else "jsonl"))
+    return OutputFormat.jsonl
 
 
 @cli.command(rich_help_panel=MODELS_PANEL)
@@ -207,13 +192,10 @@ def explain_not_ready(readiness: Mapping[str, Any]) -> str:
 def load(
     target: Target,
     models: ModelsArgument,
-    staged: Annotated[
-        bool, typer.Option("--staged", help="One replica after the other, until one fails.")
-    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Load models on every replica and wait for completion."""
-    change_models(target, models, lambda client, name: client.load(name, staged=staged), json=json)
+    change_models(target, models, lambda client, name: client.load(name), json=json)
 
 
 @cli.command(
@@ -478,24 +460,3 @@ def bench(
         typer.echo(bench.plot_results(results))
     if any(result.failed for result in results):
         raise ClientError("some requests failed")
-
-
-sample_commands = typer.Typer(help="Manage samples of traffic.")
-cli.add_typer(sample_commands, name="sample", rich_help_panel=OPERATION_PANEL)
-
-
-@sample_commands.command("erase")
-def erase_samples(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of GATEWAY_SAMPLES.")],
-    caller: Annotated[
-        str,
-        typer.Option(
-            help="Name of a key or rule, subject of a token, or address of a client without a key."
-        ),
-    ],
-) -> None:
-    """Erase the requests and answers of a caller from the files of samples."""
-    from gateway.commands.inference.samples import erase_caller
-    from gateway.messages import print_message
-
-    print_message(f"erased {erase_caller(folder, caller)} events of {caller}")

@@ -78,9 +78,7 @@ class InferFlags:
     ] = None
     format: Annotated[
         str | None,
-        typer.Option(
-            help="text, jsonl or csv. Default: by the output file's suffix; text on a terminal, else jsonl."
-        ),
+        typer.Option(help="text or jsonl. Default: text on a terminal, else jsonl."),
     ] = None
     json: Annotated[bool, typer.Option("--json", help="Same as --format jsonl.")] = False
     resume: Annotated[

@@ -1,4 +1,4 @@
-"""The commands `label set`, `label list`, `label delete` and `rollout`."""
+"""The commands `label set`, `label list` and `label delete`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,11 @@ from typing import Annotated, Any, Final
 import typer
 
 from gateway.commands.errors import UsageError
-from gateway.commands.flags import (
-    MODELS_PANEL,
-    JsonOption,
-    ModelArgument,
-    add_flags,
-    format_examples,
-)
+from gateway.commands.flags import JsonOption, ModelArgument, add_flags
 from gateway.commands.target import Target
 from gateway.messages import escape_unprintable
 
 label_cli = typer.Typer(no_args_is_help=True, help="Manage the version labels of models.")
-rollout_cli = typer.Typer()
 
 LABEL_COLUMNS: Final = ("MODEL", "LABEL", "VERSIONS", "SHADOW", "NOT READY")
 LabelName = Annotated[str, typer.Argument(metavar="LABEL", help="Name of the label.")]
@@ -60,43 +53,6 @@ def delete_model_label(
 ) -> None:
     """Delete a label of a model."""
     print_labels(target, "DELETE", model, label, json)
-
-
-@rollout_cli.command(
-    rich_help_panel=MODELS_PANEL,
-    epilog=format_examples("triton-gateway rollout MODEL --from 1 --to 2"),
-)
-@add_flags(Target)
-def rollout(
-    target: Target,
-    model: ModelArgument,
-    old: Annotated[str, typer.Option("--from", metavar="VERSION", help="The old version.")],
-    new: Annotated[str, typer.Option("--to", metavar="VERSION", help="The new version.")],
-    label: Annotated[str, typer.Option(help="Label that is moved.")] = "default",
-    steps: Annotated[
-        str, typer.Option(help="Shares of the new version, in percent.")
-    ] = "5,25,50,100",
-    every: Annotated[float, typer.Option(min=0.1, help="Duration of a step, in seconds.")] = 60.0,
-    max_errors: Annotated[
-        str, typer.Option("--max-errors", help="Maximum share of failed requests.")
-    ] = "1%",
-    max_p99: Annotated[
-        str,
-        typer.Option(
-            "--max-p99", help="Maximum p99, such as 250ms, or 2x that of the old version."
-        ),
-    ] = "2x",
-    min_requests: Annotated[
-        int, typer.Option(min=1, help="Number of requests without which no step ends.")
-    ] = 20,
-) -> None:
-    """Move a label to another version step by step, and back if errors or latencies exceed the limits."""
-    from gateway.commands.rollout import Rollout, RolloutPlan, parse_limits, parse_steps
-
-    limits = parse_limits(max_errors, max_p99, min_requests)
-    plan = RolloutPlan(model, label, old, new, parse_steps(steps), every, limits)
-    with target.connect() as client:
-        Rollout(client, plan).run()
 
 
 def build_label(versions: Sequence[str], sticky: bool) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def format_model_row(model: Mapping[str, Any]) -> tuple[str, ...]:
     return model["name"], state, versions, replicas, "; ".join(reasons)
 
 
-REPLICA_COLUMNS = ("REPLICA", "STATE", "OUTSTANDING", "SLOWNESS", "MODELS", "REASON")
+REPLICA_COLUMNS = ("REPLICA", "STATE", "OUTSTANDING", "MODELS", "REASON")
 
 
 def format_replica_row(replica: Mapping[str, Any]) -> tuple[str, ...]:
@@ -138,7 +138,6 @@ def format_replica_row(replica: Mapping[str, Any]) -> tuple[str, ...]:
         replica["address"],
         f"{format_state(replica['state'])}{cordon}",
         str(replica["outstanding"]),
-        f"{replica['slowness']:g}",
         format_state_counts(replica["models"].values()),
         reason,
     )

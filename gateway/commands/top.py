@@ -25,7 +25,7 @@ from gateway.telemetry.exposition import (
     Families,
     InvalidExposition,
     parse_families,
-    split_page_lines,
+    split_page,
 )
 
 REQUEST_DURATION_METRIC: Final = "gateway_request_duration_seconds"
@@ -141,25 +141,21 @@ def ignore_missing_rights() -> Iterator[None]:
 
 
 def read_families(client: Client) -> Families:
-    page = b"".join(client.download("/metrics")).decode()
+    page = b"".join(client.download("/metrics"))
     try:
-        return parse_families(split_page_lines(page))
+        return parse_families(split_page(page))
     except InvalidExposition as exc:
         raise ClientError(f"the metrics page cannot be read: {exc}") from None
 
 
-def list_duration_samples(families: Families) -> Iterator[tuple[str, dict[str, str], float]]:
-    if REQUEST_DURATION_METRIC in families:
-        for name, label_text, rest in families[REQUEST_DURATION_METRIC].samples:
-            yield name, dict(LABEL_PAIR.findall(label_text)), float(rest.split()[0])
-
-
 def aggregate_traffic(families: Families) -> dict[str, ModelTraffic]:
     traffic_by_model: dict[str, ModelTraffic] = {}
-    for name, labels, value in list_duration_samples(families):
+    family = families.get(REQUEST_DURATION_METRIC)
+    for name, label_text, value in family.samples if family else ():
+        labels = dict(LABEL_PAIR.findall(label_text))
         if model := labels.get("model"):
             traffic = traffic_by_model.setdefault(model, ModelTraffic())
-            traffic.add_sample(name, labels, value, ok=labels.get("status") == "2xx")
+            traffic.add_sample(name, labels, float(value), ok=labels.get("status") == "2xx")
     return traffic_by_model
 
 

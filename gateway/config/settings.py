@@ -1,30 +1,31 @@
 """The gateway's settings: read once from the environment (prefix `GATEWAY_`), described once, and frozen.
 
 The string below a field is its description in the documentation. pydantic does not read it: to parse the
-source would take 20 ms of every start.
+source would take 20 ms of every start. No variable sets a `Fixed` field.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import ssl
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
-    NonNegativeInt,
     SecretStr,
     ValidationError,
     ValidationInfo,
     field_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -35,7 +36,8 @@ from pydantic_settings import (
 
 from gateway.messages import CommandError, suggest_name
 
-T = TypeVar("T", bound="CapabilitySettings")
+T = TypeVar("T")
+CapabilityT = TypeVar("CapabilityT", bound="CapabilitySettings")
 ENV_PREFIX: Final = "GATEWAY_"
 # Kubernetes adds these variables to every pod beside a Service whose name begins with "gateway".
 KUBERNETES_VARIABLE: Final = re.compile(
@@ -57,6 +59,9 @@ def split_list(value: Any) -> Any:
     return value
 
 
+FIXED: Final = "fixed"
+# A constant that is a field, so that tests can pass another value; no variable sets it.
+Fixed = Annotated[T, FIXED]
 # Bounded, because timers do not accept infinity.
 PositiveSeconds = Annotated[float, Field(gt=0, le=MAX_SETTING_S)]
 NonNegativeSeconds = Annotated[float, Field(ge=0, le=MAX_SETTING_S)]
@@ -74,15 +79,9 @@ class FleetSettings(BaseModel):
     dns+http://NAME:8000 stands for every address that NAME resolves to; the name is resolved periodically.
     With dns+http://NAME:8000?prefer=OTHER, a replica at an address that OTHER does not resolve to gets a
     request only if no other replica can serve it."""
-    poll_interval_s: PositiveSeconds = Field(0.5, le=60)
-    """Interval between health probes of each replica."""
-    dns_interval_s: PositiveSeconds = 5.0
-    """Interval between DNS lookups of dns+http:// names."""
-    slow_start_s: NonNegativeSeconds = 0.0
-    """Time in which the share of a replica that can serve a model again, or for the first time, grows from a
-    tenth to the share of the others; 0 means that it gets its full share at once."""
-    connect_timeout_s: PositiveSeconds = 0.5
-    """Timeout for connecting to a replica."""
+    poll_interval_s: Fixed[float] = 0.5  # between health probes of each replica
+    dns_interval_s: Fixed[float] = 5.0  # between DNS lookups of dns+http:// names
+    connect_timeout_s: Fixed[float] = 0.5  # for connections to a replica
     triton_ca_file: Path | None = None
     """CA certificate that signed the certificates of https:// replicas."""
     triton_cert_file: Path | None = None
@@ -147,41 +146,23 @@ class LimitSettings(BaseModel):
     # Triton counts the bytes of texts in 32 bits, and needs 4 more for each text.
     max_body_bytes: int = Field(64 << 20, gt=0, le=1 << 30)
     """Maximum size of a request body, as received and decompressed; 1 GiB at most."""
-    max_answer_bytes: int = Field(256 << 20, gt=0, lt=1 << 31)
-    """Maximum size of a replica's response that /v1 buffers, over HTTP and gRPC; a larger response becomes a
-    502. Responses that pass through /v2 may have any size."""
+    max_answer_bytes: Fixed[int] = 256 << 20  # of a replica's response that /v1 buffers
     max_bytes_in_flight: int = Field(0, ge=0)
     """Memory that the bodies of requests and responses may use together in each process; 0 means a quarter of
     the memory limit, divided among the workers. Further requests are rejected with 429."""
     max_image_pixels: int = Field(25_000_000, gt=0)
     """Maximum number of pixels of one image, and of all images of a request at the size that the model
     takes."""
-    max_pixels_in_flight: int = Field(100_000_000, gt=0)
-    """Maximum number of pixels that are decoded at the same time; in any case, they have a quarter of
-    GATEWAY_MAX_BYTES_IN_FLIGHT, at 4 bytes each. A larger image is decoded alone."""
-    decode_threads: int = Field(0, ge=0)
-    """Number of threads that decode images; 0 means one per core, four at most."""
     max_inflight: int = Field(2048, gt=0)
     """Maximum number of concurrent inferences in each process."""
-    max_model_inflight: Literal["auto"] | NonNegativeInt = 0
-    """Maximum number of concurrent inferences of one model; 0 means half of GATEWAY_MAX_INFLIGHT, and auto
-    as many as keep Triton busy with a short queue of its own."""
-    max_request_inferences: int = Field(2048, gt=0, le=1 << 16)
-    """Maximum number of inferences of one request: the items for a model without a batch dimension, or the
-    parts of a batch above the model's max_batch_size. Each counts as a request at the rate of the key."""
-    max_queue: int = Field(512, ge=0)
-    """Maximum number of inferences in the admission queue; further ones are rejected with 429 at once."""
+    max_model_inflight: int = Field(0, ge=0)
+    """Maximum number of concurrent inferences of one model; 0 means half of GATEWAY_MAX_INFLIGHT."""
+    max_request_inferences: Fixed[int] = 2048  # that one request may become
+    max_queue: Fixed[int] = 512  # inferences of each priority that wait for a slot
     max_request_timeout_s: PositiveSeconds = 300.0
     """Maximum timeout that a client may set with X-Request-Timeout."""
     request_timeout_s: PositiveSeconds = Field(30.0, validate_default=True)
     """Timeout of a request if the client sets none."""
-
-    @field_validator("max_model_inflight", mode="before")
-    @classmethod
-    def check_model_limit(cls, value: object) -> object:
-        if value == "auto" or str(value).isdecimal():
-            return value
-        raise ValueError("use a number from 0, or auto")
 
     @field_validator("request_timeout_s")
     @classmethod
@@ -219,9 +200,6 @@ class AccessSettings(BaseModel):
     cors_origins: CommaSeparated = ()
     """Comma-separated origins whose pages may call the gateway from a browser: https://app.example.com; *
     allows every origin. Empty: none."""
-    cors_credentials: bool = False
-    """Allow the pages of GATEWAY_CORS_ORIGINS to send cookies, client certificates and credentials of HTTP
-    authentication, which a proxy before the gateway may need. Not possible with the origin *."""
     allowed_hosts: CommaSeparated = ()
     """Comma-separated values that the Host header may have: models.example.com,*.test; localhost is always
     allowed, * allows any host. Empty: only localhost if the gateway listens on loopback and has no keys file,
@@ -236,13 +214,6 @@ class AccessSettings(BaseModel):
                 raise ValueError(
                     f"{origin!r} is not a valid origin; use https://HOST or https://HOST:PORT"
                 )
-        return value
-
-    @field_validator("cors_credentials")
-    @classmethod
-    def check_credentials(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and "*" in info.data.get("cors_origins", ()):
-            raise ValueError("GATEWAY_CORS_ORIGINS allows every origin; name the origins instead")
         return value
 
     @field_validator("allowed_hosts")
@@ -271,27 +242,10 @@ class ClientAuth(str, Enum):
 class ServerSettings(BaseModel):
     keep_alive_s: int = Field(75, gt=0, le=int(MAX_SETTING_S))
     """Time after which an idle client connection is closed."""
-    max_header_bytes: int = Field(64 << 10, ge=1 << 10)
-    """Maximum size of a request's header, including the request line; also the maximum size of its
-    trailers."""
-    max_header_fields: int = Field(100, ge=16)
-    """Maximum number of header fields of a request."""
-    max_url_bytes: int = Field(8 << 10, ge=256)
-    """Maximum length of a request's URL."""
-    max_pipelined: int = Field(16, gt=0)
-    """Maximum number of pipelined requests that wait for the previous response on one connection; further
-    ones are read later."""
-    header_timeout_s: PositiveSeconds = 10.0
-    """Timeout for receiving a request's header, and for the first request on a new connection."""
-    body_stall_s: PositiveSeconds = 10.0
-    """How far a request body may fall behind GATEWAY_MIN_BYTES_PER_S before the request is aborted. A gRPC
-    stream that is idle for this long, or a message that is incomplete for so long, may be ended for another
-    call."""
-    write_timeout_s: PositiveSeconds = 30.0
-    """How far a client may fall behind GATEWAY_MIN_BYTES_PER_S in reading its response before it is
-    disconnected."""
-    min_bytes_per_s: int = Field(1 << 10, gt=0)
-    """Minimum average rate at which a client must send a request body and read a response."""
+    header_timeout_s: Fixed[float] = 10.0  # also of the first request on a new connection
+    # How far a body, or a client that reads its response, may fall behind 1 KiB/s.
+    body_stall_s: Fixed[float] = 10.0
+    write_timeout_s: Fixed[float] = 30.0
     max_connections: int = Field(4096, gt=0)
     """Maximum number of connections of each process, or fewer if it may not open as many files. Further
     connections are answered with 503."""
@@ -434,6 +388,15 @@ class ObservabilitySettings(BaseModel):
 # Reading the settings
 
 
+class Variables(EnvSettingsSource):
+    """The environment variables of all fields but the fixed ones."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        if FIXED in field.metadata:
+            return None, field_name, False
+        return super().get_field_value(field, field_name)
+
+
 class SecretFiles(EnvSettingsSource):
     """The secrets in the files that `GATEWAY_…_FILE` name. Raises `CommandError`."""
 
@@ -467,7 +430,7 @@ class EnvironmentSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, SecretFiles(settings_cls)
+        return init_settings, Variables(settings_cls), SecretFiles(settings_cls)
 
 
 class CapabilitySettings(EnvironmentSettings):
@@ -490,7 +453,7 @@ class Settings(
     # Values that are none of these fields are kept for the capabilities.
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="allow")
 
-    def read(self, kind: type[T]) -> T:
+    def read(self, kind: type[CapabilityT]) -> CapabilityT:
         """Return a capability's settings from the environment and from this object's arguments."""
         return kind(**(self.model_extra or {}))
 
@@ -500,6 +463,7 @@ def read_settings(*kinds: type[CapabilitySettings], **overrides: Any) -> Setting
 
     Raises `CommandError`.
     """
+    check_removed_settings(os.environ)
     try:
         settings = Settings(**overrides)
         for kind in kinds:
@@ -532,8 +496,65 @@ def format_setting(value: Any) -> str:
     return repr(CREDENTIALS.sub("…@", written)) if written else "empty"
 
 
-def list_setting_names(*kinds: type[BaseSettings]) -> list[str]:
-    return [*Settings.model_fields, *(name for kind in kinds for name in kind.model_fields)]
+def list_setting_names(*kinds: type[CapabilitySettings]) -> list[str]:
+    return [
+        *list_variable_fields(Settings),
+        *(name for kind in kinds for name in list_variable_fields(kind)),
+    ]
+
+
+def list_variable_fields(kind: type[BaseModel]) -> list[str]:
+    """Return the names of the fields that a variable sets."""
+    return [name for name, field in kind.model_fields.items() if FIXED not in field.metadata]
+
+
+CONSTANT: Final = "its value is fixed"
+# What holds in place of a setting, or what to do instead.
+REMOVED_SETTINGS: Final = {
+    "GATEWAY_BODY_STALL_S": CONSTANT,
+    "GATEWAY_CONNECT_TIMEOUT_S": CONSTANT,
+    "GATEWAY_CORS_CREDENTIALS": "pages of other origins send a key or a token",
+    "GATEWAY_DECODE_THREADS": CONSTANT,
+    "GATEWAY_DEFAULT_MODEL_MEMORY_MB": "set gateway.memory_mb in the config of each model",
+    "GATEWAY_DNS_INTERVAL_S": CONSTANT,
+    "GATEWAY_EVICTION_PROTECTION_S": "an on-demand model stays for two seconds after a use",
+    "GATEWAY_GRPC_COMPRESSION": "compressed messages are accepted",
+    "GATEWAY_GRPC_HOST": "gRPC listens where --host says",
+    "GATEWAY_GRPC_MAX_STREAMS": CONSTANT,
+    "GATEWAY_HEADER_TIMEOUT_S": CONSTANT,
+    "GATEWAY_JOB_LEASE_S": CONSTANT,
+    "GATEWAY_MAX_ANSWER_BYTES": CONSTANT,
+    "GATEWAY_MAX_BATCH_ROWS": CONSTANT,
+    "GATEWAY_MAX_HEADER_BYTES": CONSTANT,
+    "GATEWAY_MAX_HEADER_FIELDS": CONSTANT,
+    "GATEWAY_MAX_JOBS_PER_CALLER": CONSTANT,
+    "GATEWAY_MAX_MODEL_INSTANCES": CONSTANT,
+    "GATEWAY_MAX_MODEL_SEQUENCES": CONSTANT,
+    "GATEWAY_MAX_MODEL_WARMUPS": CONSTANT,
+    "GATEWAY_MAX_PIPELINED": CONSTANT,
+    "GATEWAY_MAX_PIXELS_IN_FLIGHT": CONSTANT,
+    "GATEWAY_MAX_QUEUE": CONSTANT,
+    "GATEWAY_MAX_REQUEST_INFERENCES": CONSTANT,
+    "GATEWAY_MAX_RUNNING_JOBS": CONSTANT,
+    "GATEWAY_MAX_SHADOW_BYTES": "a mirror copies bodies of 1 MiB at most",
+    "GATEWAY_MAX_URL_BYTES": CONSTANT,
+    "GATEWAY_MIN_BYTES_PER_S": CONSTANT,
+    "GATEWAY_OIDC_KEYS_MAX_AGE_S": CONSTANT,
+    "GATEWAY_POLL_INTERVAL_S": CONSTANT,
+    "GATEWAY_SAMPLES_MAX_AGE_HOURS": "samples go to an address only",
+    "GATEWAY_SAMPLES_MAX_BYTES": "samples go to an address only",
+    "GATEWAY_SCALER_PORT": "let KEDA ask Prometheus for sum(gateway_demand)",
+    "GATEWAY_SLOW_START_S": "a replica gets its full share at once",
+    "GATEWAY_USAGE": "the metrics count by caller (GATEWAY_METRICS_CALLERS)",
+    "GATEWAY_WRITE_TIMEOUT_S": CONSTANT,
+}
+
+
+def check_removed_settings(names: Iterable[str]) -> None:
+    """Check that no variable sets what is no setting any longer. Raises `CommandError`."""
+    for name in sorted(name.upper() for name in names):
+        if advice := REMOVED_SETTINGS.get(name):
+            raise CommandError(f"{name} is no longer a setting; unset it: {advice}")
 
 
 def describe_unknown_settings(names: Iterable[str], *kinds: type[CapabilitySettings]) -> list[str]:

@@ -15,7 +15,6 @@ from gateway.errors import (
     GatewayError,
     ModelFault,
     ModelNotReady,
-    SequenceNotRunning,
     Unavailable,
     UnknownModel,
 )
@@ -32,7 +31,6 @@ from gateway.fleet.transports import (
 )
 from gateway.http_client.connection import RequestNotSent
 from gateway.telemetry.request_info import RequestInfo, current_request_info
-from gateway.tensors.sequence import SequenceStep
 from gateway.triton.error_mapping import MAX_METADATA_BYTES, ReplicaStopping
 from gateway.triton.grpc.byte_channel import GrpcUnreachable
 from gateway.triton.request_target import RequestTarget, VersionFallback
@@ -40,8 +38,6 @@ from gateway.triton.request_target import RequestTarget, VersionFallback
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-MEAN_LATENCY_WEIGHT: Final = 0.05
-MAX_SEQUENCE_GUESSES: Final = 3  # replicas tried for a sequence that another gateway started
 MAX_ACTIVATIONS: Final = 3  # loads that one request waits for
 # Applies to an idempotent request, while another replica can be tried.
 FIRST_ATTEMPT_TIMEOUT_S: Final = 1.0
@@ -61,9 +57,6 @@ class AttemptHistory:
     """The failed attempts of one request."""
 
     failed_replica: Replica | None = None
-    is_sequence_guessed: bool = False  # another gateway started its sequence
-    # The replicas that answered that they do not run the sequence.
-    refusing_replicas: tuple[Replica, ...] = ()
     activations: int = 0  # loads that the request waited for
 
 
@@ -76,7 +69,6 @@ class Dispatcher:
     def __init__(self, pool: ReplicaPool) -> None:
         self._pool = pool
         self._metrics = pool.metrics
-        self._mean_latency_s: dict[str, float] = {}
         self._retry_budget = RetryBudget()
         self._sequences = SequenceRouter(asyncio.get_running_loop().time)
 
@@ -113,7 +105,7 @@ class Dispatcher:
         target = call.target
         remaining_s = timeout_s
         step = target.sequence_step
-        history = NO_ATTEMPTS if step is None else self._begin_history(target.model, step)
+        history = NO_ATTEMPTS
         info = current_request_info.get()
         trace = None if info is None else info.trace
         while True:
@@ -125,7 +117,7 @@ class Dispatcher:
             replica = (
                 candidates[0]
                 if step is None and len(candidates) == 1
-                else self._choose_replica(target, candidates, history)
+                else self._choose_replica(target, candidates)
             )
             can_try_another = call.is_idempotent and history is NO_ATTEMPTS and len(candidates) > 1
             attempt_s = (
@@ -152,9 +144,9 @@ class Dispatcher:
                 error = self._translate_failure(replica, call, failure)
                 self._record_failure(replica, call, failure, started_at=started_at)
             else:
-                duration_s = self._record_attempt(call, replica, started_at, "answered", info=info)
+                self._record_attempt(call, replica, started_at, "answered", info=info)
                 if step is not None or len(self._pool.replicas) > 1:
-                    self._record_success(replica, call, started_at, duration_s=duration_s)
+                    self._record_success(replica, call)
                 return result
             can_retry = remaining_s > 0
             retry = self._plan_retry(call, replica, error, history=history) if can_retry else None
@@ -166,10 +158,6 @@ class Dispatcher:
                     # cycle, they would stay until a garbage collection.
                     del error
             history = retry
-
-    def _begin_history(self, model: str, step: SequenceStep) -> AttemptHistory:
-        is_known = self._sequences.is_known(model, step)
-        return NO_ATTEMPTS if is_known else AttemptHistory(is_sequence_guessed=True)
 
     def count_sequences(self, replica: str) -> int:
         return self._sequences.count_on(replica)
@@ -202,9 +190,7 @@ class Dispatcher:
         candidates = find(target.model, target.version, failed_replica)
         return prefer_grpc(candidates) if call.needs_grpc else candidates
 
-    def _choose_replica(
-        self, target: RequestTarget, candidates: Sequence[Replica], history: AttemptHistory
-    ) -> Replica:
+    def _choose_replica(self, target: RequestTarget, candidates: Sequence[Replica]) -> Replica:
         """Return a replica for the next attempt; for a sequence step, the one that holds its state.
 
         Raises `SequenceNotRunning` if the state is lost.
@@ -214,14 +200,9 @@ class Dispatcher:
         if step is None or step.is_start:
             candidates = pool.outliers.limit_candidates(target.model, candidates)
         if step is None:
-            if pool.slow_start is not None:
-                candidates = pool.slow_start.limit_candidates(
-                    target.model, target.version, candidates
-                )
             return choose_less_loaded(candidates)
         holders = pool.list_holders(target.model, target.version)
-        untried = [replica for replica in candidates if replica not in history.refusing_replicas]
-        return self._sequences.choose_replica(target.model, step, untried, holders)
+        return self._sequences.choose_replica(target.model, step, candidates, holders)
 
     async def _wait_for_model(self, target: RequestTarget, timeout_s: float) -> float:
         activator = self._pool.activator
@@ -244,16 +225,6 @@ class Dispatcher:
         *,
         history: AttemptHistory,
     ) -> AttemptHistory | None:
-        target = call.target
-        step = target.sequence_step
-        is_wrong_guess = history.is_sequence_guessed and isinstance(error, SequenceNotRunning)
-        if step is not None and is_wrong_guess and call.is_resendable:
-            refusing = (*history.refusing_replicas, replica)
-            candidates = self._pool.get_sequence_candidates(target.model, target.version)
-            if len(refusing) >= MAX_SEQUENCE_GUESSES or not set(candidates).difference(refusing):
-                return None
-            self._sequences.forget(target.model, step)
-            return replace(history, refusing_replicas=refusing)
         if self._can_activate_again(call, error, history):
             return replace(history, activations=history.activations + 1)
         if history.failed_replica or not self._can_retry(call, replica, error):
@@ -328,9 +299,7 @@ class Dispatcher:
             info.upstream_s += duration_s
         return duration_s
 
-    def _record_success(
-        self, replica: Replica, call: UpstreamCall[T], started_at: float, *, duration_s: float
-    ) -> None:
+    def _record_success(self, replica: Replica, call: UpstreamCall[T]) -> None:
         target = call.target
         model = target.model
         if self._pool.outliers.is_tracked(model) and not call.is_idempotent:
@@ -340,10 +309,6 @@ class Dispatcher:
         self._retry_budget.earn()
         if replica.health.consecutive_failures:
             replica.health = replica.health.with_success()
-        if replica.latency.record_response(model, started_at, started_at + duration_s):
-            mean_s = self._mean_latency_s.get(model, duration_s)
-            replica.latency.update(duration_s, mean_s)
-            self._mean_latency_s[model] = mean_s + MEAN_LATENCY_WEIGHT * (duration_s - mean_s)
 
     def _record_failure(
         self, replica: Replica, call: UpstreamCall[T], failure: GatewayError, *, started_at: float

@@ -15,9 +15,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
-from gateway.fleet.balancer import StartedReplica
 from gateway.messages import quote_text
 
 log = logging.getLogger(__name__)
@@ -41,8 +40,6 @@ TRIAL_INTERVAL_S: Final = 10.0  # pause between requests that test whether an ou
 NEXT_TRIAL_S: Final = 1.0  # pause after a successful trial
 MIN_TRIAL_SUCCESSES: Final = 3  # consecutive successful trials that end the outlier's state
 MAX_MODELS: Final = 1000
-
-Candidate = TypeVar("Candidate", bound=StartedReplica)
 
 
 class HealthState(IntEnum):
@@ -153,6 +150,16 @@ class RetryBudget:
 
 
 # The health of single models: their outliers.
+
+
+class StartedReplica(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def up_since(self) -> float: ...
+
+
+Candidate = TypeVar("Candidate", bound=StartedReplica)
 
 
 @dataclass

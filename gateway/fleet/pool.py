@@ -13,7 +13,6 @@ import anyio
 
 from gateway.config.settings import Settings
 from gateway.errors import NotFound, Unavailable
-from gateway.fleet.balancer import SlowStart
 from gateway.fleet.discovery import ReplicaDiscovery, ReplicaSource
 from gateway.fleet.health import HealthState, OutlierDetector
 from gateway.fleet.index import EMPTY_INDEX, Index
@@ -102,8 +101,6 @@ class ReplicaPool:
         self._settings = settings
         self._tls = tls
         self._loop = asyncio.get_running_loop()
-        slow_start_s = settings.slow_start_s
-        self.slow_start = SlowStart(slow_start_s, self._loop.time) if slow_start_s else None
         self.outliers = OutlierDetector(self._loop.time)
         self._probe_tasks: dict[ReplicaAddress, asyncio.Task[None]] = {}
         self._tasks = TaskSet()
@@ -315,8 +312,6 @@ class ReplicaPool:
         candidates = preferred or found
         if len(self._candidates) > MAX_CANDIDATE_LISTS:
             self._candidates.clear()
-        if self.slow_start is not None:
-            self.slow_start.track_candidates(model, version, candidates)
         self._candidates[model, version] = candidates
         return candidates
 

@@ -80,7 +80,6 @@ class HealthMonitor:
             if is_due and not replica.index_lock.locked():
                 self._slow_index_reads.start(self.probe(replica))
         await self._wait_for_next_probe(replica, phase_s)
-        replica.latency.decay()
 
     async def _wait_for_next_probe(self, replica: Replica, phase_s: float) -> None:
         now = self._loop.time()

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
 from gateway.config.settings import Settings
-from gateway.fleet.balancer import RelativeLatency
 from gateway.fleet.health import Health, IndexSchedule
 from gateway.fleet.index import EMPTY_INDEX, Index
 from gateway.http_client.client import HttpClient
 from gateway.http_client.connection import Headers
 from gateway.messages import CommandError
-from gateway.telemetry.exposition import PageCache
 from gateway.triton.grpc.byte_channel import GrpcByteChannel, GrpcTlsFiles, Metadata
 from gateway.triton.restricted_api import read_restricted_api
 
@@ -112,8 +110,6 @@ class Replica:
         # A read that began later must not end earlier.
         self.index_lock = asyncio.Lock()
         self.reason = NOT_PROBED
-        self.latency = RelativeLatency()
-        self.metrics_page_cache = PageCache()
         # Models get no new requests before they are unloaded.
         self.draining_models: set[str] = set()
         # Set to probe now, not at the next interval.
@@ -141,10 +137,6 @@ class Replica:
     @property
     def outstanding(self) -> int:
         return self.http.outstanding + self.byte_channel.active_calls
-
-    @property
-    def relative_latency(self) -> float:
-        return self.latency.ratio
 
     def drop_idle(self) -> None:
         """Close the idle connections, because a stopping Triton would wait for them."""

@@ -206,7 +206,6 @@ def build_request(
     step = resolve_sequence_step(opened, options.parameters) if options.parameters else opened.step
     if choice is not None and step is not None and step is not opened.step:
         version = opened.info.version = choice.choose_sequence_version(step)
-    opened.info.rows += inputs.batch_size or 1
     return InferRequest(
         RequestTarget(
             signature.model,
@@ -254,18 +253,13 @@ def check_parameter_names(parameters: Iterable[str]) -> None:
 
 async def run_inference(opened: OpenedRequest, slot: Slot, request: InferRequest) -> InferResult:
     """Return the result; raises `TooLarge` or `RateLimitExceeded` for a batch that must be split."""
-    rows = request.inputs.batch_size
-    if rows > 1:
-        slot.weigh(rows)
     if request.inputs.exceeds(opened.signature.max_batch_size):
-        await count_rows(opened, rows)
+        await count_rows(opened, request.inputs.batch_size)
     result = await opened.services.inference.infer(request)
     opened.charge.change_kind("response")
     opened.charge.add(RESPONSE_MEMORY_FACTOR * result.size_bytes)
     if opened.choice is not None:
         opened.info.version = result.version or opened.info.version
-        if start_copy := opened.choice.copy_inference(request, result):
-            slot.call_when_released(start_copy)
     return result
 
 
@@ -285,7 +279,6 @@ async def run_inferences(
             "the model has no batch dimension: a sequence step must have exactly one instance"
         )
     await count_rows(opened, len(inputs_list))
-    slot.weigh(min(len(inputs_list), MAX_CONCURRENT_ROWS))
     semaphore = asyncio.Semaphore(MAX_CONCURRENT_ROWS)
 
     async def infer_one(inputs: InferInputs) -> InferResult:

@@ -36,11 +36,6 @@ class FleetCollector(Collector):
         outstanding = replica_gauge(
             "gateway_upstream_outstanding", "Requests sent to the replica and not yet answered."
         )
-        latency = replica_gauge(
-            "gateway_upstream_relative_latency",
-            "Latency of the replica's responses relative to the mean for their models, which load balancing "
-            "compares; 1 is the mean.",
-        )
         models = state_gauge("gateway_replica_models", "Number of models on the replica, by state.")
         cordoned = replica_gauge(
             "gateway_replica_cordoned",
@@ -58,7 +53,6 @@ class FleetCollector(Collector):
             for value in HealthState:
                 state.add_metric([address, value.name.lower()], float(value is current))
             outstanding.add_metric([address], replica.outstanding)
-            latency.add_metric([address], replica.relative_latency)
             index = self._pool.known_index(replica)
             states = index.state_counts
             for name in STATE_RANKS.keys() | states.keys():
@@ -70,7 +64,7 @@ class FleetCollector(Collector):
                 ready.update(replica.index.ready_models)
                 for name, numbers in replica.index.ready_versions_by_model.items():
                     versions.setdefault(name, set()).add(numbers)
-        yield from (state, outstanding, latency, models, cordoned, failing)
+        yield from (state, outstanding, models, cordoned, failing)
         yield from self._collect_models(ready, versions)
 
     def _collect_models(

@@ -9,10 +9,8 @@ from typing import Any, Final
 from gateway.errors import Forbidden, MalformedRequest
 from gateway.messages import quote_text
 
-# The parameters that are not code.
+# The parameter that is not code.
 UNLOAD_DEPENDENTS: Final = "unload_dependents"
-STAGED: Final = "staged"
-FLAG_PARAMETERS: Final = (UNLOAD_DEPENDENTS, STAGED)
 # Code: the config, and files within the model's folder.
 CONFIG_PARAMETER: Final = "config"
 FILE_PARAMETER: Final = re.compile(r"file:(?!\.\.?(?:/|$))[^/\x00]+(?:/(?!\.\.?(?:/|$))[^/\x00]+)*")
@@ -25,7 +23,7 @@ MAX_FILE_PATH_BYTES: Final = 4000
 def check_load_parameters(parameters: Mapping[str, Any], *, can_upload: bool) -> None:
     """Check load parameters. Raises `MalformedRequest`, or `Forbidden` for uploads that are not allowed."""
     for name, value in parameters.items():
-        if name in FLAG_PARAMETERS:
+        if name == UNLOAD_DEPENDENTS:
             if not isinstance(value, bool):
                 raise MalformedRequest(f"{name} must be true or false")
             continue
@@ -38,7 +36,7 @@ def check_load_parameters(parameters: Mapping[str, Any], *, can_upload: bool) ->
             continue
         if not FILE_PARAMETER.fullmatch(name):
             raise MalformedRequest(
-                f"unknown load parameter {quote_text(name)}; valid parameters are config, staged, and "
+                f"unknown load parameter {quote_text(name)}; valid parameters are config and "
                 "file:PATH with a path inside the model's folder"
             )
         check_file_path(name)

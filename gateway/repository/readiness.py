@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from time import monotonic
@@ -19,14 +19,11 @@ from gateway.repository.shared_state import SharedState
 
 log = logging.getLogger(__name__)
 
-REMINDER_S: Final = 30.0
 MAX_LOGGED_MODELS: Final = 5
 MAX_LOGGED_REPLICAS: Final = 3
 
 
 class ReadinessMonitor:
-    """The readiness of this gateway. A model is expected from the start, or once it was ready."""
-
     def __init__(self, pool: ReplicaPool, state: SharedState, quorum: int) -> None:
         self._pool = pool
         self._state = state
@@ -34,15 +31,12 @@ class ReadinessMonitor:
         self.hold_s = 0.0  # how long requests wait for a replica and its models
         self._asleep_at = -inf
         self._was_ready = False
-        self._expected_models = dict(state.declared_models)
         self._unready_since: float | None = None
-        self._reminded_at = -inf
 
     def evaluate(self, *, is_draining: bool) -> Readiness:
         readiness = evaluate_readiness(
             self._list_statuses(),
             self._state.declared_models,
-            self._expected_models,
             quorum=self._quorum,
             was_ready=self._was_ready,
             is_draining=is_draining,
@@ -61,31 +55,17 @@ class ReadinessMonitor:
         return now - self._asleep_at < self.hold_s
 
     def update(self) -> None:
-        """Note the ready models, and log a change of the readiness.
+        """Log a change of the readiness.
 
         The reconciler calls it after every change of the models, or of the models file, and every second.
         """
-        self._update_sleep()
-        declared = self._state.declared_models
-        if self._expected_models != declared:
-            self._expected_models = update_expected_models(
-                self._expected_models, declared, self._list_statuses(), quorum=self._quorum
-            )
-        self._log_change(self.evaluate(is_draining=False))
-
-    def _log_change(self, readiness: Readiness) -> None:
-        """Log once, and then every `REMINDER_S`, what readiness waits for, and when it is reached."""
-        now = monotonic()
-        if not readiness.is_ready:
-            if self._unready_since is None:
-                self._unready_since = now
-                self._reminded_at = -inf
-            if now - self._reminded_at >= REMINDER_S:
-                self._reminded_at = now
-                names = self._pool.describe_lookups()
-                log.warning("not ready: %s", explain_unreadiness(readiness.document, names))
-        elif self._unready_since is not None:
-            log.info("ready after %.1f s", now - self._unready_since)
+        readiness = self.evaluate(is_draining=False)
+        if not readiness.is_ready and self._unready_since is None:
+            self._unready_since = monotonic()
+            names = self._pool.describe_lookups()
+            log.warning("not ready: %s", explain_unreadiness(readiness.document, names))
+        elif readiness.is_ready and self._unready_since is not None:
+            log.info("ready after %.1f s", monotonic() - self._unready_since)
             self._unready_since = None
 
     def find_missing_models(self) -> Collection[str]:
@@ -131,7 +111,6 @@ class Readiness:
 def evaluate_readiness(
     replicas: Collection[ReplicaStatus],
     declared: Mapping[str, DeclaredModel],
-    expected: Mapping[str, DeclaredModel],
     quorum: int,
     *,
     was_ready: bool,
@@ -139,15 +118,12 @@ def evaluate_readiness(
 ) -> Readiness:
     """Return whether requests can be served.
 
-    At least one replica must be usable, and every expected model ready on `quorum` replicas, or on all if
-    there are fewer; a gateway that `was_ready` needs less. Declared models that are not expected are
-    `pending` until they are ready.
+    At least one replica must be usable, and every declared model ready on `quorum` replicas, or on all if
+    there are fewer; a gateway that `was_ready` needs less.
     """
-    missing = find_unready_models(replicas, expected, quorum)
-    added = {name: model for name, model in declared.items() if expected.get(name) != model}
-    pending = find_unready_models(replicas, added, quorum)
+    missing = find_unready_models(replicas, declared, quorum)
     usable = [replica for replica in replicas if replica.is_usable]
-    has_enough = not missing or (was_ready and is_tolerable(missing, expected, usable))
+    has_enough = not missing or (was_ready and is_tolerable(missing, declared, usable))
     ready = bool(usable) and has_enough and not is_draining
     document: dict[str, Any] = {"ready": ready}
     if is_draining:
@@ -155,8 +131,6 @@ def evaluate_readiness(
     document["replicas"] = {replica.address: describe_state(replica) for replica in replicas}
     if missing:
         document["missing"] = missing
-    if pending:
-        document["pending"] = pending
     return Readiness(ready, document)
 
 
@@ -180,40 +154,18 @@ def find_unready_models(
     return unready
 
 
-def update_expected_models(
-    expected: Mapping[str, DeclaredModel],
-    declared: Mapping[str, DeclaredModel],
-    replicas: Collection[ReplicaStatus],
-    quorum: int,
-) -> dict[str, DeclaredModel]:
-    """Return the models that are expected from now on: each declared model as it was last ready.
-
-    What is added to the models file, `required: always` included, must not make a running gateway unready.
-    What is removed from it applies at once.
-    """
-    unready = find_unready_models(replicas, declared, quorum)
-    updated = {}
-    for name, model in declared.items():
-        if name not in unready:
-            updated[name] = model
-        elif name in expected:
-            is_required = expected[name].is_always_required and model.is_always_required
-            updated[name] = replace(expected[name], is_always_required=is_required)
-    return updated
-
-
 def is_tolerable(
     missing: Collection[str],
-    expected: Mapping[str, DeclaredModel],
+    declared: Mapping[str, DeclaredModel],
     usable: Collection[ReplicaStatus],
 ) -> bool:
     """Return whether a gateway that was ready stays so without the missing models.
 
     All gateways see the same replicas, so that a model that breaks would take all of them out of service.
     """
-    if any(expected[name].is_always_required for name in missing):
+    if any(declared[name].is_always_required for name in missing):
         return False
-    return any(has_model(replica.index, model) for replica in usable for model in expected.values())
+    return any(replica.index.is_ready(name) for replica in usable for name in declared)
 
 
 def has_model(index: Index, model: DeclaredModel) -> bool:

@@ -6,8 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 from gateway.errors import GatewayError, StateUnavailable
@@ -41,33 +40,14 @@ MAX_ABSENCE_S: Final = 60.0
 MAX_PARALLEL_ACTIONS: Final = 2  # loads by the reconciler, per replica
 
 LEADER_LEASE: Final = "leader"
-REVERSAL: Final = "reversal"  # the reason of a back-off: the plans contradict each other
 ActionKey = tuple[str, str]  # replica, model
-T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class ModelProblems:
-    """Failed loads and conflicts, by the names of the models."""
-
-    # Model → where and why its last load failed.
-    load_errors: Mapping[str, str] = field(default_factory=dict)
-    # Model → the replicas on which something else changes it.
-    conflicts: Mapping[str, list[str]] = field(default_factory=dict)
-
-    def with_report(self, report: Mapping[str, Any]) -> ModelProblems:
-        """Add the problems in the report of another gateway, which can be of any form."""
-        load_errors = report.get("load_errors")
-        conflicts = report.get("conflicts")
-        return ModelProblems(
-            {**keep_values(load_errors, str), **self.load_errors},
-            {**keep_values(conflicts, list), **self.conflicts},
-        )
-
-
-def keep_values(table: Any, kind: type[T]) -> dict[str, T]:
+def read_load_errors(report: Mapping[str, Any]) -> dict[str, str]:
+    """Return the load errors in the report of another gateway, which can be of any form."""
+    table = report.get("load_errors")
     entries = table.items() if isinstance(table, dict) else ()
-    return {name: value for name, value in entries if isinstance(value, kind)}
+    return {model: error for model, error in entries if isinstance(error, str)}
 
 
 def build_removal_event(replica: str) -> Event:
@@ -101,7 +81,7 @@ class Reconciler:
         # Successful actions that something else undoes again and again.
         self._corrections: dict[ActionKey, Backoff] = {}
         self._done_actions: dict[str, list[PlannedAction]] = {}  # by replica, of the last minute
-        self._published_problems = ModelProblems()
+        self._published_load_errors: dict[str, str] = {}
         self._known_replicas: set[str] = set()
         self._seen_changes = 0
         self._absent_since: dict[str, float] = {}  # replicas that have stored state
@@ -117,7 +97,7 @@ class Reconciler:
         await self._forget_removed_replicas()
         if self.is_leader:
             await self._start_missing_actions()
-        await self._publish_problems()
+        await self._publish_load_errors()
         await asyncio.sleep(MIN_RECONCILE_PAUSE_S)
         pause_s = RECONCILE_INTERVAL_S - MIN_RECONCILE_PAUSE_S
         self._seen_changes = await self._pool.changes.wait(self._seen_changes, pause_s)
@@ -158,27 +138,20 @@ class Reconciler:
         if replica is not None:
             self._done_actions.pop(replica, None)
 
-    def _list_problems(self) -> ModelProblems:
-        conflicts: dict[str, list[str]] = {}
-        for (replica, model), corrections in self._corrections.items():
-            is_own_fault = corrections.reason == REVERSAL
-            if corrections.repetitions >= CONFLICT_CORRECTIONS and not is_own_fault:
-                conflicts.setdefault(model, []).append(replica)
-        return ModelProblems(self._loader.list_errors(), conflicts)
-
-    async def _publish_problems(self) -> None:
-        problems = self._list_problems()
-        if problems != self._published_problems or problems != ModelProblems():
+    async def _publish_load_errors(self) -> None:
+        load_errors = self._loader.list_errors()
+        if load_errors or self._published_load_errors:
             with suppress(StateUnavailable):  # the store logs it
-                await self._state.exchange_reports(**asdict(problems))
-                self._published_problems = problems
+                await self._state.exchange_reports(load_errors=load_errors)
+                self._published_load_errors = load_errors
 
-    async def collect_problems(self) -> ModelProblems:
-        problems = self._list_problems()
+    async def collect_load_errors(self) -> dict[str, str]:
+        """Return where and why the last load of each model failed, on any gateway."""
+        load_errors: dict[str, str] = {}
         with suppress(StateUnavailable):
             for report in await self._state.exchange_reports():
-                problems = problems.with_report(report)
-        return problems
+                load_errors |= read_load_errors(report)
+        return load_errors | self._loader.list_errors()
 
     async def _forget_removed_replicas(self) -> None:
         """Drop the state of removed replicas, and the loads of replicas whose process has exited."""
@@ -340,7 +313,7 @@ class Reconciler:
         key = (replica.name, action.model)
         corrections = self._corrections.get(key, Backoff())
         now = asyncio.get_running_loop().time()
-        self._corrections[key] = corrections.with_repetition(now, REVERSAL)
+        self._corrections[key] = corrections.with_repetition(now)
         self._pool.metrics.reconcile_reversals.labels(action.model, replica.name).inc()
         log.error(
             "two plans for %s contradict each other: %s of model %s (%s) undid the %s of model %s (%s); "
@@ -359,16 +332,14 @@ class Reconciler:
         now = asyncio.get_running_loop().time()
         corrections = with_correction(self._corrections.get(key), now)
         self._corrections[key] = corrections
-        if corrections.repetitions:
+        if corrections.repetitions == CONFLICT_CORRECTIONS:
             replica, model = key
-            self._pool.metrics.model_conflicts.labels(model, replica).inc()
-            if corrections.repetitions == CONFLICT_CORRECTIONS:
-                log.warning(
-                    "something else loads or unloads model %s on %s against the desired state: another "
-                    "program, or a gateway with another GATEWAY_STATE; corrections are made less often",
-                    model,
-                    replica,
-                )
+            log.warning(
+                "something else loads or unloads model %s on %s against the desired state: another "
+                "program, or a gateway with another GATEWAY_STATE; corrections are made less often",
+                model,
+                replica,
+            )
 
 
 def has_unwanted_model(desired_models: Mapping[str, DesiredModel], replica: Replica) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from math import inf
@@ -23,8 +23,6 @@ from gateway.errors import (
     Conflict,
     DeadlinePassed,
     GatewayError,
-    InputMismatch,
-    TooLarge,
     UnknownModel,
     UnknownModelToLoad,
 )
@@ -32,10 +30,9 @@ from gateway.fleet.index import READY, UNAVAILABLE, Index, model_names
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
 from gateway.fleet.signatures import SignatureCache
-from gateway.fleet.transports import TRANSPORT_ERRORS, request_json, triton_model_path
 from gateway.messages import join_names, quote_text
 from gateway.repository.ensembles import EnsembleSteps
-from gateway.repository.load_parameters import STAGED, UNLOAD_DEPENDENTS
+from gateway.repository.load_parameters import UNLOAD_DEPENDENTS
 from gateway.repository.loader import ACTION_POLL_S, ModelLoader
 from gateway.repository.models_file import ModelsFile
 from gateway.repository.operations import OperationReport, OperationRunner, Outcome
@@ -46,15 +43,12 @@ from gateway.repository.reconcile_plan import (
     find_all_steps,
     find_dependents,
     is_outdated,
-    merge_declared_models,
 )
 from gateway.repository.reconciler import Reconciler
-from gateway.repository.shared_state import SharedState, StartedLoads
-from gateway.repository.state.content import UNKNOWN_LOAD, DesiredModel, StartedLoad
+from gateway.repository.shared_state import SharedState
+from gateway.repository.state.content import DesiredModel, StartedLoad
 from gateway.repository.state.interface import StateStore
 from gateway.tasks import cancel_tasks, run_together
-from gateway.triton.json_guard import GUARD_CHUNK_BYTES, JsonGuard
-from gateway.triton.request_target import RequestTarget
 
 log = logging.getLogger(__name__)
 
@@ -214,31 +208,33 @@ class Repository:
         self, report: OperationReport, parameters: Mapping[str, Any], is_visible: VisibilityCheck
     ) -> OperationReport:
         model = report.model
-        kept_parameters = {name: value for name, value in parameters.items() if name != STAGED}
         async with self._lock_model(model) as before:
             # A model that exists only in the load request is in no index, so its state would be unknown.
             if not await self._has_model(model):
                 raise UnknownModelToLoad(model)
-            staged = StartedLoads(self.state, model, result_of_error=UNKNOWN_LOAD)
-            started = StartedLoads(self.state, model, result_of_error=None)
-            async with staged, started:
-                if parameters.get(STAGED):
-                    # Raises if the state cannot be changed, before any replica is.
-                    await self._set_desired_model(model, before, before)
-                    await self._load_in_stages(report, kept_parameters, staged)
-                # Before the desired state, so that another gateway's reconciler does not load the model too.
-                for replica in list(self._pool.replicas.values()):
-                    if replica not in staged.by_replica:
-                        await started.begin(replica)
-                desired = DesiredModel(True, kept_parameters)
+            # Before the desired state, so that another gateway's reconciler does not load the model too.
+            async with self._begin_loads(model) as started_loads:
+                desired = DesiredModel(True, parameters)
                 stored = await self._set_desired_model(model, desired, before)
             merged = self.state.merge_models()[model]
-            await staged.end_all(merged.load_id)
             action = ModelAction(model, True, merged.parameters, load_id=merged.load_id)
-            await self._run_on_replicas(report, action, started.by_replica)  # each ends its load
+            await self._run_on_replicas(report, action, started_loads)  # each ends its load
             if not report.is_refused:
                 await self._forget_unloaded_steps(report, is_visible)
             return await self._conclude(report, before, stored)
+
+    @asynccontextmanager
+    async def _begin_loads(self, model: str) -> AsyncIterator[Mapping[Replica, StartedLoad]]:
+        """Begin a load of the model on every replica; an error in the block ends them."""
+        started_loads: dict[Replica, StartedLoad] = {}
+        try:
+            for replica in list(self._pool.replicas.values()):
+                started_loads[replica] = await self.state.begin_load(replica.name, model)
+            yield started_loads
+        except BaseException:
+            for replica, load in started_loads.items():
+                await self.state.end_load(replica.name, model, load, load.confirmed_load)
+            raise
 
     async def _forget_unloaded_steps(
         self, report: OperationReport, is_visible: VisibilityCheck
@@ -252,16 +248,6 @@ class Repository:
                 with suppress(ChangeInProgress):  # a later change stays
                     await self._set_desired_model(model, None, stored)
                     report.forgotten_unloads += [model] if is_visible(model) else []
-
-    async def _load_in_stages(
-        self, report: OperationReport, parameters: Mapping[str, Any], staged: StartedLoads
-    ) -> None:
-        desired = {report.model: DesiredModel(True, parameters)}
-        merged = merge_declared_models(desired, self.state.declared_models)[report.model]
-        # Without an id, because the state does not have the load yet.
-        action = ModelAction(report.model, True, merged.parameters)
-        run = partial(self._run_on_replica, report, action, started_load=None)
-        await run_staged_load(self._pool, report, staged, run_on_replica=run)
 
     async def _unload(
         self, report: OperationReport, parameters: Mapping[str, Any], is_visible: VisibilityCheck
@@ -381,8 +367,7 @@ class Repository:
     ) -> None:
         """Run the action on all replicas and record every outcome, not only the first failure."""
         replicas = list(started_loads if action.is_load else self._pool.replicas.values())
-        names = {replica.name for replica in replicas}
-        report.replica_count = len(names | report.outcomes.keys())
+        report.replica_count = len(replicas)
         await run_together(
             self._run_on_replica(report, action, replica, started_loads.get(replica))
             for replica in replicas
@@ -460,96 +445,3 @@ class ModelDeclared(Conflict):
         super().__init__(
             f"model {quote_text(model)} is declared in the models file; remove it there first"
         )
-
-
-# A staged load: the model is loaded on one replica after the other, and each must answer a probe.
-
-PROBE_PARAMETER: Final = "gateway.probe"  # config parameter: the JSON body of an inference
-PROBE_TIMEOUT_S: Final = 60.0
-MAX_PROBE_BYTES: Final = 1 << 20
-
-
-class StagedLoadFailed(GatewayError):
-    status = 502
-    code = "STAGED_LOAD_FAILED"
-
-    def __init__(self, report: OperationReport, replica: str, error: GatewayError) -> None:
-        loaded = sum(outcome.error is None for outcome in report.outcomes.values())
-        super().__init__(
-            f"the staged load of model {quote_text(report.model)} stopped at {replica}: {error.detail}; "
-            f"the model is loaded on {loaded} of {report.replica_count} replicas, and the others keep what "
-            "they had"
-        )
-        self.report = report.to_dict()
-
-
-async def run_staged_load(
-    pool: ReplicaPool,
-    report: OperationReport,
-    staged: StartedLoads,
-    run_on_replica: Callable[[Replica], Awaitable[None]],
-) -> None:
-    """Load the model on one replica after the other; replicas that do not respond are left out.
-
-    The loads stay in progress, so that no gateway repairs these replicas until the caller has stored the
-    desired state. Raises `StagedLoadFailed` after the first failure.
-    """
-    replicas = sorted(
-        pool.replicas.values(), key=lambda each: (each.health.missed_probes, each.name)
-    )
-    report.replica_count = len(replicas)
-    for replica in replicas:
-        if pool.is_reachable(replica) and pool.is_responsive(replica):
-            await staged.begin(replica)
-            await run_on_replica(replica)
-            error = report.outcomes[replica.name].error
-            if error is not None and not isinstance(error, TRANSPORT_ERRORS):
-                # A failed load leaves the previous one in place.
-                await staged.end(replica, None)
-            if pool.is_live(replica) and not pool.is_responsive(replica):
-                # It hangs, and may have the model or not: it is loaded when it responds again.
-                await staged.end(replica, UNKNOWN_LOAD)
-            else:
-                await check_outcome(report, replica)
-
-
-async def check_outcome(report: OperationReport, replica: Replica) -> None:
-    """Probe the replica if the load succeeded there. Raises `StagedLoadFailed`."""
-    outcome = report.outcomes[replica.name]
-    if outcome.error is None:
-        try:
-            await send_probe(replica, report.model)
-        except GatewayError as exc:
-            outcome = Outcome(outcome.state, exc)
-            report.record(replica.name, outcome)
-    if outcome.error is not None:
-        raise StagedLoadFailed(report, replica.name, outcome.error)
-
-
-async def send_probe(replica: Replica, model: str) -> None:
-    """Send the inference that the model's config contains, if any, to one replica. Raises its error."""
-    path = triton_model_path(model)
-    target = RequestTarget(model, timeout_s=PROBE_TIMEOUT_S)
-    body = find_probe(await request_json(replica, target, b"GET", f"{path}/config")).encode()
-    if body:
-        check_probe(body)
-        await request_json(replica, target, b"POST", f"{path}/infer", body=body)
-
-
-def check_probe(body: bytes) -> None:
-    """Check a probe as `/v2` does, whose errors it raises: an uploaded config must not crash Triton."""
-    if len(body) > MAX_PROBE_BYTES:
-        raise TooLarge(f"{PROBE_PARAMETER} can have at most {MAX_PROBE_BYTES} bytes")
-    guard = JsonGuard(len(body))
-    for start in range(0, len(body), GUARD_CHUNK_BYTES):
-        guard.feed(body[start : start + GUARD_CHUNK_BYTES])
-    guard.finish()
-    if guard.has_classification:
-        raise InputMismatch(f"{PROBE_PARAMETER} must not use classification")
-
-
-def find_probe(config: Any) -> str:
-    try:
-        return str(config["parameters"][PROBE_PARAMETER]["string_value"])
-    except (KeyError, TypeError):
-        return ""

@@ -6,30 +6,20 @@ import re
 from collections.abc import Callable, Collection, Container
 from typing import Final, NamedTuple, Protocol
 
-from starlette.types import Send
-
 from gateway.access.auth import authorize
 from gateway.callers import RIGHT_TO_INFER, Right
 from gateway.errors import GatewayError, InvalidVersion, NotFound, UnknownModel
-from gateway.fleet.transports import GrpcBytesCall, HttpCall
 from gateway.messages import is_model_name, normalize_version
 from gateway.telemetry.request_info import RequestScope
-from gateway.tensors.outputs import InferResult
 from gateway.tensors.sequence import SequenceStep
-from gateway.triton.inference import InferRequest
 
-StartCopy = Callable[[], None]
 # The number at the start of a text, as C++'s `std::stol` finds it.
 LEADING_NUMBER: Final = re.compile(r"[ \t\n\v\f\r]*([+-]?)0*([0-9]+)")
 MAX_VERSION: Final = (1 << 63) - 1
 
 
 class VersionChoice(Protocol):
-    """The version of one request that a rule chose, and the copies that another version gets for comparison.
-
-    A handler asks for the copy of a request while the request holds its slot, and starts it when the slot is
-    free.
-    """
+    """The version of one request that a rule chose."""
 
     version: str
 
@@ -38,20 +28,6 @@ class VersionChoice(Protocol):
 
     def choose_other_version(self, refused: str, step: SequenceStep | None) -> str:
         """Return another version after Triton has refused one; empty if there is none."""
-
-    def copy_inference(self, request: InferRequest, result: InferResult) -> StartCopy | None:
-        """Return the function that sends the copy of an inference of `/v1`, if there is to be one."""
-
-    def copy_grpc_call(
-        self, call: GrpcBytesCall, response: bytes, request_id: str
-    ) -> StartCopy | None:
-        """Return the function that sends the copy of a client's `ModelInfer`, if there is to be one."""
-
-    def copy_http_call(self, call: HttpCall, *, has_tensors: bool) -> HttpCall:
-        """Return the request of `/v2` to send, whose body is copied on the way if it is to be."""
-
-    def watch_response(self, send: Send, request_id: str) -> Send:
-        """Return the function that sends the response of `/v2`, after which the copy is sent."""
 
 
 class VersionPolicy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from time import monotonic
 from typing import Any, Final, Generic, TypeVar
@@ -14,7 +14,6 @@ from weakref import WeakValueDictionary
 import anyio
 
 from gateway.errors import ChangeInProgress, StateUnavailable
-from gateway.fleet.replica import Replica
 from gateway.messages import describe_difference, join_names, quote_text
 from gateway.repository.events import EventLog
 from gateway.repository.models_file import DeclaredModel, ModelsFile
@@ -250,11 +249,6 @@ class SharedState:
                     return
             await asyncio.sleep(LEASE_POLL_S)  # a store tells nobody that a lease has ended
 
-    def has_lease(self, name: str) -> bool:
-        """Return whether a task of this gateway has the lease, or asks for it."""
-        lock = self._lease_locks.get(name)
-        return lock is not None and lock.locked()
-
     @asynccontextmanager
     async def lock_model(self, model: str) -> AsyncIterator[None]:
         """Exclude other changes of a model, by all gateways that share this state, and read the last one.
@@ -297,11 +291,6 @@ class SharedState:
             await self.renew_lease(name)
 
         await repeat("lease", renew)
-
-    @property
-    def has_reports(self) -> bool:
-        """Return whether gateways know each other's requests: not without a shared store, or in an outage."""
-        return self.store.is_shared and self.store.is_available
 
     async def refresh_loads(self) -> None:
         with suppress(StateUnavailable):
@@ -351,33 +340,3 @@ class SharedState:
         with suppress(StateUnavailable):
             await self.store.forget_loads(replica)
             self.loads = with_entry(self.loads, (replica,), None)
-
-
-class StartedLoads(AbstractAsyncContextManager["StartedLoads"]):
-    """The loads of a model in progress, by replica. An error in the `async with` block ends the rest.
-
-    A result is a load, or None for the one that the replica had confirmed before.
-    """
-
-    def __init__(self, state: SharedState, model: str, *, result_of_error: str | None) -> None:
-        self._state = state
-        self._model = model
-        self._result_of_error = result_of_error
-        self.by_replica: dict[Replica, StartedLoad] = {}
-
-    async def __aexit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
-        if exc_type is not None:
-            await self.end_all(self._result_of_error)
-
-    async def begin(self, replica: Replica) -> None:
-        self.by_replica[replica] = await self._state.begin_load(replica.name, self._model)
-
-    async def end(self, replica: Replica, result: str | None) -> None:
-        started_load = self.by_replica.pop(replica, None)
-        if started_load is not None:  # otherwise it has ended already
-            load = started_load.confirmed_load if result is None else result
-            await self._state.end_load(replica.name, self._model, started_load, load)
-
-    async def end_all(self, result: str | None) -> None:
-        for replica in list(self.by_replica):
-            await self.end(replica, result)

@@ -39,13 +39,8 @@ READINESS_SCHEMA = build_object_schema(
             "Declared models that are not ready on the quorum, with the reason on each replica. A gateway "
             "that was ready stays so while it can serve others, unless one has `required: always`.",
         ),
-        "pending": build_map_schema(
-            REASONS_SCHEMA,
-            "Models that were declared after the gateway started and are not ready "
-            "yet. They do not affect `ready`.",
-        ),
     },
-    optional=("draining", "asleep", "replicas", "missing", "pending"),
+    optional=("draining", "asleep", "replicas", "missing"),
 )
 LIVENESS_RESPONSES = build_responses(LIVENESS_SCHEMA, "The gateway process is running.")
 READINESS_RESPONSES = build_responses(READINESS_SCHEMA, "The gateway is ready.") | {
@@ -79,9 +74,8 @@ async def livez() -> dict[str, Any]:
 async def readyz(request: Request, services: ServicesForAnyCaller) -> Response:
     """Return 200 if requests can be served, else 503; with the declared models that are missing.
 
-    A gateway becomes ready when each model that was declared at its start is ready on the quorum. It stays
-    ready until it drains, no replica is usable, none of these models can be served, or one with
-    `required: always` cannot.
+    A gateway becomes ready when each declared model is ready on the quorum. It stays ready until it drains,
+    no replica is usable, none of these models can be served, or one with `required: always` cannot.
     Callers without the right to see the fleet get only `ready` and `asleep`.
     """
     readiness = services.repository.readiness.evaluate(is_draining=request.state.drain.is_draining)
@@ -90,9 +84,9 @@ async def readyz(request: Request, services: ServicesForAnyCaller) -> Response:
     document = {name: readiness.document[name] for name in public if name in readiness.document}
     if Right.fleet in caller.rights:
         document = dict(readiness.document)
-    for key in document.keys() & {"missing", "pending"}:
-        models = document[key].items()
-        document[key] = {name: reasons for name, reasons in models if caller.can_see(name)}
+    if "missing" in document:
+        models = document["missing"].items()
+        document["missing"] = {name: reasons for name, reasons in models if caller.can_see(name)}
     headers = {} if readiness.is_ready else {"Retry-After": "1"}
     return Response(orjson.dumps(document), 200 if readiness.is_ready else 503, headers, JSON)
 

@@ -28,24 +28,25 @@ from gateway.routes.dependencies import ServicesForMetrics
 from gateway.routes.openapi import STRING_CONTENT, build_error_responses, build_response
 from gateway.services import Services
 from gateway.telemetry.exposition import (
+    CONTENT_TYPE,
     SAMPLE_SUFFIXES,
     Families,
     Family,
     InvalidExposition,
-    PageCache,
-    PageFormat,
     encode_page,
     escape_label_value,
     join_labels,
     merge_families,
+    parse_families,
+    split_page,
 )
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.media_type import parse_header_parameters
 
 METRICS_RESPONSES: Final = build_error_responses() | {
     200: build_response(
-        "The page, in the format that `Accept` selects.",
-        {"text/plain": STRING_CONTENT, "application/openmetrics-text": STRING_CONTENT},
+        "The page, in Prometheus' text format 0.0.4.",
+        {"text/plain": STRING_CONTENT},
         {"Vary": {"required": True, "schema": STRING_SCHEMA}},
     )
 }
@@ -58,8 +59,6 @@ MAX_SCRAPE_TIMEOUT_S: Final = 2.0
 SCRAPE_MARGIN_S: Final = 0.25  # left for merging the pages and sending the response
 MAX_PAGE_BYTES: Final = 16 << 20
 SCRAPE_HEADERS: Final = [(b"accept", b"text/plain;version=0.0.4")]
-OPEN_METRICS_TYPES: Final = ("application/openmetrics-text",)
-CLASSIC_TYPES: Final = ("text/plain", "text/*", "*/*")
 GZIP_WINDOW: Final = 16 + zlib.MAX_WBITS
 GZIP_LEVEL: Final = 4
 # A thread that parses pages releases the GIL to the event loop after this number of lines.
@@ -73,7 +72,6 @@ class Scrape:
     """The result of scraping one replica. If it failed, `families` is None and `reason` says why."""
 
     replica: str
-    page_cache: PageCache
     duration_s: float = 0.0
     page: bytes | None = None
     families: Families | None = None
@@ -93,10 +91,9 @@ async def get_metrics_page(request: Request, services: ServicesForMetrics) -> Re
     timeout_s = parse_scrape_timeout(headers.get("x-prometheus-scrape-timeout-seconds", ""))
     async with services.metrics_page_turns:
         families = await scrape_fleet(services, timeout_s)
-    page_format = choose_page_format(headers.get("accept", ""))
-    page: Iterator[bytes] = (piece.encode() for piece in encode_page(families, page_format))
-    response_headers = {"content-type": page_format.value, "vary": "Accept, Accept-Encoding"}
-    if parse_quality_value(headers.get("accept-encoding", ""), ("gzip", "*")) > 0:
+    page: Iterator[bytes] = (piece.encode() for piece in encode_page(families))
+    response_headers = {"content-type": CONTENT_TYPE, "vary": "Accept-Encoding"}
+    if accepts_gzip(headers.get("accept-encoding", "")):
         response_headers["content-encoding"] = "gzip"
         page = gzip_chunks(page)
     pieces = iterate_in_thread(batch_chunks(page), services.metrics_page_threads)
@@ -137,7 +134,7 @@ def parse_scrape_timeout(header: str) -> float:
 
 
 async def scrape_replica(pool: ReplicaPool, replica: Replica, timeout_s: float) -> Scrape:
-    scrape = Scrape(replica.name, replica.metrics_page_cache, reason="the replica is down")
+    scrape = Scrape(replica.name, reason="the replica is down")
     if not pool.is_live(replica):
         return scrape
     scrape.reason = f"no response within {timeout_s:g} s"
@@ -186,10 +183,8 @@ def parse_scrapes(scrapes: Sequence[Scrape]) -> None:
     for scrape in scrapes:
         if scrape.page is not None:
             try:
-                scrape.families = scrape.page_cache.parse_page(
-                    scrape.page, scrape.replica, iterate_with_pauses
-                )
-                time.sleep(PAUSE_S)
+                lines = iterate_with_pauses(split_page(scrape.page))
+                scrape.families = parse_families(lines, scrape.replica)
             except InvalidExposition as exc:
                 scrape.reason = f"invalid metrics page: {exc}"
             scrape.page = None  # the pages of a large fleet would fill the memory
@@ -251,25 +246,13 @@ def gzip_chunks(chunks: Iterator[bytes]) -> Iterator[bytes]:
     yield compressor.flush()
 
 
-# Content negotiation.
-
-
-def choose_page_format(accept: str) -> PageFormat:
-    open_metrics = parse_quality_value(accept, OPEN_METRICS_TYPES, "1.0.0")
-    classic = parse_quality_value(accept, CLASSIC_TYPES, "0.0.4")
-    is_open_metrics = open_metrics > 0 and open_metrics >= classic
-    return PageFormat.OPEN_METRICS if is_open_metrics else PageFormat.PROMETHEUS_TEXT
-
-
-def parse_quality_value(header: str, names: Sequence[str], version: str = "") -> float:
-    """Return the weight of the first of these names in the header, else 0 (RFC 9110, section 12.4.2)."""
+def accepts_gzip(accept_encoding: str) -> bool:
+    """Return whether the weight of gzip, or else of `*`, is above 0 (RFC 9110, section 12.5.3)."""
     weights: dict[str, float] = {}
-    for entry in header.lower().split(","):
+    for entry in accept_encoding.lower().split(","):
         name, parameters = parse_header_parameters(entry)
         try:
-            weight = float(parameters.get("q", "1"))
+            weights[name] = float(parameters.get("q", "1"))
         except ValueError:
             continue
-        if 0 <= weight <= 1 and parameters.get("version", version) == version:
-            weights[name] = max(weights.get(name, 0.0), weight)
-    return next((weights[name] for name in names if name in weights), 0.0)
+    return weights.get("gzip", weights.get("*", 0)) > 0

@@ -35,9 +35,10 @@ from gateway.routes.error_responses import (
 )
 from gateway.routes.passthrough.handler import pass_through
 from gateway.routes.passthrough.rules import is_passthrough
-from gateway.services import INTERNAL_REQUEST, Deferral, RecordedBody, Services
+from gateway.services import INTERNAL_REQUEST, Deferral, Services
 from gateway.telemetry.logs import ACCESS_LOGGER, READING_METHODS, log_fields
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST, V1_ROUTE, V2_ROUTE
+from gateway.telemetry.recording import RecordedBody
 from gateway.telemetry.refusals import REFUSED_STATUSES, RefusalKey
 from gateway.telemetry.request_info import (
     RequestInfo,
@@ -147,9 +148,9 @@ class GatewayMiddleware:
         in_flight = services.metrics.in_flight
         in_flight[route_group] += 1
         status = CLIENT_CLOSED_REQUEST
-        recorder = services.recorder if internal is None else None
-        recording = None if recorder is None else recorder.start(request_scope)
-        if recording is not None:
+        recorders = services.recorders if internal is None else ()
+        recordings = [recorder.start(request_scope) for recorder in recorders]
+        for recording in filter(None, recordings):
             receive = record_received(recording.request, receive)
             send = record_sent(recording.response, send)
         try:
@@ -176,7 +177,7 @@ class GatewayMiddleware:
         finally:
             in_flight[route_group] -= 1
             self._end_request(services, request_scope, status, perf_counter() - started)
-            if recorder is not None:
+            for recorder, recording in zip(recorders, recordings, strict=True):
                 recorder.end(request_scope, recording, status)
 
     def _end_request(
@@ -271,7 +272,7 @@ def record_received(body: RecordedBody, receive: Receive) -> Receive:
         message = await receive()
         if message["type"] == "http.request":
             is_last = not message.get("more_body", False)
-            await body.add(message.get("body", b""), is_last=is_last)
+            body.add(message.get("body", b""), is_last=is_last)
         return message
 
     return receive_recorded
@@ -284,7 +285,7 @@ def record_sent(body: RecordedBody, send: Send) -> Send:
             body.headers = message["headers"]
         else:
             is_last = not message.get("more_body", False)
-            await body.add(message.get("body", b""), is_last=is_last)
+            body.add(message.get("body", b""), is_last=is_last)
 
     return send_recorded
 

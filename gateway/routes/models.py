@@ -10,7 +10,6 @@ from fastapi import APIRouter, Query, Request
 
 from gateway.callers import Caller, Right
 from gateway.fleet.index import TF_SERVING_STATES, merge_indexes
-from gateway.repository.reconciler import ModelProblems
 from gateway.routes.dependencies import ServicesForInference, get_caller
 from gateway.routes.openapi import (
     COUNT_SCHEMA,
@@ -55,10 +54,6 @@ LISTED_MODEL_FIELDS: Final = {
         STRING_SCHEMA, "Replicas without the last load (only with the right to see the fleet)."
     ),
     "last_error": STRING_SCHEMA | {"description": "Reason and replica of the last failed load."},
-    "conflicts": build_list_schema(
-        STRING_SCHEMA,
-        "Replicas on which something else loads or unloads the model against the desired state.",
-    ),
 }
 REQUIRED_FIELDS: Final = {"name", "versions", "ready"}
 IMAGE_SCHEMA = build_object_schema(
@@ -189,11 +184,9 @@ async def list_models(
     """
     repository = services.repository
     caller = get_caller(request)
-    problems = (
-        await repository.reconciler.collect_problems()
-        if Right.fleet in caller.rights
-        else ModelProblems()
-    )
+    load_errors: dict[str, str] = {}
+    if Right.fleet in caller.rights:
+        load_errors = await repository.reconciler.collect_load_errors()
     declared = repository.state.declared_models
     desired = repository.state.desired_models
     indexes = services.pool.list_serving_indexes()
@@ -211,10 +204,8 @@ async def list_models(
             model["replicas"] = {at: index.model_state(name).state for at, index in indexes.items()}
             if behind := repository.outdated_replicas(name):
                 model["behind"] = behind
-            if name in problems.load_errors:
-                model["last_error"] = problems.load_errors[name]
-            if name in problems.conflicts:
-                model["conflicts"] = problems.conflicts[name]
+            if name in load_errors:
+                model["last_error"] = load_errors[name]
         for describer in services.describers:
             describer.complete_listed_model(services, model, indexes)
     document: dict[str, Any] = {"models": list(models.values())}

@@ -28,7 +28,6 @@ REPLICA_SCHEMA = build_object_schema(
         "address": STRING_SCHEMA,
         "state": {"enum": [state.name for state in HealthState]},
         "outstanding": COUNT_SCHEMA | {"description": "Requests in progress."},
-        "slowness": {"type": "number", "description": "Latency relative to the other replicas."},
         "models": build_map_schema(
             STRING_SCHEMA, "State of each model, by name. Empty if the replica is DOWN."
         ),
@@ -91,7 +90,6 @@ def build_replica_description(
         "address": str(replica.address),
         "state": state.name,
         "outstanding": replica.outstanding,
-        "slowness": round(replica.latency.ratio, 2),
         "models": {
             name: index.model_state(name).state
             for name in sorted(index.models)
@@ -155,9 +153,10 @@ async def uncordon_replica(services: ServicesForAdministration, address: str) ->
 async def drain_replica(
     request: Request, services: ServicesForAdministration, address: str
 ) -> dict[str, Any]:
-    """Return when no gateway has a request or a sequence on the replica. 504 if that takes too long.
+    """Return when this gateway has no request or sequence on the replica. 504 if that takes too long.
 
-    The replica stays cordoned in both cases.
+    Other gateways that share the state send nothing new to it any more. The replica stays cordoned in both
+    cases.
     """
     timeout_s = services.resolve_timeout_s(request.headers.get("x-request-timeout"))
     progress = await services.maintenance.drain(address, timeout_s)

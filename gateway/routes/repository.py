@@ -16,7 +16,7 @@ from gateway.errors import MalformedRequest, NotFound
 from gateway.fleet.index import READY, build_index_entry, merge_indexes
 from gateway.inference.body import RequestBody
 from gateway.media_types import JSON
-from gateway.repository.load_parameters import CONFIG_PARAMETER, STAGED, UNLOAD_DEPENDENTS
+from gateway.repository.load_parameters import CONFIG_PARAMETER, UNLOAD_DEPENDENTS
 from gateway.repository.state.content import CAPABILITY_TABLES
 from gateway.repository.state.transfer import EXPORT_FORMAT, export_state
 from gateway.routes.dependencies import (
@@ -155,10 +155,6 @@ MANAGEMENT_OPENAPI = {
                     UNLOAD_DEPENDENTS: {
                         "type": "boolean",
                         "description": "For unload: also unload the models that only this model needs.",
-                    },
-                    STAGED: {
-                        "type": "boolean",
-                        "description": "For load: one replica after the other, until one fails.",
                     },
                     CONFIG_PARAMETER: {
                         "description": "For load, if uploads are allowed: the model's configuration."

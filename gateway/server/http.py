@@ -38,8 +38,7 @@ from gateway.config.settings import (
 from gateway.messages import CommandError
 from gateway.server.protocol.clients import ClientRegistry
 from gateway.server.protocol.connection import HttpProtocol
-from gateway.server.protocol.deadlines import LAST_REQUEST_S
-from gateway.server.protocol.parser import ProtocolLimits
+from gateway.server.protocol.deadlines import LAST_REQUEST_S, ConnectionLimits
 
 log = logging.getLogger(__name__)
 
@@ -276,8 +275,13 @@ def fit_max_connections(max_connections: int) -> int:
 
 
 def create_uvicorn_config(
-    app: ASGIApp | str, settings: Settings, host: str, port: int, workers: int = 1
+    app: ASGIApp | Callable[[], ASGIApp],
+    settings: Settings,
+    host: str,
+    port: int,
+    workers: int = 1,
 ) -> uvicorn.Config:
+    """Return uvicorn's configuration. Each of several workers calls `app` for an application of its own."""
     certificate = None
     if settings.tls_cert_file is not None:
         certificate = ServerCertificate(
@@ -286,12 +290,12 @@ def create_uvicorn_config(
             settings.tls_client_ca_file,
             settings.tls_client_auth,
         )
-    limits = {limit.name: getattr(settings, limit.name) for limit in fields(ProtocolLimits)}
+    limits = {limit.name: getattr(settings, limit.name) for limit in fields(ConnectionLimits)}
     limits["max_connections"] = fit_max_connections(settings.max_connections)
-    protocol = partial(HttpProtocol, limits=ProtocolLimits(**limits), clients=ClientRegistry())
+    protocol = partial(HttpProtocol, limits=ConnectionLimits(**limits), clients=ClientRegistry())
     return uvicorn.Config(
         app,
-        factory=isinstance(app, str),
+        factory=workers > 1,
         host=host,
         port=port,
         workers=workers,

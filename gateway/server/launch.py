@@ -170,9 +170,9 @@ def run_triton(options: TritonOptions, host: str) -> None:
                 raise CommandError(reasons[0]) from None
 
 
-def run_gateway(host: str, port: int, workers: int) -> None:
+def run_gateway(host: str, port: int, workers: int, overrides: Mapping[str, Any]) -> None:
     check_port_free(host, port, "--port")
-    settings, print_line = configure_process()
+    settings, print_line = configure_process(**overrides)
     tritons = ", ".join(settings.triton_urls)
     plan = prepare_capabilities(LaunchPlan(settings, host, {"--port": port}, workers))
     places = describe_places(port, plan)
@@ -185,7 +185,7 @@ def run_gateway(host: str, port: int, workers: int) -> None:
 
             if settings.state == "memory:":  # the workers share a file that is deleted at the end
                 folder = stack.enter_context(TemporaryDirectory(prefix="triton-gateway-state-"))
-                os.environ["GATEWAY_STATE"] = f"file://{folder}/state.json"
+                settings = settings.model_copy(update={"state": f"file://{folder}/state.json"})
             run_workers(settings, host, port, workers, on_ready)
         else:
             from gateway.app import create_app
@@ -220,13 +220,12 @@ def configure_process(**overrides: Any) -> tuple[Settings, MessageWriter]:
 
 
 def restrict_allowed_hosts(host: str, settings: Settings) -> Settings:
-    """Restrict the Host header to localhost on loopback without keys; workers inherit it by the environment.
+    """Restrict the Host header to localhost on loopback without keys.
 
     Otherwise a web page whose name resolves to 127.0.0.1 (DNS rebinding) could reach such a gateway.
     """
     if settings.keys_file is not None or settings.allowed_hosts or not is_loopback(host):
         return settings
-    os.environ["GATEWAY_ALLOWED_HOSTS"] = LOCALHOST
     return settings.model_copy(update={"allowed_hosts": (LOCALHOST,)})
 
 

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -78,10 +79,9 @@ class WorkerSupervisor(Multiprocess):
             process.join()
 
 
-def create_worker_app() -> ASGIApp:
+def create_worker_app(settings: Settings) -> ASGIApp:
     from gateway.app import create_app
 
-    settings = Settings()
     logs.configure(settings)
     threading.Thread(target=stop_with_supervisor, name="supervisor", daemon=True).start()
     return create_app(settings)
@@ -96,11 +96,10 @@ def stop_with_supervisor() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def check_settings() -> None:
-    """Exit with an error message if the application cannot be created from the environment."""
+def check_settings(settings: Settings) -> None:
+    """Exit with an error message if the application cannot be created from the settings."""
     from gateway.app import create_app
 
-    settings = Settings()
     logs.configure(settings)
     try:
         create_app(settings)
@@ -113,7 +112,7 @@ def check_settings() -> None:
 def run_workers(
     settings: Settings, host: str, port: int, workers: int, on_ready: Callable[[], None]
 ) -> None:
-    """Run several processes on one socket, each with its own app, created from the environment.
+    """Run several processes on one socket, each with its own app.
 
     Each worker writes its metrics to files in one directory, and every worker reads all of them. This process
     does not import the application: the fork server does, once for all workers.
@@ -121,19 +120,20 @@ def run_workers(
     with tempfile.TemporaryDirectory(prefix="triton-gateway-metrics-") as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         if not settings.max_bytes_in_flight:  # the workers share the memory
-            share = default_budget_bytes() // workers
-            os.environ["GATEWAY_MAX_BYTES_IN_FLIGHT"] = str(max(share, MIN_BUDGET_BYTES))
+            share = max(default_budget_bytes() // workers, MIN_BUDGET_BYTES)
+            settings = settings.model_copy(update={"max_bytes_in_flight": share})
         # No process that forks may have threads, and nothing here multiplies matrices.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         if len(os.fsencode(tempfile.gettempdir())) > MAX_TEMP_FOLDER_BYTES:
             tempfile.tempdir = SHORT_TEMP_FOLDER  # for the socket of the fork server
         context = fork_workers("gateway.server.fork_server", GatewayWorker)
-        check = context.Process(target=check_settings)  # reports errors once, not in each worker
+        # Errors are reported once, not in each worker.
+        check = context.Process(target=check_settings, args=(settings,))
         check.start()
         check.join()
         if check.exitcode:
             raise SystemExit(check.exitcode)
-        app = "gateway.server.workers:create_worker_app"
+        app = partial(create_worker_app, settings)
         config = create_uvicorn_config(app, settings, host, port, workers)
         listener = config.bind_socket()
         # Clients that connect before the first worker is up wait instead of being refused.

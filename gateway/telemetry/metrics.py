@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,7 +43,7 @@ STATUS_LABELS: Final = {
     status: (f"{status // 100}xx", str(status) if status >= 500 else "")
     for status in range(100, 600)
 } | {CLIENT_CLOSED_REQUEST: (str(CLIENT_CLOSED_REQUEST), "")}
-SHED_REASONS: Final = ("queue_full", "displaced", "deadline", "rate", "quota", "inflight", "memory")
+SHED_REASONS: Final = ("queue_full", "rate", "quota", "inflight", "memory")
 REFUSAL_REASONS: Final = (
     "malformed_request", "request_too_slow", "url_too_long", "header_too_large",
     "too_many_connections", "answer_not_taken",
@@ -83,7 +83,6 @@ class CallerUsage:
     """The requests of a caller to a model, and what they used."""
 
     requests: int = 0
-    rows: int = 0
     inference_s: float = 0.0
     bytes_in: int = 0
     bytes_out: int = 0
@@ -129,8 +128,6 @@ class Metrics:
         # The keys of these are the name of a key, and the model or the code.
         self._pending_callers: dict[tuple[str, str], CallerUsage] = {}
         self._pending_refusals: Counts[tuple[str, str]] = Counts()
-        # Gets the usage of each caller and model since the last flush.
-        self.usage_listener: Callable[[str, str, CallerUsage], None] | None = None
         self._pending_waits: Counts[tuple[str]] = Counts()  # seconds, by the name of a key
         self._dropped_lines = 0
         self.open_connections = OpenConnections()
@@ -172,11 +169,6 @@ class Metrics:
         self.queue_length = create.level(
             "gateway_queue_length", "Inferences in the admission queue by priority.", ("priority",)
         )
-        self.model_limit = create.level(
-            "gateway_model_limit",
-            "Concurrent inferences of a model that the gateway admits, if it chose the limit itself.",
-            ("model",),
-        )
         self.queue_wait = create.histogram(
             "gateway_queue_wait_seconds",
             "Time that inferences waited in the admission queue, if they had to.",
@@ -185,8 +177,7 @@ class Metrics:
         )
         self.queue_refusals = create.counter(
             "gateway_queue_refusals_total",
-            "Inferences rejected because the admission queue was full, or the model would not answer them "
-            "in time.",
+            "Inferences rejected because the admission queue was full.",
             ("priority",),
         )
         self.request_memory = create.level(
@@ -272,11 +263,6 @@ class Metrics:
             "failed).",
             ("action", "by", "outcome", "model"),
         )
-        self.model_conflicts = create.counter(
-            "gateway_model_conflicts_total",
-            "Corrections of a model on a replica that followed one which something else had undone.",
-            ("model", "replica"),
-        )
         self.reconcile_reversals = create.counter(
             "gateway_reconcile_reversals_total",
             "Actions of the reconciler that undid one of the last minute: a defect of the gateway.",
@@ -351,7 +337,6 @@ class Metrics:
                 if usage is None:
                     usage = self._pending_callers[info.key, info.model] = CallerUsage()
                 usage.requests += 1
-                usage.rows += info.rows
                 usage.inference_s += info.upstream_s
                 usage.bytes_in += info.bytes_in
                 usage.bytes_out += info.bytes_out
@@ -397,8 +382,6 @@ class Metrics:
             self.caller_inference.labels(caller, model).inc(usage.inference_s)
             self.caller_bytes.labels(caller, model, "in").inc(usage.bytes_in)
             self.caller_bytes.labels(caller, model, "out").inc(usage.bytes_out)
-            if self.usage_listener is not None:
-                self.usage_listener(caller, model, usage)
         for counter, counts in (
             (self.caller_refusals, self._pending_refusals),
             (self.caller_wait, self._pending_waits),

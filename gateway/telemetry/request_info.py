@@ -84,7 +84,6 @@ class RequestInfo:
     upstream_s: float = 0.0  # time spent waiting for Triton
     # The seconds spent in the other phases (`PHASES` of the metrics).
     phases: dict[str, float] | None = None
-    rows: int = 0  # the rows of its inferences; exact for /v2 and gRPC only if usage is counted
     bytes_in: int = 0  # length of the request body
     bytes_out: int = 0  # length of the response body
     key: str = ""  # the name of the caller's key, or of the rule for its token or certificate

@@ -217,11 +217,9 @@ VERSION = MODEL + "/versions/{version}"
 LABEL = MODEL + "/labels/{label}"
 INFER = MODEL + "/infer"
 CORDON, UNCORDON = "/v1/replicas/{first}/cordon", "/v1/replicas/{first}/uncordon"
-STAGED = {"json": {"parameters": {"staged": True}}}
 
 CHANGES: Final[list[Row]] = [
     call("load", "POST", LOAD, world.load),
-    call("staged load", "POST", LOAD, world.load, lambda _: STAGED),
     call("unload", "POST", UNLOAD, world.unload),
     # Twice, so that the models are there more often than not.
     *[call("upload", "PUT", MODEL, world.upload, pack_model)] * 2,

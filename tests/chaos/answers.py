@@ -23,7 +23,6 @@ EXCUSES: Final[Mapping[str, tuple[str, ...]]] = {
     "CHANGE_IN_PROGRESS": (RIVAL, GATEWAY, REDIS),
     "CONFLICT": (RIVAL,),
     "PARTLY_DONE": (REPLICA, REDIS),  # another gateway does not learn of a change without Redis
-    "STAGED_LOAD_FAILED": (REPLICA,),
     "VERSION_NOT_READY": (REPLICA, RIVAL),
     "UNAVAILABLE": (REPLICA,),
     "BAD_UPSTREAM": (REPLICA,),

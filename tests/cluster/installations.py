@@ -18,7 +18,7 @@ from tests.cluster.resources import (
     STREAMING,
     add_test_models,
     fit_overlay,
-    list_scaled_objects,
+    list_scalers,
     list_secrets,
     read_number_of_tritons,
     read_small_patches,
@@ -207,9 +207,22 @@ class Prod(OverlayInstallation):
 
 
 class Zero(OverlayInstallation):
-    """Tritons that KEDA starts with the first request, in a namespace with another name."""
+    """Tritons that KEDA starts with the first request, in a namespace with another name.
+
+    There is one gateway, which KEDA asks: Prometheus, which would know the demand of several, is not there.
+    """
 
     components = ("cpu-only", "keda-zero")
+
+    def find_changes(self, overlay: str) -> Mapping[str, Any]:
+        changes = super().find_changes(overlay)
+        target = {"kind": "HorizontalPodAutoscaler", "name": GATEWAY}
+        limits = [
+            {"op": "replace", "path": f"/spec/{name}", "value": 1}
+            for name in ("minReplicas", "maxReplicas")
+        ]
+        single = {"target": target, "patch": json.dumps(limits)}
+        return {**changes, "patches": [*changes["patches"], single]}
 
     def install(self) -> None:
         """Install all but the ScaledObject."""
@@ -217,14 +230,10 @@ class Zero(OverlayInstallation):
         self.run.cluster.apply(add_test_models(self.render("prod")), self.namespace)
 
     def start_scaling(self) -> None:
-        """A gateway must run: KEDA asks it for the metric only now, and Prometheus is not there."""
-        self.run.cluster.apply(self.list_scalers(), self.namespace)
-
-    def list_scalers(self) -> list[Resource]:
-        return list_scaled_objects(self.render_all("prod"))
+        self.run.cluster.apply(list_scalers(self.namespace), self.namespace)
 
     def list_objects(self) -> list[Resource]:
-        return [*add_test_models(self.render("prod")), *self.list_scalers()]
+        return [*add_test_models(self.render("prod")), *list_scalers(self.namespace)]
 
 
 class Chart(Installation):

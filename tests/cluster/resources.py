@@ -35,6 +35,7 @@ STREAMING, CHANGING = "countdown", "upper"
 MODELS_FOLDER: Final = "/test-models"
 DEMONSTRATION: Final = "/opt/triton-gateway/triton_repo"
 KEYS_SECRET: Final = "triton-gateway-keys"
+METRICS_SECRET: Final = "triton-gateway-metrics-key"
 STATE_SECRET: Final = "triton-gateway-redis"
 STATE_PASSWORD: Final = "0123456789abcdef"
 SECRETS: Final = (KEYS_SECRET, STATE_SECRET)
@@ -101,15 +102,17 @@ def fit_overlay(
     return fitted
 
 
-def list_scaled_objects(resources: Sequence[Resource]) -> list[Resource]:
-    """Return the scalers of KEDA, which scale soon, and by the demand of the gateways alone."""
-    found = [each for each in resources if each["kind"] == SCALED_OBJECT]
-    for scaled in found:
-        spec = scaled["spec"]
-        spec["triggers"] = [each for each in spec["triggers"] if each["type"] != "prometheus"]
-        spec["cooldownPeriod"] = COOLDOWN_S
-        behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
-        behavior["scaleDown"] = {"stabilizationWindowSeconds": COOLDOWN_S}
+def list_scalers(namespace: str) -> list[Resource]:
+    """Return the objects with which KEDA asks a single gateway, by the documents, and scales soon."""
+    page = (ROOT / "docs" / "serve" / "on-demand.md").read_text()
+    blocks = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (text,) = (block for block in blocks if "metrics-api" in block)
+    text = text.replace(f".{GATEWAY}.svc", f".{namespace}.svc")
+    found: list[Resource] = list(yaml.safe_load_all(text))
+    (scaled,) = (each for each in found if each["kind"] == SCALED_OBJECT)
+    scaled["spec"]["cooldownPeriod"] = COOLDOWN_S
+    behavior = {"scaleDown": {"stabilizationWindowSeconds": COOLDOWN_S}}
+    scaled["spec"]["advanced"] = {"horizontalPodAutoscalerConfig": {"behavior": behavior}}
     return found
 
 
@@ -195,7 +198,7 @@ def build_secret(name: str, texts: Mapping[str, str]) -> Resource:
 def list_secrets() -> list[Resource]:
     """Return the Secrets that deploy.md creates before the objects."""
     state = build_secret(STATE_SECRET, {"password": STATE_PASSWORD})
-    return [build_keys_secret(format_keys()), state]
+    return [build_keys_secret(format_keys()), build_secret(METRICS_SECRET, {"key": ADMIN}), state]
 
 
 def build_namespace(name: str, run: str, *, is_restricted: bool = True) -> Resource:

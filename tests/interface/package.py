@@ -10,12 +10,12 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 import gateway
-from gateway.config.settings import ENV_PREFIX, find_secrets
+from gateway.config.settings import ENV_PREFIX, find_secrets, list_variable_fields
 from gateway.errors import GatewayError
 from tests.interface import names, openapi
 
 # They run in Triton's processes.
-MODULES_OF_MODELS = ("gateway.embedded.backends", "gateway.doctor.conformance_model")
+MODULES_OF_MODELS = ("gateway.embedded.backends",)
 
 ClassT = TypeVar("ClassT")
 
@@ -38,7 +38,7 @@ def list_settings() -> Iterator[str]:
     for model in find_subclasses(BaseModel):
         if model.__module__.startswith("gateway."):
             files = (f"{secret}_file" for secret in find_secrets(model))
-            for name in (*model.model_fields, *files):
+            for name in (*list_variable_fields(model), *files):
                 yield f"setting {ENV_PREFIX}{name.upper()}"
 
 

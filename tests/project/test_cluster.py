@@ -27,7 +27,7 @@ from tests.cluster.resources import (
     build_namespace,
     build_pod,
     fit_overlay,
-    list_scaled_objects,
+    list_scalers,
     list_secrets,
     list_templates,
     read_number_of_tritons,
@@ -218,13 +218,15 @@ def test_models_of_the_load_are_declared_and_loaded_at_the_start() -> None:
     assert container["args"][-2:] == ["--load", STREAMING]
 
 
-def test_scaler_of_keda_needs_no_prometheus_and_follows_the_namespace() -> None:
-    rendered = render_installation("prod", "cpu-only", "keda-zero")
-    (scaled,) = list_scaled_objects(rendered)
+def test_scaler_without_prometheus_is_the_documented_one_in_its_namespace() -> None:
+    authentication, scaled = list_scalers("another-name")
     (trigger,) = scaled["spec"]["triggers"]
-    assert trigger["type"] == "external-push"
-    address = trigger["metadata"]["scalerAddress"]
-    assert address == "triton-gateway-scaler.another-name.svc:9091"
+    assert trigger["type"] == "metrics-api"
+    assert trigger["metadata"]["url"] == "http://triton-gateway.another-name.svc/metrics"
+    assert trigger["authenticationRef"]["name"] == authentication["metadata"]["name"]
+    (reference,) = authentication["spec"]["secretTargetRef"]
+    names = {each["metadata"]["name"]: each.get("stringData", {}) for each in list_secrets()}
+    assert reference["key"] in names[reference["name"]]
     assert scaled["spec"]["minReplicaCount"] == 0
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from gateway.capabilities.installed import SETTINGS
 from gateway.config.settings import (
+    REMOVED_SETTINGS,
     Settings,
     describe_unknown_settings,
     find_secrets,
@@ -26,7 +27,6 @@ from tests.support.documents import (
     OWN_SERVER,
     READMES,
     SECURITY,
-    USAGE,
     assert_prints,
     assert_prints_its_comment,
     examples,
@@ -37,7 +37,7 @@ from tests.support.missing import find_program
 from tests.support.servers import ROOT
 from tests.support.source import setting_descriptions
 
-OF_THEIR_OWN_MODELS = (OWN_SERVER, ON_DEMAND, LANGUAGE_MODELS, COOKBOOK, SECURITY, USAGE)
+OF_THEIR_OWN_MODELS = (OWN_SERVER, ON_DEMAND, LANGUAGE_MODELS, COOKBOOK, SECURITY)
 # Metrics of tokens, of keys and of samples, which this gateway has not.
 ELSEWHERE = r"gateway_(oidc_keys_age_seconds|key_expires_seconds|sample_\w+)"
 README = ROOT / "README.md"
@@ -98,6 +98,8 @@ def test_documented_settings_are_those_of_the_gateway() -> None:
     documented = {name.lower(): text for name, _, text in rows}
     described = setting_descriptions()
     assert described.keys() == set(list_setting_names(*SETTINGS))
+    removed = {name.removeprefix("GATEWAY_").lower() for name in REMOVED_SETTINGS}
+    assert not removed & described.keys()
     assert documented == {name: " ".join(text.split()) for name, text in described.items()}
 
 
@@ -131,7 +133,7 @@ TASKS = {
     "give a team a key": "triton-gateway key create",
     "let people and programs use the tokens of our identity provider": "GATEWAY_OIDC_ISSUER",
     "find out why a model is slow": "each with its share of the time",
-    "move users to a new version step by step": "triton-gateway rollout",
+    "move users to a new version step by step": "triton-gateway label set",
     "run it on Kubernetes": "kubectl apply",
     "find out why it does not start": "triton-gateway doctor",
 }

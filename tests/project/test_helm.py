@@ -67,7 +67,7 @@ COMPONENTS: dict[str, Values] = {
     "gateway-api": {"gatewayApi": ENABLED},
     "ingress": {"ingress": ENABLED},
     "keda": {"keda": ENABLED},
-    "keda-zero": {"keda": {"enabled": True, "scaleToZero": True}, "redis": ENABLED},
+    "keda-zero": {"keda": {"enabled": True, "scaleToZero": True}},
     "monitoring": {"monitoring": ENABLED},
     "monitoring-tritons": {"monitoring": {"enabled": True, "scrapeTritons": True}},
     "redis-state": {"redis": ENABLED},
@@ -76,7 +76,7 @@ COMPONENTS: dict[str, Values] = {
 }
 # Components that change others.
 REQUIRED = {
-    "keda-zero": ("keda", "redis-state"),
+    "keda-zero": ("keda",),
     "monitoring-tritons": ("monitoring",),
     "volume-repository": ("redis-state",),
 }
@@ -277,8 +277,7 @@ def test_custom_resources_of_all_values_fit_their_schemas() -> None:
             "requires the metrics of the Tritons",
         ),
         ({"monitoring": {"scrapeTritons": True}}, "requires monitoring.enabled"),
-        ({"keda": {"enabled": True, "scaleToZero": True}}, "requires Redis"),
-        ({"keda": {"scaleToZero": True}, "redis": ENABLED}, "requires keda.enabled"),
+        ({"keda": {"scaleToZero": True}}, "requires keda.enabled"),
         ({"redis": {"enabled": True, "externalUrl": "redis://a:1/0"}}, "not both"),
     ],
 )
@@ -377,7 +376,6 @@ def notes(values: Values) -> str:
 
 ROUTE_FROM_ZERO: Values = {
     "keda": {"enabled": True, "scaleToZero": True},
-    "redis": ENABLED,
     "gatewayApi": ENABLED,
 }
 OUTSIDE: Values = {

@@ -49,7 +49,7 @@ VALUES = {
     ("gateway_model_actions", "action"): {"load", "unload"},
     ("gateway_model_actions", "by"): {"api", "reconciler"},
     ("gateway_model_actions", "outcome"): {"done", "failed"},
-    ("gateway_shadow_requests", "result"): {"equal", "close", "different", "failed", "dropped"},
+    ("gateway_shadow_requests", "result"): {"succeeded", "failed", "busy", "too_many", "too_large"},
 }
 # Triton's only on a machine with a GPU (docs/user_guide/metrics.md of its repository).
 GPU = dict.fromkeys(
@@ -393,6 +393,7 @@ class Observed(NamedTuple):
                 has("caller model", ("app", "echo"), ("batch", "other")),
                 has("caller", ("app",), ("batch",)),
                 has("caller direction", ("app", "in"), ("app", "out")),
+                has("caller model", ("app", "echo"), ("batch", "other")),
             ],
             "Who is refused, and why?": [
                 has(

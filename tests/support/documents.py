@@ -41,7 +41,6 @@ COOKBOOK = DOCS / "use/cookbook.md"
 # Its recipes need an issuer of tokens and certificates: tests/capabilities/identity runs them.
 SECURITY = DOCS / "operate/security.md"
 # Its examples need keys, and tests/capabilities/identity runs them.
-USAGE = DOCS / "operate/usage.md"
 COMPLETIONS = "/v1/chat/completions"
 
 

@@ -11,7 +11,6 @@ import atexit
 import gc
 import os
 import pickle
-import runpy
 import select
 import signal
 import socket
@@ -29,6 +28,7 @@ import psutil
 
 from gateway import cli
 from gateway.embedded import reaper
+from tests.support import gateway_main
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
@@ -275,4 +275,4 @@ if __name__ == "__main__":
     gc.enable()
     gc.freeze()
     sys.argv[1:] = serve_orders(socket.socket(fileno=int(sys.argv[1])))
-    runpy.run_module("gateway", run_name="__main__", alter_sys=True)
+    gateway_main.run()

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class Prometheus:
-    """A Prometheus with these scrape jobs and rules. It scrapes for the first time after 5 s or so."""
+    """A Prometheus with these scrape jobs and rules, which all have its interval.
+
+    It scrapes for the first time after 5 s or so.
+    """
 
     def __init__(
         self,
@@ -34,7 +37,7 @@ class Prometheus:
         config = folder / "prometheus.yaml"
         document = {
             "global": {"scrape_interval": interval, "evaluation_interval": interval},
-            "rule_files": [str(path) for path in rules],
+            "rule_files": [str(copy_rules(path, folder)) for path in rules],
             "scrape_configs": list(jobs),
         }
         config.write_text(yaml.safe_dump(document))
@@ -77,3 +80,13 @@ class Prometheus:
         self._process.terminate()
         self._process.wait()
         self._output.close()
+
+
+def copy_rules(path: Path, folder: Path) -> Path:
+    """Copy a file of rules without the intervals of its groups."""
+    document = yaml.safe_load(path.read_text())
+    for group in document["groups"]:
+        group.pop("interval", None)
+    copy = folder / path.name
+    copy.write_text(yaml.safe_dump(document))
+    return copy

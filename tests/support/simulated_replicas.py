@@ -29,7 +29,6 @@ class SimulatedTriton:
     port: int = 0
     grpc_port: int = 1
     delay_s: float = 0.0  # of an inference
-    cold_s: float = 0.0  # of the first inference, and of those that come with it
     load_s: float = 0.0
     index_s: float = 0.0  # of an index, as if it listed a bucket
     hangs: bool = False  # accepts, and never answers
@@ -104,9 +103,7 @@ class SimulatedTriton:
             return self.delay_s, bad(f"Model '{model}' is not ready")
         if not self.models.get(model):
             return 0.0, bad(f"Request for unknown model: '{model}' is not found")
-        if self.cold_s and self.inferences[model] == 1:
-            asyncio.get_running_loop().call_later(self.cold_s, setattr, self, "cold_s", 0.0)
-        return self.cold_s or self.delay_s, ok(b"{}")
+        return self.delay_s, ok(b"{}")
 
     def _manage(self, model: str, *, load: bool) -> tuple[float, bytes]:
         loop = asyncio.get_running_loop()

@@ -23,7 +23,7 @@ def package_trees() -> dict[str, ast.Module]:
 
 
 def setting_descriptions() -> dict[str, str]:
-    """Return the string below each setting, by its name."""
+    """Return the string below each setting, by its name. A fixed field has none."""
     places = re.compile(
         r"gateway\.config\.settings|gateway\.capabilities\.\w+\.(settings|capability)"
     )

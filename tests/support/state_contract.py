@@ -19,14 +19,12 @@ from gateway.repository.shared_state import SharedState
 from gateway.repository.state.content import (
     CORDONS,
     MODELS,
-    Counts,
     DesiredModel,
     EventId,
     Loads,
     create_raw_table,
     decode_event,
     is_in_progress,
-    sum_counts,
 )
 from gateway.repository.state.file import REPORT_TTL_S
 from gateway.repository.state.interface import StateStore
@@ -233,22 +231,6 @@ class StateContract:
 
 class SharedStateContract:
     """Tests of a state of several processes, as far as one process can have their views of it."""
-
-    async def test_counts_of_all_processes_are_added_up(self, shared: Fresh) -> None:
-        odd = '"\n\\ü'
-        counts: Counts = {
-            "a": {"core": {"requests": 1, "rows": 2**40}, odd: {"rows": 3}},
-            odd: {"": {"requests": 4}},
-        }
-        async with opened(shared(), 3) as stores:
-            for day in ("2026-01-01", "2026-01-02"):
-                assert await stores[0].read_counts(day) == {}
-                batches = (f"{day}/{number}" for number in range(9))
-                await asyncio.gather(
-                    *(store.add_counts(day, counts, next(batches)) for store in stores * 3)
-                )
-                for store in stores:
-                    assert await store.read_counts(day) == sum_counts(*[counts] * 9)
 
     @given(desired_models=DESIRED_MODELS)
     async def test_any_desired_model_is_read_as_it_was_stored(

@@ -11,7 +11,6 @@ from time import perf_counter
 from typing import Any, Final, cast
 from urllib.parse import unquote
 
-import anyio
 import grpc
 
 from gateway.access.auth import (
@@ -24,12 +23,7 @@ from gateway.access.auth import (
 )
 from gateway.access.peers import ClientCounts, client_network
 from gateway.callers import RIGHT_TO_MANAGE, Right
-from gateway.capabilities.grpc_api.receive import (
-    MessageReader,
-    ReceiveSlots,
-    ResponseSizes,
-    grpc_operations,
-)
+from gateway.capabilities.grpc_api.receive import MessagePlaces, MessageReceiver, start_operation
 from gateway.capabilities.grpc_api.status import CallStatus, describe_failure
 from gateway.errors import (
     Forbidden,
@@ -41,12 +35,10 @@ from gateway.errors import (
     Unavailable,
     UnknownModel,
 )
-from gateway.memory import MemoryBudgetExceeded
 from gateway.repository.resolver import ModelTarget, parse_triton_version
 from gateway.routes.middleware import end_trace, log_request, release_resources
 from gateway.routes.passthrough.headers import NOT_FORWARDED
 from gateway.services import Services
-from gateway.tasks import follow
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
 from gateway.telemetry.request_info import RequestInfo, RequestScope, current_request_info
 from gateway.telemetry.tracing import create_request_id, find_request_id
@@ -120,11 +112,9 @@ class CallEnvironment:
     """The objects that all calls share."""
 
     services: Services
-    receive_slots: ReceiveSlots
-    response_sizes: ResponseSizes
+    receiver: MessageReceiver
+    streams: MessagePlaces  # of the open ones
     clients: ClientCounts  # counts the calls in progress by client
-    # With more requests in progress, each stream runs one at a time.
-    max_requests: int
     stopping: asyncio.Event  # set when the server stops accepting calls
 
 
@@ -142,7 +132,6 @@ class IncomingCall:
         self._started_at = perf_counter()
         self._status = CLIENT_CLOSED_REQUEST
         self._client = ""  # as it is counted
-        self._inferred_model = ""
         headers = build_http_headers(self.metadata)
         self.info = info = RequestInfo(find_request_id(headers) or create_request_id())
         info.route = access.route
@@ -168,8 +157,7 @@ class IncomingCall:
                 self.scope["certificate_expires_at"] = math.inf  # see `MAX_CONNECTION_AGE_MS`
         if services.tracer is not None and not access.is_public:
             info.trace = services.tracer.start_trace(access.http_method, headers)
-        recorder = services.recorder
-        self.recording = None if recorder is None else recorder.start(self.scope)
+        self._recordings = [recorder.start(self.scope) for recorder in services.recorders]
         services.metrics.in_flight[GRPC_ROUTE] += 1
 
     # The caller, and what it may do.
@@ -247,10 +235,6 @@ class IncomingCall:
                 "programs administer over HTTP"
             )
 
-    @property
-    def slot_owner(self) -> str:
-        return self.info.key or self._client
-
     # The request.
 
     def find_timeout_s(self) -> float:
@@ -271,20 +255,16 @@ class IncomingCall:
 
     async def read_message(self, timeout_s: float) -> bytes:
         """Return the request. Raises `RequestTooSlow`, `NoRequest` or `MemoryBudgetExceeded`."""
-        slots = self.environment.receive_slots
         started_at = perf_counter()
         try:
-            message = await MessageReader(self.context, slots, self.slot_owner, timeout_s).read()
-        except MemoryBudgetExceeded:
-            self.services.metrics.shed.labels("memory").inc()
-            raise
+            caller = self.info.key or self._client
+            message = await self.environment.receiver.read(self.context, caller, timeout_s)
         finally:
             self.info.add_phase("receive", perf_counter() - started_at)
         if message is grpc.aio.EOF:
             raise NoRequest
         self.count_message(cast(bytes, message))
-        if self.recording is not None:
-            await self.recording.request.add(cast(bytes, message))
+        self.record_request(cast(bytes, message))
         return cast(bytes, message)
 
     async def read_short_message(self, max_bytes: int) -> bytes:
@@ -299,6 +279,10 @@ class IncomingCall:
         if size > min_charged_bytes:
             self.services.get_charge(self.info, "message").add(COPIES * size)
 
+    def record_request(self, message: bytes) -> None:
+        for recording in filter(None, self._recordings):
+            recording.request.add(message)
+
     def select_metadata(self) -> Metadata:
         """Return the metadata for Triton, which can turn it into parameters of the request.
 
@@ -312,24 +296,9 @@ class IncomingCall:
 
     # The response.
 
-    def expect_response(self, model: str) -> None:
-        """Charge the response that a model is likely to give the caller, if it exceeds the request.
-
-        Raises `MemoryBudgetExceeded`.
-        """
-        self._inferred_model = model
-        sizes = self.environment.response_sizes
-        size = sizes.expect(model, self.info.caller_name, self.info.bytes_in)
-        if size > MIN_CHARGED_BYTES:
-            charge = self.services.get_charge(self.info, "message")
-            charge.resize(max(charge.held_bytes, COPIES * size))
-
-    def record_size(self, response: bytes) -> None:
-        """Record the size for `expect_response`, also of a response that the client will never read."""
-        if self._inferred_model:
-            info = self.info
-            sizes = self.environment.response_sizes
-            sizes.add(self._inferred_model, info.caller_name, info.bytes_in, len(response))
+    def record_response(self, response: bytes, *, is_last: bool = True) -> None:
+        for recording in filter(None, self._recordings):
+            recording.response.add(response, is_last=is_last)
 
     def charge_response(self, response: bytes) -> None:
         """Charge a response in place of the request. Raises `MemoryBudgetExceeded` or `TooLarge`."""
@@ -338,36 +307,24 @@ class IncomingCall:
         charge.resize(COPIES * len(response))
 
     async def write(self, response: bytes) -> None:
-        """Send a response of a stream. Raises `ResponseNotRead`."""
+        """Send a response of a stream. Raises `ResponseNotRead`.
+
+        It stays charged until grpcio drops it, even if that is after the call.
+        """
         services = self.services
-        timeout_s = services.settings.write_timeout_s
+        writing = start_operation(self.context.write(response))
         try:
-            if len(response) > MIN_CHARGED_BYTES:
-                await self._write_large(response, timeout_s)
-            else:
-                with anyio.fail_after(timeout_s):
-                    await follow(grpc_operations.start(self.context.write(response)))
-            return
-        except TimeoutError:
-            pass
+            await asyncio.wait([writing], timeout=services.settings.write_timeout_s)
+            if writing.done():
+                writing.result()
+                return
         except grpc.aio.InternalError:
             raise asyncio.CancelledError from None  # the client is gone, and gRPC cancels the call
-        services.metrics.refusals.labels("answer_not_taken").inc()
-        # The timeout is not the context of this error: its frames have the response.
-        raise ResponseNotRead
-
-    async def _write_large(self, response: bytes, timeout_s: float) -> None:
-        """Send a response, which stays charged until grpcio drops it, even if that is after the call."""
-        writing = asyncio.create_task(self.context.write(response))
-        writing.add_done_callback(ignore_failure)  # the call may have ended
-        try:
-            await asyncio.wait([writing], timeout=timeout_s)
-            if not writing.done():
-                raise TimeoutError
-            writing.result()
         finally:
             self.info.keep_charge_until(writing)
             del writing  # its exception's traceback has this frame: a cycle, with the response
+        services.metrics.refusals.labels("answer_not_taken").inc()
+        raise ResponseNotRead
 
     # The end.
 
@@ -392,8 +349,8 @@ class IncomingCall:
         info = self.info
         metrics = self.services.metrics
         release_resources(self.services, info)
-        if self.services.recorder is not None:
-            self.services.recorder.end(self.scope, self.recording, self._status)
+        for recorder, recording in zip(self.services.recorders, self._recordings, strict=True):
+            recorder.end(self.scope, recording, self._status)
         metrics.in_flight[GRPC_ROUTE] -= 1
         if self._client:
             self.environment.clients.remove(self._client)
@@ -404,12 +361,6 @@ class IncomingCall:
         log_request(self.services, self.scope, info, self._status, duration_s)
         if info.trace is not None:
             end_trace(info.trace, self.scope, info, self._status)
-
-
-def ignore_failure(task: asyncio.Task[None]) -> None:
-    # Otherwise asyncio reports that nobody has asked for the exception.
-    if not task.cancelled():
-        task.exception()
 
 
 def check_size(message: bytes, max_bytes: int) -> None:

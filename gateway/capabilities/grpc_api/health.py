@@ -10,21 +10,26 @@ import asyncio
 from time import monotonic
 from typing import Final
 
+from grpc_health.v1 import health
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+from tritonclient.grpc import service_pb2
+
 from gateway.callers import Right
 from gateway.capabilities.grpc_api.call import IncomingCall, ShuttingDown
-from gateway.capabilities.grpc_api.models import EMPTY_MESSAGE
 from gateway.errors import Overloaded
 from gateway.process_exit import Drain
 
-HEALTH_SERVICE: Final = "grpc.health.v1.Health"
-# Messages of the type HealthCheckResponse.
-SERVING = b"\x08\x01"
-NOT_SERVING = b"\x08\x02"
+HEALTH_SERVICE: Final[str] = health.SERVICE_NAME
+
+
+def encode_status(status: int) -> bytes:
+    return bytes(HealthCheckResponse(status=status).SerializeToString())
+
+
+SERVING: Final = encode_status(HealthCheckResponse.SERVING)
+NOT_SERVING: Final = encode_status(HealthCheckResponse.NOT_SERVING)
 WATCH_INTERVAL_S: Final = 0.5
 MAX_WATCHES: Final = 1024
-# Messages of the type ServerReadyResponse.
-READY = SERVING
-NOT_READY = EMPTY_MESSAGE
 
 
 class HealthService:
@@ -43,7 +48,8 @@ class HealthService:
     async def serve_server_ready(self, call: IncomingCall) -> bytes:
         """Answer for the fleet: with strict readiness, a replica is not ready during every load."""
         call.authorize(Right.infer)
-        return READY if self.is_ready(call) else NOT_READY
+        response = service_pb2.ServerReadyResponse(ready=self.is_ready(call))
+        return bytes(response.SerializeToString())
 
     async def check(self, call: IncomingCall) -> bytes:
         return SERVING if self.is_ready(call) else NOT_SERVING

@@ -42,7 +42,6 @@ class InferHead(NamedTuple):
     request_id: str
     step: SequenceStep | None
     class_outputs: tuple[str, ...]  # the outputs that are to be classified
-    first_size: int = 1  # the first dimension of the first input
 
 
 def read_infer_request(message: bytes) -> InferHead:
@@ -62,14 +61,12 @@ def read_infer_request(message: bytes) -> InferHead:
     class_outputs = tuple(
         output.name for output in request.outputs if CLASSIFICATION in output.parameters
     )
-    shape = request.inputs[0].shape if request.inputs else ()
     return InferHead(
         request.model_name,
         request.model_version,
         request.id,
         step,
         class_outputs,
-        first_size=shape[0] if shape else 1,
     )
 
 

@@ -30,10 +30,7 @@ async def serve_infer(call: IncomingCall) -> bytes:
     target = call.resolve(RIGHT_TO_INFER, head.model, head.version).with_sequence(head.step)
     model = target.model
     version = target.version
-    choice = target.choice
-    call.expect_response(model)
     remaining_s = timeout_s - (perf_counter() - started_at)
-    start_copy = None
     try:
         pool = services.pool
         if pool.activator is not None and not pool.has_cached_candidates(model, version):
@@ -44,21 +41,15 @@ async def serve_infer(call: IncomingCall) -> bytes:
         with Slot(services.admission, model, call.info) as slot:
             if not slot.try_acquire():
                 await slot.acquire(deadline - perf_counter())
-            call.info.rows = await services.count_rows(slot, model, head.first_size)
             request = GrpcBytesCall(
                 build_upstream_target(call, target, head),
                 INFER_METHOD,
                 change_version(message, head.version, version),
                 metadata,
             )
-            response = await services.dispatcher.send(request, deadline - perf_counter())
-            if choice is not None:
-                start_copy = choice.copy_grpc_call(request, response, call.info.request_id)
+            return await services.dispatcher.send(request, deadline - perf_counter())
     finally:
         services.record_model(call.info, model, target.served_version)
-    if start_copy is not None:
-        start_copy()
-    return response
 
 
 def build_upstream_target(

@@ -10,7 +10,7 @@ from typing import Final
 from gateway.capabilities.grpc_api import inference, models, repository
 from gateway.capabilities.grpc_api.call import IncomingCall, MethodAccess
 from gateway.capabilities.grpc_api.health import HEALTH_SERVICE, HealthService
-from gateway.capabilities.grpc_api.reflection import REFLECTION_VERSIONS, ReflectionService
+from gateway.capabilities.grpc_api.reflection import REFLECTION_VERSIONS, serve_reflection
 from gateway.triton.grpc.byte_channel import GRPC_SERVICE
 
 UnaryHandler = Callable[[IncomingCall], Awaitable[bytes]]
@@ -64,8 +64,7 @@ def list_methods(health: HealthService) -> dict[str, Method]:
     methods[watch] = Method(
         MethodAccess(watch, is_public=True, is_unlimited=True), health.watch, is_stream=True
     )
-    reflection = ReflectionService()
     for package in REFLECTION_VERSIONS:
         path = f"/{package}.ServerReflection/ServerReflectionInfo"
-        methods[path] = Method(MethodAccess(path), reflection.serve, is_stream=True)
+        methods[path] = Method(MethodAccess(path), serve_reflection, is_stream=True)
     return methods

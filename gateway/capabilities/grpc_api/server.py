@@ -24,7 +24,12 @@ from gateway.capabilities.grpc_api.call import (
 )
 from gateway.capabilities.grpc_api.health import HealthService
 from gateway.capabilities.grpc_api.methods import Method, list_methods
-from gateway.capabilities.grpc_api.receive import ReceiveSlots, ResponseSizes
+from gateway.capabilities.grpc_api.receive import (
+    MessagePlaces,
+    MessageReceiver,
+    TooManyLargeMessages,
+    TooManyStreams,
+)
 from gateway.capabilities.grpc_api.settings import GrpcSettings
 from gateway.capabilities.grpc_api.streams import InferStream
 from gateway.config.files import WatchedFile, check_regular_file
@@ -37,7 +42,6 @@ from gateway.config.settings import (
 )
 from gateway.errors import GatewayError
 from gateway.fleet.replica import join_host_port
-from gateway.memory import default_budget_bytes
 from gateway.messages import CommandError
 from gateway.process_exit import Drain
 from gateway.services import Services
@@ -45,20 +49,14 @@ from gateway.triton.grpc.byte_channel import STREAM_METHOD
 
 log = logging.getLogger(__name__)
 
-LOCALHOST: Final = "127.0.0.1"
 KEEP_ALIVE_TIMEOUT_S: Final = 20
 # gRPC does not say when a client's certificate expires, which is checked again with a new connection.
 MAX_CONNECTION_AGE_MS: Final = 3_600_000
-# A request in progress takes about this, besides its message: its objects, and buffers of the library.
-REQUEST_BYTES: Final = 16 << 10
-# The share of the memory budget for requests, besides their messages.
-REQUESTS_SHARE: Final = 0.25
 # When this many calls wait for their handlers, gRPC refuses further ones with CANCELLED, which tells clients
 # nothing. Otherwise it would refuse some of them at random from 1,000 on.
 MAX_WAITING_CALLS: Final = 3000
-# Sets of compression algorithms, as bits: identity, deflate, gzip.
-NO_COMPRESSION = 0b001
-ALL_COMPRESSION = 0b111
+MAX_METADATA_BYTES: Final = 64 << 10
+MAX_STREAMS: Final = 1024  # concurrent calls of a connection; further ones wait in the client
 UNKNOWN_METHOD: Final = MethodAccess("")
 STREAM_ACCESS: Final = MethodAccess(STREAM_METHOD, is_unlimited=True, is_container=True)
 STREAM_REQUEST_ACCESS: Final = MethodAccess(STREAM_METHOD)
@@ -110,13 +108,11 @@ def make_handler(environment: CallEnvironment, path: str, method: Method) -> Any
             await call.identify_caller()
             response = await method.serve(call)
             if response is not None:
-                call.record_size(response)
                 if len(response) > MIN_CHARGED_BYTES:
                     call.charge_response(response)
                     is_unread = True
                 call.succeed(response)
-                if call.recording is not None:
-                    await call.recording.response.add(response)
+                call.record_response(response)
                 await call.audit()
             context.set_trailing_metadata((("x-request-id", call.info.request_id),))
             return response
@@ -141,7 +137,8 @@ def make_infer_stream_handler(environment: CallEnvironment) -> Any:
     )
 
     async def serve(call: IncomingCall) -> None:
-        await InferStream(call, partial(start_request, context=call.context)).run()
+        with environment.streams.take():
+            await InferStream(call, partial(start_request, context=call.context)).run()
 
     return make_handler(environment, STREAM_METHOD, Method(STREAM_ACCESS, serve, is_stream=True))
 
@@ -218,10 +215,7 @@ def asks_for_certificates(settings: Settings) -> bool:
     return is_required and settings.tls_client_ca_file is not None
 
 
-def build_options(
-    settings: Settings, grpc_settings: GrpcSettings, *, shares_port: bool
-) -> list[tuple[str, int]]:
-    algorithms = ALL_COMPRESSION if grpc_settings.grpc_compression else NO_COMPRESSION
+def build_options(settings: Settings, *, shares_port: bool) -> list[tuple[str, int]]:
     keep_alive_ms = settings.keep_alive_s * 1000
     ages = []
     if asks_for_certificates(settings):
@@ -236,9 +230,9 @@ def build_options(
         # The probe raises the window of every stream to megabytes, which arrive although nobody reads them.
         # A message that is read opens the window for itself.
         ("grpc.http2.bdp_probe", 0),
-        ("grpc.max_metadata_size", settings.max_header_bytes),
-        ("grpc.absolute_max_metadata_size", settings.max_header_bytes),
-        ("grpc.max_concurrent_streams", grpc_settings.grpc_max_streams),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
         ("grpc.server.max_pending_requests", MAX_WAITING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_WAITING_CALLS),
         ("grpc.max_allowed_incoming_connections", settings.max_connections),
@@ -247,7 +241,6 @@ def build_options(
         ("grpc.keepalive_time_ms", keep_alive_ms),
         ("grpc.keepalive_timeout_ms", KEEP_ALIVE_TIMEOUT_S * 1000),
         ("grpc.server_handshake_timeout_ms", int(settings.header_timeout_s * 1000)),
-        ("grpc.compression_enabled_algorithms_bitset", algorithms),
         # Only the workers of one gateway share a port.
         ("grpc.so_reuseport", int(shares_port)),
     ]
@@ -255,24 +248,26 @@ def build_options(
 
 @asynccontextmanager
 async def run_grpc_server(
-    services: Services, drain: Drain, grpc_settings: GrpcSettings
+    services: Services, drain: Drain, grpc_settings: GrpcSettings, places: int
 ) -> AsyncIterator[None]:
-    """Serve gRPC until the gateway stops; calls then have `shutdown_s` to end. Raises `CannotListen`."""
+    """Serve gRPC until the gateway stops; calls then have `shutdown_s` to end.
+
+    There may be as many streams, and large messages, as places. Raises `CannotListen`.
+    """
     settings = services.settings
     services.metrics.in_flight[GRPC_ROUTE] = 0
-    budget_bytes = settings.max_bytes_in_flight or default_budget_bytes()
-    slots = ReceiveSlots(
-        services.memory, budget_bytes, settings.max_body_bytes, settings.body_stall_s
-    )
-    max_requests = int(budget_bytes * REQUESTS_SHARE / REQUEST_BYTES)
     environment = CallEnvironment(
-        services, slots, ResponseSizes(), ClientCounts(), max_requests, drain.stopping
+        services,
+        MessageReceiver(MessagePlaces(places, TooManyLargeMessages, services.metrics)),
+        MessagePlaces(places, TooManyStreams, services.metrics),
+        ClientCounts(),
+        drain.stopping,
     )
     is_worker = multiprocessing.parent_process() is not None
-    options = build_options(settings, grpc_settings, shares_port=is_worker)
+    options = build_options(settings, shares_port=is_worker)
     server = grpc.aio.server(options=options)
     server.add_generic_rpc_handlers((MethodRouter(environment, drain),))
-    address = join_host_port(grpc_settings.grpc_host or LOCALHOST, grpc_settings.grpc_port)
+    address = join_host_port(grpc_settings.grpc_host, grpc_settings.grpc_port)
     try:
         if settings.tls_cert_file is None:
             server.add_insecure_port(address)
@@ -287,7 +282,11 @@ async def run_grpc_server(
     except RuntimeError:
         raise CannotListen(f"gRPC cannot be served on {address}: the port is in use") from None
     await server.start()
-    log.info("gRPC listens on %s", address)
+    log.info(
+        "gRPC listens on %s; the memory budget has room for %d streams, and as many large messages",
+        address,
+        places,
+    )
     stopper = asyncio.create_task(stop_with_gateway(server, drain, settings.shutdown_s))
     try:
         yield

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from typing import Final
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+from grpc_status import rpc_status
 
-from gateway.capabilities.grpc_api.wire import encode_field, encode_number
 from gateway.errors import GatewayError
 from gateway.routes.error_responses import to_gateway_error
 from gateway.triton.grpc.byte_channel import Metadata
 
 MAX_DETAIL_CHARS: Final = 1024  # trailers may have 8 KiB, and contain the text twice
-ERROR_DOMAIN: Final = b"triton-gateway"
+ERROR_DOMAIN: Final = "triton-gateway"
 Code = grpc.StatusCode
 # By the HTTP status of the error class, so that both APIs have one table of errors.
 GRPC_CODES: Final = {
@@ -63,8 +66,9 @@ def build_trailers(error: GatewayError, detail: str, request_id: str) -> Metadat
 
     `grpc-retry-pushback-ms` delays the retries of clients that have a retry policy (gRFC A6).
     """
-    reason = encode_field(1, error.code.encode()) + encode_field(2, ERROR_DOMAIN)
-    details = [encode_any(b"google.rpc.ErrorInfo", reason)]
+    code: int = GRPC_CODES[error.status].value[0]
+    status = Status(code=code, message=detail)
+    status.details.add().Pack(ErrorInfo(reason=error.code, domain=ERROR_DOMAIN))
     trailers: list[tuple[str, str | bytes]] = [
         ("x-request-id", request_id),
         ("gateway-error-code", error.code),
@@ -72,14 +76,5 @@ def build_trailers(error: GatewayError, detail: str, request_id: str) -> Metadat
     if retry_after := (error.headers or {}).get("Retry-After"):
         seconds = int(retry_after)
         trailers.append(("grpc-retry-pushback-ms", str(seconds * 1000)))
-        delay = encode_field(1, encode_number(1, seconds))  # Duration.seconds
-        details.append(encode_any(b"google.rpc.RetryInfo", delay))
-    number: int = GRPC_CODES[error.status].value[0]
-    status = encode_number(1, number) + encode_field(2, detail.encode())
-    status += b"".join(encode_field(3, each) for each in details)
-    trailers.append(("grpc-status-details-bin", status))
-    return tuple(trailers)
-
-
-def encode_any(type_name: bytes, value: bytes) -> bytes:
-    return encode_field(1, b"type.googleapis.com/" + type_name) + encode_field(2, value)
+        status.details.add().Pack(RetryInfo(retry_delay=Duration(seconds=seconds)))
+    return (*trailers, *rpc_status.to_status(status).trailing_metadata)

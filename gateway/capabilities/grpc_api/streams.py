@@ -18,20 +18,14 @@ import grpc
 from tritonclient.grpc import service_pb2
 
 from gateway.callers import RIGHT_TO_INFER
-from gateway.capabilities.grpc_api.call import (
-    COPIES,
-    GRPC_ROUTE,
-    IncomingCall,
-    ResponseNotRead,
-    ShuttingDown,
-)
+from gateway.capabilities.grpc_api.call import COPIES, IncomingCall, ResponseNotRead, ShuttingDown
 from gateway.capabilities.grpc_api.infer_request import (
     InferHead,
     change_version,
     read_infer_request,
 )
 from gateway.capabilities.grpc_api.inference import build_upstream_target, check_classification
-from gateway.capabilities.grpc_api.receive import StreamReader
+from gateway.capabilities.grpc_api.receive import start_operation
 from gateway.capacity.admission import Slot
 from gateway.errors import GatewayError, Unauthenticated
 from gateway.fleet.transports import GrpcStreamCall
@@ -48,6 +42,8 @@ from gateway.triton.grpc.byte_channel import (
 
 # A stream with this many requests in progress is not read.
 MAX_STREAM_REQUESTS: Final = 64
+# While requests use more of the memory budget, a stream has one request at a time.
+MAX_USED_RATIO: Final = 0.5
 # After a request that was refused for memory, the next one is read when there is room, or at last then.
 MAX_MEMORY_WAIT_S: Final = 30.0
 
@@ -120,20 +116,13 @@ class InferStream:
 
     def __init__(self, opening: IncomingCall, start_request: Callable[[], IncomingCall]) -> None:
         self._services = opening.services
+        self._context = opening.context
         self._start_request = start_request
         self._stopping = opening.environment.stopping
-        self._max_requests = opening.environment.max_requests
         self._window = asyncio.Semaphore(MAX_STREAM_REQUESTS)
         self._write_lock = asyncio.Lock()
         self._request_tasks = TaskSet()
         self._metadata = opening.select_metadata()
-        self._reader = StreamReader(
-            opening.context,
-            opening.environment.receive_slots,
-            opening.slot_owner,
-            requests_in_progress=self._request_tasks,
-            end=self._fail,
-        )
         self._responses = TurnOrder()
         self._steps = TurnOrder()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -174,15 +163,13 @@ class InferStream:
     async def _read_message(self, stopping: asyncio.Task[Any]) -> Any:
         """Return the next message; EOF at the end of the stream, and when the gateway stops."""
         await self._window.acquire()  # released when the request has ended
-        while self._request_tasks and self._has_one_request_at_a_time():
+        while self._request_tasks and self._services.memory.used_ratio > MAX_USED_RATIO:
             await asyncio.wait(self._request_tasks, return_when=asyncio.FIRST_COMPLETED)
-        reading = asyncio.create_task(self._reader.read())
+        reading = start_operation(self._context.read())
         try:
             await asyncio.wait((reading, stopping), return_when=asyncio.FIRST_COMPLETED)
             return reading.result() if reading.done() else grpc.aio.EOF
         finally:
-            if not reading.done():
-                await cancel_tasks([reading])
             del reading  # its exception's traceback has this frame: a cycle
 
     async def _wait_for_memory(self, needed_bytes: int, stopping: asyncio.Task[Any]) -> None:
@@ -193,10 +180,6 @@ class InferStream:
             await asyncio.wait([stopping], timeout=MemoryBudgetExceeded.retry_after_s)
             if memory.has_room(needed_bytes):
                 return
-
-    def _has_one_request_at_a_time(self) -> bool:
-        in_flight = self._services.metrics.in_flight[GRPC_ROUTE]
-        return in_flight >= self._max_requests or self._services.memory.used_ratio > 0.5
 
     async def _accept(self, message: bytes) -> GatewayError | None:
         """Start a request in the order in which it came; return why it is refused.
@@ -230,11 +213,9 @@ class InferStream:
         try:
             await call.identify_caller()
             call.count_message(message, min_charged_bytes=0)
-            if call.recording is not None:
-                await call.recording.request.add(message)
+            call.record_request(message)
             head = read_infer_request(message)
             target = call.resolve(RIGHT_TO_INFER, head.model, head.version).with_sequence(head.step)
-            call.expect_response(target.model)
             if head.step is not None:
                 step = self._steps.take((target.model, head.step.sequence_id))
             is_decoupled = await self._check_model(call, head, target)
@@ -273,8 +254,6 @@ class InferStream:
 
     def _fail(self, failure: BaseException) -> None:
         if not self._failure.done():
-            if isinstance(failure, MemoryBudgetExceeded):
-                self._services.metrics.shed.labels("memory").inc()
             if isinstance(failure, GatewayError):
                 # Its frames have this stream, and the messages: a cycle.
                 failure = failure.with_traceback(None)
@@ -292,8 +271,6 @@ class InferStream:
             await request.step.wait()
             with Slot(self._services.admission, request.target.model, call.info) as slot:
                 timeout_s = await slot.acquire(call.find_timeout_s())
-                size = request.head.first_size
-                call.info.rows = await self._services.count_rows(slot, request.target.model, size)
                 stream = await self._send(request, message, timeout_s)
                 del message
                 with closing(stream):
@@ -321,18 +298,15 @@ class InferStream:
         while message is not None:
             if error is not None:
                 message = set_error_text(message, call.fail(error).detail)
-            call.record_size(message)
             call.charge_response(message)
             await self._write(request, message)
-            if call.recording is not None:
-                await call.recording.response.add(message, is_last=False)
+            call.record_response(message, is_last=False)
             if error is None:
                 call.succeed(message)
             with measure_upstream_time():
                 message = await stream.read_message(call.info.timeout_s)
             error = None if message is None else map_stream_error(message, stream.target)
-        if call.recording is not None:
-            await call.recording.response.add(b"")
+        call.record_response(b"")
         if not call.info.bytes_out:
             call.succeed(b"")  # a decoupled model may send no response
 

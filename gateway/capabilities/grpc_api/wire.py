@@ -55,11 +55,6 @@ def encode_varint(value: int) -> bytes:
     return bytes(encoded)
 
 
-def encode_number(number: int, value: int) -> bytes:
-    """Return a varint field."""
-    return encode_varint(number << 3 | VARINT) + encode_varint(value)
-
-
 def encode_field(number: int, value: bytes) -> bytes:
     """Return a length-delimited field: a string, bytes or a message."""
     return b"%b%b%b" % (

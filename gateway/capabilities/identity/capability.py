@@ -1,9 +1,8 @@
-"""Callers that are identified by tokens or certificates, what callers used, and when keys expire."""
+"""Callers that are identified by tokens or certificates, and when keys expire."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
@@ -14,8 +13,6 @@ from gateway.config.settings import Settings
 from gateway.messages import CommandError
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
-
     from gateway.capabilities.identity.issuer import TokenChecker
     from gateway.services import Services
 
@@ -28,18 +25,12 @@ def attach_identity(settings: Settings) -> Attachment | None:
             "GATEWAY_OIDC_ISSUER requires GATEWAY_KEYS_FILE, whose list 'oidc' gives tokens their rights"
         )
     identifies_callers = bool(identity.oidc_issuer) or asks_for_certificates
-    if identity.usage and settings.keys_file is None:
-        raise CommandError("GATEWAY_USAGE requires GATEWAY_KEYS_FILE, whose names it counts by")
     if settings.keys_file is None:
         return None
     tokens = create_token_checker(identity) if identity.oidc_issuer else None
-    # Their pages may use the certificate of a browser.
-    origins = settings.cors_origins if settings.cors_credentials else ()
 
     async def open_identity(services: Services, stack: AsyncExitStack) -> None:
         open_expiry(services, stack)
-        if identity.usage:
-            await open_usage(services, stack)
         if identifies_callers:
             open_verifier(services, stack)
 
@@ -52,7 +43,6 @@ def attach_identity(settings: Settings) -> Attachment | None:
                 access.keys_file,
                 tokens,
                 asks_for_certificates=asks_for_certificates,
-                allowed_origins=origins,
             )
         if tokens is not None:
             from gateway.capabilities.identity.issuer import KeysCollector
@@ -60,25 +50,12 @@ def attach_identity(settings: Settings) -> Attachment | None:
             services.metrics.collector_registry.register(KeysCollector(tokens.source))
             stack.callback(asyncio.create_task(tokens.source.keep_current()).cancel)
 
-    return Attachment(
-        load_routers(settings, identity), open=open_identity, sign_in=find_sign_in(identity)
-    )
+    return Attachment(open=open_identity, sign_in=find_sign_in(identity))
 
 
 def find_sign_in(settings: IdentitySettings) -> SignIn | None:
     client_id = settings.oidc_client_id
     return SignIn(settings.oidc_issuer, client_id) if client_id else None
-
-
-def load_routers(settings: Settings, identity: IdentitySettings) -> Sequence[APIRouter]:
-    """Return the routes of the usage. Raises a `CommandError` if it cannot be counted."""
-    if not identity.usage:
-        return ()
-    if not settings.metrics_callers:
-        raise CommandError("GATEWAY_USAGE requires GATEWAY_METRICS_CALLERS, which is false")
-    from gateway.capabilities.identity.usage_routes import router
-
-    return (router,)
 
 
 def open_expiry(services: Services, stack: AsyncExitStack) -> None:
@@ -88,16 +65,6 @@ def open_expiry(services: Services, stack: AsyncExitStack) -> None:
         expiry = KeyExpiry(file, services.repository.reconciler)
         services.metrics.collector_registry.register(expiry)
         stack.callback(asyncio.create_task(expiry.run()).cancel)
-
-
-async def open_usage(services: Services, stack: AsyncExitStack) -> None:
-    from gateway.capabilities.identity.usage import UsageLedger
-
-    store = services.repository.state.store
-    ledger = UsageLedger(store, services.metrics.flush)
-    services.metrics.usage_listener = ledger.add
-    services.provide(ledger)
-    await stack.enter_async_context(ledger.run())
 
 
 def create_token_checker(settings: IdentitySettings) -> TokenChecker:

@@ -42,6 +42,8 @@ FETCH_TIMEOUT_S: Final = 5.0
 MAX_DOCUMENT_BYTES: Final = 64 << 10
 # The keys are used for ten minutes, and fetched again a little earlier.
 REFRESH_S: Final = 9 * 60.0
+# While the issuer cannot be reached, its keys stay in use for a day.
+MAX_AGE_S: Final = 86400.0
 # Between two fetches, however many tokens name an unknown key or fetches fail.
 MIN_INTERVAL_S: Final = 10.0
 FILE_POLL_S: Final = 1.0
@@ -111,8 +113,8 @@ class FetchedKeys(KeySource):
         self,
         issuer: str,
         fetch: Callable[[], Awaitable[IssuerKeys]],
-        max_age_s: float,
         *,
+        max_age_s: float = MAX_AGE_S,
         refresh_s: float = REFRESH_S,
         min_interval_s: float = MIN_INTERVAL_S,
     ) -> None:
@@ -241,7 +243,7 @@ def open_key_source(settings: IdentitySettings) -> KeySource:
     except FetchError as exc:
         raise BadIssuerFile(str(exc)) from None
     fetch = partial(fetch_keys, settings)
-    return FetchedKeys(settings.oidc_issuer, fetch, settings.oidc_keys_max_age_s)
+    return FetchedKeys(settings.oidc_issuer, fetch)
 
 
 def read_keys(path: Path) -> IssuerKeys:

@@ -1,4 +1,4 @@
-"""The settings of tokens, which an OpenID provider or a Kubernetes cluster issues, and of the usage."""
+"""The settings of tokens, which an OpenID provider or a Kubernetes cluster issues."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from gateway.access.auth import is_loopback
-from gateway.config.settings import (
-    MAX_SETTING_S,
-    CapabilitySettings,
-    CommaSeparated,
-    PositiveSeconds,
-)
+from gateway.config.settings import CapabilitySettings, CommaSeparated
 
 ISSUER: Final = "oidc_issuer"
 # An empty variable is no path.
@@ -43,13 +38,6 @@ class IdentitySettings(CapabilitySettings):
     oidc_client_id: str = Field("", validate_default=True)
     """Name of this gateway's page as a public client of the issuer (authorization code with PKCE), with which
     users of the page sign in. Empty: they enter a key or a token."""
-    oidc_keys_max_age_s: PositiveSeconds = MAX_SETTING_S
-    """Time for which the issuer's keys stay in use while it cannot be reached; then tokens are answered with
-    503."""
-
-    usage: bool = False
-    """Count requests, rows, seconds of inference and bytes by day, caller and model in GATEWAY_STATE, for
-    GET /v1/usage. Requires GATEWAY_KEYS_FILE."""
 
     @field_validator("oidc_issuer", "oidc_jwks_url")
     @classmethod

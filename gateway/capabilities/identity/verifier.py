@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
@@ -56,14 +56,11 @@ class IdentityVerifier(CredentialVerifier):
         tokens: TokenChecker | None,
         *,
         asks_for_certificates: bool,
-        allowed_origins: Collection[str] = (),
     ) -> None:
         self._keys_file = keys_file
         self._content = keys_file.value
         self._tokens = tokens
         self._asks_for_certificates = asks_for_certificates
-        # Only pages of these origins may use the certificate of a browser.
-        self._allowed_origins = allowed_origins
         self._by_token_digest: dict[bytes, Identity] = {}
         self._by_certificate: dict[tuple[CertificateName, ...], Identity] = {}
         if tokens is not None:
@@ -108,7 +105,7 @@ class IdentityVerifier(CredentialVerifier):
             raise ExpiredCertificate
         if not names:
             raise NamelessCertificate
-        if is_cross_origin(scope["headers"], self._allowed_origins):
+        if is_cross_origin(scope["headers"]):
             raise CrossOriginCertificate(token=self._tokens is not None)
         identity = self._by_certificate.get(names)
         if identity is None:

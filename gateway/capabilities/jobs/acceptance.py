@@ -22,13 +22,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope
 
-from gateway.capabilities.jobs.batches.rows import (
-    ARCHIVE_TYPES,
-    ArchiveWriter,
-    FormWriter,
-    RowWriter,
-)
-from gateway.capabilities.jobs.errors import JobsUnavailable, KeyInUse, KeyReused
+from gateway.capabilities.jobs.batches.rows import FormWriter, RowWriter
+from gateway.capabilities.jobs.errors import JobsUnavailable, KeyReused
 from gateway.capabilities.jobs.job import BODY_SUFFIX, Job, JobKind, create_job_id
 from gateway.capabilities.jobs.replay import ResponseCapture
 from gateway.capabilities.jobs.routes import JOB_SCHEMA, JobResultResponse, describe_job
@@ -42,7 +37,7 @@ from gateway.memory import MemoryCharge
 from gateway.routes.dependencies import ServicesForInference
 from gateway.routes.infer import choose_stream_format
 from gateway.routes.middleware import GatewayMiddleware
-from gateway.routes.openapi import BINARY_CONTENT, build_header_parameter, build_responses
+from gateway.routes.openapi import build_header_parameter, build_responses
 from gateway.services import INTERNAL_REQUEST, InternalRequest, Services
 from gateway.telemetry.request_info import RequestInfo, current_request_info
 from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS, TRACEPARENT
@@ -91,17 +86,16 @@ ACCEPTED_RESPONSE: Final = {
     "content": {JSON: {"schema": JOB_SCHEMA}},
 }
 
-BATCH_TYPES: Final = (NDJSON, MULTIPART, *ARCHIVE_TYPES)
+BATCH_TYPES: Final = (NDJSON, MULTIPART)
 BATCH_RESPONSES: Final = build_responses(JOB_SCHEMA, "The job.", 404, 409, 413, 415, 422, 429, 503)
 BATCH_RESPONSES[202] = BATCH_RESPONSES.pop(200)
 BATCH_OPENAPI: Final = {
     "requestBody": {
         "required": True,
-        "description": "Rows: documents for `/infer`, one per line, or the files of a form or an archive.",
+        "description": "Rows: documents for `/infer`, one per line, or the files of a form.",
         "content": {
             NDJSON: {"schema": STRING_SCHEMA},
             MULTIPART: {"schema": {"type": "object"}},
-            **dict.fromkeys(ARCHIVE_TYPES, BINARY_CONTENT),
         },
     },
     "parameters": [HEADER_PARAMETERS[1]],
@@ -212,10 +206,6 @@ class StoredBody:
 class JobAcceptance:
     """The deferral of requests with `Prefer: respond-async`."""
 
-    def __init__(self) -> None:
-        # Keys of the requests that this process is accepting, with their owners.
-        self._keys_in_use: set[tuple[str, str]] = set()
-
     def matches(self, scope: Scope) -> bool:
         return (
             scope["method"] == "POST"
@@ -236,36 +226,7 @@ class JobAcceptance:
         services.get(GatewayMiddleware).choose_error_serializer(scope)
         jobs = services.get(Jobs)
         accept = partial(self._accept, jobs, services, scope, request.receive)
-        return await self.accept_once(jobs, request, accept, jobs.max_body_bytes)
-
-    async def accept_once(
-        self,
-        jobs: Jobs,
-        request: Request,
-        accept: Callable[[str], Awaitable[Response]],
-        max_bytes: int,
-    ) -> Response:
-        """Return the answer of `accept`, or the job that has the idempotency key of the request."""
-        scope = request.scope
-        key = join_header_values(scope, IDEMPOTENCY_KEY).decode("latin-1").strip()
-        if len(key) > MAX_KEY_CHARS:
-            raise MalformedRequest(f"Idempotency-Key exceeds {MAX_KEY_CHARS} characters")
-        if not key:
-            return await accept(key)
-        in_use = (find_owner(scope["request_info"]), key)
-        if in_use in self._keys_in_use:
-            raise KeyInUse
-        self._keys_in_use.add(in_use)
-        try:
-            known = await jobs.store.find_by_key(*in_use)
-            if known is None:
-                return await accept(key)
-            body = StoredBody(scope, request.receive, max_bytes)
-            await body.receive_rest()
-            check_digest(known, body.digest)
-            return respond_with_job(known)
-        finally:
-            self._keys_in_use.discard(in_use)
+        return await accept_once(jobs, request, accept, jobs.max_body_bytes)
 
     async def _accept(
         self, jobs: Jobs, services: Services, scope: Scope, receive: Receive, key: str
@@ -291,6 +252,26 @@ class JobAcceptance:
         return respond_with_job(kept)
 
 
+async def accept_once(
+    jobs: Jobs, request: Request, accept: Callable[[str], Awaitable[Response]], max_bytes: int
+) -> Response:
+    """Return the answer of `accept`, or the job that has the idempotency key of the request.
+
+    Of requests that arrive at the same time, the store keeps one.
+    """
+    scope = request.scope
+    key = join_header_values(scope, IDEMPOTENCY_KEY).decode("latin-1").strip()
+    if len(key) > MAX_KEY_CHARS:
+        raise MalformedRequest(f"Idempotency-Key exceeds {MAX_KEY_CHARS} characters")
+    known = await jobs.store.find_by_key(find_owner(scope["request_info"]), key) if key else None
+    if known is None:
+        return await accept(key)
+    body = StoredBody(scope, request.receive, max_bytes)
+    await body.receive_rest()
+    check_digest(known, body.digest)
+    return respond_with_job(known)
+
+
 @router.post(
     "/v1/models/{model}/jobs",
     status_code=202,
@@ -301,19 +282,13 @@ class JobAcceptance:
 )
 async def create_batch(request: Request, services: ServicesForInference, model: str) -> Response:
     """Keep the rows, and run them without a connection. Each row succeeds or fails alone."""
-    await check_served_model(request, services, model)
-    jobs = services.get(Jobs)
-    charge = services.get_charge(request.scope["request_info"])
-    accept = partial(accept_batch, jobs, request, model, charge)
-    max_bytes = jobs.settings.max_batch_bytes
-    return await services.get(JobAcceptance).accept_once(jobs, request, accept, max_bytes)
-
-
-async def check_served_model(request: Request, services: Services, model: str) -> None:
-    """Raises `UnknownModel`, unless a model of this name can be loaded later."""
-    services.record_model(request.scope["request_info"], model)
-    if not services.pool.is_awaited(model):
+    info: RequestInfo = request.scope["request_info"]
+    services.record_model(info, model)
+    if not services.pool.is_awaited(model):  # it cannot be loaded later
         await services.signatures.get_signature(model, "")
+    jobs = services.get(Jobs)
+    accept = partial(accept_batch, jobs, request, model, services.get_charge(info))
+    return await accept_once(jobs, request, accept, jobs.settings.max_batch_bytes)
 
 
 async def accept_batch(
@@ -331,21 +306,16 @@ async def accept_batch(
         raise UnsupportedBody(body.content_type, BATCH_TYPES)
     job_id = create_job_id()
     limits = (jobs.settings.max_batch_rows, charge)
-    async with (
-        ArrivingBody(jobs, f"{job_id}{BODY_SUFFIX}") as file,
-        ArrivingBody(jobs, f"{job_id}.archive{BODY_SUFFIX}") as archive,
-    ):
+    async with ArrivingBody(jobs, f"{job_id}{BODY_SUFFIX}") as file:
         writer = RowWriter(file, *limits)
         if media_type == MULTIPART:
             writer = FormWriter(file, *limits, body.content_type)
-        elif media_type != NDJSON:
-            writer = ArchiveWriter(file, *limits, archive=archive, jobs=jobs)
         async for chunk in body.stream(max_bytes):
             await writer.feed(chunk)
         await writer.finish()
         if not writer.rows:
             raise MalformedRequest(
-                "the batch has no rows; send one document per line, or files in a form or an archive"
+                "the batch has no rows; send one document per line, or files in a form"
             )
         job = build_job(job_id, scope)
         fields = {**received.describe(key), "body_bytes": writer.size_bytes, **callback}

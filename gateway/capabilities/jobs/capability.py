@@ -2,8 +2,8 @@
 
 `job.py` has a job as a value, and the changes of its state. `storage/` has the two stores of jobs, and in
 `store.py` what they can do. `acceptance.py` makes jobs of requests and batches, `runner.py` runs them, and
-`routes.py` serves `/v1/jobs`. `batches/` has the rows of batches, and OpenAI's API. `callbacks.py` calls the
-client's server when a job has ended, if `callback_hosts.py` allows its address.
+`routes.py` serves `/v1/jobs`. `batches/` has the rows of batches. `callbacks.py` calls the client's server
+when a job has ended, if `callback_hosts.py` allows its address.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import os
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 from gateway.capabilities.capability import Attachment, Capability, LaunchPlan
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OPENAI_PATHS: Final = ("/v1/files", "/v1/files/", "/v1/batches", "/v1/batches/")
-
 
 def attach_jobs(settings: Settings) -> Attachment | None:
     job_settings = settings.read(JobSettings)
@@ -37,38 +35,26 @@ def attach_jobs(settings: Settings) -> Attachment | None:
         return None
     from gateway.capabilities.jobs.acceptance import JobAcceptance
     from gateway.capabilities.jobs.acceptance import router as batch_router
-    from gateway.capabilities.jobs.batches.openai import router as openai_router
     from gateway.capabilities.jobs.callbacks import open_callbacks
     from gateway.capabilities.jobs.callbacks import router as callback_router
     from gateway.capabilities.jobs.routes import router
-    from gateway.routes.error_responses import serialize_openai_error
-    from gateway.routes.openapi import OPENAI_ERROR_SCHEMA
 
     store = create_store(job_settings)
-    acceptance = JobAcceptance()
 
     async def open_jobs(services: Services, stack: AsyncExitStack) -> None:
-        from gateway.capabilities.jobs.job import JobState
         from gateway.capabilities.jobs.runner import JobRunner
         from gateway.capabilities.jobs.service import Jobs
 
         await store.open()
         stack.push_async_callback(store.close)
         jobs = Jobs(store, job_settings, settings.max_body_bytes)
-        stack.callback(jobs.archive_threads.shutdown, wait=False)
         services.provide(jobs)
-        services.provide(acceptance)
         runner = await stack.enter_async_context(JobRunner(jobs, services))
         services.provide(runner)
-        services.waiting_work.append(lambda: jobs.counts.by_state.get(JobState.queued, 0))
         await open_callbacks(jobs, services, stack)
 
     return Attachment(
-        (batch_router, callback_router, openai_router, router),
-        {"OpenAIError": OPENAI_ERROR_SCHEMA},
-        error_serializers=dict.fromkeys(OPENAI_PATHS, serialize_openai_error),
-        open=open_jobs,
-        deferral=acceptance,
+        (batch_router, callback_router, router), open=open_jobs, deferral=JobAcceptance()
     )
 
 

@@ -9,10 +9,10 @@ from gateway.messages import quote_text
 class JobNotFound(NotFound):
     code = "JOB_NOT_FOUND"
 
-    def __init__(self, job_id: str, noun: str = "job", list_path: str = "/v1/jobs") -> None:
+    def __init__(self, job_id: str) -> None:
         super().__init__(
-            f"{noun} {quote_text(job_id)} does not exist, or belongs to another caller; "
-            f"GET {list_path} lists yours"
+            f"job {quote_text(job_id)} does not exist, or belongs to another caller; "
+            "GET /v1/jobs lists yours"
         )
 
 
@@ -23,8 +23,8 @@ class JobConflict(Conflict):
 class TooManyJobs(Overloaded):
     def __init__(self, limit: int) -> None:
         super().__init__(
-            f"this caller has {limit} files and jobs that have not ended, which is the limit "
-            "(GATEWAY_MAX_JOBS_PER_CALLER); wait for jobs or cancel some, or delete files"
+            f"this caller has {limit} jobs that have not ended, which is the limit; "
+            "wait for some, or cancel some"
         )
 
 
@@ -81,8 +81,3 @@ class KeyReused(GatewayError):
     status = 422
     code = "IDEMPOTENCY_KEY_REUSED"
     message = "this Idempotency-Key belongs to another request; use a new key for each request"
-
-
-class KeyInUse(Conflict):
-    code = "IDEMPOTENCY_KEY_IN_USE"
-    message = "a request with this Idempotency-Key is being accepted; send it again to get its job"

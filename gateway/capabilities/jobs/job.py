@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final
 
@@ -28,17 +28,11 @@ class JobState(str, Enum):
     failed = "failed"
     cancelled = "cancelled"
     expired = "expired"
-    stored = "stored"  # a file, which does not run
 
 
 class JobKind(str, Enum):
     request = "request"  # one request, whose result is its response
     batch = "batch"  # many rows, whose result grows while it runs
-    openai_batch = "openai_batch"  # its result has the lines of OpenAI's API
-    file = "file"  # the input of such batches
-
-
-BATCHES: Final = (JobKind.batch, JobKind.openai_batch)
 
 
 class JobLost(InternalError):
@@ -99,7 +93,6 @@ class Job:
     total_rows: int = 1
     done_rows: int = 0
     failed_rows: int = 0
-    failed_bytes: int = 0  # the lines of failed rows in the result
     rows_per_second: float = 0.0  # while it runs
     # The callback. `JobStore.find_due_deliveries` returns jobs whose next attempt is due.
     callback_url: str = ""
@@ -107,8 +100,6 @@ class Job:
     callback_attempts: int = 0
     callback_due_at: float = 0.0  # 0: none is to come
     callback_outcome: str = ""  # `DELIVERED`, or why the last attempt failed
-    # What only OpenAI's API shows of a file or a batch.
-    details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def body_file(self) -> str:

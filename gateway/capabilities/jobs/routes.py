@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.access.auth import authorize_all_models
 from gateway.callers import Right
 from gateway.capabilities.jobs.errors import JobConflict, JobFileLost, JobNotFound
-from gateway.capabilities.jobs.job import BATCHES, DELIVERED, Job, JobKind, JobState
+from gateway.capabilities.jobs.job import DELIVERED, Job, JobKind, JobState
 from gateway.capabilities.jobs.replay import read_all_pieces, read_piece
 from gateway.capabilities.jobs.runner import JobRunner
 from gateway.capabilities.jobs.service import POLL_S, Jobs, find_listed_owner, find_owner, may_use
@@ -279,7 +279,7 @@ async def get_result(
 
     The rows of a batch come one per line, also while it runs.
     """
-    if job.kind in BATCHES and (job.result_file or not job.has_ended):
+    if job.kind is JobKind.batch and (job.result_file or not job.has_ended):
         lines = stream_rows(services.get(Jobs), job, after, services.get(Drain))
         return StreamingResponse(lines, media_type=NDJSON)
     if job.result_file:

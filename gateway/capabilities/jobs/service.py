@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from weakref import WeakValueDictionary
 
@@ -21,9 +20,6 @@ from gateway.telemetry.request_info import RequestInfo, RequestScope
 # Changes by other processes are seen after this time.
 POLL_S = 0.5
 LEFT_OVER_BATCH = 500  # files
-# Archives whose files are read at the same time. They have threads of their own: one step can take seconds,
-# if it skips many entries.
-MAX_EXPANDING_ARCHIVES = 2
 
 
 class Jobs:
@@ -43,7 +39,6 @@ class Jobs:
         # For each job whose end somebody awaits here, by its ID.
         self._ends: WeakValueDictionary[str, ChangeSignal] = WeakValueDictionary()
         self.tasks = TaskSet()
-        self.archive_threads = ThreadPoolExecutor(MAX_EXPANDING_ARCHIVES, "job-archives")
 
     async def replace(self, job: Job, seen_token: int) -> bool:
         """Replace a job in the store, as `JobStore.replace`, and delete the body of one that has ended."""

@@ -12,6 +12,7 @@ from gateway.config.settings import (
     MAX_SETTING_S,
     CapabilitySettings,
     CommaSeparated,
+    Fixed,
     PositiveSeconds,
     split_list,
 )
@@ -35,20 +36,17 @@ class JobSettings(CapabilitySettings):
     max_jobs_bytes: int = Field(10 << 30, gt=0)
     """Maximum size of the bodies and results of all jobs, also of those that arrive; further jobs are 507."""
     max_batch_bytes: int = Field(1 << 30, gt=0)
-    """Maximum size of the body of a batch, as received and decompressed, and of the files in an archive."""
-    max_batch_rows: int = Field(100_000, gt=0)
-    """Maximum number of rows of a batch."""
-    max_jobs_per_caller: int = Field(10_000, gt=0)
-    """Maximum number of one caller's files and jobs that have not ended, together."""
-    max_running_jobs: int = Field(16, gt=0)
-    """Maximum number of jobs that one process runs at the same time, and of rows of each batch."""
+    """Maximum size of the body of a batch, as received and decompressed."""
+    max_batch_rows: Fixed[int] = 100_000
+    max_jobs_per_caller: Fixed[int] = 10_000  # that have not ended
+    max_running_jobs: Fixed[int] = 16  # of one process, and rows of each batch
     job_max_run_s: PositiveSeconds = 900.0
     """Time after which a running job, or a row of a batch, fails; X-Request-Timeout shortens it."""
     job_retention_s: PositiveSeconds = MAX_SETTING_S
     """Time for which the result of a job is kept after its end. A job that did not run for this time
     expires."""
-    job_lease_s: PositiveSeconds = 30.0
-    """Time without a sign of life after which another process takes over the jobs of one that runs them."""
+    # Without a sign of life for so long, a process loses its jobs to another one.
+    job_lease_s: Fixed[float] = 30.0
     callback_hosts: CommaSeparated = ()
     """Comma-separated hosts to which X-Callback-URL may lead: HOST or HOST:PORT for https, http://HOST:PORT
     for http. They must have public addresses; a network in this list, such as 10.0.0.0/8, allows others.

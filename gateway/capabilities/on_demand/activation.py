@@ -1,55 +1,94 @@
-"""Requests that wait until their model can be used: for a replica, and for a load on demand."""
+"""Requests that wait until their model can be used: for a replica, and for a load on demand.
+
+From top to bottom: requests, the loads that they share, room for a load, unloads, reports to other gateways.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Set
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from math import ceil
 from time import perf_counter
 from typing import Final
 
 import anyio
 
 from gateway.callers import Right
-from gateway.capabilities.on_demand.loader import OnDemandLoader
+from gateway.capabilities.on_demand.held_models import HeldModels
 from gateway.capabilities.on_demand.metrics import OnDemandMetrics
-from gateway.capabilities.on_demand.model_copies import ModelCopies
-from gateway.capabilities.on_demand.models import ModelLoading, NoRoom
 from gateway.capabilities.on_demand.plan import (
+    ModelBudget,
     NoPlacement,
     Placement,
-    compute_retry_after_s,
-    update_load_time,
+    choose_placement,
+    find_idle_models,
 )
 from gateway.capabilities.on_demand.settings import OnDemandSettings
-from gateway.capacity.admission import AdmissionQueue, AdmissionQueueFull
+from gateway.capabilities.on_demand.usage import ModelUsage
+from gateway.capacity.admission import AdmissionQueueFull
 from gateway.errors import (
     BadUpstream,
     DeadlinePassed,
     GatewayError,
     ModelControlModeConflict,
     ModelNotReady,
+    StateUnavailable,
+    Unavailable,
 )
+from gateway.fleet.health import HealthState
 from gateway.fleet.pool import NoReplica, ReplicaPool
-from gateway.fleet.signatures import SignatureCache
+from gateway.fleet.replica import Replica
 from gateway.http_client.connection import RequestNotSent
-from gateway.repository.reconcile_plan import Backoff
-from gateway.repository.reconciler import Reconciler
+from gateway.messages import join_names, quote_text
+from gateway.repository.reconcile_plan import Backoff, ModelAction
 from gateway.repository.repository import Repository
 from gateway.tasks import TaskSet, cancel_tasks, repeat
 from gateway.telemetry.request_info import current_request_info, measure_phase
 from gateway.triton.error_mapping import LoadFailed
 
-RETRY_PAUSE_S: Final = 0.02  # while the models that hold the memory are in use
-RETRY_PAUSES: Final = 10  # times the duration of the search for places, which grows with the fleet
-MAX_RETRY_PAUSE_S: Final = 0.25
-MAX_SEARCH_S: Final = 0.005  # the event loop is released after each search as long as this
-RESUME_PAUSE_S: Final = 0.005
-RESUMES_PER_PAUSE: Final = 32
+log = logging.getLogger(__name__)
+
+INITIATOR: Final = "on_demand"
+RETRY_PAUSE_S: Final = 0.05  # while the models that hold the memory are in use
+RETRY_PAUSES: Final = 4  # times the duration of the search for places, which grows with the fleet
+RESUME_PAUSE_S: Final = 0.002
 MIN_REMAINING_S: Final = 0.001  # left to a request that waited until its deadline
 MAX_UNREACHABLE: Final = 3  # replicas that fail during one load
+UNKNOWN_LOAD_S: Final = 5.0  # expected for a model that was never loaded
+REPORT_INTERVAL_S: Final = 0.5
+IDLE_CHECK_INTERVAL_S: Final = 0.5
+# Other decisions on the replica wait for an eviction. It goes on afterwards.
+EVICTION_TIMEOUT_S: Final = 10.0
+MAX_PROBE_WAIT_S: Final = 2.0
+
+
+class ModelLoading(Unavailable):
+    code = "MODEL_LOADING"
+
+    def __init__(self, model: str, retry_after_s: int) -> None:
+        GatewayError.__init__(
+            self,
+            f"model {quote_text(model)} is being loaded; try again, or set a longer timeout with "
+            "X-Request-Timeout, in seconds",
+            headers={"Retry-After": str(retry_after_s)},
+        )
+
+
+class NoRoom(Unavailable):
+    """Other models hold the memory of all replicas. Those that the caller cannot see are not named."""
+
+    code = "NO_ROOM"
+
+    def __init__(self, model: str, holders: Collection[str]) -> None:
+        info = current_request_info.get()
+        names = [quote_text(name) for name in holders if info is None or info.caller.can_see(name)]
+        if len(names) < len(holders):
+            names.append("models that this key cannot see")
+        held = f"; its memory is held by {join_names(names)}" if names else ""
+        super().__init__(f"no replica has room for model {quote_text(model)}{held}")
 
 
 @dataclass
@@ -58,51 +97,66 @@ class SharedLoad:
 
     task: asyncio.Task[NoPlacement | None]
     started_at: float
-    callers: Counter[str] = field(default_factory=Counter)  # caller → number of waiting requests
-    # Set while the load waits for its turn.
+    waiters: int = 0
+    # Set while the load waits for room.
     place: asyncio.Future[Placement | NoPlacement | None] | None = None
-    resumed: int = 0  # number of requests that were let through
-    resume_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # let through one after another
     obstacle: NoPlacement | None = None  # why there was no room the last time
-
-    @property
-    def waiters(self) -> int:
-        return self.callers.total()
+    resume_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # let through one after another
 
 
 class ModelActivator:
     """Lets requests wait for a replica and for the load of their model, which they share."""
 
-    def __init__(self, pool: ReplicaPool, loader: OnDemandLoader, reconciler: Reconciler) -> None:
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        repository: Repository,
+        held: HeldModels,
+        *,
+        usage: ModelUsage,
+        settings: OnDemandSettings,
+        metrics: OnDemandMetrics,
+    ) -> None:
         self._pool = pool
-        self.loader = loader
-        self._reconciler = reconciler
-        self._loads: dict[str, SharedLoad] = {}
+        self._state = repository.state
+        self._loader = repository.loader
+        self._reconciler = repository.reconciler
+        self.held = held
+        self._usage = usage
+        self._settings = settings
+        self._metrics = metrics
+        self._budget = ModelBudget(settings.max_loaded_models, settings.model_memory_mb)
+        self._loads: dict[str, SharedLoad] = {}  # in the order of their first requests
         self._failures: dict[str, Backoff] = {}
         self._load_times_s: dict[str, float] = {}
-        self._tasks = TaskSet()
         self._wants_places = asyncio.Event()
+        # Model → the replica where room is made for it.
+        self._claimed: dict[str, str] = {}
+        self._tasks = TaskSet()
+        self.is_on_demand = held.is_on_demand
+        self.matches = held.matches
+
+    async def __aenter__(self) -> ModelActivator:
+        for step in (self._give_places, self._report_usage, self._unload_idle_models):
+            self._tasks.start(repeat(INITIATOR, step))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await cancel_tasks(self._tasks)
+
+    # Requests
 
     def can_activate(self, model: str) -> bool:
         if not self._pool.has_live_replica:
-            return self.loader.settings.hold_s > 0
+            return self._settings.hold_s > 0
         if self._is_loadable(model):
             return True
         # The reconciler loads a desired model on a new replica.
-        return self.loader.settings.hold_s > 0 and self.loader.state.is_desired(model)
-
-    def is_on_demand(self, model: str) -> bool:
-        return self.loader.models.is_on_demand(model)
-
-    def matches(self, model: str) -> bool:
-        return self.loader.models.matches(model)
+        return self._settings.hold_s > 0 and self._state.is_desired(model)
 
     def _is_loadable(self, model: str) -> bool:
-        return (
-            self._pool.has_live_replica
-            and self.loader.models.is_on_demand(model)
-            and self._pool.is_listed(model)
-        )
+        is_controllable = any(map(self._is_controllable, self._pool.replicas.values()))
+        return is_controllable and self.is_on_demand(model) and self._pool.is_listed(model)
 
     async def activate(self, model: str, timeout_s: float) -> float:
         """Wait until the model is ready on a replica, or cannot be activated; return the remaining seconds.
@@ -112,105 +166,74 @@ class ModelActivator:
         """
         if self._pool.is_served(model) or not self.can_activate(model):
             return timeout_s
-        waiting = self.loader.usage.held_requests
-        if waiting >= self.loader.usage.admission.max_waiting:
+        waiting = self._usage.held_requests
+        if waiting >= self._usage.admission.max_waiting:
             self._pool.metrics.shed.labels("queue_full").inc()
             raise AdmissionQueueFull(model, 0, waiting)
         started_at = perf_counter()
-        self._count_waiting(1)
+        self._usage.held_requests += 1
         try:
             with hold_charge(), measure_phase("load"):
-                await self._wait(model, timeout_s)
+                await self._wait(model, started_at, timeout_s)
         finally:
-            self._count_waiting(-1)
+            self._usage.held_requests -= 1
         return max(timeout_s - (perf_counter() - started_at), MIN_REMAINING_S)
 
-    def _count_waiting(self, change: int) -> None:
-        self.loader.usage.held_requests += change
-        self.loader.metrics.held_requests.set(self.loader.usage.held_requests)
-
-    async def _wait(self, model: str, timeout_s: float) -> None:
-        self._check_backoff(model)
+    async def _wait(self, model: str, started_at: float, timeout_s: float) -> None:
+        failure = self._failures.get(model, Backoff())
+        if started_at < failure.not_before:
+            raise build_load_error(model, failure.reason)
         load = self._loads.get(model) or self._start_load(model)
-        started_at = perf_counter()
-        hold_s = min(timeout_s, self.loader.settings.hold_s)
-        caller = get_caller_name()
-        load.callers[caller] += 1
-        if load.place is not None:
-            self.loader.usage.turns.add(model, (caller,))
+        load.waiters += 1
         try:
             while not load.task.done():
                 # The whole timeout applies to a load, the shorter one as long as there is no replica.
+                hold_s = min(timeout_s, self._settings.hold_s)
                 limit_s = timeout_s if self._is_loadable(model) else hold_s
                 remaining_s = started_at + limit_s - perf_counter()
                 if remaining_s <= 0:
                     raise self._build_timeout_error(model, load)
                 await asyncio.wait([load.task], timeout=remaining_s)
-            try:
-                obstacle = load.task.result()
-            except LoadFailed as exc:
-                raise build_load_error(exc.model, exc.reason) from exc
-            if obstacle is not None:
-                raise build_no_room_error(model, obstacle)
+            if (obstacle := load.task.result()) is not None:
+                raise NoRoom(model, obstacle.holders)
             with anyio.move_on_after(started_at + timeout_s - perf_counter()):
                 return await self._wait_for_turn(model, load)
             raise self._build_timeout_error(model, load)
+        except LoadFailed as exc:
+            raise build_load_error(exc.model, exc.reason) from exc
         finally:
-            load.callers[caller] -= 1
-            if not load.callers[caller]:
-                del load.callers[caller]
-                self.loader.usage.turns.remove(model, (caller,))
-            if not load.callers and load.place is not None and not load.place.done():
-                load.place.set_result(None)  # so that the load ends
+            load.waiters -= 1
 
     async def _wait_for_turn(self, model: str, load: SharedLoad) -> None:
         """Let requests through one by one: thousands at once would find the admission queue full."""
-        admission = self.loader.usage.admission
+        admission = self._usage.admission
         async with load.resume_lock:
+            most_at_once = admission.max_waiting // 4
             # An event would cost something for each request that ends.
-            while load.waiters > RESUMES_PER_PAUSE and admission.is_crowded(model):  # noqa: ASYNC110 - cheaper
+            while load.waiters > most_at_once and admission.is_crowded(model):  # noqa: ASYNC110 - cheaper
                 await asyncio.sleep(RESUME_PAUSE_S)
-            load.resumed += 1
-            # In this time, earlier requests are admitted, or queue and crowd the model.
-            if load.resumed % RESUMES_PER_PAUSE == 0 or admission.is_busy:
-                await asyncio.sleep(RESUME_PAUSE_S)
+            if load.waiters > most_at_once:
+                await asyncio.sleep(RESUME_PAUSE_S)  # the last one is admitted, or crowds the model
 
     def _build_timeout_error(self, model: str, load: SharedLoad) -> GatewayError:
         if not self._is_loadable(model):
             return ModelNotReady(model) if self._pool.has_live_replica else NoReplica()
         if load.obstacle is not None:
-            return build_no_room_error(model, load.obstacle)
+            return NoRoom(model, load.obstacle.holders)
+        expected_s = self._load_times_s.get(model, UNKNOWN_LOAD_S)
         elapsed_s = perf_counter() - load.started_at
-        expected_s = self._load_times_s.get(model)
-        return ModelLoading(model, compute_retry_after_s(expected_s, elapsed_s))
+        return ModelLoading(model, max(ceil(expected_s - elapsed_s), 1))
 
-    def _check_backoff(self, model: str) -> None:
-        failure = self._failures.get(model, Backoff())
-        if perf_counter() < failure.not_before:
-            raise build_load_error(model, failure.reason)
-
-    async def __aenter__(self) -> ModelActivator:
-        copies = ModelCopies(self.loader, self._reconciler)
-        places = repeat("on_demand", self._give_places)
-        for work in (self.loader.report_usage(), self.loader.run(), copies.run(), places):
-            self._tasks.start(work)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await cancel_tasks(self._tasks)
+    # Loads
 
     def _start_load(self, model: str) -> SharedLoad:
         task = self._tasks.start(self._load(model))
         load = self._loads[model] = SharedLoad(task, perf_counter())
-        self.loader.held.awaited.add(model)
         task.add_done_callback(lambda task: self._finish_load(model, task))
         return load
 
     def _finish_load(self, model: str, task: asyncio.Task[NoPlacement | None]) -> None:
-        load = self._loads.pop(model)
-        load.obstacle = None
-        self.loader.usage.turns.remove(model, load.callers)
-        self.loader.held.awaited.discard(model)
+        self._loads.pop(model).obstacle = None
         if not task.cancelled():
             task.exception()  # the requests that waited may have gone
 
@@ -225,140 +248,221 @@ class ModelActivator:
             if not self._pool.has_live_replica:
                 await self._pool.look_up_replicas()
                 continue
-            place = await self._wait_for_place(model, load) if self._is_loadable(model) else None
+            place = await self._wait_for_place(load)
             if isinstance(place, NoPlacement):
                 return place
-            if isinstance(place, Placement):
+            if place is not None:
                 try:
-                    if await self._load_once(model, place.replica, frozenset(load.callers)):
+                    if await self._load_at(model, place.replica):
                         continue
-                    self.loader.usage.turns.put_back(model, load.callers)
                 except ModelControlModeConflict:
-                    continue  # the loader does not choose this replica again
+                    continue  # this replica is not chosen again
                 except (RequestNotSent, BadUpstream):
                     unreachable += 1
                     if unreachable == MAX_UNREACHABLE:
                         raise
+                finally:
+                    self._claimed.pop(model, None)
             await asyncio.sleep(RETRY_PAUSE_S)
         return None
 
-    async def _wait_for_place(self, model: str, load: SharedLoad) -> Placement | NoPlacement | None:
-        """Wait for the load's turn, and return its place, or why there will be none.
+    async def _load_at(self, model: str, replica_name: str) -> bool:
+        """Make room on the replica and load the model, unless another gateway does. Return whether it ended.
+
+        Raises the `GatewayError` of a failed load.
+        """
+        started_at = perf_counter()
+        # Of gateways that share a state, only one at a time changes a replica or a model.
+        async with (
+            self._reconciler.lock_model(model),
+            self._state.lease(f"model:{model}") as has_model,
+        ):
+            if self._pool.is_served(model) or not self._is_loadable(model):
+                return True  # an administrator loaded or unloaded it
+            replica = self._pool.find_replica(replica_name)
+            if replica is None or not has_model:
+                return False
+            async with self._state.lease(f"replica:{replica.name}") as has_replica:
+                if not has_replica or not await self._make_room(model, replica):
+                    return False
+                started_load = await self._state.begin_load(replica.name, model)
+            self._claimed.pop(model, None)
+            log.info("loading model %s on %s on demand", model, replica.name)
+            action = ModelAction(model, True, self.held.get_load_parameters(model))
+            try:
+                await self._loader.run(replica, action, INITIATOR, started_load)
+            except GatewayError as exc:
+                log.warning("loading model %s on %s failed: %s", model, replica.name, exc.detail)
+                if isinstance(exc, DeadlinePassed):
+                    late = "it did not become ready within GATEWAY_LOAD_TIMEOUT_S"
+                    raise self._record_failure(LoadFailed(model, late)) from exc
+                if isinstance(exc, LoadFailed):
+                    self._record_failure(exc)
+                raise
+        await self.held.update()
+        self._usage.record_use(model)
+        self._failures.pop(model, None)
+        duration_s = self._load_times_s[model] = perf_counter() - started_at
+        log.info("model %s is ready on %s after %.1f s", model, replica.name, duration_s)
+        return True
+
+    def _record_failure(self, error: LoadFailed) -> LoadFailed:
+        failure = self._failures.get(error.model, Backoff())
+        self._failures[error.model] = failure.with_repetition(perf_counter(), error.reason)
+        return error
+
+    # Room for a load
+
+    async def _wait_for_place(self, load: SharedLoad) -> Placement | NoPlacement | None:
+        """Return a place for the load, or why there will be none.
 
         None while the model or the replicas are changing.
         """
-        if self.loader.is_loading(model):
-            return None
-        if not self.loader.list_candidates(model):
-            if self.loader.has_controllable_replica:
-                return None
-            raise ModelNotReady(model)
         load.place = asyncio.get_running_loop().create_future()
-        self.loader.usage.turns.add(model, load.callers)
         self._wants_places.set()
         try:
             return await load.place
         finally:
             load.place = None
-            self.loader.usage.turns.remove(model, load.callers)
 
     async def _give_places(self) -> None:
-        """Give the room that there is to the loads that wait for it, in the order of their turns."""
+        """Give room to the loads that wait for it, in the order of their first requests.
+
+        A load for which there is no room yet does not hold up those behind it.
+        """
         await self._wants_places.wait()
-        await self.loader.facts.update()
-        turns = self.loader.usage.turns
-        searched_s = 0.0
-        chosen: set[str] = set()
+        await self.held.update()
         started_at = perf_counter()
-        for model in turns.list_models():
-            self._give_place(model, chosen)
-            # While other requests run, a model can become idle for which a load before this one waits.
-            if perf_counter() - started_at > MAX_SEARCH_S:
-                searched_s += perf_counter() - started_at
-                await asyncio.sleep(0)
-                started_at = perf_counter()
-        searched_s += perf_counter() - started_at
-        if turns.callers:
-            pause_s = max(RETRY_PAUSES * searched_s, RETRY_PAUSE_S)
-            await asyncio.sleep(min(pause_s, MAX_RETRY_PAUSE_S))
-        else:
+        for model, load in list(self._loads.items()):
+            self._give_place(model, load)
+            await asyncio.sleep(0)  # a search takes milliseconds in a large fleet
+        await asyncio.sleep(max(RETRY_PAUSES * (perf_counter() - started_at), RETRY_PAUSE_S))
+        if all(load.place is None for load in self._loads.values()):
             self._wants_places.clear()
 
-    def _give_place(self, model: str, chosen: set[str]) -> None:
-        """Give a load its place, unless there is none yet, or another load has just chosen the replica."""
-        load = self._loads.get(model)
-        if load is None or load.place is None or load.place.done():
+    def _give_place(self, model: str, load: SharedLoad) -> None:
+        if load.place is None or load.place.done():
             return
-        place = self._choose_place(model, load)
-        if isinstance(place, NoPlacement) and not place.is_final:
+        place = self._choose_place(model) if load.waiters else None
+        if isinstance(place, NoPlacement):
             load.obstacle = place
-            return
-        if isinstance(place, Placement):
-            if place.replica in chosen or self.loader.is_locked(place.replica):
+            if not place.is_final:
                 return
-            chosen.add(place.replica)
-            self.loader.usage.turns.take(model)
-        load.obstacle = None
+        elif place is not None:
+            if place.replica in self._claimed.values():
+                return
+            self._claimed[model] = place.replica
         load.place.set_result(place)
 
-    def _choose_place(self, model: str, load: SharedLoad) -> Placement | NoPlacement | None:
-        if (
-            self._pool.is_served(model)
-            or not self._is_loadable(model)
-            or self.loader.is_loading(model)
-            or not self.loader.list_candidates(model)
-        ):
+    def _choose_place(self, model: str) -> Placement | NoPlacement | None:
+        """Return the place for the model; None while it is being loaded, or no replica can load it."""
+        candidates = self._list_candidates(model)
+        if not candidates or not self._is_loadable(model):
             return None
-        return self.loader.choose_placement(model, load.callers.keys())
+        replicas = self.held.describe(candidates)
+        return choose_placement(replicas, self.held.list_memory_mb(model), self._budget)
 
-    async def _load_once(self, model: str, replica: str, callers: Set[str]) -> bool:
-        started_at = perf_counter()
-        async with self._reconciler.lock_model(model):
-            if self._pool.is_served(model) or not self._is_loadable(model):
-                return True  # an administrator loaded or unloaded it
-            try:
-                is_loaded = await self.loader.load(model, replica, callers)
-            except DeadlinePassed as exc:
-                error = LoadFailed(model, "it did not become ready within GATEWAY_LOAD_TIMEOUT_S")
-                self._record_failure(model, error)
-                raise error from exc
-            except LoadFailed as exc:
-                self._record_failure(model, exc)
-                raise
-        if not is_loaded:
+    def _list_candidates(self, model: str) -> list[Replica]:
+        replicas = self._list_replicas()
+        if any(replica.index.is_loading(model) for replica in replicas):
+            return []
+        return [
+            replica
+            for replica in replicas
+            if model in replica.index.models
+            and replica.name not in self._pool.cordoned
+            and not replica.index.is_ready(model)
+            and not replica.index.is_changing(model)
+        ]
+
+    def _list_replicas(self) -> list[Replica]:
+        return [
+            replica
+            for replica in filter(self._is_controllable, self._pool.replicas.values())
+            if self._pool.replica_state(replica) is HealthState.UP
+        ]
+
+    def _is_controllable(self, replica: Replica) -> bool:
+        is_uncontrollable = replica.name in self._loader.uncontrollable_replicas
+        return self._pool.is_live(replica) and not is_uncontrollable
+
+    async def _make_room(self, model: str, replica: Replica) -> bool:
+        """Unload victims until the model fits. Returns False if another replica is the better one now."""
+        await self._state.refresh_loads()
+        await self._exchange_usage()
+        await self._pool.monitor.probe_all(MAX_PROBE_WAIT_S)
+        await self.held.update(max_age_s=0.0)
+        if self._pool.is_served(model):
+            return False  # another gateway has loaded it
+        place = self._choose_place(model)
+        if not isinstance(place, Placement) or place.replica != replica.name:
             return False
-        self._failures.pop(model, None)
-        duration_s = perf_counter() - started_at
-        expected_s = self._load_times_s.get(model)
-        self._load_times_s[model] = update_load_time(expected_s, duration_s)
+        return await self._evict(replica, place.victims, f"to make room for {model}", "room")
+
+    # Unloads
+
+    async def _unload_idle_models(self) -> None:
+        await asyncio.sleep(IDLE_CHECK_INTERVAL_S)
+        is_wanted = self._settings.idle_unload_s and self.held.is_enabled
+        if is_wanted and self._reconciler.is_leader:
+            await self.held.update()
+            await asyncio.gather(*map(self._unload_idle_models_of, self._list_replicas()))
+
+    async def _unload_idle_models_of(self, replica: Replica) -> None:
+        if self._find_idle_models(replica):
+            await self.held.update(max_age_s=0.0)
+            reason = f"after {self._settings.idle_unload_s:g} s without requests"
+            await self._evict(replica, self._find_idle_models(replica), reason, "idle")
+
+    def _find_idle_models(self, replica: Replica) -> tuple[str, ...]:
+        (load,) = self.held.describe([replica])
+        return find_idle_models(load, perf_counter() - self._settings.idle_unload_s)
+
+    async def _evict(
+        self, replica: Replica, victims: Collection[str], reason: str, label: str
+    ) -> bool:
+        """Unload models that have no request in progress. Returns whether all are unloaded."""
+        # Before the first `await`, so that no new request arrives there.
+        for model in victims:
+            self._pool.set_draining(replica, model, is_draining=True)
+        try:
+            for model in victims:
+                if not await self._unload(replica, model, reason):
+                    return False
+                self._metrics.evictions.labels(label).inc()
+        finally:
+            for model in victims:
+                self._pool.set_draining(replica, model, is_draining=False)
         return True
 
-    def _record_failure(self, model: str, error: LoadFailed) -> None:
-        failure = self._failures.get(model, Backoff())
-        self._failures[model] = failure.with_repetition(perf_counter(), error.reason)
+    async def _unload(self, replica: Replica, model: str, reason: str) -> bool:
+        if replica.index.is_unloaded(model):
+            return True  # Triton unloaded it together with its ensemble
+        log.info("unloading model %s from %s %s", model, replica.name, reason)
+        try:
+            action = ModelAction(model, False, {})
+            unload = asyncio.shield(self._reconciler.run_action(replica, action, INITIATOR))
+            await asyncio.wait_for(unload, EVICTION_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            return False
+        except GatewayError as exc:
+            log.warning("unloading model %s from %s failed: %s", model, replica.name, exc.detail)
+            return False
+        return True
 
+    # Reports to the other gateways
 
-def create_activator(
-    pool: ReplicaPool,
-    signatures: SignatureCache,
-    repository: Repository,
-    admission: AdmissionQueue,
-    settings: OnDemandSettings,
-    metrics: OnDemandMetrics,
-) -> ModelActivator:
-    state = repository.state
-    reconciler = repository.reconciler
-    loader = OnDemandLoader(
-        pool,
-        signatures,
-        state,
-        loader=repository.loader,
-        reconciler=reconciler,
-        admission=admission,
-        settings=settings,
-        metrics=metrics,
-    )
-    return ModelActivator(pool, loader, reconciler)
+    async def _report_usage(self) -> None:
+        """Report the used models; no slow action delays it."""
+        self._usage.drop_unknown_models(self._pool.is_listed)
+        if self.held.is_enabled:
+            await self._exchange_usage()
+        await asyncio.sleep(REPORT_INTERVAL_S)
+
+    async def _exchange_usage(self) -> None:
+        with suppress(StateUnavailable):  # the store logs it
+            reports = await self._state.exchange_reports(**self._usage.build_report())
+            self._usage.apply_reports(reports)
 
 
 def build_load_error(model: str, reason: str) -> LoadFailed:
@@ -369,20 +473,6 @@ def build_load_error(model: str, reason: str) -> LoadFailed:
     return LoadFailed(model, "an administrator finds the reason in GET /v1/models, and in the log")
 
 
-def build_no_room_error(model: str, obstacle: NoPlacement) -> NoRoom:
-    """Return the error without the names of models that the caller cannot see."""
-    info = current_request_info.get()
-    visible = [name for name in obstacle.holders if info is None or info.caller.can_see(name)]
-    has_hidden = len(visible) < len(obstacle.holders)
-    protected_s = obstacle.protected_until - perf_counter()
-    return NoRoom(model, visible, has_hidden=has_hidden, protected_s=protected_s)
-
-
 def hold_charge() -> AbstractContextManager[None]:
     info = current_request_info.get()
     return nullcontext() if info is None or info.charge is None else info.charge.hold()
-
-
-def get_caller_name() -> str:
-    info = current_request_info.get()
-    return "" if info is None else info.caller_name

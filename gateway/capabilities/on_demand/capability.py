@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from time import perf_counter
+from typing import TYPE_CHECKING, Final
 
-from gateway.capabilities.capability import Attachment, Capability, LaunchPlan
+from gateway.capabilities.capability import Attachment, Capability
 from gateway.capabilities.on_demand.settings import MODEL_KEYS, OnDemandSettings
 from gateway.config.settings import Settings
-from gateway.messages import CommandError
+from gateway.tasks import cancel_tasks, repeat
 
 if TYPE_CHECKING:
     from gateway.services import Services
+
+DEMAND_INTERVAL_S: Final = 0.5
 
 
 def attach_on_demand(settings: Settings) -> Attachment:
@@ -20,45 +24,40 @@ def attach_on_demand(settings: Settings) -> Attachment:
     on_demand = settings.read(OnDemandSettings)
 
     async def open_activator(services: Services, stack: AsyncExitStack) -> None:
-        from gateway.capabilities.on_demand.activation import create_activator
+        from gateway.capabilities.on_demand.activation import ModelActivator
+        from gateway.capabilities.on_demand.held_models import HeldModels
         from gateway.capabilities.on_demand.metrics import OnDemandCollector, OnDemandMetrics
+        from gateway.capabilities.on_demand.usage import ModelUsage
 
         pool = services.pool
+        repository = services.repository
+        repository.readiness.hold_s = on_demand.hold_s
         metrics = OnDemandMetrics(services.metrics.create)
-        services.repository.readiness.hold_s = on_demand.hold_s
+        usage = ModelUsage(services.admission, perf_counter)
+
+        async def report_demand() -> None:
+            metrics.held_requests.set(usage.held_requests)
+            metrics.demand.set(usage.count_demand())
+            await asyncio.sleep(DEMAND_INTERVAL_S)
+
+        reporting = asyncio.create_task(repeat("on_demand", report_demand))
+        stack.push_async_callback(cancel_tasks, [reporting])
         held = None
         if settings.models_file or on_demand.is_used:
-            activator = create_activator(
-                pool,
-                services.signatures,
-                services.repository,
-                admission=services.admission,
-                settings=on_demand,
-                metrics=metrics,
+            services.admission.record_use = usage.record_use
+            held = HeldModels(
+                pool, services.signatures, repository, usage=usage, settings=on_demand
+            )
+            activator = ModelActivator(
+                pool, repository, held, usage=usage, settings=on_demand, metrics=metrics
             )
             pool.activator = await stack.enter_async_context(activator)
             services.provide(activator)
-            held = activator.loader.held
-            if on_demand.scaler_port:
-                from gateway.capabilities.on_demand.scaler import FleetScaler
-
-                usage = activator.loader.usage
-                scaler = FleetScaler(usage, on_demand.scaler_port, services.waiting_work)
-                await stack.enter_async_context(scaler)
         services.metrics.collector_registry.register(OnDemandCollector(pool, held))
 
     return Attachment(open=open_activator, describer=OnDemandDescriber())
 
 
-def check_workers(plan: LaunchPlan) -> None:
-    if plan.workers > 1 and plan.settings.read(OnDemandSettings).scaler_port:
-        raise CommandError("GATEWAY_SCALER_PORT requires a single worker; omit --workers")
-
-
 CAPABILITY = Capability(
-    "on_demand",
-    attach_on_demand,
-    settings=OnDemandSettings,
-    prepare_launch=check_workers,
-    model_keys=MODEL_KEYS,
+    "on_demand", attach_on_demand, settings=OnDemandSettings, model_keys=MODEL_KEYS
 )

@@ -13,7 +13,7 @@ from gateway.fleet.pool import ReplicaPool
 from gateway.telemetry.metrics import MetricFactory
 
 MEBIBYTE: Final = 1 << 20
-EVICTION_REASONS: Final = ("room", "idle", "copies")
+EVICTION_REASONS: Final = ("room", "idle")
 
 
 class OnDemandMetrics:
@@ -25,7 +25,7 @@ class OnDemandMetrics:
         )
         self.demand = create.level(
             "gateway_demand",
-            "Inferences that run or wait, as the external scaler reports them to KEDA.",
+            "Inferences that run or wait, by which KEDA scales Tritons, also from zero.",
         )
         self.held_requests = create.level(
             "gateway_requests_held",
@@ -46,7 +46,7 @@ class OnDemandCollector(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         memory = GaugeMetricFamily(
             "gateway_replica_model_memory_bytes",
-            "Memory of the models on the replica, by gateway.memory_mb or GATEWAY_DEFAULT_MODEL_MEMORY_MB.",
+            "Memory of the models on the replica, by gateway.memory_mb in their configs.",
             labels=["replica"],
         )
         if self._held is not None:

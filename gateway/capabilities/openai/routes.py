@@ -282,7 +282,6 @@ async def create_completion(request: Request, services: ServicesForInference) ->
         raise
     if response.status == HTTPStatus.OK:  # so that the name is a model's, and may be a label value
         info.model = servers.get_model_label(model)
-        info.rows = 1
     return RelayedResponse(response, timeout_s, slot)
 
 

@@ -40,7 +40,6 @@ FEATURES: Final = {
     "jobs": "/v1/jobs",
     "files": "/v1/models/{model}/files",
     "labels": "/v1/models/{model}/labels/{label}",
-    "usage": "/v1/usage",
 }
 HTML_TYPE: Final = "text/html"
 PAGE_METHODS: Final = ["GET", "HEAD"]

@@ -1,50 +1,59 @@
-"""The queue of events, which is bounded, and the tasks that send them to the sink."""
+"""The delivery of events: those that wait, in bounded memory, and the tasks that send them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Final
+from urllib.parse import SplitResult
 
 import anyio
 
-from gateway.capabilities.samples.events import REQUEST_TYPE, SampleEvent, can_have_error, redact
-from gateway.capabilities.samples.grpc_messages import convert_message, is_message
-from gateway.capabilities.samples.sinks import EventsNotSent, FolderSink, HttpSink
+from gateway.capabilities.samples.events import SampleEvent, encode_event_headers
 from gateway.errors import GatewayError
-from gateway.services import Services
+from gateway.http_client.client import HttpClient
 from gateway.tasks import cancel_tasks, repeat
 from gateway.telemetry.metrics import MetricFactory
-from gateway.tensors.signature import Signature
+from gateway.telemetry.recording import RecorderMemory
 
 log = logging.getLogger(__name__)
 
-MAX_QUEUE_BYTES: Final = 16 << 20
-# More data is changed in a thread: in a gRPC message, it can be so many numbers, of eight bytes each.
-MAX_INLINE_CHANGE_BYTES: Final = 4 << 10
-MAX_ATTEMPTS: Final = 5
-PAUSE_S: Final = 2.0  # between two attempts
+# The attributes of an event hold about this much memory.
+EVENT_BYTES: Final = 4096
+PARALLEL_SENDS: Final = 8
+SEND_TIMEOUT_S: Final = 5.0
+MAX_ANSWER_BYTES: Final = 64 << 10
+SUCCESS_STATUSES: Final = range(200, 300)
 # Events that wait when the gateway ends are sent within this time.
 CLOSE_TIMEOUT_S: Final = 2.0
 REPORT_INTERVAL_S: Final = 60.0  # between two lines in the log
-DROP_REASONS: Final = ("queue_full", "refused", "unavailable", "folder_full", "shutdown")
+DROP_REASONS: Final = ("queue_full", "refused", "unavailable", "shutdown")
 
 
-class EventQueue:
-    """The events that wait for the sink.
+class EventSender:
+    """Sends events to an address, each in a request, in the binary mode of CloudEvents."""
 
-    They and the bodies that are being recorded hold at most `MAX_QUEUE_BYTES`.
-    """
-
-    def __init__(self, create: MetricFactory, max_bytes: int = MAX_QUEUE_BYTES) -> None:
-        self.sent = create.counter(
-            "gateway_sample_events_sent_total", "Events of samples that the sink accepted."
+    def __init__(self, address: SplitResult, token: str, create: MetricFactory) -> None:
+        self.memory = RecorderMemory()  # of the events, and of bodies that are being recorded
+        query = f"?{address.query}" if address.query else ""
+        self._target = f"{address.path or '/'}{query}".encode()
+        self._headers = [(b"authorization", f"Bearer {token}".encode())] if token else []
+        is_encrypted = address.scheme == "https"
+        self._client = HttpClient(
+            address.hostname or "",
+            address.port or (443 if is_encrypted else 80),
+            tls=ssl.create_default_context() if is_encrypted else None,
+            connect_timeout_s=SEND_TIMEOUT_S,
         )
-        self.failed = create.counter(
-            "gateway_sample_failures_total", "Attempts to send events of samples that failed."
+        self._events: asyncio.Queue[SampleEvent] = asyncio.Queue()
+        self._unsent = 0
+        self._next_report_at = 0.0
+        self._sent = create.counter(
+            "gateway_sample_events_sent_total", "Events of samples that the sink accepted."
         )
         dropped = create.counter(
             "gateway_sample_events_dropped_total",
@@ -56,141 +65,74 @@ class EventQueue:
         self._depth = create.level(
             "gateway_sample_queue_events", "Events of samples that the sink has not accepted yet."
         )
-        self._memory = create.level(
+        self._held = create.level(
             "gateway_sample_queue_bytes", "Memory of the samples of a process, 16 MiB at most."
         )
-        self._events: asyncio.Queue[SampleEvent] = asyncio.Queue()
-        self._max_bytes = max_bytes
-        self._held_bytes = 0
-        self.unsent = 0
-
-    def reserve(self, size_bytes: int) -> bool:
-        """Reserve memory, which is to be released; return False if there is no room."""
-        if self._held_bytes + size_bytes > self._max_bytes:
-            return False
-        self._held_bytes += size_bytes
-        return True
-
-    def release(self, size_bytes: int) -> None:
-        self._held_bytes -= size_bytes
-
-    def put(self, events: Sequence[SampleEvent]) -> None:
-        """Add events, for which their sizes are reserved."""
-        self._count_unsent(len(events))
-        for event in events:
-            self._events.put_nowait(event)
-
-    def drop(self, count: int, reason: str = "queue_full") -> None:
-        self._dropped[reason].inc(count)
-
-    @asynccontextmanager
-    async def take(self, enough_bytes: int) -> AsyncIterator[Sequence[SampleEvent]]:
-        """Wait for events and yield some, which hold their memory until the end of the block.
-
-        With the last one, they have at least so many bytes of data, unless there are no more.
-        """
-        taken = [await self._events.get()]
-        data_bytes = len(taken[0].data)
-        while data_bytes < enough_bytes and not self._events.empty():
-            taken.append(self._events.get_nowait())
-            data_bytes += len(taken[-1].data)
-        try:
-            yield taken
-        finally:
-            self.release(sum(event.size_bytes for event in taken))
-            self._count_unsent(-len(taken))
-            for _ in taken:
-                self._events.task_done()
-
-    async def wait_until_empty(self) -> None:
-        await self._events.join()
-
-    def _count_unsent(self, count: int) -> None:
-        self.unsent += count
-        self._depth.set(self.unsent)
-        self._memory.set(self._held_bytes)
-
-
-class EventSender:
-    """Takes events from the queue, removes what must not be seen, and sends them."""
-
-    def __init__(
-        self,
-        queue: EventQueue,
-        sink: HttpSink | FolderSink,
-        services: Services,
-        redacted: frozenset[str],
-    ) -> None:
-        self._queue = queue
-        self._sink = sink
-        self._services = services
-        self._redacted = redacted
-        self._next_report_at = 0.0
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
-        loops = (repeat("samples", self._send_next) for _ in range(self._sink.parallel_sends))
+        loops = (repeat("samples", self._send_next) for _ in range(PARALLEL_SENDS))
         tasks = list(map(asyncio.create_task, loops))
         try:
             yield
             with anyio.move_on_after(CLOSE_TIMEOUT_S):
-                await self._queue.wait_until_empty()
+                await self._events.join()
         finally:
-            self._queue.drop(self._queue.unsent, "shutdown")
+            self._dropped["shutdown"].inc(self._unsent)
             await cancel_tasks(tasks)
+            self._client.close()
+
+    def put(self, events: Sequence[SampleEvent]) -> None:
+        """Add events, or drop them if there is no room."""
+        if not self.memory.reserve(len(events) * EVENT_BYTES):
+            self.drop(len(events))
+            for event in events:
+                event.body.release()
+            return
+        for event in events:
+            self._events.put_nowait(event)
+        self._count_unsent(len(events))
+
+    def drop(self, count: int) -> None:
+        self._dropped["queue_full"].inc(count)
 
     async def _send_next(self) -> None:
-        async with self._queue.take(self._sink.bytes_per_send) as events:
-            await self._send([await self._prepare(event) for event in events])
-        await asyncio.sleep(self._sink.interval_s)
+        event = await self._events.get()
+        try:
+            await self._send(event)
+        finally:
+            event.body.release()
+            self.memory.release(EVENT_BYTES)
+            self._count_unsent(-1)
+            self._events.task_done()
 
-    async def _prepare(self, event: SampleEvent) -> SampleEvent:
-        """Return an event without what must not be seen, and with a document in place of a gRPC message."""
-        # Without a signature, the model can have all of these tensors.
-        hidden = own = self._redacted
-        if hidden and (signature := await self._read_signature(str(event.attributes["model"]))):
-            is_request = event.attributes["type"] == REQUEST_TYPE
-            own = self._redacted.intersection(signature.inputs if is_request else signature.outputs)
-            hidden = self._redacted.intersection((*signature.inputs, *signature.outputs))
-        if hidden and can_have_error(event):
-            # An error can quote a value, and a body that does not fit the model can have it anywhere.
-            return event.without_data()
-        if is_message(event):
-            change = convert_message
-        elif own:
-            change = redact
+    async def _send(self, event: SampleEvent) -> None:
+        """Send an event once: samples are few, and one that is lost is counted."""
+        try:
+            response = await self._client.request(
+                b"POST",
+                self._target,
+                headers=[*encode_event_headers(event.attributes), *self._headers],
+                body=event.body.data,
+                timeout_s=SEND_TIMEOUT_S,
+                max_bytes=MAX_ANSWER_BYTES,
+            )
+        except GatewayError as exc:
+            self._report_drop("unavailable", f"{self._client.authority}: {exc.detail}")
+            return
+        if response.status in SUCCESS_STATUSES:
+            self._sent.inc()
         else:
-            return event
-        if len(event.data) <= MAX_INLINE_CHANGE_BYTES:
-            await asyncio.sleep(0)  # thousands of events can follow each other
-            return change(event, own)
-        return await asyncio.to_thread(change, event, own)
+            self._report_drop("refused", f"the sink answered with status {response.status}")
 
-    async def _read_signature(self, model: str) -> Signature | None:
-        """Return the signature of a model that is loaded: to read it would load another one."""
-        with suppress(GatewayError):
-            if self._services.pool.is_loaded(model):
-                return await self._services.signatures.get_signature(model)
-        return None
-
-    async def _send(self, events: Sequence[SampleEvent]) -> None:
-        for _ in range(MAX_ATTEMPTS):
-            try:
-                await self._sink.send(events)
-            except EventsNotSent as exc:
-                reason = exc.reason
-                self._report(str(exc))
-                self._queue.failed.inc()
-                if exc.is_final:
-                    break
-                await asyncio.sleep(PAUSE_S)
-            else:
-                self._queue.sent.inc(len(events))
-                return
-        self._queue.drop(len(events), reason)
-
-    def _report(self, problem: str) -> None:
+    def _report_drop(self, reason: str, problem: str) -> None:
+        self._dropped[reason].inc()
         now = time.monotonic()
         if now >= self._next_report_at:
             self._next_report_at = now + REPORT_INTERVAL_S
             log.warning("samples are not delivered: %s", problem)
+
+    def _count_unsent(self, count: int) -> None:
+        self._unsent += count
+        self._depth.set(self._unsent)
+        self._held.set(self.memory.held_bytes)

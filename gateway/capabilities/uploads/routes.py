@@ -25,7 +25,6 @@ from gateway.capabilities.uploads.model_files.entry_names import (
     is_storable_name,
     parse_version_number,
 )
-from gateway.capabilities.uploads.model_files.model_config import ConfigLimits
 from gateway.capabilities.uploads.model_files.model_upload import (
     ModelUpload,
     UploadRules,
@@ -355,14 +354,12 @@ async def receive_files(
 
 
 def build_upload_rules(services: Services, model: str, *, accepts_code: bool) -> UploadRules:
-    settings = services.get(UploadSettings)
-    limits = ConfigLimits(
-        settings.max_model_instances,
-        settings.max_model_warmups,
-        settings.max_model_sequences,
-        max_tensor_bytes=services.settings.max_body_bytes,
+    return UploadRules(
+        model,
+        accepts_code,
+        services.get(UploadSettings).max_model_bytes,
+        services.settings.max_body_bytes,
     )
-    return UploadRules(model, accepts_code, settings.max_model_bytes, config_limits=limits)
 
 
 def find_digest(body: RequestBody) -> bytes:

@@ -54,15 +54,6 @@ class UploadSettings(CapabilitySettings):
     max_repository_bytes: int = Field(0, ge=0)
     """Maximum size of all files in GATEWAY_REPOSITORY, those of uploads in progress included; 0 means no
     limit."""
-    max_model_instances: int = Field(64, gt=0)
-    """Maximum number of instances in the config of an uploaded model, on each device of a group without a
-    list of devices. GATEWAY_MODEL_UPLOADS=code has no such limits."""
-    max_model_warmups: int = Field(10_000, gt=0)
-    """Maximum number of warm-up requests of each instance in the config of an uploaded model: the counts of
-    the samples, multiplied by their batch sizes."""
-    max_model_sequences: int = Field(10_000, gt=0)
-    """Maximum number of sequences at a time in the config of an uploaded model: the candidate sequences or
-    the batch size, multiplied by the instances."""
 
     @field_validator("repository")
     @classmethod

@@ -17,7 +17,6 @@ from gateway.capabilities.versions.labels import (
     is_label_name,
     parse_label,
 )
-from gateway.capabilities.versions.shadows import ShadowRunner
 from gateway.errors import Conflict, MalformedRequest, UnknownModel
 from gateway.fleet.health import HealthState
 from gateway.fleet.index import (
@@ -63,7 +62,6 @@ class LabelManager(VersionPolicy):
         pool: ReplicaPool,
         state: SharedState,
         router: LabelRouter,
-        shadows: ShadowRunner,
         signatures: SignatureCache,
         quorum: int,
     ) -> None:
@@ -71,7 +69,6 @@ class LabelManager(VersionPolicy):
         self._signatures = signatures
         self._state = state
         self._router = router
-        self._shadows = shadows
         self._quorum = quorum
 
     @property
@@ -91,7 +88,7 @@ class LabelManager(VersionPolicy):
 
     def choose(self, scope: RequestScope, model: str, version: str) -> LabelChoice | None:
         label = self._router.find_label(model, version or DEFAULT_LABEL)
-        return None if label is None else LabelChoice(label, scope, self._shadows)
+        return None if label is None else LabelChoice(label, scope)
 
     def explain_unknown(self, model: str, version: str) -> UnknownLabel | None:
         if not (is_label_name(version) and self._pool.is_listed(model)):
@@ -200,13 +197,10 @@ class LabelManager(VersionPolicy):
         return "" if version_state.state == READY else str(version_state)
 
     def _describe(self, model: str, name: str, label: VersionLabel) -> dict[str, Any]:
-        active = self._router.find_label(model, name)
-        dropped = {} if active is None else dict(active.dropped_copies)
         return {
             "model": model,
             "label": name,
             **label.to_dict(),
-            **({"dropped_copies": dropped} if dropped else {}),
             **({"declared": True} if self._router.is_declared(model, name) else {}),
             "ready": {each: self._pool.is_served(model, each) for each in label.versions},
             "model_version_status": build_version_status(

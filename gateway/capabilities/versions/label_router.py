@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from prometheus_client import Counter as CounterMetric
 
-from gateway.capabilities.versions.labels import (
-    LABELS,
-    LabelTable,
-    ModelLabels,
-    Shadow,
-    VersionLabel,
-)
+from gateway.capabilities.versions.labels import LABELS, LabelTable, ModelLabels, VersionLabel
 from gateway.capabilities.versions.splits import (
-    PercentCounter,
     WeightedRotation,
     choose_version_by_key,
     find_largest_share,
@@ -97,10 +90,6 @@ class ActiveLabel:
         self._ready = value.shares
         self._is_split = value.is_split
         self._rotation = self._ready_rotation = WeightedRotation(self._ready)
-        percent = 100 if value.shadow is None else value.shadow.percent
-        self._shadow_counter = PercentCounter(percent)
-        # By reason, since the label has its value.
-        self.dropped_copies: Counter[str] = Counter()
         self._seen_change = -1
 
     def choose_version(self, scope: RequestScope) -> str:
@@ -154,10 +143,6 @@ class ActiveLabel:
             return choose_version_by_key(ready, key)
         return version
 
-    def take_shadow(self) -> Shadow | None:
-        shadow = self.value.shadow
-        return shadow if shadow is not None and self._shadow_counter.is_next_selected() else None
-
     def find_ready_shares(self) -> Mapping[str, int]:
         """Return the versions that a replica can serve. Raises `LabelNotReady` if there are none."""
         if self._seen_change != self._pool.changes.count:
@@ -204,6 +189,7 @@ class LabelRouter:
         self._active: dict[tuple[str, str], ActiveLabel] = {}
         self._sequences = SequenceVersions()
         self.labels: LabelTable = {}
+        self.highest_shadow_percent = 0.0
         self._update()
         state.refresh_listeners.append(self._update)
 
@@ -243,6 +229,9 @@ class LabelRouter:
                     )
                 self._active[model, name] = active
         self.labels = labels
+        shadows = (each.value.shadow for each in self._active.values())
+        percents = (shadow.percent for shadow in shadows if shadow is not None)
+        self.highest_shadow_percent = max(percents, default=0.0)
 
 
 def find_declared_labels(model: DeclaredModel) -> ModelLabels:

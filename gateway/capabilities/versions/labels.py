@@ -19,9 +19,8 @@ DEFAULT_LABEL: Final = "default"  # the label of requests that name no version
 STICKY_BY_KEY: Final = "key"
 MAX_VERSIONS: Final = 16
 MAX_SHARE: Final = 1_000_000
-DEFAULT_TOLERANCE: Final = 0.001
 LABEL_KEYS: Final = frozenset(("version", "versions", "sticky", "shadow"))
-SHADOW_KEYS: Final = frozenset(("version", "percent", "tolerance"))
+SHADOW_KEYS: Final = frozenset(("version", "percent"))
 
 ModelLabels = Mapping[str, "VersionLabel"]
 LabelTable = Mapping[str, ModelLabels]  # model → label → value
@@ -33,14 +32,13 @@ class InvalidLabel(ValueError):
 
 @dataclass(frozen=True)
 class Shadow:
-    """A version that gets copies of a share of the requests. Its responses are compared and dropped."""
+    """A version that gets copies of a share of the requests. Its responses are forgotten."""
 
     version: str
     percent: float = 100.0
-    tolerance: float = DEFAULT_TOLERANCE  # the relative difference of numbers that counts as equal
 
     def to_dict(self) -> dict[str, Any]:
-        return {"version": self.version, "percent": self.percent, "tolerance": self.tolerance}
+        return {"version": self.version, "percent": self.percent}
 
 
 @dataclass(frozen=True)
@@ -166,10 +164,7 @@ def parse_shadow(document: Any) -> Shadow:
     percent = document.get("percent", 100)
     if not is_number(percent) or not 0 < percent <= 100:
         raise InvalidLabel('"percent" must be a number above 0, and at most 100')
-    tolerance = document.get("tolerance", DEFAULT_TOLERANCE)
-    if not is_number(tolerance) or not 0 <= tolerance <= 1:
-        raise InvalidLabel('"tolerance" must be a number from 0 to 1')
-    return Shadow(parse_version(document["version"]), float(percent), float(tolerance))
+    return Shadow(parse_version(document["version"]), float(percent))
 
 
 def parse_version(version: Any) -> str:

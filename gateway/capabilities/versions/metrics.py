@@ -14,11 +14,7 @@ class LabelMetrics:
         )
         self.shadow_requests = create.counter(
             "gateway_shadow_requests_total",
-            "Copies of requests to a shadow version, by result: equal, close, different, failed, dropped.",
+            "Copies of requests to a shadow version, by result: "
+            "succeeded, failed, busy, too_many, too_large, unsupported.",
             ("model", "label", "version", "result"),
-        )
-        self.shadow_drops = create.counter(
-            "gateway_shadow_drops_total",
-            "Copies of requests that were dropped, by reason: busy, too_many, too_large, in_pieces.",
-            ("model", "label", "version", "reason"),
         )

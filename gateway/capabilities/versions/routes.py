@@ -8,18 +8,11 @@ from typing import Any, Final
 from fastapi import APIRouter, Request
 
 from gateway.capabilities.versions.label_manager import LabelManager
-from gateway.capabilities.versions.labels import (
-    DEFAULT_TOLERANCE,
-    LABEL_NAME,
-    MAX_SHARE,
-    MAX_VERSIONS,
-    STICKY_BY_KEY,
-)
+from gateway.capabilities.versions.labels import LABEL_NAME, MAX_SHARE, MAX_VERSIONS, STICKY_BY_KEY
 from gateway.fleet.index import Index
 from gateway.routes.dependencies import ServicesForInference, ServicesForManagement, record_label
 from gateway.routes.models import VERSION_STATUS_SCHEMA
 from gateway.routes.openapi import (
-    COUNT_SCHEMA,
     build_json_body,
     build_list_schema,
     build_map_schema,
@@ -43,11 +36,10 @@ SHADOW_SCHEMA: Final = build_object_schema(
     {
         "version": VERSION_NUMBER_SCHEMA,
         "percent": {"type": "number", "exclusiveMinimum": 0, "maximum": 100, "default": 100},
-        "tolerance": {"type": "number", "minimum": 0, "maximum": 1, "default": DEFAULT_TOLERANCE},
     },
-    optional=("percent", "tolerance"),
+    optional=("percent",),
     additionalProperties=False,
-    description="A version that gets a copy of some requests. Its responses are compared and dropped.",
+    description="A version that gets a copy of some requests. Its responses are forgotten.",
 )
 LABEL_PROPERTIES: Final = {
     "version": VERSION_NUMBER_SCHEMA,
@@ -63,17 +55,13 @@ LABEL_SCHEMA: Final = build_object_schema(
         "model": STRING_SCHEMA,
         "label": {"type": "string", "pattern": f"^{LABEL_NAME.pattern}$"},
         **LABEL_PROPERTIES,
-        "dropped_copies": build_map_schema(
-            COUNT_SCHEMA,
-            "Copies that this gateway process dropped since the label was changed, by reason.",
-        ),
         "declared": {"const": True, "description": "The models file contains the label."},
         "ready": build_map_schema({"type": "boolean"}, "Versions that a replica can serve now."),
         "model_version_status": build_list_schema(
             VERSION_STATUS_SCHEMA, "The same in TensorFlow Serving's format."
         ),
     },
-    optional=("version", "versions", "sticky", "shadow", "dropped_copies", "declared"),
+    optional=("version", "versions", "sticky", "shadow", "declared"),
 )
 LABEL_LIST_SCHEMA: Final = build_object_schema(
     {"model": STRING_SCHEMA, "labels": {"type": "array", "items": LABEL_SCHEMA}}

@@ -40,21 +40,6 @@ class WeightedRotation:
         self._balances[version] += self._total
 
 
-class PercentCounter:
-    """Selects a percentage of events, evenly spaced."""
-
-    def __init__(self, percent: float) -> None:
-        self._percent = percent
-        self._credit = 0.0
-
-    def is_next_selected(self) -> bool:
-        self._credit += self._percent
-        if self._credit < 100:
-            return False
-        self._credit -= 100
-        return True
-
-
 def choose_version_by_key(shares: Mapping[str, int], key: str) -> str:
     """Return the version of a key: always the same one, and each for its share of the keys.
 

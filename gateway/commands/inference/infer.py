@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, cast
 
 import uvloop
 
@@ -23,23 +23,12 @@ from gateway.commands.errors import ClientError, UsageError
 from gateway.commands.flags import InferFlags
 from gateway.commands.inference.inputs import Input, InputSource
 from gateway.commands.inference.pipes import write_descriptor
-from gateway.commands.inference.records import (
-    CsvWriter,
-    JsonLinesWriter,
-    OutputFormat,
-    Record,
-    RecordWriter,
-    TextWriter,
-    resume_output,
-)
+from gateway.commands.inference.records import RECORD_ENCODERS, OutputFormat, Record, resume_output
 from gateway.commands.inference.requests import GroupInference, make_record, read_input
 from gateway.commands.target import Target, report_gateway_errors
 from gateway.media_types import TEXT
 from gateway.messages import escape_unprintable, print_message
 
-RecordGroups: TypeAlias = (
-    "OrderedTasks[list[Input], list[Record]] | AsyncGenerator[list[Record], None]"
-)
 JOB_TIMEOUT_S: Final = 86400.0
 MAX_LISTED_FAILURES: Final = 10
 STDOUT_DESCRIPTOR: Final = 1
@@ -101,28 +90,16 @@ def run_infer(options: InferOptions) -> int:
             f"no such file or folder: {options.words[0]}; the input of {options.model} is not a single text"
         )
     check_batching(options, model)
-    names = [output.name for output in model.outputs]
     output = options.flags.output
-    writer: RecordWriter = JsonLinesWriter()
-    if options.format is OutputFormat.csv:
-        to_terminal = output is None and os.isatty(STDOUT_DESCRIPTOR)
-        writer = CsvWriter(names, to_terminal=to_terminal)
-    elif options.format is OutputFormat.text:
-        writer = TextWriter()
     done_counts: Counter[str] = Counter()
     if options.flags.resume and output is not None and output.exists():
-        done_counts = resume_output(output, writer)
+        done_counts = resume_output(output)
     descriptor = open_output(options.flags)
     run_type = JobRun if options.flags.is_async or job else InferRun
     gc.freeze()  # the imported modules stay; collecting over them costs 5 % of a run
     try:
         run = run_type(
-            options,
-            writer,
-            done_counts,
-            total,
-            descriptor=descriptor,
-            is_decoupled=model.is_decoupled,
+            options, done_counts, total, descriptor=descriptor, is_decoupled=model.is_decoupled
         )
         return uvloop.run(run.run())
     finally:
@@ -181,7 +158,6 @@ class InferRun:
     def __init__(
         self,
         options: InferOptions,
-        writer: RecordWriter,
         done_counts: Counter[str],
         total: int | None,
         *,
@@ -189,7 +165,7 @@ class InferRun:
         is_decoupled: bool,
     ) -> None:
         self.options = options
-        self.writer = writer
+        self.encode_record = RECORD_ENCODERS[options.format]
         self.done_counts = done_counts
         self.descriptor = descriptor
         self.is_decoupled = is_decoupled
@@ -201,6 +177,7 @@ class InferRun:
         options = self.options
         client = options.target.create_async_client(options.flags.timeout, options.flags.retries)
         groups = self.open_groups(client)
+        self.handle_signals()
         try:
             async with AsyncExitStack() as stack:
                 await stack.enter_async_context(client)
@@ -209,14 +186,11 @@ class InferRun:
                     from gateway.commands.progress import show_counts
 
                     self.show_counts = stack.enter_context(show_counts(self.stats.total))
-                if self.descriptor == STDOUT_DESCRIPTOR or not os.fstat(self.descriptor).st_size:
-                    await write_descriptor(self.descriptor, self.writer.header)
                 async for records in groups:
                     await self._write(records)
         except BrokenPipeError:
             return BROKEN_PIPE_STATUS
         except asyncio.CancelledError:
-            # The last signal cancels the run.
             if not self.received_signal:
                 raise
         except ClientError as exc:
@@ -225,27 +199,23 @@ class InferRun:
             raise ClientError(f"the results cannot be written: {exc.strerror}") from exc
         return self.report_outcome(client.retry_count)
 
-    def open_groups(self, client: AsyncClient) -> RecordGroups:
-        """Return the records of groups of inputs.
-
-        The first signal stops it, the second cancels the requests, and the third the writer.
-        """
+    def open_groups(
+        self, client: AsyncClient
+    ) -> OrderedTasks[list[Input], list[Record]] | AsyncGenerator[list[Record], None]:
+        """Return the records of groups of inputs."""
         options = self.options
         inference = GroupInference(
             client, options.model, options.version, is_decoupled=self.is_decoupled
         )
-        groups = OrderedTasks(inference.infer, self.group_inputs(), options.flags.concurrency)
-        self.handle_signals(groups.stop, groups.cancel)
-        return groups
+        return OrderedTasks(inference.infer, self.group_inputs(), options.flags.concurrency)
 
-    def handle_signals(self, *actions: Callable[[], None]) -> None:
-        """Take the next action at each signal, and cancel the run at the one after the last."""
-        steps = iter(actions)
+    def handle_signals(self) -> None:
+        """Cancel the run at SIGINT and SIGTERM. What is written by then is complete."""
         run = cast("asyncio.Task[int]", asyncio.current_task())
 
         def stop(number: int) -> None:
             self.received_signal = number
-            next(steps, run.cancel)()
+            run.cancel()
 
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -266,7 +236,7 @@ class InferRun:
             yield group
 
     async def _write(self, records: list[Record]) -> None:
-        await write_descriptor(self.descriptor, b"".join(map(self.writer.encode_record, records)))
+        await write_descriptor(self.descriptor, b"".join(map(self.encode_record, records)))
         self.stats.add_records(records)
         if self.show_counts is not None:
             self.show_counts(self.stats.done, self.stats.failed)
@@ -302,8 +272,7 @@ class JobRun(InferRun):
     job = ""
 
     def open_groups(self, client: AsyncClient) -> AsyncGenerator[list[Record], None]:
-        """Return the records of the job. The first signal ends the run; the job goes on."""
-        self.handle_signals()
+        """Return the records of the job, which goes on when a signal ends the run."""
         if self.options.flags.job:
             return self._continue_job(client)
         is_request = self.options.inputs.total == 1
@@ -313,10 +282,6 @@ class JobRun(InferRun):
         job = self.options.flags.job
         with report_gateway_errors():
             kind = (await client.request("GET", build_job_path(job)))["kind"]
-            if kind not in ("request", "batch"):
-                raise UsageError(
-                    f"job {job} is of the kind {kind}; triton-gateway jobs result {job} prints its lines"
-                )
             self._show_job(job)
             if kind == "request":
                 yield [make_record(job, await self._read_result(client))]

@@ -1,18 +1,16 @@
-"""Output records as readable text, JSON lines or CSV: writing them, and reading them to resume a file."""
+"""Output records as readable text or JSON lines: writing them, and reading them to resume a file."""
 
 from __future__ import annotations
 
 import base64
-import csv
-import io
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import orjson
 
@@ -38,102 +36,34 @@ class Record:
 class OutputFormat(str, Enum):
     text = "text"
     jsonl = "jsonl"
-    csv = "csv"
 
 
-@dataclass(frozen=True)
-class StoredRecord:
-    """A record that was read from a file."""
-
-    raw: str
-    name: str
-    is_success: bool
-
-
-class RecordWriter(Protocol):
-    header: bytes
-
-    def encode_record(self, record: Record) -> bytes: ...
-
-    def read_records(self, lines: Iterable[str]) -> Iterator[StoredRecord]:
-        """Yield the complete records of a file, without a truncated last one. Raises `UsageError`."""
+def encode_json_record(record: Record) -> bytes:
+    document: dict[str, Any] = {"input": record.name}
+    if record.outputs is not None:
+        document["outputs"] = record.outputs
+    else:
+        document |= {"error": record.error, "code": record.code}
+    raw = encode_any_json(document) + b"\n"
+    if raw.isascii() and DELETE not in raw:
+        return raw  # orjson escapes the other control characters
+    return escape_unprintable_json(raw.decode()).encode()
 
 
-class JsonLinesWriter:
-    header = b""
-
-    def encode_record(self, record: Record) -> bytes:
-        document: dict[str, Any] = {"input": record.name}
-        if record.outputs is not None:
-            document["outputs"] = record.outputs
-        else:
-            document |= {"error": record.error, "code": record.code}
-        raw = encode_any_json(document) + b"\n"
-        if raw.isascii() and DELETE not in raw:
-            return raw  # orjson escapes the other control characters
-        return escape_unprintable_json(raw.decode()).encode()
-
-    def read_records(self, lines: Iterable[str]) -> Iterator[StoredRecord]:
-        for raw in lines:
-            try:
-                document = orjson.loads(raw)
-            except orjson.JSONDecodeError:
-                if raw.endswith("\n"):
-                    raise UsageError("it contains a line that is not JSON") from None
-                return
-            if not isinstance(document, dict) or not isinstance(document.get("input"), str):
-                raise UsageError("it contains a line that is not a record of this command")
-            if raw.endswith("\n"):
-                yield StoredRecord(raw, document["input"], "outputs" in document)
+def encode_text_record(record: Record) -> bytes:
+    """Return each output for people: labels with bars, texts, and the first values of arrays."""
+    lines = [record.name if record.outputs is not None else f"{record.name}: {record.error}"]
+    for name, value in (record.outputs or {}).items():
+        first, *others = describe_value(value)
+        lines.append(f"  {name}  {first}")
+        lines += [f"  {'':{len(name)}}  {other}" for other in others]
+    return "".join(f"{escape_unprintable(line)}\n" for line in lines).encode("utf-8", "replace")
 
 
-class CsvWriter:
-    """Writes a column per output, JSON for values other than text; escapes control characters."""
-
-    def __init__(self, outputs: Sequence[str], *, to_terminal: bool = False) -> None:
-        self._outputs = outputs
-        self._to_terminal = to_terminal
-        self._columns = ["input", *outputs, "error"]
-        self.header = encode_csv_row(self._columns)
-
-    def encode_record(self, record: Record) -> bytes:
-        outputs = record.outputs or {}
-        cells = [format_cell(outputs[name]) if name in outputs else "" for name in self._outputs]
-        row = [record.name, *cells, record.error]
-        return encode_csv_row(map(escape_unprintable, row) if self._to_terminal else row)
-
-    def read_records(self, lines: Iterable[str]) -> Iterator[StoredRecord]:
-        raw: list[str] = []
-
-        def collect_raw_lines() -> Iterator[str]:
-            for line in lines:
-                raw.append(line)
-                yield line
-
-        for number, cells in enumerate(csv.reader(collect_raw_lines())):
-            text = "".join(raw)
-            raw[:] = []
-            if number == 0 and cells != self._columns:
-                raise UsageError(f"its columns are not {', '.join(self._columns)}")
-            if number and len(cells) == len(self._columns) and text.endswith("\n"):
-                yield StoredRecord(text, cells[0], not cells[-1])
-
-
-class TextWriter:
-    """Writes each output for people: labels with bars, texts, and the first values of arrays."""
-
-    header = b""
-
-    def encode_record(self, record: Record) -> bytes:
-        lines = [record.name if record.outputs is not None else f"{record.name}: {record.error}"]
-        for name, value in (record.outputs or {}).items():
-            first, *others = describe_value(value)
-            lines.append(f"  {name}  {first}")
-            lines += [f"  {'':{len(name)}}  {other}" for other in others]
-        return "".join(f"{escape_unprintable(line)}\n" for line in lines).encode("utf-8", "replace")
-
-    def read_records(self, lines: Iterable[str]) -> Iterator[StoredRecord]:
-        raise UsageError("text for people cannot be read again")
+RECORD_ENCODERS: Final[Mapping[OutputFormat, Callable[[Record], bytes]]] = {
+    OutputFormat.text: encode_text_record,
+    OutputFormat.jsonl: encode_json_record,
+}
 
 
 def describe_value(value: Any) -> list[str]:
@@ -164,12 +94,6 @@ def describe_value(value: Any) -> list[str]:
     return [f"[{' x '.join(map(str, shape))}] {', '.join(shown)}{more}"]
 
 
-def encode_csv_row(cells: Iterable[str]) -> bytes:
-    text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue().encode("utf-8", "replace")
-
-
 def format_cell(value: Any) -> str:
     return value if isinstance(value, str) else encode_any_json(value).decode()
 
@@ -189,30 +113,41 @@ def encode_bytes(value: Any) -> dict[str, str]:
     return {"b64": base64.b64encode(value).decode()}
 
 
-def resume_output(path: Path, writer: RecordWriter) -> Counter[str]:
+def resume_output(path: Path) -> Counter[str]:
     """Remove failed and truncated records from a file; return the names of the inputs that succeeded.
 
     The file is replaced atomically. Raises `UsageError`.
     """
     done_counts: Counter[str] = Counter()
-    kept_bytes = len(writer.header)
+    kept_bytes = 0
     temporary = path.with_name(f".{path.name}.resumed")
     try:
-        with path.open(newline="", encoding="utf-8") as file, temporary.open("wb") as copy:
-            copy.write(writer.header)
-            for row in writer.read_records(file):
-                if row.is_success:
-                    done_counts[row.name] += 1
-                    kept_bytes += copy.write(row.raw.encode())
+        with path.open("rb") as file, temporary.open("wb") as copy:
+            for line in file:
+                document = parse_record(line)
+                if "outputs" in document:
+                    done_counts[document["input"]] += 1
+                    kept_bytes += copy.write(line)
         if kept_bytes != path.stat().st_size:
             temporary.chmod(path.stat().st_mode)
             temporary.replace(path.resolve())
-    except UnicodeDecodeError:
-        raise UsageError(f"cannot resume {path}: it is not UTF-8") from None
-    except (UsageError, csv.Error) as exc:
+    except UsageError as exc:
         raise UsageError(f"cannot resume {path}: {exc}") from None
     except OSError as exc:
         raise UsageError(f"cannot resume {path}: {exc.strerror}") from None
     finally:
         temporary.unlink(missing_ok=True)
     return done_counts
+
+
+def parse_record(line: bytes) -> dict[str, Any]:
+    """Return the record of a line, which is empty if the line is truncated. Raises `UsageError`."""
+    if not line.endswith(b"\n"):
+        return {}
+    try:
+        document = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        raise UsageError("it contains a line that is not JSON") from None
+    if not isinstance(document, dict) or not isinstance(document.get("input"), str):
+        raise UsageError("it contains a line that is not a record of this command")
+    return document

@@ -1,4 +1,4 @@
-"""The content of the state, as values: tables, loads, counts, events, operations."""
+"""The content of the state, as values: tables, loads, events, operations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date, timedelta
 from time import time
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -190,38 +189,6 @@ def drop_orphaned_loads(loads: Loads, live_owners: frozenset[str]) -> Loads:
 def load_owners(loads: Loads) -> frozenset[str]:
     all_loads = (load for models in loads.values() for load in models.values())
     return frozenset(token_owner(load) for load in all_loads if is_in_progress(load))
-
-
-# The counts of a day.
-
-# The sums of a day: caller → model → measure → sum.
-Counts = dict[str, dict[str, dict[str, int]]]
-KEPT_DAYS: Final = 400  # the days whose counts are kept
-
-
-def sum_counts(*parts: Counts) -> Counts:
-    """Return the sums in an object of its own."""
-    total: Counts = {}
-    for part in parts:
-        for caller, models in part.items():
-            for model, measures in models.items():
-                sums = total.setdefault(caller, {}).setdefault(model, {})
-                for measure, value in measures.items():
-                    sums[measure] = sums.get(measure, 0) + value
-    return total
-
-
-def decode_counts(raw: bytes) -> Counts:
-    """Return the stored counts of a day. Raises `UnreadableState`."""
-    try:
-        return sum_counts(decode_state(raw))
-    except (AttributeError, TypeError):
-        raise UnreadableState("unexpected structure of counts") from None
-
-
-def find_first_kept_day(day: str) -> str:
-    """Return the first day whose counts are kept on a day, both as YYYY-MM-DD."""
-    return (date.fromisoformat(day) - timedelta(KEPT_DAYS - 1)).isoformat()
 
 
 # Events: their ids, by which they are in order in every store, and the choice of some of them.

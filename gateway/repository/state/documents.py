@@ -18,7 +18,6 @@ from gateway.repository.state.content import (
     MAX_EVENTS,
     MODELS,
     OPERATION_TTL_S,
-    Counts,
     DesiredModel,
     Document,
     EventId,
@@ -29,12 +28,10 @@ from gateway.repository.state.content import (
     Table,
     drop_orphaned_loads,
     drop_token,
-    find_first_kept_day,
     load_owners,
     new_load_token,
     next_event,
     select_events,
-    sum_counts,
     with_entry,
     with_finished_load,
     with_load,
@@ -135,21 +132,6 @@ class DocumentStore(ABC):
     @abstractmethod
     def _load_events(self) -> Sequence[StoredEvent]: ...
 
-    @changes
-    def add_counts(self, day: str, counts: Counts, batch: str) -> None:
-        self._save_counts(day, sum_counts(self._load_counts(day), counts))
-
-    @abstractmethod
-    def _save_counts(self, day: str, counts: Counts) -> None:
-        """Replace the counts of a day, and drop those of days that are too old."""
-
-    @reads
-    def read_counts(self, day: str) -> Counts:
-        return self._load_counts(day)
-
-    @abstractmethod
-    def _load_counts(self, day: str) -> Counts: ...
-
     @reads
     def read_loads(self) -> Loads:
         loads = self._load_field(LOADS)
@@ -193,7 +175,6 @@ class MemoryStateStore(DocumentStore):
         self._fields: dict[str, Any] = {REVISION: 0}
         self._operations: dict[str, tuple[float, bytes]] = {}
         self._events: list[StoredEvent] = []
-        self._counts_by_day: dict[str, Counts] = {}
 
     async def run_blocking(self, action: str, function: Callable[[], T]) -> T:
         return function()
@@ -213,14 +194,6 @@ class MemoryStateStore(DocumentStore):
 
     def _load_events(self) -> Sequence[StoredEvent]:
         return self._events
-
-    def _load_counts(self, day: str) -> Counts:
-        return self._counts_by_day.get(day, {})
-
-    def _save_counts(self, day: str, counts: Counts) -> None:
-        first = find_first_kept_day(day)
-        kept = {each: old for each, old in self._counts_by_day.items() if each >= first}
-        self._counts_by_day = {**kept, day: counts}
 
     async def record_operation(self, operation_id: str, document: Document) -> None:
         now = time.monotonic()

@@ -28,7 +28,6 @@ from gateway.repository.state.content import (
     MAX_EVENTS,
     MODELS,
     OPERATION_TTL_S,
-    Counts,
     Document,
     Loads,
     RawTable,
@@ -36,10 +35,8 @@ from gateway.repository.state.content import (
     Table,
     UnreadableState,
     check_capability_tables,
-    decode_counts,
     decode_operation,
     decode_state,
-    find_first_kept_day,
     format_event_line,
     is_operation_id,
     next_event,
@@ -215,7 +212,6 @@ class FileStateStore(DocumentStore):
         self._loads_path = path.with_name(f"{path.name}.loads")
         self._cordons_path = path.with_name(f"{path.name}.cordons")
         self._events_path = path.with_name(f"{path.name}.events")
-        self._counts_folder = path.with_name(f"{path.name}.counts")
         self._alive_folder = path.with_name(f"{path.name}.processes")
         self._owner = secrets.token_hex(8)
         self._alive_lock: int | None = None
@@ -400,27 +396,6 @@ class FileStateStore(DocumentStore):
 
     def _load_events(self) -> Sequence[StoredEvent]:
         return parse_event_lines(read_existing_file(self._events_path) or b"")
-
-    def _load_counts(self, day: str) -> Counts:
-        path = self._counts_path(day)
-        raw = read_existing_file(path)
-        try:
-            return {} if raw is None else decode_counts(raw)
-        except UnreadableState as exc:
-            raise UnreadableState(f"{exc} in {path}") from None
-
-    def _save_counts(self, day: str, counts: Counts) -> None:
-        path = self._counts_path(day)
-        if not path.exists():
-            self._counts_folder.mkdir(0o700, exist_ok=True)
-            first = find_first_kept_day(day)
-            for each in self._counts_folder.iterdir():
-                if each.name < first:
-                    each.unlink()
-        replace_file(path, orjson.dumps(counts))
-
-    def _counts_path(self, day: str) -> Path:
-        return self._counts_folder / f"{day}.json"
 
     def _claim_loads(self) -> str:
         # The lock is held until this process exits.

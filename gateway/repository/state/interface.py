@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 from gateway.errors import StateUnavailable
 from gateway.messages import CommandError
 from gateway.repository.state.content import (
-    Counts,
     DesiredModel,
     Document,
     EventId,
@@ -72,15 +71,6 @@ class StateStore(Protocol):
 
     async def read_events(self, start: EventId | None, limit: int) -> Sequence[StoredEvent]:
         """Return the first events from an id on, or without one the last; in order."""
-
-    async def add_counts(self, day: str, counts: Counts, batch: str) -> None:
-        """Add to the counts of a day (YYYY-MM-DD), of which the last `KEPT_DAYS` are kept.
-
-        A failed call is repeated with the same batch before the next one: it is not added twice if only the
-        response of the store was lost.
-        """
-
-    async def read_counts(self, day: str) -> Counts: ...
 
     async def acquire_lease(self, name: str) -> bool:
         """Take or renew a lease, and return whether this process has it.

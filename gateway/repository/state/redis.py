@@ -22,12 +22,10 @@ from gateway.repository.state import redis_scripts
 from gateway.repository.state.content import (
     CAPABILITY_TABLES,
     CORDONS,
-    KEPT_DAYS,
     LOADS,
     MAX_EVENTS,
     MODELS,
     OPERATION_TTL_S,
-    Counts,
     DesiredModel,
     Document,
     EventId,
@@ -61,8 +59,6 @@ TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 # The change that the script RESTORE names: the number of the restoration, and the revision of what it wrote.
 RESTORED_CHANGE: Final = re.compile(rb"restored:(\d{1,18}):(\d{1,18})")
 HISTORY_KEYS: Final = ("restorations", "revision")
-DAY_S: Final = 24 * 3600
-COUNTS_PER_PAGE: Final = 1000
 WINDOW_TIMEOUT_S: Final = 0.25  # short, because inference requests wait for it
 COUNTER_CONNECTIONS: Final = 16
 QUOTA_TIMEOUT_S: Final = 1.0  # longer, because a quota is exact while Redis answers
@@ -277,27 +273,6 @@ class RedisStateStore:
         command = ("XRANGE", key, str(start), "+", "COUNT", limit)
         return await self._redis.execute(READ_ACTION, *command, decode=decode_events)
 
-    async def add_counts(self, day: str, counts: Counts, batch: str) -> None:
-        arguments: list[str | bytes | int] = [batch, KEPT_DAYS * DAY_S, DAY_S]
-        for caller, models in counts.items():
-            for model, measures in models.items():
-                for measure, value in measures.items():
-                    arguments += [orjson.dumps((caller, model, measure)), value]
-        keys = (f"counts:{day}", f"counts-batch:{self._token}")
-        await self._write(redis_scripts.ADD_COUNTS, keys, *arguments)
-
-    async def read_counts(self, day: str) -> Counts:
-        counts: Counts = {}
-        key = self._redis.full_key(f"counts:{day}")
-        cursor = 0
-        while True:
-            # A part at a time, because a day has five fields for each model of each caller.
-            command = ("HSCAN", key, cursor, "COUNT", COUNTS_PER_PAGE)
-            decode = partial(decode_counts_page, counts)
-            cursor = await self._redis.execute(READ_ACTION, *command, decode=decode)
-            if not cursor:
-                return counts
-
     async def acquire_lease(self, name: str) -> bool:
         key = f"lease:{name}"
         script = redis_scripts.ACQUIRE_LEASE
@@ -479,21 +454,6 @@ def decode_members(members: Iterable[bytes]) -> RawTable:
 def drop_loads_in_progress(values: Sequence[bytes]) -> list[bytes]:
     finished = (pair for pair in pair_up(values) if not is_in_progress(pair[1].decode()))
     return list(chain.from_iterable(finished))
-
-
-def decode_counts_page(counts: Counts, reply: Any) -> int:
-    """Set what a part of a hash contains, and return the cursor of the next one. Raises `UnreadableState`.
-
-    A field can be in two parts.
-    """
-    cursor, fields = reply
-    for name, raw in fields.items():
-        match decode_state(name):
-            case [str(caller), str(model), str(measure)] if raw.isdigit():
-                counts.setdefault(caller, {}).setdefault(model, {})[measure] = int(raw)
-            case _:
-                raise UnreadableState("unexpected counts")
-    return int(cursor)
 
 
 def decode_reports(reply: Iterable[bytes]) -> list[Document]:

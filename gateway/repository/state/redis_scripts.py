@@ -150,19 +150,6 @@ if not last or last[2][2] ~= ARGV[1] then
 end
 return 1
 """
-# Add to the fields of a hash, unless the second key has the batch: the response to a first attempt may have
-# been lost. The arguments are the batch, the seconds for which the hash and the batch are kept, and pairs of
-# fields and numbers.
-ADD_COUNTS = """
-if redis.call('GET', KEYS[2]) ~= ARGV[1] then
-  for index = 4, #ARGV, 2 do
-    redis.call('HINCRBY', KEYS[1], ARGV[index], ARGV[index + 1])
-  end
-  redis.call('EXPIRE', KEYS[1], ARGV[2])
-  redis.call('SET', KEYS[2], ARGV[1], 'EX', ARGV[3])
-end
-return 1
-"""
 ACQUIRE_LEASE = """
 redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2])
 local owner = redis.call('GET', KEYS[1])

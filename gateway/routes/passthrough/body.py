@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Final
 
 import orjson
@@ -36,10 +34,7 @@ from gateway.tensors.signature import Signature
 from gateway.triton.inference import find_outputs_without_classes
 from gateway.triton.json_guard import (
     GUARD_CHUNK_BYTES,
-    JSON_SPACE_PATTERN,
-    MAX_CACHED_JSON_BYTES,
     SEQUENCE_ID_KEY,
-    SHAPE_LIST,
     JsonGuard,
     JsonRules,
     check_complete_json,
@@ -52,7 +47,6 @@ PassthroughBody = bytes | AsyncIterator[bytes]
 MIN_CHUNK_BYTES: Final = 32 * 1024
 # A compressed body of at most this inflated size is sent as one buffer, so that it can be retried.
 MAX_BUFFERED_BYTES: Final = 1 << 20
-BATCH_SIZE: Final = re.compile(SHAPE_LIST.pattern + JSON_SPACE_PATTERN + rb"([0-9]{1,9})")
 # Larger JSON is not parsed to find the outputs with a classification.
 MAX_PARSED_BYTES: Final = 64 * 1024
 
@@ -202,23 +196,6 @@ def find_sequence_step(body: bytes, json_bytes: int | None) -> SequenceStep | No
         return parse_sequence_parameters(document["parameters"])
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, InputMismatch):
         return None
-
-
-def find_batch_size(body: bytes, json_bytes: int | None) -> int:
-    """Return the largest first dimension of a shape in the JSON of an inference; 1 if there is none.
-
-    Those of the inputs are equal. Triton ignores another shape, with which a client could hide them.
-    """
-    if json_bytes is not None and json_bytes <= MAX_CACHED_JSON_BYTES:
-        return parse_batch_size_cached(body[:json_bytes])
-    return parse_batch_size(body if json_bytes is None else body[:json_bytes])
-
-
-def parse_batch_size(text: bytes) -> int:
-    return max(map(int, BATCH_SIZE.findall(text)), default=1)
-
-
-parse_batch_size_cached = lru_cache(256)(parse_batch_size)
 
 
 def is_longer_than_searched(prepared: PreparedBody, json_bytes: int | None) -> bool:

@@ -40,7 +40,6 @@ from gateway.routes.passthrough.body import (
     begin_body,
     buffer_body,
     count_buffered_bytes,
-    find_batch_size,
     find_sequence_step,
     guard_body,
     inflate_body,
@@ -103,9 +102,8 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
                     await audit_response(services, scope, start["status"])
                 info.model = model
                 info.version = target.served_version
-                if (choice := target.choice) is not None:
+                if target.choice is not None:
                     start["headers"].append((VERSION_HEADER, info.version.encode()))
-                    send = choice.watch_response(send, info.request_id)
                 if (
                     response.is_complete
                     and not response.is_event_stream
@@ -117,7 +115,6 @@ async def pass_through(services: Services, scope: Scope, receive: Receive, send:
                     info.bytes_out = len(body)
                     await send({"type": "http.response.body", "body": body})
                 else:
-                    slot.mark_stream()
                     async for message in relay_response(response, start, scope):
                         status = start["status"]
                         await send(message)
@@ -234,12 +231,6 @@ async def forward_request(
         forwarded = add_management_headers(forwarded, services.management_headers)
     if action.is_inference:
         remaining_s = await slot.acquire(remaining_s)
-        if not isinstance(prepared.content, bytes):
-            slot.mark_stream()
-        info.rows = 1
-        if has_tensors and services.counts_rows:
-            size = find_batch_size(prepared.beginning, headers.json_bytes)
-            info.rows = await services.count_rows(slot, model, size)
     upstream = RequestTarget(  # named arguments would cost 1.5 µs
         model,
         target.version,
@@ -251,8 +242,6 @@ async def forward_request(
         target.choice,
     )
     call = build_call(scope, route, upstream, forwarded, prepared.content)
-    if target.choice is not None and action.is_inference:
-        call = target.choice.copy_http_call(call, has_tensors=has_tensors)
     return await services.dispatcher.send(call, remaining_s)
 
 

@@ -14,7 +14,7 @@ from prometheus_client import Counter
 
 from gateway.access.peers import ClientCounts, client_network
 from gateway.errors import GatewayError, TooManyConnections
-from gateway.server.protocol.parser import ProtocolLimits
+from gateway.server.protocol.deadlines import ConnectionLimits
 from gateway.telemetry.metrics import OpenConnections
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class ClientAccount:
         self._connections: OpenConnections | None = app_state.get("connections")
         self._refusals_counter: Counter | None = app_state.get("refusals")
 
-    def open(self, connection_count: int, limits: ProtocolLimits) -> int:
+    def open(self, connection_count: int, limits: ConnectionLimits) -> int:
         """Count the connection; return by how many its limits are exceeded, in total or for this client."""
         if self._connections is not None:
             self._connections.open(limits.max_connections)

@@ -18,9 +18,9 @@ from uvicorn.server import ServerState
 
 from gateway.errors import GatewayError, RequestTooSlow, TooManyConnections
 from gateway.server.protocol.clients import ClientAccount, ClientRegistry, parse_socket_name
-from gateway.server.protocol.deadlines import Deadlines, Due
+from gateway.server.protocol.deadlines import ConnectionLimits, Deadlines, Due
 from gateway.server.protocol.exchange import RequestCycle, encode_error_response
-from gateway.server.protocol.parser import ProtocolLimits, RequestParser
+from gateway.server.protocol.parser import RequestParser
 from gateway.telemetry.tracing import create_request_id
 
 HEALTH_PATHS: Final = frozenset((b"/livez", b"/readyz", b"/v2/health/live", b"/v2/health/ready"))
@@ -49,7 +49,7 @@ class HttpProtocol(asyncio.Protocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        limits: ProtocolLimits,
+        limits: ConnectionLimits,
         clients: ClientRegistry,
     ) -> None:
         if not config.loaded:
@@ -86,7 +86,7 @@ class HttpProtocol(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
         self._connections.add(self)
         scope = build_common_scope(transport)
-        self._parser = RequestParser(self, self._limits, scope)
+        self._parser = RequestParser(self, scope)
         self._account = ClientAccount(self._clients, scope["client"], self._app_state)
         excess = self._account.open(len(self._connections), self._limits)
         self._is_reserved = excess > 0

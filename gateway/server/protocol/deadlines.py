@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum, auto
 from math import inf
 from typing import Final
 
-from gateway.server.protocol.parser import ProtocolLimits
-
+MIN_BYTES_PER_S: Final = (
+    1 << 10
+)  # the average rate at which a client must send a body or read a response
 MIN_CHECK_INTERVAL_S: Final = 0.25
 RESERVED_HEADER_TIMEOUT_S: Final = 1.0
 CLOSE_LINGER_S: Final = 1.0
@@ -15,6 +17,18 @@ CLOSE_LINGER_S: Final = 1.0
 LAST_REQUEST_S: Final = 1.0
 # A client that has closed its half is checked after this time.
 HALF_CLOSED_S: Final = 0.05
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """The fields of the same names; see `gateway.config.settings`."""
+
+    max_body_bytes: int = 64 << 20
+    header_timeout_s: float = 10.0
+    body_stall_s: float = 10.0
+    write_timeout_s: float = 30.0
+    max_connections: int = 4096
+    max_connections_per_client: int = 1024  # 0: unlimited
 
 
 class Due(Enum):
@@ -36,7 +50,12 @@ class Deadlines:
     """
 
     def __init__(
-        self, limits: ProtocolLimits, keep_alive_s: float, now: float, *, is_reserved: bool = False
+        self,
+        limits: ConnectionLimits,
+        keep_alive_s: float,
+        now: float,
+        *,
+        is_reserved: bool = False,
     ) -> None:
         self._limits = limits
         self._keep_alive_s = keep_alive_s
@@ -163,14 +182,14 @@ class Deadlines:
                 self.was_paused = is_paused
                 self._body_end += now - self._body_checked_at
             else:
-                moved_s = self._body_bytes / self._limits.min_bytes_per_s
+                moved_s = self._body_bytes / MIN_BYTES_PER_S
                 self._body_end = min(self._body_end + moved_s, now + self._limits.body_stall_s)
             self._body_checked_at = now
             self._body_bytes = 0
 
     def _defer_response(self, now: float, unwritten_bytes: int) -> None:
         if self._response_end < inf:
-            moved_s = (self._unwritten_bytes - unwritten_bytes) / self._limits.min_bytes_per_s
+            moved_s = (self._unwritten_bytes - unwritten_bytes) / MIN_BYTES_PER_S
             self._response_end = min(
                 self._response_end + moved_s, now + self._limits.write_timeout_s
             )

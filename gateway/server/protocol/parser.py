@@ -6,7 +6,6 @@ httptools has no limits and accepts ambiguous request lengths, so both are check
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Final, Protocol
 from urllib.parse import unquote
@@ -17,24 +16,10 @@ from starlette.types import Scope
 from gateway.errors import GatewayError, HeaderTooLarge, MalformedRequest, UrlTooLong
 from gateway.telemetry.request_info import HEADER_FACTS
 
-
-@dataclass(frozen=True)
-class ProtocolLimits:
-    """The settings of the same names; see `gateway.config.settings`."""
-
-    max_header_bytes: int = 64 << 10
-    max_header_fields: int = 100
-    max_url_bytes: int = 8 << 10
-    max_body_bytes: int = 64 << 20
-    max_pipelined: int = 16
-    header_timeout_s: float = 10.0
-    body_stall_s: float = 10.0
-    write_timeout_s: float = 30.0
-    min_bytes_per_s: int = 1 << 10
-    max_connections: int = 4096
-    max_connections_per_client: int = 1024  # 0: unlimited
-
-
+MAX_HEADER_BYTES: Final = 64 << 10  # of a header with the request line, and of trailers
+MAX_HEADER_FIELDS: Final = 100
+MAX_URL_BYTES: Final = 8 << 10
+MAX_PIPELINED: Final = 16  # requests that wait for the response before theirs
 # Copied for each request; a copy that has all keys is faster than one that grows.
 SCOPE: Final[Scope] = {
     "type": "http",
@@ -161,65 +146,56 @@ class RepeatedHead:
 class SizeGuard:
     """The limits that httptools lacks. Raises `HeaderTooLarge` or `UrlTooLong`."""
 
-    def __init__(self, limits: ProtocolLimits) -> None:
-        self._limits = limits
+    def __init__(self) -> None:
         self._header_bytes = 0  # bytes of the header in earlier pieces
         self._framing_bytes = 0  # chunk extensions and trailers since the last body data
 
     def end_header(self, piece_bytes: int, method: bytes, url: bytes, headers: HeaderPairs) -> None:
-        limits = self._limits
-        if (
-            self._header_bytes + piece_bytes > limits.max_header_bytes
-            or len(headers) > limits.max_header_fields
-        ):
+        if self._header_bytes + piece_bytes > MAX_HEADER_BYTES or len(headers) > MAX_HEADER_FIELDS:
             self.check_fields(headers, len(method) + len(url) + len("  HTTP/1.1\r\n"))
-        if len(url) > limits.max_url_bytes:
-            raise UrlTooLong(limits.max_url_bytes)
+        if len(url) > MAX_URL_BYTES:
+            raise UrlTooLong(MAX_URL_BYTES)
         self._header_bytes = 0
         self._framing_bytes = 0
 
     def end_piece_in_header(self, piece_bytes: int, url: bytes) -> None:
-        limits = self._limits
         self._header_bytes += piece_bytes
-        if len(url) > limits.max_url_bytes:
-            raise UrlTooLong(limits.max_url_bytes)
+        if len(url) > MAX_URL_BYTES:
+            raise UrlTooLong(MAX_URL_BYTES)
         # A small read that was parsed at once may contain the end of another request.
-        if self._header_bytes > limits.max_header_bytes + SMALL_READ_BYTES:
+        if self._header_bytes > MAX_HEADER_BYTES + SMALL_READ_BYTES:
             raise self._too_large()
 
     def end_read_in_body(self, read_bytes: int, body_bytes: int) -> None:
         self._framing_bytes = 0 if body_bytes else self._framing_bytes + read_bytes
-        if self._framing_bytes > self._limits.max_header_bytes:
+        if self._framing_bytes > MAX_HEADER_BYTES:
             raise self._too_large()
 
     def check_fields(self, headers: HeaderPairs, first_line_bytes: int = 0) -> None:
         self.check_field_count(headers)
         size = first_line_bytes + sum(len(name) + len(value) + 4 for name, value in headers)
-        if size > self._limits.max_header_bytes:
+        if size > MAX_HEADER_BYTES:
             raise self._too_large()
 
     def check_field_count(self, headers: HeaderPairs) -> None:
-        if len(headers) > self._limits.max_header_fields:
+        if len(headers) > MAX_HEADER_FIELDS:
             raise self._too_large()
 
     def _too_large(self) -> HeaderTooLarge:
-        return HeaderTooLarge(self._limits.max_header_bytes, self._limits.max_header_fields)
+        return HeaderTooLarge(MAX_HEADER_BYTES, MAX_HEADER_FIELDS)
 
 
 class RequestParser:
     """Splits the data of a connection into requests, and delivers their ASGI scopes and bodies."""
 
-    def __init__(
-        self, receiver: RequestReceiver, limits: ProtocolLimits, common_scope: Scope
-    ) -> None:
+    def __init__(self, receiver: RequestReceiver, common_scope: Scope) -> None:
         self.is_closed = False  # all further data is ignored
         self.pending = 0  # pipelined requests that wait; the receiver sets it
         self.unparsed = b""  # data that is parsed when fewer requests wait
         self._receiver = receiver
-        self._limits = limits
         self._scope = {**SCOPE, **common_scope}
         self._parser = httptools.HttpRequestParser(self)
-        self._sizes = SizeGuard(limits)
+        self._sizes = SizeGuard()
         self._repeated = RepeatedHead(receiver)
         self._phase = REQUEST_END
         self._body: IncomingBody | None = None  # None unless a body is being received
@@ -291,7 +267,7 @@ class RequestParser:
         start = 0
         self.unparsed = b""
         while start < len(data) and not self.is_closed:
-            if self.pending >= self._limits.max_pipelined:
+            if self.pending >= MAX_PIPELINED:
                 self.unparsed = data[start:]
                 return
             body_bytes = 0 if self._body is None else self._body.remaining_bytes

@@ -1,37 +1,29 @@
-"""Messages that arrive slowly, or while the event loop is busy, and the slots that they take."""
+"""Messages that arrive slowly, or while the event loop is busy, and the places that they take."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from threading import Event
 from typing import Any
 
 import grpc
 import psutil
 import pytest
-from prometheus_client import Counter
 
 from gateway.capabilities.grpc_api.receive import (
-    CHECK_PERIOD_S,
     FAST_RECEIVE_S,
-    MIN_FAST_MESSAGES,
-    MessageReader,
-    ReceiveSlots,
+    MAX_FAST_MESSAGES,
+    MessagePlaces,
+    MessageReceiver,
+    TooManyLargeMessages,
 )
 from gateway.capabilities.grpc_api.server import build_options
-from gateway.capabilities.grpc_api.settings import GrpcSettings
 from gateway.config.settings import Settings
-from gateway.memory import (
-    ALLOWED_EXCESS_BYTES,
-    MIN_BUDGET_BYTES,
-    MemoryBudget,
-    MemoryBudgetExceeded,
-    resident_bytes,
-)
+from gateway.errors import RequestTooSlow
 from gateway.tasks import cancel_tasks
+from gateway.telemetry.metrics import Metrics
 from tests.support.wait import TIMEOUT_S, wait_until, wait_until_async
 
 METHOD = "/test.Service/Method"
@@ -61,96 +53,33 @@ class EndlessCall:
             raise
 
 
-class SilentCall:
-    """A receiver whose message does not arrive."""
-
-    def __init__(self, caller: str, *, can_end: bool = True) -> None:
-        self.caller = caller
-        self.can_end = can_end
-        self.is_ended = False
-
-    def end_for_others(self) -> None:
-        self.is_ended = True
+def make_receiver(places: int) -> MessageReceiver:
+    return MessageReceiver(MessagePlaces(places, TooManyLargeMessages, Metrics()))
 
 
-def make_slots(count: int, stall_s: float = 60, *, is_memory_scarce: bool = True) -> ReceiveSlots:
-    """Slots for messages of one byte; scarce memory stays so until the process is looked at."""
-    memory = MemoryBudget(MIN_BUDGET_BYTES, Counter("shed", "", ["reason"], registry=None))
-    memory.update_excess(resident_bytes())
-    memory.excess_bytes = int(is_memory_scarce)
-    return ReceiveSlots(memory, count, 1, stall_s)
-
-
-async def test_messages_without_a_slot_end_when_the_process_grows() -> None:
-    """Until then, hundreds of streams may wait for their next message."""
-    slots = make_slots(4, is_memory_scarce=False)
-    calls = [SilentCall(caller) for caller in 100 * "a" + "bc"]
-    busy = [SilentCall("a", can_end=False) for _ in range(2)]
-    for call in calls:
-        slots.acquire(call)
-    assert slots.try_read_ahead(busy[0])
-    assert not slots.try_read_ahead(busy[1])  # a caller has a quarter of the slots for these
-    await asyncio.sleep(2 * CHECK_PERIOD_S)
-    assert not any(call.is_ended for call in calls)
-    growth = bytearray(b"1") * (3 * ALLOWED_EXCESS_BYTES)
-    await wait_until_async(lambda: sum(call.is_ended for call in calls) == 99)
-    assert [call.caller for call in calls if not call.is_ended] == ["a", "b", "c"]
-    assert not busy[0].is_ended
-    assert len(growth)
-
-
-@pytest.mark.parametrize(
-    ("holders", "caller", "stall_s", "victim"),
-    [
-        ("aaaaaaaa", "b", 60, 7),
-        ("aaaaaabb", "b", 60, None),
-        ("aaaaaabc", "c", 60, 5),
-        ("aabbccdd", "e", 60, None),
-        ("aaabbbcd", "a", 60, None),
-        ("aabbccdd", "e", 0, 0),
-        ("aabbccdd", "b", 0, 2),
-        ("abcdefgh", "h", 0, 7),
-        ("aaaabbcd", "a", 0, 0),
-    ],
-)
-async def test_message_without_a_slot_takes_it_from_the_caller_that_has_most(
-    holders: str, caller: str, stall_s: float, victim: int | None
-) -> None:
-    """A caller has a quarter of eight slots for itself, as long as its messages are not stalled."""
-    slots = make_slots(8, stall_s)
-    calls = [SilentCall(holder) for holder in holders]
-    for call in calls:
-        slots.acquire(call)
-    with nullcontext() if victim is not None else pytest.raises(MemoryBudgetExceeded):
-        slots.acquire(SilentCall(caller))
-    ended = [number for number, call in enumerate(calls) if call.is_ended]
-    assert ended == ([] if victim is None else [victim])
-
-
-async def test_call_cancelled_at_its_deadline_stays_cancelled_and_its_read_goes_on() -> None:
-    """A cancelled read leaks the message that arrives afterwards."""
-    slots, call = make_slots(1), EndlessCall()
-    reader = MessageReader(call, slots, "caller", FAST_RECEIVE_S)
-    reading = asyncio.create_task(reader.read())
-    await asyncio.sleep(0)
-    reader.end_for_others()
-    reading.cancel()
-    await asyncio.wait([reading])
-    assert reading.cancelled()
-    assert not call.is_cancelled
-    slots.acquire(SilentCall("other"))  # the only slot is free again
+async def test_late_message_has_a_place_until_its_call_ends() -> None:
+    receiver = make_receiver(1)
+    calls = [EndlessCall() for _ in range(3)]
+    with pytest.raises(RequestTooSlow):
+        await receiver.read(calls[0], "caller", FAST_RECEIVE_S)
+    reading = asyncio.create_task(receiver.read(calls[1], "caller", TIMEOUT_S))
+    with pytest.raises(TooManyLargeMessages):
+        await asyncio.gather(reading, receiver.read(calls[2], "other", TIMEOUT_S))
+    await cancel_tasks([reading])
+    with pytest.raises(RequestTooSlow):  # its place is free again
+        await receiver.read(calls[2], "other", FAST_RECEIVE_S)
+    assert not any(call.is_cancelled for call in calls)  # a cancelled read leaks its message
 
 
 async def test_messages_of_one_caller_arrive_some_at_a_time_and_delay_no_other_caller() -> None:
-    slots = make_slots(4)
-    calls = [EndlessCall() for _ in range(2 * MIN_FAST_MESSAGES)]
-    readers = [MessageReader(call, slots, "caller", TIMEOUT_S) for call in calls]
+    receiver = make_receiver(4)
+    calls = [EndlessCall() for _ in range(2 * MAX_FAST_MESSAGES)]
     other = EndlessCall()
-    reading = [asyncio.create_task(reader.read()) for reader in readers]
-    reading.append(asyncio.create_task(MessageReader(other, slots, "other", TIMEOUT_S).read()))
+    reading = [asyncio.create_task(receiver.read(call, "caller", TIMEOUT_S)) for call in calls]
+    reading.append(asyncio.create_task(receiver.read(other, "other", TIMEOUT_S)))
     for _ in range(3):
         await asyncio.sleep(0)
-    assert sum(call.is_reading for call in calls) == MIN_FAST_MESSAGES
+    assert sum(call.is_reading for call in calls) == MAX_FAST_MESSAGES
     assert other.is_reading
     await wait_until_async(lambda: all(call.is_reading for call in calls))
     await cancel_tasks(reading)
@@ -188,7 +117,7 @@ async def test_stream_that_is_not_read_receives_little() -> None:
             is_counted.set()
             return unread
 
-    server = grpc.aio.server(options=build_options(Settings(), GrpcSettings(), shares_port=False))
+    server = grpc.aio.server(options=build_options(Settings(), shares_port=False))
     server.add_generic_rpc_handlers((OneMethod(handle),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -198,10 +127,9 @@ async def test_stream_that_is_not_read_receives_little() -> None:
         await server.stop(0)
 
 
-async def test_message_that_arrives_while_the_loop_is_busy_needs_no_slot() -> None:
+async def test_message_that_arrives_while_the_loop_is_busy_needs_no_place() -> None:
     is_reading, is_sent = Event(), Event()
-    slots = make_slots(1)
-    slots.acquire(SilentCall("other"))  # the only one
+    receiver = make_receiver(0)
 
     def block_loop() -> None:
         is_reading.set()
@@ -210,7 +138,7 @@ async def test_message_that_arrives_while_the_loop_is_busy_needs_no_slot() -> No
 
     async def handle(_: Any, context: Any) -> bytes:
         asyncio.get_running_loop().call_soon(block_loop)
-        return bytes(await MessageReader(context, slots, "", TIMEOUT_S).read())
+        return bytes(await receiver.read(context, "", TIMEOUT_S))
 
     def send_messages() -> Iterator[bytes]:
         is_reading.wait(TIMEOUT_S)
@@ -242,8 +170,7 @@ async def test_message_that_arrives_when_its_call_ends_is_freed() -> None:
         time.sleep(0.02)  # until the message is there
 
     async def handle(_: Any, context: Any) -> bytes:
-        reader = MessageReader(context, make_slots(1), "", TIMEOUT_S)
-        reading = asyncio.create_task(reader.read())
+        reading = asyncio.create_task(make_receiver(1).read(context, "", TIMEOUT_S))
         await asyncio.sleep(0)
         asyncio.get_running_loop().call_soon(block_loop)
         await asyncio.sleep(0)
@@ -264,7 +191,7 @@ async def test_message_that_arrives_when_its_call_ends_is_freed() -> None:
                 is_sent.clear()
                 method(send_messages(), timeout=TIMEOUT_S)
 
-    server = grpc.aio.server(options=build_options(Settings(), GrpcSettings(), shares_port=False))
+    server = grpc.aio.server(options=build_options(Settings(), shares_port=False))
     server.add_generic_rpc_handlers((OneMethod(handle),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -173,6 +173,12 @@ def test_unusable_grpc_port_ends_the_start_with_its_number(triton: Triton) -> No
         assert f"--port and GATEWAY_GRPC_PORT both use port {port}" in command.output
 
 
+def test_budget_without_room_for_a_message_ends_the_start(triton: Triton) -> None:
+    with Serving(triton, max_body_bytes="5000000", max_bytes_in_flight="4000000") as command:
+        assert command.end() == 1
+        assert "gRPC needs 5000000 bytes for a message of GATEWAY_MAX_BODY_BYTES" in command.output
+
+
 def test_up_serves_grpc(tmp_path: Path) -> None:
     write_echo(tmp_path, "echo")
     (port,) = free_ports(1)

@@ -31,10 +31,9 @@ from tests.support.metrics import metric
 from tests.support.servers import Triton, free_ports, gateway_before
 from tests.support.wait import TIMEOUT_S, wait_until
 
-MAX_SHADOW_BYTES = 1000
 COPIES = f'gateway_shadow_requests_total{{model="{NAME}",label="stable",version="2",result="%s"}}'
 # By the behaviour of the shadow version.
-RESULTS: dict[str, dict[str, Any]] = {"equal": {}, "different": {"factor": 2}}
+RESULTS: dict[str, dict[str, Any]] = {"succeeded": {}, "failed": {"fail_every": 1}}
 
 
 def infer(
@@ -117,9 +116,7 @@ def test_call_is_copied_to_the_shadow_of_its_label(tmp_path: Path) -> None:
     (port,), repository = free_ports(1), write_versions(tmp_path / "models")
     with (
         Triton(repository, NAME) as triton,
-        gateway_before(
-            triton.options.url, grpc_port=str(port), max_shadow_bytes=str(MAX_SHADOW_BYTES)
-        ) as http,
+        gateway_before(triton.options.url, grpc_port=str(port)) as http,
         triton_grpc.InferenceServerClient(f"127.0.0.1:{port}") as client,
     ):
         triton.wait()
@@ -130,8 +127,10 @@ def test_call_is_copied_to_the_shadow_of_its_label(tmp_path: Path) -> None:
             set_behaviour(repository, 2, **behaviour)
             assert infer(client, NAME, "stable") == "1"
             wait_until(partial(metric, http, COPIES % result))
-        assert infer(client, NAME, "stable", shape=(1, MAX_SHADOW_BYTES)) == "1"
-        wait_until(partial(metric, http, COPIES % "dropped"))
+        assert infer(client, NAME, "stable", shape=(1, 300_000)) == "1"
+        wait_until(partial(metric, http, COPIES % "too_large"))
+        assert infer_in_stream(client, NAME, "stable") == "1"
+        wait_until(partial(metric, http, COPIES % "unsupported"))
 
 
 @pytest.mark.long

@@ -80,9 +80,7 @@ class Service:
 
 
 @contextmanager
-def serve_with(
-    folder: Path, triton_url: str, client_auth: str, *, cors_credentials: str = "false"
-) -> Iterator[Service]:
+def serve_with(folder: Path, triton_url: str, client_auth: str) -> Iterator[Service]:
     authority = trustme.CA()
     clients = trustme.CA()
     write_pair(authority, folder)
@@ -97,7 +95,6 @@ def serve_with(
         "GATEWAY_TLS_CLIENT_CA_FILE": str(folder / "clients.pem"),
         "GATEWAY_TLS_CLIENT_AUTH": client_auth,
         "GATEWAY_CORS_ORIGINS": APPLICATION,
-        "GATEWAY_CORS_CREDENTIALS": cors_credentials,
         "GATEWAY_GRPC_PORT": str(grpc_port),
         "GATEWAY_LOG_FORMAT": "json",
     }
@@ -121,7 +118,7 @@ def required(triton_url: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture(scope="module")
 def optional(triton_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("optional")
-    with serve_with(folder, triton_url, "optional", cors_credentials="true") as service:
+    with serve_with(folder, triton_url, "optional") as service:
         yield service
 
 
@@ -202,14 +199,6 @@ def test_certificate_of_a_browser_counts_for_the_gateways_own_page_only(required
     own = {"Origin": f"https://127.0.0.1:{required.port}", "Sec-Fetch-Site": "same-origin"}
     for headers in (own, {"Sec-Fetch-Site": "none"}):
         assert required.get(METRICS, ops, headers=headers).status_code == 200, headers
-
-
-def test_pages_with_cors_credentials_may_use_the_certificate_of_the_browser(
-    optional: Service,
-) -> None:
-    ops = ("URI", "spiffe://prod/ops/a")
-    statuses = [optional.get(METRICS, ops, headers=each).status_code for each in CROSS_ORIGIN]
-    assert statuses == [403, 403, 403, 403, 200]
 
 
 @pytest.mark.fault("client certificates that have expired")

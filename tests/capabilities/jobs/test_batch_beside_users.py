@@ -24,17 +24,14 @@ USERS_PER_S = 10
 SECONDS = 30
 
 
-@pytest.fixture(scope="module", params=["0", "auto"])
-def client(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[httpx.Client]:
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder = tmp_path_factory.mktemp("models")
     write_repository(folder, AS_WRITTEN, (OWN, OTHER, TWO))
     entries = [entry(INFER, "infer", priority="interactive"), entry(BOTH, "infer")]
     settings = {
         "keys_file": str(written(tmp_path_factory.mktemp("keys") / "keys.yaml", entries)),
         "jobs": f"sqlite://{tmp_path_factory.mktemp('jobs')}",
-        "max_model_inflight": request.param,
         **LOG_WARNINGS,
     }
     with (

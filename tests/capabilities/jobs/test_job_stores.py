@@ -8,20 +8,16 @@ import shutil
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from threading import Event
 from urllib.parse import urlsplit
 
 import orjson
 import pytest
-from prometheus_client import CollectorRegistry
 
 from gateway.capabilities.jobs.acceptance import add_job
-from gateway.capabilities.jobs.batches.rows import ArchiveWriter
 from gateway.capabilities.jobs.capability import create_store
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable, TooManyJobs
 from gateway.capabilities.jobs.job import Job, JobState, encode_job
@@ -30,12 +26,9 @@ from gateway.capabilities.jobs.settings import JobSettings
 from gateway.capabilities.jobs.storage.files import LEFT_OVER_AFTER_S
 from gateway.capabilities.jobs.storage.store import JobLimits, JobQuery, JobStore
 from gateway.errors import MalformedRequest
-from gateway.memory import MemoryBudget, MemoryCharge
-from gateway.telemetry.metrics import MetricFactory
 from tests.capabilities.jobs.unit.test_job import QUEUED
-from tests.support.archives import zipped
 from tests.support.redis_server import RedisServer
-from tests.support.wait import TIMEOUT_S, wait_until_async
+from tests.support.wait import wait_until_async
 
 LIMITS = JobLimits(10_000, 100)
 
@@ -79,41 +72,6 @@ async def add(store: JobStore, *names: str) -> None:
         await store.add(job, LIMITS)
 
 
-@pytest.mark.parametrize("has_folder", [True, False])
-def test_body_can_be_opened_as_a_file(settings: JobSettings, has_folder: bool) -> None:
-    async def work(store: JobStore) -> None:
-        for piece in (b"12", b"3"):
-            await store.files.append("a.archive.body", piece)
-        with await store.files.open_file("a.archive.body") as file:
-            assert os.pread(file.fileno(), 10, 0) == file.read() == b"123"
-
-    if not has_folder:
-        settings = settings.model_copy(update={"jobs_folder": None})
-    run_with(settings, work)
-
-
-def test_archive_is_expanded_while_all_threads_of_others_are_busy(tmp_path: Path) -> None:
-    budget = MemoryBudget(1 << 20, MetricFactory(CollectorRegistry()).counter("shed", "Shed."))
-    settings = JobSettings(jobs=f"sqlite://{tmp_path}")
-
-    async def work(store: JobStore) -> None:
-        jobs = Jobs(store, settings, 10)
-        others = ThreadPoolExecutor(1)
-        asyncio.get_running_loop().set_default_executor(others)
-        is_expanded = Event()
-        busy = asyncio.create_task(asyncio.to_thread(is_expanded.wait, TIMEOUT_S))
-        await asyncio.sleep(0)
-        file, archive = ArrivingBody(jobs, "a.body"), ArrivingBody(jobs, "a.archive.body")
-        writer = ArchiveWriter(file, 10, MemoryCharge(budget), archive=archive, jobs=jobs)
-        await writer.feed(zipped({"a.json": b"{}"}))
-        await writer.finish()
-        is_expanded.set()
-        assert await busy  # it was not expanded because the other work timed out
-        assert writer.rows == 1
-
-    run_with(settings, work)
-
-
 def test_bodies_that_arrive_count_at_the_limit_of_bytes(tmp_path: Path) -> None:
     settings = JobSettings(jobs=f"sqlite://{tmp_path}", max_jobs_bytes=100)
 
@@ -143,7 +101,7 @@ def test_bodies_that_cannot_be_deleted_count_no_longer(tmp_path: Path) -> None:
                 await other.append(bytes(10))
                 shutil.rmtree(tmp_path / "files")
                 (tmp_path / "files").touch()
-                raise MalformedRequest("the archive is damaged")
+                raise MalformedRequest("the body is damaged")
 
         with pytest.raises(JobsUnavailable):
             await receive()
@@ -162,7 +120,7 @@ def test_body_counts_no_longer_whatever_error_the_store_has(tmp_path: Path) -> N
         body = ArrivingBody(jobs, QUEUED.body_file)
         await body.append(b"abc")
         with pytest.raises(TypeError):
-            await add_job(jobs, replace(QUEUED, details={"not JSON": object()}), body)
+            await add_job(jobs, replace(QUEUED, error="\ud800"), body)
         assert jobs.incoming_bytes == 0
 
     run_with(settings, work)
@@ -254,28 +212,17 @@ def test_counts_follow_every_change(settings: JobSettings) -> None:
     run_with(settings, work)
 
 
-def test_stored_files_do_not_run_and_count_as_unfinished(settings: JobSettings) -> None:
-    stored = replace(QUEUED, owner="a", state=JobState.stored, ended_at=QUEUED.created_at)
-    limits = JobLimits(10_000, 3)
+def test_unfinished_jobs_of_a_caller_are_limited(settings: JobSettings) -> None:
+    limits = JobLimits(10_000, 2)
 
     async def work(store: JobStore) -> None:
-        await add(store, "a1")
-        for name in ("file-1", "file-2"):
-            await store.add(replace(stored, id=name), limits)
+        await add(store, "a1", "a2", "b1")
+        (running,) = await store.claim(1, time.time())
+        third = replace(QUEUED, id="a3", owner="a")
         with pytest.raises(TooManyJobs):
-            await store.add(replace(stored, id="file-3"), limits)
-        assert [job.id for job in await store.claim(10, time.time())] == ["a1"]
-        for owner in ("a", None):
-            files = await store.list_jobs(JobQuery(owner, id_prefix="file-"))
-            assert [file.id for file in files] == ["file-2", "file-1"]
-        page = await store.list_jobs(JobQuery("a", id_prefix="file-", after="file-2", limit=1))
-        assert [file.id for file in page] == ["file-1"]
-        await store.delete(files[0])
-        await store.add(replace(stored, id="file-3"), limits)
-        assert [job.id for job in await store.find_outdated(time.time(), 10)] == [
-            "file-1",
-            "file-3",
-        ]
+            await store.add(third, limits)
+        assert await store.replace(running.cancel(500.0), running.token)
+        assert await store.add(third, limits) is third
 
     run_with(settings, work)
 

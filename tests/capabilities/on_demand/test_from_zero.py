@@ -50,10 +50,11 @@ def test_requests_wait_for_the_first_replica(tmp_path: Path) -> None:
         url = str(fleet.client.base_url).rstrip("/")
         answers = [pool.submit(send_request, url, number) for number in range(COUNT)]
         wait_until(lambda: count_held(fleet) == COUNT)
+        assert metric(fleet.client, "gateway_demand") == COUNT  # by which KEDA starts the fleet
         fleet.triton.start()
         statuses = Counter(answer.result().status_code for answer in answers)
         assert statuses == {200: COUNT}
-        assert count_held(fleet) == 0
+        wait_until(lambda: count_held(fleet) == 0)
         wait_until(lambda: "asleep" not in fleet.client.get("/readyz").json())
         assert fleet.client.get("/readyz").json()["ready"] is True
 

@@ -109,7 +109,7 @@ class RenamedModels:
         return f'[data-output="{self.names.tensor(name)}"]'
 
 
-FLAG = replace(identity("flag", "BOOL", (1,), 8), hints={"example.X": "true"})
+FLAG = replace(identity("flag", "BOOL", (1,), 8), hints={"examples.X": r"[\"true\"]"})
 JSON = replace(identity("json", "BYTES", (1,), 8), hints={"content_type.Y": "application/json"})
 
 
@@ -318,31 +318,6 @@ def test_key_is_asked_for_until_it_is_valid_and_kept_in_the_tab_alone(
     page.click("#key-button")
     page.click("#key-remove")
     page.see("#live-notice", "A key is required.")
-
-
-def test_usage_of_all_keys_or_of_one_is_shown(
-    page: browser.Page, triton: tuple[str, Names], tmp_path: Path
-) -> None:
-    keys = written(tmp_path / "keys.yaml", [entry(INFER, "infer"), entry(ADMIN, "admin")])
-    with gateway_of(page, triton[0], keys_file=str(keys), usage="true") as client:
-        url = str(client.base_url)
-        for key in (INFER, ADMIN):
-            client.get("/v1/models", headers=bearer(key))
-        page.open(url, "#usage", key=ADMIN)
-        callers = "#usage-table tbody th"
-        page.until(lambda: {each.text for each in page.all(callers)} == {"admin", "infer"}, "both")
-        assert page.text("#usage-scope") == "Of all keys, by UTC days."
-        assert "no model" in page.text("#usage-table")
-        assert not faults(page)
-        assert not page.run(SMALL_CONTROLS, 32)
-        with page.phone():
-            assert page.run("return document.documentElement.scrollWidth - innerWidth") <= 0
-            button = page.find("#key-button").rect
-            assert button["x"] + button["width"] <= 390
-        page.refusals = {403}
-        page.open(url, "#usage", key=INFER)
-        page.see("#usage-scope", "Of this key")
-        assert {each.text for each in page.all(callers)} == {"infer"}
 
 
 def test_model_is_unloaded_and_loaded_with_a_report_of_each_replica(

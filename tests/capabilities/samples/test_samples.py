@@ -1,13 +1,10 @@
-"""Samples of traffic before a real Triton: events over HTTP and in files, and what they never contain."""
+"""Samples of traffic before a real Triton: the events, and what they never contain."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,7 +15,6 @@ from tritonclient.grpc import service_pb2
 from tests.capabilities.grpc_api.support.grpc_gateway import INFER as INFER_METHOD
 from tests.capabilities.grpc_api.support.grpc_gateway import STREAM, call_bytes
 from tests.capabilities.samples.support.sink import HttpSink, Received, http_sink
-from tests.support.gateway_forks import run_gateway
 from tests.support.keys import ADMIN, INFER, bearer, entry, written
 from tests.support.metrics import metric
 from tests.support.model_folders import write_model_folder
@@ -84,6 +80,7 @@ MODEL, COUNTING = "echo", "counting"
 V1, V2 = f"/v1/models/{MODEL}/infer", f"/v2/models/{MODEL}/versions/1/infer"
 MIB = 1 << 20
 METRICS_PAGE = ROOT / "docs/operate/metrics.md"
+DROPPED = 'gateway_sample_events_dropped_total{reason="%s"}'
 
 
 def v2_body(text: str) -> dict[str, Any]:
@@ -116,12 +113,6 @@ def stream(port: int, request_id: str, message: bytes) -> list[Any]:
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         responses = channel.stream_stream(STREAM)(iter([message]), metadata=metadata, timeout=60)
         return [service_pb2.ModelStreamInferResponse.FromString(each) for each in responses]
-
-
-def split_document(event: Received) -> tuple[dict[str, Any], bytes]:
-    """Return the JSON of a document, and the data of its tensors."""
-    length = int(event.attributes["jsonlength"])
-    return json.loads(event.data[:length]), event.data[length:]
 
 
 @pytest.fixture(scope="module")
@@ -245,9 +236,7 @@ def test_only_inferences_that_may_be_sampled_are(sampled: tuple[httpx.Client, Ht
     assert len(sink.connections) <= 8
 
 
-def test_long_bodies_are_replaced_by_their_lengths_and_hashes(
-    sampled: tuple[httpx.Client, HttpSink],
-) -> None:
+def test_long_bodies_are_replaced_by_their_lengths(sampled: tuple[httpx.Client, HttpSink]) -> None:
     client, sink = sampled
     text = b"a" * 3 * MIB
     pieces = (text[start : start + MIB // 3] for start in range(0, len(text), MIB // 3))
@@ -256,44 +245,39 @@ def test_long_bodies_are_replaced_by_their_lengths_and_hashes(
     for event, body in zip(sink.find("long"), (text, answer.content), strict=True):
         assert event.data == b""
         assert event.attributes["datalength"] == str(len(body))
-        assert event.attributes["datasha256"] == hashlib.sha256(body).hexdigest()
 
 
-def test_call_over_grpc_is_recorded_as_it_is_over_http(
+def test_events_of_a_call_over_grpc_have_its_messages(
     sampled: tuple[httpx.Client, HttpSink], grpc_port: int
 ) -> None:
     _, sink = sampled
     message = build_message(MODEL, {"TEXT": encode_text(b"\xff")}, "1")
-    response = service_pb2.ModelInferResponse.FromString(call(grpc_port, "grpc", message))
+    response = call(grpc_port, "grpc", message)
     wait_until(lambda: len(sink.find("grpc")) == 2)
     request, answer = sink.find("grpc")
     expected = {"model": MODEL, "modelversion": "1", "statuscode": "200", "caller": "shop"}
     for event in (request, answer):
         assert event.attributes.items() >= {**expected, "path": INFER_METHOD}.items()
-        assert event.headers["content-type"] == "application/octet-stream"
+        assert event.headers["content-type"] == "application/x-protobuf"
         assert INFER not in str(event)
-    document, data = split_document(request)
-    tensor = {"name": "TEXT", "datatype": "BYTES", "shape": [1]}
-    assert document["inputs"] == [{**tensor, "parameters": {"binary_data_size": 5}}]
-    assert data == b"\x01\x00\x00\x00\xff"
-    document, data = split_document(answer)
-    assert [each["name"] for each in document["outputs"]] == ["ECHO", "LENGTH"]
-    assert data == b"".join(response.raw_output_contents)
+    assert request.data == message
+    assert answer.data == response
 
 
-def test_responses_of_a_stream_are_one_document(
+def test_responses_of_a_stream_are_one_message(
     sampled: tuple[httpx.Client, HttpSink], grpc_port: int
 ) -> None:
     _, sink = sampled
     three = b"\x00\x42"
-    assert len(stream(grpc_port, "", build_message(COUNTING, {"COUNT": ("FP16", three)}))) == 3
+    message = build_message(COUNTING, {"COUNT": ("FP16", three)})
+    assert len(stream(grpc_port, "", message)) == 3
     wait_until(lambda: len(find_by_path(sink, STREAM)) == 2)
     request, answer = find_by_path(sink, STREAM)
     assert request.attributes["id"] == answer.attributes["id"]
-    assert split_document(request)[1] == three
-    document, data = split_document(answer)
-    assert [each["name"] for each in document["outputs"]] == 3 * ["NUMBER"]
-    assert data == 3 * three
+    assert request.data == message
+    responses = service_pb2.ModelStreamInferResponse.FromString(answer.data).infer_response
+    assert [each.name for each in responses.outputs] == 3 * ["NUMBER"]
+    assert list(responses.raw_output_contents) == 3 * [three]
 
 
 def find_by_path(sink: HttpSink, path: str) -> list[Received]:
@@ -315,13 +299,12 @@ def test_calls_over_grpc_have_the_limits_of_requests_over_http(
     call(grpc_port, "grpc-large", large)
     wait_until(lambda: len(sink.find("grpc-large")) == 2)
     wait_until(lambda: len(sink.find("grpc-old")) == 2)
-    error = json.loads(sink.find("grpc-old")[1].data)
-    assert "too old" in error["error"]
-    assert error["request_id"] == "grpc-old"
+    failed = sink.find("grpc-old")[1]
+    assert failed.data == b""
+    assert failed.attributes.items() >= {"statuscode": "500", "incomplete": "true"}.items()
     request, _ = sink.find("grpc-large")
     assert request.data == b""
     assert request.attributes["datalength"] == str(len(large))
-    assert request.attributes["datasha256"] == hashlib.sha256(large).hexdigest()
     sampled_ids = {event.attributes["requestid"] for event in sink.events}
     assert sampled_ids.isdisjoint({"grpc-out", "grpc-private"})
 
@@ -336,8 +319,7 @@ def test_sink_that_stops_costs_bounded_memory_and_no_request(triton: str) -> Non
             answer = send(client, str(number), V1, content=b"a" * (MIB - 1000))
             assert answer.status_code == 200
             assert metric(client, "gateway_sample_queue_bytes") <= 16 * MIB
-        dropped = 'gateway_sample_events_dropped_total{reason="queue_full"}'
-        count = metric(client, dropped)
+        count = metric(client, DROPPED % "queue_full")
         assert count > 0
         sink.answers.set()
         wait_until(lambda: metric(client, "gateway_sample_queue_events") == 0)
@@ -345,7 +327,9 @@ def test_sink_that_stops_costs_bounded_memory_and_no_request(triton: str) -> Non
         received = {event.attributes["requestid"] for event in sink.events}
         assert len(received.intersection(map(str, range(20)))) == 20 - count / 2
         distinct = {(each.attributes["id"], each.is_request) for each in sink.events}
-        assert metric(client, "gateway_sample_events_sent_total") == len(distinct)
+        # Of a machine so slow that these timed out.
+        late = metric(client, DROPPED % "unavailable")
+        assert metric(client, "gateway_sample_events_sent_total") + late == len(distinct)
         page = client.get("/metrics").text
     rows = re.findall(
         r"^\| `(gateway_sample_\w+)` \| (\w+) \| \w* \| (.*) \|$", METRICS_PAGE.read_text(), re.M
@@ -354,130 +338,59 @@ def test_sink_that_stops_costs_bounded_memory_and_no_request(triton: str) -> Non
     assert [(name, text, kind) for name, kind, text in rows] == shown
 
 
-def test_events_that_the_sink_refuses_are_dropped(triton: str) -> None:
+@pytest.mark.fault("the sink of samples stops, is slow or refuses them")
+def test_events_that_the_sink_does_not_accept_are_dropped(triton: str) -> None:
     with (
         http_sink() as sink,
         gateway(triton, samples=sink.url, sample_rate="1") as (client, command),
     ):
         sink.status = 403
         start_sampling(client)
-        refused = 'gateway_sample_events_dropped_total{reason="refused"}'
-        wait_until(lambda: metric(client, refused) >= 2)
+        wait_until(lambda: metric(client, DROPPED % "refused") >= 2)
         command.wait_for("the sink answered with status 403")
-        # An event is sent again after another error.
-        sink.status = 503
-        failures = metric(client, "gateway_sample_failures_total")
-        send(client, "accepted", V1, content=b"text").raise_for_status()
-        wait_until(lambda: metric(client, "gateway_sample_failures_total") >= failures + 2)
         sink.status = 200
+        send(client, "accepted", V1, content=b"text").raise_for_status()
         wait_until(lambda: len(sink.find("accepted")) == 2)
-
-
-def read_events(folder: Path) -> list[dict[str, Any]]:
-    """Return the events that are written; the end of a file may not be yet."""
-    written = b"".join(path.read_bytes() for path in sorted(folder.glob("*.jsonl")))
-    return [json.loads(line) for line in written.split(b"\n")[:-1]]
-
-
-def sort_events(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the events of a folder by the IDs of their requests, and request or response."""
-    events = read_events(folder)
-    return {(each["requestid"], each["type"].rpartition(".")[2]): each for each in events}
-
-
-def test_values_of_named_tensors_are_left_out(triton: str, tmp_path: Path) -> None:
-    settings = {"samples": f"file://{tmp_path}", "samples_redact": "SECRET,ECHO,ELSEWHERE"}
     (port,) = free_ports(1)
-    settings["grpc_port"] = str(port)
-    with gateway(triton, sample_rate="1", **settings) as (client, _):
+    settings = {"samples": f"http://127.0.0.1:{port}", "sample_rate": "1"}
+    with gateway(triton, **settings) as (client, command):
         start_sampling(client)
-        both = {"TEXT": "seen", "SECRET": "hidden"}
-        send(client, "named", V1, json={"inputs": both}).raise_for_status()
-        send(client, "unnamed", V1, content=b"hidden").raise_for_status()
-        tensors = [
-            {"name": name, "datatype": "BYTES", "shape": [1], "data": [text]}
-            for name, text in both.items()
-        ]
-        send(client, "triton", V2, json={"inputs": tensors}).raise_for_status()
-        failed = send(client, "failed", V1, json={"inputs": {**both, "hidden": "hidden"}})
-        assert failed.status_code == 422
-        tensors_over_grpc = {name: encode_text(text.encode()) for name, text in both.items()}
-        call(port, "grpc", build_message(MODEL, tensors_over_grpc))
-        wait_until(lambda: ("grpc", "response") in sort_events(tmp_path))
-    events = sort_events(tmp_path)
-    assert events["named", "request"]["data"] == {"inputs": {"TEXT": "seen", "SECRET": None}}
-    assert events["named", "response"]["data"]["outputs"] == {"ECHO": None, "LENGTH": [4]}
-    shown = [tensor["data"] for tensor in events["triton", "request"]["data"]["inputs"]]
-    assert shown == [["seen"], None]
-    for side, hidden in (("request", "SECRET"), ("response", "ECHO")):
-        assert events["grpc", side]["redacted"] == "true"
-        assert f'"{hidden}","parameters":{{}},' in events["grpc", side]["data"]
-    assert "seen" in events["grpc", "request"]["data"]
-    assert "seen" not in events["grpc", "response"]["data"]
-    for key in (("unnamed", "request"), ("failed", "request"), ("failed", "response")):
-        assert events[key]["redacted"] == "true"
-        assert events[key].keys().isdisjoint(("data", "data_base64", "datasha256"))
-        assert events[key]["datalength"] > 0
-    assert "hidden" not in str(events.values())
+        wait_until(lambda: metric(client, DROPPED % "unavailable") >= 2)
+        command.wait_for("samples are not delivered")
+        wait_until(lambda: metric(client, "gateway_sample_queue_bytes") == 0)
 
 
-def test_folder_keeps_files_by_hour_until_they_are_old_or_erased(
-    triton: str, keys: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("names", "hidden"),
+    [
+        ("ELSEWHERE", set()),
+        (f"ELSEWHERE,{MODEL}", {"request", "response", "stream", "failed"}),
+        ("SECRET", {"request", "stream", "failed"}),
+        ("ECHO", {"response", "stream", "failed"}),
+    ],
+)
+def test_messages_of_listed_tensors_and_models_have_no_body(
+    triton: str, names: str, hidden: set[str]
 ) -> None:
-    folder = tmp_path / "samples"
-    folder.mkdir()
-    (folder / "2020-01-01T00.jsonl").write_text("{}\n")
-    settings = {"samples": f"file://{folder}", "sample_rate": "1", "keys_file": keys}
-    with gateway(triton, **settings) as (client, _):
-        client.headers.update(bearer(INFER))
+    """An input without a name, an error or a stream can have the values as well."""
+    bodies = {}
+    with (
+        http_sink() as sink,
+        gateway(triton, samples=sink.url, sample_rate="1", samples_redact=names) as (client, _),
+    ):
         start_sampling(client)
-        for number in range(3):
-            send(client, f"shop-{number}", V1, content=b"text").raise_for_status()
-        send(client, "ops", V2, json=v2_body("text"), headers=bearer(ADMIN)).raise_for_status()
-        wait_until(lambda: {"ops", "shop-2"} <= {each["requestid"] for each in read_events(folder)})
-        assert not (folder / "2020-01-01T00.jsonl").exists()
-        for path in folder.glob("*.jsonl"):
-            assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d", path.stem)
-            assert path.stat().st_mode & 0o777 == 0o600
-        erased = run_gateway("sample", "erase", folder, "--caller", "shop")
-        assert erased.returncode == 0
-        assert {event["caller"] for event in read_events(folder)} == {"ops"}
-        # The gateway goes on with the file.
-        send(client, "later", V1, content=b"text").raise_for_status()
-        wait_until(lambda: "later" in {each["requestid"] for each in read_events(folder)})
-    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == [".lock"]
-
-
-def test_samples_are_sent_again_to_another_version(triton: str, tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    settings = {"samples": f"file://{tmp_path}", "sample_rate": "1", "grpc_port": str(port)}
-    with gateway(triton, **settings) as (client, _):
-        start_sampling(client)
-        call(port, "grpc", build_message(MODEL, {"TEXT": encode_text(b"old")}, "1"))
-        stream(port, "stream", build_message(COUNTING, {"COUNT": ("FP16", b"\x00\x42")}))
-        send(client, "text", V2, json=v2_body("new")).raise_for_status()
-        old = f"/v1/models/{MODEL}/versions/1/infer"
-        send(client, "old", old, json={"inputs": {"TEXT": "old"}}).raise_for_status()
-        send(client, "long", old, content=b"a" * 2 * MIB).raise_for_status()
-        send(client, "unfit", old, json={"inputs": {}}, headers={"Accept": "application/x-npz"})
-        wait_until(lambda: "unfit" in {each["requestid"] for each in read_events(tmp_path)})
-    file = tmp_path / "all"  # there are two if the hour has just ended
-    file.write_bytes(b"".join(path.read_bytes() for path in sorted(tmp_path.glob("*.jsonl"))))
-    environment = {**os.environ, "TRITON_GATEWAY_URL": ""}
-    with gateway(triton) as (client, _):
-        arguments = ("infer", "--replay", file, "--url", str(client.base_url))
-        same = run_gateway(*arguments, environment=environment)
-        other = run_gateway(*arguments, "--version", "2", environment=environment)
-        stats = client.get(f"/v2/models/{MODEL}/versions/2/stats").json()["model_stats"][0]
-        damaged = {"specversion": "1.0", "type": "org.kubeflow.serving.inference.request"}
-        file.write_text(f"no event\n{json.dumps(damaged)}\n")
-        assert "1 skipped" in run_gateway(*arguments, environment=environment).stderr
-        file.write_text("no event\n")
-        empty = run_gateway(*arguments, environment=environment)
-    assert (empty.returncode, "has no sampled requests" in empty.stderr) == (1, True)
-    assert "5 succeeded, 1 failed, of which 0 had not failed before; 1 skipped" in same.stderr
-    statuses = [json.loads(line)["status"] for line in same.stdout.splitlines()]
-    assert statuses == [200, 200, 200, 200, 200, 422]
-    assert (same.returncode, other.returncode) == (1, 1)
-    assert "2 succeeded, 4 failed, of which 3 had not failed before; 1 skipped" in other.stderr
-    assert stats["inference_count"] > 0
+        for request_id, path, options in (
+            ("text", V1, {"content": b"hidden"}),
+            ("stream", V1, {"content": b"hidden", "headers": {"Accept": "application/x-ndjson"}}),
+            ("failed", V1, {"json": {"inputs": {"TEXT": "hidden", "hidden": ""}}}),
+        ):
+            send(client, request_id, path, **options)
+            wait_until(lambda: len(sink.find(request_id)) == 2)  # noqa: B023
+        bodies["request"], bodies["response"] = sink.find("text")
+        bodies["stream"] = sink.find("stream")[1]
+        request, bodies["failed"] = sink.find("failed")
+    for event in sink.events:
+        assert bool(event.data) is ("redacted" not in event.attributes)
+        assert bool(event.data) is ("datalength" not in event.attributes)
+    assert {name for name, event in bodies.items() if not event.data} == hidden
+    assert bool(request.data) is bool(bodies["failed"].data)

@@ -30,7 +30,7 @@ LEAVING_CLIENTS = 32
 
 @pytest.fixture
 async def executor() -> AsyncIterator[DecodeExecutor]:
-    executor = DecodeExecutor(2, Metrics())
+    executor = DecodeExecutor(Metrics(), 2)
     yield executor
     await executor.close()
 
@@ -103,7 +103,7 @@ from gateway.capacity.decoding import DecodeExecutor
 from gateway.telemetry.metrics import Metrics
 
 async def main():
-    executor = DecodeExecutor(1, Metrics())
+    executor = DecodeExecutor(Metrics(), 1)
     print(await executor.run_in_process(os.getpid), flush=True)
     await executor.run_in_process(time.sleep, 1)
 

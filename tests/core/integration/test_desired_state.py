@@ -87,8 +87,7 @@ def test_code_in_the_state_is_ignored_and_logged(
         assert "loading model other" in command.output
         assert "loading model late" not in command.output
         assert not ready(client, "late")
-        staged = {"parameters": {"staged": where == "Redis"}}
-        loaded = client.post("/v2/repository/models/late/load", json=staged, timeout=60)
+        loaded = client.post("/v2/repository/models/late/load", timeout=60)
         assert loaded.status_code == 200
         listed = client.get("/v1/models").json()["models"]
         assert [each["wished"] for each in listed if each["name"] == "late"] == ["loaded"]

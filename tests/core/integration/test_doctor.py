@@ -84,9 +84,9 @@ def test_doctor_names_each_problem_and_its_remedy(tmp_path: Path) -> None:
 
 
 def test_doctor_names_an_invalid_setting() -> None:
-    status, found = examine(GATEWAY_POLL_INTERVAL_S="never")
+    status, found = examine(GATEWAY_DRAIN_S="never")
     assert status == 1
-    assert "GATEWAY_POLL_INTERVAL_S cannot be 'never'" in found["settings"]["message"]
+    assert "GATEWAY_DRAIN_S cannot be 'never'" in found["settings"]["message"]
 
 
 def test_doctor_accepts_only_a_gateway_on_the_port(triton: EmbeddedTriton) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,22 +13,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from prometheus_client.core import Metric
-from prometheus_client.openmetrics import parser as open_metrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.routes.metrics import parse_scrape_timeout
 from gateway.services import MAX_METRICS_PAGES
-from gateway.telemetry.exposition import PageFormat
-from tests.support.exposition_pages import (
-    CLASHES,
-    ESCAPED_HELP,
-    NOT_THE_GATEWAYS,
-    OWN,
-    TWO_OF_A_NAME,
-    alone,
-    merged,
-)
+from gateway.telemetry.exposition import CONTENT_TYPE
+from tests.support.exposition_pages import CLASHES, NOT_THE_GATEWAYS, OWN, TWO_OF_A_NAME, merged
 from tests.support.exposition_pages import line as write_line
 from tests.support.exposition_pages import samples as count_samples
 from tests.support.fleet import Fleet, fleet_of, repository
@@ -37,7 +27,6 @@ from tests.support.servers import Triton, gateway
 from tests.support.tools import TRITON, check_with_promtool
 from tests.support.wait import TIMEOUT_S, wait_until
 
-OPEN_METRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
 INFERENCES = {"echo": 30, "other": 12}
 ODD = ["", "\\", '"', "a\nb", '"} 1 # {x="', "\u2028\x85", "\U0001f9ed"]
 
@@ -60,9 +49,7 @@ class Quiet(ThreadingHTTPServer):
 class Server:
     """A tiny HTTP server with an answer per path; to the gateway it is a replica without models."""
 
-    def __init__(
-        self, page: bytes = b"", content_type: str = PageFormat.PROMETHEUS_TEXT.value
-    ) -> None:
+    def __init__(self, page: bytes = b"", content_type: str = CONTENT_TYPE) -> None:
         self.page = page
         self.content_type = content_type
         server = self
@@ -112,11 +99,6 @@ class Server:
 
 
 Key = tuple[str, frozenset[tuple[str, str]]]
-
-
-parse_open_metrics: Callable[[str], Iterator[Metric]] = (
-    open_metrics_parser.text_string_to_metric_families  # which has no types
-)
 
 
 def samples(page: str) -> dict[Key, float]:
@@ -174,7 +156,9 @@ def of_all(tritons: list[Triton]) -> dict[Key, float]:
 
 @pytest.mark.usefixtures("starting_prometheus")
 def test_page_has_the_samples_of_every_replica(three: Fleet) -> None:
-    page = three.client.get("/metrics").text
+    answer = three.client.get("/metrics", headers={"accept": "application/openmetrics-text"})
+    assert answer.headers["content-type"] == CONTENT_TYPE
+    page = answer.text
     assert counters(page) == of_all(three.tritons)
     assert up(page) == {triton.address: 1 for triton in three.tritons}
     assert durations(page).keys() == {triton.address for triton in three.tritons}
@@ -185,50 +169,6 @@ def test_promtool_objects_only_to_names_of_triton(three: Fleet) -> None:
     complaints = check_with_promtool(three.client.get("/metrics").text)
     assert {complaint.split("_")[0] for complaint in complaints} == {"nv"}
     assert complaints == check_with_promtool(page_of(three.tritons[0]))
-
-
-def test_page_is_openmetrics_if_the_client_accepts_it(three: Fleet) -> None:
-    answer = three.client.get("/metrics", headers={"accept": OPEN_METRICS})
-    assert answer.headers["content-type"] == PageFormat.OPEN_METRICS.value
-    assert answer.headers["vary"] == "Accept, Accept-Encoding"
-    types = {family.name: family.type for family in parse_open_metrics(answer.text)}
-    assert types["nv_inference_request_success"] == "unknown"
-    assert types["nv_cpu_utilization"] == "gauge"
-    assert types["gateway_request_duration_seconds"] == "histogram"
-    assert counters(answer.text) == of_all(three.tritons)
-
-
-def test_accept_header_chooses_the_format_of_the_page(
-    three: Fleet, subtests: pytest.Subtests
-) -> None:
-    open_metrics = [
-        "application/openmetrics-text",
-        "application/openmetrics-text; version=1.0.0; charset=utf-8",
-        'APPLICATION/OpenMetrics-Text;Version="1.0.0";Q=0.5,text/*;q=0.5',
-        "application/openmetrics-text;q=0.3,text/plain;q=0.2,*/*",
-    ]
-    text = [
-        "application/openmetrics-text;version=0.0.1,text/plain;q=0.1",
-        "application/openmetrics-text;version=2.0.0",
-        "application/openmetrics-text;q=0",
-        "application/openmetrics-text;q=0.1,text/plain",
-        "application/openmetrics-text;q=nan",
-        "application/openmetrics-text;q=1e9",
-        "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily",
-        "text/plain",
-        "text/html,*/*;q=0.8",
-        "image/png",
-        "",
-        ";;;,,=;q=,\t\xff;" + 3000 * ",;q",
-    ]
-    table = [(accept, PageFormat.OPEN_METRICS) for accept in open_metrics]
-    table += [(accept, PageFormat.PROMETHEUS_TEXT) for accept in text]
-    for accept, form in table:
-        with subtests.test(accept[:70]):
-            headers = [(b"accept", accept.encode("latin-1"))]
-            answer = three.client.get("/metrics", headers=headers)
-            assert (answer.status_code, answer.headers["content-type"]) == (200, form.value)
-            assert answer.text.endswith("# EOF\n") == (form is PageFormat.OPEN_METRICS)
 
 
 def test_page_is_compressed_if_the_client_accepts_gzip(three: Fleet) -> None:
@@ -254,7 +194,6 @@ def test_promtool_reads_merged_pages_that_clash(subtests: pytest.Subtests) -> No
     pages = {f"clash {number}": merged(one, two) for number, (one, two, _) in enumerate(CLASHES)}
     pages["a replica that uses names of the gateway"] = merged(NOT_THE_GATEWAYS, own=OWN)
     pages["two families of one name"] = merged(TWO_OF_A_NAME, TWO_OF_A_NAME)
-    pages["an escaped help text"] = alone(ESCAPED_HELP)
     for name, page in pages.items():
         with subtests.test(name):
             check_with_promtool(page)
@@ -413,7 +352,7 @@ def odd_page() -> bytes:
     escapes = {"\\": "\\\\", '"': '\\"', "\n": "\\n"}
     for number, text in enumerate(ODD):
         value = "".join(escapes.get(character, character) for character in text)
-        lines.append(f'odd_bytes{{replica="{value}", x="{value}" , }} {number}')
+        lines.append(f'odd_bytes{{replica="{value}",x="{value}"}} {number}')
     return "\n".join([*lines, ""]).encode()
 
 
@@ -443,7 +382,7 @@ def starting_prometheus(
     odd: tuple[list[Server], str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Prometheus]:
-    """It scrapes the gateways in OpenMetrics, for which it asks; promtool reads the other format."""
+    """It asks for OpenMetrics, and takes the text format."""
     address = f"{three.client.base_url.host}:{three.client.base_url.port}"
     targets = {"gateway": address, "odd": odd[1]}
     jobs = [

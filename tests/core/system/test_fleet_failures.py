@@ -75,7 +75,7 @@ def count_with_statistics(fleet: Fleet, query: str = "") -> int:
     return count
 
 
-def test_statistics_are_the_sum_of_replicas_that_come_and_go(three: Fleet) -> None:
+def test_statistics_are_the_sum_of_the_replicas_that_answer(three: Fleet) -> None:
     victim, *others = three.tritons
     expected = sum(three.served().values())
     wait_until(lambda: count_with_statistics(three) >= expected)
@@ -92,16 +92,13 @@ def test_statistics_are_the_sum_of_replicas_that_come_and_go(three: Fleet) -> No
     }
     assert own == {address: three.served()[address] for address in own}
     assert_error(three.client.get("/v2/models/echo/stats?replica=no:1"), 404, "REPLICA_NOT_FOUND")
-    before = count_with_statistics(three)
     victim.kill()
     wait_until(lambda: read_state(three, victim).startswith("down"))
-    assert count_with_statistics(three) == before
+    assert count_with_statistics(three) == sum(own.values())
     victim.start()
     victim.wait()
     wait_until(lambda: three.states("echo")[victim.address] == "READY")
-    assert count_with_statistics(three) == before  # it counts from 0 again
-    assert three.infer().is_success
-    wait_until(lambda: count_with_statistics(three) == before + 1)
+    assert count_with_statistics(three) == sum(own.values())  # it counts from 0 again
 
 
 @pytest.mark.fault("one of three replicas fails every inference of a model at once")

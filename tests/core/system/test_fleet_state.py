@@ -36,11 +36,11 @@ def test_declared_models_are_loaded_awaited_and_protected(tmp_path: Path) -> Non
             trouble = triton.repository / "late" / "trouble"
             trouble.write_text("hold")
             declared.write_text("models: [echo, {name: late, versions: [1]}]\n")
-            wait_until(lambda: list(client.get("/readyz").json().get("pending", ())) == ["late"])
+            wait_until(lambda: list(client.get("/readyz").json().get("missing", ())) == ["late"])
             assert client.get("/readyz").status_code == 200
             assert client.get("/v2/health/ready").status_code == 200
             trouble.unlink()
-            wait_until(lambda: "pending" not in client.get("/readyz").json())
+            wait_until(lambda: "missing" not in client.get("/readyz").json())
             declared.write_text("models: []\n")
             wait_until(lambda: client.post("/v2/repository/models/echo/unload").is_success)
 

@@ -11,8 +11,6 @@ import pytest
 from tests.support.fleet import QUICK, Fleet, fleet_of
 from tests.support.wait import wait_until
 
-STAGED = {"parameters": {"staged": True}}
-
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
@@ -43,17 +41,8 @@ def test_index_does_not_wait_for_a_hung_replica(fleet: Fleet, hung: str) -> None
 
 
 @pytest.mark.fault("a replica accepts connections and never answers, while models")
-@pytest.mark.parametrize(
-    "body",
-    [
-        pytest.param({}, id="load"),
-        pytest.param(STAGED, id="staged load", marks=pytest.mark.long),
-    ],
-)
-def test_load_reaches_the_others_at_once_and_a_hung_replica_later(
-    fleet: Fleet, hung: str, body: dict[str, object]
-) -> None:
-    response = measure(fleet.load("late", json=body), 6)
+def test_load_reaches_the_others_at_once_and_a_hung_replica_later(fleet: Fleet, hung: str) -> None:
+    response = measure(fleet.load("late"), 6)
     assert (response.status_code, response.json()["code"]) == (502, "PARTLY_DONE")
     states = {at: each["state"] for at, each in response.json()["replicas"].items()}
     assert states.pop(hung) == "UNREACHABLE"

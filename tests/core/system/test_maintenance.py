@@ -146,29 +146,6 @@ def test_drain_waits_for_running_requests(pair: Pair) -> None:
     )
 
 
-@pytest.mark.long
-def test_drain_waits_for_running_requests_of_another_gateway(pair: Pair) -> None:
-    first, second = pair.tritons
-    hold = first.repository / "echo" / "hold"
-    (first.repository / "echo" / "held").unlink(missing_ok=True)
-    hold.touch()
-    pair.call("cordon", second.address)
-    wait_until(lambda: cordoned(pair.other) == {second.address})
-    with ThreadPoolExecutor(1) as threads:
-        held = {"inputs": {"X": [-1000.0, 2.0]}}
-        running = threads.submit(
-            pair.other.post, "/v1/models/echo/infer", json=held, timeout=TIMEOUT_S
-        )
-        wait_until((first.repository / "echo" / "held").exists)
-        pair.call("uncordon", second.address)
-        late = pair.call("drain", first.address, headers={"X-Request-Timeout": "6"})
-        assert (late.status_code, late.json()["code"]) == (504, "DRAIN_TIMEOUT")
-        assert "0 requests and 0 sequences of this gateway, and those of 1 others" in late.text
-        hold.unlink()
-        assert running.result().status_code == 200
-        assert pair.call("drain", first.address).status_code == 200
-
-
 def step(client: httpx.Client, sequence: str, position: str = "") -> dict[str, Any]:
     headers = {"X-Sequence-ID": sequence} | ({"X-Sequence": position} if position else {})
     path = f"/v1/models/{COUNTING.name}/infer"

@@ -66,7 +66,7 @@ MODEL = {
     "inputs": [{"name": "IN", "datatype": "BYTES", "shape": [1]}],
     "outputs": [{"name": EVIL, "datatype": "BYTES", "shape": [1]}],
 }
-REPLICA = {"address": EVIL, "state": EVIL, "outstanding": 0, "slowness": 1, "models": {EVIL: EVIL}}
+REPLICA = {"address": EVIL, "state": EVIL, "outstanding": 0, "models": {EVIL: EVIL}}
 ERROR = {"error": f"{EVIL} is wrong", "code": EVIL, "request_id": EVIL}
 ANSWERS = {
     "/v1/models": {"models": [MODEL | {"name": each} for each in (EVIL, "$(reboot)", "harmless")]},

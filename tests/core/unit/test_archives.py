@@ -29,7 +29,7 @@ def stored(
     with path.open("rb") as file:
         return {
             name: b"".join(map(bytes, pieces))
-            for name, _, pieces in read_archive(file, suffix, bounds)
+            for name, pieces in read_archive(file, suffix, bounds)
         }
 
 

@@ -24,15 +24,7 @@ from hypothesis import strategies as st
 
 from gateway.access.keys import KeysFile
 from gateway.config.files import WatchedFile
-from gateway.fleet.balancer import (
-    COLD_AFTER_S,
-    MAX_RELATIVE_LATENCY,
-    MIN_RELATIVE_LATENCY,
-    SIMILAR_RATIO,
-    RelativeLatency,
-    SlowStart,
-    choose_less_loaded,
-)
+from gateway.fleet.balancer import choose_less_loaded
 from gateway.fleet.discovery import DnsName, ReplicaSource, parse_replica_source
 from gateway.fleet.health import Health, HealthState, RetryBudget, can_eject
 from gateway.fleet.index import (
@@ -48,7 +40,6 @@ from gateway.fleet.index import (
     parse_index,
 )
 from gateway.fleet.replica import BadAddress, ReplicaAddress
-from gateway.repository.maintenance import count_busy_gateways
 from gateway.repository.models_file import (
     BadModelsFile,
     DeclaredModel,
@@ -60,7 +51,6 @@ from gateway.repository.readiness import (
     ReplicaStatus,
     evaluate_readiness,
     explain_unreadiness,
-    update_expected_models,
 )
 from gateway.repository.reconcile_plan import (
     Backoff,
@@ -196,25 +186,12 @@ def test_retries_are_a_fifth_of_the_requests_and_ten_saved(retried: list[bool]) 
 @dataclass(eq=False)
 class Candidate:
     outstanding: int = 0
-    relative_latency: float = 1.0
 
 
-PACES = st.floats(MIN_RELATIVE_LATENCY, MAX_RELATIVE_LATENCY)
-
-
-@given(st.integers(0, 1000), st.integers(0, 1000), PACES, PACES)
-def test_replica_with_the_shortest_expected_wait_is_chosen(
-    few: int, many: int, fast: float, slow: float
-) -> None:
-    """Small differences of the pace count for nothing."""
-    one, other = Candidate(few, fast), Candidate(many, slow)
-    chosen = choose_less_loaded([one, other])
-    left = other if chosen is one else one
-    if 1 / SIMILAR_RATIO <= fast / slow <= SIMILAR_RATIO:
-        assert chosen.outstanding <= left.outstanding
-    else:
-        expected = (chosen.outstanding + 1) * chosen.relative_latency
-        assert expected <= (left.outstanding + 1) * left.relative_latency * (1 + 1e-9)
+@given(st.integers(0, 1000), st.integers(0, 1000))
+def test_replica_with_fewer_outstanding_requests_is_chosen(few: int, many: int) -> None:
+    chosen = choose_less_loaded([Candidate(few), Candidate(many)])
+    assert chosen.outstanding == min(few, many)
 
 
 @pytest.fixture
@@ -236,159 +213,16 @@ def chosen_often(candidates: Sequence[Candidate], times: int) -> list[int]:
 
 @pytest.mark.usefixtures("fixed_chance")
 def test_replica_is_chosen_the_more_often_the_less_loaded_it_is() -> None:
-    only = Candidate(10**9, MAX_RELATIVE_LATENCY)
+    only = Candidate(10**9)
     assert choose_less_loaded([only]) is only
     for count in (2, 3, 10):
-        latencies = [1 + at * 0.4 / count for at in range(count)]  # differences too small to matter
-        chosen = chosen_often([Candidate(3, latency) for latency in latencies], 5_000)
+        chosen = chosen_often([Candidate(3) for _ in range(count)], 5_000)
         # 9 degrees of freedom: less than once in 10,000.
         assert chi_squared(chosen, [5_000 / count] * count) < 35
     chosen = chosen_often([Candidate(load) for load in range(10)], 20_000)
     assert chosen[9] == 0
     expected = [20_000 * 2 * (9 - rank) / 90 for rank in range(9)]
     assert chi_squared(chosen[:9], expected) < 35
-
-
-# Slow start.
-
-
-@dataclass
-class Started:
-    name: str
-    up_since: float = 0.0
-    outstanding: int = 0
-    relative_latency: float = 1.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-OLD, NEW, NEWER = Started("old"), Started("new"), Started("newer")
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def slow_start(clock: Clock) -> SlowStart:
-    found = SlowStart(60.0, clock)
-    found.track_candidates("m", "", [OLD])
-    clock.now += 10
-    found.track_candidates("m", "", [OLD, NEW])
-    return found
-
-
-def share_of(slow_start: SlowStart, one: Started, candidates: Sequence[Started]) -> float:
-    chosen = Counter(
-        choose_less_loaded(slow_start.limit_candidates("m", "", candidates)).name
-        for _ in range(20_000)
-    )
-    return chosen[one.name] / 20_000
-
-
-@pytest.mark.usefixtures("fixed_chance")
-def test_share_of_new_replica_of_a_model_grows_linearly(
-    slow_start: SlowStart, clock: Clock
-) -> None:
-    started_at = clock.now
-    for age_s, share in ((0, 0.05), (3, 0.05), (15, 0.125), (30, 0.25), (54, 0.45), (60, 0.5)):
-        clock.now = started_at + age_s
-        # A retry has no other candidate.
-        assert slow_start.limit_candidates("m", "", [NEW]) == [NEW]
-        assert slow_start.limit_candidates("other", "", both := [OLD, NEW]) is both
-        assert share_of(slow_start, NEW, both) == pytest.approx(share, abs=0.03)
-
-
-@pytest.mark.usefixtures("fixed_chance")
-def test_replicas_that_start_together_share_equally(clock: Clock) -> None:
-    slow_start = SlowStart(60.0, clock)
-    slow_start.track_candidates("m", "", [OLD, NEW])  # of the gateway's start
-    assert slow_start.limit_candidates("m", "", both := [OLD, NEW]) is both
-    slow_start.track_candidates("m", "", [])
-    clock.now += 1
-    slow_start.track_candidates("m", "", [OLD, NEW])
-    assert share_of(slow_start, NEW, [OLD, NEW]) == pytest.approx(0.5, abs=0.02)
-    clock.now += 30
-    slow_start.track_candidates("m", "", [OLD, NEW, NEWER])
-    # Half of the full share against a tenth of it: the newest gets a fifth of a third.
-    shares = share_of(slow_start, NEWER, [OLD, NEW, NEWER])
-    assert shares == pytest.approx(0.2 / 3, abs=0.02)
-
-
-def test_warm_replica_is_cold_again_after_it_left_or_restarted(
-    slow_start: SlowStart, clock: Clock
-) -> None:
-    both = [OLD, NEW]
-    clock.now += 60
-    assert slow_start.limit_candidates("m", "", both) is both
-    slow_start.track_candidates("m", "", both)
-    assert slow_start.limit_candidates("m", "", both) is both
-    # It started again, and no request came while it was down.
-    restarted = Started("new", up_since=clock.now + 1)
-    clock.now += 5
-    slow_start.track_candidates("m", "", [OLD, restarted])
-    assert share_of(slow_start, restarted, [OLD, restarted]) < 0.1
-    clock.now += 60
-    # It was cordoned, for example.
-    slow_start.track_candidates("m", "", [OLD])
-    slow_start.track_candidates("m", "", [OLD, restarted])
-    assert share_of(slow_start, restarted, [OLD, restarted]) < 0.1
-
-
-@given(PACES, PACES)
-def test_relative_latency_converges_to_the_measured_ratio_and_decays_to_one(
-    start: float, ratio: float
-) -> None:
-    pace = RelativeLatency(start)
-    for _ in range(80):
-        pace.update(ratio * 10.0, 10.0)
-    assert pace.ratio == pytest.approx(ratio, rel=0.01)
-    pace, before = RelativeLatency(ratio), abs(ratio - 1)
-    for _ in range(120):  # a minute
-        pace.decay()
-        assert abs(pace.ratio - 1) <= before
-        before = abs(pace.ratio - 1)
-    assert pace.ratio == pytest.approx(1, abs=0.01)
-
-
-@given(st.lists(st.floats(0, 0.003)), st.floats(0, 1e9))
-def test_relative_latency_ignores_milliseconds_and_one_slow_response(
-    durations_s: list[float], slow_s: float
-) -> None:
-    latency = RelativeLatency()
-    for duration_s in durations_s:
-        latency.update(duration_s, 0.001)
-    assert 0.8 < latency.ratio < 1.4
-    latency = RelativeLatency()
-    latency.update(slow_s, 0.001)
-    assert latency.ratio < SIMILAR_RATIO
-
-
-def test_first_responses_after_idleness_are_not_measured() -> None:
-    pace = RelativeLatency()
-    assert not pace.record_response("m", started_at=10.0, now=12.0)
-    assert not pace.record_response("m", started_at=11.0, now=13.0)  # was under way with the first
-    assert pace.record_response("m", started_at=12.0, now=12.1)
-    assert not pace.record_response("other", started_at=12.0, now=12.1)
-    assert pace.record_response("m", started_at=14.0, now=14.1)
-    later = 19.0
-    assert pace.record_response("m", started_at=14.2, now=later)
-    assert not pace.record_response("m", started_at=later, now=later + COLD_AFTER_S + 1)
-
-
-@given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e9))))
-def test_relative_latency_stays_within_its_limits(answers: list[tuple[float, float]]) -> None:
-    pace = RelativeLatency()
-    for took_s, usual_s in answers:
-        pace.update(took_s, usual_s)
-        assert MIN_RELATIVE_LATENCY - 1e-9 <= pace.ratio <= MAX_RELATIVE_LATENCY + 1e-9
 
 
 # The index.
@@ -952,9 +786,7 @@ def ready_with(
     draining: bool = False,
 ) -> Readiness:
     models = {model.name: model for model in declared}
-    return evaluate_readiness(
-        replicas, models, models, quorum, was_ready=was_ready, is_draining=draining
-    )
+    return evaluate_readiness(replicas, models, quorum, was_ready=was_ready, is_draining=draining)
 
 
 def test_gateway_is_ready_with_one_live_replica_unless_it_drains() -> None:
@@ -1061,66 +893,17 @@ def test_gateway_that_was_ready_needs_the_always_required_models_and_one(
     ).is_ready
 
 
-def check_expected(
-    replicas: Sequence[ReplicaStatus],
-    declared: Mapping[str, DeclaredModel],
-    expected: Mapping[str, DeclaredModel],
-) -> Readiness:
-    """Return the readiness of a gateway that was ready."""
-    return evaluate_readiness(replicas, declared, expected, 1, was_ready=True, is_draining=False)
-
-
-@pytest.mark.parametrize("added_model", [DeclaredModel("added"), REQUIRED_OTHER])
-def test_declared_model_is_expected_once_it_was_ready(added_model: DeclaredModel) -> None:
-    m, added = {"m": M}, {"m": M, added_model.name: added_model}
-    without = [seen("a", m=READY)]
-    index = Index({name: {"1": VersionState(READY)} for name in added})
-    loaded = [ReplicaStatus("a", HealthState.UP, index)]
-    assert update_expected_models(m, added, without, 1) == m
-    found = check_expected(without, added, m)
-    assert found.is_ready
-    assert found.document["pending"] == {
-        added_model.name: {"a": "UNAVAILABLE: not in this replica's repository"}
-    }
-    assert update_expected_models(m, added, loaded, 1) == added
-    assert update_expected_models(m, added, loaded, 2) == added  # on all, if there are fewer
-    assert update_expected_models(m, added, [*loaded, *without], 2) == m
-    found = check_expected(without, added, added)
-    assert found.is_ready == (not added_model.is_always_required)
-    assert "pending" not in found.document
-    assert list(found.document["missing"]) == [added_model.name]
-    assert update_expected_models(added, m, without, 1) == m
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "before", "after"),
-    [
-        (
-            {"m": DeclaredModel("m", ("1",))},
-            {"m": DeclaredModel("m", ("2",))},
-            ReplicaStatus("a", HealthState.UP, versions_of(v1=READY)),
-            ReplicaStatus("a", HealthState.UP, versions_of(v1=READY, v2=READY)),
-        ),
-        (
-            {"m": M, "other": OTHER},
-            {"m": REQUIRED_M, "other": OTHER},
-            seen("a", other=READY),
-            seen("a", other=READY, m=READY),
-        ),
-    ],
-    ids=["other versions", "always required"],
-)
-def test_changed_declaration_is_expected_once_its_model_was_ready(
-    old: Mapping[str, DeclaredModel],
-    new: Mapping[str, DeclaredModel],
-    before: ReplicaStatus,
-    after: ReplicaStatus,
-) -> None:
-    assert update_expected_models(old, new, [before], 1) == old
-    assert check_expected([before], new, old).is_ready
-    assert not check_expected([seen("a")], new, old).is_ready
-    assert update_expected_models(old, new, [after], 1) == new
-    assert update_expected_models(new, old, [before], 1) == old
+def test_model_that_is_added_takes_no_gateway_out_of_service_unless_it_is_always_required() -> None:
+    replicas = [ReplicaStatus("a", HealthState.UP, versions_of(v1=READY))]
+    other_version = DeclaredModel("m", ("2",))
+    for declared, ready in (
+        ([M, OTHER], True),
+        ([other_version], True),
+        ([M, REQUIRED_OTHER], False),
+    ):
+        found = ready_with(*replicas, declared=declared, was_ready=True)
+        assert found.is_ready == ready
+        assert list(found.document["missing"]) == [declared[-1].name]
 
 
 @pytest.mark.parametrize(
@@ -1158,9 +941,7 @@ REPLICAS = st.lists(
 def test_readiness_is_explained_or_complete(
     replicas: list[ReplicaStatus], declared: dict[str, DeclaredModel], quorum: int, draining: bool
 ) -> None:
-    found = evaluate_readiness(
-        replicas, declared, declared, quorum, was_ready=False, is_draining=draining
-    )
+    found = evaluate_readiness(replicas, declared, quorum, was_ready=False, is_draining=draining)
     assert orjson.loads(orjson.dumps(found.document)) == found.document
     alive = [replica for replica in replicas if replica.state <= HealthState.EJECTED]
     reasons = not alive or "missing" in found.document or "draining" in found.document
@@ -1265,10 +1046,3 @@ def test_drawn_address_is_parsed_or_raises_bad_address(text: str) -> None:
         assert isinstance(address, ReplicaAddress)
         assert address.host
         assert all(0 < port < 65536 for port in (address.port, address.grpc_port))
-
-
-@pytest.mark.parametrize("names", [None, 5, "a:8000", {"a:8000": 1}, [], ["b:8000"], [["a:8000"]]])
-def test_busy_gateways_are_counted_from_valid_reports(names: Any) -> None:
-    busy = {"busy_replicas": ["b:8000", "a:8000"]}
-    reports: list[dict[str, Any]] = [busy, {"ages": {}}, {"busy_replicas": names}]
-    assert count_busy_gateways(reports, "a:8000") == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,14 +11,18 @@ from hypothesis import strategies as st
 from starlette.types import Scope
 
 from gateway.errors import GatewayError, TooManyConnections
-from gateway.server.protocol.deadlines import Deadlines, Due
-from gateway.server.protocol.parser import ProtocolLimits, RequestParser
+from gateway.server.protocol.deadlines import ConnectionLimits, Deadlines, Due
+from gateway.server.protocol.parser import (
+    MAX_HEADER_BYTES,
+    MAX_HEADER_FIELDS,
+    MAX_PIPELINED,
+    MAX_URL_BYTES,
+    RequestParser,
+)
 from gateway.telemetry.request_info import HEADER_FACTS
 from tests.support.framing import AMBIGUOUS, UNAMBIGUOUS
 
-LIMITS = ProtocolLimits(
-    header_timeout_s=10, body_stall_s=10, write_timeout_s=30, min_bytes_per_s=1024, max_pipelined=4
-)
+LIMITS = ConnectionLimits(header_timeout_s=10, body_stall_s=10, write_timeout_s=30)
 KEEP_ALIVE_S = 75
 OPENED_AT = 1000.0
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -38,11 +41,11 @@ REQUESTS = {
 class Recorder:
     """The events of a parser; the pieces of a body are joined."""
 
-    def __init__(self, limits: ProtocolLimits = LIMITS, allowed: int = 1000) -> None:
+    def __init__(self, allowed: int = 1000) -> None:
         self.events: list[Any] = []
         self.body = b""
         self.allowed = allowed
-        self.parser = RequestParser(self, limits, {"scheme": "http"})
+        self.parser = RequestParser(self, {"scheme": "http"})
 
     def begin_request(self, scope: Scope, keep_alive: bool, expects_continue: bool) -> Recorder:
         if len(self.events) >= self.allowed:
@@ -171,27 +174,27 @@ def test_feed_returns_whether_a_request_is_incomplete() -> None:
 def test_pipelined_requests_are_parsed_while_few_wait() -> None:
     recorder = Recorder()
     parser = recorder.parser
-    parser.pending = LIMITS.max_pipelined
+    parser.pending = MAX_PIPELINED
     assert recorder.feed(GET, GET * 200) == ""
     assert recorder.events == []
-    parser.pending = LIMITS.max_pipelined - 1
+    parser.pending = MAX_PIPELINED - 1
     assert recorder.feed(GET) == ""
     assert len(recorder.events) == 2 * 202
     assert parser.unparsed == b""
 
 
 @pytest.mark.parametrize(
-    ("limits", "wire", "code"),
+    ("wire", "code"),
     [
-        ({"max_url_bytes": 256}, b"GET /" + b"a" * 256, "URL_TOO_LONG"),
-        ({"max_header_bytes": 1024}, GET[:-2] + b"X: " + b"a" * 4096, "HEADER_TOO_LARGE"),
-        ({"max_header_fields": 16}, GET[:-2] + b"X: y\r\n" * 17, "HEADER_TOO_LARGE"),
+        (b"GET /" + b"a" * MAX_URL_BYTES, "URL_TOO_LONG"),
+        (GET[:-2] + b"X: " + b"a" * (MAX_HEADER_BYTES + 4096), "HEADER_TOO_LARGE"),
+        (GET[:-2] + b"X: y\r\n" * (MAX_HEADER_FIELDS + 1), "HEADER_TOO_LARGE"),
     ],
 )
-def test_endless_header_is_rejected(limits: dict[str, int], wire: bytes, code: str) -> None:
+def test_endless_header_is_rejected(wire: bytes, code: str) -> None:
     for size in (7, len(wire)):
         pieces = [wire[at : at + size] for at in range(0, len(wire), size)]
-        recorder = Recorder(replace(LIMITS, **limits))
+        recorder = Recorder()
         assert recorder.feed(*pieces, b"a") == code
         assert recorder.events == []
 

@@ -8,8 +8,7 @@ import pytest
 import trustme
 from pydantic import SecretStr
 
-from gateway.capabilities.uploads.settings import UploadSettings
-from gateway.config.settings import describe_unknown_settings, read_settings
+from gateway.config.settings import Settings, describe_unknown_settings, read_settings
 from gateway.messages import CommandError
 
 
@@ -24,24 +23,16 @@ def refusal(monkeypatch: pytest.MonkeyPatch, **environment: str) -> str:
 
 
 DURATIONS = (
-    "POLL_INTERVAL_S",
-    "DNS_INTERVAL_S",
     "LOAD_TIMEOUT_S",
     "MAX_REQUEST_TIMEOUT_S",
     "REQUEST_TIMEOUT_S",
-    "CONNECT_TIMEOUT_S",
-    "HEADER_TIMEOUT_S",
-    "BODY_STALL_S",
-    "WRITE_TIMEOUT_S",
     "DRAIN_S",
     "SHUTDOWN_S",
     "KEEP_ALIVE_S",
 )
-LIMITS = ("MAX_HEADER_BYTES", "MAX_HEADER_FIELDS", "MAX_URL_BYTES")
 # For each setting: an invalid value, and what the sentence begins with.
 INVALID = (
     *((name, value, "") for name in DURATIONS for value in ("inf", "nan", "1e300", "-1", "-inf")),
-    *((name, "10", "") for name in LIMITS),
     *(
         ("OTLP_ENDPOINT", value, "it is not a valid URL; use http://HOST:4318")
         for value in ("foo", "collector:4318", "ftp://x", "http://", "http://x:y")
@@ -53,7 +44,7 @@ INVALID = (
         "https://a.test,b.test",
         "'b.test' is not a valid origin; use https://HOST or https://HOST:PORT",
     ),
-    ("CORS_CREDENTIALS", "maybe", ""),
+    ("LOCAL_ADMIN", "maybe", ""),
     ("TLS_CERT_FILE", "/nope", "the certificate cannot be read: no such file or directory"),
     ("TLS_KEY_FILE", "/nope", "GATEWAY_TLS_CERT_FILE is missing"),
     (
@@ -61,7 +52,6 @@ INVALID = (
         "optional",
         "no certificate is asked for without GATEWAY_TLS_CLIENT_CA_FILE",
     ),
-    *(("MAX_MODEL_INFLIGHT", value, "use a number from 0, or auto") for value in ("many", "-1")),
 )
 
 
@@ -74,14 +64,6 @@ def test_invalid_setting_is_explained(
             assert sentence.startswith(f"GATEWAY_{name} cannot be '{value}': {reason}")
     sentence = refusal(monkeypatch, TRITON_URLS="")
     assert sentence == "GATEWAY_TRITON_URLS cannot be empty: at least one Triton URL is required"
-
-
-def test_credentials_require_named_origins(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"CORS_ORIGINS": "https://a.test,*", "CORS_CREDENTIALS": "true"}
-    assert refusal(monkeypatch, **given) == (
-        "GATEWAY_CORS_CREDENTIALS cannot be 'true': GATEWAY_CORS_ORIGINS allows every origin; name the "
-        "origins instead"
-    )
 
 
 def test_secret_is_read_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -120,10 +102,23 @@ def test_default_timeout_is_at_most_its_limit(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_argument_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("DRAIN_S", "MAX_MODEL_BYTES"):
-        monkeypatch.setenv(f"GATEWAY_{name}", "3")
-    settings = read_settings(drain_s=5, max_model_bytes=5)
-    assert (settings.drain_s, settings.read(UploadSettings).max_model_bytes) == (5, 5)
+    monkeypatch.setenv("GATEWAY_DRAIN_S", "3")
+    assert read_settings(drain_s=5).drain_s == 5
+
+
+def test_no_variable_sets_a_fixed_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GATEWAY_POLL_INTERVAL_S", "3")
+    assert Settings().poll_interval_s == 0.5
+    assert Settings(poll_interval_s=0.1).poll_interval_s == 0.1
+
+
+def test_removed_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GATEWAY_POLL_INTERVAL_S", "0.5")
+    with pytest.raises(CommandError) as refused:
+        read_settings()
+    assert str(refused.value) == (
+        "GATEWAY_POLL_INTERVAL_S is no longer a setting; unset it: its value is fixed"
+    )
 
 
 def test_certificate_and_key_must_match(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

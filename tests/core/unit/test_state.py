@@ -47,28 +47,6 @@ class TestSharedState(SharedStateContract):
     pass
 
 
-async def test_counts_are_kept_for_400_days(fresh: Fresh) -> None:
-    counts = {"a": {"core": {"requests": 1}}}
-    async with opened(fresh()) as (store,):
-        for day in ("2026-01-01", "2026-01-02", "2027-02-05"):
-            await store.add_counts(day, counts, "a batch")
-        assert await store.read_counts("2026-01-01") == {}
-        assert await store.read_counts("2026-01-02") == counts
-
-
-async def test_counts_that_are_damaged_are_reported_and_kept(tmp_path: Path) -> None:
-    async with opened(f"file://{tmp_path}/state.json") as (store,):
-        await store.add_counts("2026-01-01", {}, "a batch")
-        path = tmp_path / "state.json.counts" / "2026-01-01.json"
-        for damaged in ("", "[]", '{"a": 1}', '{"a": {"core": {"requests": "1"}}}'):
-            path.write_text(damaged)
-            with pytest.raises(StateUnavailable, match=r"counts/2026-01-01\.json"):
-                await store.read_counts("2026-01-01")
-            with pytest.raises(StateUnavailable, match=r"counts/2026-01-01\.json"):
-                await store.add_counts("2026-01-01", {}, "a batch")
-            assert path.read_text() == damaged
-
-
 INVALID_ADDRESSES = (
     "",
     "state.json",

@@ -1,14 +1,15 @@
-"""Triton's statistics of one version, added up over its replicas."""
+"""Triton's statistics, added up over the replicas."""
 
 from __future__ import annotations
 
 import asyncio
-from time import perf_counter
 from typing import Any
+
+import orjson
 
 from gateway.config.settings import Settings
 from gateway.fleet.pool import ReplicaPool
-from gateway.fleet.statistics import MAX_REPLICAS, FleetStatistics, VersionCounts
+from gateway.fleet.statistics import FleetStatistics, sum_statistics
 from gateway.tasks import cancel_tasks
 from gateway.triton.request_target import RequestTarget
 from tests.support.simulated_replicas import simulated_replicas
@@ -31,15 +32,14 @@ def statistics(count: int, last: int, batch_sizes: tuple[int, ...], **more: Any)
     }
 
 
-def record(counts: VersionCounts, replica: str, said: dict[str, Any]) -> None:
-    counts.record(replica, said, perf_counter())
+def sum_of(*said: dict[str, Any]) -> dict[str, Any]:
+    answers = [orjson.dumps({"model_stats": [each]}) for each in said]
+    (total,) = orjson.loads(sum_statistics(answers))["model_stats"]
+    return dict(total)
 
 
 def test_counts_are_summed_and_the_latest_inference_is_kept() -> None:
-    counts = VersionCounts()
-    record(counts, "a", statistics(3, 200, (1, 4)))
-    record(counts, "b", statistics(5, 100, (4, 8)))
-    total = counts.sum(("a", "b"))
+    total = sum_of(statistics(3, 200, (1, 4)), statistics(5, 100, (4, 8)))
     assert (total["name"], total["version"]) == ("m", "2")
     assert (total["last_inference"], total["inference_count"]) == (200, 8)
     assert total["inference_stats"]["success"] == {"count": 8, "ns": 80}
@@ -48,50 +48,24 @@ def test_counts_are_summed_and_the_latest_inference_is_kept() -> None:
     assert batches == {1: 3, 4: 8, 8: 5}
 
 
-def test_counts_of_a_replica_that_counts_from_0_again_are_kept() -> None:
-    counts = VersionCounts()
-    record(counts, "a", statistics(3, 100, (1,)))
-    record(counts, "b", statistics(5, 100, (1,)))
-    record(counts, "a", statistics(2, 300, (1,)))
-    assert counts.sum(("a", "b"))["inference_count"] == 10
-    # After more inferences than before, only their time tells that the replica was restarted.
-    quick = {"success": {"count": 3, "ns": 6}, "fail": {"count": 0, "ns": 0}}
-    record(counts, "a", statistics(3, 400, (1,), inference_stats=quick))
-    assert counts.sum(("a", "b"))["inference_count"] == 13
+def test_memory_of_each_device_is_summed() -> None:
+    def with_memory(size: int, device: int) -> dict[str, Any]:
+        memory = {"type": "GPU", "id": device, "byte_size": size}
+        return statistics(1, 100, (), memory_usage=[memory])
+
+    total = sum_of(with_memory(100, 0), with_memory(20, 0), with_memory(3, 1))
+    assert [each["byte_size"] for each in total["memory_usage"]] == [120, 3]
 
 
-def test_replica_that_leaves_and_returns_is_counted_once() -> None:
-    counts = VersionCounts()
-    record(counts, "a", statistics(3, 100, (1,)))
-    record(counts, "b", statistics(5, 100, (1,)))
-    assert counts.sum(("a",))["inference_count"] == 8
-    record(counts, "b", statistics(6, 100, (1,)))
-    assert counts.sum(("a", "b"))["inference_count"] == 9
-
-
-def test_counts_of_the_first_of_too_many_replicas_are_kept() -> None:
-    counts = VersionCounts()
-    for number in range(MAX_REPLICAS + 10):
-        record(counts, str(number), statistics(1, 100, (1,)))
-    assert counts.sum(())["inference_count"] == MAX_REPLICAS + 10
-
-
-def test_older_response_is_no_restart() -> None:
-    counts, sent_at = VersionCounts(), perf_counter()
-    record(counts, "a", statistics(5, 200, (1,)))
-    counts.record("a", statistics(3, 100, (1,)), sent_at)
-    assert counts.sum(("a",))["inference_count"] == 5
-
-
-def test_memory_is_that_of_the_replicas_that_answer() -> None:
-    def with_memory(size: int) -> dict[str, Any]:
-        return statistics(1, 100, (), memory_usage=[{"type": "GPU", "id": 0, "byte_size": size}])
-
-    counts = VersionCounts()
-    record(counts, "a", with_memory(100))
-    record(counts, "b", with_memory(20))
-    assert counts.sum(("a", "b"))["memory_usage"] == [{"type": "GPU", "id": 0, "byte_size": 120}]
-    assert counts.sum(("b",))["memory_usage"] == [{"type": "GPU", "id": 0, "byte_size": 20}]
+def test_versions_are_summed_apart() -> None:
+    answers = [
+        orjson.dumps(
+            {"model_stats": [statistics(count, 1, ()), {**statistics(1, 1, ()), "version": "3"}]}
+        )
+        for count in (2, 5)
+    ]
+    found = orjson.loads(sum_statistics(answers))["model_stats"]
+    assert {each["version"]: each["inference_count"] for each in found} == {"2": 7, "3": 2}
 
 
 async def test_replica_that_hangs_delays_no_statistics_of_other_models() -> None:

@@ -314,15 +314,6 @@ def rows(name: str, size: int, **before: object) -> Callable[[], bytes]:
     return lambda: json.dumps({**before, name: ["a"] * size}).encode()
 
 
-def requests_file(make_lines: Callable[[], bytes]) -> HttpRequest:
-    """An upload of requests for a batch of OpenAI's API."""
-
-    def make_form() -> bytes:
-        return encode_form(("purpose", TEXT, b"batch"), ("file", NDJSON, make_lines()))
-
-    return HttpRequest("/v1/files", FORM, make_form)
-
-
 def zip_bomb(size: int) -> bytes:
     """Return an archive whose one array claims, and inflates to, so many bytes."""
     return hostile.archive([("X.npy", bytes(size))])
@@ -527,24 +518,11 @@ def json_attacks() -> Iterator[tuple[str, Attack]]:
         refused(HttpRequest("/v1/embeddings", JSON, rows("input", 500_000, model="plain_vectors"))),
     )
     yield (
-        "a batch of 10,000,000 rows",
-        refused(HttpRequest("/v1/models/numbers/jobs", NDJSON, lambda: b"1\n" * 10_000_000)),
-    )
-    body = {"model": "vectors", **dict.fromkeys(map(str, range(50_000)), 1)}
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": body}
-    yield (
-        "a file of 40,000,000 lines without a request",
-        refused(requests_file(lambda: b"\n" * (40 * MIB)), requests_file(lambda: b"1\n" * MIB)),
-    )
-    yield (
-        "a file of 50 requests with 50,000 keys",
+        "a batch of 10,000,000 rows, and one of 40,000,000 lines without a row",
         refused(
-            requests_file(lambda: (json.dumps(line).encode() + b"\n") * 50), with_="200", cpu_s=3
+            HttpRequest("/v1/models/numbers/jobs", NDJSON, lambda: b"1\n" * 10_000_000),
+            HttpRequest("/v1/models/numbers/jobs", NDJSON, lambda: b"\n" * (40 * MIB)),
         ),
-    )
-    yield (
-        "a batch with 300,000 keys",
-        refused(HttpRequest("/v1/batches", JSON, partial(json_object, 300_000))),
     )
     yield (
         "500,000 documents to rank",

@@ -12,7 +12,6 @@ from typing import Any
 from tritonclient.grpc import service_pb2
 
 from gateway.capabilities.grpc_api.infer_request import MAX_DECODED_BYTES, read_infer_request
-from gateway.capabilities.grpc_api.reflection import MAX_REFLECTION_BYTES, ReflectionService
 from gateway.capabilities.openai.text_vectors import parse_embeddings_request, parse_rerank_request
 from gateway.capabilities.tf_serving.bodies import parse_predict_body
 from gateway.capabilities.torchserve.forms import parse_prediction_body
@@ -25,12 +24,7 @@ from gateway.capabilities.uploads.model_files.received_body import parse_sha256_
 from gateway.capacity.archives import ArchiveLimits, read_archive
 from gateway.errors import GatewayError
 from gateway.routes.passthrough.sse import EventStreamScrubber
-from gateway.telemetry.exposition import (
-    InvalidExposition,
-    decode_page,
-    parse_families,
-    split_page_lines,
-)
+from gateway.telemetry.exposition import InvalidExposition, parse_families, split_page
 from gateway.tensors.images import ImageReader
 from gateway.tensors.inputs import JsonParser, decode_body, decode_json_body
 from gateway.tensors.json_body import decode_base64_text
@@ -100,7 +94,6 @@ def body_targets() -> Iterator[Target]:
 
 
 def targets() -> list[Target]:
-    reflection = ReflectionService()
     images = [body for bodies in IMAGES.values() for body in bodies]
     page = (ROOT / "tests/data/triton_metrics.txt").read_bytes()[: MAX_INPUT_BYTES // 8]
     named = [b'{"data": [1, 2.5]}', b'{"X": {"b64": "AAEC"}}', b"[[1, 2], [3, 4]]"]
@@ -133,14 +126,10 @@ def targets() -> list[Target]:
         ),
         Target("event streams", scrub_events, [EVENTS], REFUSALS),
         Target(
-            "metrics pages", lambda data: parse_families(split_page_lines(decode_page(data))), [page],
+            "metrics pages", lambda data: parse_families(split_page(data)), [page],
             (InvalidExposition,),
         ),
         Target("gRPC inference requests", read_infer_request, infer_messages(), REFUSALS),
-        Target(
-            "gRPC reflection", lambda data: reflection.build_response(data[:MAX_REFLECTION_BYTES]),
-            [b"\x3a\0", b"\x22\3a.b"], REFUSALS,
-        ),
         *screening_targets(),
         *upload_targets(),
     ]  # fmt: skip
@@ -171,7 +160,7 @@ def upload_targets() -> Iterator[Target]:
         with TemporaryFile() as file:
             file.write(data)
             file.flush()
-            for _, _, pieces in read_archive(file, suffix, ArchiveLimits(1 << 20, 100)):
+            for _, pieces in read_archive(file, suffix, ArchiveLimits(1 << 20, 100)):
                 for piece in pieces:
                     assert len(piece) <= PIECE_BYTES
 

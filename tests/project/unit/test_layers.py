@@ -62,7 +62,6 @@ COMPOSERS = (
     "gateway.app",
     "gateway.cli",
     "gateway.doctor.checks",
-    "gateway.doctor.conformance",
     "gateway.server.launch",
 )  # they use every capability of the list
 DESCRIBED = (*COMPOSERS, "gateway.server.welcome")  # they use what capabilities say of themselves

@@ -113,8 +113,8 @@ runtimeClassName: {{ . }}
 {{- define "triton-gateway.ingressPaths" -}}
 - {path: "/v1/models$", pathType: ImplementationSpecific}
 - {path: "/v1/models/[^/]+(/(versions|labels)/[^/]+)?(/infer|:predict|/jobs|/metadata|/openapi[.]json)$", pathType: ImplementationSpecific}
-- {path: "/v1/(embeddings|rerank|completions|chat/completions|usage/me)$", pathType: ImplementationSpecific}
-- {path: "/v1/(jobs|files|batches)(/[^/]+(/(result|content|cancel))?)?$", pathType: ImplementationSpecific}
+- {path: "/v1/(embeddings|rerank|completions|chat/completions)$", pathType: ImplementationSpecific}
+- {path: "/v1/jobs(/[^/]+(/result)?)?$", pathType: ImplementationSpecific}
 - {path: "/v2(/models)?$", pathType: ImplementationSpecific}
 - {path: "/v2/models/[^/]+(/versions/[^/]+)?(/(infer|generate|generate_stream|ready|config|stats))?$", pathType: ImplementationSpecific}
 - {path: "/v2/health/(live|ready)$", pathType: ImplementationSpecific}
@@ -217,7 +217,6 @@ runtimeClassName: {{ . }}
 {{- if and .Values.keda.enabled (not $triton.enabled) }}{{ fail "keda.enabled scales the Tritons of the chart: it requires triton.enabled" }}{{ end -}}
 {{- if and .Values.keda.enabled (gt (int .Values.keda.minReplicas) (int .Values.keda.maxReplicas)) }}{{ fail "keda.minReplicas exceeds keda.maxReplicas" }}{{ end -}}
 {{- if and .Values.keda.scaleToZero (not .Values.keda.enabled) }}{{ fail "keda.scaleToZero requires keda.enabled" }}{{ end -}}
-{{- if and .Values.keda.scaleToZero (not (or .Values.redis.enabled .Values.redis.externalUrl)) }}{{ fail "keda.scaleToZero requires Redis, which makes the demand known to every gateway" }}{{ end -}}
 {{- $disabled := list "0" "f" "false" "n" "no" "off" -}}
 {{- if and .Values.keda.enabled (has (lower (get $settings "GATEWAY_METRICS_REPLICAS")) $disabled) }}{{ fail "keda.enabled requires the metrics of the Tritons: use monitoring.scrapeTritons in place of GATEWAY_METRICS_REPLICAS" }}{{ end -}}
 {{- if and .Values.monitoring.scrapeTritons (not (and .Values.monitoring.enabled $triton.enabled)) }}{{ fail "monitoring.scrapeTritons requires monitoring.enabled and triton.enabled" }}{{ end -}}

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import BinaryIO, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import orjson
 
 from gateway.capabilities.jobs.errors import JobFileLost
-from gateway.capabilities.jobs.job import Job, JobKind
-from gateway.capabilities.jobs.service import ArrivingBody, Jobs
+from gateway.capabilities.jobs.job import Job
+from gateway.capabilities.jobs.service import ArrivingBody
 from gateway.capabilities.jobs.storage.store import JobFiles
-from gateway.capacity.archives import ArchiveLimits, read_archive
 from gateway.errors import MalformedRequest, TooLarge
 from gateway.media_types import JSON, MULTIPART, OCTET_STREAM, TEXT, TYPES_BY_SUFFIX
 from gateway.memory import MemoryCharge
-from gateway.messages import quote_text
 from gateway.tensors.media_type import (
     decode_header_text,
     parse_content_type,
@@ -31,16 +28,6 @@ MAX_LINE_BYTES: Final = 1 << 20
 MAX_FILE_BYTES: Final = 16 << 20
 # Lines, of which some are empty, for each row that a batch may have.
 MAX_LINES_PER_ROW: Final = 2
-# Entries of an archive, such as folders and extended headers, for each row.
-MAX_ENTRIES_PER_ROW: Final = 4
-# The directory of a ZIP file is in memory while its files are read. It has at most 65,535 entries, each with
-# at most four times the bytes that it has in the file.
-MAX_DIRECTORY_BYTES: Final = 36 << 20
-DIRECTORY_FACTOR: Final = 4
-ARCHIVE_TYPES: Final = ("application/zip", "application/x-tar", "application/gzip")
-# The first bytes tell the kind, whatever type the client names.
-ZIP_START: Final = b"PK"
-GZIP_START: Final = b"\x1f\x8b"
 LINE_FEED: Final = b"\n"
 CUSTOM_ID: Final = "custom_id"
 
@@ -73,8 +60,7 @@ class RowWriter:
         max_lines = MAX_LINES_PER_ROW * self._max_rows
         if self._lines > max_lines:
             raise TooLarge(
-                f"the batch has more than {max_lines} lines, of which {self._max_rows} may be rows "
-                "(GATEWAY_MAX_BATCH_ROWS)"
+                f"the batch has more than {max_lines} lines, of which {self._max_rows} may be rows"
             )
         self._rest += data
         lines: list[bytearray] = []
@@ -86,27 +72,21 @@ class RowWriter:
                 "send large rows as requests of their own, with Prefer: respond-async"
             )
         self._charge.resize(len(self._rest))
-        await self._write([line for line in lines if line.strip()])
+        rows = [line for line in lines if line.strip()]
+        await self._write(len(rows), rows)
 
     async def finish(self) -> None:
         if self._rest.strip():
-            await self._write([self._rest])
+            await self._write(1, [self._rest])
 
-    async def _write(self, lines: Sequence[bytes | bytearray], rows: int | None = None) -> None:
-        self._count_rows(len(lines) if rows is None else rows)
-        if lines:
-            await self._append(LINE_FEED.join([*lines, b""]))
-
-    def _count_rows(self, rows: int) -> None:
+    async def _write(self, rows: int, lines: Sequence[bytes | bytearray]) -> None:
         self.rows += rows
         if self.rows > self._max_rows:
-            raise TooLarge(
-                f"the batch has more than {self._max_rows} rows (GATEWAY_MAX_BATCH_ROWS)"
-            )
-
-    async def _append(self, data: bytes) -> None:
-        self.size_bytes += len(data)
-        await self._file.append(data)
+            raise TooLarge(f"the batch has more than {self._max_rows} rows")
+        if lines:
+            data = LINE_FEED.join([*lines, b""])
+            self.size_bytes += len(data)
+            await self._file.append(data)
 
 
 class FormWriter(RowWriter):
@@ -123,7 +103,7 @@ class FormWriter(RowWriter):
         for part in self._parser.feed(data):
             self._extend(part.content)
             content, self._part_content = self._part_content, bytearray()
-            await self._write([describe_file(part.headers, len(content)), content], rows=1)
+            await self._write(1, [describe_file(part.headers, len(content)), content])
         if self._parser.part_headers is not None:
             self._extend(self._parser.take_partial_content())
         self._charge.resize(len(self._part_content))
@@ -137,68 +117,6 @@ class FormWriter(RowWriter):
             raise TooLarge(f"file {self.rows + 1} of the batch exceeds {MAX_FILE_BYTES} bytes")
 
 
-class ArchiveWriter(RowWriter):
-    """Keeps an archive, and writes its files as those of a form when it is complete."""
-
-    def __init__(
-        self,
-        file: ArrivingBody,
-        max_rows: int,
-        charge: MemoryCharge,
-        *,
-        archive: ArrivingBody,
-        jobs: Jobs,
-    ) -> None:
-        super().__init__(file, max_rows, charge)
-        self._archive = archive
-        self._jobs = jobs
-        self._limits = ArchiveLimits(jobs.settings.max_batch_bytes, MAX_ENTRIES_PER_ROW * max_rows)
-
-    async def feed(self, data: bytes) -> None:
-        await self._archive.append(data)
-
-    async def finish(self) -> None:
-        """Write the rows. Raises `InvalidArchive`, `TooLarge` or `MemoryBudgetExceeded`."""
-        if not self._archive.size_bytes:
-            return
-        with await self._jobs.store.files.open_file(self._archive.file) as archive:
-            start = archive.read(len(ZIP_START))
-            if start == ZIP_START:
-                directory_bytes = DIRECTORY_FACTOR * self._archive.size_bytes
-                self._charge.resize(min(directory_bytes, MAX_DIRECTORY_BYTES))
-            pieces = self._encode_files(archive, start)
-            loop = asyncio.get_running_loop()
-            while piece := await loop.run_in_executor(
-                self._jobs.archive_threads, next, pieces, b""
-            ):
-                await self._append(piece)
-        await self._archive.discard()
-
-    def _encode_files(self, archive: BinaryIO, start: bytes) -> Iterator[bytes]:
-        """Yield the rows in pieces. It blocks."""
-        suffix = {ZIP_START: ".zip", GZIP_START: ".tar.gz"}.get(start, ".tar")
-        data = bytearray()
-        for path, size_bytes, pieces in read_archive(archive, suffix, self._limits):
-            if path.endswith("/") or is_hidden(path):
-                continue
-            if size_bytes > MAX_FILE_BYTES:
-                raise TooLarge(f"{quote_text(path)} in the archive exceeds {MAX_FILE_BYTES} bytes")
-            self._count_rows(1)
-            data += encode_file_line(path, OCTET_STREAM, size_bytes)
-            data += LINE_FEED
-            for piece in pieces:
-                data += piece
-                if len(data) >= BUFFER_BYTES:
-                    yield bytes(data)
-                    data.clear()
-            data += LINE_FEED
-        yield bytes(data)
-
-
-def is_hidden(path: str) -> bool:
-    return any(segment.startswith(".") for segment in path.split("/"))
-
-
 def describe_file(headers: Mapping[str, str], size_bytes: int) -> bytes:
     """Return the line of a part of a form. Raises `MalformedRequest`."""
     disposition, options = parse_header_parameters(headers.get("content-disposition", ""))
@@ -206,10 +124,6 @@ def describe_file(headers: Mapping[str, str], size_bytes: int) -> bytes:
         raise MalformedRequest("a part of the multipart body has no name")
     name = decode_header_text(options.get("filename") or options.get("name", ""))
     content_type = headers.get("content-type", OCTET_STREAM if "filename" in options else TEXT)
-    return encode_file_line(name, content_type, size_bytes)
-
-
-def encode_file_line(name: str, content_type: str, size_bytes: int) -> bytes:
     if content_type == OCTET_STREAM:
         content_type = TYPES_BY_SUFFIX.get(PurePath(name).suffix.lower(), OCTET_STREAM)
     return orjson.dumps([name, content_type, size_bytes])
@@ -225,7 +139,7 @@ class RowReader:
         self._buffer = bytearray()
         self._number = 0
         content_type = next(value for name, value in job.headers if name == "content-type")
-        self._has_files = parse_content_type(content_type)[0] in (MULTIPART, *ARCHIVE_TYPES)
+        self._has_files = parse_content_type(content_type)[0] == MULTIPART
 
     async def skip(self, count: int) -> None:
         for _ in range(count):
@@ -240,9 +154,6 @@ class RowReader:
             name, content_type, length = orjson.loads(line)
             content = await self._read_bytes(length + len(LINE_FEED))
             return Row(self._number, name, content_type, content[:length])
-        if self._job.kind is JobKind.openai_batch:
-            request = orjson.loads(line)
-            return Row(self._number, request[CUSTOM_ID], JSON, orjson.dumps(request["body"]))
         custom_id, body = split_line(line)
         return Row(self._number, custom_id, JSON, body)
 

@@ -7,7 +7,7 @@ import base64
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -15,7 +15,7 @@ import orjson
 
 from gateway.capabilities.jobs.batches.rows import CUSTOM_ID, Row, RowReader
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
-from gateway.capabilities.jobs.job import MIN_ERROR_STATUS, Job, JobKind
+from gateway.capabilities.jobs.job import MIN_ERROR_STATUS, Job
 from gateway.capabilities.jobs.replay import (
     BUSY_STATUSES,
     NO_ROOM_PAUSE_S,
@@ -28,7 +28,7 @@ from gateway.capabilities.jobs.replay import (
 )
 from gateway.capabilities.jobs.service import Jobs
 from gateway.fleet.inference import InferenceService
-from gateway.fleet.model_limits import count_replicas, find_stages
+from gateway.fleet.signatures import SignatureCache
 from gateway.media_types import JSON, NDJSON
 from gateway.services import Services
 from gateway.tasks import cancel_tasks
@@ -140,9 +140,9 @@ class BatchRun:
         await self._report()
 
     def _has_room(self, row: Row) -> bool:
-        admission, model = self._services.admission, self._job.model
-        slots = admission.get_limit(model)
-        if admission.is_in_foreground_use(model):
+        admission = self._services.admission
+        slots = admission.max_running_per_model
+        if admission.is_in_foreground_use(self._job.model):
             slots = max(slots - 1, 1)  # the next request of a user need not wait for one
         limit = min(slots, self._max_running)
         if self._running >= limit or len(self._pending) >= MAX_LEAD * limit:
@@ -197,10 +197,7 @@ class BatchRun:
             if capture.status not in BUSY_STATUSES or is_late:
                 break
             await asyncio.sleep(delay_s)
-        is_failed = capture.status >= MIN_ERROR_STATUS
-        if request.kind is JobKind.openai_batch:
-            return RowResult(build_openai_line(row, capture, request), is_failed)
-        return RowResult(build_line(row, capture, info), is_failed)
+        return RowResult(build_line(row, capture, info), capture.status >= MIN_ERROR_STATUS)
 
     async def _report(self) -> None:
         """Make the new lines durable, and then part of the result."""
@@ -210,15 +207,14 @@ class BatchRun:
             data = b"".join(each.line for each in results)
             await self._files.append(job.result_file, data)
             await self._files.flush(job.result_file)
-            failed = [len(each.line) for each in results if each.is_failed]
-            done_rows = job.done_rows + len(results) - len(failed)
-            failed_rows = job.failed_rows + len(failed)
+            failed = sum(each.is_failed for each in results)
+            done_rows = job.done_rows + len(results) - failed
+            failed_rows = job.failed_rows + failed
             elapsed_s = time.monotonic() - self._started_at
             self._job = replace(
                 job,
                 done_rows=done_rows,
                 failed_rows=failed_rows,
-                failed_bytes=job.failed_bytes + sum(failed),
                 result_bytes=job.result_bytes + len(data),
                 rows_per_second=(done_rows + failed_rows - self._first_row) / elapsed_s,
             )
@@ -252,11 +248,23 @@ class RowInference(InferenceService):
 
     def _has_place(self) -> bool:
         services = self._services
-        # There are no stages, and no limit, until the config was read.
-        stages = find_stages(services.signatures, self._model).values()
+        pool = services.pool
+        stages = find_stages(services.signatures, self._model)
+        replicas = max(sum(map(pool.accepts_requests, pool.replicas.values())), 1)
         has_users = services.admission.is_in_foreground_use(self._model)
-        limit = choose_row_limit(stages, count_replicas(services.pool), has_users=has_users)
-        return self._running < limit
+        return self._running < choose_row_limit(stages, replicas, has_users=has_users)
+
+
+def find_stages(signatures: SignatureCache, model: str) -> Sequence[Signature]:
+    """Return the signatures of the models in whose queues rows wait: the steps of an ensemble, or itself.
+
+    There are none, and no limit, until the configs were read, which this starts.
+    """
+    signature = signatures.find_or_start_reading(model)
+    names = (signature.steps or {model}) if signature is not None else ()
+    stages = [signatures.find_or_start_reading(name) for name in names]
+    found = [stage for stage in stages if stage is not None]
+    return found if len(found) == len(stages) else []
 
 
 def choose_row_limit(stages: Collection[Signature], replicas: int, *, has_users: bool) -> int:
@@ -287,14 +295,3 @@ def build_line(row: Row, capture: ResponseCapture, info: RequestInfo) -> bytes:
         document["content_type"] = content_type
         document["base64"] = base64.b64encode(capture.body).decode()
     return orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE)
-
-
-def build_openai_line(row: Row, capture: ResponseCapture, job: Job) -> bytes:
-    """Return the line of a row in a batch of OpenAI's API, whose responses are all JSON."""
-    response = {
-        "status_code": capture.status,
-        "request_id": job.request_id,
-        "body": orjson.Fragment(capture.body.replace(b"\n", b" ")),
-    }
-    document = {"id": f"{job.id}_{row.number}", CUSTOM_ID: row.custom_id, "response": response}
-    return orjson.dumps({**document, "error": None}, option=orjson.OPT_APPEND_NEWLINE)

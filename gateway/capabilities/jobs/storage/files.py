@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
 from gateway.capabilities.jobs.job import BODY_SUFFIX, find_job_id
@@ -127,9 +127,6 @@ class FolderFiles:
             file.seek(start)
             return file.read(length)
         return b""
-
-    def open_file(self, name: str) -> BinaryIO:
-        return (self.folder / name).open("rb")
 
     def delete(self, *names: str) -> None:
         for name in names:

@@ -10,8 +10,7 @@ local function read(id)
   local is_read, job = pcall(cjson.decode, redis.call('HGET', key('documents'), id))
   return is_read and type(job) == 'table' and job or nil
 end
--- The jobs in a state, of a model and of a caller, by their numbers; each may be '' for all. Those whose IDs
--- have a prefix are in lists of their own as well.
+-- The jobs in a state, of a model and of a caller, by their numbers; each may be '' for all.
 local function list_key(state, model, owner)
   return key('list:' .. state .. '\n' .. model .. '\n' .. owner)
 end
@@ -23,18 +22,10 @@ local function change_lists(job, command, ...)
       end
     end
   end
-  local prefix = job.id:match('^%a+[_-]')
-  if prefix then
-    redis.call(command, key('list:' .. prefix .. '\n'), ...)
-    redis.call(command, key('list:' .. prefix .. '\n' .. job.owner), ...)
-  end
 end
-local function count_limited(owner)
-  local count = 0
-  for _, state in ipairs({'queued', 'running', 'stored'}) do
-    count = count + redis.call('ZCARD', list_key(state, '', owner))
-  end
-  return count
+local function count_unfinished(owner)
+  local queued = redis.call('ZCARD', list_key('queued', '', owner))
+  return queued + redis.call('ZCARD', list_key('running', '', owner))
 end
 local function idempotency_key(job) return job.owner .. '\n' .. job.idempotency_key end
 local function is_unfinished(job) return job.state == 'queued' or job.state == 'running' end
@@ -66,7 +57,7 @@ end
 local function leave_queue(job)
   redis.call('ZREM', key('delayed'), job.id)
   leave_line(job.id, line_of(job))
-  if count_limited(job.owner) == 0 then
+  if count_unfinished(job.owner) == 0 then
     redis.call('HDEL', key('turns'), job.owner)
   end
 end
@@ -124,7 +115,7 @@ if job.idempotency_key ~= '' then
     return redis.call('HGET', key('documents'), id)
   end
 end
-if count_limited(job.owner) >= tonumber(ARGV[2]) then
+if count_unfinished(job.owner) >= tonumber(ARGV[2]) then
   return 'TOO_MANY'
 end
 if tonumber(redis.call('GET', key('bytes')) or '0') + job.body_bytes > tonumber(ARGV[3]) then
@@ -135,9 +126,6 @@ if job.idempotency_key ~= '' then
 end
 put(job, ARGV[1])
 redis.call('PERSIST', key('file:' .. job.id .. '.body'))
-if job.state ~= 'queued' then
-  return ARGV[1]
-end
 -- Its turn: after the last job of the same caller, and not before the next one of others.
 local last = tonumber(redis.call('HGET', key('turns'), job.owner) or '-1')
 local turn = math.max(last + 1, tonumber(redis.call('GET', key('turn')) or '0'))

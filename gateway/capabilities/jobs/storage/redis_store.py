@@ -7,12 +7,11 @@ that the gateways share, or in Redis.
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import orjson
 
@@ -135,8 +134,6 @@ class RedisJobStore:
             command = ("ZSCORE", name_list(owner=owner), query.after)
             last = f"({await self._redis.read(*command, decode=decode_number)}"
         key = name_list(query.state, query.model, owner)
-        if query.id_prefix:
-            key = f"list:{query.id_prefix}\n{owner}"
         page = ("ZREVRANGEBYSCORE", key, last, "-inf", "LIMIT", 0, query.limit)
         return await self._find_all(await self._redis.read(*page, decode=list))
 
@@ -250,12 +247,6 @@ class RedisFiles:
     async def read(self, file: str, start: int, length: int) -> bytes:
         command = ("GETRANGE", name_file(file), start, start + length - 1)
         return await self._redis.read(*command, decode=bytes)
-
-    async def open_file(self, file: str) -> BinaryIO:
-        copy = tempfile.SpooledTemporaryFile(2 * MAX_BODY_BYTES)  # noqa: SIM115 - the caller closes it
-        copy.write(await self.read(file, 0, MAX_BODY_BYTES))
-        copy.seek(0)
-        return cast("BinaryIO", copy)
 
     async def delete(self, *files: str) -> None:
         for file in files:

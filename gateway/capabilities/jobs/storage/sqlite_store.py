@@ -95,9 +95,8 @@ IS_CALLBACK_DUE: Final = (
     "callback_host = ? AND 0 < callback_due_at AND callback_due_at <= ? "
     "ORDER BY callback_due_at LIMIT ?"
 )
-# The jobs and files that `JobLimits.max_per_owner` limits.
-COUNT_LIMITED: Final = (
-    "SELECT count(*) FROM jobs WHERE owner = ? AND state IN ('queued', 'running', 'stored')"
+COUNT_UNFINISHED: Final = (
+    "SELECT count(*) FROM jobs WHERE owner = ? AND state IN ('queued', 'running')"
 )
 
 
@@ -177,7 +176,7 @@ class SqliteJobs:
         with self._write():
             if (known := self.find_by_key(job.owner, job.idempotency_key)) is not None:
                 return known
-            if self._read_number(COUNT_LIMITED, job.owner) >= limits.max_per_owner:
+            if self._read_number(COUNT_UNFINISHED, job.owner) >= limits.max_per_owner:
                 raise TooManyJobs(limits.max_per_owner)
             size_bytes = self._read_number("SELECT total(size_bytes) FROM totals")
             if size_bytes + job.size_bytes > limits.max_bytes:
@@ -213,9 +212,7 @@ class SqliteJobs:
         conditions = ["1"]
         arguments: list[Any] = []
         for condition, value in (
-            # The few with a prefix are found by their IDs, and not among all of the owner.
-            ("+owner = ?" if query.id_prefix else "owner = ?", query.owner),
-            ("id GLOB ?", f"{query.id_prefix}*" if query.id_prefix else None),
+            ("owner = ?", query.owner),
             ("state = ?", query.state and query.state.value),
             ("model = ?", query.model or None),
             ("number < (SELECT number FROM jobs WHERE id = ?)", query.after or None),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import BinaryIO, Final, Protocol
+from typing import Final, Protocol
 
 from gateway.capabilities.jobs.job import Job, JobState
 
@@ -26,7 +26,6 @@ class JobQuery:
     model: str = ""
     limit: int = 100
     after: str = ""  # the last ID of the page before
-    id_prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,9 +92,6 @@ class JobFiles(Protocol):
 
     async def read(self, file: str, start: int, length: int) -> bytes:
         """Return a part of a file, which is shorter if the file ends, and empty if there is none."""
-
-    async def open_file(self, file: str) -> BinaryIO:
-        """Return a file with the same content, to be read in a thread and closed."""
 
     async def delete(self, *files: str) -> None: ...
 

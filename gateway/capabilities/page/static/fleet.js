@@ -130,7 +130,7 @@ function drawReplicas(replicas) {
     const { address, state, cordoned } = replica;
     const ready = Object.values(replica.models).filter((each) => each === "READY").length;
     const ejection = replica.ejected_for_s === undefined ? "" : ` for ${replica.ejected_for_s} s`;
-    const facts = [["In flight", replica.outstanding], ["Latency", `${replica.slowness.toFixed(2)}×`], ["Ready models", ready]];
+    const facts = [["In flight", replica.outstanding], ["Ready models", ready]];
     if (!card.firstChild) {
       const makeButton = (action) => el("button", { type: "button", "data-action": action, text: MAINTENANCE[action][0],
         "aria-label": `${MAINTENANCE[action][0]} ${address}`, onclick: () => changeMaintenance(address, action) });
@@ -142,7 +142,6 @@ function drawReplicas(replicas) {
     head.replaceChildren(el("span", { class: `dot ${cordoned ? "off" : STATE_KINDS[state]}` }), el("strong", { text: address }),
       el("span", { class: `state ${STATE_KINDS[state] || "quiet"}`, text: (STATE_WORDS[state] ?? state) + ejection + (cordoned ? ", cordoned" : "") }));
     list.replaceChildren(...facts.map(([name, value]) => el("div", {}, el("dt", { class: "small", text: name }), el("dd", { text: String(value) }))));
-    list.title = "Latency is relative to the other replicas.";
     setText(reason, replicaReason(replica));
     drawProbes(probes, api.seenStates.get(address) ?? []);
     const inProgress = maintained.get(address);

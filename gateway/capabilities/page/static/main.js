@@ -14,10 +14,7 @@ const VIEWS = {
   fleet: { section: "fleet", link: "#fleet", load: () => import("./fleet.js") },
   jobs: { section: "jobs", link: "#jobs", load: () => import("./jobs.js") },
   live: { section: "live", link: "#live", load: () => import("./live.js") },
-  usage: { section: "usage", link: "#usage", load: () => import("./usage.js") },
 };
-if (!api.hasFeature("usage")) delete VIEWS.usage;
-$("usage-link").hidden = !VIEWS.usage;
 const REFRESH_MS = 2000;
 const HEALTH_INTERVAL = 3; // refreshes of a view for one of the header
 const LOAD_OTHERS_AFTER_MS = 1500;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from google.protobuf import json_format, text_format
@@ -42,22 +41,15 @@ GATEWAY_PARAMETERS: Final = "gateway."  # read by the gateway only
 PATH_CHARACTERS: Final = frozenset("/\\$~")
 THREADS_PARAMETER: Final = re.compile(r"thread|stream", re.IGNORECASE)
 LEADING_NUMBER: Final = re.compile(r"\s*\+?0*([0-9]{1,9})")  # as far as backends read a number
+MAX_INSTANCES: Final = 64
+MAX_WARMUPS: Final = 10_000  # warm-up requests of an instance
+MAX_SEQUENCES: Final = 10_000  # at a time
 MAX_THREADS: Final = 256  # threads that one parameter may give an instance
 MAX_PRIORITY_LEVELS: Final = 256  # each has a queue
 ELEMENT_BYTES: Final = {
     number: parse_datatype(name).numpy_dtype.itemsize for name, number in DataType.items() if number
 }
 UNKNOWN_ELEMENT_BYTES: Final = 8  # assumed size of an unknown datatype
-
-
-@dataclass(frozen=True)
-class ConfigLimits:
-    """The limits of Triton's allocations for a config when it loads the model."""
-
-    max_instances: int
-    max_warmups: int
-    max_sequences: int
-    max_tensor_bytes: int
 
 
 def parse_model_config(text: bytes, *, allow_unknown_fields: bool) -> Message:
@@ -128,28 +120,28 @@ def check_data_config(config: Any) -> None:
             check_parameters(value)
 
 
-def check_config_limits(config: Any, limits: ConfigLimits) -> None:
+def check_config_limits(config: Any, max_tensor_bytes: int) -> None:
     """Check the counts and sizes that a small config can make expensive. Raises `InvalidModelFile`."""
     instances = sum(
         max(group.count, 1) * max(len(group.gpus), 1) for group in config.instance_group
     )
-    check_limit("instances", instances, limits.max_instances, "GATEWAY_MAX_MODEL_INSTANCES")
+    check_limit("instances", instances, MAX_INSTANCES)
     # Triton makes a request for each element of the batch, and sends all of them `count` times.
     warmups = sum(max(each.count, 1) * max(each.batch_size, 1) for each in config.model_warmup)
-    check_limit("warm-up requests", warmups, limits.max_warmups, "GATEWAY_MAX_MODEL_WARMUPS")
+    check_limit("warm-up requests", warmups, MAX_WARMUPS)
     if config.HasField("sequence_batching"):
         # The direct strategy has a slot for each element of a batch, in each instance.
         slots = max(config.sequence_batching.oldest.max_candidate_sequences, config.max_batch_size)
         sequences = max(slots, 1) * max(instances, 1)
-        check_limit("sequences", sequences, limits.max_sequences, "GATEWAY_MAX_MODEL_SEQUENCES")
+        check_limit("sequences", sequences, MAX_SEQUENCES)
     levels = config.dynamic_batching.priority_levels
     check_limit("priority levels", levels, MAX_PRIORITY_LEVELS)
     tensors = [tensor for warmup in config.model_warmup for tensor in warmup.inputs.values()]
     for state in config.sequence_batching.state:
         tensors += [state, *state.initial_state]
-    needed_bytes = sum(find_tensor_bytes(tensor, limits.max_tensor_bytes) for tensor in tensors)
+    needed_bytes = sum(find_tensor_bytes(tensor, max_tensor_bytes) for tensor in tensors)
     what = "bytes of warm-up inputs and sequence states"
-    check_limit(what, needed_bytes, limits.max_tensor_bytes, "GATEWAY_MAX_BODY_BYTES")
+    check_limit(what, needed_bytes, max_tensor_bytes, "GATEWAY_MAX_BODY_BYTES")
 
 
 def check_limit(what: str, count: int, limit: int, setting: str = "") -> None:

@@ -28,7 +28,6 @@ from gateway.capabilities.uploads.model_files.kinds import (
 )
 from gateway.capabilities.uploads.model_files.model_config import (
     MAX_CONFIG_BYTES,
-    ConfigLimits,
     check_config_limits,
     check_config_name,
     check_data_config,
@@ -72,7 +71,9 @@ class UploadRules:
     model: str
     accepts_code: bool
     max_bytes: int  # limit for all files together, after decompression
-    config_limits: ConfigLimits  # ignored if the upload may contain code
+    max_tensor_bytes: (
+        int  # of a config's warm-up inputs and states; ignored if the upload may contain code
+    )
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def extract_files(
     folders: set[str] = set()
     with archive.path.open("rb") as stream:
         limits = ArchiveLimits(rules.max_bytes, MAX_ARCHIVE_ENTRIES, staging.check_open)
-        for name, _, pieces in read_archive(stream, suffix, limits):
+        for name, pieces in read_archive(stream, suffix, limits):
             collect_folders(name, folders)
             names.append(name)
             if name.endswith("/"):
@@ -221,7 +222,7 @@ class UploadBuilder:
         check_config_name(config, self._rules.model)
         if not accepts_code:
             check_data_config(config)
-            check_config_limits(config, self._rules.config_limits)
+            check_config_limits(config, self._rules.max_tensor_bytes)
         return config
 
     @property

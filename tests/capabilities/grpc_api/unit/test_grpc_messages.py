@@ -104,7 +104,7 @@ def test_request_of_any_size_is_read_without_its_tensors(encode: Any, shape: lis
     message = encode(request)
     head = read_infer_request(message)
     step = SequenceStep((1 << 64) - 1, is_start=True)
-    assert head == InferHead("m", "3", "mine", step, ("Y",), first_size=(*shape, 1)[0])
+    assert head == InferHead("m", "3", "mine", step, ("Y",))
     assert len(remove_fields(message, RAW_CONTENTS, TYPED_CONTENTS, MAX_HEAD_BYTES)) < 200 + len(
         shape
     )

@@ -36,7 +36,6 @@ BAD_SETTINGS: dict[str, tuple[dict[str, str], str]] = {
         {"issuer": ISSUER, "audience": "a", "jwks_url": ISSUER, "jwks_file": "keys.json"},
         "GATEWAY_OIDC_JWKS_URL is set as well",
     ),
-    "keys for ever": ({"issuer": ISSUER, "audience": "a", "keys_max_age_s": "inf"}, "MAX_AGE_S"),
 }
 
 

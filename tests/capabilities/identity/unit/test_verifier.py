@@ -96,7 +96,7 @@ async def test_public_requests_do_not_wait_for_the_issuer(tmp_path: Path) -> Non
         raise AssertionError
 
     issuer = Issuer("https://issuer.example")
-    source = FetchedKeys(issuer.url, wait_forever, 60)
+    source = FetchedKeys(issuer.url, wait_forever, max_age_s=60)
     tokens = TokenChecker(TokenParser(issuer.url, (AUDIENCE,)), source)
     access = authenticator(tmp_path, tokens)
     headers = [(b"authorization", f"Bearer {issuer.sign()}".encode())]
@@ -128,7 +128,7 @@ async def test_known_token_ends_with_what_it_rests_on(tmp_path: Path, end: str) 
     async def fetch() -> IssuerKeys:
         return parse_issuer_keys(issuer.publish())
 
-    source = FetchedKeys(issuer.url, fetch, keys_s)
+    source = FetchedKeys(issuer.url, fetch, max_age_s=keys_s)
     access = authenticator(tmp_path, TokenChecker(TokenParser(issuer.url, (AUDIENCE,)), source))
     token = issuer.sign(exp=time.time() - LEEWAY_S + token_s)
     scope = scope_of(headers=[(b"authorization", f"Bearer {token}".encode())])

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -161,6 +162,31 @@ def used_continuously(
             stop.set()
             for each in sending:
                 each.result()
+
+
+@contextmanager
+def flooded(fleet: Fleet, models: Sequence[str], headers: Mapping[str, str]) -> Iterator[list[str]]:
+    """The models that answered: one of them is asked for every 50 ms, in turn, until the block ends."""
+    answered: list[str] = []
+    stop = threading.Event()
+
+    def send(model: str) -> None:
+        if fleet.infer(model, headers={**headers, "X-Request-Timeout": "1"}).status_code == 200:
+            answered.append(model)
+
+    def send_all(pool: ThreadPoolExecutor) -> None:
+        for model in cycle(models):
+            if stop.wait(0.05):
+                return
+            pool.submit(send, model)
+
+    with ThreadPoolExecutor(100) as pool, ThreadPoolExecutor(1) as sender:
+        sending = sender.submit(send_all, pool)
+        try:
+            yield answered
+        finally:
+            stop.set()
+            sending.result()
 
 
 # `make test` has the short one.

@@ -33,7 +33,7 @@ from gateway.capabilities.uploads.model_files.entry_names import (
 from gateway.capabilities.uploads.model_files.folder_change import FolderChange, recover_folder
 from gateway.capabilities.uploads.model_files.folder_store import FolderStore
 from gateway.capabilities.uploads.model_files.kinds import identify_content, identify_file
-from gateway.capabilities.uploads.model_files.model_config import ConfigLimits, parse_model_config
+from gateway.capabilities.uploads.model_files.model_config import parse_model_config
 from gateway.capabilities.uploads.model_files.model_upload import (
     ModelUpload,
     UploadRules,
@@ -46,6 +46,8 @@ from gateway.capabilities.uploads.model_files.received_body import (
     parse_sha256_digest,
 )
 from gateway.capabilities.uploads.model_files.staging import Staging, UploadAborted
+from gateway.capabilities.uploads.settings import UploadSettings
+from gateway.config.settings import read_settings
 from gateway.errors import Conflict, GatewayError, MalformedRequest, TooLarge
 from tests.support import network
 from tests.support.archives import tarred, zipped
@@ -57,9 +59,6 @@ CACHE_PATH = (
     'parameters { key: "trt_engine_cache_path" value: "x" } } } }'
 )
 MIB = 1 << 20
-CONFIG_LIMITS = ConfigLimits(
-    max_instances=4, max_warmups=100, max_sequences=50, max_tensor_bytes=MIB
-)
 
 
 @pytest.fixture
@@ -85,9 +84,7 @@ def upload(
     existing: bytes | None = None,
     max_bytes: int = MIB,
 ) -> ModelUpload:
-    return build_upload(
-        files, staging, UploadRules("mine", code, max_bytes, CONFIG_LIMITS), existing
-    )
+    return build_upload(files, staging, UploadRules("mine", code, max_bytes, MIB), existing)
 
 
 def config_of(found: ModelUpload) -> str:
@@ -421,10 +418,10 @@ LARGE = "dims: [ 9223372036854775807, 0 ]"
 @pytest.mark.parametrize(
     ("accepted", "refused", "words"),
     [
-        ("instance_group { count: 4 }", "instance_group { count: 1000000 }", "1000000 instances"),
-        ("instance_group { gpus: [ 0, 1 ] }", "instance_group { count: 3 gpus: [ 0, 0 ] }", "6 inst"),
-        ("instance_group { } " * 4, "instance_group { } " * 5, "5 instances"),
-        (WARMUP.format("count: 50 batch_size: 2", ""), WARMUP.format("count: 4294967295", ""), "up requ"),
+        ("instance_group { count: 64 }", "instance_group { count: 1000000 }", "1000000 instances"),
+        ("instance_group { gpus: [ 0, 1 ] }", "instance_group { count: 33 gpus: [ 0, 0 ] }", "66 inst"),
+        ("instance_group { } " * 64, "instance_group { } " * 65, "65 instances"),
+        (WARMUP.format("count: 5000 batch_size: 2", ""), WARMUP.format("count: 4294967295", ""), "up requ"),
         (WARMUP.format("", ""), WARMUP.format("batch_size: 4294967295", ""), "warm-up requests"),
         (WARMUP.format("", "dims: [ -1, 9999 ]"), WARMUP.format("", LARGE), "bytes of warm-up inputs"),
         (WARMUP.format("", "dims: 99999"), WARMUP.format("", "dims: 99999 ") * 3, "1199988 bytes"),
@@ -435,14 +432,14 @@ LARGE = "dims: [ 9223372036854775807, 0 ]"
             "sequence states",
         ),
         (
-            "sequence_batching { oldest { max_candidate_sequences: 50 } }",
+            "sequence_batching { oldest { max_candidate_sequences: 10000 } }",
             "sequence_batching { oldest { max_candidate_sequences: 2147483647 } }",
             "2147483647 sequences",
         ),
         (
-            "sequence_batching { } max_batch_size: 25 instance_group { count: 2 }",
-            "sequence_batching { } max_batch_size: 26 instance_group { count: 2 }",
-            "52 sequences",
+            "sequence_batching { } max_batch_size: 5000 instance_group { count: 2 }",
+            "sequence_batching { } max_batch_size: 5001 instance_group { count: 2 }",
+            "10002 sequences",
         ),
         (
             "dynamic_batching { priority_levels: 9 }",
@@ -647,3 +644,8 @@ def test_folder_of_a_running_process_is_not_removed(
     finally:
         ended.set()
         remover.join()
+
+
+def test_flag_of_a_capability_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GATEWAY_MAX_MODEL_BYTES", "3")
+    assert read_settings(max_model_bytes=5).read(UploadSettings).max_model_bytes == 5

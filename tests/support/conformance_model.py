@@ -1,4 +1,4 @@
-"""The model of `triton-gateway doctor --conformance`. It runs in Triton, and not in the gateway.
+"""The model of `make test-triton`. It runs in Triton.
 
 A request returns its VALUES, and in LAST_STEPS the number of steps that the previous request ran. It takes
 STEPS steps of 50 ms, or fails if that is negative. A decoupled model returns a response after each step.
