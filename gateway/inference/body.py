@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import io
-import re
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from time import perf_counter
-from typing import Final, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import anyio
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope
+from starlette.types import Receive, Scope
 
 from gateway.capacity.body_chunks import ZLIB_WBITS, inflate_chunks, limit_length
-from gateway.errors import (
-    CURL_DEFAULT_TYPE,
-    BodyTooLarge,
-    DeadlinePassed,
-    GatewayError,
-    UnsupportedBody,
-    UnsupportedEncoding,
-)
-from gateway.media_types import JSON, MULTIPART, OCTET_STREAM
+from gateway.errors import BodyTooLarge, DeadlinePassed, UnsupportedEncoding
 from gateway.memory import MemoryCharge
 from gateway.telemetry.request_info import RequestInfo, read_head
-from gateway.tensors.codecs import CODECS_BY_TYPE, DEFAULT_CODEC, parse_body_type
-from gateway.tensors.inputs import Body
+from gateway.tensors.codecs import DEFAULT_CODEC, parse_body_type
 from gateway.tensors.media_type import MAX_CONTENT_TYPE_CHARS
-from gateway.tensors.multipart import FormReader
+from gateway.tensors.multipart import Form, FormReader
 from gateway.tensors.payload import PayloadLimits
 
 T = TypeVar("T")
-MIN_PEEKED_BYTES: Final = 16  # enough to recognize the type of a file
 
 
 class Deadline(NamedTuple):
@@ -110,27 +99,6 @@ class RequestBody:
     def has_content(self) -> bool:
         """Return whether the request has a body, which may be empty if it is chunked."""
         return bool(self.content_length) or b"transfer-encoding" in self.headers
-
-    async def peek(self) -> bytes:
-        """Return the first bytes of the body as they are sent; `read` and `stream` return them again."""
-        receive = self._receive
-        beginning = b""
-        has_more = True
-        started_at = perf_counter()
-        while has_more and len(beginning) < MIN_PEEKED_BYTES:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            beginning += message.get("body", b"")
-            has_more = message.get("more_body", False)
-        self._info.add_phase("receive", perf_counter() - started_at)
-        messages = [{"type": "http.request", "body": beginning, "more_body": has_more}]
-
-        async def receive_again() -> Message:
-            return messages.pop() if messages else await receive()
-
-        self._receive = receive_again
-        return beginning
 
     async def receive_start(self, max_bytes: int) -> bool:
         """Receive what has arrived; return whether `read` and `stream` then take no time.
@@ -213,16 +181,13 @@ class RequestBody:
         return data, message.get("more_body", False)
 
 
-async def read_body(body: RequestBody, limits: PayloadLimits, charge: MemoryCharge) -> Body:
-    """Return the complete body. A form is split into its parts as it arrives.
+async def read_form_body(body: RequestBody, limits: PayloadLimits, charge: MemoryCharge) -> Form:
+    """Return a complete form, which is split into its parts as it arrives.
 
     Raises `BodyTooLarge`, `TooLarge`, `MalformedRequest` or `MemoryBudgetExceeded`.
     """
-    content_type = body.content_type
-    if parse_body_type(content_type).media_type != MULTIPART:
-        return await body.read(limits.max_bytes, charge)
-    form = FormReader(content_type, limits)
-    factor = find_memory_factor(content_type)
+    form = FormReader(body.content_type, limits)
+    factor = find_memory_factor(body.content_type)
     async for chunk in body.stream(limits.max_bytes):
         charge.add(factor * len(chunk))
         form.feed(chunk)
@@ -238,52 +203,3 @@ def find_memory_factor(content_type: str) -> int:
 def check_length(length: int, max_bytes: int) -> None:
     if length > max_bytes:
         raise BodyTooLarge(max_bytes)
-
-
-# Bodies with the Content-Type that `curl -d` sends by default, `application/x-www-form-urlencoded`. Hardly
-# anybody means a form by it: such a body is JSON if it begins as JSON does, and otherwise a text, for a model
-# that takes one.
-
-UNCOMPRESSED: Final = (b"", b"identity")
-JSON_BEGINNINGS: Final = (b"{", b"[")
-FORM_FIELD: Final = re.compile(rb"[\w.\[\]-]+=")
-# A longer body is a form if its beginning is one.
-MAX_FORM_CHECK_BYTES: Final = 64 << 10
-
-
-class FormNotSupported(GatewayError):
-    status = UnsupportedBody.status
-    code = UnsupportedBody.code
-    message = (
-        "the body is the fields of a form, as curl -d sends them; send each field with -F NAME=VALUE, or a "
-        "text with -H 'Content-Type: text/plain'"
-    )
-
-
-def has_curl_default_type(content_type: str) -> bool:
-    return content_type.startswith(CURL_DEFAULT_TYPE)
-
-
-def begins_as_json(beginning: bytes) -> bool:
-    return beginning.lstrip()[:1] in JSON_BEGINNINGS
-
-
-async def recognize_curl_body(body: RequestBody, *, takes_text: bool) -> None:
-    """Set the type of the body by its beginning. Raises `UnsupportedBody` if the model takes no text."""
-    if body.headers.get(b"content-encoding", b"") in UNCOMPRESSED:
-        if begins_as_json(await body.peek()):
-            body.content_type = JSON
-            return
-        if takes_text:
-            body.content_type = OCTET_STREAM
-            return
-    raise UnsupportedBody(CURL_DEFAULT_TYPE, CODECS_BY_TYPE)
-
-
-def check_for_form(text: bytes) -> None:
-    """Check that some piece of the text is not NAME=VALUE. Raises `FormNotSupported`."""
-    pieces = text[:MAX_FORM_CHECK_BYTES].split(b"&")
-    if len(text) > MAX_FORM_CHECK_BYTES and len(pieces) > 1:
-        pieces.pop()
-    if all(map(FORM_FIELD.match, pieces)):
-        raise FormNotSupported

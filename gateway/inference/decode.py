@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from gateway.errors import MalformedRequest
-from gateway.inference.body import has_curl_default_type
-from gateway.inference.pipeline import OpenedRequest, is_text_model
+from gateway.inference.pipeline import OpenedRequest
 from gateway.tensors.codecs import JSON_CODEC, NPY_CODEC, Codec, parse_body_type, read_bytes
 from gateway.tensors.images import CostlyImages, is_image
 from gateway.tensors.inputs import (
@@ -95,7 +94,7 @@ async def decode(opened: OpenedRequest, body: Body) -> DecodedBody:
         decoded = await run_in_place(opened, place, decode_body, *arguments)
     except MalformedRequest as exc:
         sent_type = opened.body.get_header(b"content-type") or ""
-        if has_curl_default_type(sent_type) and is_text_model(opened.signature):
+        if opened.signature.takes_bytes_alone and sent_type != content_type:
             advice = "if it is a text, send it with -H 'Content-Type: text/plain'"
             raise MalformedRequest(f"{exc.detail}; {advice}") from exc
         raise
@@ -152,7 +151,6 @@ async def run_in_place(
 
 def charge_growth(opened: OpenedRequest, inputs_list: Sequence[InferInputs]) -> None:
     """Charge tensors that need more memory than the body was charged for: images and archives are small."""
-    arrays = [array for inputs in inputs_list for array in inputs.arrays.values()]
-    missing_bytes = sum(array.nbytes for array in arrays) - opened.charge.held_bytes
+    missing_bytes = sum(inputs.size_bytes for inputs in inputs_list) - opened.charge.held_bytes
     if missing_bytes > 0:
         opened.charge.add(missing_bytes)

@@ -191,7 +191,8 @@ def build_dry_run_description(signature: Signature, inputs: InferInputs) -> Mapp
                 "bytes": encoded_size_bytes(array),
                 "first_values": first_values(array),
             }
-            for name, array in inputs.arrays.items()
+            for inference in inputs.items or (inputs,)
+            for name, array in inference.arrays.items()
         ],
     }
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
+import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from encodings import normalize_encoding
@@ -26,6 +29,11 @@ SUPPORTED_CODECS: Final = frozenset((
     "ascii", "big5", "cp1250", "cp1251", "cp1252", "euc_jp", "euc_kr", "gb18030", "gbk", "iso8859_15",
     "koi8_r", "latin_1", "shift_jis", "utf_16", "utf_16_be", "utf_16_le", "utf_8", "utf_8_sig",
 ))  # fmt: skip
+
+# A document that begins with one of these is not plain UTF-8.
+BYTE_ORDER_MARKS: Final = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+JSON_TYPES: Final = frozenset(("text/json", "text/x-json", "application/x-json"))
+JSON_SUFFIX: Final = re.compile(r"application/[^/]+\+json")
 
 ValueReader = Callable[[bytes, Mapping[str, str]], Any]
 PayloadReader = Callable[[bytes, PayloadLimits], Payload]
@@ -55,7 +63,7 @@ def accepts_text(tensor: TensorSpec) -> bool:
 
 
 def accepts_file(tensor: TensorSpec) -> bool:
-    return accepts_text(tensor) or tensor.image_spec is not None
+    return accepts_text(tensor) or tensor.image_spec is not None or tensor.takes_file_bytes
 
 
 def read_bytes(body: bytes, parameters: Mapping[str, str]) -> bytes:
@@ -81,8 +89,27 @@ def find_text_codec(charset: str) -> str:
     return codec
 
 
+def to_utf8_json(body: bytes, parameters: Mapping[str, str]) -> bytes:
+    """Return JSON as UTF-8 without a byte order mark. Raises `MalformedRequest`.
+
+    Programs on Windows write a mark, and a type may have a charset, although JSON is UTF-8 (RFC 8259).
+    """
+    if body.startswith(BYTE_ORDER_MARKS):
+        codec = str(json.detect_encoding(body))
+    elif "charset" in parameters:
+        codec = find_text_codec(parameters["charset"])
+    else:
+        return body
+    if codec == "utf_8":
+        return body
+    try:
+        return body.decode(codec).encode()
+    except UnicodeDecodeError as exc:
+        raise MalformedRequest(f"the JSON is not valid {codec} at byte {exc.start}") from None
+
+
 def read_json_value(body: bytes, parameters: Mapping[str, str]) -> Any:
-    return decode_b64_objects(parse_json_body(body))
+    return decode_b64_objects(parse_json_body(to_utf8_json(body, parameters)))
 
 
 def read_npz_payload(body: bytes, limits: PayloadLimits) -> Payload:
@@ -155,6 +182,8 @@ def parse_body_type(content_type: str) -> BodyType:
     """Parse a content type, once for all bodies that have it. Raises `UnsupportedBody` for a long one."""
     media_type, parameters = parse_content_type(content_type)
     codec = CODECS_BY_TYPE.get(media_type)
-    if codec is None and media_type.startswith("image/"):
+    if media_type in JSON_TYPES or JSON_SUFFIX.fullmatch(media_type):
+        media_type, codec = JSON, JSON_CODEC
+    elif codec is None and media_type.startswith("image/"):
         codec = CODECS_BY_TYPE[ANY_IMAGE]
     return BodyType(content_type, media_type, parameters, codec)

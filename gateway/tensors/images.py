@@ -7,10 +7,11 @@ import struct
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 from PIL import ExifTags, Image
+from PIL.ImageFile import ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 
 from gateway.errors import BadImage, TooLarge
@@ -36,8 +37,12 @@ MAX_READS: Final = 4096
 MIN_READ_BYTES: Final = 1024
 # Opening an image takes time even if the image is small.
 MAX_IMAGES: Final = 4096
+# Pillow keeps 16 bits of grey images only. Of coloured ones it unpacks the upper or the lower byte.
 SIXTEEN_BIT_MODES: Final = ("I;16", "I;16B", "I;16L", "I;16N", "I")
+LOWER_BYTES: Final = {"RGB;16B": "RGB;16L", "RGBA;16B": "RGBA;16L"}
 MAX_16_BIT: Final = (1 << 16) - 1
+PNG_BIT_DEPTH_POSITION: Final = 24
+LUMA_WEIGHTS: Final = (0.299, 0.587, 0.114)  # as in Pillow's conversion to grey
 # From this EXIF orientation on, width and height are swapped.
 FIRST_SIDEWAYS_ORIENTATION: Final = 5
 ORIENTATION_TRANSPOSES: Final[Mapping[object, Image.Transpose]] = {
@@ -65,7 +70,7 @@ class CostlyImages(Exception):
     """The images need more time than a thread may take, because it cannot be stopped."""
 
 
-class ImageFile(io.BytesIO):
+class LimitedFile(io.BytesIO):
     """A file that is read so often only, because Pillow parses it in Python, part by part."""
 
     def __init__(self, data: bytes) -> None:
@@ -116,15 +121,40 @@ class ImageReader:
             )
 
     def read(self, data: bytes) -> np.ndarray:
-        """Return UINT8 values 0..255 in the layout and size of the input, upright.
+        """Return the pixels in the layout and size of the input, upright.
 
+        They are UINT8, or UINT16 if the image has 16 bits and the input keeps them.
         The shape is [height, width], [channels, height, width] or [height, width, channels].
         Raises `BadImage`, `TooLarge` or `CostlyImages`.
         """
         with self._open(data) as image:
             self._add_cost(image, data)
-            upright = load_upright_image(image, self.spec)
-            return arrange_pixels(convert_image_mode(upright, self.spec.mode), self.spec)
+            if self.spec.keeps_depth and has_16_bits(image, data):
+                pixels = resize_channels(self._read_16_bits(image, data), self.spec)
+            else:
+                upright = load_upright_image(image, self.spec)
+                pixels = resize_image(convert_image_mode(upright, self.spec.mode), self.spec)
+            return arrange_pixels(pixels, self.spec)
+
+    def _read_16_bits(self, image: Image.Image, data: bytes) -> np.ndarray:
+        """Return all bits in the channels of the input; the shape is [height, width, channels]."""
+        if image.mode in SIXTEEN_BIT_MODES:
+            grey = np.asarray(load_upright_image(image, self.spec))
+            channels = grey.clip(0, MAX_16_BIT).astype(np.uint16)[..., np.newaxis]
+        else:
+            tile = cast(ImageFile, image).tile[0]
+            lower_mode = LOWER_BYTES.get(str(tile.args))
+            if lower_mode is None:
+                raise BadImage(
+                    f"the image for input {self._input} has 16 bits of grey with transparency, which cannot "
+                    "be decoded without loss; save it without transparency, or with 8 bits"
+                )
+            channels = np.asarray(load_upright_image(image, self.spec)).astype(np.uint16)
+            channels <<= 8
+            with self._open(data) as again:
+                cast(ImageFile, again).tile = [tile._replace(args=lower_mode)]
+                channels |= np.asarray(load_upright_image(again, self.spec))
+        return convert_channels(channels, self.spec.mode)
 
     def _count_pixels(self, data: bytes) -> int:
         with self._open(data) as image:
@@ -136,9 +166,12 @@ class ImageReader:
         if not data:
             raise BadImage(f"the image for input {self._input} is empty")
         if not is_image(data):
-            raise BadImage(f"the value for input {self._input} is not a JPEG, PNG or WebP image")
+            raise BadImage(
+                f"the value for input {self._input} is not a JPEG, PNG or WebP image"
+                f"{describe_other_file(data)}"
+            )
         try:
-            with Image.open(ImageFile(data), formats=FORMATS) as image:
+            with Image.open(LimitedFile(data), formats=FORMATS) as image:
                 if problem := self._find_excess(image.width, image.height):
                     raise TooLarge(f"the image for input {self._input} has {problem}")
                 yield image
@@ -217,14 +250,83 @@ def convert_image_mode(image: Image.Image, mode: str) -> Image.Image:
     return image if image.mode == mode else image.convert(mode)
 
 
-def arrange_pixels(converted: Image.Image, spec: ImageSpec) -> np.ndarray:
-    """Return the pixels in the size and layout of the input."""
-    width = converted.width if spec.width < 0 else spec.width
-    height = converted.height if spec.height < 0 else spec.height
-    if (width, height) != converted.size:
-        converted = converted.resize((width, height), Image.Resampling.BILINEAR)
-    array = np.asarray(converted)
+def resize_image(image: Image.Image, spec: ImageSpec) -> np.ndarray:
+    size = find_size(image.width, image.height, spec)
+    if size != image.size:
+        image = image.resize(size, Image.Resampling.BILINEAR)
+    return np.asarray(image)
+
+
+def find_size(width: int, height: int, spec: ImageSpec) -> tuple[int, int]:
+    """Return width and height of the input, whose sizes may be those of the image."""
+    return (width if spec.width < 0 else spec.width, height if spec.height < 0 else spec.height)
+
+
+def has_16_bits(image: Image.Image, data: bytes) -> bool:
+    return image.format == "PNG" and data[PNG_BIT_DEPTH_POSITION] == 16
+
+
+def convert_channels(channels: np.ndarray, mode: str) -> np.ndarray:
+    """Convert UINT16 [height, width, channels] to L, RGB or RGBA, as Pillow does with 8 bits."""
+    count = len(mode)
+    if channels.shape[2] == 4 and mode != "RGBA":  # over white
+        alpha = channels[..., 3:].astype(np.float32) / MAX_16_BIT
+        over_white = channels[..., :3] * alpha + (1 - alpha) * MAX_16_BIT
+        channels = np.rint(over_white).astype(np.uint16)
+    if channels.shape[2] == 3 and mode == "L":
+        channels = np.rint(channels @ np.array(LUMA_WEIGHTS, np.float32)).astype(np.uint16)[
+            ..., np.newaxis
+        ]
+    if channels.shape[2] == 1 and mode != "L":
+        channels = channels.repeat(3, axis=2)
+    if channels.shape[2] < count:
+        channels = np.pad(channels, ((0, 0), (0, 0), (0, 1)), constant_values=MAX_16_BIT)
+    return channels
+
+
+def resize_channels(channels: np.ndarray, spec: ImageSpec) -> np.ndarray:
+    height, width, count = channels.shape
+    size = find_size(width, height, spec)
+    if size == (width, height):
+        return channels
+    resized = np.empty((size[1], size[0], count), np.uint16)
+    for channel in range(count):
+        plane = Image.fromarray(channels[..., channel].astype(np.float32))
+        resized[..., channel] = np.rint(np.asarray(plane.resize(size, Image.Resampling.BILINEAR)))
+    return resized
+
+
+def arrange_pixels(pixels: np.ndarray, spec: ImageSpec) -> np.ndarray:
+    """Return the pixels in the layout of the input."""
+    height, width = pixels.shape[:2]
     if spec.layout is ChannelLayout.GREY:
-        return array
-    array = array.reshape(height, width, -1)
-    return array.transpose(2, 0, 1) if spec.layout is ChannelLayout.CHANNELS_FIRST else array
+        return pixels.reshape(height, width)
+    pixels = pixels.reshape(height, width, -1)
+    return pixels.transpose(2, 0, 1) if spec.layout is ChannelLayout.CHANNELS_FIRST else pixels
+
+
+# To name what was sent: the first bytes, at a position, of files that are no images to decode.
+OTHER_FILES: Final[tuple[tuple[int, bytes, str], ...]] = (
+    (4, b"ftypheic", "a HEIC file, as iPhones take"),
+    (4, b"ftypheix", "a HEIC file, as iPhones take"),
+    (4, b"ftyphev", "a HEIC file, as iPhones take"),
+    (4, b"ftypmif1", "a HEIF file"),
+    (4, b"ftypmsf1", "a HEIF file"),
+    (4, b"ftypavi", "an AVIF file"),
+    (4, b"ftyp", "a video"),
+    (0, b"GIF8", "a GIF file"),
+    (0, b"BM", "a BMP file"),
+    (0, b"II*\0", "a TIFF file"),
+    (0, b"MM\0*", "a TIFF file"),
+    (4, b"jP  ", "a JPEG 2000 file"),
+    (4, b"JXL ", "a JPEG XL file"),
+    (0, b"\xff\x0a", "a JPEG XL file"),
+    (0, b"%PDF", "a PDF file"),
+    (0, b"<", "an XML or HTML text, such as SVG"),
+)
+
+
+def describe_other_file(data: bytes) -> str:
+    names = (name for start, magic, name in OTHER_FILES if data.startswith(magic, start))
+    name = next(names, "")
+    return name and f", but {name}; convert it"

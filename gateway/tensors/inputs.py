@@ -15,7 +15,16 @@ from gateway.errors import InputMismatch, TooLarge
 from gateway.media_types import MULTIPART
 from gateway.messages import join_names, quote_text
 from gateway.tensors.codecs import parse_body_type
-from gateway.tensors.convert import decode_files, describe_inputs, fit_part_to_shape, stack_parts
+from gateway.tensors.convert import (
+    decode_files,
+    describe_inputs,
+    fit_part_to_shape,
+    have_different_shapes,
+    is_absent,
+    read_text_part,
+    separate_parts,
+    stack_parts,
+)
 from gateway.tensors.json_body import check_json_memory
 from gateway.tensors.multipart import Form, read_form
 from gateway.tensors.payload import Part, Payload, PayloadLimits, PayloadOptions
@@ -35,13 +44,22 @@ class InferInputs(NamedTuple):
     is_batched: bool = False  # the request has a batch dimension, so the response has one as well
     batch_offset: int = 0  # the position of a sub-batch in the request's batch
     instance_count: int = 0  # more than 0 if the client expects one result per instance
+    # One inference for each item, because the items are of different lengths; empty otherwise.
+    items: tuple[InferInputs, ...] = ()
 
     def exceeds(self, max_batch_size: int) -> bool:
-        return self.batch_size > max_batch_size  # the size is 0 without a batch dimension
+        """Return whether these are several inferences."""
+        # The size is 0 without a batch dimension.
+        return self.batch_size > max_batch_size or bool(self.items)
+
+    @property
+    def size_bytes(self) -> int:
+        own_bytes = sum(array.nbytes for array in self.arrays.values())
+        return own_bytes + sum(item.size_bytes for item in self.items)
 
     def split(self, max_batch_size: int) -> Iterator[InferInputs]:
-        if not self.exceeds(max_batch_size):
-            yield self
+        if self.items:
+            yield from self.items
             return
         for start in range(0, self.batch_size, max_batch_size):
             end = min(start + max_batch_size, self.batch_size)
@@ -74,28 +92,55 @@ def to_inputs(payload: Payload, signature: Signature, limits: PayloadLimits) -> 
     Raises `InputMismatch`, `BadImage`, `TooLarge`, `MalformedRequest` or `CostlyImages`.
     """
     arrays: dict[str, np.ndarray] = {}
+    files: dict[str, list[np.ndarray]] = {}  # of different lengths
     supports_batching = signature.supports_batching
     is_any_batched = False
     rows = payload.instance_count
     is_stacked = rows > 0 and signature.has_batch_dimension
     for name, assigned in assign_parts(payload, signature).items():
         tensor = signature.inputs[name]
-        if len(assigned) == 1:
-            check_listed_rows(assigned[0].value, tensor, signature, limits)
-        parts = decode_files(assigned, tensor, limits)
+        if tensor.is_optional and all(map(is_absent, assigned)):
+            continue
+        values = [read_text_part(part, tensor, limits) for part in assigned]
+        if len(values) == 1:
+            check_listed_rows(values[0].value, tensor, signature, limits)
+        parts = decode_files(values, tensor, limits)
         is_batched = True
-        if is_stacked or len(parts) > 1:
+        if tensor.takes_file_bytes and have_different_shapes(parts):
+            files[name] = separate_parts(parts, tensor, supports_batching)
+        elif is_stacked or len(parts) > 1:
             arrays[name] = stack_parts(parts, tensor, supports_batching)
         else:
             arrays[name], is_batched = fit_part_to_shape(parts[0], tensor, supports_batching)
         is_any_batched = is_any_batched or is_batched
+    if signature.inputs and not arrays and not files:
+        raise InputMismatch(
+            f"the request has no inputs; send at least one of {describe_inputs(signature)}"
+        )
     if not supports_batching:
         return InferInputs(arrays, instance_count=rows)
-    sizes = set(map(len, arrays.values()))
-    if len(sizes) > 1:
-        counts = (f"{quote_text(name)} has {len(array)}" for name, array in arrays.items())
+    sizes = {name: len(values) for name, values in (arrays | files).items()}
+    if len(set(sizes.values())) > 1:
+        counts = (f"{quote_text(name)} has {size}" for name, size in sizes.items())
         raise InputMismatch(f"the inputs have different batch sizes: {join_names(counts)}")
-    return InferInputs(arrays, max(sizes, default=0), is_any_batched, instance_count=rows)
+    inputs = InferInputs(arrays, max(sizes.values(), default=0), is_any_batched, 0, rows)
+    return add_files(inputs, files) if files else inputs
+
+
+def add_files(inputs: InferInputs, files: Mapping[str, list[np.ndarray]]) -> InferInputs:
+    """Return inputs whose items are inferences of their own, because their files cannot form one tensor."""
+    items = (
+        InferInputs(
+            {name: array[index : index + 1] for name, array in inputs.arrays.items()}
+            | {name: arrays[index] for name, arrays in files.items()},
+            batch_size=1,
+            is_batched=True,
+            batch_offset=index,
+            instance_count=int(inputs.instance_count > 0),
+        )
+        for index in range(inputs.batch_size)
+    )
+    return inputs._replace(arrays={}, items=tuple(items))
 
 
 def convert_single_element(payload: Payload, signature: Signature) -> InferInputs | None:
@@ -121,9 +166,9 @@ def convert_single_element(payload: Payload, signature: Signature) -> InferInput
 
 def assign_parts(payload: Payload, signature: Signature) -> dict[str, list[Part]]:
     parts = {name: values for name, values in payload.parts.items() if values}
-    required = signature.required_inputs or list(signature.inputs.values())
-    if len(parts) == 1 and len(required) == 1 and signature.inputs.keys().isdisjoint(parts):
-        return {required[0].name: next(iter(parts.values()))}
+    unnamed = signature.unnamed_input
+    if len(parts) == 1 and unnamed is not None and signature.inputs.keys().isdisjoint(parts):
+        return {unnamed.name: next(iter(parts.values()))}
     unknown = [name for name in parts if name not in signature.inputs]
     if unknown:
         problem = (

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote_to_bytes
 
 import orjson
 
-from gateway.errors import MalformedRequest, TooLarge
+from gateway.errors import InputMismatch, MalformedRequest, TooLarge
 from gateway.media_types import JSON, NPY
 from gateway.messages import quote_text
 from gateway.tensors.payload import (
@@ -22,6 +23,10 @@ from gateway.tensors.payload import (
 )
 
 T = TypeVar("T")
+# Python's json.dumps writes these, and many parsers do not read them.
+UNQUOTED_NUMBER: Final = re.compile("-?(NaN|Infinity)")
+UNQUOTED_NUMBER_HINT: Final = '; write "NaN", "Infinity" and "-Infinity" in quotes'
+V2_KEYS: Final = frozenset(("shape", "datatype", "data"))
 MAX_JSON_DEPTH = 64
 MAX_OUTPUT_NAMES = 1000
 # The average memory of a Python list or dict, and of a number with its entries in two lists and an array.
@@ -36,7 +41,8 @@ def parse_json_body(body: bytes) -> Any:
     except orjson.JSONDecodeError as exc:
         if str(exc).startswith("Not enough memory"):
             raise MemoryError from None
-        raise MalformedRequest(f"the body is not valid JSON: {exc}") from None
+        hint = UNQUOTED_NUMBER_HINT if UNQUOTED_NUMBER.match(exc.doc, exc.pos) else ""
+        raise MalformedRequest(f"the body is not valid JSON: {exc}{hint}") from None
 
 
 def check_json_memory(body: bytes | bytearray, limits: PayloadLimits) -> None:
@@ -68,11 +74,14 @@ def read_json_payload(body: bytes, limits: PayloadLimits) -> Payload:
             f"unknown key {quote_text(min(unknown))} in the JSON body; "
             'valid keys are "inputs", "outputs", "parameters" and "id"'
         )
-    parts = list_json_parts(decode_b64_objects(document["inputs"]))
+    values = decode_b64_objects(document["inputs"])
+    if isinstance(values, list):
+        check_for_records(values)
+    parts = list_json_parts(values)
     options = PayloadOptions(
         outputs=validate_output_names(document.get("outputs")),
         parameters=validate_parameters(document.get("parameters")),
-        id=validate_request_id(document.get("id", "")),
+        id=validate_request_id(document.get("id")),
     )
     return Payload(parts, options)
 
@@ -93,21 +102,37 @@ def validate_output_names(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(value))
 
 
+def check_for_records(values: list[Any]) -> None:
+    """Check that a list has no objects, as the bodies of other APIs have. Raises `InputMismatch`."""
+    record = next((value for value in values if isinstance(value, dict)), None)
+    if record is None:
+        return
+    if "name" in record and not V2_KEYS.isdisjoint(record):
+        raise InputMismatch(
+            "the body is in the format of the V2 API: send it to /v2/models/MODEL/infer, or send the value "
+            'of each input by its name, as in {"inputs": {"X": [1, 2]}}'
+        )
+    raise InputMismatch(
+        "the inputs are a list of objects; send the values of all items by the name of the input, as in "
+        '{"inputs": {"X": [1, 2], "Y": [3, 4]}}'
+    )
+
+
 def validate_parameters(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
-    scalars = (str, int, float, bool)
+    scalars = (str, int, float, bool, type(None))
     if not isinstance(value, dict) or not all(isinstance(item, scalars) for item in value.values()):
         raise MalformedRequest('"parameters" must be an object of strings, numbers and booleans')
     # Here, because a process that decodes a large body must not return what the event loop would hold.
     check_parameter_limits(value)
-    return value
+    return {name: item for name, item in value.items() if item is not None}
 
 
 def validate_request_id(value: Any) -> str:
-    if not isinstance(value, str):
+    if not isinstance(value, str | None):
         raise MalformedRequest('"id" must be a string')
-    return value
+    return value or ""
 
 
 def decode_b64_objects(value: Any, max_depth: int = MAX_JSON_DEPTH) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.lib import format as npy_format
 
 from gateway.errors import MalformedRequest, TooLarge
-from gateway.messages import quote_text
+from gateway.messages import join_names, quote_text
 from gateway.tensors.zip_files import DamagedArchive, TooManyEntries, open_zip_file, read_zip_entry
 
 NPY_MAGIC: Final = npy_format.MAGIC_PREFIX
@@ -31,6 +31,7 @@ MAX_NPY_HEADER_BYTES: Final = 1024
 MAX_DIMENSIONS: Final = 32
 # The shape of an empty array is bounded separately, because the file size does not bound it.
 MAX_EMPTY_ARRAY_BYTES: Final = 1 << 31
+MAX_NAMED_FIELDS: Final = 4
 NUMBER_TYPES: Final = frozenset(
     ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "V2")
 )
@@ -100,6 +101,12 @@ def parse_npy_header(header: bytes, length_field_bytes: int) -> NpyHeader:
 def check_npy_dtype(dtype: np.dtype) -> None:
     if dtype.hasobject:
         raise MalformedRequest("the .npy file contains pickled objects, which are not supported")
+    if dtype.names is not None:
+        fields = join_names(map(quote_text, dtype.names[:MAX_NAMED_FIELDS]))
+        raise MalformedRequest(
+            f"the .npy file contains a structured array, with the fields {fields}; send an array of numbers "
+            "or texts for each input"
+        )
     is_text = dtype.kind in "SU" and dtype.itemsize > 0
     if dtype.subdtype is not None or not (is_text or dtype.str[1:] in NUMBER_TYPES):
         raise MalformedRequest(

@@ -19,7 +19,6 @@ from gateway.capabilities.torchserve.forms import (
     recognize_body_type,
 )
 from gateway.errors import (
-    CURL_DEFAULT_TYPE,
     Conflict,
     GatewayError,
     MalformedRequest,
@@ -53,8 +52,7 @@ from gateway.routes.openapi import (
     build_responses,
 )
 from gateway.telemetry.request_info import RequestScope
-from gateway.tensors.codecs import BINARY_SCHEMA, STRING_SCHEMA
-from gateway.tensors.media_type import parse_content_type
+from gateway.tensors.codecs import BINARY_SCHEMA, JSON_CODEC, STRING_SCHEMA, parse_body_type
 from gateway.tensors.payload import PayloadOptions
 from gateway.tensors.schema import Schema, build_object_schema
 
@@ -216,11 +214,8 @@ async def create_prediction(
     opened = await pipeline.open_request(request, services, model, to_version_number(model_version))
     signature = opened.signature
     body = opened.body
-    if body.content_type in ("", CURL_DEFAULT_TYPE):
-        beginning = await opened.deadline.limit(body.peek())
-        body.content_type = recognize_body_type(body.content_type, beginning, signature)
-    is_json = parse_content_type(body.content_type)[0] == JSON
-    received = await pipeline.receive_body(opened)
+    received = await pipeline.receive_body(opened, recognize_body_type)
+    is_json = parse_body_type(body.content_type).codec is JSON_CODEC
     with await pipeline.admit(opened) as slot:
         if is_json and isinstance(received, bytes):
             options = PayloadOptions()
