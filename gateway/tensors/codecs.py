@@ -119,11 +119,12 @@ def read_npz_payload(body: bytes, limits: PayloadLimits) -> Payload:
 
 
 STRING_SCHEMA: Final[dict[str, Any]] = {"type": "string"}
+OPTIONAL_STRING_SCHEMA: Final[dict[str, Any]] = {"type": ["string", "null"]}
 BINARY_SCHEMA: Final[dict[str, Any]] = {"type": "string", "format": "binary"}
 FORM_SCHEMA: Final[dict[str, Any]] = {"type": "object", "additionalProperties": BINARY_SCHEMA}
 PARAMETERS_SCHEMA: Final[dict[str, Any]] = {
     "type": ["object", "null"],
-    "additionalProperties": {"type": ["string", "number", "boolean"]},
+    "additionalProperties": {"type": ["string", "number", "boolean", "null"]},
 }
 JSON_SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
@@ -131,7 +132,7 @@ JSON_SCHEMA: Final[dict[str, Any]] = {
         "inputs": {"description": "A value, or an object of values by input name."},
         "outputs": {"type": ["array", "null"], "items": STRING_SCHEMA},
         "parameters": PARAMETERS_SCHEMA,
-        "id": STRING_SCHEMA,
+        "id": OPTIONAL_STRING_SCHEMA,
     },
     "required": ["inputs"],
     "additionalProperties": False,
