@@ -19,7 +19,7 @@ from standardwebhooks.webhooks import Webhook
 from gateway.capabilities.jobs.callbacks import MAX_RUNNING_ATTEMPTS_PER_HOST
 from gateway.client import AsyncClient, Client, GatewayError, InferResult
 from gateway.embedded.supervisor import EmbeddedTriton
-from gateway.http_client.webhooks import generate_secret
+from gateway.webhooks import generate_secret
 from tests.capabilities.jobs.receiver import Received, Receiver, answer, receiving_in_thread
 from tests.support.gateway_forks import fork_gateway, run_gateway
 from tests.support.keys import ADMIN, BOTH, INFER, METRICS, bearer, entry, written
