@@ -248,7 +248,7 @@ class JobAcceptance:
             services.get_charge(scope["request_info"]).release()
             with suppress(TooManyWaiters), jobs.wait_as(kept.owner):
                 kept = await jobs.wait_until_ended(kept, min(int(wait[1]), MAX_WAIT_S)) or kept
-            if kept.result_file:
+            if kept.result_file and jobs.trust.is_signed(kept):
                 is_unknown = not (key or callback)  # nobody knows its ID
                 return JobResultResponse(jobs, kept, deletes_job=is_unknown)
         return respond_with_job(kept)
@@ -259,13 +259,14 @@ async def accept_once(
 ) -> Response:
     """Return the answer of `accept`, or the job that has the idempotency key of the request.
 
-    Of requests that arrive at the same time, the store keeps one.
+    Of requests that arrive at the same time, the store keeps one. Raises `SubjectRequired`.
     """
     scope = request.scope
+    owner = find_owner(scope["request_info"])
     key = join_header_values(scope, IDEMPOTENCY_KEY).decode("latin-1").strip()
     if len(key) > MAX_KEY_CHARS:
         raise MalformedRequest(f"Idempotency-Key exceeds {MAX_KEY_CHARS} characters")
-    known = await jobs.store.find_by_key(find_owner(scope["request_info"]), key) if key else None
+    known = await jobs.store.find_by_key(owner, key) if key else None
     if known is None or not jobs.trust.is_signed(known):
         return await accept(key)
     body = StoredBody(scope, request.receive, max_bytes)

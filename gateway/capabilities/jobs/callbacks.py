@@ -166,6 +166,7 @@ class CallbackSender:
 
     def __init__(self, jobs: Jobs, services: Services) -> None:
         self._store = jobs.store
+        self._trust = jobs.trust
         self._allowed = jobs.callback_hosts
         self._hosts = sorted({each.authority for each in self._allowed.origins})
         self._secrets = services.get(CallbackSecrets)
@@ -197,6 +198,8 @@ class CallbackSender:
             return
         with suppress(JobsUnavailable, JobsFull):
             for job in await self._store.find_due_deliveries(host, time.time(), CLAIM_S, free):
+                if not self._trust.is_signed(job):  # whoever wrote it has chosen the address
+                    continue
                 self._running_by_host[host] += 1
                 self._tasks.start(run_step(LOOP, partial(self._deliver, host, job)))
 
