@@ -182,6 +182,7 @@ class CallbackSender:
         with suppress(JobsUnavailable, JobsFull):
             for job in await self._store.find_due_deliveries(host, time.time(), CLAIM_S, free):
                 if not self._trust.is_signed(job):  # whoever wrote it has chosen the address
+                    await self._store.replace(replace(job, callback_due_at=0.0), job.token)
                     continue
                 self._running_by_host[host] += 1
                 self._tasks.start(run_step(LOOP, partial(self._deliver, host, job)))

@@ -35,6 +35,7 @@ from tests.support.wait import wait_until
 
 BODY = b'{"inputs": [[1.5, 2.5]]}'
 OTHER_BODY = b'{"inputs": [[9.5, 9.5]]}'
+CALLBACK = "http://127.0.0.1:9/"
 JSON_BODY = {"Content-Type": "application/json"}
 FAST = "tgw_fast-secret"
 NOT_TRUSTED = ("failed", "JOB_NOT_TRUSTED")
@@ -94,6 +95,7 @@ def site(zoo_triton: EmbeddedTriton, tmp_path_factory: pytest.TempPathFactory) -
             "jobs_secret": JOBS_SECRET,
             "keys_file": str(keys),
             "on_demand_models": "plain_vector_FP32",
+            "callback_urls": "http://127.0.0.1:9/",
             "connect_timeout_s": "10",
         }
         admin = stack.enter_context(gateway_before(zoo_triton.options.url, **settings))
@@ -124,7 +126,7 @@ ATTEMPTS: Mapping[str, tuple[Mapping[str, Any], tuple[str, str]]] = {
     "another header": ({"headers": [["accept", "application/x-npy"]]}, NOT_TRUSTED),
     "another query": ({"query": "classification=1"}, NOT_TRUSTED),
     "a callback": (
-        {"callback_url": "https://shop.example/", "callback_host": "shop.example"},
+        {"callback_url": CALLBACK, "callback_host": "127.0.0.1:9"},
         NOT_TRUSTED,
     ),
     "a batch": ({"kind": "batch"}, NOT_TRUSTED),
@@ -176,6 +178,19 @@ def test_result_does_not_belong_to_whom_somebody_else_says(site: Site) -> None:
     stolen = site.client.get(f"/v1/jobs/{job}/result", headers=bearer(BOTH))
     assert (stolen.status_code, stolen.json()["code"]) == (403, "JOB_NOT_TRUSTED")
     assert site.client.get(f"/v1/jobs/{job}/result").status_code == 404
+
+
+def test_callback_that_no_caller_has_asked_for_is_not_sent(site: Site) -> None:
+    asked = submit(site.client, headers={"X-Callback-URL": CALLBACK}).json()["id"]
+    job = submit(site.client).json()["id"]
+    fields = {**site.read_fields(wait_for(site.client, job)["id"]), "callback_due_at": 1.0}
+    site.write_fields(job, {**fields, "callback_url": CALLBACK, "callback_host": "127.0.0.1:9"})
+    index = f"{site.prefix}callbacks:127.0.0.1:9"
+    site.redis.client().zadd(index, {job: 1})
+    # The one that was asked for has failed once, and the other one is due no more.
+    wait_until(lambda: site.client.get(f"/v1/jobs/{asked}").json()["callback"]["attempts"] == 1)
+    wait_until(lambda: site.redis.client().zscore(index, job) is None)
+    assert site.client.get(f"/v1/jobs/{job}").json()["callback"]["attempts"] == 0
 
 
 def test_idempotency_key_finds_no_job_of_somebody_else(site: Site) -> None:

@@ -269,9 +269,13 @@ TAKE_DELIVERIES: str = (
 local callbacks = key('callbacks:' .. ARGV[4])
 local found = {}
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', callbacks, 1, ARGV[1], 'LIMIT', 0, ARGV[3])) do
-  redis.call('ZADD', callbacks, ARGV[2], id)
-  table.insert(found, id)
-  table.insert(found, find_document(id))
+  if read(id) then
+    redis.call('ZADD', callbacks, ARGV[2], id)
+    table.insert(found, id)
+    table.insert(found, find_document(id))
+  else
+    redis.call('ZREM', callbacks, id)
+  end
 end
 return found
 """
