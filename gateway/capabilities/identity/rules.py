@@ -30,6 +30,13 @@ MAX_TEXT_CHARS: Final = 1024
 # users choose some of them, such as their display name.
 SPACE_SEPARATED_CLAIMS: Final = frozenset(("scope", "scp"))
 
+# What a pattern matches: a single name without separators, such as a comma or NUL, and without dot segments.
+PATTERN_NAMES: Final = {
+    "DNS": re.compile(r"[a-z0-9*_.-]+"),
+    "email": re.compile(r"[!-+\--?A-~]+@[A-Za-z0-9.-]+"),
+    "URI": re.compile(r"(?!.*/\.\.?(?:/|$))[!-+\--~]+"),
+}
+
 CertificateName = tuple[str, str]  # URI, DNS or email, and the name
 
 
@@ -55,7 +62,11 @@ class CertificateRule(CallerRule):
     name: str  # a name or a pattern
 
     def matches(self, kind: str, name: str) -> bool:
-        return kind == self.kind and fnmatchcase(normalize_name(kind, name), self.name)
+        if kind != self.kind:
+            return False
+        name = normalize_name(kind, name)
+        is_single = PATTERN_NAMES[kind].fullmatch(name) is not None
+        return name == self.name or (is_single and fnmatchcase(name, self.name))
 
 
 def read_claim(claims: Mapping[str, Any], path: str) -> Sequence[str]:

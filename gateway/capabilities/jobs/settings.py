@@ -16,7 +16,7 @@ from gateway.config.settings import (
     PositiveSeconds,
     split_list,
 )
-from gateway.http_client.webhooks import decode_secret
+from gateway.webhooks import decode_secret
 
 SQLITE: Final = "sqlite://"
 REDIS: Final = ("redis://", "rediss://")

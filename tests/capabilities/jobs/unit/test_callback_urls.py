@@ -10,8 +10,8 @@ from gateway.capabilities.jobs.callback_urls import CallbackNotAllowed, Callback
 from gateway.capabilities.jobs.settings import JobSettings, split_secrets
 from gateway.config.settings import check_removed_settings, read_settings
 from gateway.errors import MalformedRequest
-from gateway.http_client.webhooks import generate_secret
 from gateway.messages import CommandError
+from gateway.webhooks import generate_secret
 
 URLS = CallbackUrls(
     (

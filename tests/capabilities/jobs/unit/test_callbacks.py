@@ -23,7 +23,7 @@ from gateway.capabilities.jobs.callbacks import (
     record_attempt,
 )
 from gateway.capabilities.jobs.job import DELIVERED, Job
-from gateway.http_client.webhooks import (
+from gateway.webhooks import (
     InvalidSignature,
     build_headers,
     decode_secret,
