@@ -13,7 +13,7 @@ import httpx
 import orjson
 import pytest
 
-from gateway.access.keys import add_key, remove_key, rotate_key
+from gateway.access.keys import add_key, expire_key, remove_key, rotate_key
 from gateway.callers import Role
 from gateway.capabilities.jobs.service import MAX_WAITERS_PER_CALLER
 from gateway.embedded.supervisor import EmbeddedTriton
@@ -270,7 +270,7 @@ def start(zoo_triton: EmbeddedTriton, tmp_path: Path) -> Iterator[Callable[..., 
         yield start
 
 
-def test_rotated_key_keeps_its_jobs_and_a_new_one_of_its_name_does_not_inherit_them(
+def test_rotated_key_keeps_its_jobs_and_an_expired_one_or_a_namesake_has_none(
     start: Callable[..., httpx.Client], tmp_path: Path
 ) -> None:
     keys = written(tmp_path / "keys.yaml", [entry(ADMIN, "admin")])
@@ -280,9 +280,13 @@ def test_rotated_key_keeps_its_jobs_and_a_new_one_of_its_name_does_not_inherit_t
     blocking = submit(client, CANCELLABLE, json={"inputs": [3600]}, headers=bearer(ADMIN)).json()
     wait_for_state_of(client, blocking["id"], "running", ADMIN)
     waiting = submit(client, headers=bearer(first)).json()["id"]
+    trial = add_key(keys, "trial", roles, ["*"])
+    wait_until(lambda: client.get("/v1/jobs", headers=bearer(trial)).is_success)
+    expiring = submit(client, headers=bearer(trial)).json()["id"]
 
     in_the_past = parse_time("2020-01-01T00:00:00Z")
     assert in_the_past is not None
+    expire_key(keys, "trial", in_the_past)
     second = rotate_key(keys, "shop", in_the_past, None)
     wait_until(lambda: client.get("/v1/jobs", headers=bearer(first)).status_code == 401)
     client.delete(f"/v1/jobs/{blocking['id']}", headers=bearer(ADMIN))
@@ -290,6 +294,8 @@ def test_rotated_key_keeps_its_jobs_and_a_new_one_of_its_name_does_not_inherit_t
     assert wait_for(client, waiting)["state"] == "done"
     assert client.get(f"/v1/jobs/{waiting}/result").status_code == 200
 
+    ended = client.get(f"/v1/jobs/{expiring}?wait=20", headers=bearer(ADMIN)).json()
+    assert ended["error"]["code"] == "JOB_NOT_TRUSTED"
     remove_key(keys, "shop")
     third = add_key(keys, "shop", roles, ["*"])
     wait_until(lambda: client.get("/v1/jobs", headers=bearer(third)).is_success)
