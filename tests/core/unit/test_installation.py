@@ -14,7 +14,6 @@ from gateway.embedded.installation import (
     cache_folder,
     check_cache_path,
     check_platform,
-    explain_pip_failure,
     find_libpython,
     find_lock_file,
 )
@@ -54,20 +53,6 @@ def test_cache_path_with_unsupported_characters_is_explained(
         check_cache_path(cache_folder())
     monkeypatch.setenv("TRITON_GATEWAY_CACHE", "/my-c@che")
     check_cache_path(cache_folder())
-
-
-@pytest.mark.parametrize(
-    ("stderr", "words"),
-    [
-        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE", "does not match its hash"),
-        ("WARNING: Retrying: NewConnectionError: Name or service not known", "cannot be reached"),
-        ("ERROR: No matching distribution found for numpy==1.26.4", "cannot be reached or lacks"),
-        ("ERROR: No space left on device", "No space left on device"),
-        ("", "no error message"),
-    ],
-)
-def test_error_of_pip_is_explained(stderr: str, words: str) -> None:
-    assert words in explain_pip_failure(stderr)
 
 
 LOCKS = [
