@@ -214,7 +214,7 @@ class UnsupportedBody(GatewayError):
             problem = f"Content-Type {quote_text(content_type)} is not supported here"
         choices = list(supported)
         message = f"{problem}; send {'one of ' if len(choices) > 1 else ''}{join_names(choices)}"
-        if content_type == CURL_DEFAULT_TYPE:
+        if content_type.startswith(CURL_DEFAULT_TYPE):
             message += " (with curl -d, add -H 'Content-Type: …')"
         super().__init__(message)
 

@@ -27,9 +27,6 @@ MIN_BUDGET_BYTES: Final = 64 << 20
 # Large requests together leave a quarter of the budget to small ones.
 SMALL_REQUEST_BYTES: Final = 1 << 20
 LARGE_REQUEST_SHARE: Final = 0.75
-MAX_PIXELS: Final = 100_000_000
-PIXELS_SHARE: Final = 0.25
-BYTES_PER_PIXEL: Final = 4  # in Pillow, also of an image without transparency
 # Parameters of mallopt(3).
 M_ARENA_MAX = -8
 M_MMAP_THRESHOLD = -3
@@ -60,11 +57,6 @@ def memory_limit_bytes() -> int:
 def default_budget_bytes() -> int:
     # The rest of the memory is for everything but request and response bodies.
     return max(memory_limit_bytes() // 4, MIN_BUDGET_BYTES)
-
-
-def find_max_pixels(budget_bytes: int) -> int:
-    """Return how many pixels may be decoded at the same time, beside the budget: a quarter of it at most."""
-    return min(max(int(budget_bytes * PIXELS_SHARE) // BYTES_PER_PIXEL, 1), MAX_PIXELS)
 
 
 def limit_heap_growth() -> None:

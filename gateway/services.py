@@ -44,7 +44,6 @@ from gateway.memory import (
     MemoryCharge,
     MemoryKind,
     default_budget_bytes,
-    find_max_pixels,
     limit_heap_growth,
     resident_bytes,
     return_free_memory,
@@ -394,8 +393,9 @@ async def run_services(
         metrics = Metrics(counts_callers=settings.metrics_callers)
         fleet = await open_fleet(settings, components, metrics, stack)
         budget_bytes = settings.max_bytes_in_flight or default_budget_bytes()
-        decoders = DecodeExecutor(find_max_pixels(budget_bytes), metrics)
+        decoders = DecodeExecutor(metrics)
         stack.push_async_callback(decoders.close)
+        warming = asyncio.create_task(decoders.start_process())
         restricted = read_restricted_api(settings)
         statistics = FleetStatistics(fleet.pool)
         admission = AdmissionQueue(
@@ -423,6 +423,7 @@ async def run_services(
         if components.tracer is not None:
             stack.callback(components.tracer.close)
         tune_interpreter()
+        await warming  # so that no request waits for the first process
         yield Services(
             settings=settings,
             pool=fleet.pool,

@@ -26,8 +26,8 @@ import yaml
 
 from gateway.callers import ANY_MODEL, ROLE_RIGHTS, Caller, CallerKind, CallerLimits, Priority, Role
 from gateway.config.files import YAML_ERRORS, Entries, WatchedFile, parse_yaml, read_config_file
-from gateway.http_client.webhooks import SECRET_PREFIX, decode_secret
 from gateway.messages import CommandError, format_utc_time, join_names, parse_time
+from gateway.webhooks import SECRET_PREFIX, decode_secret
 
 KEY_PREFIX: Final = "tgw_"  # lets secret scanners find leaked keys
 KEY_BYTES: Final = 32

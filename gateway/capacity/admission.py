@@ -1,10 +1,10 @@
-"""Admission control: a weighted semaphore, and a limit of concurrent inferences with a fair queue."""
+"""Admission control: a limit of concurrent inferences with a fair queue."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from time import perf_counter
 from typing import Final
@@ -20,41 +20,6 @@ from gateway.telemetry.request_info import RequestInfo, measure_phase
 ASSUMED_INFERENCE_S: Final = 0.1
 MAX_RETRY_AFTER_S: Final = 60
 FOREGROUND_USE_S: Final = 10.0
-
-
-class WeightedSemaphore:
-    """A FIFO weighted semaphore. A weight above the total waits for, and takes, the whole budget."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._free = total
-        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    async def acquire(self, weight: int) -> int:
-        """Wait until `weight` is free and take it; return the weight to release."""
-        weight = min(weight, self._total)
-        if not self._waiters and weight <= self._free:
-            self._free -= weight
-            return weight
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append((weight, waiter))
-        try:
-            await waiter
-        except BaseException:
-            # A cancelled waiter may already hold its weight, or may have blocked a smaller one behind it.
-            self.release(weight if waiter.done() and not waiter.cancelled() else 0)
-            raise
-        return weight
-
-    def release(self, weight: int) -> None:
-        self._free += weight
-        while self._waiters and (
-            self._waiters[0][1].cancelled() or self._waiters[0][0] <= self._free
-        ):
-            weight, waiter = self._waiters.popleft()
-            if not waiter.cancelled():
-                self._free -= weight
-                waiter.set_result(None)
 
 
 class AdmissionQueueFull(Overloaded):

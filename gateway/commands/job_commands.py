@@ -127,7 +127,7 @@ def verify_body(
     ] = 300.0,
 ) -> None:
     """Check the signature of a received callback. The exit status is 1 if it is not right."""
-    from gateway.http_client.webhooks import InvalidSignature, verify_callback
+    from gateway.webhooks import InvalidSignature, verify_callback
 
     headers = dict(map(split_header, header))
     secrets = secret.replace(",", " ").split()

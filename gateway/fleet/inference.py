@@ -11,6 +11,7 @@ from gateway.errors import GatewayError, InputMismatch, ModelNotReady, RefusedBy
 from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.signatures import SignatureCache
 from gateway.fleet.transports import GrpcStreamCall, GrpcUnaryCall, prepare_http_infer
+from gateway.messages import quote_text
 from gateway.tasks import run_together
 from gateway.telemetry.request_info import measure_upstream_time
 from gateway.tensors.outputs import InferResult, concatenate_results
@@ -46,6 +47,7 @@ class InferenceService:
     async def infer(self, request: InferRequest) -> InferResult:
         """Run an inference. A batch above the model's maximum is split, sent in parallel, and joined."""
         if request.inputs.exceeds(request.signature.max_batch_size):
+            check_splitting(request)
             return await self._infer_pieces(request)
         try:
             if self._is_cancellable(request.signature):
@@ -61,8 +63,6 @@ class InferenceService:
 
     async def _infer_pieces(self, request: InferRequest) -> InferResult:
         max_batch_size = request.signature.max_batch_size
-        if request.target.sequence_step is not None:  # the pieces would run in no particular order
-            raise InputMismatch(f"a sequence step can have at most {max_batch_size} items")
         semaphore = asyncio.Semaphore(MAX_PARALLEL_PIECES)
         target = request.target._replace(fallback=None)  # one version runs all pieces
         pieces = request.inputs.split(max_batch_size)
@@ -76,7 +76,7 @@ class InferenceService:
     ) -> InferResult:
         try:
             async with semaphore:
-                return await self.infer(request)
+                result = await self.infer(request)
         except (RefusedByModel, InputMismatch) as exc:
             piece = request.inputs
             first = piece.batch_offset + 1
@@ -84,6 +84,8 @@ class InferenceService:
             # The message of the model counts the items within the piece.
             exc.add_context(f"in the part of the batch with items {first} to {last}")
             raise
+        check_rows(request, result)
+        return result
 
     async def stream(self, request: InferRequest) -> ResultStream:
         """Start a streaming inference; return its results.
@@ -92,11 +94,8 @@ class InferenceService:
         Raises `InputMismatch` for a batch above the model's maximum, because the responses of its pieces
         could not be told apart.
         """
-        max_batch_size = request.signature.max_batch_size
-        if request.inputs.exceeds(max_batch_size):
-            raise InputMismatch(
-                f"the model accepts at most {max_batch_size} items per streaming request"
-            )
+        if request.inputs.exceeds(request.signature.max_batch_size):
+            raise build_split_error(request, "the responses of its parts could not be told apart")
         message = await request.encode(encode_grpc_request)
         metadata = build_grpc_metadata(request.trace_headers)
         call = GrpcStreamCall(request.target, STREAM_METHOD, message, metadata)
@@ -122,6 +121,37 @@ class InferenceService:
         if model.is_cancellable or not self._cancellable:
             return model.is_cancellable
         return any(fnmatchcase(model.model, glob) for glob in self._cancellable)
+
+
+def check_splitting(request: InferRequest) -> None:
+    """Check that a batch may be several inferences. Raises `InputMismatch`."""
+    if request.target.sequence_step is not None:
+        raise build_split_error(
+            request, "the parts of a sequence step would run in no particular order"
+        )
+    if not request.signature.is_splittable:
+        raise build_split_error(request, "its config says gateway.split: false")
+
+
+def check_rows(request: InferRequest, result: InferResult) -> None:
+    """Check that each output has one row for each item, without which results cannot be joined.
+
+    Values that count items, such as the index of an image, would be wrong as well. Raises `InputMismatch`.
+    """
+    items = request.inputs.batch_size
+    for name, array in result.arrays.items():
+        if array.shape[:1] != (items,):
+            rows = array.shape[0] if array.ndim else 1
+            reason = f"its output {quote_text(name)} has {rows} rows for {items} items"
+            raise build_split_error(request, reason)
+
+
+def build_split_error(request: InferRequest, reason: str) -> InputMismatch:
+    limit = 1 if request.inputs.items else request.signature.max_batch_size
+    return InputMismatch(
+        f"a batch for model {quote_text(request.signature.model)} cannot be split, because {reason}; send at "
+        f"most {limit} item{'s' if limit > 1 else ''} per request"
+    )
 
 
 class ResultStream:

@@ -1,63 +1,27 @@
-"""Bodies of requests within their limits: reading, decompression, and conversion to tensors."""
+"""Bodies of requests within their limits: reading and decompression."""
 
 from __future__ import annotations
 
 import asyncio
 import io
-import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from time import perf_counter
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import anyio
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope
+from starlette.types import Receive, Scope
 
 from gateway.capacity.body_chunks import ZLIB_WBITS, inflate_chunks, limit_length
-from gateway.errors import (
-    CURL_DEFAULT_TYPE,
-    BodyTooLarge,
-    DeadlinePassed,
-    GatewayError,
-    UnsupportedBody,
-    UnsupportedEncoding,
-)
-from gateway.media_types import JSON, MULTIPART, OCTET_STREAM
+from gateway.errors import BodyTooLarge, DeadlinePassed, UnsupportedEncoding
 from gateway.memory import MemoryCharge
-from gateway.services import Services
 from gateway.telemetry.request_info import RequestInfo, read_head
-from gateway.tensors.codecs import CODECS_BY_TYPE, DEFAULT_CODEC, JSON_CODEC, parse_body_type
-from gateway.tensors.inputs import (
-    DecodedBody,
-    InferInputs,
-    JsonParser,
-    convert_payload,
-    convert_single_element,
-    decode_body,
-    decode_form,
-    decode_json_body,
-    inspect_payload,
-    read_payload,
-)
+from gateway.tensors.codecs import DEFAULT_CODEC, parse_body_type
 from gateway.tensors.media_type import MAX_CONTENT_TYPE_CHARS
-from gateway.tensors.multipart import MultipartForm
-from gateway.tensors.payload import (
-    LARGE_ARRAY_BYTES,
-    Payload,
-    PayloadLimits,
-    estimate_payload_bytes,
-)
-from gateway.tensors.signature import Signature
+from gateway.tensors.multipart import Form, FormReader
+from gateway.tensors.payload import PayloadLimits
 
 T = TypeVar("T")
-ThreadRunner = Callable[[Callable[[], Payload]], Awaitable[Payload]]
-# The files of a form are copied once.
-MAX_INLINE_FORM_BYTES: Final = 4 << 20
-PAYLOADS_PER_TURN: Final = 32  # converted on the event loop in about a millisecond
-# Images with more pixels are decoded in a process, because it can be killed at the deadline.
-MAX_THREAD_PIXELS: Final = 4_000_000
-MIN_PEEKED_BYTES: Final = 16  # enough to recognize the type of a file
 
 
 class Deadline(NamedTuple):
@@ -83,13 +47,6 @@ class Deadline(NamedTuple):
         except TimeoutError as exc:
             raise DeadlinePassed(self.timeout_s) from exc
         raise DeadlinePassed(self.timeout_s)
-
-
-class LargePayload(partial[DecodedBody]):
-    """The decoding of a body in a process, without its last arguments, the signature and the limits.
-
-    It may take much time or memory.
-    """
 
 
 class BodyHeaders(NamedTuple):
@@ -142,27 +99,6 @@ class RequestBody:
     def has_content(self) -> bool:
         """Return whether the request has a body, which may be empty if it is chunked."""
         return bool(self.content_length) or b"transfer-encoding" in self.headers
-
-    async def peek(self) -> bytes:
-        """Return the first bytes of the body as they are sent; `read` and `stream` return them again."""
-        receive = self._receive
-        beginning = b""
-        has_more = True
-        started_at = perf_counter()
-        while has_more and len(beginning) < MIN_PEEKED_BYTES:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            beginning += message.get("body", b"")
-            has_more = message.get("more_body", False)
-        self._info.add_phase("receive", perf_counter() - started_at)
-        messages = [{"type": "http.request", "body": beginning, "more_body": has_more}]
-
-        async def receive_again() -> Message:
-            return messages.pop() if messages else await receive()
-
-        self._receive = receive_again
-        return beginning
 
     async def receive_start(self, max_bytes: int) -> bool:
         """Receive what has arrived; return whether `read` and `stream` then take no time.
@@ -245,43 +181,17 @@ class RequestBody:
         return data, message.get("more_body", False)
 
 
-async def read_body(
-    body: RequestBody, limits: PayloadLimits, charge: MemoryCharge, run_in_thread: ThreadRunner
-) -> Payload | LargePayload:
-    """Return the body's parts, or what a process must decode.
+async def read_form_body(body: RequestBody, limits: PayloadLimits, charge: MemoryCharge) -> Form:
+    """Return a complete form, which is split into its parts as it arrives.
 
-    A multipart body is split into parts as it arrives.
+    Raises `BodyTooLarge`, `TooLarge`, `MalformedRequest` or `MemoryBudgetExceeded`.
     """
-    content_type = body.content_type
-    body_type = parse_body_type(content_type)
-    codec = body_type.codec
-    if body_type.media_type == MULTIPART:
-        return await read_form(body, limits, charge, run_in_thread)
-    data = await body.read(limits.max_bytes, charge)
-    if codec is None or len(data) <= codec.max_inline_bytes:
-        # This raises the error of a type that is not supported.
-        return read_payload(data, content_type, limits)
-    if len(data) > codec.max_thread_bytes:
-        return LargePayload(decode_body, data, content_type)
-    return await run_in_thread(partial(read_payload, data, content_type, limits))
-
-
-async def read_form(
-    body: RequestBody, limits: PayloadLimits, charge: MemoryCharge, run_in_thread: ThreadRunner
-) -> Payload | LargePayload:
-    form = MultipartForm(body.content_type, limits)
+    form = FormReader(body.content_type, limits)
     factor = find_memory_factor(body.content_type)
     async for chunk in body.stream(limits.max_bytes):
         charge.add(factor * len(chunk))
         form.feed(chunk)
-    if (
-        form.decoded_size_bytes <= JSON_CODEC.max_inline_bytes
-        and form.size_bytes <= MAX_INLINE_FORM_BYTES
-    ):
-        return form.build_payload()
-    if form.json_size_bytes > JSON_CODEC.max_thread_bytes:
-        return LargePayload(decode_form, form)
-    return await run_in_thread(form.build_payload)
+    return form.finish()
 
 
 def find_memory_factor(content_type: str) -> int:
@@ -293,113 +203,3 @@ def find_memory_factor(content_type: str) -> int:
 def check_length(length: int, max_bytes: int) -> None:
     if length > max_bytes:
         raise BodyTooLarge(max_bytes)
-
-
-class PayloadConverter:
-    """Converts payloads to the tensors of a model until the deadline of their request."""
-
-    def __init__(
-        self, services: Services, signature: Signature, charge: MemoryCharge, deadline: Deadline
-    ) -> None:
-        self._executor = services.decode_executor
-        self._limits = services.payload_limits
-        self._signature = signature
-        self._charge = charge
-        self._deadline = deadline
-
-    async def convert(self, received: Payload | LargePayload) -> DecodedBody:
-        if isinstance(received, LargePayload):
-            arguments = (*received.args, self._signature, self._limits)
-            return await self._run_in_process(0, received.func, *arguments)
-        if (inputs := convert_single_element(received, self._signature)) is not None:
-            return DecodedBody(received.options, inputs)
-        inspect = partial(inspect_payload, received, self._signature, self._limits)
-        is_large = estimate_payload_bytes(received, self._signature) > LARGE_ARRAY_BYTES
-        inspected = await self.run_in_thread(inspect) if is_large else inspect()
-        cost = inspected.decoding_cost
-        if inspected.decoded_bytes:
-            self._charge.add(inspected.decoded_bytes)
-        if not cost and not is_large:
-            return DecodedBody(received.options, convert_payload(inspected, self._signature))
-        convert = partial(convert_payload, inspected, self._signature)
-        if cost > MAX_THREAD_PIXELS:
-            return DecodedBody(received.options, await self._run_in_process(cost, convert))
-        return DecodedBody(received.options, await self.run_in_thread(convert, cost))
-
-    async def convert_all(self, payloads: Sequence[Payload]) -> list[InferInputs]:
-        """Convert payloads of separate inferences; let the event loop run between them."""
-        inputs: list[InferInputs] = []
-        for payload in payloads:
-            if len(inputs) % PAYLOADS_PER_TURN == PAYLOADS_PER_TURN - 1:
-                await asyncio.sleep(0)
-            decoded = await self.convert(payload)
-            inputs.append(decoded.inputs)
-        return inputs
-
-    async def convert_json(self, body: bytes, parse: JsonParser) -> list[InferInputs]:
-        if len(body) > JSON_CODEC.max_thread_bytes:
-            arguments = (parse, body, self._signature, self._limits)
-            return await self._run_in_process(0, decode_json_body, *arguments)
-        read = partial(parse, body, self._signature, self._limits)
-        is_small = len(body) <= JSON_CODEC.max_inline_bytes
-        return await self.convert_all(read() if is_small else await self.run_in_thread(read))
-
-    async def run_in_thread(
-        self, work: Callable[[], T], pixels: int = 0, phase: str = "decode"
-    ) -> T:
-        return await self._deadline.limit(self._executor.run_in_thread(pixels, work, phase))
-
-    async def _run_in_process(self, pixels: int, function: Callable[..., T], *arguments: Any) -> T:
-        timeout_s = self._deadline.remaining_s
-        work = self._executor.run_in_process(pixels, timeout_s, function, *arguments)
-        return await self._deadline.limit(work)
-
-
-# Bodies with the Content-Type that `curl -d` sends by default, `application/x-www-form-urlencoded`. Hardly
-# anybody means a form by it: such a body is JSON if it begins as JSON does, and otherwise a text, for a model
-# that takes one.
-
-UNCOMPRESSED: Final = (b"", b"identity")
-JSON_BEGINNINGS: Final = (b"{", b"[")
-FORM_FIELD: Final = re.compile(rb"[\w.\[\]-]+=")
-# A longer body is a form if its beginning is one.
-MAX_FORM_CHECK_BYTES: Final = 64 << 10
-
-
-class FormNotSupported(GatewayError):
-    status = UnsupportedBody.status
-    code = UnsupportedBody.code
-    message = (
-        "the body is the fields of a form, as curl -d sends them; send each field with -F NAME=VALUE, or a "
-        "text with -H 'Content-Type: text/plain'"
-    )
-
-
-def has_curl_default_type(content_type: str) -> bool:
-    return content_type.startswith(CURL_DEFAULT_TYPE)
-
-
-def begins_as_json(beginning: bytes) -> bool:
-    return beginning.lstrip()[:1] in JSON_BEGINNINGS
-
-
-async def recognize_curl_body(body: RequestBody, *, takes_text: bool) -> None:
-    """Set the type of the body by its beginning. Raises `UnsupportedBody` if the model takes no text."""
-    if body.headers.get(b"content-encoding", b"") in UNCOMPRESSED:
-        if begins_as_json(await body.peek()):
-            body.content_type = JSON
-            return
-        if takes_text:
-            body.content_type = OCTET_STREAM
-            return
-    raise UnsupportedBody(CURL_DEFAULT_TYPE, CODECS_BY_TYPE)
-
-
-def check_for_form(text: Payload) -> None:
-    """Check that some piece of the text is not NAME=VALUE. Raises `FormNotSupported`."""
-    for (part,) in text.parts.values():
-        pieces = part.value[:MAX_FORM_CHECK_BYTES].split(b"&")
-        if len(part.value) > MAX_FORM_CHECK_BYTES and len(pieces) > 1:
-            pieces.pop()
-        if all(map(FORM_FIELD.match, pieces)):
-            raise FormNotSupported

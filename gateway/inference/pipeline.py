@@ -1,6 +1,7 @@
 """The steps of a request to a model, in the order in which its handler takes them.
 
-Open (resolve the model), receive, admit, convert (`body.py`), run the inference, build the response.
+Open (resolve the model), receive (`body.py`), admit, decode (`decode.py`), run the inference, build the
+response.
 """
 
 from __future__ import annotations
@@ -9,27 +10,25 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.callers import RIGHT_TO_INFER
 from gateway.capacity.admission import Slot
-from gateway.errors import InputMismatch, MalformedRequest, ModelNotReady, UnknownModel
+from gateway.errors import (
+    InputMismatch,
+    MalformedRequest,
+    ModelNotReady,
+    UnknownModel,
+    UnsupportedBody,
+)
 from gateway.fleet.signatures import SignatureCache, select_outputs
 from gateway.http_client.connection import Headers
-from gateway.inference.body import (
-    Deadline,
-    LargePayload,
-    PayloadConverter,
-    RequestBody,
-    check_for_form,
-    has_curl_default_type,
-    read_body,
-    recognize_curl_body,
-)
-from gateway.media_types import JSON, OCTET_STREAM
+from gateway.inference.body import Deadline, RequestBody, read_form_body
+from gateway.inference.body_type import GENERIC_TYPES, recognize_body
+from gateway.media_types import JSON, MULTIPART, OCTET_STREAM
 from gateway.memory import MemoryCharge
 from gateway.messages import quote_text, suggest_name
 from gateway.repository.resolver import ModelTarget, VersionChoice
@@ -38,9 +37,17 @@ from gateway.tasks import run_together
 from gateway.telemetry.request_info import RequestInfo, RequestScope
 from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS, select_trace_context
 from gateway.tensors import sequence
-from gateway.tensors.inputs import InferInputs, check_row_count
+from gateway.tensors.codecs import (
+    CODECS_BY_TYPE,
+    DEFAULT_CODEC,
+    JSON_CODEC,
+    parse_body_type,
+    to_utf8_json,
+)
+from gateway.tensors.inputs import Body, InferInputs, check_row_count
+from gateway.tensors.multipart import Form
 from gateway.tensors.outputs import EncodedBody, InferResult, are_large
-from gateway.tensors.payload import Payload, PayloadOptions
+from gateway.tensors.payload import PayloadOptions
 from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import Signature
 from gateway.triton.inference import InferRequest
@@ -62,6 +69,8 @@ KNOWN_PARAMETERS: Final = ("classification", "priority", "timeout", *sequence.SE
 MAX_SUGGESTED_PARAMETERS: Final = 16
 MISSPELT_SIMILARITY: Final = 0.85
 MAX_CONCURRENT_ROWS: Final = 16
+# Returns the type of a body by its bytes, the type that it was sent with, and the model.
+Recognize = Callable[[bytes, str, Signature], str]
 
 
 @dataclass(slots=True)
@@ -77,7 +86,6 @@ class OpenedRequest:
     charge: MemoryCharge
     signature: Signature
     deadline: Deadline
-    converter: PayloadConverter
     trace_headers: Headers  # the client's trace context
     # What the sequence headers say.
     step: SequenceStep | None
@@ -123,10 +131,9 @@ async def open_request(
     info.model = signature.model
     info.version = signature.version
     charge = services.get_charge(info)
-    converter = PayloadConverter(services, signature, charge, deadline)
     choice = target.choice
     return OpenedRequest(
-        services, info, body, charge, signature, deadline, converter, trace_headers, step, choice
+        services, info, body, charge, signature, deadline, trace_headers, step, choice
     )
 
 
@@ -145,38 +152,39 @@ async def read_signature(
     return await signatures.get_signature(target.model, version)
 
 
-async def receive_payload(opened: OpenedRequest) -> Payload | LargePayload:
-    """Receive the body; return its parts, or what the converter decodes in a process."""
+async def receive_body(opened: OpenedRequest, recognize: Recognize = recognize_body) -> Body:
+    """Receive the complete body, which is not decoded yet; a form is split into its parts.
+
+    `recognize` returns the type of a body that was sent with a generic one.
+    Raises `UnsupportedBody` for a type that the model does not take, before the body is received.
+    """
     body = opened.body
-    if has_curl_default_type(body.content_type):
-        return await receive_curl_body(opened)
-    if not body.content_type and body.has_content and is_text_model(opened.signature):
-        body.content_type = OCTET_STREAM  # a text, as Triton takes it
-    return await receive_typed_payload(opened)
+    content_type = body.content_type
+    body_type = parse_body_type(content_type)
+    if body_type.media_type in GENERIC_TYPES:
+        received = await receive_bytes(opened)
+        body.content_type = recognize(received, content_type, opened.signature)
+        if body.content_type != JSON:
+            return received
+        more_factor = JSON_CODEC.memory_factor - DEFAULT_CODEC.memory_factor
+        opened.charge.add(more_factor * len(received))
+        return to_utf8_json(received, body_type.parameters)
+    if body_type.codec is None:
+        if not opened.signature.takes_any_file or body_type.media_type.startswith("multipart/"):
+            raise UnsupportedBody(content_type, CODECS_BY_TYPE)
+        body.content_type = OCTET_STREAM  # the value of an input, such as audio
+    elif body_type.media_type == MULTIPART:
+        return await receive_form(opened)
+    received = await receive_bytes(opened)
+    if body_type.codec is JSON_CODEC:
+        return to_utf8_json(received, body_type.parameters)
+    return received
 
 
-async def receive_curl_body(opened: OpenedRequest) -> Payload | LargePayload:
-    """Receive JSON or a text with the type of a form. Raises `UnsupportedBody` or `FormNotSupported`."""
-    takes_text = is_text_model(opened.signature)
-    await opened.deadline.limit(recognize_curl_body(opened.body, takes_text=takes_text))
-    try:
-        payload = await receive_typed_payload(opened)
-    except MalformedRequest as exc:
-        if takes_text:
-            advice = "if it is a text, send it with -H 'Content-Type: text/plain'"
-            raise MalformedRequest(f"{exc.detail}; {advice}") from exc
-        raise
-    if opened.body.content_type == OCTET_STREAM:
-        check_for_form(cast(Payload, payload))
-    return payload
-
-
-async def receive_typed_payload(opened: OpenedRequest) -> Payload | LargePayload:
-    body = opened.body
+async def receive_form(opened: OpenedRequest) -> Form:
     limits = opened.services.payload_limits
-    is_received = await body.receive_start(limits.max_bytes)
-    reading = read_body(body, limits, opened.charge, opened.converter.run_in_thread)
-    return await (reading if is_received else opened.deadline.limit(reading))
+    await opened.body.receive_start(limits.max_bytes)
+    return await opened.deadline.limit(read_form_body(opened.body, limits, opened.charge))
 
 
 async def receive_bytes(opened: OpenedRequest) -> bytes:
@@ -186,10 +194,10 @@ async def receive_bytes(opened: OpenedRequest) -> bytes:
     return await (reading if is_received else opened.deadline.limit(reading))
 
 
-def is_text_model(signature: Signature) -> bool:
-    """Return whether a body without a type can only be a text or a file."""
-    required = signature.required_inputs
-    return len(required) == 1 and signature.accepts_only_bytes
+async def receive_json(opened: OpenedRequest) -> bytes:
+    """Receive the JSON document of another API, whatever type it was sent with; return it as UTF-8."""
+    received = await receive_bytes(opened)
+    return to_utf8_json(received, parse_body_type(opened.body.content_type).parameters)
 
 
 async def admit(opened: OpenedRequest) -> Slot:
@@ -312,7 +320,12 @@ async def render_results(
 ) -> Response:
     """Return the rendered results, which contain `more_bytes` of the request."""
     is_large = are_large(results, more_bytes)
-    encoded = await opened.converter.run_in_thread(render, phase="render") if is_large else render()
+    executor = opened.services.decode_executor
+    encoded = (
+        await opened.deadline.limit(executor.run_in_thread(render, "render"))
+        if is_large
+        else render()
+    )
     more_headers = NO_HEADERS
     if opened.choice is not None or encoded.content_type != JSON:
         version = results[0].version or opened.info.version

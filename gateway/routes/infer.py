@@ -19,7 +19,8 @@ from gateway.errors import GatewayError, serialize_error
 from gateway.fleet.inference import ResultStream
 from gateway.fleet.signatures import select_outputs
 from gateway.inference import pipeline
-from gateway.media_types import EVENT_STREAM, JSON, NDJSON, NPY, NPZ
+from gateway.inference.decode import decode
+from gateway.media_types import EVENT_STREAM, JSON, NDJSON, NPY, NPZ, escape_line_separators
 from gateway.routes.dependencies import ServicesForInference
 from gateway.routes.openapi import (
     BINARY_CONTENT,
@@ -153,12 +154,12 @@ async def handle_infer(
     signature = opened.signature
     accept = opened.body.get_header(b"accept") or ""
     stream_format = choose_stream_format(accept)
-    received = await pipeline.receive_payload(opened)
+    body = await pipeline.receive_body(opened)
     with await pipeline.admit(opened) as slot:
-        decoded = await opened.converter.convert(received)
+        decoded = await decode(opened, body)
         options = decoded.options
         inputs = decoded.inputs
-        del received  # a large body, which a process has decoded
+        del body  # its memory is free while the model runs
         if classification is not None:
             parameters = {**options.parameters, "classification": classification}
             options = options._replace(parameters=parameters)
@@ -171,7 +172,7 @@ async def handle_infer(
         render = choose_result_encoder(accept, signature, outputs)
         if dry_run:
             describe = partial(build_dry_run_description, signature, inputs)
-            document = await services.decode_executor.run_in_thread(0, describe)
+            document = await services.decode_executor.run_in_thread(describe)
             return Response(orjson.dumps(document), media_type=JSON)
         infer_request = pipeline.build_request(opened, options, inputs)
         result = await pipeline.run_inference(opened, slot, infer_request)
@@ -190,7 +191,8 @@ def build_dry_run_description(signature: Signature, inputs: InferInputs) -> Mapp
                 "bytes": encoded_size_bytes(array),
                 "first_values": first_values(array),
             }
-            for name, array in inputs.arrays.items()
+            for inference in inputs.items or (inputs,)
+            for name, array in inference.arrays.items()
         ],
     }
 
@@ -278,10 +280,12 @@ class InferStreamResponse(StreamingResponse):
         try:
             while (result := await self._results.read_json()) is not None:
                 number += 1
-                body = self._format.result % {b"number": number, b"result": result}
+                line = escape_line_separators(result)
+                body = self._format.result % {b"number": number, b"result": line}
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 if not number % RESULTS_PER_PASS:
                     await asyncio.sleep(0)
         except GatewayError as exc:
-            last = self._format.error % serialize_error(exc.detail, exc.code, self._request_id)
+            error = serialize_error(exc.detail, exc.code, self._request_id)
+            last = self._format.error % escape_line_separators(error)
         await send({"type": "http.response.body", "body": last + self._format.end})

@@ -188,7 +188,7 @@ class Metrics:
         )
         self.decodes_waiting = create.level(
             "gateway_decodes_waiting",
-            "Requests whose images wait for a thread or for the pixel budget.",
+            "Requests whose bodies wait for a thread or a process that decodes them.",
         )
         self.shed = create.counter(
             "gateway_requests_shed_total",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from encodings import normalize_encoding
@@ -21,21 +23,17 @@ from gateway.tensors.npy import read_npy, read_npz
 from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import TensorSpec
 
-# The encodings of the WHATWG Encoding Standard by their Python names, and ASCII, UTF-16 and UTF-32. Python's
-# other codecs include binary transforms, produce invalid Unicode, or cache every unknown name.
-SUPPORTED_CODECS = frozenset({
-    "ascii", "big5", "cp1250", "cp1251", "cp1252", "cp1253", "cp1254", "cp1255", "cp1256", "cp1257",
-    "cp1258", "cp866", "cp874", "euc_jp", "euc_kr", "gb18030", "gb2312", "gbk", "iso2022_jp",
-    "iso8859_10", "iso8859_13", "iso8859_14", "iso8859_15", "iso8859_16", "iso8859_2", "iso8859_3",
-    "iso8859_4", "iso8859_5", "iso8859_6", "iso8859_7", "iso8859_8", "iso8859_9", "koi8_r", "koi8_u",
-    "latin_1", "mac_cyrillic", "mac_roman", "shift_jis", "tis_620", "utf_16", "utf_16_be", "utf_16_le",
-    "utf_32", "utf_32_be", "utf_32_le", "utf_8", "utf_8_sig",
-})  # fmt: skip
-# A decoder holds the GIL, which the event loop needs several times per request. The slowest decoder needs
-# less than a millisecond for a chunk.
-TEXT_CHUNK_BYTES = 64 << 10
-# These are fast enough without chunks, and their incremental decoders reject text without a BOM.
-BOM_CODECS = frozenset({"utf_16", "utf_32"})
+# The charsets in use, by their Python names. Python's other codecs include binary transforms, produce invalid
+# Unicode, or cache every unknown name.
+SUPPORTED_CODECS: Final = frozenset((
+    "ascii", "big5", "cp1250", "cp1251", "cp1252", "euc_jp", "euc_kr", "gb18030", "gbk", "iso8859_15",
+    "koi8_r", "latin_1", "shift_jis", "utf_16", "utf_16_be", "utf_16_le", "utf_8", "utf_8_sig",
+))  # fmt: skip
+
+# A document that begins with one of these is not plain UTF-8.
+BYTE_ORDER_MARKS: Final = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+JSON_TYPES: Final = frozenset(("text/json", "text/x-json", "application/x-json"))
+JSON_SUFFIX: Final = re.compile(r"application/[^/]+\+json")
 
 ValueReader = Callable[[bytes, Mapping[str, str]], Any]
 PayloadReader = Callable[[bytes, PayloadLimits], Payload]
@@ -65,7 +63,7 @@ def accepts_text(tensor: TensorSpec) -> bool:
 
 
 def accepts_file(tensor: TensorSpec) -> bool:
-    return accepts_text(tensor) or tensor.image_spec is not None
+    return accepts_text(tensor) or tensor.image_spec is not None or tensor.takes_file_bytes
 
 
 def read_bytes(body: bytes, parameters: Mapping[str, str]) -> bytes:
@@ -75,12 +73,10 @@ def read_bytes(body: bytes, parameters: Mapping[str, str]) -> bytes:
 def decode_text(body: bytes, parameters: Mapping[str, str]) -> str:
     charset = parameters.get("charset", "utf-8")
     codec = find_text_codec(charset)
-    if len(body) > TEXT_CHUNK_BYTES and codec not in BOM_CODECS:
-        return decode_text_chunks(body, codec, charset)
     try:
         return body.decode(codec)
     except UnicodeDecodeError as exc:
-        raise build_charset_error(charset, exc.start) from None
+        raise MalformedRequest(f"the text is not valid {charset} at byte {exc.start}") from None
 
 
 @lru_cache(256)
@@ -93,26 +89,27 @@ def find_text_codec(charset: str) -> str:
     return codec
 
 
-def decode_text_chunks(body: bytes, codec: str, charset: str) -> str:
-    decoder = codecs.getincrementaldecoder(codec)()
-    chunks: list[str] = []
-    for start in range(0, len(body), TEXT_CHUNK_BYTES):
-        end = min(start + TEXT_CHUNK_BYTES, len(body))
-        try:
-            chunks.append(decoder.decode(body[start:end], end == len(body)))
-        except UnicodeDecodeError as exc:  # the object also has the rest of the previous chunk
-            raise build_charset_error(charset, end - len(exc.object) + exc.start) from None
-        except UnicodeError:  # an unterminated escape sequence
-            raise build_charset_error(charset, end) from None
-    return "".join(chunks)
+def to_utf8_json(body: bytes, parameters: Mapping[str, str]) -> bytes:
+    """Return JSON as UTF-8 without a byte order mark. Raises `MalformedRequest`.
 
-
-def build_charset_error(charset: str, position: int) -> MalformedRequest:
-    return MalformedRequest(f"the text is not valid {charset} at byte {position}")
+    Programs on Windows write a mark, and a type may have a charset, although JSON is UTF-8 (RFC 8259).
+    """
+    if body.startswith(BYTE_ORDER_MARKS):
+        codec = str(json.detect_encoding(body))
+    elif "charset" in parameters:
+        codec = find_text_codec(parameters["charset"])
+    else:
+        return body
+    if codec == "utf_8":
+        return body
+    try:
+        return body.decode(codec).encode()
+    except UnicodeDecodeError as exc:
+        raise MalformedRequest(f"the JSON is not valid {codec} at byte {exc.start}") from None
 
 
 def read_json_value(body: bytes, parameters: Mapping[str, str]) -> Any:
-    return decode_b64_objects(parse_json_body(body))
+    return decode_b64_objects(parse_json_body(to_utf8_json(body, parameters)))
 
 
 def read_npz_payload(body: bytes, limits: PayloadLimits) -> Payload:
@@ -122,11 +119,12 @@ def read_npz_payload(body: bytes, limits: PayloadLimits) -> Payload:
 
 
 STRING_SCHEMA: Final[dict[str, Any]] = {"type": "string"}
+OPTIONAL_STRING_SCHEMA: Final[dict[str, Any]] = {"type": ["string", "null"]}
 BINARY_SCHEMA: Final[dict[str, Any]] = {"type": "string", "format": "binary"}
 FORM_SCHEMA: Final[dict[str, Any]] = {"type": "object", "additionalProperties": BINARY_SCHEMA}
 PARAMETERS_SCHEMA: Final[dict[str, Any]] = {
     "type": ["object", "null"],
-    "additionalProperties": {"type": ["string", "number", "boolean"]},
+    "additionalProperties": {"type": ["string", "number", "boolean", "null"]},
 }
 JSON_SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
@@ -134,12 +132,13 @@ JSON_SCHEMA: Final[dict[str, Any]] = {
         "inputs": {"description": "A value, or an object of values by input name."},
         "outputs": {"type": ["array", "null"], "items": STRING_SCHEMA},
         "parameters": PARAMETERS_SCHEMA,
-        "id": STRING_SCHEMA,
+        "id": OPTIONAL_STRING_SCHEMA,
     },
     "required": ["inputs"],
     "additionalProperties": False,
 }
-# The JSON parser holds the GIL, numbers can be shorter in JSON than as tensors, and archives are compressed.
+# The decoders of texts and JSON hold the GIL, numbers can be shorter in JSON than as tensors, and archives
+# are compressed.
 CODECS: Final = (
     Codec(
         ANY_IMAGE, BINARY_SCHEMA, read_bytes, max_inline_bytes=math.inf, is_accepted=accepts_file
@@ -147,7 +146,7 @@ CODECS: Final = (
     Codec(
         OCTET_STREAM, BINARY_SCHEMA, read_bytes, max_inline_bytes=math.inf, is_accepted=accepts_file
     ),
-    Codec(TEXT, STRING_SCHEMA, decode_text, is_accepted=accepts_text),
+    Codec(TEXT, STRING_SCHEMA, decode_text, max_thread_bytes=256 << 10, is_accepted=accepts_text),
     Codec(MULTIPART, FORM_SCHEMA),  # fed in chunks: see `gateway.tensors.multipart`
     Codec(JSON, JSON_SCHEMA, read_json_value, read_json_payload, 6, max_thread_bytes=256 << 10),
     # A view of the body.
@@ -158,6 +157,7 @@ CODECS: Final = (
 )
 CODECS_BY_TYPE: Final = {codec.media_type: codec for codec in CODECS}
 JSON_CODEC: Final = CODECS_BY_TYPE[JSON]
+NPY_CODEC: Final = CODECS_BY_TYPE[NPY]
 DEFAULT_CODEC: Final = CODECS_BY_TYPE[OCTET_STREAM]
 
 
@@ -183,6 +183,8 @@ def parse_body_type(content_type: str) -> BodyType:
     """Parse a content type, once for all bodies that have it. Raises `UnsupportedBody` for a long one."""
     media_type, parameters = parse_content_type(content_type)
     codec = CODECS_BY_TYPE.get(media_type)
-    if codec is None and media_type.startswith("image/"):
+    if media_type in JSON_TYPES or JSON_SUFFIX.fullmatch(media_type):
+        media_type, codec = JSON, JSON_CODEC
+    elif codec is None and media_type.startswith("image/"):
         codec = CODECS_BY_TYPE[ANY_IMAGE]
     return BodyType(content_type, media_type, parameters, codec)

@@ -5,7 +5,9 @@ The functions raise `InputMismatch` for a value that the datatype cannot represe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -14,13 +16,29 @@ import numpy as np
 import orjson
 
 from gateway.errors import InputMismatch
+from gateway.media_types import NPY, TEXT
 from gateway.messages import join_names, quote_text
 from gateway.tensors.dtypes import BF16, DatatypeKind, build_bytes_array
-from gateway.tensors.images.decode import EncodedImage, decode_image
-from gateway.tensors.npy import MAX_DIMENSIONS
-from gateway.tensors.payload import Part
+from gateway.tensors.images import ImageReader
+from gateway.tensors.json_body import check_json_memory, decode_base64_text, is_data_uri
+from gateway.tensors.npy import MAX_DIMENSIONS, NPY_MAGIC, read_npy
+from gateway.tensors.payload import Part, PayloadLimits
 from gateway.tensors.signature import ImageSpec, PixelScale, Signature, TensorSpec
 
+# 16 bits have this many values for each of 8 bits: 65535 is 255.
+PER_8_BIT_VALUE = 257
+# As responses have them. They are no tokens of JSON.
+FLOATS_BY_NAME = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+# How programs write values into the fields of a form, in lower case.
+WORDS: Mapping[str, bool | str] = {
+    "true": True,
+    "false": False,
+    "nan": "NaN",
+    "inf": "Infinity",
+    "infinity": "Infinity",
+    "-inf": "-Infinity",
+    "-infinity": "-Infinity",
+}
 # A float of this size or more may be the result of rounding another integer.
 FIRST_INEXACT_INTEGER = 1 << 53
 PIXEL_SCALES: Mapping[PixelScale, Callable[[np.ndarray], np.ndarray]] = {
@@ -30,45 +48,123 @@ PIXEL_SCALES: Mapping[PixelScale, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def convert_part(part: Part, tensor: TensorSpec) -> np.ndarray:
-    value = part.value
-    spec = tensor.image_spec
-    if isinstance(value, np.ndarray):
-        return convert_array(value, tensor)
-    encoded_images = list_encoded_images(value)
-    if not encoded_images or spec is None:
-        return convert_nested_lists(value, tensor)
-    decoded = [convert_image(image, tensor, spec) for image in encoded_images]
-    if not isinstance(value, list):
-        return decoded[0]
-    if len({array.shape for array in decoded}) > 1:
-        raise build_input_mismatch(tensor, "images of different sizes, which cannot form a batch")
-    return np.stack(decoded)
+# Texts of forms, whose language has no other values.
 
 
-def list_encoded_images(value: Any) -> Sequence[EncodedImage]:
-    if isinstance(value, EncodedImage):
-        return [value]
-    if isinstance(value, list) and value and isinstance(value[0], EncodedImage):
-        return value
-    return ()
+def read_text_part(part: Part, tensor: TensorSpec, limits: PayloadLimits) -> Part:
+    """Return the part with numbers or booleans in place of a text, for an input that has no texts.
+
+    Raises `TooLarge`.
+    """
+    if part.content_type != TEXT or tensor.datatype.kind is DatatypeKind.BYTES:
+        return part
+    text = part.value.strip()
+    encoded = text.encode()
+    check_json_memory(encoded, limits)
+    try:
+        value = orjson.loads(encoded)
+    except orjson.JSONDecodeError:
+        value = WORDS.get(text.lower(), text)
+    is_text = value is None or isinstance(value, dict)  # which no field means
+    return part._replace(value=text if is_text else value)
 
 
-def convert_image(image: EncodedImage, tensor: TensorSpec, spec: ImageSpec) -> np.ndarray:
-    values = decode_image(image, spec, tensor.name)
-    # The order of the elements becomes that of the tensor here, and not when the request is encoded.
-    if tensor.scale is PixelScale.NONE and not tensor.mean and not tensor.std:
-        if not np.can_cast(np.uint8, tensor.datatype.numpy_dtype):
+def is_absent(part: Part) -> bool:
+    """Return whether a part stands for no value: null, or a field of a form that is left empty."""
+    return part.value is None or (part.value == "" and part.content_type == TEXT)
+
+
+# Files: NumPy's, images, and the bytes of others. They become arrays before the shapes of all parts are
+# compared.
+
+
+def decode_files(parts: Sequence[Part], tensor: TensorSpec, limits: PayloadLimits) -> list[Part]:
+    """Return the parts with arrays in place of their files; an element of BYTES is none.
+
+    Raises `InputMismatch`, `BadImage`, `TooLarge`, `MalformedRequest` or `CostlyImages`.
+    """
+    if tensor.datatype.kind is DatatypeKind.BYTES:
+        return list(parts)
+    files = [list_files(part.value) for part in parts]
+    if tensor.takes_file_bytes:
+        convert = partial(convert_file_bytes, tensor)
+    elif any(files):
+        if tensor.image_spec is None:
             raise build_input_mismatch(
                 tensor,
-                "an image, whose values 0..255 do not fit; set gateway.scale in the model's config",
+                "bytes, but the input's shape is not an image shape, which has 1, 3 or 4 channels first or "
+                f"last, or where the format in the model's config says; send an array as {NPY}",
             )
-        return values.astype(tensor.datatype.numpy_dtype, order="C")
-    scaled = PIXEL_SCALES[tensor.scale](values.astype(np.float32, order="C"))
+        reader = ImageReader(tensor.image_spec, limits, tensor.name)
+        reader.check_all(list(chain.from_iterable(files)))
+        convert = partial(convert_image, reader, tensor)
+    decoded = []
+    for part, contents in zip(parts, files, strict=True):
+        if contents:
+            arrays = [convert(content) for content in contents]
+            decoded += join_files(part, arrays, tensor)
+        else:
+            value = read_npy(part.value) if is_npy_file(part.value) else part.value
+            decoded.append(part._replace(value=value))
+    return decoded
+
+
+def list_files(value: Any) -> list[bytes]:
+    """Return the files of a part, which are bytes or `data:` URIs; none if it has other values."""
+    values = value if isinstance(value, list) else [value]
+    if not all(map(is_file, values)):
+        return []
+    return [item if isinstance(item, bytes) else decode_base64_text(item) for item in values]
+
+
+def is_file(value: Any) -> bool:
+    if isinstance(value, bytes):
+        return not is_npy_file(value)
+    return isinstance(value, str) and is_data_uri(value)
+
+
+def is_npy_file(value: Any) -> bool:
+    # curl sends a .npy file as application/octet-stream, so the first bytes decide.
+    return isinstance(value, bytes) and value.startswith(NPY_MAGIC)
+
+
+def join_files(part: Part, arrays: list[np.ndarray], tensor: TensorSpec) -> list[Part]:
+    """Return the arrays of a list of files as one batch, or as parts if they are of different lengths."""
+    if not isinstance(part.value, list):
+        return [part._replace(value=arrays[0])]
+    if len({array.shape for array in arrays}) == 1:
+        return [part._replace(value=np.stack(arrays))]
+    if tensor.takes_file_bytes:
+        return [part._replace(value=array) for array in arrays]
+    raise build_input_mismatch(tensor, "images of different sizes, which cannot form a batch")
+
+
+def convert_file_bytes(tensor: TensorSpec, content: bytes) -> np.ndarray:
+    return np.frombuffer(content, tensor.datatype.numpy_dtype)
+
+
+def convert_image(reader: ImageReader, tensor: TensorSpec, content: bytes) -> np.ndarray:
+    values = reader.read(content)
+    dtype = tensor.datatype.numpy_dtype
+    is_integer = tensor.datatype.kind is DatatypeKind.INTEGER
+    # The order of the elements becomes that of the tensor here, and not when the request is encoded.
+    if tensor.scale is PixelScale.NONE and not tensor.mean and not tensor.std:
+        is_held = not is_integer or np.can_cast(values.dtype, dtype)
+        highest = PER_8_BIT_VALUE * 255 if values.dtype == np.uint16 else 255
+        if not is_held and (values.dtype == np.uint8 or values.max() > np.iinfo(dtype).max):
+            raise build_input_mismatch(
+                tensor,
+                f"an image, whose values 0..{highest} do not fit; set gateway.scale in the model's config",
+            )
+        if is_integer or values.dtype == np.uint8:
+            return values.astype(dtype, order="C")
+    scaled = values.astype(np.float32, order="C")
+    if values.dtype == np.uint16:
+        scaled /= np.float32(PER_8_BIT_VALUE)
+    scaled = PIXEL_SCALES[tensor.scale](scaled)
     for hint, apply in ((tensor.mean, np.subtract), (tensor.std, np.divide)):
         if hint:
-            scaled = apply(scaled, reshape_per_channel(hint, tensor, spec))
-    is_integer = tensor.datatype.kind is DatatypeKind.INTEGER
+            scaled = apply(scaled, reshape_per_channel(hint, tensor, reader.spec))
     return convert_array(np.rint(scaled) if is_integer else scaled, tensor)
 
 
@@ -85,12 +181,22 @@ def reshape_per_channel(
     return np.asarray(values, np.float32).reshape(shape)
 
 
+# Values.
+
+
+def convert_part(part: Part, tensor: TensorSpec) -> np.ndarray:
+    value = part.value
+    if isinstance(value, np.ndarray):
+        return convert_array(value, tensor)
+    return convert_nested_lists(value, tensor)
+
+
 def convert_nested_lists(value: Any, tensor: TensorSpec) -> np.ndarray:
     leaves, shape = flatten_lists(value, tensor)
     kinds = set(map(type, leaves))
     accepted, convert = CONVERTERS[tensor.datatype.kind]
     if unexpected := kinds - accepted:
-        raise build_input_mismatch(tensor, describe_unexpected_value(leaves, unexpected))
+        raise build_input_mismatch(tensor, describe_unexpected_value(leaves, unexpected, tensor))
     return convert(leaves, kinds, tensor).reshape(shape)
 
 
@@ -138,13 +244,14 @@ def convert_integers(leaves: list[Any], kinds: set[type], tensor: TensorSpec) ->
 
 
 def convert_floats(leaves: list[Any], kinds: set[type], tensor: TensorSpec) -> np.ndarray:
-    converted = cast_floats(np.array(leaves, np.float64), tensor)
-    if int in kinds:
-        pairs = zip(leaves, converted.tolist(), strict=True)
-        integer = next((a for a, b in pairs if type(a) is int and a != b), None)
-        if integer is not None:
-            raise build_inexact_error(tensor, f"the integer {integer}")
-    return converted
+    if str in kinds:
+        unknown = next(
+            (leaf for leaf in leaves if type(leaf) is str and leaf not in FLOATS_BY_NAME), None
+        )
+        if unknown is not None:
+            raise build_input_mismatch(tensor, describe_unexpected_value([unknown], {str}, tensor))
+        leaves = [FLOATS_BY_NAME[leaf] if type(leaf) is str else leaf for leaf in leaves]
+    return cast_floats(np.array(leaves, np.float64), tensor)
 
 
 def cast_floats(values: np.ndarray, tensor: TensorSpec) -> np.ndarray:
@@ -166,7 +273,7 @@ Converter = Callable[[list[Any], set[type], TensorSpec], np.ndarray]
 CONVERTERS: Mapping[DatatypeKind, tuple[set[type], Converter]] = {
     DatatypeKind.BOOLEAN: ({bool}, lambda leaves, *_: np.array(leaves, bool)),
     DatatypeKind.INTEGER: ({int, float}, convert_integers),
-    DatatypeKind.FLOAT: ({int, float}, convert_floats),
+    DatatypeKind.FLOAT: ({int, float, str}, convert_floats),
     DatatypeKind.BYTES: ({str, bytes}, convert_bytes),
 }
 
@@ -220,9 +327,26 @@ def stack_parts(parts: Sequence[Part], tensor: TensorSpec, supports_batching: bo
     return array
 
 
+def have_different_shapes(parts: Sequence[Part]) -> bool:
+    return len({part.value.shape for part in parts if isinstance(part.value, np.ndarray)}) > 1
+
+
+def separate_parts(
+    parts: Sequence[Part], tensor: TensorSpec, supports_batching: bool
+) -> list[np.ndarray]:
+    """Return the array of each part, with a batch dimension of one item."""
+    if not supports_batching:
+        raise build_input_mismatch(
+            tensor,
+            f"{len(parts)} files of different lengths, and the model has no batch dimension; send one file "
+            "per request",
+        )
+    return [fit_part_to_shape(part, tensor, supports_batching)[0] for part in parts]
+
+
 def stack_values(values: list[Any], parts: Sequence[Part], tensor: TensorSpec) -> np.ndarray:
     # Lists are converted together, because converting a short list takes about as long as a long one.
-    if all(type(value) is list and not list_encoded_images(value) for value in values):
+    if all(type(value) is list for value in values):
         check_equal_shapes(find_list_shapes(values, tensor), tensor)
         return convert_nested_lists(values, tensor)
     arrays = [convert_part(part, tensor) for part in parts]
@@ -310,12 +434,18 @@ def describe_array(shape: Sequence[int]) -> str:
     return f"an array of shape {format_shape(shape)}" if shape else "a single value"
 
 
-def describe_unexpected_value(leaves: Sequence[Any], kinds: set[type]) -> str:
-    names = {str: "the string", bytes: "bytes", bool: "the boolean", type(None): "null"}
+def describe_unexpected_value(leaves: Sequence[Any], kinds: set[type], tensor: TensorSpec) -> str:
     leaf = next(leaf for leaf in leaves if type(leaf) in kinds)
-    if isinstance(leaf, (bytes, type(None))):
-        return names[type(leaf)]
-    return f"{names.get(type(leaf), 'the number')} {quote_text(str(leaf), 40)}"
+    if leaf is None:
+        is_float = tensor.datatype.kind is DatatypeKind.FLOAT
+        return 'null; write "NaN" for a missing number' if is_float else "null"
+    if isinstance(leaf, bytes):
+        return "bytes"
+    names = {str: "the string", bool: "the boolean"}
+    text = f"{names.get(type(leaf), 'the number')} {quote_text(str(leaf), 40)}"
+    takes_files = tensor.image_spec is not None or tensor.takes_file_bytes
+    hint = '; send a file as {"b64": "BASE64"}' if takes_files and isinstance(leaf, str) else ""
+    return text + hint
 
 
 def format_shape(shape: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from gateway.media_types import EVENT_STREAM, JSON, NDJSON
+from gateway.media_types import EVENT_STREAM, JSON, NDJSON, OCTET_STREAM
 from gateway.tensors.dtypes import DatatypeKind
 from gateway.tensors.signature import ChannelLayout, Signature, TensorSpec
 
@@ -43,6 +43,8 @@ def build_example_body(signature: Signature) -> ExampleBody:
         return ExampleBody("text/plain", text="some text")
     if tensor.image_spec is not None and tensor.image_spec.layout is not ChannelLayout.GREY:
         return ExampleBody("image/png", file_name=EXAMPLE_IMAGE)
+    if tensor.takes_file_bytes and tensor.shape == (-1,):
+        return ExampleBody(OCTET_STREAM, file_name=EXAMPLE_IMAGE)
     return ExampleBody(JSON, tensors=(tensor,))
 
 

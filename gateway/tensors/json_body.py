@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
+from urllib.parse import unquote_to_bytes
 
-import numpy as np
 import orjson
 
-from gateway.errors import MalformedRequest, TooLarge
+from gateway.errors import InputMismatch, MalformedRequest, TooLarge
 from gateway.media_types import JSON, NPY
 from gateway.messages import quote_text
 from gateway.tensors.payload import (
@@ -22,6 +23,10 @@ from gateway.tensors.payload import (
 )
 
 T = TypeVar("T")
+# Python's json.dumps writes these, and many parsers do not read them.
+UNQUOTED_NUMBER: Final = re.compile("-?(NaN|Infinity)")
+UNQUOTED_NUMBER_HINT: Final = '; write "NaN", "Infinity" and "-Infinity" in quotes'
+V2_KEYS: Final = frozenset(("shape", "datatype", "data"))
 MAX_JSON_DEPTH = 64
 MAX_OUTPUT_NAMES = 1000
 # The average memory of a Python list or dict, and of a number with its entries in two lists and an array.
@@ -36,7 +41,8 @@ def parse_json_body(body: bytes) -> Any:
     except orjson.JSONDecodeError as exc:
         if str(exc).startswith("Not enough memory"):
             raise MemoryError from None
-        raise MalformedRequest(f"the body is not valid JSON: {exc}") from None
+        hint = UNQUOTED_NUMBER_HINT if UNQUOTED_NUMBER.match(exc.doc, exc.pos) else ""
+        raise MalformedRequest(f"the body is not valid JSON: {exc}{hint}") from None
 
 
 def check_json_memory(body: bytes | bytearray, limits: PayloadLimits) -> None:
@@ -58,6 +64,7 @@ def parse_large_json(parse: Callable[[bytes], T], data: bytes, limits: PayloadLi
 
 def read_json_payload(body: bytes, limits: PayloadLimits) -> Payload:
     """Decode `{"inputs": value or {name: value}, "outputs": [name]?, "parameters": {}?, "id": ""?}`."""
+    check_json_memory(body, limits)
     document = parse_json_body(body)
     if not isinstance(document, dict) or "inputs" not in document:
         raise MalformedRequest('the JSON body must be an object with "inputs", e.g. {"inputs": …}')
@@ -67,11 +74,14 @@ def read_json_payload(body: bytes, limits: PayloadLimits) -> Payload:
             f"unknown key {quote_text(min(unknown))} in the JSON body; "
             'valid keys are "inputs", "outputs", "parameters" and "id"'
         )
-    parts = list_json_parts(decode_b64_objects(document["inputs"]))
+    values = decode_b64_objects(document["inputs"])
+    if isinstance(values, list):
+        check_for_records(values)
+    parts = list_json_parts(values)
     options = PayloadOptions(
         outputs=validate_output_names(document.get("outputs")),
         parameters=validate_parameters(document.get("parameters")),
-        id=validate_request_id(document.get("id", "")),
+        id=validate_request_id(document.get("id")),
     )
     return Payload(parts, options)
 
@@ -92,21 +102,37 @@ def validate_output_names(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(value))
 
 
+def check_for_records(values: list[Any]) -> None:
+    """Check that a list has no objects, as the bodies of other APIs have. Raises `InputMismatch`."""
+    record = next((value for value in values if isinstance(value, dict)), None)
+    if record is None:
+        return
+    if "name" in record and not V2_KEYS.isdisjoint(record):
+        raise InputMismatch(
+            "the body is in the format of the V2 API: send it to /v2/models/MODEL/infer, or send the value "
+            'of each input by its name, as in {"inputs": {"X": [1, 2]}}'
+        )
+    raise InputMismatch(
+        "the inputs are a list of objects; send the values of all items by the name of the input, as in "
+        '{"inputs": {"X": [1, 2], "Y": [3, 4]}}'
+    )
+
+
 def validate_parameters(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
-    scalars = (str, int, float, bool)
+    scalars = (str, int, float, bool, type(None))
     if not isinstance(value, dict) or not all(isinstance(item, scalars) for item in value.values()):
         raise MalformedRequest('"parameters" must be an object of strings, numbers and booleans')
     # Here, because a process that decodes a large body must not return what the event loop would hold.
     check_parameter_limits(value)
-    return value
+    return {name: item for name, item in value.items() if item is not None}
 
 
 def validate_request_id(value: Any) -> str:
-    if not isinstance(value, str):
+    if not isinstance(value, str | None):
         raise MalformedRequest('"id" must be a string')
-    return value
+    return value or ""
 
 
 def decode_b64_objects(value: Any, max_depth: int = MAX_JSON_DEPTH) -> Any:
@@ -124,19 +150,14 @@ def decode_b64_objects(value: Any, max_depth: int = MAX_JSON_DEPTH) -> Any:
     return {key: decode_b64_objects(item, max_depth - 1) for key, item in value.items()}
 
 
-# Base64 (RFC 4648, section 4, and the URL-safe alphabet) and `data:` URIs (RFC 2397). The cost is linear in
-# the length. Long strings are decoded in chunks, because a call of the C decoder holds the GIL.
+# Base64 (RFC 4648, section 4, and the URL-safe alphabet) and `data:` URIs (RFC 2397).
 
 # The media type before the comma of a data: URI is much shorter than this.
 MAX_DATA_URI_PREFIX_CHARS: Final = 1024
-CHUNK_CHARS: Final = 1 << 20
+# Files are sent as base64. Each escape costs as much as a hundred characters of it.
+MAX_ESCAPED_CHARS: Final = 1 << 20
 STANDARD_ALPHABET: Final = bytes.maketrans(b"-_", b"+/")
 BASE64_WHITESPACE: Final = b" \t\n\r\x0b\x0c"
-PERCENT_SIGN: Final = ord("%")
-NOT_A_HEX_DIGIT: Final = 255
-HEX_DIGITS: Final = np.full(256, NOT_A_HEX_DIGIT, np.uint8)  # value by character code
-for digit in "0123456789abcdefABCDEF":
-    HEX_DIGITS[ord(digit)] = int(digit, 16)
 
 
 def is_data_uri(text: str) -> bool:
@@ -146,58 +167,27 @@ def is_data_uri(text: str) -> bool:
 def decode_base64_text(text: str) -> bytes:
     """Return the decoded bytes of base64 or of a `data:` URI. Raises `MalformedRequest`."""
     if not is_data_uri(text):
-        return b"".join(iter_base64_chunks(text, 0))
+        return decode_base64(text)
     comma = text.find(",", 0, MAX_DATA_URI_PREFIX_CHARS)
     if comma < 0:
         raise MalformedRequest(
             f"the data: URI has no comma in its first {MAX_DATA_URI_PREFIX_CHARS} characters"
         )
-    is_base64 = text[:comma].lower().endswith(";base64")
-    decode = iter_base64_chunks if is_base64 else iter_percent_chunks
-    return b"".join(decode(text, comma + 1))
+    if text[:comma].lower().endswith(";base64"):
+        return decode_base64(text[comma + 1 :])
+    if len(text) > MAX_ESCAPED_CHARS:
+        raise MalformedRequest("the data: URI is too long without base64; send data:…;base64,…")
+    return unquote_to_bytes(text[comma + 1 :])
 
 
-def iter_base64_chunks(text: str, start: int) -> Iterator[bytes]:
+def decode_base64(text: str) -> bytes:
     # Whitespace is skipped, and padding may be missing.
-    end = max(start, len(text.rstrip("= \t\n\r\x0b\x0c")))
-    padding = text.count("=", end)
-    rest = b""
     try:
-        for begin in range(start, end, CHUNK_CHARS):
-            raw = text[begin : min(begin + CHUNK_CHARS, end)].encode("ascii")
-            digits = rest + raw.translate(STANDARD_ALPHABET, BASE64_WHITESPACE)
-            if b"=" in digits:
-                raise ValueError("padding before the end")
-            whole = len(digits) // 4 * 4
-            yield base64.b64decode(digits[:whole], validate=True)
-            rest = digits[whole:]
-        if padding > -len(rest) % 4:
+        encoded = text.encode("ascii").translate(STANDARD_ALPHABET, BASE64_WHITESPACE)
+        digits = encoded.rstrip(b"=")
+        missing = -len(digits) % 4
+        if len(encoded) - len(digits) > missing:
             raise ValueError("too much padding")
-        yield base64.b64decode(rest + b"=" * (-len(rest) % 4), validate=True)
+        return base64.b64decode(digits + b"=" * missing, validate=True)
     except (binascii.Error, ValueError):
         raise MalformedRequest('the value of "b64" is not valid base64') from None
-
-
-def iter_percent_chunks(text: str, start: int) -> Iterator[bytes]:
-    while start < len(text):
-        end = start + CHUNK_CHARS
-        if end < len(text) and (cut := text.rfind("%", end - 2, end)) > 0:
-            end = cut  # an escape such as %41 must not be split
-        yield percent_decode(text[start:end].encode())
-        start = end
-
-
-def percent_decode(encoded: bytes) -> bytes:
-    if b"%" not in encoded:
-        return encoded
-    characters = np.frombuffer(encoded, np.uint8)
-    starts = np.flatnonzero(characters[:-2] == PERCENT_SIGN)
-    high = HEX_DIGITS[characters[starts + 1]]
-    low = HEX_DIGITS[characters[starts + 2]]
-    are_escapes = (high != NOT_A_HEX_DIGIT) & (low != NOT_A_HEX_DIGIT)
-    starts = starts[are_escapes]
-    decoded = characters.copy()
-    decoded[starts] = (high[are_escapes] << 4) | low[are_escapes]
-    is_kept = np.ones(len(decoded), bool)
-    is_kept[starts + 1] = is_kept[starts + 2] = False
-    return bytes(decoded[is_kept])

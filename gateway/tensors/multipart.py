@@ -1,32 +1,32 @@
-"""An incremental parser for multipart/form-data (RFC 7578; RFC 2046, section 5.1), and forms as payloads.
-
-Each byte is searched once, at the speed of C. Parts are kept in memory, within the body size limit.
-"""
+"""Forms (multipart/form-data, RFC 7578): their parts while they arrive, and forms as payloads."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+import io
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser
 
 from gateway.errors import MalformedRequest, TooLarge
 from gateway.media_types import JSON, OCTET_STREAM, TEXT
 from gateway.tensors.codecs import parse_body_type, read_bytes
 from gateway.tensors.json_body import check_json_memory, parse_json_body, validate_parameters
 from gateway.tensors.media_type import parse_content_type, parse_header_parameters
-from gateway.tensors.payload import Part, Payload, PayloadLimits, PayloadOptions, copy_bytes
+from gateway.tensors.payload import Part, Payload, PayloadLimits, PayloadOptions
 
-MAX_BOUNDARY_CHARS: Final = 256
 MAX_HEADER_BYTES: Final = 8 << 10
 MAX_HEADER_FIELDS: Final = 16
-# RFC 2046 allows spaces and tabs after the boundary of a delimiter.
-MAX_DELIMITER_PADDING_BYTES: Final = 64
-HEADER_FIELD: Final = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):(.*)", re.DOTALL)
-CRLF: Final = b"\r\n"
-# A smaller part is copied out of the buffer; a larger one takes the buffer, and what follows it is copied.
-MAX_COPIED_PART_BYTES: Final = 1 << 20
-DELIMITER_TAIL: Final = re.compile(b"(?:(--)|[ \t]{0,%d}\r\n)" % MAX_DELIMITER_PADDING_BYTES)
+# Line ends before the first part and blanks behind a boundary belong to no part.
+MAX_UNUSED_BYTES: Final = 1 << 10
+# The parser steps through what looks like a delimiter in Python, so each call gets this much.
+FEED_BYTES: Final = 64 << 10
+
+# The client is told what is wrong with its form.
+logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)
@@ -34,183 +34,168 @@ class RawPart:
     """A part with its header values, by name in lower case, and its undecoded content."""
 
     headers: Mapping[str, str]
-    content: bytes | bytearray
+    content: bytes
 
 
-class Delimiter(NamedTuple):
-    start: int
-    end: int
-    is_last: bool
+class PartReader:
+    """Splits a body, which is fed in chunks of any size, into its parts, within limits."""
 
-
-class MultipartParser:
-    """A parser that is fed chunks of any size. `is_complete` is set after the closing delimiter."""
-
-    def __init__(self, boundary: str, max_parts: int) -> None:
+    def __init__(self, content_type: str, max_parts: int) -> None:
+        boundary = parse_content_type(content_type)[1].get("boundary", "").encode("latin-1")
         if not boundary:
             raise MalformedRequest("the Content-Type of the multipart body has no boundary")
-        if len(boundary) > MAX_BOUNDARY_CHARS:
-            raise MalformedRequest(
-                f"the multipart boundary is too long; the limit is {MAX_BOUNDARY_CHARS} characters"
+        callbacks = {
+            "on_part_begin": self._begin_part,
+            "on_header_field": self._add_name,
+            "on_header_value": self._add_value,
+            "on_header_end": self._end_header,
+            "on_headers_finished": self._end_headers,
+            "on_part_data": self._add_content,
+            "on_part_end": self._end_part,
+            "on_end": self._end_body,
+        }
+        try:
+            self._parser = MultipartParser(
+                boundary,
+                callbacks,  # type: ignore[arg-type]  # the keys of a TypedDict
+                max_header_count=MAX_HEADER_FIELDS,
+                max_header_size=MAX_HEADER_BYTES,
             )
-        dashes = b"\r\n--" + boundary.encode("latin-1")
-        self._delimiter_prefix = dashes
-        self._max_delimiter_bytes = len(dashes) + MAX_DELIMITER_PADDING_BYTES + len(CRLF)
+        except FormParserError as exc:
+            raise MalformedRequest(f"the multipart boundary is not valid: {exc}") from None
+        self._delimiter = b"--" + boundary
+        self._delimiter_count = 0
         self._max_parts = max_parts
         self._part_count = 0
-        self._buffer = bytearray(CRLF)  # the first delimiter may start the body
-        self._search_start = 0  # no delimiter begins in the buffer before this position
-        self._headers: Mapping[str, str] | None = None
-        self._is_preamble = True
-        self.is_complete = False
+        self._unused_bytes = 0
+        self._is_complete = False
+        self._parts: list[RawPart] = []
+        self._name = bytearray()
+        self._value = bytearray()
+        self._headers: dict[str, str] = {}
+        self._content = io.BytesIO()
+        # The headers of the part whose content arrives.
+        self.part_headers: Mapping[str, str] | None = None
 
-    def feed(self, data: bytes) -> Iterator[RawPart]:
-        """Yield the parts that end within `data`. Raises `MalformedRequest` or `TooLarge`."""
-        if self.is_complete:
-            return  # the epilogue is ignored
-        self._buffer += data
-        while not self.is_complete:
-            if self._headers is None and not self._is_preamble:
-                self._headers = self._read_headers()
-                if self._headers is None:
-                    return
-            delimiter = self._find_delimiter()
-            if delimiter is None:
-                return
-            headers = self._headers
-            content = self._cut_content(delimiter)
-            self._begin_part(delimiter.is_last)
-            if headers is not None:
-                yield RawPart(headers, content)
+    def feed(self, data: bytes) -> Sequence[RawPart]:
+        """Return the parts that end within `data`. Raises `MalformedRequest` or `TooLarge`."""
+        for start in range(0, len(data), FEED_BYTES):
+            self._feed_piece(data[start : start + FEED_BYTES])
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _feed_piece(self, piece: bytes) -> None:
+        # A content may have the delimiter within a line, but hardly by chance.
+        self._delimiter_count += piece.count(self._delimiter)
+        if self._delimiter_count > 2 * self._max_parts:
+            raise TooLarge(f"the multipart body has more than {self._max_parts} parts")
+        self._unused_bytes += len(piece)
+        try:
+            self._parser.write(piece)
+        except FormParserError as exc:
+            raise MalformedRequest(f"the multipart body is malformed: {exc}") from None
+        if self._unused_bytes > MAX_UNUSED_BYTES and not self._is_complete:
+            raise MalformedRequest("the multipart body has long blanks between its parts")
 
     def finish(self) -> None:
         """Check that the body is complete. Raises `MalformedRequest`."""
-        if not self.is_complete:
+        if not self._is_complete:
             raise MalformedRequest("the multipart body ends before its closing boundary")
 
-    @property
-    def part_headers(self) -> Mapping[str, str] | None:
-        return None if self._is_preamble else self._headers
-
     def take_partial_content(self) -> bytes:
-        """Remove and return the content of the begun part before a possible delimiter.
+        """Remove and return what has arrived of the content of the begun part.
 
-        A caller that takes contents keeps large parts out of memory; `feed` yields the rest.
+        A caller that takes contents keeps large parts out of memory; `feed` returns the rest.
         """
-        content = bytes(self._buffer[: self._search_start])
-        del self._buffer[: self._search_start]
-        self._search_start = 0
+        content = self._content.getvalue()  # this makes no copy
+        self._content = io.BytesIO()
         return content
 
-    def _find_delimiter(self) -> Delimiter | None:
-        start = self._buffer.find(self._delimiter_prefix, self._search_start)
-        if start >= 0:
-            tail = DELIMITER_TAIL.match(self._buffer, start + len(self._delimiter_prefix))
-            if tail is None:
-                # The pattern is compiled only if the content looks like a delimiter, because each body
-                # has its own boundary.
-                pattern = re.compile(re.escape(self._delimiter_prefix) + DELIMITER_TAIL.pattern)
-                match = pattern.search(self._buffer, start)
-                start, tail = (match.start(), match) if match else (-1, None)
-            if tail is not None:
-                return Delimiter(start, tail.end(), tail[1] is not None)
-        self._search_start = max(0, len(self._buffer) - self._max_delimiter_bytes)
-        if self._is_preamble:
-            del self._buffer[: self._search_start]
-            self._search_start = 0
-        return None
-
-    def _cut_content(self, delimiter: Delimiter) -> bytes | bytearray:
-        buffer = self._buffer
-        start = delimiter.start
-        end = delimiter.end
-        if start <= MAX_COPIED_PART_BYTES:
-            content = bytes(memoryview(buffer)[:start])
-            del buffer[:end]
-            return content
-        self._buffer = buffer[end:]
-        del buffer[start:]
-        return buffer
-
-    def _begin_part(self, is_complete: bool) -> None:
-        if is_complete:
-            self._buffer = bytearray()
-        self._search_start = 0
-        self._headers = None
-        self._is_preamble = False
-        self.is_complete = is_complete
-        self._part_count += not is_complete
+    def _begin_part(self) -> None:
+        self._part_count += 1
         if self._part_count > self._max_parts:
             raise TooLarge(f"the multipart body has more than {self._max_parts} parts")
+        self._headers = {}
 
-    def _read_headers(self) -> Mapping[str, str] | None:
-        if self._buffer.startswith(CRLF):
-            del self._buffer[: len(CRLF)]
-            return {}
-        end = self._buffer.find(CRLF + CRLF, 0, MAX_HEADER_BYTES)
-        if end < 0:
-            if len(self._buffer) >= MAX_HEADER_BYTES:
-                raise TooLarge(
-                    f"a part of the multipart body has a header of more than {MAX_HEADER_BYTES} bytes"
-                )
-            return None
-        lines = bytes(self._buffer[:end]).split(CRLF, MAX_HEADER_FIELDS)
-        del self._buffer[: end + 2 * len(CRLF)]
-        if len(lines) > MAX_HEADER_FIELDS:
-            raise TooLarge(
-                f"a part of the multipart body has more than {MAX_HEADER_FIELDS} header fields"
-            )
-        return dict(map(parse_header_field, lines))
+    def _add_name(self, data: bytes, start: int, end: int) -> None:
+        self._name += data[start:end]
+
+    def _add_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+        self._unused_bytes = 0
+
+    def _end_header(self) -> None:
+        value = self._value.strip(b" \t").decode("latin-1")
+        self._headers[self._name.decode("ascii").lower()] = value
+        self._name.clear()
+        self._value.clear()
+
+    def _end_headers(self) -> None:
+        self.part_headers = self._headers
+
+    def _add_content(self, data: bytes, start: int, end: int) -> None:
+        self._content.write(memoryview(data)[start:end])
+        self._unused_bytes = 0
+
+    def _end_part(self) -> None:
+        self._parts.append(RawPart(self._headers, self.take_partial_content()))
+        self.part_headers = None
+
+    def _end_body(self) -> None:
+        self._is_complete = True
 
 
-def parse_header_field(line: bytes) -> tuple[str, str]:
-    field = HEADER_FIELD.fullmatch(line)
-    if field is None:
-        raise MalformedRequest("a part of the multipart body has a malformed header field")
-    return field[1].decode("ascii").lower(), field[2].strip(b" \t").decode("latin-1")
+@dataclass(frozen=True)
+class Form:
+    """The parts of a complete form."""
 
-
-class MultipartForm:
-    """A multipart body (RFC 7578) that is fed in chunks and kept in memory, within the limits."""
-
-    def __init__(self, content_type: str, limits: PayloadLimits) -> None:
-        boundary = parse_content_type(content_type)[1].get("boundary", "")
-        self._parser = MultipartParser(boundary, limits.max_parts)
-        self._parts: list[RawPart] = []
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(len(part.content) for part in self._parts)
+    raw_parts: Sequence[RawPart]
 
     @property
-    def decoded_size_bytes(self) -> int:
-        """The size of the parts that are decoded; the others are files that are used as they are."""
-        return sum(len(part.content) for part in self._parts if not is_raw_file(part))
+    def file_bytes(self) -> int:
+        """The size of the parts that are used as they are."""
+        return sum(len(part.content) for part in self.raw_parts if is_raw_file(part))
 
     @property
-    def json_size_bytes(self) -> int:
-        return sum(len(part.content) for part in self._parts if is_json_part(part))
+    def decoded_bytes(self) -> int:
+        """The size of the parts that are decoded: texts, JSON and archives."""
+        return sum(len(part.content) for part in self.raw_parts if not is_raw_file(part))
 
-    def feed(self, data: bytes) -> None:
-        self._parts += self._parser.feed(data)
-
-    def check_json_memory(self, limits: PayloadLimits) -> None:
-        for part in self._parts:
-            if is_json_part(part):
-                check_json_memory(part.content, limits)
-
-    def build_payload(self) -> Payload:
-        """Decode the parts of a complete form. Raises `MalformedRequest` or `UnsupportedBody`."""
-        self._parser.finish()
+    def build_payload(self, limits: PayloadLimits) -> Payload:
+        """Decode the parts. Raises `MalformedRequest`, `UnsupportedBody` or `TooLarge`."""
         parts: dict[str, list[Part]] = {}
         parameters: dict[str, Any] = {}
-        while self._parts:  # each part is released after it is copied
-            name, part = read_form_field(self._parts.pop(0))
+        for raw_part in self.raw_parts:
+            if is_json_part(raw_part):
+                check_json_memory(raw_part.content, limits)
+            name, part = read_form_field(raw_part)
             if name == "parameters":
                 parameters = validate_parameters(parse_form_parameters(part.value))
             else:
                 parts.setdefault(name, []).append(part)
         return Payload(parts, PayloadOptions(parameters=parameters))
+
+
+class FormReader:
+    """Splits a multipart body, which is fed in chunks, into parts that are kept in memory."""
+
+    def __init__(self, content_type: str, limits: PayloadLimits) -> None:
+        self._reader = PartReader(content_type, limits.max_parts)
+        self._parts: list[RawPart] = []
+
+    def feed(self, data: bytes) -> None:
+        self._parts += self._reader.feed(data)
+
+    def finish(self) -> Form:
+        """Return the complete form. Raises `MalformedRequest`."""
+        self._reader.finish()
+        return Form(self._parts)
+
+
+def read_form(body: bytes, content_type: str, limits: PayloadLimits) -> Form:
+    reader = FormReader(content_type, limits)
+    reader.feed(body)
+    return reader.finish()
 
 
 def is_raw_file(raw_part: RawPart) -> bool:
@@ -236,7 +221,7 @@ def read_form_field(raw_part: RawPart) -> tuple[str, Part]:
             "a part of the multipart body has a name that is not valid UTF-8"
         ) from None
     is_file = "filename" in options
-    data = copy_bytes(raw_part.content)
+    data = raw_part.content
     content_type = raw_part.headers.get("content-type", OCTET_STREAM if is_file else TEXT)
     body_type = parse_body_type(content_type)
     kind = body_type.media_type

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 
 from gateway.media_types import JSON
-from gateway.tensors.codecs import PARAMETERS_SCHEMA
+from gateway.tensors.codecs import OPTIONAL_STRING_SCHEMA, PARAMETERS_SCHEMA
 from gateway.tensors.dtypes import Datatype, DatatypeKind
 from gateway.tensors.signature import Signature, TensorSpec
 
@@ -37,10 +37,11 @@ def build_element_schema(datatype: Datatype, *, is_input: bool) -> Schema:
     if datatype.kind is DatatypeKind.INTEGER:
         low, high = datatype.integer_range
         return {"type": "integer", "minimum": low, "maximum": high}
+    number: Schema = {"type": "number"}
     if is_input:
         info = ml_dtypes.finfo(datatype.numpy_dtype)
-        return {"type": "number", "minimum": float(info.min), "maximum": float(info.max)}
-    return {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+        number |= {"minimum": float(info.min), "maximum": float(info.max)}
+    return {"anyOf": [number, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
 
 
 def build_value_schema(tensor: TensorSpec, *, supports_batching: bool, is_input: bool) -> Schema:
@@ -55,8 +56,10 @@ def build_value_schema(tensor: TensorSpec, *, supports_batching: bool, is_input:
         forms.append({"type": "array", "items": single, "minItems": 1})
     if is_input and tensor.can_be_single:
         forms.append(item)
-    if is_input and tensor.image_spec is not None:
+    if is_input and (tensor.image_spec is not None or tensor.takes_file_bytes):
         forms.append(BASE64_SCHEMA)
+    if is_input and tensor.is_optional:
+        forms.append({"type": "null"})
     distinct = [form for position, form in enumerate(forms) if form not in forms[:position]]
     return distinct[0] if len(distinct) == 1 else {"anyOf": distinct}
 
@@ -76,7 +79,7 @@ def build_request_schema(signature: Signature) -> Schema:
         "inputs": inputs,
         "outputs": {"type": ["array", "null"], "items": {"enum": list(signature.outputs)}},
         "parameters": PARAMETERS_SCHEMA,
-        "id": {"type": "string"},
+        "id": OPTIONAL_STRING_SCHEMA,
     }
     optional = properties.keys() - {"inputs"}
     return build_object_schema(properties, optional, additionalProperties=False)

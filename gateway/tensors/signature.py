@@ -51,6 +51,7 @@ class ImageSpec:
     mode: str
     height: int
     width: int
+    keeps_depth: bool = False  # pixels of 16 bits are not reduced to 8
 
 
 @dataclass(frozen=True)
@@ -97,26 +98,35 @@ class TensorSpec:
         if not self.is_numeric:
             return None
         shape = self.shape[1:] if len(self.shape) == 4 and self.shape[0] in (-1, 1) else self.shape
+        keeps_depth = self.datatype.numpy_dtype.itemsize > 1
         if len(shape) == 2 and min(shape) not in (0, 1, 2, 3, 4):
-            return ImageSpec(ChannelLayout.GREY, "L", *shape)
+            return ImageSpec(ChannelLayout.GREY, "L", *shape, keeps_depth)
         if len(shape) != 3:
             return None
-        layout = self.layout or guess_channel_layout(shape)
-        if layout is ChannelLayout.CHANNELS_FIRST and shape[0] in (-1, *IMAGE_MODES):
-            return ImageSpec(layout, IMAGE_MODES.get(shape[0], "RGB"), shape[1], shape[2])
-        if layout is ChannelLayout.CHANNELS_LAST and shape[2] in (-1, *IMAGE_MODES):
-            return ImageSpec(layout, IMAGE_MODES.get(shape[2], "RGB"), shape[0], shape[1])
-        return None
+        layout = self.layout or find_channel_layout(shape)
+        if layout is ChannelLayout.CHANNELS_FIRST:
+            channels, height, width = shape
+        elif layout is ChannelLayout.CHANNELS_LAST:
+            height, width, channels = shape
+        else:
+            return None
+        # The config says that a dimension of any size has the channels.
+        mode = IMAGE_MODES.get(3 if channels == -1 else channels)
+        return None if mode is None else ImageSpec(layout, mode, height, width, keeps_depth)
+
+    @cached_property
+    def takes_file_bytes(self) -> bool:
+        """Return whether the elements are the bytes of a file, as for decoders on a GPU and raw audio."""
+        return self.datatype.name in ("UINT8", "INT8") and len(self.shape) == 1
 
 
-def guess_channel_layout(shape: tuple[int, ...]) -> ChannelLayout | None:
+def find_channel_layout(shape: tuple[int, ...]) -> ChannelLayout | None:
+    """Return where the shape has 1, 3 or 4 channels; None if nowhere."""
     first = shape[0] in IMAGE_MODES
     last = shape[2] in IMAGE_MODES
-    if last and (not first or (shape[0] == 1 and shape[2] > 1)):
+    if last and (not first or shape[0] == 1 < shape[2]):
         return ChannelLayout.CHANNELS_LAST
-    if first:
-        return ChannelLayout.CHANNELS_FIRST
-    return ChannelLayout.CHANNELS_LAST if shape[2] == -1 else None
+    return ChannelLayout.CHANNELS_FIRST if first else None
 
 
 @dataclass(frozen=True)
@@ -177,16 +187,42 @@ class Signature:
         return [tensor for tensor in self.inputs.values() if not tensor.is_optional]
 
     @cached_property
+    def unnamed_input(self) -> TensorSpec | None:
+        """The input of a value without a name: the only required one, or the only one."""
+        tensors = self.required_inputs or list(self.inputs.values())
+        return tensors[0] if len(tensors) == 1 else None
+
+    @cached_property
+    def takes_bytes_alone(self) -> bool:
+        """Return whether a body without a type is the value of an input of BYTES."""
+        tensor = self.unnamed_input
+        return tensor is not None and tensor.datatype.kind is DatatypeKind.BYTES
+
+    @cached_property
     def only_bytes_input(self) -> TensorSpec | None:
         """The input that takes a text or a file without a name as its only element, if there is one."""
-        tensors = self.required_inputs or list(self.inputs.values())
-        if len(tensors) != 1 or tensors[0].datatype.kind is not DatatypeKind.BYTES:
-            return None
-        return tensors[0] if tensors[0].can_be_single else None
+        tensor = self.unnamed_input
+        is_single = tensor is not None and tensor.can_be_single
+        return tensor if self.takes_bytes_alone and is_single else None
 
     @cached_property
     def accepts_only_bytes(self) -> bool:
         return all(tensor.datatype.kind is DatatypeKind.BYTES for tensor in self.inputs.values())
+
+    @cached_property
+    def takes_any_file(self) -> bool:
+        """Return whether the bytes of a body are a value, whatever type they have."""
+        tensor = self.unnamed_input
+        return self.accepts_only_bytes or (tensor is not None and tensor.takes_file_bytes)
+
+    @cached_property
+    def is_splittable(self) -> bool:
+        # A larger batch than the maximum is sent in parts.
+        return not self.has_flag("gateway.split", "false")
+
+    @cached_property
+    def accepts_images(self) -> bool:
+        return any(tensor.image_spec is not None for tensor in self.inputs.values())
 
 
 def build_signature(metadata: JsonObject, config: JsonObject, version: str = "") -> Signature:

@@ -293,6 +293,8 @@ def decode_infer_response(
     arrays: dict[str, np.ndarray] = {}
     for entry in document.get("outputs", ()):
         name = entry["name"]
+        if name in arrays:
+            raise ValueError("two outputs have the same name")
         dtype = find_output_dtype(name, entry["datatype"])
         size = (entry.get("parameters") or {}).get("binary_data_size")
         if size is None:

@@ -116,7 +116,7 @@ def npy_with(header: bytes, data: bytes = b"", version: int = 1) -> bytes:
     return b"\x93NUMPY" + bytes([version, 0]) + length + header + data
 
 
-# What NumPy's own reader answered with other errors than its own, or not at all.
+# Some of these raise other errors than NumPy's own in its reader.
 NPY_HEADERS = {
     "nested": npy_of("(" * 5000),
     "unclosed": npy_with(b"{'descr': '<f4', 'shape': (1,"),
@@ -130,7 +130,6 @@ NPY_HEADERS = {
     "half a character": npy_of("(1,)", "'<U1'", b"\0\xd8\0\0"),
     "no character": npy_of("(1,)", "'<U1'", b"\xff\xff\xff\xff"),
     "objects": npy_of("(1,)", "'|O'", bytes(8)),
-    "escaped": npy_of("(1,)", r"'\x3cf4'", bytes(4)),
     "of 60 KB": npy_of(" " * 60_000 + "(1,)", data=bytes(4)),
     "an empty array of 2^62": npy_of("(0, 4611686018427387904)"),
     "not ASCII": npy_of("(²,)", data=bytes(8), version=3),

@@ -19,14 +19,14 @@ from gateway.http_client.connection import UpstreamConnection
 from gateway.inference.body import RequestBody
 from gateway.inference.pipeline import OpenedRequest
 from gateway.routes.infer import handle_infer
-from gateway.tensors.inputs import InferInputs, InspectedPayload
+from gateway.tensors.inputs import DecodedBody, InferInputs
 from gateway.tensors.payload import Payload
 from gateway.triton.inference import InferRequest
 from tests.support.servers import ROOT
 
 REQUEST = "/v1, text to BYTES"
 CONTENT = b"The ship left the harbour at dawn."
-FORMS = (RequestBody, OpenedRequest, Payload, InspectedPayload, InferInputs, InferRequest, HttpCall)
+FORMS = (RequestBody, OpenedRequest, Payload, DecodedBody, InferInputs, InferRequest, HttpCall)
 FIRST, LAST = handle_infer.__code__, UpstreamConnection.write.__code__
 
 

@@ -17,6 +17,12 @@ from gateway.triton.grpc.byte_channel import Metadata
 
 MAX_DETAIL_CHARS: Final = 1024  # trailers may have 8 KiB, and contain the text twice
 ERROR_DOMAIN: Final = "triton-gateway"
+# The advice to users of the HTTP API, and the same for those of this one.
+GRPC_HINTS: Final = {
+    "GET /v1/models lists the models": "RepositoryIndex lists the models",
+    "send Authorization: Bearer KEY or X-API-Key: KEY": "send the metadata authorization: Bearer KEY or "
+    "x-api-key: KEY",
+}
 Code = grpc.StatusCode
 # By the HTTP status of the error class, so that both APIs have one table of errors.
 GRPC_CODES: Final = {
@@ -56,7 +62,10 @@ class CallStatus:
 
 def describe_failure(exc: Exception, request_id: str) -> CallStatus:
     error = to_gateway_error(exc, request_id)
-    detail = str(error.detail)[:MAX_DETAIL_CHARS]
+    detail = str(error.detail)
+    for hint, grpc_hint in GRPC_HINTS.items():
+        detail = detail.replace(hint, grpc_hint)
+    detail = detail[:MAX_DETAIL_CHARS]
     trailers = build_trailers(error, detail, request_id)
     return CallStatus(error.status, GRPC_CODES[error.status], detail, trailers, error.code)
 

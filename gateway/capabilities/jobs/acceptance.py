@@ -415,8 +415,8 @@ def find_callback(jobs: Jobs, scope: Scope) -> dict[str, Any]:
     text = join_header_values(scope, CALLBACK_URL).decode("latin-1")
     if not text:
         return {}
-    url = jobs.callback_hosts.check_url(text)
-    return {"callback_url": text, "callback_host": url.origin.authority}
+    url = jobs.callback_urls.check_url(text)
+    return {"callback_url": text, "callback_host": url.authority}
 
 
 def join_header_values(scope: Scope, wanted: bytes) -> bytes:

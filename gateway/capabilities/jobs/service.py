@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 from gateway.access.auth import authorize_all_models
 from gateway.callers import CallerKind, Right
-from gateway.capabilities.jobs.callback_hosts import CallbackHosts
+from gateway.capabilities.jobs.callback_urls import CallbackUrls
 from gateway.capabilities.jobs.errors import JobBytesExceeded, JobsFull, JobsUnavailable
 from gateway.capabilities.jobs.job import Job, find_job_id
 from gateway.capabilities.jobs.settings import JobSettings
@@ -29,7 +29,7 @@ class Jobs:
         self.store = store
         self.settings = settings
         self.max_body_bytes = max_body_bytes
-        self.callback_hosts = CallbackHosts(settings.callback_hosts)
+        self.callback_urls = CallbackUrls(settings.callback_urls)
         self.limits = JobLimits(settings.max_jobs_bytes, settings.max_jobs_per_caller)
         # What the store has, a few seconds old; and what bodies without a job have beside it.
         self.counts = JobCounts({}, None, 0)

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 from pydantic import BeforeValidator, Field, SecretStr, field_validator
 
-from gateway.capabilities.jobs.callback_hosts import CallbackHosts
+from gateway.capabilities.jobs.callback_urls import CallbackUrls
 from gateway.config.settings import (
     MAX_SETTING_S,
     CapabilitySettings,
@@ -16,7 +16,7 @@ from gateway.config.settings import (
     PositiveSeconds,
     split_list,
 )
-from gateway.http_client.webhooks import decode_secret
+from gateway.webhooks import decode_secret
 
 SQLITE: Final = "sqlite://"
 REDIS: Final = ("redis://", "rediss://")
@@ -47,18 +47,17 @@ class JobSettings(CapabilitySettings):
     expires."""
     # Without a sign of life for so long, a process loses its jobs to another one.
     job_lease_s: Fixed[float] = 30.0
-    callback_hosts: CommaSeparated = ()
-    """Comma-separated hosts to which X-Callback-URL may lead: HOST or HOST:PORT for https, http://HOST:PORT
-    for http. They must have public addresses; a network in this list, such as 10.0.0.0/8, allows others.
-    Empty: no callbacks."""
+    callback_urls: CommaSeparated = ()
+    """Comma-separated prefixes of the URLs to which X-Callback-URL may lead: https://HOST,
+    https://HOST/PATH or http://HOST:PORT/PATH, with whole path segments. Empty: no callbacks."""
     callback_secret: SecretStr | None = None
     """Secret with which callbacks are signed: whsec_ and 24 to 64 random bytes in base64, or two with a comma
     between them while receivers change to the first. Empty: one that is generated and kept with the jobs."""
 
-    @field_validator("callback_hosts")
+    @field_validator("callback_urls")
     @classmethod
-    def check_callback_hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        CallbackHosts(value)
+    def check_callback_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        CallbackUrls(value)
         return value
 
     @field_validator("callback_secret")

@@ -34,6 +34,7 @@ from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers, RequestNotSent
 from gateway.inference import pipeline
 from gateway.inference.body import Deadline, RequestBody
+from gateway.inference.decode import convert_payloads
 from gateway.inference.pipeline import ATTACHMENT_HEADERS, is_active_content
 from gateway.media_types import EVENT_STREAM, JSON
 from gateway.routes.dependencies import ServicesForInference
@@ -48,6 +49,7 @@ from gateway.routes.openapi import (
     build_list_schema,
     build_responses,
 )
+from gateway.routes.passthrough.sse import LineSeparatorEscaper
 from gateway.services import ModelDescriber, Services
 from gateway.telemetry.request_info import RequestInfo, RequestScope, measure_upstream_time
 from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS
@@ -241,8 +243,9 @@ async def create_embeddings(request: Request, services: ServicesForInference) ->
     check_dimensions(opened.signature, wanted.dimensions)
     limits = services.payload_limits
     payloads = build_embedding_payloads(opened.signature, wanted.texts, limits)
+    size_bytes = sum(map(len, wanted.texts))
     with await pipeline.admit(opened) as slot:
-        inputs = await opened.converter.convert_all(payloads)
+        inputs = await convert_payloads(opened, payloads, size_bytes)
         results = await pipeline.run_inferences(opened, slot, payloads[0].options, inputs)
         render = partial(encode_embeddings, results, wanted)
         return await pipeline.render_results(opened, results, render)
@@ -299,8 +302,9 @@ async def rerank(request: Request, services: ServicesForInference) -> Response:
     )
     payloads = build_rerank_payloads(opened.signature, wanted, services.payload_limits)
     opened.charge.add(DEFAULT_CODEC.memory_factor * wanted.query_bytes + wanted.returned_bytes)
+    size_bytes = wanted.query_bytes + sum(map(len, wanted.documents))
     with await pipeline.admit(opened) as slot:
-        inputs = await opened.converter.convert_all(payloads)
+        inputs = await convert_payloads(opened, payloads, size_bytes)
         results = await pipeline.run_inferences(opened, slot, payloads[0].options, inputs)
         render = partial(encode_ranking, results, wanted)
         return await pipeline.render_results(opened, results, render, wanted.returned_bytes)
@@ -330,9 +334,9 @@ async def receive_json(
         return ReceivedDocument(parse(data), deadline)
     decoders = services.decode_executor
     if len(data) <= JSON_CODEC.max_thread_bytes:
-        work = decoders.run_in_thread(0, partial(parse, data))
+        work = decoders.run_in_thread(partial(parse, data))
     else:
-        work = decoders.run_in_process(0, timeout_s, parse_large_json, parse, data, limits)
+        work = decoders.run_in_process(parse_large_json, parse, data, limits)
     return ReceivedDocument(await deadline.limit(work), deadline)
 
 
@@ -370,10 +374,13 @@ class RelayedResponse(StreamingResponse):
 
 async def relay_chunks(response: UpstreamResponse, timeout_s: float) -> AsyncIterator[bytes]:
     """Yield the body; the timeout applies to each chunk."""
+    escaper = LineSeparatorEscaper() if response.is_event_stream else None
     while True:
         response.set_timeout(timeout_s)
         with measure_upstream_time():
             chunk = await response.next_chunk()
+        if escaper is not None:
+            chunk = escaper.feed(chunk, is_last=response.is_complete)
         yield chunk
         if response.is_complete:
             return

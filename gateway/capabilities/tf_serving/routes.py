@@ -15,6 +15,7 @@ from gateway.capabilities.tf_serving.bodies import (
 )
 from gateway.fleet.index import build_version_status, merge_indexes
 from gateway.inference import pipeline
+from gateway.inference.decode import decode_json
 from gateway.routes.dependencies import ServicesForInference
 from gateway.routes.infer import INFER_HEADER_PARAMETERS, VERSION_HEADERS
 from gateway.routes.models import MODEL_ERRORS, VERSION_STATUS_SCHEMA, get_signature
@@ -116,9 +117,9 @@ async def predict(
 ) -> Response:
     """Return `predictions` for `instances` (rows), or `outputs` for `inputs` (columns)."""
     opened = await pipeline.open_request(request, services, model, version)
-    body = await pipeline.receive_bytes(opened)
+    body = await pipeline.receive_json(opened)
     with await pipeline.admit(opened) as slot:
-        inputs = await opened.converter.convert_json(body, parse_predict_body)
+        inputs = await decode_json(opened, body, parse_predict_body)
         del body  # its memory is free while the model runs
         results = await pipeline.run_inferences(opened, slot, PayloadOptions(), inputs)
         return await pipeline.render_results(opened, results, partial(encode_results, results))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from gateway.inference.body import begins_as_json
-from gateway.media_types import JSON, UTF8_TEXT, detect_media_type
+from gateway.errors import CURL_DEFAULT_TYPE
+from gateway.inference.body_type import begins_as_json, recognize_body
+from gateway.media_types import JSON, OCTET_STREAM, UTF8_TEXT
 from gateway.tensors.json_body import decode_b64_objects, list_json_parts, parse_json_body
 from gateway.tensors.outputs import (
     EncodedBody,
@@ -24,17 +25,17 @@ from gateway.tensors.signature import Signature
 IMAGE_CLASSIFIER_CLASSES: Final = 5
 
 
-def recognize_body_type(content_type: str, beginning: bytes, signature: Signature) -> str:
-    """Return the type of a body whose type is missing, or is the one that curl sends by default.
+def recognize_body_type(body: bytes, content_type: str, signature: Signature) -> str:
+    """Return the type of a body that was sent with a generic one. Raises `UnsupportedBody`.
 
     A file for a model that takes only BYTES is taken as it is, even if it contains JSON.
     """
-    is_json = begins_as_json(beginning)
-    if content_type:
-        return JSON if is_json else content_type
-    if is_json and not signature.accepts_only_bytes:
+    is_from_curl = content_type.startswith(CURL_DEFAULT_TYPE)
+    if begins_as_json(body) and (is_from_curl or not signature.takes_bytes_alone):
         return JSON
-    return detect_media_type(beginning)
+    if signature.takes_bytes_alone and not is_from_curl:
+        return OCTET_STREAM
+    return recognize_body(body, content_type, signature)
 
 
 def parse_prediction_body(

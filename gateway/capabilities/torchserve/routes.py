@@ -19,7 +19,6 @@ from gateway.capabilities.torchserve.forms import (
     recognize_body_type,
 )
 from gateway.errors import (
-    CURL_DEFAULT_TYPE,
     Conflict,
     GatewayError,
     MalformedRequest,
@@ -28,6 +27,7 @@ from gateway.errors import (
 )
 from gateway.fleet.index import Index, list_versions, version_sort_key
 from gateway.inference import pipeline
+from gateway.inference.decode import decode, decode_json
 from gateway.media_types import JSON, TEXT
 from gateway.messages import join_names, quote_text
 from gateway.routes.dependencies import (
@@ -52,8 +52,7 @@ from gateway.routes.openapi import (
     build_responses,
 )
 from gateway.telemetry.request_info import RequestScope
-from gateway.tensors.codecs import BINARY_SCHEMA, STRING_SCHEMA
-from gateway.tensors.media_type import parse_content_type
+from gateway.tensors.codecs import BINARY_SCHEMA, JSON_CODEC, STRING_SCHEMA, parse_body_type
 from gateway.tensors.payload import PayloadOptions
 from gateway.tensors.schema import Schema, build_object_schema
 
@@ -215,21 +214,17 @@ async def create_prediction(
     opened = await pipeline.open_request(request, services, model, to_version_number(model_version))
     signature = opened.signature
     body = opened.body
-    if body.content_type in ("", CURL_DEFAULT_TYPE):
-        beginning = await opened.deadline.limit(body.peek())
-        body.content_type = recognize_body_type(body.content_type, beginning, signature)
-    is_json = parse_content_type(body.content_type)[0] == JSON
-    receive = pipeline.receive_bytes if is_json else pipeline.receive_payload
-    received = await receive(opened)
+    received = await pipeline.receive_body(opened, recognize_body_type)
+    is_json = parse_body_type(body.content_type).codec is JSON_CODEC
     with await pipeline.admit(opened) as slot:
-        if isinstance(received, bytes):
+        if is_json and isinstance(received, bytes):
             options = PayloadOptions()
-            (inputs,) = await opened.converter.convert_json(received, parse_prediction_body)
+            (inputs,) = await decode_json(opened, received, parse_prediction_body)
         else:
-            decoded = await opened.converter.convert(received)
+            decoded = await decode(opened, received)
             options = decoded.options
             inputs = decoded.inputs
-        del received  # a large body, which a process has decoded
+        del received  # its memory is free while the model runs
         count = choose_class_count(signature)
         if count and not signature.default_class_counts:
             parameters = {"classification": count, **options.parameters}

@@ -19,7 +19,7 @@ from standardwebhooks.webhooks import Webhook
 from gateway.capabilities.jobs.callbacks import MAX_RUNNING_ATTEMPTS_PER_HOST
 from gateway.client import AsyncClient, Client, GatewayError, InferResult
 from gateway.embedded.supervisor import EmbeddedTriton
-from gateway.http_client.webhooks import generate_secret
+from gateway.webhooks import generate_secret
 from tests.capabilities.jobs.receiver import Received, Receiver, answer, receiving_in_thread
 from tests.support.gateway_forks import fork_gateway, run_gateway
 from tests.support.keys import ADMIN, BOTH, INFER, METRICS, bearer, entry, written
@@ -86,7 +86,7 @@ def service(
             "GATEWAY_TRITON_URLS": zoo_triton.options.url,
             "GATEWAY_KEYS_FILE": str(written(folder / "keys.yaml", entries)),
             "GATEWAY_JOBS": f"sqlite://{folder}",
-            "GATEWAY_CALLBACK_HOSTS": f"127.0.0.1:{receiver.port},shop.example",
+            "GATEWAY_CALLBACK_URLS": f"{receiver.url},https://shop.example",
         }
         process = GatewayProcess(environment)
         process.start()
@@ -115,9 +115,9 @@ def test_receiver_is_called_once_when_the_job_has_ended(service: Service, key: s
     assert service.client.get(result, headers=bearer(key)).status_code == 200
 
 
-def test_other_hosts_are_forbidden_and_no_job_is_kept(service: Service) -> None:
+def test_other_urls_are_forbidden_and_no_job_is_kept(service: Service) -> None:
     count = len(service.client.get("/v1/jobs", headers=bearer(INFER)).json()["jobs"])
-    for url in ("https://evil.example/", f"http://localhost:{service.receiver.port}/"):
+    for url in ("https://evil.example/", f"{service.receiver.url}2"):
         refused = service.submit(url=url)
         assert (refused.status_code, refused.json()["code"]) == (403, "CALLBACK_NOT_ALLOWED")
     assert service.submit(url="no URL").status_code == 400

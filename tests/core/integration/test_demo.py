@@ -16,7 +16,7 @@ from PIL import Image
 
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.messages import join_names
-from gateway.tensors.images.decode import decode_image, inspect_image
+from gateway.tensors.images import ImageReader
 from gateway.tensors.payload import PayloadLimits
 from gateway.tensors.signature import ChannelLayout, ImageSpec
 from tests.support.errors import assert_error
@@ -48,7 +48,7 @@ def test_jpeg_at_a_reduced_scale_has_the_top_class_of_the_whole_picture(demo: ht
         picture = Image.open(io.BytesIO(SEVEN)).convert("L").rotate(degrees, fillcolor=255)
         file = io.BytesIO()
         picture.resize((640, 480)).save(file, "JPEG")
-        reduced = decode_image(inspect_image(file.getvalue(), PayloadLimits(), "X"), spec, "X")
+        reduced = ImageReader(spec, PayloadLimits(), "X").read(file.getvalue())
         whole = np.asarray(Image.open(file).resize((16, 16), Image.Resampling.BILINEAR))[None]
         ink = 1 - np.stack([reduced, whole]) / 255
         response = demo.post("/v1/models/core/infer", json={"inputs": ink.tolist()})

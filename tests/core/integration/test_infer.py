@@ -7,7 +7,7 @@ import gzip
 import io
 import re
 import socket
-from typing import Any
+from typing import Any, Final
 
 import httpx
 import ml_dtypes
@@ -262,8 +262,6 @@ def test_batch_that_is_empty_or_of_different_sizes_is_refused(zoo: Zoo) -> None:
         ("plain_FP16", [[70000.0]], "70000.0, which is out of range"),
         ("plain_BF16", [[1e39]], "out of range"),
         ("plain_FP32", [[1e39]], "out of range"),
-        ("plain_FP32", [[16777217]], "the integer 16777217, which FP32 cannot represent exactly"),
-        ("plain_FP64", [[9007199254740993]], "cannot represent exactly"),
         ("plain_BOOL", [[1]], "the number '1'"),
         ("plain_BYTES", [[1]], "the number '1'"),
         ("plain_BYTES", [[True]], "the boolean"),
@@ -530,12 +528,16 @@ def test_deadline_that_passes_is_504(zoo: Zoo) -> None:
     assert_error(response, 504, "DEADLINE_PASSED", "within 0.")  # what was left of 0.3 s
 
 
+# The beginning of a text and of a form.
+HALF: Final = b'--b\r\nContent-Disposition: form-data; name="x"\r\n\r\n'.ljust(100_000, b"x")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("framing", "body"),
     [
-        ("Content-Length: 200000", b"x" * 100_000),
-        ("Transfer-Encoding: chunked", b"186a0\r\n" + b"x" * 100_000 + b"\r\n"),
+        ("Content-Length: 200000", HALF),
+        ("Transfer-Encoding: chunked", b"186a0\r\n" + HALF + b"\r\n"),
         ("Content-Length: 100\r\nExpect: 100-continue", b""),
     ],
     ids=["half of the body", "a chunk", "nothing"],
@@ -613,7 +615,6 @@ def test_body_that_is_not_of_its_type_is_refused(zoo: Zoo, subtests: pytest.Subt
     npy_type, npz_type = "application/x-npy", "application/x-npz"
     gzipped = "text/plain with gzip"
     zipped = gzip.compress(b"hello")
-    gzipped_json = gzip.compress(b'{"inputs": "a"}')
     for name, content_type, body, (status, code), words in (
         ("a form without a boundary", "multipart/form-data", form(field), malformed, ""),
         ("a form that is truncated", form_type, form(field, end=b""), malformed, ""),
@@ -630,10 +631,8 @@ def test_body_that_is_not_of_its_type_is_refused(zoo: Zoo, subtests: pytest.Subt
         ("zeros after gzip", gzipped, zipped + bytes(1 << 20), malformed, "Content-Encoding"),
         ("gzip of 100 MiB", gzipped, gzip.compress(bytes(100 << 20)), too_large, "limit"),
         ("an unknown encoding", "text/plain with br", b"x", unsupported, "gzip"),
-        ("HTML", "text/html", b"x", unsupported, "application/json"),
         ("a form of curl -d", CURL_TYPE, b"name=x&more[0].a-b=", unsupported, "-F NAME=VALUE"),
-        ("gzip of curl -d", f"{CURL_TYPE} with gzip", gzipped_json, unsupported, "-H 'Content-Type: …'"),
-        ("no media type", "x", b"x", unsupported, "application/json"),
+        ("a form of another kind", "multipart/mixed; boundary=b", b"x", unsupported, "application/json"),
     ):  # fmt: skip
         with subtests.test(name):
             media_type, _, encoding = content_type.partition(" with ")
@@ -652,6 +651,7 @@ def test_body_of_curl_d_is_json_or_a_text(zoo: Zoo, subtests: pytest.Subtests) -
         (b"hello & a=1", "hello & a=1"),
         (b"a+b%20c=d", "a+b%20c=d"),
         (b"&a=1", "&a=1"),
+        (b"{name}, hello", "{name}, hello"),
         (b"", ""),
     ):
         with subtests.test(repr(body)):
@@ -660,9 +660,9 @@ def test_body_of_curl_d_is_json_or_a_text(zoo: Zoo, subtests: pytest.Subtests) -
             }
     numbers = zoo.post("plain_FP32", content=b'{"inputs": [1, 2, 3]}', headers=headers)
     assert zoo.outputs(numbers) == {"Y": [[1, 2, 3]]}
-    template = zoo.post("single_BYTES", content=b"{name}, hello", headers=headers)
+    template = zoo.post("single_BYTES", content=b'{"inputs": hello', headers=headers)
     assert_error(template, 400, "MALFORMED_REQUEST", "-H 'Content-Type: text/plain'")
-    refused = zoo.post("plain_FP32", content=b"1 2 3", headers=headers)
+    refused = zoo.post("vector_FP32", content=b"1 2 3", headers=headers)
     assert_error(refused, 415, "UNSUPPORTED_BODY", "-H 'Content-Type: …'")
 
 

@@ -9,18 +9,13 @@ import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
-import pytest
 from prometheus_client import Counter
 from starlette.types import Message
 
-from gateway.capacity.decoding import DecodePool
-from gateway.capacity.decoding_worker import pack_message, unpack_message
 from gateway.http_client.client import HttpClient
 from gateway.inference.body import RequestBody
 from gateway.memory import MemoryBudget, MemoryCharge
 from gateway.telemetry.request_info import RequestInfo
-from gateway.tensors.dtypes import build_bytes_array
 from gateway.tensors.payload import copy_bytes
 from tests.support.wait import TIMEOUT_S
 
@@ -90,34 +85,6 @@ def test_response_body_is_read_into_one_buffer() -> None:
         server.start()
         run_within(MOST_FOR_ONE_BYTES, request)
         server.join()
-
-
-@pytest.mark.parametrize("work", [bytes.upper, bytes.split])
-def test_body_is_not_copied_to_a_decoding_process_and_back(
-    work: Callable[[bytes], bytes | list[bytes]],
-) -> None:
-    """It comes back as it is or in a list."""
-    body = bytes(SIZE_BYTES)
-
-    async def decode() -> None:
-        pool = DecodePool(1, 8 * SIZE_BYTES)
-        result = await pool.run(work, (body,), TIMEOUT_S)
-        assert len(b"".join(result) if isinstance(result, list) else result) == SIZE_BYTES
-        await pool.close()
-
-    run_within(MOST_FOR_ONE_BYTES, decode)
-
-
-def test_arrays_of_texts_are_packed_as_one_frame() -> None:
-    """They are one frame: unpickling each of them would hold the GIL."""
-    texts = build_bytes_array([b"", b"a" * MIB, *[b"text"] * 9998]).reshape(5000, 2)
-    others = np.array([None, "text"], object)
-    _, *frames = pack_message([texts, others, texts[:0]])
-    assert len(frames[0]) < 1000
-    unpacked, unpacked_others, empty = unpack_message(list(map(bytes, frames)))
-    assert unpacked.tolist() == texts.tolist()
-    assert unpacked_others.tolist() == others.tolist()
-    assert empty.shape == (0, 2)
 
 
 def test_copied_bytes_are_equal_and_not_copied_twice() -> None:

@@ -75,26 +75,24 @@ MALFORMED = {
     ),
     "LZMA": (archive([("x.npy", SMALL)], zipfile.ZIP_LZMA), "compression method is not supported"),
     "encrypted": (bytes(ENCRYPTED), "encrypted"),
-    "overlapping entries": (overlapping(archive([("x.npy", SMALL)]), 9), "does not match|overlap"),
+    "overlapping entries": (overlapping(archive([("x.npy", SMALL)]), 9), "damaged"),
     "the same entry twice": (
         overlapping(archive([("x.npy", SMALL)]), 2).replace(b"1.npy", b"x.npy"),
-        "does not match|overlap",
+        "damaged|two arrays",
     ),
     "two of a name": (archive([("x.npy", SMALL), ("x", SMALL)]), "two arrays named 'x'"),
     "a long name": (archive([("x" * 300, SMALL)]), "longer than 255 bytes"),
     "no array": (archive([("x.txt", b"hello")]), "not a .npy file"),
     "a smaller size than it has": (
         claiming_size(archive([("x.npy", npy(np.zeros(MIB)))]), 100),
-        "size or checksum",
+        "Bad CRC",
     ),
     "a larger size than it has": (
         claiming_size(archive([("x.npy", SMALL)]), 60 * MIB),
-        "size or checksum",
+        "shorter than its size",
     ),
-    "bytes before": (b"#!" + archive([("x.npy", SMALL)]), "wrong offset"),
-    "bytes behind": (archive([("x.npy", SMALL)]) + b"x", "damaged"),
-    "cut": (archive([("x.npy", SMALL)])[:-10], "no central directory|damaged"),
-    "nothing": (b"", "no central directory"),
+    "cut": (archive([("x.npy", SMALL)])[:-10], "damaged"),
+    "nothing": (b"", "not a zip file"),
     "a signature": (b"PK\5\6", "damaged"),
 }
 

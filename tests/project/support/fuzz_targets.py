@@ -21,18 +21,19 @@ from gateway.capabilities.uploads.model_files.model_config import (
 )
 from gateway.capabilities.uploads.model_files.onnx import is_onnx_file
 from gateway.capabilities.uploads.model_files.received_body import parse_sha256_digest
-from gateway.capacity.archives import PIECE_BYTES, ArchiveLimits, read_archive
+from gateway.capacity.archives import ArchiveLimits, read_archive
 from gateway.errors import GatewayError
 from gateway.routes.passthrough.sse import EventStreamScrubber
 from gateway.telemetry.exposition import InvalidExposition, parse_families, split_page
-from gateway.tensors.images.header import read_image_header, strip_metadata
+from gateway.tensors.images import ImageReader
 from gateway.tensors.inputs import JsonParser, decode_body, decode_json_body
 from gateway.tensors.json_body import decode_base64_text
 from gateway.tensors.media_type import parse_content_type
 from gateway.tensors.outputs import parse_accept
 from gateway.tensors.payload import PayloadLimits
 from gateway.tensors.sequence import parse_sequence_headers
-from gateway.tensors.signature import Signature, build_signature
+from gateway.tensors.signature import ChannelLayout, ImageSpec, Signature, build_signature
+from gateway.tensors.zip_files import PIECE_BYTES
 from tests.support.corpus import IMAGES, V2_BODY, valid_requests
 from tests.support.fuzzing import MAX_INPUT_BYTES, Target
 from tests.support.servers import ROOT
@@ -40,7 +41,7 @@ from tests.support.servers import ROOT
 # What is decoded here is small: large images are decoded in a process that the deadline kills.
 LIMITS = PayloadLimits(max_image_pixels=100_000)
 REFUSALS = (GatewayError,)
-CHARSETS = ("utf-8", "utf-16", "gb18030", "iso2022_jp", "shift_jis")
+CHARSETS = ("utf-8", "utf-16", "gb18030", "big5", "shift_jis")
 EVENTS = b'data: {"error":"a word"}\n\ndata: {"text":"b"}\n\nevent: end\ndata: {}\n\n'
 
 
@@ -66,8 +67,9 @@ def json_as(kind: str, parse: JsonParser) -> Callable[[bytes], object]:
     return lambda data: decode_json_body(parse, data, MODELS[kind], LIMITS)
 
 
-def read_header(data: bytes) -> object:
-    return strip_metadata(data, read_image_header(data, "X"))
+def read_image(data: bytes) -> object:
+    spec = ImageSpec(ChannelLayout.CHANNELS_LAST, "RGBA", -1, -1)
+    return ImageReader(spec, LIMITS, "X").read(data)
 
 
 def scrub_events(data: bytes) -> object:
@@ -115,7 +117,7 @@ def targets() -> list[Target]:
             Target(f"TorchServe's JSON for {kind}", json_as(kind, parse_prediction_body), named, REFUSALS)
             for kind in MODELS
         ),
-        Target("image headers", read_header, images, REFUSALS),
+        Target("images", read_image, images, REFUSALS),
         Target("Content-Type", latin_1(parse_content_type), [b'text/plain; charset="utf-8"'], REFUSALS),
         Target("Accept", latin_1(parse_accept), [b"image/png;q=0.5, */*"], REFUSALS),
         Target("base64", latin_1(decode_base64_text), [b"data:a/b;base64,AAEC", b"AAEC"], REFUSALS),

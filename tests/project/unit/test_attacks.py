@@ -12,11 +12,10 @@ from gateway.capabilities.uploads.model_files.kinds import VERIFIABLE_SUFFIXES
 from gateway.capacity.body_chunks import ZLIB_WBITS
 from gateway.config.files import watched_files
 from gateway.config.settings import Settings
-from gateway.media_types import IMAGE_SIGNATURES
 from gateway.routes.passthrough.rules import ROUTE_RULES, Forwarding
 from gateway.services import build_components
 from gateway.tensors.codecs import CODECS, parse_body_type
-from gateway.tensors.images.header import HEADER_READERS
+from gateway.tensors.images import FORMATS
 from tests.capabilities.grpc_api.support.grpc_gateway import SERVICE
 from tests.interface.openapi import build_document
 from tests.project.support.attacks import (
@@ -65,11 +64,7 @@ def test_each_type_and_encoding_of_a_body_has_an_attack() -> None:
     codecs = [parse_body_type(media_type(request)).codec for request in inferences]
     attacked = {codec.media_type for codec in codecs if codec is not None}
     assert attacked == {codec.media_type for codec in CODECS}
-    image_types = {
-        name
-        for name in IMAGE_SIGNATURES.values()
-        if any(start in HEADER_READERS for start, each in IMAGE_SIGNATURES.items() if each == name)
-    }
+    image_types = {f"image/{name.lower()}" for name in FORMATS}
     assert image_types <= set(map(media_type, inferences))
     headers = [header for request in inferences for header in request.headers]
     encodings = {

@@ -1,11 +1,10 @@
-"""Bounds of what a request may become, and long texts in pieces."""
+"""Bounds of what a request may become."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import orjson
 import pytest
 
@@ -18,30 +17,16 @@ from gateway.capabilities.openai.text_vectors import (
 from gateway.capabilities.tf_serving.bodies import parse_predict_body
 from gateway.errors import InputMismatch, MalformedRequest, TooLarge
 from gateway.media_types import JSON
-from gateway.tensors import codecs, inputs
-from gateway.tensors.codecs import SUPPORTED_CODECS
 from gateway.tensors.inputs import (
     InferInputs,
     check_row_count,
     decode_body,
-    decode_form,
-    inspect_payload,
     read_payload,
     to_inputs,
 )
-from gateway.tensors.multipart import MultipartForm
-from gateway.tensors.payload import (
-    BYTES_PER_LISTED_VALUE,
-    LARGE_ARRAY_BYTES,
-    Part,
-    Payload,
-    PayloadLimits,
-    estimate_value_bytes,
-)
+from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import Signature, build_signature
 from tests.support.hostile_files import field, form, json_of, png
-
-TEXT = "abc ☕ 日本語 한국어 Привет 汉字\n" * 20
 
 
 def convert(value: Any, datatype: str, shape: list[int], **limits: int) -> InferInputs:
@@ -79,40 +64,6 @@ def test_images_of_a_request_and_their_pixels_are_limited() -> None:
             convert([png()] * 11, "FP32", shape, max_image_pixels=most)
     with pytest.raises(TooLarge, match="accepts at most 4096 images per request; got 4097"):
         convert([png(1, 1)] * 4097, "FP32", [-1, 1, 1, 3])
-
-
-LARGE = LARGE_ARRAY_BYTES // BYTES_PER_LISTED_VALUE + 1
-LARGE_VALUES: list[Any] = [
-    [1] * LARGE,
-    [[1] * LARGE],
-    [[[]], [[0.5] * (LARGE // 2)] * 2],
-    [[1]] * LARGE,
-    ["a" * LARGE_ARRAY_BYTES],
-    [[b"a" * LARGE_ARRAY_BYTES]],
-    "a" * (LARGE_ARRAY_BYTES + 1),
-    np.zeros(LARGE_ARRAY_BYTES + 1, np.uint8),
-]
-SMALL_VALUES: list[Any] = [
-    [], [[]], [[1, 2], [3]], "a", 1, None, {"a": 1}, [{"a": 1}], ["a", [1]],
-]  # fmt: skip
-
-
-def test_size_of_decoded_images_is_known_before_decoding() -> None:
-    for shape, datatype, size in (
-        ([-1, 8, 8, 3], "FP32", 2 * 8 * 8 * 3 * 4),
-        ([-1, -1, -1, 4], "UINT8", 2 * 16 * 16 * 4),
-    ):
-        tensor = {"name": "X", "datatype": datatype, "shape": shape}
-        model = build_signature({"name": "m", "inputs": [tensor]}, {})
-        screened = inspect_payload(
-            Payload({"X": [Part([png(), png()], JSON)]}), model, PayloadLimits()
-        )
-        assert screened.decoding_cost == 2 * 256
-        assert (
-            screened.decoded_bytes
-            == inputs.convert_payload(screened, model).arrays["X"].nbytes
-            == size
-        )
 
 
 def text_model(dims: list[int], max_batch_size: int) -> Signature:
@@ -162,12 +113,6 @@ def test_texts_are_counted_before_they_are_read(parse: Callable[[bytes], object]
         parse(orjson.dumps(document))
 
 
-def form_with_parameters(parameters: bytes) -> MultipartForm:
-    parsed = MultipartForm("multipart/form-data; boundary=b", PayloadLimits())
-    parsed.feed(form(field(parameters, "parameters"), field(b"a")))
-    return parsed
-
-
 @pytest.mark.parametrize(
     ("document", "words"),
     [
@@ -183,33 +128,7 @@ def test_process_that_decodes_a_body_does_not_return_many_parameters(
     with pytest.raises(MalformedRequest, match=words):
         decode_body(orjson.dumps({"inputs": "a", **document}), JSON, model, PayloadLimits())
     if "parameters" in document:
-        parsed = form_with_parameters(orjson.dumps(document["parameters"]))
+        parameters = field(orjson.dumps(document["parameters"]), "parameters")
+        body = form(parameters, field(b"a"))
         with pytest.raises(MalformedRequest, match=words):
-            decode_form(parsed, model, PayloadLimits())
-
-
-def test_size_of_values_is_estimated_from_a_part() -> None:
-    assert all(estimate_value_bytes(value) > LARGE_ARRAY_BYTES for value in LARGE_VALUES)
-    assert all(estimate_value_bytes(value) < 1000 for value in SMALL_VALUES)
-
-
-@pytest.mark.parametrize("charset", sorted(SUPPORTED_CODECS))
-def test_long_text_is_decoded_the_same_in_pieces(
-    charset: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read(body: bytes) -> str:
-        try:
-            (part,) = read_payload(body, f"text/plain; charset={charset}", PayloadLimits()).parts[
-                ""
-            ]
-        except MalformedRequest as exc:
-            return exc.detail.partition("byte ")[0]
-        assert isinstance(part.value, str)
-        return part.value
-
-    body = TEXT.encode(charset, "ignore")
-    bodies = [body, body[:-1], body[1:], body + b"\xff\x1b\x1b$$$$$$$$$$$$$$", b"\x1b" * 99]
-    whole = [read(each) for each in bodies]
-    for size in (1, 7, 100):
-        monkeypatch.setattr(codecs, "TEXT_CHUNK_BYTES", size)
-        assert [read(each) for each in bodies] == whole
+            decode_body(body, "multipart/form-data; boundary=b", model, PayloadLimits())

@@ -28,7 +28,15 @@ LAYERS = {f"gateway.{name}": layer for layer, row in enumerate(reversed(ROWS)) f
 # The commands and the Python client are users of the API: they depend on nothing of the server.
 CLIENT_DEPENDENCIES = {
     "gateway.client": ("client", "media_types"),
-    "gateway.commands": ("client", "commands", "http_client", "errors", "media_types", "messages"),
+    "gateway.commands": (
+        "client",
+        "commands",
+        "http_client",
+        "errors",
+        "media_types",
+        "messages",
+        "webhooks",
+    ),
 }
 PAGE_PARSER = "gateway.telemetry.exposition"
 # Bytes in, values out: these modules do no I/O, and so contain nothing asynchronous.

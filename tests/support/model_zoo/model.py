@@ -92,6 +92,10 @@ def length(inputs: Sequence[Array]) -> Sequence[Array]:
     return [np.array([[len(value)] for (value,) in inputs[0]], np.int32)]
 
 
+def widths(inputs: Sequence[Array]) -> Sequence[Array]:
+    return [np.full((len(inputs[0]), 1), inputs[0].shape[1])]
+
+
 def vectors(inputs: Sequence[Array]) -> Sequence[Array]:
     """Two vectors of a text, of 4 numbers each: its length n gives n+1, n+2, …, and their negatives.
 
@@ -114,6 +118,11 @@ def common_letters(inputs: Sequence[Array]) -> Sequence[Array]:
     return [np.array(shared, np.float32).reshape(-1, 1)]
 
 
+def two_rows_per_item(inputs: Sequence[Array]) -> Sequence[Array]:
+    """Return two rows for each item, which begin with its index, as detectors do."""
+    return [np.repeat(np.arange(len(inputs[0]), dtype=np.float32), 2).reshape(-1, 1)]
+
+
 def mean(inputs: Sequence[Array]) -> Sequence[Array]:
     return [inputs[0].mean(axis=(1, 2, 3), dtype=np.float32).reshape(-1, 1)]
 
@@ -122,7 +131,7 @@ BEHAVIOURS: dict[str, Any] = {
     function.__name__: function
     for function in (
         identity, means, arithmetic, scaled, not_utf8, picture, as_json, sleeping, failing, not_finite,
-        length, mean, sum_and_difference, vectors, token_vectors, common_letters,
+        length, widths, mean, sum_and_difference, vectors, token_vectors, common_letters, two_rows_per_item,
     )
 }  # fmt: skip
 

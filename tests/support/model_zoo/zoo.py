@@ -119,6 +119,35 @@ MODELS = (
     Model("grey_plain", "identity", (T("X", "UINT8", (-1, -1)),), (T("Y", "UINT8", (-1, -1)),)),
     Model("own_batch", "identity", (T("X", "FP32", (1, 3, -1, -1)),), (T("Y", "FP32", (1, 3, -1, -1)),)),
     Model("free_batch", "identity", (T("X", "UINT8", (-1, -1, -1, 3)),), (T("Y", "UINT8", (-1, -1, -1, 3)),)),
+    # Files as they are, as for a decoder on a GPU.
+    identity("file_UINT8", "UINT8", (-1,), 8),
+    identity("file_INT8", "INT8", (-1,), 8),
+    Model("file_lengths", "widths", (T("X", "UINT8", (-1,)),), (T("Y", "INT64", (1,)),), 8),
+    identity("file_of_4_UINT8", "UINT8", (4,), 8),
+    identity("plain_file_UINT8", "UINT8", (-1,)),
+    # Images of 16 bits, and shapes that are none of images.
+    *(identity(f"grey_{d}", d, (-1, -1), 8) for d in ("UINT16", "INT16", "INT32", "FP32", "UINT8")),
+    identity("colours_UINT16", "UINT16", (-1, -1, 3), 8),
+    replace(identity("grey_unit", "FP32", (-1, -1), 8), hints={"scale.X": "0..1"}),
+    identity("channels_5", "FP32", (5, -1, -1), 8),
+    identity("channels_5_last", "FP32", (-1, -1, 5), 8),
+    identity("channels_2", "FP32", (2, -1, -1), 8),
+    identity("channels_any", "UINT8", (-1, -1, -1), 8),
+    identity("frames", "FP32", (16, 3, 8, 8), 8),
+    image("nhwc_any", (-1, -1, -1), datatype="UINT8", layout="FORMAT_NHWC"),
+    # Batches that cannot be split.
+    Model("boxes", "two_rows_per_item", (T("X", "FP32", (1,)),), (T("Y", "FP32", (1,)),), 4),
+    Model("unsplit", "identity", (T("X", "FP32", (1,)),), (T("Y", "FP32", (1,)),), 4, {"split": "false"}),
+    Model(
+        "person", "identity",
+        (T("AGE", "FP32", (1,)), T("JOB", "BYTES", (1,)), T("N", "INT64", (1,)), T("MEMBER", "BOOL", (1,))),
+        (T("AGE", "FP32", (1,)), T("JOB", "BYTES", (1,)), T("N", "INT64", (1,)), T("MEMBER", "BOOL", (1,))),
+        8,
+    ),
+    Model(
+        "all_optional", "identity",
+        (T("A", "FP32", (1,), True), T("B", "BYTES", (1,), True)), (T("Y", "FP32", (1,)),), 8,
+    ),
     Model("not_utf8", "not_utf8", (T("X", "BYTES", (1,)),), (T("Y", "BYTES", (1,)),), 8),
     Model(
         "picture", "picture", (T("WIDTH", "INT32", (1,)),), (T("PNG", "BYTES", (1,)),), 8,

@@ -20,7 +20,7 @@ from gateway.tensors.media_type import (
     parse_content_type,
     parse_header_parameters,
 )
-from gateway.tensors.multipart import MultipartParser
+from gateway.tensors.multipart import PartReader
 
 BUFFER_BYTES: Final = 256 << 10
 # A line is parsed on the event loop.
@@ -96,8 +96,7 @@ class FormWriter(RowWriter):
         self, file: ArrivingBody, max_rows: int, charge: MemoryCharge, content_type: str
     ) -> None:
         super().__init__(file, max_rows, charge)
-        boundary = parse_content_type(content_type)[1].get("boundary", "")
-        self._parser = MultipartParser(boundary, max_rows)
+        self._parser = PartReader(content_type, max_rows)
         self._part_content = bytearray()
 
     async def feed(self, data: bytes) -> None:
@@ -112,7 +111,7 @@ class FormWriter(RowWriter):
     async def finish(self) -> None:
         self._parser.finish()
 
-    def _extend(self, content: bytes | bytearray) -> None:
+    def _extend(self, content: bytes) -> None:
         self._part_content += content
         if len(self._part_content) > MAX_FILE_BYTES:
             raise TooLarge(f"file {self.rows + 1} of the batch exceeds {MAX_FILE_BYTES} bytes")

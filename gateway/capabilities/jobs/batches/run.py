@@ -29,7 +29,7 @@ from gateway.capabilities.jobs.replay import (
 from gateway.capabilities.jobs.service import Jobs
 from gateway.fleet.inference import InferenceService
 from gateway.fleet.signatures import SignatureCache
-from gateway.media_types import JSON, NDJSON
+from gateway.media_types import JSON, NDJSON, escape_line_separators
 from gateway.services import Services
 from gateway.tasks import cancel_tasks
 from gateway.telemetry.request_info import RequestInfo
@@ -45,6 +45,8 @@ REPORT_PERIOD_S: Final = 1.0
 MAX_UNREPORTED_BYTES: Final = 1 << 20
 # In Triton: one that is computed, and one that waits, so that there is always a next one.
 BATCHES_PER_INSTANCE: Final = 2
+# The end of a line in a JSON document is space between its tokens.
+LINE_END_TO_SPACE: Final = bytes.maketrans(b"\r\n", b"  ")
 
 
 class RowResult(NamedTuple):
@@ -289,9 +291,8 @@ def build_line(row: Row, capture: ResponseCapture, info: RequestInfo) -> bytes:
     if capture.status >= MIN_ERROR_STATUS:
         document["error"] = {"code": info.error_code, "message": info.error_reason}
     elif content_type == JSON:
-        # A line feed in a JSON document is space between its tokens.
-        document["response"] = orjson.Fragment(capture.body.replace(b"\n", b" "))
+        document["response"] = orjson.Fragment(capture.body.translate(LINE_END_TO_SPACE))
     else:
         document["content_type"] = content_type
         document["base64"] = base64.b64encode(capture.body).decode()
-    return orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE)
+    return escape_line_separators(orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE))

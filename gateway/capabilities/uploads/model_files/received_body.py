@@ -14,12 +14,8 @@ from gateway.capabilities.uploads.model_files.staging import StagedFile, StagedW
 from gateway.capacity.archives import is_safe_segment
 from gateway.errors import MalformedRequest
 from gateway.messages import join_names, quote_text
-from gateway.tensors.media_type import (
-    decode_header_text,
-    parse_content_type,
-    parse_header_parameters,
-)
-from gateway.tensors.multipart import MultipartParser
+from gateway.tensors.media_type import decode_header_text, parse_header_parameters
+from gateway.tensors.multipart import PartReader
 
 MODEL_FIELD: Final = "model"
 CONFIG_FIELD: Final = "config"
@@ -70,9 +66,8 @@ class FormBody:
     """A body of the type multipart/form-data, with the same methods."""
 
     def __init__(self, staging: Staging, content_type: str) -> None:
-        boundary = parse_content_type(content_type)[1].get("boundary", "")
         self._staging = staging
-        self._parser = MultipartParser(boundary, MAX_FORM_PARTS)
+        self._parser = PartReader(content_type, MAX_FORM_PARTS)
         self._hash = hashlib.sha256()
         self._part: FormPart | None = None
         self._files: list[ReceivedFile] = []
@@ -85,7 +80,7 @@ class FormBody:
         if (headers := self._parser.part_headers) is not None:
             self._write(headers, self._parser.take_partial_content())
 
-    def _write(self, headers: Mapping[str, str], content: bytes | bytearray) -> None:
+    def _write(self, headers: Mapping[str, str], content: bytes) -> None:
         if self._part is None:
             options = parse_part_options(headers)
             file_name = clean_file_name(decode_header_text(options.get("filename", "")))
