@@ -12,7 +12,7 @@ from typing import Any, Final, TypeGuard
 
 from gateway.messages import normalize_version, quote_text
 from gateway.repository.models_file import BadModelsFile
-from gateway.repository.state.content import Record, Table
+from gateway.repository.state.content import Table, TableEntry
 from gateway.repository.state.documents import UnreadableState
 
 LABEL_NAME: Final = re.compile("[a-z][a-z0-9_-]{0,62}")
@@ -108,11 +108,11 @@ def parse_label(document: Any) -> VersionLabel:
     return label
 
 
-def parse_stored_label(record: Record) -> VersionLabel:
+def parse_stored_label(entry: TableEntry) -> VersionLabel:
     """Return a label of the state. Raises `UnreadableState`."""
     try:
-        check_label_name(record.keys[1])
-        return parse_label(record.document)
+        check_label_name(entry.keys[1])
+        return parse_label(entry.document)
     except InvalidLabel as exc:
         raise UnreadableState(f"invalid label: {exc}") from None
 

@@ -32,7 +32,7 @@ MAX_DOCUMENT_BYTES: Final = 4 << 20  # a report or an operation of a large fleet
 
 
 @dataclass(frozen=True)
-class Record:
+class TableEntry:
     """An entry of a table: its keys, its JSON, and the revision of the state in which it was written."""
 
     keys: Keys
@@ -45,7 +45,7 @@ class Table(Generic[T_co]):
     """A table, by its name in the state: values by one name, or by two."""
 
     name: str
-    parse: Callable[[Record], Any]  # returns the value of an entry. Raises `UnreadableState`
+    parse: Callable[[TableEntry], Any]  # returns the value of an entry. Raises `UnreadableState`
     key_count: int = 2
     subject: str = "model"  # the meaning of a key's first name, for messages
     max_bytes: int = MAX_ENTRY_BYTES  # of an entry
@@ -72,8 +72,8 @@ class Table(Generic[T_co]):
         """Return the names and the value of a stored entry, or why it is unreadable."""
         try:
             keys = self.decode_keys(key)
-            record = Record(keys, decode_document(value, self.max_bytes), revision)
-            return keys, self.parse(record)
+            entry = TableEntry(keys, decode_document(value, self.max_bytes), revision)
+            return keys, self.parse(entry)
         except UnreadableState as exc:
             return exc
 
@@ -88,7 +88,7 @@ class Table(Generic[T_co]):
                 table.setdefault(first, {})[others[0]] = value
             else:
                 table[first] = value
-        return table  # type: ignore[return-value]  # `parse` has the type of the values
+        return table  # type: ignore[return-value]  # parse has the type of the values
 
 
 def is_name(value: object) -> bool:
@@ -140,26 +140,26 @@ class DesiredModel:
         return {"loaded": self.is_loaded, "parameters": dict(self.parameters)}
 
 
-def parse_desired_model(record: Record) -> DesiredModel:
-    match record.document:
+def parse_desired_model(entry: TableEntry) -> DesiredModel:
+    match entry.document:
         case {"loaded": bool(loaded), "parameters": dict(parameters)}:
-            return DesiredModel(loaded, parameters, record.revision)
-    raise UnreadableState(f"unexpected structure of model {quote_text(record.keys[0])}")
+            return DesiredModel(loaded, parameters, entry.revision)
+    raise UnreadableState(f"unexpected structure of model {quote_text(entry.keys[0])}")
 
 
-def parse_cordon(record: Record) -> bool:
-    check_form(record.document, bool)
+def parse_cordon(entry: TableEntry) -> bool:
+    check_form(entry.document, bool)
     return True
 
 
-def parse_object(record: Record) -> Document:
-    check_form(record.document, {})
-    return cast(Document, record.document)
+def parse_raw_entry(entry: TableEntry) -> Document:
+    check_form(entry.document, {})
+    return cast(Document, entry.document)
 
 
 def create_raw_table(name: str) -> Table[RawTable]:
     """Return a table as a gateway sees it that lacks the owner."""
-    return Table(name, parse_object)
+    return Table(name, parse_raw_entry)
 
 
 MODELS: Final[Table[Mapping[str, DesiredModel]]] = Table(
@@ -193,8 +193,8 @@ class StartedLoad:
     confirmed_load: str
 
 
-def parse_load(record: Record) -> str:
-    load = record.document
+def parse_load(entry: TableEntry) -> str:
+    load = entry.document
     if not isinstance(load, str) or len(load) > MAX_LOAD_CHARS or not LOAD.fullmatch(load):
         raise UnreadableState("it is not the id of a load")
     return load

@@ -65,7 +65,7 @@ def check_form(value: Any, form: Any) -> None:
                 check_form(each, inner)
 
 
-def encode_document(document: Any, max_bytes: int) -> bytes:
+def encode_stored_document(document: Any, max_bytes: int) -> bytes:
     """Return a document to store, which every gateway can read. Raises `TooLarge` or `MalformedRequest`."""
     try:
         raw = orjson.dumps(document)

@@ -136,8 +136,8 @@ class SqliteKeyValues:
             self._open()
         except (OSError, sqlite3.Error) as exc:
             raise BadState(
-                f"GATEWAY_STATE: {path} cannot be used ({explain_error(exc)}); it needs a folder that this "
-                "user can write to, and a file that a gateway has made"
+                f"GATEWAY_STATE: {path} cannot be used ({explain_sqlite_error(exc)}); it needs a folder that "
+                "this user can write to, and a file that a gateway has made"
             ) from None
         finally:
             self._disconnect()  # a process that this one forks must not have it
@@ -147,7 +147,7 @@ class SqliteKeyValues:
         if self._database is None or not self._has_file():
             self._disconnect()
             self._database = open_database(self._path, SCHEMA, LOCK_TIMEOUT_S)
-            self._database.text_factory = decode_text
+            self._database.text_factory = decode_stored_text
             self._is_durable = None
             self._file = None if self._path is None else self._path.stat()
         return self._database
@@ -183,7 +183,7 @@ class SqliteKeyValues:
                 return transact()
             result = await asyncio.get_running_loop().run_in_executor(self._executor, transact)
         except (sqlite3.Error, OSError, ValueError, TypeError) as exc:
-            raise self._outages.record_failure(action, explain_error(exc)) from None
+            raise self._outages.record_failure(action, explain_sqlite_error(exc)) from None
         self._outages.record_success(action)
         return result
 
@@ -298,7 +298,7 @@ def read_events(
     return [StoredEvent(EventId(time_ms, number), raw) for time_ms, number, raw in reversed(rows)]
 
 
-def decode_text(raw: bytes) -> str:
+def decode_stored_text(raw: bytes) -> str:
     return raw.decode(errors="surrogateescape")  # it can be invalid
 
 
@@ -350,6 +350,6 @@ def put_value(database: Database, key: str, value: str | bytes | int, ttl_s: flo
     database.execute("REPLACE INTO expiring VALUES (?, ?, ?)", (key, value, time() + ttl_s))
 
 
-def explain_error(exc: Exception) -> str:
+def explain_sqlite_error(exc: Exception) -> str:
     strerror = getattr(exc, "strerror", None)
     return str(strerror or exc).lower()

@@ -49,7 +49,7 @@ from gateway.repository.state.documents import (
     UnreadableState,
     check_form,
     decode_document,
-    encode_document,
+    encode_stored_document,
 )
 from gateway.repository.state.interface import (
     LOST,
@@ -220,7 +220,7 @@ class StateStore:
         """Change an entry, and return the new revision; 0 if the entry has another than expected."""
         cached = self._find(table)
         key = table.encode_keys(keys)
-        value = None if document is None else encode_document(document, table.max_bytes)
+        value = None if document is None else encode_stored_document(document, table.max_bytes)
         if expected_revision == 0 and isinstance(cached.parsed.get(key), UnreadableState):
             expected_revision = cached.entries[key].revision
         for _ in range(MAX_RESTORATIONS):
@@ -263,14 +263,14 @@ class StateStore:
         return drop_orphaned_loads(loads, frozenset(live))
 
     async def begin_load(self, replica: str, model: str) -> StartedLoad:
-        """Record a load in progress; return its token, and the load confirmed before."""
+        """TableEntry a load in progress; return its token, and the load confirmed before."""
         await self._claim()
         token = new_load_token(self._owner)
         before = await self._replace_load((replica, model), lambda _: token)
         return StartedLoad(token, drop_token(before))
 
     async def end_load(self, replica: str, model: str, token: str, resulting_load: str) -> None:
-        """Record the load that a replica has now; empty, or unknown if another load has begun since.
+        """TableEntry the load that a replica has now; empty, or unknown if another load has begun since.
 
         It is unknown which of two loads ended last. A repeated call changes nothing.
         """
@@ -300,7 +300,7 @@ class StateStore:
 
     async def record_operation(self, operation_id: str, document: Document) -> None:
         """Store the progress of an operation for an hour."""
-        raw = encode_document(document, MAX_DOCUMENT_BYTES)
+        raw = encode_stored_document(document, MAX_DOCUMENT_BYTES)
         await self._place.put(format_operation_key(operation_id), raw, OPERATION_TTL_S)
 
     async def read_operation(self, operation_id: str) -> Document | None:
@@ -356,7 +356,7 @@ class StateStore:
 
     async def exchange_reports(self, report: Document) -> list[Document]:
         """Publish this process's report, and return the last ones of the others, for five seconds each."""
-        own = encode_document(report, MAX_DOCUMENT_BYTES)
+        own = encode_stored_document(report, MAX_DOCUMENT_BYTES)
         reports: list[Document] = []
         for raw in await self._place.exchange(self._owner, own, LEASE_S, MAX_DOCUMENT_BYTES):
             with self._count_unreadable(REPORTS):

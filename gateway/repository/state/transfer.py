@@ -18,8 +18,8 @@ from gateway.repository.state.content import (
     DesiredModel,
     Keys,
     RawTable,
-    Record,
     Table,
+    TableEntry,
     create_raw_table,
     parse_desired_model,
 )
@@ -77,7 +77,7 @@ def parse_export(raw: bytes, capability_tables: Iterable[Table[Any]] = ()) -> Ex
         if (version := document.get("format")) != EXPORT_FORMAT:
             raise BadExport(f"format {version} is not supported, only format {EXPORT_FORMAT}")
         models = {
-            name: parse_desired_model(Record((name,), each))
+            name: parse_desired_model(TableEntry((name,), each))
             for name, each in document["models"].items()
         }
         tables = {name: document.get(name, {}) for name in CAPABILITY_TABLES}
@@ -85,7 +85,7 @@ def parse_export(raw: bytes, capability_tables: Iterable[Table[Any]] = ()) -> Ex
         parsers = {table.name: table.parse for table in capability_tables}
         for (table, keys), each in exported.list_entries().items():
             if table in parsers:
-                parsers[table](Record(keys, each))
+                parsers[table](TableEntry(keys, each))
     except KeyError as exc:
         raise BadExport(f"the file is not an exported state: {exc} is missing") from None
     except UnreadableState as exc:
@@ -108,7 +108,7 @@ async def import_state(store: StateStore, exported: ExportedState, caller: str =
         for table, keys in dict.fromkeys((*before, *after)):
             documents = [each.get((table, keys)) for each in (before, after)]
             if documents[0] != documents[1]:
-                await write_entry(store, table, keys, documents[1])
+                await store_entry(store, table, keys, documents[1])
                 changes.append(describe_change(table, keys, documents))
     finally:
         if changes:
@@ -119,9 +119,9 @@ async def import_state(store: StateStore, exported: ExportedState, caller: str =
                 await store.append_event(event.encode())
 
 
-async def write_entry(store: StateStore, table: str, keys: Keys, document: Any) -> None:
+async def store_entry(store: StateStore, table: str, keys: Keys, document: Any) -> None:
     if table == MODELS.name:
-        model = None if document is None else parse_desired_model(Record(keys, document))
+        model = None if document is None else parse_desired_model(TableEntry(keys, document))
         await store.set_desired_model(keys[0], model)
     elif table == CORDONS.name:
         await store.write(CORDONS, keys, document)
@@ -136,7 +136,7 @@ def describe_change(table: str, keys: Keys, documents: Sequence[Any]) -> tuple[s
         return f"replica {keys[0]}", {"cordoned": bool(before)}, {"cordoned": bool(after)}
     if table == MODELS.name:
         before, after = (
-            each and parse_desired_model(Record(keys, each)).describe() for each in documents
+            each and parse_desired_model(TableEntry(keys, each)).describe() for each in documents
         )
         return f"model {keys[0]}", before, after
     return f"{table} {keys[1]} of model {keys[0]}", before, after

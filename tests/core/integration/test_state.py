@@ -439,12 +439,7 @@ def intruded(shared: Address, request: pytest.FixtureRequest) -> Iterator[tuple[
         yield url, RedisIntruder(client, url.partition("prefix=")[2])
 
 
-HOSTILE_FAULT = (
-    "somebody writes anything else into the state: other types, structures, names, sizes"
-)
-
-
-@pytest.mark.fault(HOSTILE_FAULT)
+@pytest.mark.fault("somebody writes anything else into the state")
 async def test_hostile_document_costs_its_own_reading_only(
     intruded: tuple[str, Intruder], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -497,7 +492,7 @@ async def test_hostile_document_costs_its_own_reading_only(
         assert store.is_available
 
 
-@pytest.mark.fault(HOSTILE_FAULT)
+@pytest.mark.fault("somebody writes anything else into the state")
 async def test_key_of_another_kind_is_replaced_by_the_last_known_state(server: RedisServer) -> None:
     url = server.url()
     with server.client() as client:
@@ -537,7 +532,7 @@ async def test_key_of_another_kind_is_replaced_by_the_last_known_state(server: R
             assert store.is_available
 
 
-@pytest.mark.fault(HOSTILE_FAULT)
+@pytest.mark.fault("somebody writes anything else into the state")
 def test_gateway_serves_with_any_state(intruded: tuple[str, Intruder]) -> None:
     url, intruder = intruded
     (nobody,) = free_ports(1)

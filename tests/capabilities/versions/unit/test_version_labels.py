@@ -23,7 +23,7 @@ from gateway.capabilities.versions.splits import (
     choose_version_by_key,
     find_largest_share,
 )
-from gateway.repository.state.content import Record
+from gateway.repository.state.content import TableEntry
 from gateway.repository.state.documents import UnreadableState
 
 VERSIONS = st.integers(0, 10**18).map(str)
@@ -179,4 +179,4 @@ def test_label_name_begins_with_a_lower_case_letter() -> None:
 )
 def test_invalid_stored_label_is_an_error(name: str, label: object) -> None:
     with pytest.raises(UnreadableState, match="invalid label"):
-        parse_stored_label(Record(("m", name), label))
+        parse_stored_label(TableEntry(("m", name), label))
