@@ -42,6 +42,7 @@ from tests.support.wait import TIMEOUT_S
 GATEWAY, TRITON = "triton-gateway", "triton"
 # Secrets that the user of the manifests creates.
 SECRETS_OF_USERS = {
+    "triton-gateway-jobs",
     "triton-gateway-keys",
     "triton-gateway-metrics-key",
     "triton-gateway-redis",
