@@ -14,10 +14,10 @@ from starlette.types import Receive, Scope
 
 from gateway.capacity.body_chunks import ZLIB_WBITS, inflate_chunks, limit_length
 from gateway.errors import BodyTooLarge, DeadlinePassed, UnsupportedEncoding
+from gateway.headers import MAX_CONTENT_TYPE_CHARS
 from gateway.memory import MemoryCharge
 from gateway.telemetry.request_info import RequestInfo, read_head
 from gateway.tensors.codecs import DEFAULT_CODEC, parse_body_type
-from gateway.tensors.media_type import MAX_CONTENT_TYPE_CHARS
 from gateway.tensors.multipart import Form, FormReader
 from gateway.tensors.payload import PayloadLimits
 

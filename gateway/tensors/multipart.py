@@ -12,10 +12,10 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser
 
 from gateway.errors import MalformedRequest, TooLarge
+from gateway.headers import parse_content_type, parse_header_parameters
 from gateway.media_types import JSON, OCTET_STREAM, TEXT
 from gateway.tensors.codecs import parse_body_type, read_bytes
 from gateway.tensors.json_body import check_json_memory, parse_json_body, validate_parameters
-from gateway.tensors.media_type import parse_content_type, parse_header_parameters
 from gateway.tensors.payload import Part, Payload, PayloadLimits, PayloadOptions
 
 MAX_HEADER_BYTES: Final = 8 << 10

@@ -12,19 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gateway.errors import InputMismatch, MalformedRequest, ModelFault, NotAcceptable
+from gateway.errors import InputMismatch, MalformedRequest, ModelFault
 from gateway.media_types import JSON, OCTET_STREAM
-from gateway.routes.openapi import build_model_openapi
+from gateway.routes.examples import build_example_body, format_curl_example, format_python_example
+from gateway.routes.model_openapi import build_model_openapi
 from gateway.tensors.codecs import SUPPORTED_CODECS
 from gateway.tensors.dtypes import DATATYPES, DatatypeKind
-from gateway.tensors.examples import build_example_body, format_curl_example, format_python_example
 from gateway.tensors.inputs import InferInputs, convert_single_element, read_payload, to_inputs
-from gateway.tensors.outputs import (
-    InferResult,
-    choose_result_encoder,
-    concatenate_results,
-    list_accepted_types,
-)
+from gateway.tensors.outputs import InferResult, choose_result_encoder, concatenate_results
 from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import MAX_TENSORS, Signature, build_signature
 from tests.support.images import encoded
@@ -171,43 +166,6 @@ def test_unbatched_result_is_returned_unchanged() -> None:
     for array in (np.array(7), np.zeros((0,)), np.array([1, 2, 3])):
         answer = result(WORDS, batched=False, IDS=array)
         assert np.array_equal(answer.get_array("IDS"), array)
-
-
-ACCEPT = (
-    ("", "application/json"),
-    (", ,", "application/json"),
-    ("*/*", "application/json"),
-    ("text/html, */*;q=0.1", "application/json"),
-    ("application/*", "application/json"),
-    ("application/x-npz, application/json", "application/x-npz"),
-    ("application/json, application/x-npz", "application/json"),
-    ("application/json;q=0.5, application/x-npz;q=0.9", "application/x-npz"),
-    ("application/json;q=0, */*", "application/x-npz"),
-    ("*/*, application/json;q=0", "application/x-npz"),
-    ("*/*, application/json;q=0, application/x-npz;q=0.0", "application/x-npy"),
-    ("application/json;q=0.1, */*;q=0.5", "application/x-npz"),
-    ("application/*;q=0, image/*", "image/png"),
-    ("image/png;q=soon", "image/png"),
-    ("application/json;q=0", None),
-    ("application/*;q=0, text/html", None),
-    ("*/*;q=0", None),
-)
-
-
-def test_accept_selects_by_the_most_specific_range(subtests: pytest.Subtests) -> None:
-    hints = {"gateway.content_type.PNG": "image/png"}
-    pictures = model({"X": ("INT32", [1])}, {"PNG": ("BYTES", [1])}, hints=hints)
-    for accept, content_type in ACCEPT:
-        with subtests.test(accept):
-            if content_type is None:
-                with pytest.raises(NotAcceptable):
-                    choose_result_encoder(accept, pictures, ["PNG"])
-            else:
-                render = choose_result_encoder(accept, pictures, ["PNG"])
-                answer = render(result(pictures, PNG=np.array([b"x"], object)))
-                assert answer.content_type == content_type
-    preferred = list_accepted_types("a/a;q=0.5, b/b, c/c;q=0, d/d, e/e;q=0.9")
-    assert preferred == ["b/b", "d/d", "e/e", "a/a"]
 
 
 # What is stacked.

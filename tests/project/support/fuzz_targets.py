@@ -23,13 +23,12 @@ from gateway.capabilities.uploads.model_files.onnx import is_onnx_file
 from gateway.capabilities.uploads.model_files.received_body import parse_sha256_digest
 from gateway.capacity.archives import ArchiveLimits, read_archive
 from gateway.errors import GatewayError
+from gateway.headers import parse_accept, parse_content_type
 from gateway.routes.passthrough.sse import EventStreamScrubber
 from gateway.telemetry.exposition import InvalidExposition, parse_families, split_page
 from gateway.tensors.images import ImageReader
 from gateway.tensors.inputs import JsonParser, decode_body, decode_json_body
 from gateway.tensors.json_body import decode_base64_text
-from gateway.tensors.media_type import parse_content_type
-from gateway.tensors.outputs import parse_accept
 from gateway.tensors.payload import PayloadLimits
 from gateway.tensors.sequence import parse_sequence_headers
 from gateway.tensors.signature import ChannelLayout, ImageSpec, Signature, build_signature

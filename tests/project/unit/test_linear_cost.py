@@ -14,15 +14,14 @@ from gateway.capabilities.grpc_api.infer_request import read_infer_request
 from gateway.capabilities.jobs.batches.rows import RowWriter
 from gateway.capabilities.jobs.service import ArrivingBody
 from gateway.errors import GatewayError
+from gateway.headers import parse_accept, parse_content_type, parse_header_parameters
 from gateway.memory import MemoryBudget, MemoryCharge
 from gateway.telemetry.metrics import MetricFactory
 from gateway.tensors.images import ImageReader
 from gateway.tensors.inputs import read_payload, to_inputs
 from gateway.tensors.json_body import decode_base64_text
-from gateway.tensors.media_type import parse_content_type, parse_header_parameters
 from gateway.tensors.multipart import PartReader
 from gateway.tensors.npy import read_npy, read_npz
-from gateway.tensors.outputs import parse_accept
 from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import ChannelLayout, ImageSpec, build_signature
 from tests.support import hostile_files as hostile
