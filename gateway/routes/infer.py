@@ -38,8 +38,8 @@ from gateway.routes.openapi import (
 from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.inputs import InferInputs
 from gateway.tensors.outputs import array_to_json, bytes_to_json, choose_result_encoder
-from gateway.tensors.sequence import MAX_SEQUENCE_ID_BYTES
 from gateway.tensors.signature import Signature
+from gateway.triton.sequence import MAX_SEQUENCE_ID_BYTES
 
 INFER_RESPONSE_SCHEMA = build_object_schema(
     {

@@ -16,7 +16,6 @@ from gateway.http_client.client import HttpClient
 from gateway.inference.body import RequestBody
 from gateway.memory import MemoryBudget, MemoryCharge
 from gateway.telemetry.request_info import RequestInfo
-from gateway.tensors.payload import copy_bytes
 from tests.support.wait import TIMEOUT_S
 
 MIB = 1 << 20
@@ -85,10 +84,3 @@ def test_response_body_is_read_into_one_buffer() -> None:
         server.start()
         run_within(MOST_FOR_ONE_BYTES, request)
         server.join()
-
-
-def test_copied_bytes_are_equal_and_not_copied_twice() -> None:
-    content = bytearray(b"0123456789") * (8 * MIB // 10)
-    assert copy_bytes(content) == content
-    assert copy_bytes(memoryview(content)[1:3]) == b"12"
-    assert copy_bytes(whole := bytes(content)) is whole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import gzip
 import io
 import struct
@@ -13,9 +12,10 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from PIL import Image
 
 from tests.support.errors import assert_error
+from tests.support.hostile_files import b64, chunk, npy
+from tests.support.images import encoded
 from tests.support.model_zoo.zoo import Zoo, any_names
 
 CURL = "application/x-www-form-urlencoded"
@@ -28,25 +28,13 @@ ARRAY = np.array([[0.5, 1.5]], np.float32)
 
 
 def picture(pixels: np.ndarray, kind: str = "PNG") -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, kind, lossless=True)
-    return file.getvalue()
-
-
-def npy(array: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
+    return encoded(pixels, kind, lossless=True)
 
 
 def npz(**arrays: np.ndarray) -> bytes:
     file = io.BytesIO()
     np.savez(file, **arrays)  # type: ignore[arg-type]
     return file.getvalue()
-
-
-def b64(data: bytes) -> dict[str, str]:
-    return {"b64": base64.b64encode(data).decode()}
 
 
 def post(zoo: Zoo, model: str, content_type: str | None, body: bytes) -> httpx.Response:
@@ -272,6 +260,7 @@ def test_bytes_of_a_file_are_the_elements_of_an_input_of_bytes(
         ("file_UINT8", {"json": {"inputs": [b64(file), b64(file)]}}, [elements, elements]),
         ("file_UINT8", two, [elements, elements]),
         ("file_UINT8", npy_file, [[1, 2]]),
+        ("plain_FP32", {"files": fields(zoo, ("X", ("a.npy", npy(ARRAY))))}, ARRAY.tolist()),
         ("file_UINT8", {"json": {"inputs": [1, 2]}}, [1, 2]),
     )
     for model, request, value in requests:
@@ -324,16 +313,10 @@ SIXTEEN = np.array([[0, 1, 256], [32767, 40000, 65535]], np.uint16)
 
 def colours_of_16_bits() -> bytes:
     """A PNG of 16 bits and three channels, which Pillow does not write."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
     rows = np.stack([SIXTEEN, SIXTEEN[::-1], 65535 - SIXTEEN], axis=-1).astype(">u2")
     data = b"".join(b"\0" + row.tobytes() for row in rows)
     header = struct.pack(">IIBBBBB", 3, 2, 16, 2, 0, 0, 0)
-    parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
+    parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND")
     return b"\x89PNG\r\n\x1a\n" + parts
 
 

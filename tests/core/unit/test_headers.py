@@ -14,7 +14,7 @@ from gateway.headers import (
     parse_content_type,
 )
 
-VALUES = (
+VALUES: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("", "", {}),
     (" Text/Plain ", "text/plain", {}),
     ("text/plain;charset=utf-8;", "text/plain", {"charset": "utf-8"}),

@@ -20,7 +20,6 @@ from gateway.errors import BadUpstream
 from gateway.http_client.client import CompleteResponse
 from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.inputs import InferInputs
-from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import build_signature
 from gateway.triton.grpc.messages import encode_grpc_request, render_any_result, render_small_result
 from gateway.triton.inference import (
@@ -32,6 +31,7 @@ from gateway.triton.inference import (
     parse_http_response,
 )
 from gateway.triton.request_target import RequestTarget
+from gateway.triton.sequence import SequenceStep
 
 SHAPES = array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
 

@@ -17,16 +17,10 @@ from gateway.capabilities.openai.text_vectors import (
 from gateway.capabilities.tf_serving.bodies import parse_predict_body
 from gateway.errors import InputMismatch, MalformedRequest, TooLarge
 from gateway.media_types import JSON
-from gateway.tensors.inputs import (
-    InferInputs,
-    check_row_count,
-    decode_body,
-    read_payload,
-    to_inputs,
-)
+from gateway.tensors.inputs import InferInputs, check_row_count, decode_body, to_inputs
 from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import Signature, build_signature
-from tests.support.hostile_files import field, form, json_of, png
+from tests.support.hostile_files import field, form, png, read_form
 
 
 def convert(value: Any, datatype: str, shape: list[int], **limits: int) -> InferInputs:
@@ -35,23 +29,15 @@ def convert(value: Any, datatype: str, shape: list[int], **limits: int) -> Infer
     return to_inputs(Payload({"X": [Part(value, JSON)]}), model, PayloadLimits(**limits))
 
 
-def nested(depth: int) -> Any:
-    value: Any = 1
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
-@pytest.mark.parametrize("depth", [33, 62, 63, 64])
+@pytest.mark.parametrize("depth", [33, 63, 64])
 def test_more_dimensions_than_numpy_supports_are_refused(depth: int) -> None:
-    part = field(json_of(nested(depth))[11:-1], headers=[f"Content-Type: {JSON}"])
-    repeated = read_payload(form(part, part), "multipart/form-data; boundary=b", PayloadLimits())
-    tensor = {"name": "X", "datatype": "INT32", "shape": [-1]}
+    value = b"[" * depth + b"1" + b"]" * depth
+    part = field(value, headers=[f"Content-Type: {JSON}"])
     for batch in (0, 8):
-        shaped = {**tensor, "shape": [-1] * (1 + bool(batch))}
-        model = build_signature({"name": "m", "inputs": [shaped]}, {"max_batch_size": batch})
+        tensor = {"name": "X", "datatype": "INT32", "shape": [-1] * (1 + bool(batch))}
+        model = build_signature({"name": "m", "inputs": [tensor]}, {"max_batch_size": batch})
         with pytest.raises((InputMismatch, MalformedRequest), match="32 dimensions"):
-            to_inputs(repeated, model, PayloadLimits())
+            to_inputs(read_form(form(part, part)), model, PayloadLimits())
 
 
 @pytest.mark.fault(
@@ -96,9 +82,6 @@ def test_inferences_of_a_request_are_limited_before_its_rows_are_read(
     invalid = orjson.dumps({"instances": [*rows, {"b64": "?"}]})
     with pytest.raises(TooLarge, match=words):
         parse_predict_body(invalid, model, limits)
-    for column in ([*rows, 5], [*([row] for row in rows), [5]]) if max_batch_size else ():
-        with pytest.raises(TooLarge, match=words):
-            decode_body(orjson.dumps({"inputs": column}), JSON, model, limits)
     with pytest.raises(TooLarge, match=words):
         build_embedding_payloads(model, [*rows, "a"], limits)
 
@@ -129,6 +112,5 @@ def test_process_that_decodes_a_body_does_not_return_many_parameters(
         decode_body(orjson.dumps({"inputs": "a", **document}), JSON, model, PayloadLimits())
     if "parameters" in document:
         parameters = field(orjson.dumps(document["parameters"]), "parameters")
-        body = form(parameters, field(b"a"))
         with pytest.raises(MalformedRequest, match=words):
-            decode_body(body, "multipart/form-data; boundary=b", model, PayloadLimits())
+            read_form(form(parameters, field(b"a")))
