@@ -23,7 +23,6 @@ from gateway.tensors.inputs import InferInputs
 from gateway.tensors.signature import build_signature
 from gateway.triton.grpc.messages import encode_grpc_request, render_any_result, render_small_result
 from gateway.triton.inference import (
-    MAX_SEPARATE_ELEMENTS,
     BinaryInput,
     InferRequest,
     build_request_document,
@@ -102,35 +101,6 @@ def test_http_response_is_decoded_as_by_tritonclient(tensors: dict[str, np.ndarr
         assert (array.dtype, array.shape) == (other.dtype, other.shape)
         assert array.flags.aligned
         assert array.tolist() == other.tolist() or array.tobytes() == other.tobytes()  # NaN
-
-
-def test_http_response_in_json_is_decoded_as_by_tritonclient() -> None:
-    values: dict[str, list[list[Any]]] = {name: [[1], [0]] for name in DATATYPES}
-    values |= {"BOOL": [[True], [False]], "BYTES": [["ä"], [""]]}
-    entries = [
-        {"name": name, "datatype": name, "shape": [2, 1], "data": data}
-        for name, data in values.items()
-    ]
-    body = orjson.dumps({"outputs": entries})
-    _, outputs = decode_infer_response(body, None)
-    expected = InferResult.from_response_body(body)
-    for name, array in outputs.items():
-        assert array.dtype == DATATYPES[name].numpy_dtype
-        if name != "BYTES":
-            assert array.tolist() == expected.as_numpy(name).tolist()
-    # tritonclient returns strings here, and bytes elsewhere.
-    assert outputs["BYTES"].tolist() == [["ä".encode()], [b""]]
-
-
-def test_numbers_and_few_large_elements_are_not_copied() -> None:
-    array = np.arange(6, dtype=np.float32).reshape(2, 3)
-    (buffer,) = BinaryInput("X", array, "FP32").buffers
-    assert np.shares_memory(np.frombuffer(buffer, np.float32), array)
-    value = bytes(1000)
-    for count in (1, MAX_SEPARATE_ELEMENTS, MAX_SEPARATE_ELEMENTS + 1):
-        elements = np.full((count,), value, object)
-        buffers = [each for each in BinaryInput("X", elements, "BYTES").buffers if len(each) > 4]
-        assert all(each is value for each in buffers) is (count <= MAX_SEPARATE_ELEMENTS)
 
 
 BYTES_OUTPUT = {"name": "Y", "datatype": "BYTES", "shape": [1]}

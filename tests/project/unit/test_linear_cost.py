@@ -95,15 +95,6 @@ def archive_of_files(size: int) -> bytes:
     return hostile.archive((f"{number}", b"") for number in range(size // 100))
 
 
-def deflated(stream: bytes) -> bytes:
-    """An archive of one file, of this compressed stream."""
-    archived = hostile.archive([("x.npy", stream)], compression=0)
-    for start, offset in ((b"PK\3\4", 8), (b"PK\1\2", 10)):
-        at = archived.rindex(start) + offset
-        archived = archived[:at] + b"\x08\0" + archived[at + 2 :]
-    return archived
-
-
 def read_archive(body: bytes) -> object:
     return read_npz(body, 64 << 20, 128)
 
@@ -123,8 +114,6 @@ PNG = hostile.png()
 # A parser or regular expression of what clients or replicas send belongs here.
 PARSERS = (
     Parser("Content-Type", repeated(";", 'text/plain; a="'), parse_content_type),
-    Parser("parameters: empty", repeated(";", "a"), parse_header_parameters),
-    Parser("parameters: unclosed quotes", repeated('="', "a;b"), parse_header_parameters),
     Parser("parameters: escaped quotes", repeated('\\"', 'a;b="'), parse_header_parameters),
     Parser("parameters: semicolons in quotes", repeated(";", 'a; b="', '"'), parse_header_parameters),
     Parser("parameters: many", repeated(';a="\\""'), parse_header_parameters),
@@ -132,36 +121,23 @@ PARSERS = (
     Parser("multipart: line ends", repeated_bytes(b"\r\n", FORM_START), feed_form),
     Parser("multipart: almost delimiters", repeated_bytes(b"\r\n--bX", FORM_START), feed_form),
     Parser("multipart: blanks", repeated_bytes(b" ", FORM_START + b"\r\n--b"), feed_form),
-    Parser("multipart: a long header", repeated_bytes(b"a", b"--b\r\nX: "), feed_form),
-    Parser("multipart: many headers", repeated_bytes(b"X: y\r\n", b"--b\r\n"), feed_form),
     Parser("multipart: preamble", repeated_bytes(b"\r\n--"), feed_form),
     Parser("batch: a row in pieces", lambda size: b"a" * (3 * size), feed_row_in_pieces),
     Parser("data: URI without a comma", repeated(";", "data:"), decode_base64_text),
     Parser("data: URI with escapes", repeated("%41", "data:,"), decode_base64_text),
-    Parser("data: URI with half escapes", repeated("%4", "data:,"), decode_base64_text),
     Parser("base64", repeated("abcd"), decode_base64_text),
     Parser("base64 with blanks", repeated("a "), decode_base64_text),
-    Parser("base64 with padding", repeated("=", "aaaa"), decode_base64_text),
     Parser("JPEG: padding", repeated_bytes(b"\xff", JPEG[:2], JPEG[2:]), read_image),
-    Parser("JPEG: bytes between", repeated_bytes(b"\0", JPEG[:20], JPEG[20:]), read_image),
     Parser("JPEG: segments", repeated_bytes(b"\xff\xfe\0\2", JPEG[:2], JPEG[2:]), read_image),
-    Parser("JPEG: escaped data", repeated_bytes(b"\xff\0", JPEG_DATA), read_image),
     Parser("JPEG: padded data", repeated_bytes(b"\xff" * 16 + b"\0", JPEG_DATA), read_image),
-    Parser("JPEG: restarts", repeated_bytes(b"\xff\xd0", JPEG_DATA), read_image),
-    Parser("JPEG: scans", repeated_bytes(b"\xff\xda\0\2", JPEG_DATA), read_image),
-    Parser("JPEG: segments in data", repeated_bytes(b"\xff\xfe\0\2", JPEG_DATA), read_image),
     Parser("PNG: chunks", lambda size: hostile.png_of_chunks(size // 12), read_image),
-    Parser("PNG: data", repeated_bytes(hostile.chunk(b"IDAT"), PNG[:33]), read_image),
-    Parser("PNG: texts", repeated_bytes(hostile.chunk(b"tEXt", bytes(4096)), PNG[:33]), read_image),
     Parser(
         "WebP: chunks",
         webp_of_chunks,
         read_image,
     ),
-    Parser("EXIF: entries", lambda size: hostile.with_exif(JPEG, bytes(min(size, 65_000))), read_image),
     Parser(".npy: a header", lambda size: hostile.npy_of(" " * size + "(1,)", version=2), read_npy),
     Parser(".npz: signatures", repeated_bytes(b"PK\5\6"), read_archive),
-    Parser(".npz: empty blocks", lambda size: deflated(b"\0\0\0\xff\xff" * (size // 5)), read_archive),
     Parser(".npz: entries", archive_of_files, read_archive),
     *(
         Parser(f"values: {datatype}", repeated_value(value), convert_to(datatype))
