@@ -18,7 +18,7 @@ from gateway.tensors.codecs import JSON_CODEC, parse_body_type, read_bytes
 from gateway.tensors.json_body import check_json_memory, parse_json_body, validate_parameters
 from gateway.tensors.payload import Part, Payload, PayloadLimits, PayloadOptions
 
-MAX_HEADER_BYTES: Final = 8 << 10
+MAX_HEADER_BYTES: Final = 4 << 10
 MAX_HEADER_FIELDS: Final = 16
 # Line ends before the first part and blanks behind a boundary belong to no part.
 MAX_UNUSED_BYTES: Final = 1 << 10

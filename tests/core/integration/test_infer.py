@@ -19,16 +19,11 @@ from gateway.config.settings import Settings
 from gateway.routes.middleware import GatewayMiddleware, find_inference
 from gateway.tensors.dtypes import DATATYPES as TABLE
 from tests.support.errors import assert_error
+from tests.support.hostile_files import field, form, npy, npy_of
 from tests.support.model_zoo.zoo import DATATYPES, LABELS, NUMERIC, Zoo, any_names
 
 CURL_TYPE = "application/x-www-form-urlencoded"
 NPY = {"Content-Type": "application/x-npy", "Accept": "application/x-npy"}
-
-
-def npy(array: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
 
 
 def load_numpy(body: bytes) -> Any:
@@ -85,6 +80,7 @@ ANSWERS: Final[tuple[tuple[str, Any, Any], ...]] = (
     ("single_BYTES", ["a", "b", "c"], ["a", "b", "c"]),
     ("single_BYTES", [["a"], ["b"]], ["a", "b"]),
     ("single_INT32", 5, 5),
+    ("single_INT32", -2e3, -2000),
     # Above the model's maximum, it is split, and joined in order.
     *(("single_INT32", list(range(count)), list(range(count))) for count in (2, 8, 9, 33)),
     # A model without a batch dimension.
@@ -194,6 +190,8 @@ MISFITS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("plain_INT32", [[[1]]], "an array of shape [1,1,1]"),
     ("plain_INT64", [[9223372036854775808]], "outside"),
     ("plain_UINT64", [[18446744073709551616]], "outside"),
+    ("plain_INT64", [[9007199254740993.0]], "write it without a fraction or an exponent"),
+    ("plain_INT64", [[-1e18]], "write it without a fraction or an exponent"),
     ("plain_BF16", [[1e39]], "out of range"),
     ("plain_BOOL", [[1]], "the number '1'"),
     ("plain_BYTES", [[1]], "the number '1'"),
@@ -460,44 +458,29 @@ def test_deadline_that_passes_before_the_body_is_complete_is_504(
 # Bodies that cannot be read.
 
 
-@pytest.mark.fault("JSON with NaN, 1e999, a lone surrogate, invalid UTF-8, a depth of 100,000, an")
-def test_json_that_is_invalid_is_400(zoo: Zoo, subtests: pytest.Subtests) -> None:
-    for body in (
-        b"", b"null", b"[]", b"5", b"{}", b"{", b'{"inputs": NaN}', b'{"inputs": 1e999}',
-        b'{"inputs": "\\ud800"}', b'{"inputs": "\xff"}', b'{"inputs": 1, "more": 2}',
-        b'{"inputs": {"b64": "***"}}', b'{"inputs": {"b64": "data:image/png;base64"}}',
-        b'{"inputs": "a", "outputs": "Y"}', b'{"inputs": "a", "parameters": []}',
-        b'{"inputs": "a", "id": 5}', b"[" * 100_000, b'{"inputs":' + b"[" * 90 + b"]" * 90 + b"}",
-        b'{"inputs": ' + b"9" * 5000 + b"}",
-    ):  # fmt: skip
-        with subtests.test(repr(body[:40])):
-            headers = {"Content-Type": "application/json"}
-            response = zoo.post("single_INT32", content=body, headers=headers)
-            assert_error(response, 400, "MALFORMED_REQUEST")
-
-
-def form(*parts: bytes, end: bytes = b"--b--\r\n") -> bytes:
-    return b"".join(b"--b\r\n" + part + b"\r\n" for part in parts) + end
-
-
 def npz_of_zeros() -> bytes:
     file = io.BytesIO()
     np.savez_compressed(file, X=np.zeros(20_000_000, np.float32))
     return file.getvalue()
 
 
-def npy_with_pickle() -> bytes:
-    file = io.BytesIO()
-    np.save(file, np.array([{"a": 1}], object), allow_pickle=True)
-    return file.getvalue()
+INVALID_JSON = (
+    b"", b"null", b"[]", b"5", b"{}", b"{", b'{"inputs": NaN}', b'{"inputs": 1e999}',
+    b'{"inputs": "\\ud800"}', b'{"inputs": "\xff"}', b'{"inputs": 1, "more": 2}',
+    b'{"inputs": {"b64": "***"}}', b'{"inputs": {"b64": "data:image/png;base64"}}',
+    b'{"inputs": "a", "outputs": "Y"}', b'{"inputs": "a", "parameters": []}',
+    b'{"inputs": "a", "id": 5}', b"[" * 100_000, b'{"inputs":' + b"[" * 90 + b"]" * 90 + b"}",
+    b'{"inputs": ' + b"9" * 5000 + b"}",
+)  # fmt: skip
 
 
+@pytest.mark.fault("JSON with NaN, 1e999, a lone surrogate, invalid UTF-8, a depth of 100,000, an")
 @pytest.mark.fault("forms that are truncated or have 2,000 fields, a file called ../../etc/passwd")
 @pytest.mark.fault("NumPy files with pickles, or that claim 10 GB")
 @pytest.mark.fault("invalid gzip, or 10 MB of gzip that decompress to 10 GB")
 def test_body_that_is_not_of_its_type_is_refused(zoo: Zoo, subtests: pytest.Subtests) -> None:
     """One body of each kind; the unit tests of the parsers have more."""
-    field = b'Content-Disposition: form-data; name="x"\r\n\r\nvalue'
+    part = field(b"value")
     malformed = (400, "MALFORMED_REQUEST")
     too_large = (413, "TOO_LARGE")
     unsupported = (415, "UNSUPPORTED_BODY")
@@ -506,13 +489,14 @@ def test_body_that_is_not_of_its_type_is_refused(zoo: Zoo, subtests: pytest.Subt
     gzipped = "text/plain with gzip"
     zipped = gzip.compress(b"hello")
     for name, content_type, body, (status, code), words in (
-        ("a form without a boundary", "multipart/form-data", form(field), malformed, ""),
-        ("a form that is truncated", form_type, form(field, end=b""), malformed, ""),
-        ("a form of 2,000 fields", form_type, form(*[field] * 2000), too_large, ""),
+        *((repr(body[:40]), "application/json", body, malformed, "") for body in INVALID_JSON),
+        ("a form without a boundary", "multipart/form-data", form(part), malformed, ""),
+        ("a form that is truncated", form_type, form(part)[:-7], malformed, ""),
+        ("a form of 2,000 fields", form_type, form(*[part] * 2000), too_large, ""),
         ("a form of no fields", form_type, form(), (422, "DOES_NOT_FIT_MODEL"), ""),
         ("an empty array", npy_type, b"", malformed, ".npy"),
         ("a truncated array", npy_type, npy(np.zeros(3))[:-1], malformed, ".npy"),
-        ("a pickle", npy_type, npy_with_pickle(), malformed, "pickled"),
+        ("a pickle", npy_type, npy_of("(1,)", "'|O'", bytes(8)), malformed, "pickled"),
         ("no archive", npz_type, b"PK nothing", malformed, ".npz"),
         ("an archive that inflates to 80 MB", npz_type, npz_of_zeros(), too_large, "inflates"),
         ("no gzip", gzipped, b"plain", malformed, "Content-Encoding"),
