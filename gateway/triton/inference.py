@@ -1,7 +1,7 @@
 """Inference requests to one Triton: their parameters, and their encoding with binary tensors. Does no I/O.
 
 The encoding is that of the Binary Tensor Data Extension. `tritonclient.http` needs more passes and copies for
-it; a test compares the two for every datatype.
+it.
 """
 
 from __future__ import annotations

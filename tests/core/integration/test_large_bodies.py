@@ -6,8 +6,7 @@ import asyncio
 import multiprocessing
 import socket
 import tracemalloc
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 
 from prometheus_client import Counter
 from starlette.types import Message
@@ -25,21 +24,14 @@ CHUNK_BYTES = 256 << 10
 MOST_FOR_ONE_BYTES = SIZE_BYTES * 5 // 4
 
 
-@contextmanager
-def allocating_at_most(most_bytes: int) -> Iterator[None]:
-    tracemalloc.start()
-    try:
-        yield
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < most_bytes
-
-
 def run_within(most_bytes: int, work: Callable[[], Awaitable[None]]) -> None:
     async def main() -> None:
-        with allocating_at_most(most_bytes):
+        tracemalloc.start()
+        try:
             await work()
+            assert tracemalloc.get_traced_memory()[1] < most_bytes
+        finally:
+            tracemalloc.stop()
 
     asyncio.run(main())
 
