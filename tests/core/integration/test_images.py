@@ -12,11 +12,27 @@ import pytest
 from PIL import Image, ImageOps
 
 from tests.support.errors import assert_error
-from tests.support.hostile_files import b64, chunk, noise
+from tests.support.hostile_files import (
+    after_size,
+    after_start,
+    b64,
+    chunk,
+    exif,
+    jpeg,
+    jpeg_of_scans,
+    noise,
+    padded_data,
+    padded_jpeg,
+    png,
+    png_of_chunks,
+    png_without_palette,
+    segment,
+    with_exif,
+)
 from tests.support.images import encoded
 from tests.support.model_zoo.zoo import Zoo, any_names
 
-RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
+GREEN = (0, 255, 0)
 # A picture in which no two corners are alike: 4 wide, 6 high, as the fixed models want it.
 PICTURE = np.arange(6 * 4 * 3, dtype=np.uint8).reshape(6, 4, 3) * 3
 NOISE = Image.fromarray(noise(53, 37))
@@ -142,13 +158,14 @@ def test_channels_are_those_of_the_model(zoo: Zoo) -> None:
 
 
 def test_image_is_resized_to_the_size_of_the_model(zoo: Zoo) -> None:
-    large = Image.new("RGB", (400, 600), RED)
-    large.paste(BLUE, (200, 0, 400, 600))
-    for kind in ("PNG", "JPEG", "WEBP"):
-        converted = convert(zoo, "nhwc", encoded(large, kind))
-        assert converted.shape == (6, 4, 3)
-        assert np.abs(converted[3, 0] - RED).max() <= 6
-        assert np.abs(converted[3, 3] - BLUE).max() <= 6
+    """A JPEG, which is decoded at a reduced scale, too."""
+    areas = Image.fromarray(noise(4, 6)).resize((400, 600), Image.Resampling.BICUBIC)
+    for kind, most in (("PNG", 0), ("JPEG", 8), ("WEBP", 8)):
+        expected = areas.resize((4, 6), Image.Resampling.BILINEAR)
+        difference = np.abs(
+            convert(zoo, "nhwc", encoded(areas, kind)) - np.asarray(expected, float)
+        )
+        assert difference.max() <= most, kind
 
 
 @pytest.mark.long
@@ -177,25 +194,96 @@ def png_of(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + header + data + chunk(b"IEND")
 
 
+# Metadata that says nothing of the orientation, or is hostile.
+
+PNG_METADATA = (
+    chunk(b"eXIf", exif((0x0112, 3, 1, b"\t\0\0\0"))),  # an orientation that does not exist
+    chunk(b"zTXt", b"a\0\0" + bytes(100)),
+    chunk(b"tEXt", b"a\0" + bytes(1000)) * 1000,
+    chunk(b"iCCP", bytes(1 << 20)),
+    chunk(b"acTL", b"\0" * 8) * 2,
+)
+JPEG_METADATA = (
+    segment(0xE2, b"MPF\0II*\0\x08\0\0\0\1\0\1\xb0\4\0\1\0\0\0\xff\xff\xff\xff"),
+    segment(0xE2, b"ICC_PROFILE\0\1\2" + bytes(1000)) * 50,
+    segment(0xED, b"Photoshop 3.0\x008BIM" * 1000),
+    segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0<x"),
+    segment(0xFE, bytes(60_000)),
+)
+# As an orientation: a text, a rational at a wild offset, cut, a wild directory, no TIFF.
+EXIF_BLOCKS = (
+    exif((0x0112, 2, 4, b"6\0\0\0")),
+    exif((0x0112, 5, 1, b"\xff\xff\xff\xff")),
+    exif((0x0112, 3, 1, b"\6\0\0\0"))[:15],
+    b"II*\0\xff\xff\xff\xff",
+    b"nothing of the kind",
+)
+
+
+@pytest.mark.fault(
+    "images, NumPy files, archives and forms that contradict themselves, or are small"
+)
+def test_deviations_and_hostile_metadata_change_no_pixel(zoo: Zoo) -> None:
+    pngs = [png()[:-12], *(after_size(png(), metadata) for metadata in PNG_METADATA)]
+    # The standard allows padding between segments.
+    jpegs = [padded_jpeg(15), *(after_start(jpeg(), metadata) for metadata in JPEG_METADATA)]
+    jpegs += [with_exif(jpeg(), block) for block in EXIF_BLOCKS]
+    for sound, files in ((png(), pngs), (jpeg(), jpegs), (encoded(NOISE, "WEBP"), [])):
+        expected = np.asarray(Image.open(io.BytesIO(sound)))
+        for data in (sound, sound + bytes(5000), *files):
+            assert np.array_equal(convert(zoo, "nhwc_free", data), expected), data[:60]
+
+
+FRAME = segment(0xC0, b"\x08\0\x10\0\x10\1\1\x11\0")
+DAMAGED = {
+    "a JPEG of a signature": b"\xff\xd8\xff",
+    "a JPEG without a frame": b"\xff\xd8" + segment(0xDA, bytes(6)) + b"\xff\xd9",
+    "a JPEG of two frames": after_start(jpeg(), FRAME),
+    "a JPEG of a frame in its data": jpeg()[:-2] + FRAME + b"\xff\xd9",
+    "a JPEG of no size": b"\xff\xd8" + FRAME.replace(b"\0\x10", b"\0\0") + segment(0xDA, bytes(6)),
+    "a JPEG with a long segment": b"\xff\xd8\xff\xe0\xff\xff" + bytes(9),
+    "a JPEG with an unknown segment": after_start(jpeg(), segment(0xF7)),
+    "a PNG cut in its size": png()[:20],
+    "a PNG cut in its data": png()[:-40],
+    "a PNG damaged in its data": png()[:60] + bytes([png()[60] ^ 1]) + png()[61:],
+    "a PNG without data": png()[:33] + chunk(b"IEND"),
+    "a PNG without a palette": png_without_palette(),
+    "a PNG of three bits": png()[:24] + b"\3" + png()[25:],
+    "a PNG with a chunk of no type": after_size(png(), chunk(b"a\0\0\0")),
+    "a WebP cut in its data": encoded(NOISE, "WEBP")[:-40],
+    "a WebP that begins with metadata": b"RIFF\x0c\0\0\0WEBPEXIF\0\0\0\0",
+    "a WebP without a frame": b"RIFF\x16\0\0\0WEBPVP8 \x0a\0\0\0" + bytes(10),
+}
+EXCESSIVE = {
+    "padding": (padded_jpeg(1 << 20), "too many parts"),
+    "padding in the data": (padded_data(3 << 20), "bytes of padding"),
+    "scans": (jpeg_of_scans(65), "64 scans"),
+    "JPEG segments": (after_start(jpeg(), segment(0xFE) * 5000), "too many parts"),
+    "PNG chunks": (png_of_chunks(100_000), "too many parts"),
+}
+
+
 @pytest.mark.fault(
     "images that are invalid, truncated, of another format, or claim 13,000 × 13,000"
 )
 def test_image_that_is_invalid_or_too_large_is_refused(zoo: Zoo, subtests: pytest.Subtests) -> None:
     blank = Image.new("RGB", (9, 9))
-    noise = Image.effect_noise((99, 99), 50)
+    large = Image.effect_noise((99, 99), 50)
     of_other_format = "not a JPEG, PNG or WebP image"
     for name, body, code, words in (
         ("empty", b"", "BAD_IMAGE", "is empty"),
         ("HTML", b"<html></html>", "BAD_IMAGE", of_other_format),
         ("GIF", encoded(blank, "GIF"), "BAD_IMAGE", of_other_format),
         ("BMP", encoded(blank, "BMP"), "BAD_IMAGE", of_other_format),
-        ("truncated JPEG", encoded(noise, "JPEG")[:-400], "BAD_IMAGE", "truncated"),
-        ("truncated PNG", encoded(noise)[:-400], "BAD_IMAGE", "truncated"),
-        ("truncated WebP", encoded(noise, "WEBP")[:-400], "BAD_IMAGE", "damaged"),
+        ("truncated JPEG", encoded(large, "JPEG")[:-400], "BAD_IMAGE", "truncated"),
+        ("truncated PNG", encoded(large)[:-400], "BAD_IMAGE", "truncated"),
+        ("truncated WebP", encoded(large, "WEBP")[:-400], "BAD_IMAGE", "damaged"),
         ("truncated header", encoded(PICTURE)[:20], "BAD_IMAGE", "damaged"),
         ("too many pixels", png_of(13_000, 13_000), "TOO_LARGE", "13000 × 13000 pixels"),
         ("too wide", png_of(20_000, 10), "TOO_LARGE", "16384 pixels per side"),
         ("larger than its data", png_of(100, 100), "BAD_IMAGE", "truncated"),
+        *((name, data, "BAD_IMAGE", "truncated or damaged") for name, data in DAMAGED.items()),
+        *((name, data, "TOO_LARGE", words) for name, (data, words) in EXCESSIVE.items()),
     ):
         with subtests.test(name):
             headers = {"Content-Type": "image/png"}

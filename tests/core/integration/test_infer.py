@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import gzip
 import io
+import json
 import re
 import socket
+from itertools import product
 from typing import Any, Final
 
 import httpx
@@ -19,7 +21,7 @@ from gateway.config.settings import Settings
 from gateway.routes.middleware import GatewayMiddleware, find_inference
 from gateway.tensors.dtypes import DATATYPES as TABLE
 from tests.support.errors import assert_error
-from tests.support.hostile_files import field, form, npy, npy_of
+from tests.support.hostile_files import FORM_TYPE, field, form, npy, npy_of
 from tests.support.model_zoo.zoo import DATATYPES, LABELS, NUMERIC, Zoo, any_names
 
 CURL_TYPE = "application/x-www-form-urlencoded"
@@ -188,6 +190,15 @@ MISFITS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("plain_INT32", [[1, 2], 3], "ragged lists: values and lists"),
     ("plain_INT32", [[{"a": 1}]], "a JSON object"),
     ("plain_INT32", [[[1]]], "an array of shape [1,1,1]"),
+    ("plain_INT32", json.loads("[" * 33 + "1" + "]" * 33), "lists of more than 32 dimensions"),
+    ("plain_INT8", [[128]], "128, which is outside -128..127"),
+    ("plain_INT64", [["NaN"]], "the string 'NaN'"),
+    ("plain_INT64", [[None]], "got null"),
+    ("plain_FP16", [[65520]], "65520.0, which is out of range"),
+    ("plain_FP32", [[10**39]], "1e+39, which is out of range"),
+    ("plain_FP32", [[None]], 'got null; write "NaN" for a missing number'),
+    ("plain_FP32", [["nan"]], "the string 'nan'"),
+    ("plain_FP32", [["1.5"]], "the string '1.5'"),
     ("plain_INT64", [[9223372036854775808]], "outside"),
     ("plain_UINT64", [[18446744073709551616]], "outside"),
     ("plain_INT64", [[9007199254740993.0]], "write it without a fraction or an exponent"),
@@ -431,28 +442,24 @@ def test_deadline_that_passes_is_504(zoo: Zoo) -> None:
 HALF: Final = b'--b\r\nContent-Disposition: form-data; name="x"\r\n\r\n'.ljust(100_000, b"x")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("framing", "body"),
-    [
-        ("Content-Length: 200000", HALF),
-        ("Transfer-Encoding: chunked", b"186a0\r\n" + HALF + b"\r\n"),
-        ("Content-Length: 100\r\nExpect: 100-continue", b""),
-    ],
-    ids=["half of the body", "a chunk", "nothing"],
+FRAMINGS = (
+    ("Content-Length: 200000", HALF),
+    ("Transfer-Encoding: chunked", b"186a0\r\n" + HALF + b"\r\n"),
+    ("Content-Length: 100\r\nExpect: 100-continue", b""),
 )
-@pytest.mark.parametrize("content_type", ["text/plain", "multipart/form-data; boundary=b"])
-def test_deadline_that_passes_before_the_body_is_complete_is_504(
-    zoo: Zoo, content_type: str, framing: str, body: bytes
-) -> None:
-    head = (
-        f"POST {zoo.path('single_BYTES')} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-        f"X-Request-Timeout: 0.3\r\nContent-Type: {content_type}\r\n{framing}\r\n\r\n"
-    )
-    response = send_bytes(zoo, head.encode() + body)
-    response = response.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
-    assert response.startswith(b"HTTP/1.1 504 ")
-    assert b'"code":"DEADLINE_PASSED"' in response
+
+
+@pytest.mark.long
+def test_deadline_that_passes_before_the_body_is_complete_is_504(zoo: Zoo) -> None:
+    for content_type, (framing, body) in product(("text/plain", FORM_TYPE), FRAMINGS):
+        head = (
+            f"POST {zoo.path('single_BYTES')} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            f"X-Request-Timeout: 0.3\r\nContent-Type: {content_type}\r\n{framing}\r\n\r\n"
+        )
+        response = send_bytes(zoo, head.encode() + body)
+        response = response.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+        assert response.startswith(b"HTTP/1.1 504 "), (content_type, framing)
+        assert b'"code":"DEADLINE_PASSED"' in response
 
 
 # Bodies that cannot be read.
@@ -470,7 +477,9 @@ INVALID_JSON = (
     b'{"inputs": {"b64": "***"}}', b'{"inputs": {"b64": "data:image/png;base64"}}',
     b'{"inputs": "a", "outputs": "Y"}', b'{"inputs": "a", "parameters": []}',
     b'{"inputs": "a", "id": 5}', b"[" * 100_000, b'{"inputs":' + b"[" * 90 + b"]" * 90 + b"}",
-    b'{"inputs": ' + b"9" * 5000 + b"}",
+    b'{"inputs": ' + b"9" * 5000 + b"}", b'{"inputs": [NaN]}', b'{"inputs": [-Infinity]}',
+    b'{"inputs": 1, "parameters": {"%s": 1}}' % (b"p" * 257),
+    b'{"inputs": 1, "outputs": [%s]}' % b",".join(b'"%d"' % n for n in range(1001)),
 )  # fmt: skip
 
 
@@ -484,16 +493,15 @@ def test_body_that_is_not_of_its_type_is_refused(zoo: Zoo, subtests: pytest.Subt
     malformed = (400, "MALFORMED_REQUEST")
     too_large = (413, "TOO_LARGE")
     unsupported = (415, "UNSUPPORTED_BODY")
-    form_type = "multipart/form-data; boundary=b"
     npy_type, npz_type = "application/x-npy", "application/x-npz"
     gzipped = "text/plain with gzip"
     zipped = gzip.compress(b"hello")
     for name, content_type, body, (status, code), words in (
         *((repr(body[:40]), "application/json", body, malformed, "") for body in INVALID_JSON),
         ("a form without a boundary", "multipart/form-data", form(part), malformed, ""),
-        ("a form that is truncated", form_type, form(part)[:-7], malformed, ""),
-        ("a form of 2,000 fields", form_type, form(*[part] * 2000), too_large, ""),
-        ("a form of no fields", form_type, form(), (422, "DOES_NOT_FIT_MODEL"), ""),
+        ("a form that is truncated", FORM_TYPE, form(part)[:-7], malformed, ""),
+        ("a form of 2,000 fields", FORM_TYPE, form(*[part] * 2000), too_large, ""),
+        ("a form of no fields", FORM_TYPE, form(), (422, "DOES_NOT_FIT_MODEL"), ""),
         ("an empty array", npy_type, b"", malformed, ".npy"),
         ("a truncated array", npy_type, npy(np.zeros(3))[:-1], malformed, ".npy"),
         ("a pickle", npy_type, npy_of("(1,)", "'|O'", bytes(8)), malformed, "pickled"),
@@ -524,13 +532,13 @@ def test_body_that_is_compressed_is_inflated(zoo: Zoo) -> None:
     assert zoo.outputs(zoo.post("single_BYTES", content=body, headers=headers)) == {"Y": "one, two"}
 
 
-def send_bytes(zoo: Zoo, request: bytes) -> bytes:
-    """Send these bytes, and return all that the gateway sends until it closes the connection."""
+def send_bytes(zoo: Zoo, request: bytes, end: bytes = b"") -> bytes:
+    """Return what the gateway sends until it closes the connection, or up to `end`."""
     url = zoo.client.base_url
     with socket.create_connection((url.host, url.port or 80), 60) as connection:
         connection.sendall(request)
         response = b""
-        while data := connection.recv(65536):
+        while not (end and end in response) and (data := connection.recv(65536)):
             response += data
     return response
 
@@ -538,7 +546,8 @@ def send_bytes(zoo: Zoo, request: bytes) -> bytes:
 @pytest.mark.fault("bodies over the limit, with a length or chunked")
 def test_body_over_the_limit_is_413_before_all_of_it_is_read(zoo: Zoo) -> None:
     head = f"POST {zoo.path('single_BYTES')} HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\n"
-    response = send_bytes(zoo, f"{head}Content-Length: {(64 << 20) + 1}\r\n\r\n".encode())
+    head += f"Content-Length: {(64 << 20) + 1}\r\n\r\n"
+    response = send_bytes(zoo, head.encode(), end=b"TOO_LARGE")
     assert response.startswith(b"HTTP/1.1 413 ")
     assert b"TOO_LARGE" in response
     chunks = (bytes(1 << 20) for _ in range(65))

@@ -6,7 +6,6 @@ import io
 import random
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -19,8 +18,8 @@ from gateway.routes.examples import format_curl_example, format_python_example
 from gateway.routes.model_openapi import build_model_openapi
 from gateway.tensors.codecs import SUPPORTED_CODECS
 from gateway.tensors.dtypes import DATATYPES, DatatypeKind
-from gateway.tensors.inputs import InferInputs, convert_single_element, read_payload, to_inputs
-from gateway.tensors.outputs import InferResult, choose_result_encoder, concatenate_results
+from gateway.tensors.inputs import InferInputs, read_payload, to_inputs
+from gateway.tensors.outputs import InferResult, choose_result_encoder, encode_npz_result
 from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import MAX_TENSORS, Signature, build_signature
 from tests.support.images import encoded
@@ -51,15 +50,6 @@ def model(
     return build_signature(
         {"name": "m", "inputs": describe(inputs), "outputs": describe(outputs)}, config
     )
-
-
-def result(
-    model: Signature, arrays: Mapping[str, np.ndarray], *, batched: bool = True
-) -> InferResult:
-    return InferResult(model, arrays, batched)
-
-
-WORDS = model({"TEXT": ("BYTES", [1])}, {"IDS": ("INT32", [-1])}, batch=32)
 
 
 INVALID_HINTS = (
@@ -116,25 +106,21 @@ def test_example_of_optional_inputs_has_one_input() -> None:
 
 
 def test_npz_has_outputs_of_any_name() -> None:
-    names = ["file", "allow_pickle", "args", "a/b", "../c", "d.npy", "é ☕"]
-    arrays = {name: np.array([[number]], np.int32) for number, name in enumerate(names)}
+    names = ("file", "allow_pickle", "args", "a/b", "../c", "d.npy", "é ☕")
+    arrays = {name: np.array([[number]]) for number, name in enumerate(names)}
     arrays["text"] = np.array([[b"x"]], object)
-    plain = model({"X": ("INT32", [1])}, dict.fromkeys(arrays, ("INT32", [-1, 1])))
-    render = choose_result_encoder("application/x-npz", plain, list(arrays))
-    body = render(result(plain, arrays)).body
+    body = encode_npz_result(InferResult(model({}, {}), arrays, is_batched=True)).body
     with np.load(io.BytesIO(body)) as loaded:
-        assert {name: loaded[name].tolist() for name in names} == {
-            name: [[number]] for number, name in enumerate(names)
+        assert {name: loaded[name].tolist() for name in arrays} == {
+            name: array.tolist() for name, array in arrays.items()
         }
-        assert loaded["text"].tolist() == [[b"x"]]
-    assert set(read_payload(body, "application/x-npz", PayloadLimits()).parts) >= set(names)
 
 
 def test_missing_output_is_a_model_fault() -> None:
     pictures = model({}, {"PNG": ("BYTES", [1])}, hints={"gateway.content_type.PNG": "image/png"})
     for accept in ("application/x-npy", "application/octet-stream", "image/png"):
         with pytest.raises(ModelFault, match="did not return the requested output"):
-            choose_result_encoder(accept, pictures, ["PNG"])(result(pictures, {}))
+            choose_result_encoder(accept, pictures, ["PNG"])(InferResult(pictures, {}, True))
 
 
 # What is stacked.
@@ -183,18 +169,6 @@ def test_values_are_stacked_to_a_batch_or_refused(
         assert first.arrays["X"].tolist() == stacked[:1]
 
 
-def test_results_of_the_pieces_of_a_batch_are_concatenated_unless_their_shapes_differ() -> None:
-    whole = InferInputs({"X": np.zeros((7999, 1))}, 7999, is_batched=True)
-    assert len(list(whole.split(8))) == 1000
-    same = [result(WORDS, {"IDS": np.ones((2, 3))}), result(WORDS, {"IDS": np.zeros((1, 3))})]
-    assert concatenate_results(same).arrays["IDS"].tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
-    for other in ({"IDS": np.ones((2, 2))}, {"IDS": np.array(1)}, {}):
-        with pytest.raises(
-            InputMismatch, match="different shapes; send at most 32 items at a time"
-        ):
-            concatenate_results([same[0], result(WORDS, other)])
-
-
 # Bodies.
 
 
@@ -216,30 +190,6 @@ def test_text_of_a_known_charset_becomes_valid_unicode_and_others_are_refused() 
 
 NUMBERS = (DatatypeKind.INTEGER, DatatypeKind.FLOAT)
 NUMERIC = [each for each in DATATYPES.values() if each.kind in NUMBERS]
-
-
-def test_single_element_becomes_the_same_tensor_on_the_short_way() -> None:
-    for value in ("é", "", b"a file", b"\xff\xd8\xff", b"\x93NUMPY"):
-        payload = Payload({"": [Part(value)]})
-        for shape, batch in product(([1], [-1], [1, -1], []), (0, 8)):
-            texts = model({"T": ("BYTES", shape)}, {}, batch)
-            short = convert_single_element(payload, texts)
-            inputs = to_inputs(payload, texts, PayloadLimits())
-            assert short is not None
-            assert short._replace(arrays={}) == inputs._replace(arrays={})
-            assert short.arrays["T"].dtype == inputs.arrays["T"].dtype
-            assert short.arrays["T"].tolist() == inputs.arrays["T"].tolist()
-    text, part = model({"T": ("BYTES", [1])}, {}, 8), Part("a")
-    for other in (
-        Payload({"T": [part]}),
-        Payload({"": [part, part]}),
-        Payload({"": [part]}, instance_count=1),
-        Payload({"": [Part(["a"])]}),
-    ):
-        assert convert_single_element(other, text) is None
-    pairs, numbers = model({"T": ("BYTES", [2])}, {}), model({"T": ("FP32", [1])}, {})
-    for signature in (pairs, numbers):
-        assert convert_single_element(Payload({"": [part]}), signature) is None
 
 
 def test_image_keeps_its_values_in_each_datatype_or_is_refused() -> None:
