@@ -15,6 +15,13 @@ EVENT_STREAM: Final = "text/event-stream"
 # An event of a stream ends with this.
 EVENT_END: Final = b"\n\n"
 NDJSON: Final = "application/x-ndjson"
+# JSON may contain these unescaped, and some readers of streams take them for the end of a line, as
+# `str.splitlines` does. It never contains the others, which are control characters.
+LINE_SEPARATORS: Final = {
+    "\u0085".encode(): rb"\u0085",
+    "\u2028".encode(): rb"\u2028",
+    "\u2029".encode(): rb"\u2029",
+}
 UTF8_TEXT: Final = f"{TEXT}; charset=utf-8"
 
 TYPES_BY_SUFFIX: Final = {
@@ -46,3 +53,9 @@ SIGNATURES: Final = {**IMAGE_SIGNATURES, b"\x93NUMPY": NPY}
 def detect_media_type(data: bytes, signatures: dict[bytes, str] = SIGNATURES) -> str:
     kinds = (kind for signature, kind in signatures.items() if data.startswith(signature))
     return next(kinds, OCTET_STREAM)
+
+
+def escape_line_separators(json: bytes) -> bytes:
+    for separator, escape in LINE_SEPARATORS.items():
+        json = json.replace(separator, escape)
+    return json

@@ -512,6 +512,7 @@ CONSTANT: Final = "its value is fixed"
 # What holds in place of a setting, or what to do instead.
 REMOVED_SETTINGS: Final = {
     "GATEWAY_BODY_STALL_S": CONSTANT,
+    "GATEWAY_CALLBACK_HOSTS": "GATEWAY_CALLBACK_URLS lists prefixes such as https://shop.example/done",
     "GATEWAY_CONNECT_TIMEOUT_S": CONSTANT,
     "GATEWAY_CORS_CREDENTIALS": "pages of other origins send a key or a token",
     "GATEWAY_DECODE_THREADS": CONSTANT,

@@ -41,7 +41,8 @@ from gateway.embedded import installation
 from gateway.embedded.options import CannotStart, check_port_free
 from gateway.errors import GatewayError
 from gateway.fleet.discovery import ReplicaSource, create_tls_context, parse_replica_source
-from gateway.fleet.replica import ReplicaAddress, join_host_port
+from gateway.fleet.replica import ReplicaAddress
+from gateway.listeners import join_host_port
 from gateway.messages import CommandError, join_names
 from gateway.repository.models_file import read_models_file
 from gateway.repository.state.content import MODELS

@@ -17,7 +17,11 @@ from gateway.telemetry.request_info import current_request_info, measure_upstrea
 from gateway.tensors.signature import Signature, build_signature
 from gateway.triton.request_target import RequestTarget
 
-REFRESH_AFTER_S = 2.0  # an older signature is refreshed in the background
+REFRESH_AFTER_S = 1.5  # an older signature is refreshed in the background
+STALE_AFTER_S = 2.0  # a request waits for a newer signature
+MAX_REFRESH_WAIT_S = (
+    0.5  # and then uses the one that is stale, until it expires: Triton may be busy
+)
 EXPIRE_AFTER_S = 10.0  # an older signature is not used
 METADATA_TIMEOUT_S = 5.0
 MAX_PARALLEL_READS = 16  # configs that are read at the same time
@@ -53,21 +57,30 @@ class SignatureCache:
 
     async def get_signature(self, model: str, version: str = "") -> Signature:
         """Return the signature of a model that was resolved. Raises `UnknownModel` or `ModelNotReady`."""
-        return self.find_signature(model, version) or await self._read_once((model, version))
+        if signature := self.find_signature(model, version):
+            return signature
+        key = (model, version)
+        cached = self._find_cached(key, EXPIRE_AFTER_S)
+        if cached is not None and cached.refresh_task is not None:
+            with measure_upstream_time():
+                await asyncio.wait([cached.refresh_task], timeout=MAX_REFRESH_WAIT_S)
+            cached = self._signatures.get(key)  # None if the refresh failed
+        return await self._read_once(key) if cached is None else cached.signature
 
     def find_signature(self, model: str, version: str) -> Signature | None:
-        """Return the cached signature, unless it expired; an older one is refreshed in the background."""
-        key = (model, version)
+        """Return the cached signature, unless it is stale; an older one is refreshed in the background."""
+        cached = self._find_cached((model, version), STALE_AFTER_S)
+        return None if cached is None else cached.signature
+
+    def _find_cached(self, key: tuple[str, str], max_age_s: float) -> CachedSignature | None:
         cached = self._signatures.get(key)
         if cached is None:
             return None
         age_s = asyncio.get_running_loop().time() - cached.read_at
-        if age_s > EXPIRE_AFTER_S:
-            return None
-        if age_s > REFRESH_AFTER_S and cached.refresh_task is None:
-            cached.refresh_task = asyncio.create_task(self._refresh_signature(model, version))
+        if REFRESH_AFTER_S < age_s <= EXPIRE_AFTER_S and cached.refresh_task is None:
+            cached.refresh_task = asyncio.create_task(self._refresh_signature(*key))
             cached.refresh_task.add_done_callback(lambda task: self._store_signature(key, task))
-        return cached.signature
+        return cached if age_s <= max_age_s else None
 
     def find_remembered_signature(self, model: str, version: str) -> Signature | None:
         return self._remembered.get((model, version))
@@ -76,7 +89,7 @@ class SignatureCache:
         """Return the last known signature, and read a new one in the background if it is old."""
         key = (model, "")
         now = asyncio.get_running_loop().time()
-        if self.find_signature(*key) is None and now >= self._next_reads.get(key, 0.0):
+        if self._find_cached(key, EXPIRE_AFTER_S) is None and now >= self._next_reads.get(key, 0.0):
             # A config that cannot be used is not read again for each request.
             self._next_reads = {each: at for each, at in self._next_reads.items() if at > now}
             self._next_reads[key] = now + REFRESH_AFTER_S

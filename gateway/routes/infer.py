@@ -21,7 +21,7 @@ from gateway.fleet.signatures import select_outputs
 from gateway.headers import list_accepted_types
 from gateway.inference import pipeline
 from gateway.inference.decode import decode
-from gateway.media_types import EVENT_STREAM, JSON, NDJSON, NPY, NPZ
+from gateway.media_types import EVENT_STREAM, JSON, NDJSON, NPY, NPZ, escape_line_separators
 from gateway.routes.dependencies import ServicesForInference
 from gateway.routes.model_openapi import INFER_BODY_CONTENT
 from gateway.routes.openapi import (
@@ -275,10 +275,12 @@ class InferStreamResponse(StreamingResponse):
         try:
             while (result := await self._results.read_json()) is not None:
                 number += 1
-                body = self._format.result % {b"number": number, b"result": result}
+                line = escape_line_separators(result)
+                body = self._format.result % {b"number": number, b"result": line}
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 if not number % RESULTS_PER_PASS:
                     await asyncio.sleep(0)
         except GatewayError as exc:
-            last = self._format.error % serialize_error(exc.detail, exc.code, self._request_id)
+            error = serialize_error(exc.detail, exc.code, self._request_id)
+            last = self._format.error % escape_line_separators(error)
         await send({"type": "http.response.body", "body": last + self._format.end})

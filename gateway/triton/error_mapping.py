@@ -187,7 +187,8 @@ ERROR_RULES = (
     ),
     ErrorRule(
         r"parse the request|inference header size|failed to parse|unable to parse|request JSON|"
-        r"Unable to find 'inputs'|failed to get request params|attempt to access JSON|"
+        r"Unable to find 'inputs'|failed to get request params|attempt to (?:access|get members)|"
+        r"invalid argument for --|"  # a log setting; Triton's status is 503
         r"parameter key '.{0,300}' was not found in the JSON",  # a name with a NUL
         lambda text, _: MalformedRequest(f"Triton cannot read the request: {text}"),
     ),
@@ -265,8 +266,9 @@ def make_triton_error(status: int, body: bytes, target: RequestTarget) -> Gatewa
         error: GatewayError = BadUpstream(f"the replica returned status {status}")
     else:
         error = rule.make_error(reason, target)
-    # Unknown models and paths are the client's own mistakes.
-    log_error(status, body, logging.INFO if error.status == NotFound.status else logging.WARNING)
+    # Unknown models and paths, and what Triton cannot read, are the client's own mistakes.
+    is_mistake = error.status in (NotFound.status, MalformedRequest.status)
+    log_error(status, body, logging.INFO if is_mistake else logging.WARNING)
     return error
 
 

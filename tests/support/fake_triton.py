@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import re
 import socket
@@ -214,7 +215,7 @@ class Fake:
             lines.append(line)
         head = b"".join(lines)
         if is_probe(head):
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]")
+            connection.sendall(INDEX_ANSWER)
             return False
         self.opened += first
         self.heads.put(head)
@@ -240,6 +241,12 @@ class Fake:
         found = (answer for word, answer in WHOLE_ANSWERS.items() if word in lines[0])
         connection.sendall(next(found, WHOLE))
         return True
+
+
+# The one model that it lists, whose name a client has to quote.
+LISTED_MODEL = "a%20b"
+INDEX = json.dumps([{"name": LISTED_MODEL, "version": "1", "state": "READY"}]).encode()
+INDEX_ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(INDEX), INDEX)
 
 
 def is_probe(head: bytes) -> bool:

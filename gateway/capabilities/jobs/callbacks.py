@@ -26,12 +26,7 @@ from fastapi import APIRouter, Response
 
 from gateway import __version__
 from gateway.access.keys import KeysFile
-from gateway.capabilities.jobs.callback_hosts import (
-    CallbackHosts,
-    CallbackNotAllowed,
-    CallbackUrl,
-    CannotResolve,
-)
+from gateway.capabilities.jobs.callback_urls import CallbackNotAllowed, CallbackUrl, CallbackUrls
 from gateway.capabilities.jobs.errors import JobsFull, JobsUnavailable
 from gateway.capabilities.jobs.job import DELIVERED, Job
 from gateway.capabilities.jobs.routes import describe_job
@@ -88,27 +83,22 @@ class AttemptResult:
 class CallbackClient:
     """Sends one callback. It uses no proxy of the environment, follows no redirect, and keeps nothing."""
 
-    def __init__(self, hosts: CallbackHosts, tls: ssl.SSLContext) -> None:
-        self._hosts = hosts
+    def __init__(self, allowed: CallbackUrls, tls: ssl.SSLContext) -> None:
+        self._allowed = allowed
         self._tls = tls
 
     async def send(self, job: Job, signature: Mapping[str, str], body: bytes) -> AttemptResult:
-        """Send a callback to one of the host's addresses, in each attempt to another one."""
         # It is the client's: httpx sends ASCII alone.
         trace = {
             name: value for name, value in job.headers if name == TRACE_HEADER and value.isascii()
         }
         headers = {**HEADERS, **trace, **signature, "X-Request-ID": job.request_id}
         try:
-            url = self._hosts.check_url(job.callback_url)
+            url = self._allowed.check_url(job.callback_url)
             with anyio.fail_after(ATTEMPT_TIMEOUT_S):
-                addresses = await self._hosts.resolve(url.origin)
-                address = str(addresses[job.callback_attempts % len(addresses)])
-                return await self._post(url, address, headers, body)
+                return await self._post(url, headers, body)
         except (CallbackNotAllowed, MalformedRequest) as exc:
             return AttemptResult(exc.detail, is_final=True)
-        except CannotResolve as exc:
-            return AttemptResult(str(exc))
         except TimeoutError:
             return AttemptResult(f"there was no complete response within {ATTEMPT_TIMEOUT_S:g} s")
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as exc:
@@ -116,22 +106,15 @@ class CallbackClient:
             return AttemptResult(f"the request failed: {reason}"[:MAX_PROBLEM_CHARS])
 
     async def _post(
-        self, url: CallbackUrl, address: str, headers: Mapping[str, str], body: bytes
+        self, url: CallbackUrl, headers: Mapping[str, str], body: bytes
     ) -> AttemptResult:
-        """Send the request to this very address, with the name in `Host` and in the handshake of TLS."""
-        origin = url.origin
+        # Of the parts that were checked: another parser might read the text differently.
         target = httpx.URL(
-            scheme=origin.scheme, host=address, port=origin.port, raw_path=url.target.encode()
+            scheme=url.scheme, host=url.host, port=url.port, raw_path=url.target.encode()
         )
         async with (
             httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=STEP_TIMEOUT) as client,
-            client.stream(
-                "POST",
-                target,
-                content=body,
-                headers={**headers, "Host": origin.authority},
-                extensions={"sni_hostname": origin.host},
-            ) as response,
+            client.stream("POST", target, content=body, headers=headers) as response,
         ):
             received = 0
             async for chunk in response.aiter_raw():
@@ -169,8 +152,9 @@ class CallbackSender:
 
     def __init__(self, jobs: Jobs, services: Services) -> None:
         self._store = jobs.store
-        self._allowed = jobs.callback_hosts
-        self._hosts = sorted({each.authority for each in self._allowed.origins})
+        self._trust = jobs.trust
+        self._allowed = jobs.callback_urls
+        self._hosts = self._allowed.list_authorities()
         self._secrets = services.get(CallbackSecrets)
         self._running_by_host: Counter[str] = Counter()
         self._tasks = TaskSet()
@@ -200,6 +184,9 @@ class CallbackSender:
             return
         with suppress(JobsUnavailable, JobsFull):
             for job in await self._store.find_due_deliveries(host, time.time(), CLAIM_S, free):
+                if not self._trust.is_signed(job):  # whoever wrote it has chosen the address
+                    await self._store.replace(replace(job, callback_due_at=0.0), job.token)
+                    continue
                 self._running_by_host[host] += 1
                 self._tasks.start(run_step(LOOP, partial(self._deliver, host, job)))
 
@@ -247,7 +234,7 @@ async def open_callbacks(jobs: Jobs, services: Services, stack: AsyncExitStack) 
     secrets = split_secrets(jobs.settings.callback_secret)
     services.provide(CallbackSecrets(secrets, jobs.store, services.access.keys_file))
     sender = CallbackSender(jobs, services)
-    if jobs.settings.callback_hosts:
+    if jobs.settings.callback_urls:
         await stack.enter_async_context(sender)
 
 

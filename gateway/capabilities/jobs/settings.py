@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import BeforeValidator, Field, SecretStr, field_validator
+from pydantic import BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
 
-from gateway.capabilities.jobs.callback_hosts import CallbackHosts
+from gateway.capabilities.jobs.callback_urls import CallbackUrls
 from gateway.config.settings import (
     MAX_SETTING_S,
     CapabilitySettings,
@@ -20,6 +20,8 @@ from gateway.webhooks import decode_secret
 
 SQLITE: Final = "sqlite://"
 REDIS: Final = ("redis://", "rediss://")
+MIN_SECRET_CHARS: Final = 32
+MAX_SECRETS: Final = 2
 OptionalPath = Annotated[Path | None, BeforeValidator(lambda value: value or None)]
 
 
@@ -30,6 +32,11 @@ class JobSettings(CapabilitySettings):
     a folder for its models in the user's state directory (XDG_STATE_HOME)."""
     jobs_password: SecretStr | None = None
     """Password of the Redis in GATEWAY_JOBS, if its URL contains none."""
+    jobs_secret: SecretStr | None = Field(None, validate_default=True)
+    """Secret with which gateways sign the jobs that they store, of 32 characters at least; whoever writes to
+    the store without it cannot run anything. All gateways of a Redis need the same. Two with a comma between
+    them while it changes: the first one signs. Empty: with sqlite://, one that is created beside the
+    database."""
     jobs_folder: OptionalPath = None
     """Folder that all gateways share, for the bodies and results of jobs in Redis. Empty: Redis has them, and
     bodies over 1 MiB are 413."""
@@ -47,24 +54,38 @@ class JobSettings(CapabilitySettings):
     expires."""
     # Without a sign of life for so long, a process loses its jobs to another one.
     job_lease_s: Fixed[float] = 30.0
-    callback_hosts: CommaSeparated = ()
-    """Comma-separated hosts to which X-Callback-URL may lead: HOST or HOST:PORT for https, http://HOST:PORT
-    for http. They must have public addresses; a network in this list, such as 10.0.0.0/8, allows others.
-    Empty: no callbacks."""
+    callback_urls: CommaSeparated = ()
+    """Comma-separated prefixes of the URLs to which X-Callback-URL may lead: https://HOST,
+    https://HOST/PATH or http://HOST:PORT/PATH, with whole path segments. Empty: no callbacks."""
     callback_secret: SecretStr | None = None
     """Secret with which callbacks are signed: whsec_ and 24 to 64 random bytes in base64, or two with a comma
     between them while receivers change to the first. Empty: one that is generated and kept with the jobs."""
 
-    @field_validator("callback_hosts")
+    @field_validator("callback_urls")
     @classmethod
-    def check_callback_hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        CallbackHosts(value)
+    def check_callback_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        CallbackUrls(value)
         return value
 
     @field_validator("callback_secret")
     @classmethod
     def check_callback_secret(cls, value: SecretStr | None) -> SecretStr | None:
         split_secrets(value)
+        return value
+
+    @field_validator("jobs_secret")
+    @classmethod
+    def check_jobs_secret(cls, value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
+        secrets = split_jobs_secrets(value)
+        if any(len(secret) < MIN_SECRET_CHARS for secret in secrets) or len(secrets) > MAX_SECRETS:
+            raise ValueError(
+                f"expected one secret of {MIN_SECRET_CHARS} characters at least, or two with a comma"
+            )
+        if not secrets and info.data.get("jobs", "").startswith(REDIS):
+            raise ValueError(
+                "jobs in Redis require it, because others could write jobs there: the same for all gateways, "
+                "such as the output of openssl rand -hex 32"
+            )
         return value
 
     @field_validator("jobs")
@@ -83,4 +104,9 @@ def split_secrets(value: SecretStr | None) -> tuple[str, ...]:
     secrets: tuple[str, ...] = split_list(value.get_secret_value()) if value is not None else ()
     for secret in secrets:
         decode_secret(secret)
+    return secrets
+
+
+def split_jobs_secrets(value: SecretStr | None) -> tuple[str, ...]:
+    secrets: tuple[str, ...] = split_list(value.get_secret_value()) if value is not None else ()
     return secrets

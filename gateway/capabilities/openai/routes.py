@@ -52,6 +52,7 @@ from gateway.routes.openapi import (
     build_object_schema,
     build_responses,
 )
+from gateway.routes.passthrough.sse import LineSeparatorEscaper
 from gateway.services import ModelDescriber, Services
 from gateway.telemetry.request_info import RequestInfo, RequestScope, measure_upstream_time
 from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS
@@ -375,10 +376,13 @@ class RelayedResponse(StreamingResponse):
 
 async def relay_chunks(response: UpstreamResponse, timeout_s: float) -> AsyncIterator[bytes]:
     """Yield the body; the timeout applies to each chunk."""
+    escaper = LineSeparatorEscaper() if response.is_event_stream else None
     while True:
         response.set_timeout(timeout_s)
         with measure_upstream_time():
             chunk = await response.next_chunk()
+        if escaper is not None:
+            chunk = escaper.feed(chunk, is_last=response.is_complete)
         yield chunk
         if response.is_complete:
             return

@@ -23,14 +23,16 @@ from gateway.errors import (
     GatewayError,
     InputMismatch,
     MalformedRequest,
+    ModelNotReady,
     RefusedByModel,
+    UnknownModel,
     UrlTooLong,
     serialize_error,
 )
 from gateway.fleet.transports import HttpCall
 from gateway.http_client.client import UpstreamResponse
 from gateway.http_client.connection import Headers
-from gateway.media_types import JSON
+from gateway.media_types import JSON, escape_line_separators
 from gateway.repository.resolver import ModelTarget
 from gateway.routes.error_responses import render_error, send_response
 from gateway.routes.passthrough.body import (
@@ -210,6 +212,8 @@ async def forward_request(
         and not pool.has_cached_candidates(model, target.version)
     ):
         remaining_s = await services.activate_model(model, target.version, timeout_s)
+    if headers.expects_continue and action.is_inference:
+        await check_model_exists(services, target)
     prepared = await prepare_body(services, scope, receive, headers=headers, action=action)
     step = headers.step
     searches_sequence = has_tensors and step is None
@@ -243,6 +247,18 @@ async def forward_request(
     )
     call = build_call(scope, route, upstream, forwarded, prepared.content)
     return await services.dispatcher.send(call, remaining_s)
+
+
+async def check_model_exists(services: Services, target: ModelTarget) -> None:
+    """Raise the error of a model that cannot run, instead of asking the client for the body in vain."""
+    if services.pool.is_listed(target.model, target.version):
+        return
+    try:
+        await services.signatures.get_signature(target.model, target.version)
+    except (UnknownModel, ModelNotReady):
+        raise
+    except GatewayError:  # Triton decides
+        return
 
 
 def build_call(
@@ -331,7 +347,8 @@ async def relay_response(
         if (error := response.first_error) is not None:
             info.error_code = error.code
             start["headers"] += encode_headers(error.headers or {})
-            first = b"data: %b\n\n" % serialize_error(error.detail, error.code, scope["request_id"])
+            document = serialize_error(error.detail, error.code, scope["request_id"])
+            first = b"data: %b\n\n" % escape_line_separators(document)
         yield start
         info.bytes_out += len(first)
         # Even an empty body sends the head immediately.

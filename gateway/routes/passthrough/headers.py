@@ -36,7 +36,9 @@ RESERVED_PARAMETERS: Final = frozenset(
 )
 NOT_FORWARDED: Final = HOP_BY_HOP | GATEWAY_HEADERS | RESERVED_PARAMETERS
 SEQUENCE_HEADERS: Final = (b"x-sequence-id", b"x-sequence")
-CONTROL_HEADERS: Final = frozenset((b"connection", b"x-request-timeout", *SEQUENCE_HEADERS))
+CONTROL_HEADERS: Final = frozenset(
+    (b"connection", b"expect", b"x-request-timeout", *SEQUENCE_HEADERS)
+)
 JSON_LENGTH_HEADER: Final = b"inference-header-content-length"
 BODY_HEADERS: Final = frozenset((b"content-encoding", JSON_LENGTH_HEADER))
 # Triton reads these headers, and crashes on some values.
@@ -72,6 +74,7 @@ class RequestHeaders:
     content_encoding: str = ""
     json_bytes: int | None = None  # size of the JSON before binary data; None if all of it is JSON
     step: SequenceStep | None = None
+    expects_continue: bool = False  # the client has not sent the body yet
 
 
 class FieldTooLarge(GatewayError):
@@ -154,6 +157,7 @@ def parse_control_headers(
         content_encoding=encoding,
         json_bytes=parse_json_length(values.get(JSON_LENGTH_HEADER)),
         step=step,
+        expects_continue=b"expect" in values,
     )
 
 

@@ -133,10 +133,12 @@ CLAIMS: dict[str, tuple[Mapping[str, Any], str, int]] = {
     "an object": ({"groups": {"team-vision": True}}, MODELS, 403),
     "a list in a list": ({"groups": [["team-vision"]]}, MODELS, 403),
     "true": ({"groups": True}, MODELS, 403),
-    "an address": ({"email": ADDRESS}, MODELS, 200),
+    "an address that nobody has verified": ({"email": ADDRESS}, MODELS, 403),
     "a verified address": ({"email": ADDRESS, "email_verified": True}, MODELS, 200),
     "an unverified address": ({"email": ADDRESS, "email_verified": False}, MODELS, 403),
     "an address of unknown state": ({"email": ADDRESS, "email_verified": "true"}, MODELS, 403),
+    "an address with a number": ({"email": ADDRESS, "email_verified": 1}, MODELS, 403),
+    "an address with null": ({"email": ADDRESS, "email_verified": None}, MODELS, 403),
     "a path through a list": ({"realm_access": [{"roles": ["reader"]}]}, METRICS_PATH, 403),
 }
 
@@ -182,6 +184,8 @@ def test_public_paths_ignore_a_bad_token(service: Service) -> None:
 Forge = Callable[[Issuer], str]
 OTHER_KEY = RSAKey.generate_key(2048)
 PADDING = "x" * (8 << 10)
+OTHER_ALPHABET = str.maketrans("-_", "+/")
+RSA_HEAD = {"alg": "RS256", "kid": "rsa"}
 
 
 def header(**changes: Any) -> Forge:
@@ -203,6 +207,12 @@ def raw(head: Any, payload: Any = None, algorithm: str = "RS256") -> Forge:
     return forge
 
 
+def forged(**changes: Any) -> Forge:
+    """A token of another key, which its header names or contains."""
+    head = {name: value for name, value in {**RSA_HEAD, **changes}.items() if value is not ...}
+    return lambda issuer: sign_parts(head, claims(issuer.url), signer(OTHER_KEY, "RS256"))
+
+
 def unsigned(algorithm: str) -> Forge:
     return lambda issuer: sign_parts({"alg": algorithm}, claims(issuer.url), lambda _: b"")
 
@@ -220,11 +230,11 @@ def keyed(algorithm: str, secret: Callable[[Issuer], bytes]) -> Forge:
     return forge
 
 
-def changed(part: int, value: Callable[[str], str]) -> Forge:
+def changed(part: int, value: Callable[[str], str], **changes: Any) -> Forge:
     """A good token, one of whose parts is another."""
 
     def forge(issuer: Issuer) -> str:
-        parts = issuer.sign().split(".")
+        parts = issuer.sign(**changes).split(".")
         parts[part] = value(parts[part])
         return ".".join(parts)
 
@@ -240,7 +250,6 @@ def der_signature(issuer: Issuer) -> str:
 
 
 NOW = int(time.time())
-RSA_HEAD = {"alg": "RS256", "kid": "rsa"}
 # How each is forged, and what the error says is wrong.
 HOSTILE: dict[str, tuple[Forge, str]] = {
     "no signature": (unsigned("none"), "'alg' 'none'"),
@@ -288,9 +297,14 @@ HOSTILE: dict[str, tuple[Forge, str]] = {
     "an unknown key": (header(kid="unknown"), "not among its issuer's usable keys"),
     "a path for a key": (header(kid="../../../dev/null"), "not among its issuer's usable keys"),
     "a number for a key": (header(kid=1), "not a text"),
-    "its own key": (header(jwk=OTHER_KEY.as_dict(private=False)), "header 'jwk'"),
-    "the address of a key": (header(jku="https://evil.example/keys"), "header 'jku'"),
-    "the address of a certificate": (header(x5u="https://evil.example/c"), "header 'x5u'"),
+    "its own key": (forged(jwk=OTHER_KEY.as_dict(private=False)), "invalid signature"),
+    "the address of a key": (forged(jku="https://evil.example/keys"), "invalid signature"),
+    "the address of a certificate": (forged(x5u="https://evil.example/c"), "invalid signature"),
+    "its own certificate": (forged(x5c=["MIIB"]), "invalid signature"),
+    "its own key without an ID": (
+        forged(kid=..., jwk=OTHER_KEY.as_dict(private=False)),
+        "invalid signature",
+    ),
     "a critical header": (header(crit=["exp"], exp=NOW), "header 'crit'"),
     "a payload that is not encoded": (header(crit=["b64"], b64=False), "header 'crit'"),
     "a compressed payload": (header(zip="DEF"), "header 'zip'"),
@@ -319,13 +333,20 @@ HOSTILE: dict[str, tuple[Forge, str]] = {
     "a header that is a list": (raw([]), "header that is not"),
     "a header that is no JSON": (raw(b"{'alg': 'RS256'}"), "header that is not"),
     "a header with other characters": (changed(0, lambda text: f"{text[:-1]}~"), "header that is"),
-    "a header with padding": (changed(0, lambda text: f"{text}="), "header that is not"),
+    "a header with padding": (changed(0, lambda text: f"{text}="), "malformed header"),
+    "a payload in the other alphabet": (
+        changed(1, lambda text: text.translate(OTHER_ALPHABET), team="?" * 6),
+        "malformed header",
+    ),
+    "a signature in the other alphabet": (
+        changed(2, lambda text: text.translate(OTHER_ALPHABET)),
+        "invalid signature",
+    ),
     "a very deep header": (raw(b'{"alg": "RS256", "a": ' + b"[" * 4000), "header that is not"),
     "a deep header": (
         raw(b'{"alg": "RS256", "kid": "rsa", "a": ' + b"[" * 1000 + b"]" * 1000 + b"}"),
         "malformed header",
     ),
-    "a type that is a number": (header(typ=1), "malformed header"),
     "a payload that is a list": (raw(RSA_HEAD, []), "payload that is not"),
     "a payload that is no JSON": (raw(RSA_HEAD, b"\xff"), "payload that is not"),
     "a very deep payload": (raw(RSA_HEAD, b'{"a": ' + b"[" * 4000), "payload that is not"),
@@ -347,6 +368,51 @@ def test_hostile_token_is_refused_with_its_reason(
     for part in filter(lambda part: len(part) > 8, token.split(".")):
         assert part not in response.text
         assert part not in service.command.output
+
+
+OTHER_TYPE = "has a type (typ) of another purpose"
+BOUND = "is bound to a key or a certificate (cnf)"
+# Tokens with a good signature, their status and what the error says is wrong.
+PURPOSES: dict[str, tuple[Forge, int, str]] = {
+    "no type": (header(), 200, ""),
+    "JWT": (header(typ="JWT"), 200, ""),
+    "an access token": (header(typ="at+jwt"), 200, ""),
+    "an access token, with the whole media type": (header(typ="application/at+JWT"), 200, ""),
+    "a logout token": (header(typ="logout+jwt"), 401, OTHER_TYPE),
+    "a security event": (header(typ="secevent+jwt"), 401, OTHER_TYPE),
+    "a proof of possession": (header(typ="dpop+jwt"), 401, OTHER_TYPE),
+    "the same with the whole media type": (header(typ="application/dpop+jwt"), 401, OTHER_TYPE),
+    "a request for authorization": (header(typ="oauth-authz-req+jwt"), 401, OTHER_TYPE),
+    "the response of an introspection": (
+        header(typ="token-introspection+jwt"),
+        401,
+        OTHER_TYPE,
+    ),
+    "a JWS": (header(typ="JOSE"), 401, OTHER_TYPE),
+    "an empty type": (header(typ=""), 401, OTHER_TYPE),
+    "two types": (header(typ="at+jwt,logout+jwt"), 401, OTHER_TYPE),
+    "a type that is a number": (header(typ=1), 401, OTHER_TYPE),
+    "a type that is null": (header(typ=None), 401, OTHER_TYPE),
+    "a list of types": (header(typ=["JWT"]), 401, OTHER_TYPE),
+    "bound to a certificate": (claim(cnf={"x5t#S256": "bwcK0esc"}), 401, BOUND),
+    "bound to the hash of a key": (claim(cnf={"jkt": "0ZcOCORZ"}), 401, BOUND),
+    "bound to a key": (claim(cnf={"jwk": {"kty": "RSA"}}), 401, BOUND),
+    "bound to nothing": (claim(cnf={}), 401, BOUND),
+    "bound to null": (claim(cnf=None), 401, BOUND),
+    "issued to a client": (claim(azp="app", client_id="app"), 200, ""),
+    "the address of a genuine key": (header(jku="https://issuer.example/keys"), 200, ""),
+    "a genuine certificate": (header(x5u="https://issuer.example/c"), 200, ""),
+    "a key that is not used": (header(jwk=OTHER_KEY.as_dict(private=False)), 200, ""),
+}
+
+
+@pytest.mark.parametrize(("forge", "status", "words"), PURPOSES.values(), ids=PURPOSES.keys())
+def test_token_made_for_another_purpose_is_refused(
+    service: Service, forge: Forge, status: int, words: str
+) -> None:
+    response = service.get(forge(service.issuer))
+    assert response.status_code == status, response.text
+    assert words in response.text
 
 
 @pytest.mark.fault("tokens of unknown keys")
@@ -400,7 +466,12 @@ OVER_GRPC: dict[str, tuple[Forge, str, str]] = {
     "another signature": (changed(2, lambda text: text[:-8]), "UNAUTHENTICATED", "signature"),
     "an unknown key": (header(kid="unknown"), "UNAUTHENTICATED", "not among"),
     "expired": (claim(exp=NOW - 120), "UNAUTHENTICATED", "has expired"),
-    "its own key": (header(jwk={}), "UNAUTHENTICATED", "header 'jwk'"),
+    "its own key": (
+        forged(jwk=OTHER_KEY.as_dict(private=False)),
+        "UNAUTHENTICATED",
+        "invalid signature",
+    ),
+    "another type": (header(typ="logout+jwt"), "UNAUTHENTICATED", "type (typ)"),
     "a large one": (claim(padding=PADDING), "UNAUTHENTICATED", "8 KiB"),
 }
 

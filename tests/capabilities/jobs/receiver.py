@@ -1,9 +1,8 @@
-"""A server that receives callbacks, and event loops whose names resolve as a test wants."""
+"""A server that receives callbacks."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -88,30 +87,3 @@ def receiving_in_thread() -> Iterator[Receiver]:
 def answer(status: int, *headers: str, body: bytes = b"") -> bytes:
     lines = (f"HTTP/1.1 {status} x", f"Content-Length: {len(body)}", *headers)
     return "\r\n".join((*lines, "", "")).encode() + body
-
-
-class NamingLoop(asyncio.SelectorEventLoop):
-    """An event loop on which each lookup of a name has the next of these answers, and the last one again."""
-
-    def __init__(self, names: dict[str, list[list[str]]]) -> None:
-        super().__init__()
-        self._answers = {name: iterate(answers) for name, answers in names.items()}
-        self.lookups: list[str] = []
-
-    async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:
-        if host not in self._answers:
-            return await super().getaddrinfo(host, port, **options)
-        self.lookups.append(host)
-        addresses = next(self._answers[host])
-        if not addresses:
-            raise socket.gaierror
-        return [
-            (socket.AF_INET6 if ":" in address else socket.AF_INET, 0, 0, "", (address, port))
-            for address in addresses
-        ]
-
-
-def iterate(answers: list[list[str]]) -> Iterator[list[str]]:
-    yield from answers
-    while True:
-        yield answers[-1]

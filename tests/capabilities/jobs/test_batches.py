@@ -56,7 +56,7 @@ def process(zoo_triton: EmbeddedTriton, folder: Path) -> Iterator[GatewayProcess
         }
     )
     process.start()
-    for model in ("vector_FP32", "cancellable", "twins"):
+    for model in ("vector_FP32", "single_BYTES", "cancellable", "twins"):
         path = f"{process.url}/v2/repository/models/{model}/load"
         assert httpx.post(path, timeout=60).is_success
     yield process
@@ -121,6 +121,19 @@ def test_rows_come_in_their_order_each_with_its_result_or_error(client: httpx.Cl
     assert again.json()["id"] == job
     other = client.post(BATCH, content=b"{}", headers={**NDJSON, "Idempotency-Key": "rows"})
     assert other.status_code == 422
+
+
+def test_line_of_a_result_is_a_line_for_every_reader(client: httpx.Client) -> None:
+    texts = [f"a{separator}b" for separator in "\v\f\x1c\x1d\x1e\x85\u2028\u2029"]
+    rows: list[Any] = [{"custom_id": text, "inputs": text} for text in texts]
+    rows.append({"custom_id": "\u2028", "inputs": {"\u2029": 1}})
+    job = submit(client, rows, "/v1/models/single_BYTES/jobs")
+    wait_for(client, job)
+    *done, failed = read_rows(client, job)
+    assert [row["response"]["outputs"] for row in done] == [{"Y": text} for text in texts]
+    assert [row["custom_id"] for row in done] == texts
+    assert (failed["custom_id"], failed["status"]) == ("\u2028", 422)
+    assert failed["error"]["code"] == "DOES_NOT_FIT_MODEL"
 
 
 def test_files_of_a_form_are_rows(client: httpx.Client) -> None:

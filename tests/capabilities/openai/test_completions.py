@@ -39,6 +39,11 @@ ANY = "text_any/"  # the server accepts every name that begins like this
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 
 
+async def in_single_bytes(text: str) -> AsyncIterator[str | bytes]:
+    for byte in f"data: {json.dumps(text, ensure_ascii=False)}\n\ndata: [DONE]\n\n".encode():
+        yield bytes([byte])
+
+
 class CompletionServer:
     """A server of OpenAI's chat API, which answers with the words of the request in capitals."""
 
@@ -71,7 +76,10 @@ class CompletionServer:
         if document.get("user") == "page":
             return Response("<script>", media_type="text/html")
         if document.get("stream"):
-            return StreamingResponse(self.stream(document), media_type="text/event-stream")
+            chunks = self.stream(document)
+            if document.get("user") == "bytes":
+                chunks = in_single_bytes(document["messages"][0]["content"])
+            return StreamingResponse(chunks, media_type="text/event-stream")
         message = {"role": "assistant", "content": document["messages"][0]["content"].upper()}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         return JSONResponse(
@@ -84,7 +92,7 @@ class CompletionServer:
             }
         )
 
-    async def stream(self, document: dict[str, Any]) -> AsyncIterator[str]:
+    async def stream(self, document: dict[str, Any]) -> AsyncIterator[str | bytes]:
         try:
             for number in range(document.get("max_tokens", 3)):
                 choice = {"index": 0, "delta": {"content": f"{number} "}, "finish_reason": None}
@@ -207,10 +215,22 @@ def test_stream_that_its_server_aborts_is_aborted(server: CompletionServer) -> N
         command.wait_for("the response was aborted")
 
 
+def test_line_of_a_relayed_stream_is_a_line_for_every_reader(gateway: httpx.Client) -> None:
+    text = "\v\f\x1c\x1d\x1e\x85\u2028\u2029\u2027é€\u00a0\U0001f600"
+    messages = [{"role": "user", "content": text}]
+    body = {"model": MODEL, "messages": messages, "stream": True, "user": "bytes"}
+    headers = {"Authorization": f"Bearer {TEXTS}"}
+    response = gateway.post("/v1/chat/completions", json=body, headers=headers)
+    event, empty, *rest = response.content.decode().splitlines()
+    assert json.loads(event.removeprefix("data: ")) == text
+    assert (empty, rest) == ("", ["data: [DONE]", ""])
+
+
 class FastStream:
     """Stands for the response of a server whose next piece arrives in each pass of the event loop."""
 
     is_complete = False
+    is_event_stream = True
 
     def __init__(self) -> None:
         self.pieces = 0

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from gateway.embedded.supervisor import EmbeddedTriton
-from gateway.fleet.signatures import EXPIRE_AFTER_S
+from gateway.fleet.signatures import STALE_AFTER_S
 from tests.support.errors import assert_error
 from tests.support.model_zoo.zoo import (
     DATATYPES,
@@ -149,13 +149,13 @@ def test_model_that_changes_its_shape_is_described_again(
     assert outputs(model.infer([1, 2, 3, 4])) == {"Y": [1, 2, 3, 4]}
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_description_of_an_unused_model_expires(zoo: Zoo, zoo_triton: EmbeddedTriton) -> None:
-    """Takes 11 s: as long as the gateway relies on it, and a second more."""
+    """Takes 3 s: as long as a request relies on it, and a second more."""
     model = Changing.of(zoo, zoo_triton, "left_alone")
     model.change("[2]", "[3]")
     model.load_directly()
-    time.sleep(EXPIRE_AFTER_S + 1)
+    time.sleep(STALE_AFTER_S + 1)
     assert zoo.outputs(model.infer([1, 2, 3])) == {"Y": [1, 2, 3]}
 
 

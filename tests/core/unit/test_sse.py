@@ -1,4 +1,4 @@
-"""Events pass byte for byte, but for errors, however the bytes are split."""
+"""Events pass but for errors and line separators, however the bytes are split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gateway.capacity.admission import AdmissionQueue, Slot
 from gateway.fleet.inference import ResultStream
-from gateway.media_types import EVENT_STREAM
+from gateway.media_types import EVENT_STREAM, escape_line_separators
 from gateway.routes.infer import STREAM_FORMATS, InferStreamResponse
 from gateway.routes.passthrough.sse import MAX_HELD_EVENT_BYTES, EventStreamScrubber
 from gateway.telemetry.metrics import Metrics
@@ -42,7 +42,19 @@ def test_only_errors_are_rewritten_wherever_the_stream_is_cut(
 @given(st.binary(max_size=60), st.lists(st.integers(0, 999)))
 def test_other_data_passes_unchanged(junk: bytes, cuts: list[int]) -> None:
     stream = b"data: {}\n\n" + junk.replace(b"error", b"")
-    assert passed(stream, cuts) == stream
+    assert passed(stream, cuts) == escape_line_separators(stream)
+
+
+SEPARATED = 'data: {"text":"a\x85b\u2028\u2029c"}\n\n'.encode()
+ESCAPED = b'data: {"text":"a\\u0085b\\u2028\\u2029c"}\n\n'
+
+
+@given(st.lists(st.integers(0, 999)))
+def test_line_separator_is_escaped_wherever_the_stream_is_cut(cuts: list[int]) -> None:
+    assert passed(SEPARATED + BAD + SEPARATED, cuts) == ESCAPED + b'data: <{"error":>\n\n' + ESCAPED
+    # Other characters begin in the same way.
+    others = 'data: "\u2027\u20ac\xa0é\U0001f600"\n\n'.encode()
+    assert passed(others, cuts) == others
 
 
 def test_event_passes_as_soon_as_it_cannot_be_an_error() -> None:

@@ -19,6 +19,7 @@ from gateway.capabilities.jobs.job import MIN_ERROR_STATUS, Job
 from gateway.capabilities.jobs.replay import (
     BUSY_STATUSES,
     NO_ROOM_PAUSE_S,
+    BodyCheck,
     RequestReplay,
     ResponseCapture,
     build_receive,
@@ -29,7 +30,7 @@ from gateway.capabilities.jobs.replay import (
 from gateway.capabilities.jobs.service import Jobs
 from gateway.fleet.inference import InferenceService
 from gateway.fleet.signatures import SignatureCache
-from gateway.media_types import JSON, NDJSON
+from gateway.media_types import JSON, NDJSON, escape_line_separators
 from gateway.services import Services
 from gateway.tasks import cancel_tasks
 from gateway.telemetry.request_info import RequestInfo
@@ -45,6 +46,8 @@ REPORT_PERIOD_S: Final = 1.0
 MAX_UNREPORTED_BYTES: Final = 1 << 20
 # In Triton: one that is computed, and one that waits, so that there is always a next one.
 BATCHES_PER_INSTANCE: Final = 2
+# The end of a line in a JSON document is space between its tokens.
+LINE_END_TO_SPACE: Final = bytes.maketrans(b"\r\n", b"  ")
 
 
 class RowResult(NamedTuple):
@@ -95,6 +98,7 @@ class BatchRun:
 
     async def run(self) -> Job:
         try:
+            await self._check_body()
             await self._take_over_result()
             await self._run_rows()
         except (JobsFull, JobsUnavailable):
@@ -103,6 +107,12 @@ class BatchRun:
             await cancel_tasks([each.task for each in self._pending])
         return self._job.finish_batch(time.time())
 
+    async def _check_body(self) -> None:
+        """Read the whole body before its first row runs. Raises `JobNotTrusted`."""
+        check = BodyCheck(self._job)
+        async for piece in read_all_pieces(self._files, self._job.body_file, self._job.body_bytes):
+            check.add(piece)
+
     async def _take_over_result(self) -> None:
         """Copy the result of the run before, which may still write to its file."""
         before = self._job
@@ -110,16 +120,16 @@ class BatchRun:
         await self._files.write(own, b"")
         async for piece in read_all_pieces(self._files, before.result_file, before.result_bytes):
             await self._files.append(own, piece)
-        headers = [("content-type", NDJSON)]
+        headers = (("content-type", NDJSON),)
         await self._files.flush(own)
-        self._job = replace(before, result_file=own, response_headers=headers)
+        self._job = replace(before, result_token=before.token, response_headers=headers)
         await self._report_progress(self._job)
         if before.result_file:
             await self._files.delete(before.result_file)
 
     async def _run_rows(self) -> None:
         caller = self._replay.find_caller(self._job)
-        if caller is not None and caller.limits is not None:
+        if caller.limits is not None:
             self._max_running = min(self._max_running, caller.limits.max_inflight or sys.maxsize)
         reader = RowReader(self._files, self._job)
         await reader.skip(self._first_row)
@@ -179,7 +189,7 @@ class BatchRun:
         """Return the result of a row, which waits while the fleet is busy."""
         headers = [pair for pair in self._job.headers if pair[0] != "content-type"]
         headers.append(("content-type", row.content_type))
-        request = replace(self._job, headers=headers, body_bytes=len(row.body))
+        request = replace(self._job, headers=tuple(headers), body_bytes=len(row.body))
 
         async def read(_: int) -> bytes:
             return row.body
@@ -289,9 +299,8 @@ def build_line(row: Row, capture: ResponseCapture, info: RequestInfo) -> bytes:
     if capture.status >= MIN_ERROR_STATUS:
         document["error"] = {"code": info.error_code, "message": info.error_reason}
     elif content_type == JSON:
-        # A line feed in a JSON document is space between its tokens.
-        document["response"] = orjson.Fragment(capture.body.replace(b"\n", b" "))
+        document["response"] = orjson.Fragment(capture.body.translate(LINE_END_TO_SPACE))
     else:
         document["content_type"] = content_type
         document["base64"] = base64.b64encode(capture.body).decode()
-    return orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE)
+    return escape_line_separators(orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from email.utils import formatdate
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import trustme
 from standardwebhooks.webhooks import Webhook, WebhookVerificationError
 
-from gateway.capabilities.jobs.callback_hosts import CallbackHosts
+from gateway.capabilities.jobs.callback_urls import CallbackUrls
 from gateway.capabilities.jobs.callbacks import (
     DELAYS_S,
     MAX_JITTER,
@@ -31,47 +30,34 @@ from gateway.webhooks import (
     generate_secret,
     verify_callback,
 )
-from tests.capabilities.jobs.receiver import NamingLoop, Receiver, answer, receiving
+from tests.capabilities.jobs.receiver import Receiver, answer, receiving
 from tests.support.certificates import server_context, trusting
 
 BODY = '{"type":"job.done","data":{"text":"ä"}}'.encode()
 JOB = Job(
     id="0123456789abcdef0123456789abcdef", owner="shop", model="m", path="/v1/models/m/infer", query="",
-    headers=[["traceparent", "00-1-2-01"], ["x-other", "1"]], client="127.0.0.1", request_id="the-request",
-    caller="shop", key_digest="", body_bytes=0, body_digest="", created_at=1.0,
+    headers=(("traceparent", "00-1-2-01"), ("x-other", "1")), client="127.0.0.1", request_id="the-request",
+    caller="shop", caller_id="shop", body_digest="", request_digest="", created_at=1.0,
 )  # fmt: skip
 SECRET = generate_secret()
 TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # it trusts nobody
 
 
-async def attempt(
-    hosts: tuple[str, ...], url: str, tls: ssl.SSLContext = TLS, **values: Any
-) -> AttemptResult:
-    client = CallbackClient(CallbackHosts(hosts), tls)
+async def attempt(prefix: str, url: str, tls: ssl.SSLContext = TLS, **values: Any) -> AttemptResult:
+    client = CallbackClient(CallbackUrls((prefix,)), tls)
     job = replace(JOB, callback_url=url, **values)
     return await client.send(job, build_headers([SECRET], job.id, BODY), BODY)
 
 
 async def attempt_at(receiver: Receiver, *responses: bytes) -> AttemptResult:
     receiver.responses = list(responses)
-    return await attempt((f"127.0.0.1:{receiver.port}",), receiver.url)
-
-
-def run_with_names(
-    names: dict[str, list[list[str]]],
-    scene: Callable[[NamingLoop], Coroutine[Any, Any, None]],
-) -> None:
-    loop = NamingLoop(names)
-    try:
-        loop.run_until_complete(scene(loop))
-    finally:
-        loop.close()
+    return await attempt(receiver.url, receiver.url)
 
 
 async def test_receiver_gets_a_request_that_the_reference_library_verifies() -> None:
     old = generate_secret()
     async with receiving() as receiver:
-        client = CallbackClient(CallbackHosts((f"http://127.0.0.1:{receiver.port}",)), TLS)
+        client = CallbackClient(CallbackUrls((receiver.url,)), TLS)
         job = replace(JOB, callback_url=f"{receiver.url}?a=%20b")
         result = await client.send(job, build_headers([SECRET, old], job.id, BODY), BODY)
     assert result == AttemptResult()
@@ -134,8 +120,8 @@ async def test_status_decides(response: bytes, expected: AttemptResult) -> None:
 
 async def test_trace_context_that_is_none_is_left_out() -> None:
     async with receiving() as receiver:
-        hosts = (f"127.0.0.1:{receiver.port}",)
-        result = await attempt(hosts, receiver.url, headers=[["traceparent", "00-é"]])
+        headers = [["traceparent", "00-é"]]
+        result = await attempt(receiver.url, receiver.url, headers=headers)
     assert result == AttemptResult()
     assert "traceparent" not in receiver.received[0].headers
 
@@ -177,7 +163,7 @@ async def test_endless_response_is_read_up_to_a_limit() -> None:
 async def test_port_that_nobody_listens_on_is_a_failure() -> None:
     async with receiving() as receiver:
         pass
-    result = await attempt((f"127.0.0.1:{receiver.port}",), receiver.url)
+    result = await attempt(receiver.url, receiver.url)
     assert result.problem.startswith("the request failed: ")
 
 
@@ -196,109 +182,42 @@ async def test_proxy_and_passwords_of_the_environment_are_not_used(
     assert "authorization" not in receiver.received[0].headers
 
 
-# The list, and a URL on the receiver's port, which it must not reach.
-HOSTILE = {
-    "not listed": ("shop.example", "http://127.0.0.1:{port}/"),
-    "port": ("127.0.0.1:1", "http://127.0.0.1:{port}/"),
-    "scheme": ("plain.example:{port}", "http://plain.example:{port}/"),
-    "credentials": ("127.0.0.1:{port}", "http://user:secret@127.0.0.1:{port}/"),
-    "hidden host": ("shop.example", "http://shop.example@127.0.0.1:{port}/"),
-    "backslash": ("http://shop.example:{port}", "http://127.0.0.1:{port}\\@shop.example:{port}/"),
-    "short form": ("http://127.1:{port}", "http://127.1:{port}/"),
-    "number": ("http://2130706433:{port}", "http://2130706433:{port}/"),
-    "hexadecimal": ("http://0x7f.1:{port}", "http://0x7f.1:{port}/"),
-    "zero": ("http://0:{port}", "http://0:{port}/"),
-    "private": ("http://private.example:{port}", "http://private.example:{port}/"),
-    "metadata": ("http://metadata.example:{port}", "http://metadata.example:{port}/"),
-    "loopback": ("http://loopback.example:{port}", "http://loopback.example:{port}/"),
-    "IPv6 loopback": ("http://loopback6.example:{port}", "http://loopback6.example:{port}/"),
-    "[::1]": ("http://127.0.0.1:{port}", "http://[::1]:{port}/"),
-    "mapped": ("http://mapped.example:{port}", "http://mapped.example:{port}/"),
-    "NAT64": ("http://nat64.example:{port}", "http://nat64.example:{port}/"),
-    "6to4": ("http://6to4.example:{port}", "http://6to4.example:{port}/"),
-    "multicast": ("http://multicast.example:{port}", "http://multicast.example:{port}/"),
-    "one of two": ("http://both.example:{port}", "http://both.example:{port}/"),
-    "nothing": ("http://unknown.example:{port}", "http://unknown.example:{port}/"),
-    "another network": ("http://loopback.example:{port},10.0.0.0/8", "http://loopback.example:{port}/"),
-}  # fmt: skip
-NAMES: dict[str, list[list[str]]] = {
-    "private.example": [["192.168.1.1"]],
-    "metadata.example": [["169.254.169.254"]],
-    "loopback.example": [["127.0.0.1"]],
-    "loopback6.example": [["::1"]],
-    "mapped.example": [["::ffff:127.0.0.1"]],
-    "nat64.example": [["64:ff9b::7f00:1"]],
-    "6to4.example": [["2002:7f00:1::1"]],
-    "multicast.example": [["224.0.0.1"]],
-    "both.example": [["8.8.8.8", "127.0.0.1"]],
-    "unknown.example": [[]],
-}
+@pytest.mark.parametrize(
+    "suffix", ["2", "/../admin", "/%2e%2e/admin", "/..;/admin", "\\..\\admin", "%2f..%2fadmin"]
+)
+async def test_url_that_is_not_below_a_prefix_is_never_sent(suffix: str) -> None:
+    """The list may have changed, or another program has written the job."""
+    async with receiving() as receiver:
+        result = await attempt(receiver.url, f"{receiver.url}{suffix}")
+    assert not receiver.connections
+    assert result.is_final
+    assert result.problem.endswith(("is not allowed", "lists the prefixes of those that are"))
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_callback_is_not_sent(name: str) -> None:
-    async def scene(loop: NamingLoop) -> None:
-        async with receiving() as receiver:
-            entries, url = (each.format(port=receiver.port) for each in HOSTILE[name])
-            result = await attempt(tuple(entries.split(",")), url)
-        assert not receiver.connections
-        assert "secret" not in result.problem
-        allowed = ("not allowed", "not public", "cannot be resolved")
-        assert any(words in result.problem for words in allowed), result
-
-    run_with_names(NAMES, scene)
+async def test_name_that_is_unknown_is_a_failure_that_is_repeated() -> None:
+    url = "http://unknown.invalid/done"
+    result = await attempt(url, url)
+    assert result.problem.startswith("the request failed: ")
+    assert not result.is_final
 
 
-def test_connection_goes_to_the_address_that_was_checked() -> None:
-    """The name resolves to another address when it is asked again, as that of an attacker (rebinding)."""
-
-    async def scene(loop: NamingLoop) -> None:
-        async with receiving() as receiver, receiving("127.0.0.2", receiver.port) as inside:
-            entries = (f"http://shop.example:{receiver.port}", "127.0.0.1/32")
-            url = f"http://shop.example:{receiver.port}/"
-            assert await attempt(entries, url) == AttemptResult()
-            assert loop.lookups == ["shop.example"]
-            assert receiver.received[0].headers["host"] == f"shop.example:{receiver.port}"
-            assert "not public" in (await attempt(entries, url)).problem
-        assert len(receiver.connections) == 1
-        assert not inside.connections
-
-    run_with_names({"shop.example": [["127.0.0.1"], ["127.0.0.2"]]}, scene)
-
-
-def test_certificate_must_be_that_of_the_name() -> None:
+async def test_certificate_must_be_that_of_the_name() -> None:
     authority = trustme.CA()
-    context = server_context(authority, name="shop.example", wants_client=False)
+    context = server_context(authority, name="localhost", wants_client=False)
     seen: list[str | None] = []
 
     def note_name(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         seen.append(name)
 
     context.sni_callback = note_name
-
-    async def scene(loop: NamingLoop) -> None:
-        async with receiving(tls=context) as receiver:
-            places = [f"{name}:{receiver.port}" for name in ("shop.example", "other.example")]
-            entries = (*places, "127.0.0.1/32")
-            tls = trusting(authority)
-            results = [await attempt(entries, f"https://{each}/x", tls) for each in places]
-            assert results[0] == AttemptResult()
-            assert "CERTIFICATE_VERIFY_FAILED" in results[1].problem
-            assert seen == ["shop.example", "other.example"]
-            assert [each.headers["host"] for each in receiver.received] == places[:1]
-
-    run_with_names({name: [["127.0.0.1"]] for name in ("shop.example", "other.example")}, scene)
-
-
-def test_next_attempt_goes_to_the_next_address() -> None:
-    async def scene(loop: NamingLoop) -> None:
-        async with receiving("127.0.0.2") as receiver:
-            entries = (f"http://shop.example:{receiver.port}", "127.0.0.0/8")
-            url = f"http://shop.example:{receiver.port}/"
-            assert (await attempt(entries, url)).problem
-            assert await attempt(entries, url, callback_attempts=1) == AttemptResult()
-
-    run_with_names({"shop.example": [["127.0.0.3", "127.0.0.2"]]}, scene)
+    async with receiving(tls=context) as receiver:
+        places = [f"{host}:{receiver.port}" for host in ("localhost", "127.0.0.1")]
+        urls = [f"https://{each}/done" for each in places]
+        results = [await attempt(each, each, trusting(authority)) for each in urls]
+    assert results[0] == AttemptResult()
+    assert "CERTIFICATE_VERIFY_FAILED" in results[1].problem
+    assert seen == ["localhost", None]
+    assert [each.headers["host"] for each in receiver.received] == places[:1]
 
 
 def test_attempts_follow_the_schedule_until_it_ends() -> None:
