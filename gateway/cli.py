@@ -34,7 +34,7 @@ from gateway.commands.flags import (
 from gateway.commands.help import HelpAllOption, RootGroup, arrange_help
 from gateway.commands.job_commands import job_cli
 from gateway.commands.label_commands import label_cli
-from gateway.commands.target import OptionalTarget
+from gateway.commands.target import OptionalTarget, report_other_shapes
 from gateway.embedded.flags import TritonFlags
 from gateway.embedded.model_paths import exclude_startup_models
 from gateway.messages import CommandError, format_utc_time, parse_time, print_message, quote_text
@@ -374,7 +374,11 @@ def doctor(
     from gateway.capabilities.capability import FAILED
     from gateway.doctor.checks import ask_gateway, print_findings, run_checks
 
-    findings = list(ask_gateway(target)) if target.url else run_checks(host, port)
+    if target.url:
+        with report_other_shapes(target.url):
+            findings = list(ask_gateway(target))
+    else:
+        findings = run_checks(host, port)
     print_findings(findings, json=json)
     if any(finding.status == FAILED for finding in findings):
         raise SystemExit(1)

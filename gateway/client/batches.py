@@ -40,7 +40,7 @@ from gateway.client.calls import (
 )
 from gateway.client.errors import INVALID_RESPONSE, GatewayError
 from gateway.client.models import ModelInfo
-from gateway.client.replies import Reply, parse_json_object
+from gateway.client.replies import LineBuffer, Reply, parse_json_object
 from gateway.client.results import InferResult, decode_result, parse_result
 from gateway.client.uploads import StreamedBody
 from gateway.media_types import OCTET_STREAM
@@ -312,22 +312,16 @@ class BatchReader:
         self._has_ended = False
         self._rows = 0
         self._rows_at_connect = 0
-        self._partial: list[bytes] = []  # pieces of a line that is not complete
+        self._lines = LineBuffer(build_job_path(job))
 
     def start_connection(self) -> str:
         """Return the path of the rows that were not read yet."""
         self._rows_at_connect = self._rows
-        self._partial = []
+        self._lines.take_rest()
         return f"{build_job_path(self._job)}/result?after={self._rows}"
 
     def feed(self, data: bytes) -> Iterator[BatchOutcome]:
-        first, *more = data.split(b"\n")
-        self._partial.append(first)
-        if not more:
-            return
-        lines = [b"".join(self._partial), *more[:-1]]
-        self._partial = [more[-1]]
-        for line in lines:
+        for line in self._lines.feed(data):
             self._rows += 1
             yield self._decode_line(line)
 

@@ -13,9 +13,10 @@ from typing import Any, Final
 from urllib.parse import quote, urlencode
 
 from gateway.client.bodies import Body, CallInputs, Form, contains_files, encode_inputs, encode_json
-from gateway.client.errors import INVALID_RESPONSE, TIMEOUT, GatewayError
+from gateway.client.errors import INVALID_RESPONSE, TIMEOUT, GatewayError, InvalidRequest
 from gateway.client.models import ModelInfo, parse_model
 from gateway.client.replies import (
+    LineBuffer,
     Reply,
     decode_object,
     make_error,
@@ -53,9 +54,9 @@ def quote_part(text: str) -> str:
 
 
 def build_model_path(name: str, version: str = "") -> str:
-    """Return the path of a model. Raises `ValueError` for a name that would make another path of it."""
+    """Return the path of a model. Raises `InvalidRequest` for a name that would make another path of it."""
     if not name or name in DOT_SEGMENTS or version in DOT_SEGMENTS:
-        raise ValueError(f"{name!r} with version {version!r} is not a model")
+        raise InvalidRequest(f"{name!r} with version {version!r} is not a model")
     path = f"/v1/models/{quote_part(name)}"
     return f"{path}/versions/{quote_part(version)}" if version else path
 
@@ -282,19 +283,14 @@ class StreamDecoder:
         self._reply = reply
         self._info = info
         self._attempts = attempts
-        self._partial: list[bytes] = []  # pieces of a line that is not complete
+        self._lines = LineBuffer(reply.url)
 
     def feed(self, data: bytes) -> Iterator[InferResult]:
         """Yield the results of complete lines. Raises `GatewayError` for a line that is an error."""
-        first, *more = data.split(b"\n")
-        self._partial.append(first)
-        if more:
-            lines = [b"".join(self._partial), *more[:-1]]
-            self._partial = [more[-1]]
-            yield from map(self._decode, lines)
+        yield from map(self._decode, self._lines.feed(data))
 
     def finish(self) -> Iterator[InferResult]:
-        if line := b"".join(self._partial):
+        if line := self._lines.take_rest():
             yield self._decode(line)
 
     def _decode(self, line: bytes) -> InferResult:

@@ -11,6 +11,10 @@ INVALID_RESPONSE: Final = "INVALID_RESPONSE"
 UNREADABLE: Final = "UNREADABLE"
 
 
+class InvalidRequest(ValueError):
+    """A request that the client does not send: its path, for instance, is not one of a gateway."""
+
+
 class GatewayError(Exception):
     """A request that failed. Its text is the gateway's sentence, or says why there is no response.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,6 +10,8 @@ from typing import Any, Final, NoReturn
 
 from gateway.client.errors import INVALID_RESPONSE, GatewayError
 
+# Of a response, or of a line of a stream. The outputs of the largest inference fit, as text.
+MAX_RESPONSE_BYTES: Final = 1 << 30
 # The delay of a `Retry-After` that is a date.
 DEFAULT_RETRY_AFTER_S: Final = 1.0
 
@@ -33,6 +36,48 @@ class Reply:
 
     def with_content(self, content: bytes, elapsed_s: float) -> Reply:
         return replace(self, content=content, elapsed_s=elapsed_s)
+
+
+class ResponseBuffer:
+    """The bytes of a response in memory, up to a limit."""
+
+    def __init__(self, url: str, max_bytes: int = MAX_RESPONSE_BYTES) -> None:
+        self._url = url
+        self._max_bytes = max_bytes
+        self._file = io.BytesIO()
+
+    def add(self, data: bytes) -> None:
+        """Append bytes. Raises `GatewayError` above the limit."""
+        if self._file.tell() + len(data) > self._max_bytes:
+            message = f"the response of {self._url} is larger than {self._max_bytes} bytes"
+            raise GatewayError(message, INVALID_RESPONSE)
+        self._file.write(data)
+
+    def take(self) -> bytes:
+        """Return the bytes, and forget them."""
+        content = self._file.getvalue()
+        self._file = io.BytesIO()
+        return content
+
+
+class LineBuffer:
+    """Splits a response into lines."""
+
+    def __init__(self, url: str) -> None:
+        self._partial = ResponseBuffer(url)
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the lines that are complete. Raises `GatewayError` for one that is too long."""
+        first, *more = data.split(b"\n")
+        self._partial.add(first)
+        if not more:
+            return []
+        lines = [self._partial.take(), *more[:-1]]
+        self._partial.add(more[-1])
+        return lines
+
+    def take_rest(self) -> bytes:
+        return self._partial.take()
 
 
 def make_reply_error(reply: Reply) -> GatewayError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from zipfile import BadZipFile
@@ -11,6 +12,19 @@ from zipfile import BadZipFile
 from gateway.client.models import ModelInfo
 from gateway.client.replies import Reply, decode_object, make_invalid_response_error
 from gateway.media_types import IMAGE_SIGNATURES, NPZ, detect_media_type
+
+# What zipfile and NumPy raise for a damaged archive, an encrypted one and a single array.
+ARCHIVE_ERRORS: Final = (
+    OSError,
+    ValueError,
+    EOFError,
+    BadZipFile,
+    zlib.error,
+    RuntimeError,
+    TypeError,
+    AttributeError,
+    MemoryError,
+)
 
 
 class InferResult(Mapping[str, Any]):
@@ -86,7 +100,7 @@ def decode_arrays(reply: Reply, info: ModelInfo | None) -> dict[str, Any]:
 
     try:
         return decode_npz(reply.content, info.datatypes if info is not None else {})
-    except (OSError, ValueError, EOFError, BadZipFile) as exc:
+    except ARCHIVE_ERRORS as exc:
         raise make_invalid_response_error(reply, f"its response is no .npz file: {exc}") from None
 
 

@@ -11,16 +11,22 @@ import httpx
 
 from gateway import __version__
 from gateway.client.bodies import Body, Form
-from gateway.client.calls import ApiRequest
+from gateway.client.calls import DOT_SEGMENTS, ApiRequest
 from gateway.client.connection import GatewayAccess
 from gateway.client.errors import (
     CONNECTION_LOST,
-    INVALID_RESPONSE,
     TIMEOUT,
     UNREACHABLE,
     GatewayError,
+    InvalidRequest,
 )
-from gateway.client.replies import Reply, make_reply_error
+from gateway.client.replies import (
+    MAX_RESPONSE_BYTES,
+    Reply,
+    ResponseBuffer,
+    make_invalid_response_error,
+    make_reply_error,
+)
 from gateway.client.retries import CONNECT_TIMEOUT_S, Attempts
 from gateway.client.uploads import StreamedBody
 from gateway.media_types import JSON
@@ -30,13 +36,19 @@ FILE_NAME: Final = "file"
 # No error of a gateway is longer.
 MAX_ERROR_BYTES: Final = 1 << 20
 USER_AGENT: Final = f"triton-gateway-client/{__version__}"
+# A compressed response could become any amount of memory. The gateway compresses only its metrics.
+IDENTITY: Final = "identity"
 
 
 def create_http_options(access: GatewayAccess, proxy: str | None) -> dict[str, Any]:
     """Return the options of httpx's clients. Neither the environment nor `.netrc` changes the requests."""
     return {
         "base_url": access.address.base_url,
-        "headers": {"user-agent": USER_AGENT, **access.create_headers()},
+        "headers": {
+            "user-agent": USER_AGENT,
+            "accept-encoding": IDENTITY,
+            **access.create_headers(),
+        },
         "verify": access.create_ssl_context() or False,  # False skips loading the CA certificates
         "limits": httpx.Limits(
             max_connections=None, max_keepalive_connections=MAX_IDLE_CONNECTIONS
@@ -58,11 +70,7 @@ def translate_errors(base_url: str) -> Iterator[None]:
     except (httpx.ConnectError, httpx.ProxyError, UnicodeError) as exc:
         raise make_unreachable_error(base_url, describe_os_error(exc)) from None
     except httpx.LocalProtocolError as exc:
-        raise ValueError(f"the request is invalid: {exc}") from None
-    except httpx.DecodingError as exc:
-        raise GatewayError(
-            f"the response of {base_url} is damaged: {exc}", INVALID_RESPONSE
-        ) from None
+        raise InvalidRequest(f"the request is invalid: {exc}") from None
     except httpx.TransportError as exc:
         message = f"the connection to {base_url} was closed before the response was complete"
         raise GatewayError(message, CONNECTION_LOST) from exc
@@ -82,12 +90,27 @@ def make_unreachable_error(base_url: str, reason: str) -> GatewayError:
     return GatewayError(f"cannot reach the gateway at {base_url}: {reason}", UNREACHABLE)
 
 
+def check_path(path: str) -> None:
+    """Check that a request stays below the gateway's URL. Raises `InvalidRequest`.
+
+    To another server, it would take the key along.
+    """
+    segments = path.partition("?")[0].split("/")
+    if (
+        not path.startswith("/")
+        or path.startswith("//")
+        or not set(DOT_SEGMENTS).isdisjoint(segments)
+    ):
+        raise InvalidRequest(f"{path!r} is not a path of the gateway, such as /v1/models")
+
+
 def build_attempt(
     http: httpx.Client | httpx.AsyncClient,
     request: ApiRequest,
     attempts: Attempts,
     upload_options: dict[str, Any],
 ) -> httpx.Request:
+    check_path(request.path)
     timeout = httpx.Timeout(
         attempts.response_timeout_s, connect=min(CONNECT_TIMEOUT_S, attempts.remaining_s)
     )
@@ -101,14 +124,17 @@ def build_attempt(
         options = {"content": request.body.content}
         headers["content-type"] = request.body.content_type
     headers |= options.pop("headers", {})
-    return http.build_request(
-        request.method,
-        request.path,
-        params=request.query or None,
-        headers=headers,
-        timeout=timeout,
-        **options,
-    )
+    try:
+        return http.build_request(
+            request.method,
+            request.path,
+            params=request.query or None,
+            headers=headers,
+            timeout=timeout,
+            **options,
+        )
+    except (httpx.InvalidURL, UnicodeError) as exc:
+        raise InvalidRequest(f"the request is invalid: {exc}") from None
 
 
 def build_form_part(name: str, body: Body) -> tuple[str, tuple[str | None, bytes, str]]:
@@ -127,6 +153,13 @@ def make_reply(response: httpx.Response, content: bytes, attempts: Attempts) -> 
     )
 
 
+def check_encoding(head: Reply) -> None:
+    if head.headers.get("content-encoding", IDENTITY) != IDENTITY:
+        raise make_invalid_response_error(
+            head, "its response is compressed, which was not asked for"
+        )
+
+
 class OpenReply:
     """A successful response whose body is not read yet. `head` is the response without its body."""
 
@@ -136,8 +169,9 @@ class OpenReply:
         self.head = head
 
     def iter_bytes(self) -> Iterator[bytes]:
+        check_encoding(self.head)
         with translate_errors(self._base_url):
-            yield from self._response.iter_bytes()
+            yield from self._response.iter_raw()
 
     def close(self) -> None:
         """Close the connection if the body is not read to its end."""
@@ -147,8 +181,11 @@ class OpenReply:
 class Transport:
     """Sends requests, each once."""
 
-    def __init__(self, access: GatewayAccess, proxy: str | None) -> None:
+    def __init__(
+        self, access: GatewayAccess, proxy: str | None, max_bytes: int = MAX_RESPONSE_BYTES
+    ) -> None:
         self._base_url = access.address.base_url
+        self._max_bytes = max_bytes
         self._http = httpx.Client(**create_http_options(access, proxy))
 
     def close(self) -> None:
@@ -176,11 +213,11 @@ class Transport:
     def read(self, request: ApiRequest, attempts: Attempts) -> Reply:
         """Return a complete and successful response. Raises `GatewayError` for any other."""
         with closing(self.open(request, attempts)) as reply:
-            content = []
+            content = ResponseBuffer(reply.head.url, self._max_bytes)
             for data in reply.iter_bytes():
-                content.append(data)
+                content.add(data)
                 attempts.check_deadline()
-        return reply.head.with_content(b"".join(content), attempts.elapsed_s)
+        return reply.head.with_content(content.take(), attempts.elapsed_s)
 
 
 class AsyncOpenReply:
@@ -192,8 +229,9 @@ class AsyncOpenReply:
         self.head = head
 
     async def iter_bytes(self) -> AsyncIterator[bytes]:
+        check_encoding(self.head)
         with translate_errors(self._base_url):
-            async for data in self._response.aiter_bytes():
+            async for data in self._response.aiter_raw():
                 yield data
 
     async def aclose(self) -> None:
@@ -203,8 +241,11 @@ class AsyncOpenReply:
 class AsyncTransport:
     """Like `Transport`."""
 
-    def __init__(self, access: GatewayAccess, proxy: str | None) -> None:
+    def __init__(
+        self, access: GatewayAccess, proxy: str | None, max_bytes: int = MAX_RESPONSE_BYTES
+    ) -> None:
         self._base_url = access.address.base_url
+        self._max_bytes = max_bytes
         self._http = httpx.AsyncClient(**create_http_options(access, proxy))
 
     async def aclose(self) -> None:
@@ -232,7 +273,9 @@ class AsyncTransport:
         try:
             with anyio.fail_after(attempts.response_timeout_s):
                 async with aclosing(await self.open(request, attempts)) as reply:
-                    content = [data async for data in reply.iter_bytes()]
+                    content = ResponseBuffer(reply.head.url, self._max_bytes)
+                    async for data in reply.iter_bytes():
+                        content.add(data)
         except TimeoutError:
             raise attempts.create_timeout_error() from None
-        return reply.head.with_content(b"".join(content), attempts.elapsed_s)
+        return reply.head.with_content(content.take(), attempts.elapsed_s)

@@ -20,6 +20,7 @@ from gateway.commands.flags import (
     ModelArgument,
     TimeoutOption,
     add_flags,
+    add_target,
     format_examples,
 )
 from gateway.commands.replica_commands import replica_commands
@@ -56,7 +57,7 @@ TextsOption = Annotated[
         "triton-gateway infer MODEL photos/ --async --output results.jsonl",
     ),
 )
-@add_flags(Target)
+@add_target
 @add_flags(InferFlags)
 def infer(
     flags: InferFlags,
@@ -123,7 +124,7 @@ def choose_format(flags: InferFlags) -> OutputFormat:
 
 
 @cli.command(rich_help_panel=MODELS_PANEL)
-@add_flags(Target)
+@add_target
 def models(
     target: Target,
     ready: Annotated[bool, typer.Option("--ready", help="Only models that are ready.")] = False,
@@ -142,7 +143,7 @@ def models(
 
 
 @cli.command(rich_help_panel=OPERATION_PANEL)
-@add_flags(Target)
+@add_target
 def ready(target: Target, json: JsonOption = False) -> None:
     """Report whether requests can be served. The exit status is 1 if they cannot."""
     from gateway.commands import tables
@@ -188,7 +189,7 @@ def explain_not_ready(readiness: Mapping[str, Any]) -> str:
 
 
 @cli.command(rich_help_panel=MODELS_PANEL, epilog=format_examples("triton-gateway load MODEL"))
-@add_flags(Target)
+@add_target
 def load(
     target: Target,
     models: ModelsArgument,
@@ -202,7 +203,7 @@ def load(
     rich_help_panel=MODELS_PANEL,
     epilog=format_examples("triton-gateway unload ENSEMBLE --dependents"),
 )
-@add_flags(Target)
+@add_target
 def unload(
     target: Target,
     models: ModelsArgument,
@@ -260,7 +261,7 @@ def change_models(
         "triton-gateway push model.onnx --name digits --labels labels.txt --version 2",
     ),
 )
-@add_flags(Target)
+@add_target
 def push(
     target: Target,
     file: Annotated[
@@ -295,7 +296,7 @@ def push(
     rich_help_panel=MODELS_PANEL,
     epilog=format_examples("triton-gateway pull digits --output backup/"),
 )
-@add_flags(Target)
+@add_target
 def pull(
     target: Target,
     model: ModelArgument,
@@ -314,7 +315,7 @@ def pull(
 @cli.command(
     "rm", rich_help_panel=MODELS_PANEL, epilog=format_examples("triton-gateway rm digits/1")
 )
-@add_flags(Target)
+@add_target
 def remove(
     target: Target,
     names: Annotated[
@@ -334,7 +335,7 @@ def remove(
 
 
 @cli.command(rich_help_panel=OPERATION_PANEL)
-@add_flags(Target)
+@add_target
 def top(
     target: Target,
     interval: Annotated[float, typer.Option(min=0.1, help="Refresh interval, in seconds.")] = 1.0,
@@ -352,7 +353,7 @@ def top(
         "triton-gateway events --since 1h", "triton-gateway events --follow --json"
     ),
 )
-@add_flags(Target)
+@add_target
 def events(
     target: Target,
     since: Annotated[
@@ -376,7 +377,7 @@ def events(
 
 
 @cli.command(rich_help_panel=INFERENCE_PANEL)
-@add_flags(Target)
+@add_target
 def curl(target: Target, model: ModelArgument, version: VersionOption = "") -> None:
     """Print a curl command for the model."""
     with target.connect() as client:
@@ -393,7 +394,7 @@ def format_curl_header(target: Target) -> str:
     rich_help_panel=INFERENCE_PANEL,
     epilog=format_examples("triton-gateway describe MODEL"),
 )
-@add_flags(Target)
+@add_target
 def describe(
     target: Target, model: ModelArgument, version: VersionOption = "", json: JsonOption = False
 ) -> None:
@@ -415,7 +416,7 @@ def describe(
         "triton-gateway bench MODEL photo.jpg",
     ),
 )
-@add_flags(Target)
+@add_target
 def bench(
     target: Target,
     model: ModelArgument,

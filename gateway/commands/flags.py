@@ -12,7 +12,7 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 import typer
 
 from gateway.commands.help import HelpAllOption
-from gateway.commands.target import complete_model_name
+from gateway.commands.target import Target, complete_model_name, report_other_shapes
 
 F = TypeVar("F")
 P = ParamSpec("P")
@@ -42,6 +42,17 @@ def add_flags(
         return run
 
     return decorate
+
+
+def add_target(command: Callable[Concatenate[Target, P], None]) -> Callable[..., None]:
+    """Add the flags of a `Target`, whose responses may have any shape, to a command."""
+
+    @wraps(command)
+    def run(target: Target, /, *arguments: P.args, **values: P.kwargs) -> None:
+        with report_other_shapes(target.url):
+            command(target, *arguments, **values)
+
+    return add_flags(Target)(run)
 
 
 # Titles of the groups of commands in the help.

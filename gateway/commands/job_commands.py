@@ -10,9 +10,9 @@ from typing import Annotated, Any, Final
 import typer
 
 from gateway.commands.errors import ClientError, UsageError
-from gateway.commands.flags import JsonOption, add_flags, format_examples
+from gateway.commands.flags import JsonOption, add_target, format_examples
 from gateway.commands.target import Target
-from gateway.messages import escape_unprintable
+from gateway.messages import escape_unprintable, escape_unprintable_json
 
 job_cli = typer.Typer(
     no_args_is_help=True, help="See, await and cancel the jobs that infer --async submits."
@@ -25,7 +25,7 @@ JobId = Annotated[str, typer.Argument(metavar="JOB", help="ID of the job.")]
 
 
 @job_cli.command("list")
-@add_flags(Target)
+@add_target
 def print_jobs(
     target: Target,
     state: Annotated[str, typer.Option(help="Only jobs in this state, such as running.")] = "",
@@ -47,7 +47,7 @@ def print_jobs(
 
 
 @job_cli.command("get")
-@add_flags(Target)
+@add_target
 def show_job(target: Target, job: JobId, json: JsonOption = False) -> None:
     """Show a job: its state, its place in the queue and its progress."""
     from gateway.client.calls import build_job_path
@@ -57,7 +57,7 @@ def show_job(target: Target, job: JobId, json: JsonOption = False) -> None:
 
 
 @job_cli.command("wait")
-@add_flags(Target)
+@add_target
 def await_job(
     target: Target,
     job: JobId,
@@ -73,7 +73,7 @@ def await_job(
 
 
 @job_cli.command("cancel")
-@add_flags(Target)
+@add_target
 def cancel_or_delete_job(target: Target, job: JobId, json: JsonOption = False) -> None:
     """Cancel a job; delete one that has ended, with its result."""
     with target.connect() as client:
@@ -81,18 +81,19 @@ def cancel_or_delete_job(target: Target, job: JobId, json: JsonOption = False) -
 
 
 @job_cli.command("result", epilog=format_examples("triton-gateway jobs result JOB > result.json"))
-@add_flags(Target)
+@add_target
 def print_result(target: Target, job: JobId) -> None:
-    """Print the result of a job: the response of its request, byte for byte."""
+    """Print the result of a job: the response of its request, byte for byte unless to a terminal."""
     from gateway.client.calls import build_job_path
 
+    is_terminal = sys.stdout.isatty()
     with target.connect() as client:
         for data in client.download(f"{build_job_path(job)}/result"):
-            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.write(escape_bytes(data) if is_terminal else data)
 
 
 @job_cli.command("secret")
-@add_flags(Target)
+@add_target
 def print_secret(target: Target) -> None:
     """Print the secret that signs callbacks of keys without one of their own. Requires the role admin."""
     from gateway.client.calls import JOBS_PATH
@@ -141,6 +142,10 @@ def verify_body(
     except ValueError as exc:
         raise UsageError(f"--secret is invalid: {exc}") from None
     typer.echo("the signature is right")
+
+
+def escape_bytes(data: bytes) -> bytes:
+    return escape_unprintable_json(data.decode(errors="replace")).encode()
 
 
 def split_header(line: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from gateway.commands.errors import UsageError
-from gateway.commands.flags import JsonOption, ModelArgument, add_flags
+from gateway.commands.flags import JsonOption, ModelArgument, add_target
 from gateway.commands.target import Target
 from gateway.messages import escape_unprintable
 
@@ -19,7 +19,7 @@ LabelName = Annotated[str, typer.Argument(metavar="LABEL", help="Name of the lab
 
 
 @label_cli.command("set")
-@add_flags(Target)
+@add_target
 def set_model_label(
     target: Target,
     model: ModelArgument,
@@ -40,14 +40,14 @@ def set_model_label(
 
 
 @label_cli.command("list")
-@add_flags(Target)
+@add_target
 def list_model_labels(target: Target, model: ModelArgument, json: JsonOption = False) -> None:
     """List the labels of a model."""
     print_labels(target, "GET", model, "", json)
 
 
 @label_cli.command("delete")
-@add_flags(Target)
+@add_target
 def delete_model_label(
     target: Target, model: ModelArgument, label: LabelName, json: JsonOption = False
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 import typer
 
 from gateway.commands.errors import UsageError
-from gateway.commands.flags import JsonOption, TimeoutOption, add_flags
+from gateway.commands.flags import JsonOption, TimeoutOption, add_target
 from gateway.commands.target import Target
 from gateway.messages import escape_unprintable
 
@@ -23,7 +23,7 @@ AddressArgument = Annotated[
 
 
 @replica_commands.callback()
-@add_flags(Target)
+@add_target
 def replicas(
     target: Target,
     context: typer.Context,
@@ -42,21 +42,21 @@ def replicas(
 
 
 @replica_commands.command()
-@add_flags(Target)
+@add_target
 def cordon(target: Target, address: AddressArgument) -> None:
     """Send no new requests to a replica."""
     typer.echo(call_replica(target, address, "cordon", 60.0))
 
 
 @replica_commands.command()
-@add_flags(Target)
+@add_target
 def uncordon(target: Target, address: AddressArgument) -> None:
     """Send requests to a replica again."""
     typer.echo(call_replica(target, address, "uncordon", 60.0))
 
 
 @replica_commands.command()
-@add_flags(Target)
+@add_target
 def drain(
     target: Target, address: AddressArgument, timeout: TimeoutOption = DRAIN_TIMEOUT_S
 ) -> None:

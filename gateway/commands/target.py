@@ -30,6 +30,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 COMMAND_TIMEOUT_S: Final = 60.0
 COMPLETION_TIMEOUT_S: Final = 1.0
+# What the fields of a document raise that has another shape.
+SHAPE_ERRORS: Final = (
+    LookupError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,23 @@ def report_gateway_errors() -> Iterator[None]:
         raise make_command_error(exc) from None
 
 
+@contextmanager
+def report_other_shapes(url: str) -> Iterator[None]:
+    """Report a response that has another shape than a gateway's, and arguments that make no request."""
+    try:
+        with report_gateway_errors():
+            yield
+    except SHAPE_ERRORS as exc:
+        from gateway.client.errors import InvalidRequest
+
+        if isinstance(exc, InvalidRequest):
+            raise UsageError(str(exc)) from None
+        raise GatewayUnreachable(
+            f"a response of {url} has another shape than a gateway's ({exc!r}); check that the URL is the "
+            "gateway's"
+        ) from None
+
+
 def make_command_error(error: GatewayError) -> ClientError:
     from gateway.client.errors import INVALID_RESPONSE, UNREACHABLE
 
@@ -145,7 +171,7 @@ def complete_model_name(context: typer.Context, incomplete: str) -> list[str]:
             names = [
                 model.name for model in client.models() if shlex.quote(model.name) == model.name
             ]
-    except (CommandError, GatewayError, LookupError, TypeError):  # another server answered, or none
+    except (CommandError, GatewayError, *SHAPE_ERRORS):  # another server answered, or none
         return []
     given = flags.get("models") or flags.get("names") or ()
     return [name for name in names if name.startswith(incomplete) and name not in given]

@@ -18,8 +18,10 @@ from rich.live import Live
 from rich.text import Text
 
 from gateway.client import Client, GatewayError
+from gateway.client.replies import ResponseBuffer
 from gateway.commands import tables
 from gateway.commands.errors import ACCESS_STATUSES, ClientError
+from gateway.messages import escape_unprintable
 from gateway.telemetry.exposition import (
     LABEL_PAIR,
     Families,
@@ -141,9 +143,11 @@ def ignore_missing_rights() -> Iterator[None]:
 
 
 def read_families(client: Client) -> Families:
-    page = b"".join(client.download("/metrics"))
+    page = ResponseBuffer(client.url)
+    for data in client.download("/metrics"):
+        page.add(data)
     try:
-        return parse_families(split_page(page))
+        return parse_families(split_page(page.take()))
     except InvalidExposition as exc:
         raise ClientError(f"the metrics page cannot be read: {exc}") from None
 
@@ -168,9 +172,10 @@ def render_snapshot(current: GatewaySnapshot, previous: GatewaySnapshot) -> Rend
     counts = {name: traffic.count for name, traffic in changes.items() if traffic.count}
     active = [model for model in current.models if model["name"] in counts]
     active.sort(key=lambda model: (-counts[model["name"]], model["name"]))
-    parts: list[RenderableType] = [Text(format_fleet(current, changes.values(), elapsed_s), "bold")]
+    fleet = format_fleet(current, changes.values(), elapsed_s)
+    parts: list[RenderableType] = [Text(escape_unprintable(fleet), "bold")]
     if queue := format_queue(current.queue, previous.queue, elapsed_s):
-        parts.append(Text(queue))
+        parts.append(Text(escape_unprintable(queue)))
     if current.replicas:
         replicas = map(tables.format_replica_row, current.replicas)
         parts.append(tables.build_table(tables.REPLICA_COLUMNS, replicas))
@@ -178,7 +183,8 @@ def render_snapshot(current: GatewaySnapshot, previous: GatewaySnapshot) -> Rend
     parts += [Text(), tables.build_table(TRAFFIC_COLUMNS, rows)]
     idle = [shorten_name(each["name"]) for each in current.models if each not in active]
     line = f"{len(idle)} without requests: {', '.join(idle)}"
-    return Group(*parts, Text(line, "dim", no_wrap=True, overflow="ellipsis"))
+    folded = Text(escape_unprintable(line), "dim", no_wrap=True, overflow="ellipsis")
+    return Group(*parts, folded)
 
 
 def format_fleet(

@@ -25,6 +25,7 @@ from tests.support.gateway_forks import fork_gateway, run_gateway
 from tests.support.keys import ADMIN, BOTH, INFER, METRICS, bearer, entry, written
 from tests.support.model_zoo.zoo import Zoo
 from tests.support.servers import GatewayProcess
+from tests.support.terminal import call_in_terminal
 from tests.support.wait import wait_until
 
 VECTOR = "/v1/models/vector_FP32/infer"
@@ -192,6 +193,19 @@ def test_commands_submit_await_and_cancel_a_job(service: Service, tmp_path: Path
     assert service.run("jobs", "cancel", job)[1].split()[1] == "done"
     done = run_gateway("jobs", "wait", job, "--url", service.process.url, "--key", INFER)
     assert (done.returncode, "does not exist" in done.stderr) == (1, True)
+
+
+def test_result_in_a_terminal_has_no_control_sequences(service: Service) -> None:
+    text = "a\x9b31m\u202eb"
+    url = "/v1/models/single_BYTES/infer"
+    headers = {**bearer(INFER), "Prefer": "respond-async"}
+    job = service.client.post(url, json={"inputs": text}, headers=headers).json()["id"]
+    service.run("jobs", "wait", job)
+    arguments = ("jobs", "result", job, "--url", service.process.url, "--key", INFER)
+    shown = call_in_terminal(*arguments)
+    assert r"a\u009b31m\u202eb" in shown
+    assert json.loads(shown)["outputs"] == {"Y": text}
+    assert text in run_gateway(*arguments).stdout
 
 
 def test_folder_runs_as_one_job_with_the_records_of_infer(service: Service, tmp_path: Path) -> None:
