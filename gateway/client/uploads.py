@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import os
 import tarfile
 import tempfile
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import BinaryIO, Final
 
+from gateway.client.bodies import Form, StreamedBody
 from gateway.client.errors import UNREADABLE, GatewayError
 from gateway.media_types import OCTET_STREAM
 
@@ -47,39 +46,23 @@ class ModelSource:
         return name
 
 
-class StreamedBody(ABC):
-    """A body that is read while it is sent. The methods return the options of a request of httpx."""
-
-    @abstractmethod
-    def create_options(self) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def create_async_options(self) -> dict[str, Any]: ...
-
-
 @dataclass(frozen=True)
-class UploadContent(StreamedBody):
+class UploadContent:
+    """The files of an upload, open for reading."""
+
     model: str
     file: BinaryIO
     file_name: str
     digest: bytes  # SHA-256; empty for a file that can be read only once
     attached: dict[str, tuple[str, BinaryIO]] = field(default_factory=dict)
 
-    def create_options(self) -> dict[str, Any]:
+    def create_body(self) -> Form | StreamedBody:
         if self.attached:
-            return {"files": {"model": (self.file_name, self.file), **self.attached}}
-        return {"content": read_pieces(self.file), "headers": self._create_headers()}
-
-    def create_async_options(self) -> dict[str, Any]:
-        if self.attached:
-            return self.create_options()
-        return {"content": read_pieces_async(self.file), "headers": self._create_headers()}
-
-    def _create_headers(self) -> dict[str, str]:
+            return Form([("model", (self.file_name, self.file)), *self.attached.items()])
         headers = {"content-type": OCTET_STREAM}
         if self.digest:
             headers["repr-digest"] = f"sha-256=:{base64.b64encode(self.digest).decode()}:"
-        return headers
+        return StreamedBody(read_pieces(self.file), headers)
 
 
 @contextmanager
@@ -147,9 +130,4 @@ def hash_file(file: BinaryIO) -> bytes:
 
 def read_pieces(file: BinaryIO) -> Iterator[bytes]:
     while piece := file.read(PIECE_BYTES):
-        yield piece
-
-
-async def read_pieces_async(file: BinaryIO) -> AsyncIterator[bytes]:
-    while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
         yield piece
