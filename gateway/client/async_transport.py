@@ -108,7 +108,9 @@ class AsyncTransport:
         return make_reply(response, content.take())
 
     async def read_pieces(self, response: httpx.Response) -> AsyncIterator[bytes]:
-        check_encoding(response)
+        if response.headers.get("content-encoding", IDENTITY) != IDENTITY:
+            reason = "its response is compressed, which was not asked for"
+            raise make_wrong_server_error(str(response.url), reason)
         with translate_errors(self._base_url):
             async for data in response.aiter_raw():
                 yield data
@@ -122,7 +124,7 @@ class AsyncTransport:
         async for data in self.read_pieces(response):
             for line in lines.feed(data):
                 yield replace(head, content=line)
-        if line := lines.take_rest():
+        if line := lines.take():
             yield replace(head, content=line)
 
 
@@ -208,9 +210,3 @@ def build_attempt(
 
 def make_reply(response: httpx.Response, content: bytes) -> Reply:
     return Reply(str(response.url), response.status_code, response.headers, content)
-
-
-def check_encoding(response: httpx.Response) -> None:
-    if response.headers.get("content-encoding", IDENTITY) != IDENTITY:
-        reason = "its response is compressed, which was not asked for"
-        raise make_wrong_server_error(str(response.url), reason)

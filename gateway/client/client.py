@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from functools import partial
 from importlib.util import find_spec
 from math import ceil
-from typing import Any, BinaryIO, Final, TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import urlencode
 
 from gateway.client.calls import (
@@ -45,7 +45,7 @@ from gateway.client.replies import LineBuffer, Reply, ResponseDocument, decode_o
 from gateway.client.results import InferResult, decode_result
 from gateway.client.retries import Attempts, can_retry
 from gateway.client.threads import infer_many
-from gateway.client.uploads import ModelSource, open_upload
+from gateway.client.uploads import ModelSource, find_model_name, open_body
 from gateway.media_types import NDJSON
 
 T = TypeVar("T")
@@ -336,7 +336,7 @@ class Client:
 
     def push(
         self,
-        source: str | os.PathLike[str] | BinaryIO,
+        source: ModelSource,
         *,
         name: str = "",
         version: str | int = "",
@@ -346,12 +346,12 @@ class Client:
         timeout_s: float = OPERATION_TIMEOUT_S,
     ) -> dict[str, Any]:
         """Upload a model file, archive or folder, and load it; return what the gateway stored."""
-        upload = ModelSource(source, name, str(version), config=config, labels=labels, load=load)
+        path = build_model_path(find_model_name(source, name), version)
+        query = {} if load else {"load": "false"}
+        opened = open_body(source, {"config": config, "labels": labels})
         with ExitStack() as stack:
-            content = stack.enter_context(open_upload(upload))
-            path = build_model_path(content.model, version)
-            query = {} if load else {"load": "false"}
-            request = ApiRequest("PUT", path, query=query, body=content.create_body())
+            body = stack.enter_context(opened)
+            request = ApiRequest("PUT", path, query=query, body=body)
             reply = self._send(request, self._start_attempts(timeout_s, retries=0))
             return decode_object(reply)
 

@@ -55,17 +55,11 @@ class Job:
 
 
 def parse_job(document: Mapping[str, Any]) -> Job:
-    progress = document["progress"]
     return Job(
-        document["id"],
-        document["state"],
-        document["model"],
-        document["kind"],
-        progress["total"],
-        progress["done"],
-        progress["failed"],
-        document.get("error", {}).get("message", ""),
-        document,
+        **{name: document[name] for name in ("id", "state", "model", "kind")},
+        **{name: document["progress"][name] for name in ("total", "done", "failed")},
+        error=document.get("error", {}).get("message", ""),
+        document=document,
     )
 
 

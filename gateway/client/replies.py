@@ -54,24 +54,18 @@ class ResponseBuffer:
         return content
 
 
-class LineBuffer:
-    """Splits a response into lines."""
-
-    def __init__(self, url: str) -> None:
-        self._partial = ResponseBuffer(url)
+class LineBuffer(ResponseBuffer):
+    """A response that is taken line by line."""
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the lines that are complete. Raises `GatewayError` for one that is too long."""
         first, *more = data.split(b"\n")
-        self._partial.add(first)
+        self.add(first)
         if not more:
             return []
-        lines = [self._partial.take(), *more[:-1]]
-        self._partial.add(more[-1])
+        lines = [self.take(), *more[:-1]]
+        self.add(more[-1])
         return lines
-
-    def take_rest(self) -> bytes:
-        return self._partial.take()
 
 
 def make_error(reply: Reply) -> GatewayError:
@@ -88,7 +82,7 @@ def make_error(reply: Reply) -> GatewayError:
         str(document.get("code", "")),
         reply.status,
         request_id=str(document.get("request_id", reply.headers.get("x-request-id", ""))),
-        retry_after_s=parse_retry_after(reply.headers.get("retry-after", "")),
+        retry_after_s=parse_retry_after(reply.headers.get("retry-after")),
         document=document,
     )
 
@@ -97,9 +91,9 @@ def make_wrong_server_error(url: str, reason: str) -> GatewayError:
     return GatewayError(f"the server at {url} is not a gateway: {reason}", INVALID_RESPONSE)
 
 
-def parse_retry_after(value: str) -> float | None:
+def parse_retry_after(value: str | None) -> float | None:
     """Return the seconds of `Retry-After` (RFC 9110, section 10.2.3); None without the header."""
-    if not value:
+    if value is None:
         return None
     return float(value) if value.isascii() and value.isdigit() else DEFAULT_RETRY_AFTER_S
 

@@ -106,7 +106,9 @@ class Transport:
         return make_reply(response, content.take())
 
     def read_pieces(self, response: httpx.Response) -> Iterator[bytes]:
-        check_encoding(response)
+        if response.headers.get("content-encoding", IDENTITY) != IDENTITY:
+            reason = "its response is compressed, which was not asked for"
+            raise make_wrong_server_error(str(response.url), reason)
         with translate_errors(self._base_url):
             yield from response.iter_raw()
 
@@ -119,7 +121,7 @@ class Transport:
         for data in self.read_pieces(response):
             for line in lines.feed(data):
                 yield replace(head, content=line)
-        if line := lines.take_rest():
+        if line := lines.take():
             yield replace(head, content=line)
 
 
@@ -203,9 +205,3 @@ def build_attempt(http: httpx.Client, request: ApiRequest, attempts: Attempts) -
 
 def make_reply(response: httpx.Response, content: bytes) -> Reply:
     return Reply(str(response.url), response.status_code, response.headers, content)
-
-
-def check_encoding(response: httpx.Response) -> None:
-    if response.headers.get("content-encoding", IDENTITY) != IDENTITY:
-        reason = "its response is compressed, which was not asked for"
-        raise make_wrong_server_error(str(response.url), reason)

@@ -170,7 +170,7 @@ def test_line_is_kept_up_to_a_limit() -> None:
         [b"d", b""],
         [],
     ]
-    assert lines.take_rest() == b"e"
+    assert lines.take() == b"e"
 
 
 def deflate(entries: Mapping[str, bytes]) -> bytes:

@@ -33,11 +33,10 @@ from tests.interface import sync_client
 from tests.support.certificates import server_context
 from tests.support.certificates import serving as serving_over_tls
 from tests.support.gateway_forks import run_gateway
-from tests.support.keys import INFER, entry, written
 from tests.support.measurements import assert_number
 from tests.support.metrics import metric
 from tests.support.model_zoo.zoo import Zoo
-from tests.support.servers import ROOT, GatewayProcess, gateway
+from tests.support.servers import ROOT
 from tests.support.wait import wait_until
 
 # Beside httpx, which is imported by the first client, and NumPy, by the first array.
@@ -332,56 +331,6 @@ def test_iteration_that_ends_cancels_what_runs(gw: Client, url: str) -> None:
         break
     assert threading.active_count() == threads
     wait_until(lambda: requests_in_flight(url) == 0)
-
-
-@pytest.mark.long
-def test_rate_limit_is_waited_for(url: str, zoo_as_written: Zoo, tmp_path: Path) -> None:
-    keys = written(tmp_path / "keys.yaml", [entry(INFER, "infer", requests_per_second=4)])
-    triton = zoo_as_written.client.get("/v1/replicas").json()["replicas"][0]["address"]
-    with (
-        gateway(f"http://{triton}", keys_file=str(keys)) as (limited, _),
-        Client(str(limited.base_url), key=INFER, arrays=False) as client,
-        Client(str(limited.base_url), key=INFER, arrays=False, retries=0) as impatient,
-    ):
-        texts = [str(number) for number in range(12)]
-        assert [client.infer("single_BYTES", text).text for text in texts] == texts
-        assert client.retry_count > 0
-        with pytest.raises(GatewayError, match="may send 4 requests a second") as caught:
-            _ = [impatient.infer("single_BYTES", text) for text in texts]
-        assert caught.value.status == 429
-        assert caught.value.retry_after_s is not None
-        with (
-            Client(str(limited.base_url), key="wrong") as stranger,
-            pytest.raises(GatewayError) as caught,
-        ):
-            stranger.models()
-        assert (caught.value.code, caught.value.status) == ("UNAUTHENTICATED", 401)
-
-
-@pytest.mark.long
-def test_gateway_that_is_killed_is_reported_or_awaited(zoo_as_written: Zoo) -> None:
-    zoo_as_written.load("sleeping")
-    triton = zoo_as_written.client.get("/v1/replicas").json()["replicas"][0]["address"]
-    process = GatewayProcess({"GATEWAY_TRITON_URLS": f"http://{triton}"})
-    process.start()
-    try:
-        with (
-            Client(process.url, arrays=False) as client,
-            Client(process.url, arrays=False, retries=0) as impatient,
-            ThreadPoolExecutor() as pool,
-        ):
-            client.wait_ready("sleeping")
-            awaited = pool.submit(client.infer, "sleeping", 3.0)
-            reported = pool.submit(impatient.infer, "sleeping", 3.0)
-            wait_until(lambda: requests_in_flight(process.url) == 2)
-            process.kill()
-            assert isinstance(error := reported.exception(), GatewayError)
-            assert error.code == CONNECTION_LOST
-            process.start()
-            assert awaited.result()["Y"] == 3.0
-            assert client.retry_count > 0
-    finally:
-        process.stop()
 
 
 class Script(BaseHTTPRequestHandler):
