@@ -152,7 +152,7 @@ STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=3s --start-period=60s \
   CMD ["python3", "-I", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8080/livez', timeout=2)"]
 ENTRYPOINT ["triton-gateway"]
-CMD ["up", "--host", "0.0.0.0"]
+CMD ["up", "--host", "::"]
 ARG VERSION REVISION PYTHON_IMAGE PYTHON_DIGEST
 LABEL org.opencontainers.image.title="triton-gateway-embedded" \
       org.opencontainers.image.description="triton-gateway and a CPU tritonserver in one container." \
@@ -182,7 +182,7 @@ STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=3s --start-period=10s \
   CMD ["python3", "-I", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8080/livez', timeout=2)"]
 ENTRYPOINT ["triton-gateway"]
-CMD ["serve", "--host", "0.0.0.0"]
+CMD ["serve", "--host", "::"]
 ARG VERSION REVISION GATEWAY_IMAGE GATEWAY_DIGEST
 LABEL org.opencontainers.image.title="triton-gateway" \
       org.opencontainers.image.description="The REST front door of NVIDIA Triton Inference Server." \

@@ -67,7 +67,14 @@ class GatewayFastAPI(FastAPI):
     _serialized_document = b""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(openapi_url=None, docs_url=None, redoc_url=None, **options)
+        super().__init__(
+            openapi_url=None,
+            docs_url=None,
+            redoc_url=None,
+            # A redirect would have the scheme and the path of this connection, not those of a proxy's client.
+            redirect_slashes=False,
+            **options,
+        )
         self.error_schemas: dict[str, Mapping[str, Any]] = dict(ERROR_SCHEMAS)
         self._document_turn = asyncio.Lock()
         self.add_route("/openapi.json", self.get_document, include_in_schema=False)

@@ -87,6 +87,8 @@ class Caller:
     digest: bytes = field(default=b"", repr=False)
     rights: frozenset[Right] = frozenset()
     kind: CallerKind = CallerKind.key
+    # Whose the jobs are that it sends: a name can be given to another key later.
+    id: str = ""
     may_administer_locally: bool = False  # a local program of the gateway's user has all rights
     _visibility_cache: dict[str, bool] = field(default_factory=dict, repr=False, compare=False)
 

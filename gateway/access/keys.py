@@ -14,7 +14,7 @@ import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
 from functools import partial
 from hmac import compare_digest
@@ -31,6 +31,7 @@ from gateway.webhooks import SECRET_PREFIX, decode_secret
 
 KEY_PREFIX: Final = "tgw_"  # lets secret scanners find leaked keys
 KEY_BYTES: Final = 32
+KEY_ID_BYTES: Final = 8
 # The name is logged, so it must not be the key itself.
 KEY_NAME: Final = re.compile(rf"(?!{KEY_PREFIX})[\w.@:/+-]{{1,64}}", re.ASCII)
 SHA256_HEX: Final = re.compile(r"[0-9a-fA-F]{64}")
@@ -40,7 +41,7 @@ TIME_FIELDS: Final = ("not_before", "expires")
 RIGHTS_FIELDS: Final = {
     "name", "roles", "models", "priority", "callback_secrets", *LIMIT_FIELDS,
 }  # fmt: skip
-KEY_FIELDS: Final = RIGHTS_FIELDS | {"sha256", *TIME_FIELDS}
+KEY_FIELDS: Final = RIGHTS_FIELDS | {"id", "sha256", *TIME_FIELDS}
 MAX_REQUEST_RATE: Final = 1e9
 MAX_COUNT: Final = 10**15  # Redis counts in floating point
 NO_LIMITS: Final = CallerLimits()
@@ -147,7 +148,12 @@ def parse_key_entry(label: str, entry: Any) -> Caller:
         raise BadKeysFile(
             f"the sha256 of {label} ({name}) must be 64 hexadecimal digits, in quotes"
         )
-    return parse_caller(label, name, entry, bytes.fromhex(digest))
+    key_id = entry.get("id", name)
+    if not isinstance(key_id, str) or not KEY_NAME.fullmatch(key_id):
+        raise BadKeysFile(
+            f"the id of {label} ({name}) must be 1 to 64 letters, digits and . @ : / + - _, in quotes"
+        )
+    return replace(parse_caller(label, name, entry, bytes.fromhex(digest)), id=key_id)
 
 
 def parse_caller(
@@ -278,6 +284,7 @@ def describe_caller(caller: Caller) -> dict[str, Any]:
     """Return the entry of a key, as events show it: of its hash, only the beginning."""
     times = {name: getattr(caller, name) for name in TIME_FIELDS}
     return {
+        "id": caller.id,
         "roles": [role.value for role in caller.roles],
         "models": list(caller.models),
         **vars(caller.limits or NO_LIMITS),
@@ -291,7 +298,7 @@ def describe_caller(caller: Caller) -> dict[str, Any]:
 def describe_rule(rule: CallerRule) -> dict[str, Any]:
     own = {each.name: getattr(rule, each.name) for each in fields(rule) if each.name != "caller"}
     rights = describe_caller(rule.caller)
-    del rights["sha256"]
+    del rights["id"], rights["sha256"]
     return own | rights
 
 
@@ -336,6 +343,7 @@ def add_key(
     key = generate_key()
     entry: dict[str, Any] = {
         "name": name,
+        "id": secrets.token_hex(KEY_ID_BYTES),
         "sha256": hash_secret(key),
         "roles": [role.value for role in roles],
         "models": list(models),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -13,6 +12,7 @@ from typing import Final
 
 from gateway.embedded.installation import Installation
 from gateway.embedded.python_stub import find_unsafe_characters, find_unsupported_path
+from gateway.listeners import ALL_ADDRESSES, ALL_IPV4_ADDRESSES, join_host_port, open_listeners
 from gateway.messages import CommandError, join_names, quote_text
 from gateway.triton.restricted_api import RestrictedApi
 
@@ -112,13 +112,17 @@ class TritonOptions:
 
     @property
     def address(self) -> str:
-        return f"{self.host}:{self.http_port}"
+        return join_host_port(self.host, self.http_port)
 
     @property
     def url(self) -> str:
-        return (  # the syntax of GATEWAY_TRITON_URLS
-            f"http://{self.host}:{self.http_port}?grpc={self.grpc_port}&metrics={self.metrics_port}"
-        )
+        # The syntax of GATEWAY_TRITON_URLS.
+        return f"http://{self.address}?grpc={self.grpc_port}&metrics={self.metrics_port}"
+
+    @property
+    def http_host(self) -> str:
+        """The host of HTTP and of the metrics, which Triton serves on one family (`http_relay.py`)."""
+        return ALL_IPV4_ADDRESSES if self.host == ALL_ADDRESSES else self.host
 
     @property
     def remote_repositories(self) -> list[str]:
@@ -189,7 +193,7 @@ class TritonOptions:
             f"--backend-directory={installation.backends}",
             f"--backend-config=python,shm-region-prefix-name={shared_memory_prefix}",
             *(f"--backend-config={value}" for value in self.backend_configs),
-            *(f"--{api}-address={self.host}" for api in ("http", "grpc", "metrics")),
+            *self._build_address_flags(),
             f"--http-port={self.http_port}",
             f"--grpc-port={self.grpc_port}",
             f"--metrics-port={self.metrics_port}",
@@ -197,6 +201,12 @@ class TritonOptions:
             f"--log-verbose={self.log_verbose}",
             *self.extra_arguments,
         ]
+
+    def _build_address_flags(self) -> list[str]:
+        # Triton's HTTP servers have a syntax of their own for IPv6, and gRPC the usual one.
+        http = f"ipv6:{self.http_host}" if ":" in self.http_host else self.http_host
+        grpc = f"[{self.host}]" if ":" in self.host else self.host
+        return [f"--http-address={http}", f"--grpc-address={grpc}", f"--metrics-address={http}"]
 
 
 def is_remote_repository(repository: Path | str) -> bool:
@@ -253,13 +263,12 @@ def check_port_number(port: int, flag: str) -> None:
 def check_port_free(host: str, port: int, flag: str) -> None:
     """Check that the port is free; Triton's own message does not name the flag. Raises `CannotStart`."""
     check_port_number(port, flag)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as exc:
-            raise CannotStart(
-                f"port {port} cannot be used ({os.strerror(exc.errno or 0).lower()}); "
-                f"choose another with {flag}"
-            ) from exc
+    try:
+        listeners = open_listeners(host, port)
+    except OSError as exc:
+        raise CannotStart(
+            f"port {port} cannot be used ({os.strerror(exc.errno or 0).lower()}); "
+            f"choose another with {flag}"
+        ) from exc
+    for listener in listeners:
+        listener.close()

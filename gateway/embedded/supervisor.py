@@ -97,7 +97,7 @@ class ServerRun:
 
     def _request(self, method: str, path: str) -> bytes | None:
         # A new connection each time: a stopping Triton keeps responding on old ones.
-        host = self._options.host
+        host = self._options.http_host
         port = self._options.http_port
         connection = http.client.HTTPConnection(host, port, timeout=1)
         try:

@@ -13,6 +13,7 @@ from gateway.fleet.health import Health, IndexSchedule
 from gateway.fleet.index import EMPTY_INDEX, Index
 from gateway.http_client.client import HttpClient
 from gateway.http_client.connection import Headers
+from gateway.listeners import join_host_port
 from gateway.messages import CommandError
 from gateway.triton.grpc.byte_channel import GrpcByteChannel, GrpcTlsFiles, Metadata
 from gateway.triton.restricted_api import read_restricted_api
@@ -46,10 +47,6 @@ class ReplicaAddress:
     @property
     def grpc_target(self) -> str:
         return join_host_port(self.host, self.grpc_port)
-
-
-def join_host_port(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_replica_url(url: str) -> ReplicaAddress:

@@ -111,4 +111,4 @@ async def get_docs_file(request: Request, name: str) -> Response:
 
 @router.api_route("/redoc", methods=["GET", "HEAD"])
 async def redirect_to_docs() -> Response:
-    return RedirectResponse("/docs")
+    return RedirectResponse("docs")

@@ -110,6 +110,8 @@ def translate_framework_error(request: Request, exc: Exception) -> Exception:
     if exc.status_code not in FRAMEWORK_ERRORS:
         return exc
     kind, message = FRAMEWORK_ERRORS[exc.status_code]
+    if exc.status_code == NotFound.status and request.scope["path"].endswith("/"):
+        message = f"{message}; paths do not end with a slash"
     return kind(message)
 
 

@@ -332,7 +332,8 @@ def log_request(
         fields["subject"] = info.subject
     if info.trace is not None:
         fields |= {"trace_id": info.trace.trace_id, "span_id": info.trace.span_id}
-    message = f"{scope['method']} {scope['path']} {status}"
+    path = scope["path"].replace(" ", "%20")  # one word: it must not look like other fields
+    message = f"{scope['method']} {path} {status}"
     log_fields(log, message, info.request_id, fields)
 
 

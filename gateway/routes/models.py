@@ -256,7 +256,7 @@ async def describe_model(
     info: RequestInfo = request.scope["request_info"]
     info.model = signature.model
     info.version = signature.version
-    base_url = str(request.base_url).rstrip("/")
+    base_url = find_base_url(request)
     description = {
         **build_model_description(
             signature, is_ready=services.pool.is_loaded(signature.model, signature.version)
@@ -270,6 +270,16 @@ async def describe_model(
     for describer in services.describers:
         description |= describer.describe_model(services, signature)
     return description
+
+
+def find_base_url(request: Request) -> str:
+    """Return the address of the gateway as its client sees it, for examples.
+
+    A proxy that ends TLS says so. Otherwise an example would send the body and the key in clear text.
+    """
+    is_secure = request.headers.get("x-forwarded-proto") == "https"
+    scheme = "https" if is_secure else request.url.scheme
+    return f"{scheme}://{request.url.netloc}"
 
 
 @router.get(

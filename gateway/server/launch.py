@@ -24,6 +24,7 @@ from gateway.capabilities.capability import LaunchPlan
 from gateway.capabilities.installed import INSTALLED, SETTINGS
 from gateway.config.settings import Settings, describe_unknown_settings, read_settings
 from gateway.embedded.demonstration import with_demonstration
+from gateway.embedded.http_relay import start_relay
 from gateway.embedded.model_paths import resolve_model_paths
 from gateway.embedded.options import (
     TritonOptions,
@@ -32,6 +33,7 @@ from gateway.embedded.options import (
     collect_ports,
 )
 from gateway.embedded.supervisor import EmbeddedTriton, run_embedded_tritons
+from gateway.listeners import ALL_ADDRESSES, join_host_port, open_listeners
 from gateway.messages import CommandError, join_names
 from gateway.process_exit import prompt_exit
 from gateway.telemetry import logs
@@ -124,7 +126,7 @@ def run_fleet(
         )
 
     with run_embedded_tritons(list(map(create_triton, tritons))):
-        gateway.run()
+        gateway.run(open_listeners(plan.host, port))
     if len(reasons) == len(tritons):
         raise CommandError(reasons[-1])
 
@@ -136,7 +138,7 @@ def prepare_capabilities(plan: LaunchPlan) -> LaunchPlan:
 
 
 def describe_places(port: int, plan: LaunchPlan) -> str:
-    return join_names([f"http://{plan.host}:{port}", *plan.places])
+    return join_names([f"http://{join_host_port(plan.host, port)}", *plan.places])
 
 
 def run_triton(options: TritonOptions, host: str) -> None:
@@ -159,6 +161,8 @@ def run_triton(options: TritonOptions, host: str) -> None:
         options = replace(options, model_repositories=repositories)
         on_message = partial(print_line, source=TRITON_SOURCE)
         stack.enter_context(EmbeddedTriton(options, on_message=on_message, on_failure=on_failure))
+        if host == ALL_ADDRESSES:
+            start_relay((options.http_port, options.metrics_port))
         print_line(f"Triton is ready: {options.url}  (press Ctrl-C to stop)")
         try:
             signal.pause()
@@ -185,13 +189,14 @@ def run_gateway(host: str, port: int, workers: int, overrides: Mapping[str, Any]
 
             if settings.state == "memory:":  # the workers share a file that is deleted at the end
                 folder = stack.enter_context(TemporaryDirectory(prefix="triton-gateway-state-"))
-                settings = settings.model_copy(update={"state": f"file://{folder}/state.json"})
+                settings = settings.model_copy(update={"state": f"file://{folder}/state.db"})
             run_workers(settings, host, port, workers, on_ready)
         else:
             from gateway.app import create_app
             from gateway.server.http import create_server
 
-            create_server(create_app(settings), settings, host, port, on_ready).run()
+            server = create_server(create_app(settings), settings, host, port, on_ready)
+            server.run(open_listeners(host, port))
 
 
 def describe_exposure(host: str, *, restricted: bool) -> str:

@@ -12,13 +12,12 @@ from gateway.access.auth import is_loopback
 from gateway.capabilities.capability import LaunchPlan
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
-from gateway.fleet.replica import join_host_port
+from gateway.listeners import WILDCARD_HOSTS, join_host_port
 from gateway.services import Services
 from gateway.tensors.examples import EXAMPLE_IMAGE, format_curl_example
 from gateway.tensors.signature import Signature
 
 MAX_EXAMINED_MODELS: Final = 10
-WILDCARD_HOSTS: Final = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
 ENSEMBLE: Final = "ensemble"
 SAMPLE_IMAGE: Final = Path("docs/images/seven.png")  # it exists in a checkout
 

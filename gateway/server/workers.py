@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from uvicorn.supervisors import Multiprocess
 
 from gateway.config.settings import Settings
+from gateway.listeners import open_listeners
 from gateway.memory import MIN_BUDGET_BYTES, default_budget_bytes
 from gateway.process_exit import CLOSE_TIMEOUT_S, KERNEL_KILL_GRACE_S, report_exit_status
 from gateway.server.http import GatewayServer, WorkerProcess, create_uvicorn_config, fork_workers
@@ -135,10 +136,11 @@ def run_workers(
             raise SystemExit(check.exitcode)
         app = partial(create_worker_app, settings)
         config = create_uvicorn_config(app, settings, host, port, workers)
-        listener = config.bind_socket()
-        # Clients that connect before the first worker is up wait instead of being refused.
-        listener.listen(config.backlog)
-        supervisor = WorkerSupervisor(config, sockets=[listener])
+        listeners = open_listeners(host, port)
+        for listener in listeners:
+            # Clients that connect before the first worker is up wait instead of being refused.
+            listener.listen(config.backlog)
+        supervisor = WorkerSupervisor(config, sockets=listeners)
         supervisor.metrics_folder = Path(folder)
         supervisor.on_ready = on_ready
         supervisor.stop_timeout_s = (

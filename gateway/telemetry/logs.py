@@ -236,7 +236,7 @@ class ConsoleFormatter(LineFormatter):
 
     def format_line(self, time_s: float, level: str, message: str, fields: LogFields) -> str:
         pairs = [
-            f"{key}={escape_unprintable(str(value))}"
+            f"{key}={format_console_value(value)}"
             for key, value in fields.items()
             if value != "" and key != "logger"
         ]
@@ -264,10 +264,17 @@ class TerminalFormatter(ConsoleFormatter):
         is_success = status < "400"
         if is_success and method in READING_METHODS:
             return ""
-        name = escape_unprintable(fields["model"] or path)
-        suffix = "" if is_success else f" request_id={escape_unprintable(fields['request_id'])}"
+        name = format_console_value(fields["model"] or path)
+        suffix = "" if is_success else f" request_id={format_console_value(fields['request_id'])}"
         time = format_local_second(int(time_s))
-        return f"{time} {method} {name} {status} {fields['duration_ms']:.0f} ms{suffix}"
+        duration = f"{fields['duration_ms']:.0f} ms"
+        return f"{time} {escape_unprintable(method)} {name} {status} {duration}{suffix}"
+
+
+def format_console_value(value: Any) -> str:
+    """Return a value in one word, or in quotes: a client's must not look like further fields."""
+    text = str(value)
+    return repr(text) if " " in text or text[:1] in ("'", '"') else escape_unprintable(text)
 
 
 @lru_cache(4)

@@ -88,6 +88,9 @@ class RequestInfo:
     bytes_out: int = 0  # length of the response body
     key: str = ""  # the name of the caller's key, or of the rule for its token or certificate
     subject: str = ""  # whom the token or certificate names
+    subject_id: str = (
+        ""  # a hash of the subject and its issuer; empty if the token has no textual subject
+    )
     opens_window: bool = False  # it was the first request in the window of the key's rate
     reservation: Reservation | None = None  # what the limits of its caller count
     caller_name: str = ""  # the name of the key, or without keys the client's network

@@ -66,6 +66,7 @@ COMPONENTS: dict[str, Values] = {
     "egress": EGRESS,
     "gateway-api": {"gatewayApi": ENABLED},
     "ingress": {"ingress": ENABLED},
+    "jobs": {"jobs": ENABLED, "redis": ENABLED},
     "keda": {"keda": ENABLED},
     "keda-zero": {"keda": {"enabled": True, "scaleToZero": True}},
     "monitoring": {"monitoring": ENABLED},
@@ -76,6 +77,7 @@ COMPONENTS: dict[str, Values] = {
 }
 # Components that change others.
 REQUIRED = {
+    "jobs": ("redis-state",),
     "keda-zero": ("keda",),
     "monitoring-tritons": ("monitoring",),
     "volume-repository": ("redis-state",),
@@ -279,6 +281,7 @@ def test_custom_resources_of_all_values_fit_their_schemas() -> None:
         ({"monitoring": {"scrapeTritons": True}}, "requires monitoring.enabled"),
         ({"keda": {"scaleToZero": True}}, "requires keda.enabled"),
         ({"redis": {"enabled": True, "externalUrl": "redis://a:1/0"}}, "not both"),
+        ({"jobs": ENABLED}, "jobs.enabled requires redis.enabled"),
     ],
 )
 def test_invalid_values_are_refused(values: Values, message: str) -> None:

@@ -42,6 +42,7 @@ from tests.support.wait import TIMEOUT_S
 GATEWAY, TRITON = "triton-gateway", "triton"
 # Secrets that the user of the manifests creates.
 SECRETS_OF_USERS = {
+    "triton-gateway-jobs",
     "triton-gateway-keys",
     "triton-gateway-metrics-key",
     "triton-gateway-redis",
@@ -472,7 +473,8 @@ def settings_of(made: Manifests) -> Settings:
 
 def test_settings_are_known_complete_and_have_keys_except_on_a_laptop(made: Manifests) -> None:
     known = {f"GATEWAY_{name.upper()}" for name in list_setting_names(*SETTINGS)}
-    known.add("GATEWAY_STATE_PASSWORD_FILE")
+    secret_files = ("STATE_PASSWORD", "JOBS_PASSWORD", "JOBS_SECRET")
+    known |= {f"GATEWAY_{name}_FILE" for name in secret_files}
     (container,) = made.pod(GATEWAY)["containers"]
     given = {each["name"] for each in container.get("env") or []}
     assert given <= known

@@ -29,6 +29,7 @@ VARIANTS = {
     "Tritons scraped": ("redis-state", "monitoring", "monitoring-tritons", "keda"),
     "from zero": ("redis-state", "monitoring", "keda", "keda-zero"),
     "uploads on a volume": ("redis-state", "volume-repository"),
+    "jobs": ("redis-state", "jobs"),
     "everything on a CPU": ("cpu-only", "redis-state", "monitoring", "keda", "gateway-api"),
 }
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.support.missing import find_program
+from tests.support.servers import free_ports
 from tests.support.wait import TIMEOUT_S, wait_until
 
 CONFIG = """
@@ -21,6 +22,27 @@ http {
     HTTP
 }
 """
+
+PREFIX = "/some/prefix"
+# A proxy that ends TLS for its clients, and serves the gateway below a prefix and nothing else.
+PREFIX_SERVER = """
+    server {
+        listen 127.0.0.1:PORT;
+        location PREFIX/ {
+            proxy_pass UPSTREAM/; proxy_http_version 1.1; proxy_set_header Host $http_host;
+            proxy_set_header X-Forwarded-Proto https;
+        }
+    }
+"""
+
+
+@contextmanager
+def serve_below_prefix(url: str) -> Iterator[str]:
+    """Run an nginx before the gateway at this address; return the address of its prefix."""
+    (port,) = free_ports(1)
+    http = PREFIX_SERVER.replace("PORT", str(port)).replace("PREFIX", PREFIX)
+    with run_nginx(port, http.replace("UPSTREAM", url)):
+        yield f"http://127.0.0.1:{port}{PREFIX}"
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import ssl
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -384,11 +385,22 @@ def is_forwarded(name: str) -> bool:
 
 def list_peer_names(context: Mapping[str, Iterable[bytes]]) -> tuple[tuple[str, str], ...]:
     """Return the subject alternative names of the client's certificate, with their kinds."""
+    if CERTIFICATE_FIELD not in context:
+        return ()
+    (text,) = context[CERTIFICATE_FIELD]
+    certificate = decode_certificate(text)
     return tuple(
         (kind, name.decode(errors="replace"))
         for field, kind in CERTIFICATE_NAME_KINDS.items()
         for name in context.get(field, ())
+        # gRPC cuts a name off at a NUL. No other name is followed by one.
+        if name + b"\0" not in certificate
     )
+
+
+@lru_cache(1024)
+def decode_certificate(text: bytes) -> bytes:
+    return ssl.PEM_cert_to_DER_cert(text.decode())
 
 
 @lru_cache(1024)

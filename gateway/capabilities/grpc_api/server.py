@@ -41,7 +41,7 @@ from gateway.config.settings import (
     load_certificate,
 )
 from gateway.errors import GatewayError
-from gateway.fleet.replica import join_host_port
+from gateway.listeners import join_host_port
 from gateway.messages import CommandError
 from gateway.process_exit import Drain
 from gateway.services import Services

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
@@ -28,6 +29,13 @@ MAX_TEXT_CHARS: Final = 1024
 # Claims with several values in one text (RFC 8693, section 4.2; Microsoft Entra). Other texts are one value:
 # users choose some of them, such as their display name.
 SPACE_SEPARATED_CLAIMS: Final = frozenset(("scope", "scp"))
+
+# What a pattern matches: a single name without separators, such as a comma or NUL, and without dot segments.
+PATTERN_NAMES: Final = {
+    "DNS": re.compile(r"[a-z0-9*_.-]+"),
+    "email": re.compile(r"[!-+\--?A-~]+@[A-Za-z0-9.-]+"),
+    "URI": re.compile(r"(?!.*/\.\.?(?:/|$))[!-+\--~]+"),
+}
 
 CertificateName = tuple[str, str]  # URI, DNS or email, and the name
 
@@ -54,7 +62,11 @@ class CertificateRule(CallerRule):
     name: str  # a name or a pattern
 
     def matches(self, kind: str, name: str) -> bool:
-        return kind == self.kind and fnmatchcase(normalize_name(kind, name), self.name)
+        if kind != self.kind:
+            return False
+        name = normalize_name(kind, name)
+        is_single = PATTERN_NAMES[kind].fullmatch(name) is not None
+        return name == self.name or (is_single and fnmatchcase(name, self.name))
 
 
 def read_claim(claims: Mapping[str, Any], path: str) -> Sequence[str]:
@@ -89,7 +101,8 @@ def parse_token_rule(label: str, entry: Any) -> TokenRule:
     check_fields(label, entry, CLAIM_FIELDS)
     claim = read_text(label, entry, "claim")
     value = read_text(label, entry, "value")
-    return TokenRule(parse_rule_caller(label, entry, value), claim, value)
+    caller = parse_rule_caller(label, entry, value)
+    return TokenRule(replace(caller, id=hash_parts(TOKEN_RULES, claim, value)), claim, value)
 
 
 def parse_certificate_rule(label: str, entry: Any) -> CertificateRule:
@@ -97,7 +110,8 @@ def parse_certificate_rule(label: str, entry: Any) -> CertificateRule:
     name = read_text(label, entry, "subject_alternative_name")
     kind = find_name_kind(name)
     caller = parse_rule_caller(label, entry, name)
-    return CertificateRule(caller, kind, normalize_name(kind, name))
+    name = normalize_name(kind, name)
+    return CertificateRule(replace(caller, id=hash_parts(CERTIFICATE_RULES, name)), kind, name)
 
 
 def parse_rule_caller(label: str, entry: Mapping[str, Any], default_name: str) -> Caller:
@@ -107,6 +121,12 @@ def parse_rule_caller(label: str, entry: Mapping[str, Any], default_name: str) -
             f"{label} needs a name of 1 to 64 letters, digits and . @ : / + - _ (and not a key)"
         )
     return parse_caller(label, name, entry, kind=CallerKind.rule)
+
+
+def hash_parts(*parts: str) -> str:
+    """Return a name for these texts that no others have, and that contains none of them."""
+    content = "".join(f"{len(part)}:{part}" for part in parts)
+    return hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()
 
 
 def check_fields(label: str, entry: Any, fields: set[str]) -> None:

@@ -25,6 +25,8 @@ from gateway.capabilities.identity.rules import (
     CertificateName,
     CertificateRule,
     TokenRule,
+    hash_parts,
+    normalize_name,
 )
 from gateway.telemetry.request_info import RequestScope, read_head
 
@@ -41,6 +43,7 @@ RuleT = TypeVar("RuleT", bound=CallerRule)
 class Identity:
     caller: Caller
     subject: str
+    subject_id: str
     expires_at: float  # Unix time
 
 
@@ -88,7 +91,9 @@ class IdentityVerifier(CredentialVerifier):
         if rule is None:
             raise NoMatchingRule("token", TOKEN_RULES)
         expires_at = min(token.expires_at, tokens.source.find_expiry())
-        identity = Identity(rule.caller, shorten_subject(token.subject), expires_at)
+        subject = token.subject
+        subject_id = hash_parts("token", token.claims["iss"], subject) if subject else ""
+        identity = Identity(rule.caller, shorten_subject(subject), subject_id, expires_at)
         store(self._by_token_digest, read_head(scope, hash_key), identity)
         return accept_identity(scope, identity)
 
@@ -120,8 +125,9 @@ class IdentityVerifier(CredentialVerifier):
         rule = self._find_rule(CERTIFICATE_RULES, CertificateRule, matches)
         if rule is None:
             raise NoMatchingRule("certificate", CERTIFICATE_RULES)
-        subject = next(name for kind, name in names if rule.matches(kind, name))
-        return Identity(rule.caller, shorten_subject(subject), math.inf)
+        kind, subject = next(name for name in names if rule.matches(*name))
+        subject_id = hash_parts("certificate", kind, normalize_name(kind, subject))
+        return Identity(rule.caller, shorten_subject(subject), subject_id, math.inf)
 
     def _find_rule(
         self, section: str, kind: type[RuleT], matches: Callable[[RuleT], bool]
@@ -144,7 +150,9 @@ def shorten_subject(subject: str) -> str:
 
 
 def accept_identity(scope: RequestScope, identity: Identity) -> Caller:
-    scope["request_info"].subject = identity.subject
+    info = scope["request_info"]
+    info.subject = identity.subject
+    info.subject_id = identity.subject_id
     return identity.caller
 
 

@@ -12,6 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Final
@@ -23,8 +24,18 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope
 
 from gateway.capabilities.jobs.batches.rows import FormWriter, RowWriter
-from gateway.capabilities.jobs.errors import JobsUnavailable, KeyReused
-from gateway.capabilities.jobs.job import BODY_SUFFIX, Job, JobKind, create_job_id
+from gateway.capabilities.jobs.errors import JobsUnavailable, KeyReused, TooManyWaiters
+from gateway.capabilities.jobs.job import (
+    BODY_SUFFIX,
+    PATHS,
+    REQUEST_HEADERS,
+    BadJob,
+    Job,
+    JobKind,
+    create_job_id,
+    encode_job,
+    parse_job,
+)
 from gateway.capabilities.jobs.replay import ResponseCapture
 from gateway.capabilities.jobs.routes import JOB_SCHEMA, JobResultResponse, describe_job
 from gateway.capabilities.jobs.service import ArrivingBody, Jobs, find_owner
@@ -40,16 +51,12 @@ from gateway.routes.middleware import GatewayMiddleware
 from gateway.routes.openapi import build_header_parameter, build_responses
 from gateway.services import INTERNAL_REQUEST, InternalRequest, Services
 from gateway.telemetry.request_info import RequestInfo, current_request_info
-from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS, TRACEPARENT
+from gateway.telemetry.tracing import TRACEPARENT
 from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.media_type import parse_content_type
 from gateway.tensors.outputs import InferResult
 from gateway.triton.inference import InferRequest
 
-# The requests that can be jobs.
-PATHS: Final = re.compile(
-    r"/v1/(models/[^/]+(/(versions|labels)/[^/]+)?(/infer|:predict)|embeddings)"
-)
 PREFER: Final = b"prefer"
 IDEMPOTENCY_KEY: Final = b"idempotency-key"
 CALLBACK_URL: Final = b"x-callback-url"
@@ -57,15 +64,10 @@ RESPOND_ASYNC: Final = re.compile(r"(?:^|[,;\s])respond-async(?:$|[,;\s])", re.I
 WAIT: Final = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,5})\"?(?:$|[,;\s])", re.IGNORECASE)
 MAX_WAIT_S: Final = 60
 MAX_KEY_CHARS: Final = 255
-# The headers that a handler of an inference reads; no other is stored, because any could be a secret.
-STORED_HEADERS: Final = (
-    b"accept",
-    b"content-type",
-    b"content-encoding",
-    b"x-request-timeout",
-    b"x-priority",
-    b"x-split-key",
-    *TRACE_CONTEXT_HEADERS,
+# Two requests with the same Idempotency-Key must have the same of these.
+DISTINCTIVE_HEADERS: Final = (
+    *(b"content-type", b"content-encoding", b"accept", b"x-request-timeout"),
+    CALLBACK_URL,
 )
 
 HEADER_PARAMETERS: Final = (
@@ -111,6 +113,12 @@ class Accepted(GatewayError):
     code = "ACCEPTED"
 
 
+class AcceptedUnloaded(Accepted):
+    """The model must be loaded first, so that the inferences of the request cannot be counted yet."""
+
+    code = "ACCEPTED_UNLOADED"
+
+
 class CheckedInference(InferenceService):
     """Runs nothing."""
 
@@ -141,7 +149,7 @@ class CheckServices(Services):
             return timeout_s
         if (info := current_request_info.get()) is not None:
             self.record_model(info, model, version)
-        raise Accepted
+        raise AcceptedUnloaded
 
 
 def create_check_services(services: Services) -> CheckServices:
@@ -165,22 +173,14 @@ class StoredBody:
         self._max_bytes = max_bytes
         self._is_complete = False
         self._size_bytes = 0
-        content_type = join_header_values(scope, b"content-type")
-        head = b"\0".join((scope["raw_path"], scope["query_string"], content_type))
-        self._hash = hashlib.sha256(head)
+        headers = (join_header_values(scope, name) for name in DISTINCTIVE_HEADERS)
+        head = (scope["raw_path"], scope["query_string"], *headers)
+        self._hash = hashlib.sha256(b"\0".join(head) + b"\0")
 
     @property
     def digest(self) -> str:
         """Return a digest of all that makes the request the same as another one."""
         return self._hash.hexdigest()
-
-    def describe(self, idempotency_key: str) -> dict[str, Any]:
-        """Return the fields of a job with this body."""
-        return {
-            "body_bytes": self._size_bytes,
-            "body_digest": self.digest,
-            "idempotency_key": idempotency_key,
-        }
 
     async def receive(self) -> Message:
         message = await self._receive()
@@ -239,14 +239,16 @@ class JobAcceptance:
             if checked.status != Accepted.status:
                 return checked.build_response()
             await body.receive_rest()
-            job = replace(build_job(job_id, scope), **body.describe(key), **callback)
-            kept = await keep_job(jobs, job, file)
+            job = build_job(job_id, scope, body.digest, file, idempotency_key=key, **callback)
+            is_rate_counted = checked.error_code != AcceptedUnloaded.code
+            kept = await keep_job(jobs, replace(job, is_rate_counted=is_rate_counted), file)
         wait = WAIT.search(join_header_values(scope, PREFER).decode("latin-1"))
-        if wait is not None and kept is job:
+        if wait is not None and kept.id == job_id:
             # The body is in its file: it needs no memory while the client waits.
             services.get_charge(scope["request_info"]).release()
-            kept = await jobs.wait_until_ended(job, min(int(wait[1]), MAX_WAIT_S)) or job
-            if kept.result_file:
+            with suppress(TooManyWaiters), jobs.wait_as(kept.owner):
+                kept = await jobs.wait_until_ended(kept, min(int(wait[1]), MAX_WAIT_S)) or kept
+            if kept.result_file and jobs.trust.is_signed(kept):
                 is_unknown = not (key or callback)  # nobody knows its ID
                 return JobResultResponse(jobs, kept, deletes_job=is_unknown)
         return respond_with_job(kept)
@@ -257,14 +259,15 @@ async def accept_once(
 ) -> Response:
     """Return the answer of `accept`, or the job that has the idempotency key of the request.
 
-    Of requests that arrive at the same time, the store keeps one.
+    Of requests that arrive at the same time, the store keeps one. Raises `SubjectRequired`.
     """
     scope = request.scope
+    owner = find_owner(scope["request_info"])
     key = join_header_values(scope, IDEMPOTENCY_KEY).decode("latin-1").strip()
     if len(key) > MAX_KEY_CHARS:
         raise MalformedRequest(f"Idempotency-Key exceeds {MAX_KEY_CHARS} characters")
-    known = await jobs.store.find_by_key(find_owner(scope["request_info"]), key) if key else None
-    if known is None:
+    known = await jobs.store.find_by_key(owner, key) if key else None
+    if known is None or not jobs.trust.is_signed(known):
         return await accept(key)
     body = StoredBody(scope, request.receive, max_bytes)
     await body.receive_rest()
@@ -317,16 +320,14 @@ async def accept_batch(
             raise MalformedRequest(
                 "the batch has no rows; send one document per line, or files in a form"
             )
-        job = build_job(job_id, scope)
-        fields = {**received.describe(key), "body_bytes": writer.size_bytes, **callback}
+        job = build_job(job_id, scope, received.digest, file, idempotency_key=key, **callback)
         job = replace(
             job,
             kind=JobKind.batch,
             model=model,
             path=f"/v1/models/{model}/infer",
-            headers=[pair for pair in job.headers if pair[0] != "content-encoding"],
+            headers=tuple(pair for pair in job.headers if pair[0] != "content-encoding"),
             total_rows=writer.rows,
-            **fields,
         )
         return respond_with_job(await keep_job(jobs, job, file))
 
@@ -334,13 +335,19 @@ async def accept_batch(
 async def keep_job(jobs: Jobs, job: Job, file: ArrivingBody) -> Job:
     """Keep a job whose body is complete; return it, or the one that has its idempotency key.
 
-    Raises `KeyReused`, `TooManyJobs` or `JobsFull`.
+    Raises `KeyReused`, `JobNotTrusted`, `TooManyJobs` or `JobsFull`.
     """
+    try:
+        parse_job(job.id.encode(), encode_job(job))
+    except BadJob as exc:
+        raise MalformedRequest(f"the request cannot be a job: {exc}") from None
+    job = jobs.trust.sign(job)
     file.is_kept = True
     # A client that disconnects now cannot separate a job from its body.
     kept = await asyncio.shield(jobs.tasks.start(add_job(jobs, job, file)))
     jobs.changes.notify()
-    check_digest(kept, job.body_digest)
+    jobs.trust.check(kept)
+    check_digest(kept, job.request_digest)
     return kept
 
 
@@ -363,7 +370,7 @@ async def add_job(jobs: Jobs, job: Job, file: ArrivingBody) -> Job:
 
 def check_digest(job: Job, digest: str) -> None:
     """Raises `KeyReused` if the job was made by another request."""
-    if job.body_digest != digest:
+    if job.request_digest != digest:
         raise KeyReused
 
 
@@ -377,6 +384,7 @@ async def check_request(services: Services, scope: Scope, receive: Receive) -> R
     info.route = getattr(inner.get("route"), "path", "")
     scope["path_params"] = inner.get("path_params", {})
     if capture.status == Accepted.status:
+        capture.error_code = info.error_code
         info.error_code = info.error_reason = ""
     return capture
 
@@ -386,10 +394,12 @@ def respond_with_job(job: Job) -> Response:
     return Response(orjson.dumps(describe_job(job)), Accepted.status, headers, JSON)
 
 
-def build_job(job_id: str, scope: Scope) -> Job:
-    """Return a job without a body that sends the request of a scope."""
+def build_job(
+    job_id: str, scope: Scope, request_digest: str, body: ArrivingBody, **values: Any
+) -> Job:
+    """Return a job that sends the request of a scope."""
     info: RequestInfo = scope["request_info"]
-    headers = [pair for pair in scope["headers"] if pair[0] in STORED_HEADERS]
+    headers = [pair for pair in scope["headers"] if pair[0].decode("latin-1") in REQUEST_HEADERS]
     if info.trace is not None:  # the job belongs to the trace of its request
         others = (pair for pair in headers if pair[0] != TRACEPARENT)
         headers = [*others, (TRACEPARENT, info.trace.traceparent.encode())]
@@ -401,12 +411,17 @@ def build_job(job_id: str, scope: Scope) -> Job:
         info.model or scope["path_params"].get("model", ""),
         path=scope["path"],
         query=scope["query_string"].decode("latin-1"),
-        headers=[(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers],
+        headers=tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers),
         client=client[0] if client else "",
         request_id=info.request_id,
+        caller_id=info.caller.id,
         caller=info.caller.name,
-        key_digest=info.caller.digest.hex(),
+        subject=info.subject,
         created_at=time.time(),
+        body_bytes=body.size_bytes,
+        body_digest=body.hash.hexdigest(),
+        request_digest=request_digest,
+        **values,
     )
 
 

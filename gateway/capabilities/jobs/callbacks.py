@@ -149,6 +149,7 @@ class CallbackSender:
 
     def __init__(self, jobs: Jobs, services: Services) -> None:
         self._store = jobs.store
+        self._trust = jobs.trust
         self._allowed = jobs.callback_urls
         self._hosts = self._allowed.list_authorities()
         self._secrets = services.get(CallbackSecrets)
@@ -180,6 +181,9 @@ class CallbackSender:
             return
         with suppress(JobsUnavailable, JobsFull):
             for job in await self._store.find_due_deliveries(host, time.time(), CLAIM_S, free):
+                if not self._trust.is_signed(job):  # whoever wrote it has chosen the address
+                    await self._store.replace(replace(job, callback_due_at=0.0), job.token)
+                    continue
                 self._running_by_host[host] += 1
                 self._tasks.start(run_step(LOOP, partial(self._deliver, host, job)))
 

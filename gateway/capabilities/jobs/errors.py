@@ -28,6 +28,14 @@ class TooManyJobs(Overloaded):
         )
 
 
+class TooManyWaiters(Overloaded):
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"this caller has {limit} requests that wait for jobs or read the rows of batches, which is the "
+            "limit; wait for one of them"
+        )
+
+
 class JobsFull(GatewayError):
     """There is no room for another job, or for the result of one."""
 
@@ -72,6 +80,25 @@ class JobFileLost(GatewayError):
     message = (
         "the body or the result of the job is missing or incomplete: it was deleted, or gateways that share "
         "a Redis have different folders in GATEWAY_JOBS_FOLDER; send the request again"
+    )
+
+
+class JobNotTrusted(GatewayError):
+    """Nobody whose request the gateway would accept now is known to have sent the job."""
+
+    status = 403
+    code = "JOB_NOT_TRUSTED"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the job is not trusted: {reason}; send the request again")
+
+
+class SubjectRequired(GatewayError):
+    status = 422
+    code = "JOB_SUBJECT_REQUIRED"
+    message = (
+        "the token has no subject (sub) that is a text, by which its jobs could be told from those of "
+        "others; callers with such tokens have no jobs"
     )
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
 from gateway.access.auth import check_key_period
+from gateway.access.keys import find_end
 from gateway.callers import Caller, Priority
-from gateway.capabilities.jobs.errors import JobFileLost
+from gateway.capabilities.jobs.errors import JobFileLost, JobNotTrusted
 from gateway.capabilities.jobs.job import Job, JobKind
 from gateway.capabilities.jobs.storage.store import JobFiles
 from gateway.errors import Unauthenticated
@@ -33,18 +36,12 @@ COMMON_HEADERS: Final = frozenset(
 )
 
 
-class KeyRevoked(Unauthenticated):
-    def __init__(self) -> None:
-        super().__init__(
-            "the key that sent the request, or its rule, was revoked before the job ran"
-        )
-
-
 class ResponseCapture:
     """Keeps the response of an ASGI application."""
 
     def __init__(self) -> None:
         self.status = 0
+        self.error_code = ""
         self.headers: list[tuple[bytes, bytes]] = []
         self.chunks: list[bytes] = []
 
@@ -82,6 +79,22 @@ async def read_all_pieces(files: JobFiles, file: str, size_bytes: int) -> AsyncI
         yield await read_piece(files, file, position, size_bytes)
 
 
+class BodyCheck:
+    """Compares a body that is read in pieces with the one that was sent."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._hash = hashlib.sha256()
+        self._missing_bytes = job.body_bytes
+
+    def add(self, piece: bytes) -> None:
+        """Raises `JobNotTrusted` with the last piece of another body."""
+        self._hash.update(piece)
+        self._missing_bytes -= len(piece)
+        if not self._missing_bytes and self._hash.hexdigest() != self._job.body_digest:
+            raise JobNotTrusted("its body was changed in the store")
+
+
 def build_receive(read: Callable[[int], Awaitable[bytes]], size_bytes: int) -> Receive:
     """Return what gives a body to the application, as if a client sent it and waited.
 
@@ -114,14 +127,12 @@ class RequestReplay:
     async def call(
         self, job: Job, receive: Receive, services: Services | None = None
     ) -> tuple[ResponseCapture, RequestInfo]:
-        """Return the response to the request of a job. Raises `KeyRevoked`."""
+        """Return the response to the request of a job. Raises `JobNotTrusted`."""
         scope = build_scope(job)
-        caller = self.find_caller(job)
-        if caller is None:
-            raise KeyRevoked
-        caller = replace(caller, priority=Priority.background)
+        caller = replace(self.find_caller(job), priority=Priority.background)
         # A request was counted at the rate of the key when it was accepted; at its quotas it is now.
-        if job.kind is JobKind.request and caller.limits is not None:
+        is_rate_counted = job.kind is JobKind.request and job.is_rate_counted
+        if is_rate_counted and caller.limits is not None:
             limits = replace(caller.limits, requests_per_second=None)
             caller = replace(caller, limits=limits)
         scope[INTERNAL_REQUEST] = InternalRequest(services or self.services, caller)
@@ -129,22 +140,23 @@ class RequestReplay:
         await self.services.get(GatewayMiddleware)(scope, receive, capture.send)
         return capture, scope["request_info"]
 
-    def find_caller(self, job: Job) -> Caller | None:
-        """Return the caller with the rights that it has now; None if its key or its rule is gone.
-
-        Raises `Unauthenticated` for a key that has expired.
-        """
+    def find_caller(self, job: Job) -> Caller:
+        """Return the caller with the rights that it has now. Raises `JobNotTrusted` if it has none."""
         access = self.services.access
         file = access.keys_file
-        if file is None:
-            return None if job.caller else access.authenticate(build_scope(job))  # type: ignore[arg-type]  # a typed dict
-        callers = file.value.list_rule_callers()
-        if job.key_digest:
-            caller = file.find_caller(bytes.fromhex(job.key_digest))
-            if caller is not None:
-                check_key_period(caller, datetime.now(timezone.utc))
-            callers = [] if caller is None else [caller]
-        return next((caller for caller in callers if caller.name == job.caller), None)
+        if file is None and not job.caller_id:
+            return cast(Caller, access.authenticate(build_scope(job)))  # type: ignore[arg-type]  # a typed dict
+        callers = [] if file is None else file.value.list_callers()
+        owners = [caller for caller in callers if caller.id == job.caller_id]
+        now = datetime.now(timezone.utc)
+        # After a rotation, the last key to expire is the new one.
+        for caller in sorted(owners, key=find_end, reverse=True):
+            with suppress(Unauthenticated):
+                check_key_period(caller, now)
+                return caller
+        raise JobNotTrusted(
+            "the key that sent it, or the rule that admitted it, was revoked or has expired"
+        )
 
 
 def build_scope(job: Job) -> MutableMapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Annotated, Any, Final, cast
 
@@ -16,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.access.auth import authorize_all_models
 from gateway.callers import Right
 from gateway.capabilities.jobs.errors import JobConflict, JobFileLost, JobNotFound
-from gateway.capabilities.jobs.job import DELIVERED, Job, JobKind, JobState
+from gateway.capabilities.jobs.job import DELIVERED, MAX_TIME_S, Job, JobKind, JobState
 from gateway.capabilities.jobs.replay import read_all_pieces, read_piece
 from gateway.capabilities.jobs.runner import JobRunner
 from gateway.capabilities.jobs.service import POLL_S, Jobs, find_listed_owner, find_owner, may_use
@@ -36,7 +37,7 @@ MAX_WAIT_S: Final = 60
 DEFAULT_LIMIT: Final = 100
 MAX_LIMIT: Final = 1000
 MAX_ROWS: Final = 1 << 31
-ERASE_COUNT: Final = 200  # jobs in one step
+MAX_CANCEL_ATTEMPTS: Final = 10
 TIME_SCHEMA: Final = {"type": "string", "format": "date-time"}
 OPTIONAL_FIELDS: Final = {
     "started": TIME_SCHEMA,
@@ -98,7 +99,8 @@ router = APIRouter(tags=["jobs"])
 def render_time(when: float) -> str | None:
     if not when:
         return None
-    return datetime.fromtimestamp(when, timezone.utc).isoformat(timespec="milliseconds")
+    time = datetime.fromtimestamp(min(when, MAX_TIME_S), timezone.utc)
+    return time.isoformat(timespec="milliseconds")
 
 
 def omit_none(document: dict[str, Any]) -> dict[str, Any]:
@@ -188,11 +190,24 @@ class JobResultResponse(StreamingResponse):
             await self._jobs.delete(job)
 
 
+class RowsResponse(StreamingResponse):
+    """The rows of a batch, for a caller that has a limit of such responses."""
+
+    def __init__(self, jobs: Jobs, job: Job, rows: AsyncIterator[bytes]) -> None:
+        super().__init__(rows, media_type=NDJSON)
+        self._waiter = jobs.wait_as(job.owner)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._waiter:
+            await super().__call__(scope, receive, send)
+
+
 async def stream_rows(jobs: Jobs, job: Job, after: int, drain: Drain) -> AsyncIterator[bytes]:
     """Yield the lines of the result after the first `after` ones, until the batch has ended."""
     position = 0
     current: Job | None = job
-    seen = jobs.changes.count
+    change = jobs.watch(job)
+    seen = change.count
     while current is not None:
         while position < current.result_bytes:
             size_bytes = current.result_bytes
@@ -211,7 +226,7 @@ async def stream_rows(jobs: Jobs, job: Job, after: int, drain: Drain) -> AsyncIt
                 yield rest
         if drain.is_draining or (current.has_ended and position >= current.result_bytes):
             return
-        seen = await jobs.changes.wait(seen, POLL_S)
+        seen = await change.wait(seen, POLL_S)
         current = await jobs.store.find(job.id)
 
 
@@ -256,7 +271,10 @@ async def get_job(
 ) -> Response:
     """Return the job when it has ended, or after the time to wait."""
     jobs = services.get(Jobs)
-    current = await jobs.wait_until_ended(job, wait) if wait else job
+    current: Job | None = job
+    if wait and not job.has_ended:
+        with jobs.wait_as(job.owner):
+            current = await jobs.wait_until_ended(job, wait)
     if current is None:
         raise JobNotFound(job.id)
     return await respond_with_state(jobs, current)
@@ -279,11 +297,12 @@ async def get_result(
 
     The rows of a batch come one per line, also while it runs.
     """
+    jobs = services.get(Jobs)
+    jobs.trust.check(job)
     if job.kind is JobKind.batch and (job.result_file or not job.has_ended):
-        lines = stream_rows(services.get(Jobs), job, after, services.get(Drain))
-        return StreamingResponse(lines, media_type=NDJSON)
+        return RowsResponse(jobs, job, stream_rows(jobs, job, after, services.get(Drain)))
     if job.result_file:
-        return JobResultResponse(services.get(Jobs), job)
+        return JobResultResponse(jobs, job)
     if job.error:
         body = serialize_error(job.error, job.error_code, job.request_id)
         return Response(body, job.status, media_type=JSON)
@@ -307,18 +326,20 @@ async def delete_job(services: ServicesForInference, job: JobInPath) -> Response
 
 
 async def cancel_job(services: Services, job: Job) -> Job:
-    """Cancel a job unless it ends at the same moment; return it. Raises `JobNotFound`."""
+    """Cancel a job unless it ends at the same moment; return it. Raises `JobNotFound` or `JobConflict`."""
     jobs = services.get(Jobs)
     current: Job | None = job
-    while current is not None and not current.has_ended:
+    for _ in range(MAX_CANCEL_ATTEMPTS):
+        if current is None:
+            raise JobNotFound(job.id)
+        if current.has_ended:
+            return current
         cancelled = current.cancel(time.time())
         if await jobs.replace(cancelled, current.token):
             services.get(JobRunner).cancel(current)
             return cancelled
         current = await jobs.store.find(job.id)
-    if current is None:
-        raise JobNotFound(job.id)
-    return current
+    raise JobConflict(f"job {quote_text(job.id)} changes all the time; try again")
 
 
 @router.delete(
@@ -336,15 +357,29 @@ async def erase_jobs(
 ) -> Response:
     """Cancel and delete all jobs of a caller, with their bodies and results: one's own, or as an admin."""
     info: RequestInfo = request.scope["request_info"]
-    owner = find_owner(info)
-    if caller != info.caller.name:
+    if caller == info.caller.name:
+        own = JobQuery(find_owner(info), limit=MAX_LIMIT)
+        erased = [job.id async for job in find_all_jobs(services, own)]
+    else:
         authorize_all_models(cast(RequestScope, request.scope), Right.manage)
-        owner = caller
+        everybody = find_all_jobs(services, JobQuery(None, limit=MAX_LIMIT))
+        erased = [
+            job.id async for job in everybody if caller == f"{job.caller} {job.subject}".rstrip()
+        ]
     jobs = services.get(Jobs)
     deleted = 0
-    while found := await jobs.store.list_jobs(JobQuery(owner, limit=ERASE_COUNT)):
-        for each in found:
-            with suppress(JobNotFound):
-                await jobs.delete(await cancel_job(services, each))
+    for job_id in erased:
+        with suppress(JobNotFound, JobConflict):
+            if (job := await jobs.store.find(job_id)) is not None:
+                await jobs.delete(await cancel_job(services, job))
                 deleted += 1
     return Response(orjson.dumps({"deleted": deleted}), media_type=JSON)
+
+
+async def find_all_jobs(services: Services, query: JobQuery) -> AsyncIterator[Job]:
+    """Yield the jobs of all pages of a list."""
+    store = services.get(Jobs).store
+    while page := await store.list_jobs(query):
+        for job in page:
+            yield job
+        query = replace(query, after=page[-1].id)

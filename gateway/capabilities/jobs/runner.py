@@ -12,11 +12,12 @@ from functools import partial
 from typing import Final, TypeVar
 
 from gateway.capabilities.jobs.batches.run import BatchRun
-from gateway.capabilities.jobs.errors import JobFileLost, JobsFull, JobsUnavailable
-from gateway.capabilities.jobs.job import Job, JobKind, JobState
+from gateway.capabilities.jobs.errors import JobFileLost, JobNotTrusted, JobsFull, JobsUnavailable
+from gateway.capabilities.jobs.job import MAX_ERROR_CHARS, Job, JobKind, JobState
 from gateway.capabilities.jobs.replay import (
     BUSY_STATUSES,
     NO_ROOM_PAUSE_S,
+    BodyCheck,
     RequestReplay,
     build_receive,
     find_delay_s,
@@ -73,6 +74,13 @@ class JobRunner:
         self._bytes_gauge = create.worst(
             "gateway_jobs_bytes", "Size of the bodies and results of jobs."
         )
+        self._refused = create.counter(
+            "gateway_jobs_refused_total",
+            "Reads of stored jobs that no gateway can have written (unreadable), and jobs that ended because "
+            "the secret, the body or the caller is another one (not_trusted).",
+            ("reason",),
+        )
+        self._reported_unreadable = 0
 
     async def __aenter__(self) -> JobRunner:
         for name, step in (
@@ -162,11 +170,16 @@ class JobRunner:
         """Run a job; return it as it ended or was postponed."""
         running = self._running[job.id, job.token]
         try:
+            self._jobs.trust.check(job)
             if job.kind is JobKind.request:
                 return await self._run_request(job)
             return await BatchRun(self._jobs, self._replay, job, self._report_progress).run()
         except JobFileLost as exc:
             return running.job.lose_run(time.time(), self._jobs.settings.job_lease_s, exc)
+        except JobNotTrusted as exc:
+            self._refused.labels("not_trusted").inc()
+            log.warning("job %s did not run: %s", job.id, exc.detail)
+            return running.job.fail(time.time(), exc)
         except GatewayError as exc:
             return running.job.fail(time.time(), exc)
         except Exception:
@@ -177,7 +190,7 @@ class JobRunner:
         """Store how far a batch is. Cancels it if this process has lost it."""
         if await self._store.replace(job, job.token):
             self._running[job.id, job.token].job = job
-            self._jobs.changes.notify()
+            self._jobs.notify(job)
         else:
             self.cancel(job)
             await asyncio.sleep(0)  # raises the `CancelledError`
@@ -188,14 +201,24 @@ class JobRunner:
         except JobsUnavailable:
             return job.postpone(time.time() + NO_ROOM_PAUSE_S)
 
+        check = BodyCheck(job)
+        failures: list[GatewayError] = []
+
         async def read(position: int) -> bytes:
-            if position < len(start) or not job.body_bytes:
-                return start
-            return await read_piece(self._store.files, job.body_file, position, job.body_bytes)
+            try:
+                piece = start
+                if position:
+                    files = self._store.files
+                    piece = await read_piece(files, job.body_file, position, job.body_bytes)
+                check.add(piece)
+            except (JobFileLost, JobNotTrusted) as exc:
+                failures.append(exc)
+                raise
+            return piece
 
         capture, info = await self._replay.call(job, build_receive(read, job.body_bytes))
-        if info.error_code == JobFileLost.code:
-            raise JobFileLost
+        if failures:
+            raise failures[0]
         now = time.time()
         if capture.status in BUSY_STATUSES:
             return job.postpone(now + find_delay_s(capture, job.starts))
@@ -209,7 +232,8 @@ class JobRunner:
             (name.decode("latin-1"), value.decode("latin-1")) for name, value in capture.headers
         ]
         ended = job.finish(now, capture.status, headers, len(result))
-        return replace(ended, error=info.error_reason, error_code=info.error_code)
+        reason = info.error_reason[:MAX_ERROR_CHARS]
+        return replace(ended, error=reason, error_code=info.error_code)
 
     async def _read_start(self, job: Job) -> bytes:
         """Return the first piece of the body. Raises `JobsUnavailable` if only its file cannot be read."""
@@ -229,6 +253,7 @@ class JobRunner:
                 else:
                     await self._jobs.replace(job.expire(now), job.token)
             self._report_counts(await self._store.count_jobs())
+            self._report_unreadable()
             if time.monotonic() >= self._next_left_over_search_at:
                 self._next_left_over_search_at = time.monotonic() + LEFT_OVER_PERIOD_S
                 await self._jobs.delete_left_over()
@@ -236,6 +261,13 @@ class JobRunner:
         oldest_at = self._jobs.counts.oldest_queued_at or now
         self._age_gauge.set(max(now - oldest_at, 0.0))
         await asyncio.sleep(CLEANING_PERIOD_S)
+
+    def _report_unreadable(self) -> None:
+        unreadable = self._store.reader.unreadable
+        if unreadable > self._reported_unreadable:
+            self._refused.labels("unreadable").inc(unreadable - self._reported_unreadable)
+            self._reported_unreadable = unreadable
+            log.warning("%d reads of stored jobs found something else than a job", unreadable)
 
     def _report_counts(self, counts: JobCounts) -> None:
         self._jobs.counts = counts

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from weakref import WeakValueDictionary
 
 from gateway.access.auth import authorize_all_models
 from gateway.callers import CallerKind, Right
 from gateway.capabilities.jobs.callback_urls import CallbackUrls
-from gateway.capabilities.jobs.errors import JobBytesExceeded, JobsFull, JobsUnavailable
+from gateway.capabilities.jobs.errors import (
+    JobBytesExceeded,
+    JobsFull,
+    JobsUnavailable,
+    SubjectRequired,
+    TooManyWaiters,
+)
 from gateway.capabilities.jobs.job import Job, find_job_id
 from gateway.capabilities.jobs.settings import JobSettings
 from gateway.capabilities.jobs.storage.store import JobCounts, JobLimits, JobStore
+from gateway.capabilities.jobs.trust import open_job_trust
 from gateway.errors import Forbidden
 from gateway.tasks import ChangeSignal, TaskSet
 from gateway.telemetry.request_info import RequestInfo, RequestScope
@@ -20,6 +30,7 @@ from gateway.telemetry.request_info import RequestInfo, RequestScope
 # Changes by other processes are seen after this time.
 POLL_S = 0.5
 LEFT_OVER_BATCH = 500  # files
+MAX_WAITERS_PER_CALLER = 100  # in one process
 
 
 class Jobs:
@@ -36,19 +47,42 @@ class Jobs:
         self.incoming_bytes = 0
         # Notified when this process accepts a job, or has a place for another one.
         self.changes = ChangeSignal()
-        # For each job whose end somebody awaits here, by its ID.
-        self._ends: WeakValueDictionary[str, ChangeSignal] = WeakValueDictionary()
+        # Of each job for which somebody waits here, by its ID.
+        self._job_changes: WeakValueDictionary[str, ChangeSignal] = WeakValueDictionary()
+        self._waiters: Counter[str] = Counter()  # by owner
+        self.trust = open_job_trust(settings)
         self.tasks = TaskSet()
 
     async def replace(self, job: Job, seen_token: int) -> bool:
         """Replace a job in the store, as `JobStore.replace`, and delete the body of one that has ended."""
         is_replaced = await self.store.replace(job, seen_token)
         if is_replaced and job.has_ended:
-            if (end := self._ends.get(job.id)) is not None:
-                end.notify()
+            self.notify(job)
             with suppress(JobsFull, JobsUnavailable):
                 await self.store.files.delete(job.body_file)
         return is_replaced
+
+    def notify(self, job: Job) -> None:
+        """Wake those who wait for this job, after a change of it."""
+        if (change := self._job_changes.get(job.id)) is not None:
+            change.notify()
+
+    def watch(self, job: Job) -> ChangeSignal:
+        """Return the signal of a job's changes by this process, which lasts as long as it is referenced."""
+        return self._job_changes.setdefault(job.id, ChangeSignal())
+
+    @contextmanager
+    def wait_as(self, owner: str) -> Iterator[None]:
+        """Count a request that waits for a job, or streams its rows. Raises `TooManyWaiters`."""
+        if self._waiters[owner] >= MAX_WAITERS_PER_CALLER:
+            raise TooManyWaiters(MAX_WAITERS_PER_CALLER)
+        self._waiters[owner] += 1
+        try:
+            yield
+        finally:
+            self._waiters[owner] -= 1
+            if not self._waiters[owner]:
+                del self._waiters[owner]
 
     async def delete(self, job: Job) -> None:
         """Forget a job and its files."""
@@ -70,11 +104,11 @@ class Jobs:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         current: Job | None = job
-        end = self._ends.setdefault(job.id, ChangeSignal())
-        seen = end.count
+        change = self.watch(job)
+        seen = change.count
         while current is not None and not current.has_ended and loop.time() < deadline:
             remaining_s = deadline - loop.time()
-            seen = await end.wait(seen, min(remaining_s, POLL_S))
+            seen = await change.wait(seen, min(remaining_s, POLL_S))
             current = await self.store.find(job.id)
         return current
 
@@ -89,6 +123,7 @@ class ArrivingBody:
         self._jobs = jobs
         self.file = file
         self.size_bytes = 0
+        self.hash = hashlib.sha256()
         self.is_kept = False
         self._may_exist = False
 
@@ -100,6 +135,7 @@ class ArrivingBody:
         if jobs.counts.size_bytes + jobs.incoming_bytes > jobs.limits.max_bytes:
             raise JobBytesExceeded(jobs.limits.max_bytes)
         self._may_exist = True
+        self.hash.update(data)
         await jobs.store.files.append(self.file, data)
 
     async def discard(self) -> None:
@@ -122,11 +158,17 @@ class ArrivingBody:
 
 
 def find_owner(info: RequestInfo) -> str:
-    """Return whose a job is: the key, the rule and whom its token names, or without keys the network."""
+    """Return whose a job is: a key, whom a token or certificate names, or without keys the network.
+
+    Raises `SubjectRequired` for a token that names nobody.
+    """
     if info.caller.kind is CallerKind.anonymous:
-        return info.caller_name
-    # No name has a space.
-    return f"{info.caller.name} {info.subject}" if info.subject else info.caller.name
+        return f"network:{info.caller_name}"
+    if info.caller.kind is CallerKind.key:
+        return f"key:{info.caller.id}"
+    if not info.subject_id:
+        raise SubjectRequired
+    return f"subject:{info.subject_id}"
 
 
 def find_listed_owner(scope: RequestScope) -> str | None:
@@ -138,7 +180,7 @@ def may_use(scope: RequestScope, job: Job) -> bool:
     """Return whether the caller may read and cancel a job whose ID it knows."""
     info = scope["request_info"]
     if info.caller.kind is CallerKind.anonymous:
-        return not job.caller
+        return not job.caller_id
     return job.owner == find_owner(info) or may_use_all(scope)
 
 

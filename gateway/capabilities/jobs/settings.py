@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import BeforeValidator, Field, SecretStr, field_validator
+from pydantic import BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
 
 from gateway.capabilities.jobs.callback_urls import CallbackUrls
 from gateway.config.settings import (
@@ -20,6 +20,8 @@ from gateway.webhooks import decode_secret
 
 SQLITE: Final = "sqlite://"
 REDIS: Final = ("redis://", "rediss://")
+MIN_SECRET_CHARS: Final = 32
+MAX_SECRETS: Final = 2
 OptionalPath = Annotated[Path | None, BeforeValidator(lambda value: value or None)]
 
 
@@ -30,6 +32,11 @@ class JobSettings(CapabilitySettings):
     a folder for its models in the user's state directory (XDG_STATE_HOME)."""
     jobs_password: SecretStr | None = None
     """Password of the Redis in GATEWAY_JOBS, if its URL contains none."""
+    jobs_secret: SecretStr | None = Field(None, validate_default=True)
+    """Secret with which gateways sign the jobs that they store, of 32 characters at least; whoever writes to
+    the store without it cannot run anything. All gateways of a Redis need the same. Two with a comma between
+    them while it changes: the first one signs. Empty: with sqlite://, one that is created beside the
+    database."""
     jobs_folder: OptionalPath = None
     """Folder that all gateways share, for the bodies and results of jobs in Redis. Empty: Redis has them, and
     bodies over 1 MiB are 413."""
@@ -66,6 +73,21 @@ class JobSettings(CapabilitySettings):
         split_secrets(value)
         return value
 
+    @field_validator("jobs_secret")
+    @classmethod
+    def check_jobs_secret(cls, value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
+        secrets = split_jobs_secrets(value)
+        if any(len(secret) < MIN_SECRET_CHARS for secret in secrets) or len(secrets) > MAX_SECRETS:
+            raise ValueError(
+                f"expected one secret of {MIN_SECRET_CHARS} characters at least, or two with a comma"
+            )
+        if not secrets and info.data.get("jobs", "").startswith(REDIS):
+            raise ValueError(
+                "jobs in Redis require it, because others could write jobs there: the same for all gateways, "
+                "such as the output of openssl rand -hex 32"
+            )
+        return value
+
     @field_validator("jobs")
     @classmethod
     def check_jobs(cls, value: str) -> str:
@@ -82,4 +104,9 @@ def split_secrets(value: SecretStr | None) -> tuple[str, ...]:
     secrets: tuple[str, ...] = split_list(value.get_secret_value()) if value is not None else ()
     for secret in secrets:
         decode_secret(secret)
+    return secrets
+
+
+def split_jobs_secrets(value: SecretStr | None) -> tuple[str, ...]:
+    secrets: tuple[str, ...] = split_list(value.get_secret_value()) if value is not None else ()
     return secrets

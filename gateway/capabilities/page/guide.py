@@ -37,7 +37,7 @@ METHODS: Final = ["GET", "HEAD"]
 
 
 class GuideRoutes:
-    """The documents, in a template with {{title}}, {{navigation}} and {{content}}."""
+    """The documents, in a template with {{root}}, {{title}}, {{navigation}} and {{content}}."""
 
     def __init__(self, template: Asset, security_policy: str) -> None:
         self._template = template
@@ -49,7 +49,7 @@ class GuideRoutes:
         self.router.add_api_route("/guide/{name:path}", self.get_file, methods=METHODS)
 
     async def redirect_to_index(self) -> Response:
-        return RedirectResponse("/guide/")
+        return RedirectResponse("guide/")
 
     async def get_file(self, request: Request, name: str) -> Response:
         name = name or INDEX
@@ -67,6 +67,7 @@ class GuideRoutes:
             return create_asset(path.read_bytes(), ASSET_CONTENT_TYPES[path.suffix])
         return fill_placeholders(
             self._template,
+            root=find_root(name),
             title=escape(self._documents.titles[name]),
             navigation=self._documents.render_navigation(name),
             content=self._documents.render(name),
@@ -93,10 +94,11 @@ class Documents:
 
     def render_navigation(self, current: str) -> str:
         parts = []
+        guide = f"{find_root(current)}guide"
         for section in SECTIONS:
             names = [name for name in self.titles if name.startswith(f"{section}/")]
             links = [
-                f'<li><a href="/guide/{name}"{" aria-current=page" if name == current else ""}>'
+                f'<li><a href="{guide}/{name}"{" aria-current=page" if name == current else ""}>'
                 f"{escape(self.titles[name])}</a></li>"
                 for name in sorted(names, key=self.titles.__getitem__)
             ]
@@ -113,20 +115,27 @@ class Documents:
             if token.type == "heading_open":
                 token.attrSet("id", find_anchor(following.content))
             for child in token.children or ():
-                self._rewrite_link(child, posixpath.dirname(name))
+                self._rewrite_link(child, name)
         rendered: str = markdown.renderer.render(tokens, markdown.options, {})
         return rendered
 
-    def _rewrite_link(self, token: Token, folder: str) -> None:
+    def _rewrite_link(self, token: Token, name: str) -> None:
         """Let a link to what is no document lead to the repository."""
         href = str(token.attrGet("href") or "#")
         if re.match("[a-z]+:|#", href):
             return
-        path = posixpath.normpath(posixpath.join("docs", folder, href.partition("#")[0]))
+        path = posixpath.normpath(
+            posixpath.join("docs", posixpath.dirname(name), href.partition("#")[0])
+        )
         if path == "docs/openapi.json":
-            token.attrSet("href", "/docs")
+            token.attrSet("href", f"{find_root(name)}docs")
         elif path.removeprefix("docs/") not in self.files:
             token.attrSet("href", f"{REPOSITORY}/{path}")
+
+
+def find_root(name: str) -> str:
+    """Return the relative path from a document to `/`, which can be below the prefix of a proxy."""
+    return "../" * (name.count("/") + 1)
 
 
 def find_anchor(heading: str) -> str:

@@ -49,7 +49,7 @@ class PageRoutes:
     """The page with its files, and the documents."""
 
     def __init__(self, documentation_url: HttpUrl | None) -> None:
-        documentation = escape(str(documentation_url or "/guide/"))
+        documentation = escape(str(documentation_url or "guide/"))
         self._assets = load_assets(STATIC, documentation=documentation, modules=render_preloads())
         self._page: Asset | None = None
         router = APIRouter(include_in_schema=False)
@@ -99,4 +99,4 @@ def render_preloads() -> str:
     for name in modules:
         imported = IMPORT.findall((STATIC / name).read_text())
         modules += [each for each in imported if each not in modules]
-    return "\n".join(f'<link rel="modulepreload" href="/static/{name}">' for name in modules)
+    return "\n".join(f'<link rel="modulepreload" href="static/{name}">' for name in modules)

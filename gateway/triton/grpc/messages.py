@@ -110,6 +110,8 @@ def decode_grpc_outputs(response: Any, size_bytes: int) -> InferResponse:
     """Return the outputs as arrays. Raises one of `DECODE_ERRORS`."""
     contents = zip(response.outputs, response.raw_output_contents, strict=True)
     arrays = {output.name: decode_grpc_output(output, data) for output, data in contents}
+    if len(arrays) < len(response.outputs):
+        raise ValueError("two outputs have the same name")
     return InferResponse(arrays, str(response.model_version), size_bytes)
 
 
@@ -164,6 +166,8 @@ def render_small_result(request: InferRequest, message: bytes) -> bytes | None:
                 return None
     except (DecodeError, *DECODE_ERRORS):
         return None
+    if len(values) < len(response.outputs):
+        return None  # two outputs have the same name
     document = {
         "id": request.request_id,
         "model": signature.model,

@@ -135,6 +135,22 @@ NAMES: dict[str, tuple[list[Name], tuple[int, int]]] = {
     "an e-mail address": ([("email", "mlops@clients.example")], (403, 200)),
     "an address as a DNS name": ([("DNS", "mlops@clients.example")], (403, 403)),
     "a DNS name in a URI": ([("URI", "urn:a.clients.example")], (403, 403)),
+    "a URI after a comma": ([("URI", "spiffe://evil/x,spiffe://prod/vision")], (403, 403)),
+    "a URI before a comma": ([("URI", "spiffe://prod/vision,x")], (403, 403)),
+    "a URI before NUL": ([("URI", "spiffe://prod/vision\0.evil")], (403, 403)),
+    "a URI with a line end": ([("URI", "spiffe://prod/vision\n")], (403, 403)),
+    "a comma in a pattern": ([("URI", "spiffe://prod/ops/a,spiffe://evil/x")], (403, 403)),
+    "a line end in a pattern": ([("URI", "spiffe://prod/ops/a\nspiffe://evil/x")], (403, 403)),
+    "a space in a pattern": ([("URI", "spiffe://prod/ops/ x")], (403, 403)),
+    "NUL in a pattern": ([("URI", "spiffe://prod/ops/a\0x")], (403, 403)),
+    "dot segments in a pattern": ([("URI", "spiffe://prod/ops/../vision")], (403, 403)),
+    "dots in a pattern": ([("URI", "spiffe://prod/ops/..a/b..")], (200, 200)),
+    "the end of a list": ([("DNS", "evil.example,a.clients.example")], (403, 403)),
+    "the end of lines": ([("DNS", "evil.example\na.clients.example")], (403, 403)),
+    "the end after NUL": ([("DNS", "evil.example\0.clients.example")], (403, 403)),
+    "the beginning before NUL": ([("DNS", "a.clients.example\0.evil.example")], (403, 403)),
+    "a path before the end": ([("DNS", "evil.example/.clients.example")], (403, 403)),
+    "a wildcard": ([("DNS", "*.clients.example")], (200, 403)),
     "the second of two": ([("DNS", "x.example"), ("URI", "spiffe://prod/vision")], (200, 403)),
 }
 
@@ -146,6 +162,33 @@ def test_certificate_has_the_rights_of_its_name(
 ) -> None:
     found = tuple(required.get(path, *names).status_code for path in (MODELS, METRICS))
     assert found == statuses
+
+
+# The names of the certificate, and the status over gRPC, which itself cuts names off at a NUL.
+OVER_GRPC: dict[str, tuple[list[Name], str]] = {
+    "a URI": ([("URI", "spiffe://prod/ops/a")], "OK"),
+    "two names": ([("DNS", "x.example"), ("URI", "spiffe://prod/vision")], "OK"),
+    "a DNS name": ([("DNS", "a.clients.example")], "OK"),
+    "a URI before NUL": ([("URI", "spiffe://prod/vision\0.evil")], "UNAUTHENTICATED"),
+    "a DNS name before NUL": ([("DNS", "a.clients.example\0.evil")], "UNAUTHENTICATED"),
+    "NUL after another name": (
+        [("DNS", "x.example"), ("URI", "spiffe://prod/vision\0")],
+        "PERMISSION_DENIED",
+    ),
+    "NUL first": ([("URI", "\0spiffe://prod/vision")], "UNAUTHENTICATED"),
+    "a comma": ([("URI", "spiffe://prod/ops/a,b")], "PERMISSION_DENIED"),
+    "a line end": ([("URI", "spiffe://prod/vision\n")], "PERMISSION_DENIED"),
+}
+
+
+@pytest.mark.parametrize(("names", "status"), OVER_GRPC.values(), ids=OVER_GRPC.keys())
+def test_certificate_has_the_rights_of_its_whole_name_over_grpc(
+    required: Service, names: list[Name], status: str
+) -> None:
+    if status == "OK":
+        assert required.call(*names) == b""
+    else:
+        assert failure(required.call, *names)[0] == status
 
 
 def test_caller_of_a_certificate_is_the_rule_and_its_name_is_logged(required: Service) -> None:

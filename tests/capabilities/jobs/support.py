@@ -9,6 +9,7 @@ import httpx
 from tests.support.wait import wait_until
 
 ASYNC = {"Prefer": "respond-async"}
+JOBS_SECRET = "secret of the gateways of a test"
 VECTOR = "/v1/models/vector_FP32/infer"
 CANCELLABLE = "/v1/models/cancellable/infer"
 

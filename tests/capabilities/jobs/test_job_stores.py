@@ -7,7 +7,7 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from itertools import product
@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import orjson
 import pytest
+from pydantic import SecretStr
 
 from gateway.capabilities.jobs.acceptance import add_job
 from gateway.capabilities.jobs.capability import create_store
@@ -26,11 +27,13 @@ from gateway.capabilities.jobs.settings import JobSettings
 from gateway.capabilities.jobs.storage.files import LEFT_OVER_AFTER_S
 from gateway.capabilities.jobs.storage.store import JobLimits, JobQuery, JobStore
 from gateway.errors import MalformedRequest
+from tests.capabilities.jobs.support import JOBS_SECRET
 from tests.capabilities.jobs.unit.test_job import QUEUED
 from tests.support.redis_server import RedisServer
 from tests.support.wait import wait_until_async
 
 LIMITS = JobLimits(10_000, 100)
+SECRET = SecretStr(JOBS_SECRET)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path) -> JobSettings:
     if request.param == "sqlite":
         return JobSettings(jobs=f"sqlite://{tmp_path}")
     server: RedisServer = request.getfixturevalue("redis")
-    return JobSettings(jobs=server.url(), jobs_folder=tmp_path / "files")
+    return JobSettings(jobs=server.url(), jobs_secret=SECRET, jobs_folder=tmp_path / "files")
 
 
 @asynccontextmanager
@@ -68,8 +71,21 @@ def run_with(settings: JobSettings, work: Callable[[JobStore], Awaitable[None]])
 async def add(store: JobStore, *names: str) -> None:
     """Add a job for each name, whose first letter is the owner."""
     for name in names:
-        job = replace(QUEUED, id=name, owner=name[0], callback_url="")
+        job = replace(QUEUED, id=build_id(name), owner=name[0], callback_url="")
         await store.add(job, LIMITS)
+
+
+def build_id(name: str) -> str:
+    return name.rjust(32, "0")
+
+
+def build_file(name: str) -> str:
+    job, _, suffix = name.partition(".")
+    return f"{build_id(job)}.{suffix}"
+
+
+def list_names(jobs: Iterable[Job]) -> list[str]:
+    return [job.id.lstrip("0") for job in jobs]
 
 
 def test_bodies_that_arrive_count_at_the_limit_of_bytes(tmp_path: Path) -> None:
@@ -129,14 +145,14 @@ def test_body_counts_no_longer_whatever_error_the_store_has(tmp_path: Path) -> N
 def test_callers_take_turns(settings: JobSettings) -> None:
     async def work(store: JobStore) -> None:
         await add(store, "a1", "a2", "a3", "a4", "b1", "b2")
-        jobs = [await store.find(name) for name in ("a1", "a2", "b1", "b2")]
+        jobs = [await store.find(build_id(name)) for name in ("a1", "a2", "b1", "b2")]
         assert [await store.find_position(job) for job in jobs if job] == [0, 2, 1, 3]
         order: list[str] = []
         for _ in range(3):
-            order += [job.id for job in await store.claim(1, time.time())]
+            order += list_names(await store.claim(1, time.time()))
         await add(store, "c1", "a5")
         for _ in range(5):
-            order += [job.id for job in await store.claim(1, time.time())]
+            order += list_names(await store.claim(1, time.time()))
         assert order[:2] == ["a1", "b1"]
         assert set(order[2:5]) == {"a2", "b2", "c1"}  # the new caller waits for one round
         assert order[5:] == ["a3", "a4", "a5"]
@@ -148,18 +164,18 @@ def test_no_caller_and_no_model_gets_all_places(settings: JobSettings) -> None:
     async def work(store: JobStore) -> None:
         await add(store, *(f"a{number}" for number in range(6)))
         running = list(await store.claim(6, time.time()))
-        assert [job.id for job in running] == ["a0", "a1", "a2", "a3"]
+        assert list_names(running) == ["a0", "a1", "a2", "a3"]
         await add(store, "b0")  # of the same model
         for name in ("c0", "c1"):
-            job = replace(QUEUED, id=name, owner="c", model="other", callback_url="")
+            job = replace(QUEUED, id=build_id(name), owner="c", model="other", callback_url="")
             await store.add(job, LIMITS)
         running += await store.claim(2, time.time(), running)
-        assert [job.id for job in running[4:]] == ["c0", "c1"]
+        assert list_names(running[4:]) == ["c0", "c1"]
         for job in (running.pop(0), running.pop(0)):
             assert await store.replace(job.finish(time.time(), 200, [], 50), job.token)
         running += await store.claim(2, time.time(), running)
         # The model has one place more, which the next caller gets.
-        assert {job.id for job in running} == {"a2", "a3", "b0", "c0", "c1"}
+        assert set(list_names(running)) == {"a2", "a3", "b0", "c0", "c1"}
 
     run_with(settings, work)
 
@@ -169,14 +185,16 @@ def test_list_has_the_newest_jobs_of_a_caller_in_a_state_and_of_a_model(
 ) -> None:
     async def work(store: JobStore) -> None:
         for number, name in enumerate(("a1", "a2", "a3", "a4", "b1", "b2")):
-            job = replace(QUEUED, id=name, owner=name[0], model="mn"[number % 2], callback_url="")
+            job = replace(
+                QUEUED, id=build_id(name), owner=name[0], model="mn"[number % 2], callback_url=""
+            )
             await store.add(job, LIMITS)
         a1, b1, a2 = [job for _ in range(3) for job in await store.claim(1, time.time())]
         assert await store.replace(a1.finish(time.time(), 200, [], 50), a1.token)
         assert await store.replace(a2.postpone(time.time()), a2.token)
         await store.delete(b1)
         everything = await store.list_jobs(JobQuery(None))
-        assert [job.id for job in everything] == ["b2", "a4", "a3", "a2", "a1"]
+        assert list_names(everything) == ["b2", "a4", "a3", "a2", "a1"]
         for owner, state, model in product((None, "a", "b"), (None, *JobState), ("", "m", "n")):
             wanted = [
                 job
@@ -218,7 +236,7 @@ def test_unfinished_jobs_of_a_caller_are_limited(settings: JobSettings) -> None:
     async def work(store: JobStore) -> None:
         await add(store, "a1", "a2", "b1")
         (running,) = await store.claim(1, time.time())
-        third = replace(QUEUED, id="a3", owner="a")
+        third = replace(QUEUED, id=build_id("a3"), owner="a")
         with pytest.raises(TooManyJobs):
             await store.add(third, limits)
         assert await store.replace(running.cancel(500.0), running.token)
@@ -233,8 +251,8 @@ def test_outdated_jobs_have_ended_or_wait_since_then(settings: JobSettings) -> N
         ended, running = [job for _ in range(2) for job in await store.claim(1, time.time())]
         assert await store.replace(ended.cancel(500.0), ended.token)
         for when, names in ((499.0, []), (501.0, ["a1"]), (QUEUED.created_at + 1, ["a1", "a3"])):
-            assert [job.id for job in await store.find_outdated(when, 10)] == names
-        assert running.id == "a2"
+            assert list_names(await store.find_outdated(when, 10)) == names
+        assert running.id == build_id("a2")
 
     run_with(settings, work)
 
@@ -242,7 +260,7 @@ def test_outdated_jobs_have_ended_or_wait_since_then(settings: JobSettings) -> N
 def test_many_callers_ask_at_the_same_time(settings: JobSettings) -> None:
     async def work(store: JobStore) -> None:
         await add(store, "a1")
-        found = await asyncio.gather(*(store.find("a1") for _ in range(300)))
+        found = await asyncio.gather(*(store.find(build_id("a1")) for _ in range(300)))
         assert None not in found
 
     run_with(settings, work)
@@ -253,14 +271,16 @@ def test_files_that_a_killed_process_left_are_deleted(
 ) -> None:
     async def work(store: JobStore) -> None:
         await add(store, "a1")
-        for name in ("a1.body", "lost.body", "lost.2.result", "new.body"):
-            await store.files.append(name, b"abc")
+        for name in ("a1.body", "b0.body", "b0.2.result", "c0.body"):
+            await store.files.append(build_file(name), b"abc")
+        (tmp_path / "files/notes.txt").touch()
         old = time.time() - LEFT_OVER_AFTER_S - 10
-        for name in ("a1.body", "lost.body", "lost.2.result"):
-            os.utime(tmp_path / "files" / name, (old, old))
+        for name in ("a1.body", "b0.body", "b0.2.result"):
+            os.utime(tmp_path / "files" / build_file(name), (old, old))
+        os.utime(tmp_path / "files/notes.txt", (old, old))
         await Jobs(store, settings, 10).delete_left_over()
         left = [each.name for each in (tmp_path / "files").iterdir()]
-        assert sorted(left) == ["a1.body", "new.body"]
+        assert sorted(left) == [build_file("a1.body"), build_file("c0.body"), "notes.txt"]
 
     run_with(settings, work)
 
@@ -291,18 +311,18 @@ def test_worker_past_its_lease_has_lost_its_job_to_the_next(settings: JobSetting
                 return taken
 
             await wait_until_async(take)
-            assert [(job.id, job.starts) for job in taken] == [("a1", 2)]
+            assert [(job.id, job.starts) for job in taken] == [(build_id("a1"), 2)]
             assert await store.renew([lost]) == [lost]
             assert not await store.replace(lost.finish(time.time(), 200, [], 50), lost.token)
-            assert await store.find("a1") == taken[0]
+            assert await store.find(build_id("a1")) == taken[0]
 
     run_with(settings, work)
 
 
 def test_lease_that_is_missing_for_a_moment_is_renewed(redis: RedisServer) -> None:
     """After an outage of Redis, the leases of all workers have expired."""
-    settings = JobSettings(jobs=redis.url(), job_lease_s=1)
-    lease = settings.jobs.partition("prefix=")[2] + "jobs:lease:a1"
+    settings = JobSettings(jobs=redis.url(), jobs_secret=SECRET, job_lease_s=1)
+    lease = settings.jobs.partition("prefix=")[2] + "jobs:lease:" + build_id("a1")
 
     async def work(store: JobStore) -> None:
         await add(store, "a1")
@@ -319,7 +339,7 @@ def test_lease_that_is_missing_for_a_moment_is_renewed(redis: RedisServer) -> No
 
 
 def test_workers_that_claim_at_the_same_time_find_different_jobs(redis: RedisServer) -> None:
-    settings = JobSettings(jobs=redis.url())
+    settings = JobSettings(jobs=redis.url(), jobs_secret=SECRET)
 
     def count_scripts() -> int:
         return int(redis.client().info("commandstats")["cmdstat_eval"]["calls"])
@@ -328,7 +348,13 @@ def test_workers_that_claim_at_the_same_time_find_different_jobs(redis: RedisSer
         await add(store, "a1", "a2", "a3", "a4", "a5")
         before = count_scripts()
         claims = await asyncio.gather(*(store.claim(1, time.time()) for _ in range(5)))
-        assert sorted(job.id for jobs in claims for job in jobs) == ["a1", "a2", "a3", "a4", "a5"]
+        assert sorted(name for jobs in claims for name in list_names(jobs)) == [
+            "a1",
+            "a2",
+            "a3",
+            "a4",
+            "a5",
+        ]
         # One for the lapsed leases, one that finds a job, and one that starts it.
         assert count_scripts() - before == 3 * 5
 
@@ -336,46 +362,47 @@ def test_workers_that_claim_at_the_same_time_find_different_jobs(redis: RedisSer
 
 
 def test_jobs_that_were_started_run_though_redis_fails_then(redis: RedisServer) -> None:
-    settings = JobSettings(jobs=redis.url())
+    settings = JobSettings(jobs=redis.url(), jobs_secret=SECRET)
     prefix = settings.jobs.partition("prefix=")[2]
 
     async def work(store: JobStore) -> None:
         await add(store, "a1")
-        await store.add(replace(QUEUED, id="b1", callback_host="broken"), LIMITS)
+        await store.add(replace(QUEUED, id=build_id("b1"), callback_host="broken"), LIMITS)
         redis.client().set(f"{prefix}jobs:callbacks:broken", "no sorted set")
-        assert [job.id for job in await store.claim(2, time.time())] == ["a1"]
+        assert list_names(await store.claim(2, time.time())) == ["a1"]
 
     run_with(settings, work)
 
 
 def test_jobs_that_cannot_be_read_hold_up_no_others(redis: RedisServer) -> None:
-    settings = JobSettings(jobs=redis.url())
+    settings = JobSettings(jobs=redis.url(), jobs_secret=SECRET)
     prefix = settings.jobs.partition("prefix=")[2] + "jobs:"
     documents = f"{prefix}documents"
 
     async def work(store: JobStore) -> None:
         await add(store, "a1", "b1", "c1", "d1", "e1", "e2", "f1")
-        invalid = orjson.dumps({**orjson.loads(encode_job(QUEUED)), "id": "a1", "kind": "none"})
-        redis.client().hset(documents, mapping={"a1": invalid, "b1": "{damaged"})
-        redis.client().hdel(documents, "c1")
+        a1, b1, c1, d1 = map(build_id, ("a1", "b1", "c1", "d1"))
+        invalid = orjson.dumps({**orjson.loads(encode_job(QUEUED)), "id": a1, "kind": "none"})
+        redis.client().hset(documents, mapping={a1: invalid, b1: "{damaged"})
+        redis.client().hdel(documents, c1)
         redis.client().delete(f"{prefix}line:f\n{QUEUED.model}")
         running: list[Job] = []
         for _ in range(6):
             running += await store.claim(6, time.time())
-        assert [job.id for job in running] == ["d1", "e1", "e2"]
+        assert list_names(running) == ["d1", "e1", "e2"]
         assert not redis.client().exists(f"{prefix}lines")
-        assert [job.id for job in await store.list_jobs(JobQuery(None))] == ["f1", "e2", "e1", "d1"]
+        assert list_names(await store.list_jobs(JobQuery(None))) == ["f1", "e2", "e1", "d1"]
         for name in ("a1", "b1", "c1"):
-            assert await store.find(name) is None
-        assert [job.id for job in await store.find_outdated(time.time(), 10)] == ["f1"]
-        redis.client().hdel(documents, "d1")
-        assert [job.id for job in await store.renew(running)] == ["d1"]
+            assert await store.find(build_id(name)) is None
+        assert list_names(await store.find_outdated(time.time(), 10)) == ["f1"]
+        redis.client().hdel(documents, d1)
+        assert list_names(await store.renew(running)) == ["d1"]
         # One that was found and not started is found again after a lease.
-        readable = replace(QUEUED, id="a1", owner="a", callback_url="")
-        redis.client().hset(documents, "a1", encode_job(readable))
+        readable = replace(QUEUED, id=build_id("a1"), owner="a", callback_url="")
+        redis.client().hset(documents, a1, encode_job(readable))
         assert not await store.claim(6, time.time())
         due_at = time.time() + settings.job_lease_s
-        assert [job.id for job in await store.claim(6, due_at)] == ["a1"]
+        assert list_names(await store.claim(6, due_at)) == ["a1"]
 
     run_with(settings, work)
 
@@ -384,19 +411,21 @@ def test_damaged_job_in_sqlite_holds_up_no_others(tmp_path: Path) -> None:
     async def work(store: JobStore) -> None:
         await add(store, "a1", "b1")
         with closing(sqlite3.connect(tmp_path / "jobs.db")) as database, database:
-            database.execute("UPDATE jobs SET document = '{damaged' WHERE id = 'a1'")
-        assert [job.id for job in await store.claim(6, time.time())] == ["b1"]
-        assert await store.find("a1") is None
+            database.execute("UPDATE jobs SET document = '{damaged' WHERE owner = 'a'")
+        assert list_names(await store.claim(6, time.time())) == ["b1"]
+        assert await store.find(build_id("a1")) is None
 
     run_with(JobSettings(jobs=f"sqlite://{tmp_path}"), work)
 
 
 def test_idempotency_key_of_a_job_that_is_lost_is_free_again(redis: RedisServer) -> None:
-    settings = JobSettings(jobs=redis.url())
+    settings = JobSettings(jobs=redis.url(), jobs_secret=SECRET)
     documents = settings.jobs.partition("prefix=")[2] + "jobs:documents"
 
     async def work(store: JobStore) -> None:
-        first, second = (replace(QUEUED, id=each, idempotency_key="key") for each in ("1", "2"))
+        first, second = (
+            replace(QUEUED, id=build_id(each), idempotency_key="key") for each in ("1", "2")
+        )
         await store.add(first, LIMITS)
         redis.client().hset(documents, first.id, "{damaged")
         assert await store.find_by_key(first.owner, "key") is None
@@ -408,7 +437,7 @@ def test_idempotency_key_of_a_job_that_is_lost_is_free_again(redis: RedisServer)
 def test_jobs_end_and_are_deleted_in_a_redis_that_is_full(
     redis: RedisServer, tmp_path: Path
 ) -> None:
-    settings = JobSettings(jobs=redis.url(), jobs_folder=tmp_path / "files")
+    settings = JobSettings(jobs=redis.url(), jobs_secret=SECRET, jobs_folder=tmp_path / "files")
 
     async def work(store: JobStore) -> None:
         await add(store, "a1", "b1", "c1", "d1")
@@ -417,10 +446,10 @@ def test_jobs_end_and_are_deleted_in_a_redis_that_is_full(
         try:
             with pytest.raises(JobsFull):
                 await add(store, "e1")
-            assert await store.find("e1") is None
+            assert await store.find(build_id("e1")) is None
             with pytest.raises(JobsFull):
                 await store.claim(1, time.time())
-            queued = await store.find("c1")
+            queued = await store.find(build_id("c1"))
             assert queued
             assert await store.replace(queued.cancel(time.time()), queued.token)
             assert await store.replace(first.finish(time.time(), 200, [], 50), first.token)
@@ -428,8 +457,8 @@ def test_jobs_end_and_are_deleted_in_a_redis_that_is_full(
             await store.delete(second)
         finally:
             redis.client().config_set("maxmemory", 0)
-        assert [job.id for job in await store.list_jobs(JobQuery(None))] == ["d1", "c1"]
-        assert [job.id for job in await store.claim(4, time.time())] == ["d1"]
+        assert list_names(await store.list_jobs(JobQuery(None))) == ["d1", "c1"]
+        assert list_names(await store.claim(4, time.time())) == ["d1"]
         counts = await store.count_jobs()
         assert counts.size_bytes == QUEUED.body_bytes
 
@@ -462,9 +491,9 @@ def test_job_that_is_kept_though_redis_answers_too_late_has_its_body(redis: Redi
     async def run() -> None:
         server = await asyncio.start_server(relay, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        direct = JobSettings(jobs=redis.url())
+        direct = JobSettings(jobs=redis.url(), jobs_secret=SECRET)
         through = direct.jobs.replace(str(urlsplit(direct.jobs).port), str(port), 1)
-        relayed = JobSettings(jobs=through)
+        relayed = JobSettings(jobs=through, jobs_secret=SECRET)
         async with server, opened(direct) as store, opened(relayed) as relayed_store:
             await relayed_store.files.append(QUEUED.body_file, b"abc")
             jobs = Jobs(relayed_store, relayed, 10)

@@ -21,7 +21,14 @@ import orjson
 import pytest
 
 from gateway.embedded.supervisor import EmbeddedTriton
-from tests.capabilities.jobs.support import CANCELLABLE, VECTOR, submit, wait_for, wait_for_state
+from tests.capabilities.jobs.support import (
+    CANCELLABLE,
+    JOBS_SECRET,
+    VECTOR,
+    submit,
+    wait_for,
+    wait_for_state,
+)
 from tests.support.measurements import assert_number
 from tests.support.redis_server import RedisServer
 from tests.support.servers import GatewayProcess
@@ -58,6 +65,7 @@ def start_gateway(zoo_triton: EmbeddedTriton) -> Iterator[Callable[..., GatewayP
                 {
                     "GATEWAY_TRITON_URLS": zoo_triton.options.url,
                     "GATEWAY_JOBS": jobs,
+                    "GATEWAY_JOBS_SECRET": JOBS_SECRET,
                     "GATEWAY_CONNECT_TIMEOUT_S": "10",
                     **named,
                 }

@@ -17,6 +17,7 @@ from gateway.embedded.supervisor import EmbeddedTriton
 from tests.capabilities.jobs.support import (
     ASYNC,
     CANCELLABLE,
+    JOBS_SECRET,
     VECTOR,
     submit,
     wait_for,
@@ -68,6 +69,7 @@ def client(
     }
     if settings["jobs"].startswith("redis"):  # which itself has no room for a large body
         settings["jobs_folder"] = str(tmp_path_factory.mktemp("files"))
+        settings["jobs_secret"] = JOBS_SECRET
     with gateway_before(zoo_triton.options.url, **settings) as client:
         load_models(client)
         yield client
@@ -257,6 +259,7 @@ def test_queue_its_limits_a_quota_and_a_revoked_key(
     keys = written(tmp_path / "keys.yaml", entries)
     settings = {
         "jobs": create_jobs(),
+        "jobs_secret": JOBS_SECRET,
         "keys_file": str(keys),
         "max_running_jobs": "1",
         "max_jobs_per_caller": "2",
@@ -288,8 +291,9 @@ def test_queue_its_limits_a_quota_and_a_revoked_key(
         assert client.delete(f"/v1/jobs/{blocking['id']}", headers=admin).is_success
         client.headers.update(admin)
         assert wait_for(client, last)["state"] == "done"
-        assert wait_for(client, waiting)["error"]["code"] == "UNAUTHENTICATED"
-        assert client.get(f"/v1/jobs/{waiting}/result").status_code == 401
+        assert wait_for(client, waiting)["error"]["code"] == "JOB_NOT_TRUSTED"
+        assert client.get(f"/v1/jobs/{waiting}/result").status_code == 403
+        assert metric(client, 'gateway_jobs_refused_total{reason="not_trusted"}') >= 1
         assert wait_for(client, once[0])["state"] == "done"
         # The quota is used up: the other job was started, and waits.
         wait_until(lambda: client.get(f"/v1/jobs/{once[1]}").json()["starts"])

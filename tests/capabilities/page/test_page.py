@@ -22,7 +22,7 @@ from selenium.webdriver.common.keys import Keys
 from gateway import __version__
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.repository.state.content import DesiredModel
-from gateway.repository.state.store import open_state_store
+from gateway.repository.state.places import open_state_store
 from tests.capabilities.on_demand.support.on_demand import (
     list_held,
     model_names,
@@ -42,6 +42,7 @@ from tests.support.model_zoo.zoo import (
     identity,
     write_repository,
 )
+from tests.support.nginx import PREFIX, serve_below_prefix
 from tests.support.servers import ROOT, Command, Triton, free_ports, gateway_before, triton_with
 from tests.support.wait import TIMEOUT_S, wait_until
 
@@ -49,6 +50,13 @@ pytestmark = browser.is_required
 IMAGES = ROOT / "docs" / "images"
 AXE = ROOT / "tests" / "data" / "axe-core" / "axe.min.js"
 KEPT = ("pair", "optional", "nchw", "picture", "single_BYTES")
+SHOWN = {
+    "model": ".graph .slowest",
+    "api": "#api-code",
+    "fleet": "#models tbody tr",
+    "live": "#rate-chart canvas",
+}
+PREFIX_FRAGMENTS = {"docs": "docs?model=text_ensemble", "guide": "guide/use/page.md"}
 MAX_FIRST_REQUESTS = 15  # until the first model can be tried
 # What is typed for a tensor of a shape, and what is sent or said.
 TYPED: tuple[tuple[str, list[int], str], ...] = (
@@ -553,7 +561,7 @@ def test_large_upload_shows_its_progress_and_can_be_cancelled(
 async def test_pending_load_of_a_missing_model_is_shown_and_can_be_cancelled(
     page: browser.Page, triton: tuple[str, Names], tmp_path: Path
 ) -> None:
-    state = f"file://{tmp_path}/state.json"
+    state = f"file://{tmp_path}/state.db"
     await open_state_store(state).set_desired_model("lost", DesiredModel(True))
     with gateway_of(page, triton[0], state=state) as client:
         page.open(str(client.base_url), "#fleet")
@@ -1424,6 +1432,39 @@ def test_api_description_needs_no_other_server(page: browser.Page, demo_url: str
     page.until(lambda: page.run(back) != light, "the dark theme")
     page.click("header a")
     page.see("#model-title", "Handwritten digits")
+
+
+@pytest.mark.parametrize("view", ["try", "model", "api", "fleet", "live", "docs", "guide"])
+def test_page_works_below_the_prefix_of_a_proxy(
+    page: browser.Page, demo_url: str, view: str
+) -> None:
+    """The fixture asserts that the console has no errors, such as of a file outside the prefix."""
+    page.refusals = {403}  # without a key, nobody administers through a proxy
+    with serve_below_prefix(demo_url.rstrip("/")) as url:
+        page.open(url, PREFIX_FRAGMENTS.get(view, f"#{view}/ensemble"), first_visit=view == "try")
+        page.origin = url.removesuffix(PREFIX)
+        if view == "docs":
+            page.see("#api", "/v1/models/text_ensemble/infer")
+            page.click("#api .try-out__btn")
+            page.click("#api .execute")
+            page.see("#api .request-url", f"{url}/v1/models/text_ensemble/infer")
+            page.see("#api .live-responses-table tbody", "200")
+            page.click("#model")
+            page.see("#model-title", "Sentence")
+        elif view == "guide":
+            assert page.run("return document.querySelector('.guide img').naturalWidth") > 0
+            page.click(".documents a[href$='guide/operate/deploy.md']")
+            page.see(".guide h1", "Deploying")
+            page.click(".home a")
+            page.see("#model-title", "Handwritten digits")
+        elif view == "try":
+            assert best_label(page)
+            assert f"{url}/v1/models/ensemble/infer" in command(page)
+            page.click("#tab-python")
+            assert f'Client("{url}"' in command(page, "Client(")
+        else:
+            page.find(SHOWN[view])
+        page.close()
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from urllib.parse import urljoin
 import httpx
 import pytest
 
+from tests.support.nginx import serve_below_prefix
 from tests.support.servers import ROOT, gateway_before
 
 STATIC = ROOT / "gateway/capabilities/page/static"
@@ -21,6 +22,8 @@ VENDORED = (
     *(DOCS / name for name in ("swagger-ui-bundle.js", "swagger-ui.css")),
     AXE,
 )
+PAGE_LINK = r'(?:href|src)="([^":]+)"'
+CSS_LINK = r'url\("([^":]+)"\)'
 BROWSER = {"Accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
 
 
@@ -44,10 +47,10 @@ def test_page_and_all_files_that_it_names_are_served_and_are_no_part_of_the_api(
         '<html lang="en" data-features="files labels" data-issuer="" data-client-id="">'
         in page.text
     )
-    names = re.findall(r'(?:src|href)="(/static/[^"]+)"', page.text)
+    names = re.findall(r'(?:src|href)="(static/[^"]+)"', page.text)
     assert len(names) >= 4
     for name in names:
-        assert client.get(name).status_code == 200, name
+        assert client.get(f"/{name}").status_code == 200, name
     for path in STATIC.rglob("*.js"):
         script = client.get(f"/static/{path.relative_to(STATIC)}")
         assert script.headers["content-type"] == "text/javascript; charset=utf-8"
@@ -59,7 +62,7 @@ def test_page_and_all_files_that_it_names_are_served_and_are_no_part_of_the_api(
 
 def test_guide_has_the_documents_whose_links_lead_to_each_other(client: httpx.Client) -> None:
     redirect = client.get("/guide")
-    assert (redirect.status_code, redirect.headers["location"]) == (307, "/guide/")
+    assert (redirect.status_code, redirect.headers["location"]) == (307, "guide/")
     policy = client.get("/", headers=BROWSER).headers["content-security-policy"]
     pages: dict[str, str] = {}
     links = {"/guide/"}
@@ -80,6 +83,28 @@ def test_guide_has_the_documents_whose_links_lead_to_each_other(client: httpx.Cl
         path, _, anchor = link.partition("#")
         assert path in ("/", "/docs") or not anchor or f'id="{anchor}"' in pages[path], link
     assert not [path for path in pages if re.search(r"<script>| style=", pages[path])]
+
+
+def test_pages_below_the_prefix_of_a_proxy_name_nothing_outside_it(client: httpx.Client) -> None:
+    with serve_below_prefix(str(client.base_url).rstrip("/")) as url:
+        seen: dict[str, int] = {}
+        links = {f"{url}/", f"{url}/docs", f"{url}/guide", f"{url}/redoc"}
+        while waiting := {link.partition("#")[0] for link in links} - seen.keys():
+            for link in waiting:
+                answer = httpx.get(link, headers=BROWSER, follow_redirects=True)
+                seen[link] = answer.status_code
+                content_type = answer.headers["content-type"]
+                pattern = {"text/html": PAGE_LINK, "text/css": CSS_LINK}.get(
+                    content_type.split(";")[0]
+                )
+                names = re.findall(pattern, answer.text) if pattern else ()
+                found = (urljoin(str(answer.url), name) for name in names)
+                links |= {name for name in found if not name.startswith("https://")}
+        assert {link for link in seen if not link.startswith(f"{url}/")} == set()
+        assert {link: status for link, status in seen.items() if status != 200} == {}
+        for name in ("static/main.js", "static/vendor/Inter.latin.woff2", "docs/swagger-ui.css"):
+            assert f"{url}/{name}" in seen
+        assert f"{url}/guide/use/page.md" in seen
 
 
 @pytest.mark.parametrize("path", ["/", "/static/page.css", "/guide/"])

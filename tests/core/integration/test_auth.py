@@ -462,6 +462,28 @@ def test_key_with_any_patterns_sees_no_name_that_a_path_must_quote(
             assert name not in (".", "..")
 
 
+# A pattern, a name, and whether a key with the pattern sees it.
+SEPARATORS = [
+    ("res,text", "res", False),
+    ("res,text", "text", False),
+    ("res", "res,text", False),
+    ("res", "res\n", False),
+    ("res", "res\ntext", False),
+    ("res", "res\0text", False),
+    ("res*", "res\n", False),
+    ("*text", "res\0text", False),
+    ("*text", "res text", False),
+    ("res", "Res", False),
+    ("res*", "res", True),
+    ("res*", "res-2", True),
+]
+
+
+@pytest.mark.parametrize(("pattern", "name", "is_seen"), SEPARATORS)
+def test_pattern_of_a_key_matches_whole_names(pattern: str, name: str, is_seen: bool) -> None:
+    assert Caller("x", models=(pattern,)).can_see(name) is is_seen
+
+
 def test_visibility_cache_is_bounded() -> None:
     caller = Caller("x", models=("a*",))
     for number in range(5000):

@@ -71,6 +71,8 @@ V2_BODY = b'{"inputs":[{"name":"X","shape":[1],"datatype":"BYTES","data":["a tex
 CONTINUED = (
     ("POST /v1/models/text/infer", "Content-Type: text/plain", TEXT),
     ("POST /v1/models/text/infer", "Content-Type: application/octet-stream", TEXT),
+    ("POST /v1/models/text/infer", "Content-Type: audio/wav", TEXT),
+    ("POST /v1/models/text/infer", "X-Any: no type", TEXT),
     ("POST /v1/models/text/infer", "Content-Type: application/x-www-form-urlencoded", TEXT),
     ("POST /v2/models/text/infer", JSON, V2_BODY),
     ("POST /v2/models/text/versions/1/infer", JSON, V2_BODY),

@@ -58,7 +58,20 @@ class TritonPythonModel:
         texts = np.array([b"a"] * len(tensor.as_numpy()), dtype=object)
         return pb_utils.InferenceResponse([pb_utils.Tensor("Y", texts)])
 """
-MODELS = {"moody": (CONFIG % (0, "FP32", -1), MOODY), "flat": (CONFIG % (4, "STRING", 1), FLAT)}
+TWICE = """import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        outputs = [pb_utils.Tensor("Y", np.full(1, value, np.float32)) for value in (1, 2)]
+        return [pb_utils.InferenceResponse(outputs) for _ in requests]
+"""
+MODELS = {
+    "twice": (CONFIG % (0, "FP32", 1), TWICE),
+    "moody": (CONFIG % (0, "FP32", -1), MOODY),
+    "flat": (CONFIG % (4, "STRING", 1), FLAT),
+}
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +161,9 @@ def test_texts_without_the_batch_dimension_are_rendered(client: httpx.Client, ac
     if accept == "application/json":
         assert answer.json()["outputs"] == {"Y": "a"}
     assert client.post("/v1/models/flat/infer", json={"inputs": ["x", "y"]}).status_code == 200
+
+
+@pytest.mark.parametrize("accept", ["application/json", "application/x-npz", "text/event-stream"])
+def test_two_outputs_of_one_name_are_refused(client: httpx.Client, accept: str) -> None:
+    answer = client.post("/v1/models/twice/infer", json={"inputs": "a"}, headers={"Accept": accept})
+    assert_error(answer, 502, "BAD_UPSTREAM", "response is invalid")

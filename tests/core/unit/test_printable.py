@@ -16,7 +16,7 @@ from gateway.commands import tables
 from gateway.commands.inference.records import Record, encode_json_record
 from gateway.embedded.log_filter import LogFilter
 from gateway.messages import escape_unprintable, escape_unprintable_json, print_message
-from gateway.telemetry.logs import ConsoleFormatter
+from gateway.telemetry.logs import ACCESS_LOGGER, ConsoleFormatter, TerminalFormatter
 from gateway.telemetry.logs import JsonFormatter as LogJsonLines
 
 EVIL = "a\x1b[2J\x1b]0;title\x07\r\x08\x7f\x9b31m\u202eback\u2066\u2028\u200b\U000e0001b"
@@ -75,6 +75,44 @@ def test_log_line_is_one_line_and_traceback_is_indented() -> None:
     assert_harmless(line)
     assert "\n" not in line
     assert orjson.loads(line)["model"] == EVIL
+
+
+# What a client sends, and how the value of a field reads on the console, in a short line and in JSON.
+VALUES = [
+    ("resnet", "resnet", "resnet", '"resnet"'),
+    ("a key=admin", "'a key=admin'", "'a key=admin'", '"a key=admin"'),
+    ("m 200 5 ms", "'m 200 5 ms'", "'m 200 5 ms'", '"m 200 5 ms"'),
+    ("'a' b", "\"'a' b\"", "\"'a' b\"", "\"'a' b\""),
+    ("'a'", "\"'a'\"", "\"'a'\"", "\"'a'\""),
+    ('"a"', "'\"a\"'", "'\"a\"'", r'"\"a\""'),
+    ("a=b", "a=b", "a=b", '"a=b"'),
+    ("a\nb", r"a\nb", r"a\nb", r'"a\nb"'),
+    ("a\n12:00:00 info b", r"'a\n12:00:00 info b'", r"'a\n12:00:00 info b'", r'"a\n12:00:00 info b"'),
+    ("a\x1b[2J", r"a\x1b[2J", r"a\x1b[2J", r'"a\u001b[2J"'),
+    ("a\x9b31m b", r"'a\x9b31m b'", r"'a\x9b31m b'", r'"a\u009b31m b"'),
+    ("a\u202eb", r"a\u202eb", r"a\u202eb", r'"a\u202eb"'),
+    ("a\u3000key=b", r"a\u3000key=b", r"a\u3000key=b", r'"a\u3000key=b"'),
+    ("a\xa0key=b", r"a\xa0key=b", r"a\xa0key=b", r'"a\u00a0key=b"'),
+    ("a\\", "a\\", "a\\", r'"a\\"'),
+]  # fmt: skip
+
+
+@pytest.mark.fault("terminal control sequences in the output of a model, a Triton or a gateway")
+@pytest.mark.parametrize(("value", "console", "short", "in_json"), VALUES)
+def test_value_of_a_client_is_one_word_of_a_line(
+    value: str, console: str, short: str, in_json: str
+) -> None:
+    fields = {"request_id": value, "logger": ACCESS_LOGGER, "model": value, "duration_ms": 1.0}
+    lines = [
+        formatter.format_line(0, "info", "POST /x 404", fields)
+        for formatter in (ConsoleFormatter(), TerminalFormatter(), LogJsonLines())
+    ]
+    assert [line.split(" ", 1)[1] for line in lines[:2]] == [
+        f"info    POST /x 404 request_id={console} model={console} duration_ms=1.0",
+        f"POST {short} 404 1 ms request_id={short}",
+    ]
+    assert f'"model":{in_json},' in lines[2]
+    assert orjson.loads(lines[2])["request_id"] == value
 
 
 @pytest.mark.fault("terminal control sequences in the output of a model, a Triton or a gateway")

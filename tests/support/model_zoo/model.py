@@ -54,6 +54,10 @@ def scaled(inputs: Sequence[Array | None]) -> Sequence[Array]:
     return [result if offset is None else result + offset]
 
 
+def first_given(inputs: Sequence[Array | None]) -> Sequence[Array]:
+    return [next(each for each in inputs if each is not None)]
+
+
 def not_utf8(inputs: Sequence[Array]) -> Sequence[Array]:
     rows = [[bytes([255, 254]) + value for value in row] for row in inputs[0]]
     return [np.array(rows, dtype=object)]
@@ -130,8 +134,9 @@ def mean(inputs: Sequence[Array]) -> Sequence[Array]:
 BEHAVIOURS: dict[str, Any] = {
     function.__name__: function
     for function in (
-        identity, means, arithmetic, scaled, not_utf8, picture, as_json, sleeping, failing, not_finite,
-        length, widths, mean, sum_and_difference, vectors, token_vectors, common_letters, two_rows_per_item,
+        identity, first_given, means, arithmetic, scaled, not_utf8, picture, as_json, sleeping, failing,
+        not_finite, length, widths, mean, sum_and_difference, vectors, token_vectors, common_letters,
+        two_rows_per_item,
     )
 }  # fmt: skip
 

@@ -145,8 +145,8 @@ MODELS = (
         8,
     ),
     Model(
-        "all_optional", "identity",
-        (T("A", "FP32", (1,), True), T("B", "BYTES", (1,), True)), (T("Y", "FP32", (1,)),), 8,
+        "all_optional", "first_given",
+        (T("A", "FP32", (1,), True), T("B", "FP32", (1,), True)), (T("Y", "FP32", (1,)),), 8,
     ),
     Model("not_utf8", "not_utf8", (T("X", "BYTES", (1,)),), (T("Y", "BYTES", (1,)),), 8),
     Model(

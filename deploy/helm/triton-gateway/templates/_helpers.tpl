@@ -196,6 +196,8 @@ runtimeClassName: {{ . }}
 {{- end -}}
 {{- if and .Values.redis.enabled .Values.redis.externalUrl }}{{ fail "set redis.enabled or redis.externalUrl, not both" }}{{ end -}}
 {{- if and .Values.redis.enabled (not .Values.redis.secretName) }}{{ fail "redis.enabled requires redis.secretName" }}{{ end -}}
+{{- if and .Values.jobs.enabled (not (or .Values.redis.enabled .Values.redis.externalUrl)) }}{{ fail "jobs.enabled requires redis.enabled or redis.externalUrl" }}{{ end -}}
+{{- if and .Values.jobs.enabled (not .Values.jobs.secretName) }}{{ fail "jobs.enabled requires jobs.secretName" }}{{ end -}}
 {{- if and (not $triton.enabled) (not $triton.urls) }}{{ fail "triton.enabled=false requires triton.urls" }}{{ end -}}
 {{- if and $triton.enabled $triton.urls }}{{ fail "triton.urls is for triton.enabled=false" }}{{ end -}}
 {{- if and (eq $triton.repository.type "pvc") (not $triton.repository.claimName) }}{{ fail "triton.repository.type=pvc requires triton.repository.claimName" }}{{ end -}}

@@ -143,7 +143,8 @@ class RowReader:
 
     async def skip(self, count: int) -> None:
         for _ in range(count):
-            await self.read()
+            if await self.read() is None:
+                return
 
     async def read(self) -> Row | None:
         line = await self._read_line()

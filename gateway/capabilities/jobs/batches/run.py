@@ -19,6 +19,7 @@ from gateway.capabilities.jobs.job import MIN_ERROR_STATUS, Job
 from gateway.capabilities.jobs.replay import (
     BUSY_STATUSES,
     NO_ROOM_PAUSE_S,
+    BodyCheck,
     RequestReplay,
     ResponseCapture,
     build_receive,
@@ -97,6 +98,7 @@ class BatchRun:
 
     async def run(self) -> Job:
         try:
+            await self._check_body()
             await self._take_over_result()
             await self._run_rows()
         except (JobsFull, JobsUnavailable):
@@ -105,6 +107,12 @@ class BatchRun:
             await cancel_tasks([each.task for each in self._pending])
         return self._job.finish_batch(time.time())
 
+    async def _check_body(self) -> None:
+        """Read the whole body before its first row runs. Raises `JobNotTrusted`."""
+        check = BodyCheck(self._job)
+        async for piece in read_all_pieces(self._files, self._job.body_file, self._job.body_bytes):
+            check.add(piece)
+
     async def _take_over_result(self) -> None:
         """Copy the result of the run before, which may still write to its file."""
         before = self._job
@@ -112,16 +120,16 @@ class BatchRun:
         await self._files.write(own, b"")
         async for piece in read_all_pieces(self._files, before.result_file, before.result_bytes):
             await self._files.append(own, piece)
-        headers = [("content-type", NDJSON)]
+        headers = (("content-type", NDJSON),)
         await self._files.flush(own)
-        self._job = replace(before, result_file=own, response_headers=headers)
+        self._job = replace(before, result_token=before.token, response_headers=headers)
         await self._report_progress(self._job)
         if before.result_file:
             await self._files.delete(before.result_file)
 
     async def _run_rows(self) -> None:
         caller = self._replay.find_caller(self._job)
-        if caller is not None and caller.limits is not None:
+        if caller.limits is not None:
             self._max_running = min(self._max_running, caller.limits.max_inflight or sys.maxsize)
         reader = RowReader(self._files, self._job)
         await reader.skip(self._first_row)
@@ -181,7 +189,7 @@ class BatchRun:
         """Return the result of a row, which waits while the fleet is busy."""
         headers = [pair for pair in self._job.headers if pair[0] != "content-type"]
         headers.append(("content-type", row.content_type))
-        request = replace(self._job, headers=headers, body_bytes=len(row.body))
+        request = replace(self._job, headers=tuple(headers), body_bytes=len(row.body))
 
         async def read(_: int) -> bytes:
             return row.body

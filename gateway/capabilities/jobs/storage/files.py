@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ FILE_THREADS: Final = 8
 # Left free on the disk, so that the results of accepted jobs can still be written.
 MIN_FREE_BYTES: Final = 64 << 20
 MIN_FREE_SHARE: Final = 0.1
+FILE_NAME: Final = re.compile(r"[0-9a-f]{32}\.(body|[0-9]+\.result)")  # others are not ours
 # A file without a job is the body of one that is being accepted, or it is left over.
 LEFT_OVER_AFTER_S: Final = 3600.0
 
@@ -136,6 +138,7 @@ class FolderFiles:
         old = []
         for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):
-                if entry.stat().st_mtime < time.time() - LEFT_OVER_AFTER_S:
+                is_old = entry.stat().st_mtime < time.time() - LEFT_OVER_AFTER_S
+                if is_old and FILE_NAME.fullmatch(entry.name):
                     old.append(entry.name)
         return old

@@ -2,14 +2,52 @@
 
 from __future__ import annotations
 
-# Keeps a job and everything that finds it: sorted sets by number, turn or time.
-PUT: str = r"""
+from gateway.capabilities.jobs.job import MAX_COUNT, MAX_DOCUMENT_BYTES
+
+# Documents may have been written by other programs. `JobReader` checks them; the scripts skip those whose
+# fields they cannot use.
+READ: str = f"""
 local function key(name) return KEYS[1] .. name end
--- Return a job, or nil for one that is missing or damaged.
-local function read(id)
-  local is_read, job = pcall(cjson.decode, redis.call('HGET', key('documents'), id))
-  return is_read and type(job) == 'table' and job or nil
+-- Return a document: false if it is missing, and '' if it is too large for a job.
+local function find_document(id)
+  local is_large = redis.call('HSTRLEN', key('documents'), id) > {MAX_DOCUMENT_BYTES}
+  return is_large and '' or redis.call('HGET', key('documents'), id)
 end
+local function has_fields(job, kind, names)
+  for _, name in ipairs(names) do
+    local value = job[name]
+    -- NaN is a number for cjson.
+    if type(value) ~= kind or kind == 'number' and not (value >= 0 and value <= {MAX_COUNT}) then
+      return false
+    end
+  end
+  return true
+end
+local texts = {{'id', 'owner', 'model', 'state', 'idempotency_key', 'callback_host'}}
+local numbers = {{'token', 'body_bytes', 'result_bytes', 'due_at', 'ended_at', 'callback_due_at'}}
+-- Return a job, or nil.
+local function read(id)
+  local is_read, job = pcall(cjson.decode, find_document(id))
+  local is_job = is_read and type(job) == 'table' and job.id == id
+  return is_job and has_fields(job, 'string', texts) and has_fields(job, 'number', numbers) and job or nil
+end
+"""
+# Arguments: the IDs. Returns each with its document.
+FIND: str = (
+    READ
+    + """
+local found = {}
+for _, id in ipairs(ARGV) do
+  table.insert(found, id)
+  table.insert(found, find_document(id))
+end
+return found
+"""
+)
+# Keeps a job and everything that finds it: sorted sets by number, turn or time.
+PUT: str = (
+    READ
+    + r"""
 -- The jobs in a state, of a model and of a caller, by their numbers; each may be '' for all.
 local function list_key(state, model, owner)
   return key('list:' .. state .. '\n' .. model .. '\n' .. owner)
@@ -44,7 +82,7 @@ local function update_line(line)
   end
 end
 local function join_line(job)
-  local turn = redis.call('HGET', key('turn_of'), job.id)
+  local turn = tonumber(redis.call('HGET', key('turn_of'), job.id) or '') or 0
   redis.call('ZADD', key('ready'), turn, job.id)
   redis.call('ZADD', key('line:' .. line_of(job)), turn, job.id)
   update_line(line_of(job))
@@ -82,7 +120,7 @@ local function put(job, document, before, lease_ms)
   if not before then
     change_lists(job, 'ZADD', redis.call('INCR', key('number')), job.id)
   elseif before.state ~= job.state then
-    local number = redis.call('ZSCORE', list_key('', '', ''), job.id)
+    local number = redis.call('ZSCORE', list_key('', '', ''), job.id) or redis.call('INCR', key('number'))
     change_lists(before, 'ZREM', job.id)
     change_lists(job, 'ZADD', number, job.id)
   end
@@ -100,6 +138,7 @@ local function put(job, document, before, lease_ms)
   end
 end
 """
+)
 # Arguments: the document, the most unfinished jobs of the owner, and the most bytes.
 ADD: str = (
     PUT
@@ -107,12 +146,12 @@ ADD: str = (
 local job = cjson.decode(ARGV[1])
 local known = redis.call('HGET', key('documents'), job.id)
 if known then  -- the command was sent a second time
-  return known
+  return job.id
 end
 if job.idempotency_key ~= '' then
   local id = redis.call('HGET', key('keys'), idempotency_key(job))
   if id and read(id) then
-    return redis.call('HGET', key('documents'), id)
+    return id
   end
 end
 if count_unfinished(job.owner) >= tonumber(ARGV[2]) then
@@ -132,7 +171,7 @@ local turn = math.max(last + 1, tonumber(redis.call('GET', key('turn')) or '0'))
 redis.call('HSET', key('turns'), job.owner, turn)
 redis.call('HSET', key('turn_of'), job.id, turn)
 join_line(job)
-return ARGV[1]
+return job.id
 """
 )
 # Arguments: the document, the token that was seen, and the milliseconds of a lease.
@@ -156,16 +195,17 @@ DELETE: str = (
     PUT
     + r"""
 local job = read(ARGV[1])
+redis.call('HDEL', key('documents'), ARGV[1])  -- first, as in `put`
+redis.call('ZREM', key('ended'), ARGV[1])
 if not job then
+  redis.call('ZREM', list_key('', '', ''), ARGV[1])
   return 0
 end
-redis.call('HDEL', key('documents'), job.id)  -- first, as in `put`
 add_bytes(job, -1)
 change_lists(job, 'ZREM', job.id)
 leave_queue(job)
 redis.call('HDEL', key('turn_of'), job.id)
 redis.call('DEL', key('lease:' .. job.id))
-redis.call('ZREM', key('ended'), job.id)
 redis.call('ZREM', key('callbacks:' .. job.callback_host), job.id)
 redis.call('HDEL', key('keys'), idempotency_key(job))
 return 1
@@ -189,43 +229,54 @@ local full_owners, full_models = cjson.decode(ARGV[3]), cjson.decode(ARGV[4])
 for _, line in ipairs(redis.call('ZRANGE', key('lines'), 0, -1)) do
   local owner, model = line:match('^(.*)\n(.*)$')
   if not full_owners[owner] and not full_models[model] then
-    local id, turn = unpack(redis.call('ZRANGE', key('line:' .. line), 0, 0, 'WITHSCORES'))
-    local document = id and redis.call('HGET', key('documents'), id)
-    if document then
-      redis.call('SET', key('turn'), turn)
-      redis.call('ZADD', key('delayed'), ARGV[2], id)
-      leave_line(id, line)
-      return {id, document}
-    end
-    leave_line(id or '', line)  -- its document is lost
+    repeat
+      local id, turn = unpack(redis.call('ZRANGE', key('line:' .. line), 0, 0, 'WITHSCORES'))
+      leave_line(id or '', line)
+      if id and read(id) then
+        redis.call('SET', key('turn'), turn)
+        redis.call('ZADD', key('delayed'), ARGV[2], id)
+        return {id, find_document(id)}
+      end
+    until not id
   end
 end
 return {}
 """
 )
-# Returns the documents of the running jobs without a worker.
-FIND_LAPSED: str = r"""
-local documents = {}
-for _, id in ipairs(redis.call('ZRANGE', KEYS[1] .. 'list:running\n\n', 0, -1)) do
-  if redis.call('EXISTS', KEYS[1] .. 'lease:' .. id) == 0 then
-    table.insert(documents, redis.call('HGET', KEYS[1] .. 'documents', id))
+# Returns the running jobs without a worker, each with its document.
+FIND_LAPSED: str = (
+    READ
+    + r"""
+local found = {}
+for _, id in ipairs(redis.call('ZRANGE', key('list:running\n\n'), 0, -1)) do
+  if redis.call('EXISTS', key('lease:' .. id)) == 0 then
+    table.insert(found, id)
+    table.insert(found, find_document(id))
   end
 end
-return documents
+return found
 """
+)
 # Arguments: the file, the position, the data, and the seconds after which it is deleted unless it has a job.
 WRITE_BODY: str = """
 redis.call('SETRANGE', KEYS[1] .. 'file:' .. ARGV[1], ARGV[2], ARGV[3])
 return redis.call('EXPIRE', KEYS[1] .. 'file:' .. ARGV[1], ARGV[4])
 """
 # Arguments: the time, the time after the lease, the most jobs, the host.
-TAKE_DELIVERIES: str = """
-local callbacks = KEYS[1] .. 'callbacks:' .. ARGV[4]
-local due = redis.call('ZRANGEBYSCORE', callbacks, 1, ARGV[1], 'LIMIT', 0, ARGV[3])
-local documents = {}
-for _, id in ipairs(due) do
-  redis.call('ZADD', callbacks, ARGV[2], id)
-  table.insert(documents, redis.call('HGET', KEYS[1] .. 'documents', id))
+TAKE_DELIVERIES: str = (
+    READ
+    + """
+local callbacks = key('callbacks:' .. ARGV[4])
+local found = {}
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', callbacks, 1, ARGV[1], 'LIMIT', 0, ARGV[3])) do
+  if read(id) then
+    redis.call('ZADD', callbacks, ARGV[2], id)
+    table.insert(found, id)
+    table.insert(found, find_document(id))
+  else
+    redis.call('ZREM', callbacks, id)
+  end
 end
-return documents
+return found
 """
+)

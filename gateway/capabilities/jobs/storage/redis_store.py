@@ -22,7 +22,14 @@ from gateway.capabilities.jobs.errors import (
     ResultTooLarge,
     TooManyJobs,
 )
-from gateway.capabilities.jobs.job import BODY_SUFFIX, Job, JobState, decode_jobs, encode_job
+from gateway.capabilities.jobs.job import (
+    BODY_SUFFIX,
+    Job,
+    JobReader,
+    JobState,
+    StoredJob,
+    encode_job,
+)
 from gateway.capabilities.jobs.storage import redis_scripts
 from gateway.capabilities.jobs.storage.files import FILE_THREADS, BlockingCalls, FolderFiles
 from gateway.capabilities.jobs.storage.store import (
@@ -45,6 +52,7 @@ MAX_BODY_BYTES: Final = 1 << 20
 MAX_RESULT_BYTES: Final = 64 << 20
 BODY_WITHOUT_JOB_TTL_S: Final = 3600
 RENEWAL_S: Final = 5.0  # every worker has renewed its leases twice
+OLDEST_FIRST: Final = ("-inf", "+inf", "BYSCORE")
 SAFE_POLICY: Final = "noeviction"
 OUT_OF_MEMORY: Final = REDIS_REASONS["OutOfMemoryError"]
 
@@ -56,6 +64,7 @@ class RedisJobStore:
         self, server: RedisServer, prefix: str, lease_s: float, folder: Path | None
     ) -> None:
         self._redis = JobRedis(server, f"{prefix}jobs:", "queue of jobs")
+        self.reader = JobReader()
         self._lease_s = lease_s
         self._lease_ms = int(lease_s * 1000)
         self._folder_files: BlockingCalls | None = None
@@ -73,8 +82,7 @@ class RedisJobStore:
         except (JobsFull, JobsUnavailable) as exc:
             raise CommandError(f"GATEWAY_JOBS_FOLDER cannot be used: {exc.detail}") from None
         with suppress(StateUnavailable):
-            facts = await self._redis.execute(READ_ACTION, "INFO", "persistence", decode=dict)
-            if not facts.get("aof_enabled"):
+            if not await self._redis.is_append_only():
                 log.warning(
                     "the Redis of GATEWAY_JOBS loses accepted jobs when it ends: its appendonly is off"
                 )
@@ -99,17 +107,29 @@ class RedisJobStore:
             raise TooManyJobs(limits.max_per_owner)
         if reply == b"FULL":
             raise JobBytesExceeded(limits.max_bytes)
-        for kept in decode_jobs([reply]):
-            return job if kept.id == job.id else kept
-        raise JobsUnavailable("the job of this Idempotency-Key is damaged")
+        if (kept := await self.find(decode_id(reply))) is None:
+            raise JobsUnavailable("the job of this Idempotency-Key is damaged")
+        return job if kept.id == job.id else kept
 
     async def find(self, job_id: str) -> Job | None:
         return next(iter(await self._find_all([job_id])), None)
 
     async def _find_all(self, job_ids: Sequence[str | bytes]) -> list[Job]:
-        if not job_ids:
-            return []
-        return await self._redis.read("HMGET", "documents", *job_ids, decode=decode_jobs)
+        return self.reader.read(await self._redis.look(redis_scripts.FIND, *job_ids))
+
+    async def _find_first(self, limit: int, key: str, *order: Any, owner: str = "") -> list[Job]:
+        """Return the first jobs of a sorted set that can be read, and belong to the owner if there is one."""
+        found: list[Job] = []
+        position = 0
+        while len(found) < limit:
+            page = (*order, "LIMIT", position, limit)
+            ids = await self._redis.read("ZRANGE", key, *page, decode=list)
+            if not ids:
+                break
+            jobs = await self._find_all(ids)
+            found += [job for job in jobs if owner in ("", job.owner)]
+            position += limit
+        return found[:limit]
 
     async def find_by_key(self, owner: str, idempotency_key: str) -> Job | None:
         key = f"{owner}\n{idempotency_key}"
@@ -134,8 +154,8 @@ class RedisJobStore:
             command = ("ZSCORE", name_list(owner=owner), query.after)
             last = f"({await self._redis.read(*command, decode=decode_number)}"
         key = name_list(query.state, query.model, owner)
-        page = ("ZREVRANGEBYSCORE", key, last, "-inf", "LIMIT", 0, query.limit)
-        return await self._find_all(await self._redis.read(*page, decode=list))
+        order = (last, "-inf", "BYSCORE", "REV")
+        return await self._find_first(query.limit, key, *order, owner=owner)
 
     async def find_position(self, job: Job) -> int:
         return await self._redis.read("ZRANK", "ready", job.id, decode=decode_number)
@@ -146,30 +166,31 @@ class RedisJobStore:
         started: list[Job] = []
         try:
             while places.count and (found := await self._find_next(now, places)):
-                job_id, document = found
-                waiting = next(iter(decode_jobs([document])), None)
-                if waiting is None or waiting.state is not JobState.queued:
-                    log.warning("the job %s is damaged and cannot run", decode_id(job_id))
-                elif await self.replace(job := waiting.start(now), waiting.token):
-                    places.take(job)
-                    started.append(job)
+                for waiting in self.reader.read(found):
+                    job = waiting.start(now)
+                    if waiting.state is not JobState.queued:
+                        continue
+                    if await self.replace(job, waiting.token):
+                        places.take(job)
+                        started.append(job)
         except (JobsUnavailable, JobsFull):
             if not started:  # those that are started must run
                 raise
         return started
 
-    async def _find_next(self, now: float, places: FreePlaces) -> Sequence[bytes]:
+    async def _find_next(self, now: float, places: FreePlaces) -> Sequence[StoredJob]:
         full = (places.list_full_owners(), places.list_full_models())
         names = (orjson.dumps(dict.fromkeys(each, True)) for each in full)
         arguments = (now, now + self._lease_s, *names)
-        return await self._redis.run(redis_scripts.FIND_NEXT, *arguments, decode=list)
+        return await self._redis.run(redis_scripts.FIND_NEXT, *arguments, decode=decode_stored)
 
     async def _end_lapsed_leases(self, now: float, running: Set[str]) -> None:
         """End the leases that are missing, once their workers had time to renew them after an outage."""
         seen_at = time.monotonic()
         missing_since = {}
-        for job in await self._redis.run(redis_scripts.FIND_LAPSED, decode=decode_jobs):
-            if job.id in running:
+        stored = await self._redis.run(redis_scripts.FIND_LAPSED, decode=decode_stored)
+        for job in self.reader.read(stored):
+            if job.id in running or job.state is not JobState.running:
                 continue
             since = self._missing_since.get((job.id, job.token), seen_at)
             if seen_at - since < min(self._lease_s / 3, RENEWAL_S):
@@ -194,24 +215,31 @@ class RedisJobStore:
         for state in JobState:
             counts[state] = await self._redis.read("ZCARD", name_list(state), decode=int)
         size_bytes = await self._redis.read("GET", "bytes", decode=decode_number)
-        oldest = await self._find_oldest_queued(1)
+        oldest = await self._find_first(1, name_list(JobState.queued), *OLDEST_FIRST)
         return JobCounts(counts, oldest[0].created_at if oldest else None, size_bytes)
 
     async def find_outdated(self, when: float, limit: int) -> Sequence[Job]:
-        page = ("ZRANGEBYSCORE", "ended", "-inf", when, "LIMIT", 0, limit)
-        ended = await self._find_all(await self._redis.read(*page, decode=list))
-        queued = await self._find_oldest_queued(limit)
-        return ended + [job for job in queued if job.created_at < when]
-
-    async def _find_oldest_queued(self, limit: int) -> list[Job]:
-        page = ("ZRANGE", name_list(JobState.queued), 0, limit - 1)
-        return await self._find_all(await self._redis.read(*page, decode=list))
+        ended: list[Job] = []
+        while len(ended) < limit:
+            page = ("-inf", when, "BYSCORE", "LIMIT", len(ended), limit)
+            ids = await self._redis.read("ZRANGE", "ended", *page, decode=list)
+            if not ids:
+                break
+            jobs = await self._find_all(ids)
+            for job_id in set(ids) - {job.id.encode() for job in jobs}:
+                await self._redis.run(redis_scripts.DELETE, job_id, decode=bool)
+            ended += jobs
+        queued = await self._find_first(limit, name_list(JobState.queued), *OLDEST_FIRST)
+        return ended[:limit] + [job for job in queued if job.created_at < when]
 
     async def find_due_deliveries(
         self, host: str, now: float, lease_s: float, limit: int
     ) -> Sequence[Job]:
         arguments = (now, now + lease_s, limit, host)
-        return await self._redis.run(redis_scripts.TAKE_DELIVERIES, *arguments, decode=decode_jobs)
+        stored = await self._redis.run(
+            redis_scripts.TAKE_DELIVERIES, *arguments, decode=decode_stored
+        )
+        return self.reader.read(stored)
 
     async def keep_secret(self, name: str, value: str) -> str:
         await self._redis.write("HSETNX", "secrets", name, value, decode=bool)
@@ -269,6 +297,13 @@ class JobRedis(RedisConnection):
         with describe_outage():
             return await self.execute(WRITE_ACTION, *command_line, decode=decode)
 
+    async def look(self, script: str, *arguments: Any) -> Sequence[StoredJob]:
+        """Return the jobs that a script finds, which changes nothing."""
+        with describe_outage():
+            return await self.run_script(
+                READ_ACTION, script, ("",), *arguments, decode=decode_stored
+            )
+
     async def run(self, script: str, *arguments: Any, decode: Callable[[Any], T]) -> T:
         with describe_outage():
             return await self.run_script(WRITE_ACTION, script, ("",), *arguments, decode=decode)
@@ -292,9 +327,18 @@ def name_file(file: str) -> str:
     return f"file:{file}"
 
 
+def decode_stored(reply: Sequence[bytes | None]) -> list[StoredJob]:
+    """Return the jobs of a reply, which has the ID and the document of each."""
+    ids = cast("Sequence[bytes]", reply[::2])
+    return [StoredJob(*each) for each in zip(ids, reply[1::2], strict=True)]
+
+
 def decode_id(value: bytes | None) -> str:
     return (value or b"").decode()
 
 
 def decode_number(value: Any) -> int:
-    return int(value or 0)
+    """Return a number; 0 if there is none, or something else in its place."""
+    with suppress(ValueError, OverflowError):
+        return int(float(value or 0))
+    return 0

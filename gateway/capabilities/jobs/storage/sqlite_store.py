@@ -5,12 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
-import sqlite3
 import time
-from collections.abc import Collection, Iterator, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Sequence, Set
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import orjson
 
@@ -20,7 +20,14 @@ from gateway.capabilities.jobs.errors import (
     JobsUnavailable,
     TooManyJobs,
 )
-from gateway.capabilities.jobs.job import Job, JobState, decode_jobs, encode_job
+from gateway.capabilities.jobs.job import (
+    MAX_DOCUMENT_BYTES,
+    Job,
+    JobReader,
+    JobState,
+    StoredJob,
+    encode_job,
+)
 from gateway.capabilities.jobs.storage.files import (
     FILE_MODE,
     FILE_THREADS,
@@ -31,10 +38,12 @@ from gateway.capabilities.jobs.storage.files import (
 )
 from gateway.capabilities.jobs.storage.store import FreePlaces, JobCounts, JobLimits, JobQuery
 from gateway.messages import CommandError
+from gateway.repository.state.sqlite_connection import open_database, transaction
 
 FILES: Final = "files"  # their folder
 BUSY_TIMEOUT_S: Final = 10.0
 MAX_LAPSED: Final = 100  # jobs that are taken back in one transaction
+PAGE_ROWS: Final = 1000  # after a page with jobs that cannot be read
 # `document` has the whole job; the other columns are what is searched for. Jobs run in the order of their
 # turns, so that a caller with many jobs does not keep those of others waiting. `totals` is what all jobs
 # together are, because it takes long to count a million of them.
@@ -79,7 +88,15 @@ INSERT: Final = """INSERT INTO jobs (id, owner, model, idempotency_key, created_
 UPDATE: Final = """UPDATE jobs SET state = :state, token = :token, due_at = :due_at, ended_at = :ended_at,
     callback_due_at = :callback_due_at, size_bytes = :size_bytes, document = :document
     WHERE id = :id AND token = :seen_token"""
-SELECT: Final = "SELECT document FROM jobs WHERE "
+# The document is empty if it is too large for a job, or of another kind.
+FIND_DOCUMENT: Final = (
+    f"iif(typeof(document) = 'blob' AND length(document) <= {MAX_DOCUMENT_BYTES}, document, x'')"
+)
+SELECT: Final = (
+    "SELECT number, id, owner, model, state, token, "  # noqa: S608 - constants
+    + FIND_DOCUMENT
+    + " FROM jobs WHERE "
+)
 IS_NEXT: Final = """state = 'queued' AND due_at <= ?
     AND owner NOT IN (SELECT value FROM json_each(?)) AND model NOT IN (SELECT value FROM json_each(?))
     ORDER BY turn, number"""
@@ -89,22 +106,34 @@ FIND_TURN: Final = """SELECT max(
     ifnull((SELECT max(turn) + 1 FROM jobs WHERE owner = ? AND state IN ('queued', 'running')), 0))"""
 # A process that looks for them has not lost its own. Leases end by the monotonic clock, which all processes
 # share: the time of day may be set while jobs run.
-HAS_LAPSED: Final = "state = 'running' AND lease_until < ? AND worker != ? LIMIT ?"
+HAS_LAPSED: Final = "state = 'running' AND lease_until < ? AND worker != ?"
 HAS_KEY: Final = "owner = ? AND idempotency_key = ? AND idempotency_key != ''"
 IS_CALLBACK_DUE: Final = (
-    "callback_host = ? AND 0 < callback_due_at AND callback_due_at <= ? "
-    "ORDER BY callback_due_at LIMIT ?"
+    "callback_host = ? AND 0 < callback_due_at AND callback_due_at <= ? ORDER BY callback_due_at"
+)
+# The conditions of jobs that ended, and of others; those that run are outdated only if they cannot be read.
+OUTDATED: Final = (
+    "0 < ended_at AND ended_at < ?",
+    "state = 'queued' AND created_at < ?",
+    "state = 'running' AND created_at < ?",
 )
 COUNT_UNFINISHED: Final = (
     "SELECT count(*) FROM jobs WHERE owner = ? AND state IN ('queued', 'running')"
 )
 
 
+class FoundJobs(NamedTuple):
+    jobs: list[Job]
+    unreadable: list[int]  # the numbers of rows that were passed over
+
+
 class SqliteJobStore(BlockingCalls):
     """`SqliteJobs` in one thread, and its files in others."""
 
     def __init__(self, folder: Path, lease_s: float) -> None:
-        super().__init__(SqliteJobs(folder, lease_s))
+        jobs = SqliteJobs(folder, lease_s)
+        super().__init__(jobs)
+        self.reader = jobs.reader
         self.files = BlockingCalls(FolderFiles(folder / FILES), FILE_THREADS)
 
     async def close(self) -> None:
@@ -123,6 +152,7 @@ class SqliteJobs:
         self._folder = folder
         self._lease_s = lease_s
         self._worker = secrets.token_hex(8)
+        self.reader = JobReader()
         self._locks = folder / "workers"
         self._lock_file = -1
 
@@ -139,14 +169,9 @@ class SqliteJobs:
     def _open(self) -> None:
         for each in (self._folder, self._folder / FILES, self._locks):
             each.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-        database = self._folder / "jobs.db"
-        os.close(os.open(database, os.O_RDWR | os.O_CREAT, FILE_MODE))
-        self._database = sqlite3.connect(
-            database, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-        )
-        self._database.execute("PRAGMA journal_mode = WAL")
+        self._database = open_database(self._folder / "jobs.db", SCHEMA, BUSY_TIMEOUT_S)
+        self._database.text_factory = partial(str, encoding="utf-8", errors="replace")
         self._database.execute("PRAGMA synchronous = FULL")  # what is committed survives a crash
-        self._database.executescript(SCHEMA)
         # A record lock, which is not inherited by the processes that this one forks.
         self._lock_file = os.open(self._locks / self._worker, os.O_RDWR | os.O_CREAT, FILE_MODE)
         fcntl.lockf(self._lock_file, fcntl.LOCK_EX)
@@ -160,7 +185,7 @@ class SqliteJobs:
             file = os.open(path, os.O_RDWR)
             with suppress(BlockingIOError):
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                with self._write():
+                with transaction(self._database):
                     self._database.execute(
                         "UPDATE jobs SET lease_until = 0 WHERE worker = ?", (path.name,)
                     )
@@ -173,7 +198,7 @@ class SqliteJobs:
         os.close(self._lock_file)
 
     def add(self, job: Job, limits: JobLimits) -> Job:
-        with self._write():
+        with transaction(self._database):
             if (known := self.find_by_key(job.owner, job.idempotency_key)) is not None:
                 return known
             if self._read_number(COUNT_UNFINISHED, job.owner) >= limits.max_per_owner:
@@ -192,7 +217,7 @@ class SqliteJobs:
         return next(iter(self._select(HAS_KEY, owner, idempotency_key)), None)
 
     def replace(self, job: Job, seen_token: int) -> bool:
-        with self._write():
+        with transaction(self._database):
             return self._update(job, seen_token)
 
     def _update(self, job: Job, seen_token: int) -> bool:
@@ -200,7 +225,7 @@ class SqliteJobs:
         return self._database.execute(UPDATE, columns).rowcount == 1
 
     def delete(self, job: Job) -> None:
-        with self._write():
+        with transaction(self._database):
             self._database.execute("DELETE FROM jobs WHERE id = ?", (job.id,))
 
     def find_unknown(self, job_ids: Sequence[str]) -> Set[str]:
@@ -220,8 +245,8 @@ class SqliteJobs:
             if value is not None:
                 conditions.append(condition)
                 arguments.append(value)
-        where = " AND ".join(conditions) + " ORDER BY number DESC LIMIT ?"
-        return self._select(where, *arguments, query.limit)
+        where = " AND ".join(conditions) + " ORDER BY number DESC"
+        return self._select(where, *arguments, limit=query.limit)
 
     def find_position(self, job: Job) -> int:
         statement = (
@@ -231,13 +256,13 @@ class SqliteJobs:
         return self._read_number(statement, job.id)
 
     def claim(self, count: int, now: float, running: Collection[Job] = ()) -> Sequence[Job]:
-        has_lapsed = (HAS_LAPSED, time.monotonic(), self._worker, MAX_LAPSED)
+        has_lapsed = (HAS_LAPSED, time.monotonic(), self._worker)
         places = FreePlaces(count, running)
         if not (self._select(*has_lapsed) or self._find_next(now, places)):
             return ()
         claimed = []
-        with self._write():
-            for job in self._select(*has_lapsed):
+        with transaction(self._database):
+            for job in self._select(*has_lapsed, limit=MAX_LAPSED):
                 self._update(job.lose_worker(now, self._lease_s), job.token)
             while places.count and (waiting := self._find_next(now, places)) is not None:
                 started = waiting.start(now)
@@ -250,13 +275,10 @@ class SqliteJobs:
     def _find_next(self, now: float, places: FreePlaces) -> Job | None:
         full = (places.list_full_owners(), places.list_full_models())
         names = (orjson.dumps(each).decode() for each in full)
-        for row in self._database.execute(SELECT + IS_NEXT, (now, *names)):
-            for job in decode_jobs(row):
-                return job
-        return None
+        return next(iter(self._select(IS_NEXT, now, *names)), None)
 
     def renew(self, jobs: Sequence[Job]) -> Sequence[Job]:
-        with self._write():
+        with transaction(self._database):
             return self._renew(jobs)
 
     def _renew(self, jobs: Sequence[Job]) -> Sequence[Job]:
@@ -276,16 +298,19 @@ class SqliteJobs:
         return JobCounts(by_state, oldest.fetchone()[0], sum(size for _, _, size in rows))
 
     def find_outdated(self, when: float, limit: int) -> Sequence[Job]:
-        ended = self._select("0 < ended_at AND ended_at < ? LIMIT ?", when, limit)
-        return ended + self._select("state = 'queued' AND created_at < ? LIMIT ?", when, limit)
+        found = [self._search(condition, when, limit=limit) for condition in OUTDATED]
+        if unreadable := [(number,) for each in found for number in each.unreadable]:
+            with transaction(self._database):
+                self._database.executemany("DELETE FROM jobs WHERE number = ?", unreadable)
+        return [job for each in found for job in each.jobs if job.state is not JobState.running]
 
     def find_due_deliveries(
         self, host: str, now: float, lease_s: float, limit: int
     ) -> Sequence[Job]:
-        if not self._select(IS_CALLBACK_DUE, host, now, 1):
+        if not self._select(IS_CALLBACK_DUE, host, now):
             return ()
-        with self._write():
-            due = self._select(IS_CALLBACK_DUE, host, now, limit)
+        with transaction(self._database):
+            due = self._select(IS_CALLBACK_DUE, host, now, limit=limit)
             for job in due:
                 self._database.execute(
                     "UPDATE jobs SET callback_due_at = ? WHERE id = ?", (now + lease_s, job.id)
@@ -293,29 +318,45 @@ class SqliteJobs:
         return due
 
     def keep_secret(self, name: str, value: str) -> str:
-        with self._write():
+        with transaction(self._database):
             self._database.execute("INSERT OR IGNORE INTO secrets VALUES (?, ?)", (name, value))
             rows = self._database.execute("SELECT value FROM secrets WHERE name = ?", (name,))
             return str(rows.fetchone()[0])
 
-    def _select(self, condition: str, *arguments: Any) -> list[Job]:
-        rows = self._database.execute(SELECT + condition, arguments)
-        return decode_jobs(document for (document,) in rows)
+    def _select(self, condition: str, *arguments: Any, limit: int = 1) -> list[Job]:
+        """Return the first jobs that can be read."""
+        return self._search(condition, *arguments, limit=limit).jobs
+
+    def _search(self, condition: str, *arguments: Any, limit: int) -> FoundJobs:
+        found = FoundJobs([], [])
+        position = 0
+        page_rows = limit
+        while len(found.jobs) < limit:
+            page = (*arguments, page_rows, position)
+            rows = self._database.execute(f"{SELECT}{condition} LIMIT ? OFFSET ?", page).fetchall()
+            for number, *columns in rows:
+                job = self._read_row(columns)
+                if job is None:
+                    found.unreadable.append(number)
+                elif len(found.jobs) < limit:
+                    found.jobs.append(job)
+            if len(rows) < page_rows:
+                break
+            position += page_rows
+            page_rows = PAGE_ROWS
+        return found
+
+    def _read_row(self, columns: Sequence[Any]) -> Job | None:
+        """Return the job of a row, whose document must say the same as its columns."""
+        *found_by, document = columns
+        for job in self.reader.read([StoredJob(str(found_by[0]).encode(), document)]):
+            if found_by == [job.id, job.owner, job.model, job.state, job.token]:
+                return job
+            self.reader.unreadable += 1
+        return None
 
     def _read_number(self, statement: str, *arguments: Any) -> int:
         return int(self._database.execute(statement, arguments).fetchone()[0])
-
-    @contextmanager
-    def _write(self) -> Iterator[None]:
-        # A deferred transaction fails at once when it becomes a write while another process writes.
-        self._database.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._database.execute("COMMIT")
-        except BaseException:
-            with suppress(sqlite3.Error):  # a full disk has ended it already
-                self._database.execute("ROLLBACK")
-            raise
 
 
 def list_columns(job: Job) -> dict[str, Any]:

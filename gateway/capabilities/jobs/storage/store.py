@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from gateway.capabilities.jobs.job import Job, JobState
+from gateway.capabilities.jobs.job import Job, JobReader, JobState
 
 # A caller, or a model, that has this many running jobs for each free place gets no further one.
 JOBS_PER_FREE_PLACE: Final = 2
@@ -100,9 +100,14 @@ class JobFiles(Protocol):
 
 
 class JobStore(Protocol):
-    """Every method raises `JobsUnavailable` if the store cannot be used."""
+    """Every method raises `JobsUnavailable` if the store cannot be used.
+
+    What it has is read with `reader`: other programs may have written it. Jobs that cannot be read are
+    skipped, and no page is shorter for them.
+    """
 
     files: JobFiles
+    reader: JobReader
 
     async def open(self) -> None: ...
 
@@ -149,7 +154,10 @@ class JobStore(Protocol):
     async def count_jobs(self) -> JobCounts: ...
 
     async def find_outdated(self, when: float, limit: int) -> Sequence[Job]:
-        """Return jobs that ended before `when`, and queued ones that were created before."""
+        """Return jobs that ended before `when`, and queued ones that were created before.
+
+        Those that ended and cannot be read are forgotten.
+        """
 
     async def find_due_deliveries(
         self, host: str, now: float, lease_s: float, limit: int

@@ -49,7 +49,10 @@ export const key = {
   },
 };
 
-/** Return a successful response. Throws `ApiError` or `GatewayUnreachable`, or an AbortError if the signal stops it. */
+/**
+ * Return a successful response. Paths are relative, because the page can be below the prefix of a proxy. Throws `ApiError` or
+ * `GatewayUnreachable`, or an AbortError if the signal stops it.
+ */
 export async function call(path, options = {}) {
   const headers = new Headers(options.headers);
   if (key.get()) headers.set("Authorization", `Bearer ${key.get()}`);
@@ -69,10 +72,10 @@ const sendJson = (method, path, document) =>
   getJson(path, { method, headers: { "Content-Type": "application/json" }, body: JSON.stringify(document) });
 
 export const modelPath = (model, version = "") =>
-  `/v1/models/${encodeURIComponent(model)}${version ? `/versions/${encodeURIComponent(version)}` : ""}`;
+  `v1/models/${encodeURIComponent(model)}${version ? `/versions/${encodeURIComponent(version)}` : ""}`;
 
 /** With `isComplete`, the gateway first reads the configs of models that were not described yet. */
-export const listModels = async (isComplete = false) => (await getJson(`/v1/models${isComplete ? "?describe=true" : ""}`)).models;
+export const listModels = async (isComplete = false) => (await getJson(`v1/models${isComplete ? "?describe=true" : ""}`)).models;
 
 /** Replica → its last states that this page read, oldest first. */
 export let seenStates = new Map();
@@ -82,7 +85,7 @@ const WORKING = new Set(["UP", "SLOW"]);
 export const isWorking = (replica) => WORKING.has(replica.state) && !replica.cordoned;
 
 export async function listReplicas() {
-  const { replicas } = await getJson("/v1/replicas");
+  const { replicas } = await getJson("v1/replicas");
   seenStates = new Map(replicas.map(({ address, state }) => [address, [...(seenStates.get(address) ?? []), state].slice(-MAX_SEEN_STATES)]));
   return replicas;
 }
@@ -92,10 +95,10 @@ export const describeModel = (model, version) => getJson(modelPath(model, versio
 /** Capabilities of the gateway can be absent; the page names those that are there. */
 export const hasFeature = (name) => document.documentElement.dataset.features.split(" ").includes(name);
 
-export const changeReplica = (address, action) => getJson(`/v1/replicas/${encodeURIComponent(address)}/${action}`, { method: "POST" });
+export const changeReplica = (address, action) => getJson(`v1/replicas/${encodeURIComponent(address)}/${action}`, { method: "POST" });
 
 export const changeModel = (model, action, parameters = {}) =>
-  sendJson("POST", `/v2/repository/models/${encodeURIComponent(model)}/${action}`, { parameters });
+  sendJson("POST", `v2/repository/models/${encodeURIComponent(model)}/${action}`, { parameters });
 
 /** Remove the files of a version, or of a whole model. */
 export const removeModel = (model, version) => getJson(modelPath(model, version), { method: "DELETE" });

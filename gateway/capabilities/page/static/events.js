@@ -15,7 +15,7 @@ export const start = () => $("fleet").append(card);
 
 /** Without the right to see the events, there is no list. */
 export async function refresh(canManage) {
-  const page = canManage ? await api.getJson(`/v1/events?limit=${SHOWN}`).catch(() => null) : null;
+  const page = canManage ? await api.getJson(`v1/events?limit=${SHOWN}`).catch(() => null) : null;
   card.hidden = !page?.events.length;
   if (!card.hidden) updateRows(body, page.events.reverse(), keyOf, cellsOf);
 }

@@ -24,7 +24,7 @@ export function reset() {
 
 export async function refresh() {
   try {
-    const { jobs } = await api.getJson(`/v1/jobs?limit=${SHOWN}`);
+    const { jobs } = await api.getJson(`v1/jobs?limit=${SHOWN}`);
     $("jobs-card").hidden = !jobs.length;
     updateRows($("jobs-table").tBodies[0], jobs, ({ id }) => id, cellsOf);
     showNotice($("jobs-notice"), jobs.length ? "" : "There are no jobs. A request with the header Prefer: respond-async becomes one.");
@@ -76,7 +76,7 @@ function drawActions(job, element) {
 
 async function save(id) {
   try {
-    await api.download(`/v1/jobs/${id}/result`, id);
+    await api.download(`v1/jobs/${id}/result`, id);
   } catch (error) {
     showToast(api.errorMessage(error), true);
   }
@@ -84,7 +84,7 @@ async function save(id) {
 
 async function remove(id) {
   try {
-    await api.withKey(() => api.call(`/v1/jobs/${id}`, { method: "DELETE" }));
+    await api.withKey(() => api.call(`v1/jobs/${id}`, { method: "DELETE" }));
   } catch (error) {
     showToast(api.errorMessage(error), true);
   }

@@ -29,7 +29,7 @@ let charts = [];
 let labelsOf = new Map(); // model → its version labels
 
 export function start() {
-  document.head.append(el("link", { rel: "stylesheet", href: "/static/vendor/uPlot.min.css" }));
+  document.head.append(el("link", { rel: "stylesheet", href: "static/vendor/uPlot.min.css" }));
   $("live-model").addEventListener("change", draw);
   $("live-range").append(...RANGES.map(([text, seconds]) => el("label", {},
     el("input", { type: "radio", name: "live-range", value: seconds, checked: seconds === rangeS, onchange: () => { rangeS = seconds; draw(); } }), text)));
@@ -61,7 +61,7 @@ export async function record() {
 }
 
 async function readMetrics() {
-  const page = await (await api.call("/metrics", { headers: { Accept: "text/plain" } })).text();
+  const page = await (await api.call("metrics", { headers: { Accept: "text/plain" } })).text();
   addMetrics({ at: performance.now() / 1000, samples: parseSamples(page, [BUCKET, COUNT, ATTEMPTS, OUTSTANDING, WAITED, ...QUEUE]) });
 }
 

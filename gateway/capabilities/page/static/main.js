@@ -142,7 +142,7 @@ async function watchConnection() {
     const { isLost, answeredAt } = api.connection;
     // Most views ask the gateway all the time, which is enough while it answers.
     if (isLost || Date.now() - answeredAt >= WATCH_MS) {
-      await api.call("/livez", { signal: AbortSignal.timeout(TIMEOUT_MS) }).catch(() => {});
+      await api.call("livez", { signal: AbortSignal.timeout(TIMEOUT_MS) }).catch(() => {});
     }
     failures = api.connection.isLost ? failures + 1 : 0;
     drawConnection();

@@ -51,7 +51,7 @@ export async function show(requested) {
     if (name !== shownModel) $("model-graph").replaceChildren();
     shownModel = name;
     description = await api.withKey(() => api.describeModel(name));
-    config = await api.getJson(`/v2/models/${encodeURIComponent(name)}/config`);
+    config = await api.getJson(`v2/models/${encodeURIComponent(name)}/config`);
     showNotice($("model-view-notice"));
     $("model-body").hidden = false;
     drawTensors();
@@ -75,7 +75,7 @@ function drawTensors() {
     [tensor.name, side + (tensor.optional ? ", optional" : ""), formatShape(tensor)]);
 }
 
-const readStatistics = async (name) => summarize(await api.getJson(`/v2/models/${encodeURIComponent(name)}/stats`));
+const readStatistics = async (name) => summarize(await api.getJson(`v2/models/${encodeURIComponent(name)}/stats`));
 
 export async function refresh() {
   if (!description) return;
@@ -99,7 +99,7 @@ export async function refresh() {
 async function readGatewayTime(name) {
   let page;
   try {
-    page = await (await api.call("/metrics", { headers: { Accept: "text/plain" } })).text();
+    page = await (await api.call("metrics", { headers: { Accept: "text/plain" } })).text();
   } catch (error) {
     if (error.needsKey) return undefined;
     throw error;

@@ -92,7 +92,7 @@ function draw(description) {
     renderTensors("Inputs", description.inputs, (tensor) => describeInput(tensor) + (tensor.optional ? ", optional" : "")),
     renderTensors("Outputs", description.outputs, (tensor) => tensor.content_type ?? ""),
     renderTable("Errors", ["Status and code", "Meaning"], ERRORS.map(([code, meaning]) => [el("code", { text: code }), meaning])),
-    el("p", { class: "panel" }, el("a", { href: `/docs?model=${name}`, text: "Open the full reference" })));
+    el("p", { class: "panel" }, el("a", { href: `docs?model=${name}`, text: "Open the full reference" })));
 }
 
 const renderTensors = (heading, tensors, describe) =>

@@ -133,7 +133,8 @@ const shellQuote = (text) => (/^[\w./:=@%+,-]+$/.test(text) ? text : `'${text.re
 const curlHeader = ([name, value]) => `-H ${shellQuote(`${name}: ${value}`)}`;
 /** Quote a text for Python and JavaScript, whose strings share JSON's escapes. */
 const quote = (text) => JSON.stringify(text).replace(/[\u2028\u2029]/g, (end) => (end === "\u2028" ? "\\u2028" : "\\u2029"));
-const absoluteUrl = (request) => `${location.origin}${request.url}`;
+const absoluteUrl = (request) => new URL(request.url, document.baseURI).href;
+const gatewayUrl = () => new URL(".", document.baseURI).href.replace(/\/$/, "");
 
 const MAX_LINE = 72; // a longer command is written in several lines
 
@@ -204,7 +205,7 @@ function writePython({ model, version, values, alone, parameters, classification
     hasKey || usesFiles ? "" : null,
     "from gateway.client import Client",
     "",
-    `gw = Client(${quote(location.origin)}${hasKey ? ', key=os.environ["KEY"]' : ""})`,
+    `gw = Client(${quote(gatewayUrl())}${hasKey ? ', key=os.environ["KEY"]' : ""})`,
     ...(streams ? [`for piece in ${call}:`, "    print(dict(piece))"] : [`result = ${call}`, "print(dict(result))"]),
   ].filter((line) => line !== null).join("\n");
 }

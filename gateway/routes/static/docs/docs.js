@@ -1,11 +1,11 @@
 // The API description in Swagger UI: of the gateway, or of one model with /docs?model=NAME.
 
 const model = new URLSearchParams(location.search).get("model");
-const url = model ? `/v1/models/${encodeURIComponent(model)}/openapi.json` : "/openapi.json";
+const url = model ? `v1/models/${encodeURIComponent(model)}/openapi.json` : "openapi.json";
 if (model) {
   document.title = `API of ${model}`;
   const link = document.getElementById("model");
-  link.href = `/#try/${encodeURIComponent(model)}`;
+  link.href = `./#try/${encodeURIComponent(model)}`;
   link.textContent = `Try ${model}`;
   link.hidden = false;
 }
@@ -25,6 +25,13 @@ function addKey(request) {
   return request;
 }
 
+/** Send the requests to the gateway of this page, which can be below the prefix of a proxy. */
+function completeRequest(request) {
+  const { pathname, search } = new URL(request.url, location.origin);
+  if (!request.loadSpec) request.url = new URL(`.${pathname}${search}`, document.baseURI).href;
+  return addKey(request);
+}
+
 window.SwaggerUIBundle({
   url,
   dom_id: "#api",
@@ -32,6 +39,6 @@ window.SwaggerUIBundle({
   docExpansion: model ? "full" : "list",
   defaultModelsExpandDepth: -1,
   displayRequestDuration: true,
-  requestInterceptor: addKey,
+  requestInterceptor: completeRequest,
   validatorUrl: null,
 });

@@ -36,8 +36,8 @@ from tests.support.certificates import server_context, trusting
 BODY = '{"type":"job.done","data":{"text":"ä"}}'.encode()
 JOB = Job(
     id="0123456789abcdef0123456789abcdef", owner="shop", model="m", path="/v1/models/m/infer", query="",
-    headers=[["traceparent", "00-1-2-01"], ["x-other", "1"]], client="127.0.0.1", request_id="the-request",
-    caller="shop", key_digest="", body_bytes=0, body_digest="", created_at=1.0,
+    headers=(("traceparent", "00-1-2-01"), ("x-other", "1")), client="127.0.0.1", request_id="the-request",
+    caller="shop", caller_id="shop", body_digest="", request_digest="", created_at=1.0,
 )  # fmt: skip
 SECRET = generate_secret()
 TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # it trusts nobody
