@@ -22,7 +22,7 @@ from gateway.messages import join_names, quote_text
 from gateway.repository.models_file import DeclaredModel
 from gateway.repository.shared_state import SharedState
 from gateway.telemetry.request_info import RequestScope, name_action, record_change
-from gateway.tensors.sequence import SequenceStep
+from gateway.triton.sequence import SequenceStep
 
 log = logging.getLogger(__name__)
 

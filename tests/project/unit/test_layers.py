@@ -51,7 +51,10 @@ PAGE_PARSER = "gateway.telemetry.exposition"
 PURE = (
     "gateway.tensors",
     "gateway.telemetry.exposition",
+    "gateway.routes.examples",
+    "gateway.routes.model_openapi",
     "gateway.routes.openapi",
+    "gateway.headers",
     "gateway.routes.passthrough.sse",
     "gateway.config.settings",
     "gateway.server.protocol.parser",
