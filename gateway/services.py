@@ -54,8 +54,8 @@ from gateway.repository.maintenance import Maintenance
 from gateway.repository.models_file import NO_KEYS, KeyParsers, ModelsFile
 from gateway.repository.repository import Repository, build_repository
 from gateway.repository.resolver import ModelResolver
-from gateway.repository.state.interface import StateStore
-from gateway.repository.state.store import open_configured_store
+from gateway.repository.state.places import open_configured_store
+from gateway.repository.state.store import StateStore
 from gateway.tasks import repeat
 from gateway.telemetry import logs
 from gateway.telemetry.metrics import Metrics

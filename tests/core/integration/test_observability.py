@@ -460,7 +460,7 @@ def test_metric_shows_an_unavailable_state_until_it_is_back(
     demo_triton: EmbeddedTriton, tmp_path: Path
 ) -> None:
     folder, away = tmp_path / "state", tmp_path / "away"
-    with gateway(demo_triton.options.url, state=f"file://{folder}/state.json") as (client, command):
+    with gateway(demo_triton.options.url, state=f"file://{folder}/state.db") as (client, command):
         assert total(client, "gateway_state_up") == 1
         folder.rename(away)
         wait_until(lambda: total(client, "gateway_state_up") == 0)
