@@ -45,17 +45,19 @@ from gateway.routes.openapi import (
     OPENAI_ERROR_REFERENCE,
     REQUEST_HEADER_PARAMETERS,
     STREAM_CONTENT,
+    STRING_SCHEMA,
+    Schema,
     build_json_body,
     build_list_schema,
+    build_object_schema,
     build_responses,
 )
 from gateway.routes.passthrough.sse import LineSeparatorEscaper
 from gateway.services import ModelDescriber, Services
 from gateway.telemetry.request_info import RequestInfo, RequestScope, measure_upstream_time
 from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS
-from gateway.tensors.codecs import DEFAULT_CODEC, JSON_CODEC, STRING_SCHEMA
+from gateway.tensors.codecs import DEFAULT_CODEC, JSON_CODEC
 from gateway.tensors.json_body import parse_large_json
-from gateway.tensors.schema import Schema, build_object_schema
 from gateway.tensors.signature import Signature
 
 log = logging.getLogger(__name__)

@@ -38,23 +38,26 @@ from gateway.routes.dependencies import (
     get_caller,
     record_label,
 )
-from gateway.routes.infer import INFER_BODY_CONTENT
+from gateway.routes.model_openapi import INFER_BODY_CONTENT
 from gateway.routes.models import list_models
 from gateway.routes.openapi import (
+    BINARY_SCHEMA,
     COUNT_SCHEMA,
     ERROR_DESCRIPTIONS,
     REQUEST_HEADER_PARAMETERS,
     RETRY_AFTER_HEADER,
+    STRING_SCHEMA,
+    Schema,
     build_error_responses,
     build_json_content,
     build_list_schema,
+    build_object_schema,
     build_response,
     build_responses,
 )
 from gateway.telemetry.request_info import RequestScope
-from gateway.tensors.codecs import BINARY_SCHEMA, JSON_CODEC, STRING_SCHEMA, parse_body_type
+from gateway.tensors.codecs import JSON_CODEC, parse_body_type
 from gateway.tensors.payload import PayloadOptions
-from gateway.tensors.schema import Schema, build_object_schema
 
 TORCHSERVE_ERROR_SCHEMA: Final = build_object_schema(
     {"code": {"type": "integer"}, "type": STRING_SCHEMA, "message": STRING_SCHEMA},
