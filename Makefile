@@ -214,9 +214,10 @@ interface: $(VENV)/.dev ## Record the public interface
 client: $(VENV)/.dev ## Generate the synchronous client from the one for asyncio
 	@$(BIN)/python -m tests.interface.sync_client
 
-# Schemas of custom resources, locked by hash; without them, their test is skipped.
-crds: ## Install the schemas of custom resources
+# From npm, locked by hash; without them, their tests are skipped.
+crds: ## Install the schemas of custom resources, and programs that read the API description
 	@npm ci --prefix tests/crds --ignore-scripts --no-audit --no-fund
+	@npm ci --prefix tests/generators --ignore-scripts --no-audit --no-fund
 
 lock: ## Resolve the dependencies and write requirements/*.txt
 	$(LOCK) pyproject.toml -o requirements/gateway.txt

@@ -26,7 +26,14 @@ from gateway.routes import administration, assets, health, infer, models, replic
 from gateway.routes import metrics as metrics_page
 from gateway.routes.error_responses import ErrorSerializer, render_error
 from gateway.routes.middleware import GatewayMiddleware
-from gateway.routes.openapi import ERROR_SCHEMA, SECURITY, SECURITY_SCHEMES
+from gateway.routes.openapi import (
+    ERROR_SCHEMA,
+    LICENSE,
+    SECURITY_SCHEMES,
+    SERVERS,
+    build_security,
+    name_schemas,
+)
 from gateway.routes.repository import MANAGEMENT_ERROR_SCHEMA
 from gateway.services import Deferral, Services, build_components, run_services
 
@@ -97,9 +104,11 @@ class GatewayFastAPI(FastAPI):
         for unused in FASTAPI_ERROR_SCHEMAS:
             schemas.pop(unused, None)
         schemas.update(self.error_schemas)
+        name_schemas(document)
         components["securitySchemes"] = SECURITY_SCHEMES
+        document["servers"] = SERVERS
+        document["security"] = build_security(requires_key=self.requires_key)
         if self.requires_key:
-            document["security"] = SECURITY
             for path in self.paths.public & document["paths"].keys():
                 for operation in document["paths"][path].values():
                     operation["security"] = []
@@ -137,7 +146,9 @@ def create_app(settings: Settings, on_open: Callable[[Services], None] | None = 
                     }
             edge.services = None
 
-    app = GatewayFastAPI(title="triton-gateway", version=__version__, lifespan=lifespan)
+    app = GatewayFastAPI(
+        title="triton-gateway", version=__version__, license_info=LICENSE, lifespan=lifespan
+    )
     app.requires_key = components.keys_file is not None
     inference_routers = [infer.router]
     routers = [models.create_router(describers), *(module.router for module in ROUTE_MODULES)]

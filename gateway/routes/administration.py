@@ -37,7 +37,7 @@ router = APIRouter(tags=["management"])
 # The level of the log
 
 LOG_LEVEL_SCHEMA: Final = build_object_schema(
-    {"level": {"enum": [each.value for each in LogLevel]}}
+    {"level": {"enum": [each.value for each in LogLevel]}}, title="LogLevel"
 )
 LOG_LEVEL_RESPONSES: Final = build_responses(LOG_LEVEL_SCHEMA, "The level of the log.")
 LOG_LEVEL_OPENAPI: Final = build_json_body(LOG_LEVEL_SCHEMA, example={"level": "debug"})
@@ -91,7 +91,8 @@ CHANGE_SCHEMA: Final = build_object_schema(
         "subject": STRING_SCHEMA,
         "from": {"description": "The value before; null for none."},
         "to": {"description": "The value afterwards; null for none."},
-    }
+    },
+    title="Change",
 )
 REQUIRED_FIELDS: Final = {
     "time": {"type": "string", "format": "date-time"},
@@ -108,13 +109,15 @@ EVENT_SCHEMA: Final = build_object_schema(
     {**OPTIONAL_FIELDS, **REQUIRED_FIELDS},
     optional=OPTIONAL_FIELDS.keys() - REQUIRED_FIELDS.keys(),
     description="A change: its time, caller, action, differences and outcomes. Empty fields are left out.",
+    title="Event",
 )
 EVENTS_RESPONSES: Final = build_responses(
     build_object_schema(
         {
             "events": build_list_schema(EVENT_SCHEMA, "The oldest first."),
             "next": {**STRING_SCHEMA, "description": "The `since` of the events that follow."},
-        }
+        },
+        title="EventList",
     ),
     "The events.",
     503,
@@ -191,10 +194,12 @@ QUOTA_SCHEMA: Final = build_object_schema(
         | {"description": "Requests in the period; one that is several inferences counts as many."},
         "used": COUNT_SCHEMA,
         "resets_at": {"type": "string", "format": "date-time"},
-    }
+    },
+    title="Quota",
 )
 QUOTAS_SCHEMA: Final = build_object_schema(
-    {"quotas": build_list_schema(QUOTA_SCHEMA, "Those of the current day and month (UTC).")}
+    {"quotas": build_list_schema(QUOTA_SCHEMA, "Those of the current day and month (UTC).")},
+    title="QuotaList",
 )
 QUOTAS_RESPONSES: Final = build_responses(QUOTAS_SCHEMA, "The quotas.")
 RESET_RESPONSES: Final = build_responses(QUOTAS_SCHEMA, "The quotas of the caller.", 404, 503)

@@ -24,13 +24,13 @@ from gateway.routes.openapi import (
 )
 
 REASONS_SCHEMA = {"type": "object", "additionalProperties": STRING_SCHEMA}
-LIVENESS_SCHEMA = build_object_schema({"live": {"const": True}})
+LIVENESS_SCHEMA = build_object_schema({"live": {"type": "boolean"}}, title="Liveness")
 READINESS_SCHEMA = build_object_schema(
     {
         "ready": {"type": "boolean"},
         "draining": {"type": "boolean", "description": "The gateway is shutting down."},
         "asleep": {
-            "const": True,
+            "type": "boolean",
             "description": "No replica is up; requests wait for one (GATEWAY_HOLD_S).",
         },
         "replicas": build_map_schema(STRING_SCHEMA, "State of each replica, by address."),
@@ -41,6 +41,7 @@ READINESS_SCHEMA = build_object_schema(
         ),
     },
     optional=("draining", "asleep", "replicas", "missing"),
+    title="Readiness",
 )
 LIVENESS_RESPONSES = build_responses(LIVENESS_SCHEMA, "The gateway process is running.")
 READINESS_RESPONSES = build_responses(READINESS_SCHEMA, "The gateway is ready.") | {

@@ -47,7 +47,8 @@ INFER_RESPONSE_SCHEMA = build_object_schema(
         "model": STRING_SCHEMA,
         "version": STRING_SCHEMA,
         "outputs": {"type": "object", "description": "Values by output name."},
-    }
+    },
+    title="InferResponse",
 )
 DRY_RUN_INPUT_SCHEMA = build_object_schema(
     {
@@ -55,8 +56,9 @@ DRY_RUN_INPUT_SCHEMA = build_object_schema(
         "datatype": {"enum": list(DATATYPES)},
         "shape": {"type": "array", "items": COUNT_SCHEMA},
         "bytes": COUNT_SCHEMA,
-        "first_values": {"type": "array"},
-    }
+        "first_values": {"type": "array", "items": {}},
+    },
+    title="DecodedInput",
 )
 DRY_RUN_SCHEMA = build_object_schema(
     {
@@ -65,6 +67,7 @@ DRY_RUN_SCHEMA = build_object_schema(
         "inputs": {"type": "array", "items": DRY_RUN_INPUT_SCHEMA},
     },
     description="The tensors, if `dry_run` is true.",
+    title="DryRun",
 )
 VERSION_HEADERS = {
     "X-Model-Version": {

@@ -19,14 +19,15 @@ from gateway.routes.openapi import (
     ERROR_DESCRIPTIONS,
     ERROR_REFERENCE,
     ERROR_SCHEMA,
-    SECURITY,
     SECURITY_SCHEMES,
+    SERVERS,
     STREAM_CONTENT,
     STRING_CONTENT,
     STRING_SCHEMA,
     Schema,
     build_json_content,
     build_object_schema,
+    build_security,
 )
 from gateway.tensors.codecs import CODECS_BY_TYPE
 from gateway.tensors.dtypes import Datatype, DatatypeKind
@@ -39,6 +40,7 @@ PARAMETERS_SCHEMA: Final[Schema] = {
     "additionalProperties": {"type": ["string", "number", "boolean", "null"]},
 }
 JSON_SCHEMA: Final[Schema] = {
+    "title": "InferRequest",
     "type": "object",
     "properties": {
         "inputs": {"description": "A value, or an object of values by input name."},
@@ -156,17 +158,18 @@ def build_model_openapi(signature: Signature, *, requires_key: bool = False) -> 
             },
         },
     }
-    components: dict[str, Any] = {"schemas": {"Error": ERROR_SCHEMA}}
-    document: dict[str, Any] = {
+    components = {"schemas": {"Error": ERROR_SCHEMA}, "securitySchemes": SECURITY_SCHEMES}
+    return {
         "openapi": "3.1.0",
-        "info": {"title": signature.model, "version": signature.version or "latest"},
+        "info": {
+            "title": signature.model,
+            "version": signature.version or "latest",
+        },
+        "servers": SERVERS,
+        "security": build_security(requires_key=requires_key),
         "paths": {build_infer_path(signature): {"post": infer}},
         "components": components,
     }
-    if requires_key:
-        components["securitySchemes"] = SECURITY_SCHEMES
-        document["security"] = SECURITY
-    return document
 
 
 def build_body_content(signature: Signature) -> Schema:

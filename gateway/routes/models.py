@@ -31,13 +31,14 @@ from gateway.tensors.signature import Signature, TensorSpec
 VERSION_SCHEMA = build_object_schema(
     {"version": STRING_SCHEMA, "state": STRING_SCHEMA, "reason": STRING_SCHEMA},
     optional=("reason",),
+    title="ModelVersion",
 )
 READY_SCHEMA = {"type": "boolean", "description": "At least one replica can serve it."}
 # From the model's config, for people. In the list, they are known once the model was described or used.
 PRESENTATION_FIELDS: Final = {
     "title": STRING_SCHEMA,
     "description": STRING_SCHEMA,
-    "hidden": {"const": True, "description": "Lists for people leave the model out."},
+    "hidden": {"type": "boolean", "description": "Lists for people leave the model out."},
     "steps": build_list_schema(STRING_SCHEMA, "The models of an ensemble."),
 }
 LISTED_MODEL_FIELDS: Final = {
@@ -45,7 +46,7 @@ LISTED_MODEL_FIELDS: Final = {
     "name": STRING_SCHEMA,
     "versions": {"type": "array", "items": VERSION_SCHEMA},
     "ready": READY_SCHEMA,
-    "declared": {"const": True, "description": "The models file contains the model."},
+    "declared": {"type": "boolean", "description": "The models file contains the model."},
     "wished": {"enum": ["loaded", "unloaded"], "description": "Desired state set through the API."},
     "replicas": build_map_schema(
         STRING_SCHEMA,
@@ -63,7 +64,8 @@ IMAGE_SCHEMA = build_object_schema(
         "layout": STRING_SCHEMA,
         "height": {"type": ["integer", "null"]},
         "width": {"type": ["integer", "null"]},
-    }
+    },
+    title="ImageInput",
 )
 TENSOR_SCHEMA = build_object_schema(
     {
@@ -73,10 +75,13 @@ TENSOR_SCHEMA = build_object_schema(
             {"type": "integer", "minimum": -1},
             "Shape without the batch dimension. -1 means any size.",
         ),
-        "optional": {"const": True},
+        "optional": {"type": "boolean"},
         "content_type": STRING_SCHEMA,
         "image": IMAGE_SCHEMA,
-        "labels": {"const": True, "description": "`classification` returns labels of this output."},
+        "labels": {
+            "type": "boolean",
+            "description": "`classification` returns labels of this output.",
+        },
         "example": {
             "type": "string",
             "description": "The first of the examples.",
@@ -86,6 +91,7 @@ TENSOR_SCHEMA = build_object_schema(
         ),
     },
     optional=("optional", "content_type", "image", "labels", "example", "examples"),
+    title="Tensor",
 )
 VERSION_STATUS_SCHEMA = build_object_schema(
     {
@@ -94,7 +100,8 @@ VERSION_STATUS_SCHEMA = build_object_schema(
         "status": build_object_schema(
             {"error_code": STRING_SCHEMA, "error_message": STRING_SCHEMA}
         ),
-    }
+    },
+    title="VersionStatus",
 )
 MODEL_FIELDS: Final = {
     "name": STRING_SCHEMA,
@@ -106,7 +113,10 @@ MODEL_FIELDS: Final = {
     "inputs": {"type": "array", "items": TENSOR_SCHEMA},
     "outputs": {"type": "array", "items": TENSOR_SCHEMA},
     **PRESENTATION_FIELDS,
-    "example_run": {"const": False, "description": "The web page does not run the first example."},
+    "example_run": {
+        "type": "boolean",
+        "description": "The web page does not run the first example.",
+    },
     "curl": {"type": "string", "description": "Example request with curl."},
     "python": {"type": "string", "description": "Example request in Python."},
 }
@@ -158,9 +168,13 @@ def build_list_responses(describers: Iterable[ModelDescriber]) -> OpenApiRespons
     for describer in describers:
         fields |= describer.list_fields
         model_fields |= describer.listed_model_fields
-    model = build_object_schema(model_fields, model_fields.keys() - REQUIRED_FIELDS)
+    model = build_object_schema(
+        model_fields, model_fields.keys() - REQUIRED_FIELDS, title="ListedModel"
+    )
     document = {"models": {"type": "array", "items": model}, **fields}
-    return build_responses(build_object_schema(document), "The models that the caller may access.")
+    return build_responses(
+        build_object_schema(document, title="ModelList"), "The models that the caller may access."
+    )
 
 
 def build_model_responses(describers: Iterable[ModelDescriber]) -> OpenApiResponses:
@@ -168,7 +182,7 @@ def build_model_responses(describers: Iterable[ModelDescriber]) -> OpenApiRespon
     for describer in describers:
         fields |= describer.model_fields
     optional = (*PRESENTATION_FIELDS, "example_run")
-    schema = build_object_schema(fields | MODEL_FIELDS, optional)
+    schema = build_object_schema(fields | MODEL_FIELDS, optional, title="Model")
     return build_responses(schema, "The model's inputs and outputs.", *MODEL_ERRORS)
 
 

@@ -31,6 +31,8 @@ SECURITY_SCHEMES: Final = {
     "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
 }
 SECURITY: Final[list[dict[str, list[str]]]] = [{name: []} for name in SECURITY_SCHEMES]
+SERVERS: Final = [{"url": "/", "description": "Where this document is."}]
+LICENSE: Final = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
 
 
 def build_object_schema(
@@ -39,6 +41,35 @@ def build_object_schema(
     """Return the schema of an object in which every property but the optional ones is required."""
     required = [name for name in properties if name not in optional]
     return {"type": "object", "properties": properties, "required": required, **fields}
+
+
+def build_security(*, requires_key: bool) -> list[dict[str, list[str]]]:
+    """Return how callers are identified; without keys, they need not say who they are."""
+    return SECURITY if requires_key else [{}, *SECURITY]
+
+
+def name_schemas(document: dict[str, Any]) -> None:
+    """Move each object with a title to the components, so that the types of generated clients have names."""
+    components: Schema = {}
+    for name, schema in document["components"]["schemas"].items():
+        components[name] = {key: name_parts(part, components) for key, part in schema.items()}
+    document["paths"] = name_parts(document["paths"], components)
+    document["components"]["schemas"] = components
+
+
+def name_parts(node: Any, components: Schema) -> Any:
+    """Return a copy with references instead of named schemas, which `components` gets."""
+    if isinstance(node, list):
+        return [name_parts(each, components) for each in node]
+    if not isinstance(node, dict):
+        return node
+    copy = {key: name_parts(value, components) for key, value in node.items()}
+    name = node.get("title")
+    if not (isinstance(name, str) and name.isidentifier() and "properties" in node):
+        return copy
+    del copy["title"]
+    components[name] = copy
+    return {"$ref": f"#/components/schemas/{name}"}
 
 
 def build_list_schema(items: Schema, description: str) -> Schema:

@@ -31,7 +31,7 @@ REPLICA_SCHEMA = build_object_schema(
         "models": build_map_schema(
             STRING_SCHEMA, "State of each model, by name. Empty if the replica is DOWN."
         ),
-        "cordoned": {"const": True, "description": "The replica gets no new requests."},
+        "cordoned": {"type": "boolean", "description": "The replica gets no new requests."},
         "ejected_for_s": {"type": "number", "description": "Seconds until the ejection ends."},
         "failing_models": build_list_schema(
             STRING_SCHEMA,
@@ -40,9 +40,13 @@ REPLICA_SCHEMA = build_object_schema(
         "reason": STRING_SCHEMA,
     },
     optional=("cordoned", "ejected_for_s", "failing_models", "reason"),
+    title="Replica",
 )
 REPLICA_LIST_RESPONSES = build_responses(
-    build_object_schema({"replicas": {"type": "array", "items": REPLICA_SCHEMA}}), "The replicas."
+    build_object_schema(
+        {"replicas": {"type": "array", "items": REPLICA_SCHEMA}}, title="ReplicaList"
+    ),
+    "The replicas.",
 )
 MAINTENANCE_SCHEMA: Final = build_object_schema(
     {
@@ -52,7 +56,8 @@ MAINTENANCE_SCHEMA: Final = build_object_schema(
         | {"description": "Requests of this gateway that are in progress."},
         "sequences": COUNT_SCHEMA
         | {"description": "Sequences of this gateway that have not ended."},
-    }
+    },
+    title="Maintenance",
 )
 CORDON_RESPONSES: Final = build_responses(
     MAINTENANCE_SCHEMA, "The replica and the work that it still has.", 404, 409

@@ -54,6 +54,7 @@ INDEX_ENTRY_SCHEMA = build_object_schema(
         "replicas": REPLICA_STATES_SCHEMA,
     },
     optional=("version", "state", "reason", "replicas"),
+    title="IndexEntry",
 )
 NAMED_STATE = {"model": STRING_SCHEMA, "state": STRING_SCHEMA}
 CONCERNED_MODELS = {
@@ -70,14 +71,17 @@ REPORT_PROPERTIES = {
     "replicas": REPLICA_STATES_SCHEMA,
     **CONCERNED_MODELS,
 }
-REPORT_SCHEMA = build_object_schema(REPORT_PROPERTIES, optional=CONCERNED_MODELS)
+REPORT_SCHEMA = build_object_schema(
+    REPORT_PROPERTIES, optional=CONCERNED_MODELS, title="LoadReport"
+)
 MANAGEMENT_ERROR_SCHEMA = build_object_schema(
     {**ERROR_PROPERTIES, **REPORT_PROPERTIES},
     optional=REPORT_PROPERTIES,
     description="The body of an error of a load or unload, with the result on each replica.",
 )
 ACCEPTED_SCHEMA = build_object_schema(
-    {"id": STRING_SCHEMA, "model": STRING_SCHEMA, "operation": {"const": "running"}}
+    {"id": STRING_SCHEMA, "model": STRING_SCHEMA, "operation": {"const": "running"}},
+    title="AcceptedOperation",
 )
 OPERATION_SCHEMA = build_object_schema(
     {
@@ -93,6 +97,7 @@ OPERATION_SCHEMA = build_object_schema(
         "code": STRING_SCHEMA,
     },
     optional=("error", "code", *CONCERNED_MODELS),
+    title="OperationStatus",
 )
 INDEX_RESPONSES = build_responses({"type": "array", "items": INDEX_ENTRY_SCHEMA}, "The index.")
 OPERATION_RESPONSES = build_responses(
@@ -107,7 +112,8 @@ STATE_SCHEMA = build_object_schema(
         "format": {"const": EXPORT_FORMAT},
         **dict.fromkeys(("models", *CAPABILITY_TABLES), TABLE_SCHEMA),
         "cordons": build_list_schema(STRING_SCHEMA, "Addresses of cordoned replicas."),
-    }
+    },
+    title="State",
 )
 STATE_RESPONSES = build_responses(STATE_SCHEMA, "The desired state.")
 MANAGEMENT_RESPONSES = build_responses(

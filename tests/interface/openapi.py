@@ -63,8 +63,24 @@ def format_document(document: Mapping[str, Any]) -> str:
     return json.dumps(document, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
-def find_breaks(old: Any, new: Any, place: tuple[str, ...] = ()) -> Iterator[str]:
+def find_breaks(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
     """Yield what the new document lacks, or newly requires."""
+    yield from compare_nodes(put_schemas_in_place(old, old), put_schemas_in_place(new, new))
+
+
+def put_schemas_in_place(node: Any, document: Mapping[str, Any]) -> Any:
+    """Return a copy without references: where a schema is used decides what its change breaks."""
+    if isinstance(node, list):
+        return [put_schemas_in_place(each, document) for each in node]
+    if not isinstance(node, Mapping):
+        return node
+    if "$ref" in node:
+        name = node["$ref"].removeprefix("#/components/schemas/")
+        return put_schemas_in_place(document["components"]["schemas"][name], document)
+    return {key: put_schemas_in_place(value, document) for key, value in node.items()}
+
+
+def compare_nodes(old: Any, new: Any, place: tuple[str, ...] = ()) -> Iterator[str]:
     where = " ".join(place)
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         yield from find_breaks_of_objects(old, new, place)
@@ -86,7 +102,7 @@ def find_breaks_of_objects(
                 continue  # less is required
             yield f"{' '.join((*place, key))}: removed"
         else:
-            yield from find_breaks(value, new[key], (*place, key))
+            yield from compare_nodes(value, new[key], (*place, key))
     if REQUEST_PARTS & set(place) and new.get("required") and not old.get("required"):
         yield f"{' '.join(place)}: now required"
 
@@ -101,7 +117,7 @@ def find_breaks_of_lists(
         for each in old:
             name = each["in"], each["name"]
             if name in named:
-                yield from find_breaks(each, named.pop(name), (*place, each["name"]))
+                yield from compare_nodes(each, named.pop(name), (*place, each["name"]))
             else:
                 yield f"{where} {each['name']}: removed"
         yield from (
@@ -122,4 +138,4 @@ def find_breaks_of_lists(
         if len(new) < len(old):
             yield f"{where}: {len(old) - len(new)} alternatives removed"
         for number, pair in enumerate(zip(old, new, strict=False)):
-            yield from find_breaks(*pair, (*place, str(number)))
+            yield from compare_nodes(*pair, (*place, str(number)))

@@ -67,7 +67,8 @@ GONE_STATUS: Final = 410
 TRACE_HEADER: Final = "traceparent"
 HEADERS: Final = {"Content-Type": JSON, "User-Agent": f"triton-gateway/{__version__}"}
 SECRETS_SCHEMA: Final = build_object_schema(
-    {"secrets": build_list_schema(STRING_SCHEMA, "Each callback has a signature by each of them.")}
+    {"secrets": build_list_schema(STRING_SCHEMA, "Each callback has a signature by each of them.")},
+    title="CallbackSecrets",
 )
 
 router = APIRouter(tags=["jobs"])

@@ -67,6 +67,7 @@ PROGRESS_SCHEMA: Final = build_object_schema(
         "estimated_end": TIME_SCHEMA,
     },
     optional=("rows_per_second", "estimated_end"),
+    title="JobProgress",
 )
 JOB_SCHEMA: Final = build_object_schema(
     {
@@ -83,6 +84,7 @@ JOB_SCHEMA: Final = build_object_schema(
     },
     optional=OPTIONAL_FIELDS.keys(),
     description="A request that runs without a connection.",
+    title="Job",
 )
 JOB_RESPONSES: Final = build_responses(JOB_SCHEMA, "The job.", 404, 503)
 RESULT_RESPONSES: Final = build_responses(
@@ -90,7 +92,9 @@ RESULT_RESPONSES: Final = build_responses(
 )
 RESULT_RESPONSES[200]["content"] = {"*/*": BINARY_CONTENT}
 LIST_RESPONSES: Final = build_responses(
-    build_object_schema({"jobs": build_list_schema(JOB_SCHEMA, "The newest first.")}),
+    build_object_schema(
+        {"jobs": build_list_schema(JOB_SCHEMA, "The newest first.")}, title="JobList"
+    ),
     "The jobs.",
     503,
 )

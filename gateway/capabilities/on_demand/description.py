@@ -19,7 +19,7 @@ from gateway.services import ModelDescriber, Services
 
 ON_DEMAND: Final = "ON_DEMAND"  # the state of a model that is not loaded
 LISTED_MODEL_FIELDS: Final[Schema] = {
-    "on_demand": {"const": True, "description": "The model is loaded when it is requested."},
+    "on_demand": {"type": "boolean", "description": "The model is loaded when it is requested."},
     "state": {
         "type": "string",
         "description": "Best state of an on-demand model on any replica; ON_DEMAND while it is not "

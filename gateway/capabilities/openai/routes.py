@@ -93,9 +93,11 @@ EMBEDDINGS_RESPONSE_SCHEMA: Final = build_object_schema(
             {"prompt_tokens": COUNT_SCHEMA, "total_tokens": COUNT_SCHEMA},
             description="Always 0: Triton does not report tokens.",
         ),
-    }
+    },
+    title="Embeddings",
 )
 EMBEDDINGS_REQUEST_SCHEMA: Final[Schema] = {
+    "title": "EmbeddingsRequest",
     "type": "object",
     "properties": {
         "model": NAME_SCHEMA,
@@ -120,9 +122,11 @@ RERANK_RESPONSE_SCHEMA: Final = build_object_schema(
                 optional=("document",),
             ),
         },
-    }
+    },
+    title="Ranking",
 )
 RERANK_REQUEST_SCHEMA: Final[Schema] = {
+    "title": "RankingRequest",
     "type": "object",
     "properties": {
         "model": NAME_SCHEMA,
@@ -163,6 +167,7 @@ RERANK_RESPONSES: Final = build_responses(
     RERANK_RESPONSE_SCHEMA, "The documents, best first.", *ERROR_DESCRIPTIONS
 )
 COMPLETION_REQUEST_SCHEMA: Final[Schema] = {
+    "title": "CompletionRequest",
     "type": "object",
     "properties": {"model": NAME_SCHEMA},
     "required": ["model"],
@@ -180,7 +185,7 @@ COMPLETION_RESPONSES[200]["content"] |= {EVENT_STREAM: STREAM_CONTENT[EVENT_STRE
 MODEL_FIELDS: Final[Schema] = {
     "id": STRING_SCHEMA,
     "object": {"const": "model"},
-    "created": {"const": 0},
+    "created": {"type": "integer"},
     "owned_by": STRING_SCHEMA,
 }
 LIST_FIELDS: Final[Schema] = {

@@ -32,6 +32,7 @@ from gateway.tensors.payload import PayloadOptions
 from gateway.tensors.signature import Signature
 
 PREDICT_REQUEST_SCHEMA: Final[Schema] = {
+    "title": "PredictRequest",
     "type": "object",
     "properties": {
         "instances": {
@@ -52,7 +53,9 @@ PREDICT_OPENAPI: Final = build_json_body(PREDICT_REQUEST_SCHEMA) | {
 }
 PREDICT_RESPONSE_SCHEMA: Final[Schema] = {
     "oneOf": [
-        build_object_schema({"predictions": {"type": "array"}}, additionalProperties=False),
+        build_object_schema(
+            {"predictions": {"type": "array", "items": {}}}, additionalProperties=False
+        ),
         build_object_schema({"outputs": {}}, additionalProperties=False),
     ]
 }
@@ -63,7 +66,7 @@ PREDICT_RESPONSES: Final = build_responses(
     headers=VERSION_HEADERS,
 )
 METADATA_SCHEMA: Final = build_object_schema(
-    {"model_spec": {"type": "object"}, "metadata": {"type": "object"}}
+    {"model_spec": {"type": "object"}, "metadata": {"type": "object"}}, title="ServingMetadata"
 )
 METADATA_RESPONSES: Final = build_responses(
     METADATA_SCHEMA, "The signature, in TensorFlow Serving's format.", *MODEL_ERRORS

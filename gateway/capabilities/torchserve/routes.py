@@ -64,9 +64,9 @@ TORCHSERVE_ERROR_SCHEMA: Final = build_object_schema(
     description="An error in the shape of TorchServe's API.",
 )
 TORCHSERVE_ERROR_REFERENCE: Final[Schema] = {"$ref": "#/components/schemas/TorchServeError"}
-STATUS_SCHEMA: Final = build_object_schema({"status": STRING_SCHEMA})
+STATUS_SCHEMA: Final = build_object_schema({"status": STRING_SCHEMA}, title="TorchServeStatus")
 LISTED_MODEL_SCHEMA: Final = build_object_schema(
-    {"modelName": STRING_SCHEMA, "modelUrl": STRING_SCHEMA}
+    {"modelName": STRING_SCHEMA, "modelUrl": STRING_SCHEMA}, title="TorchServeListedModel"
 )
 REGISTERED_MODEL_SCHEMA: Final = build_object_schema(
     {
@@ -77,7 +77,8 @@ REGISTERED_MODEL_SCHEMA: Final = build_object_schema(
             build_object_schema({"id": STRING_SCHEMA, "status": STRING_SCHEMA}),
             "The replicas that have the version, and its state there.",
         ),
-    }
+    },
+    title="TorchServeModel",
 )
 build_torchserve_responses = partial(build_responses, error_schema=TORCHSERVE_ERROR_REFERENCE)
 PING_RESPONSES: Final = build_torchserve_responses(STATUS_SCHEMA, "The fleet is ready.") | {

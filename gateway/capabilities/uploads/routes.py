@@ -81,19 +81,22 @@ UPLOAD_SCHEMA: Final = build_object_schema(
         "bytes": COUNT_SCHEMA,
     },
     optional=("versions",),
+    title="Upload",
 )
 REMOVAL_SCHEMA: Final = build_object_schema(
-    {"model": STRING_SCHEMA, "version": STRING_SCHEMA}, optional=("version",)
+    {"model": STRING_SCHEMA, "version": STRING_SCHEMA}, optional=("version",), title="Removal"
 )
 FILE_SCHEMA: Final = build_object_schema(
     {
         "path": {"type": "string", "description": "Path in the folder of the model."},
         "bytes": COUNT_SCHEMA,
         "sha256": CHECKSUM_SCHEMA,
-    }
+    },
+    title="ModelFile",
 )
 FILE_LIST_SCHEMA: Final = build_object_schema(
-    {"model": STRING_SCHEMA, "files": {"type": "array", "items": FILE_SCHEMA}}
+    {"model": STRING_SCHEMA, "files": {"type": "array", "items": FILE_SCHEMA}},
+    title="ModelFileList",
 )
 UPLOAD_ERRORS: Final = build_error_responses(
     *(*REPOSITORY_ERRORS, 409, 415, 502, 504, 507),
@@ -131,6 +134,7 @@ FILE_RESPONSES: Final[OpenApiResponses] = FILE_ERRORS | {
     )
 }
 FORM_SCHEMA: Final[dict[str, Any]] = {
+    "title": "UploadForm",
     "type": "object",
     "properties": {
         "model": BINARY_SCHEMA | {"description": "The model file, or an archive of a folder."},

@@ -41,6 +41,7 @@ SHADOW_SCHEMA: Final = build_object_schema(
     optional=("percent",),
     additionalProperties=False,
     description="A version that gets a copy of some requests. Its responses are forgotten.",
+    title="Shadow",
 )
 LABEL_PROPERTIES: Final = {
     "version": VERSION_NUMBER_SCHEMA,
@@ -56,16 +57,17 @@ LABEL_SCHEMA: Final = build_object_schema(
         "model": STRING_SCHEMA,
         "label": {"type": "string", "pattern": f"^{LABEL_NAME.pattern}$"},
         **LABEL_PROPERTIES,
-        "declared": {"const": True, "description": "The models file contains the label."},
+        "declared": {"type": "boolean", "description": "The models file contains the label."},
         "ready": build_map_schema({"type": "boolean"}, "Versions that a replica can serve now."),
         "model_version_status": build_list_schema(
             VERSION_STATUS_SCHEMA, "The same in TensorFlow Serving's format."
         ),
     },
     optional=("version", "versions", "sticky", "shadow", "declared"),
+    title="Label",
 )
 LABEL_LIST_SCHEMA: Final = build_object_schema(
-    {"model": STRING_SCHEMA, "labels": {"type": "array", "items": LABEL_SCHEMA}}
+    {"model": STRING_SCHEMA, "labels": {"type": "array", "items": LABEL_SCHEMA}}, title="LabelList"
 )
 LABEL_RESPONSES: Final = build_responses(LABEL_SCHEMA, "The label.", 404)
 LABEL_CHANGE_RESPONSES: Final = build_responses(LABEL_SCHEMA, "The label.", 404, 409)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -31,14 +31,34 @@ def recorded() -> Document:
 
 
 def replica_schema(document: Document) -> Any:
-    response = document["paths"][REPLICAS]["get"]["responses"]["200"]
-    listed = response["content"]["application/json"]["schema"]
-    return listed["properties"]["replicas"]["items"]
+    return document["components"]["schemas"]["Replica"]
 
 
 def test_every_reference_of_the_document_resolves(document: Document) -> None:
     assert "#/components/schemas/JobState" in json.dumps(document)
     assert not openapi.find_broken_references(document)
+
+
+def test_generators_find_schemas_with_names_and_no_boolean_constants(document: Document) -> None:
+    schemas = document["components"]["schemas"]
+    assert {"Model", "ModelList", "InferRequest", "InferResponse", "Job", "Event", "Error"} <= {
+        *schemas
+    }
+    assert all(name.isidentifier() for name in schemas)
+    inline = [each for each in find_nodes(document["paths"], "title") if "properties" in each]
+    assert [each["title"] for each in inline if str(each["title"]).isidentifier()] == []
+    constants = {str(each["const"]) for each in find_nodes(document, "const")}
+    assert not constants & {"True", "False"}
+
+
+def find_nodes(node: Any, key: str) -> Iterator[dict[str, Any]]:
+    if isinstance(node, dict):
+        if key in node:
+            yield node
+        node = list(node.values())
+    if isinstance(node, list):
+        for each in node:
+            yield from find_nodes(each, key)
 
 
 def test_no_public_name_is_removed(document: Document) -> None:
