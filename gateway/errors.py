@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from asyncio import Future
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from http import HTTPStatus
+from typing import Any, ClassVar, Final
 
 import orjson
 from starlette.exceptions import HTTPException
 
 from gateway.media_types import JSON
 from gateway.messages import join_names, normalize_version, quote_text
+
+ERRORS_PAGE: Final = "/guide/reference/errors"
 
 # The Content-Type that curl -d sends by default.
 CURL_DEFAULT_TYPE = "application/x-www-form-urlencoded"
@@ -377,3 +380,16 @@ def serialize_error(
 ) -> bytes:
     """Return the body of an error response. `error` is a string, as Triton's clients expect."""
     return orjson.dumps({"error": detail, "code": code, "request_id": request_id, **(report or {})})
+
+
+def serialize_problem(error: GatewayError, request_id: str) -> bytes:
+    """Return the body of an error response as a problem document (RFC 9457)."""
+    problem = {
+        "type": f"{ERRORS_PAGE}#{error.code}",
+        "title": HTTPStatus(error.status).phrase,
+        "status": error.status,
+        "detail": error.detail,
+        "code": error.code,
+        "request_id": request_id,
+    }
+    return orjson.dumps({**problem, **(error.report or {})})

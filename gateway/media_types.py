@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 JSON: Final = "application/json"
+PROBLEM_JSON: Final = "application/problem+json"
 NPY: Final = "application/x-npy"
 NPZ: Final = "application/x-npz"
 OCTET_STREAM: Final = "application/octet-stream"

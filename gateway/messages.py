@@ -97,8 +97,11 @@ def parse_time(text: str) -> datetime | None:
         return None
 
 
-def format_utc_time(time: datetime) -> str:
-    return time.astimezone(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
+def format_utc_time(time: datetime | float, timespec: str = "seconds") -> str:
+    """Return a time, which may be in seconds since 1970, in UTC with a Z (RFC 3339)."""
+    if not isinstance(time, datetime):
+        time = datetime.fromtimestamp(time, timezone.utc)
+    return time.astimezone(timezone.utc).isoformat(timespec=timespec).replace("+00:00", "Z")
 
 
 def describe_difference(before: Mapping[str, object], after: Mapping[str, object]) -> str:

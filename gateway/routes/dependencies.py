@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, cast
 
 from fastapi import Depends, Request
 
-from gateway.access.auth import READ_METHODS, authorize_all_models
+from gateway.access.auth import authorize_all_models
 from gateway.callers import Caller, Right
 from gateway.errors import MalformedRequest, UnknownModel, UnknownModelToLoad
 from gateway.messages import quote_text, suggest_name
@@ -47,7 +47,7 @@ def require_right(
             )
             check(request.scope, right, model, version, not_found_error)
         # Triton ignores a query on its own paths, and so must the gateway.
-        if request.method not in READ_METHODS and request.scope["path"].startswith(V1_PREFIX):
+        if request.scope["path"].startswith(V1_PREFIX):
             check_query(request)
         return services
 

@@ -23,8 +23,10 @@ from gateway.errors import (
     NotFound,
     TooLarge,
     serialize_error,
+    serialize_problem,
 )
-from gateway.media_types import JSON
+from gateway.headers import list_accepted_types
+from gateway.media_types import JSON, PROBLEM_JSON
 from gateway.messages import quote_text
 
 log = logging.getLogger(__name__)
@@ -87,6 +89,9 @@ async def render_error(request: Request, exc: Exception) -> Response:
         info.error_reason = error.detail
     if serialize := request.scope.get(ERROR_SERIALIZER):
         body = serialize(error.detail, error.code, error.status)
+    elif PROBLEM_JSON in list_accepted_types(request.headers.get("accept", "")):
+        body = serialize_problem(error, request_id)
+        return Response(body, error.status, error.headers, PROBLEM_JSON)
     else:
         body = serialize_error(error.detail, error.code, request_id, error.report)
     return Response(body, error.status, error.headers, JSON)

@@ -192,8 +192,12 @@ async def list_models(
     describe: Annotated[
         bool, Query(description="Read the configs of ready models that were not described yet.")
     ] = False,
+    limit: Annotated[
+        int | None, Query(ge=1, description="Number of models of a page. Default: all.")
+    ] = None,
+    after: Annotated[str, Query(description="The last name of the page before.")] = "",
 ) -> dict[str, Any]:
-    """Return every model that the caller may access, with its versions, state and desired state.
+    """Return the models that the caller may access by name, with their versions, state and desired state.
 
     Details of replicas require the right to see the fleet.
     """
@@ -206,7 +210,9 @@ async def list_models(
     desired = repository.state.desired_models
     indexes = services.pool.list_serving_indexes()
     expected_names = {*declared, *desired}
-    models = group_model_versions(merge_indexes(indexes), expected_names, caller)
+    grouped = group_model_versions(merge_indexes(indexes), expected_names, caller)
+    names = [name for name in grouped if name > after][:limit]
+    models = {name: grouped[name] for name in names}
     ready_models: set[str] = set().union(*(index.ready_models for index in indexes.values()))
     await add_presentations(services, models, caller, ready_models if describe else ())
     for name, model in models.items():

@@ -11,12 +11,12 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from time import time
 from typing import Any, Final, TypeVar
 
 import orjson
 
+from gateway.messages import format_utc_time
 from gateway.telemetry.request_info import ManagementCall, ReplicaOutcome, RequestInfo
 
 T = TypeVar("T")
@@ -71,8 +71,8 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document that is kept and listed: the fields that are not empty."""
-        at = datetime.fromtimestamp(self.time, timezone.utc).isoformat(timespec="milliseconds")
-        document = {"time": "", **vars(self)} | {"time": at.replace("+00:00", "Z")}
+        at = format_utc_time(self.time, "milliseconds")
+        document = {"time": "", **vars(self)} | {"time": at}
         return {
             name: value[:MAX_TEXT_CHARS] if isinstance(value, str) else value
             for name, value in document.items()

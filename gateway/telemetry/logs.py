@@ -220,7 +220,7 @@ class JsonFormatter(LineFormatter):
         return self.format_record(record, **fields)
 
     def format_line(self, time_s: float, level: str, message: str, fields: LogFields) -> str:
-        time = f"{format_utc_second(int(time_s))}.{int(time_s % 1 * 1000):03d}+00:00"
+        time = f"{format_utc_second(int(time_s))}.{int(time_s % 1 * 1000):03d}Z"
         line = {"time": time, "level": level, "message": message, **fields}
         try:
             text = orjson.dumps(line, default=str).decode()

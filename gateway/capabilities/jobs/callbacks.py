@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from datetime import timezone
 from email.utils import parsedate_to_datetime
 from functools import partial
 from math import ceil
@@ -35,6 +35,7 @@ from gateway.capabilities.jobs.settings import split_secrets
 from gateway.capabilities.jobs.storage.store import JobStore
 from gateway.errors import MalformedRequest
 from gateway.media_types import JSON
+from gateway.messages import format_utc_time
 from gateway.routes.dependencies import ServicesForAdministration
 from gateway.routes.openapi import (
     STRING_SCHEMA,
@@ -206,10 +207,9 @@ class CallbackSender:
 
     def _encode_event(self, job: Job) -> bytes:
         """Return the body of a callback, which is the same in every attempt."""
-        ended_at = datetime.fromtimestamp(job.ended_at, timezone.utc)
         event = {
             "type": f"job.{job.state.value}",
-            "timestamp": ended_at.isoformat(),
+            "timestamp": format_utc_time(job.ended_at, "milliseconds"),
             "data": describe_job(replace(job, callback_url="")),
             "result": f"/v1/jobs/{job.id}/result",
         }

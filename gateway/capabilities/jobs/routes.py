@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime, timezone
 from typing import Annotated, Any, Final, cast
 
 import orjson
@@ -24,7 +23,7 @@ from gateway.capabilities.jobs.service import POLL_S, Jobs, find_listed_owner, f
 from gateway.capabilities.jobs.storage.store import JobQuery
 from gateway.errors import serialize_error
 from gateway.media_types import JSON, NDJSON
-from gateway.messages import quote_text
+from gateway.messages import format_utc_time, quote_text
 from gateway.process_exit import Drain
 from gateway.routes.dependencies import ServicesForAnyCaller, ServicesForInference
 from gateway.routes.openapi import (
@@ -106,10 +105,7 @@ router = APIRouter(tags=["jobs"])
 
 
 def render_time(when: float) -> str | None:
-    if not when:
-        return None
-    time = datetime.fromtimestamp(min(when, MAX_TIME_S), timezone.utc)
-    return time.isoformat(timespec="milliseconds")
+    return format_utc_time(min(when, MAX_TIME_S), "milliseconds") if when else None
 
 
 def omit_none(document: dict[str, Any]) -> dict[str, Any]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from typing import Final
 from urllib.parse import quote
 
 from gateway.http_client.connection import Headers
-from gateway.messages import quote_path_segment
+from gateway.messages import format_utc_time, quote_path_segment
 from gateway.telemetry.recording import RecordedBody, Recording
 from gateway.telemetry.request_info import RequestInfo, RequestScope
 from gateway.telemetry.tracing import TRACEPARENT, create_request_id
@@ -54,14 +53,14 @@ def build_events(
     first = {
         **attributes,
         "type": REQUEST_TYPE,
-        "time": format_time(recording.started_at),
+        "time": format_utc_time(recording.started_at, "microseconds"),
         **describe_body(scope, recording.request, is_hidden=hides_request),
     }
     last = {
         **attributes,
         "type": RESPONSE_TYPE,
         "source": f"{attributes['source']}#response",
-        "time": format_time(time.time()),
+        "time": format_utc_time(time.time(), "microseconds"),
         **describe_body(scope, recording.response, is_hidden=hides_response),
     }
     return SampleEvent(first, recording.request), SampleEvent(last, recording.response)
@@ -113,10 +112,6 @@ def find_traceparent(scope: RequestScope, info: RequestInfo) -> str:
         return info.trace.traceparent
     sent = (value for name, value in scope["headers"] if name == TRACEPARENT)
     return next(sent, b"")[:MAX_HEADER_BYTES].decode("latin-1")
-
-
-def format_time(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s, timezone.utc).isoformat()
 
 
 def encode_event_headers(attributes: Attributes) -> Headers:

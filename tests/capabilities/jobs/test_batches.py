@@ -11,7 +11,6 @@ import subprocess
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import pytest
 
 from gateway.client import AsyncClient, InferResult
 from gateway.embedded.supervisor import EmbeddedTriton
+from gateway.messages import parse_time
 from tests.capabilities.jobs.support import wait_for
 from tests.support.documents import DOCS
 from tests.support.gateway_forks import run_gateway
@@ -350,7 +350,9 @@ def test_batch_is_as_fast_as_clients_that_wait(zoo_triton: EmbeddedTriton, tmp_p
         job = submit(client, [{"inputs": [[number, 2]]} for number in range(10_000)])
         document = wait_for(client, job)
         memory = peak_bytes(command.pid) - memory_before
-        started, ended = (datetime.fromisoformat(document[name]) for name in ("started", "ended"))
+        started, ended = (parse_time(document[name]) for name in ("started", "ended"))
+        assert started is not None
+        assert ended is not None
         speed = 10_000 / (ended - started).total_seconds()
         assert_number("rows of a batch", speed, "/s", at_least=0.8 * level["per_second"])
         assert_number("memory of a batch", memory / (1 << 20), "MiB", at_most=30)

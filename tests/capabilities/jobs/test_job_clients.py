@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -110,7 +111,8 @@ def test_receiver_is_called_once_when_the_job_has_ended(service: Service, key: s
     document = service.client.get(f"/v1/jobs/{job}", headers=bearer(key)).json()
     del document["callback"]
     result = f"/v1/jobs/{job}/result"
-    assert event.pop("timestamp")
+    times = (event.pop("timestamp"), *(document[name] for name in ("created", "started", "ended")))
+    assert all(re.fullmatch(r"[\d-]+T[\d:]+\.\d{3}Z", time) for time in times), times
     assert event == {"type": "job.done", "data": document, "result": result}
     assert service.client.get(result, headers=bearer(key)).status_code == 200
 

@@ -93,6 +93,7 @@ def test_result_of_a_job_is_the_response_of_the_request(client: httpx.Client) ->
     document = wait_for(client, job)
     assert (document["state"], document["starts"], document["model"]) == ("done", 1, "vector_FP32")
     assert document["progress"] == {"total": 1, "done": 1, "failed": 0}
+    assert "unknown query parameter 'next'" in client.get("/v1/jobs?next=1").text
     result = client.get(f"/v1/jobs/{job}/result")
     assert (result.status_code, result.content) == (direct.status_code, direct.content)
     assert result.headers["Content-Type"] == direct.headers["Content-Type"]

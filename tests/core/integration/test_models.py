@@ -180,3 +180,80 @@ def test_flag_that_is_neither_true_nor_false_is_400(
 ) -> None:
     path = path.format(model=zoo.names.model("single_BYTES"))
     assert_error(zoo.client.post(path, json=body), 400, "MALFORMED_REQUEST", words)
+
+
+@any_names
+def test_models_are_listed_in_pages(zoo: Zoo) -> None:
+    whole = [model["name"] for model in zoo.client.get("/v1/models").json()["models"]]
+    assert whole == sorted(whole)
+    pages: list[list[str]] = []
+    while not pages or pages[-1]:
+        after = pages[-1][-1] if pages else ""
+        page = zoo.client.get("/v1/models", params={"limit": 7, "after": after}).json()["models"]
+        pages.append([model["name"] for model in page])
+    assert [name for page in pages for name in page] == whole
+    assert {len(page) for page in pages[:-2]} == {7}
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "words"),
+    [
+        ("/v1/models?limt=1", 400, "unknown query parameter 'limt'; did you mean limit?"),
+        ("/v1/models?limit=0", 400, "invalid query parameter 'limit'"),
+        ("/v1/models/single_BYTES?x=1", 400, "unknown query parameter 'x'"),
+        ("/v1/replicas?limit=1", 400, "unknown query parameter 'limit'"),
+        ("/v1/events?after=1", 400, "unknown query parameter 'after'"),
+        ("/v2/models?x=1", 200, ""),
+        ("/livez?x=1", 200, ""),
+    ],
+)
+def test_unknown_query_parameter_is_refused_on_the_gateways_own_paths(
+    zoo_as_written: Zoo, path: str, status: int, words: str
+) -> None:
+    response = zoo_as_written.client.get(path)
+    assert response.status_code == status, response.text
+    if words:
+        assert_error(response, status, "MALFORMED_REQUEST", words)
+
+
+PROBLEM = "application/problem+json"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "accept", "is_problem"),
+    [
+        ("GET", "/v1/models/missing", PROBLEM, True),
+        ("GET", "/v1/models/missing", f"application/json, {PROBLEM};q=0.5", True),
+        ("POST", "/v1/models/missing/infer", PROBLEM, True),
+        ("POST", "/v2/repository/models/missing/load", PROBLEM, True),
+        ("GET", "/nothing", PROBLEM, True),
+        ("GET", "/v1/models/missing", f"{PROBLEM};q=0", False),
+        ("GET", "/v1/models/missing", "*/*", False),
+        ("POST", "/v1/embeddings", PROBLEM, False),
+    ],
+)
+def test_error_is_a_problem_document_if_accept_asks_for_it(
+    zoo_as_written: Zoo, method: str, path: str, accept: str, is_problem: bool
+) -> None:
+    plain = zoo_as_written.client.request(method, path, json={})
+    response = zoo_as_written.client.request(method, path, json={}, headers={"Accept": accept})
+    assert response.status_code == plain.status_code >= 400
+    if not is_problem:
+        assert response.headers["content-type"] == "application/json"
+        assert response.json().keys() == plain.json().keys()
+        return
+    assert response.headers["content-type"] == PROBLEM
+    document = response.json()
+    assert document.pop("request_id") == response.headers["x-request-id"]
+    expected = plain.json()
+    del expected["request_id"]
+    code = expected.pop("code")
+    detail = expected.pop("error")
+    assert document == {
+        "type": f"/guide/reference/errors#{code}",
+        "title": plain.reason_phrase,
+        "status": plain.status_code,
+        "detail": detail,
+        "code": code,
+        **expected,
+    }

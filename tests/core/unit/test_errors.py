@@ -23,7 +23,7 @@ from tests.support.source import package_trees
 async def test_memory_error_is_answered_with_503(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    request = Request({"type": "http", "path": "/", "request_id": "r"})
+    request = Request({"type": "http", "path": "/", "headers": [], "request_id": "r"})
     with caplog.at_level(logging.INFO):
         response = await render_error(request, MemoryError())
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
@@ -57,7 +57,9 @@ async def test_answered_error_does_not_keep_the_request() -> None:
             await fail(body)
         except MalformedRequest as exc:
             error: Exception = exc  # stays in this frame, as in those of the framework
-        return await render_error(Request({"type": "http", "path": "/", "request_id": "r"}), error)
+        return await render_error(
+            Request({"type": "http", "path": "/", "headers": [], "request_id": "r"}), error
+        )
 
     body = Body()
     held = weakref.ref(body)
