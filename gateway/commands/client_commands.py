@@ -289,6 +289,12 @@ def push(
     else:
         words = "{model} version {version}: {bytes} bytes, sha256 {sha256}"
         typer.echo(escape_unprintable(words.format_map(published)))
+        words = (
+            "ready; for a request to paste: triton-gateway curl {model}"
+            if published["ready"]
+            else "not loaded; load it with: triton-gateway load {model}"
+        )
+        typer.echo(escape_unprintable(words.format_map(published)))
 
 
 @cli.command(

@@ -77,6 +77,8 @@ UPLOAD_SCHEMA: Final = build_object_schema(
         "versions": build_list_schema(
             STRING_SCHEMA, "All versions, if the archive contained several."
         ),
+        "ready": {"type": "boolean", "description": "The model is loaded, and can be called."},
+        "infer": {"type": "string", "description": "The path of inference requests."},
         "sha256": CHECKSUM_SCHEMA | {"description": "Checksum of the model file or archive."},
         "bytes": COUNT_SCHEMA,
     },
@@ -204,7 +206,12 @@ async def upload_model(
     document: dict[str, Any] = {"model": model, "version": versions[-1]}
     if len(versions) > 1:
         document["versions"] = versions
-    document |= {"sha256": upload.sha256, "bytes": upload.size}
+    document |= {
+        "ready": load,
+        "infer": f"/v1/models/{quote(model)}/infer",
+        "sha256": upload.sha256,
+        "bytes": upload.size,
+    }
     headers = {"Location": f"/v1/models/{quote(model)}/versions/{versions[-1]}"}
     return Response(orjson.dumps(document), 201, headers, JSON)
 

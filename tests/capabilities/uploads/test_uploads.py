@@ -82,6 +82,8 @@ def test_upload_serves_a_model_and_the_next_one_its_next_version(
         expected = {
             "model": "mine",
             "version": str(number),
+            "ready": True,
+            "infer": "/v1/models/mine/infer",
             "sha256": digest,
             "bytes": len(content),
         }
@@ -480,10 +482,14 @@ def test_commands_push_pull_and_remove_models(place: FolderPlace, tmp_path: Path
     config.write_text('{"name": "pushed"}')
     ran = run_command(place, "push", file, "--no-load")
     digest = hashlib.sha256(FIRST).hexdigest()
-    assert ran.stdout == f"pushed version 1: {len(FIRST)} bytes, sha256 {digest}\n", ran.stderr
+    stored = f"pushed version 1: {len(FIRST)} bytes, sha256 {digest}\n"
+    assert ran.stdout == f"{stored}not loaded; load it with: triton-gateway load pushed\n"
     assert ran.stderr == ""
     ran = run_command(place, "push", file, "--config", config, "--no-load", "--json")
     assert '"version": "2"' in ran.stdout, ran.stderr
+    ran = run_command(place, "push", file, "--name", "loaded")
+    advice = "ready; for a request to paste: triton-gateway curl loaded"
+    assert ran.stdout.splitlines()[1:] == [advice], ran.stderr
     ran = run_command(place, "pull", "pushed", "--version", "2", "--output", tmp_path / "pulled")
     assert len(ran.stdout.splitlines()) == 2, ran.stderr
     pulled = tmp_path / "pulled" / "pushed"

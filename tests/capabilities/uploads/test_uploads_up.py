@@ -21,4 +21,4 @@ def test_up_lists_the_files_of_its_folder_and_accepts_data_only(tmp_path: Path) 
         assert [file["path"] for file in listed] == ["1/model.py", "config.pbtxt"]
         code = {"model": ("model.py", b"import os")}
         refused = httpx.put(f"{up.url}/v1/models/added", files=code, timeout=TIMEOUT_S)
-        assert_error(refused, 422, "INVALID_MODEL_FILE", "accepts data only")
+        assert_error(refused, 422, "INVALID_MODEL_FILE", "or: triton-gateway up FOLDER")

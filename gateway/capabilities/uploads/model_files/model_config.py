@@ -27,6 +27,10 @@ PLATFORM_BACKENDS: Final = {
     "tensorflow_graphdef": "tensorflow",
     "ensemble": "ensemble",
 }
+CODE_ADVICE: Final = (
+    "a model with code needs GATEWAY_MODEL_UPLOADS=code and a key that may manage all models, or: "
+    "triton-gateway up FOLDER"
+)
 # Fields by which a config runs code or reads files outside of the model's folder.
 CODE_FIELDS: Final = frozenset(
     ("runtime", "op_library_filename", "model_repository_agents", "ensemble_scheduling")
@@ -105,7 +109,7 @@ def check_data_config(config: Any) -> None:
     if backend and backend not in DATA_BACKENDS:
         raise InvalidModelFile(
             f"the config has the backend {quote_text(backend)}; GATEWAY_MODEL_UPLOADS=artifacts accepts "
-            f"{join_names(sorted(DATA_BACKENDS))}, whose models are data"
+            f"{join_names(sorted(DATA_BACKENDS))}, whose models are data; {CODE_ADVICE}"
         )
     for name, value in walk_fields(config):
         if name in CODE_FIELDS and value:

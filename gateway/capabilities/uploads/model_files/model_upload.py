@@ -27,6 +27,7 @@ from gateway.capabilities.uploads.model_files.kinds import (
     identify_file,
 )
 from gateway.capabilities.uploads.model_files.model_config import (
+    CODE_ADVICE,
     MAX_CONFIG_BYTES,
     check_config_limits,
     check_config_name,
@@ -301,7 +302,7 @@ class UploadBuilder:
             backends = join_names(sorted(DATA_BACKENDS))
             problem = "no model file" if kind is None else f"a model for {kind.backend}"
             raise InvalidModelFile(
-                f"the upload contains {problem}; {ARTIFACTS_ONLY}: models for {backends}"
+                f"the upload contains {problem}; {ARTIFACTS_ONLY}: models for {backends}; {CODE_ADVICE}"
             )
         for path, file in self._upload.all_files:
             check_data_file(path, file)
@@ -354,5 +355,5 @@ def check_data_file(path: str, file: StagedFile) -> None:
         head = stream.read(8)
     if name.endswith(CODE_SUFFIXES) or LIBRARY_MARK in name or head.startswith(CODE_MAGICS):
         raise InvalidModelFile(
-            f"the upload contains {quote_text(path)}, which is code; {ARTIFACTS_ONLY}"
+            f"the upload contains {quote_text(path)}, which is code; {ARTIFACTS_ONLY}; {CODE_ADVICE}"
         )
