@@ -36,7 +36,7 @@ OWN_ENV := triton_repo_examples/own_env/python_env
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run test test-long test-all test-unit durations mutants house rerun-failed soak chaos containers test-cluster page check fmt
-.PHONY: clients test-clients test-triton bench bench-count bench-peers resnet50 manifests interface site dist workflows audit crds lock clean models examples
+.PHONY: client clients test-clients test-triton bench bench-count bench-peers resnet50 manifests interface site dist workflows audit crds lock clean models examples
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -224,6 +224,10 @@ site: $(SITE)/.ready ## Build the documentation site in build/site
 # Record docs/openapi.json and docs/interface.txt, which tests compare; ARGS=--breaking also records removals.
 interface: $(VENV)/.dev ## Record the public interface
 	@$(BIN)/python -m tests.interface $(ARGS)
+
+# Generate gateway/client/client.py from async_client.py; a test compares them.
+client: $(VENV)/.dev ## Generate the synchronous client from the one for asyncio
+	@$(BIN)/python -m tests.interface.sync_client
 
 # Schemas of custom resources, locked by hash; without them, their test is skipped.
 crds: ## Install the schemas of custom resources

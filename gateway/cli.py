@@ -42,7 +42,7 @@ from gateway.messages import CommandError, format_utc_time, parse_time, print_me
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from gateway.repository.state.interface import StateStore
+    from gateway.repository.state.store import StateStore
 
 T = TypeVar("T")
 IMPORT_COLLECTION_THRESHOLD = 200_000  # more than the imports of any command
@@ -332,7 +332,7 @@ def run_with_store(url: str, work: Callable[[StateStore], Coroutine[Any, Any, T]
     """Run work on the state at the URL, or of GATEWAY_STATE. Raises `CommandError`."""
     from gateway.config.settings import read_settings
     from gateway.errors import GatewayError
-    from gateway.repository.state.store import open_state_store, read_state_password
+    from gateway.repository.state.places import open_state_store, read_state_password
 
     settings = read_settings()
     url = url or settings.state

@@ -54,8 +54,8 @@ from gateway.repository.maintenance import Maintenance
 from gateway.repository.models_file import NO_KEYS, KeyParsers, ModelsFile
 from gateway.repository.repository import Repository, build_repository
 from gateway.repository.resolver import ModelResolver
-from gateway.repository.state.interface import StateStore
-from gateway.repository.state.store import open_configured_store
+from gateway.repository.state.places import open_configured_store
+from gateway.repository.state.store import StateStore
 from gateway.tasks import repeat
 from gateway.telemetry import logs
 from gateway.telemetry.metrics import Metrics
@@ -64,7 +64,6 @@ from gateway.telemetry.refusals import RefusalLog
 from gateway.telemetry.request_info import RequestInfo
 from gateway.telemetry.tracing import Tracer
 from gateway.tensors.payload import PayloadLimits
-from gateway.tensors.schema import Schema
 from gateway.tensors.signature import Signature
 from gateway.triton.restricted_api import read_restricted_api
 
@@ -86,9 +85,9 @@ class ModelDescriber:
     """Adds fields of a capability, which overrides some methods, to the descriptions of models."""
 
     # Schemas by the names of fields: of the list, of each model in it, and of the description of one model.
-    list_fields: ClassVar[Mapping[str, Schema]] = {}
-    listed_model_fields: ClassVar[Mapping[str, Schema]] = {}
-    model_fields: ClassVar[Mapping[str, Schema]] = {}
+    list_fields: ClassVar[Mapping[str, dict[str, Any]]] = {}
+    listed_model_fields: ClassVar[Mapping[str, dict[str, Any]]] = {}
+    model_fields: ClassVar[Mapping[str, dict[str, Any]]] = {}
 
     def describe_list(self, models: Iterable[str]) -> Mapping[str, Any]:
         return {}

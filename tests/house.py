@@ -30,8 +30,8 @@ BUDGETS: Final = {
     "http_client": Budget(550),
     "routes": Budget(2600),
     "inference": Budget(500),
-    "capacity": Budget(700),
-    "tensors": Budget(2300),
+    "capacity": Budget(950, is_enforced=True, reason="below the 1,100 that were asked for"),
+    "tensors": Budget(2600, is_enforced=True, reason="2,300 is the aim"),
     "triton": Budget(1300),
     "telemetry": Budget(1250),
     "access": Budget(1050),
@@ -59,12 +59,12 @@ BUDGETS: Final = {
         430, is_enforced=True, reason="each kind of drop is counted, and gRPC has events as well"
     ),
     "capabilities/openai": Budget(
-        760,
+        765,
         is_enforced=True,
         reason="the proxy for chat relays streams, and rankings have rules of their own",
     ),
     "capabilities/torchserve": Budget(
-        385, is_enforced=True, reason="the management paths of its clients' scripts stay"
+        386, is_enforced=True, reason="the management paths of its clients' scripts stay"
     ),
     "capabilities/tf_serving": Budget(265, is_enforced=True),
     "capabilities/page": Budget(264, is_enforced=True),

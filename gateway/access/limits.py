@@ -258,6 +258,7 @@ class QuotaCount:
     is_added: bool
     # The requests in each period, with this one if it was added.
     used: tuple[int, ...]
+    unreadable: int = 0  # counts that were no numbers, and began at zero
 
 
 class QuotaCounters(Protocol):

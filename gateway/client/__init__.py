@@ -1,11 +1,12 @@
 """The Python client of the gateway. It imports httpx, and nothing of the server; NumPy only to use arrays."""
 
 from gateway.client.async_client import AsyncClient
-from gateway.client.batches import InferOutcome
 from gateway.client.bodies import Body
 from gateway.client.client import Client
 from gateway.client.errors import GatewayError
-from gateway.client.models import ModelInfo, TensorInfo
+from gateway.client.jobs import Job
+from gateway.client.many import InferOutcome
+from gateway.client.models import ListedModel, ModelInfo, TensorInfo
 from gateway.client.results import InferResult
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "GatewayError",
     "InferOutcome",
     "InferResult",
+    "Job",
+    "ListedModel",
     "ModelInfo",
     "TensorInfo",
 ]

@@ -11,20 +11,10 @@ import numpy as np
 
 # NumPy has no BF16, whose values FP32 has as well.
 NUMPY_TYPES: Final = {
-    "BOOL": "?",
-    "UINT8": "u1",
-    "UINT16": "u2",
-    "UINT32": "u4",
-    "UINT64": "u8",
-    "INT8": "i1",
-    "INT16": "i2",
-    "INT32": "i4",
-    "INT64": "i8",
-    "FP16": "f2",
-    "FP32": "f4",
-    "FP64": "f8",
-    "BF16": "f4",
-}
+    "BOOL": "?", "FP16": "f2", "FP32": "f4", "FP64": "f8", "BF16": "f4",
+    "UINT8": "u1", "UINT16": "u2", "UINT32": "u4", "UINT64": "u8",
+    "INT8": "i1", "INT16": "i2", "INT32": "i4", "INT64": "i8",
+}  # fmt: skip
 
 
 def encode_npy(array: Any) -> bytes:
@@ -82,20 +72,6 @@ def decode_npz(content: bytes, datatypes: Mapping[str, str]) -> dict[str, np.nda
         name: widen_bf16(array) if datatypes.get(name) == "BF16" else array
         for name, array in arrays.items()
     }
-
-
-def decode_tensor(data: bytes, datatype: str) -> np.ndarray:
-    """Return the elements of a binary tensor of Triton's API."""
-    if datatype != "BYTES":
-        array = np.frombuffer(data, np.uint16 if datatype == "BF16" else NUMPY_TYPES[datatype])
-        return widen_bf16(array) if datatype == "BF16" else array
-    elements = []
-    position = 0
-    while position < len(data):
-        start = position + 4
-        position = start + int.from_bytes(data[position:start], "little")
-        elements.append(data[start:position])
-    return np.array(elements, object)
 
 
 def widen_bf16(array: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The asynchronous client: the methods of `Client` as coroutines and asynchronous iterators."""
+"""The client, for asyncio. `client.py` is generated from this module: `make client`."""
 
 from __future__ import annotations
 
@@ -7,64 +7,66 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from contextlib import ExitStack, aclosing
-from datetime import datetime
+from dataclasses import replace
+from datetime import datetime, timezone
 from functools import partial
-from typing import Any, BinaryIO, TypeVar
+from importlib.util import find_spec
+from math import ceil
+from typing import Any, Final, TypeVar
+from urllib.parse import urlencode
 
-from gateway.client.batches import (
-    BatchOutcome,
-    BatchReader,
-    BatchRow,
-    InferMany,
-    InferOutcome,
-    InferOutcomes,
-    OrderedTasks,
-    build_batch_request,
-    group_values,
-    infer_batch,
-)
 from gateway.client.calls import (
-    DEFAULT_RETRIES,
-    DEFAULT_TIMEOUT_S,
-    JOB_REQUEST_TIMEOUT_S,
-    OPERATION_TIMEOUT_S,
-    READY_POLL_S,
     ApiRequest,
     InferCall,
-    ModelInfoCache,
-    StreamDecoder,
-    WaitForJob,
-    build_job_path,
     build_json_request,
     build_model_path,
-    build_submit_request,
-    build_upload_request,
-    check_stream_type,
-    create_events_call,
-    create_infer_call,
-    create_load_call,
-    create_unload_call,
-    has_numpy,
-    is_model_ready,
-    parse_model_reply,
-    parse_models_reply,
+    quote_part,
 )
-from gateway.client.connection import find_access
-from gateway.client.errors import CONNECTION_LOST, TIMEOUT, GatewayError
-from gateway.client.models import ModelInfo
-from gateway.client.replies import Reply, ResponseDocument, decode_object
+from gateway.client.connection import ClientOptions, find_options
+from gateway.client.errors import CONNECTION_LOST, MODEL_NOT_READY, TIMEOUT, GatewayError
+from gateway.client.jobs import (
+    BatchOutcome,
+    BatchRow,
+    Job,
+    build_job_path,
+    create_batch_body,
+    decode_row,
+    is_batch_read,
+    parse_job,
+)
+from gateway.client.many import InferMany, InferOutcome, call_blocking, infer_many
+from gateway.client.models import (
+    ListedModel,
+    ModelInfo,
+    is_model_awaited,
+    parse_model,
+    parse_models,
+)
+from gateway.client.replies import LineBuffer, Reply, ResponseDocument, decode_object
 from gateway.client.results import InferResult, decode_result
-from gateway.client.retries import Attempts, WaitForReady
-from gateway.client.uploads import ModelSource, open_upload
+from gateway.client.retries import Attempts, can_retry
+from gateway.client.uploads import ModelSource, find_model_name, open_body
 from gateway.media_types import NDJSON
 
 T = TypeVar("T")
+# Loads and transfers of models.
+OPERATION_TIMEOUT_S: Final = 600.0
+READY_POLL_S: Final = 0.5
+MODEL_INFO_TTL_S: Final = 60.0
+MAX_KNOWN_MODELS: Final = 1000
+# A request waits for less than the time limits of proxies, and is repeated.
+JOB_WAIT_S: Final = 20
+JOB_REQUEST_TIMEOUT_S: Final = 40.0
 
 
 class AsyncClient:
-    """A client of a gateway for asyncio, with the arguments, results and errors of `Client`.
+    """A client of a gateway, for asyncio. Nothing uses the network before the first call.
 
-    Nothing uses the network before the first call.
+    Without arguments, `TRITON_GATEWAY_URL`, `TRITON_GATEWAY_KEY` and `TRITON_GATEWAY_CA` say what to use. A
+    call and its repetitions take at most `timeout_s` seconds, which the gateway keeps as the deadline of an
+    inference. Requests that were refused (429, 503), lost (502) or found no connection are sent again, up to
+    `retries` times; the gateway's `Retry-After` says when. `arrays=False` returns lists in place of NumPy
+    arrays. Every method raises `GatewayError`.
     """
 
     def __init__(
@@ -73,21 +75,25 @@ class AsyncClient:
         *,
         key: str | None = None,
         ca: str | os.PathLike[str] | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        retries: int = DEFAULT_RETRIES,
+        timeout_s: float = ClientOptions.timeout_s,
+        retries: int = ClientOptions.retries,
         arrays: bool | None = None,
         proxy: str | None = None,
     ) -> None:
-        from gateway.client.transport import AsyncTransport
+        from gateway.client.async_transport import AsyncTransport
 
-        self._access = find_access(url, key, ca)
-        self.url = self._access.address.base_url
+        self._options = replace(
+            find_options(url, key, ca),
+            timeout_s=timeout_s,
+            retries=retries,
+            arrays=find_spec("numpy") is not None if arrays is None else arrays,
+            proxy=proxy,
+        )
+        self.url = self._options.url
         self.retry_count = 0  # requests that were sent again
-        self._timeout_s = timeout_s
-        self._retries = retries
-        self._uses_arrays = has_numpy() if arrays is None else arrays
-        self._models = ModelInfoCache()
-        self._transport = AsyncTransport(self._access, proxy)
+        # Descriptions of models, which are read again after a while: a model may be loaded anew.
+        self._models: dict[tuple[str, str], tuple[ModelInfo, float]] = {}
+        self._transport = AsyncTransport(self._options)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -96,6 +102,7 @@ class AsyncClient:
         await self.aclose()
 
     async def aclose(self) -> None:
+        """Close the connections. The client cannot be used afterwards."""
         await self._transport.aclose()
 
     async def infer(
@@ -116,25 +123,18 @@ class AsyncClient:
         A value is a text, a number, bytes, a path of a file, an image of Pillow, an array, or a list of
         these. Inputs whose names are those of arguments of this method are passed in a mapping, as `value`.
         """
-        call = create_infer_call(
-            model,
-            value,
-            inputs,
-            version=version,
-            parameters=parameters,
-            classification=classification,
-            headers=headers,
+        call = InferCall(
+            model, value, inputs, version, parameters, classification, headers, timeout_s
         )
-        return await self._infer(call, timeout_s)
+        return await self._infer(call.check_inputs())
 
-    async def _infer(self, call: InferCall, timeout_s: float | None) -> InferResult:
-        attempts = self._start_attempts(timeout_s)
-        info = await self._find_info(call, attempts)
-        accept = call.choose_accept(info, uses_arrays=self._uses_arrays)
-        reply = await self._send(await self._build(call, accept, info), attempts)
-        return decode_result(reply, info if self._uses_arrays else None)
+    async def _infer(self, call: InferCall) -> InferResult:
+        attempts = self._start_attempts(call.timeout_s)
+        request, info = await self._build(call, attempts)
+        reply = await self._send(request, attempts)
+        return decode_result(reply, info, attempts.elapsed_s)
 
-    async def infer_many(
+    def infer_many(
         self,
         model: str,
         values: Iterable[Any] | AsyncIterable[Any],
@@ -148,33 +148,14 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[InferOutcome, None]:
-        """Yield a result, or the `GatewayError`, for each value, in order: see `Client.infer_many`."""
-        call = InferCall(
-            model,
-            version=str(version),
-            parameters=parameters or {},
-            classification=classification,
-            headers=headers or {},
-        )
-        many = InferMany(call, values, batch, concurrency, timeout_s)
-        outcomes = self.start_many(many)
-        try:
-            async for outcome in outcomes:
-                yield outcome
-        finally:
-            await outcomes.aclose()
+        """Yield a result, or the `GatewayError`, for each value, in order.
 
-    def start_many(self, many: InferMany) -> InferOutcomes:
-        """Return the outcomes, which must be closed to cancel what runs."""
-        infer = partial(self._infer, timeout_s=many.timeout_s)
-        groups = group_values(many.values, many.batch)
-        tasks = OrderedTasks(partial(infer_batch, infer, many.call), groups, many.concurrency)
-        return InferOutcomes(tasks)
-
-    async def _build(self, call: InferCall, accept: str, info: ModelInfo | None) -> ApiRequest:
-        if call.has_files:  # reading and encoding them can take a while
-            return await asyncio.to_thread(call.build_request, accept, info)
-        return call.build_request(accept, info)
+        At most `concurrency` requests are in progress, each with `batch` values; if a batch fails because of
+        one of its values, they are sent alone. Ending the iteration cancels the requests in progress.
+        `values` may block: it is read in a thread of its own.
+        """
+        call = InferCall(model, None, {}, version, parameters, classification, headers, timeout_s)
+        return infer_many(self._infer, InferMany(call, values, batch, concurrency))
 
     def stream(
         self,
@@ -192,25 +173,15 @@ class AsyncClient:
 
         Ending the iteration cancels the inference. The inputs are those of `infer`.
         """
-        call = create_infer_call(
-            model, value, inputs, version=version, parameters=parameters, headers=headers
-        )
-        return self._stream(call, timeout_s)
+        call = InferCall(model, value, inputs, version, parameters, 0, headers, timeout_s)
+        return self._stream(call.check_inputs())
 
-    async def _stream(
-        self, call: InferCall, timeout_s: float | None
-    ) -> AsyncGenerator[InferResult, None]:
-        attempts = self._start_attempts(timeout_s)
-        info = await self._find_info(call, attempts)
-        request = await self._build(call, NDJSON, info)
-        async with aclosing(await self._retry(self._transport.open, request, attempts)) as reply:
-            check_stream_type(reply.head)
-            decoder = StreamDecoder(reply.head, info if self._uses_arrays else None, attempts)
-            async for data in reply.iter_bytes():
-                for result in decoder.feed(data):
-                    yield result
-            for result in decoder.finish():
-                yield result
+    async def _stream(self, call: InferCall) -> AsyncGenerator[InferResult, None]:
+        attempts = self._start_attempts(call.timeout_s)
+        request, info = await self._build(call, attempts, accept=NDJSON)
+        async with aclosing(await self._open(request, attempts)) as response:
+            async for line in self._transport.read_lines(response):
+                yield decode_result(line, info, attempts.elapsed_s)
 
     async def submit(
         self,
@@ -224,41 +195,52 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
         callback_url: str = "",
         **inputs: Any,
-    ) -> dict[str, Any]:
-        call = create_infer_call(
-            model,
-            value,
-            inputs,
-            version=version,
-            parameters=parameters,
-            classification=classification,
-            headers=headers,
-        )
-        attempts = self._start_attempts(None)
-        info = await self._find_info(call, attempts)
-        accept = call.choose_accept(info, uses_arrays=self._uses_arrays)
-        request = build_submit_request(await self._build(call, accept, info), callback_url)
-        return decode_object(await self._send(request, attempts))
+    ) -> Job:
+        """Submit an inference as a job, which the other methods take.
 
-    async def wait_job(self, job: str, timeout_s: float = OPERATION_TIMEOUT_S) -> dict[str, Any]:
-        wait = WaitForJob(job, timeout_s)
+        The gateway calls `callback_url` when the job has ended. The inputs are those of `infer`.
+        """
+        call = InferCall(model, value, inputs, version, parameters, classification, headers)
+        attempts = self._start_attempts(None)
+        request, _ = await self._build(call.check_inputs(), attempts)
+        wanted = {**request.headers, "prefer": "respond-async", **name_callback(callback_url)}
+        # Only the job's own limit ends it.
+        request = replace(request, headers=wanted, has_deadline=False)
+        reply = await self._send(request, attempts)
+        return decode_object(reply).parse(parse_job)
+
+    async def wait_job(self, job: Job | str, timeout_s: float = OPERATION_TIMEOUT_S) -> Job:
+        """Wait until a job has ended, and return its last state."""
+        deadline = time.monotonic() + timeout_s
         while True:
-            reply = await self._call(wait.build_request(), timeout_s=JOB_REQUEST_TIMEOUT_S)
-            document = decode_object(reply)
-            if wait.is_over(document):
-                return document
+            wait_s = max(min(ceil(deadline - time.monotonic()), JOB_WAIT_S), 0)
+            state = await self._read_job(job, f"?wait={wait_s}")
+            if state.has_ended:
+                return state
+            if time.monotonic() >= deadline:
+                message = f"job {state.id} is still {state.state} after {timeout_s:g} s"
+                raise GatewayError(message, TIMEOUT)
 
-    async def job_result(self, job: str, timeout_s: float = OPERATION_TIMEOUT_S) -> InferResult:
-        document = await self.wait_job(job, timeout_s)
+    async def _read_job(self, job: Job | str, query: str = "") -> Job:
+        path = f"{build_job_path(job)}{query}"
+        document = await self.request("GET", path, timeout_s=JOB_REQUEST_TIMEOUT_S)
+        return document.parse(parse_job)
+
+    async def job_result(
+        self, job: Job | str, timeout_s: float = OPERATION_TIMEOUT_S
+    ) -> InferResult:
+        """Wait until a job has ended, and return what `infer` would have returned or raise its error."""
+        ended = await self.wait_job(job, timeout_s)
         attempts = self._start_attempts(None)
-        reply = await self._send(
-            build_json_request("GET", f"{build_job_path(job)}/result"), attempts
-        )
-        info = await self._find_info(InferCall(str(document.get("model", ""))), attempts)
-        return decode_result(reply, info if self._uses_arrays else None)
+        request = build_json_request("GET", f"{build_job_path(job)}/result")
+        reply = await self._send(request, attempts)
+        info = await self._find_info(InferCall(ended.model), attempts)
+        return decode_result(reply, info, attempts.elapsed_s)
 
-    async def cancel_job(self, job: str) -> dict[str, Any]:
-        return decode_object(await self._call(build_json_request("DELETE", build_job_path(job))))
+    async def cancel_job(self, job: Job | str) -> Job:
+        """Cancel a job, or delete one that has ended; return its last state."""
+        document = await self.request("DELETE", build_job_path(job))
+        return document.parse(parse_job)
 
     async def submit_batch(
         self,
@@ -267,61 +249,96 @@ class AsyncClient:
         *,
         callback_url: str = "",
         timeout_s: float = OPERATION_TIMEOUT_S,
-    ) -> dict[str, Any]:
-        request = build_batch_request(model, rows, callback_url)
-        return decode_object(await self._call(request, timeout_s=timeout_s, retries=0))
+    ) -> Job:
+        """Submit many inferences as one job.
 
-    async def batch_results(self, job: str) -> AsyncGenerator[BatchOutcome, None]:
+        A row is a `custom_id` of your choice and a value, as for `infer`. Rows are read while they are sent.
+        """
+        path = f"{build_model_path(model)}/jobs"
+        headers = name_callback(callback_url)
+        request = ApiRequest("POST", path, headers=headers, body=create_batch_body(rows))
+        reply = await self._send(request, self._start_attempts(timeout_s, retries=0))
+        return decode_object(reply).parse(parse_job)
+
+    async def batch_results(self, job: Job | str) -> AsyncGenerator[BatchOutcome, None]:
+        """Yield the `custom_id` of each row with its result or `GatewayError`, in order, as they end.
+
+        It continues after a lost connection. A `GatewayError` is raised at the end if the job is not done.
+        """
         path = build_job_path(job)
-        document = await self.request("GET", path)
-        info = await self._find_info(InferCall(document["model"]), self._start_attempts(None))
-        reader = BatchReader(job, info if self._uses_arrays else None)
-        while not reader.is_complete(document):
-            result = self.download(reader.start_connection(), timeout_s=JOB_REQUEST_TIMEOUT_S)
-            async with aclosing(result) as pieces:
+        state = await self._read_job(job)
+        info = await self._find_info(InferCall(state.model), self._start_attempts(None))
+        rows = 0
+        while not is_batch_read(state, rows):
+            first_row = rows
+            lines = LineBuffer(path)
+            result = self.download(f"{path}/result?after={rows}", timeout_s=JOB_REQUEST_TIMEOUT_S)
+            async with aclosing(result):
                 try:
-                    async for data in pieces:
-                        for outcome in reader.feed(data):
-                            yield outcome
+                    async for data in result:
+                        for line in lines.feed(data):
+                            rows += 1
+                            yield decode_row(line, path, info)
                 except GatewayError as exc:
                     if exc.code not in (CONNECTION_LOST, TIMEOUT):
                         raise
-            document = await self.request("GET", f"{path}?wait=1")
+            if state.has_ended and rows == first_row:
+                raise GatewayError(f"job {state.id} is {state.state}, but its result is incomplete")
+            state = await self._read_job(job, "?wait=1")
 
     async def model(self, name: str, version: str | int = "") -> ModelInfo:
-        path = build_model_path(name, str(version))
-        return parse_model_reply(await self._call(build_json_request("GET", path)))
+        """Return the inputs, outputs and versions of a model."""
+        return await self._describe(InferCall(name, version=version), self._start_attempts(None))
 
-    async def models(self) -> list[ModelInfo]:
-        return parse_models_reply(await self._call(build_json_request("GET", "/v1/models")))
+    async def models(self) -> list[ListedModel]:
+        """Return the models that the key may use, also those that are not loaded, without their inputs."""
+        document = await self.request("GET", "/v1/models")
+        return document.parse(parse_models)
 
     async def load(self, name: str, *, timeout_s: float = OPERATION_TIMEOUT_S) -> dict[str, Any]:
-        return decode_object(await self._call(create_load_call(name), timeout_s=timeout_s))
+        """Load a model on every replica; return the report of the replicas."""
+        path = f"/v2/repository/models/{quote_part(name)}/load"
+        return await self.request("POST", path, {}, timeout_s=timeout_s)
 
     async def unload(
         self, name: str, *, dependents: bool = False, timeout_s: float = OPERATION_TIMEOUT_S
     ) -> dict[str, Any]:
-        request = create_unload_call(name, dependents=dependents)
-        return decode_object(await self._call(request, timeout_s=timeout_s))
+        """Unload a model from every replica, also those an ensemble consists of; return the report."""
+        path = f"/v2/repository/models/{quote_part(name)}/unload"
+        document = {"parameters": {"unload_dependents": True}} if dependents else {}
+        return await self.request("POST", path, document, timeout_s=timeout_s)
 
     async def events(self, since: str | datetime = "", *, limit: int = 100) -> dict[str, Any]:
-        return decode_object(await self._call(create_events_call(since, limit)))
+        """Return the changes from a time on, or the last ones, as `events`, and where they go on, as `next`.
 
-    async def wait_ready(self, name: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        request = build_json_request("GET", build_model_path(name))
-        wait = WaitForReady(name, timeout_s)
-        while True:
+        `since` is a time, or the `next` of an earlier answer. The key needs the role admin.
+        """
+        if isinstance(since, datetime):
+            since = since.astimezone(timezone.utc).isoformat()
+        query = urlencode({"since": since, "limit": limit})
+        return await self.request("GET", f"/v1/events?{query}")
+
+    async def wait_ready(self, name: str, timeout_s: float = ClientOptions.timeout_s) -> None:
+        """Wait until a replica can serve a model. Errors that time does not mend are raised at once."""
+        deadline = time.monotonic() + timeout_s
+        path = build_model_path(name)
+        reason = ""
+        while (remaining_s := deadline - time.monotonic()) > 0:
             try:
-                if is_model_ready(await self._call(request, timeout_s=wait.remaining_s, retries=0)):
+                document = await self.request("GET", path, timeout_s=remaining_s, retries=0)
+                if document.get("ready") is True:
                     return
-                wait.check_deadline()
+                reason = ""
             except GatewayError as exc:
-                wait.check(exc)
-            await asyncio.sleep(wait.choose_pause(READY_POLL_S))
+                if not can_retry(exc, is_repeatable=True) and exc.code != TIMEOUT:
+                    raise
+                reason = f": {exc}"
+            await asyncio.sleep(min(READY_POLL_S, max(deadline - time.monotonic(), 0)))
+        raise GatewayError(f"model {name} is not ready after {timeout_s:g} s{reason}", TIMEOUT)
 
     async def push(
         self,
-        source: str | os.PathLike[str] | BinaryIO,
+        source: ModelSource,
         *,
         name: str = "",
         version: str | int = "",
@@ -330,15 +347,19 @@ class AsyncClient:
         load: bool = True,
         timeout_s: float = OPERATION_TIMEOUT_S,
     ) -> dict[str, Any]:
-        upload = ModelSource(source, name, str(version), config=config, labels=labels, load=load)
+        """Upload a model file, archive or folder, and load it; return what the gateway stored."""
+        path = build_model_path(find_model_name(source, name), version)
+        query = {} if load else {"load": "false"}
+        opened = open_body(source, {"config": config, "labels": labels})
         with ExitStack() as stack:
-            content = await asyncio.to_thread(stack.enter_context, open_upload(upload))
-            request = build_upload_request(upload, content)
-            return decode_object(await self._call(request, timeout_s=timeout_s, retries=0))
+            body = await call_blocking(stack.enter_context, opened)
+            request = ApiRequest("PUT", path, query=query, body=body)
+            reply = await self._send(request, self._start_attempts(timeout_s, retries=0))
+            return decode_object(reply)
 
     async def delete(self, name: str, version: str | int = "") -> None:
-        request = build_json_request("DELETE", build_model_path(name, str(version)))
-        await self._call(request, timeout_s=OPERATION_TIMEOUT_S)
+        """Unload a model, and remove its files or those of a version."""
+        await self.request("DELETE", build_model_path(name, version), timeout_s=OPERATION_TIMEOUT_S)
 
     async def request(
         self,
@@ -350,43 +371,63 @@ class AsyncClient:
         timeout_s: float | None = None,
         retries: int | None = None,
     ) -> ResponseDocument:
+        """Call any path of the API, and return the JSON object of its response."""
         request = build_json_request(method, path, json, headers)
-        reply = await self._call(request, timeout_s=timeout_s, retries=retries)
-        return ResponseDocument(reply.url, decode_object(reply) if reply.content else {})
+        reply = await self._send(request, self._start_attempts(timeout_s, retries))
+        return decode_object(reply) if reply.content else ResponseDocument(reply.url, {})
 
     async def download(
         self, path: str, *, timeout_s: float = OPERATION_TIMEOUT_S
     ) -> AsyncGenerator[bytes, None]:
+        """Yield the body of a response as it arrives."""
         request = build_json_request("GET", path)
-        attempts = self._start_attempts(timeout_s)
-        async with aclosing(await self._retry(self._transport.open, request, attempts)) as reply:
-            async for data in reply.iter_bytes():
+        response = await self._open(request, self._start_attempts(timeout_s))
+        async with aclosing(response):
+            async for data in self._transport.read_pieces(response):
                 yield data
 
-    async def _call(
-        self, request: ApiRequest, *, timeout_s: float | None = None, retries: int | None = None
-    ) -> Reply:
-        return await self._send(request, self._start_attempts(timeout_s, retries=retries))
-
-    def _start_attempts(self, timeout_s: float | None, *, retries: int | None = None) -> Attempts:
+    def _start_attempts(self, timeout_s: float | None, retries: int | None = None) -> Attempts:
         return Attempts(
-            self._timeout_s if timeout_s is None else timeout_s,
-            self._retries if retries is None else retries,
+            self._options.timeout_s if timeout_s is None else timeout_s,
+            self._options.retries if retries is None else retries,
         )
 
+    async def _build(
+        self, call: InferCall, attempts: Attempts, accept: str = ""
+    ) -> tuple[ApiRequest, ModelInfo | None]:
+        """Return a request, and the model if numbers become arrays."""
+        info = await self._find_info(call, attempts)
+        described = info
+        if described is None and call.needs_name:
+            described = await self._describe(call, attempts)
+        accept = accept or call.choose_accept(info)
+        # Reading and encoding files can take a while.
+        request = await call_blocking(call.build_request, accept, described, is_slow=call.has_files)
+        return request, info
+
     async def _find_info(self, call: InferCall, attempts: Attempts) -> ModelInfo | None:
-        if not (self._uses_arrays or call.needs_name):
+        if not self._options.arrays:
             return None
+        key = (call.model, str(call.version))
+        info, expires_at = self._models.get(key, (None, 0.0))
         now = time.monotonic()
-        info = self._models.get(call.model, call.version, now)
-        if info is None:
-            path = build_model_path(call.model, call.version)
-            info = parse_model_reply(await self._send(build_json_request("GET", path), attempts))
-            self._models.put(call.model, call.version, info, now)
+        if info is None or now >= expires_at:
+            info = await self._describe(call, attempts)
+            if len(self._models) >= MAX_KNOWN_MODELS:
+                self._models.clear()
+            self._models[key] = info, now + MODEL_INFO_TTL_S
         return info
+
+    async def _describe(self, call: InferCall, attempts: Attempts) -> ModelInfo:
+        reply = await self._send(call.build_model_request(), attempts)
+        return decode_object(reply).parse(parse_model)
 
     async def _send(self, request: ApiRequest, attempts: Attempts) -> Reply:
         return await self._retry(self._transport.read, request, attempts)
+
+    async def _open(self, request: ApiRequest, attempts: Attempts) -> Any:
+        """Return the open response of httpx, whose import is left to the transport."""
+        return await self._retry(self._transport.open, request, attempts)
 
     async def _retry(
         self,
@@ -399,7 +440,26 @@ class AsyncClient:
                 return await attempt(request, attempts)
             except GatewayError as exc:
                 delay_s = attempts.plan_retry(exc, is_repeatable=request.is_repeatable)
-                if delay_s is None:
-                    raise
+                if delay_s is None or await self._is_hopeless(exc, request.call, attempts):
+                    raise request.explain(exc) from exc.__cause__
                 self.retry_count += 1
             await asyncio.sleep(delay_s)
+
+    async def _is_hopeless(
+        self, error: GatewayError, call: InferCall | None, attempts: Attempts
+    ) -> bool:
+        """Return whether the model is not loaded, and nobody loads it."""
+        if error.code != MODEL_NOT_READY or call is None:
+            return False
+        is_awaited = partial(is_model_awaited, name=call.model, version=str(call.version))
+        try:
+            models = await self.request(
+                "GET", "/v1/models", timeout_s=attempts.remaining_s, retries=0
+            )
+        except GatewayError:
+            return False
+        return not models.parse(is_awaited)
+
+
+def name_callback(url: str) -> dict[str, str]:
+    return {"x-callback-url": url} if url else {}

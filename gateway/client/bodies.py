@@ -6,8 +6,8 @@ import base64
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from gateway.media_types import (
 PARAMETERS_FIELD: Final = "parameters"
 # The gateway gives the only required input of a model the only field of a form, whatever its name.
 SINGLE_FIELD: Final = "input"
+FILE_NAME: Final = "file"
 # Modes of Pillow that a PNG file can have.
 PNG_MODES: Final = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 
@@ -38,56 +39,54 @@ class Body:
 
 
 @dataclass(frozen=True)
-class FormField:
-    """A field of a `multipart/form-data` body."""
-
-    name: str
-    body: Body
-
-
-@dataclass(frozen=True)
 class Form:
-    """A `multipart/form-data` body, which httpx encodes."""
+    """A `multipart/form-data` body: the names of its parts, with the parts as httpx encodes them."""
 
-    fields: Sequence[FormField]
+    parts: Sequence[tuple[str, Any]]
 
 
 @dataclass(frozen=True)
-class CallInputs:
-    """The inputs of a request: one value for the only required input, or values by input name."""
+class StreamedBody:
+    """A body that is read while it is sent."""
 
-    value: Any = None
-    by_name: Mapping[str, Any] = field(default_factory=dict)
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    pieces: Iterable[bytes] | AsyncIterable[bytes]
+    headers: Mapping[str, str]
 
 
-def encode_inputs(inputs: CallInputs) -> Body | Form:
+def encode_inputs(
+    value: Any,
+    by_name: Mapping[str, Any] | None = None,
+    parameters: Mapping[str, Any] | None = None,
+) -> Body | Form:
     """Return texts, numbers and lists as JSON, one file or array as it is, arrays as `.npz`, else a form.
 
-    Raises `GatewayError` if a file cannot be read, and `TypeError` for a value of another type.
+    The inputs are values by name, or one value for the only required input. Raises `GatewayError` if a file
+    cannot be read, and `TypeError` for a value of another type.
     """
-    if inputs.by_name:
-        return encode_named_values(inputs.by_name, inputs.parameters)
-    value = inputs.value
-    if not inputs.parameters:
-        if isinstance(value, Body):
-            return value
+    parameters = parameters or {}
+    if by_name:
+        return encode_named_values(by_name, parameters)
+    if not parameters:
         if is_file(value) or is_array(value):
             return encode_file(value)
         if isinstance(value, str):
             return Body(value.encode(), UTF8_TEXT)
         if is_list_of_arrays(value):
-            return encode_arrays_as_batch(value)
+            from gateway.client.arrays import stack_arrays
+
+            return encode_file(stack_arrays(value))
     if contains_files(value):
-        return encode_form({SINGLE_FIELD: value}, inputs.parameters)
-    return encode_document(value, inputs.parameters)
+        return encode_form({SINGLE_FIELD: value}, parameters)
+    return encode_document(value, parameters)
 
 
 def encode_named_values(values: Mapping[str, Any], parameters: Mapping[str, Any]) -> Body | Form:
     if not any(contains_files(value) or is_array(value) for value in values.values()):
         return encode_document(values, parameters)
     if not parameters and all(is_array(value) for value in values.values()):
-        return encode_arrays(values)
+        from gateway.client.arrays import encode_npz
+
+        return Body(encode_npz(values), NPZ)
     return encode_form(values, parameters)
 
 
@@ -105,10 +104,8 @@ def encode_json(document: Any) -> Body:
 
 def encode_json_value(value: Any) -> Any:
     """Return what `json` cannot encode itself. Raises `TypeError` for a value that no input takes."""
-    if isinstance(value, Body):
-        return {"b64": base64.b64encode(value.content).decode()}
     if is_file(value):
-        return encode_json_value(encode_file(value))
+        return {"b64": base64.b64encode(encode_file(value).content).decode()}
     if is_array(value):
         return value.tolist()
     raise TypeError(
@@ -118,23 +115,22 @@ def encode_json_value(value: Any) -> Any:
 
 
 def encode_form(values: Mapping[str, Any], parameters: Mapping[str, Any]) -> Form:
-    """Return a form with a field for each value; for a list of files, with a field for each file."""
-    fields = []
+    """Return a form with a part for each value; for a list of files, with a part for each file."""
+    parts = []
     for name, value in values.items():
         is_batch = isinstance(value, (list, tuple)) and contains_files(value)
         items = value if is_batch else [value]
-        fields += [FormField(name, encode_form_value(item)) for item in items]
+        parts += [(name, encode_part(item)) for item in items]
     if parameters:
-        fields.append(FormField(PARAMETERS_FIELD, encode_json(dict(parameters))))
-    return Form(fields)
+        parts.append((PARAMETERS_FIELD, encode_part(dict(parameters))))
+    return Form(parts)
 
 
-def encode_form_value(value: Any) -> Body:
-    if isinstance(value, Body):
-        return value
-    if is_file(value) or is_array(value):
-        return encode_file(value)
-    return encode_json(value)
+def encode_part(value: Any) -> tuple[str | None, bytes, str]:
+    """Return a part for httpx. A file has a name, so that the gateway accepts any type of it."""
+    body = encode_file(value) if is_file(value) or is_array(value) else encode_json(value)
+    file_name = None if body.content_type == JSON else FILE_NAME
+    return file_name, body.content, body.content_type
 
 
 def is_image(value: Any) -> bool:
@@ -147,13 +143,14 @@ def is_array(value: Any) -> bool:
 
 
 def is_file(value: Any) -> bool:
-    return isinstance(value, (bytes, bytearray, memoryview, os.PathLike)) or is_image(value)
+    types = (Body, bytes, bytearray, memoryview, os.PathLike)
+    return isinstance(value, types) or is_image(value)
 
 
 def contains_files(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(contains_files(item) for item in value)
-    return isinstance(value, Body) or is_file(value)
+    return is_file(value)
 
 
 def is_list_of_arrays(value: Any) -> bool:
@@ -162,6 +159,8 @@ def is_list_of_arrays(value: Any) -> bool:
 
 
 def encode_file(value: Any) -> Body:
+    if isinstance(value, Body):
+        return value
     if isinstance(value, os.PathLike):
         return read_file(value)
     if is_image(value):
@@ -170,27 +169,11 @@ def encode_file(value: Any) -> Body:
         image.save(file, "PNG")
         return Body(file.getvalue(), "image/png")
     if is_array(value):
-        return encode_array(value)
+        from gateway.client.arrays import encode_npy
+
+        return Body(encode_npy(value), NPY)
     content = bytes(value)
     return Body(content, detect_media_type(content))
-
-
-def encode_array(array: Any) -> Body:
-    from gateway.client.arrays import encode_npy
-
-    return Body(encode_npy(array), NPY)
-
-
-def encode_arrays(arrays: Mapping[str, Any]) -> Body:
-    from gateway.client.arrays import encode_npz
-
-    return Body(encode_npz(arrays), NPZ)
-
-
-def encode_arrays_as_batch(arrays: Sequence[Any]) -> Body:
-    from gateway.client.arrays import stack_arrays
-
-    return encode_array(stack_arrays(arrays))
 
 
 def read_file(path: os.PathLike[Any]) -> Body:

@@ -9,25 +9,52 @@ from typing import Final
 from urllib.parse import urlsplit
 
 DEFAULT_URL: Final = "http://localhost:8080"
-DEFAULT_PORTS: Final = {"http": 80, "https": 443}
+SCHEMES: Final = ("http", "https")
 URL_VARIABLE: Final = "TRITON_GATEWAY_URL"
 KEY_VARIABLE: Final = "TRITON_GATEWAY_KEY"
 CA_VARIABLE: Final = "TRITON_GATEWAY_CA"
 
 
 @dataclass(frozen=True)
-class GatewayAddress:
-    """The parts of a gateway's URL."""
+class ClientOptions:
+    """The arguments of a client, with what was found in the environment."""
 
-    scheme: str
-    host: str
-    port: int
-    base_url: str
-    path_prefix: str
+    url: str  # without a slash at its end
+    key: str
+    ca: str
+    timeout_s: float = 60.0
+    retries: int = 10
+    arrays: bool = True
+    proxy: str | None = None
+
+    def create_headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.key}"} if self.key else {}
+
+    def create_ssl_context(self) -> ssl.SSLContext | None:
+        """Return the context of a `https:` URL. Raises `ValueError` if the certificates cannot be read."""
+        if self.url.startswith("http:"):
+            return None
+        try:
+            return ssl.create_default_context(cafile=self.ca or None)
+        except (OSError, ssl.SSLError) as exc:
+            reason = exc.strerror or exc
+            raise ValueError(f"cannot read the certificates of {self.ca}: {reason}") from None
 
 
-def parse_address(url: str) -> GatewayAddress:
-    """Return the parts of a URL, or of `HOST:PORT`. Raises `ValueError`."""
+def find_options(
+    url: str | None, key: str | None, ca: str | os.PathLike[str] | None
+) -> ClientOptions:
+    """Return the options of the arguments; what is None comes from the environment. Raises `ValueError`."""
+    url = normalize_url(os.environ.get(URL_VARIABLE, DEFAULT_URL) if url is None else url)
+    key = os.environ.get(KEY_VARIABLE, "") if key is None else key
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError("the key contains invalid characters; a key is printable ASCII")
+    ca = os.environ.get(CA_VARIABLE, "") if ca is None else ca
+    return ClientOptions(url, key, os.fspath(ca))
+
+
+def normalize_url(url: str) -> str:
+    """Return a URL, or that of `HOST:PORT`, without a slash at its end. Raises `ValueError`."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port
@@ -35,49 +62,6 @@ def parse_address(url: str) -> GatewayAddress:
         raise ValueError(f"{url!r} is not a valid gateway URL: {exc}") from None
     if parts.username is not None:
         raise ValueError("the gateway URL contains a user name; the gateway expects an API key")
-    if parts.scheme not in DEFAULT_PORTS or not parts.hostname or port == 0:
+    if parts.scheme not in SCHEMES or not parts.hostname or port == 0:
         raise ValueError(f"{url!r} is not a valid gateway URL; example: {DEFAULT_URL}")
-    path_prefix = parts.path.rstrip("/")
-    return GatewayAddress(
-        parts.scheme,
-        parts.hostname,
-        port or DEFAULT_PORTS[parts.scheme],
-        base_url=f"{parts.scheme}://{parts.netloc}{path_prefix}",
-        path_prefix=path_prefix,
-    )
-
-
-@dataclass(frozen=True)
-class GatewayAccess:
-    """A gateway, the key to call it with, and the certificates to trust."""
-
-    address: GatewayAddress
-    key: str
-    ca_file: str
-
-    def create_headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.key}"} if self.key else {}
-
-    def create_ssl_context(self) -> ssl.SSLContext | None:
-        """Return the context of a `https:` URL. Raises `ValueError` if the certificates cannot be read."""
-        if self.address.scheme == "http":
-            return None
-        try:
-            return ssl.create_default_context(cafile=self.ca_file or None)
-        except (OSError, ssl.SSLError) as exc:
-            reason = exc.strerror or exc
-            raise ValueError(f"cannot read the certificates of {self.ca_file}: {reason}") from None
-
-
-def find_access(
-    url: str | None, key: str | None, ca_file: str | os.PathLike[str] | None
-) -> GatewayAccess:
-    """Return the access of the arguments; what is None comes from the environment. Raises `ValueError`."""
-    address = parse_address(os.environ.get(URL_VARIABLE, DEFAULT_URL) if url is None else url)
-    if key is None:
-        key = os.environ.get(KEY_VARIABLE, "")
-    if not (key.isascii() and key.isprintable()):
-        raise ValueError("the key contains invalid characters; a key is printable ASCII")
-    if ca_file is None:
-        ca_file = os.environ.get(CA_VARIABLE, "")
-    return GatewayAccess(address, key, os.fspath(ca_file))
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, NoReturn
+
+# A model in these states is ready, or about to be.
+AWAITED_STATES: Final = ("LOADING", "READY")
 
 
 @dataclass(frozen=True)
@@ -23,17 +26,30 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class ModelInfo:
-    """A model. A list of models has no inputs and outputs. `document` has every field of the gateway."""
+class ListedModel:
+    """A model of a list, which does not describe it. `document` has every field of the gateway."""
 
     name: str
     is_ready: bool
     versions: tuple[str, ...]
-    inputs: tuple[TensorInfo, ...] = ()
-    outputs: tuple[TensorInfo, ...] = ()
-    is_decoupled: bool = False
-    max_batch_size: int = 0
-    document: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    document: Mapping[str, Any] = field(repr=False)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in ModelInfo.__annotations__:
+            raise AttributeError(
+                f"a list does not describe models: model({self.name!r}).{name} does"
+            )
+        raise AttributeError(name)
+
+
+@dataclass(frozen=True)
+class ModelInfo(ListedModel):
+    """A model with its inputs and outputs."""
+
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    is_decoupled: bool
+    max_batch_size: int
 
     @property
     def has_only_numbers(self) -> bool:
@@ -54,18 +70,28 @@ class ModelInfo:
         return candidates[0]
 
 
+def parse_models(document: Mapping[str, Any]) -> list[ListedModel]:
+    return [
+        ListedModel(
+            each["name"],
+            each["ready"],
+            tuple(version.get("version", "") for version in each["versions"]),
+            each,
+        )
+        for each in document["models"]
+    ]
+
+
 def parse_model(document: Mapping[str, Any]) -> ModelInfo:
-    """Return a model of a list or a description. Raises `LookupError` or `TypeError` for another document."""
-    versions = document["versions"]
     return ModelInfo(
         document["name"],
         document["ready"],
-        tuple(each if isinstance(each, str) else each.get("version", "") for each in versions),
+        tuple(map(str, document["versions"])),
+        document,
         parse_tensors(document.get("inputs", ())),
         parse_tensors(document.get("outputs", ())),
-        is_decoupled=document.get("decoupled", False),
-        max_batch_size=document.get("max_batch_size", 0),
-        document=document,
+        document.get("decoupled", False),
+        document.get("max_batch_size", 0),
     )
 
 
@@ -81,3 +107,13 @@ def parse_tensors(documents: Sequence[Mapping[str, Any]]) -> tuple[TensorInfo, .
         )
         for each in documents
     )
+
+
+def is_model_awaited(document: Mapping[str, Any], name: str, version: str) -> bool:
+    """Return whether a model of a list is ready or will be without anybody's doing."""
+    for model in document["models"]:
+        if model["name"] == name:
+            wish = model.get("wished", "loaded" if model.get("declared") else "")
+            versions = (each for each in model["versions"] if version in ("", each.get("version")))
+            return wish == "loaded" or any(each.get("state") in AWAITED_STATES for each in versions)
+    return False

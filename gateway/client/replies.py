@@ -1,14 +1,16 @@
-"""Responses of the gateway, and the errors that they are."""
+"""Responses of the gateway, and the errors and documents that they are."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Final, NoReturn
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn, TypeVar
 
-from gateway.client.errors import INVALID_RESPONSE, GatewayError
+from gateway.client.errors import INVALID_RESPONSE, GatewayError, translate_hints
+
+T = TypeVar("T")
 
 # Of a response, or of a line of a stream. The outputs of the largest inference fit, as text.
 MAX_RESPONSE_BYTES: Final = 1 << 30
@@ -18,24 +20,16 @@ DEFAULT_RETRY_AFTER_S: Final = 1.0
 
 @dataclass(frozen=True)
 class Reply:
-    """A complete response of any status. The names of the headers are in lower case."""
+    """A response of any status. The names of the headers are in lower case."""
 
     url: str
     status: int
     headers: Mapping[str, str]
     content: bytes
-    elapsed_s: float = 0.0
 
     @property
     def content_type(self) -> str:
         return self.headers.get("content-type", "").partition(";")[0].strip().lower()
-
-    @property
-    def request_id(self) -> str:
-        return self.headers.get("x-request-id", "")
-
-    def with_content(self, content: bytes, elapsed_s: float) -> Reply:
-        return replace(self, content=content, elapsed_s=elapsed_s)
 
 
 class ResponseBuffer:
@@ -60,27 +54,22 @@ class ResponseBuffer:
         return content
 
 
-class LineBuffer:
-    """Splits a response into lines."""
-
-    def __init__(self, url: str) -> None:
-        self._partial = ResponseBuffer(url)
+class LineBuffer(ResponseBuffer):
+    """A response that is taken line by line."""
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the lines that are complete. Raises `GatewayError` for one that is too long."""
         first, *more = data.split(b"\n")
-        self._partial.add(first)
+        self.add(first)
         if not more:
             return []
-        lines = [self._partial.take(), *more[:-1]]
-        self._partial.add(more[-1])
+        lines = [self.take(), *more[:-1]]
+        self.add(more[-1])
         return lines
 
-    def take_rest(self) -> bytes:
-        return self._partial.take()
 
-
-def make_reply_error(reply: Reply) -> GatewayError:
+def make_error(reply: Reply) -> GatewayError:
+    """Return the error that a response, or a line of its stream, is."""
     document = parse_json_object(reply.content) or {}
     message = document.get("error")
     if not isinstance(message, str):
@@ -88,23 +77,23 @@ def make_reply_error(reply: Reply) -> GatewayError:
             f"the server at {reply.url} returned HTTP status {reply.status} without an error message; check "
             "that the URL is the gateway's"
         )
-    return make_error(document, message, reply)
-
-
-def make_error(document: dict[str, Any], message: str, reply: Reply) -> GatewayError:
     return GatewayError(
-        message,
+        translate_hints(message),
         str(document.get("code", "")),
         reply.status,
-        request_id=str(document.get("request_id", reply.request_id)),
-        retry_after_s=parse_retry_after(reply.headers.get("retry-after", "")),
+        request_id=str(document.get("request_id", reply.headers.get("x-request-id", ""))),
+        retry_after_s=parse_retry_after(reply.headers.get("retry-after")),
         document=document,
     )
 
 
-def parse_retry_after(value: str) -> float | None:
+def make_wrong_server_error(url: str, reason: str) -> GatewayError:
+    return GatewayError(f"the server at {url} is not a gateway: {reason}", INVALID_RESPONSE)
+
+
+def parse_retry_after(value: str | None) -> float | None:
     """Return the seconds of `Retry-After` (RFC 9110, section 10.2.3); None without the header."""
-    if not value:
+    if value is None:
         return None
     return float(value) if value.isascii() and value.isdigit() else DEFAULT_RETRY_AFTER_S
 
@@ -115,14 +104,6 @@ def parse_json_object(content: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
-
-
-def decode_object(reply: Reply) -> dict[str, Any]:
-    """Return the JSON object of a response. Raises `GatewayError` if it is anything else."""
-    document = parse_json_object(reply.content)
-    if document is None:
-        raise make_invalid_response_error(reply, "its response is not a JSON object")
-    return document
 
 
 class ResponseDocument(dict[str, Any]):
@@ -138,10 +119,18 @@ class ResponseDocument(dict[str, Any]):
             INVALID_RESPONSE,
         )
 
+    def parse(self, parse: Callable[[Mapping[str, Any]], T]) -> T:
+        """Return what the fields describe. Raises `GatewayError` if they have another shape."""
+        try:
+            return parse(self)
+        except (LookupError, TypeError, ValueError, AttributeError) as exc:
+            reason = f"its response has another shape ({exc!r})"
+            raise make_wrong_server_error(self._url, reason) from None
 
-def make_invalid_response_error(reply: Reply, reason: str) -> GatewayError:
-    return make_wrong_server_error(reply.url, reason)
 
-
-def make_wrong_server_error(url: str, reason: str) -> GatewayError:
-    return GatewayError(f"the server at {url} is not a gateway: {reason}", INVALID_RESPONSE)
+def decode_object(reply: Reply) -> ResponseDocument:
+    """Return the JSON object of a response. Raises `GatewayError` if it is anything else."""
+    document = parse_json_object(reply.content)
+    if document is None:
+        raise make_wrong_server_error(reply.url, "its response is not a JSON object")
+    return ResponseDocument(reply.url, document)

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import base64
-import html
+import json
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 from zipfile import BadZipFile
 
 from gateway.client.models import ModelInfo
-from gateway.client.replies import Reply, decode_object, make_invalid_response_error
-from gateway.media_types import IMAGE_SIGNATURES, NPZ, detect_media_type
+from gateway.client.replies import Reply, make_error, make_wrong_server_error
+from gateway.media_types import NPZ
 
-# What zipfile and NumPy raise for a damaged archive, an encrypted one and a single array.
-ARCHIVE_ERRORS: Final = (
-    OSError,
-    ValueError,
-    EOFError,
-    BadZipFile,
-    zlib.error,
-    RuntimeError,
-    TypeError,
-    AttributeError,
-    MemoryError,
-)
+# What a document of another shape raises, and zipfile and NumPy for a damaged or encrypted archive.
+DECODING_ERRORS: Final = (
+    OSError, ValueError, LookupError, EOFError, BadZipFile, zlib.error, RuntimeError, TypeError,
+    AttributeError, MemoryError,
+)  # fmt: skip
 
 
+@dataclass(frozen=True, eq=False)  # equal to any mapping of the same outputs
 class InferResult(Mapping[str, Any]):
     """The outputs of an inference, by name.
 
@@ -35,83 +30,65 @@ class InferResult(Mapping[str, Any]):
     and `elapsed_s` the time until the response was complete, with all retries.
     """
 
-    def __init__(
-        self,
-        outputs: Mapping[str, Any],
-        *,
-        model: str = "",
-        version: str = "",
-        request_id: str = "",
-        elapsed_s: float = 0.0,
-    ) -> None:
-        self._outputs = outputs
-        self.model = model
-        self.version = version
-        self.id = request_id
-        self.elapsed_s = elapsed_s
+    outputs: Mapping[str, Any]
+    model: str = ""
+    version: str = ""
+    id: str = ""
+    elapsed_s: float = 0.0
 
     def __getitem__(self, name: str) -> Any:
-        return self._outputs[name]
+        return self.outputs[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._outputs)
+        return iter(self.outputs)
 
     def __len__(self) -> int:
-        return len(self._outputs)
-
-    def __repr__(self) -> str:
-        return (
-            f"InferResult({dict(self._outputs)!r}, model={self.model!r}, version={self.version!r})"
-        )
+        return len(self.outputs)
 
     @property
     def text(self) -> str:
         """The only text among the outputs. Raises `ValueError` if there is none, or another one."""
-        values = (unwrap(value) for value in self._outputs.values())
+        values = (unwrap(value) for value in self.outputs.values())
         texts = [value for value in values if isinstance(value, str)]
         if len(texts) != 1:
-            names = ", ".join(self._outputs)
+            names = ", ".join(self.outputs)
             raise ValueError(f"{len(texts)} outputs are texts; choose one of {names}")
         return texts[0]
 
-    def _repr_html_(self) -> str:
-        took_ms = self.elapsed_s * 1000
-        return render_outputs(self, f"{self.model} version {self.version}, {took_ms:.0f} ms")
 
-
-def decode_result(reply: Reply, info: ModelInfo | None) -> InferResult:
-    """Return the result of a response. Raises `GatewayError` if it is none.
+def decode_result(reply: Reply, info: ModelInfo | None, elapsed_s: float = 0.0) -> InferResult:
+    """Return the result of a response, or of a line of a stream. Raises `GatewayError` if it is none.
 
     With `info`, numbers are arrays of the output's datatype.
     """
-    if reply.content_type == NPZ:
-        return InferResult(
-            decode_arrays(reply, info),
-            model=info.name if info is not None else "",
-            version=reply.headers.get("x-model-version", ""),
-            request_id=reply.request_id,
-            elapsed_s=reply.elapsed_s,
-        )
-    return parse_result(decode_object(reply), reply, info)
+    try:
+        if reply.content_type == NPZ:
+            return decode_archive(reply, info, elapsed_s)
+        document = json.loads(reply.content)
+        if "error" not in document:
+            return parse_result(document, info, elapsed_s)
+    except DECODING_ERRORS as exc:
+        raise make_wrong_server_error(reply.url, f"its response is no result: {exc}") from None
+    raise make_error(reply)
 
 
-def decode_arrays(reply: Reply, info: ModelInfo | None) -> dict[str, Any]:
+def decode_archive(reply: Reply, info: ModelInfo | None, elapsed_s: float) -> InferResult:
     from gateway.client.arrays import decode_npz
 
-    try:
-        return decode_npz(reply.content, info.datatypes if info is not None else {})
-    except ARCHIVE_ERRORS as exc:
-        raise make_invalid_response_error(reply, f"its response is no .npz file: {exc}") from None
+    return InferResult(
+        decode_npz(reply.content, {} if info is None else info.datatypes),
+        "" if info is None else info.name,
+        reply.headers.get("x-model-version", ""),
+        reply.headers.get("x-request-id", ""),
+        elapsed_s,
+    )
 
 
-def parse_result(document: Mapping[str, Any], reply: Reply, info: ModelInfo | None) -> InferResult:
-    outputs = document.get("outputs")
-    if not isinstance(outputs, dict):
-        raise make_invalid_response_error(reply, "its response has no outputs")
-    try:
-        values = {name: decode_bytes(value) for name, value in outputs.items()}
-    except (ValueError, RecursionError) as exc:
-        raise make_invalid_response_error(reply, f"its outputs are invalid: {exc}") from None
+def parse_result(
+    document: Mapping[str, Any], info: ModelInfo | None, elapsed_s: float = 0.0
+) -> InferResult:
+    """Return the result of a JSON document. Raises one of `DECODING_ERRORS` if it is none."""
+    values = {name: decode_bytes(value) for name, value in document["outputs"].items()}
     if info is not None:
         from gateway.client.arrays import to_array
 
@@ -119,10 +96,10 @@ def parse_result(document: Mapping[str, Any], reply: Reply, info: ModelInfo | No
         values = {name: to_array(value, datatypes.get(name, "")) for name, value in values.items()}
     return InferResult(
         values,
-        model=str(document.get("model", "")),
-        version=str(document.get("version", "")),
-        request_id=str(document.get("id", "")),
-        elapsed_s=reply.elapsed_s,
+        str(document.get("model", "")),
+        str(document.get("version", "")),
+        str(document.get("id", "")),
+        elapsed_s,
     )
 
 
@@ -138,70 +115,3 @@ def decode_bytes(value: Any) -> Any:
     if isinstance(value, list) and value and not isinstance(value[0], (int, float)):
         return [decode_bytes(item) for item in value]
     return value
-
-
-# As HTML, for notebooks
-
-MAX_SHOWN_VALUES: Final = 8
-MAX_SHOWN_CHARS: Final = 2000
-
-
-def render_outputs(outputs: Mapping[str, Any], caption: str) -> str:
-    """Return a table of the outputs: pictures, bars of scores, texts, and the first values of arrays."""
-    rows = (
-        f"<tr><th>{html.escape(name)}</th><td>{render_value(value)}</td></tr>"
-        for name, value in outputs.items()
-    )
-    return f"<table><caption>{html.escape(caption)}</caption>{''.join(rows)}</table>"
-
-
-def render_value(value: Any) -> str:
-    if isinstance(value, bytes):
-        return render_bytes(value)
-    if hasattr(value, "dtype"):
-        return render_array(value)
-    if scores := find_scores(value):
-        return "".join(render_score(label, score) for label, score in scores)
-    if isinstance(value, dict):
-        rows = (f"{html.escape(str(key))}: {render_value(item)}" for key, item in value.items())
-        return "<br>".join(rows)
-    return f"<pre>{html.escape(shorten(value if isinstance(value, str) else repr(value)))}</pre>"
-
-
-def shorten(text: str) -> str:
-    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}…"
-
-
-def render_bytes(value: bytes) -> str:
-    media_type = detect_media_type(value, IMAGE_SIGNATURES)
-    if media_type not in IMAGE_SIGNATURES.values():
-        return f"{len(value)} bytes"
-    data = base64.b64encode(value).decode()
-    return f'<img src="data:{media_type};base64,{data}" style="max-width:100%">'
-
-
-def render_array(array: Any) -> str:
-    shown = array.ravel()[:MAX_SHOWN_VALUES].tolist()
-    more = ", …" if array.size > MAX_SHOWN_VALUES else ""
-    values = ", ".join(
-        f"{value:.5g}" if isinstance(value, float) else str(value) for value in shown
-    )
-    return html.escape(f"{array.dtype} {tuple(array.shape)}: [{values}{more}]")
-
-
-def find_scores(value: Any) -> list[tuple[str, float]]:
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        return []
-    scores = []
-    for item in value:
-        shares = [part for part in item.values() if isinstance(part, float) and 0 <= part <= 1]
-        labels = [part for part in item.values() if isinstance(part, str)]
-        if len(shares) != 1:
-            return []
-        scores.append((labels[0] if labels else str(item.get("index", "")), shares[0]))
-    return scores
-
-
-def render_score(label: str, score: float) -> str:
-    bar = f'<meter value="{score}" style="width:12em"></meter>'
-    return f"<div>{html.escape(label)} {bar} {score:.1%}</div>"

@@ -68,30 +68,3 @@ def can_retry(error: GatewayError, *, is_repeatable: bool) -> bool:
         return True
     is_lost = error.status == BAD_GATEWAY_STATUS or error.code == CONNECTION_LOST
     return is_lost and is_repeatable
-
-
-class WaitForReady:
-    """A wait until a model is ready, which ends at errors that time does not mend."""
-
-    def __init__(self, model: str, timeout_s: float) -> None:
-        self._model = model
-        self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s
-
-    @property
-    def remaining_s(self) -> float:
-        return max(self._deadline - time.monotonic(), MIN_WAIT_S)
-
-    def check(self, error: GatewayError) -> None:
-        """Check that the model can become ready by itself, and in time. Raises `error` if it cannot."""
-        if not can_retry(error, is_repeatable=True) and error.code != TIMEOUT:
-            raise error
-        self.check_deadline(f": {error}")
-
-    def check_deadline(self, reason: str = "") -> None:
-        if time.monotonic() >= self._deadline:
-            message = f"model {self._model} is not ready after {self._timeout_s:g} s{reason}"
-            raise GatewayError(message, TIMEOUT)
-
-    def choose_pause(self, interval_s: float) -> float:
-        return min(interval_s, self.remaining_s)

@@ -1,38 +1,40 @@
-"""An event loop in a thread, for the iterators of the synchronous client."""
+"""The inferences of many values for the synchronous client: in an event loop in a thread."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Mapping
-from typing import Any, Protocol, TypeVar
-
-from anyio.from_thread import start_blocking_portal
+from collections.abc import Generator
 
 from gateway.client.async_client import AsyncClient
-
-T_co = TypeVar("T_co", covariant=True)
-
-
-class ClosableIterator(Protocol[T_co]):
-    def __anext__(self) -> Awaitable[T_co]: ...
-
-    def aclose(self) -> Awaitable[None]: ...
+from gateway.client.connection import ClientOptions
+from gateway.client.many import InferMany, InferOutcome
 
 
-def iterate_async(
-    client_options: Mapping[str, Any], start: Callable[[AsyncClient], ClosableIterator[T_co]]
-) -> Generator[T_co, None, None]:
-    """Yield what an iterator of a client yields. Ending the iteration closes it and ends the thread."""
+def infer_many(options: ClientOptions, many: InferMany) -> Generator[InferOutcome, None, None]:
+    """Yield the outcomes. Ending the iteration cancels what runs, and ends the thread."""
+    from anyio.from_thread import start_blocking_portal
+
+    call = many.call
     with (
         start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(AsyncClient(**client_options)) as client,
+        portal.wrap_async_context_manager(AsyncClient(**vars(options))) as client,
     ):
-        items = start(client)
+        outcomes = client.infer_many(
+            call.model,
+            many.values,
+            batch=many.batch,
+            concurrency=many.concurrency,
+            version=call.version,
+            parameters=call.parameters,
+            classification=call.classification,
+            headers=call.headers,
+            timeout_s=call.timeout_s,
+        )
         try:
             while True:
                 try:
-                    item = portal.call(items.__anext__)
+                    outcome = portal.call(outcomes.__anext__)
                 except StopAsyncIteration:
                     return
-                yield item
+                yield outcome
         finally:
-            portal.call(items.aclose)
+            portal.call(outcomes.aclose)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import os
 import tarfile
 import tempfile
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, TypeAlias
 
+from gateway.client.bodies import Form, StreamedBody
 from gateway.client.errors import UNREADABLE, GatewayError
 from gateway.media_types import OCTET_STREAM
 
@@ -22,88 +20,50 @@ PIECE_BYTES: Final = 256 << 10
 ARCHIVE_NAME: Final = "model.tar.gz"
 
 
-@dataclass(frozen=True)
-class ModelSource:
-    """A model to upload. `source` is a path, or a file that is open for reading."""
-
-    source: str | os.PathLike[str] | BinaryIO
-    name: str = ""
-    version: str = ""
-    config: str | os.PathLike[str] | None = None
-    labels: str | os.PathLike[str] | None = None
-    load: bool = True
-
-    @property
-    def source_path(self) -> Path | None:
-        return Path(self.source) if isinstance(self.source, (str, os.PathLike)) else None
-
-    @property
-    def model(self) -> str:
-        """The name of the model, by default that of the file. Raises `ValueError` without one."""
-        path = self.source_path
-        name = self.name or ("" if path is None else path.resolve().name.partition(".")[0])
-        if not name:
-            raise ValueError(f"{path or 'a file'} has no name for a model")
-        return name
+# A path, or a file that is open for reading.
+ModelSource: TypeAlias = "str | os.PathLike[str] | BinaryIO"
 
 
-class StreamedBody(ABC):
-    """A body that is read while it is sent. The methods return the options of a request of httpx."""
-
-    @abstractmethod
-    def create_options(self) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def create_async_options(self) -> dict[str, Any]: ...
-
-
-@dataclass(frozen=True)
-class UploadContent(StreamedBody):
-    model: str
-    file: BinaryIO
-    file_name: str
-    digest: bytes  # SHA-256; empty for a file that can be read only once
-    attached: dict[str, tuple[str, BinaryIO]] = field(default_factory=dict)
-
-    def create_options(self) -> dict[str, Any]:
-        if self.attached:
-            return {"files": {"model": (self.file_name, self.file), **self.attached}}
-        return {"content": read_pieces(self.file), "headers": self._create_headers()}
-
-    def create_async_options(self) -> dict[str, Any]:
-        if self.attached:
-            return self.create_options()
-        return {"content": read_pieces_async(self.file), "headers": self._create_headers()}
-
-    def _create_headers(self) -> dict[str, str]:
-        headers = {"content-type": OCTET_STREAM}
-        if self.digest:
-            headers["repr-digest"] = f"sha-256=:{base64.b64encode(self.digest).decode()}:"
-        return headers
+def find_model_name(source: ModelSource, name: str) -> str:
+    """Return the name of a model, by default that of its file. Raises `ValueError` without one."""
+    path = Path(source) if isinstance(source, (str, os.PathLike)) else None
+    name = name or ("" if path is None else path.resolve().name.partition(".")[0])
+    if not name:
+        raise ValueError(f"{path or 'a file'} has no name for a model")
+    return name
 
 
 @contextmanager
-def open_upload(upload: ModelSource) -> Iterator[UploadContent]:
-    """Open the files of an upload, a folder as an archive.
+def open_source(source: ModelSource) -> Iterator[BinaryIO]:
+    """Open the files of a model, a folder as an archive. Raises `GatewayError` if one cannot be read."""
+    if not isinstance(source, (str, os.PathLike)):
+        yield source
+        return
+    path = Path(source)
+    with open_archive(path) if path.is_dir() else open_file(path) as file:
+        yield file
 
-    Raises `GatewayError` if one cannot be read, and `ValueError` if the model has no name.
-    """
-    model = upload.model
-    path = upload.source_path
+
+@contextmanager
+def open_body(
+    source: ModelSource, attached: Mapping[str, str | os.PathLike[str] | None]
+) -> Iterator[Form | StreamedBody]:
+    """Open the body of an upload, with the paths of attached files by their names in the form."""
     with ExitStack() as stack:
-        file: BinaryIO = (
-            upload.source  # type: ignore[assignment]  # it is no path
-            if path is None
-            else stack.enter_context(open_archive(path) if path.is_dir() else open_file(path))
-        )
-        fields = {"config": upload.config, "labels": upload.labels}
-        attached = {
-            name: (Path(place).name, stack.enter_context(open_file(Path(place))))
-            for name, place in fields.items()
-            if place is not None
-        }
-        digest = hash_file(file) if file.seekable() else b""
-        yield UploadContent(model, file, find_file_name(file), digest, attached)
+        file = stack.enter_context(open_source(source))
+        parts: list[tuple[str, Any]] = [("model", (find_file_name(file), file))]
+        for name, place in attached.items():
+            if place is not None:
+                path = Path(place)
+                parts.append((name, (path.name, stack.enter_context(open_file(path)))))
+        yield Form(parts) if len(parts) > 1 else create_file_body(file)
+
+
+def create_file_body(file: BinaryIO) -> StreamedBody:
+    headers = {"content-type": OCTET_STREAM}
+    if file.seekable():  # another one can be read only once
+        headers["repr-digest"] = f"sha-256=:{base64.b64encode(hash_file(file)).decode()}:"
+    return StreamedBody(read_pieces(file), headers)
 
 
 def find_file_name(file: BinaryIO) -> str:
@@ -147,9 +107,4 @@ def hash_file(file: BinaryIO) -> bytes:
 
 def read_pieces(file: BinaryIO) -> Iterator[bytes]:
     while piece := file.read(PIECE_BYTES):
-        yield piece
-
-
-async def read_pieces_async(file: BinaryIO) -> AsyncIterator[bytes]:
-    while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
         yield piece

@@ -9,11 +9,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import uvloop
 
 from gateway.client import Body
 from gateway.client.calls import build_model_path
+from gateway.client.errors import translate_hints as translate_for_python
 from gateway.client.replies import parse_json_object
 from gateway.client.retries import CONNECT_TIMEOUT_S
 from gateway.commands.errors import ClientError, GatewayUnreachable, UsageError, translate_hints
@@ -45,17 +47,17 @@ class LoadClient:
         timeout_s: float,  # one limit for all responses of a stream
         is_decoupled: bool = False,
     ) -> None:
-        address = target.access.address
-        self._base_url = address.base_url
+        url = urlsplit(target.access.url)
+        self._base_url = url.geturl()
         self._body = body.content
         self._limit_s = timeout_s + RESPONSE_GRACE_S
         self._http_client = HttpClient(
-            address.host,
-            address.port,
+            url.hostname or "",
+            url.port or (80 if target.ssl_context is None else 443),
             tls=target.ssl_context,
             connect_timeout_s=CONNECT_TIMEOUT_S,
         )
-        self._path = f"{address.path_prefix}{build_model_path(model, version)}/infer".encode()
+        self._path = f"{url.path}{build_model_path(model, version)}/infer".encode()
         headers = {
             "content-type": body.content_type,
             **target.access.create_headers(),
@@ -97,7 +99,7 @@ def find_failure(reply: CompleteResponse) -> str:
         return ""
     message = (parse_json_object(reply.body.rstrip(b"\n").rpartition(b"\n")[2]) or {}).get("error")
     if isinstance(message, str):
-        return translate_hints(message)
+        return translate_hints(translate_for_python(message))
     return "" if reply.status == 200 else f"HTTP status {reply.status} without an error message"
 
 

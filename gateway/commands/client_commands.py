@@ -279,12 +279,11 @@ def push(
     json: JsonOption = False,
 ) -> None:
     """Upload a model, and load it on every replica."""
-    from gateway.client.uploads import ModelSource
     from gateway.commands import tables
     from gateway.commands.model_transfer import push_model
 
-    upload = ModelSource(file, name, version, config=config, labels=labels, load=load)
-    published = push_model(target, upload)
+    options = {"version": version, "config": config, "labels": labels, "load": load}
+    published = push_model(target, file, name, **options)
     if json:
         tables.print_json(published)
     else:

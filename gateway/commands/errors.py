@@ -31,13 +31,15 @@ class AccessDenied(ClientError):
     status = 4
 
 
-# The gateway's advice to users of its API, and the same for users of the commands.
+# The advice to users of the Python client, and the same for users of the commands.
 COMMAND_HINTS: Final = {
-    "GET /v1/models lists the models": "triton-gateway models lists the models",
-    "GET /v1/replicas lists the replicas": "triton-gateway replicas lists the replicas",
-    "GET /readyz shows the reason": "triton-gateway replicas shows the reason",
-    'send {"parameters": {"unload_dependents": true}}': "use --dependents",
-    "send Authorization: Bearer KEY or X-API-Key: KEY": "use --key KEY or TRITON_GATEWAY_KEY",
+    "models() lists the models": "triton-gateway models lists the models",
+    "request('GET', '/v1/replicas') lists the replicas": "triton-gateway replicas lists the replicas",
+    "request('GET', '/readyz') shows the reason": "triton-gateway replicas shows the reason",
+    "request('GET', '/v1/jobs') lists yours": "triton-gateway jobs list lists yours",
+    "pass dependents=True": "use --dependents",
+    "pass key=… or set TRITON_GATEWAY_KEY": "use --key KEY or TRITON_GATEWAY_KEY",
+    "pass a longer timeout_s": "use a longer --timeout",
 }
 
 

@@ -36,7 +36,7 @@ def print_jobs(
     """List the jobs of the key, the newest first; an admin sees those of all keys."""
     from urllib.parse import urlencode
 
-    from gateway.client.calls import JOBS_PATH
+    from gateway.client.jobs import JOBS_PATH
     from gateway.commands import tables
 
     query = {"state": state, "model": model, "limit": limit}
@@ -50,7 +50,7 @@ def print_jobs(
 @add_target
 def show_job(target: Target, job: JobId, json: JsonOption = False) -> None:
     """Show a job: its state, its place in the queue and its progress."""
-    from gateway.client.calls import build_job_path
+    from gateway.client.jobs import build_job_path
 
     with target.connect() as client:
         print_job(client.request("GET", build_job_path(job)), json=json)
@@ -66,9 +66,9 @@ def await_job(
 ) -> None:
     """Wait until a job has ended. The exit status is 1 if it was not done."""
     with target.connect() as client:
-        document = client.wait_job(job, timeout)
-    print_job(document, json=json)
-    if document["state"] != "done":
+        ended = client.wait_job(job, timeout)
+    print_job(ended.document, json=json)
+    if ended.state != "done":
         raise SystemExit(1)
 
 
@@ -77,14 +77,14 @@ def await_job(
 def cancel_or_delete_job(target: Target, job: JobId, json: JsonOption = False) -> None:
     """Cancel a job; delete one that has ended, with its result."""
     with target.connect() as client:
-        print_job(client.cancel_job(job), json=json)
+        print_job(client.cancel_job(job).document, json=json)
 
 
 @job_cli.command("result", epilog=format_examples("triton-gateway jobs result JOB > result.json"))
 @add_target
 def print_result(target: Target, job: JobId) -> None:
     """Print the result of a job: the response of its request, byte for byte unless to a terminal."""
-    from gateway.client.calls import build_job_path
+    from gateway.client.jobs import build_job_path
 
     is_terminal = sys.stdout.isatty()
     with target.connect() as client:
@@ -96,7 +96,7 @@ def print_result(target: Target, job: JobId) -> None:
 @add_target
 def print_secret(target: Target) -> None:
     """Print the secret that signs callbacks of keys without one of their own. Requires the role admin."""
-    from gateway.client.calls import JOBS_PATH
+    from gateway.client.jobs import JOBS_PATH
 
     with target.connect() as client:
         for secret in client.request("GET", f"{JOBS_PATH}/secret")["secrets"]:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from gateway.client import Client
 from gateway.client.calls import build_model_path
-from gateway.client.uploads import ModelSource, open_upload, report_file_errors
+from gateway.client.uploads import find_model_name, open_source, report_file_errors
 from gateway.commands.errors import ClientError, UsageError
 from gateway.commands.progress import create_transfer_bar
 from gateway.commands.target import Target
@@ -21,27 +21,21 @@ from gateway.commands.target import Target
 TRANSFER_TIMEOUT_S: Final = 600.0  # limit of one step, such as the load of a model
 
 
-def push_model(target: Target, upload: ModelSource) -> dict[str, Any]:
+def push_model(target: Target, source: Path, name: str, **options: Any) -> dict[str, Any]:
     """Upload a model with a progress bar; return what the gateway stored."""
     try:
-        model = upload.model
+        model = find_model_name(source, name)
     except ValueError as exc:
         raise UsageError(f"{exc}; choose one with --name") from None
     with (
         target.connect() as client,
-        open_upload(upload) as content,
+        open_source(source) as file,
         create_transfer_bar() as bar,
     ):
-        size = content.file.seek(0, os.SEEK_END)
-        content.file.seek(0)
-        return client.push(
-            bar.wrap_file(content.file, size, description=model),
-            name=model,
-            version=upload.version,
-            config=upload.config,
-            labels=upload.labels,
-            load=upload.load,
-        )
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        shown = bar.wrap_file(file, size, description=model)
+        return client.push(shown, name=model, **options)
 
 
 def pull_model(target: Target, name: str, version: str, output: Path) -> list[str]:

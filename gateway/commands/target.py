@@ -25,7 +25,7 @@ from gateway.messages import CommandError
 
 if TYPE_CHECKING:
     from gateway.client import AsyncClient, Client, GatewayError
-    from gateway.client.connection import GatewayAccess
+    from gateway.client.connection import ClientOptions
 
 T = TypeVar("T")
 COMMAND_TIMEOUT_S: Final = 60.0
@@ -63,12 +63,12 @@ class Target:
     ] = None
 
     @cached_property
-    def access(self) -> GatewayAccess:
+    def access(self) -> ClientOptions:
         """The access of these flags. Raises `UsageError`."""
-        from gateway.client.connection import find_access
+        from gateway.client.connection import find_options
 
         with report_invalid_flags():
-            return find_access(self.url, self.key, self.ca or "")
+            return find_options(self.url, self.key, self.ca or "")
 
     @cached_property
     def ssl_context(self) -> ssl.SSLContext | None:

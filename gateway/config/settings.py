@@ -102,9 +102,10 @@ class FleetSettings(BaseModel):
     required: always from then on."""
     state: str = ""
     """Where the gateway stores which models were loaded and unloaded through the API:
-    file:///path/state.json; redis://host:6379/0 if several gateways share the state; memory:; or none: for
-    several gateways that share no state, where only the models file decides what is loaded. Empty: one file
-    per fleet in the user's state directory (XDG_STATE_HOME), or memory: for up."""
+    file:///path/state.db, a database on a local disk for the processes of one machine; redis://host:6379/0 if
+    gateways on several machines share the state; memory:; or none: for several gateways that share no state,
+    where only the models file decides what is loaded. Empty: one file per fleet in the user's state directory
+    (XDG_STATE_HOME), or memory: for up."""
     state_password: SecretStr | None = None
     """Password of the Redis in GATEWAY_STATE, if its URL contains none."""
     cancellable_models: CommaSeparated = ()

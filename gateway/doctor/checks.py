@@ -46,8 +46,7 @@ from gateway.listeners import join_host_port
 from gateway.messages import CommandError, join_names
 from gateway.repository.models_file import read_models_file
 from gateway.repository.state.content import MODELS
-from gateway.repository.state.documents import MemoryStateStore
-from gateway.repository.state.store import open_configured_store
+from gateway.repository.state.places import open_configured_store
 
 HTTP_TIMEOUT_S: Final = 2.0
 RECOMMENDED_OPEN_FILES: Final = 4096
@@ -168,22 +167,21 @@ def check_models_file(settings: Settings) -> Iterator[Finding]:
 def check_state(settings: Settings) -> Iterator[Finding]:
     check = "state"
 
-    async def count_models() -> int:
+    async def read() -> tuple[int, str]:
         try:
-            return len(await store.read(MODELS))
+            return len(await store.read(MODELS)), await store.find_weakness()
         finally:
             await store.close()
 
     try:
         store = open_configured_store(settings)
-        count = asyncio.run(count_models())
+        count, weakness = asyncio.run(read())
     except (CommandError, GatewayError) as exc:
         advice = "see GATEWAY_STATE in docs/reference/settings.md"
         yield Finding(check, FAILED, describe_error(exc), advice)
         return
-    if not settings.state and isinstance(store, MemoryStateStore):
-        message = "no folder for the state file: loaded models are forgotten at a restart"
-        yield Finding(check, WARNING, message, "set XDG_STATE_HOME or GATEWAY_STATE")
+    if weakness:
+        yield Finding(check, WARNING, weakness, "set appendonly yes, and appendfsync always")
     else:
         yield Finding(check, OK, f"readable, with the desired state of {count} models")
 

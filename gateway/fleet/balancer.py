@@ -19,7 +19,7 @@ from random import random
 from typing import Final, Protocol, TypeVar
 
 from gateway.errors import SequenceNotRunning
-from gateway.tensors.sequence import SequenceStep
+from gateway.triton.sequence import SequenceStep
 
 # Triton drops an idle sequence after one second, unless the model's config changes that.
 SEQUENCE_IDLE_S: Final = 3600.0

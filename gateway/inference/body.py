@@ -14,11 +14,11 @@ from starlette.types import Receive, Scope
 
 from gateway.capacity.body_chunks import ZLIB_WBITS, inflate_chunks, limit_length
 from gateway.errors import BodyTooLarge, DeadlinePassed, UnsupportedEncoding
+from gateway.headers import MAX_CONTENT_TYPE_CHARS
 from gateway.memory import MemoryCharge
 from gateway.telemetry.request_info import RequestInfo, read_head
 from gateway.tensors.codecs import DEFAULT_CODEC, parse_body_type
-from gateway.tensors.media_type import MAX_CONTENT_TYPE_CHARS
-from gateway.tensors.multipart import Form, FormReader
+from gateway.tensors.multipart import Form, PartReader, RawPart
 from gateway.tensors.payload import PayloadLimits
 
 T = TypeVar("T")
@@ -186,12 +186,14 @@ async def read_form_body(body: RequestBody, limits: PayloadLimits, charge: Memor
 
     Raises `BodyTooLarge`, `TooLarge`, `MalformedRequest` or `MemoryBudgetExceeded`.
     """
-    form = FormReader(body.content_type, limits)
+    reader = PartReader(body.content_type, limits.max_parts)
+    parts: list[RawPart] = []
     factor = find_memory_factor(body.content_type)
     async for chunk in body.stream(limits.max_bytes):
         charge.add(factor * len(chunk))
-        form.feed(chunk)
-    return form.finish()
+        parts += reader.feed(chunk)
+    reader.finish()
+    return Form(parts)
 
 
 def find_memory_factor(content_type: str) -> int:

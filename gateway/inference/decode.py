@@ -88,18 +88,19 @@ def choose_codec_place(codec: Codec, size_bytes: int) -> Place:
 async def decode(opened: OpenedRequest, body: Body) -> DecodedBody:
     """Return the input tensors of a body. Raises the errors of `decode_body`, or `DeadlinePassed`."""
     content_type = opened.body.content_type
-    place = choose_place(body, content_type, opened.signature)
-    arguments = (body, content_type, opened.signature)
+    signature = opened.signature
+    place = choose_place(body, content_type, signature)
     try:
-        decoded = await run_in_place(opened, place, decode_body, *arguments)
+        if place is Place.LOOP:
+            return decode_body(body, content_type, signature, opened.services.payload_limits)
+        decoded = await run_in_place(opened, place, decode_body, body, content_type, signature)
     except MalformedRequest as exc:
         sent_type = opened.body.get_header(b"content-type") or ""
-        if opened.signature.takes_bytes_alone and sent_type != content_type:
+        if signature.takes_bytes_alone and sent_type != content_type:
             advice = "if it is a text, send it with -H 'Content-Type: text/plain'"
             raise MalformedRequest(f"{exc.detail}; {advice}") from exc
         raise
-    if place is not Place.LOOP:
-        charge_growth(opened, [decoded.inputs])
+    charge_growth(opened, [decoded.inputs])
     return decoded
 
 

@@ -36,7 +36,6 @@ from gateway.services import Services
 from gateway.tasks import run_together
 from gateway.telemetry.request_info import RequestInfo, RequestScope
 from gateway.telemetry.tracing import TRACE_CONTEXT_HEADERS, select_trace_context
-from gateway.tensors import sequence
 from gateway.tensors.codecs import (
     CODECS_BY_TYPE,
     DEFAULT_CODEC,
@@ -48,10 +47,11 @@ from gateway.tensors.inputs import Body, InferInputs, check_row_count
 from gateway.tensors.multipart import Form
 from gateway.tensors.outputs import EncodedBody, InferResult, are_large
 from gateway.tensors.payload import PayloadOptions
-from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import Signature
+from gateway.triton import sequence
 from gateway.triton.inference import InferRequest
 from gateway.triton.request_target import RequestTarget
+from gateway.triton.sequence import SequenceStep
 
 OPTION_HEADERS: Final = frozenset(
     (b"x-request-timeout", b"x-sequence-id", b"x-sequence", *TRACE_CONTEXT_HEADERS)

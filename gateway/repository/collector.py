@@ -14,7 +14,7 @@ from gateway.fleet.health import HealthState
 from gateway.fleet.index import STATE_RANKS
 from gateway.fleet.pool import ReplicaPool
 from gateway.repository.repository import Repository
-from gateway.repository.state.interface import StateStore
+from gateway.repository.state.store import StateStore
 
 replica_gauge = partial(GaugeMetricFamily, labels=["replica"])
 state_gauge = partial(GaugeMetricFamily, labels=["replica", "state"])
@@ -115,7 +115,14 @@ class StateCollector(Collector):
             valid.add_metric([label], float(file.is_valid))
         losses = CounterMetricFamily(
             "gateway_state_losses",
-            "How often Redis had lost the state, and this process wrote the last known one again.",
+            "How often the state had been lost, and this process wrote the last known one again.",
             value=self._store.loss_count,
         )
-        yield from (state, valid, losses)
+        unreadable = CounterMetricFamily(
+            "gateway_state_unreadable",
+            "Documents in the state that this process could not read, and went on without.",
+            labels=["kind"],
+        )
+        for kind, count in self._store.unreadable_counts.items():
+            unreadable.add_metric([kind], count)
+        yield from (state, valid, losses, unreadable)

@@ -12,10 +12,11 @@ from typing import Any, Final
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.signatures import SignatureCache
 from gateway.repository.state.content import DesiredModel
-from gateway.tensors.signature import find_steps
+from gateway.tensors.signature import find_ensemble_steps
 
 # Something else than the gateways may load another config of a model that stays ready.
 MAX_STEPS_AGE_S: Final = 30.0
+STEPS_PARAMETER: Final = "gateway.steps"  # the models that a Python model calls
 
 
 @dataclass(frozen=True)
@@ -72,3 +73,13 @@ class EnsembleSteps:
         """Drop the steps of a model that was loaded or unloaded."""
         self._changed_at[model] = perf_counter()
         self._known.pop(model, None)
+
+
+def find_steps(config: Any) -> frozenset[str]:
+    """Return the models that a model runs: the steps of an ensemble, and those that `gateway.steps` names."""
+    try:
+        named = config.get("parameters", {}).get(STEPS_PARAMETER, {}).get("string_value", "")
+        names = {name.strip() for name in str(named).split(",")}
+    except AttributeError:
+        names = set()
+    return find_ensemble_steps(config) | (names - {""})

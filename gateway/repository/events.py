@@ -19,7 +19,7 @@ from gateway.callers import CallerKind
 from gateway.config.files import FileChange, WatchedFile
 from gateway.errors import GatewayError, StateUnavailable
 from gateway.repository.state.content import MAX_EVENTS, EventId, StoredEvent, find_last_change
-from gateway.repository.state.interface import StateStore
+from gateway.repository.state.store import StateStore
 from gateway.tasks import TaskSet, repeat
 from gateway.telemetry.audit import (
     FAILED,

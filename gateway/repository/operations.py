@@ -29,7 +29,7 @@ from gateway.fleet.transports import TRANSPORT_ERRORS
 from gateway.messages import quote_text
 from gateway.repository.events import EventLog
 from gateway.repository.state.content import OPERATION_TTL_S
-from gateway.repository.state.interface import StateStore
+from gateway.repository.state.store import StateStore
 from gateway.tasks import TaskSet
 from gateway.telemetry.request_info import find_management_call, name_action
 from gateway.triton.error_mapping import LoadFailed

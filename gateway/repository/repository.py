@@ -47,7 +47,7 @@ from gateway.repository.reconcile_plan import (
 from gateway.repository.reconciler import Reconciler
 from gateway.repository.shared_state import SharedState
 from gateway.repository.state.content import DesiredModel, StartedLoad
-from gateway.repository.state.interface import StateStore
+from gateway.repository.state.store import StateStore
 from gateway.tasks import cancel_tasks, run_together
 
 log = logging.getLogger(__name__)

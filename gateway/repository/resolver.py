@@ -11,7 +11,7 @@ from gateway.callers import RIGHT_TO_INFER, Right
 from gateway.errors import GatewayError, InvalidVersion, NotFound, UnknownModel
 from gateway.messages import is_model_name, normalize_version
 from gateway.telemetry.request_info import RequestScope
-from gateway.tensors.sequence import SequenceStep
+from gateway.triton.sequence import SequenceStep
 
 # The number at the start of a text, as C++'s `std::stol` finds it.
 LEADING_NUMBER: Final = re.compile(r"[ \t\n\v\f\r]*([+-]?)0*([0-9]+)")

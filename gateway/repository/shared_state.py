@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import replace
 from time import monotonic
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
 import anyio
@@ -19,20 +18,17 @@ from gateway.repository.events import EventLog
 from gateway.repository.models_file import DeclaredModel, ModelsFile
 from gateway.repository.reconcile_plan import find_ignored_models, merge_declared_models
 from gateway.repository.state.content import (
-    CAPABILITY_TABLES,
     CORDONS,
     MODELS,
     DesiredModel,
     Loads,
     StartedLoad,
-    Table,
-    create_raw_table,
     is_in_progress,
     new_load_token,
     with_entry,
     with_load,
 )
-from gateway.repository.state.interface import StateStore
+from gateway.repository.state.store import StateStore
 from gateway.tasks import cancel_tasks, repeat
 from gateway.telemetry.request_info import record_change
 
@@ -43,22 +39,6 @@ LEASE_POLL_S: Final = 0.1
 MAX_CHANGE_WAIT_S: Final = 5.0  # how long a change waits for another one of the same model
 OUTAGE_PAUSE_S: Final = 2.0
 T = TypeVar("T")
-
-
-class SharedTable(Generic[T]):
-    """A table of the state, as this gateway has last read or changed it."""
-
-    def __init__(self, store: StateStore, table: Table[T]) -> None:
-        self._store = store
-        self._table = table
-        self.value: T = table.decode({})
-
-    async def refresh(self) -> None:
-        self.value = await self._store.read(self._table)
-
-    async def set(self, keys: Sequence[str], value: Any) -> None:
-        """Store a value, or delete it if None."""
-        self.value = await self._store.write(self._table, keys, value)
 
 
 class CircuitBreaker:
@@ -99,15 +79,9 @@ class SharedState:
             self.events.watch(models_file.file, "models file", "model")
         self.desired_models: Mapping[str, DesiredModel] = {}
         self.loads: Loads = {}
-        self.cordons = SharedTable(store, CORDONS)
-        # Without its capability, a table is read as well, to be written again after a loss.
-        self._capability_tables: dict[str, SharedTable[Any]] = {
-            name: SharedTable(store, create_raw_table(name)) for name in CAPABILITY_TABLES
-        }
         self.refresh_listeners: list[Callable[[], None]] = []
         self._models_file = models_file
         self._can_upload = can_upload
-        self._stored_models: Mapping[str, DesiredModel] = {}
         self._ignored_models: dict[str, str] = {}  # model → why its desired state is ignored
         # Replica and model → the arguments of an `end_load` that the store did not record.
         self._unrecorded_ends: dict[tuple[str, str], tuple[str, str]] = {}
@@ -128,36 +102,27 @@ class SharedState:
 
     async def refresh(self) -> None:
         with suppress(StateUnavailable):  # the store logs it; the last known state stays in use
-            await self._read_desired_models()
-            self.loads = await self._read_loads()
-            for table in (self.cordons, *self._capability_tables.values()):
-                await table.refresh()
+            self.loads = await self._read_loads()  # and all tables
+            self._update_desired_models()
         await self._models_file.reload_if_changed()
         for notify in self.refresh_listeners:
             notify()
 
     @property
     def cordoned(self) -> frozenset[str]:
-        return self.cordons.value
-
-    async def open_table(self, table: Table[T]) -> SharedTable[T]:
-        """Return the table of a capability; `refresh` reads it again."""
-        shared = SharedTable(self.store, table)
-        self._capability_tables[table.name] = shared
-        with suppress(StateUnavailable):
-            await shared.refresh()
-        return shared
+        return frozenset(self.store.get(CORDONS))
 
     async def refresh_desired_models(self) -> None:
         with suppress(StateUnavailable):
-            await self._read_desired_models()
+            await self.store.refresh()
+            self._update_desired_models()
 
-    async def _read_desired_models(self) -> None:
-        self._stored_models = await self.store.read(MODELS)
+    def _update_desired_models(self) -> None:
+        stored = self.store.get(MODELS)
         previous = self.desired_models
-        ignored = self._find_ignored_models(self._stored_models)
+        ignored = self._find_ignored_models(stored)
         self.desired_models = {
-            model: desired for model, desired in self._stored_models.items() if model not in ignored
+            model: desired for model, desired in stored.items() if model not in ignored
         }
         if self._is_known and self.desired_models != previous:
             difference = describe_difference(previous, self.desired_models)
@@ -169,7 +134,7 @@ class SharedState:
 
     def get_stored_model(self, model: str) -> DesiredModel | None:
         """Return the stored desired model with its revision, also one that is ignored."""
-        return self._stored_models.get(model)
+        return self.store.get(MODELS).get(model)
 
     async def set_desired_model(
         self, model: str, desired: DesiredModel | None, expected_revision: int
@@ -184,12 +149,10 @@ class SharedState:
             return False
         described = (None if each is None else each.describe() for each in (before, desired))
         record_change(f"model {model}", *described)
-        if desired is not None:
-            desired = replace(desired, revision=desired.revision or revision)
-        self._stored_models = with_entry(self._stored_models, (model,), desired)
-        is_ignored = desired is not None and self._find_ignored_models({model: desired})
+        stored = self.get_stored_model(model)
+        is_ignored = stored is not None and self._find_ignored_models({model: stored})
         self.desired_models = with_entry(
-            self.desired_models, (model,), None if is_ignored else desired
+            self.desired_models, (model,), None if is_ignored else stored
         )
         return True
 
@@ -221,7 +184,7 @@ class SharedState:
 
     async def set_cordon(self, replica: str, *, is_cordoned: bool) -> None:
         before = replica in self.cordoned
-        await self.cordons.set((replica,), is_cordoned or None)
+        await self.store.write(CORDONS, (replica,), is_cordoned or None)
         record_change(f"replica {replica}", *({"cordoned": each} for each in (before, is_cordoned)))
 
     @asynccontextmanager

@@ -18,14 +18,19 @@ from gateway.media_types import JSON
 from gateway.messages import format_utc_time, quote_text
 from gateway.repository.state.content import MAX_EVENTS, EventId, encode_events, parse_event_id
 from gateway.routes.dependencies import ServicesForAdministration
-from gateway.routes.openapi import COUNT_SCHEMA, build_json_body, build_list_schema, build_responses
+from gateway.routes.openapi import (
+    COUNT_SCHEMA,
+    STRING_SCHEMA,
+    build_json_body,
+    build_list_schema,
+    build_object_schema,
+    build_responses,
+)
 from gateway.routes.repository import REPLICA_STATES_SCHEMA, read_management_body
 from gateway.services import Services
 from gateway.telemetry.audit import Event
 from gateway.telemetry.logs import get_level, set_level
 from gateway.telemetry.request_info import name_action, record_change
-from gateway.tensors.codecs import STRING_SCHEMA
-from gateway.tensors.schema import build_object_schema
 
 router = APIRouter(tags=["management"])
 

@@ -14,14 +14,14 @@ from gateway.routes.dependencies import ServicesForAnyCaller, ServicesForInferen
 from gateway.routes.openapi import (
     ERROR_REFERENCE,
     RETRY_AFTER_HEADER,
+    STRING_SCHEMA,
     build_error_responses,
     build_json_content,
     build_map_schema,
+    build_object_schema,
     build_response,
     build_responses,
 )
-from gateway.tensors.codecs import STRING_SCHEMA
-from gateway.tensors.schema import build_object_schema
 
 REASONS_SCHEMA = {"type": "object", "additionalProperties": STRING_SCHEMA}
 LIVENESS_SCHEMA = build_object_schema({"live": {"const": True}})

@@ -18,31 +18,28 @@ from gateway.capacity.admission import Slot
 from gateway.errors import GatewayError, serialize_error
 from gateway.fleet.inference import ResultStream
 from gateway.fleet.signatures import select_outputs
+from gateway.headers import list_accepted_types
 from gateway.inference import pipeline
 from gateway.inference.decode import decode
 from gateway.media_types import EVENT_STREAM, JSON, NDJSON, NPY, NPZ, escape_line_separators
 from gateway.routes.dependencies import ServicesForInference
+from gateway.routes.model_openapi import INFER_BODY_CONTENT
 from gateway.routes.openapi import (
     BINARY_CONTENT,
     COUNT_SCHEMA,
     ERROR_DESCRIPTIONS,
     REQUEST_HEADER_PARAMETERS,
     STREAM_CONTENT,
+    STRING_SCHEMA,
     build_header_parameter,
+    build_object_schema,
     build_responses,
 )
-from gateway.tensors.codecs import CODECS, STRING_SCHEMA
 from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.inputs import InferInputs
-from gateway.tensors.outputs import (
-    array_to_json,
-    bytes_to_json,
-    choose_result_encoder,
-    list_accepted_types,
-)
-from gateway.tensors.schema import build_object_schema
-from gateway.tensors.sequence import MAX_SEQUENCE_ID_BYTES
+from gateway.tensors.outputs import array_to_json, bytes_to_json, choose_result_encoder
 from gateway.tensors.signature import Signature
+from gateway.triton.sequence import MAX_SEQUENCE_ID_BYTES
 
 INFER_RESPONSE_SCHEMA = build_object_schema(
     {
@@ -107,8 +104,6 @@ INFER_HEADER_PARAMETERS = [
         STRING_SCHEMA,
     ),
 ]
-# Any body that `/infer` accepts; each model accepts a part of it.
-INFER_BODY_CONTENT = {codec.media_type: {"schema": codec.schema} for codec in CODECS}
 INFER_OPENAPI = {
     "requestBody": {"required": True, "content": INFER_BODY_CONTENT},
     "parameters": INFER_HEADER_PARAMETERS,

@@ -22,10 +22,16 @@ from prometheus_client.utils import floatToGoString
 from gateway.errors import BadUpstream, GatewayError
 from gateway.fleet.pool import ReplicaPool
 from gateway.fleet.replica import Replica
+from gateway.headers import parse_accept
 from gateway.messages import join_names
 from gateway.repository.collector import replica_gauge
 from gateway.routes.dependencies import ServicesForMetrics
-from gateway.routes.openapi import STRING_CONTENT, build_error_responses, build_response
+from gateway.routes.openapi import (
+    STRING_CONTENT,
+    STRING_SCHEMA,
+    build_error_responses,
+    build_response,
+)
 from gateway.services import Services
 from gateway.telemetry.exposition import (
     CONTENT_TYPE,
@@ -40,8 +46,6 @@ from gateway.telemetry.exposition import (
     parse_families,
     split_page,
 )
-from gateway.tensors.codecs import STRING_SCHEMA
-from gateway.tensors.media_type import parse_header_parameters
 
 METRICS_RESPONSES: Final = build_error_responses() | {
     200: build_response(
@@ -248,11 +252,5 @@ def gzip_chunks(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 def accepts_gzip(accept_encoding: str) -> bool:
     """Return whether the weight of gzip, or else of `*`, is above 0 (RFC 9110, section 12.5.3)."""
-    weights: dict[str, float] = {}
-    for entry in accept_encoding.lower().split(","):
-        name, parameters = parse_header_parameters(entry)
-        try:
-            weights[name] = float(parameters.get("q", "1"))
-        except ValueError:
-            continue
+    weights = {each.name: each.quality for each in parse_accept(accept_encoding)}
     return weights.get("gzip", weights.get("*", 0)) > 0

@@ -10,21 +10,22 @@ from fastapi import APIRouter, Query, Request
 
 from gateway.callers import Caller, Right
 from gateway.fleet.index import TF_SERVING_STATES, merge_indexes
+from gateway.routes import examples
 from gateway.routes.dependencies import ServicesForInference, get_caller
+from gateway.routes.model_openapi import build_model_openapi
 from gateway.routes.openapi import (
     COUNT_SCHEMA,
+    STRING_SCHEMA,
     OpenApiResponses,
+    Schema,
     build_list_schema,
     build_map_schema,
-    build_model_openapi,
+    build_object_schema,
     build_responses,
 )
 from gateway.services import ModelDescriber, Services
 from gateway.telemetry.request_info import RequestInfo, RequestScope
-from gateway.tensors import examples
-from gateway.tensors.codecs import STRING_SCHEMA
 from gateway.tensors.dtypes import DATATYPES
-from gateway.tensors.schema import Schema, build_object_schema
 from gateway.tensors.signature import Signature, TensorSpec
 
 VERSION_SCHEMA = build_object_schema(

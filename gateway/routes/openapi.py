@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Final
 
 from gateway.callers import Priority
-from gateway.media_types import EVENT_STREAM, JSON, MULTIPART, NDJSON, NPY, NPZ, OCTET_STREAM
-from gateway.tensors.codecs import BINARY_SCHEMA, CODECS, STRING_SCHEMA
-from gateway.tensors.dtypes import DatatypeKind
-from gateway.tensors.examples import (
-    build_example_inputs,
-    build_infer_path,
-    choose_example_tensors,
-    count_example_values,
-)
-from gateway.tensors.schema import (
-    Schema,
-    build_object_schema,
-    build_request_schema,
-    build_response_schema,
-)
-from gateway.tensors.signature import Signature
+from gateway.media_types import EVENT_STREAM, JSON, NDJSON
 
+Schema = dict[str, Any]
+STRING_SCHEMA: Final[Schema] = {"type": "string"}
+BINARY_SCHEMA: Final[Schema] = {"type": "string", "format": "binary"}
 COUNT_SCHEMA: Final[Schema] = {"type": "integer", "minimum": 0}
 STRING_CONTENT: Final = {"schema": STRING_SCHEMA}
 BINARY_CONTENT: Final = {"schema": BINARY_SCHEMA}
@@ -42,6 +31,14 @@ SECURITY_SCHEMES: Final = {
     "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
 }
 SECURITY: Final[list[dict[str, list[str]]]] = [{name: []} for name in SECURITY_SCHEMES]
+
+
+def build_object_schema(
+    properties: Schema, optional: Collection[str] = (), **fields: Any
+) -> Schema:
+    """Return the schema of an object in which every property but the optional ones is required."""
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": properties, "required": required, **fields}
 
 
 def build_list_schema(items: Schema, description: str) -> Schema:
@@ -187,64 +184,3 @@ def build_responses(
         *error_statuses, schema=error_schema, descriptions=error_descriptions
     )
     return errors | {200: build_response(description, build_json_content(body_schema), headers)}
-
-
-MAX_EXAMPLE_VALUES: Final = 4096
-
-
-def build_model_openapi(signature: Signature, *, requires_key: bool = False) -> dict[str, Any]:
-    error_content = build_json_content(ERROR_REFERENCE)
-    infer = {
-        "operationId": "infer",
-        "summary": f"Run inference with {signature.model}",
-        "requestBody": {"required": True, "content": build_body_content(signature)},
-        "responses": {
-            "200": {
-                "description": "The model's outputs.",
-                "content": build_result_content(signature),
-            },
-            **{
-                str(status): {"description": text, "content": error_content}
-                for status, text in ERROR_DESCRIPTIONS.items()
-            },
-        },
-    }
-    components: dict[str, Any] = {"schemas": {"Error": ERROR_SCHEMA}}
-    document: dict[str, Any] = {
-        "openapi": "3.1.0",
-        "info": {"title": signature.model, "version": signature.version or "latest"},
-        "paths": {build_infer_path(signature): {"post": infer}},
-        "components": components,
-    }
-    if requires_key:
-        components["securitySchemes"] = SECURITY_SCHEMES
-        document["security"] = SECURITY
-    return document
-
-
-def build_body_content(signature: Signature) -> Schema:
-    json_content: Schema = {"schema": build_request_schema(signature)}
-    tensors = choose_example_tensors(signature)
-    if count_example_values(tensors) <= MAX_EXAMPLE_VALUES:
-        json_content["example"] = {"inputs": build_example_inputs(tensors)}
-    form = {"type": "object", "properties": dict.fromkeys(signature.inputs, BINARY_SCHEMA)}
-    content: Schema = {JSON: json_content, MULTIPART: {"schema": form}}
-    required = signature.required_inputs
-    for codec in CODECS:
-        if codec.read_payload or (len(required) == 1 and codec.is_accepted(required[0])):
-            content.setdefault(codec.media_type, {"schema": codec.schema})
-    return content
-
-
-def build_result_content(signature: Signature) -> Schema:
-    if signature.is_decoupled:
-        return STREAM_CONTENT
-    json_content = {"schema": build_response_schema(signature)}
-    content: Schema = {JSON: json_content, NPZ: BINARY_CONTENT, **STREAM_CONTENT}
-    if len(signature.outputs) == 1:
-        content[NPY] = BINARY_CONTENT
-    for tensor in signature.outputs.values():
-        if tensor.datatype.kind is DatatypeKind.BYTES:
-            content[OCTET_STREAM] = BINARY_CONTENT
-            content.setdefault(tensor.content_type or OCTET_STREAM, BINARY_CONTENT)
-    return content

@@ -15,13 +15,13 @@ from gateway.repository.maintenance import DrainProgress
 from gateway.routes.dependencies import ServicesForAdministration, ServicesForFleet, get_caller
 from gateway.routes.openapi import (
     COUNT_SCHEMA,
+    STRING_SCHEMA,
     TIMEOUT_PARAMETER,
     build_list_schema,
     build_map_schema,
+    build_object_schema,
     build_responses,
 )
-from gateway.tensors.codecs import STRING_SCHEMA
-from gateway.tensors.schema import build_object_schema
 
 REPLICA_SCHEMA = build_object_schema(
     {

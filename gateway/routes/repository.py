@@ -28,18 +28,19 @@ from gateway.routes.dependencies import (
 )
 from gateway.routes.openapi import (
     ERROR_PROPERTIES,
+    STRING_SCHEMA,
+    Schema,
     build_header_parameter,
     build_json_body,
     build_json_content,
     build_list_schema,
     build_map_schema,
+    build_object_schema,
     build_response,
     build_responses,
 )
 from gateway.services import Services
 from gateway.telemetry.request_info import RequestInfo
-from gateway.tensors.codecs import STRING_SCHEMA
-from gateway.tensors.schema import Schema, build_object_schema
 
 RESPOND_ASYNC = "respond-async"  # RFC 7240, section 4.1
 

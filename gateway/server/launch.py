@@ -189,7 +189,7 @@ def run_gateway(host: str, port: int, workers: int, overrides: Mapping[str, Any]
 
             if settings.state == "memory:":  # the workers share a file that is deleted at the end
                 folder = stack.enter_context(TemporaryDirectory(prefix="triton-gateway-state-"))
-                settings = settings.model_copy(update={"state": f"file://{folder}/state.json"})
+                settings = settings.model_copy(update={"state": f"file://{folder}/state.db"})
             run_workers(settings, host, port, workers, on_ready)
         else:
             from gateway.app import create_app

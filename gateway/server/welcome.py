@@ -13,8 +13,8 @@ from gateway.capabilities.capability import LaunchPlan
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.listeners import WILDCARD_HOSTS, join_host_port
+from gateway.routes.examples import EXAMPLE_IMAGE, format_curl_example
 from gateway.services import Services
-from gateway.tensors.examples import EXAMPLE_IMAGE, format_curl_example
 from gateway.tensors.signature import Signature
 
 MAX_EXAMINED_MODELS: Final = 10

@@ -1,4 +1,4 @@
-"""The request body types: how each is decoded and described. A new type is a row of `CODECS`. Pure."""
+"""The request body types: how each is decoded. A new type is a row of `CODECS`. Pure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from functools import lru_cache
 from typing import Any, Final
 
 from gateway.errors import MalformedRequest, UnsupportedBody
+from gateway.headers import parse_content_type
 from gateway.media_types import ANY_IMAGE, JSON, MULTIPART, NPY, NPZ, OCTET_STREAM, TEXT
 from gateway.messages import quote_text
-from gateway.tensors.dtypes import DatatypeKind
 from gateway.tensors.json_body import decode_b64_objects, parse_json_body, read_json_payload
-from gateway.tensors.media_type import parse_content_type
 from gateway.tensors.npy import read_npy, read_npz
 from gateway.tensors.payload import Part, Payload, PayloadLimits
-from gateway.tensors.signature import TensorSpec
 
 # The charsets in use, by their Python names. Python's other codecs include binary transforms, produce invalid
 # Unicode, or cache every unknown name.
@@ -48,22 +46,11 @@ class Codec:
     """
 
     media_type: str
-    schema: dict[str, Any]  # describes the body in the API description
     read_value: ValueReader | None = None  # reads a body or form field that is one value
     read_payload: PayloadReader | None = None  # reads a body with several named values
     memory_factor: int = 3  # bytes of memory per byte: the body, its tensors, the request to Triton
     max_inline_bytes: float = 16 << 10
     max_thread_bytes: float = math.inf
-    # Says whether an input that is the whole body accepts the type.
-    is_accepted: Callable[[TensorSpec], bool] = lambda _: True
-
-
-def accepts_text(tensor: TensorSpec) -> bool:
-    return tensor.datatype.kind is DatatypeKind.BYTES
-
-
-def accepts_file(tensor: TensorSpec) -> bool:
-    return accepts_text(tensor) or tensor.image_spec is not None or tensor.takes_file_bytes
 
 
 def read_bytes(body: bytes, parameters: Mapping[str, str]) -> bytes:
@@ -118,42 +105,17 @@ def read_npz_payload(body: bytes, limits: PayloadLimits) -> Payload:
     return Payload({name: [Part(array, NPY)] for name, array in arrays.items()})
 
 
-STRING_SCHEMA: Final[dict[str, Any]] = {"type": "string"}
-OPTIONAL_STRING_SCHEMA: Final[dict[str, Any]] = {"type": ["string", "null"]}
-BINARY_SCHEMA: Final[dict[str, Any]] = {"type": "string", "format": "binary"}
-FORM_SCHEMA: Final[dict[str, Any]] = {"type": "object", "additionalProperties": BINARY_SCHEMA}
-PARAMETERS_SCHEMA: Final[dict[str, Any]] = {
-    "type": ["object", "null"],
-    "additionalProperties": {"type": ["string", "number", "boolean", "null"]},
-}
-JSON_SCHEMA: Final[dict[str, Any]] = {
-    "type": "object",
-    "properties": {
-        "inputs": {"description": "A value, or an object of values by input name."},
-        "outputs": {"type": ["array", "null"], "items": STRING_SCHEMA},
-        "parameters": PARAMETERS_SCHEMA,
-        "id": OPTIONAL_STRING_SCHEMA,
-    },
-    "required": ["inputs"],
-    "additionalProperties": False,
-}
 # The decoders of texts and JSON hold the GIL, numbers can be shorter in JSON than as tensors, and archives
 # are compressed.
 CODECS: Final = (
-    Codec(
-        ANY_IMAGE, BINARY_SCHEMA, read_bytes, max_inline_bytes=math.inf, is_accepted=accepts_file
-    ),
-    Codec(
-        OCTET_STREAM, BINARY_SCHEMA, read_bytes, max_inline_bytes=math.inf, is_accepted=accepts_file
-    ),
-    Codec(TEXT, STRING_SCHEMA, decode_text, max_thread_bytes=256 << 10, is_accepted=accepts_text),
-    Codec(MULTIPART, FORM_SCHEMA),  # fed in chunks: see `gateway.tensors.multipart`
-    Codec(JSON, JSON_SCHEMA, read_json_value, read_json_payload, 6, max_thread_bytes=256 << 10),
+    Codec(ANY_IMAGE, read_bytes, max_inline_bytes=math.inf),
+    Codec(OCTET_STREAM, read_bytes, max_inline_bytes=math.inf),
+    Codec(TEXT, decode_text, max_thread_bytes=256 << 10),
+    Codec(MULTIPART),  # fed in chunks: see `gateway.tensors.multipart`
+    Codec(JSON, read_json_value, read_json_payload, 6, max_thread_bytes=256 << 10),
     # A view of the body.
-    Codec(NPY, BINARY_SCHEMA, lambda body, _: read_npy(body), max_inline_bytes=1 << 20),
-    Codec(
-        NPZ, BINARY_SCHEMA, None, read_npz_payload, max_inline_bytes=-1, max_thread_bytes=16 << 10
-    ),
+    Codec(NPY, lambda body, _: read_npy(body), max_inline_bytes=1 << 20),
+    Codec(NPZ, None, read_npz_payload, max_inline_bytes=-1, max_thread_bytes=16 << 10),
 )
 CODECS_BY_TYPE: Final = {codec.media_type: codec for codec in CODECS}
 JSON_CODEC: Final = CODECS_BY_TYPE[JSON]

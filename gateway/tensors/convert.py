@@ -6,7 +6,7 @@ The functions raise `InputMismatch` for a value that the datatype cannot represe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -81,32 +81,41 @@ def is_absent(part: Part) -> bool:
 def decode_files(parts: Sequence[Part], tensor: TensorSpec, limits: PayloadLimits) -> list[Part]:
     """Return the parts with arrays in place of their files; an element of BYTES is none.
 
+    A list of files is one batch, or several parts if their lengths differ.
     Raises `InputMismatch`, `BadImage`, `TooLarge`, `MalformedRequest` or `CostlyImages`.
     """
     if tensor.datatype.kind is DatatypeKind.BYTES:
         return list(parts)
     files = [list_files(part.value) for part in parts]
-    if tensor.takes_file_bytes:
-        convert = partial(convert_file_bytes, tensor)
-    elif any(files):
-        if tensor.image_spec is None:
-            raise build_input_mismatch(
-                tensor,
-                "bytes, but the input's shape is not an image shape, which has 1, 3 or 4 channels first or "
-                f"last, or where the format in the model's config says; send an array as {NPY}",
-            )
-        reader = ImageReader(tensor.image_spec, limits, tensor.name)
-        reader.check_all(list(chain.from_iterable(files)))
-        convert = partial(convert_image, reader, tensor)
-    decoded = []
+    decode = build_file_decoder(list(chain.from_iterable(files)), tensor, limits)
+    decoded: list[Part] = []
     for part, contents in zip(parts, files, strict=True):
-        if contents:
-            arrays = [convert(content) for content in contents]
-            decoded += join_files(part, arrays, tensor)
-        else:
-            value = read_npy(part.value) if is_npy_file(part.value) else part.value
-            decoded.append(part._replace(value=value))
+        values = [decode(content) for content in contents]
+        if not contents:
+            values = [read_npy(part.value) if is_npy_file(part.value) else part.value]
+        elif isinstance(part.value, list) and not (
+            tensor.takes_file_bytes and have_different_shapes(values)
+        ):
+            values = [stack_arrays(values, tensor)]
+        decoded += (part._replace(value=value) for value in values)
     return decoded
+
+
+def build_file_decoder(
+    files: Sequence[bytes], tensor: TensorSpec, limits: PayloadLimits
+) -> Callable[[bytes], np.ndarray]:
+    """Return what decodes each of the files of an input. Raises the errors of `decode_files`."""
+    if tensor.takes_file_bytes or not files:
+        return partial(np.frombuffer, dtype=tensor.datatype.numpy_dtype)
+    if tensor.image_spec is None:
+        raise build_input_mismatch(
+            tensor,
+            "bytes, but the input's shape is not an image shape, which has 1, 3 or 4 channels first or "
+            f"last, or where the format in the model's config says; send an array as {NPY}",
+        )
+    reader = ImageReader(tensor.image_spec, limits, tensor.name)
+    reader.check_all(files)
+    return partial(convert_image, reader, tensor)
 
 
 def list_files(value: Any) -> list[bytes]:
@@ -128,36 +137,20 @@ def is_npy_file(value: Any) -> bool:
     return isinstance(value, bytes) and value.startswith(NPY_MAGIC)
 
 
-def join_files(part: Part, arrays: list[np.ndarray], tensor: TensorSpec) -> list[Part]:
-    """Return the arrays of a list of files as one batch, or as parts if they are of different lengths."""
-    if not isinstance(part.value, list):
-        return [part._replace(value=arrays[0])]
-    if len({array.shape for array in arrays}) == 1:
-        return [part._replace(value=np.stack(arrays))]
-    if tensor.takes_file_bytes:
-        return [part._replace(value=array) for array in arrays]
-    raise build_input_mismatch(tensor, "images of different sizes, which cannot form a batch")
-
-
-def convert_file_bytes(tensor: TensorSpec, content: bytes) -> np.ndarray:
-    return np.frombuffer(content, tensor.datatype.numpy_dtype)
-
-
 def convert_image(reader: ImageReader, tensor: TensorSpec, content: bytes) -> np.ndarray:
     values = reader.read(content)
     dtype = tensor.datatype.numpy_dtype
     is_integer = tensor.datatype.kind is DatatypeKind.INTEGER
     # The order of the elements becomes that of the tensor here, and not when the request is encoded.
-    if tensor.scale is PixelScale.NONE and not tensor.mean and not tensor.std:
-        is_held = not is_integer or np.can_cast(values.dtype, dtype)
-        highest = PER_8_BIT_VALUE * 255 if values.dtype == np.uint16 else 255
-        if not is_held and (values.dtype == np.uint8 or values.max() > np.iinfo(dtype).max):
+    if is_integer and tensor.scale is PixelScale.NONE and not tensor.mean and not tensor.std:
+        highest = np.iinfo(values.dtype).max
+        largest = np.iinfo(dtype).max
+        if highest > largest and (values.dtype == np.uint8 or values.max() > largest):
             raise build_input_mismatch(
                 tensor,
                 f"an image, whose values 0..{highest} do not fit; set gateway.scale in the model's config",
             )
-        if is_integer or values.dtype == np.uint8:
-            return values.astype(dtype, order="C")
+        return values.astype(dtype, order="C")
     scaled = values.astype(np.float32, order="C")
     if values.dtype == np.uint16:
         scaled /= np.float32(PER_8_BIT_VALUE)
@@ -184,8 +177,7 @@ def reshape_per_channel(
 # Values.
 
 
-def convert_part(part: Part, tensor: TensorSpec) -> np.ndarray:
-    value = part.value
+def convert_value(value: Any, tensor: TensorSpec) -> np.ndarray:
     if isinstance(value, np.ndarray):
         return convert_array(value, tensor)
     return convert_nested_lists(value, tensor)
@@ -202,26 +194,22 @@ def convert_nested_lists(value: Any, tensor: TensorSpec) -> np.ndarray:
 
 def flatten_lists(value: Any, tensor: TensorSpec) -> tuple[list[Any], tuple[int, ...]]:
     """Return the leaves of nested lists and the shape, without a Python call per number."""
-    if type(value) not in (list, dict):
-        return [value], ()
-    level = [value]
-    shape: list[int] = []
-    while level and set(map(type, level)) == {list}:
-        lengths = set(map(len, level))
-        if len(lengths) > 1:
-            raise build_input_mismatch(
-                tensor,
-                f"ragged lists: lengths {join_names(map(str, sorted(lengths)))} at the same level",
-            )
-        shape.append(lengths.pop())
-        if len(shape) > MAX_DIMENSIONS:
-            raise build_input_mismatch(tensor, f"lists of more than {MAX_DIMENSIONS} dimensions")
-        level = list(chain.from_iterable(level))
-    if dict in map(type, level):
-        raise build_input_mismatch(tensor, "a JSON object")
-    if list in map(type, level):
-        raise build_input_mismatch(tensor, "ragged lists: values and lists at the same level")
-    return level, tuple(shape)
+    nested = np.array(value, object)
+    leaves = nested.ravel().tolist()
+    kinds = set(map(type, leaves))
+    problem = ""
+    if dict in kinds:
+        problem = "a JSON object"
+    elif nested.ndim > MAX_DIMENSIONS:
+        problem = f"lists of more than {MAX_DIMENSIONS} dimensions"
+    elif kinds == {list}:
+        lengths = join_names(map(str, sorted(set(map(len, leaves)))))
+        problem = f"ragged lists: lengths {lengths} at the same level"
+    elif list in kinds:
+        problem = "ragged lists: values and lists at the same level"
+    if problem:
+        raise build_input_mismatch(tensor, problem)
+    return leaves, nested.shape
 
 
 def convert_integers(leaves: list[Any], kinds: set[type], tensor: TensorSpec) -> np.ndarray:
@@ -306,17 +294,23 @@ def cast_exactly(array: np.ndarray, tensor: TensorSpec) -> np.ndarray:
             low, high = tensor.datatype.integer_range
             changed |= ~((array >= low) & (array < float(high) + 1))
     if changed.any():
-        raise build_inexact_error(tensor, f"{array[changed].flat[0]!s}")
+        value = array[changed].flat[0]
+        raise build_input_mismatch(
+            tensor, f"{value!s}, which {tensor.datatype.name} cannot represent exactly"
+        )
     return cast
 
 
-def build_inexact_error(tensor: TensorSpec, value: str) -> InputMismatch:
-    name = tensor.datatype.name
-    return build_input_mismatch(tensor, f"{value}, which {name} cannot represent exactly")
+# Shapes.
 
 
 def stack_parts(parts: Sequence[Part], tensor: TensorSpec, supports_batching: bool) -> np.ndarray:
-    array = stack_values([part.value for part in parts], parts, tensor)
+    """Return a batch of which each part is an item."""
+    values = [part.value for part in parts]
+    if any(isinstance(value, np.ndarray) for value in values):
+        array = stack_arrays([convert_value(value, tensor) for value in values], tensor)
+    else:  # together, because converting a short list takes about as long as a long one
+        array = convert_nested_lists(values, tensor)
     expected = (-1, *tensor.shape) if supports_batching else tensor.shape
     if array.ndim == 1 and all(size in (1, -1) for size in expected[1:]):
         array = array.reshape(-1, *(1 for _ in expected[1:]))
@@ -327,8 +321,17 @@ def stack_parts(parts: Sequence[Part], tensor: TensorSpec, supports_batching: bo
     return array
 
 
-def have_different_shapes(parts: Sequence[Part]) -> bool:
-    return len({part.value.shape for part in parts if isinstance(part.value, np.ndarray)}) > 1
+def stack_arrays(arrays: Sequence[np.ndarray], tensor: TensorSpec) -> np.ndarray:
+    if have_different_shapes(arrays):
+        shapes = join_names(map(format_shape, sorted({array.shape for array in arrays})))
+        raise build_input_mismatch(
+            tensor, f"values of different shapes, which cannot form a batch: {shapes}"
+        )
+    return np.stack(arrays)
+
+
+def have_different_shapes(values: Iterable[Any]) -> bool:
+    return len({value.shape for value in values if isinstance(value, np.ndarray)}) > 1
 
 
 def separate_parts(
@@ -344,64 +347,24 @@ def separate_parts(
     return [fit_part_to_shape(part, tensor, supports_batching)[0] for part in parts]
 
 
-def stack_values(values: list[Any], parts: Sequence[Part], tensor: TensorSpec) -> np.ndarray:
-    # Lists are converted together, because converting a short list takes about as long as a long one.
-    if all(type(value) is list for value in values):
-        check_equal_shapes(find_list_shapes(values, tensor), tensor)
-        return convert_nested_lists(values, tensor)
-    arrays = [convert_part(part, tensor) for part in parts]
-    check_equal_shapes({array.shape for array in arrays}, tensor)
-    return np.stack(arrays)
-
-
-def find_list_shapes(values: Sequence[list[Any]], tensor: TensorSpec) -> set[tuple[int, ...]]:
-    """Return the shapes of the lists; at most two of them if the lengths differ."""
-    lengths = list(map(len, values))
-    other = next((index for index, length in enumerate(lengths) if length != lengths[0]), 0)
-    rows = [values[0], values[other]] if other else values
-    if not other and list not in map(type, chain.from_iterable(rows)):
-        rows = values[:1]
-    return {flatten_lists(row, tensor)[1] for row in rows}
-
-
-def check_equal_shapes(shapes: set[tuple[int, ...]], tensor: TensorSpec) -> None:
-    if len(shapes) > 1:
-        raise build_input_mismatch(
-            tensor, f"values of different shapes: {join_names(map(format_shape, sorted(shapes)))}"
-        )
-
-
 def fit_part_to_shape(
     part: Part, tensor: TensorSpec, supports_batching: bool
 ) -> tuple[np.ndarray, bool]:
     """Return the array with the dimensions that Triton expects, and whether the part is a batch."""
-    array = convert_part(part, tensor)
-    shape = tensor.shape
-    is_json_list = isinstance(part.value, list)
-    if not supports_batching:
-        return fit_unbatched_array(array, tensor), False
+    array = convert_value(part.value, tensor)
+    expected = (-1, *tensor.shape) if supports_batching else tensor.shape
     if array.ndim == 0 and tensor.can_be_single:
-        return array.reshape((1,) * (len(shape) + 1)), False
-    if shape == (1,) and array.ndim == 1 and (is_json_list or len(array) != 1):
+        return array.reshape((1,) * len(expected)), False
+    is_list = isinstance(part.value, list) or array.shape != (1,)
+    if supports_batching and tensor.shape == (1,) and array.ndim == 1 and is_list:
         array = array.reshape(-1, 1)  # a list of single values is a batch
-    if array.ndim == len(shape) + 1 and is_compatible_shape(array.shape[1:], shape):
-        if len(array) == 0:
+    if is_compatible_shape(array.shape, expected):
+        if supports_batching and len(array) == 0:
             raise build_input_mismatch(tensor, "an empty batch")
-        return array, True
-    if is_compatible_shape(array.shape, shape):
+        return array, supports_batching
+    # The batch dimension is missing: Triton's, or one that a model without batching declares.
+    if is_compatible_shape((1, *array.shape), expected):
         return array[np.newaxis], False
-    raise build_input_mismatch(tensor, describe_array(array.shape))
-
-
-def fit_unbatched_array(array: np.ndarray, tensor: TensorSpec) -> np.ndarray:
-    # A model without batching may declare a first dimension of its own.
-    shape = tensor.shape
-    if is_compatible_shape(array.shape, shape):
-        return array
-    if array.ndim == 0 and tensor.can_be_single:
-        return array.reshape((1,) * len(shape))
-    if array.ndim == len(shape) - 1 and is_compatible_shape((1, *array.shape), shape):
-        return array[np.newaxis]
     raise build_input_mismatch(tensor, describe_array(array.shape))
 
 

@@ -70,6 +70,10 @@ class CostlyImages(Exception):
     """The images need more time than a thread may take, because it cannot be stopped."""
 
 
+class TooManyParts(Exception):
+    """A file consists of more parts than real ones of its size."""
+
+
 class LimitedFile(io.BytesIO):
     """A file that is read so often only, because Pillow parses it in Python, part by part."""
 
@@ -82,10 +86,6 @@ class LimitedFile(io.BytesIO):
         if self._remaining_reads < 0:
             raise TooManyParts
         return super().read(size)
-
-
-class TooManyParts(Exception):
-    """A file consists of more parts than real ones of its size."""
 
 
 class ImageReader:
@@ -139,21 +139,20 @@ class ImageReader:
     def _read_16_bits(self, image: Image.Image, data: bytes) -> np.ndarray:
         """Return all bits in the channels of the input; the shape is [height, width, channels]."""
         if image.mode in SIXTEEN_BIT_MODES:
-            grey = np.asarray(load_upright_image(image, self.spec))
-            channels = grey.clip(0, MAX_16_BIT).astype(np.uint16)[..., np.newaxis]
-        else:
-            tile = cast(ImageFile, image).tile[0]
-            lower_mode = LOWER_BYTES.get(str(tile.args))
-            if lower_mode is None:
-                raise BadImage(
-                    f"the image for input {self._input} has 16 bits of grey with transparency, which cannot "
-                    "be decoded without loss; save it without transparency, or with 8 bits"
-                )
-            channels = np.asarray(load_upright_image(image, self.spec)).astype(np.uint16)
-            channels <<= 8
-            with self._open(data) as again:
-                cast(ImageFile, again).tile = [tile._replace(args=lower_mode)]
-                channels |= np.asarray(load_upright_image(again, self.spec))
+            grey = read_grey_16_bits(load_upright_image(image, self.spec))
+            return convert_channels(grey[..., np.newaxis], self.spec.mode)
+        tile = cast(ImageFile, image).tile[0]
+        lower_mode = LOWER_BYTES.get(str(tile.args))
+        if lower_mode is None:
+            raise BadImage(
+                f"the image for input {self._input} has 16 bits of grey with transparency, which cannot "
+                "be decoded without loss; save it without transparency, or with 8 bits"
+            )
+        channels = np.asarray(load_upright_image(image, self.spec)).astype(np.uint16)
+        channels <<= 8
+        with self._open(data) as again:
+            cast(ImageFile, again).tile = [tile._replace(args=lower_mode)]
+            channels |= np.asarray(load_upright_image(again, self.spec))
         return convert_channels(channels, self.spec.mode)
 
     def _count_pixels(self, data: bytes) -> int:
@@ -172,8 +171,8 @@ class ImageReader:
             )
         try:
             with Image.open(LimitedFile(data), formats=FORMATS) as image:
-                if problem := self._find_excess(image.width, image.height):
-                    raise TooLarge(f"the image for input {self._input} has {problem}")
+                if excess := find_excess(image, data, self._limits):
+                    raise TooLarge(f"the image for input {self._input} has {excess}")
                 yield image
         except TooManyParts:
             raise TooLarge(
@@ -182,31 +181,30 @@ class ImageReader:
         except PILLOW_ERRORS:
             raise BadImage(f"the image for input {self._input} is truncated or damaged") from None
 
-    def _find_excess(self, width: int, height: int) -> str:
-        limits = self._limits
-        if width * height > limits.max_image_pixels:
-            return f"{width} × {height} pixels; the limit is {limits.max_image_pixels} pixels"
-        if max(width, height) > limits.max_image_side:
-            return (
-                f"{width} × {height} pixels; the limit is {limits.max_image_side} pixels per side"
-            )
-        return ""
-
     def _add_cost(self, image: Image.Image, data: bytes) -> None:
-        """Check how long decoding may take. Raises `TooLarge` or `CostlyImages`."""
-        is_jpeg = isinstance(image, JpegImageFile)
-        scans = data.count(START_OF_SCAN) if is_jpeg else 1
-        problem = ""
-        if scans > MAX_SCANS:
-            problem = f"more than {MAX_SCANS} scans; save it as a baseline JPEG"
-        elif is_jpeg and len(data) > MIN_PADDED_BYTES and LONG_PADDING in data:
-            problem = f"{len(LONG_PADDING)} bytes of padding; save it again"
-        if problem:
-            raise TooLarge(f"the image for input {self._input} has {problem}")
+        """Raise `CostlyImages` if the images may take too long. Scans of a JPEG count as well."""
         pixels = image.width * image.height
-        self._cost_pixels += pixels + pixels * (scans - 1) // SCANS_PER_PASS
+        self._cost_pixels += pixels + pixels * (count_scans(image, data) - 1) // SCANS_PER_PASS
         if self._cost_pixels > self._limits.max_cost_pixels:
             raise CostlyImages
+
+
+def find_excess(image: Image.Image, data: bytes, limits: PayloadLimits) -> str:
+    """Return what an image has too much of to be decoded; empty if nothing."""
+    width, height = image.size
+    if width * height > limits.max_image_pixels:
+        return f"{width} × {height} pixels; the limit is {limits.max_image_pixels} pixels"
+    if max(width, height) > limits.max_image_side:
+        return f"{width} × {height} pixels; the limit is {limits.max_image_side} pixels per side"
+    if count_scans(image, data) > MAX_SCANS:
+        return f"more than {MAX_SCANS} scans; save it as a baseline JPEG"
+    if image.format == "JPEG" and len(data) > MIN_PADDED_BYTES and LONG_PADDING in data:
+        return f"{len(LONG_PADDING)} bytes of padding; save it again"
+    return ""
+
+
+def count_scans(image: Image.Image, data: bytes) -> int:
+    return data.count(START_OF_SCAN) if image.format == "JPEG" else 1
 
 
 def is_image(data: bytes) -> bool:
@@ -241,13 +239,17 @@ def convert_image_mode(image: Image.Image, mode: str) -> Image.Image:
     """Convert to L, RGB or RGBA. 16 bits are scaled to 8; L and RGB are composited over white."""
     if image.mode in SIXTEEN_BIT_MODES:
         # In integers, because floats of 25 million pixels would take 600 MB.
-        grey = np.asarray(image).clip(0, MAX_16_BIT).astype(np.uint16)
+        grey = read_grey_16_bits(image)
         image = Image.fromarray((grey // 257 + (grey % 257 > 128)).astype(np.uint8))
     if mode != "RGBA" and image.has_transparency_data:
         rgba = image.convert("RGBA")
         white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
         image = Image.alpha_composite(white, rgba)
     return image if image.mode == mode else image.convert(mode)
+
+
+def read_grey_16_bits(image: Image.Image) -> np.ndarray:
+    return np.asarray(image).clip(0, MAX_16_BIT).astype(np.uint16)
 
 
 def resize_image(image: Image.Image, spec: ImageSpec) -> np.ndarray:
@@ -267,21 +269,17 @@ def has_16_bits(image: Image.Image, data: bytes) -> bool:
 
 
 def convert_channels(channels: np.ndarray, mode: str) -> np.ndarray:
-    """Convert UINT16 [height, width, channels] to L, RGB or RGBA, as Pillow does with 8 bits."""
-    count = len(mode)
+    """Convert UINT16 grey, RGB or RGBA [height, width, channels] to a mode, as Pillow does with 8 bits."""
     if channels.shape[2] == 4 and mode != "RGBA":  # over white
         alpha = channels[..., 3:].astype(np.float32) / MAX_16_BIT
-        over_white = channels[..., :3] * alpha + (1 - alpha) * MAX_16_BIT
-        channels = np.rint(over_white).astype(np.uint16)
+        channels = np.rint(channels[..., :3] * alpha + (1 - alpha) * MAX_16_BIT)
     if channels.shape[2] == 3 and mode == "L":
-        channels = np.rint(channels @ np.array(LUMA_WEIGHTS, np.float32)).astype(np.uint16)[
-            ..., np.newaxis
-        ]
+        channels = np.rint(channels @ np.array(LUMA_WEIGHTS, np.float32))[..., np.newaxis]
     if channels.shape[2] == 1 and mode != "L":
         channels = channels.repeat(3, axis=2)
-    if channels.shape[2] < count:
+    if channels.shape[2] < len(mode):
         channels = np.pad(channels, ((0, 0), (0, 0), (0, 1)), constant_values=MAX_16_BIT)
-    return channels
+    return channels.astype(np.uint16)
 
 
 def resize_channels(channels: np.ndarray, spec: ImageSpec) -> np.ndarray:
@@ -307,9 +305,7 @@ def arrange_pixels(pixels: np.ndarray, spec: ImageSpec) -> np.ndarray:
 
 # To name what was sent: the first bytes, at a position, of files that are no images to decode.
 OTHER_FILES: Final[tuple[tuple[int, bytes, str], ...]] = (
-    (4, b"ftypheic", "a HEIC file, as iPhones take"),
-    (4, b"ftypheix", "a HEIC file, as iPhones take"),
-    (4, b"ftyphev", "a HEIC file, as iPhones take"),
+    (4, b"ftyphe", "a HEIC file, as iPhones take"),
     (4, b"ftypmif1", "a HEIF file"),
     (4, b"ftypmsf1", "a HEIF file"),
     (4, b"ftypavi", "an AVIF file"),

@@ -6,13 +6,11 @@ A worker process can run `decode_body` and `decode_json_body`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from gateway.errors import InputMismatch, TooLarge
-from gateway.media_types import MULTIPART
 from gateway.messages import join_names, quote_text
 from gateway.tensors.codecs import parse_body_type
 from gateway.tensors.convert import (
@@ -26,9 +24,9 @@ from gateway.tensors.convert import (
     stack_parts,
 )
 from gateway.tensors.json_body import check_json_memory
-from gateway.tensors.multipart import Form, read_form
+from gateway.tensors.multipart import Form
 from gateway.tensors.payload import Part, Payload, PayloadLimits, PayloadOptions
-from gateway.tensors.signature import Signature, TensorSpec
+from gateway.tensors.signature import Signature
 
 # A complete body: a form has been split into its parts.
 Body = bytes | Form
@@ -79,8 +77,6 @@ def read_payload(body: Body, content_type: str, limits: PayloadLimits) -> Payloa
         return body.build_payload(limits)
     body_type = parse_body_type(content_type)
     codec = body_type.codec
-    if body_type.media_type == MULTIPART:
-        return read_form(body, content_type, limits).build_payload(limits)
     if codec is not None and codec.read_payload is not None:
         return codec.read_payload(body, limits)
     return Payload({"": [Part(body_type.read_value(body), body_type.media_type)]})
@@ -102,11 +98,9 @@ def to_inputs(payload: Payload, signature: Signature, limits: PayloadLimits) -> 
         if tensor.is_optional and all(map(is_absent, assigned)):
             continue
         values = [read_text_part(part, tensor, limits) for part in assigned]
-        if len(values) == 1:
-            check_listed_rows(values[0].value, tensor, signature, limits)
         parts = decode_files(values, tensor, limits)
         is_batched = True
-        if tensor.takes_file_bytes and have_different_shapes(parts):
+        if tensor.takes_file_bytes and have_different_shapes(part.value for part in parts):
             files[name] = separate_parts(parts, tensor, supports_batching)
         elif is_stacked or len(parts) > 1:
             arrays[name] = stack_parts(parts, tensor, supports_batching)
@@ -186,8 +180,7 @@ def assign_parts(payload: Payload, signature: Signature) -> dict[str, list[Part]
     return parts
 
 
-@dataclass(frozen=True, slots=True)
-class DecodedBody:
+class DecodedBody(NamedTuple):
     """The options of a body, and the tensors that its parts became."""
 
     options: PayloadOptions
@@ -225,22 +218,6 @@ def check_row_count(signature: Signature, rows: int, limits: PayloadLimits) -> N
         f"the model has no batch dimension, so a request can have at most {limits.max_inferences} items; "
         f"got {rows}"
     )
-
-
-def check_listed_rows(
-    value: Any, tensor: TensorSpec, signature: Signature, limits: PayloadLimits
-) -> None:
-    """Check how many inferences a list becomes, before it is converted. Raises `TooLarge`."""
-    if not isinstance(value, list) or len(value) <= limits.max_inferences:
-        return
-    depth = 0
-    first: Any = value
-    while isinstance(first, list) and depth <= len(tensor.shape):
-        depth += 1
-        first = first[0] if first else None
-    is_batch = depth > len(tensor.shape) or tensor.shape == (1,)
-    if signature.supports_batching and is_batch:
-        check_row_count(signature, len(value), limits)
 
 
 def decode_json_body(

@@ -12,13 +12,13 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser
 
 from gateway.errors import MalformedRequest, TooLarge
-from gateway.media_types import JSON, OCTET_STREAM, TEXT
-from gateway.tensors.codecs import parse_body_type, read_bytes
+from gateway.headers import parse_content_type, parse_header_parameters
+from gateway.media_types import OCTET_STREAM, TEXT
+from gateway.tensors.codecs import JSON_CODEC, parse_body_type, read_bytes
 from gateway.tensors.json_body import check_json_memory, parse_json_body, validate_parameters
-from gateway.tensors.media_type import parse_content_type, parse_header_parameters
 from gateway.tensors.payload import Part, Payload, PayloadLimits, PayloadOptions
 
-MAX_HEADER_BYTES: Final = 8 << 10
+MAX_HEADER_BYTES: Final = 4 << 10
 MAX_HEADER_FIELDS: Final = 16
 # Line ends before the first part and blanks behind a boundary belong to no part.
 MAX_UNUSED_BYTES: Final = 1 << 10
@@ -166,50 +166,22 @@ class Form:
         parts: dict[str, list[Part]] = {}
         parameters: dict[str, Any] = {}
         for raw_part in self.raw_parts:
-            if is_json_part(raw_part):
-                check_json_memory(raw_part.content, limits)
-            name, part = read_form_field(raw_part)
+            name, part = read_form_field(raw_part, limits)
             if name == "parameters":
-                parameters = validate_parameters(parse_form_parameters(part.value))
+                parameters = validate_parameters(parse_form_parameters(part.value, limits))
             else:
                 parts.setdefault(name, []).append(part)
         return Payload(parts, PayloadOptions(parameters=parameters))
 
 
-class FormReader:
-    """Splits a multipart body, which is fed in chunks, into parts that are kept in memory."""
-
-    def __init__(self, content_type: str, limits: PayloadLimits) -> None:
-        self._reader = PartReader(content_type, limits.max_parts)
-        self._parts: list[RawPart] = []
-
-    def feed(self, data: bytes) -> None:
-        self._parts += self._reader.feed(data)
-
-    def finish(self) -> Form:
-        """Return the complete form. Raises `MalformedRequest`."""
-        self._reader.finish()
-        return Form(self._parts)
-
-
-def read_form(body: bytes, content_type: str, limits: PayloadLimits) -> Form:
-    reader = FormReader(content_type, limits)
-    reader.feed(body)
-    return reader.finish()
-
-
 def is_raw_file(raw_part: RawPart) -> bool:
     codec = parse_body_type(raw_part.headers.get("content-type", TEXT)).codec
-    return codec is not None and codec.read_value is read_bytes and not is_json_part(raw_part)
-
-
-def is_json_part(raw_part: RawPart) -> bool:
     # The field `parameters` is JSON even if its type says otherwise.
     is_parameters = "parameters" in raw_part.headers.get("content-disposition", "")
-    return is_parameters or JSON in raw_part.headers.get("content-type", "").lower()
+    return codec is not None and codec.read_value is read_bytes and not is_parameters
 
 
-def read_form_field(raw_part: RawPart) -> tuple[str, Part]:
+def read_form_field(raw_part: RawPart, limits: PayloadLimits) -> tuple[str, Part]:
     """Return name and value. A field without a type is text; a file without a supported type is bytes."""
     disposition, options = parse_header_parameters(raw_part.headers.get("content-disposition", ""))
     if disposition != "form-data" or "name" not in options:
@@ -228,10 +200,15 @@ def read_form_field(raw_part: RawPart) -> tuple[str, Part]:
     codec = body_type.codec
     if is_file and (kind == TEXT or codec is None or codec.read_value is None):
         return name, Part(data, kind)
+    if codec is JSON_CODEC:
+        check_json_memory(data, limits)
     return name, Part(body_type.read_value(data), kind)
 
 
-def parse_form_parameters(value: Any) -> Any:
+def parse_form_parameters(value: Any, limits: PayloadLimits) -> Any:
     if isinstance(value, str):
         value = value.encode()
-    return parse_json_body(value) if isinstance(value, bytes) else value
+    if not isinstance(value, bytes):
+        return value
+    check_json_memory(value, limits)
+    return parse_json_body(value)

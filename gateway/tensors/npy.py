@@ -9,9 +9,9 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.lib import format as npy_format
@@ -21,10 +21,14 @@ from gateway.messages import join_names, quote_text
 from gateway.tensors.zip_files import DamagedArchive, TooManyEntries, open_zip_file, read_zip_entry
 
 NPY_MAGIC: Final = npy_format.MAGIC_PREFIX
-# The size of the header length by version. Version 3 differs from version 2 only by UTF-8, in the names of
-# structures, which are not supported.
-LENGTH_FIELD_BYTES: Final = {(1, 0): 2, (2, 0): 4, (3, 0): 4}
-READERS: Final = {2: npy_format.read_array_header_1_0, 4: npy_format.read_array_header_2_0}
+HeaderReader = Callable[..., tuple[tuple[int, ...], bool, np.dtype]]
+# By version: the size of the header's length, and what reads the header. Version 3 differs from version 2
+# only by UTF-8, in the names of structures, which are not supported.
+HEADERS: Final[Mapping[tuple[int, ...], tuple[int, HeaderReader]]] = {
+    (1, 0): (2, npy_format.read_array_header_1_0),
+    (2, 0): (4, npy_format.read_array_header_2_0),
+    (3, 0): (4, npy_format.read_array_header_2_0),
+}
 # NumPy evaluates the header in Python. A file with 32 dimensions has a header of half this size.
 MAX_NPY_HEADER_BYTES: Final = 1024
 # NumPy supports 64, and a batch of arrays has one dimension more.
@@ -40,62 +44,51 @@ NUMBER_TYPES: Final = frozenset(
 warnings.filterwarnings("ignore", "Reading `.npy` or `.npz` file required additional")
 
 
-@dataclass(frozen=True)
-class NpyHeader:
-    """The header of a .npy file."""
-
-    shape: tuple[int, ...]
-    is_fortran_order: bool
-    dtype: np.dtype
-
-
 def read_npy(data: bytes | memoryview) -> np.ndarray:
     """Return the array of a complete file as a view of `data`. Raises `MalformedRequest`."""
     start = bytes(data[:12])
-    digits = LENGTH_FIELD_BYTES.get((start[6], start[7])) if len(start) == 12 else None
-    if not start.startswith(NPY_MAGIC) or digits is None:
+    version = tuple(start[6:8])
+    if not start.startswith(NPY_MAGIC) or version not in HEADERS:
         raise MalformedRequest("the body is not a .npy file of version 1, 2 or 3")
-    begin = npy_format.MAGIC_LEN + digits
+    begin = npy_format.MAGIC_LEN + HEADERS[version][0]
     data_start = begin + int.from_bytes(start[npy_format.MAGIC_LEN : begin], "little")
     if data_start - begin > MAX_NPY_HEADER_BYTES or data_start > len(data):
         raise MalformedRequest(
             "the .npy header must lie within the file and have at most "
             f"{MAX_NPY_HEADER_BYTES} bytes"
         )
-    header = parse_npy_header(bytes(data[npy_format.MAGIC_LEN : data_start]), digits)
-    count = math.prod(header.shape)
-    width = header.dtype.itemsize
+    header = bytes(data[npy_format.MAGIC_LEN : data_start])
+    shape, is_fortran_order, dtype = parse_npy_header(header, version)
+    count = math.prod(shape)
     size_bytes = len(data) - data_start
-    if count * width != size_bytes:
+    if count * dtype.itemsize != size_bytes:
         raise MalformedRequest(
-            f"the .npy header declares {count} × {width} bytes of data; the file has {size_bytes}"
+            f"the .npy header declares {count} × {dtype.itemsize} bytes of data; the file has {size_bytes}"
         )
-    array: np.ndarray = np.ndarray(
-        header.shape,
-        header.dtype,
-        data,
-        data_start,
-        order="F" if header.is_fortran_order else "C",
-    )
-    if header.dtype.kind == "U" and not is_valid_unicode(array):
+    order: Literal["C", "F"] = "F" if is_fortran_order else "C"
+    array: np.ndarray = np.ndarray(shape, dtype, data, data_start, order=order)
+    if dtype.kind == "U" and not is_valid_unicode(array):
         raise MalformedRequest("the .npy file contains invalid Unicode characters")
     return array
 
 
 @lru_cache(64)  # the files for an input of a model have the same header
-def parse_npy_header(header: bytes, length_field_bytes: int) -> NpyHeader:
-    read = READERS[length_field_bytes]
+def parse_npy_header(
+    header: bytes, version: tuple[int, ...]
+) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Return shape, whether the order is Fortran's, and datatype. Raises `MalformedRequest`."""
+    read = HEADERS[version][1]
     try:
-        fields = NpyHeader(*read(io.BytesIO(header), MAX_NPY_HEADER_BYTES))
+        shape, is_fortran_order, dtype = read(io.BytesIO(header), MAX_NPY_HEADER_BYTES)
     # NumPy raises ValueError, and Python's parser and `np.dtype` other errors for what nobody writes.
     except Exception:  # noqa: BLE001 - the border to NumPy
         raise MalformedRequest(
             "the .npy header is malformed; it must be a dictionary of 'descr', 'fortran_order' and "
             "'shape', as written by numpy.save"
         ) from None
-    check_npy_dtype(fields.dtype)
-    check_npy_shape(fields.shape, fields.dtype)
-    return fields
+    check_npy_dtype(dtype)
+    check_npy_shape(shape, dtype)
+    return shape, is_fortran_order, dtype
 
 
 def check_npy_dtype(dtype: np.dtype) -> None:

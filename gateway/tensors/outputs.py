@@ -1,4 +1,4 @@
-"""Encoders of output tensors as JSON, .npy, .npz or raw bytes, and content negotiation. Pure."""
+"""Encoders of output tensors as JSON, .npy, .npz or raw bytes. Pure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import base64
 import io
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,15 +14,14 @@ import orjson
 from gateway.errors import (
     BadUpstream,
     InputMismatch,
-    MalformedRequest,
     ModelFault,
     NotAcceptable,
     UnrepresentableResponse,
 )
+from gateway.headers import choose_media_type
 from gateway.media_types import IMAGE_SIGNATURES, JSON, NPY, NPZ, OCTET_STREAM, detect_media_type
 from gateway.messages import quote_text
 from gateway.tensors.dtypes import DatatypeKind
-from gateway.tensors.media_type import parse_header_parameters
 from gateway.tensors.signature import Signature
 
 MAX_CLASS_INDEX_DIGITS = 18  # fits into 64 bits
@@ -32,8 +29,6 @@ MAX_CLASS_INDEX_DIGITS = 18  # fits into 64 bits
 VALUES_PER_CHUNK = 16_384
 # Serializing more numbers would block the event loop for too long.
 MAX_INLINE_RESULT_BYTES = 4 * VALUES_PER_CHUNK
-# Browsers send about 150 characters.
-MAX_ACCEPT_CHARS = 2048
 JSON_ACCEPT_VALUES = ("", "*/*", JSON)  # those of nearly all clients
 
 
@@ -283,56 +278,3 @@ def choose_result_encoder(
     if not media_type:
         raise NotAcceptable(accept, encoders)
     return encoders[media_type]
-
-
-@lru_cache(256)
-def choose_media_type(accept: str, offered: tuple[str, ...]) -> str:
-    """Return the offered type that `Accept` prefers, the first one on a tie; empty if it accepts none."""
-    ranges = parse_accept(accept)
-    ranked = [(rank, name) for name in offered if (rank := rank_media_type(name, ranges))]
-    return max(ranked, key=itemgetter(0))[1] if ranked else ""
-
-
-class MediaRange(NamedTuple):
-    quality: float
-    position: int
-    name: str
-
-
-def parse_accept(accept: str) -> list[MediaRange]:
-    """Return the ranges in the order of the header, or `*/*` for an empty one. Raises `MalformedRequest`."""
-    if len(accept) > MAX_ACCEPT_CHARS:
-        raise MalformedRequest(
-            f"the Accept header is longer than {MAX_ACCEPT_CHARS} characters; send fewer media types"
-        )
-    ranges = []
-    for position, entry in enumerate(accept.split(",")):
-        name, parameters = parse_header_parameters(entry)
-        try:
-            quality = float(parameters.get("q", "1"))
-        except ValueError:
-            quality = 1.0
-        if name:
-            ranges.append(MediaRange(quality, -position, name))
-    return ranges or [MediaRange(1.0, 0, "*/*")]
-
-
-def rank_media_type(media_type: str, ranges: Sequence[MediaRange]) -> tuple[float, int] | None:
-    """Return quality and position of the most specific matching range; None if it is not acceptable."""
-    matches = [each for each in ranges if is_in_media_range(each.name, media_type)]
-    best = max(matches, key=lambda each: (-each.name.count("*"), each.quality), default=None)
-    return best[:2] if best is not None and best.quality > 0 else None
-
-
-def list_accepted_types(accept: str) -> list[str]:
-    """Return the acceptable media ranges of an `Accept` header, best first."""
-    acceptable = (each for each in parse_accept(accept) if each.quality > 0)
-    return [each.name for each in sorted(acceptable, reverse=True)]
-
-
-def is_in_media_range(media_range: str, media_type: str) -> bool:
-    if media_range in ("*/*", media_type):
-        return True
-    kind, _, subtype = media_range.partition("/")
-    form_kind, _, form_subtype = media_type.partition("/")
-    return kind == form_kind and "*" in (subtype, form_subtype)

@@ -6,7 +6,6 @@ these, of strings and of bytes).
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,20 +75,3 @@ class Payload(NamedTuple):
     options: PayloadOptions = PayloadOptions()
     # More than 0 if each part is one item of a batch, even if there is only one.
     instance_count: int = 0
-
-
-# Copying this takes a millisecond or less, so that no copy holds the GIL, or the event loop, for long.
-MAX_PIECE_BYTES: Final = 1 << 20
-
-
-def copy_bytes(data: bytes | bytearray | memoryview) -> bytes:
-    """Return the data as bytes. Other threads can run between its pieces."""
-    if isinstance(data, bytes):
-        return data
-    if len(data) <= MAX_PIECE_BYTES:
-        return bytes(data)
-    file = io.BytesIO()
-    view = memoryview(data)
-    for start in range(0, len(data), MAX_PIECE_BYTES):
-        file.write(view[start : start + MAX_PIECE_BYTES])
-    return file.getvalue()  # this makes no copy

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -20,11 +20,7 @@ from gateway.tensors.dtypes import Datatype, DatatypeKind, parse_datatype
 
 MAX_DIMENSIONS = 64  # as in NumPy
 MAX_TENSORS = 4096  # the limit of the inputs, and of the outputs
-# The list of models contains these texts.
-MAX_TEXT_LENGTHS: Final = {"gateway.title": 100, "gateway.description": 200}
-MAX_INPUT_EXAMPLES = 8
-STEPS_PARAMETER: Final = "gateway.steps"  # the models that a Python model calls
-CONTENT_TYPE = re.compile(r"[!-~]{1,127}(?:; ?[ -~]{1,127})?")
+MAX_INPUT_EXAMPLES: Final = 8
 IMAGE_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 JsonObject = Mapping[str, Any]
 
@@ -69,6 +65,8 @@ class TensorSpec:
     std: tuple[float, ...] = ()
     has_labels: bool = False
     examples: tuple[str, ...] = ()  # texts, JSON, or files as data: URIs
+    # The number of classes to return, for requests that do not ask for another number.
+    classification: int = 0
 
     @cached_property
     def is_numeric(self) -> bool:
@@ -142,9 +140,9 @@ class Signature:
     platform: str = ""
     is_decoupled: bool = False
     parameters: Mapping[str, str] = field(default_factory=dict)
+    title: str = ""
+    description: str = ""
     steps: frozenset[str] = frozenset()  # the models of an ensemble
-    # The number of classes to return by output, for requests that do not ask for another number.
-    default_class_counts: Mapping[str, int] = field(default_factory=dict)
     priority: Priority | None = None  # requests of callers without a priority get it
     instances: int = 1  # on one replica
     has_dynamic_batching: bool = False  # Triton may compute several requests as one batch
@@ -167,20 +165,17 @@ class Signature:
         return math.ceil(rows / self.max_batch_size) if self.supports_batching else 1
 
     @cached_property
+    def default_class_counts(self) -> Mapping[str, int]:
+        counts = {name: tensor.classification for name, tensor in self.outputs.items()}
+        return {name: count for name, count in counts.items() if count}
+
+    @cached_property
     def is_cancellable(self) -> bool:
         # The inference is cancelled in Triton when the client disconnects.
         return self.has_flag("gateway.cancellable")
 
     def has_flag(self, parameter: str, value: str = "true") -> bool:
         return self.parameters.get(parameter, "").strip().lower() == value
-
-    @property
-    def title(self) -> str:
-        return self.parameters.get("gateway.title", "").strip()
-
-    @property
-    def description(self) -> str:
-        return self.parameters.get("gateway.description", "").strip()
 
     @cached_property
     def required_inputs(self) -> list[TensorSpec]:
@@ -225,6 +220,79 @@ class Signature:
         return any(tensor.image_spec is not None for tensor in self.inputs.values())
 
 
+# Hints: parameters of the model's config that say more than the config itself.
+
+
+def parse_examples(text: str) -> tuple[str, ...]:
+    examples = json.loads(text)
+    is_list = isinstance(examples, list) and all(isinstance(each, str) for each in examples)
+    if not is_list or len(examples) > MAX_INPUT_EXAMPLES:
+        raise ValueError
+    return tuple(examples)
+
+
+def parse_channel_values(text: str) -> tuple[float, ...]:
+    """Parse one value per channel, such as `0.485,0.456,0.406`. Raises if a pixel would become infinite."""
+    values = tuple(float(part) for part in text.split(",") if part.strip())
+    if not np.isfinite(values).all() or np.any(np.abs(values) > np.finfo(np.float32).max):
+        raise ValueError
+    return values
+
+
+def parse_channel_divisors(text: str) -> tuple[float, ...]:
+    values = parse_channel_values(text)
+    with np.errstate(all="ignore"):
+        if not np.isfinite(np.float32(255) / np.array(values, np.float32)).all():
+            raise ValueError
+    return values
+
+
+class Hint(NamedTuple):
+    """The form of a hint, and the function that parses it or raises `ValueError` or `KeyError`."""
+
+    expected: str
+    parse: Callable[[str], Any] = str
+    pattern: str = ".*"
+
+
+# By the names of the fields that they set: `gateway.FIELD` and `gateway.FIELD.TENSOR`.
+MODEL_HINTS: Final = {
+    "title": Hint("a text of at most 100 characters", pattern=".{1,100}"),
+    "description": Hint("a text of at most 200 characters", pattern=".{1,200}"),
+    "priority": Hint(f"one of {', '.join(Priority.__members__)}", Priority.__getitem__),
+}
+TENSOR_HINTS: Final = {
+    "content_type": Hint("a media type", pattern=r"[!-~]{1,127}(?:; ?[ -~]{1,127})?"),
+    "scale": Hint(f"one of {', '.join(scale.value for scale in PixelScale)}", PixelScale),
+    "mean": Hint("a list of finite numbers", parse_channel_values),
+    "std": Hint("a list of valid divisors", parse_channel_divisors),
+    "classification": Hint("a number of classes", int, "[1-9][0-9]{0,8}"),
+    "examples": Hint(f"a JSON list of at most {MAX_INPUT_EXAMPLES} strings", parse_examples),
+}
+
+
+def read_hints(
+    hints: Mapping[str, Hint], parameters: Mapping[str, str], tensor_name: str = ""
+) -> dict[str, Any]:
+    """Return the values of the hints that are set. Raises `ModelFault`."""
+    suffix = f".{tensor_name}" if tensor_name else ""
+    values = {}
+    for name, hint in hints.items():
+        key = f"gateway.{name}{suffix}"
+        text = parameters.get(key, "").strip()
+        if not text:
+            continue
+        try:
+            if not re.fullmatch(hint.pattern, text, re.DOTALL):
+                raise ValueError
+            values[name] = hint.parse(text)
+        except (ValueError, KeyError, RecursionError):
+            raise ModelFault(
+                f"the model's config has {key} = {quote_text(text)}, which is not {hint.expected}"
+            ) from None
+    return values
+
+
 def build_signature(metadata: JsonObject, config: JsonObject, version: str = "") -> Signature:
     """Combine `GET /v2/models/M` and `GET /v2/models/M/config` (Model Metadata, Model Configuration)."""
     parameters = {
@@ -248,10 +316,12 @@ def build_signature(metadata: JsonObject, config: JsonObject, version: str = "")
         }
 
     outputs = tensors("output")
-    for key, max_length in MAX_TEXT_LENGTHS.items():
-        text = parameters.get(key, "").strip()
-        if len(text) > max_length:
-            raise build_hint_error(text, key, f"a text of at most {max_length} characters")
+    for output in outputs.values():
+        if output.classification and not output.can_classify:
+            raise ModelFault(
+                f"the model's config has gateway.classification.{output.name}, but the output is not numeric "
+                "or not of a fixed shape"
+            )
     return Signature(
         model=metadata["name"],
         version=version,
@@ -263,25 +333,10 @@ def build_signature(metadata: JsonObject, config: JsonObject, version: str = "")
         is_decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
         parameters=parameters,
         steps=find_ensemble_steps(config),
-        default_class_counts=parse_class_counts(outputs, parameters),
-        priority=parse_priority(parameters.get("gateway.priority", "").strip()),
         instances=count_instances(config),
         has_dynamic_batching="dynamic_batching" in config,
+        **read_hints(MODEL_HINTS, parameters),
     )
-
-
-def parse_class_counts(
-    outputs: Mapping[str, TensorSpec], parameters: Mapping[str, str]
-) -> dict[str, int]:
-    """Parse `gateway.classification.<output>`. Raises `ModelFault` for an output without classes."""
-    counts: dict[str, int] = {}
-    for name, tensor in outputs.items():
-        key = f"gateway.classification.{name}"
-        if text := parameters.get(key, "").strip():
-            if not tensor.can_classify or not re.fullmatch("[1-9][0-9]{0,8}", text):
-                raise build_hint_error(text, key, "a number of classes of a numeric, fixed output")
-            counts[name] = int(text)
-    return counts
 
 
 def build_tensor_spec(
@@ -302,21 +357,14 @@ def build_tensor_spec(
         "FORMAT_NHWC": ChannelLayout.CHANNELS_LAST,
     }
 
-    def hint(kind: str) -> str:
-        return parameters.get(f"gateway.{kind}.{name}", "").strip()
-
     return TensorSpec(
         name=name,
         datatype=parse_datatype(metadata["datatype"]),
         shape=shape[1:] if supports_batching else shape,
         is_optional=bool(config.get("optional", False)),
         layout=layouts.get(config.get("format", "")),
-        content_type=check_content_type(hint("content_type"), f"gateway.content_type.{name}"),
-        scale=parse_pixel_scale(hint("scale"), f"gateway.scale.{name}"),
-        mean=parse_channel_values(hint("mean"), f"gateway.mean.{name}"),
-        std=parse_channel_values(hint("std"), f"gateway.std.{name}", are_divisors=True),
         has_labels=bool(config.get("label_filename")),
-        examples=parse_examples(hint("examples"), f"gateway.examples.{name}"),
+        **read_hints(TENSOR_HINTS, parameters, name),
     )
 
 
@@ -324,62 +372,6 @@ def count_instances(config: JsonObject) -> int:
     """Return the instances of the model: the count of a group holds for each of its GPUs."""
     groups = config.get("instance_group") or ()
     return sum(group.get("count", 1) * max(len(group.get("gpus", ())), 1) for group in groups) or 1
-
-
-def parse_priority(text: str) -> Priority | None:
-    if text and text not in Priority.__members__:
-        raise build_hint_error(
-            text, "gateway.priority", f"one of {', '.join(Priority.__members__)}"
-        )
-    return Priority[text] if text else None
-
-
-def check_content_type(text: str, key: str) -> str:
-    """Return the type, which becomes a header. Raises `ModelFault`."""
-    if text and not CONTENT_TYPE.fullmatch(text):
-        raise build_hint_error(text, key, "a media type")
-    return text
-
-
-def parse_pixel_scale(text: str, key: str) -> PixelScale:
-    try:
-        return PixelScale(text) if text else PixelScale.NONE
-    except ValueError:
-        expected = ", ".join(scale.value for scale in PixelScale)
-        raise build_hint_error(text, key, f"one of {expected}") from None
-
-
-def parse_examples(text: str, key: str) -> tuple[str, ...]:
-    """Parse the JSON list of examples. Raises `ModelFault`."""
-    if not text:
-        return ()
-    try:
-        examples = json.loads(text)
-    except (ValueError, RecursionError):
-        examples = None
-    is_list = isinstance(examples, list) and all(isinstance(each, str) for each in examples)
-    if not is_list or len(examples) > MAX_INPUT_EXAMPLES:
-        raise build_hint_error(text, key, f"a JSON list of at most {MAX_INPUT_EXAMPLES} strings")
-    return tuple(examples)
-
-
-def parse_channel_values(text: str, key: str, *, are_divisors: bool = False) -> tuple[float, ...]:
-    """Parse one value per channel, e.g. `0.485,0.456,0.406`. Raises if a pixel would become infinite."""
-    try:
-        values = tuple(float(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise build_hint_error(text, key, "a list of numbers") from None
-    with np.errstate(all="ignore"):
-        rounded = np.array(values, np.float32)
-        if not np.isfinite(rounded).all():
-            raise build_hint_error(text, key, "a list of finite numbers")
-        if are_divisors and not np.isfinite(np.float32(255) / rounded).all():
-            raise build_hint_error(text, key, "a list of valid divisors")
-    return values
-
-
-def build_hint_error(text: str, key: str, expected: str) -> ModelFault:
-    return ModelFault(f"the model's config has {key} = {quote_text(text)}, which is not {expected}")
 
 
 def find_ensemble_steps(config: Any) -> frozenset[str]:
@@ -390,13 +382,3 @@ def find_ensemble_steps(config: Any) -> frozenset[str]:
     except (AttributeError, TypeError):
         # Triton does not describe a model like this.
         return frozenset()
-
-
-def find_steps(config: Any) -> frozenset[str]:
-    """Return the models that a model runs: the steps of an ensemble, and those that `gateway.steps` names."""
-    try:
-        named = config.get("parameters", {}).get(STEPS_PARAMETER, {}).get("string_value", "")
-        names = {name.strip() for name in str(named).split(",")}
-    except AttributeError:
-        names = set()
-    return find_ensemble_steps(config) | (names - {""})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from gateway.errors import UnknownModel
-from gateway.tensors.sequence import SequenceStep
+from gateway.triton.sequence import SequenceStep
 
 
 class VersionFallback(Protocol):

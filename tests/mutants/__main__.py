@@ -28,6 +28,9 @@ from typing import Final, TypedDict
 
 import yaml
 
+from tests.house import GENERATED
+from tests.interface import sync_client
+
 ROOT: Final = Path(__file__).parents[2]
 TABLE: Final = Path(__file__).with_name("faults.yaml")
 RESULTS: Final = Path(__file__).with_name("results.yaml")
@@ -74,14 +77,18 @@ def read_results() -> dict[str, Outcome]:
     return yaml.safe_load(RESULTS.read_text()) or {}
 
 
+def read_sources(root: Path = ROOT) -> Iterator[tuple[Path, str]]:
+    """Yield the files below gateway/ that faults change, with their texts: none that is generated."""
+    for path in sorted((root / "gateway").rglob("*")):
+        if path.suffix in {".py", ".js", ".html", ".css"}:
+            text = path.read_text()
+            if not text.startswith(GENERATED):
+                yield path, text
+
+
 def find_file(fault: Fault, root: Path = ROOT) -> Path:
     """Return the one file below gateway/ with the fault's old text. Raises ValueError."""
-    found = [
-        path
-        for path in sorted((root / "gateway").rglob("*"))
-        if path.suffix in {".py", ".js", ".html", ".css"}
-        for _ in range(path.read_text().count(fault.old))
-    ]
+    found = [path for path, text in read_sources(root) for _ in range(text.count(fault.old))]
     if len(found) != 1:
         raise ValueError(f"the old text of {fault.name} occurs {len(found)} times in gateway/")
     return found[0]
@@ -106,10 +113,12 @@ def seed(fault: Fault, copy: Path) -> Iterator[None]:
     path = find_file(fault, copy)
     text = path.read_text()
     path.write_text(text.replace(fault.old, fault.new))
+    sync_client.write(path.parent)
     try:
         yield
     finally:
         path.write_text(text)
+        sync_client.write(path.parent)
 
 
 def run_tests(copy: Path, *arguments: str) -> str:

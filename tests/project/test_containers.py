@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.containers, pytest.mark.timeout(2400)]
 TRITON_PORTS = ("--triton-http-port", "--triton-grpc-port", "--triton-metrics-port")
 SEVEN = (ROOT / "docs/images/seven.png").read_bytes()
 LIMIT_BYTES = 280_000_000
+IN_MEMORY = ("--env=GATEWAY_STATE=memory:",)  # instead of a volume
 # Programs for a container that has only Python.
 PROGRAMS = "import os; [print(*os.listdir(f)) for f in os.get_exec_path() if os.path.isdir(f)]"
 HASHES = """import hashlib, pathlib
@@ -213,7 +214,7 @@ def test_health_check_of_the_image_succeeds_while_it_serves(
     _, *command = image["Healthcheck"]["Test"]
     (port,) = free_ports(1)
     command = [word.replace("8080", str(port)) for word in command]
-    with containers.container(gateway_image, (), "serve", f"--port={port}") as container:
+    with containers.container(gateway_image, IN_MEMORY, "serve", f"--port={port}") as container:
         wait_for(f"http://127.0.0.1:{port}/livez", container)
         assert container.inside(*command)
         assert not container.inside(*(word.replace("/livez", "/none") for word in command))
@@ -223,7 +224,7 @@ def test_gateway_image_has_no_program_but_its_command_and_python(
     containers: Engine, gateway_image: str
 ) -> None:
     (port,) = free_ports(1)
-    with containers.container(gateway_image, (), "serve", f"--port={port}") as container:
+    with containers.container(gateway_image, IN_MEMORY, "serve", f"--port={port}") as container:
         key = ("triton-gateway", "key")
         container.says(*key, "create", "shop", "--file=/tmp/keys.yaml")
         assert "shop" in container.says(*key, "list", "--file=/tmp/keys.yaml")

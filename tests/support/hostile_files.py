@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from gateway.tensors.multipart import Form, PartReader
+from gateway.tensors.payload import Payload, PayloadLimits
 from tests.support.images import encoded
 
 MIB = 1 << 20
 BOUNDARY = "b"
+FORM_TYPE = f"multipart/form-data; boundary={BOUNDARY}"
 
 
 def noise(width: int, height: int) -> np.ndarray:
@@ -181,3 +184,12 @@ def form(*parts: bytes) -> bytes:
 def field(content: bytes, name: str = "X", headers: Sequence[str] = ()) -> bytes:
     lines = [f'Content-Disposition: form-data; name="{name}"', *headers]
     return "".join(f"{line}\r\n" for line in lines).encode() + b"\r\n" + content
+
+
+def read_form(body: bytes, content_type: str = FORM_TYPE) -> Payload:
+    """The payload of a form, which is read as it arrives."""
+    limits = PayloadLimits()
+    reader = PartReader(content_type, limits.max_parts)
+    parts = reader.feed(body)
+    reader.finish()
+    return Form(parts).build_payload(limits)

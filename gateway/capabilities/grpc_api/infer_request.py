@@ -12,9 +12,9 @@ from gateway.capabilities.grpc_api.wire import invalid_message, remove_fields
 from gateway.errors import Forbidden, InputMismatch, MalformedRequest
 from gateway.routes.passthrough.rules import NO_SHARED_MEMORY
 from gateway.tensors.payload import MAX_PARAMETERS, TooManyParameters, check_parameter_limits
-from gateway.tensors.sequence import SEQUENCE_KEYS, SequenceStep, parse_sequence_parameters
 from gateway.triton.grpc.messages import set_version
 from gateway.triton.json_guard import MAX_EMPTY_SHAPE_PRODUCT
+from gateway.triton.sequence import SEQUENCE_KEYS, SequenceStep, parse_sequence_parameters
 
 # Smaller messages are decoded as a whole, which costs less than the search for their tensors.
 MAX_DECODED_BYTES: Final = 32 << 10

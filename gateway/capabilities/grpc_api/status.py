@@ -19,7 +19,7 @@ MAX_DETAIL_CHARS: Final = 1024  # trailers may have 8 KiB, and contain the text 
 ERROR_DOMAIN: Final = "triton-gateway"
 # The advice to users of the HTTP API, and the same for those of this one.
 GRPC_HINTS: Final = {
-    "GET /v1/models lists the models": "RepositoryIndex lists the models",
+    "; GET /v1/models lists the models": "",
     "send Authorization: Bearer KEY or X-API-Key: KEY": "send the metadata authorization: Bearer KEY or "
     "x-api-key: KEY",
 }

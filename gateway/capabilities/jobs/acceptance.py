@@ -42,18 +42,17 @@ from gateway.capabilities.jobs.service import ArrivingBody, Jobs, find_owner
 from gateway.capacity.admission import AdmissionQueue
 from gateway.errors import BodyTooLarge, GatewayError, MalformedRequest, UnsupportedBody
 from gateway.fleet.inference import InferenceService, ResultStream
+from gateway.headers import parse_content_type
 from gateway.inference.body import RequestBody
 from gateway.media_types import JSON, MULTIPART, NDJSON
 from gateway.memory import MemoryCharge
 from gateway.routes.dependencies import ServicesForInference
 from gateway.routes.infer import choose_stream_format
 from gateway.routes.middleware import GatewayMiddleware
-from gateway.routes.openapi import build_header_parameter, build_responses
+from gateway.routes.openapi import STRING_SCHEMA, build_header_parameter, build_responses
 from gateway.services import INTERNAL_REQUEST, InternalRequest, Services
 from gateway.telemetry.request_info import RequestInfo, current_request_info
 from gateway.telemetry.tracing import TRACEPARENT
-from gateway.tensors.codecs import STRING_SCHEMA
-from gateway.tensors.media_type import parse_content_type
 from gateway.tensors.outputs import InferResult
 from gateway.triton.inference import InferRequest
 

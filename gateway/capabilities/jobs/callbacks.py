@@ -36,11 +36,14 @@ from gateway.capabilities.jobs.storage.store import JobStore
 from gateway.errors import MalformedRequest
 from gateway.media_types import JSON
 from gateway.routes.dependencies import ServicesForAdministration
-from gateway.routes.openapi import build_list_schema, build_responses
+from gateway.routes.openapi import (
+    STRING_SCHEMA,
+    build_list_schema,
+    build_object_schema,
+    build_responses,
+)
 from gateway.services import Services
 from gateway.tasks import ChangeSignal, TaskSet, cancel_tasks, repeat, run_step
-from gateway.tensors.codecs import STRING_SCHEMA
-from gateway.tensors.schema import build_object_schema
 from gateway.webhooks import build_headers, generate_secret
 
 log = logging.getLogger(__name__)

@@ -87,7 +87,7 @@ def prepare_jobs(plan: LaunchPlan) -> None:
     """Keep the jobs of `up` in a folder of the user, one for each choice of models."""
     if not plan.tritons or "GATEWAY_JOBS" in os.environ:
         return
-    from gateway.repository.state.store import find_state_folder
+    from gateway.repository.state.places import find_state_folder
 
     models = sorted(str(Path(each).absolute()) for each in plan.tritons[0].model_repositories)
     name = hashlib.sha256("\0".join(models).encode()).hexdigest()[:12]

@@ -27,11 +27,16 @@ from gateway.media_types import JSON, NDJSON
 from gateway.messages import quote_text
 from gateway.process_exit import Drain
 from gateway.routes.dependencies import ServicesForAnyCaller, ServicesForInference
-from gateway.routes.openapi import BINARY_CONTENT, COUNT_SCHEMA, build_list_schema, build_responses
+from gateway.routes.openapi import (
+    BINARY_CONTENT,
+    COUNT_SCHEMA,
+    STRING_SCHEMA,
+    build_list_schema,
+    build_object_schema,
+    build_responses,
+)
 from gateway.services import Services
 from gateway.telemetry.request_info import RequestInfo, RequestScope
-from gateway.tensors.codecs import STRING_SCHEMA
-from gateway.tensors.schema import build_object_schema
 
 MAX_WAIT_S: Final = 60
 DEFAULT_LIMIT: Final = 100

@@ -14,8 +14,8 @@ from gateway.fleet.index import (
     find_states,
     list_versions,
 )
+from gateway.routes.openapi import Schema
 from gateway.services import ModelDescriber, Services
-from gateway.tensors.schema import Schema
 
 ON_DEMAND: Final = "ON_DEMAND"  # the state of a model that is not loaded
 LISTED_MODEL_FIELDS: Final[Schema] = {

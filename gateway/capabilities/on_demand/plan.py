@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final
 
-from gateway.tensors.signature import find_steps
+from gateway.repository.ensembles import find_steps
 
 MEMORY_PARAMETER: Final = "gateway.memory_mb"
 

@@ -12,12 +12,13 @@ from gateway.routes.openapi import (
     OPENAI_ERROR_REFERENCE,
     REQUEST_HEADER_PARAMETERS,
     STREAM_CONTENT,
+    STRING_SCHEMA,
+    Schema,
     build_json_body,
     build_list_schema,
+    build_object_schema,
     build_responses,
 )
-from gateway.tensors.codecs import STRING_SCHEMA
-from gateway.tensors.schema import Schema, build_object_schema
 
 NAME: Final = STRING_SCHEMA | {"minLength": 1, "description": "Name of the model."}
 POSITIVE: Final[Schema] = {"type": ["integer", "null"], "minimum": 1}

@@ -13,6 +13,7 @@ from pydantic import HttpUrl
 from gateway.capabilities.capability import SignIn
 from gateway.capabilities.page.guide import METHODS, GuideRoutes
 from gateway.errors import NotFound
+from gateway.headers import list_accepted_types
 from gateway.messages import quote_text
 from gateway.routes.assets import (
     Asset,
@@ -21,7 +22,6 @@ from gateway.routes.assets import (
     get_root,
     load_assets,
 )
-from gateway.tensors.outputs import list_accepted_types
 
 # Model names and responses are untrusted input: inline scripts and strings as markup are forbidden.
 UI_SECURITY_POLICY: Final = (

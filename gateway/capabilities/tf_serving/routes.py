@@ -22,13 +22,14 @@ from gateway.routes.infer import INFER_HEADER_PARAMETERS, VERSION_HEADERS
 from gateway.routes.models import MODEL_ERRORS, VERSION_STATUS_SCHEMA, get_signature
 from gateway.routes.openapi import (
     ERROR_DESCRIPTIONS,
+    Schema,
     build_json_body,
     build_list_schema,
+    build_object_schema,
     build_responses,
 )
 from gateway.services import ModelDescriber, Services
 from gateway.tensors.payload import PayloadOptions
-from gateway.tensors.schema import Schema, build_object_schema
 from gateway.tensors.signature import Signature
 
 PREDICT_REQUEST_SCHEMA: Final[Schema] = {

@@ -32,7 +32,7 @@ from gateway.routes.dependencies import (
     get_caller,
     record_label,
 )
-from gateway.routes.infer import INFER_BODY_CONTENT
+from gateway.routes.model_openapi import INFER_BODY_CONTENT
 from gateway.routes.models import list_models
 from gateway.routes.openapi import (
     BINARY_CONTENT,
@@ -41,14 +41,15 @@ from gateway.routes.openapi import (
     REQUEST_ID_HEADER,
     RETRY_AFTER_HEADER,
     STRING_CONTENT,
+    STRING_SCHEMA,
     build_error_responses,
     build_json_content,
+    build_object_schema,
     build_response,
 )
 from gateway.telemetry.request_info import RequestScope
-from gateway.tensors.codecs import JSON_CODEC, STRING_SCHEMA, parse_body_type
+from gateway.tensors.codecs import JSON_CODEC, parse_body_type
 from gateway.tensors.payload import PayloadOptions
-from gateway.tensors.schema import build_object_schema
 
 ERROR_TYPES: Final = {
     400: "BadRequestException",

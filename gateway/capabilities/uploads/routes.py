@@ -44,25 +44,26 @@ from gateway.capabilities.uploads.settings import UploadSettings
 from gateway.capacity.body_chunks import coalesce_chunks
 from gateway.config.settings import ModelUploads
 from gateway.errors import Forbidden, MalformedRequest, UnknownModel
+from gateway.headers import parse_content_type, parse_header_parameters
 from gateway.inference.body import RequestBody
 from gateway.media_types import JSON, MULTIPART, OCTET_STREAM
 from gateway.routes.dependencies import ServicesForManagement, get_caller
 from gateway.routes.openapi import (
     BINARY_CONTENT,
+    BINARY_SCHEMA,
     COUNT_SCHEMA,
+    STRING_SCHEMA,
     OpenApiResponses,
     build_error_responses,
     build_header_parameter,
     build_json_content,
     build_list_schema,
+    build_object_schema,
     build_response,
 )
 from gateway.services import Services
 from gateway.telemetry.metrics import CLIENT_CLOSED_REQUEST
 from gateway.telemetry.request_info import RequestInfo
-from gateway.tensors.codecs import BINARY_SCHEMA, STRING_SCHEMA
-from gateway.tensors.media_type import parse_content_type, parse_header_parameters
-from gateway.tensors.schema import build_object_schema
 
 REPOSITORY_ERRORS: Final = {
     404: "No Triton has the model in its repository, or the caller cannot see it.",

@@ -25,8 +25,7 @@ def attach_versions(settings: Settings) -> Attachment:
         pool = services.pool
         state = services.repository.state
         metrics = LabelMetrics(services.metrics.create)
-        table = await state.open_table(LABELS)
-        router = LabelRouter(pool, state, table, redirects=metrics.redirects)
+        router = LabelRouter(pool, state, redirects=metrics.redirects)
         mirror = Mirror(services, router, metrics)
         stack.push_async_callback(mirror.close)
         services.recorders.append(mirror)

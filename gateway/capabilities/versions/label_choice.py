@@ -6,7 +6,7 @@ from typing import Any, Final, cast
 
 from gateway.capabilities.versions.label_router import ActiveLabel
 from gateway.telemetry.request_info import RequestScope
-from gateway.tensors.sequence import SequenceStep
+from gateway.triton.sequence import SequenceStep
 
 # The key of the label in the scope of a request that may be copied.
 CHOSEN_LABEL: Final = "chosen_label"

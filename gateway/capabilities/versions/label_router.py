@@ -20,9 +20,9 @@ from gateway.errors import GatewayError, Unavailable
 from gateway.fleet.pool import ReplicaPool
 from gateway.messages import join_names, quote_text
 from gateway.repository.models_file import DeclaredModel
-from gateway.repository.shared_state import SharedState, SharedTable
+from gateway.repository.shared_state import SharedState
 from gateway.telemetry.request_info import RequestScope, name_action, record_change
-from gateway.tensors.sequence import SequenceStep
+from gateway.triton.sequence import SequenceStep
 
 log = logging.getLogger(__name__)
 
@@ -179,12 +179,10 @@ class LabelRouter:
         self,
         pool: ReplicaPool,
         state: SharedState,
-        stored: SharedTable[LabelTable],
         redirects: CounterMetric,
     ) -> None:
         self._pool = pool
         self._state = state
-        self._stored = stored
         self._redirects = redirects
         self._active: dict[tuple[str, str], ActiveLabel] = {}
         self._sequences = SequenceVersions()
@@ -197,9 +195,9 @@ class LabelRouter:
         return self._active.get((model, name))
 
     async def set_label(self, model: str, name: str, label: VersionLabel | None) -> None:
-        before = self._stored.value.get(model, {}).get(name)
+        before = self._state.store.get(LABELS).get(model, {}).get(name)
         documents = [None if each is None else each.to_dict() for each in (before, label)]
-        await self._stored.set((model, name), documents[1])
+        await self._state.store.write(LABELS, (model, name), documents[1])
         name_action("label")
         record_change(f"label {name} of model {model}", *documents)
         self._update()
@@ -210,7 +208,7 @@ class LabelRouter:
 
     def _update(self) -> None:
         """Keep the rotations of labels that did not change."""
-        labels = dict(self._stored.value)
+        labels = dict(self._state.store.get(LABELS))
         for model, declared in self._state.declared_models.items():
             if declared_labels := find_declared_labels(declared):
                 labels[model] = {**labels.get(model, {}), **declared_labels}

@@ -12,7 +12,8 @@ from typing import Any, Final, TypeGuard
 
 from gateway.messages import normalize_version, quote_text
 from gateway.repository.models_file import BadModelsFile
-from gateway.repository.state.content import RawTable, Table, UnreadableState
+from gateway.repository.state.content import Table, TableEntry
+from gateway.repository.state.documents import UnreadableState
 
 LABEL_NAME: Final = re.compile("[a-z][a-z0-9_-]{0,62}")
 DEFAULT_LABEL: Final = "default"  # the label of requests that name no version
@@ -107,20 +108,16 @@ def parse_label(document: Any) -> VersionLabel:
     return label
 
 
-def decode_labels(table: RawTable) -> LabelTable:
-    decoded: dict[str, dict[str, VersionLabel]] = {}
-    for model, labels in table.items():
-        for name, document in labels.items():
-            try:
-                check_label_name(name)
-                label = parse_label(document)
-            except InvalidLabel as exc:
-                raise UnreadableState(f"invalid label: {exc}") from None
-            decoded.setdefault(model, {})[name] = label
-    return decoded
+def parse_stored_label(entry: TableEntry) -> VersionLabel:
+    """Return a label of the state. Raises `UnreadableState`."""
+    try:
+        check_label_name(entry.keys[1])
+        return parse_label(entry.document)
+    except InvalidLabel as exc:
+        raise UnreadableState(f"invalid label: {exc}") from None
 
 
-LABELS: Final = Table("labels", decode_labels)
+LABELS: Final[Table[LabelTable]] = Table("labels", parse_stored_label)
 
 
 def parse_declared_labels(entry: Mapping[str, Any]) -> ModelLabels:

@@ -13,15 +13,16 @@ from gateway.fleet.index import Index
 from gateway.routes.dependencies import ServicesForInference, ServicesForManagement, record_label
 from gateway.routes.models import VERSION_STATUS_SCHEMA
 from gateway.routes.openapi import (
+    STRING_SCHEMA,
+    Schema,
     build_json_body,
     build_list_schema,
     build_map_schema,
+    build_object_schema,
     build_responses,
 )
 from gateway.routes.repository import read_management_body
 from gateway.services import ModelDescriber, Services
-from gateway.tensors.codecs import STRING_SCHEMA
-from gateway.tensors.schema import Schema, build_object_schema
 
 VERSION_NUMBER_SCHEMA: Final[dict[str, Any]] = {"type": "string", "pattern": "^[0-9]{1,19}$"}
 SHARES_SCHEMA: Final[dict[str, Any]] = {

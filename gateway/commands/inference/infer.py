@@ -17,8 +17,8 @@ from typing import Any, Final, cast
 import uvloop
 
 from gateway.client import AsyncClient, GatewayError, InferOutcome, ModelInfo, TensorInfo
-from gateway.client.batches import OrderedTasks
-from gateway.client.calls import build_job_path
+from gateway.client.jobs import build_job_path
+from gateway.client.many import run_ordered
 from gateway.commands.errors import ClientError, UsageError
 from gateway.commands.flags import InferFlags
 from gateway.commands.inference.inputs import Input, InputSource
@@ -199,15 +199,13 @@ class InferRun:
             raise ClientError(f"the results cannot be written: {exc.strerror}") from exc
         return self.report_outcome(client.retry_count)
 
-    def open_groups(
-        self, client: AsyncClient
-    ) -> OrderedTasks[list[Input], list[Record]] | AsyncGenerator[list[Record], None]:
+    def open_groups(self, client: AsyncClient) -> AsyncGenerator[list[Record], None]:
         """Return the records of groups of inputs."""
         options = self.options
         inference = GroupInference(
             client, options.model, options.version, is_decoupled=self.is_decoupled
         )
-        return OrderedTasks(inference.infer, self.group_inputs(), options.flags.concurrency)
+        return run_ordered(inference.infer, self.group_inputs(), options.flags.concurrency)
 
     def handle_signals(self) -> None:
         """Cancel the run at SIGINT and SIGTERM. What is written by then is complete."""
@@ -302,7 +300,7 @@ class JobRun(InferRun):
                         version=options.version,
                         callback_url=options.flags.callback,
                     )
-                self._show_job(job["id"])
+                self._show_job(job.id)
                 if options.flags.no_wait:
                     return
                 outcome = await self._read_result(client)
@@ -314,7 +312,7 @@ class JobRun(InferRun):
         with report_gateway_errors():
             rows = self._list_rows(unreadable)
             job = await client.submit_batch(self.options.model, rows, callback_url=flags.callback)
-            self._show_job(job["id"])
+            self._show_job(job.id)
             if flags.no_wait:
                 self.stats.add_records(unreadable)
                 return

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import orjson
 
-from gateway.client.results import find_scores
 from gateway.commands.errors import UsageError
 from gateway.messages import escape_unprintable, escape_unprintable_json
 
@@ -92,6 +91,19 @@ def describe_value(value: Any) -> list[str]:
     ]
     more = ", …" if prod(shape) > len(shown) else ""
     return [f"[{' x '.join(map(str, shape))}] {', '.join(shown)}{more}"]
+
+
+def find_scores(value: Any) -> list[tuple[str, float]]:
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        return []
+    scores = []
+    for item in value:
+        shares = [part for part in item.values() if isinstance(part, float) and 0 <= part <= 1]
+        labels = [part for part in item.values() if isinstance(part, str)]
+        if len(shares) != 1:
+            return []
+        scores.append((labels[0] if labels else str(item.get("index", "")), shares[0]))
+    return scores
 
 
 def format_cell(value: Any) -> str:

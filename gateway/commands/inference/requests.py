@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.client import AsyncClient, Body, GatewayError, InferResult
-from gateway.client.batches import infer_batch
 from gateway.client.calls import InferCall
 from gateway.client.errors import CONNECTION_LOST, INVALID_RESPONSE, TIMEOUT, UNREACHABLE
+from gateway.client.many import infer_batch
 from gateway.commands.errors import translate_hints
 from gateway.commands.inference.inputs import Input
 from gateway.commands.inference.records import Record

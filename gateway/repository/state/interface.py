@@ -1,101 +1,70 @@
-"""The interface of the stores that keep the state, and their failures."""
+"""The primitives of a place that keeps the state, and their failures.
+
+A place has tables, whose entries have revisions; values, claims and counts that expire; reports; and events.
+It knows nothing of their meaning, and everything in it can have been written by others.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from gateway.errors import StateUnavailable
 from gateway.messages import CommandError
-from gateway.repository.state.content import (
-    DesiredModel,
-    Document,
-    EventId,
-    Loads,
-    StartedLoad,
-    StoredEvent,
-    Table,
-)
+from gateway.repository.state.content import EventId, StoredEvent
 
 # Commands import this module before they import the application.
 if TYPE_CHECKING:
-    from gateway.access.limits import QuotaCounters, RateWindows
+    from gateway.access.limits import QuotaCount, RateWindows
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 READ_ACTION: Final = "read"  # the actions complete messages such as "cannot be read"
 WRITE_ACTION: Final = "written"
 COUNT_ACTION: Final = "used to count requests"
+UNKNOWN_CHANGE: Final = "?"  # no change of a table has this name
+REFUSED: Final = 0  # results of a write, which are no revisions
+LOST: Final = -1
 
 
-class StateStore(Protocol):
-    """A store of desired state. A method that raises `StateUnavailable` leaves the state unchanged."""
+class Entry(NamedTuple):
+    """An entry of a table as it is stored, and the revision of the state in which it was written."""
 
-    async def read(self, table: Table[T]) -> T:
-        """Return the table; the same object as before if it has not changed."""
+    value: Any  # bytes; anything else is unreadable
+    revision: int
 
-    async def write(self, table: Table[T], keys: Sequence[str], value: Any) -> T:
-        """Store a value, or delete it if None, and return the table. It is not for desired models."""
 
-    async def set_desired_model(
-        self, model: str, desired: DesiredModel | None, expected_revision: int | None = None
-    ) -> int:
-        """Store the desired model, or delete it if None, and return the new revision of the state.
+Entries = Mapping[str, Entry]
 
-        The revision is higher than every earlier one. A model that already has a revision keeps it. If
-        `expected_revision` is given (0: none is stored) and the stored model has another one, nothing is
-        changed, and the result is 0.
-        """
 
-    async def read_loads(self) -> Loads:
-        """Return the last confirmed loads, without those in progress of processes that have exited."""
+@dataclass(frozen=True)
+class EntryChange:
+    table: str
+    key: str
+    value: bytes | None  # None deletes the entry
+    known_revision: int  # of the state
+    expected_revision: int | None = None  # of the entry until now, 0 for none
+    kept_revision: int = 0  # of an entry that does not get the new one
+    is_durable: bool = True
 
-    async def begin_load(self, replica: str, model: str) -> StartedLoad:
-        """Record a load in progress; return its token, and the load confirmed before."""
 
-    async def end_load(self, replica: str, model: str, token: str, resulting_load: str) -> None:
-        """Record the load that a replica has now; empty, or unknown if another load has begun since."""
+class Reading(NamedTuple):
+    """The revision of the state, and of each table that has changed its last change and its entries.
 
-    async def forget_loads(self, replica: str) -> None:
-        """Delete the confirmed loads of a replica that restarted or was removed."""
+    If a table is something else, the revision is 0: the place has lost the state.
+    """
 
-    async def record_operation(self, operation_id: str, document: Document) -> None:
-        """Store the progress of an operation for an hour."""
+    revision: int
+    tables: Mapping[str, tuple[str, Entries]]
+    damaged: Sequence[str] = ()
 
-    async def read_operation(self, operation_id: str) -> Document | None:
-        """Return the last record of an operation; None if there is none, or if the id is invalid."""
 
-    async def append_event(self, raw: bytes) -> None:
-        """Store an event in JSON after the others; of those, the last `MAX_EVENTS` are kept."""
+class KeyValues(Protocol):
+    """A place that keeps the state. Methods are atomic, and raise `StateUnavailable` if they did nothing.
 
-    async def read_events(self, start: EventId | None, limit: int) -> Sequence[StoredEvent]:
-        """Return the first events from an id on, or without one the last; in order."""
-
-    async def acquire_lease(self, name: str) -> bool:
-        """Take or renew a lease, and return whether this process has it.
-
-        No other process has it until it ends: with this process, at the latest five seconds after the
-        last call.
-        """
-
-    async def release_lease(self, name: str) -> None:
-        """Give a lease back; nothing happens without it."""
-
-    async def exchange_reports(self, report: Document) -> list[Document]:
-        """Publish this process's report, and return the last ones of the others, for five seconds each."""
-
-    @property
-    def rate_windows(self) -> RateWindows | None:
-        """Return counters that all processes with this state share, if the store supports them."""
-
-    @property
-    def quotas(self) -> QuotaCounters | None:
-        """Return the same for quotas."""
-
-    @property
-    def loss_count(self) -> int:
-        """Return how often this process has restored a state that the store had lost."""
+    Values above `max_bytes`, and those that are no bytes at all, are read as anything else than bytes.
+    """
 
     @property
     def is_shared(self) -> bool:
@@ -104,6 +73,53 @@ class StateStore(Protocol):
     @property
     def is_available(self) -> bool:
         """Return whether the last read and write succeeded."""
+
+    @property
+    def rate_windows(self) -> RateWindows | None:
+        """Return counters of rates that all processes with this state share, if the place has them."""
+
+    async def read(self, known: Mapping[str, tuple[str, int]]) -> Reading:
+        """Read tables, given the last known change and the largest value of each."""
+
+    async def write(self, change: EntryChange) -> int:
+        """Change an entry, and return the new revision of the state, which is higher than every earlier one.
+
+        Nothing is changed if the entry does not have the expected revision (`REFUSED`), or if the state has a
+        lower revision than the caller knows (`LOST`).
+        """
+
+    async def restore(self, revision: int, tables: Mapping[str, Entries]) -> bool:
+        """Write all tables as they were in a revision, if the place has lost them."""
+
+    async def claim(self, names: Sequence[str], owner: str, ttl_s: float) -> bool:
+        """Take or renew names for an owner, and return whether nobody else has the last one."""
+
+    async def release(self, names: Sequence[str], owner: str) -> None: ...
+
+    async def put(self, key: str, value: bytes, ttl_s: float) -> None:
+        """Store a value for a time."""
+
+    async def get(self, keys: Sequence[str], max_bytes: int) -> Sequence[object]:
+        """Return values, None for one that is missing."""
+
+    async def exchange(
+        self, owner: str, report: bytes, ttl_s: float, max_bytes: int
+    ) -> Sequence[object]:
+        """Store a report for a time, and return those of others."""
+
+    async def append_event(self, raw: bytes, max_events: int) -> None:
+        """Append to the events, unless it is the last one, of which the answer was lost."""
+
+    async def read_events(
+        self, start: EventId, limit: int, max_bytes: int
+    ) -> Sequence[StoredEvent]:
+        """Return the last events from an id on, in order."""
+
+    async def count(self, limits: Mapping[str, int], amount: int, ttl_s: float) -> QuotaCount:
+        """Add an amount, which may be negative, to counters, unless one of them would exceed its limit."""
+
+    async def find_weakness(self) -> str:
+        """Return why the place can lose what was written; empty if it cannot, or does not say."""
 
     async def close(self) -> None: ...
 
@@ -121,9 +137,6 @@ class OutageLog:
 
     def __bool__(self) -> bool:
         return bool(self._reasons)
-
-    def __contains__(self, action: str) -> bool:
-        return action in self._reasons
 
     def record_failure(self, action: str, reason: str) -> StateUnavailable:
         if self._reasons.get(action) != reason:

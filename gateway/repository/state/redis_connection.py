@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from gateway.repository.state.content import UnreadableState
 from gateway.repository.state.interface import READ_ACTION, BadState, OutageLog
 from gateway.repository.state.redis_scripts import CHECK_DEADLINE
 
@@ -151,14 +150,21 @@ class RedisConnection:
     ) -> T:
         """Return the decoded response to a command. Raises `StateUnavailable`."""
         try:
-            result = decode(await asyncio.wait_for(self._send(command), timeout_s))
-        except (UnreadableState, UnicodeDecodeError):
-            reason = f"Redis has invalid data at {self._prefix}*"
-            raise self._outages.record_failure(action, reason) from None
+            reply = await asyncio.wait_for(self._send(command), timeout_s)
         except self._failures as exc:
             raise self._outages.record_failure(action, explain_redis_error(exc)) from None
+        try:
+            result = decode(reply)
+        except (ValueError, TypeError, LookupError, AttributeError):
+            reason = f"Redis has invalid data at {self._prefix}*"
+            raise self._outages.record_failure(action, reason) from None
         self._outages.record_success(action)
         return result
+
+    async def is_append_only(self) -> bool:
+        """Return whether Redis writes each change to its disk. Raises `StateUnavailable`."""
+        facts = await self.execute(READ_ACTION, "INFO", "persistence", decode=dict)
+        return bool(facts.get("aof_enabled"))
 
     async def _send(self, command: Sequence[str | bytes | int]) -> Any:
         async with self._turns:

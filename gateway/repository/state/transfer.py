@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,17 +16,24 @@ from gateway.repository.state.content import (
     CORDONS,
     MODELS,
     DesiredModel,
+    Keys,
     RawTable,
     Table,
-    UnreadableState,
-    check_capability_tables,
+    TableEntry,
     create_raw_table,
-    decode_state,
+    parse_desired_model,
 )
-from gateway.repository.state.interface import StateStore
+from gateway.repository.state.documents import UnreadableState, check_form, parse_json
+from gateway.repository.state.store import StateStore
 from gateway.telemetry.audit import SUCCEEDED, Event, list_changes
 
 EXPORT_FORMAT: Final = 1
+EXPORT_FORM: Final = {
+    "format": int,
+    "models": {str: {}},
+    **{name: {str: {str: {}}} for name in CAPABILITY_TABLES},
+    "cordons": [str],
+}
 
 
 class BadExport(CommandError):
@@ -51,49 +58,58 @@ class ExportedState:
         document = {"format": EXPORT_FORMAT, "models": models, **tables, "cordons": cordons}
         return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
+    def list_entries(self) -> dict[tuple[str, Keys], Any]:
+        """Return what is stored, by the name of its table and its keys."""
+        entries: dict[tuple[str, Keys], Any] = {
+            (MODELS.name, (name,)): model.to_dict() for name, model in sorted(self.models.items())
+        }
+        for table, models in self.tables.items():
+            for model, values in sorted(models.items()):
+                entries |= {(table, (model, name)): each for name, each in sorted(values.items())}
+        return entries | {(CORDONS.name, (name,)): True for name in sorted(self.cordons)}
+
 
 def parse_export(raw: bytes, capability_tables: Iterable[Table[Any]] = ()) -> ExportedState:
-    """Parse an exported state. Raises `BadExport`, also if a capability cannot decode its table."""
+    """Parse an exported state. Raises `BadExport`, also if a capability cannot read an entry of its table."""
     try:
-        exported = parse_exported_document(decode_state(raw))
-        for table in capability_tables:
-            table.decode(exported.tables[table.name])
+        document = parse_json(raw)
+        check_form(document, EXPORT_FORM)
+        if (version := document.get("format")) != EXPORT_FORMAT:
+            raise BadExport(f"format {version} is not supported, only format {EXPORT_FORMAT}")
+        models = {
+            name: parse_desired_model(TableEntry((name,), each))
+            for name, each in document["models"].items()
+        }
+        tables = {name: document.get(name, {}) for name in CAPABILITY_TABLES}
+        exported = ExportedState(models, tables, frozenset(document["cordons"]))
+        parsers = {table.name: table.parse for table in capability_tables}
+        for (table, keys), each in exported.list_entries().items():
+            if table in parsers:
+                parsers[table](TableEntry(keys, each))
+    except KeyError as exc:
+        raise BadExport(f"the file is not an exported state: {exc} is missing") from None
     except UnreadableState as exc:
         raise BadExport(f"the file is not an exported state: {exc}") from None
     return exported
 
 
-def parse_exported_document(document: Any) -> ExportedState:
-    match document:
-        case {"format": int(version)} if version != EXPORT_FORMAT:
-            raise BadExport(f"format {version} is not supported, only format {EXPORT_FORMAT}")
-        case {"format": int(), "models": dict(models), "cordons": list(cordons)}:
-            # Revisions belong to one store.
-            unrevised = {
-                name: {**model, "revision": 0} if isinstance(model, dict) else model
-                for name, model in models.items()
-            }
-            check_capability_tables(document)
-            tables = {name: document.get(name, {}) for name in CAPABILITY_TABLES}
-            if all(isinstance(name, str) for name in cordons):
-                return ExportedState(MODELS.decode(unrevised), tables, frozenset(cordons))
-    raise UnreadableState("unexpected structure")
-
-
 async def export_state(store: StateStore) -> ExportedState:
-    return ExportedState(
-        await store.read(MODELS),
-        {name: await store.read(create_raw_table(name)) for name in CAPABILITY_TABLES},
-        await store.read(CORDONS),
-    )
+    await store.refresh()
+    tables = {name: store.get_documents(name) for name in CAPABILITY_TABLES}
+    return ExportedState(store.get(MODELS), tables, frozenset(store.get(CORDONS)))
 
 
 async def import_state(store: StateStore, exported: ExportedState, caller: str = "") -> None:
     """Make the stored state equal to the exported one; what the exported one lacks is forgotten."""
-    before = await export_state(store)
+    before = (await export_state(store)).list_entries()
+    after = exported.list_entries()
     changes: list[tuple[str, Any, Any]] = []
     try:
-        await write_differences(store, before, exported, changes)
+        for table, keys in dict.fromkeys((*before, *after)):
+            documents = [each.get((table, keys)) for each in (before, after)]
+            if documents[0] != documents[1]:
+                await store_entry(store, table, keys, documents[1])
+                changes.append(describe_change(table, keys, documents))
     finally:
         if changes:
             listed = list_changes(changes)
@@ -103,38 +119,24 @@ async def import_state(store: StateStore, exported: ExportedState, caller: str =
                 await store.append_event(event.encode())
 
 
-async def write_differences(
-    store: StateStore,
-    before: ExportedState,
-    after: ExportedState,
-    changes: list[tuple[str, Any, Any]],
-) -> None:
-    for name in sorted(before.models.keys() | after.models.keys()):
-        old_model = before.models.get(name)
-        model = after.models.get(name)
-        if old_model is None or model is None or old_model.to_dict() != model.to_dict():
-            await store.set_desired_model(name, model)
-            old_value, value = (
-                None if each is None else each.describe() for each in (old_model, model)
-            )
-            changes.append((f"model {name}", old_value, value))
-    for table in CAPABILITY_TABLES:
-        old = dict(list_values(before.tables[table]))
-        new = dict(list_values(after.tables[table]))
-        for keys in sorted(old.keys() | new.keys()):
-            if old.get(keys) != new.get(keys):
-                await store.write(create_raw_table(table), keys, new.get(keys))
-                subject = f"{table} {keys[1]} of model {keys[0]}"
-                changes.append((subject, old.get(keys), new.get(keys)))
-    for name in sorted(before.cordons ^ after.cordons):
-        is_cordoned = name in after.cordons
-        await store.write(CORDONS, (name,), is_cordoned or None)
-        changes.append(
-            (f"replica {name}", {"cordoned": not is_cordoned}, {"cordoned": is_cordoned})
+async def store_entry(store: StateStore, table: str, keys: Keys, document: Any) -> None:
+    if table == MODELS.name:
+        model = None if document is None else parse_desired_model(TableEntry(keys, document))
+        await store.set_desired_model(keys[0], model)
+    elif table == CORDONS.name:
+        await store.write(CORDONS, keys, document)
+    else:
+        await store.write(create_raw_table(table), keys, document)
+
+
+def describe_change(table: str, keys: Keys, documents: Sequence[Any]) -> tuple[str, Any, Any]:
+    """Return the subject of a change, and its values before and afterwards."""
+    before, after = documents
+    if table == CORDONS.name:
+        return f"replica {keys[0]}", {"cordoned": bool(before)}, {"cordoned": bool(after)}
+    if table == MODELS.name:
+        before, after = (
+            each and parse_desired_model(TableEntry(keys, each)).describe() for each in documents
         )
-
-
-def list_values(table: RawTable) -> Iterator[tuple[tuple[str, str], Any]]:
-    for model, values in table.items():
-        for name, value in values.items():
-            yield (model, name), value
+        return f"model {keys[0]}", before, after
+    return f"{table} {keys[1]} of model {keys[0]}", before, after

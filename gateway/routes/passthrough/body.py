@@ -29,7 +29,6 @@ from gateway.memory import MemoryCharge
 from gateway.routes.passthrough.headers import RequestHeaders
 from gateway.routes.passthrough.rules import Forwarding
 from gateway.telemetry.request_info import RequestInfo, measure_phase
-from gateway.tensors.sequence import SequenceStep, parse_sequence_parameters
 from gateway.tensors.signature import Signature
 from gateway.triton.inference import find_outputs_without_classes
 from gateway.triton.json_guard import (
@@ -39,6 +38,7 @@ from gateway.triton.json_guard import (
     JsonRules,
     check_complete_json,
 )
+from gateway.triton.sequence import SequenceStep, parse_sequence_parameters
 
 MAX_SMALL_BODY_BYTES: Final = 64 * 1024
 MAX_SEQUENCE_JSON_BYTES: Final = 128 * 1024  # larger JSON is not searched for a sequence

@@ -17,7 +17,7 @@ from gateway.errors import GatewayError, HeaderTooLarge, MalformedRequest, Unsup
 from gateway.http_client.connection import Headers
 from gateway.messages import quote_text
 from gateway.routes.error_responses import NOSNIFF_HEADER
-from gateway.tensors.sequence import SequenceStep, parse_sequence_headers
+from gateway.triton.sequence import SequenceStep, parse_sequence_headers
 
 # RFC 9110, section 7.6.1.
 HOP_BY_HOP: Final = frozenset(

@@ -14,7 +14,6 @@ from gateway.errors import BadUpstream, TooLarge
 from gateway.http_client.connection import Headers
 from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.outputs import encode_json_result, find_json_shape
-from gateway.tensors.sequence import SEQUENCE_KEYS
 from gateway.triton.grpc.byte_channel import Metadata
 from gateway.triton.inference import (
     DECODE_ERRORS,
@@ -27,6 +26,7 @@ from gateway.triton.inference import (
     decode_binary_data,
     find_output_dtype,
 )
+from gateway.triton.sequence import SEQUENCE_KEYS
 
 INVALID_RESPONSE: Final = "the replica's inference response is invalid"
 # The kinds of NumPy's types whose values orjson writes as JSON has them.

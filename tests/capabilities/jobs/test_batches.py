@@ -259,7 +259,7 @@ def test_client_reads_on_after_a_killed_gateway(
         names = []
         async with AsyncClient(process.url, arrays=False) as gateway:
             job = await gateway.submit_batch("cancellable", rows)
-            async for name, outcome in gateway.batch_results(job["id"]):
+            async for name, outcome in gateway.batch_results(job):
                 assert isinstance(outcome, InferResult)
                 names.append(name)
                 if len(names) == 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -304,13 +303,15 @@ def test_python_client_submits_waits_and_fetches(service: Service) -> None:
     values = np.arange(4, dtype=np.float32).reshape(2, 2)
     with Client(service.process.url, key=INFER) as client:
         job = client.submit("vector_FP32", values, callback_url=service.receiver.url)
-        assert client.wait_job(job["id"])["state"] == "done"
-        (output,) = client.job_result(job["id"]).values()
+        ended = client.wait_job(job)
+        assert (ended.id, ended.model, ended.kind) == (job.id, "vector_FP32", "request")
+        assert (ended.state, ended.total, ended.done, ended.failed) == ("done", 1, 1, 0)
+        (output,) = client.job_result(job.id).values()
         np.testing.assert_array_equal(output, values)
-        wait_until(lambda: service.list_received(job["id"]))
-        client.cancel_job(job["id"])
+        wait_until(lambda: service.list_received(job.id))
+        assert client.cancel_job(job).document["callback"]["state"] == "delivered"
         with pytest.raises(GatewayError) as caught:
-            client.job_result(job["id"])
+            client.job_result(job)
         assert caught.value.code == "JOB_NOT_FOUND"
 
 
@@ -319,30 +320,31 @@ def test_python_client_submits_rows_and_reads_their_results(service: Service) ->
     rows = [("array", values), ("by name", {"X": [[1.5]]}), ("wrong", "text")]
     with Client(service.process.url, key=INFER) as client:
         job = client.submit_batch("vector_FP32", rows, callback_url=service.receiver.url)
-        (first, array), (second, by_name), (third, error) = client.batch_results(job["id"])
-        assert (first, second, third) == ("array", "by name", "wrong")
-        assert isinstance(array, InferResult)
-        assert isinstance(by_name, InferResult)
-        np.testing.assert_array_equal(array["Y"], values)
-        assert by_name["Y"].tolist() == [[1.5]]
-        assert isinstance(error, GatewayError)
-        assert error.status == 422
-        wait_until(lambda: service.list_received(job["id"]))
+        outcomes = [
+            (name, outcome.status if isinstance(outcome, GatewayError) else outcome["Y"].tolist())
+            for name, outcome in client.batch_results(job)
+        ]
+        assert outcomes == [("array", values.tolist()), ("by name", [[1.5]]), ("wrong", 422)]
+        wait_until(lambda: service.list_received(job.id))
+        ended = client.wait_job(job)
+        assert (ended.kind, ended.total, ended.done, ended.failed) == ("batch", 3, 2, 1)
 
 
-def test_asynchronous_client_submits_waits_and_fetches(service: Service) -> None:
+async def test_asynchronous_client_submits_waits_and_fetches(service: Service) -> None:
     async def read_rows() -> AsyncIterator[tuple[str, str]]:
         yield "name", "a"
 
-    async def run() -> None:
-        async with AsyncClient(service.process.url, key=INFER) as client:
-            job = await client.submit("single_BYTES", "text")
-            assert (await client.job_result(job["id"])).text == "text"
-            assert (await client.cancel_job(job["id"]))["state"] == "done"
-            batch = await client.submit_batch("single_BYTES", read_rows())
-            outcomes = [outcome async for _, outcome in client.batch_results(batch["id"])]
-            assert [dict(each) for each in outcomes if isinstance(each, InferResult)] == [
-                {"Y": "a"}
-            ]
-
-    asyncio.run(run())
+    async with AsyncClient(service.process.url, key=INFER) as client:
+        job = await client.submit("single_BYTES", "text")
+        assert (await client.job_result(job)).text == "text"
+        assert (await client.cancel_job(job)).state == "done"
+        batch = await client.submit_batch("single_BYTES", read_rows())
+        ((name, outcome),) = [row async for row in client.batch_results(batch)]
+        assert isinstance(outcome, InferResult)
+        assert (name, outcome.text) == ("name", "a")
+        blocked = await client.submit_batch("cancellable", [("a", "fails"), ("b", 3600.0)])
+        results = client.batch_results(blocked)
+        assert (await anext(results))[0] == "a"
+        await client.cancel_job(blocked)
+        with pytest.raises(GatewayError, match=f"job {blocked.id} is cancelled"):
+            await anext(results)

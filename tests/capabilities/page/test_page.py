@@ -22,7 +22,7 @@ from selenium.webdriver.common.keys import Keys
 from gateway import __version__
 from gateway.embedded.supervisor import EmbeddedTriton
 from gateway.repository.state.content import DesiredModel
-from gateway.repository.state.store import open_state_store
+from gateway.repository.state.places import open_state_store
 from tests.capabilities.on_demand.support.on_demand import (
     list_held,
     model_names,
@@ -561,7 +561,7 @@ def test_large_upload_shows_its_progress_and_can_be_cancelled(
 async def test_pending_load_of_a_missing_model_is_shown_and_can_be_cancelled(
     page: browser.Page, triton: tuple[str, Names], tmp_path: Path
 ) -> None:
-    state = f"file://{tmp_path}/state.json"
+    state = f"file://{tmp_path}/state.db"
     await open_state_store(state).set_desired_model("lost", DesiredModel(True))
     with gateway_of(page, triton[0], state=state) as client:
         page.open(str(client.base_url), "#fleet")

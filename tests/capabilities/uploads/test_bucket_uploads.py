@@ -79,7 +79,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BucketPlace]:
         settings = {
             "repository": repository,
             "model_uploads": "artifacts",
-            "state": f"file://{folder}/state.json",
+            "state": f"file://{folder}/state.db",
             "poll_interval_s": "2",  # For each index, a Triton asks the S3 server many things.
             "connect_timeout_s": "10",
         }

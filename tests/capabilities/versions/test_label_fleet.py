@@ -40,7 +40,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("labels")
-    state = f"file://{folder}/state.json"
+    state = f"file://{folder}/state.db"
     with ExitStack() as stack:
         tritons = []
         for number in range(2):

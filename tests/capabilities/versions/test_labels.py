@@ -328,7 +328,7 @@ def test_unloaded_version_of_a_label_is_redirected_or_refused_until_it_returns(
     with ExitStack() as stack:
         triton = stack.enter_context(Triton(write_versions(tmp_path), NAME))
         triton.wait()
-        settings = {**QUICK, "state": f"file://{tmp_path}/state.json"}
+        settings = {**QUICK, "state": f"file://{tmp_path}/state.db"}
         with gateway(triton.options.url, **settings) as (client, command):
             wait_until(lambda: client.get(V1).status_code == 200)
             put(client, "newest", version="3")

@@ -21,6 +21,7 @@ from PIL import Image
 from tests.support.errors import assert_error
 from tests.support.fake_triton import port_of
 from tests.support.fleet import BODY, repository
+from tests.support.gateway_forks import run_gateway
 from tests.support.images import encoded
 from tests.support.load import Pool, infer_v1, infer_v2, post
 from tests.support.measurements import assert_number, memory_bytes
@@ -142,11 +143,11 @@ def serves(url: str) -> bool:
 
 @pytest.mark.fault("the state file is damaged, cannot be written, or its disk is full")
 def test_invalid_state_file_ends_the_start_with_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_text('{"core": {"loa')
-    state = f"file://{tmp_path}/state.json"
+    (tmp_path / "state.db").write_text('{"core": {"loa')
+    state = f"file://{tmp_path}/state.db"
     with Command("serve", "--port", "0", environment={"GATEWAY_STATE": state}) as command:
         assert command.end() == 1
-    assert "is not a valid state file" in command.lines[-1]
+    assert "state.db cannot be used (file is not a database)" in command.lines[-1]
     assert "Traceback" not in command.output
 
 
@@ -154,7 +155,7 @@ def test_invalid_state_file_ends_the_start_with_one_sentence(tmp_path: Path) -> 
 def test_state_that_cannot_be_written_refuses_only_changes(triton: Triton, tmp_path: Path) -> None:
     folder, gone = tmp_path / "state", tmp_path / "gone"
     folder.mkdir()
-    state = f"file://{folder}/state.json"
+    state = f"file://{folder}/state.db"
     with gateway_before(triton.options.url, state=state, connect_timeout_s="10") as client:
         assert client.post("/v2/repository/models/other/load").status_code == 200
         folder.rename(gone)
@@ -166,7 +167,7 @@ def test_state_that_cannot_be_written_refuses_only_changes(triton: Triton, tmp_p
             assert client.post(f"/v1/models/{model}/infer", json=BODY).status_code == 200
         folder.unlink()
         gone.rename(folder)
-        desired = (folder / "state.json").read_text()
+        desired = json.loads(run_gateway("state", "export", "--state", state).stdout)["models"]
         wait_until(lambda: client.post("/v2/repository/models/late/load").status_code == 200)
     assert "other" in desired
     assert "late" not in desired

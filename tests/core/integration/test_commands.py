@@ -25,7 +25,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from gateway.client.batches import OrderedTasks
+from gateway.client.many import run_ordered
 from gateway.commands import errors
 from gateway.commands.inference.records import describe_value
 from gateway.commands.top import GatewaySnapshot, ModelTraffic, QueueState, render_snapshot
@@ -638,7 +638,7 @@ async def test_tasks_keep_the_order_and_run_at_most_their_number_of_jobs() -> No
         running -= 1
         return number
 
-    tasks = OrderedTasks(do, numbers(300), 7)
+    tasks = run_ordered(do, numbers(300), 7)
     assert [number async for number in tasks] == list(range(300))
     assert most == 7
 
@@ -654,7 +654,7 @@ async def test_error_of_the_source_or_of_a_job_is_raised_in_its_turn() -> None:
         return number
 
     for jobs, results, message in ((source(), [0], "the source"), (numbers(9), [0, 1], "a job")):
-        tasks = OrderedTasks(do, jobs, 2)
+        tasks = run_ordered(do, jobs, 2)
         assert [await anext(tasks) for _ in results] == results
         with pytest.raises(OSError, match=message):
             await anext(tasks)

@@ -28,12 +28,12 @@ from gateway.fleet.transports import HttpCall
 from gateway.media_types import EVENT_STREAM
 from gateway.messages import print_message
 from gateway.telemetry.exposition import parse_families, split_page
-from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import build_signature
 from gateway.triton.error_mapping import LoadFailed
 from gateway.triton.grpc.byte_channel import is_model_response
 from gateway.triton.grpc.management import build_load_request, build_unload_request
 from gateway.triton.restricted_api import RestrictedApi
+from gateway.triton.sequence import SequenceStep
 from tests.support.conformance import (
     BROKEN,
     DECOUPLED,

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import orjson
 import pytest
 
 from gateway.embedded.supervisor import EmbeddedTriton
+from gateway.repository.state.content import DesiredModel
 from tests.support.fleet import BODY, ECHO, write_echo
 from tests.support.redis_server import RedisServer
 from tests.support.servers import gateway, triton_on_free_ports
+from tests.support.state import opened
 from tests.support.wait import wait_until
 
 TRIPLES = base64.b64encode(ECHO.replace('"Y", value', '"Y", value * 3').encode()).decode()
@@ -27,9 +29,9 @@ CONFIG = orjson.dumps(
         "output": [{"name": "Y", **TENSOR}],
     }
 ).decode()
-WISHES: dict[str, dict[str, Any]] = {
-    "other": {"loaded": True, "parameters": {}},
-    "late": {"loaded": True, "parameters": {"config": CONFIG, "file:1/model.py": TRIPLES}},
+MODELS = {
+    "other": DesiredModel(True),
+    "late": DesiredModel(True, {"config": CONFIG, "file:1/model.py": TRIPLES}),
 }
 
 
@@ -53,19 +55,15 @@ def triton(repository: Path) -> Iterator[EmbeddedTriton]:
         yield running
 
 
-def file_state(folder: Path) -> str:
-    models = {name: {**wish, "revision": 1} for name, wish in WISHES.items()}
-    path = folder / "state.json"
-    path.write_bytes(orjson.dumps({"format": 1, "revision": 1, "models": models}))
-    return f"file://{path}"
+def store_models(url: str) -> str:
+    """Write into a state what a gateway without uploads would not store there; return its address."""
 
+    async def store() -> None:
+        async with opened(url) as (store,):
+            for name, model in MODELS.items():
+                await store.set_desired_model(name, model)
 
-def redis_state(redis: RedisServer) -> str:
-    url = redis.url()
-    prefix = url.partition("prefix=")[2]
-    for name, wish in WISHES.items():
-        redis.client().hset(f"{prefix}models", name, orjson.dumps({"revision": 1, **wish}))
-    redis.client().set(f"{prefix}models-change", "changed")
+    asyncio.run(store())
     return url
 
 
@@ -79,7 +77,7 @@ def ready(client: httpx.Client, model: str) -> bool:
 def test_code_in_the_state_is_ignored_and_logged(
     triton: EmbeddedTriton, redis: RedisServer, tmp_path: Path, where: str
 ) -> None:
-    state = file_state(tmp_path) if where == "a file" else redis_state(redis)
+    state = store_models(f"file://{tmp_path}/state.db" if where == "a file" else redis.url())
     with gateway(triton.options.url, state=state) as (client, command):
         line = command.wait_for("desired state of model late is ignored")
         assert "GATEWAY_MODEL_UPLOADS=code" in line
@@ -99,7 +97,7 @@ def test_code_in_the_state_is_ignored_and_logged(
 def test_code_in_the_state_runs_if_uploads_are_allowed(
     triton: EmbeddedTriton, tmp_path: Path
 ) -> None:
-    state = file_state(tmp_path)
+    state = store_models(f"file://{tmp_path}/state.db")
     with gateway(triton.options.url, state=state, model_uploads="code") as (client, _):
         wait_until(lambda: ready(client, "late"))
         answer = client.post("/v1/models/late/infer", json=BODY)

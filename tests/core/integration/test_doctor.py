@@ -11,6 +11,7 @@ from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.doctor import examine
 from tests.support.keys import ADMIN, ENTRIES, INFER, entry, written
 from tests.support.model_zoo.zoo import SHARED, Names, write_repository
+from tests.support.redis_server import RedisServer
 from tests.support.servers import free_ports, gateway_before, triton_on_free_ports
 
 NAMES = Names(seed=5)
@@ -38,7 +39,7 @@ def test_doctor_finds_no_problem_in_a_healthy_environment(
         GATEWAY_TRITON_URLS=triton.options.url,
         GATEWAY_KEYS_FILE=keys,
         GATEWAY_MODELS_FILE=tmp_path / "models.yaml",
-        GATEWAY_STATE=f"file://{tmp_path}/state.json",
+        GATEWAY_STATE=f"file://{tmp_path}/state.db",
     )
     assert status == 0
     assert {each["status"] for each in found.values()} == {"ok"}
@@ -60,15 +61,25 @@ def test_doctor_finds_no_problem_in_a_healthy_environment(
     assert [name for name in found if name in checks] == checks  # capabilities add theirs
 
 
+@pytest.mark.parametrize(("append_only", "status"), [("no", "warning"), ("yes", "ok")])
+def test_doctor_asks_for_a_redis_that_keeps_the_state(
+    tmp_path: Path, append_only: str, status: str
+) -> None:
+    with RedisServer(tmp_path, "--appendonly", append_only) as redis:
+        _, found = examine(GATEWAY_TRITON_URLS="http://127.0.0.1:1", GATEWAY_STATE=redis.url())
+    assert found["state"]["status"] == status
+    assert ("set appendonly yes" in found["state"].get("advice", "")) == (append_only == "no")
+
+
 def test_doctor_names_each_problem_and_its_remedy(tmp_path: Path) -> None:
     (tmp_path / "models.yaml").write_text("model: [digits]\n")
-    (tmp_path / "state.json").write_text("no state")
+    (tmp_path / "state.db").write_text("no state")
     (port,) = free_ports(1)
     status, found = examine(
         GATEWAY_TRITON_URLS=f"http://127.0.0.1:{port}",
         GATEWAY_KEYS_FILE=tmp_path / "missing.yaml",
         GATEWAY_MODELS_FILE=tmp_path / "models.yaml",
-        GATEWAY_STATE=f"file://{tmp_path}/state.json",
+        GATEWAY_STATE=f"file://{tmp_path}/state.db",
         GATEWAY_TRITON_URL="http://127.0.0.1:8000",
         TRITON_GATEWAY_CACHE=tmp_path / "cache",
     )

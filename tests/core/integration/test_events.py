@@ -148,7 +148,7 @@ def test_command_and_client_show_the_events(pair: tuple[httpx.Client, httpx.Clie
 def test_events_in_a_file_outlast_their_gateway_and_have_the_import_of_a_state(
     demo_triton: EmbeddedTriton, tmp_path: Path
 ) -> None:
-    state = f"file://{tmp_path}/state.json"
+    state = f"file://{tmp_path}/state.db"
     with gateway(demo_triton.options.url, state=state) as (client, _):
         assert client.post(LOAD).status_code == 200
         (load,) = list_events(client)

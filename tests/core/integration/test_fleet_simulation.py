@@ -47,13 +47,13 @@ from gateway.repository.reconcile_plan import INITIAL_BACKOFF_S, plan_actions
 from gateway.repository.reconciler import MAX_ABSENCE_S, RECONCILE_INTERVAL_S
 from gateway.repository.repository import Repository, build_repository
 from gateway.repository.state.content import CORDONS, DesiredModel
-from gateway.repository.state.store import open_state_store
+from gateway.repository.state.places import open_state_store
 from gateway.triton.error_mapping import LoadFailed
 from gateway.triton.request_target import RequestTarget
 from tests.support.calls import count_calls
 from tests.support.dns import DnsAnswers
 from tests.support.simulated_replicas import SimulatedTriton, simulated_replicas
-from tests.support.state_contract import opened
+from tests.support.state import opened
 from tests.support.wait import TIMEOUT_S, wait_until_async
 
 REPLICAS, MODELS = 100, 200
@@ -449,7 +449,7 @@ async def several_probes(fake: SimulatedTriton, gateways: int) -> None:
 @pytest.mark.parametrize("by", ["leader", "another"])
 async def test_load_that_a_replica_missed_is_repeated_there(tmp_path: Path, by: str) -> None:
     """The replica has the model all the while, but an older version of it."""
-    state = f"file://{tmp_path}/state.json"
+    state = f"file://{tmp_path}/state.db"
     async with simulated_replicas(3) as fakes, over(fakes) as first, over(fakes) as second:
         async with managing(first, state=state) as leader:
             await leader.load("m", {})
@@ -471,7 +471,7 @@ async def test_load_that_a_replica_missed_is_repeated_there(tmp_path: Path, by: 
 
 @pytest.mark.fault("a gateway exits in the middle of a load, or a Triton misses one")
 async def test_load_that_a_gateway_did_not_finish_is_finished_by_the_next(tmp_path: Path) -> None:
-    state = f"file://{tmp_path}/state.json"
+    state = f"file://{tmp_path}/state.db"
     async with simulated_replicas(3) as fakes, over(fakes) as pool:
         async with managing(pool, state=state) as ended:
             await ended.load("m", {})
@@ -507,7 +507,7 @@ async def test_load_that_a_gateway_did_not_finish_is_finished_by_the_next(tmp_pa
 async def test_load_that_cannot_be_recorded_changes_no_replica(
     tmp_path: Path, state: str, gateways: int, status: int, code: str
 ) -> None:
-    url = state if state == "none:" else f"file://{tmp_path}/folder/state.json"
+    url = state if state == "none:" else f"file://{tmp_path}/folder/state.db"
     async with simulated_replicas(2) as fakes, contextlib.AsyncExitStack() as stack:
         pools = [await stack.enter_async_context(over(fakes)) for _ in range(gateways)]
         repositories = [
@@ -530,7 +530,7 @@ async def test_replica_that_restarts_gets_the_models_and_parameters_of_the_fleet
     tmp_path: Path,
 ) -> None:
     """Triton loads its own models at its start, and knows nothing of other parameters."""
-    state = f"file://{tmp_path}/state.json"
+    state = f"file://{tmp_path}/state.db"
     async with (
         simulated_replicas(2, ["m", "missing", "unwanted"]) as fakes,
         over(fakes) as first,
@@ -556,7 +556,7 @@ async def test_replica_that_restarts_gets_the_models_and_parameters_of_the_fleet
 @pytest.mark.long
 @pytest.mark.fault("a gateway exits in the middle of a load, or a Triton misses one")
 async def test_gateways_that_load_a_model_concurrently_stop_loading_it(tmp_path: Path) -> None:
-    state = f"file://{tmp_path}/state.json"
+    state = f"file://{tmp_path}/state.db"
     async with simulated_replicas(3, load_s=0.01) as fakes, contextlib.AsyncExitStack() as stack:
         repositories = [
             await stack.enter_async_context(
@@ -578,7 +578,7 @@ async def test_gateways_that_load_a_model_concurrently_stop_loading_it(tmp_path:
 
 
 async def test_refused_load_does_not_undo_a_later_change_of_another_gateway(tmp_path: Path) -> None:
-    state = f"file://{tmp_path}/state.json"
+    state = f"file://{tmp_path}/state.db"
     async with (
         simulated_replicas(2) as fakes,
         over(fakes) as pool,
@@ -600,7 +600,7 @@ async def test_refused_load_does_not_undo_a_later_change_of_another_gateway(tmp_
 
 
 async def test_unload_of_a_model_in_no_repository_forgets_it(tmp_path: Path) -> None:
-    state = f"file://{tmp_path}/state.json"
+    state = f"file://{tmp_path}/state.db"
     async with (
         simulated_replicas(2) as fakes,
         over(fakes) as pool,
@@ -843,7 +843,7 @@ async def test_cordon_ends_when_the_address_leaves_and_not_when_the_replica_rest
 
 @pytest.mark.parametrize("gateways", [1, 2])
 async def test_concurrent_cordons_leave_one_replica_serving(tmp_path: Path, gateways: int) -> None:
-    state = f"file://{tmp_path}/state.json"
+    state = f"file://{tmp_path}/state.db"
     async with simulated_replicas(2) as fakes, contextlib.AsyncExitStack() as stack:
         callers = []
         for _ in range(gateways):
@@ -867,7 +867,7 @@ async def test_concurrent_cordons_leave_one_replica_serving(tmp_path: Path, gate
 async def test_state_of_a_replica_that_was_never_seen_is_deleted_later(
     tmp_path: Path,
 ) -> None:
-    state, gone = f"file://{tmp_path}/state.json", "127.0.9.9:8000"
+    state, gone = f"file://{tmp_path}/state.db", "127.0.9.9:8000"
     store = open_state_store(state)
     await store.write(CORDONS, (gone,), True)
     token = (await store.begin_load(gone, "m")).token
@@ -885,7 +885,7 @@ async def test_state_of_a_replica_that_was_never_seen_is_deleted_later(
         assert gone in repository.state.loads
         await skip_until(lambda: pool.cordoned == {present})
         await skip_until(lambda: gone not in repository.state.loads)
-        assert await store.read(CORDONS) == {present}
+        assert await store.read(CORDONS) == {present: True}
     await store.close()
 
 

@@ -18,7 +18,7 @@ from gateway.cli import build_command
 from gateway.client import AsyncClient, Client, GatewayError
 from gateway.client.arrays import encode_npy, encode_npz
 from gateway.client.calls import build_json_request
-from gateway.client.connection import find_access
+from gateway.client.connection import find_options
 from gateway.client.errors import INVALID_RESPONSE, InvalidRequest
 from gateway.client.replies import LineBuffer, ResponseBuffer
 from gateway.client.retries import Attempts
@@ -143,7 +143,7 @@ def test_client_asks_for_no_compression_and_reads_none() -> None:
 def test_response_is_read_up_to_a_limit(size: int, is_read: bool) -> None:
     request = build_json_request("GET", "/v1/models")
     with serving(bytes(size)) as server:
-        transport = Transport(find_access(server.url, "", None), None, max_bytes=1 << 20)
+        transport = Transport(find_options(server.url, "", None), max_bytes=1 << 20)
         try:
             if is_read:
                 assert len(transport.read(request, Attempts(60, 0)).content) == size
@@ -170,7 +170,7 @@ def test_line_is_kept_up_to_a_limit() -> None:
         [b"d", b""],
         [],
     ]
-    assert lines.take_rest() == b"e"
+    assert lines.take() == b"e"
 
 
 def deflate(entries: Mapping[str, bytes]) -> bytes:

@@ -5,153 +5,110 @@ from __future__ import annotations
 import base64
 import gzip
 import io
+import json
 import re
 import socket
+from itertools import product
 from typing import Any, Final
 
 import httpx
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as nps
 
 from gateway.app import create_app
 from gateway.config.settings import Settings
 from gateway.routes.middleware import GatewayMiddleware, find_inference
 from gateway.tensors.dtypes import DATATYPES as TABLE
 from tests.support.errors import assert_error
+from tests.support.hostile_files import FORM_TYPE, field, form, npy, npy_of
 from tests.support.model_zoo.zoo import DATATYPES, LABELS, NUMERIC, Zoo, any_names
 
 CURL_TYPE = "application/x-www-form-urlencoded"
 NPY = {"Content-Type": "application/x-npy", "Accept": "application/x-npy"}
-PROPERTY = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-def npy(array: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
 
 
 def load_numpy(body: bytes) -> Any:
     return np.load(io.BytesIO(body), allow_pickle=False)
 
 
-def is_same(one: np.ndarray, other: np.ndarray) -> bool:
-    """Bit for bit; NaN included."""
-    return (
-        one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
-    )
-
-
-def arrays(datatype: str, batched: bool, *, in_json: bool) -> st.SearchStrategy[np.ndarray]:
-    """Arrays of the models [-1, -1], with a batch dimension before it."""
-    smallest = 1 if in_json else 0  # JSON cannot say that a list of no rows has three columns
-    inner = st.tuples(st.integers(smallest, 3), st.integers(smallest, 4))
-    shape = (
-        inner.flatmap(lambda dims: st.tuples(st.integers(1, 9), *map(st.just, dims)))
-        if batched
-        else inner
-    )
-    if datatype == "BYTES":
-        values = (
-            st.text(max_size=5)
-            if in_json
-            else st.binary(max_size=5).filter(lambda b: b[-1:] != b"\0")
-        )
-        dtype = np.dtype(object) if in_json else np.dtype("S5")
-        return shape.flatmap(lambda dims: nps.arrays(dtype, dims, elements=values))
-    if datatype == "BF16":
-        finite = st.floats(width=16, allow_nan=not in_json, allow_infinity=not in_json)
-        drawn = shape.flatmap(lambda dims: nps.arrays(np.float32, dims, elements=finite))
-        return drawn.map(lambda array: array.astype(ml_dtypes.bfloat16))
+def list_extremes(datatype: str) -> np.ndarray:
+    """Return a row of values that a datatype has, the largest and smallest among them."""
     dtype = TABLE[datatype].numpy_dtype
-    elements = None
-    if dtype.kind == "f":
-        elements = nps.from_dtype(dtype, allow_nan=not in_json, allow_infinity=not in_json)
-    return shape.flatmap(lambda dims: nps.arrays(dtype, dims, elements=elements))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["batched", "plain"])
-@pytest.mark.parametrize("datatype", DATATYPES)
-@PROPERTY
-@given(data=st.data())
-def test_array_is_returned_unchanged_as_json(
-    zoo: Zoo, datatype: str, kind: str, data: st.DataObject
-) -> None:
-    array = data.draw(arrays(datatype, kind == "batched", in_json=True))
-    values = array.astype(np.float64).tolist() if datatype == "BF16" else array.tolist()
-    answer = zoo.outputs(zoo.infer(f"{kind}_{datatype}", {"X": values}))["Y"]
-    assert is_same(np.array(answer, array.dtype).reshape(array.shape), array) or answer == values
-
-
-@pytest.mark.parametrize(
-    ("zoo", "kind"),
-    [("as written", "plain"), pytest.param("renamed", "batched", marks=pytest.mark.long)],
-    indirect=["zoo"],
-    scope="session",
-)
-@pytest.mark.parametrize(
-    "datatype",
-    [
-        pytest.param(
-            each, marks=() if each in ("FP32", "UINT8", "BF16", "BYTES") else pytest.mark.long
-        )
-        for each in DATATYPES
-    ],
-)
-@PROPERTY
-@given(data=st.data())
-def test_array_is_returned_unchanged_as_npy(
-    zoo: Zoo, datatype: str, kind: str, data: st.DataObject
-) -> None:
-    array = data.draw(arrays(datatype, kind == "batched", in_json=False))
-    response = zoo.post(f"{kind}_{datatype}", content=npy(array), headers=NPY)
-    assert response.status_code == 200, response.text
-    answer = load_numpy(response.content)
     if datatype == "BYTES":
-        assert answer.astype("S5").tolist() == array.tolist()
-    elif datatype == "BF16":
-        assert is_same(answer.view(ml_dtypes.bfloat16), array)
-    else:
-        assert is_same(answer, array)
+        return np.array([[b"", b"a\0b", "é☕".encode()]], "S8")
+    if datatype == "BOOL":
+        return np.array([[True, False]])
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return np.array([[limits.min, limits.max, 0, 1]], dtype)
+    info = ml_dtypes.finfo(dtype)
+    numbers = [info.max, info.min, info.smallest_normal, info.smallest_subnormal, -0.0, 1 / 3]
+    return np.array([numbers]).astype(dtype)
 
 
-# The batch dimension.
+@pytest.mark.parametrize("datatype", DATATYPES)
+def test_every_datatype_is_returned_bit_for_bit(zoo: Zoo, datatype: str) -> None:
+    row = list_extremes(datatype)
+    batch = np.stack([row, row[:, ::-1]])
+    plain = [row, np.asfortranarray(np.concatenate([row, row])), row[:, :0]]
+    if row.dtype.kind == "f":
+        plain.append(np.array([[np.nan, np.inf, -np.inf]], row.dtype))
+    for model, array in (("batched", batch), *(("plain", each) for each in plain)):
+        response = zoo.post(f"{model}_{datatype}", content=npy(array), headers=NPY)
+        assert response.status_code == 200, response.text
+        answer = load_numpy(response.content)
+        assert answer.shape == array.shape
+        assert answer.astype(array.dtype.str).tobytes() == array.tobytes()
+    for model, array in (("batched", batch), ("plain", row)):
+        if datatype == "BYTES":
+            array = np.char.decode(array, "utf-8")  # noqa: PLW2901
+        values = array.astype(np.float64) if datatype == "BF16" else array
+        found = zoo.outputs(zoo.infer(f"{model}_{datatype}", {"X": values.tolist()}))["Y"]
+        assert np.array(found, values.dtype).astype(array.dtype).tobytes() == array.tobytes()
 
 
-def test_batch_dimension_is_added_and_removed_as_the_model_needs(
-    zoo: Zoo, subtests: pytest.Subtests
-) -> None:
-    one = [[1.0, 2.0], [3.0, 4.0]]
-    batch = [[[1.0, 2.0]], [[3.0, 4.0]]]
-    for model, inputs, outputs in (
-        ("batched_FP32", one, one),
-        ("batched_FP32", batch, batch),
-        # Of single values, a list is a batch.
-        ("single_BYTES", "a", "a"),
-        ("single_BYTES", ["a"], ["a"]),
-        ("single_BYTES", ["a", "b", "c"], ["a", "b", "c"]),
-        ("single_BYTES", [["a"], ["b"]], ["a", "b"]),
-        ("single_INT32", 5, 5),
-        ("single_INT32", [5, 6], [5, 6]),
-        # A model without a batch dimension.
-        ("plain_single_BYTES", "a", ["a"]),
-        ("plain_vector_FP32", [1, 2, 3], [1, 2, 3]),
-        ("plain_vector_FP32", 7, [7]),
-    ):
-        with subtests.test(f"{model} {inputs}"):
-            assert zoo.outputs(zoo.infer(model, inputs)) == {"Y": outputs}
+# Values in JSON, and the batch dimension.
+
+ONE = [[1.0, 2.0], [3.0, 4.0]]
+BATCH = [[[1.0, 2.0]], [[3.0, 4.0]]]
+BLOB = base64.b64encode(bytes(range(256))).decode()
+TEXTS = ("", "\0", "nul\0inside", "e\u0301", "안녕 ☕🙂", "x" * 1_000_000)
+ANSWERS: Final[tuple[tuple[str, Any, Any], ...]] = (
+    ("batched_FP32", ONE, ONE),
+    ("batched_FP32", BATCH, BATCH),
+    # Of single values, a list is a batch.
+    ("single_BYTES", ["a"], ["a"]),
+    ("single_BYTES", ["a", "b", "c"], ["a", "b", "c"]),
+    ("single_BYTES", [["a"], ["b"]], ["a", "b"]),
+    ("single_INT32", 5, 5),
+    ("single_INT32", -2e3, -2000),
+    # Above the model's maximum, it is split, and joined in order.
+    *(("single_INT32", list(range(count)), list(range(count))) for count in (2, 8, 9, 33)),
+    # A model without a batch dimension.
+    ("plain_single_BYTES", "a", ["a"]),
+    ("plain_vector_FP32", [1, 2, 3], [1, 2, 3]),
+    ("plain_vector_FP32", 7, [7]),
+    # Optional inputs.
+    ("optional", [1, 2], [1, 2]),
+    ("optional", {"X": [1, 2], "FACTOR": 3}, [3, 6]),
+    ("optional", {"X": [1, 2], "FACTOR": 3, "OFFSET": 0.5}, [3.5, 6.5]),
+    # Texts and bytes, and what JSON cannot represent.
+    *(("single_BYTES", text, text) for text in TEXTS),
+    ("single_BYTES", {"b64": BLOB}, {"b64": BLOB}),
+    ("single_BYTES", {"b64": f"data:;base64,{BLOB}"}, {"b64": BLOB}),
+    ("not_utf8", "abc", {"b64": base64.b64encode(b"\xff\xfeabc").decode()}),
+    ("json", "abc", {"got": "abc"}),  # declared to be JSON
+    ("not_finite", 1, ["NaN", "Infinity", "-Infinity", 1.5]),
+)
 
 
+@pytest.mark.fault("texts that are empty, of 1 MB, with NUL, combining marks, emoji")
 @any_names
-def test_batch_above_the_models_maximum_is_split_and_joined_in_order(zoo: Zoo) -> None:
-    for count in (8, 9, 16, 33):
-        values = list(range(count))
-        assert zoo.outputs(zoo.infer("single_INT32", values)) == {"Y": values}
+def test_value_in_json_is_answered_in_json(zoo: Zoo, subtests: pytest.Subtests) -> None:
+    for model, inputs, output in ANSWERS:
+        with subtests.test(f"{model} {str(inputs)[:40]}"):
+            assert zoo.outputs(zoo.infer(model, inputs)) == {"Y": output}
 
 
 def test_error_in_a_split_batch_names_its_part(zoo: Zoo) -> None:
@@ -195,14 +152,6 @@ def test_inputs_and_outputs_are_matched_by_name(zoo: Zoo) -> None:
     assert load_numpy(response.content)[product].tolist() == [3, 8]
 
 
-@any_names
-def test_optional_inputs_may_be_missing(zoo: Zoo) -> None:
-    assert zoo.outputs(zoo.infer("optional", [1, 2])) == {"Y": [1, 2]}
-    assert zoo.outputs(zoo.infer("optional", {"X": [1, 2], "FACTOR": 3})) == {"Y": [3, 6]}
-    both = {"X": [1, 2], "FACTOR": 3, "OFFSET": 0.5}
-    assert zoo.outputs(zoo.infer("optional", both)) == {"Y": [3.5, 6.5]}
-
-
 @pytest.mark.fault(
     "tensors with missing, unknown or duplicate inputs, ragged, of a wrong type, count"
 )
@@ -223,89 +172,75 @@ def test_names_that_do_not_fit_the_model_are_refused_with_those_that_do(
             assert f"{zoo.names.tensor('A')} (INT32 [2])" in response.json()["error"]
     response = zoo.infer("pair", pair, outputs=["nothing"])
     assert_error(response, 422, "DOES_NOT_FIT_MODEL", "no output 'nothing'")
+    response = zoo.infer("pair", {"A": [[1, 2], [3, 4]], "B": [1, 2]})
+    assert_error(response, 422, "DOES_NOT_FIT_MODEL", "different batch sizes")
 
 
 # Values that do not fit.
 
 
-@pytest.mark.fault(
-    "tensors with missing, unknown or duplicate inputs, ragged, of a wrong type, count"
+NOT_EXACT = "cannot represent exactly"
+MISFITS: Final[tuple[tuple[str, Any, str], ...]] = (
+    ("plain_UINT8", [[300]], "300, which is outside 0..255"),
+    ("plain_UINT8", [[-1]], "-1, which is outside 0..255"),
+    ("plain_INT32", [[1.5]], "1.5, which is not an integer"),
+    ("plain_INT32", [[True]], "the boolean 'True'"),
+    ("plain_INT32", [["5"]], "the string '5'"),
+    ("plain_INT32", [[1, 2], [3]], "ragged lists: lengths 1 and 2"),
+    ("plain_INT32", [[1, 2], 3], "ragged lists: values and lists"),
+    ("plain_INT32", [[{"a": 1}]], "a JSON object"),
+    ("plain_INT32", [[[1]]], "an array of shape [1,1,1]"),
+    ("plain_INT32", json.loads("[" * 33 + "1" + "]" * 33), "lists of more than 32 dimensions"),
+    ("plain_INT8", [[128]], "128, which is outside -128..127"),
+    ("plain_INT64", [["NaN"]], "the string 'NaN'"),
+    ("plain_INT64", [[None]], "got null"),
+    ("plain_FP16", [[65520]], "65520.0, which is out of range"),
+    ("plain_FP32", [[10**39]], "1e+39, which is out of range"),
+    ("plain_FP32", [[None]], 'got null; write "NaN" for a missing number'),
+    ("plain_FP32", [["nan"]], "the string 'nan'"),
+    ("plain_FP32", [["1.5"]], "the string '1.5'"),
+    ("plain_INT64", [[9223372036854775808]], "outside"),
+    ("plain_UINT64", [[18446744073709551616]], "outside"),
+    ("plain_INT64", [[9007199254740993.0]], "write it without a fraction or an exponent"),
+    ("plain_INT64", [[-1e18]], "write it without a fraction or an exponent"),
+    ("plain_BF16", [[1e39]], "out of range"),
+    ("plain_BOOL", [[1]], "the number '1'"),
+    ("plain_BYTES", [[1]], "the number '1'"),
+    ("plain_BYTES", [[True]], "the boolean"),
+    ("plain_FP32", "text", "the string 'text'"),
+    ("single_BYTES", [], "an empty batch"),
+    ("batched_FP32", np.zeros((0, 2, 2), np.float32), "an empty batch"),
+    ("plain_INT32", np.array([[1.5]]), f"1.5, which INT32 {NOT_EXACT}"),
+    ("plain_INT32", np.array([[np.nan]]), f"nan, which INT32 {NOT_EXACT}"),
+    ("plain_INT64", np.array([[2.0**63]]), NOT_EXACT),
+    ("plain_INT8", np.array([[200]], np.uint8), f"200, which INT8 {NOT_EXACT}"),
+    ("plain_UINT64", np.array([[-1]]), f"-1, which UINT64 {NOT_EXACT}"),
+    ("plain_INT64", np.array([[2**63]], np.uint64), NOT_EXACT),
+    ("plain_FP32", np.array([[2**24 + 1]]), f"16777217, which FP32 {NOT_EXACT}"),
+    ("plain_FP16", np.array([[1e6]]), "1000000.0, which is out of range"),
+    ("plain_BOOL", np.array([[1]]), "an array of dtype int64"),
+    ("plain_INT32", np.array([[True]]), "an array of dtype bool"),
+    ("plain_FP32", np.array([[1j]]), "an array of dtype complex128"),
+    ("plain_FP32", np.array([["a"]]), "an array of dtype <U1"),
+    ("plain_BYTES", np.array([[1]]), "an array of dtype int64"),
 )
-def test_batch_that_is_empty_or_of_different_sizes_is_refused(zoo: Zoo) -> None:
-    empty = npy(np.zeros((0, 2, 2), np.float32))
-    for response, words in (
-        (zoo.infer("pair", {"A": [[1, 2], [3, 4]], "B": [1, 2]}), "different batch sizes"),
-        (zoo.infer("single_BYTES", []), "an empty batch"),
-        (zoo.post("batched_FP32", content=empty, headers=NPY), "an empty batch"),
-    ):
-        assert_error(response, 422, "DOES_NOT_FIT_MODEL", words)
 
 
 @pytest.mark.fault(
     "tensors with missing, unknown or duplicate inputs, ragged, of a wrong type, count"
 )
-@pytest.mark.parametrize(
-    ("model", "value", "words"),
-    [
-        ("plain_UINT8", [[300]], "300, which is outside 0..255"),
-        ("plain_UINT8", [[-1]], "-1, which is outside 0..255"),
-        ("plain_INT32", [[1.5]], "1.5, which is not an integer"),
-        ("plain_INT32", [[True]], "the boolean 'True'"),
-        ("plain_INT32", [["5"]], "the string '5'"),
-        ("plain_INT32", [[None]], "null"),
-        ("plain_INT32", [[1, 2], [3]], "ragged lists: lengths 1 and 2"),
-        ("plain_INT32", [[1, 2], 3], "ragged lists: values and lists"),
-        ("plain_INT32", [[{"a": 1}]], "a JSON object"),
-        ("plain_INT32", [[[1]]], "an array of shape [1,1,1]"),
-        ("plain_INT64", [[9223372036854775808]], "outside"),
-        ("plain_UINT64", [[18446744073709551616]], "outside"),
-        ("plain_FP16", [[70000.0]], "70000.0, which is out of range"),
-        ("plain_BF16", [[1e39]], "out of range"),
-        ("plain_FP32", [[1e39]], "out of range"),
-        ("plain_BOOL", [[1]], "the number '1'"),
-        ("plain_BYTES", [[1]], "the number '1'"),
-        ("plain_BYTES", [[True]], "the boolean"),
-        ("plain_FP32", "text", "the string 'text'"),
-        ("vector_FP32", {"b64": "AAAA"}, "the input's shape is not an image shape"),
-    ],
-)
-def test_json_value_that_does_not_fit_is_named(
-    zoo: Zoo, model: str, value: Any, words: str
-) -> None:
-    response = zoo.infer(model, {"X": value})
-    assert_error(response, 422, "DOES_NOT_FIT_MODEL", words)
-    datatype = model.rpartition("_")[2]
-    sentence = response.json()["error"]
-    for expected in (
-        f"input '{zoo.names.tensor('X')}' expects",
-        f"({datatype} [",
-        "e.g.",
-    ):
-        assert expected in sentence
-
-
-@pytest.mark.fault(
-    "tensors with missing, unknown or duplicate inputs, ragged, of a wrong type, count"
-)
-def test_array_that_would_be_changed_is_refused(zoo: Zoo, subtests: pytest.Subtests) -> None:
-    for model, array, words in (
-        ("plain_INT32", np.array([[1.5]]), "1.5, which INT32 cannot represent exactly"),
-        ("plain_INT32", np.array([[np.nan]]), "nan, which INT32 cannot represent exactly"),
-        ("plain_INT64", np.array([[2.0**63]]), "cannot represent exactly"),
-        ("plain_INT8", np.array([[200]], np.uint8), "200, which INT8 cannot represent exactly"),
-        ("plain_UINT64", np.array([[-1]]), "-1, which UINT64 cannot represent exactly"),
-        ("plain_INT64", np.array([[2**63]], np.uint64), "cannot represent exactly"),
-        ("plain_FP32", np.array([[2**24 + 1]]), "16777217, which FP32 cannot represent exactly"),
-        ("plain_FP16", np.array([[1e6]]), "1000000.0, which is out of range"),
-        ("plain_BOOL", np.array([[1]]), "an array of dtype int64"),
-        ("plain_INT32", np.array([[True]]), "an array of dtype bool"),
-        ("plain_FP32", np.array([[1j]]), "an array of dtype complex128"),
-        ("plain_FP32", np.array([["a"]]), "an array of dtype <U1"),
-        ("plain_BYTES", np.array([[1]]), "an array of dtype int64"),
-    ):
-        with subtests.test(f"{array.dtype} to {model}"):
-            response = zoo.post(model, content=npy(array), headers=NPY)
+def test_value_that_would_be_changed_is_refused(zoo: Zoo, subtests: pytest.Subtests) -> None:
+    for model, value, words in MISFITS:
+        with subtests.test(f"{model} {value!r}"):
+            response = (
+                zoo.post(model, content=npy(value), headers=NPY)
+                if isinstance(value, np.ndarray)
+                else zoo.infer(model, {"X": value})
+            )
             assert_error(response, 422, "DOES_NOT_FIT_MODEL", words)
+            expected = f"input '{zoo.names.tensor('X')}' expects"
+            for part in (expected, f"({model.rpartition('_')[2]} [", "e.g."):
+                assert part in response.json()["error"]
 
 
 def test_array_of_another_type_is_converted_if_nothing_is_lost(
@@ -322,61 +257,22 @@ def test_array_of_another_type_is_converted_if_nothing_is_lost(
                     assert load_numpy(response.content).tolist() == values
 
 
-# Bytes and texts.
-
-
 @pytest.mark.fault("texts that are empty, of 1 MB, with NUL, combining marks, emoji")
-def test_bytes_are_passed_unchanged(zoo: Zoo) -> None:
-    blob = bytes(range(256))
-    encoded = base64.b64encode(blob).decode()
-    headers = {"Content-Type": "application/octet-stream"}
-    for response in (
-        zoo.post("single_BYTES", content=blob, headers=headers),
-        zoo.infer("single_BYTES", {"b64": encoded}),
-        zoo.infer("single_BYTES", {"b64": f"data:;base64,{encoded}"}),
-    ):
-        assert zoo.outputs(response) == {"Y": {"b64": encoded}}
-    raw = zoo.post(
-        "single_BYTES", content=blob, headers={**headers, "Accept": "application/octet-stream"}
-    )
-    assert raw.content == blob
-    assert raw.headers["content-type"] == "application/octet-stream"
-
-
-@pytest.mark.fault("texts that are empty, of 1 MB, with NUL, combining marks, emoji")
-def test_texts_are_passed_unchanged(zoo: Zoo) -> None:
-    for text in ("", "\0", "nul\0inside", "e\u0301", "안녕 ☕🙂", "x" * 1_000_000):
-        assert zoo.outputs(zoo.infer("single_BYTES", text)) == {"Y": text}
+def test_bytes_and_texts_of_a_body_are_passed_unchanged(zoo: Zoo) -> None:
+    for text in TEXTS:
         headers = {"Content-Type": "text/plain; charset=utf-8"}
         response = zoo.post("single_BYTES", content=text.encode(), headers=headers)
         assert zoo.outputs(response) == {"Y": text}
     headers = {"Content-Type": "text/plain; charset=latin-1"}
     response = zoo.post("single_BYTES", content="Größe".encode("latin-1"), headers=headers)
     assert zoo.outputs(response) == {"Y": "Größe"}
-
-
-def test_body_without_a_content_type_is_text_if_the_model_expects_text(zoo: Zoo) -> None:
-    def send(model: str, body: bytes) -> httpx.Response:
-        request = httpx.Request("POST", f"{zoo.client.base_url}{zoo.path(model)}", content=body)
-        assert "content-type" not in request.headers
-        return zoo.client.send(request)
-
-    assert zoo.outputs(send("single_BYTES", b"a text"))["Y"] == "a text"
-    refused = send("single_INT32", b"7")
-    assert_error(refused, 415, "UNSUPPORTED_BODY", "Content-Type is missing")
+    headers = dict.fromkeys(("Content-Type", "Accept"), "application/octet-stream")
+    raw = zoo.post("single_BYTES", content=bytes(range(256)), headers=headers)
+    assert raw.content == bytes(range(256))
+    assert raw.headers["content-type"] == "application/octet-stream"
 
 
 # Responses.
-
-
-@any_names
-def test_output_that_json_cannot_represent_is_encoded(zoo: Zoo) -> None:
-    for model, value, expected in (
-        ("not_utf8", "abc", {"b64": base64.b64encode(b"\xff\xfeabc").decode()}),
-        ("json", "abc", {"got": "abc"}),  # declared to be JSON
-        ("not_finite", 1, ["NaN", "Infinity", "-Infinity", 1.5]),
-    ):
-        assert zoo.outputs(zoo.infer(model, value))["Y"] == expected
 
 
 def test_accept_header_chooses_the_format_of_the_response(zoo: Zoo) -> None:
@@ -390,20 +286,6 @@ def test_accept_header_chooses_the_format_of_the_response(zoo: Zoo) -> None:
     body = {"inputs": zoo.named({"A": [1, 2], "B": [1, 2]})}
     response = zoo.post("pair", json=body, headers={"Accept": accept})
     assert response.headers["content-type"] == "application/x-npz"
-
-
-@pytest.mark.fault("an `Accept` header that nothing satisfies")
-def test_accept_header_that_cannot_be_satisfied_is_406(zoo: Zoo) -> None:
-    ends_with_nul = {"b64": base64.b64encode(b"a\0").decode()}
-    for model, value, accept in (
-        ("single_BYTES", "a", "text/html"),
-        ("single_BYTES", "a", "application/json;q=0"),
-        ("single_BYTES", "a", "image/png"),
-        ("single_BYTES", ends_with_nul, "application/x-npy"),  # NumPy would lose the NUL
-        ("picture", [5, 6], "image/png"),  # several images are not one body
-    ):
-        response = zoo.post(model, json={"inputs": value}, headers={"Accept": accept})
-        assert_error(response, 406, "NOT_ACCEPTABLE", "application/json")
 
 
 @any_names
@@ -447,27 +329,55 @@ def test_id_of_the_request_is_in_the_response(zoo: Zoo) -> None:
 # Parameters.
 
 
-@pytest.mark.parametrize(
-    ("query", "parameters", "status", "words"),
-    [
-        ("", {"classification": -1}, 422, "classification"),
-        ("", {"classification": "two"}, 422, "classification"),
-        ("", {"timeout": "soon"}, 422, "timeout"),
-        ("", {"triton_x": 1}, 422, "triton_x"),
-        ("", {"time_out": 5}, 400, "did you mean timeout?"),
-        ("dryrun=true", {}, 400, "unknown query parameter 'dryrun'; did you mean dry_run?"),
-        ("classifications=2", {}, 400, "did you mean classification?"),
-        ("x=1", {}, 400, "unknown query parameter 'x'"),
-    ],
-)
-def test_parameter_that_is_invalid_or_misspelt_is_refused(
-    zoo: Zoo, query: str, parameters: dict[str, Any], status: int, words: str
+PROBABILITIES = [0.1, 0.7, 0.2]
+NOT_ACCEPTABLE = 406, "NOT_ACCEPTABLE"
+MISMATCH = 422, "DOES_NOT_FIT_MODEL"
+MALFORMED = 400, "MALFORMED_REQUEST"
+# Model, value, query, parameters, headers, error, words of the error.
+REFUSALS: Final[tuple[tuple[str, Any, str, dict[str, Any], dict[str, str], tuple[int, str], str], ...]] = (
+    *(
+        ("single_BYTES", value, "", {}, {"Accept": accept}, NOT_ACCEPTABLE, "application/json")
+        for value, accept in (
+            ("a", "text/html"),
+            ("a", "application/json;q=0"),
+            ("a", "image/png"),
+            ({"b64": "YQA="}, "application/x-npy"),  # NumPy would lose the NUL at the end
+        )
+    ),
+    # Several images are not one body.
+    ("picture", [5, 6], "", {}, {"Accept": "image/png"}, NOT_ACCEPTABLE, "application/json"),
+    *(
+        ("classes", PROBABILITIES, query, parameters, {}, error, words)
+        for query, parameters, error, words in (
+            ("", {"classification": -1}, MISMATCH, "classification"),
+            ("", {"classification": "two"}, MISMATCH, "classification"),
+            ("", {"timeout": "soon"}, MISMATCH, "timeout"),
+            ("", {"triton_x": 1}, MISMATCH, "triton_x"),
+            ("", {"time_out": 5}, MALFORMED, "did you mean timeout?"),
+            ("dryrun=true", {}, MALFORMED, "unknown query parameter 'dryrun'; did you mean dry_run?"),
+            ("classifications=2", {}, MALFORMED, "did you mean classification?"),
+            ("x=1", {}, MALFORMED, "unknown query parameter 'x'"),
+        )
+    ),
+    *(
+        ("single_BYTES", "a", "", {}, {"X-Request-Timeout": deadline}, MALFORMED, "X-Request-Timeout")
+        for deadline in ("0", "-1", "abc", "nan", "inf")
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.fault("an `Accept` header that nothing satisfies")
+@pytest.mark.fault("deadlines of 0, −1, `abc`, 1e9 s")
+def test_header_or_parameter_that_is_invalid_is_refused(
+    zoo: Zoo, subtests: pytest.Subtests
 ) -> None:
-    document = {"inputs": zoo.named({"X": [0.1, 0.7, 0.2]}), "parameters": parameters}
-    response = zoo.post("classes", f"/infer?{query}", json=document)
-    assert_error(
-        response, status, "MALFORMED_REQUEST" if status == 400 else "DOES_NOT_FIT_MODEL", words
-    )
+    for model, value, query, parameters, headers, error, words in REFUSALS:
+        with subtests.test(f"{query} {parameters} {headers}"):
+            document = {"inputs": value, "parameters": parameters}
+            response = zoo.post(model, f"/infer?{query}", json=document, headers=headers)
+            assert_error(response, *error, words)
+    headers = {"X-Request-Timeout": "1e9"}  # is lowered
+    assert zoo.post("single_BYTES", json={"inputs": "a"}, headers=headers).status_code == 200
 
 
 def test_parameter_of_a_model_and_query_of_a_triton_path_are_accepted(zoo: Zoo) -> None:
@@ -532,62 +442,27 @@ def test_deadline_that_passes_is_504(zoo: Zoo) -> None:
 HALF: Final = b'--b\r\nContent-Disposition: form-data; name="x"\r\n\r\n'.ljust(100_000, b"x")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("framing", "body"),
-    [
-        ("Content-Length: 200000", HALF),
-        ("Transfer-Encoding: chunked", b"186a0\r\n" + HALF + b"\r\n"),
-        ("Content-Length: 100\r\nExpect: 100-continue", b""),
-    ],
-    ids=["half of the body", "a chunk", "nothing"],
+FRAMINGS = (
+    ("Content-Length: 200000", HALF),
+    ("Transfer-Encoding: chunked", b"186a0\r\n" + HALF + b"\r\n"),
+    ("Content-Length: 100\r\nExpect: 100-continue", b""),
 )
-@pytest.mark.parametrize("content_type", ["text/plain", "multipart/form-data; boundary=b"])
-def test_deadline_that_passes_before_the_body_is_complete_is_504(
-    zoo: Zoo, content_type: str, framing: str, body: bytes
-) -> None:
-    head = (
-        f"POST {zoo.path('single_BYTES')} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-        f"X-Request-Timeout: 0.3\r\nContent-Type: {content_type}\r\n{framing}\r\n\r\n"
-    )
-    response = send_bytes(zoo, head.encode() + body)
-    response = response.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
-    assert response.startswith(b"HTTP/1.1 504 ")
-    assert b'"code":"DEADLINE_PASSED"' in response
 
 
-@pytest.mark.fault("deadlines of 0, −1, `abc`, 1e9 s")
-def test_deadline_that_is_invalid_is_400_and_one_that_is_too_long_is_lowered(zoo: Zoo) -> None:
-    def infer(deadline: str) -> httpx.Response:
-        headers = {"X-Request-Timeout": deadline}
-        return zoo.post("single_BYTES", json={"inputs": "a"}, headers=headers)
-
-    for deadline in ("0", "-1", "abc", "nan", "inf"):
-        assert_error(infer(deadline), 400, "MALFORMED_REQUEST", "X-Request-Timeout")
-    assert infer("1e9").status_code == 200
+@pytest.mark.long
+def test_deadline_that_passes_before_the_body_is_complete_is_504(zoo: Zoo) -> None:
+    for content_type, (framing, body) in product(("text/plain", FORM_TYPE), FRAMINGS):
+        head = (
+            f"POST {zoo.path('single_BYTES')} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            f"X-Request-Timeout: 0.3\r\nContent-Type: {content_type}\r\n{framing}\r\n\r\n"
+        )
+        response = send_bytes(zoo, head.encode() + body)
+        response = response.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+        assert response.startswith(b"HTTP/1.1 504 "), (content_type, framing)
+        assert b'"code":"DEADLINE_PASSED"' in response
 
 
 # Bodies that cannot be read.
-
-
-@pytest.mark.fault("JSON with NaN, 1e999, a lone surrogate, invalid UTF-8, a depth of 100,000, an")
-def test_json_that_is_invalid_is_400(zoo: Zoo, subtests: pytest.Subtests) -> None:
-    for body in (
-        b"", b"null", b"[]", b"5", b"{}", b"{", b'{"inputs": NaN}', b'{"inputs": 1e999}',
-        b'{"inputs": "\\ud800"}', b'{"inputs": "\xff"}', b'{"inputs": 1, "more": 2}',
-        b'{"inputs": {"b64": "***"}}', b'{"inputs": {"b64": "data:image/png;base64"}}',
-        b'{"inputs": "a", "outputs": "Y"}', b'{"inputs": "a", "parameters": []}',
-        b'{"inputs": "a", "id": 5}', b"[" * 100_000, b'{"inputs":' + b"[" * 90 + b"]" * 90 + b"}",
-        b'{"inputs": ' + b"9" * 5000 + b"}",
-    ):  # fmt: skip
-        with subtests.test(repr(body[:40])):
-            headers = {"Content-Type": "application/json"}
-            response = zoo.post("single_INT32", content=body, headers=headers)
-            assert_error(response, 400, "MALFORMED_REQUEST")
-
-
-def form(*parts: bytes, end: bytes = b"--b--\r\n") -> bytes:
-    return b"".join(b"--b\r\n" + part + b"\r\n" for part in parts) + end
 
 
 def npz_of_zeros() -> bytes:
@@ -596,33 +471,40 @@ def npz_of_zeros() -> bytes:
     return file.getvalue()
 
 
-def npy_with_pickle() -> bytes:
-    file = io.BytesIO()
-    np.save(file, np.array([{"a": 1}], object), allow_pickle=True)
-    return file.getvalue()
+INVALID_JSON = (
+    b"", b"null", b"[]", b"5", b"{}", b"{", b'{"inputs": NaN}', b'{"inputs": 1e999}',
+    b'{"inputs": "\\ud800"}', b'{"inputs": "\xff"}', b'{"inputs": 1, "more": 2}',
+    b'{"inputs": {"b64": "***"}}', b'{"inputs": {"b64": "data:image/png;base64"}}',
+    b'{"inputs": "a", "outputs": "Y"}', b'{"inputs": "a", "parameters": []}',
+    b'{"inputs": "a", "id": 5}', b"[" * 100_000, b'{"inputs":' + b"[" * 90 + b"]" * 90 + b"}",
+    b'{"inputs": ' + b"9" * 5000 + b"}", b'{"inputs": [NaN]}', b'{"inputs": [-Infinity]}',
+    b'{"inputs": 1, "parameters": {"%s": 1}}' % (b"p" * 257),
+    b'{"inputs": 1, "outputs": [%s]}' % b",".join(b'"%d"' % n for n in range(1001)),
+)  # fmt: skip
 
 
+@pytest.mark.fault("JSON with NaN, 1e999, a lone surrogate, invalid UTF-8, a depth of 100,000, an")
 @pytest.mark.fault("forms that are truncated or have 2,000 fields, a file called ../../etc/passwd")
 @pytest.mark.fault("NumPy files with pickles, or that claim 10 GB")
 @pytest.mark.fault("invalid gzip, or 10 MB of gzip that decompress to 10 GB")
 def test_body_that_is_not_of_its_type_is_refused(zoo: Zoo, subtests: pytest.Subtests) -> None:
     """One body of each kind; the unit tests of the parsers have more."""
-    field = b'Content-Disposition: form-data; name="x"\r\n\r\nvalue'
+    part = field(b"value")
     malformed = (400, "MALFORMED_REQUEST")
     too_large = (413, "TOO_LARGE")
     unsupported = (415, "UNSUPPORTED_BODY")
-    form_type = "multipart/form-data; boundary=b"
     npy_type, npz_type = "application/x-npy", "application/x-npz"
     gzipped = "text/plain with gzip"
     zipped = gzip.compress(b"hello")
     for name, content_type, body, (status, code), words in (
-        ("a form without a boundary", "multipart/form-data", form(field), malformed, ""),
-        ("a form that is truncated", form_type, form(field, end=b""), malformed, ""),
-        ("a form of 2,000 fields", form_type, form(*[field] * 2000), too_large, ""),
-        ("a form of no fields", form_type, form(), (422, "DOES_NOT_FIT_MODEL"), ""),
+        *((repr(body[:40]), "application/json", body, malformed, "") for body in INVALID_JSON),
+        ("a form without a boundary", "multipart/form-data", form(part), malformed, ""),
+        ("a form that is truncated", FORM_TYPE, form(part)[:-7], malformed, ""),
+        ("a form of 2,000 fields", FORM_TYPE, form(*[part] * 2000), too_large, ""),
+        ("a form of no fields", FORM_TYPE, form(), (422, "DOES_NOT_FIT_MODEL"), ""),
         ("an empty array", npy_type, b"", malformed, ".npy"),
         ("a truncated array", npy_type, npy(np.zeros(3))[:-1], malformed, ".npy"),
-        ("a pickle", npy_type, npy_with_pickle(), malformed, "pickled"),
+        ("a pickle", npy_type, npy_of("(1,)", "'|O'", bytes(8)), malformed, "pickled"),
         ("no archive", npz_type, b"PK nothing", malformed, ".npz"),
         ("an archive that inflates to 80 MB", npz_type, npz_of_zeros(), too_large, "inflates"),
         ("no gzip", gzipped, b"plain", malformed, "Content-Encoding"),
@@ -644,81 +526,33 @@ def test_body_that_is_not_of_its_type_is_refused(zoo: Zoo, subtests: pytest.Subt
             assert_error(response, status, code, words)
 
 
-def test_body_of_curl_d_is_json_or_a_text(zoo: Zoo, subtests: pytest.Subtests) -> None:
-    headers = {"Content-Type": f"{CURL_TYPE}; charset=utf-8"}
-    for body, text in (
-        (b' {"inputs": "a"}', "a"),
-        (b"hello & a=1", "hello & a=1"),
-        (b"a+b%20c=d", "a+b%20c=d"),
-        (b"&a=1", "&a=1"),
-        (b"{name}, hello", "{name}, hello"),
-        (b"", ""),
-    ):
-        with subtests.test(repr(body)):
-            assert zoo.outputs(zoo.post("single_BYTES", content=body, headers=headers)) == {
-                "Y": text
-            }
-    numbers = zoo.post("plain_FP32", content=b'{"inputs": [1, 2, 3]}', headers=headers)
-    assert zoo.outputs(numbers) == {"Y": [[1, 2, 3]]}
-    template = zoo.post("single_BYTES", content=b'{"inputs": hello', headers=headers)
-    assert_error(template, 400, "MALFORMED_REQUEST", "-H 'Content-Type: text/plain'")
-    refused = zoo.post("vector_FP32", content=b"1 2 3", headers=headers)
-    assert_error(refused, 415, "UNSUPPORTED_BODY", "-H 'Content-Type: …'")
-
-
 def test_body_that_is_compressed_is_inflated(zoo: Zoo) -> None:
     headers = {"Content-Type": "text/plain", "Content-Encoding": "gzip"}
     body = gzip.compress(b"one, ") + gzip.compress(b"two")
     assert zoo.outputs(zoo.post("single_BYTES", content=body, headers=headers)) == {"Y": "one, two"}
 
 
-def send_bytes(zoo: Zoo, request: bytes) -> bytes:
-    """Send these bytes, and return all that the gateway sends until it closes the connection."""
+def send_bytes(zoo: Zoo, request: bytes, end: bytes = b"") -> bytes:
+    """Return what the gateway sends until it closes the connection, or up to `end`."""
     url = zoo.client.base_url
     with socket.create_connection((url.host, url.port or 80), 60) as connection:
         connection.sendall(request)
         response = b""
-        while data := connection.recv(65536):
+        while not (end and end in response) and (data := connection.recv(65536)):
             response += data
     return response
 
 
-@pytest.mark.fault("request smuggling through nginx, in upgrades, in trailers")
-def test_upgrade_is_refused_and_its_body_not_taken_for_a_request(zoo: Zoo) -> None:
-    path = zoo.path("single_BYTES")
-    request = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-        "Content-Type: text/plain\r\nContent-Length: 40\r\n\r\nGET /livez HTTP/1.1\r\nHost: smuggled\r\n\r\n"
-    )
-    response = send_bytes(zoo, request.encode())
-    assert response.startswith(b"HTTP/1.1 400 ")
-    assert response.count(b"HTTP/1.1") == 1
-    assert b'"code":"MALFORMED_REQUEST"' in response
-
-
 @pytest.mark.fault("bodies over the limit, with a length or chunked")
 def test_body_over_the_limit_is_413_before_all_of_it_is_read(zoo: Zoo) -> None:
-    url = zoo.client.base_url
-    path = zoo.path("single_BYTES")
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\n"
-    with socket.create_connection((url.host, url.port or 80), 60) as connection:
-        connection.sendall(f"{head}Content-Length: {(64 << 20) + 1}\r\n\r\n".encode())
-        response = b""
-        while b"TOO_LARGE" not in response and (data := connection.recv(4096)):
-            response += data
+    head = f"POST {zoo.path('single_BYTES')} HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\n"
+    head += f"Content-Length: {(64 << 20) + 1}\r\n\r\n"
+    response = send_bytes(zoo, head.encode(), end=b"TOO_LARGE")
     assert response.startswith(b"HTTP/1.1 413 ")
     assert b"TOO_LARGE" in response
     chunks = (bytes(1 << 20) for _ in range(65))
     chunked = zoo.post("single_BYTES", content=chunks, headers={"Content-Type": "text/plain"})
     assert_error(chunked, 413, "TOO_LARGE", "limit")
-
-
-@pytest.mark.fault("names with ../, %00, CR and LF, of 300 characters; invalid versions")
-def test_model_name_that_is_invalid_is_404(zoo: Zoo) -> None:
-    for name in ("..%2f..%2fv2%2frepository", "%00", "%0d%0aX: y", "x" * 300, "%F0%9F%99%82"):
-        response = zoo.client.post(f"/v1/models/{name}/infer", json={"inputs": 1})
-        assert response.status_code == 404, response.text
-        assert response.json()["code"] in ("MODEL_NOT_FOUND", "NOT_FOUND")
 
 
 # A request with a query is served by the framework, any other by the same handler without it.

@@ -460,7 +460,7 @@ def test_metric_shows_an_unavailable_state_until_it_is_back(
     demo_triton: EmbeddedTriton, tmp_path: Path
 ) -> None:
     folder, away = tmp_path / "state", tmp_path / "away"
-    with gateway(demo_triton.options.url, state=f"file://{folder}/state.json") as (client, command):
+    with gateway(demo_triton.options.url, state=f"file://{folder}/state.db") as (client, command):
         assert total(client, "gateway_state_up") == 1
         folder.rename(away)
         wait_until(lambda: total(client, "gateway_state_up") == 0)
@@ -486,7 +486,8 @@ def test_log_line_cannot_be_ended_by_a_client(
             client.get("/v1/models/nobody", headers={"X-Request-ID": "good-1"})
             command.wait_for("good-1")
             lines = [line for line in command.lines if "evil-2" in line]
-            assert "POST /v1/models/a%20200%20key=b/infer 404" in lines[-1]
+            access = "POST /v1/models/a%20200%20key=b/infer 404"
+            assert len([line for line in lines if access in line]) == 1
             assert not [line for line in lines if " key=b" in line]
             assert not [line for line in command.lines if line.startswith("FORGED")]
             assert "\x1b" not in command.output

@@ -23,9 +23,8 @@ from gateway.repository.operations import (
     TooManyOperations,
 )
 from gateway.repository.shared_state import SharedState
-from gateway.repository.state.documents import MemoryStateStore
-from gateway.repository.state.interface import StateStore
-from gateway.repository.state.store import open_state_store
+from gateway.repository.state.places import open_state_store
+from gateway.repository.state.store import StateStore
 from gateway.triton.error_mapping import LoadFailed
 from tests.support.gateway_forks import run_gateway
 from tests.support.keys import ADMIN, ENTRIES, INFER, TEXTS_ADMIN, bearer, written
@@ -81,7 +80,7 @@ def state(*words: str, given: str = "") -> subprocess.CompletedProcess[str]:
 def test_state_moves_from_a_file_to_redis_and_back(tmp_path: Path) -> None:
     file = tmp_path / "exported.json"
     file.write_text(json.dumps(EXPORTED))
-    first, second = f"file://{tmp_path}/one.json", f"file://{tmp_path}/two.json"
+    first, second = f"file://{tmp_path}/one.db", f"file://{tmp_path}/two.db"
     assert state("import", str(file), "--state", first).returncode == 0
     with RedisServer(tmp_path) as redis:
         shared = redis.url()
@@ -100,17 +99,17 @@ def test_state_moves_from_a_file_to_redis_and_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words", "message"),
     [
-        ("{", ("--state", "file:///tmp/x.json"), "the file is not an exported state: invalid JSON"),
-        ("[]", ("--state", "file:///tmp/x.json"), "unexpected structure"),
-        ('{"format": 2}', ("--state", "file:///tmp/x.json"), "format 2 is not supported"),
+        ("{", ("--state", "file:///tmp/x.db"), "the file is not an exported state: invalid JSON"),
+        ("[]", ("--state", "file:///tmp/x.db"), "a dict is expected, not a list"),
+        ('{"format": 2}', ("--state", "file:///tmp/x.db"), "format 2 is not supported"),
         (
             '{"format": 1, "models": {"a": {}}, "cordons": []}',
-            ("--state", "file:///tmp/x.json"),
+            ("--state", "file:///tmp/x.db"),
             "unexpected structure of model 'a'",
         ),
         (
             '{"format": 1, "models": {}, "labels": {"a": {"x": {"version": "b"}}}, "cordons": []}',
-            ("--state", "file:///tmp/x.json"),
+            ("--state", "file:///tmp/x.db"),
             "'b' is not a valid version",
         ),
         (json.dumps(EXPORTED), ("--state", "memory:"), "only a state in a file or in Redis"),
@@ -129,7 +128,7 @@ def test_import_of_an_invalid_state_is_refused_in_a_sentence(
 def test_gateway_that_runs_applies_an_imported_state(
     demo_triton: EmbeddedTriton, tmp_path: Path
 ) -> None:
-    url = f"file://{tmp_path}/state.json"
+    url = f"file://{tmp_path}/state.db"
     document = {
         "format": 1,
         "models": {"absent": {"loaded": True, "parameters": {}}},
@@ -169,7 +168,7 @@ def test_state_of_a_running_gateway_is_exported_by_an_administrator(
 def test_requests_of_administrators_are_bounded(
     demo_triton: EmbeddedTriton, tmp_path: Path
 ) -> None:
-    settings = {"state": f"file://{tmp_path}/state.json", "log_format": "json"}
+    settings = {"state": f"file://{tmp_path}/state.db", "log_format": "json"}
     with gateway(demo_triton.options.url, **settings) as (client, command):
         wait_until(lambda: client.get("/v1/models/core").status_code == 200)
         large = {"unknown": "x" * 70_000}
@@ -195,7 +194,7 @@ async def test_operations_in_the_background_are_bounded() -> None:
 
     async def start_until_refused(*, ends: bool) -> int:
         """Return how many operations are started before one is refused; they end soon, or do not."""
-        runner = runner_of(MemoryStateStore())
+        runner = runner_of(open_state_store("memory:"))
         is_over = asyncio.Event()
 
         async def wait() -> OperationReport:
@@ -222,7 +221,7 @@ async def test_operations_in_the_background_are_bounded() -> None:
 async def test_operation_that_ends_without_the_state_is_recorded_later(
     tmp_path: Path, error: GatewayError | None
 ) -> None:
-    store = open_state_store(f"file://{tmp_path}/state/state.json")
+    store = open_state_store(f"file://{tmp_path}/state/state.db")
     report, is_over = OperationReport("m", True, 2), asyncio.Event()
 
     async def load() -> OperationReport:
@@ -248,7 +247,7 @@ async def test_operation_that_ends_without_the_state_is_recorded_later(
 
 
 async def test_operation_whose_gateway_ended_has_failed(tmp_path: Path) -> None:
-    store = open_state_store(f"file://{tmp_path}/state.json")
+    store = open_state_store(f"file://{tmp_path}/state.db")
     runner, report = runner_of(store), OperationReport("m", True, 2)
 
     async def wait() -> OperationReport:

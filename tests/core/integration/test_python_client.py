@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -26,21 +27,20 @@ import trustme
 from PIL import Image
 
 from gateway.client import AsyncClient, Body, Client, GatewayError, InferResult
-from gateway.client.batches import BatchReader
 from gateway.client.errors import CONNECTION_LOST, INVALID_RESPONSE, TIMEOUT, UNREACHABLE
+from gateway.client.jobs import decode_row
+from tests.interface import sync_client
 from tests.support.certificates import server_context
 from tests.support.certificates import serving as serving_over_tls
 from tests.support.gateway_forks import run_gateway
-from tests.support.keys import INFER, entry, written
 from tests.support.measurements import assert_number
 from tests.support.metrics import metric
 from tests.support.model_zoo.zoo import Zoo
-from tests.support.servers import ROOT, GatewayProcess, gateway
+from tests.support.servers import ROOT
 from tests.support.wait import wait_until
 
 # Beside httpx, which is imported by the first client, and NumPy, by the first array.
 OWN_MODULES = ("gateway", "gateway.client", "gateway.media_types")
-PIXELS = np.arange(6 * 4 * 3, dtype=np.uint8).reshape(6, 4, 3)
 MODELS = (
     "pair", "optional", "nhwc", "batched_BF16", "batched_FP32", "batched_BYTES", "single_BYTES", "not_utf8",
     "json", "picture", "classes", "sleeping", "ticking", "cancellable", "vector_FP32",
@@ -65,6 +65,14 @@ def png(pixels: np.ndarray) -> bytes:
     return file.getvalue()
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with an image."""
+    (tmp_path / "image.png").write_bytes(PNG)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 def test_import_loads_nothing_of_the_server_and_is_fast() -> None:
     program = (
         "import sys, time; started_at = time.perf_counter(); import gateway.client; "
@@ -82,137 +90,153 @@ def test_import_loads_nothing_of_the_server_and_is_fast() -> None:
     assert_number("import", shortest_s * 1000, "ms", at_most=150)
 
 
-def test_image_is_a_path_bytes_an_image_of_pillow_or_an_array(gw: Client, tmp_path: Path) -> None:
-    path = tmp_path / "image.png"
-    path.write_bytes(png(PIXELS))
-    for value in (path, path.read_bytes(), memoryview(path.read_bytes()), Image.open(path)):
-        result = gw.infer("nhwc", value)
-        assert np.array_equal(result["Y"], PIXELS.astype(np.float32)), type(value)
-        assert result["Y"].dtype == np.float32
-    assert gw.infer("nhwc", Image.open(path).convert("CMYK"))["Y"].shape == (6, 4, 3)
-    assert gw.infer("nhwc", path, parameters={"note": 1})["Y"].shape == (6, 4, 3)
-    batch = gw.infer("nhwc", [path, Image.open(path), path.read_bytes()])
-    assert batch["Y"].shape == (3, 6, 4, 3)
-    assert gw.infer("nhwc", PIXELS.astype(np.float32))["Y"].shape == (6, 4, 3)
-    assert gw.infer("nhwc", [PIXELS.astype(np.float32)] * 2)["Y"].shape == (2, 6, 4, 3)
+@pytest.mark.parametrize("source", sync_client.MODULES)
+def test_synchronous_client_is_generated_from_the_other(source: str) -> None:
+    generated = sync_client.CLIENT / sync_client.MODULES[source]
+    assert generated.read_text() == sync_client.generate(sync_client.CLIENT / source), "make client"
 
 
-def test_inputs_are_passed_by_name_as_arrays_lists_or_both(gw: Client) -> None:
-    ints = np.array([1, 2], np.int32)
-    for inputs in (
-        {"A": ints, "B": ints},
-        {"A": ints, "B": [1, 2]},
-        {"A": [1, 2], "B": (1, 2)},
-    ):
-        result = gw.infer("pair", **inputs)
-        assert result["PRODUCT"].tolist() == [1, 4]
-        assert result["PRODUCT"].dtype == np.int32
-        assert gw.infer("pair", inputs).keys() == {"SUM", "PRODUCT"}
-        assert gw.infer("pair", inputs, parameters={"note": 1})["SUM"].tolist() == [2, 4]
-    assert gw.infer("optional", [1.0, 2.0], FACTOR=3)["Y"].tolist() == [3, 6]
-    with pytest.raises(TypeError, match="FACTOR, OFFSET: pass it by name"):
-        gw.infer("optional", 1.0, X=[1.0])
-    with pytest.raises(TypeError, match="cannot be a object"):
-        gw.infer("optional", object())
-    with pytest.raises(TypeError, match="needs inputs"):
-        gw.infer("optional")
+PIXELS = np.arange(6 * 4 * 3, dtype=np.uint8).reshape(6, 4, 3)
+PNG = png(PIXELS)
+FLOATS = PIXELS.astype("f4")
+IMAGE = Image.fromarray(PIXELS)
+TWO = np.array([1, 2], "i4")
+PAIR = {"SUM": np.array([2, 4], "i4"), "PRODUCT": np.array([1, 4], "i4")}
+NOTE = {"parameters": {"note": 1}}
+DOG = {"score": pytest.approx(0.7), "index": 1, "label": "dog"}
+# A model, its value or the first inputs by name, the other ones and options, and what it returns.
+INFERENCES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
+    ("nhwc", Path("image.png"), {}, {"Y": FLOATS}),
+    ("nhwc", PNG, {}, {"Y": FLOATS}),
+    ("nhwc", memoryview(PNG), {}, {"Y": FLOATS}),
+    ("nhwc", IMAGE, {}, {"Y": FLOATS}),
+    ("nhwc", IMAGE.convert("RGBA").convert("CMYK").convert("RGB"), {}, {"Y": FLOATS}),
+    ("nhwc", Path("image.png"), NOTE, {"Y": FLOATS}),
+    ("nhwc", [Path("image.png"), IMAGE, PNG], {}, {"Y": np.stack([FLOATS] * 3)}),
+    ("nhwc", FLOATS, {}, {"Y": FLOATS}),
+    ("nhwc", [FLOATS, FLOATS], {}, {"Y": np.stack([FLOATS] * 2)}),
+    ("pair", None, {"A": TWO, "B": TWO}, PAIR),
+    ("pair", None, {"A": TWO, "B": [1, 2]}, PAIR),
+    ("pair", None, {"A": [1, 2], "B": (1, 2)}, PAIR),
+    ("pair", {"A": TWO, "B": TWO}, {}, PAIR),
+    ("pair", {"A": TWO, "B": [1, 2]}, NOTE, PAIR),
+    ("optional", [1.0, 2.0], {"FACTOR": 3}, {"Y": np.array([3, 6], "f4")}),
+    ("vector_FP32", Body(b'{"inputs": [2.5]}', "application/json"), {}, {"Y": np.array([2.5], "f4")}),
+    ("vector_FP32", [1.5], {"version": 1}, {"Y": np.array([1.5], "f4")}),
+    ("batched_BF16", [[1.0, -2.5]], {}, {"Y": np.array([[1.0, -2.5]], "f4")}),
+    ("single_BYTES", "grüße", {}, {"Y": "grüße"}),
+    ("single_BYTES", ["a", "b"], {}, {"Y": ["a", "b"]}),
+    ("batched_BYTES", np.array([["a", "bc"]]), {}, {"Y": [["a", "bc"]]}),
+    ("batched_BYTES", np.array([["a", "bc"]], object), {}, {"Y": [["a", "bc"]]}),
+    ("not_utf8", "x", {}, {"Y": b"\xff\xfex"}),
+    ("json", '{"a": [1, null]}', {}, {"Y": {"got": '{"a": [1, null]}'}}),
+    ("classes", [0.1, 0.7, 0.2], {"classification": 1}, {"SCORES": [DOG]}),
+]  # fmt: skip
 
 
-def test_outputs_are_arrays_texts_bytes_and_what_json_contains(gw: Client) -> None:
-    assert gw.infer("single_BYTES", "grüße").text == "grüße"
-    assert gw.infer("single_BYTES", ["grüße"]).text == "grüße"
-    assert gw.infer("single_BYTES", ["a", "b"])["Y"] == ["a", "b"]
-    assert gw.infer("batched_BYTES", np.array([["a", "bc"]]))["Y"] == [["a", "bc"]]
-    assert isinstance(gw.infer("not_utf8", "x")["Y"], bytes)
-    assert gw.infer("json", '{"a": [1, null]}')["Y"] == {"got": '{"a": [1, null]}'}
-    assert gw.infer("picture", 4)["PNG"].startswith(b"\x89PNG")
-    widened = gw.infer("batched_BF16", [[1.0, -2.5]])["Y"]
-    assert widened.dtype == np.float32
-    assert widened.tolist() == [[1.0, -2.5]]
-    classes = gw.infer("classes", [0.1, 0.7, 0.2], classification=1)["SCORES"]
-    assert classes == [{"score": pytest.approx(0.7), "index": 1, "label": "dog"}]
-    with pytest.raises(ValueError, match="0 outputs are texts"):
-        _ = gw.infer("pair", A=[1, 2], B=[1, 2]).text
+@pytest.mark.parametrize("number", range(len(INFERENCES)))
+def test_values_become_inputs_and_outputs_values(gw: Client, number: int) -> None:
+    model, value, named, outputs = INFERENCES[number]
+    result = gw.infer(model, value, **named)
+    for name, expected in outputs.items():
+        if isinstance(expected, np.ndarray):
+            np.testing.assert_array_equal(result[name], expected, strict=True)
+        else:
+            assert result[name] == expected
 
 
-def test_without_arrays_numbers_are_lists(url: str) -> None:
+def test_without_arrays_numbers_are_lists_and_a_result_says_what_answered(url: str) -> None:
     with Client(url, arrays=False) as client:
         result = client.infer("pair", A=[1, 2], B=[1, 2])
-        assert dict(result) == {"SUM": [2, 4], "PRODUCT": [1, 4]}
+        assert result == {"SUM": [2, 4], "PRODUCT": [1, 4]}
         assert (result.model, result.version, len(result.id)) == ("pair", "1", 32)
-        assert client.infer("vector_FP32", [1.5], version=1)["Y"] == [1.5]
-        body = Body(b'{"inputs": [2.5]}', "application/json")
-        assert client.infer("vector_FP32", body)["Y"] == [2.5]
+        assert client.infer("single_BYTES", ["text"]).text == "text"
+        slow = client.infer("sleeping", 0.1, headers={"X-Request-ID": "mine"})
+        assert (slow.id, 0.1 <= slow.elapsed_s < 60) == ("mine", True)
 
 
-def test_result_says_which_version_answered_and_how_long_it_took(gw: Client) -> None:
-    result = gw.infer("sleeping", 0.1, headers={"X-Request-ID": "mine"})
-    assert (result.model, result.version, result.id) == ("sleeping", "1", "mine")
-    assert 0.1 <= result.elapsed_s < 60
-    assert "sleeping version 1" in result._repr_html_()
-    picture = gw.infer("picture", 4)._repr_html_()
-    assert '<img src="data:image/png;base64,' in picture
-    text = gw.infer("single_BYTES", "<script>")._repr_html_()
-    assert "&lt;script&gt;" in text
-    scores = gw.infer("classes", [0.1, 0.7, 0.2], classification=2)._repr_html_()
-    assert "dog <meter" in scores
+# A call, its error, and the whole sentence, with the code and status of a `GatewayError`.
+FAILURES: list[tuple[Callable[[Client], Any], type[Exception], str]] = [
+    (lambda gw: gw.infer("nonesuch", 1), GatewayError, ("MODEL_NOT_FOUND 404 Request for unknown model: "
+     "'nonesuch' is not found; models() lists the models")),
+    (lambda gw: gw.infer("managed", 1), GatewayError, ("MODEL_NOT_READY 503 model 'managed' is not ready; "
+     "load it, or try again when it is loaded")),
+    (lambda gw: gw.model("managed"), GatewayError, ("MODEL_NOT_READY 503 model 'managed' is not ready; load "
+     "it, or try again when it is loaded")),
+    (lambda gw: gw.model("pair?a=b"), GatewayError, ("NOT_FOUND 404 Request for unknown model: "
+     "'pair%3Fa=b' is not found")),
+    (lambda gw: gw.infer("sleeping", 5.0, timeout_s=0.2), GatewayError, ("DEADLINE_PASSED 504 no response "
+     "within 0.X s; pass a longer timeout_s")),
+    (lambda gw: gw.infer("ticking", COUNT=1, SECONDS=0.0), GatewayError, ("REFUSED_BY_MODEL 422 model "
+     "'ticking' is decoupled: it returns any number of responses; stream() yields them")),
+    (lambda gw: gw.infer("nhwc", "image.png"), GatewayError, ("DOES_NOT_FIT_MODEL 422 input 'X' expects "
+     "numbers (FP32 [6,4,3], e.g. [[[0.5, …], …], …]); got the string 'image.png'; pass a file as a Path or "
+     "bytes; 'image.png' is a file: pass Path('image.png')")),
+    (lambda gw: gw.infer("nhwc", X="image.png", verison=2), GatewayError, ("DOES_NOT_FIT_MODEL 422 the model "
+     "has no input 'verison'; the model's inputs are X (FP32 [6,4,3]); did you mean the option version?")),
+    (lambda gw: gw.infer("nhwc", Path("no.png")), GatewayError, ("UNREADABLE None no.png cannot be read: No "
+     "such file or directory")),
+    (lambda gw: gw.request("GET", "/readyz")["a"], GatewayError, ("INVALID_RESPONSE None the response of "
+     "URL/readyz has no field 'a'; check that the URL is the gateway's")),
+    (lambda _: Client("http://127.0.0.1:9", retries=0).models(), GatewayError, ("UNREACHABLE None cannot "
+     "reach the gateway at http://127.0.0.1:9: Connection refused")),
+    (lambda gw: gw.infer("optional", 1.0, X=[1.0]), TypeError, ("a value without a name could be FACTOR, "
+     "OFFSET: pass it by name")),
+    (lambda gw: gw.infer("optional", object()), TypeError, ("an input cannot be a object; pass a text, "
+     "numbers, bytes, a path, an image of Pillow, an array, or lists of them")),
+    (lambda gw: gw.infer("optional"), TypeError, ("an inference needs inputs: pass a value, or values by "
+     "input name")),
+    (lambda gw: gw.models()[0].inputs, AttributeError, ("a list does not describe models: "
+     "model('all_optional').inputs does")),
+    (lambda gw: gw.infer("pair", A=[1, 2], B=[1, 2]).text, ValueError, ("0 outputs are texts; choose one of "
+     "SUM, PRODUCT")),
+    (lambda gw: gw.infer_many("pair", [], concurrency=0), ValueError, ("batch and concurrency must be at "
+     "least 1")),
+    (lambda gw: gw.delete("pair", ".."), ValueError, "'pair' with version '..' is not a model"),
+    (lambda gw: gw.delete(""), ValueError, "'' with version '' is not a model"),
+    (lambda gw: gw.infer("pair", 1, headers={"X-A": "a\nb"}), ValueError, ("the request is invalid: Illegal "
+     "header value b'a\\nb'")),
+    (lambda _: Client("ftp://x"), ValueError, ("'ftp://x' is not a valid gateway URL; example: "
+     "http://localhost:8080")),
+    (lambda _: Client("user@host"), ValueError, ("the gateway URL contains a user name; the gateway expects "
+     "an API key")),
+    (lambda _: Client(key="a\nb"), ValueError, ("the key contains invalid characters; a key is printable "
+     "ASCII")),
+    (lambda _: Client("https://x", ca="none.pem"), ValueError, ("cannot read the certificates of none.pem: "
+     "No such file or directory")),
+]  # fmt: skip
 
 
-def test_error_has_the_sentence_the_code_and_the_request(gw: Client, url: str) -> None:
-    with pytest.raises(GatewayError, match="'nonesuch' is not found") as caught:
-        gw.infer("nonesuch", "x")
-    assert (caught.value.code, caught.value.status) == ("MODEL_NOT_FOUND", 404)
-    assert len(caught.value.request_id) == 32
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert (str(again), again.code) == (str(caught.value), "MODEL_NOT_FOUND")
-    with pytest.raises(GatewayError) as caught:
-        gw.model("pair?a=b")  # a name, and not a path with a query
-    assert caught.value.status == 404
-    with pytest.raises(GatewayError) as caught:
-        gw.infer("sleeping", 5.0, timeout_s=0.2)
-    assert caught.value.code == "DEADLINE_PASSED"
-    with pytest.raises(GatewayError, match="Connection refused") as caught:
-        Client("http://127.0.0.1:9", retries=0).models()
-    assert (caught.value.code, caught.value.status) == (UNREACHABLE, 0)
-    for wrong in ("ftp://x", "http://user@host", "http://host:99999"):
-        with pytest.raises(ValueError, match="URL"):
-            Client(wrong)
-    for name, version in (("", ""), ("..", ""), ("pair", "..")):
-        with pytest.raises(ValueError, match="is not a model"):
-            gw.delete(name, version)
-    for value in ("grüße", "two\nlines"):
-        with pytest.raises(ValueError, match=r"ascii|invalid"):
-            gw.infer("single_BYTES", "x", headers={"X-Split-Key": value})
-    with pytest.raises(GatewayError, match="cannot be read: No such file"):
-        gw.infer("nhwc", Path("nothing.png"))
+@pytest.mark.parametrize("number", range(len(FAILURES)))
+def test_failure_is_one_sentence_for_python_at_once(gw: Client, url: str, number: int) -> None:
+    call, kind, sentence = FAILURES[number]
+    retries = gw.retry_count
+    with pytest.raises(kind) as caught:
+        call(gw)
+    error = caught.value
+    details = f"{error.code} {error.status} " if isinstance(error, GatewayError) else ""
+    text = re.sub(r"0\.1\d+ s", "0.X s", f"{details}{error}")  # of the time limit, 0.2 s
+    assert text.replace(url, "URL") == sentence
+    assert gw.retry_count == retries
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), vars(again)) == (str(error), vars(error))
 
 
-def test_models_are_listed_and_described(gw: Client) -> None:
-    listed = {model.name: model for model in gw.models()}
-    assert listed["pair"].is_ready
-    assert listed["pair"].versions == ("1",)
-    assert not listed["managed"].is_ready
+def test_models_are_described_loaded_and_awaited(gw: Client) -> None:
+    listed = {model.name: (model.is_ready, model.versions) for model in gw.models()}
+    assert (listed["pair"], listed["managed"][0]) == ((True, ("1",)), False)
     model = gw.model("optional")
-    described = [(tensor.name, tensor.datatype, tensor.shape) for tensor in model.inputs]
-    assert described[:2] == [("X", "FP32", (-1,)), ("FACTOR", "FP32", (1,))]
-    assert [tensor.is_optional for tensor in model.inputs] == [False, True, True]
-    assert model.document["curl"].startswith("curl ")
-    assert gw.request("GET", "/readyz")["ready"] is True
-    assert gw.request("GET", "/v2/health/ready") == {}
-    with pytest.raises(GatewayError, match="has no field 'models'"):
-        gw.request("GET", "/readyz")["models"]
-
-
-def test_model_is_loaded_awaited_and_unloaded(gw: Client) -> None:
+    described = [(each.name, each.datatype, each.shape, each.is_optional) for each in model.inputs]
+    assert described[:2] == [("X", "FP32", (-1,), False), ("FACTOR", "FP32", (1,), True)]
+    assert (model.is_decoupled, gw.model("pair").max_batch_size) == (False, 8)
     assert gw.load("scores")["model"] == "scores"
     gw.wait_ready("scores", timeout_s=60)
     gw.unload("scores")
     with pytest.raises(GatewayError, match=r"scores is not ready after 0\.3 s") as caught:
         gw.wait_ready("scores", timeout_s=0.3)
     assert caught.value.code == TIMEOUT
-    with pytest.raises(GatewayError, match="not found") as caught:
+    with pytest.raises(GatewayError, match="not found"):
         gw.wait_ready("nonesuch", timeout_s=60)
-    assert caught.value.status == 404
 
 
 def requests_in_flight(url: str) -> float:
@@ -222,30 +246,22 @@ def requests_in_flight(url: str) -> float:
 
 
 def test_stream_yields_each_response_and_ends_with_the_iteration(gw: Client, url: str) -> None:
-    pieces = list(gw.stream("ticking", COUNT=3, SECONDS=0.0))
-    assert [piece["NUMBER"].tolist() for piece in pieces] == [[0], [1], [2]]
-    assert {piece["NUMBER"].dtype for piece in pieces} == {np.dtype(np.int32)}
+    pieces = [piece["NUMBER"] for piece in gw.stream("ticking", COUNT=3, SECONDS=0.0)]
+    np.testing.assert_array_equal(pieces, np.array([[0], [1], [2]], "i4"), strict=True)
     with pytest.raises(GatewayError) as caught:
         list(gw.stream("ticking", COUNT=-2, SECONDS=0.0))  # it fails after two responses
     assert caught.value.code == "MODEL_FAULT"
-    for piece in gw.stream("ticking", COUNT=1000, SECONDS=0.05):
-        assert piece["NUMBER"].tolist() == [0]
+    for _ in gw.stream("ticking", COUNT=1000, SECONDS=0.05):
         assert requests_in_flight(url) == 1
         break
-    # The stream would last for 50 seconds.
-    wait_until(lambda: requests_in_flight(url) == 0)
-    with pytest.raises(GatewayError, match="is decoupled") as caught:
-        gw.infer("ticking", COUNT=1, SECONDS=0.0)
-    assert caught.value.status == 422
+    wait_until(lambda: requests_in_flight(url) == 0)  # the stream would last for 50 seconds
 
 
 async def test_async_client_has_the_same_calls(url: str) -> None:
     async with AsyncClient(url) as client:
-        assert (await client.infer("pair", A=[1, 2], B=np.array([1, 2])))["SUM"].tolist() == [2, 4]
-        assert (await client.model("pair")).max_batch_size == 8
-        assert "pair" in {model.name for model in await client.models()}
-        await client.wait_ready("pair")
-        assert (await client.request("GET", "/readyz"))["ready"]
+        assert (await client.infer("pair", A=[1, 2], B=TWO))["SUM"].tolist() == [2, 4]
+        assert (await client.infer("nhwc", Path("image.png")))["Y"].shape == (6, 4, 3)
+        assert await client.request("GET", "/v2/health/ready") == {}
         page = b"".join([data async for data in client.download("/metrics")])
         assert b"gateway_" in page
         pieces = [piece async for piece in client.stream("ticking", COUNT=2, SECONDS=0.0)]
@@ -254,11 +270,20 @@ async def test_async_client_has_the_same_calls(url: str) -> None:
             break
         async for _ in client.infer_many("cancellable", [*[0.0] * 3, *[30.0] * 20], concurrency=3):
             break
-        with pytest.raises(GatewayError) as caught:
-            await client.infer("sleeping", 5.0, timeout_s=0.2)
-        assert caught.value.code == "DEADLINE_PASSED"
         await asyncio.sleep(0)
         await asyncio.to_thread(wait_until, lambda: requests_in_flight(url) == 0)
+
+
+def test_child_of_a_fork_opens_its_own_connection() -> None:
+    program = (
+        "import os, sys; from gateway.client import Client; gw = Client(sys.argv[1], arrays=False)\n"
+        "gw.infer('m', 1); child = os.fork(); status = os.waitpid(child, 0)[1] if child else 0\n"
+        "gw.infer('m', 1); os._exit(status)"
+    )
+    with serving(answer, answer, answer) as server:
+        subprocess.run([sys.executable, "-c", program, server.url], check=True)
+    first, of_child, of_parent = [received["connection"] for received in server.received]
+    assert first == of_parent != of_child
 
 
 @pytest.mark.long
@@ -273,21 +298,17 @@ async def test_fifty_calls_at_once_share_a_client(gw: Client, url: str) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 7])
-def test_many_are_in_order_and_errors_are_values(gw: Client, tmp_path: Path, batch: int) -> None:
-    paths = [tmp_path / f"{number}.png" for number in range(30)]
-    for number, path in enumerate(paths):
-        path.write_bytes(png(np.full((6, 4, 3), number, np.uint8)))
-    paths[3].write_bytes(b"\x89PNG of which nothing else is there")
-    paths[9].unlink()
-    outcomes = list(gw.infer_many("nhwc", iter(paths), batch=batch, concurrency=4))
-    assert len(outcomes) == len(paths)
-    for number, outcome in enumerate(outcomes):
-        if number in (3, 9):
-            assert isinstance(outcome, GatewayError)
-            assert outcome.code == {3: "BAD_IMAGE", 9: "UNREADABLE"}[number]
-        else:
-            assert isinstance(outcome, InferResult)
-            assert np.unique(outcome["Y"]).tolist() == [number]
+def test_many_are_in_order_and_errors_are_values(gw: Client, folder: Path, batch: int) -> None:
+    for number in range(30):
+        (folder / f"{number}.png").write_bytes(png(np.full((6, 4, 3), number, np.uint8)))
+    (folder / "3.png").write_bytes(b"\x89PNG of which nothing else is there")
+    (folder / "9.png").unlink()
+    paths = (Path(f"{number}.png") for number in range(30))
+    outcomes = [
+        outcome.code if isinstance(outcome, GatewayError) else outcome["MEAN"].item()
+        for outcome in gw.infer_many("nhwc", paths, batch=batch, concurrency=4)
+    ]
+    assert outcomes == [{3: "BAD_IMAGE", 9: "UNREADABLE"}.get(each, each) for each in range(30)]
 
 
 def test_many_take_options_and_a_source_that_waits_for_the_outcomes(gw: Client) -> None:
@@ -302,80 +323,14 @@ def test_many_take_options_and_a_source_that_waits_for_the_outcomes(gw: Client) 
         assert outcome.id == "mine"
         outcomes.put(outcome.text)
     assert outcomes.queue[-1] == "after first"
-    with pytest.raises(ValueError, match="at least 1"):
-        gw.infer_many("single_BYTES", [], concurrency=0)
-
-
-@pytest.mark.long
-def test_two_thousand_files_are_in_order(gw: Client, tmp_path: Path) -> None:
-    paths = [tmp_path / f"{number:04}.png" for number in range(2000)]
-    for number, path in enumerate(paths):
-        path.write_bytes(png(np.full((6, 4, 3), number % 251, np.uint8)))
-    means = [
-        outcome["MEAN"].item()
-        for outcome in gw.infer_many("nhwc", paths, batch=8)
-        if isinstance(outcome, InferResult)
-    ]
-    assert means == [number % 251 for number in range(2000)]
 
 
 def test_iteration_that_ends_cancels_what_runs(gw: Client, url: str) -> None:
     threads = threading.active_count()
-    for outcome in gw.infer_many("cancellable", [*[0.0] * 3, *[30.0] * 20], concurrency=3):
-        assert isinstance(outcome, InferResult)
+    for _ in gw.infer_many("cancellable", [*[0.0] * 3, *[30.0] * 20], concurrency=3):
         break
     assert threading.active_count() == threads
     wait_until(lambda: requests_in_flight(url) == 0)
-
-
-@pytest.mark.long
-def test_rate_limit_is_waited_for(url: str, zoo_as_written: Zoo, tmp_path: Path) -> None:
-    keys = written(tmp_path / "keys.yaml", [entry(INFER, "infer", requests_per_second=4)])
-    triton = zoo_as_written.client.get("/v1/replicas").json()["replicas"][0]["address"]
-    with (
-        gateway(f"http://{triton}", keys_file=str(keys)) as (limited, _),
-        Client(str(limited.base_url), key=INFER, arrays=False) as client,
-        Client(str(limited.base_url), key=INFER, arrays=False, retries=0) as impatient,
-    ):
-        texts = [str(number) for number in range(12)]
-        assert [client.infer("single_BYTES", text).text for text in texts] == texts
-        assert client.retry_count > 0
-        with pytest.raises(GatewayError, match="may send 4 requests a second") as caught:
-            _ = [impatient.infer("single_BYTES", text) for text in texts]
-        assert caught.value.status == 429
-        assert caught.value.retry_after_s is not None
-        with (
-            Client(str(limited.base_url), key="wrong") as stranger,
-            pytest.raises(GatewayError) as caught,
-        ):
-            stranger.models()
-        assert (caught.value.code, caught.value.status) == ("UNAUTHENTICATED", 401)
-
-
-@pytest.mark.long
-def test_gateway_that_is_killed_is_reported_or_awaited(zoo_as_written: Zoo) -> None:
-    zoo_as_written.load("sleeping")
-    triton = zoo_as_written.client.get("/v1/replicas").json()["replicas"][0]["address"]
-    process = GatewayProcess({"GATEWAY_TRITON_URLS": f"http://{triton}"})
-    process.start()
-    try:
-        with (
-            Client(process.url, arrays=False) as client,
-            Client(process.url, arrays=False, retries=0) as impatient,
-            ThreadPoolExecutor() as pool,
-        ):
-            client.wait_ready("sleeping")
-            awaited = pool.submit(client.infer, "sleeping", 3.0)
-            reported = pool.submit(impatient.infer, "sleeping", 3.0)
-            wait_until(lambda: requests_in_flight(process.url) == 2)
-            process.kill()
-            assert isinstance(error := reported.exception(), GatewayError)
-            assert error.code == CONNECTION_LOST
-            process.start()
-            assert awaited.result()["Y"] == 3.0
-            assert client.retry_count > 0
-    finally:
-        process.stop()
 
 
 class Script(BaseHTTPRequestHandler):
@@ -385,7 +340,7 @@ class Script(BaseHTTPRequestHandler):
     server: ScriptedServer
 
     def do_POST(self) -> None:
-        self.server.received.append(dict(self.headers))
+        self.server.received.append({**self.headers, "connection": str(self.client_address)})
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.server.steps.pop(0)(self)
 
@@ -421,8 +376,8 @@ def serving(*steps: Callable[[Script], None]) -> Iterator[ScriptedServer]:
         server.shutdown()
 
 
-def refuse(status: int, **headers: str) -> Callable[[Script], None]:
-    error = b'{"error": "not now", "code": "X", "request_id": "r"}'
+def refuse(status: int, code: str = "X", **headers: str) -> Callable[[Script], None]:
+    error = json.dumps({"error": "not now", "code": code, "request_id": "r"}).encode()
     return lambda script: script.answer(status, error, **headers)
 
 
@@ -454,7 +409,7 @@ def answer(script: Script) -> None:
     script.answer(200, b'{"outputs": {"Y": 1}}', Content_Type="application/json")
 
 
-def damage(content: bytes, content_type: str) -> Callable[[Script], None]:
+def respond(content: bytes, content_type: str = "application/json") -> Callable[[Script], None]:
     return lambda script: script.answer(200, content, Content_Type=content_type)
 
 
@@ -464,23 +419,31 @@ def damage(content: bytes, content_type: str) -> Callable[[Script], None]:
         (b'{"outputs": {"Y": {"b64": "a"}}}', "application/json"),
         (b'{"outputs": []}', "application/json"),
         (b'{"outputs": {"Y": ' + b"[" * 100_000, "application/json"),
+        (b"[]", "application/json"),
+        (b"<html>", "text/html"),
         (b"PK of which nothing else is there", "application/x-npz"),
         (b"", "application/x-npz"),
     ],
-    ids=("base64", "no object", "many levels", "no archive", "empty"),
+    ids=("base64", "no object", "many levels", "list", "page", "no archive", "empty"),
 )
 def test_damaged_response_is_an_error_of_the_client(content: bytes, content_type: str) -> None:
-    with serving(damage(content, content_type)) as server, pytest.raises(GatewayError) as caught:
+    is_refused = pytest.raises(GatewayError, match="is not a gateway")
+    with serving(respond(content, content_type)) as server, is_refused as caught:
         infer_sync(server.url)
     assert caught.value.code == INVALID_RESPONSE
 
 
-def test_model_that_is_never_ready_is_awaited_until_the_timeout() -> None:
-    model = b'{"name": "m", "ready": false, "versions": []}'
-    with serving(*[lambda script: script.answer(200, model)] * 9) as server:
-        with Client(server.url) as client, pytest.raises(GatewayError, match="is not ready"):
-            client.wait_ready("m", timeout_s=0.6)
-        assert len(server.received) < 9
+@pytest.mark.parametrize("row", [b'{"error": 5}', b'{"base64": 1}', b'{"response": 1}', b"[]"])
+def test_damaged_row_of_a_batch_is_an_error_of_the_client(row: bytes) -> None:
+    with pytest.raises(GatewayError) as caught:
+        decode_row(row, "/v1/jobs/j", None)
+    assert caught.value.code == INVALID_RESPONSE
+
+
+def test_answer_that_is_not_a_stream_is_named() -> None:
+    is_refused = pytest.raises(GatewayError, match="is not a stream")
+    with serving(answer) as server, Client(server.url, arrays=False) as client, is_refused:
+        next(client.stream("m", "x"))
 
 
 async def infer_async(url: str, **options: Any) -> InferResult:
@@ -497,37 +460,64 @@ def run_async(url: str, **options: Any) -> InferResult:
     return asyncio.run(infer_async(url, **options))
 
 
+NOT_READY = refuse(503, code="MODEL_NOT_READY", Retry_After="0")
+STEPS_OF_A_SEQUENCE = {"parameters": {"sequence_id": 1}}
+
+
+def list_model(*states: str, **fields: Any) -> Callable[[Script], None]:
+    versions = [{"version": str(number), "state": state} for number, state in enumerate(states, 1)]
+    models = [{"name": "other"}, {"name": "m", "versions": versions, "ready": False, **fields}]
+    return respond(json.dumps({"models": models}).encode())
+
+
+# What the server does, the options of the inference, and what this is: a result, or a status.
+SCRIPTS: list[tuple[tuple[Callable[[Script], None], ...], dict[str, Any], int]] = [
+    ((refuse(503, Retry_After="0"), refuse(502), cut, refuse(429, Retry_After="0"), answer), {}, 200),
+    ((refuse(307, Location="/elsewhere"),), {}, 307),  # another host would get the inputs
+    ((refuse(418),), {}, 418),
+    ((refuse(500),), {}, 500),  # the model failed
+    ((refuse(502),), STEPS_OF_A_SEQUENCE, 502),  # the step may have been executed
+    ((refuse(503, Retry_After="6"),), {}, 503),  # later than the deadline
+    ((NOT_READY, list_model("LOADING"), answer), {}, 200),
+    ((NOT_READY, list_model(wished="loaded"), answer), {}, 200),
+    ((NOT_READY, list_model(declared=True), answer), {}, 200),
+    ((NOT_READY, list_model("READY", "LOADING"), answer), {"version": 2}, 200),
+    ((NOT_READY, refuse(503), answer), {}, 200),
+    ((NOT_READY, list_model("READY", "UNAVAILABLE")), {"version": 2}, 503),
+    ((NOT_READY, list_model("UNAVAILABLE")), {}, 503),
+    ((NOT_READY, list_model(declared=True, wished="unloaded")), {}, 503),
+    ((NOT_READY, respond(b'{"models": []}')), {}, 503),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("infer", [infer_sync, run_async])
-def test_retries_keep_the_idempotency_key_and_the_deadline(
-    infer: Callable[..., InferResult],
+@pytest.mark.parametrize("number", range(len(SCRIPTS)))
+def test_request_is_repeated_when_this_is_safe_and_can_help(
+    infer: Callable[..., InferResult], number: int
 ) -> None:
-    steps = refuse(503, Retry_After="0"), refuse(502), cut, refuse(429, Retry_After="0"), answer
-    with serving(*steps) as server:
-        assert infer(server.url)["Y"] == 1
-    timeouts = [float(received["x-request-timeout"]) for received in server.received]
-    (key,) = {received["idempotency-key"] for received in server.received}
-    assert len(key) == 32
-    with serving(answer) as server:
-        infer(server.url, headers={"Idempotency-Key": "mine"})
-    assert server.received[0]["idempotency-key"] == "mine"
-    assert server.received[0]["user-agent"].startswith("triton-gateway-client/")
+    steps, options, status = SCRIPTS[number]
+    with serving(*steps, answer) as server:
+        if status == 200:
+            assert infer(server.url, **options)["Y"] == 1
+        else:
+            with pytest.raises(GatewayError) as caught:
+                infer(server.url, **options)
+            assert caught.value.status == status
+        assert len(server.received) == len(steps)
+    inferences = [each for each in server.received if "idempotency-key" in each]
+    assert len({each["idempotency-key"] for each in inferences}) == 1
+    timeouts = [float(each["x-request-timeout"]) for each in inferences]
     assert timeouts == sorted(timeouts, reverse=True)
-    assert len(timeouts) == 5
 
 
 @pytest.mark.parametrize("infer", [infer_sync, run_async])
-def test_requests_that_cannot_be_repeated_are_not(infer: Callable[..., InferResult]) -> None:
-    sequence = {"parameters": {"sequence_id": 1}}
-    for step, options in (
-        (refuse(307, Location="/elsewhere"), {}),  # another host would get the inputs
-        (refuse(500), {}),  # the model failed
-        (refuse(502), sequence),  # the step may have been executed
-        (cut, sequence),
-        (refuse(503, Retry_After="6"), {}),  # later than the deadline
-    ):
-        with serving(step, answer) as server, pytest.raises(GatewayError):
-            infer(server.url, **options)
-        assert len(server.received) == 1
+def test_lost_step_of_a_sequence_is_not_repeated(infer: Callable[..., InferResult]) -> None:
+    with serving(cut, answer) as server, pytest.raises(GatewayError) as caught:
+        infer(server.url, headers={"X-Sequence-ID": "1", "Idempotency-Key": "mine"})
+    assert (caught.value.code, caught.value.status) == (CONNECTION_LOST, None)
+    (received,) = server.received
+    assert received["idempotency-key"] == "mine"
+    assert received["user-agent"].startswith("triton-gateway-client/")
 
 
 @pytest.mark.parametrize("infer", [infer_sync, run_async])
@@ -595,30 +585,5 @@ def test_pulled_file_that_is_not_as_listed_is_refused(
         ran = run_gateway("pull", "m", "--url", server.url, "--output", str(tmp_path))
     assert ran.returncode == 1
     assert words in ran.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["image.png"]
     assert len(server.received) == requests
-
-
-@pytest.mark.parametrize("row", [b'{"error": 5}', b'{"base64": 1}', b'{"response": 1}', b"[]"])
-def test_damaged_row_of_a_batch_is_an_error_of_the_client(row: bytes) -> None:
-    reader = BatchReader("j", None)
-    assert list(reader.feed(row)) == []
-    with pytest.raises(GatewayError) as caught:
-        list(reader.feed(b"\n"))
-    assert caught.value.code == INVALID_RESPONSE
-
-
-def test_server_that_is_not_a_gateway_is_named() -> None:
-    page = b"<html>"
-    with serving(*[lambda script: script.answer(200, page)] * 3) as server:
-        with pytest.raises(GatewayError, match="is not a gateway") as caught:
-            infer_sync(server.url)
-        assert caught.value.code == INVALID_RESPONSE
-        with (
-            Client(server.url, arrays=False) as client,
-            pytest.raises(GatewayError, match="is not a stream"),
-        ):
-            next(client.stream("m", "x"))
-    with serving(refuse(418)) as server, pytest.raises(GatewayError, match="not now") as caught:
-        infer_sync(server.url)
-    assert (caught.value.code, caught.value.status) == ("X", 418)

@@ -76,7 +76,7 @@ def test_concurrent_requests_get_exactly_the_rest_of_a_quota(
     triton: Fake, keys: Path, tmp_path: Path, state: str
 ) -> None:
     with ExitStack() as stack:
-        url = {"memory": "memory:", "file": f"file://{tmp_path}/state.json"}.get(state)
+        url = {"memory": "memory:", "file": f"file://{tmp_path}/state.db"}.get(state)
         if url is None:
             url = stack.enter_context(RedisServer(tmp_path)).url()
         started: list[tuple[httpx.Client, Command]] = [

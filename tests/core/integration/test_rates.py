@@ -26,8 +26,8 @@ from gateway.access.limits import (
     create_rate_window,
 )
 from gateway.embedded.supervisor import EmbeddedTriton
-from gateway.repository.state.interface import StateStore
-from gateway.repository.state.store import open_state_store
+from gateway.repository.state.places import open_state_store
+from gateway.repository.state.store import StateStore
 from gateway.telemetry.metrics import Metrics
 from tests.support.keys import INFER, METRICS, TEXTS, bearer, entry, written
 from tests.support.model_zoo.zoo import Zoo

@@ -18,7 +18,7 @@ import yaml
 
 from gateway.errors import StateUnavailable
 from gateway.repository.state.content import MODELS, DesiredModel
-from gateway.repository.state.store import open_state_store
+from gateway.repository.state.places import open_state_store
 from tests.support.manifests import Manifests
 from tests.support.missing import find_program
 from tests.support.servers import ROOT, free_ports

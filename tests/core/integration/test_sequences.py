@@ -20,7 +20,7 @@ import tritonclient.http as triton_http
 
 from gateway.errors import InputMismatch, MalformedRequest, SequenceNotRunning
 from gateway.fleet.balancer import SequenceRouter
-from gateway.tensors.sequence import SequenceStep, parse_sequence_headers, parse_sequence_parameters
+from gateway.triton.sequence import SequenceStep, parse_sequence_headers, parse_sequence_parameters
 from tests.support.model_zoo.zoo import COUNTING, Names, write_repository
 from tests.support.servers import Triton, gateway_before
 from tests.support.wait import TIMEOUT_S, wait_until

@@ -1,4 +1,4 @@
-"""The state with several processes, killed ones, and ones without permission or disk space."""
+"""The state of several processes, killed ones, and ones without permission or disk space."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import redis
 
-from gateway.repository.state.content import MODELS
+from gateway.repository.state.content import MODELS, EventId
 from tests.support.redis_server import RedisServer
 from tests.support.servers import ROOT
-from tests.support.state_contract import LOADED, is_leader, opened
+from tests.support.state import LOADED, is_leader, opened
 from tests.support.wait import TIMEOUT_S, wait_until_async
 
 
@@ -31,7 +31,7 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSer
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The address of an unused state."""
     if request.param == "file":
-        return f"file://{tmp_path}/state.json"
+        return f"file://{tmp_path}/state.db"
     server: RedisServer = request.getfixturevalue("server")
     return server.url()
 
@@ -39,7 +39,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 STATE_IMPORTS = (
     "from gateway.repository.state.content import MODELS, DesiredModel\n"
     "from gateway.repository.state.interface import BadState\n"
-    "from gateway.repository.state.store import open_state_store"
+    "from gateway.repository.state.places import open_state_store"
 )
 
 
@@ -71,15 +71,15 @@ def read_line(process: subprocess.Popen[str]) -> str:
 
 
 LEADER = """
-kept = open_state_store(sys.argv[1])
+store = open_state_store(sys.argv[1])
 while True:
-    print(await kept.acquire_lease("leader"), flush=True)
+    print(await store.acquire_lease("leader"), flush=True)
     await asyncio.sleep(0.1)
 """
 
 
 async def test_leader_that_is_killed_is_replaced_within_seconds(url: str) -> None:
-    """In Redis it takes the 5 s until the lease expires."""
+    """It takes the 5 s until the lease expires."""
     async with opened(url, 2) as several:
 
         async def led() -> bool:
@@ -96,26 +96,39 @@ async def test_leader_that_is_killed_is_replaced_within_seconds(url: str) -> Non
 
 
 WRITER = """
-kept = open_state_store(sys.argv[1])
-for turn in range(int(sys.argv[3])):
-    await kept.set_desired_model(f"{sys.argv[2]}-{turn}", DesiredModel(True, {"config": sys.argv[2] * turn}))
-    await kept.set_desired_model("shared", DesiredModel(turn % 2 == 0))
-await kept.close()
+store = open_state_store(sys.argv[1])
+name = sys.argv[2]
+for turn in range(20):
+    await store.set_desired_model(f"{name}-{turn}", DesiredModel(True, {"config": name * turn}))
+    await store.set_desired_model("shared", DesiredModel(turn % 2 == 0))
+    await store.append_event(b'{"%b":%d}' % (name.encode(), turn))
+    assert (await store.add("caller", {"2026-11": 1000}, 1)).is_added
+    load = await store.begin_load("a:8000", "core")
+    await store.end_load("a:8000", "core", load.token, "7")
+    while not await store.acquire_lease("counter"):
+        await asyncio.sleep(0.001)
+    counted = await store.read_operation("0" * 32) or {"updated_at": 0}  # not atomic without the lease
+    await store.record_operation("0" * 32, {"id": "0" * 32, "updated_at": counted["updated_at"] + 1})
+    await store.release_lease("counter")
+await store.close()
 """
 
 
-async def test_concurrent_changes_of_several_processes_are_all_kept(url: str) -> None:
+async def test_three_writers_under_load_lose_nothing(url: str) -> None:
     with ExitStack() as writing:
-        writers = [writing.enter_context(program(WRITER, url, name, "20")) for name in "abc"]
+        writers = [writing.enter_context(program(WRITER, url, name)) for name in "abc"]
         assert [writer.wait(TIMEOUT_S) for writer in writers] == [0] * 3
-    async with opened(url) as (kept,):
-        wishes = await kept.read(MODELS)
-        assert set(wishes) == {f"{name}-{turn}" for name in "abc" for turn in range(20)} | {
-            "shared"
-        }
-        assert wishes["c-7"].parameters == {"config": "ccccccc"}
-        assert len({wish.revision for wish in wishes.values()}) == len(wishes)
-        assert await kept.set_desired_model("last", LOADED) == 2 * 3 * 20 + 1
+    async with opened(url) as (store,):
+        models = await store.read(MODELS)
+        names = {f"{name}-{turn}" for name in "abc" for turn in range(20)}
+        assert set(models) == names | {"shared"}
+        assert models["c-7"].parameters == {"config": "ccccccc"}
+        assert len({model.revision for model in models.values()}) == len(models)
+        assert len(await store.read_events(EventId(0), 100)) == 60
+        assert (await store.add("caller", {"2026-11": 0}, 0)).used == (60,)
+        assert await store.read_operation("0" * 32) == {"id": "0" * 32, "updated_at": 60}
+        assert set((await store.read_loads()).get("a:8000", {}).values()) <= {"7"}
+        assert store.unreadable_counts.total() == 0
 
 
 OPEN_AS_ANOTHER_USER = """
@@ -129,69 +142,67 @@ except BadState as exc:
 
 
 def test_state_file_without_permission_is_an_error_that_names_it() -> None:
-    with tempfile.TemporaryDirectory() as name:
-        path = Path(name) / "state.json"
-        lock = path.with_suffix(".json.lock")
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # others can reach it
+        path = Path(name) / "state.db"
 
         def open_as_another_user() -> str:
             with program(OPEN_AS_ANOTHER_USER, f"file://{path}") as other:
                 return read_line(other)
 
-        needs_folder = "state.json cannot be used (permission denied); it needs a folder"
         path.parent.chmod(0o555)
-        assert needs_folder in open_as_another_user()
-        path.parent.chmod(0o755)
-        lock.touch()
-        lock.chmod(0o666)
-        path.parent.chmod(0o555)
-        assert needs_folder in open_as_another_user()
+        assert (
+            "state.db cannot be used (permission denied); it needs a folder"
+            in open_as_another_user()
+        )
         path.parent.chmod(0o777)
-        path.touch(0)
-        assert "state.json cannot be used (permission denied)" in open_as_another_user()
+        path.touch(0o600)
+        assert "state.db cannot be used (unable to open database file)" in open_as_another_user()
+        path.chmod(0o444)
+        assert "state.db cannot be used (attempt to write a readonly" in open_as_another_user()
 
 
 FULL = """
-kept = open_state_store(sys.argv[1])
-await kept.set_desired_model("core", DesiredModel(True))
-resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+store = open_state_store(sys.argv[1])
+await store.set_desired_model("core", DesiredModel(True))
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+large = "x" * 1_000_000
 for change in (
-    kept.set_desired_model("large", DesiredModel(True, {"config": "x" * 1000})),
-    kept.record_operation("0" * 32, {"large": "x" * 1000}),
+    store.set_desired_model("large", DesiredModel(True, {"config": large})),
+    store.record_operation("0" * 32, {"id": "0" * 32, "error": large}),
 ):
     try:
         await change
     except Exception as exc:
         print(exc.status, exc.code, exc.detail, flush=True)
-print(list(await kept.read(MODELS)), await kept.read_operation("0" * 32), flush=True)
-sys.stdin.readline()
-await kept.set_desired_model("small", DesiredModel(False))
-await kept.record_operation("0" * 32, {"small": 1})
-print(list(await kept.read(MODELS)), await kept.read_operation("0" * 32), flush=True)
-await kept.close()
+print(list(await store.read(MODELS)), await store.read_operation("0" * 32), flush=True)
+print(await store.set_desired_model("small", DesiredModel(False)), flush=True)
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+print(await store.set_desired_model("large", DesiredModel(True, {"config": large})), flush=True)
+print(sorted(await store.read(MODELS)), flush=True)
+await store.close()
 """
 
 
 @pytest.mark.fault("the state file is damaged, cannot be written, or its disk is full")
 def test_full_disk_refuses_changes_and_keeps_the_state(tmp_path: Path) -> None:
-    with program(FULL, f"file://{tmp_path}/state.json") as writer:
+    with program(FULL, f"file://{tmp_path}/state.db") as writer:
         for _ in range(2):
-            assert read_line(writer) == (
-                "503 STATE_UNAVAILABLE the desired state cannot be written: file too large"
-            )
+            line = read_line(writer)
+            assert line.startswith(
+                "503 STATE_UNAVAILABLE the desired state cannot be written: d"
+            ), line
         assert read_line(writer) == "['core'] None"
-        names = {path.name for path in tmp_path.rglob("*")}
-        assert names == {f"state.json{end}" for end in ("", ".lock", ".operations")}
-        assert writer.stdin is not None
-        writer.stdin.close()
-        assert read_line(writer) == "['core', 'small'] {'small': 1}"
+        assert [read_line(writer) for _ in range(2)] == ["2", "3"]
+        assert read_line(writer) == "['core', 'large', 'small']"
         assert writer.wait(TIMEOUT_S) == 0
 
 
 ENDLESS = """
-kept = open_state_store(sys.argv[1])
+store = open_state_store(sys.argv[1])
 turn = 0
 while True:
-    await kept.set_desired_model("core", DesiredModel(True, {"config": "x" * 50_000, "turn": turn}))
+    await store.set_desired_model("core", DesiredModel(True, {"config": "x" * 50_000, "turn": turn}))
     turn += 1
     print(turn, flush=True)
 """
@@ -200,16 +211,16 @@ while True:
 @pytest.mark.long
 @pytest.mark.fault("the state file is damaged, cannot be written, or its disk is full")
 async def test_process_killed_while_it_writes_leaves_a_valid_file(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/state.json"
+    url = f"file://{tmp_path}/state.db"
     for pause_s in (0.0, 0.001, 0.003, 0.007):
         with program(ENDLESS, url) as writer:
             turn = int(read_line(writer)) - 1
             await asyncio.sleep(pause_s)
-        async with opened(url) as (kept,):
-            wish = (await kept.read(MODELS))["core"]
-            assert wish.parameters["turn"] >= turn
-            await kept.set_desired_model("text_core", LOADED)
-            await kept.set_desired_model("core", None)
+        async with opened(url) as (store,):
+            model = (await store.read(MODELS))["core"]
+            assert model.parameters["turn"] >= turn
+            await store.set_desired_model("text_core", LOADED)
+            await store.set_desired_model("core", None)
 
 
 def test_redis_without_its_extra_names_the_package_to_install(tmp_path: Path) -> None:

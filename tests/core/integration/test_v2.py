@@ -657,6 +657,17 @@ def test_error_has_the_status_and_code_of_the_gateway(
                 assert wire.ask("GET", "/v2/health/live").status == 200
 
 
+def test_model_that_is_not_loaded_is_503_on_each_of_its_paths(ports: Ports) -> None:
+    repository = "/v2/repository/models/numbers"
+    assert ask(ports.gateway, "POST", f"{repository}/unload").status == 200
+    try:
+        for path in ("", "/config", "/versions/1", "/trace/setting", "/stats"):
+            refused = ask(ports.gateway, "GET", f"/v2/models/numbers{path}")
+            assert "'numbers' is not ready" in assert_error(refused, 503, "MODEL_NOT_READY")
+    finally:
+        assert ask(ports.gateway, "POST", f"{repository}/load").status == 200
+
+
 # A target, headers, and the status. Triton closes the connection of a longer one.
 LONG_HEADS = {
     "value": ("/v2/models/pair", [("X-Any", "a" * 8191)], 200),

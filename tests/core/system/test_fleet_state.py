@@ -110,7 +110,7 @@ def test_invalid_models_file_ends_the_start_with_one_sentence(tmp_path: Path) ->
 
 @pytest.mark.long
 def test_desired_models_survive_restarts_of_the_gateway_and_triton(tmp_path: Path) -> None:
-    state = f"file://{tmp_path}/state/state.json"
+    state = f"file://{tmp_path}/state/state.db"
     with Triton(repository(tmp_path / "models"), "echo") as triton:
         triton.wait()
         with gateway(triton.options.url, state=state, **QUICK) as (client, _):

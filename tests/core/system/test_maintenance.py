@@ -52,7 +52,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("maintenance")
-    state = f"file://{folder}/state.json"
+    state = f"file://{folder}/state.db"
     with ExitStack() as stack:
         tritons = []
         for number in range(2):
@@ -208,7 +208,7 @@ def test_sequences_continue_if_only_a_cordoned_replica_has_the_model(
 ) -> None:
     first, second = pair.tritons
     urls = [triton.options.url for triton in pair.tritons]
-    state = f"file://{tmp_path}/state.json"
+    state = f"file://{tmp_path}/state.db"
     unload_behind(second, COUNTING.name)
     wait_until(lambda: state_on(second) == "UNAVAILABLE")
     with (
@@ -267,7 +267,7 @@ def test_commands_cordon_list_and_uncordon_a_replica(pair: Pair) -> None:
 def test_cordon_survives_a_restart_of_the_gateway(pair: Pair, tmp_path: Path) -> None:
     urls = [triton.options.url for triton in pair.tritons]
     first = pair.tritons[0].address
-    state = f"file://{tmp_path}/state.json"
+    state = f"file://{tmp_path}/state.db"
     for is_first in (True, False):
         with gateway(*urls, state=state, **QUICK) as (client, _):
             if is_first:

@@ -98,7 +98,7 @@ def test_gateways_with_separate_states_correct_a_model_less_and_less_often(
     with ExitStack() as stack:
         started = [
             stack.enter_context(
-                gateway(triton.options.url, **QUICK, state=f"file://{tmp_path}/{name}/state.json")
+                gateway(triton.options.url, **QUICK, state=f"file://{tmp_path}/{name}/state.db")
             )
             for name in ("one", "other")
         ]

@@ -10,7 +10,6 @@ import subprocess
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from gateway.embedded.options import CannotStart, ModelControl, TritonOptions
@@ -110,8 +109,10 @@ def assert_serves_again(up: Up) -> None:
 def test_killed_guard_is_replaced(repository: Path) -> None:
     with Up(repository) as up:
         up.wait_for("ready after")
-        before = up.family()[1:]
-        psutil.Process(up.pid).children()[0].kill()
+        guard = up.server().parent()
+        assert guard is not None
+        before = [guard, *guard.children(recursive=True)]
+        guard.kill()
         up.wait_for("Triton is ready again")
         wait_for_end(before)
         assert_serves_again(up)

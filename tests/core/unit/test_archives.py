@@ -7,14 +7,13 @@ import io
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gateway.capacity.archives import ArchiveLimits, InvalidArchive, read_archive
-from gateway.errors import GatewayError, TooLarge
+from gateway.errors import TooLarge
 from tests.support.archives import tarred, zipped
 
 MIB = 1 << 20
@@ -150,22 +149,12 @@ def test_archive_beyond_a_limit_alone_is_refused(tmp_path: Path, subtests: pytes
     assert stored(tmp_path, data, ".tar.gz", max_bytes=len(plain)) == files
 
 
-@pytest.mark.parametrize("kind", ["zip", "zip, stored", "tar.gz", "tar"])
-@given(place=st.integers(0, 1 << 30), value=st.integers(0, 255), cut=st.booleans())
-def test_damaged_archive_is_refused_or_its_files_are_as_written(
-    tmp_path_factory: pytest.TempPathFactory, kind: str, place: int, value: int, cut: bool
-) -> None:
-    write, suffix = ARCHIVES[kind]
-    data = bytearray(write(FOLDER))
-    place %= len(data)
-    data[place] = value
-    damaged = bytes(data[:place]) + b"P" if cut else bytes(data)
-    found: dict[str, bytes] = {}
-    refusal: GatewayError | None = None
-    try:
-        found = stored(tmp_path_factory.getbasetemp(), damaged, suffix)
-    except GatewayError as exc:
-        refusal = exc
-    assert refusal is None or refusal.status in (400, 413)
-    if kind != "tar":  # which has no checksums of contents
-        assert all(content == FOLDER.get(name, content) for name, content in found.items())
+def test_damaged_archive_is_refused_or_its_files_are_as_written(tmp_path: Path) -> None:
+    """Each hundredth byte, changed."""
+    for kind in ("zip", "zip, stored", "tar.gz"):  # tar has no checksums of contents
+        write, suffix = ARCHIVES[kind]
+        data = write(FOLDER)
+        for place in range(0, len(data), 101):
+            damaged = data[:place] + bytes([data[place] ^ 0x55]) + data[place + 1 :]
+            with suppress(InvalidArchive):
+                assert stored(tmp_path, damaged, suffix).items() <= FOLDER.items()

@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.app import HANDLED_EXCEPTIONS
-from gateway.commands.errors import COMMAND_HINTS
+from gateway.client.errors import translate_hints as translate_for_python
+from gateway.commands.errors import translate_hints
 from gateway.errors import MalformedRequest
 from gateway.routes.error_responses import render_error
 from tests.support.source import package_trees
@@ -69,13 +70,40 @@ async def test_answered_error_does_not_keep_the_request() -> None:
         gc.enable()
 
 
-def test_advice_that_commands_translate_is_given_by_the_gateway() -> None:
-    texts = [
+# What the gateway advises, and the same for Python and for the commands.
+ADVICE = [
+    ("GET /v1/models lists the models", "models() lists the models",
+     "triton-gateway models lists the models"),
+    ("GET /v1/replicas lists the replicas", "request('GET', '/v1/replicas') lists the replicas",
+     "triton-gateway replicas lists the replicas"),
+    ("GET /readyz shows the reason", "request('GET', '/readyz') shows the reason",
+     "triton-gateway replicas shows the reason"),
+    ("GET /v1/jobs lists yours", "request('GET', '/v1/jobs') lists yours",
+     "triton-gateway jobs list lists yours"),
+    ("wait for it with GET /v1/jobs/a1?wait=20", "wait_job('a1') waits for it",
+     "wait_job('a1') waits for it"),
+    ("set a longer timeout with X-Request-Timeout, in seconds", "pass a longer timeout_s",
+     "use a longer --timeout"),
+    ("send Authorization: Bearer KEY or X-API-Key: KEY", "pass key=… or set TRITON_GATEWAY_KEY",
+     "use --key KEY or TRITON_GATEWAY_KEY"),
+    ('send {"parameters": {"unload_dependents": true}}', "pass dependents=True", "use --dependents"),
+    ('send a file as {"b64": "BASE64"}', "pass a file as a Path or bytes", "pass a file as a Path or bytes"),
+    ("stream them with POST /v1/models/m/infer and Accept: text/event-stream, or over gRPC with ModelStreamInfer",  # noqa: E501 - one sentence
+     "stream() yields them", "stream() yields them"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("advice", "for_python", "for_commands"), ADVICE)
+def test_advice_of_the_gateway_is_translated(
+    advice: str, for_python: str, for_commands: str
+) -> None:
+    assert translate_for_python(f"no; {advice}") == f"no; {for_python}"
+    assert translate_hints(for_python) == for_commands
+    texts = {
         node.value
         for module, tree in package_trees().items()
-        if not module.startswith("gateway.commands.")
+        if not module.startswith(("gateway.commands.", "gateway.client."))
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
-    for hint in COMMAND_HINTS:
-        assert any(hint in text for text in texts), hint
+    }
+    assert any(advice in text or (len(text) > 15 and text in f"; {advice}") for text in texts)

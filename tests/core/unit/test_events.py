@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import os
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,8 @@ from gateway.repository.events import EventLog
 from gateway.repository.models_file import ModelsFile
 from gateway.repository.operations import Outcome
 from gateway.repository.shared_state import SharedState
-from gateway.repository.state.content import MAX_EVENTS, EventId, encode_events
-from gateway.repository.state.documents import MemoryStateStore
-from gateway.repository.state.file import COUNT_EVENTS_BYTES
-from gateway.repository.state.store import open_state_store
+from gateway.repository.state.content import EventId, encode_events
+from gateway.repository.state.places import open_state_store
 from gateway.routes.administration import parse_start
 from gateway.telemetry import refusals
 from gateway.telemetry.audit import MAX_EVENT_BYTES, Event, build_call_event, list_changes
@@ -33,7 +30,7 @@ from gateway.telemetry.refusals import RefusalKey, RefusalLog
 from gateway.telemetry.request_info import ManagementCall, RequestInfo
 from gateway.triton.error_mapping import LoadFailed
 from tests.interface.names import read_log_fields
-from tests.support.state_contract import opened
+from tests.support.state import opened
 from tests.support.wait import wait_until_async
 
 
@@ -149,49 +146,12 @@ def test_start_is_a_time_or_an_id(subtests: pytest.Subtests) -> None:
             parse_start(text)
 
 
-async def test_file_has_the_last_events_whatever_became_of_its_last_line(tmp_path: Path) -> None:
-    file = tmp_path / "state.json.events"
-    lines = [f'{number}-0 {{"number":{number}}}\n' for number in range(1, 2 * MAX_EVENTS + 1)]
-    lines[0] = "1-0 {}".ljust(COUNT_EVENTS_BYTES - len("".join(lines))) + "\n"
-    file.write_text("".join(lines))
-    async with opened(f"file://{tmp_path}/state.json", 2) as (one, other):
-        await one.append_event(b'{"number":"new"}')
-        assert len(file.read_text().splitlines()) == MAX_EVENTS
-        with file.open("a") as stream:
-            stream.write('9999999999999-0 {"numb')  # a process was killed
-        await other.append_event(b'{"number":"newer"}')
-        events = await one.read_events(EventId(0), 2 * MAX_EVENTS)
-        assert len(events) == MAX_EVENTS
-        assert [event.raw for event in events[-2:]] == [b'{"number":"new"}', b'{"number":"newer"}']
-    assert file.stat().st_mode & 0o777 == 0o600
-
-
-async def test_only_the_end_of_a_long_file_is_read_to_append_an_event(tmp_path: Path) -> None:
-    file = tmp_path / "state.json.events"
-    file.touch()
-    os.truncate(file, 64 << 20)
-    with file.open("a") as stream:
-        stream.write('\n9999999999999-7 {"number":1}\n')
-    async with opened(f"file://{tmp_path}/state.json") as (store,):
-        tracemalloc.start()
-        await store.append_event(b'{"number":1}')  # it is the last one
-        await store.append_event(b'{"number":2}')
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    assert peak < 1 << 20
-    end = file.read_bytes()[64 << 20 :]
-    assert end.splitlines()[1:] == [
-        b'9999999999999-7 {"number":1}',
-        b'9999999999999-8 {"number":2}',
-    ]
-
-
 async def test_change_of_a_file_is_stored_by_the_first_gateway_that_reads_it(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "keys.yaml"
     path.touch()
-    url = f"file://{tmp_path}/state.json"
+    url = f"file://{tmp_path}/state.db"
 
     async def change(digest: str, *logs: int) -> None:
         change: FileChange[Any] = FileChange(
@@ -219,7 +179,7 @@ async def test_change_of_a_file_is_stored_by_the_first_gateway_that_reads_it(
 
 async def test_events_wait_for_a_state_that_is_unavailable(tmp_path: Path) -> None:
     folder = tmp_path / "state"
-    store = open_state_store(f"file://{folder}/state.json")
+    store = open_state_store(f"file://{folder}/state.db")
     events = SharedState(store, ModelsFile(None), can_upload=False).events
     folder.rename(tmp_path / "away")
     for name in ("first", "second"):
@@ -235,7 +195,7 @@ async def test_events_wait_for_a_state_that_is_unavailable(tmp_path: Path) -> No
 async def test_event_that_cannot_be_encoded_is_logged_and_does_not_stop_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    events = SharedState(MemoryStateStore(), ModelsFile(None), can_upload=False).events
+    events = SharedState(open_state_store("memory:"), ModelsFile(None), can_upload=False).events
     path = os.fsdecode(b"/etc/keys-\xff.yaml")
     events.record(Event(f"{path} changed", "keys file", "succeeded", file=path))
     events.record(Event("too large", "load", "succeeded", parameters=("x" * MAX_EVENT_BYTES,)))
@@ -250,7 +210,7 @@ async def test_event_that_cannot_be_encoded_is_logged_and_does_not_stop_others(
 
 
 async def test_refused_calls_are_no_events_of_the_state() -> None:
-    events = SharedState(MemoryStateStore(), ModelsFile(None), can_upload=False).events
+    events = SharedState(open_state_store("memory:"), ModelsFile(None), can_upload=False).events
     for status in (401, 403, 404, 409, 422):
         events.record(Event("refused", "load", "failed", status=status))
     report = {"a:8000": {"state": "UNAVAILABLE", "reason": "no memory"}}

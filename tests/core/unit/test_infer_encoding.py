@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -14,24 +13,16 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from tritonclient import grpc
 from tritonclient.grpc import service_pb2
 from tritonclient.grpc._utils import _get_inference_request
-from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput, InferResult
 
 from gateway.errors import BadUpstream
 from gateway.http_client.client import CompleteResponse
 from gateway.tensors.dtypes import DATATYPES
 from gateway.tensors.inputs import InferInputs
-from gateway.tensors.sequence import SequenceStep
 from gateway.tensors.signature import build_signature
 from gateway.triton.grpc.messages import encode_grpc_request, render_any_result, render_small_result
-from gateway.triton.inference import (
-    MAX_SEPARATE_ELEMENTS,
-    BinaryInput,
-    InferRequest,
-    build_request_document,
-    decode_infer_response,
-    parse_http_response,
-)
+from gateway.triton.inference import BinaryInput, InferRequest, parse_http_response
 from gateway.triton.request_target import RequestTarget
+from gateway.triton.sequence import SequenceStep
 
 SHAPES = array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
 
@@ -55,82 +46,6 @@ def tensors(draw: st.DrawFn, datatype: str) -> np.ndarray:
 
 # One example has a tensor of each datatype.
 TENSORS = st.fixed_dictionaries({datatype: tensors(datatype) for datatype in DATATYPES})
-
-
-@given(
-    TENSORS,
-    st.dictionaries(st.text(max_size=4), st.integers(0, 3), max_size=2),
-    st.text(max_size=4) | st.booleans(),
-)
-def test_http_request_is_encoded_as_by_tritonclient(
-    inputs: dict[str, np.ndarray], counts: dict[str, int], parameter: str | bool
-) -> None:
-    ours = [BinaryInput(f"X{name}", array, name) for name, array in inputs.items()]
-    parameters = {"timeout": 5, "own": parameter}
-    document = build_request_document(ours, counts, parameters, "an id")
-    sent = b"".join(buffer for each in ours for buffer in each.buffers)
-    expected, expected_length = InferenceServerClient.generate_request_body(
-        [
-            InferInput(f"X{name}", list(array.shape), name).set_data_from_numpy(array)
-            for name, array in inputs.items()
-        ],
-        outputs=[InferRequestedOutput(name, class_count=count) for name, count in counts.items()],
-        request_id="an id",
-        timeout=5,
-        parameters={"own": parameter},
-    )
-    assert sent == expected[expected_length:]
-    assert orjson.loads(orjson.dumps(document)) == json.loads(expected[:expected_length])
-
-
-def build_response(tensors: dict[str, np.ndarray]) -> tuple[bytes, int]:
-    outputs = [BinaryInput(f"Y{name}", array, name) for name, array in tensors.items()]
-    document = {"model_version": "7", "outputs": [each.describe() for each in outputs]}
-    header = orjson.dumps(document)
-    return b"".join([header, *(buffer for each in outputs for buffer in each.buffers)]), len(header)
-
-
-@given(TENSORS)
-def test_http_response_is_decoded_as_by_tritonclient(tensors: dict[str, np.ndarray]) -> None:
-    body, length = build_response(tensors)
-    version, outputs = decode_infer_response(body, length)
-    expected = InferResult.from_response_body(body, header_length=length)
-    assert version == "7"
-    assert [*outputs] == [entry["name"] for entry in expected.get_response()["outputs"]]
-    for name, array in outputs.items():
-        other = expected.as_numpy(name)
-        assert (array.dtype, array.shape) == (other.dtype, other.shape)
-        assert array.flags.aligned
-        assert array.tolist() == other.tolist() or array.tobytes() == other.tobytes()  # NaN
-
-
-def test_http_response_in_json_is_decoded_as_by_tritonclient() -> None:
-    values: dict[str, list[list[Any]]] = {name: [[1], [0]] for name in DATATYPES}
-    values |= {"BOOL": [[True], [False]], "BYTES": [["ä"], [""]]}
-    entries = [
-        {"name": name, "datatype": name, "shape": [2, 1], "data": data}
-        for name, data in values.items()
-    ]
-    body = orjson.dumps({"outputs": entries})
-    _, outputs = decode_infer_response(body, None)
-    expected = InferResult.from_response_body(body)
-    for name, array in outputs.items():
-        assert array.dtype == DATATYPES[name].numpy_dtype
-        if name != "BYTES":
-            assert array.tolist() == expected.as_numpy(name).tolist()
-    # tritonclient returns strings here, and bytes elsewhere.
-    assert outputs["BYTES"].tolist() == [["ä".encode()], [b""]]
-
-
-def test_numbers_and_few_large_elements_are_not_copied() -> None:
-    array = np.arange(6, dtype=np.float32).reshape(2, 3)
-    (buffer,) = BinaryInput("X", array, "FP32").buffers
-    assert np.shares_memory(np.frombuffer(buffer, np.float32), array)
-    value = bytes(1000)
-    for count in (1, MAX_SEPARATE_ELEMENTS, MAX_SEPARATE_ELEMENTS + 1):
-        elements = np.full((count,), value, object)
-        buffers = [each for each in BinaryInput("X", elements, "BYTES").buffers if len(each) > 4]
-        assert all(each is value for each in buffers) is (count <= MAX_SEPARATE_ELEMENTS)
 
 
 BYTES_OUTPUT = {"name": "Y", "datatype": "BYTES", "shape": [1]}

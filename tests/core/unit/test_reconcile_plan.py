@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.fleet.index import LOADING, READY, UNAVAILABLE, Index, VersionState
+from gateway.repository.ensembles import find_steps
 from gateway.repository.reconcile_plan import (
     CORRECTION_MEMORY_S,
     Backoff,
@@ -16,7 +17,6 @@ from gateway.repository.reconcile_plan import (
     with_correction,
 )
 from gateway.repository.state.content import DesiredModel, new_load_token
-from gateway.tensors.signature import find_steps
 
 
 def test_corrections_that_are_undone_are_made_less_and_less_often() -> None:

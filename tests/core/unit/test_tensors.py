@@ -12,19 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gateway.errors import InputMismatch, MalformedRequest, ModelFault, NotAcceptable
-from gateway.media_types import JSON, OCTET_STREAM
-from gateway.routes.openapi import build_model_openapi
+from gateway.errors import InputMismatch, MalformedRequest, ModelFault
+from gateway.media_types import JSON
+from gateway.routes.examples import format_curl_example, format_python_example
+from gateway.routes.model_openapi import build_model_openapi
 from gateway.tensors.codecs import SUPPORTED_CODECS
 from gateway.tensors.dtypes import DATATYPES, DatatypeKind
-from gateway.tensors.examples import build_example_body, format_curl_example, format_python_example
-from gateway.tensors.inputs import InferInputs, convert_single_element, read_payload, to_inputs
-from gateway.tensors.outputs import (
-    InferResult,
-    choose_result_encoder,
-    concatenate_results,
-    list_accepted_types,
-)
+from gateway.tensors.inputs import InferInputs, read_payload, to_inputs
+from gateway.tensors.outputs import InferResult, choose_result_encoder, encode_npz_result
 from gateway.tensors.payload import Part, Payload, PayloadLimits
 from gateway.tensors.signature import MAX_TENSORS, Signature, build_signature
 from tests.support.images import encoded
@@ -57,64 +52,39 @@ def model(
     )
 
 
-def result(model: Signature, *, batched: bool = True, **arrays: np.ndarray) -> InferResult:
-    return result_of(model, arrays, batched=batched)
-
-
-def result_of(
-    model: Signature, arrays: Mapping[str, np.ndarray], *, batched: bool = True
-) -> InferResult:
-    return InferResult(model, dict(arrays), batched)
-
-
-WORDS = model({"TEXT": ("BYTES", [1])}, {"IDS": ("INT32", [-1])}, batch=32)
-
-
 INVALID_HINTS = (
-    ("std", "0", "not a list of valid divisors"),
-    ("std", "0.5,-0.0,0.5", "not a list of valid divisors"),
-    ("std", "1e-40", "not a list of valid divisors"),
-    ("std", "nan", "not a list of finite numbers"),
-    ("std", "inf", "not a list of finite numbers"),
-    ("mean", "0.5,nan,0.5", "not a list of finite numbers"),
-    ("mean", "-inf", "not a list of finite numbers"),
-    ("mean", "1e39", "not a list of finite numbers"),
-    ("mean", "half", "not a list of numbers"),
-    ("scale", "0..255", "not one of none, 0..1, -1..1"),
-    ("examples", "7", "not a JSON list of at most 8 strings"),
-    ("examples", "[1]", "not a JSON list of at most 8 strings"),
-    ("examples", '["' + '","' * 8 + '"]', "not a JSON list of at most 8 strings"),
-    ("content_type", "text/html\r\nSet-Cookie: a=b", "not a media type"),
-    ("content_type", "image/é", "not a media type"),
-    ("content_type", "a" * 300, "not a media type"),
-    ("content_type", "a b", "not a media type"),
+    ("std.X", "0.5,-0.0,0.5", "a list of valid divisors"),
+    ("std.X", "1e-40", "a list of valid divisors"),
+    ("std.X", "nan", "a list of valid divisors"),
+    ("mean.X", "0.5,nan,0.5", "a list of finite numbers"),
+    ("mean.X", "1e39", "a list of finite numbers"),
+    ("mean.X", "half", "a list of finite numbers"),
+    ("scale.X", "0..255", "one of none, 0..1, -1..1"),
+    ("examples.X", "[1]", "a JSON list of at most 8 strings"),
+    ("examples.X", '["' + '","' * 8 + '"]', "a JSON list of at most 8 strings"),
+    ("examples.X", "[" * 90_000, "a JSON list of at most 8 strings"),
+    ("content_type.X", "text/html\r\nSet-Cookie: a=b", "a media type"),
+    ("content_type.X", "image/é", "a media type"),
+    ("content_type.X", "a" * 300, "a media type"),
+    ("classification.X", "0", "a number of classes"),
+    ("title", "a" * 101, "a text of at most 100 characters"),
+    ("description", "a" * 201, "a text of at most 200 characters"),
+    ("priority", "highest", "one of background, normal, interactive"),
 )
+PIXELS = {"X": ("FP32", [3, 6, 4])}
 
 
-def test_model_with_an_invalid_hint_or_too_many_dimensions_or_tensors_is_a_fault(
-    subtests: pytest.Subtests,
-) -> None:
-    tensor = {"X": ("FP32", [3, 6, 4])}
-    text = {"X": ("BYTES", [1])}
-    for kind in ("std", "mean"):
-        for valid in ("", "0.5", "0.485, -0.456,1e6,"):
-            model(tensor, tensor, 8, hints={f"gateway.{kind}.X": valid})
-    for valid in ("", "none", " 0..1", "-1..1"):
-        model(tensor, tensor, 8, hints={"gateway.scale.X": valid})
-    model({}, text, hints={"gateway.content_type.X": "text/csv; charset=utf-8"})
-    spec = model(tensor, tensor, 8, hints={"gateway.examples.X": '["1", "2"]'}).inputs["X"]
-    assert spec.examples == ("1", "2")
-    with pytest.raises(ModelFault, match="which is not a text of at most 200 characters"):
-        model(tensor, tensor, 8, hints={"gateway.description": "a" * 201})
-    with pytest.raises(ModelFault, match="at most 100 characters"):
-        model(tensor, tensor, 8, hints={"gateway.title": "a" * 101})
-    for kind, value, words in INVALID_HINTS:
-        with subtests.test(f"{kind} {value[:40]!r}"):
-            outputs = text if kind == "content_type" else tensor
-            with pytest.raises(ModelFault) as raised:
-                model(tensor, outputs, 8, hints={f"gateway.{kind}.X": value})
-            assert f"gateway.{kind}.X = " in raised.value.detail
-            assert f", which is {words}" in raised.value.detail
+def test_invalid_hint_of_a_model_is_a_fault(subtests: pytest.Subtests) -> None:
+    for name, text, words in INVALID_HINTS:
+        with subtests.test(f"{name} {text[:40]!r}"), pytest.raises(ModelFault) as raised:
+            model(PIXELS, PIXELS, 8, hints={f"gateway.{name}": text})
+        assert raised.value.detail.startswith(f"the model's config has gateway.{name} = ")
+        assert raised.value.detail.endswith(f", which is not {words}")
+    with pytest.raises(ModelFault, match="the output is not numeric or not of a fixed shape"):
+        model({}, {"X": ("FP32", [-1])}, hints={"gateway.classification.X": "5"})
+
+
+def test_model_with_too_many_dimensions_or_tensors_is_a_fault() -> None:
     assert format_curl_example(model({"X": ("FP32", [1] * 64)}, {}), "http://here")
     with pytest.raises(ModelFault, match="'X' has 65 dimensions; the gateway supports 64"):
         model({"X": ("FP32", [1] * 65)}, {})
@@ -124,108 +94,43 @@ def test_model_with_an_invalid_hint_or_too_many_dimensions_or_tensors_is_a_fault
 
 
 def test_example_of_optional_inputs_has_one_input() -> None:
-    answers = {"Y": ("FP32", [1])}
-    several = model({"A": ("INT32", [2]), "B": ("BYTES", [1])}, answers, 8, optional=True)
-    assert [tensor.name for tensor in build_example_body(several).tensors] == ["A"]
+    several = model({"A": ("INT32", [2]), "B": ("BYTES", [1])}, {}, 8, optional=True)
     assert '{"inputs":{"A":[1,1]}}' in format_curl_example(several, "http://here")
     assert "{'inputs': {'A': [1] * 2}}" in format_python_example(several, "http://here")
     assert "'example': {'inputs': {'A': [1, 1]}}" in str(build_model_openapi(several))
-    only = model({"B": ("BYTES", [1])}, answers, 8, optional=True)
-    shown = build_example_body(only)
-    inputs = to_inputs(
-        read_payload(shown.text.encode(), shown.content_type, PayloadLimits()),
-        only,
-        PayloadLimits(),
+    only = model({"B": ("BYTES", [1])}, {}, 8, optional=True)
+    assert "-d 'some text' -H 'Content-Type: text/plain'" in format_curl_example(
+        only, "http://here"
     )
-    assert inputs.arrays["B"].tolist() == [[b"some text"]]
-    without = format_curl_example(model({}, answers, 8), "http://here")
-    assert '{"inputs":{}}' in without
+    assert '{"inputs":{}}' in format_curl_example(model({}, {}, 8), "http://here")
 
 
 def test_npz_has_outputs_of_any_name() -> None:
-    names = ["file", "allow_pickle", "args", "a/b", "../c", "d.npy", "é ☕"]
-    arrays = {name: np.array([[number]], np.int32) for number, name in enumerate(names)}
+    names = ("file", "allow_pickle", "args", "a/b", "../c", "d.npy", "é ☕")
+    arrays = {name: np.array([[number]]) for number, name in enumerate(names)}
     arrays["text"] = np.array([[b"x"]], object)
-    plain = model({"X": ("INT32", [1])}, dict.fromkeys(arrays, ("INT32", [-1, 1])))
-    render = choose_result_encoder("application/x-npz", plain, list(arrays))
-    body = render(result_of(plain, arrays)).body
+    body = encode_npz_result(InferResult(model({}, {}), arrays, is_batched=True)).body
     with np.load(io.BytesIO(body)) as loaded:
-        assert {name: loaded[name].tolist() for name in names} == {
-            name: [[number]] for number, name in enumerate(names)
+        assert {name: loaded[name].tolist() for name in arrays} == {
+            name: array.tolist() for name, array in arrays.items()
         }
-        assert loaded["text"].tolist() == [[b"x"]]
-    assert set(read_payload(body, "application/x-npz", PayloadLimits()).parts) >= set(names)
 
 
-@pytest.mark.parametrize("accept", ["application/x-npy", "application/octet-stream", "image/png"])
-def test_missing_output_is_a_model_fault(accept: str) -> None:
-    hints = {"gateway.content_type.PNG": "image/png"}
-    several = model(
-        {"X": ("INT32", [1])}, {"PNG": ("BYTES", [1]), "SIZE": ("INT32", [1])}, hints=hints
-    )
-    with pytest.raises(ModelFault, match="did not return the requested output"):
-        choose_result_encoder(accept, several, ["PNG"])(result(several))
-
-
-def test_unbatched_result_is_returned_unchanged() -> None:
-    for array in (np.array(7), np.zeros((0,)), np.array([1, 2, 3])):
-        answer = result(WORDS, batched=False, IDS=array)
-        assert np.array_equal(answer.get_array("IDS"), array)
-
-
-ACCEPT = (
-    ("", "application/json"),
-    (", ,", "application/json"),
-    ("*/*", "application/json"),
-    ("text/html, */*;q=0.1", "application/json"),
-    ("application/*", "application/json"),
-    ("application/x-npz, application/json", "application/x-npz"),
-    ("application/json, application/x-npz", "application/json"),
-    ("application/json;q=0.5, application/x-npz;q=0.9", "application/x-npz"),
-    ("application/json;q=0, */*", "application/x-npz"),
-    ("*/*, application/json;q=0", "application/x-npz"),
-    ("*/*, application/json;q=0, application/x-npz;q=0.0", "application/x-npy"),
-    ("application/json;q=0.1, */*;q=0.5", "application/x-npz"),
-    ("application/*;q=0, image/*", "image/png"),
-    ("image/png;q=soon", "image/png"),
-    ("application/json;q=0", None),
-    ("application/*;q=0, text/html", None),
-    ("*/*;q=0", None),
-)
-
-
-def test_accept_selects_by_the_most_specific_range(subtests: pytest.Subtests) -> None:
-    hints = {"gateway.content_type.PNG": "image/png"}
-    pictures = model({"X": ("INT32", [1])}, {"PNG": ("BYTES", [1])}, hints=hints)
-    for accept, content_type in ACCEPT:
-        with subtests.test(accept):
-            if content_type is None:
-                with pytest.raises(NotAcceptable):
-                    choose_result_encoder(accept, pictures, ["PNG"])
-            else:
-                render = choose_result_encoder(accept, pictures, ["PNG"])
-                answer = render(result(pictures, PNG=np.array([b"x"], object)))
-                assert answer.content_type == content_type
-    preferred = list_accepted_types("a/a;q=0.5, b/b, c/c;q=0, d/d, e/e;q=0.9")
-    assert preferred == ["b/b", "d/d", "e/e", "a/a"]
+def test_missing_output_is_a_model_fault() -> None:
+    pictures = model({}, {"PNG": ("BYTES", [1])}, hints={"gateway.content_type.PNG": "image/png"})
+    for accept in ("application/x-npy", "application/octet-stream", "image/png"):
+        with pytest.raises(ModelFault, match="did not return the requested output"):
+            choose_result_encoder(accept, pictures, ["PNG"])(InferResult(pictures, {}, True))
 
 
 # What is stacked.
 
 
-def converted(
-    payload: Payload, shape: list[int], batch: int, datatype: str = "INT32"
-) -> InferInputs:
-    tensor = {"X": (datatype, shape)}
+def convert(values: list[Any], shape: list[int], batch: int, count: int = 0) -> InferInputs:
+    """Convert parts; so many instances if `count` is given."""
+    tensor = {"X": ("INT32", shape)}
+    payload = Payload({"X": [Part(value, JSON) for value in values]}, instance_count=count)
     return to_inputs(payload, model(tensor, tensor, batch), PayloadLimits())
-
-
-def fields(*values: Any) -> Payload:
-    return Payload({"X": [Part(value, JSON) for value in values]})
-
-
-def rows(values: list[Any]) -> Payload:
-    return fields(*values)._replace(instance_count=len(values))
 
 
 @pytest.mark.parametrize(
@@ -245,84 +150,23 @@ def rows(values: list[Any]) -> Payload:
         ([-1, -1], 8, [[1, 2], [3, 4]], r"a batch of 2 items, each an array of shape \[2\]"),
         ([1], 8, [[[1]], [[2]]], r"each an array of shape \[1,1\]"),
         ([-1, 2], 0, [1, 2], "a batch of 2 items, each a single value"),
-        ([-1], 8, [[1], [2, 3]], "different shapes"),
+        ([-1], 8, [[1], [2, 3]], "ragged lists: lengths 1 and 2 at the same level"),
     ],
 )
 def test_values_are_stacked_to_a_batch_or_refused(
     shape: list[int], batch: int, values: list[Any], stacked: list[Any] | str
 ) -> None:
-    for payload in (rows(values), fields(*values)):
+    for count in (0, len(values)):
         if isinstance(stacked, str):
             with pytest.raises(InputMismatch, match=stacked):
-                converted(payload, shape, batch)
+                convert(values, shape, batch, count)
             continue
-        inputs = converted(payload, shape, batch)
+        inputs = convert(values, shape, batch, count)
         assert inputs.arrays["X"].tolist() == stacked
         assert inputs.is_batched == bool(batch)
         assert inputs.batch_size == (len(values) if batch else 0)
-        first = converted(rows(values[:1]), shape, batch)
+        first = convert(values[:1], shape, batch, 1)
         assert first.arrays["X"].tolist() == stacked[:1]
-
-
-def test_results_of_the_pieces_of_a_batch_are_concatenated_unless_their_shapes_differ() -> None:
-    for count, piece_count in ((8000, 1000), (7999, 1000), (8, 1)):
-        whole = InferInputs({"X": np.zeros((count, 1))}, count, is_batched=True)
-        assert len(list(whole.split(8))) == piece_count
-    tensor = {"X": ("INT32", [-1])}
-    pair = model(tensor, tensor, 2)
-    pieces = list(to_inputs(rows([5, 6, 7]), pair, PayloadLimits()).split(2))
-    results = [
-        InferResult(pair, piece.arrays, piece.is_batched, instance_count=piece.instance_count)
-        for piece in pieces
-    ]
-    joined = concatenate_results(results)
-    assert joined.arrays["X"].tolist() == [[5], [6], [7]]
-    assert joined.instance_count == 3
-    same = [result(WORDS, IDS=np.ones((2, 3))), result(WORDS, IDS=np.zeros((1, 3)))]
-    assert concatenate_results(same).arrays["IDS"].tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
-    short, scalar = np.ones((2, 2)), np.array(1)
-    for other in ({"IDS": short}, {"IDS": scalar}, {}):
-        with pytest.raises(
-            InputMismatch, match="different shapes; send at most 32 items at a time"
-        ):
-            concatenate_results([same[0], result_of(WORDS, other)])
-
-
-@pytest.mark.parametrize("written", ["9007199254740993.0", "-9007199254740993.0", "1e18", "1.0e17"])
-def test_integer_that_may_be_rounded_is_refused(written: str) -> None:
-    def sent(number: str, datatype: str = "INT64") -> Any:
-        payload = read_payload(f'{{"inputs": [{number}]}}'.encode(), JSON, PayloadLimits())
-        return converted(payload, [1], 8, datatype).arrays["X"].item()
-
-    with pytest.raises(InputMismatch, match="write it without a fraction or an exponent"):
-        sent(written)
-    assert sent("9007199254740993") == 9007199254740993
-    assert sent("18446744073709551615", "UINT64") == 18446744073709551615
-    assert sent("9007199254740991.0") == 9007199254740991
-    assert sent("-2e3") == -2000
-    with pytest.raises(InputMismatch, match="outside"):
-        sent("1e18", "INT32")
-
-
-def test_numpy_file_is_recognised_for_numeric_inputs() -> None:
-    file = io.BytesIO()
-    np.save(file, np.arange(6, dtype=np.int32).reshape(1, 3, 2))
-    whole = file.getvalue()
-    for shape in ([3, 2], [1, 3, 2]):  # of which the second is an image's
-        tensor = {"X": ("FP32", shape)}
-        for payload in (read_payload(whole, OCTET_STREAM, PayloadLimits()), form("X", whole)):
-            inputs = to_inputs(payload, model(tensor, tensor, 8), PayloadLimits())
-            assert inputs.arrays["X"].ravel().tolist() == [0, 1, 2, 3, 4, 5]
-    with pytest.raises(MalformedRequest, match="npy header"):
-        converted(form("X", whole[:-1]), [3, 2], 8)
-    assert converted(form("X", whole), [1], 8, "BYTES").arrays["X"].item() == whole
-
-
-def form(name: str, file: bytes) -> Payload:
-    """Build the body that `curl -F name=@file` sends."""
-    head = f'Content-Disposition: form-data; name="{name}"; filename="a.npy"\r\n'
-    part = f"--b\r\n{head}Content-Type: {OCTET_STREAM}\r\n\r\n".encode() + file
-    return read_payload(part + b"\r\n--b--\r\n", "multipart/form-data; boundary=b", PayloadLimits())
 
 
 # Bodies.
@@ -334,61 +178,18 @@ def text_of(body: bytes, charset: str) -> Any:
 
 
 def test_text_of_a_known_charset_becomes_valid_unicode_and_others_are_refused() -> None:
-    for name in (
-        *("UTF8", "us-ascii", "ISO-8859-1", "iso-8859-15", "Windows-1252", "Shift_JIS"),
-        *("EUC-KR", "UTF-16", *SUPPORTED_CODECS),
-    ):
+    for name in ("UTF8", "us-ascii", "Windows-1252", "Shift_JIS", "UTF-16", *SUPPORTED_CODECS):
         assert text_of("text".encode(name), name) == "text"
-    for charset in (
-        *("undefined", "utf-7", "unicode_escape", "unicode-escape", "raw_unicode_escape", "idna"),
-        *("punycode", "rot13", "hex", "base64", "zlib", "aliases", "os.path", "no", "é", '""'),
-        '"a\0b"',
-    ):
-        for body in (b"text", b"+2AA-", b"\\ud800", b"xn--a"):
-            with pytest.raises(MalformedRequest, match=r"unknown charset .*; send UTF-8"):
-                text_of(body, charset)
-    bodies = [random.Random(seed).randbytes(12) for seed in range(100)]
-    for charset in SUPPORTED_CODECS:
-        for body in (*bodies, b"\xd8\x00", b"\x00\xd8", b"\xed\xa0\x80", b"\x00\xd8\0\0"):
+        for body in (random.Random(1).randbytes(12), b"\xd8\0", b"\xed\xa0\x80", b"\0\xd8\0\0"):
             with suppress(MalformedRequest):
-                text_of(body, charset).encode()
+                text_of(body, name).encode()
+    for charset in ("utf-7", "unicode-escape", "idna", "rot13", "zlib", "os.path", "é", '""'):
+        with pytest.raises(MalformedRequest, match=r"unknown charset .*; send UTF-8"):
+            text_of(b"text", charset)
 
 
 NUMBERS = (DatatypeKind.INTEGER, DatatypeKind.FLOAT)
 NUMERIC = [each for each in DATATYPES.values() if each.kind in NUMBERS]
-
-
-@pytest.mark.parametrize("value", ["a text", "é", "", b"a file", b"\xff\xd8\xff", b"\x93NUMPY"])
-def test_single_element_becomes_the_same_tensor_on_the_short_way(value: str | bytes) -> None:
-    payload = Payload({"": [Part(value)]})
-    for shape in ([1], [-1], [1, -1], []):
-        for batch in (0, 8):
-            texts = model({"T": ("BYTES", shape)}, {}, batch)
-            short = convert_single_element(payload, texts)
-            inputs = to_inputs(payload, texts, PayloadLimits())
-            assert short is not None
-            assert short._replace(arrays={}) == inputs._replace(arrays={})
-            assert short.arrays["T"].dtype == inputs.arrays["T"].dtype == object
-            assert short.arrays["T"].shape == inputs.arrays["T"].shape
-            assert short.arrays["T"].item() == inputs.arrays["T"].item()
-
-
-def test_other_payloads_do_not_take_the_short_way() -> None:
-    text = model({"T": ("BYTES", [1])}, {}, 8)
-    pairs, numbers = model({"T": ("BYTES", [2])}, {}), model({"T": ("FP32", [1])}, {})
-    both = model({"T": ("BYTES", [1]), "U": ("BYTES", [1])}, {})
-    part = Part("a")
-    assert all(
-        convert_single_element(Payload({"": [part]}), m) is None for m in (pairs, numbers, both)
-    )
-    for payload in (
-        Payload({"T": [part]}),
-        Payload({"": [part, part]}),
-        Payload({"": [part], "U": [part]}),
-        Payload({"": [part]}, instance_count=1),
-        Payload({"": [Part(["a"])]}),
-    ):
-        assert convert_single_element(payload, text) is None
 
 
 def test_image_keeps_its_values_in_each_datatype_or_is_refused() -> None:

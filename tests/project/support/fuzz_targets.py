@@ -23,19 +23,20 @@ from gateway.capabilities.uploads.model_files.onnx import is_onnx_file
 from gateway.capabilities.uploads.model_files.received_body import parse_sha256_digest
 from gateway.capacity.archives import ArchiveLimits, read_archive
 from gateway.errors import GatewayError
+from gateway.headers import parse_accept, parse_content_type
+from gateway.media_types import MULTIPART
 from gateway.routes.passthrough.sse import EventStreamScrubber
 from gateway.telemetry.exposition import InvalidExposition, parse_families, split_page
 from gateway.tensors.images import ImageReader
-from gateway.tensors.inputs import JsonParser, decode_body, decode_json_body
+from gateway.tensors.inputs import JsonParser, decode_body, decode_json_body, to_inputs
 from gateway.tensors.json_body import decode_base64_text
-from gateway.tensors.media_type import parse_content_type
-from gateway.tensors.outputs import parse_accept
 from gateway.tensors.payload import PayloadLimits
-from gateway.tensors.sequence import parse_sequence_headers
 from gateway.tensors.signature import ChannelLayout, ImageSpec, Signature, build_signature
 from gateway.tensors.zip_files import PIECE_BYTES
+from gateway.triton.sequence import parse_sequence_headers
 from tests.support.corpus import IMAGES, V2_BODY, valid_requests
 from tests.support.fuzzing import MAX_INPUT_BYTES, Target
+from tests.support.hostile_files import read_form
 from tests.support.servers import ROOT
 
 # What is decoded here is small: large images are decoded in a process that the deadline kills.
@@ -60,6 +61,8 @@ MODELS = {
 
 
 def decode_as(content_type: str, kind: str) -> Callable[[bytes], object]:
+    if content_type.startswith(MULTIPART):
+        return lambda data: to_inputs(read_form(data, content_type), MODELS[kind], LIMITS)
     return lambda data: decode_body(data, content_type, MODELS[kind], LIMITS)
 
 

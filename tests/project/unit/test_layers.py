@@ -38,12 +38,23 @@ CLIENT_DEPENDENCIES = {
         "webhooks",
     ),
 }
+# What Windows or macOS lack: modules, and functions of modules that they have.
+MODULES_OF_LINUX = {
+    "fcntl", "grp", "posix", "pty", "pwd", "resource", "signal", "syslog", "termios", "uvloop",
+}  # fmt: skip
+FUNCTIONS_OF_LINUX = re.compile(
+    r"os\.(fork\w*|register_at_fork|kill\w*|get\w*uid|sched_\w+|posix_\w+|sendfile|memfd_create)"
+    r"|.*\.add_signal_handler"
+)
 PAGE_PARSER = "gateway.telemetry.exposition"
 # Bytes in, values out: these modules do no I/O, and so contain nothing asynchronous.
 PURE = (
     "gateway.tensors",
     "gateway.telemetry.exposition",
+    "gateway.routes.examples",
+    "gateway.routes.model_openapi",
     "gateway.routes.openapi",
+    "gateway.headers",
     "gateway.routes.passthrough.sse",
     "gateway.config.settings",
     "gateway.server.protocol.parser",
@@ -185,6 +196,27 @@ def test_clients_import_no_module_of_the_server(room: str) -> None:
         and not (room == "gateway.commands" and name == PAGE_PARSER)
     ]
     assert not foreign
+
+
+def test_client_uses_nothing_that_only_some_operating_systems_have() -> None:
+    names = {
+        f"{module}: {name}"
+        for module, tree in package_trees().items()
+        if package_of(module) in ("gateway.client", "gateway.media_types")
+        for node in ast.walk(tree)
+        for name in list_imported_names(node)
+        if name.split(".")[0] in MODULES_OF_LINUX or FUNCTIONS_OF_LINUX.fullmatch(name)
+    }
+    assert not names
+
+
+def list_imported_names(node: ast.AST) -> list[str]:
+    """Return the modules that a node imports, or the attribute of a module that it is."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
 
 
 @pytest.mark.parametrize("name", PURE)

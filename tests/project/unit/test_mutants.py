@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.mutants.__main__ import LANES, ROOT, SURVIVED, read_faults, read_results
+from tests.mutants.__main__ import LANES, SURVIVED, read_faults, read_results, read_sources
 
 
 def test_each_fault_changes_one_place() -> None:
-    text = "\0".join(
-        path.read_text()
-        for path in (ROOT / "gateway").rglob("*")
-        if path.suffix in {".py", ".js", ".html", ".css"}
-    )
+    text = "\0".join(text for _, text in read_sources())
     faults = read_faults()
     assert {each.name: text.count(each.old) for each in faults if text.count(each.old) != 1} == {}
     assert [each.name for each in faults if each.old == each.new] == []

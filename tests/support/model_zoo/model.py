@@ -134,8 +134,9 @@ def mean(inputs: Sequence[Array]) -> Sequence[Array]:
 BEHAVIOURS: dict[str, Any] = {
     function.__name__: function
     for function in (
-        identity, first_given, means, arithmetic, scaled, not_utf8, picture, as_json, sleeping, failing, not_finite,
-        length, widths, mean, sum_and_difference, vectors, token_vectors, common_letters, two_rows_per_item,
+        identity, first_given, means, arithmetic, scaled, not_utf8, picture, as_json, sleeping, failing,
+        not_finite, length, widths, mean, sum_and_difference, vectors, token_vectors, common_letters,
+        two_rows_per_item,
     )
 }  # fmt: skip
 

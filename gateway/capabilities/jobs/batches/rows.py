@@ -13,13 +13,9 @@ from gateway.capabilities.jobs.job import Job
 from gateway.capabilities.jobs.service import ArrivingBody
 from gateway.capabilities.jobs.storage.store import JobFiles
 from gateway.errors import MalformedRequest, TooLarge
+from gateway.headers import decode_header_text, parse_content_type, parse_header_parameters
 from gateway.media_types import JSON, MULTIPART, OCTET_STREAM, TEXT, TYPES_BY_SUFFIX
 from gateway.memory import MemoryCharge
-from gateway.tensors.media_type import (
-    decode_header_text,
-    parse_content_type,
-    parse_header_parameters,
-)
 from gateway.tensors.multipart import PartReader
 
 BUFFER_BYTES: Final = 256 << 10

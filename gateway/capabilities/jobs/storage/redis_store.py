@@ -82,8 +82,7 @@ class RedisJobStore:
         except (JobsFull, JobsUnavailable) as exc:
             raise CommandError(f"GATEWAY_JOBS_FOLDER cannot be used: {exc.detail}") from None
         with suppress(StateUnavailable):
-            facts = await self._redis.execute(READ_ACTION, "INFO", "persistence", decode=dict)
-            if not facts.get("aof_enabled"):
+            if not await self._redis.is_append_only():
                 log.warning(
                     "the Redis of GATEWAY_JOBS loses accepted jobs when it ends: its appendonly is off"
                 )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
-import sqlite3
 import time
-from collections.abc import Collection, Iterator, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Sequence, Set
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -39,6 +38,7 @@ from gateway.capabilities.jobs.storage.files import (
 )
 from gateway.capabilities.jobs.storage.store import FreePlaces, JobCounts, JobLimits, JobQuery
 from gateway.messages import CommandError
+from gateway.repository.state.sqlite_connection import open_database, transaction
 
 FILES: Final = "files"  # their folder
 BUSY_TIMEOUT_S: Final = 10.0
@@ -169,15 +169,9 @@ class SqliteJobs:
     def _open(self) -> None:
         for each in (self._folder, self._folder / FILES, self._locks):
             each.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-        database = self._folder / "jobs.db"
-        os.close(os.open(database, os.O_RDWR | os.O_CREAT, FILE_MODE))
-        self._database = sqlite3.connect(
-            database, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-        )
+        self._database = open_database(self._folder / "jobs.db", SCHEMA, BUSY_TIMEOUT_S)
         self._database.text_factory = partial(str, encoding="utf-8", errors="replace")
-        self._database.execute("PRAGMA journal_mode = WAL")
         self._database.execute("PRAGMA synchronous = FULL")  # what is committed survives a crash
-        self._database.executescript(SCHEMA)
         # A record lock, which is not inherited by the processes that this one forks.
         self._lock_file = os.open(self._locks / self._worker, os.O_RDWR | os.O_CREAT, FILE_MODE)
         fcntl.lockf(self._lock_file, fcntl.LOCK_EX)
@@ -191,7 +185,7 @@ class SqliteJobs:
             file = os.open(path, os.O_RDWR)
             with suppress(BlockingIOError):
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                with self._write():
+                with transaction(self._database):
                     self._database.execute(
                         "UPDATE jobs SET lease_until = 0 WHERE worker = ?", (path.name,)
                     )
@@ -204,7 +198,7 @@ class SqliteJobs:
         os.close(self._lock_file)
 
     def add(self, job: Job, limits: JobLimits) -> Job:
-        with self._write():
+        with transaction(self._database):
             if (known := self.find_by_key(job.owner, job.idempotency_key)) is not None:
                 return known
             if self._read_number(COUNT_UNFINISHED, job.owner) >= limits.max_per_owner:
@@ -223,7 +217,7 @@ class SqliteJobs:
         return next(iter(self._select(HAS_KEY, owner, idempotency_key)), None)
 
     def replace(self, job: Job, seen_token: int) -> bool:
-        with self._write():
+        with transaction(self._database):
             return self._update(job, seen_token)
 
     def _update(self, job: Job, seen_token: int) -> bool:
@@ -231,7 +225,7 @@ class SqliteJobs:
         return self._database.execute(UPDATE, columns).rowcount == 1
 
     def delete(self, job: Job) -> None:
-        with self._write():
+        with transaction(self._database):
             self._database.execute("DELETE FROM jobs WHERE id = ?", (job.id,))
 
     def find_unknown(self, job_ids: Sequence[str]) -> Set[str]:
@@ -267,7 +261,7 @@ class SqliteJobs:
         if not (self._select(*has_lapsed) or self._find_next(now, places)):
             return ()
         claimed = []
-        with self._write():
+        with transaction(self._database):
             for job in self._select(*has_lapsed, limit=MAX_LAPSED):
                 self._update(job.lose_worker(now, self._lease_s), job.token)
             while places.count and (waiting := self._find_next(now, places)) is not None:
@@ -284,7 +278,7 @@ class SqliteJobs:
         return next(iter(self._select(IS_NEXT, now, *names)), None)
 
     def renew(self, jobs: Sequence[Job]) -> Sequence[Job]:
-        with self._write():
+        with transaction(self._database):
             return self._renew(jobs)
 
     def _renew(self, jobs: Sequence[Job]) -> Sequence[Job]:
@@ -306,7 +300,7 @@ class SqliteJobs:
     def find_outdated(self, when: float, limit: int) -> Sequence[Job]:
         found = [self._search(condition, when, limit=limit) for condition in OUTDATED]
         if unreadable := [(number,) for each in found for number in each.unreadable]:
-            with self._write():
+            with transaction(self._database):
                 self._database.executemany("DELETE FROM jobs WHERE number = ?", unreadable)
         return [job for each in found for job in each.jobs if job.state is not JobState.running]
 
@@ -315,7 +309,7 @@ class SqliteJobs:
     ) -> Sequence[Job]:
         if not self._select(IS_CALLBACK_DUE, host, now):
             return ()
-        with self._write():
+        with transaction(self._database):
             due = self._select(IS_CALLBACK_DUE, host, now, limit=limit)
             for job in due:
                 self._database.execute(
@@ -324,7 +318,7 @@ class SqliteJobs:
         return due
 
     def keep_secret(self, name: str, value: str) -> str:
-        with self._write():
+        with transaction(self._database):
             self._database.execute("INSERT OR IGNORE INTO secrets VALUES (?, ?)", (name, value))
             rows = self._database.execute("SELECT value FROM secrets WHERE name = ?", (name,))
             return str(rows.fetchone()[0])
@@ -363,18 +357,6 @@ class SqliteJobs:
 
     def _read_number(self, statement: str, *arguments: Any) -> int:
         return int(self._database.execute(statement, arguments).fetchone()[0])
-
-    @contextmanager
-    def _write(self) -> Iterator[None]:
-        # A deferred transaction fails at once when it becomes a write while another process writes.
-        self._database.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._database.execute("COMMIT")
-        except BaseException:
-            with suppress(sqlite3.Error):  # a full disk has ended it already
-                self._database.execute("ROLLBACK")
-            raise
 
 
 def list_columns(job: Job) -> dict[str, Any]:

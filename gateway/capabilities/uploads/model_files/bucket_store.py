@@ -27,7 +27,7 @@ from gateway.capabilities.uploads.model_files.bucket_lock import LOCK_PREFIX, Bu
 from gateway.capabilities.uploads.model_files.entry_names import CONFIG_FILE, is_version_name
 from gateway.capabilities.uploads.model_files.kinds import FILE_KINDS, find_suffix
 from gateway.capabilities.uploads.model_files.model_upload import Files, ModelUpload
-from gateway.capabilities.uploads.model_files.staging import StagedFile, Staging
+from gateway.capabilities.uploads.model_files.staging import StagedFile, Staging, try_lock_file
 from gateway.capabilities.uploads.model_files.store import (
     NO_FILE,
     NO_FILES,
@@ -41,7 +41,6 @@ from gateway.capabilities.uploads.model_files.store import (
 )
 from gateway.capabilities.uploads.settings import BucketLocation
 from gateway.errors import NotFound
-from gateway.repository.state.file import try_lock_file
 
 log = logging.getLogger(__name__)
 

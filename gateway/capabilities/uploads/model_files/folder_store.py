@@ -31,7 +31,9 @@ from gateway.capabilities.uploads.model_files.model_upload import Files, ModelUp
 from gateway.capabilities.uploads.model_files.staging import (
     FOLDER_MODE,
     Staging,
+    file_stamp,
     translate_os_errors,
+    try_lock_file,
 )
 from gateway.capabilities.uploads.model_files.store import (
     NO_FILE,
@@ -46,7 +48,6 @@ from gateway.capabilities.uploads.model_files.store import (
 from gateway.capacity.archives import TEMPORARY_PREFIX
 from gateway.errors import Conflict, NotFound
 from gateway.messages import quote_text
-from gateway.repository.state.file import file_stamp, try_lock_file
 
 log = logging.getLogger(__name__)
 

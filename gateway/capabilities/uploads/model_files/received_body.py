@@ -13,8 +13,8 @@ from typing import Final
 from gateway.capabilities.uploads.model_files.staging import StagedFile, StagedWriter, Staging
 from gateway.capacity.archives import is_safe_segment
 from gateway.errors import MalformedRequest
+from gateway.headers import decode_header_text, parse_header_parameters
 from gateway.messages import join_names, quote_text
-from gateway.tensors.media_type import decode_header_text, parse_header_parameters
 from gateway.tensors.multipart import PartReader
 
 MODEL_FIELD: Final = "model"

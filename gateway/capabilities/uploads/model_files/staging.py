@@ -6,11 +6,12 @@ They are files and not a folder, because Triton takes each folder of a repositor
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -123,3 +124,27 @@ class Staging:
                 with suppress(OSError):
                     writer.path.unlink(missing_ok=True)
             self._writers.clear()
+
+
+def is_same_file(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def try_lock_file(path: Path) -> int | None:
+    """Return the descriptor of a lock that ends with this process; None if another process holds it."""
+    with ExitStack() as stack:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        stack.callback(os.close, descriptor)
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if is_same_file(path, descriptor):
+                stack.pop_all()
+                return descriptor
+    return None
+
+
+def file_stamp(status: os.stat_result) -> tuple[int, ...]:
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)

@@ -30,8 +30,8 @@ from gateway.capabilities.grpc_api.wire import (
     remove_fields,
 )
 from gateway.errors import Forbidden, GatewayError, InputMismatch, MalformedRequest, Overloaded
-from gateway.tensors.sequence import SequenceStep
 from gateway.triton.grpc.byte_channel import SAFE_CANCEL_VERSION, parse_server_version
+from gateway.triton.sequence import SequenceStep
 
 NAMES = st.text(max_size=20)
 

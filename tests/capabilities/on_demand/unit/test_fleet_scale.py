@@ -33,7 +33,7 @@ from gateway.repository.collector import FleetCollector
 from gateway.repository.models_file import DeclaredModel, ModelsFile
 from gateway.repository.readiness import ReplicaStatus, evaluate_readiness
 from gateway.repository.repository import Repository, build_repository
-from gateway.repository.state.documents import MemoryStateStore
+from gateway.repository.state.places import open_state_store
 
 REPLICAS, MODELS, LOADED = 100, 200, 30
 
@@ -68,7 +68,11 @@ def build_fleet() -> LargeFleet:
         replica.index = build_index(number)
     signatures = SignatureCache(Dispatcher(pool))
     repository = build_repository(
-        pool, signatures, MemoryStateStore(), models_file=ModelsFile(None), settings=settings
+        pool,
+        signatures,
+        open_state_store("memory:"),
+        models_file=ModelsFile(None),
+        settings=settings,
     )
     admission = AdmissionQueue(64, 32, 100, pool.metrics)
     usage = ModelUsage(admission, perf_counter)

@@ -102,7 +102,7 @@ def folder_place(folder: Path, **more: str) -> Iterator[FolderPlace]:
     settings = {
         "repository": f"file://{repository}",
         "model_uploads": "artifacts",
-        "state": f"file://{folder}/state.json",
+        "state": f"file://{folder}/state.db",
         "poll_interval_s": "0.1",
         "connect_timeout_s": "10",
         **more,

@@ -14,16 +14,17 @@ from gateway.capabilities.versions.labels import (
     Shadow,
     VersionLabel,
     check_label_name,
-    decode_labels,
     is_label_name,
     parse_label,
+    parse_stored_label,
 )
 from gateway.capabilities.versions.splits import (
     WeightedRotation,
     choose_version_by_key,
     find_largest_share,
 )
-from gateway.repository.state.content import UnreadableState
+from gateway.repository.state.content import TableEntry
+from gateway.repository.state.documents import UnreadableState
 
 VERSIONS = st.integers(0, 10**18).map(str)
 SMALL_SHARES = st.dictionaries(VERSIONS, st.integers(1, 50), min_size=1, max_size=6)
@@ -178,4 +179,4 @@ def test_label_name_begins_with_a_lower_case_letter() -> None:
 )
 def test_invalid_stored_label_is_an_error(name: str, label: object) -> None:
     with pytest.raises(UnreadableState, match="invalid label"):
-        decode_labels({"m": {name: label}})
+        parse_stored_label(TableEntry(("m", name), label))
