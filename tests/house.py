@@ -39,7 +39,11 @@ BUDGETS: Final = {
     "client": Budget(1900),
     "commands": Budget(2100),
     "doctor": Budget(380, is_enforced=True),
-    "config": Budget(720),
+    "config": Budget(
+        860,
+        is_enforced=True,
+        reason="a third describes the settings, and a file on a disk that hangs holds nothing",
+    ),
     "repository": Budget(1700),
     "repository/state": Budget(1300),
     "fleet": Budget(2100),
@@ -51,11 +55,19 @@ BUDGETS: Final = {
     "capabilities/grpc_api": Budget(1700),
     "capabilities/jobs": Budget(2700),
     "capabilities/identity": Budget(900),
-    "capabilities/samples": Budget(380),
-    "capabilities/openai": Budget(650),
-    "capabilities/torchserve": Budget(350),
-    "capabilities/tf_serving": Budget(250),
-    "capabilities/page": Budget(240),
+    "capabilities/samples": Budget(
+        430, is_enforced=True, reason="each kind of drop is counted, and gRPC has events as well"
+    ),
+    "capabilities/openai": Budget(
+        765,
+        is_enforced=True,
+        reason="the proxy for chat relays streams, and rankings have rules of their own",
+    ),
+    "capabilities/torchserve": Budget(
+        386, is_enforced=True, reason="the management paths of its clients' scripts stay"
+    ),
+    "capabilities/tf_serving": Budget(265, is_enforced=True),
+    "capabilities/page": Budget(264, is_enforced=True),
 }
 
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import errno
-import gc
 import logging
 import os
 import stat
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -161,7 +158,6 @@ class WatchedFile(Generic[T]):
         self._companions = companions
         self._is_rejected = False
         self._is_overdue = False
-        self._deadline = 0.0
         self._stamp: list[tuple[int, ...]] = []
         self._check: Future[FileChange[T] | None] | None = None
         reading = call_in_daemon_thread(self._read_first)
@@ -179,14 +175,15 @@ class WatchedFile(Generic[T]):
     def reload_if_changed(self) -> bool:
         """Return whether there is a new value, after two seconds at most."""
         check = self._start_check()
-        concurrent.futures.wait([check], self._find_wait_s())
+        if not self._is_overdue:
+            concurrent.futures.wait([check], READ_TIMEOUT_S)
         return self._finish_check()
 
     async def reload_in_background(self) -> bool:
         """Return what `reload_if_changed` returns, without blocking the event loop."""
         check = self._start_check()
-        if (wait_s := self._find_wait_s()) > 0:
-            await wait_for_future(check, wait_s)
+        if not self._is_overdue:
+            await asyncio.wait([asyncio.wrap_future(check)], timeout=READ_TIMEOUT_S)
         return self._finish_check()
 
     def describe_entries(self, value: T) -> Entries:
@@ -194,22 +191,16 @@ class WatchedFile(Generic[T]):
         return {}
 
     def _start_check(self) -> Future[FileChange[T] | None]:
-        check = self._check
-        if check is None:
-            self._deadline = time.monotonic() + READ_TIMEOUT_S
-            check = self._check = call_in_daemon_thread(self._read_change)
-        return check
-
-    def _find_wait_s(self) -> float:
-        """Return how long to wait for the check: not at all for one that hangs."""
-        return max(self._deadline - time.monotonic(), 0.0)
+        if self._check is None:
+            self._check = call_in_daemon_thread(self._read_change)
+        return self._check
 
     def _finish_check(self) -> bool:
         check = self._check
         if check is None:  # another task has used it
             return False
         if not check.done():
-            if not self._is_overdue and not self._find_wait_s():
+            if not self._is_overdue:
                 self._is_overdue = True
                 message = "%s could not be read within %g s; the last valid version stays in use until it is"
                 log.error(message, self.path, READ_TIMEOUT_S)
@@ -243,8 +234,7 @@ class WatchedFile(Generic[T]):
         self._stamp = stamp  # An invalid file is logged once, not at every check.
         previous = self.value
         try:
-            with pause_garbage_collection():
-                value = self._parse(self.path)
+            value = self._parse(self.path)
         except CommandError as exc:
             return FileChange(None, str(exc))
         before = self.describe_entries(previous)
@@ -297,30 +287,6 @@ def read_file_digest(path: Path) -> str:
         return sha256(read_config_file(path).encode()).hexdigest()
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-async def wait_for_future(future: Future[Any], timeout_s: float) -> None:
-    loop = asyncio.get_running_loop()
-    done = loop.create_future()
-
-    def notify(_: Future[Any]) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(done.cancel)
-
-    future.add_done_callback(notify)
-    await asyncio.wait([done], timeout=timeout_s)
-
-
-@contextmanager
-def pause_garbage_collection() -> Iterator[None]:
-    """Never scan the block's new objects: for a large file, each scan would hold the GIL for 50 ms."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def call_in_daemon_thread(function: Callable[[], T]) -> Future[T]:

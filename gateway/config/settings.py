@@ -376,14 +376,19 @@ class ObservabilitySettings(BaseModel):
     @field_validator("otlp_endpoint")
     @classmethod
     def check_endpoint(cls, value: str) -> str:
-        try:
-            parts = urlsplit(value)
-            is_valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:
-            is_valid = False
-        if value and not is_valid:
-            raise ValueError("it is not a valid URL; use http://HOST:4318")
-        return value
+        return check_http_url(value)
+
+
+def check_http_url(value: str) -> str:
+    """Return an address, or an empty text, which is none. Raises `ValueError`."""
+    try:
+        parts = urlsplit(value)
+        is_valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_valid = False
+    if value and not is_valid:
+        raise ValueError("it is not a valid URL; use https://HOST:PORT/PATH")
+    return value
 
 
 # Reading the settings
@@ -464,7 +469,7 @@ def read_settings(*kinds: type[CapabilitySettings], **overrides: Any) -> Setting
 
     Raises `CommandError`.
     """
-    check_removed_settings(os.environ)
+    check_removed_settings(os.environ, *kinds)
     try:
         settings = Settings(**overrides)
         for kind in kinds:
@@ -509,54 +514,32 @@ def list_variable_fields(kind: type[BaseModel]) -> list[str]:
     return [name for name, field in kind.model_fields.items() if FIXED not in field.metadata]
 
 
-CONSTANT: Final = "its value is fixed"
 # What holds in place of a setting, or what to do instead.
 REMOVED_SETTINGS: Final = {
-    "GATEWAY_BODY_STALL_S": CONSTANT,
     "GATEWAY_CALLBACK_HOSTS": "GATEWAY_CALLBACK_URLS lists prefixes such as https://shop.example/done",
-    "GATEWAY_CONNECT_TIMEOUT_S": CONSTANT,
     "GATEWAY_CORS_CREDENTIALS": "pages of other origins send a key or a token",
-    "GATEWAY_DECODE_THREADS": CONSTANT,
     "GATEWAY_DEFAULT_MODEL_MEMORY_MB": "set gateway.memory_mb in the config of each model",
-    "GATEWAY_DNS_INTERVAL_S": CONSTANT,
     "GATEWAY_EVICTION_PROTECTION_S": "an on-demand model stays for two seconds after a use",
     "GATEWAY_GRPC_COMPRESSION": "compressed messages are accepted",
     "GATEWAY_GRPC_HOST": "gRPC listens where --host says",
-    "GATEWAY_GRPC_MAX_STREAMS": CONSTANT,
-    "GATEWAY_HEADER_TIMEOUT_S": CONSTANT,
-    "GATEWAY_JOB_LEASE_S": CONSTANT,
-    "GATEWAY_MAX_ANSWER_BYTES": CONSTANT,
-    "GATEWAY_MAX_BATCH_ROWS": CONSTANT,
-    "GATEWAY_MAX_HEADER_BYTES": CONSTANT,
-    "GATEWAY_MAX_HEADER_FIELDS": CONSTANT,
-    "GATEWAY_MAX_JOBS_PER_CALLER": CONSTANT,
-    "GATEWAY_MAX_MODEL_INSTANCES": CONSTANT,
-    "GATEWAY_MAX_MODEL_SEQUENCES": CONSTANT,
-    "GATEWAY_MAX_MODEL_WARMUPS": CONSTANT,
-    "GATEWAY_MAX_PIPELINED": CONSTANT,
-    "GATEWAY_MAX_PIXELS_IN_FLIGHT": CONSTANT,
-    "GATEWAY_MAX_QUEUE": CONSTANT,
-    "GATEWAY_MAX_REQUEST_INFERENCES": CONSTANT,
-    "GATEWAY_MAX_RUNNING_JOBS": CONSTANT,
     "GATEWAY_MAX_SHADOW_BYTES": "a mirror copies bodies of 1 MiB at most",
-    "GATEWAY_MAX_URL_BYTES": CONSTANT,
-    "GATEWAY_MIN_BYTES_PER_S": CONSTANT,
-    "GATEWAY_OIDC_KEYS_MAX_AGE_S": CONSTANT,
-    "GATEWAY_POLL_INTERVAL_S": CONSTANT,
     "GATEWAY_SAMPLES_MAX_AGE_HOURS": "samples go to an address only",
     "GATEWAY_SAMPLES_MAX_BYTES": "samples go to an address only",
     "GATEWAY_SCALER_PORT": "let KEDA ask Prometheus for sum(gateway_demand)",
     "GATEWAY_SLOW_START_S": "a replica gets its full share at once",
     "GATEWAY_USAGE": "the metrics count by caller (GATEWAY_METRICS_CALLERS)",
-    "GATEWAY_WRITE_TIMEOUT_S": CONSTANT,
 }
 
 
-def check_removed_settings(names: Iterable[str]) -> None:
+def check_removed_settings(names: Iterable[str], *kinds: type[CapabilitySettings]) -> None:
     """Check that no variable sets what is no setting any longer. Raises `CommandError`."""
+    models: tuple[type[BaseModel], ...] = (Settings, *kinds)
+    fields = [name for model in models for name in model.model_fields]
+    fixed = {f"{ENV_PREFIX}{name}".upper() for name in {*fields} - {*list_setting_names(*kinds)}}
+    removed = dict.fromkeys(fixed, "its value is fixed") | REMOVED_SETTINGS
     for name in sorted(name.upper() for name in names):
-        if advice := REMOVED_SETTINGS.get(name):
-            raise CommandError(f"{name} is no longer a setting; unset it: {advice}")
+        if name in removed:
+            raise CommandError(f"{name} is no longer a setting; unset it: {removed[name]}")
 
 
 def describe_unknown_settings(names: Iterable[str], *kinds: type[CapabilitySettings]) -> list[str]:

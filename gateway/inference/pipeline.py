@@ -316,10 +316,8 @@ async def render_results(
     opened: OpenedRequest,
     results: list[InferResult],
     render: Callable[[], EncodedBody],
-    more_bytes: int = 0,
 ) -> Response:
-    """Return the rendered results, which contain `more_bytes` of the request."""
-    is_large = are_large(results, more_bytes)
+    is_large = are_large(results)
     executor = opened.services.decode_executor
     encoded = (
         await opened.deadline.limit(executor.run_in_thread(render, "render"))

@@ -143,6 +143,10 @@ class WorkerProcess(multiprocess.Process):
 
     def target(self, sockets: list[socket.socket] | None = None) -> None:
         self._server = self.server_class(self.config)
+        for listener in sockets or ():
+            # Those that another process sent are inheritable. The process that decodes bodies would keep them
+            # open, and clients would wait for a server that has ended.
+            listener.set_inheritable(False)
         super().target(sockets)
 
 

@@ -100,10 +100,8 @@ def encode_json_result(result: InferResult) -> EncodedBody:
     return EncodedBody(orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY), JSON)
 
 
-def are_large(results: Sequence[InferResult], more_bytes: int = 0) -> bool:
-    for result in results:
-        more_bytes += result.size_bytes
-    return more_bytes > MAX_INLINE_RESULT_BYTES
+def are_large(results: Sequence[InferResult]) -> bool:
+    return sum(result.size_bytes for result in results) > MAX_INLINE_RESULT_BYTES
 
 
 def dump_json(value: Any) -> bytes:

@@ -63,7 +63,7 @@ OWN_NAMES = {
     ),
     "torchserve": OwnNames(
         r"\w+ /(predictions/|models|ping).*",
-        r"setting GATEWAY_DIALECTS|code \d+ SCALING_NOT_SUPPORTED",
+        r"setting GATEWAY_DIALECTS",
     ),
     "versions": OwnNames(
         r"\w+ /v1/models/\{model\}/labels(/\{label\})?",

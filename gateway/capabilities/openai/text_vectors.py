@@ -8,7 +8,7 @@ decide where there are several: `gateway.embedding.<output>`, `gateway.score.<ou
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,30 +33,28 @@ SCORE_HINT: Final = "score"
 QUERY_HINT: Final = "query"
 DIMENSIONS_PARAMETER: Final = "gateway.embedding_dimensions"
 # Triton does not report tokens.
-NO_USAGE: Final = b'{"prompt_tokens":0,"total_tokens":0}'
+NO_USAGE: Final = {"prompt_tokens": 0, "total_tokens": 0}
 
 
-@dataclass(frozen=True)
-class EmbeddingsRequest:
-    """The body of `POST /v1/embeddings`."""
+@dataclass(frozen=True, kw_only=True)
+class TextRequest:
+    """A request with texts, of which a model makes a vector or a score each."""
 
     model: str
     texts: list[str]
+    query_bytes: int = 0  # of the query of a ranking, which is sent with each text
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingsRequest(TextRequest):
     encoding_format: str
     dimensions: int | None
 
 
-@dataclass(frozen=True)
-class RerankRequest:
-    """The body of `POST /v1/rerank`."""
-
-    model: str
+@dataclass(frozen=True, kw_only=True)
+class RerankRequest(TextRequest):
     query: str
-    documents: list[str]
     top_n: int
-    returns_documents: bool
-    query_bytes: int  # size of the query times the number of documents
-    returned_bytes: int  # size of the documents in the response
 
 
 @dataclass(frozen=True)
@@ -71,24 +69,21 @@ class CompletionRequest:
 def parse_embeddings_request(body: bytes) -> EmbeddingsRequest:
     """Ignore unknown keys, as clients send their own. Raises `MalformedRequest` or `TooLarge`."""
     document = parse_object(body)
-    dimensions = document.get("dimensions")
-    if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
-        raise MalformedRequest('"dimensions" must be a positive integer')
     encoding_format = document.get("encoding_format") or ENCODING_FORMATS[0]
     if encoding_format not in ENCODING_FORMATS:
         raise MalformedRequest(f'"encoding_format" must be {join_names(ENCODING_FORMATS)}')
     value = document.get("input")
     texts = [value] if isinstance(value, str) else value
-    if isinstance(texts, list) and texts and any(type(item) in (int, list) for item in texts):
+    if isinstance(texts, list) and any(type(item) in (int, list) for item in texts):
         raise MalformedRequest(
             '"input" has tokens, which the model\'s own tokenizer makes of texts; send texts '
             "(langchain-openai: check_embedding_ctx_length=False)"
         )
     return EmbeddingsRequest(
         model=parse_model_name(document),
-        texts=validate_texts(texts, "input"),
+        texts=check_texts(texts, "input"),
         encoding_format=encoding_format,
-        dimensions=dimensions,
+        dimensions=parse_count(document, "dimensions"),
     )
 
 
@@ -98,25 +93,14 @@ def parse_rerank_request(body: bytes) -> RerankRequest:
     items = document.get("documents")
     if isinstance(items, list):
         items = [item.get("text") if isinstance(item, dict) else item for item in items]
-    documents = validate_texts(items, "documents")
-    top_n = document.get("top_n")
-    if top_n is None:
-        top_n = len(documents)
-    if type(top_n) is not int or top_n < 1:
-        raise MalformedRequest('"top_n" must be a positive integer')
-    model = parse_model_name(document)
+    texts = check_texts(items, "documents")
     query = parse_string(document, "query")
-    returns_documents = document.get("return_documents") is True
-    query_bytes = count_text_bytes([query]) * len(documents)
-    returned_bytes = count_text_bytes(documents) if returns_documents else 0
     return RerankRequest(
-        model=model,
+        model=parse_model_name(document),
+        texts=texts,
+        query_bytes=len(query.encode(errors="surrogatepass")) * len(texts),
         query=query,
-        documents=documents,
-        top_n=top_n,
-        returns_documents=returns_documents,
-        query_bytes=query_bytes,
-        returned_bytes=returned_bytes,
+        top_n=parse_count(document, "top_n") or len(texts),
     )
 
 
@@ -157,11 +141,14 @@ def parse_model_name(document: dict[str, Any]) -> str:
     return name
 
 
-def count_text_bytes(texts: Iterable[str]) -> int:
-    return sum(len(text.encode(errors="surrogatepass")) for text in texts)
+def parse_count(document: dict[str, Any], key: str) -> int | None:
+    value = document.get(key)
+    if value is not None and (type(value) is not int or value < 1):
+        raise MalformedRequest(f'"{key}" must be a positive integer')
+    return value
 
 
-def validate_texts(texts: Any, key: str) -> list[str]:
+def check_texts(texts: Any, key: str) -> list[str]:
     if isinstance(texts, list) and len(texts) > MAX_TEXTS:
         raise TooLarge(f'"{key}" can have at most {MAX_TEXTS} texts; got {len(texts)}')
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
@@ -173,15 +160,16 @@ def validate_texts(texts: Any, key: str) -> list[str]:
 
 
 def build_embedding_payloads(
-    signature: Signature, texts: Sequence[str], limits: PayloadLimits
+    signature: Signature, request: EmbeddingsRequest, limits: PayloadLimits
 ) -> list[Payload]:
     """Return one payload, or one for each text if the model has no batch dimension.
 
     Raises `InputMismatch` for a model that does not turn texts into vectors, or `TooLarge`.
     """
-    inputs = find_text_inputs(signature, 1, "embeddings")
+    (text,) = find_text_inputs(signature, 1, "embeddings")
     output = find_float_output(signature, EMBEDDING_HINT)
-    return build_text_payloads(signature, output.name, {inputs[0].name: texts}, limits)
+    check_dimensions(signature, output, request.dimensions)
+    return build_text_payloads(signature, output, {text.name: request.texts}, limits)
 
 
 def build_rerank_payloads(
@@ -191,32 +179,31 @@ def build_rerank_payloads(
 
     The query, which is sent with each document, counts each time towards the size of a body.
     """
+    count = len(request.texts)
     if request.query_bytes > limits.max_bytes:
         raise TooLarge(
-            f"the query is sent with each of the {len(request.documents)} documents, which takes "
-            f"{request.query_bytes} bytes; the limit is {limits.max_bytes} bytes; send a shorter query "
-            "or fewer documents"
+            f"the query is sent with each of the {count} documents, which takes {request.query_bytes} bytes; "
+            f"the limit is {limits.max_bytes} bytes; send a shorter query or fewer documents"
         )
     inputs = find_text_inputs(signature, 2, "reranking")
     hinted = [tensor for tensor in inputs if has_hint(signature, QUERY_HINT, tensor)]
     query = hinted[0] if hinted else inputs[0]
     (document,) = (tensor for tensor in inputs if tensor is not query)
-    queries = [request.query] * len(request.documents)
-    columns = {query.name: queries, document.name: request.documents}
+    columns = {query.name: [request.query] * count, document.name: request.texts}
     output = find_float_output(signature, SCORE_HINT)
-    return build_text_payloads(signature, output.name, columns, limits)
+    return build_text_payloads(signature, output, columns, limits)
 
 
 def build_text_payloads(
     signature: Signature,
-    output: str,
+    output: TensorSpec,
     columns: Mapping[str, Sequence[str]],
     limits: PayloadLimits,
 ) -> list[Payload]:
     count = max(map(len, columns.values()))
     check_row_count(signature, count, limits)
     parts = {name: [Part(text, TEXT) for text in texts] for name, texts in columns.items()}
-    options = PayloadOptions((output,))
+    options = PayloadOptions((output.name,))
     if signature.has_batch_dimension:
         return [Payload(parts, options, instance_count=count)]
     return [
@@ -240,16 +227,11 @@ def find_text_inputs(signature: Signature, count: int, use: str) -> list[TensorS
 def find_float_output(signature: Signature, hint: str) -> TensorSpec:
     outputs = signature.outputs.values()
     floats = [tensor for tensor in outputs if tensor.datatype.kind is DatatypeKind.FLOAT]
-    if not floats:
-        raise InputMismatch(
-            f"model {quote_text(signature.model)} has no floating-point output, which embeddings and "
-            "reranking require"
-        )
     chosen = [tensor for tensor in floats if has_hint(signature, hint, tensor)] or floats
     if len(chosen) != 1:
         raise InputMismatch(
-            f"model {quote_text(signature.model)} has {len(floats)} floating-point outputs; the "
-            f"parameter gateway.{hint}.OUTPUT of its config says which one to use"
+            f"model {quote_text(signature.model)} has {len(floats)} floating-point outputs; embeddings and "
+            f"reranking require one, or the parameter gateway.{hint}.OUTPUT in the model's config"
         )
     return chosen[0]
 
@@ -258,18 +240,16 @@ def has_hint(signature: Signature, hint: str, tensor: TensorSpec) -> bool:
     return f"gateway.{hint}.{tensor.name}" in signature.parameters
 
 
-def check_dimensions(signature: Signature, dimensions: int | None) -> None:
+def check_dimensions(signature: Signature, output: TensorSpec, dimensions: int | None) -> None:
     """Check that the model's config allows vectors of this length. Raises `InputMismatch`."""
-    if dimensions is None:
-        return
-    size = find_float_output(signature, EMBEDDING_HINT).shape[-1:]
     allowed = signature.parameters.get(DIMENSIONS_PARAMETER, "").replace(",", " ").split()
-    if str(dimensions) not in allowed and size != (dimensions,):
-        values = join_names(allowed) if allowed else "only full vectors"
-        raise InputMismatch(
-            f"model {quote_text(signature.model)} does not support {dimensions} dimensions; its config "
-            f"allows {values} ({DIMENSIONS_PARAMETER})"
-        )
+    if dimensions is None or str(dimensions) in allowed or output.shape[-1:] == (dimensions,):
+        return
+    values = join_names(allowed) if allowed else "only full vectors"
+    raise InputMismatch(
+        f"model {quote_text(signature.model)} does not support {dimensions} dimensions; its config "
+        f"allows {values} ({DIMENSIONS_PARAMETER})"
+    )
 
 
 # Responses.
@@ -277,44 +257,28 @@ def check_dimensions(signature: Signature, dimensions: int | None) -> None:
 
 def encode_embeddings(results: Sequence[InferResult], request: EmbeddingsRequest) -> EncodedBody:
     """Return the response in OpenAI's format. Raises `ModelFault` for anything but a vector per text."""
-    vectors = list_rows(results, len(request.texts))
-    items = [
-        orjson.dumps(
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": encode_vector(
-                    shorten_vector(vector, request.dimensions), request.encoding_format
-                ),
-            },
-            option=orjson.OPT_SERIALIZE_NUMPY,
-        )
-        for index, vector in enumerate(vectors)
-    ]
-    body = b'{"object":"list","data":[%b],"model":%b,"usage":%b}' % (
-        b",".join(items),
-        orjson.dumps(request.model),
-        NO_USAGE,
-    )
-    return EncodedBody(body, JSON)
+    entries = []
+    for index, row in enumerate(list_rows(results, len(request.texts))):
+        vector = encode_vector(shorten_vector(row, request.dimensions), request.encoding_format)
+        entry = {"object": "embedding", "index": index, "embedding": vector}
+        # One after another, because each holds the GIL.
+        entries.append(orjson.Fragment(orjson.dumps(entry, option=orjson.OPT_SERIALIZE_NUMPY)))
+    document = {"object": "list", "data": entries, "model": request.model, "usage": NO_USAGE}
+    return EncodedBody(orjson.dumps(document), JSON)
 
 
 def encode_ranking(results: Sequence[InferResult], request: RerankRequest) -> EncodedBody:
     """Return the documents with their scores, best first. Raises `ModelFault` for several scores each."""
     scores = []
-    for row in list_rows(results, len(request.documents)):
+    for row in list_rows(results, len(request.texts)):
         if row.size != 1:
             raise ModelFault(f"the model returned {row.size} scores for a document; expected one")
         scores.append(float(row[0]))
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
-    ranked = []
-    for index in order[: request.top_n]:
-        entry: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
-        if request.returns_documents:
-            entry["document"] = {"text": request.documents[index]}
-        ranked.append(orjson.dumps(entry))  # one after another, because each holds the GIL
-    body = b'{"model":%b,"results":[%b]}' % (orjson.dumps(request.model), b",".join(ranked))
-    return EncodedBody(body, JSON)
+    ranked = [
+        {"index": index, "relevance_score": scores[index]} for index in order[: request.top_n]
+    ]
+    return EncodedBody(orjson.dumps({"model": request.model, "results": ranked}), JSON)
 
 
 def list_rows(results: Sequence[InferResult], count: int) -> list[np.ndarray]:

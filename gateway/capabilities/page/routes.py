@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from html import escape
 from pathlib import Path
 from typing import Final
@@ -12,7 +11,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from pydantic import HttpUrl
 
 from gateway.capabilities.capability import SignIn
-from gateway.capabilities.page.guide import GuideRoutes
+from gateway.capabilities.page.guide import METHODS, GuideRoutes
 from gateway.errors import NotFound
 from gateway.headers import list_accepted_types
 from gateway.messages import quote_text
@@ -32,9 +31,6 @@ UI_SECURITY_POLICY: Final = (
 )
 CONNECT_SOURCES: Final = "connect-src 'self'"
 NO_SIGN_IN: Final = SignIn("", "")
-IMPORT: Final = re.compile(r'^import .*from "\./(\w+\.js)";$', re.MULTILINE)
-FIRST_VIEW_MODULES: Final = ("main.js", "try.js")
-STATIC: Final = Path(__file__).parent / "static"
 # Parts of the page that use capabilities, which can be absent, and a path of each.
 FEATURES: Final = {
     "jobs": "/v1/jobs",
@@ -42,7 +38,6 @@ FEATURES: Final = {
     "labels": "/v1/models/{model}/labels/{label}",
 }
 HTML_TYPE: Final = "text/html"
-PAGE_METHODS: Final = ["GET", "HEAD"]
 
 
 class PageRoutes:
@@ -50,11 +45,11 @@ class PageRoutes:
 
     def __init__(self, documentation_url: HttpUrl | None) -> None:
         documentation = escape(str(documentation_url or "guide/"))
-        self._assets = load_assets(STATIC, documentation=documentation, modules=render_preloads())
+        self._assets = load_assets(Path(__file__).parent / "static", documentation=documentation)
         self._page: Asset | None = None
         router = APIRouter(include_in_schema=False)
-        router.add_api_route("/", self.get_page, methods=PAGE_METHODS)
-        router.add_api_route("/static/{name:path}", self.get_static_file, methods=PAGE_METHODS)
+        router.add_api_route("/", self.get_page, methods=METHODS)
+        router.add_api_route("/static/{name:path}", self.get_static_file, methods=METHODS)
         guide = GuideRoutes(self._assets["guide.html"], UI_SECURITY_POLICY)
         self.routers = (router, guide.router)
 
@@ -91,12 +86,3 @@ def build_policy(issuer: str) -> str:
 def find_features(app: FastAPI) -> list[str]:
     paths = {getattr(route, "path", "") for route in app.routes}
     return [feature for feature, path in FEATURES.items() if path in paths]
-
-
-def render_preloads() -> str:
-    """Render links to the modules of the first view, so that the browser asks for all of them at once."""
-    modules = list(FIRST_VIEW_MODULES)
-    for name in modules:
-        imported = IMPORT.findall((STATIC / name).read_text())
-        modules += [each for each in imported if each not in modules]
-    return "\n".join(f'<link rel="modulepreload" href="static/{name}">' for name in modules)

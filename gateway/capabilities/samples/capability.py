@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, field_validator
 
 from gateway.capabilities.capability import Attachment, Capability
-from gateway.config.settings import CapabilitySettings, CommaSeparated, Settings
+from gateway.config.settings import CapabilitySettings, CommaSeparated, Settings, check_http_url
 
 if TYPE_CHECKING:
     from gateway.services import Services
@@ -31,14 +31,9 @@ class SampleSettings(CapabilitySettings):
     @field_validator("samples")
     @classmethod
     def check_address(cls, value: str) -> str:
-        try:
-            parts = urlsplit(value)
-            is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:
-            is_address = False
-        if value and not (is_address and "@" not in parts.netloc):
+        if "@" in value:
             raise ValueError("use https://HOST/PATH without a password")
-        return value
+        return check_http_url(value)
 
 
 def attach_samples(settings: Settings) -> Attachment | None:

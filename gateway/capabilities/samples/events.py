@@ -17,8 +17,6 @@ from gateway.telemetry.tracing import TRACEPARENT, create_request_id
 REQUEST_TYPE: Final = "org.kubeflow.serving.inference.request"
 RESPONSE_TYPE: Final = "org.kubeflow.serving.inference.response"
 CONTENT_TYPE: Final = "datacontenttype"
-GRPC_SCHEME: Final = "grpc"
-PROTOBUF: Final = "application/x-protobuf"
 # Headers that an event contains, by the names of its attributes.
 KEPT_HEADERS: Final = {
     b"content-type": CONTENT_TYPE,
@@ -29,7 +27,7 @@ KEPT_HEADERS: Final = {
 MAX_HEADER_BYTES: Final = 256
 # Characters that a header has as they are (HTTP protocol binding, section 3.1.3.2).
 UNQUOTED: Final = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
-Attributes = Mapping[str, str | int]
+Attributes = Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -47,32 +45,13 @@ def build_events(
     *,
     hides_request: bool,
     hides_response: bool,
-) -> tuple[SampleEvent, SampleEvent]:
-    attributes = describe_request(scope, status)
-    # The events of a request have one ID, as those of KServe, and differ in their sources.
-    first = {
-        **attributes,
-        "type": REQUEST_TYPE,
-        "time": format_utc_time(recording.started_at, "microseconds"),
-        **describe_body(scope, recording.request, is_hidden=hides_request),
-    }
-    last = {
-        **attributes,
-        "type": RESPONSE_TYPE,
-        "source": f"{attributes['source']}#response",
-        "time": format_utc_time(time.time(), "microseconds"),
-        **describe_body(scope, recording.response, is_hidden=hides_response),
-    }
-    return SampleEvent(first, recording.request), SampleEvent(last, recording.response)
-
-
-def describe_request(scope: RequestScope, status: int) -> Attributes:
-    """Return the attributes that both events of a request have."""
+) -> list[SampleEvent]:
+    """Return the events of a request and its response: one ID, as KServe's, and two sources."""
     info = scope["request_info"]
-    attributes: Attributes = {
+    source = f"/models/{quote_path_segment(info.model)}"
+    common = {
         "specversion": "1.0",
         "id": create_request_id(),
-        "source": f"/models/{quote_path_segment(info.model)}",
         "inferenceservicename": info.model,
         "model": info.model,
         "modelversion": info.version,
@@ -84,13 +63,22 @@ def describe_request(scope: RequestScope, status: int) -> Attributes:
         "traceparent": find_traceparent(scope, info),
         "path": scope["raw_path"].decode("latin-1"),
     }
-    return {name: value for name, value in attributes.items() if value != ""}
+    events = []
+    for kind, address, time_s, body, is_hidden in (
+        (REQUEST_TYPE, source, recording.started_at, recording.request, hides_request),
+        (RESPONSE_TYPE, f"{source}#response", time.time(), recording.response, hides_response),
+    ):
+        own = {"type": kind, "source": address, "time": format_utc_time(time_s, "microseconds")}
+        own |= describe_body(body, is_grpc=scope["scheme"] == "grpc", is_hidden=is_hidden)
+        attributes = {name: value for name, value in (common | own).items() if value != ""}
+        events.append(SampleEvent(attributes, body))
+    return events
 
 
-def describe_body(scope: RequestScope, body: RecordedBody, *, is_hidden: bool) -> Attributes:
+def describe_body(body: RecordedBody, *, is_grpc: bool, is_hidden: bool) -> dict[str, str]:
     """Return the attributes of a body, and release one that is not sent."""
-    attributes: dict[str, str | int] = {CONTENT_TYPE: PROTOBUF}
-    if scope["scheme"] != GRPC_SCHEME:
+    attributes = {CONTENT_TYPE: "application/x-protobuf"}
+    if not is_grpc:
         attributes = {
             KEPT_HEADERS[name]: value.decode("latin-1")
             for name, value in body.headers
@@ -101,7 +89,7 @@ def describe_body(scope: RequestScope, body: RecordedBody, *, is_hidden: bool) -
     if is_hidden:
         attributes["redacted"] = "true"
     if is_hidden or body.is_too_large or not body.is_complete:
-        attributes["datalength"] = body.size_bytes
+        attributes["datalength"] = str(body.size_bytes)
         body.release()
     return attributes
 

@@ -6,7 +6,7 @@ Columns: `{"inputs": value or {name: value}}` → `{"outputs": …}`, with the b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any, Final
 
 from gateway.errors import InputMismatch, MalformedRequest, ModelFault
@@ -56,10 +56,6 @@ def parse_predict_body(body: bytes, signature: Signature, limits: PayloadLimits)
 
 
 def build_batch_payload(instances: list[Any]) -> Payload:
-    count = len(instances)
-    if dict not in map(type, instances):
-        parts = {"": [Part(instance, JSON) for instance in instances]}
-        return Payload(parts, instance_count=count)
     rows = [instance if isinstance(instance, dict) else {"": instance} for instance in instances]
     names = rows[0].keys()
     different = next((row for row in rows if row.keys() != names), None)
@@ -68,31 +64,28 @@ def build_batch_payload(instances: list[Any]) -> Payload:
             f"the instances have different inputs: {join_names(names)} and {join_names(different)}"
         )
     parts = {name: [Part(row[name], JSON) for row in rows] for name in names}
-    return Payload(parts, instance_count=count)
+    return Payload(parts, instance_count=len(rows))
 
 
 def encode_results(results: list[InferResult]) -> EncodedBody:
     """Return a value for each instance, or the outputs with their batch dimension."""
     if results[0].instance_count:
-        return encode_predictions(results)
+        predictions = [row for result in results for row in list_predictions(result)]
+        return EncodedBody(dump_json({"predictions": predictions}), JSON)
     (result,) = results
     values = {name: output_to_json(result, name) for name in result.arrays}
     outputs = next(iter(values.values())) if len(values) == 1 else values
     return EncodedBody(dump_json({"outputs": outputs}), JSON)
 
 
-def encode_predictions(results: list[InferResult]) -> EncodedBody:
-    rows: list[Any] = []
-    for result in results:
-        names = list(result.arrays)
-        if not names:
-            raise ModelFault("the model returned no outputs")
-        columns = [get_output_column(result, name) for name in names]
-        if len(names) == 1:
-            rows += columns[0]
-        else:
-            rows += (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
-    return EncodedBody(dump_json({"predictions": rows}), JSON)
+def list_predictions(result: InferResult) -> list[Any]:
+    names = list(result.arrays)
+    if not names:
+        raise ModelFault("the model returned no outputs")
+    columns = [get_output_column(result, name) for name in names]
+    if len(names) == 1:
+        return columns[0]
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def get_output_column(result: InferResult, name: str) -> list[Any]:
@@ -112,8 +105,8 @@ def get_output_column(result: InferResult, name: str) -> list[Any]:
 def build_model_metadata(signature: Signature) -> dict[str, Any]:
     version = signature.version or next(iter(signature.versions[-1:]), "")
     definition = {
-        "inputs": build_tensor_infos(signature, signature.inputs.values()),
-        "outputs": build_tensor_infos(signature, signature.outputs.values()),
+        "inputs": describe_tensors(signature, signature.inputs),
+        "outputs": describe_tensors(signature, signature.outputs),
         "method_name": "tensorflow/serving/predict",
     }
     return {
@@ -122,16 +115,15 @@ def build_model_metadata(signature: Signature) -> dict[str, Any]:
     }
 
 
-def build_tensor_infos(signature: Signature, tensors: Iterable[TensorSpec]) -> dict[str, Any]:
+def describe_tensors(signature: Signature, tensors: Mapping[str, TensorSpec]) -> dict[str, Any]:
     batch = (-1,) if signature.supports_batching else ()
-    return {
-        tensor.name: {
-            "name": tensor.name,
-            "dtype": DTYPES.get(tensor.datatype.name, f"DT_{tensor.datatype.name}"),
-            "tensor_shape": {
-                "dim": [{"size": str(size), "name": ""} for size in (*batch, *tensor.shape)],
-                "unknown_rank": False,
-            },
+    infos = {}
+    for name, tensor in tensors.items():
+        datatype = tensor.datatype.name
+        sizes = [{"size": str(size), "name": ""} for size in (*batch, *tensor.shape)]
+        infos[name] = {
+            "name": name,
+            "dtype": DTYPES.get(datatype, f"DT_{datatype}"),
+            "tensor_shape": {"dim": sizes, "unknown_rank": False},
         }
-        for tensor in tensors
-    }
+    return infos

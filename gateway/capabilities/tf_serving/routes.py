@@ -9,6 +9,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Request, Response
 
 from gateway.capabilities.tf_serving.bodies import (
+    KNOWN_PREDICT_KEYS,
     build_model_metadata,
     encode_results,
     parse_predict_body,
@@ -34,22 +35,13 @@ from gateway.tensors.signature import Signature
 PREDICT_REQUEST_SCHEMA: Final[Schema] = {
     "title": "PredictRequest",
     "type": "object",
+    "description": "Rows (instances) or columns (inputs): values, or objects of values by input name.",
     "properties": {
-        "instances": {
-            "type": "array",
-            "minItems": 1,
-            "description": "Rows: a value each, or an object of values by input name.",
-        },
-        "inputs": {"description": "Columns: a value, or an object of values by input name."},
-        "signature_name": {},
-        "parameters": {},
-        "id": {},
+        **{key: {} for key in KNOWN_PREDICT_KEYS},
+        "instances": {"type": "array", "items": {}, "minItems": 1},
     },
     "oneOf": [{"required": ["instances"]}, {"required": ["inputs"]}],
     "additionalProperties": False,
-}
-PREDICT_OPENAPI: Final = build_json_body(PREDICT_REQUEST_SCHEMA) | {
-    "parameters": INFER_HEADER_PARAMETERS
 }
 PREDICT_RESPONSE_SCHEMA: Final[Schema] = {
     "oneOf": [
@@ -59,19 +51,7 @@ PREDICT_RESPONSE_SCHEMA: Final[Schema] = {
         build_object_schema({"outputs": {}}, additionalProperties=False),
     ]
 }
-PREDICT_RESPONSES: Final = build_responses(
-    PREDICT_RESPONSE_SCHEMA,
-    "One prediction per row, or the outputs as columns.",
-    *ERROR_DESCRIPTIONS,
-    headers=VERSION_HEADERS,
-)
-METADATA_SCHEMA: Final = build_object_schema(
-    {"model_spec": {"type": "object"}, "metadata": {"type": "object"}}, title="ServingMetadata"
-)
-METADATA_RESPONSES: Final = build_responses(
-    METADATA_SCHEMA, "The signature, in TensorFlow Serving's format.", *MODEL_ERRORS
-)
-STATUS_FIELDS: Final[Schema] = {
+STATUS_FIELDS: Final = {
     "model_version_status": build_list_schema(
         VERSION_STATUS_SCHEMA, "TensorFlow Serving's status of each version."
     )
@@ -95,27 +75,29 @@ class StatusDescriber(ModelDescriber):
 inference_router = APIRouter(tags=["inference"])
 router = APIRouter(tags=["models"])
 route_predict = partial(
-    inference_router.post, responses=PREDICT_RESPONSES, openapi_extra=PREDICT_OPENAPI
+    inference_router.post,
+    responses=build_responses(
+        PREDICT_RESPONSE_SCHEMA,
+        "One prediction per row, or the outputs as columns.",
+        *ERROR_DESCRIPTIONS,
+        headers=VERSION_HEADERS,
+    ),
+    openapi_extra=build_json_body(PREDICT_REQUEST_SCHEMA) | {"parameters": INFER_HEADER_PARAMETERS},
 )
-route_metadata = partial(router.get, responses=METADATA_RESPONSES)
+route_metadata = partial(
+    router.get,
+    responses=build_responses(
+        build_object_schema({"model_spec": {"type": "object"}, "metadata": {"type": "object"}}),
+        "The signature, in TensorFlow Serving's format.",
+        *MODEL_ERRORS,
+    ),
+)
 
 
-@route_predict(
-    "/v1/models/{model}:predict",
-    operation_id="predict",
-    summary="Inference with a model, in KServe's V1 format",
-)
+@route_predict("/v1/models/{model}:predict", operation_id="predict")
 # A label is accepted in place of a version as well.
-@route_predict(
-    "/v1/models/{model}/labels/{version}:predict",
-    operation_id="predict_label",
-    summary="Inference with a label of a model, in TensorFlow Serving's format",
-)
-@route_predict(
-    "/v1/models/{model}/versions/{version}:predict",
-    operation_id="predict_version",
-    summary="Inference with a version of a model, in KServe's V1 format",
-)
+@route_predict("/v1/models/{model}/labels/{version}:predict", operation_id="predict_label")
+@route_predict("/v1/models/{model}/versions/{version}:predict", operation_id="predict_version")
 async def predict(
     request: Request, services: ServicesForInference, model: str, version: str = ""
 ) -> Response:
@@ -129,15 +111,9 @@ async def predict(
         return await pipeline.render_results(opened, results, partial(encode_results, results))
 
 
+@route_metadata("/v1/models/{model}/metadata", operation_id="model_metadata")
 @route_metadata(
-    "/v1/models/{model}/metadata",
-    operation_id="model_metadata",
-    summary="Signature of a model, in TensorFlow Serving's format",
-)
-@route_metadata(
-    "/v1/models/{model}/versions/{version}/metadata",
-    operation_id="model_version_metadata",
-    summary="Signature of a version of a model, in TensorFlow Serving's format",
+    "/v1/models/{model}/versions/{version}/metadata", operation_id="model_version_metadata"
 )
 async def get_model_metadata(
     request: Request, services: ServicesForInference, model: str, version: str = ""

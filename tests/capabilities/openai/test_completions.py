@@ -20,7 +20,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from gateway.capabilities.openai.routes import relay_chunks
+from gateway.capabilities.openai.servers import relay_chunks
 from tests.capabilities.openai.support.lazy import LazyModule
 from tests.support.documents import COMPLETIONS, LANGUAGE_MODELS, assert_prints, examples
 from tests.support.keys import ADMIN, TEXTS, bearer, entry, written
@@ -34,74 +34,63 @@ if TYPE_CHECKING:
 else:
     openai = LazyModule("openai")
 
+PATH = "/v1/chat/completions"
 MODEL = "text_org/model-7b"  # a name as vLLM's models have
 ANY = "text_any/"  # the server accepts every name that begins like this
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
-
-
-async def in_single_bytes(text: str) -> AsyncIterator[str | bytes]:
-    for byte in f"data: {json.dumps(text, ensure_ascii=False)}\n\ndata: [DONE]\n\n".encode():
-        yield bytes([byte])
+SEPARATORS = "\v\f\x1c\x1d\x1e\x85\u2028\u2029\u2027é€\u00a0\U0001f600"
+REQUEST = {"model": MODEL, "messages": MESSAGES}
 
 
 class CompletionServer:
-    """A server of OpenAI's chat API, which answers with the words of the request in capitals."""
+    """A server of OpenAI's chat API, which answers in capitals, or as the user's name says."""
 
     def __init__(self) -> None:
-        self.requests: list[dict[str, Any]] = []
         self.bodies: list[bytes] = []
         self.headers: list[dict[str, str]] = []
         self.ended_streams = 0
         self.app = FastAPI()
-        self.app.post("/v1/chat/completions")(self.complete)
+        self.app.post(PATH)(self.complete)
         (self.port,) = free_ports(1)
-        config = uvicorn.Config(self.app, port=self.port, log_level="error")
-        self.server = uvicorn.Server(config)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.server = uvicorn.Server(uvicorn.Config(self.app, port=self.port, log_level="error"))
         self.thread = threading.Thread(target=self.server.run, daemon=True)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     async def complete(self, request: Request) -> Response:
         document = await request.json()
         self.bodies.append(await request.body())
-        self.requests.append(document)
         self.headers.append(dict(request.headers))
         if document["model"] != MODEL and not document["model"].startswith(ANY):
             error = {"message": "no such model", "type": "NotFoundError", "param": None}
             return JSONResponse({"error": {**error, "code": 404}}, 404)
-        if document.get("user") == "busy":
+        user = document.get("user")
+        if user == "busy":
             return JSONResponse({"error": "busy"}, 503, {"Retry-After": "7"})
-        if document.get("user") == "page":
+        if user == "page":
             return Response("<script>", media_type="text/html")
         if document.get("stream"):
-            chunks = self.stream(document)
-            if document.get("user") == "bytes":
-                chunks = in_single_bytes(document["messages"][0]["content"])
-            return StreamingResponse(chunks, media_type="text/event-stream")
+            return StreamingResponse(self.stream(document), media_type="text/event-stream")
         message = {"role": "assistant", "content": document["messages"][0]["content"].upper()}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return JSONResponse(
-            {
-                "id": "c",
-                "object": "chat.completion",
-                "created": 1,
-                "model": MODEL,
-                "choices": [choice],
-            }
-        )
+        completion = {"id": "c", "object": "chat.completion", "created": 1, "model": MODEL}
+        return JSONResponse({**completion, "choices": [choice]})
 
-    async def stream(self, document: dict[str, Any]) -> AsyncIterator[str | bytes]:
+    async def stream(self, document: dict[str, Any]) -> AsyncIterator[bytes]:
         try:
-            for number in range(document.get("max_tokens", 3)):
+            count = document.get("max_tokens", 3)
+            if document.get("user") == "bytes":
+                count = 0
+                text = json.dumps(document["messages"][0]["content"], ensure_ascii=False)
+                for byte in f"data: {text}\n\n".encode():
+                    yield bytes([byte])
+            for number in range(count):
                 choice = {"index": 0, "delta": {"content": f"{number} "}, "finish_reason": None}
                 chunk = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": MODEL}
-                yield f"data: {json.dumps({**chunk, 'choices': [choice]})}\n\n"
+                yield f"data: {json.dumps({**chunk, 'choices': [choice]})}\n\n".encode()
                 await asyncio.sleep(0.05)
             if document.get("user") == "broken":
                 raise ConnectionError
-            yield "data: [DONE]\n\n"
+            yield b"data: [DONE]\n\n"
         finally:
             self.ended_streams += 1
 
@@ -132,6 +121,7 @@ def gateway(
     with gateway_before(
         f"http://127.0.0.1:{nobody}", openai_urls=urls, keys_file=str(keys), max_inflight="4"
     ) as client:
+        client.headers.update(bearer(TEXTS))
         yield client
 
 
@@ -142,88 +132,66 @@ def connect(gateway: httpx.Client, key: str) -> openai.OpenAI:
 def test_completion_is_relayed_without_the_key(
     gateway: httpx.Client, server: CompletionServer
 ) -> None:
-    completion = connect(gateway, TEXTS).chat.completions.create(
-        model=MODEL, messages=MESSAGES, temperature=0.5
-    )
+    create = connect(gateway, TEXTS).chat.completions.create
+    completion = create(model=MODEL, messages=MESSAGES, temperature=0.5)
     assert completion.choices[0].message.content == "HELLO"
-    assert server.requests[-1] == {"model": MODEL, "messages": MESSAGES, "temperature": 0.5}
+    assert json.loads(server.bodies[-1]) == {**REQUEST, "temperature": 0.5}
     assert "authorization" not in server.headers[-1]
     assert TEXTS not in str(server.headers[-1])
-
-
-def test_command_for_a_completion_prints_what_the_document_says(server: CompletionServer) -> None:
-    page = LANGUAGE_MODELS
-    ((_, command, answer),) = [each for each in examples([page]) if COMPLETIONS in each[1]]
-    (nobody,) = free_ports(1)
-    with gateway_before(f"http://127.0.0.1:{nobody}", openai_urls=server.url) as client:
-        assert_prints(client, command.replace("llama-3.1-8b", MODEL), answer)
 
 
 def test_stream_is_relayed_as_it_arrives_and_ends_at_the_server_with_its_client(
     gateway: httpx.Client, server: CompletionServer
 ) -> None:
     before = server.ended_streams
-    stream = connect(gateway, TEXTS).chat.completions.create(
-        model=MODEL, messages=MESSAGES, stream=True, max_tokens=100_000
-    )
+    create = connect(gateway, TEXTS).chat.completions.create
+    stream = create(model=MODEL, messages=MESSAGES, stream=True, max_tokens=100_000)
     assert [next(stream).choices[0].delta.content for _ in range(3)] == ["0 ", "1 ", "2 "]
     stream.close()
     wait_until(lambda: server.ended_streams == before + 1)
 
 
-def test_key_for_other_models_is_refused_before_the_server(
+def test_errors_are_those_of_openais_client(
     gateway: httpx.Client, server: CompletionServer
 ) -> None:
-    count = len(server.requests)
-    with pytest.raises(openai.NotFoundError, match="unknown model"):
-        connect(gateway, TEXTS).chat.completions.create(model="secret/model", messages=MESSAGES)
-    with pytest.raises(openai.AuthenticationError):
-        connect(gateway, "tgw_wrong").chat.completions.create(model=MODEL, messages=MESSAGES)
-    assert len(server.requests) == count
+    count = len(server.bodies)
+    for key, model, error, words in (
+        (TEXTS, "secret/model", openai.NotFoundError, "unknown model"),
+        ("tgw_wrong", MODEL, openai.AuthenticationError, "key"),
+        (ADMIN, "nothing", openai.NotFoundError, "no such model"),  # of the server
+    ):
+        with pytest.raises(error, match=words):
+            connect(gateway, key).chat.completions.create(model=model, messages=MESSAGES)
+    long = gateway.post(PATH, json={**REQUEST, "model": "text_" + "a" * 252})
+    assert (long.status_code, long.json()["error"]["code"]) == (400, "MALFORMED_REQUEST")
+    assert len(server.bodies) == count + 1
 
 
-def test_server_receives_only_the_model_name_that_was_checked(
-    gateway: httpx.Client, server: CompletionServer
+def test_response_keeps_its_status_delay_and_lines_and_runs_no_script(
+    gateway: httpx.Client,
 ) -> None:
-    """Which one of several equal keys counts, and whether case matters, differs between servers."""
-    path, headers = "/v1/chat/completions", bearer(TEXTS)
-    document = json.dumps({"model": MODEL, "messages": MESSAGES})
-    ambiguous = f'{{"model": "secret", "mod\\u0065l": "secret", {document[1:]}'
-    assert gateway.post(path, content=ambiguous, headers=headers).status_code == 200
-    assert json.loads(server.bodies[-1]) == json.loads(document)
-    assert server.bodies[-1].count(b'model":') == 1
-    count = len(server.requests)
-    for more in ('"Model": "secret"', '"messages": ' + "[" * 1000 + "]" * 1000):
-        refused = gateway.post(path, content=f"{document[:-1]}, {more}}}", headers=headers)
-        assert refused.status_code == 400
-        assert refused.json()["error"]["code"] == "MALFORMED_REQUEST"
-    assert len(server.requests) == count
-
-
-def test_html_of_a_server_is_an_attachment(gateway: httpx.Client) -> None:
-    body = {"model": MODEL, "messages": MESSAGES, "user": "page"}
-    answer = gateway.post("/v1/chat/completions", json=body, headers=bearer(TEXTS))
-    assert answer.headers["content-disposition"] == "attachment"
+    busy = gateway.post(PATH, json={**REQUEST, "user": "busy"})
+    assert (busy.status_code, busy.headers["retry-after"]) == (503, "7")
+    page = gateway.post(PATH, json={**REQUEST, "user": "page"})
+    assert page.headers["content-disposition"] == "attachment"
+    # A line of a stream is a line for every reader.
+    body = {**REQUEST, "messages": [{"content": SEPARATORS}], "stream": True, "user": "bytes"}
+    event, *rest = gateway.post(PATH, json=body).content.decode().splitlines()
+    assert json.loads(event.removeprefix("data: ")) == SEPARATORS
+    assert rest == ["", "data: [DONE]", ""]
 
 
 def test_stream_that_its_server_aborts_is_aborted(server: CompletionServer) -> None:
     (nobody,) = free_ports(1)
-    body = {"model": MODEL, "messages": MESSAGES, "stream": True, "user": "broken"}
+    body = {**REQUEST, "stream": True, "max_tokens": 1, "user": "broken"}
     with real_gateway(f"http://127.0.0.1:{nobody}", openai_urls=server.url) as (client, command):
         with pytest.raises(httpx.RemoteProtocolError):
-            client.post("/v1/chat/completions", json=body)
+            client.post(PATH, json=body)
         command.wait_for("the response was aborted")
-
-
-def test_line_of_a_relayed_stream_is_a_line_for_every_reader(gateway: httpx.Client) -> None:
-    text = "\v\f\x1c\x1d\x1e\x85\u2028\u2029\u2027é€\u00a0\U0001f600"
-    messages = [{"role": "user", "content": text}]
-    body = {"model": MODEL, "messages": messages, "stream": True, "user": "bytes"}
-    headers = {"Authorization": f"Bearer {TEXTS}"}
-    response = gateway.post("/v1/chat/completions", json=body, headers=headers)
-    event, empty, *rest = response.content.decode().splitlines()
-    assert json.loads(event.removeprefix("data: ")) == text
-    assert (empty, rest) == ("", ["data: [DONE]", ""])
+        ((_, shown, answer),) = [
+            each for each in examples([LANGUAGE_MODELS]) if COMPLETIONS in each[1]
+        ]
+        assert_prints(client, shown.replace("llama-3.1-8b", MODEL), answer)
 
 
 class FastStream:
@@ -274,54 +242,29 @@ async def test_stream_whose_next_piece_has_arrived_can_be_cancelled() -> None:
     assert stream.pieces < 20
 
 
-def test_completions_are_counted_by_model_and_errors_of_the_server_relayed(
-    gateway: httpx.Client,
-) -> None:
-    client = connect(gateway, ADMIN)
-    client.chat.completions.create(model=MODEL, messages=MESSAGES)
-    with pytest.raises(openai.NotFoundError, match="no such model"):
-        client.chat.completions.create(model="nothing", messages=MESSAGES)
-    busy = {"model": MODEL, "messages": MESSAGES, "user": "busy"}
-    answer = gateway.post("/v1/chat/completions", json=busy, headers=bearer(ADMIN))
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
-    page = gateway.get("/metrics", headers=bearer(ADMIN)).text
-    assert f'model="{MODEL}"' in page
-    assert 'model="nothing"' not in page
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_time_of_completions_is_counted_by_caller(gateway: httpx.Client, stream: bool) -> None:
     series = f'gateway_caller_inference_seconds_total{{caller="admin",model="{MODEL}"}}'
     with httpx.Client(base_url=gateway.base_url, headers=bearer(ADMIN)) as client:
         before_s = metric(client, series)
-        document = {"model": MODEL, "messages": MESSAGES, "stream": stream}
-        client.post("/v1/chat/completions", json=document).raise_for_status()
+        document = {**REQUEST, "max_tokens": 1, "stream": stream}
+        client.post(PATH, json=document).raise_for_status()
         wait_until(lambda: metric(client, series) > before_s)
 
 
 @pytest.mark.fault(
     "thousands of unknown model names, and names that a server of completions accepts"
 )
-def test_invented_model_names_have_few_metric_series(
-    gateway: httpx.Client, server: CompletionServer
-) -> None:
-    body = {"messages": MESSAGES}
-    for number in range(80):
-        document = {**body, "model": f"{ANY}{number}"}
-        answer = gateway.post("/v1/chat/completions", json=document, headers=bearer(TEXTS))
-        assert answer.status_code == 200
+def test_invented_model_names_have_few_metric_series(gateway: httpx.Client) -> None:
+    gateway.post(PATH, json={**REQUEST, "model": "text_nothing"})  # which the server does not know
+    invented = {f"{ANY}{number}" for number in range(80)}
+    for name in invented:
+        assert gateway.post(PATH, json={**REQUEST, "model": name}).status_code == 200
     page = gateway.get("/metrics", headers=bearer(ADMIN)).text
     names = set(re.findall(r'gateway_request_bytes_total.*model="([^"]*)"', page))
-    assert len(names & {f"{ANY}{number}" for number in range(80)}) <= 64
-    assert "other" in names
-    assert server.requests[-1]["model"] == f"{ANY}79"
-    count = len(server.requests)
-    long = gateway.post(
-        "/v1/chat/completions", json={**body, "model": "text_" + "a" * 252}, headers=bearer(TEXTS)
-    )
-    assert long.status_code == 400
-    assert "at most 256 characters" in long.json()["error"]["message"]
-    assert len(server.requests) == count
+    assert 0 < len(names & invented) <= 64
+    assert {"other"} < names
+    assert "text_nothing" not in names
 
 
 @pytest.mark.fault(
@@ -330,13 +273,12 @@ def test_invented_model_names_have_few_metric_series(
 def test_completion_without_a_server_is_refused_with_the_setting_or_a_retry_delay() -> None:
     nobody, gone = (f"http://127.0.0.1:{port}" for port in free_ports(2))
     with gateway_before(nobody) as client:
-        for path in ("/v1/chat/completions", "/v1/completions"):
-            response = client.post(path, json={"model": "m", "messages": MESSAGES})
-            assert response.status_code == 501
-            assert response.json()["error"]["code"] == "NO_OPENAI_SERVER"
-            assert "GATEWAY_OPENAI_URLS" in response.json()["error"]["message"]
+        for path in (PATH, "/v1/completions"):
+            error = client.post(path, json=REQUEST).json()["error"]
+            assert error["code"] == "NO_OPENAI_SERVER"
+            assert "GATEWAY_OPENAI_URLS" in error["message"]
     with real_gateway(nobody, openai_urls=gone) as (client, command):
-        response = client.post("/v1/chat/completions", json={"model": MODEL})
+        response = client.post(PATH, json=REQUEST)
         assert response.status_code == 503
         assert not re.search(r"\d+\.\d+\.\d+|localhost|:\d{3,}", response.text)
         command.wait_for(f"OpenAI server {gone.removeprefix('http://')} cannot be reached")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -167,107 +166,96 @@ def send(client: httpx.Client, request_id: str, path: str, **options: Any) -> ht
     return client.post(path, headers=headers, **options)
 
 
-@pytest.mark.parametrize(
-    ("request_id", "path", "body", "status"),
-    [
-        ("v1", V1, {"inputs": {"TEXT": "häuser"}}, 200),
-        ("v2", V2, v2_body("text"), 200),
-        ("predict", f"/v1/models/{MODEL}:predict", {"inputs": {"TEXT": "text"}}, 200),
-        ("unfit", V1, {"inputs": {"TEXT": "text", "NOTHING": "text"}}, 422),
-        ("failed", V1, {"inputs": {"TEXT": "old"}}, 500),
-    ],
+TEXT = {"inputs": {"TEXT": "text"}}
+LONG = b"a" * 3 * MIB
+# What is sent, its status, and whether it has events.
+REQUESTS: tuple[tuple[str, str, dict[str, Any], int, bool], ...] = (
+    ("v1", V1, {"json": {"inputs": {"TEXT": "häuser"}}}, 200, True),
+    ("v2", V2, {"json": v2_body("text")}, 200, True),
+    ("predict", f"/v1/models/{MODEL}:predict", {"json": TEXT}, 200, True),
+    ("unfit", V1, {"json": {"inputs": {"TEXT": "text", "NOTHING": "text"}}}, 422, True),
+    ("failed", V1, {"json": {"inputs": {"TEXT": "old"}}}, 500, True),
+    ("long", V1, {"content": LONG, "headers": {"Content-Type": "text/plain"}}, 200, True),
+    ("out", V1, {"json": TEXT, "headers": {"X-No-Sample": ""}}, 200, False),
+    ("private", "/v1/models/private/infer", {"json": TEXT}, 200, False),
+    ("key", V1, {"json": TEXT, "headers": bearer("wrong")}, 401, False),
+    ("job", V1, {"json": TEXT, "headers": {"Prefer": "respond-async"}}, 202, False),
+    ("absent", "/v1/models/absent/infer", {"json": TEXT}, 404, False),
+    ("forbidden", f"/v2/repository/models/{MODEL}/load", {}, 403, False),
+    ("load", f"/v2/repository/models/{MODEL}/load", {"headers": bearer(ADMIN)}, 200, False),
 )
-def test_request_and_answer_are_cloudevents(
-    sampled: tuple[httpx.Client, HttpSink], request_id: str, path: str, body: Any, status: int
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_requests_and_answers_that_may_be_sampled_are_cloudevents(
+    sampled: tuple[httpx.Client, HttpSink], subtests: pytest.Subtests
 ) -> None:
     client, sink = sampled
-    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    answer = send(client, request_id, path, json=body, headers={"traceparent": trace})
-    assert answer.status_code == status
-    wait_until(lambda: len(sink.find(request_id)) == 2)
-    events = sink.find(request_id)
-    for event in events:
-        attributes = dict(event.attributes)
-        assert attributes.pop("time").endswith("Z")
-        source = attributes.pop("source")
-        assert source.partition("#")[0] == f"/models/{MODEL}"
-        assert event.headers["content-type"] == "application/json"
-        assert event.headers["authorization"] == "Bearer sink-secret"
-        kind = attributes.pop("type")
-        expected = {
-            "specversion": "1.0",
-            "id": events[0].attributes["id"],
-            "inferenceservicename": MODEL,
-            "model": MODEL,
-            "statuscode": str(status),
-            "requestid": request_id,
-            "caller": "shop",
-            "traceparent": trace,
-            "path": path,
-        }
-        assert {name: attributes[name] for name in expected} == expected
-        assert attributes.keys() - expected.keys() <= {"modelversion", "accept"}
-        side = "request" if event is events[0] else "response"
-        assert kind == f"org.kubeflow.serving.inference.{side}"
-        assert INFER not in str(event)
-    assert events[0].attributes["source"] != events[1].attributes["source"]
-    assert json.loads(events[0].data) == body
-    assert events[1].data == answer.content
-
-
-def test_only_inferences_that_may_be_sampled_are(sampled: tuple[httpx.Client, HttpSink]) -> None:
-    client, sink = sampled
-    body = {"inputs": {"TEXT": "text"}}
-    assert send(client, "out", V1, json=body, headers={"X-No-Sample": ""}).status_code == 200
-    assert send(client, "private", "/v1/models/private/infer", json=body).status_code == 200
-    assert send(client, "key", V1, json=body, headers=bearer("wrong")).status_code == 401
-    later = {"Prefer": "respond-async"}
-    assert send(client, "job", V1, json=body, headers=later).status_code == 202
-    assert send(client, "absent", "/v1/models/absent/infer", json=body).status_code == 404
-    assert send(client, "forbidden", f"/v2/repository/models/{MODEL}/load").status_code == 403
-    admin = bearer(ADMIN)
-    load = send(client, "load", f"/v2/repository/models/{MODEL}/load", headers=admin)
-    assert load.status_code == 200
+    for request_id, path, options, status, is_sampled in REQUESTS:
+        headers = {"traceparent": TRACE, **options.get("headers", {})}
+        answer = send(client, request_id, path, **{**options, "headers": headers})
+        with subtests.test(request_id):
+            assert answer.status_code == status
+            if is_sampled:
+                wait_until(lambda: len(sink.find(request_id)) == 2)  # noqa: B023
+                check_events(sink.find(request_id), answer)
     start_sampling(client)
-    assert send(client, "last", V1, json=body).status_code == 200
+    send(client, "last", V1, json=TEXT).raise_for_status()
     wait_until(lambda: len(sink.find("last")) == 2)
-    sampled_ids = {event.attributes["requestid"] for event in sink.events}
-    assert sampled_ids.isdisjoint({"out", "private", "key", "absent", "forbidden", "load"})
+    seen = {event.attributes["requestid"] for event in sink.events}
+    assert seen.isdisjoint(each[0] for each in REQUESTS if not each[4])
     assert len(sink.connections) <= 8
 
 
-def test_long_bodies_are_replaced_by_their_lengths(sampled: tuple[httpx.Client, HttpSink]) -> None:
-    client, sink = sampled
-    text = b"a" * 3 * MIB
-    pieces = (text[start : start + MIB // 3] for start in range(0, len(text), MIB // 3))
-    answer = send(client, "long", V1, content=pieces, headers={"Content-Type": "text/plain"})
-    wait_until(lambda: len(sink.find("long")) == 2)
-    for event, body in zip(sink.find("long"), (text, answer.content), strict=True):
-        assert event.data == b""
-        assert event.attributes["datalength"] == str(len(body))
+def check_events(events: list[Received], answer: httpx.Response) -> None:
+    sent = answer.request
+    bodies = (sent.content, answer.content)
+    for event, body, side in zip(events, bodies, ("request", "response"), strict=True):
+        attributes = dict(event.attributes)
+        assert attributes.pop("time").endswith("Z")
+        assert attributes.pop("source").partition("#")[0] == f"/models/{MODEL}"
+        expected = {
+            "specversion": "1.0",
+            "id": events[0].attributes["id"],
+            "type": f"org.kubeflow.serving.inference.{side}",
+            "inferenceservicename": MODEL,
+            "model": MODEL,
+            "statuscode": str(answer.status_code),
+            "requestid": sent.headers["X-Request-ID"],
+            "caller": "shop",
+            "traceparent": TRACE,
+            "path": sent.url.path,
+        }
+        if len(body) > MIB:
+            expected["datalength"] = str(len(body))
+        assert {name: attributes[name] for name in expected} == expected
+        assert attributes.keys() - expected.keys() <= {"modelversion", "accept"}
+        assert event.headers["authorization"] == "Bearer sink-secret"
+        assert event.data == (b"" if len(body) > MIB else body)
+        assert INFER not in str(event)
+    assert events[0].headers["content-type"] == sent.headers["content-type"]
+    assert events[0].attributes["source"] != events[1].attributes["source"]
 
 
-def test_events_of_a_call_over_grpc_have_its_messages(
+def find_by_path(sink: HttpSink, path: str) -> list[Received]:
+    events = [event for event in list(sink.events) if event.attributes["path"] == path]
+    return sorted(events, key=lambda event: not event.is_request)
+
+
+def test_events_of_calls_over_grpc_have_their_messages(
     sampled: tuple[httpx.Client, HttpSink], grpc_port: int
 ) -> None:
     _, sink = sampled
     message = build_message(MODEL, {"TEXT": encode_text(b"\xff")}, "1")
     response = call(grpc_port, "grpc", message)
     wait_until(lambda: len(sink.find("grpc")) == 2)
-    request, answer = sink.find("grpc")
     expected = {"model": MODEL, "modelversion": "1", "statuscode": "200", "caller": "shop"}
-    for event in (request, answer):
+    for event, data in zip(sink.find("grpc"), (message, response), strict=True):
         assert event.attributes.items() >= {**expected, "path": INFER_METHOD}.items()
         assert event.headers["content-type"] == "application/x-protobuf"
+        assert event.data == data
         assert INFER not in str(event)
-    assert request.data == message
-    assert answer.data == response
-
-
-def test_responses_of_a_stream_are_one_message(
-    sampled: tuple[httpx.Client, HttpSink], grpc_port: int
-) -> None:
-    _, sink = sampled
+    # The responses of a stream are one message.
     three = b"\x00\x42"
     message = build_message(COUNTING, {"COUNT": ("FP16", three)})
     assert len(stream(grpc_port, "", message)) == 3
@@ -280,33 +268,26 @@ def test_responses_of_a_stream_are_one_message(
     assert list(responses.raw_output_contents) == 3 * [three]
 
 
-def find_by_path(sink: HttpSink, path: str) -> list[Received]:
-    events = [event for event in list(sink.events) if event.attributes["path"] == path]
-    return sorted(events, key=lambda event: not event.is_request)
-
-
 def test_calls_over_grpc_have_the_limits_of_requests_over_http(
     sampled: tuple[httpx.Client, HttpSink], grpc_port: int
 ) -> None:
     _, sink = sampled
     call(grpc_port, "grpc-out", build_message(MODEL, {"TEXT": encode_text(b"a")}), x_no_sample="")
     call(grpc_port, "grpc-private", build_message("private", {"TEXT": encode_text(b"a")}))
-    for request_id, arguments in {"grpc-old": {"TEXT": b"old"}, "grpc-unfit": {"X": b""}}.items():
-        tensors = {name: encode_text(text) for name, text in arguments.items()}
-        with pytest.raises(grpc.RpcError):
-            call(grpc_port, request_id, build_message(MODEL, tensors))
+    with pytest.raises(grpc.RpcError):
+        call(grpc_port, "grpc-old", build_message(MODEL, {"TEXT": encode_text(b"old")}))
     large = build_message(MODEL, {"TEXT": encode_text(b"a" * 2 * MIB)})
     call(grpc_port, "grpc-large", large)
-    wait_until(lambda: len(sink.find("grpc-large")) == 2)
-    wait_until(lambda: len(sink.find("grpc-old")) == 2)
+    for request_id in ("grpc-old", "grpc-large"):
+        wait_until(lambda: len(sink.find(request_id)) == 2)  # noqa: B023
     failed = sink.find("grpc-old")[1]
     assert failed.data == b""
     assert failed.attributes.items() >= {"statuscode": "500", "incomplete": "true"}.items()
     request, _ = sink.find("grpc-large")
     assert request.data == b""
     assert request.attributes["datalength"] == str(len(large))
-    sampled_ids = {event.attributes["requestid"] for event in sink.events}
-    assert sampled_ids.isdisjoint({"grpc-out", "grpc-private"})
+    seen = {event.attributes["requestid"] for event in sink.events}
+    assert seen.isdisjoint({"grpc-out", "grpc-private"})
 
 
 @pytest.mark.fault("the sink of samples stops, is slow or refuses them")

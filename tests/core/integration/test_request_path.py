@@ -12,7 +12,7 @@ from tests.support.servers import ROOT
 pytestmark = pytest.mark.long
 
 MAX_FUNCTIONS = 22
-MAX_MODULES = 10
+MAX_MODULES = 11
 
 
 def test_request_passes_few_functions_and_modules() -> None:

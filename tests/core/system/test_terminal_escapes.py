@@ -72,7 +72,10 @@ ANSWERS = {
     "/v1/models": {"models": [MODEL | {"name": each} for each in (EVIL, "$(reboot)", "harmless")]},
     "/v1/models/m": MODEL,
     "/v1/models/n": MODEL,
-    "/v1/models/n/infer": {"id": EVIL},
+    "/v1/models/n/infer": {
+        **dict.fromkeys(("id", "state", "model", "kind"), EVIL),
+        "progress": {"total": 1, "done": 0, "failed": 0},
+    },
     "/v1/jobs/secret": {"secrets": [EVIL]},
     "/v1/replicas": {"replicas": [REPLICA]},
     "/readyz": {"ready": False, "replicas": {EVIL: EVIL}, "missing": {EVIL: {EVIL: EVIL}}},

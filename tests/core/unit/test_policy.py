@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import hashlib
 import os
 import random
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -609,25 +607,6 @@ async def test_large_keys_file_is_read_beside_the_event_loop(tmp_path: Path) -> 
     assert await file.reload_in_background()
     assert kept is not None
     assert file.find_caller(kept.digest) is kept
-
-
-def test_reload_leaves_garbage_to_the_collector(tmp_path: Path) -> None:
-    """Objects that are in use, or garbage, while a file is read are not exempt from later collections."""
-
-    class Node:
-        pass
-
-    path = tmp_path / "models.yaml"
-    path.write_text("models: []")
-    watched = WatchedFile(path, lambda path: path.read_text())
-    node = Node()
-    vars(node)["cycle"] = node
-    garbage = weakref.ref(node)
-    del node
-    path.write_text("models: [a]")
-    assert watched.reload_if_changed()
-    gc.collect()
-    assert garbage() is None
 
 
 async def test_file_that_cannot_be_read_is_rejected_in_time_and_holds_one_thread(

@@ -34,7 +34,7 @@ DURATIONS = (
 INVALID = (
     *((name, value, "") for name in DURATIONS for value in ("inf", "nan", "1e300", "-1", "-inf")),
     *(
-        ("OTLP_ENDPOINT", value, "it is not a valid URL; use http://HOST:4318")
+        ("OTLP_ENDPOINT", value, "it is not a valid URL; use https://HOST:PORT/PATH")
         for value in ("foo", "collector:4318", "ftp://x", "http://", "http://x:y")
     ),
     ("REQUEST_TIMEOUT_S", "400", "it exceeds GATEWAY_MAX_REQUEST_TIMEOUT_S, which is 300"),
@@ -90,35 +90,26 @@ def test_secret_is_read_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert refusal(monkeypatch, STATE_PASSWORD="x") == both
 
 
-LIMIT = "it exceeds GATEWAY_MAX_REQUEST_TIMEOUT_S, which is"
-ORIGIN = "'b.test' is not a valid origin; use https://HOST or https://HOST:PORT"
-NOBODY = "at least one Triton URL is required"
-NO_FILE = "the certificate cannot be read: no such file or directory"
-
-
-def test_default_timeout_is_at_most_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_argument_comes_before_the_environment_and_a_limit_before_a_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("GATEWAY_MAX_REQUEST_TIMEOUT_S", "20")
-    assert read_settings().request_timeout_s == 20
-
-
-def test_argument_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GATEWAY_DRAIN_S", "3")
-    assert read_settings(drain_s=5).drain_s == 5
+    settings = read_settings(drain_s=5)
+    assert (settings.drain_s, settings.request_timeout_s) == (5, 20)
 
 
-def test_no_variable_sets_a_fixed_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GATEWAY_POLL_INTERVAL_S", "3")
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("POLL_INTERVAL_S", "its value is fixed"), ("GRPC_HOST", "gRPC listens where --host says")],
+)
+def test_removed_setting_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, advice: str
+) -> None:
+    sentence = refusal(monkeypatch, **{name: "0.5"})
+    assert sentence == f"GATEWAY_{name} is no longer a setting; unset it: {advice}"
     assert Settings().poll_interval_s == 0.5
     assert Settings(poll_interval_s=0.1).poll_interval_s == 0.1
-
-
-def test_removed_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GATEWAY_POLL_INTERVAL_S", "0.5")
-    with pytest.raises(CommandError) as refused:
-        read_settings()
-    assert str(refused.value) == (
-        "GATEWAY_POLL_INTERVAL_S is no longer a setting; unset it: its value is fixed"
-    )
 
 
 def test_certificate_and_key_must_match(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -68,15 +68,20 @@ def test_inferences_of_a_request_are_limited_before_its_rows_are_read(
     assert model.count_inferences(most) == (5 if words else 1)
     check_row_count(model, most, limits)
     rows = ["a"] * (most or 100)
+
+    def embed(texts: list[str]) -> object:
+        request = parse_embeddings_request(orjson.dumps({"model": "m", "input": texts}))
+        return build_embedding_payloads(model, request, limits)
+
     assert parse_predict_body(orjson.dumps({"instances": rows}), model, limits)
-    assert build_embedding_payloads(model, rows, limits)
+    assert embed(rows)
     if not words:
         return
     invalid = orjson.dumps({"instances": [*rows, {"b64": "?"}]})
     with pytest.raises(TooLarge, match=words):
         parse_predict_body(invalid, model, limits)
     with pytest.raises(TooLarge, match=words):
-        build_embedding_payloads(model, [*rows, "a"], limits)
+        embed([*rows, "a"])
 
 
 @pytest.mark.parametrize(

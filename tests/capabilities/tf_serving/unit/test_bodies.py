@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gateway.capabilities.tf_serving.bodies import build_model_metadata, encode_predictions
+from gateway.capabilities.tf_serving.bodies import build_model_metadata, encode_results
 from gateway.errors import ModelFault
 from gateway.tensors.outputs import InferResult
 from gateway.tensors.signature import build_signature
@@ -38,7 +38,7 @@ def test_predictions_must_match_the_instances(answer: dict[str, np.ndarray], wor
     }
     several = build_signature(metadata, {"max_batch_size": 2})
     with pytest.raises(ModelFault, match=words):
-        encode_predictions([InferResult(several, answer, is_batched=True, instance_count=3)])
+        encode_results([InferResult(several, answer, is_batched=True, instance_count=3)])
 
 
 @pytest.mark.parametrize(
