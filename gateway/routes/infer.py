@@ -25,6 +25,7 @@ from gateway.media_types import EVENT_STREAM, JSON, NDJSON, NPY, NPZ, escape_lin
 from gateway.routes.dependencies import ServicesForInference
 from gateway.routes.model_openapi import INFER_BODY_CONTENT
 from gateway.routes.openapi import (
+    ARRAY_SCHEMA,
     BINARY_CONTENT,
     COUNT_SCHEMA,
     ERROR_DESCRIPTIONS,
@@ -56,7 +57,7 @@ DRY_RUN_INPUT_SCHEMA = build_object_schema(
         "datatype": {"enum": list(DATATYPES)},
         "shape": {"type": "array", "items": COUNT_SCHEMA},
         "bytes": COUNT_SCHEMA,
-        "first_values": {"type": "array", "items": {}},
+        "first_values": ARRAY_SCHEMA,
     },
     title="DecodedInput",
 )

@@ -11,6 +11,7 @@ from gateway.media_types import EVENT_STREAM, JSON, NDJSON
 Schema = dict[str, Any]
 STRING_SCHEMA: Final[Schema] = {"type": "string"}
 BINARY_SCHEMA: Final[Schema] = {"type": "string", "format": "binary"}
+ARRAY_SCHEMA: Final[Schema] = {"type": "array", "items": {}}
 COUNT_SCHEMA: Final[Schema] = {"type": "integer", "minimum": 0}
 STRING_CONTENT: Final = {"schema": STRING_SCHEMA}
 BINARY_CONTENT: Final = {"schema": BINARY_SCHEMA}

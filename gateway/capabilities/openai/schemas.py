@@ -74,16 +74,12 @@ RERANK_REQUEST: Final = build_request(
 )
 RANKED: Final = build_object_schema({"index": COUNT_SCHEMA, "relevance_score": {"type": "number"}})
 RERANK_RESPONSES: Final = build_responses(
-    build_object_schema(
-        {"model": STRING_SCHEMA, "results": {"type": "array", "items": RANKED}}, title="Ranking"
-    ),
+    build_object_schema({"model": STRING_SCHEMA, "results": {"type": "array", "items": RANKED}}),
     "The documents, best first.",
     *ERROR_DESCRIPTIONS,
 )
 COMPLETION_REQUEST: Final = build_request(
-    {},
-    title="CompletionRequest",
-    description="A request of OpenAI's API. The server reads everything but the model.",
+    {}, description="A request of OpenAI's API. The server reads everything but the model."
 )
 COMPLETION_RESPONSES: Final = build_responses(
     {"type": "object"},

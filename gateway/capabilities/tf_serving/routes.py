@@ -21,6 +21,7 @@ from gateway.routes.dependencies import ServicesForInference
 from gateway.routes.infer import INFER_HEADER_PARAMETERS, VERSION_HEADERS
 from gateway.routes.models import MODEL_ERRORS, VERSION_STATUS_SCHEMA, get_signature
 from gateway.routes.openapi import (
+    ARRAY_SCHEMA,
     ERROR_DESCRIPTIONS,
     Schema,
     build_json_body,
@@ -38,16 +39,14 @@ PREDICT_REQUEST_SCHEMA: Final[Schema] = {
     "description": "Rows (instances) or columns (inputs): values, or objects of values by input name.",
     "properties": {
         **{key: {} for key in KNOWN_PREDICT_KEYS},
-        "instances": {"type": "array", "items": {}, "minItems": 1},
+        "instances": ARRAY_SCHEMA | {"minItems": 1},
     },
     "oneOf": [{"required": ["instances"]}, {"required": ["inputs"]}],
     "additionalProperties": False,
 }
 PREDICT_RESPONSE_SCHEMA: Final[Schema] = {
     "oneOf": [
-        build_object_schema(
-            {"predictions": {"type": "array", "items": {}}}, additionalProperties=False
-        ),
+        build_object_schema({"predictions": ARRAY_SCHEMA}, additionalProperties=False),
         build_object_schema({"outputs": {}}, additionalProperties=False),
     ]
 }
