@@ -263,14 +263,14 @@ class StateStore:
         return drop_orphaned_loads(loads, frozenset(live))
 
     async def begin_load(self, replica: str, model: str) -> StartedLoad:
-        """TableEntry a load in progress; return its token, and the load confirmed before."""
+        """Record a load in progress; return its token, and the load confirmed before."""
         await self._claim()
         token = new_load_token(self._owner)
         before = await self._replace_load((replica, model), lambda _: token)
         return StartedLoad(token, drop_token(before))
 
     async def end_load(self, replica: str, model: str, token: str, resulting_load: str) -> None:
-        """TableEntry the load that a replica has now; empty, or unknown if another load has begun since.
+        """Record the load that a replica has now; empty, or unknown if another load has begun since.
 
         It is unknown which of two loads ended last. A repeated call changes nothing.
         """

@@ -617,8 +617,15 @@ def test_interrupted_upload_is_reverted_before_the_next_change_of_its_model(
         finally:
             for triton in place.tritons:
                 triton.signal(signal.SIGCONT)
-    uploaded = place.client.put("/v1/models/uncut", content=FIRST)
-    assert (uploaded.status_code, uploaded.json()["version"]) == (201, "1")
+    answers: list[httpx.Response] = []
+
+    def has_answered() -> bool:
+        """Return whether the lease of the killed gateway has ended."""
+        answers.append(place.client.put("/v1/models/uncut", content=FIRST))
+        return answers[-1].status_code != 409
+
+    wait_until(has_answered)
+    assert (answers[-1].status_code, answers[-1].json()["version"]) == (201, "1")
     assert place.infer("uncut") == [2, 3]
     with place.another_gateway() as (client, command):
         command.wait_for("reverted an interrupted upload of model 'cut'")

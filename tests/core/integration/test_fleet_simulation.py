@@ -544,6 +544,8 @@ async def test_replica_that_restarts_gets_the_models_and_parameters_of_the_fleet
         await fakes[1].stop()
         for pool in (first, second):
             await wait_until_async(is_in(pool, fakes[1], HealthState.DOWN))
+        # The loads of a process that has exited are forgotten by the next pass.
+        await wait_until_async(lambda: leader.outdated_replicas("m"))
         fakes[1].models = {"m": True, "missing": False, "unwanted": True}
         fakes[1].requests.clear()
         await fakes[1].start()
