@@ -23,7 +23,7 @@ from uvicorn.lifespan.on import LifespanOn
 from uvicorn.server import ServerState
 
 from benchmarks.credentials import KEY, write_credentials
-from benchmarks.requests import Request, encode_jpeg, encode_v2_infer
+from benchmarks.requests import Request, encode_form, encode_jpeg, encode_npy, encode_v2_infer
 from gateway.app import create_app
 from gateway.capabilities.installed import SETTINGS
 from gateway.config.settings import read_settings
@@ -182,7 +182,8 @@ def describe_model(model: str, x: tuple[str, int], y: tuple[str, int]) -> dict[b
 
 
 SMALL: Final = np.random.default_rng(0).random((1, 256), np.float32)
-VERSIONS: Final = (("small", "1"), ("blob", "1"), ("split", "1"), ("split", "2"))
+PIXELS: Final = np.random.default_rng(0).random((1, 3 * 224 * 224), np.float32)
+VERSIONS: Final = (("small", "1"), ("blob", "1"), ("split", "1"), ("split", "2"), ("array", "1"))
 INDEX: Final = [{"name": name, "version": each, "state": "READY"} for name, each in VERSIONS]
 LABELS: Final = "models: [{name: split, labels: {canary: {versions: {1: 90, 2: 10}}}}]"
 REPLICA: Final = MemoryReplica(
@@ -190,10 +191,14 @@ REPLICA: Final = MemoryReplica(
         b"/v2/repository/index": encode_response(orjson.dumps(INDEX)),
         **describe_model("small", ("FP32", 256), ("FP32", 256)),
         **describe_model("blob", ("BYTES", 1), ("INT32", 1)),
+        **describe_model("array", ("FP32", 3 * 224 * 224), ("INT32", 1)),
         b"/v2/models/small/infer": encode_infer_response("small", SMALL, "FP32"),
         b"/v2/models/split/versions/1/infer": encode_infer_response("split", SMALL, "FP32"),
         b"/v2/models/split/versions/2/infer": encode_infer_response("split", SMALL, "FP32"),
         b"/v2/models/blob/infer": encode_infer_response("blob", np.ones((1, 1), np.int32), "INT32"),
+        b"/v2/models/array/infer": encode_infer_response(
+            "array", np.ones((1, 1), np.int32), "INT32"
+        ),
     }
 )
 BLOB: Final = "/v1/models/blob/infer"
@@ -211,11 +216,16 @@ def build_requests() -> Mapping[str, bytes]:
     """Return the requests to count, as a client sends them."""
     small = encode_v2_infer(SMALL, "FP32")
     text = Request(b"The ship left the harbour at dawn.", {"Content-Type": "text/plain"})
-    jpeg = Request(encode_jpeg(), {"Content-Type": "image/jpeg"})
+    picture = encode_jpeg()
+    jpeg = Request(picture, {"Content-Type": "image/jpeg"})
+    form = encode_form("X", [picture, picture], "image/jpeg")
+    array = Request(encode_npy(PIXELS), {"Content-Type": "application/x-npy"})
     return {
         "/v2, 1 KB infer": encode_request("/v2/models/small/infer", small),
         "/v1, text to BYTES": encode_request(BLOB, text),
         "/v1, JPEG to BYTES": encode_request(BLOB, jpeg),
+        "/v1, form of 2 JPEGs to BYTES": encode_request(BLOB, form),
+        "/v1, .npy to FP32 3×224×224": encode_request("/v1/models/array/infer", array),
         "/v2, 1 KB infer, a label's split": encode_request(
             "/v2/models/split/versions/canary/infer", small
         ),

@@ -516,6 +516,18 @@ def list_variable_fields(kind: type[BaseModel]) -> list[str]:
 
 # What holds in place of a setting, or what to do instead.
 REMOVED_SETTINGS: Final = {
+    "GATEWAY_DECODE_THREADS": "its value is fixed",
+    "GATEWAY_GRPC_MAX_STREAMS": "its value is fixed",
+    "GATEWAY_MAX_HEADER_BYTES": "its value is fixed",
+    "GATEWAY_MAX_HEADER_FIELDS": "its value is fixed",
+    "GATEWAY_MAX_MODEL_INSTANCES": "its value is fixed",
+    "GATEWAY_MAX_MODEL_SEQUENCES": "its value is fixed",
+    "GATEWAY_MAX_MODEL_WARMUPS": "its value is fixed",
+    "GATEWAY_MAX_PIPELINED": "its value is fixed",
+    "GATEWAY_MAX_PIXELS_IN_FLIGHT": "its value is fixed",
+    "GATEWAY_MAX_URL_BYTES": "its value is fixed",
+    "GATEWAY_MIN_BYTES_PER_S": "its value is fixed",
+    "GATEWAY_OIDC_KEYS_MAX_AGE_S": "its value is fixed",
     "GATEWAY_CALLBACK_HOSTS": "GATEWAY_CALLBACK_URLS lists prefixes such as https://shop.example/done",
     "GATEWAY_CORS_CREDENTIALS": "pages of other origins send a key or a token",
     "GATEWAY_DEFAULT_MODEL_MEMORY_MB": "set gateway.memory_mb in the config of each model",
