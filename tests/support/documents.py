@@ -99,8 +99,10 @@ def assert_prints_its_comment(
     comments = re.findall(r"(?:#|//) (.*)$", program, re.MULTILINE)
     expected = "\n".join(re.findall(prints, program, re.MULTILINE) or comments[-1:])
     url = str(gateway.base_url).rstrip("/")
+    program = program.replace("http://localhost:8080", url)
+    program = program.replace("localhost:8080", url.removeprefix("http://"))
     run = subprocess.run(
-        [*INTERPRETERS[language], program.replace("http://localhost:8080", url)],
+        [*INTERPRETERS[language], program],
         cwd=folder,
         env={**os.environ, "TRITON_GATEWAY_URL": url, "PYTHONPATH": str(ROOT)},
         capture_output=True,
