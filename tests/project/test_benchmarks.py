@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -111,6 +112,12 @@ def test_measured_imports_exist() -> None:
     for statement in IMPORTS.values():
         ended = run_module("-c", statement)
         assert (ended.returncode, ended.stderr) == (0, ""), statement
+
+
+def test_measurement_of_a_gpu_says_what_is_missing(tmp_path: Path) -> None:
+    run = run_module("-m", "benchmarks.gpu", str(tmp_path), "--on", "cpu")
+    problem = f"error: {tmp_path} is no virtual environment: it has no bin/python\n"
+    assert (run.returncode, run.stderr) == (1, problem)
 
 
 def test_unknown_table_is_refused() -> None:
