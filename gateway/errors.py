@@ -10,6 +10,7 @@ from asyncio import Future
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Any, ClassVar, Final
+from urllib.parse import quote
 
 import orjson
 from starlette.exceptions import HTTPException
@@ -340,7 +341,8 @@ class ModelNotReady(GatewayError):
     def __init__(self, model: str, version: str = "") -> None:
         prefix = f"version {quote_text(version)} of " if version else ""
         super().__init__(
-            f"{prefix}model {quote_text(model)} is not ready; load it, or try again when it is loaded"
+            f"{prefix}model {quote_text(model)} is not ready; load it with POST "
+            f"/v2/repository/models/{quote(model, safe='')}/load, or try again when it is loaded"
         )
 
 

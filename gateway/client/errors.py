@@ -16,6 +16,7 @@ MODEL_NOT_READY: Final = "MODEL_NOT_READY"
 # The gateway's advice to users of its API, and the same for users of this client.
 PYTHON_HINTS: Final = (
     (r"GET /v1/models lists", "models() lists"),
+    (r"load it with POST /v2/repository/models/\S+/load", "load it with load()"),
     (r"set a longer timeout with X-Request-Timeout, in seconds", "pass a longer timeout_s"),
     (r"send Authorization: Bearer .*? or X-API-Key: KEY", "pass key=… or set TRITON_GATEWAY_KEY"),
     (r'send \{"parameters": \{"unload_dependents": true\}\}', "pass dependents=True"),

@@ -34,6 +34,7 @@ class AccessDenied(ClientError):
 # The advice to users of the Python client, and the same for users of the commands.
 COMMAND_HINTS: Final = {
     "models() lists the models": "triton-gateway models lists the models",
+    "load it with load()": "load it with triton-gateway load",
     "request('GET', '/v1/replicas') lists the replicas": "triton-gateway replicas lists the replicas",
     "request('GET', '/readyz') shows the reason": "triton-gateway replicas shows the reason",
     "request('GET', '/v1/jobs') lists yours": "triton-gateway jobs list lists yours",

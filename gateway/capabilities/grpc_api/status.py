@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +21,7 @@ ERROR_DOMAIN: Final = "triton-gateway"
 # The advice to users of the HTTP API, and the same for those of this one.
 GRPC_HINTS: Final = {
     "; GET /v1/models lists the models": "",
+    r" with POST /v2/repository/models/\S+/load": "",
     "send Authorization: Bearer KEY or X-API-Key: KEY": "send the metadata authorization: Bearer KEY or "
     "x-api-key: KEY",
 }
@@ -64,7 +66,7 @@ def describe_failure(exc: Exception, request_id: str) -> CallStatus:
     error = to_gateway_error(exc, request_id)
     detail = str(error.detail)
     for hint, grpc_hint in GRPC_HINTS.items():
-        detail = detail.replace(hint, grpc_hint)
+        detail = re.sub(hint, grpc_hint, detail)
     detail = detail[:MAX_DETAIL_CHARS]
     trailers = build_trailers(error, detail, request_id)
     return CallStatus(error.status, GRPC_CODES[error.status], detail, trailers, error.code)

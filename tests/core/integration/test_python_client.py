@@ -160,9 +160,9 @@ FAILURES: list[tuple[Callable[[Client], Any], type[Exception], str]] = [
     (lambda gw: gw.infer("nonesuch", 1), GatewayError, ("MODEL_NOT_FOUND 404 Request for unknown model: "
      "'nonesuch' is not found; models() lists the models")),
     (lambda gw: gw.infer("managed", 1), GatewayError, ("MODEL_NOT_READY 503 model 'managed' is not ready; "
-     "load it, or try again when it is loaded")),
+     "load it with load(), or try again when it is loaded")),
     (lambda gw: gw.model("managed"), GatewayError, ("MODEL_NOT_READY 503 model 'managed' is not ready; load "
-     "it, or try again when it is loaded")),
+     "it with load(), or try again when it is loaded")),
     (lambda gw: gw.model("pair?a=b"), GatewayError, ("NOT_FOUND 404 Request for unknown model: "
      "'pair%3Fa=b' is not found")),
     (lambda gw: gw.infer("sleeping", 5.0, timeout_s=0.2), GatewayError, ("DEADLINE_PASSED 504 no response "

@@ -76,6 +76,8 @@ async def test_answered_error_does_not_keep_the_request() -> None:
 ADVICE = [
     ("GET /v1/models lists the models", "models() lists the models",
      "triton-gateway models lists the models"),
+    ("load it with POST /v2/repository/models/m/load, or try again", "load it with load(), or try again",
+     "load it with triton-gateway load, or try again"),
     ("GET /v1/replicas lists the replicas", "request('GET', '/v1/replicas') lists the replicas",
      "triton-gateway replicas lists the replicas"),
     ("GET /readyz shows the reason", "request('GET', '/readyz') shows the reason",
