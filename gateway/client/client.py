@@ -306,14 +306,16 @@ class Client:
         document = {"parameters": {"unload_dependents": True}} if dependents else {}
         return self.request("POST", path, document, timeout_s=timeout_s)
 
-    def events(self, since: str | datetime = "", *, limit: int = 100) -> dict[str, Any]:
+    def events(
+        self, since: str | datetime = "", *, after: str = "", limit: int = 100
+    ) -> dict[str, Any]:
         """Return the changes from a time on, or the last ones, as `events`, and where they go on, as `next`.
 
-        `since` is a time, or the `next` of an earlier answer. The key needs the role admin.
+        `after` is the `next` of an earlier answer, instead of a time. The key needs the role admin.
         """
         if isinstance(since, datetime):
             since = since.astimezone(timezone.utc).isoformat()
-        query = urlencode({"since": since, "limit": limit})
+        query = urlencode({"since": since, "after": after, "limit": limit})
         return self.request("GET", f"/v1/events?{query}")
 
     def wait_ready(self, name: str, timeout_s: float = ClientOptions.timeout_s) -> None:

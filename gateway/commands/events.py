@@ -35,7 +35,7 @@ def print_events(client: Client, since: str, limit: int, *, follow: bool, json: 
             typer.echo(escape_unprintable_json(text) if json else escape_unprintable(text))
         if not page["events"]:
             time.sleep(POLL_S)
-        page = client.events(page["next"], limit=limit)
+        page = client.events(after=page["next"], limit=limit)
 
 
 def parse_since(since: str) -> str | datetime:

@@ -123,37 +123,37 @@ EVENTS_RESPONSES: Final = build_responses(
     503,
 )
 
-# The schema alone: the gateway's own sentence says more than the framework's.
-SINCE_SCHEMA: Final[dict[str, Any]] = {
-    "anyOf": [{"format": "date-time"}, {"pattern": "^([0-9]{1,15}-[0-9]{1,10})?$"}]
-}
 
-
-class MalformedStart(MalformedRequest):
-    def __init__(self, since: str) -> None:
-        super().__init__(
-            f'since {quote_text(since)} is neither a time, such as 2026-01-31T14:03:00Z, nor the "next" of '
-            "an earlier answer"
-        )
-
-
-def parse_start(since: str) -> EventId | None:
-    """Return the id from which on events are read; None for an empty text. Raises `MalformedStart`."""
+def parse_start(since: str, after: str) -> EventId | None:
+    """Return the id from which on events are read; None for empty texts. Raises `MalformedRequest`."""
+    if after:
+        event_id = parse_event_id(after)
+        if event_id is None:
+            raise MalformedRequest(
+                f'after {quote_text(after)} is not the "next" of an earlier answer'
+            )
+        return event_id
     if not since:
         return None
-    if (event_id := parse_event_id(since)) is not None:
-        return event_id
+    malformed = MalformedRequest(
+        f"since {quote_text(since)} is not a time, such as 2026-01-31T14:03:00Z"
+    )
     match = TIME.fullmatch(since)
     if match is None:
-        raise MalformedStart(since)
+        raise malformed
     date, time, fraction, offset = match.groups("")
     offset = offset.upper().replace("Z", "+00:00").replace(" ", "+")
     try:
         at = datetime.fromisoformat(f"{date}T{time}{offset}").astimezone(timezone.utc)
     except (ValueError, OverflowError):
-        raise MalformedStart(since) from None
+        raise malformed from None
     milliseconds = int(f"{fraction[1:]:0<3}"[:3])
     return EventId(max(int(at.timestamp()) * 1000 + milliseconds, 0))
+
+
+# The schemas alone: the gateway's own sentences say more than the framework's.
+SINCE_SCHEMA: Final[dict[str, Any]] = {"format": "date-time"}
+AFTER_SCHEMA: Final[dict[str, Any]] = {"pattern": "^([0-9]{1,15}-[0-9]{1,10})?$"}
 
 
 @router.get(
@@ -167,15 +167,22 @@ async def list_events(
     since: Annotated[
         str,
         Query(
-            description="A time (RFC 3339), or the `next` of an earlier answer. Default: the last events.",
+            description="A time (RFC 3339). Default: the last events.",
             examples=["2026-01-31T14:03:00Z"],
             json_schema_extra=SINCE_SCHEMA,
+        ),
+    ] = "",
+    after: Annotated[
+        str,
+        Query(
+            description="The `next` of an earlier answer, instead of a time.",
+            json_schema_extra=AFTER_SCHEMA,
         ),
     ] = "",
     limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = DEFAULT_LIMIT,
 ) -> Response:
     """Return the events of all gateways that share the state, which keeps the last 1,000."""
-    start = parse_start(since)
+    start = parse_start(since, after)
     events = await services.repository.state.events.read(start, limit)
     next_id = events[-1].id.next if events else start or EventId(0)
     # FastAPI would take 300 ms for all events.

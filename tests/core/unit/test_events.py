@@ -140,10 +140,13 @@ INVALID_STARTS = (
 def test_start_is_a_time_or_an_id(subtests: pytest.Subtests) -> None:
     for text, start in STARTS.items():
         with subtests.test(text):
-            assert parse_start(text) == start
+            is_id = start is not None and text == str(start)
+            assert parse_start(*("", text) if is_id else (text, "")) == start
     for text in INVALID_STARTS:
-        with subtests.test(text), pytest.raises(MalformedRequest, match="neither a time, such as"):
-            parse_start(text)
+        with subtests.test(text), pytest.raises(MalformedRequest, match="is not a time, such as"):
+            parse_start(text, "")
+        with subtests.test(after=text), pytest.raises(MalformedRequest, match='is not the "next"'):
+            parse_start("", text)
 
 
 async def test_change_of_a_file_is_stored_by_the_first_gateway_that_reads_it(
