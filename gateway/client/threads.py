@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Generator
+from typing import Any
 
 from gateway.client.async_client import AsyncClient
 from gateway.client.connection import ClientOptions
@@ -28,13 +30,25 @@ def infer_many(options: ClientOptions, many: InferMany) -> Generator[InferOutcom
             classification=call.classification,
             headers=call.headers,
             timeout_s=call.timeout_s,
+            stream=many.stream,
         )
+        lock = asyncio.Lock()
+        takers: list[asyncio.Task[Any] | None] = []
+
+        async def take() -> InferOutcome | None:
+            takers[:] = [asyncio.current_task()]
+            async with lock:
+                return await anext(outcomes, None)
+
+        async def close() -> None:
+            # A signal may have interrupted the thread that waits for it.
+            for taker in filter(None, takers):
+                taker.cancel()
+            async with lock:
+                await outcomes.aclose()
+
         try:
-            while True:
-                try:
-                    outcome = portal.call(outcomes.__anext__)
-                except StopAsyncIteration:
-                    return
+            while (outcome := portal.call(take)) is not None:
                 yield outcome
         finally:
-            portal.call(outcomes.aclose)
+            portal.call(close)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -18,21 +18,29 @@ from gateway.commands.flags import (
     InferFlags,
     JsonOption,
     ModelArgument,
+    OutputFormat,
     TimeoutOption,
     add_flags,
     add_target,
     format_examples,
 )
-from gateway.commands.replica_commands import replica_commands
+from gateway.commands.plain import add_plain_commands
+from gateway.commands.resources import (
+    MODELS,
+    REPLICAS,
+    REPORT_COLUMNS,
+    Document,
+    describe_readiness,
+    format_report_rows,
+    read_readiness,
+)
 from gateway.commands.target import Target, complete_model_name, make_command_error
 from gateway.messages import escape_unprintable
 
-if TYPE_CHECKING:
-    from gateway.client import Client
-    from gateway.commands.inference.records import OutputFormat
-
 cli = typer.Typer()
+replica_commands = typer.Typer(invoke_without_command=True)
 cli.add_typer(replica_commands, name="replicas", rich_help_panel=OPERATION_PANEL)
+add_plain_commands("replicas", replica_commands)
 
 ModelsArgument = Annotated[
     list[str],
@@ -42,9 +50,6 @@ ModelsArgument = Annotated[
 ]
 VersionOption = Annotated[
     str, typer.Option("--version", help="Model version. Default: the newest.")
-]
-TextsOption = Annotated[
-    list[str] | None, typer.Option("--text", help="Text to infer; may be repeated.")
 ]
 
 
@@ -70,22 +75,19 @@ def infer(
             help="Files, folders, glob patterns, or a text; - is standard input, one text per line.",
         ),
     ] = None,
-    text: TextsOption = None,
+    text: Annotated[
+        list[str] | None, typer.Option("--text", help="Text to infer; may be repeated.")
+    ] = None,
     lines: Annotated[
         bool, typer.Option("--lines", help="Treat each line of a file as a text.")
     ] = False,
     version: VersionOption = "",
 ) -> None:
     """Run inference on files and texts; print one record for each, in input order."""
-    from gateway.commands.inference.infer import InferOptions, run_infer
-    from gateway.commands.inference.inputs import InputSource, find_input_files, is_text
+    from gateway.commands.infer import InferOptions, run_infer
+    from gateway.commands.inputs import InputSource, find_input_files, is_text
 
-    if flags.resume and (flags.output is None or flags.overwrite):
-        raise UsageError("--resume requires --output FILE and excludes --overwrite")
-    check_job_flags(flags, has_inputs=bool(files or text))
-    if not (files or text or flags.job):
-        raise UsageError("nothing to infer: pass files, a folder, - or --text")
-    form = choose_format(flags)
+    check_infer_flags(flags, has_inputs=bool(files or text))
     arguments = files or ()
     words = () if lines else tuple(filter(is_text, arguments))
     paths = find_input_files([each for each in arguments if each not in words], flags.output)
@@ -94,33 +96,33 @@ def infer(
         raise UsageError(
             "--async with several inputs runs the model's default version; leave out --version"
         )
+    form = flags.format or (OutputFormat.text if sys.stdout.isatty() else OutputFormat.jsonl)
+    if flags.json or flags.output is not None:
+        form = OutputFormat.jsonl
     raise SystemExit(run_infer(InferOptions(target, model, version, inputs, flags, form, words)))
 
 
-def check_job_flags(flags: InferFlags, *, has_inputs: bool) -> None:
-    if (flags.callback or flags.no_wait) and not flags.is_async:
-        raise UsageError("--callback and --no-wait require --async")
-    if (flags.is_async or flags.job) and flags.batch > 1:
-        raise UsageError("--batch excludes --async and --job")
-    if flags.no_wait and (flags.output is not None or flags.format):
-        raise UsageError("--no-wait writes no results, and excludes --output and --format")
-    if flags.job and (has_inputs or flags.is_async):
-        raise UsageError("--job writes the results of a job, and excludes inputs and --async")
-
-
-def choose_format(flags: InferFlags) -> OutputFormat:
-    """Return the format of the records. Raises `UsageError`."""
-    from gateway.commands.inference.records import OutputFormat
-
-    names = [form.value for form in OutputFormat]
-    name = OutputFormat.jsonl if flags.json else flags.format
-    if name not in (None, *names):
-        raise UsageError(f"--format must be {' or '.join(names)}, not {name!r}")
-    if flags.output is None:
-        return OutputFormat(name or ("text" if sys.stdout.isatty() else "jsonl"))
-    if name == OutputFormat.text:
-        raise UsageError("--format text is for the standard output, not for --output FILE")
-    return OutputFormat.jsonl
+def check_infer_flags(flags: InferFlags, *, has_inputs: bool) -> None:
+    """Raise `UsageError` for flags that contradict each other."""
+    is_job = flags.is_async or bool(flags.job)
+    has_output = flags.output is not None
+    is_text = flags.format is OutputFormat.text
+    contradictions = {
+        "--resume requires --output FILE and excludes --overwrite": flags.resume
+        and (not has_output or flags.overwrite),
+        "--callback and --no-wait require --async": (flags.callback or flags.no_wait)
+        and not flags.is_async,
+        "--batch excludes --async and --job": is_job and flags.batch > 1,
+        "--no-wait writes no results, and excludes --output and --format": flags.no_wait
+        and (has_output or flags.format),
+        "--job writes the results of a job, and excludes inputs and --async": flags.job
+        and (has_inputs or flags.is_async),
+        "nothing to infer: pass files, a folder, - or --text": not (has_inputs or flags.job),
+        "--format text is for the standard output, not for --output FILE": has_output and is_text,
+    }
+    for message, is_wrong in contradictions.items():
+        if is_wrong:
+            raise UsageError(message)
 
 
 @cli.command(rich_help_panel=MODELS_PANEL)
@@ -134,12 +136,24 @@ def models(
     json: JsonOption = False,
 ) -> None:
     """List the models with their states."""
-    from gateway.commands.tables import print_resource_list
 
-    def is_wanted(model: Mapping[str, Any]) -> bool:
+    def is_wanted(model: Document) -> bool:
         return text.lower() in model["name"].lower() and (model["ready"] or not ready)
 
-    print_resource_list("models", target, json=json, is_wanted=is_wanted)
+    MODELS.show(target, "GET", "/v1/models", json=json, is_wanted=is_wanted)
+
+
+@replica_commands.callback()
+@add_target
+def replicas(target: Target, context: typer.Context, json: JsonOption = False) -> None:
+    """List the Triton replicas and their state; cordon, drain or uncordon one."""
+    if context.invoked_subcommand is None:
+        REPLICAS.show(target, "GET", "/v1/replicas", json=json)
+        return
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise UsageError(f"write --{name} after {context.invoked_subcommand}")
 
 
 @cli.command(rich_help_panel=OPERATION_PANEL)
@@ -153,50 +167,16 @@ def ready(target: Target, json: JsonOption = False) -> None:
     if json:
         tables.print_json(readiness)
     elif readiness["ready"]:
-        typer.echo(escape_unprintable(describe_ready(readiness)))
+        typer.echo(escape_unprintable(describe_readiness(readiness)))
     if not readiness["ready"]:
-        raise ClientError(explain_not_ready(readiness))
-
-
-def read_readiness(client: Client) -> Mapping[str, Any]:
-    """Return the document of `/readyz`. Raises `GatewayError`."""
-    from gateway.client import GatewayError
-
-    try:
-        return client.request("GET", "/readyz")
-    except GatewayError as exc:
-        if "ready" not in exc.document:
-            raise
-        return exc.document
-
-
-def describe_ready(readiness: Mapping[str, Any]) -> str:
-    missing = ", ".join(readiness.get("missing") or {})
-    return f"ready, but {missing} cannot be served" if missing else "ready"
-
-
-def explain_not_ready(readiness: Mapping[str, Any]) -> str:
-    if readiness.get("draining"):
-        return "not ready: the gateway is shutting down"
-    if "replicas" not in readiness:
-        return "not ready; a key with the role admin sees why"
-    missing = readiness.get("missing") or {}
-    if missing:
-        return f"not ready: {', '.join(missing)} cannot be served"
-    states = readiness.get("replicas", {}).items()  # none of them can serve requests
-    unusable = ", ".join(f"{address} is {state}" for address, state in states)
-    return f"not ready: {unusable or 'no replica is available'}"
+        raise ClientError(describe_readiness(readiness))
 
 
 @cli.command(rich_help_panel=MODELS_PANEL, epilog=format_examples("triton-gateway load MODEL"))
 @add_target
-def load(
-    target: Target,
-    models: ModelsArgument,
-    json: JsonOption = False,
-) -> None:
+def load(target: Target, models: ModelsArgument, json: JsonOption = False) -> None:
     """Load models on every replica and wait for completion."""
-    change_models(target, models, lambda client, name: client.load(name), json=json)
+    change_models(target, "load", models, json=json)
 
 
 @cli.command(
@@ -213,19 +193,11 @@ def unload(
     json: JsonOption = False,
 ) -> None:
     """Unload models from every replica and wait for completion."""
-
-    def unload(client: Client, name: str) -> dict[str, Any]:
-        return client.unload(name, dependents=dependents)
-
-    change_models(target, models, unload, json=json)
+    change_models(target, "unload", models, json=json, dependents=dependents)
 
 
 def change_models(
-    target: Target,
-    names: Sequence[str],
-    change: Callable[[Client, str], dict[str, Any]],
-    *,
-    json: bool,
+    target: Target, change: str, names: Sequence[str], *, json: bool, **options: Any
 ) -> None:
     """Load or unload the models one by one; a failure does not stop the others."""
     from gateway.client import GatewayError
@@ -237,7 +209,7 @@ def change_models(
     with target.connect() as client:
         for name in names:
             try:
-                report = change(client, name)
+                report = getattr(client, change)(name, **options)
             except GatewayError as exc:
                 if exc.code == UNREACHABLE:
                     raise
@@ -248,8 +220,8 @@ def change_models(
     if json:
         tables.print_json(reports)
     elif reports:
-        rows = [row for report in reports for row in tables.format_report_rows(report)]
-        tables.print_table(tables.REPORT_COLUMNS, rows)
+        rows = [row for report in reports for row in format_report_rows(report)]
+        tables.print_table(REPORT_COLUMNS, rows)
     if failures:
         raise type(failures[0])("; ".join(map(str, failures)))
 
@@ -327,10 +299,11 @@ def remove(
     ],
 ) -> None:
     """Unload models and remove their files."""
-    from gateway.commands.model_transfer import remove_models
-
-    for name in remove_models(target, names):
-        typer.echo(f"removed {escape_unprintable(name)}")
+    with target.connect() as client:
+        for name in names:
+            model, _, version = name.partition("/")
+            client.delete(model, version)
+            typer.echo(f"removed {escape_unprintable(name)}")
 
 
 @cli.command(rich_help_panel=OPERATION_PANEL)
@@ -390,8 +363,7 @@ def format_curl_header(target: Target) -> str:
 
 
 @cli.command(
-    rich_help_panel=INFERENCE_PANEL,
-    epilog=format_examples("triton-gateway describe MODEL"),
+    rich_help_panel=INFERENCE_PANEL, epilog=format_examples("triton-gateway describe MODEL")
 )
 @add_target
 def describe(
@@ -420,13 +392,12 @@ def bench(
     target: Target,
     model: ModelArgument,
     file: Annotated[
-        str | None,
-        typer.Argument(help="File with the request. Default: the request that curl shows."),
+        Path | None, typer.Argument(help="File with the request. Default: the model's example.")
     ] = None,
     text: Annotated[str | None, typer.Option(help="Text to send.")] = None,
     version: VersionOption = "",
     concurrency: Annotated[
-        str, typer.Option(help="Concurrency levels to measure.")
+        str, typer.Option(help="Numbers of requests in flight to measure.")
     ] = "1,2,4,8,16,32",
     seconds: Annotated[
         float, typer.Option(min=0.01, help="Duration of each measurement, in seconds.")
@@ -435,28 +406,32 @@ def bench(
     json: JsonOption = False,
 ) -> None:
     """Measure latency and throughput at increasing concurrency."""
+    import uvloop
+
+    from gateway.client.calls import ApiRequest, build_model_path
     from gateway.commands import bench, tables
-    from gateway.commands.inference.inputs import Input, report_unreadable
+    from gateway.media_types import NDJSON
 
     if file and text is not None:
         raise UsageError("pass either FILE or --text, not both")
+    levels = bench.parse_concurrency(concurrency)
+    source = file if text is None else text
     with target.connect() as client:
-        model_info = client.model(model, version)
-    source = text.encode() if text is not None else file
-    with report_unreadable(str(file)):
-        body = (
-            bench.build_bench_body(model_info.document)
-            if source is None
-            else Input("", source).read()
-        )
-    benchmark = bench.Benchmark(
-        target, model, version, body, seconds, timeout, is_decoupled=model_info.is_decoupled
-    )
-    results = benchmark.measure(bench.parse_concurrencies(concurrency))
+        info = client.model(model, version)
+        body = bench.read_body(source, info.document)
+    path = f"{build_model_path(model, version)}/infer"
+    headers = {
+        "content-type": body.content_type,
+        "x-request-timeout": f"{timeout:g}",
+        **target.access.create_headers(),
+    }
+    if info.is_decoupled:
+        headers["accept"] = NDJSON
+    request = ApiRequest("POST", path, headers=headers, body=body)
+    results = uvloop.run(bench.measure(target, request, levels, seconds))
     if json:
         tables.print_json(results)
     else:
-        tables.print_table(bench.BENCH_COLUMNS, map(bench.format_bench_row, results))
-        typer.echo(bench.plot_results(results))
-    if any(result.failed for result in results):
+        tables.print_table(bench.COLUMNS, map(bench.format_row, results))
+    if any(result["failed"] for result in results):
         raise ClientError("some requests failed")

@@ -28,8 +28,13 @@ from gateway.capabilities.installed import INSTALLED, MODEL_KEYS, RULE_PARSERS, 
 from gateway.client import GatewayError as ClientGatewayError
 from gateway.client.transport import describe_os_error
 from gateway.commands import tables
-from gateway.commands.client_commands import describe_ready, explain_not_ready, read_readiness
 from gateway.commands.errors import translate_hints
+from gateway.commands.resources import (
+    describe_readiness,
+    format_replica_row,
+    format_state,
+    read_readiness,
+)
 from gateway.commands.target import Target
 from gateway.config.settings import (
     MIN_OPEN_FILES,
@@ -278,7 +283,7 @@ SETTINGS_CHECKS: Final[Sequence[Callable[[Settings], Iterable[Finding]]]] = (
 
 def ask_gateway(target: Target) -> Iterator[Finding]:
     """Ask a running gateway about itself, its replicas and models. Raises `UsageError`."""
-    with target.create_client(HTTP_TIMEOUT_S) as client:
+    with target.connect(HTTP_TIMEOUT_S) as client:
         try:
             yield examine_readiness(read_readiness(client))
             yield from map(examine_replica, client.request("GET", "/v1/replicas")["replicas"])
@@ -291,14 +296,13 @@ def ask_gateway(target: Target) -> Iterator[Finding]:
 
 
 def examine_readiness(document: Mapping[str, Any]) -> Finding:
-    if document["ready"]:
-        return Finding("readiness", OK, describe_ready(document))
-    return Finding("readiness", FAILED, explain_not_ready(document))
+    status: CheckStatus = OK if document["ready"] else FAILED
+    return Finding("readiness", status, describe_readiness(document))
 
 
 def examine_replica(replica: Mapping[str, Any]) -> Finding:
-    address, state, *_, reason = tables.format_replica_row(replica)
-    status: CheckStatus = OK if state == tables.format_state("UP") else WARNING
+    address, state, *_, reason = format_replica_row(replica)
+    status: CheckStatus = OK if state == format_state("UP") else WARNING
     return Finding("triton", status, f"{address} is {state}{reason and f': {reason}'}")
 
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,8 +28,8 @@ from rich.console import Console
 
 from gateway.client.many import run_ordered
 from gateway.commands import errors
-from gateway.commands.inference.records import describe_value
-from gateway.commands.top import GatewaySnapshot, ModelTraffic, QueueState, render_snapshot
+from gateway.commands.records import describe_value
+from gateway.commands.top import ERRORS, REQUESTS, Snapshot, Traffic, render_snapshot
 from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.gateway_forks import run_gateway
 from tests.support.keys import entry, written
@@ -176,7 +177,7 @@ def test_infer_that_is_interrupted_is_completed_by_resuming(
     done = names_of(output.read_text())
     assert done == [str(path) for path in paths[: len(done)]]
     assert (
-        f"{200 - len(done)} inputs remain; run the same command with --resume to continue"
+        f"{len(done)} of 200 inputs are done; run the same command with --resume to continue"
         in message.decode()
     )
     assert "--resume continues it" in gateway.fails(2, *arguments, "16")
@@ -205,7 +206,7 @@ def test_resume_repeats_inputs_that_failed_or_were_cut_off(
     assert output.read_text() == "".join((lines[0], lines[2], lines[1], lines[3], lines[4]))
 
     output.write_text("no record\n")
-    assert "a line that is not JSON" in gateway.fails(2, *arguments, "--resume")
+    assert "a line is not a record of infer" in gateway.fails(2, *arguments, "--resume")
     one = ("infer", TEXTS, paths[1], "--output", output)
     assert "--resume continues it" in gateway.fails(2, *one)
     output.write_text("".join(lines))
@@ -388,10 +389,9 @@ def test_infer_retries_what_an_overloaded_gateway_refuses(
             wait_until(lambda: refusals(client) >= 6)
         output, message = running.communicate(timeout=60)
         assert (running.returncode, len(records(output.decode()))) == (0, 3)
-        again = re.search(r"3 succeeded, 0 failed, in (.*) s .*; (\d+) retries", message.decode())
+        again = re.search(r"3 succeeded, 0 failed, in (.*) s ", message.decode())
         assert again is not None, message
         assert float(again[1]) >= 1  # as Retry-After says
-        assert int(again[2]) >= 3
         running = limited.start(
             "infer", PAUSES, "-", "--retries", "1",
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -404,7 +404,7 @@ def test_infer_retries_what_an_overloaded_gateway_refuses(
     # The gateway has ended.
     _, message = running.communicate(b"another line\n", timeout=60)
     assert running.returncode == 3
-    sentence = f"at {limited.url}: Connection refused; the remaining inputs were not sent"
+    sentence = f"at {limited.url}: Connection refused; 1 inputs are done "
     assert sentence in message.decode()
 
 
@@ -429,7 +429,6 @@ def test_command_that_fails_prints_one_sentence_and_has_its_exit_status(
         (gateway, 2, ("infer", TEXTS, "no/file"), "--text sends it as a text"),
         (gateway, 2, ("infer", TEXTS, "no file.PNG"), "--text sends it as a text"),
         (gateway, 2, ("infer", NUMBERS, "a word"), "is not a single text"),
-        (gateway, 2, ("infer", TEXTS, "a", "--format", "xml"), "--format must be text or jsonl"),
         (gateway, 2, ("infer", TEXTS), "nothing to infer"),
         (gateway, 2, ("infer", *two), "has no batch dimension"),
         (gateway, 2, ("infer", *one, "--resume"), "--output FILE"),
@@ -528,7 +527,6 @@ def test_bench_reports_each_level_as_table_or_json(gateway: Gateway) -> None:
     ended = gateway.run("bench", TEXTS, *brief)
     assert ended.returncode == 0, ended.stderr
     assert re.search(r"^3 +\d+( +\d+\.\d){5} +0$", ended.stdout, re.MULTILINE)
-    assert re.search(r"^requests per second\n1 █+.? \d+\n3 █+.? \d+$", ended.stdout, re.MULTILINE)
     levels = json.loads(gateway.run("bench", TEXTS, "--text", "a", *brief, "--json").stdout)
     assert [level["concurrency"] for level in levels] == [1, 3]
     for level in levels:
@@ -578,24 +576,19 @@ def test_top_fits_80_columns_and_folds_models_without_requests() -> None:
         "models": dict.fromkeys(names, "READY"), "reason": "the replica cannot be reached",
     }  # fmt: skip
     gauges = {"in flight": 1.0, "waiting": 0.0}
-    traffic = [{long_name: ModelTraffic(count, failed=count / 2)} for count in (0, 20)]
-    queues = [
-        QueueState(
-            {"background": 3, "normal": 0}, {"normal": refused}, {long_name: waited_s, "b": 1}
-        )
-        for refused, waited_s in ((1, 5), (9, 6))
-    ]
+    counts: Traffic = defaultdict(float, {REQUESTS: 20, ERRORS: 10})
+    traffic: list[dict[str, Traffic]] = [{}, {long_name: counts}]
     before, now = (
-        GatewaySnapshot(time_s, models, [replica], gauges, each, queue)
-        for time_s, each, queue in zip((0, 2), traffic, queues, strict=True)
+        Snapshot(time_s, models, [replica], gauges, refusals, each)
+        for time_s, refusals, each in zip((0, 2), (1, 9), traffic, strict=True)
     )
     console = Console(width=80)
     with console.capture() as captured:
         console.print(render_snapshot(now, before))
     lines = captured.get().splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[0].startswith("0/1 replicas up, 10.0 requests/s, 5.0 errors/s, 1 in flight")
-    assert lines[1] == "queue: 3 background, most of aaaaaaaaaaa…-second-team; 4.0 refused/s"
+    fleet = "0/1 replicas up, 10.0 requests/s, 5.0 errors/s, 1 in flight, 0 waiting, 4.0 refused/s"
+    assert " ".join(map(str.strip, lines[:2])) == fleet
     assert re.search(
         r"^aaaaaaaaaaa…-second-team +ready +10\.0 +5\.0 ", captured.get(), re.MULTILINE
     )
@@ -728,24 +721,12 @@ def test_help_groups_the_commands_and_gives_examples() -> None:
         assert re.search(rf"Examples:\s+(GATEWAY_\S+ )?triton-gateway {name}\b", text)
         assert "…" not in text  # no name of an option is cut
         assert max(map(len, text.splitlines())) <= 80
-    first, complete = show_help("up"), run_gateway("up", "--help-all").stdout
-    assert len(first.splitlines()) < 50
-    folded = "\n  --triton-metrics-port <int>\n      Triton's metrics port."
-    assert folded not in first
-    assert "--triton-metrics-port" in first
-    assert folded in complete
-    assert re.search(r"\nConnection:\n  --url .*\n  --key .*\n  --ca .*\n", show_help("infer"))
 
 
 def test_first_words_lead_to_the_commands() -> None:
-    alone = run_gateway().stdout.splitlines()
-    assert alone[0] == "Start here:"
-    assert all(line.startswith("  triton-gateway ") for line in alone[1:5])
-    meant = {"ls": "'models'", "ps": "'models'", "start": "'up' or 'serve'", "modles": "'models'"}
-    for word, names in meant.items():
-        ended = run_gateway(word)
-        assert ended.returncode == 2
-        assert f"No such command '{word}'. Did you mean {names}?" in ended.stderr
+    assert "Start here:\n    triton-gateway up " in run_gateway("--help").stdout
+    ended = run_gateway("modles")
+    assert (ended.returncode, "Did you mean 'models'?" in ended.stderr) == (2, True)
 
 
 @pytest.mark.long

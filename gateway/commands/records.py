@@ -1,4 +1,4 @@
-"""Output records as readable text or JSON lines: writing them, and reading them to resume a file."""
+"""Records of `infer`: written as JSON lines or readable text, and read to resume a file."""
 
 from __future__ import annotations
 
@@ -6,44 +6,33 @@ import base64
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import Enum
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import orjson
 
-from gateway.commands.errors import UsageError
+from gateway.client import GatewayError
+from gateway.client.many import InferOutcome
+from gateway.commands.errors import UsageError, translate_hints
+from gateway.commands.flags import OutputFormat
 from gateway.messages import escape_unprintable, escape_unprintable_json
 
-DELETE = b"\x7f"
+DELETE: Final = b"\x7f"
 BAR_CHARS: Final = 20
 MAX_SHOWN_ARRAY_VALUES: Final = 6
+# The name of an input, with its outputs, or with an error and its code.
+Record: TypeAlias = "dict[str, Any]"
 
 
-@dataclass(frozen=True)
-class Record:
-    """The result of an input: its outputs by name, or an error."""
-
-    name: str
-    outputs: dict[str, Any] | None = None
-    error: str = ""
-    code: str = ""
-
-
-class OutputFormat(str, Enum):
-    text = "text"
-    jsonl = "jsonl"
+def make_record(name: str, outcome: InferOutcome) -> Record:
+    if isinstance(outcome, GatewayError):
+        return {"input": name, "error": translate_hints(str(outcome)), "code": outcome.code}
+    return {"input": name, "outputs": dict(outcome)}
 
 
 def encode_json_record(record: Record) -> bytes:
-    document: dict[str, Any] = {"input": record.name}
-    if record.outputs is not None:
-        document["outputs"] = record.outputs
-    else:
-        document |= {"error": record.error, "code": record.code}
-    raw = encode_any_json(document) + b"\n"
+    raw = encode_any_json(record) + b"\n"
     if raw.isascii() and DELETE not in raw:
         return raw  # orjson escapes the other control characters
     return escape_unprintable_json(raw.decode()).encode()
@@ -51,11 +40,12 @@ def encode_json_record(record: Record) -> bytes:
 
 def encode_text_record(record: Record) -> bytes:
     """Return each output for people: labels with bars, texts, and the first values of arrays."""
-    lines = [record.name if record.outputs is not None else f"{record.name}: {record.error}"]
-    for name, value in (record.outputs or {}).items():
+    name = record["input"]
+    lines = [f"{name}: {record['error']}" if "error" in record else name]
+    for output, value in record.get("outputs", {}).items():
         first, *others = describe_value(value)
-        lines.append(f"  {name}  {first}")
-        lines += [f"  {'':{len(name)}}  {other}" for other in others]
+        lines.append(f"  {output}  {first}")
+        lines += [f"  {'':{len(output)}}  {other}" for other in others]
     return "".join(f"{escape_unprintable(line)}\n" for line in lines).encode("utf-8", "replace")
 
 
@@ -131,35 +121,24 @@ def resume_output(path: Path) -> Counter[str]:
     The file is replaced atomically. Raises `UsageError`.
     """
     done_counts: Counter[str] = Counter()
-    kept_bytes = 0
     temporary = path.with_name(f".{path.name}.resumed")
     try:
-        with path.open("rb") as file, temporary.open("wb") as copy:
+        with path.open("rb") as file, temporary.open("wb") as kept:
             for line in file:
-                document = parse_record(line)
-                if "outputs" in document:
-                    done_counts[document["input"]] += 1
-                    kept_bytes += copy.write(line)
-        if kept_bytes != path.stat().st_size:
-            temporary.chmod(path.stat().st_mode)
-            temporary.replace(path.resolve())
-    except UsageError as exc:
-        raise UsageError(f"cannot resume {path}: {exc}") from None
-    except OSError as exc:
-        raise UsageError(f"cannot resume {path}: {exc.strerror}") from None
+                if name := find_succeeded_input(line):
+                    done_counts[name] += 1
+                    kept.write(line)
+        temporary.chmod(path.stat().st_mode)
+        temporary.replace(path.resolve())
+    except (OSError, ValueError, LookupError, TypeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "a line is not a record of infer"
+        raise UsageError(f"cannot resume {path}: {reason}") from None
     finally:
         temporary.unlink(missing_ok=True)
     return done_counts
 
 
-def parse_record(line: bytes) -> dict[str, Any]:
-    """Return the record of a line, which is empty if the line is truncated. Raises `UsageError`."""
-    if not line.endswith(b"\n"):
-        return {}
-    try:
-        document = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        raise UsageError("it contains a line that is not JSON") from None
-    if not isinstance(document, dict) or not isinstance(document.get("input"), str):
-        raise UsageError("it contains a line that is not a record of this command")
-    return document
+def find_succeeded_input(line: bytes) -> str:
+    """Return the name of the input of a record; empty if it failed or is truncated."""
+    record = orjson.loads(line) if line.endswith(b"\n") else {"input": ""}
+    return str(record["input"]) if "outputs" in record else ""
