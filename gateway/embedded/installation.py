@@ -36,6 +36,7 @@ LIBRARY_FACTS = (
 )
 MIN_GLIBC_VERSION = (2, 35)
 DOCKER_HINT = "run Triton in Docker and use: triton-gateway serve"
+LIBRARY_PATH = "LD_LIBRARY_PATH"
 COMPLETE_MARKER = ".complete"
 # In an error of pip.
 UNREACHABLE_INDEX = re.compile(r"[Cc]onnection|Name or service|resolution|Network is|ProxyError")
@@ -59,8 +60,10 @@ class Installation:
         inherited = {
             k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "GATEWAY_"))
         }
+        # Some machines find the driver of their GPU by the inherited path only.
+        places = (str(self.libpython), str(self.libraries), inherited.get(LIBRARY_PATH, ""))
         return inherited | {
-            "LD_LIBRARY_PATH": f"{self.libpython}:{self.libraries}",
+            LIBRARY_PATH: ":".join(filter(None, places)),
             "PATH": f"{self.models_bin}:{os.environ.get('PATH', os.defpath)}",
             "VIRTUAL_ENV": str(self.models_bin.parent),
             "PYTHONUNBUFFERED": "1",

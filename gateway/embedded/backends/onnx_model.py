@@ -30,15 +30,14 @@ from .onnx_config import (
 )
 from .onnx_errors import explain_error, refuse_request
 from .onnx_session import (
-    CPU,
     DEFAULT_FILENAME,
     GRAPH_LEVELS,
-    choose_providers,
     create_options,
     create_run_options,
     create_session,
     find_model_file,
     register_operators,
+    warn_of_accelerators,
 )
 
 Array = npt.NDArray[Any]
@@ -64,7 +63,7 @@ class TritonPythonModel:
             options = onnxruntime.SessionOptions()
             options.graph_optimization_level = GRAPH_LEVELS[2]  # the graph is only read
             register_operators(options, settings)
-            graph = Graph(create_session(path, options, [CPU]))
+            graph = Graph(create_session(path, options))
             complete_config(settings, graph)
             check_graph(settings, graph)
         return config
@@ -74,9 +73,8 @@ class TritonPythonModel:
         check_features(config)
         folder = Path(args["model_repository"]) / args["model_version"]
         path = find_model_file(folder / (config["default_model_filename"] or DEFAULT_FILENAME))
-        device = int(args["model_instance_device_id"])
-        providers = choose_providers(config, args["model_instance_kind"], device)
-        self._session = create_session(path, create_options(config), providers)
+        warn_of_accelerators(config, args["model_instance_kind"])
+        self._session = create_session(path, create_options(config))
         self._run_options = create_run_options(config)
         graph = Graph(self._session)
         check_graph(config, graph)

@@ -5,8 +5,6 @@ One tritonserver serves them, behind a gateway. Their configs are those of Trito
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -25,7 +23,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.external_data_helper import set_external_data
 from tritonclient.utils import np_to_triton_dtype
 
-from gateway.embedded.supervisor import EmbeddedTriton, prepare_installation
+from gateway.embedded.supervisor import EmbeddedTriton
 from tests.support.guards import child_of
 from tests.support.model_folders import write_model_folder
 from tests.support.network import Tensor, build_network
@@ -394,8 +392,6 @@ WRONG = [
           "the onnxruntime backend of the embedded Triton does not support ragged batches "
           "(allow_ragged_batch, batch_input, batch_output); serve this model with the official Triton image",
           DECLARED % (X + " allow_ragged_batch: true", Y)),
-    wrong("accelerated", GRAPH, "unknown execution accelerator 'x'; available: openvino",
-          'optimization { execution_accelerators { cpu_execution_accelerator [ { name: "x" } ] } }'),
     wrong("operators", GRAPH, "the operator library missing.so cannot be loaded: ",
           'model_operations { op_library_filename: "missing.so" }'),
     Wrong("absent", {"1/other.onnx": GRAPH}, "model.onnx not found in the folder of version 1", BACKEND),
@@ -639,63 +635,3 @@ def test_models_that_cannot_be_served_have_the_reason_in_the_list(
             assert model.sentence in reasons[model.name]
             for internal in ("model.py", "TritonModelException", "/"):
                 assert internal not in reasons[model.name]
-
-
-# What the backend makes of configs for GPUs, which the machines of the tests lack.
-LIST_PROVIDERS = """
-import json, sys
-sys.path.append(sys.argv[1])
-from triton_gateway_backends.onnx_session import list_providers
-print(json.dumps([list_providers(*case) for case in json.load(sys.stdin)]))
-"""
-
-
-def test_accelerators_become_execution_providers_with_their_options() -> None:
-    tensorrt = {
-        "name": "tensorrt",
-        "parameters": {
-            "precision_mode": "FP16",
-            "max_workspace_size_bytes": "1073741824",
-            "trt_engine_cache_enable": "1",
-        },
-    }
-    cuda = {"name": "cuda", "parameters": {"use_tf32": "0"}}
-    accelerators = {
-        "gpu_execution_accelerator": [cuda, tensorrt],
-        "cpu_execution_accelerator": [{"name": "openvino"}],
-    }
-    parameters = {
-        "cudnn_conv_algo_search": {"string_value": "1"},
-        "gpu_mem_limit": {"string_value": "4294967200"},
-    }
-    config = {"optimization": {"execution_accelerators": accelerators}, "parameters": parameters}
-    installation = prepare_installation([], print)
-    command: list[str | Path] = [
-        installation.models_bin / "python",
-        "-c",
-        LIST_PROVIDERS,
-        installation.backends / "python",
-    ]
-    cases = json.dumps([(config, "GPU", 2), (config, "CPU", 0), ({}, "GPU", 1)])
-    run = subprocess.run(command, input=cases, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 0, run.stderr
-    on_gpu, on_cpu, default = json.loads(run.stdout)
-    assert list(on_gpu) == [
-        "TensorrtExecutionProvider",
-        "OpenVINOExecutionProvider",
-        "CUDAExecutionProvider",
-    ]
-    assert on_gpu["TensorrtExecutionProvider"] == {
-        "device_id": "2",
-        "trt_fp16_enable": "1",
-        "trt_max_workspace_size": "1073741824",
-        "trt_engine_cache_enable": "1",
-    }
-    assert on_gpu["CUDAExecutionProvider"] == {
-        "device_id": "2",
-        "use_tf32": "0",
-        "cudnn_conv_algo_search": "HEURISTIC",
-        "gpu_mem_limit": "4294967200",
-    }
-    assert on_cpu == {"OpenVINOExecutionProvider": {}}
-    assert default == {"CUDAExecutionProvider": {"device_id": "1"}}

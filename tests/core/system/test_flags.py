@@ -264,7 +264,7 @@ def test_model_that_fails_at_every_poll_is_logged_once() -> None:
     [
         (
             "instance group a_0 of model a has kind KIND_GPU but no GPUs are available",
-            "without the kind, Triton uses a GPU only if there is one",
+            "without the kind, Triton uses a GPU only if there is one; see triton-gateway doctor",
         ),
         (
             "Invalid model name: Could not determine backend for model 'a' with no backend",
@@ -275,6 +275,13 @@ def test_model_that_fails_at_every_poll_is_logged_once() -> None:
 def test_failed_load_is_logged_with_advice(reason: str, advice: str) -> None:
     line = f"E1121 15:25:33.839000 23132 model_lifecycle.cc:642] \"failed to load 'a' version 1: {reason}\""
     assert LogFilter().filter_line(line) == f"Triton: failed to load 'a': {reason}; {advice}"
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_reason_why_triton_finds_no_gpu_is_shown_if_there_is_one(has_gpu: bool) -> None:
+    line = 'W1121 15:25:32.216984 23132 metrics.cc:811] "DCGM unable to start: DCGM initialization error"'
+    shown = "Triton: DCGM unable to start: DCGM initialization error"
+    assert LogFilter(has_gpu=has_gpu).filter_line(line) == (shown if has_gpu else None)
 
 
 @pytest.mark.parametrize("command", ["up", "triton"])

@@ -10,6 +10,7 @@ import pytest
 from gateway.embedded.installation import (
     CannotInstall,
     HostPlatform,
+    Installation,
     build_once,
     cache_folder,
     check_cache_path,
@@ -68,6 +69,21 @@ def test_cache_path_with_unsupported_characters_is_explained(
 )
 def test_error_of_pip_is_explained(stderr: str, words: str) -> None:
     assert words in explain_pip_failure(stderr)
+
+
+@pytest.mark.parametrize(
+    ("inherited", "expected"),
+    [("", "/py:/libs"), ("/usr/local/nvidia/lib64", "/py:/libs:/usr/local/nvidia/lib64")],
+)
+def test_embedded_triton_inherits_the_places_of_libraries(
+    monkeypatch: pytest.MonkeyPatch, inherited: str, expected: str
+) -> None:
+    """Some machines find the driver of their GPU by this path only."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", inherited)
+    installation = Installation(
+        Path("/server"), Path("/libs"), Path("/backends"), Path("/bin"), Path("/py")
+    )
+    assert installation.environment()["LD_LIBRARY_PATH"] == expected
 
 
 LOCKS = [
