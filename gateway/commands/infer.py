@@ -130,7 +130,7 @@ class InferRun:
                     record = make_record(name, outcome)
                     if not self._options.flags.no_wait:
                         write_all(descriptor, encode_record(record))
-                    self._count(record)
+                    self.count_record(record)
                     show(self._counts.total(), self._counts["failed"])
         except BrokenPipeError:
             return BROKEN_PIPE_STATUS
@@ -236,7 +236,7 @@ class InferRun:
         else:
             print_message(f"job {job}")
 
-    def _count(self, record: Record) -> None:
+    def count_record(self, record: Record) -> None:
         self._counts["failed" if "error" in record else "succeeded"] += 1
         if "error" in record and len(self._failures) < MAX_LISTED_FAILURES:
             self._failures.append(record)
