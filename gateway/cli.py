@@ -25,7 +25,6 @@ from gateway.callers import CallerLimits, Priority, Role
 from gateway.commands import client_commands
 from gateway.commands.flags import (
     INFERENCE_PANEL,
-    MODELS_PANEL,
     OPERATION_PANEL,
     JsonOption,
     add_flags,
@@ -33,7 +32,6 @@ from gateway.commands.flags import (
 )
 from gateway.commands.help import START_HERE, create_cli
 from gateway.commands.job_commands import job_cli
-from gateway.commands.label_commands import label_cli
 from gateway.commands.target import OptionalTarget, report_gateway_errors
 from gateway.embedded.flags import TritonFlags
 from gateway.embedded.model_paths import exclude_startup_models
@@ -55,7 +53,6 @@ SERVERS = {"up", "serve", "triton"}  # commands that write a log
 root_cli.add_typer(key_commands, name="key", rich_help_panel=START_PANEL)
 root_cli.add_typer(client_commands.cli)
 root_cli.add_typer(job_cli, name="jobs", rich_help_panel=INFERENCE_PANEL)
-root_cli.add_typer(label_cli, name="label", rich_help_panel=MODELS_PANEL)
 root_cli.add_typer(state_commands, name="state", rich_help_panel=OPERATION_PANEL)
 diagnosis_commands = typer.Typer()  # the last group of the help, which lists groups in this order
 root_cli.add_typer(diagnosis_commands)

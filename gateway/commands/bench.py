@@ -6,7 +6,7 @@ import asyncio
 import json
 import shlex
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import closing
 from functools import partial
 from math import ceil, inf, nan
@@ -29,15 +29,9 @@ from gateway.media_types import JSON
 
 Call: TypeAlias = "Callable[[], Awaitable[Any]]"
 PERCENTILES: Final = {"p50_ms": 50, "p90_ms": 90, "p95_ms": 95, "p99_ms": 99, "max_ms": 100}
+MAX_CONCURRENCY: Final = 1024
 LATENCIES: Final = (name.upper().replace("_", " ") for name in PERCENTILES)
 COLUMNS: Final = ("IN FLIGHT", "REQUESTS/S", *LATENCIES, "FAILED")
-
-
-def parse_concurrency(text: str) -> list[int]:
-    words = text.split(",")
-    if not all(word.isdecimal() and 0 < int(word) <= 1024 for word in words):
-        raise UsageError(f"--concurrency must be numbers up to 1024, such as 1,2,4, not {text!r}")
-    return [int(word) for word in words]
 
 
 def read_body(source: Path | str | None, model: Mapping[str, Any]) -> Any:
@@ -63,7 +57,7 @@ def parse_example(tensor: Mapping[str, Any]) -> Any:
 
 
 async def measure(
-    target: Target, request: ApiRequest, levels: Sequence[int], duration_s: float
+    target: Target, request: ApiRequest, levels: Iterable[int], duration_s: float
 ) -> list[dict[str, Any]]:
     """Return the figures of each level. Raises `ClientError` if the first request fails."""
     url = urlsplit(target.access.url)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -24,8 +27,11 @@ from gateway.commands.flags import (
     add_target,
     format_examples,
 )
-from gateway.commands.plain import add_plain_commands
+from gateway.commands.help import create_cli
+from gateway.commands.plain import LabelName, add_plain_commands
 from gateway.commands.resources import (
+    EVENTS,
+    LABELS,
     MODELS,
     REPLICAS,
     REPORT_COLUMNS,
@@ -41,7 +47,13 @@ cli = typer.Typer()
 replica_commands = typer.Typer(invoke_without_command=True)
 cli.add_typer(replica_commands, name="replicas", rich_help_panel=OPERATION_PANEL)
 add_plain_commands("replicas", replica_commands)
+label_cli = create_cli(help="Manage the version labels of models.")
+cli.add_typer(label_cli, name="label", rich_help_panel=MODELS_PANEL)
+add_plain_commands("label", label_cli)
 
+EVENTS_POLL_S: Final = 2.0
+AGE: Final = re.compile(r"(\d{1,6})([smhd])", re.ASCII)
+UNITS: Final = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 ModelsArgument = Annotated[
     list[str],
     typer.Argument(
@@ -84,7 +96,7 @@ def infer(
     version: VersionOption = "",
 ) -> None:
     """Run inference on files and texts; print one record for each, in input order."""
-    from gateway.commands.infer import InferOptions, run_infer
+    from gateway.commands.infer import InferRun
     from gateway.commands.inputs import InputSource, find_input_files, is_text
 
     check_infer_flags(flags, has_inputs=bool(files or text))
@@ -99,7 +111,7 @@ def infer(
     form = flags.format or (OutputFormat.text if sys.stdout.isatty() else OutputFormat.jsonl)
     if flags.json or flags.output is not None:
         form = OutputFormat.jsonl
-    raise SystemExit(run_infer(InferOptions(target, model, version, inputs, flags, form, words)))
+    raise SystemExit(InferRun(target, model, version, inputs, flags, form, words).run())
 
 
 def check_infer_flags(flags: InferFlags, *, has_inputs: bool) -> None:
@@ -306,13 +318,55 @@ def remove(
             typer.echo(f"removed {escape_unprintable(name)}")
 
 
+@label_cli.command("set")
+@add_target
+def set_model_label(
+    target: Target,
+    model: ModelArgument,
+    label: LabelName,
+    versions: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="VERSIONS", help="A version, or several with their shares, such as 1=90 2=10."
+        ),
+    ],
+    sticky: Annotated[
+        bool, typer.Option("--sticky", help="Each API key keeps its version of a split.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Let a label mean a version, or split its requests between versions."""
+    from gateway.client.calls import build_label_path
+
+    body = build_label(versions, sticky)
+    LABELS.show(target, "PUT", build_label_path(model, label), body, json=json)
+
+
+def build_label(versions: Sequence[str], sticky: bool) -> dict[str, Any]:
+    document: dict[str, Any] = {"version": versions[0]}
+    if len(versions) > 1 or "=" in versions[0]:
+        document = {"versions": dict(map(parse_share, versions))}
+        if len(document["versions"]) < len(versions):
+            raise UsageError("a version is given twice")
+    if sticky:
+        document["sticky"] = "key"
+    return document
+
+
+def parse_share(text: str) -> tuple[str, int]:
+    version, _, share = text.partition("=")
+    if not (version.isdecimal() and share.isdecimal()):
+        raise UsageError(f"expected VERSION=SHARE, such as 1=90, not {text!r}")
+    return version, int(share)
+
+
 @cli.command(rich_help_panel=OPERATION_PANEL)
 @add_target
 def top(
     target: Target,
     interval: Annotated[float, typer.Option(min=0.1, help="Refresh interval, in seconds.")] = 1.0,
 ) -> None:
-    """Show live traffic, models and replicas; press q to quit."""
+    """Show live traffic, models and replicas, until Ctrl-C."""
     from gateway.commands.top import run_top
 
     with target.connect() as client, suppress(KeyboardInterrupt):
@@ -342,10 +396,24 @@ def events(
     json: JsonOption = False,
 ) -> None:
     """Show what changed, by whom, and with which outcome."""
-    from gateway.commands.events import print_events
-
     with target.connect() as client, suppress(KeyboardInterrupt):
-        print_events(client, since, limit, follow=follow, json=json)
+        page = client.events(parse_since(since), limit=limit)
+        if not follow:
+            EVENTS.print(page["events"], json=json)
+        while follow:
+            for event in page["events"]:
+                EVENTS.print_line(event, json=json)
+            if not page["events"]:
+                time.sleep(EVENTS_POLL_S)
+            page = client.events(page["next"], limit=limit)
+
+
+def parse_since(since: str) -> str | datetime:
+    """Return the time of an age such as 5m; the gateway reads everything else."""
+    match = AGE.fullmatch(since)
+    if match is None:
+        return since
+    return datetime.now(timezone.utc) - timedelta(**{UNITS[match[2]]: int(match[1])})
 
 
 @cli.command(rich_help_panel=INFERENCE_PANEL)
@@ -414,7 +482,9 @@ def bench(
 
     if file and text is not None:
         raise UsageError("pass either FILE or --text, not both")
-    levels = bench.parse_concurrency(concurrency)
+    words = concurrency.split(",")
+    if not all(each.isdecimal() and 0 < int(each) <= bench.MAX_CONCURRENCY for each in words):
+        raise UsageError("--concurrency must be numbers up to 1024, such as 1,2,4")
     source = file if text is None else text
     with target.connect() as client:
         info = client.model(model, version)
@@ -428,7 +498,7 @@ def bench(
     if info.is_decoupled:
         headers["accept"] = NDJSON
     request = ApiRequest("POST", path, headers=headers, body=body)
-    results = uvloop.run(bench.measure(target, request, levels, seconds))
+    results = uvloop.run(bench.measure(target, request, map(int, words), seconds))
     if json:
         tables.print_json(results)
     else:

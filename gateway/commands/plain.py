@@ -62,6 +62,7 @@ class PlainCommand:
 
     def run(self, target: Target, **values: Any) -> None:
         from gateway.client.calls import quote_part
+        from gateway.commands import tables
 
         json = values.pop("json", False)
         timeout_s = values.pop("timeout", COMMAND_TIMEOUT_S)
@@ -76,7 +77,7 @@ class PlainCommand:
             headers = {"x-request-timeout": f"{timeout_s:g}"}
             document = client.request(self.verb, path, headers=headers)
         if json:
-            print_json(document)
+            tables.print_json(document)
         else:
             typer.echo(escape_unprintable(self.show.format_map(document)))
 
@@ -141,9 +142,3 @@ def add_plain_commands(group_name: str, group: typer.Typer) -> None:
         first, _, name = plain.name.partition(" ")
         if first == group_name:
             group.command(name, help=plain.help)(plain.create())
-
-
-def print_json(document: Mapping[str, Any]) -> None:
-    from gateway.commands import tables
-
-    tables.print_json(document)

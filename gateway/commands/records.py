@@ -6,7 +6,6 @@ import base64
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from math import prod
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -19,8 +18,7 @@ from gateway.commands.flags import OutputFormat
 from gateway.messages import escape_unprintable, escape_unprintable_json
 
 DELETE: Final = b"\x7f"
-BAR_CHARS: Final = 20
-MAX_SHOWN_ARRAY_VALUES: Final = 6
+MAX_SHOWN_CHARS: Final = 200
 # The name of an input, with its outputs, or with an error and its code.
 Record: TypeAlias = "dict[str, Any]"
 
@@ -39,65 +37,25 @@ def encode_json_record(record: Record) -> bytes:
 
 
 def encode_text_record(record: Record) -> bytes:
-    """Return each output for people: labels with bars, texts, and the first values of arrays."""
+    """Return each output for people: a text, or the beginning of its JSON."""
     name = record["input"]
     lines = [f"{name}: {record['error']}" if "error" in record else name]
     for output, value in record.get("outputs", {}).items():
-        first, *others = describe_value(value)
+        text = value if isinstance(value, str) else shorten(encode_any_json(value).decode())
+        first, *others = text.splitlines() or [""]
         lines.append(f"  {output}  {first}")
         lines += [f"  {'':{len(output)}}  {other}" for other in others]
     return "".join(f"{escape_unprintable(line)}\n" for line in lines).encode("utf-8", "replace")
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]} …"
 
 
 RECORD_ENCODERS: Final[Mapping[OutputFormat, Callable[[Record], bytes]]] = {
     OutputFormat.text: encode_text_record,
     OutputFormat.jsonl: encode_json_record,
 }
-
-
-def describe_value(value: Any) -> list[str]:
-    """Return the lines, at least one, that show the value of an output."""
-    if scores := find_scores(value):
-        width = max(len(label) for label, _ in scores)
-        bars = ((label, share, "█" * round(BAR_CHARS * share)) for label, share in scores)
-        return [f"{label:{width}} {share:7.1%}  {bar}".rstrip() for label, share, bar in bars]
-    if isinstance(value, str):
-        return value.splitlines() or [""]
-    if isinstance(value, dict) and "b64" not in value:
-        lines: list[str] = []
-        for key, part in value.items():
-            described = describe_value(part)
-            lines += [f"{key}: {described[0]}"] if len(described) == 1 else described
-        return lines or ["nothing"]
-    if not isinstance(value, list):
-        return [format_cell(value)]
-    shape = [len(value)]
-    while value and isinstance(value[0], list):
-        value = value[0]
-        shape.append(len(value))
-    shown = [
-        f"{v:.5g}" if isinstance(v, float) else format_cell(v)
-        for v in value[:MAX_SHOWN_ARRAY_VALUES]
-    ]
-    more = ", …" if prod(shape) > len(shown) else ""
-    return [f"[{' x '.join(map(str, shape))}] {', '.join(shown)}{more}"]
-
-
-def find_scores(value: Any) -> list[tuple[str, float]]:
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        return []
-    scores = []
-    for item in value:
-        shares = [part for part in item.values() if isinstance(part, float) and 0 <= part <= 1]
-        labels = [part for part in item.values() if isinstance(part, str)]
-        if len(shares) != 1:
-            return []
-        scores.append((labels[0] if labels else str(item.get("index", "")), shares[0]))
-    return scores
-
-
-def format_cell(value: Any) -> str:
-    return value if isinstance(value, str) else encode_any_json(value).decode()
 
 
 def encode_any_json(value: Any) -> bytes:

@@ -7,6 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import orjson
+import typer
+
+from gateway.messages import escape_unprintable, escape_unprintable_json
+
 if TYPE_CHECKING:
     from gateway.client import Client
     from gateway.commands.target import Target
@@ -24,7 +29,6 @@ STATE_WORDS: Final = {
 }
 FAILED: Final = "failed"
 REASON_TEXTS: Final = {"declared": "declared", "on_demand": "on demand"}
-WORDS: Final = {None: "none", True: "yes", False: "no"}
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,10 @@ class Resource:
             return
         rows = [documents] if isinstance(documents, Mapping) else documents
         tables.print_table(self.columns, map(self.format_row, rows))
+
+    def print_line(self, document: Document, *, json: bool) -> None:
+        text = orjson.dumps(document).decode() if json else "  ".join(self.format_row(document))
+        typer.echo(escape_unprintable_json(text) if json else escape_unprintable(text))
 
 
 def format_state(state: str) -> str:
@@ -155,18 +163,9 @@ def format_event_row(event: Document) -> Row:
 
 
 def format_value(value: Any) -> str:
-    """Return a value in one line, such as `versions 1 90, 2 10` for `{"versions": {"1": 90, "2": 10}}`."""
-    if isinstance(value, Mapping):
-        return ", ".join(format_field(name, each) for name, each in value.items())
-    if isinstance(value, list):
-        return " ".join(map(format_value, value))
-    return WORDS.get(value, str(value)) if value is None or isinstance(value, bool) else str(value)
-
-
-def format_field(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return name if value else f"not {name}"
-    return f"{name} {format_value(value)}"
+    if isinstance(value, str):
+        return value
+    return "none" if value is None else orjson.dumps(value).decode()
 
 
 def format_outcome(event: Document) -> str:

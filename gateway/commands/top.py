@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import select
 import sys
-import termios
 import time
-import tty
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -33,6 +28,7 @@ from gateway.telemetry.exposition import (
     split_page,
 )
 
+T = TypeVar("T")
 REQUEST_DURATION_METRIC: Final = "gateway_request_duration_seconds"
 REFUSALS_METRIC: Final = "gateway_queue_refusals_total"
 GAUGE_TITLES: Final = {
@@ -63,12 +59,8 @@ class Snapshot:
 
 def take_snapshot(client: Client) -> Snapshot:
     models = client.request("GET", "/v1/models")["models"]
-    replicas: Sequence[Document] = []
-    families: Families = {}
-    with ignore_missing_rights():
-        replicas = client.request("GET", "/v1/replicas")["replicas"]
-    with ignore_missing_rights():
-        families = read_families(client)
+    replicas = ask_if_allowed(lambda: client.request("GET", "/v1/replicas")["replicas"]) or []
+    families = ask_if_allowed(lambda: read_families(client)) or {}
     titles = GAUGE_TITLES.items()
     gauges = {title: add_samples(families, name) for name, title in titles if name in families}
     refusals = add_samples(families, REFUSALS_METRIC)
@@ -76,13 +68,13 @@ def take_snapshot(client: Client) -> Snapshot:
     return Snapshot(time.monotonic(), models, replicas, gauges, refusals, traffic)
 
 
-@contextmanager
-def ignore_missing_rights() -> Iterator[None]:
+def ask_if_allowed(ask: Callable[[], T]) -> T | None:
     try:
-        yield
+        return ask()
     except GatewayError as exc:
-        if exc.status not in ACCESS_STATUSES:
-            raise
+        if exc.status in ACCESS_STATUSES:
+            return None
+        raise
 
 
 def read_families(client: Client) -> Families:
@@ -176,36 +168,15 @@ def shorten_name(name: str) -> str:
 
 
 def run_top(client: Client, interval_s: float) -> None:
-    """Refresh until q or Ctrl-C; without a terminal, print one snapshot."""
+    """Refresh until Ctrl-C; without a terminal, print one snapshot."""
     previous = take_snapshot(client)
     time.sleep(FIRST_INTERVAL_S)
     current = take_snapshot(client)
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not sys.stdout.isatty():
         print_renderable(render_snapshot(current, previous))
         return
-    with read_keys(), Live(screen=True, auto_refresh=False) as live:
-        live.update(render_snapshot(current, previous), refresh=True)
-        while not wait_for_quit(interval_s):
-            previous, current = current, take_snapshot(client)
+    with Live(screen=True, auto_refresh=False) as live:
+        while True:
             live.update(render_snapshot(current, previous), refresh=True)
-
-
-@contextmanager
-def read_keys() -> Iterator[None]:
-    """Let the terminal give each key at once."""
-    attributes = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, attributes)
-
-
-def wait_for_quit(timeout_s: float) -> bool:
-    """Return True if q is pressed within `timeout_s` or the terminal is closed."""
-    deadline = time.monotonic() + timeout_s
-    while (remaining_s := deadline - time.monotonic()) > 0:
-        is_pressed = bool(select.select([sys.stdin], [], [], remaining_s)[0])
-        if is_pressed and os.read(sys.stdin.fileno(), 1) in (b"q", b"Q", b""):
-            return True
-    return False
+            time.sleep(interval_s)
+            previous, current = current, take_snapshot(client)

@@ -76,7 +76,7 @@ def run_checks(host: str, port: int) -> list[Finding]:
 def check_python() -> Iterator[Finding]:
     version = platform.python_version()
     try:
-        installation.check_platform(installation.HostPlatform())
+        installation.check_platform(platform.system(), platform.machine(), platform.libc_ver())
     except CommandError as exc:
         yield Finding("python", WARNING, f"Python {version}: {exc}", "up is unavailable")
     else:

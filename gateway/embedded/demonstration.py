@@ -34,7 +34,6 @@ def with_demonstration(options: TritonOptions, on_message: Callable[[str], None]
 
 def prepare_demonstration(source: Path, on_message: Callable[[str], None]) -> Path:
     cache = cache_folder()
-    cache.mkdir(parents=True, exist_ok=True)
     with build_once(cache / f"demonstration-{hash_folder(source)}") as (folder, needed):
         if needed:
             on_message("fetching and building the demonstration models, 130 MB (first start only)")

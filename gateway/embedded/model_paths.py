@@ -18,10 +18,10 @@ from gateway.embedded.options import (
     TritonOptions,
     is_remote_repository,
 )
-from gateway.embedded.python_stub import CONFIG_NAMES
 from gateway.messages import quote_text
 
 MODEL_FILE_SUFFIX: Final = ".onnx"
+CONFIG_NAMES: Final = ("configs/embedded.pbtxt", "config.pbtxt")
 FIRST_VERSION: Final = Path("1", "model.onnx")
 DEFAULT_NAME: Final = "model"
 UNSUITABLE_CHARACTERS: Final = re.compile(r"[^A-Za-z0-9_.-]+")

@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +27,13 @@ from .onnx_config import (
     list_control_inputs,
     list_names,
 )
-from .onnx_errors import explain_error, refuse_request
 from .onnx_session import (
     DEFAULT_FILENAME,
     GRAPH_LEVELS,
     create_options,
     create_run_options,
     create_session,
+    explain_error,
     find_model_file,
     register_operators,
     warn_of_accelerators,
@@ -43,10 +42,9 @@ from .onnx_session import (
 Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True)
-class Work:
-    place: int  # the position of the request in the call
-    tensors: dict[str, Array]
+Work: TypeAlias = (
+    "tuple[int, dict[str, Array]]"  # the position of a request in the call, and its tensors
+)
 
 
 class TritonPythonModel:
@@ -93,10 +91,10 @@ class TritonPythonModel:
             except UnicodeDecodeError:
                 responses[place] = refuse_request("a string in the request is not valid UTF-8")
             else:
-                groups[self._group_key(tensors, place)].append(Work(place, tensors))
+                groups[self._group_key(tensors, place)].append((place, tensors))
         for group in groups.values():
-            for work, response in zip(group, self._run_together(group), strict=True):
-                responses[work.place] = response
+            for (place, _), response in zip(group, self._run_together(group), strict=True):
+                responses[place] = response
         return responses
 
     def _read_tensors(self, request: Any) -> dict[str, Array]:
@@ -116,20 +114,20 @@ class TritonPythonModel:
         return tuple((name, values.shape[1:]) for name, values in tensors.items())
 
     def _run_together(self, group: list[Work]) -> list[Any]:
-        if len(group) == 1:
-            return [self._run(group[0].tensors)]
+        requests = [tensors for _, tensors in group]
+        if len(requests) == 1:
+            return [self._run(requests[0])]
         joined = {
-            name: np.concatenate([work.tensors[name] for work in group])
-            for name in group[0].tensors
+            name: np.concatenate([tensors[name] for tensors in requests]) for name in requests[0]
         }
-        sizes = [len(next(iter(work.tensors.values()))) for work in group]
+        sizes = [len(next(iter(tensors.values()))) for tensors in requests]
         try:
             outputs = self._session.run(self._output_names, joined, self._run_options)
             shares = [split_rows(output, sizes) for output in outputs]
         except Exception as error:  # noqa: BLE001 - onnxruntime's errors share no other base
             # The cause can be a single request, such as an index out of range.
             pb_utils.Logger.log_verbose(f"batched run failed, running each request alone: {error}")
-            return [self._run(work.tensors) for work in group]
+            return [self._run(tensors) for tensors in requests]
         return [self._create_response(share) for share in zip(*shares, strict=True)]
 
     def _run(self, tensors: dict[str, Array]) -> Any:
@@ -150,6 +148,11 @@ class TritonPythonModel:
             for name, values in zip(self._output_names, outputs, strict=True)
         ]
         return pb_utils.InferenceResponse(tensors)
+
+
+def refuse_request(message: str) -> Any:
+    error = pb_utils.TritonError(message, pb_utils.TritonError.INVALID_ARG)
+    return pb_utils.InferenceResponse(error=error)
 
 
 def decode_strings(values: Array) -> Array:

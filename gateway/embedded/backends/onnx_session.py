@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Final
 
@@ -9,9 +10,14 @@ import onnxruntime
 import triton_python_backend_utils as pb_utils
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidProtobuf
 
-from .onnx_config import ModelConfig, read_boolean, read_count, read_parameters
-from .onnx_errors import explain_error, fail
+from .onnx_config import ModelConfig, fail, read_boolean, read_count, read_parameters
 
+# ONNX Runtime's errors: a code, then often the file or node, the C++ source, and at last the reason.
+ERROR_CODE: Final = re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ")
+ERROR_PLACE: Final = re.compile(r"^.*?(?: failed:|Status Message: |Error: )", re.DOTALL)
+ERROR_SOURCE: Final = re.compile(r"\S+\.(?:cc|h):\d+ (?:[^()]*\([^()]*\) )?")
+FOLDER: Final = re.compile(r"/[^\s\"']*/")
+ERROR_ADVICE: Final = " Please fix either the inputs/outputs or the model."
 DEFAULT_FILENAME: Final = "model.onnx"
 LFS_POINTER: Final = b"version https://git-lfs"
 CPU: Final = "CPUExecutionProvider"
@@ -93,3 +99,10 @@ def warn_of_accelerators(config: ModelConfig, kind: str) -> None:
         pb_utils.Logger.log_warn(
             f"{config['name']} runs on the CPU: the embedded Triton's onnxruntime has no {', '.join(missing)}"
         )
+
+
+def explain_error(error: Exception) -> str:
+    """Return the reason that an error of onnxruntime gives, without names of nodes and source files."""
+    text = ERROR_PLACE.sub("", ERROR_CODE.sub("", str(error)))
+    text = FOLDER.sub("", ERROR_SOURCE.sub("", text))
+    return " ".join(text.split()).removesuffix(ERROR_ADVICE).rstrip(".")

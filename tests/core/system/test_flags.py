@@ -40,7 +40,7 @@ def test_flags_are_passed_to_triton(tmp_path: Path) -> None:
     secret = {"GATEWAY_REPOSITORY_SECRET_ACCESS_KEY": "a-secret"}
     with Up(tmp_path, *flags, auto_complete=True, environment=secret) as up:
         up.wait_for("ready after")
-        up.wait_for("Triton continues without bad")
+        up.wait_for("failed to load 'bad'")
         assert up.infer().json()["outputs"] == {"OUT": [1.5, 2.5]}
         assert up.get("/readyz").status_code == 200
         ready = httpx.get(f"http://{up.triton}/v2/health/ready", timeout=TIMEOUT_S)

@@ -12,11 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.embedded.options import CannotStart, ModelControl, TritonOptions
+from gateway.embedded.options import CannotStart, TritonOptions
 from gateway.embedded.supervisor import MAX_RESTARTS
 from tests.support import network
 from tests.support.servers import ROOT, Command, free_ports
-from tests.support.up import CONFIG, Up, holding, nothing_left, wait_for_end, write_model
+from tests.support.up import Up, holding, nothing_left, wait_for_end, write_model
 from tests.support.wait import TIMEOUT_S, wait_until
 
 
@@ -194,15 +194,9 @@ def test_path_that_the_python_backend_does_not_support_is_refused(
     assert f"'{odd}'" in str(refused.value)
     write_model(plain)
     (plain / "echo").rename(plain / name)
-    for options in (
-        TritonOptions((plain,), load_models=("*",)),
-        TritonOptions((plain,), load_models=(name,)),
-        TritonOptions((plain,), model_control=ModelControl.poll),
-    ):
-        with pytest.raises(CannotStart) as refused:
-            options.validate()
-        assert f"'{plain / name}'" in str(refused.value)
-    TritonOptions((plain,), load_models=("another",)).validate()
+    with pytest.raises(CannotStart) as refused:
+        TritonOptions((plain,)).validate()
+    assert f"'{plain / name}'" in str(refused.value)
     (tmp_path / "link").symlink_to(odd)
     TritonOptions((tmp_path / "link",), load_models=("*",)).validate()
 
@@ -218,33 +212,6 @@ def test_unsupported_path_is_reported_at_once_and_a_link_to_it_is_served(tmp_pat
     with Up(link) as up:
         up.wait_for("ready after")
         assert up.infer().json()["outputs"] == {"OUT": [1.5, 2.5]}
-
-
-def test_path_with_a_space_is_accepted_for_models_that_need_no_stub(tmp_path: Path) -> None:
-    odd = tmp_path / "my models"
-    write_model(odd)
-    config = odd / "echo" / "config.pbtxt"
-    for text in ('backend: "mine"', '# backend: "python"\nplatform: "ensemble"'):
-        config.write_text(text)
-        TritonOptions((odd,), load_models=("*",)).validate()
-    for text in ('name: "a" backend: "onnxruntime"', 'platform: "onnxruntime_onnx"', "# nothing"):
-        config.write_text(text)
-        with pytest.raises(CannotStart):
-            TritonOptions((odd,), load_models=("*",)).validate()
-    config.write_text('backend: "mine"')
-    (odd / "echo" / "configs").mkdir()
-    for text in (CONFIG, "# without a backend"):
-        (odd / "echo" / "configs" / "embedded.pbtxt").write_text(text)  # which Triton then reads
-        with pytest.raises(CannotStart):
-            TritonOptions((odd,), load_models=("*",)).validate()
-
-
-def test_file_name_that_the_stub_does_not_support_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "net" / "1").mkdir(parents=True)
-    config = tmp_path / "net" / "config.pbtxt"
-    config.write_text('default_model_filename: "my net.onnx" backend: "onnxruntime"')
-    with pytest.raises(CannotStart, match=r"net/my net\.onnx'.*a space"):
-        TritonOptions((tmp_path,), load_models=("*",)).validate()
 
 
 @pytest.mark.long
