@@ -216,8 +216,10 @@ class InferRun:
                 f"triton-gateway infer {self.model} --job {self.job}{resume} writes its result, "
                 f"triton-gateway jobs cancel {self.job} cancels or deletes it"
             )
-        of = "" if self.total is None else f" of {self.total}"
-        done = f"{self.counts.total()}{of} inputs are done"
+        count = self.counts.total()
+        if file is not None and file.is_file():  # a signal may come between a record and its count
+            count = file.read_bytes().count(b"\n")
+        done = f"{count}{'' if self.total is None else f' of {self.total}'} inputs are done"
         if file is None:
             return f"{done} (only a run with --output FILE can be resumed)"
         return f"{done}; run the same command with --resume to continue"

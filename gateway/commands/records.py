@@ -99,4 +99,5 @@ def resume_output(path: Path) -> Counter[str]:
 def find_succeeded_input(line: bytes) -> str:
     """Return the name of the input of a record; empty if it failed or is truncated."""
     record = orjson.loads(line) if line.endswith(b"\n") else {"input": ""}
-    return str(record["input"]) if "outputs" in record else ""
+    name = record["input"]
+    return str(name) if "outputs" in record else ""

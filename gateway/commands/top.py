@@ -172,7 +172,7 @@ def run_top(client: Client, interval_s: float) -> None:
     previous = take_snapshot(client)
     time.sleep(FIRST_INTERVAL_S)
     current = take_snapshot(client)
-    if not sys.stdout.isatty():
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
         print_renderable(render_snapshot(current, previous))
         return
     with Live(screen=True, auto_refresh=False) as live:

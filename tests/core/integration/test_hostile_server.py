@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+import typer
 
 from gateway.cli import build_command
 from gateway.client import AsyncClient, Client, GatewayError
@@ -23,6 +24,8 @@ from gateway.client.errors import INVALID_RESPONSE, InvalidRequest
 from gateway.client.replies import LineBuffer, ResponseBuffer
 from gateway.client.retries import Attempts
 from gateway.client.transport import Transport
+from gateway.commands import client_commands
+from gateway.commands.target import complete_model_name
 from gateway.messages import CommandError
 from tests.support.terminal import call_in_terminal
 
@@ -273,6 +276,12 @@ EVIL_EVENT = {**EVENT, "caller": EVIL, "changes": [{"subject": EVIL, "from": EVI
 EVIL_TENSOR = {"name": EVIL, "datatype": EVIL, "shape": [1], "content_type": EVIL}
 
 
+EVIL_JOB = {
+    **dict.fromkeys(("id", "state", "model", "kind", "created"), EVIL),
+    "progress": {"total": 1, "done": 0, "failed": 0},
+}
+
+
 def answer_inference(document: Any) -> dict[str, Any]:
     return {"/v1/models/m": MODEL, "/v1/models/m/infer": document}
 
@@ -295,6 +304,13 @@ COMMANDS: list[tuple[str, Any]] = [
     ("top", {"/": {"models": [EVIL_MODEL], "replicas": [REPLICA]}, "/metrics": b""}),
     ("doctor", {"ready": True, "models": [EVIL_MODEL], "replicas": [{**REPLICA, "address": EVIL}]}),
     ("pull m", {"files": [{"path": f"../{EVIL}", "bytes": 1, "sha256": EVIL}]}),
+    ("unload m", {"model": EVIL, "replicas": {EVIL: {"state": EVIL, "reason": EVIL}}}),
+    ("infer m --text x", answer_inference({"error": EVIL, "code": EVIL})),
+    ("infer m --text x --async --no-wait", answer_inference(EVIL_JOB)),
+    ("bench m --text x", answer_inference({"error": EVIL, "code": EVIL})),
+    ("jobs secret", {"secrets": [EVIL]}),
+    ("jobs get j", EVIL_JOB),
+    ("label delete m l", {"label": EVIL}),
 ]
 
 
@@ -305,3 +321,11 @@ def test_no_control_sequence_of_a_server_reaches_the_terminal(command: str, answ
         words = call_in_terminal(*command.split(), "--url", server.url)
     assert [line for line in words.split("\r\n") if not line.isprintable()] == []
     assert "a\\x1b[2J" in words or "a\\u001b[2J" in words, words
+
+
+def test_names_of_models_that_a_shell_would_run_are_not_completed() -> None:
+    models = [{**MODEL, "name": name, "versions": []} for name in (EVIL, "$(reboot)", "harmless")]
+    context = typer.Context(typer.main.get_command(client_commands.cli))
+    with serving({"models": models}) as server:
+        context.params = {"url": server.url}
+        assert complete_model_name(context, "") == ["harmless"]
