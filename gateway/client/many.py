@@ -78,7 +78,7 @@ async def group_values(
 
 async def infer_batch(infer: Infer, call: InferCall, values: Sequence[Any]) -> list[InferOutcome]:
     """Send the values in one request, or one for each; return a result or an error for each, in order."""
-    items = await asyncio.to_thread(read_items, values)
+    items = await call_blocking(read_items, values, is_slow=any(map(is_file, values)))
     readable = [item for item in items if not isinstance(item, GatewayError)]
     outcomes = iter(await infer_items(infer, call, readable))
     return [item if isinstance(item, GatewayError) else next(outcomes) for item in items]

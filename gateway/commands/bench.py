@@ -10,12 +10,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import closing
 from functools import partial
 from math import ceil, inf, nan
-from pathlib import Path
 from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
 from gateway.client import Body
-from gateway.client.bodies import encode_inputs
 from gateway.client.calls import ApiRequest
 from gateway.client.errors import translate_hints as translate_for_python
 from gateway.client.replies import parse_json_object
@@ -34,10 +32,8 @@ LATENCIES: Final = (name.upper().replace("_", " ") for name in PERCENTILES)
 COLUMNS: Final = ("IN FLIGHT", "REQUESTS/S", *LATENCIES, "FAILED")
 
 
-def read_body(source: Path | str | None, model: Mapping[str, Any]) -> Any:
-    """Return a file or text, else the model's own example, or that of its curl command."""
-    if source is not None:
-        return encode_inputs(source)
+def build_example(model: Mapping[str, Any]) -> Body:
+    """Return the model's own example, or that of its curl command. Raises `UsageError`."""
     required = [tensor for tensor in model["inputs"] if not tensor.get("optional")]
     if required and all("example" in tensor for tensor in required):
         inputs = {tensor["name"]: parse_example(tensor) for tensor in required}

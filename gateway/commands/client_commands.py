@@ -35,7 +35,6 @@ from gateway.commands.resources import (
     MODELS,
     REPLICAS,
     REPORT_COLUMNS,
-    Document,
     describe_readiness,
     format_report_rows,
     read_readiness,
@@ -116,23 +115,18 @@ def infer(
 
 def check_infer_flags(flags: InferFlags, *, has_inputs: bool) -> None:
     """Raise `UsageError` for flags that contradict each other."""
-    is_job = flags.is_async or bool(flags.job)
-    has_output = flags.output is not None
+    is_new_job = flags.is_async
     is_text = flags.format is OutputFormat.text
-    contradictions = {
-        "--resume requires --output FILE and excludes --overwrite": flags.resume
-        and (not has_output or flags.overwrite),
-        "--callback and --no-wait require --async": (flags.callback or flags.no_wait)
-        and not flags.is_async,
-        "--batch excludes --async and --job": is_job and flags.batch > 1,
-        "--no-wait writes no results, and excludes --output and --format": flags.no_wait
-        and (has_output or flags.format),
-        "--job writes the results of a job, and excludes inputs and --async": flags.job
-        and (has_inputs or flags.is_async),
-        "nothing to infer: pass files, a folder, - or --text": not (has_inputs or flags.job),
-        "--format text is for the standard output, not for --output FILE": has_output and is_text,
-    }
-    for message, is_wrong in contradictions.items():
+    has_output = flags.output is not None
+    for is_wrong, message in (
+        (flags.resume and (not has_output or flags.overwrite), "--resume requires --output FILE alone"),
+        (not is_new_job and (flags.callback or flags.no_wait), "--callback and --no-wait require --async"),
+        (flags.batch > 1 and (is_new_job or flags.job), "--batch excludes --async and --job"),
+        (flags.no_wait and (has_output or flags.format), "--no-wait excludes --output and --format"),
+        (flags.job and (has_inputs or is_new_job), "--job excludes inputs and --async"),
+        (not (flags.job or has_inputs), "nothing to infer: pass files, a folder, - or --text"),
+        (has_output and is_text, "--format text excludes --output FILE"),
+    ):  # fmt: skip
         if is_wrong:
             raise UsageError(message)
 
@@ -148,11 +142,10 @@ def models(
     json: JsonOption = False,
 ) -> None:
     """List the models with their states."""
-
-    def is_wanted(model: Document) -> bool:
-        return text.lower() in model["name"].lower() and (model["ready"] or not ready)
-
-    MODELS.show(target, "GET", "/v1/models", json=json, is_wanted=is_wanted)
+    with target.connect() as client:
+        models = client.request("GET", "/v1/models")["models"]
+    named = (model for model in models if text.lower() in model["name"].lower())
+    MODELS.print([model for model in named if model["ready"] or not ready], json=json)
 
 
 @replica_commands.callback()
@@ -476,6 +469,7 @@ def bench(
     """Measure latency and throughput at increasing concurrency."""
     import uvloop
 
+    from gateway.client.bodies import encode_inputs
     from gateway.client.calls import ApiRequest, build_model_path
     from gateway.commands import bench, tables
     from gateway.media_types import NDJSON
@@ -488,7 +482,7 @@ def bench(
     source = file if text is None else text
     with target.connect() as client:
         info = client.model(model, version)
-        body = bench.read_body(source, info.document)
+        body: Any = bench.build_example(info.document) if source is None else encode_inputs(source)
     path = f"{build_model_path(model, version)}/infer"
     headers = {
         "content-type": body.content_type,

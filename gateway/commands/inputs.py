@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -58,16 +57,11 @@ def format_path(path: str) -> str:
 
 
 def read_lines(file: str | int, name: str, label: str) -> Iterator[tuple[str, Any]]:
-    with report_unreadable(label), open(file, "rb", closefd=file != STDIN_DESCRIPTOR) as lines:
-        for number, line in enumerate(lines, 1):
-            yield f"{name}:{number}", read_text(line.rstrip(b"\n").removesuffix(b"\r"))
-
-
-@contextmanager
-def report_unreadable(label: str) -> Iterator[None]:
-    """Turn an `OSError` into a `UsageError`: the number of texts that are missing is unknown."""
+    """Yield the lines of a file. Raises `UsageError`: the number of texts that are missing is unknown."""
     try:
-        yield
+        with open(file, "rb", closefd=file != STDIN_DESCRIPTOR) as lines:
+            for number, line in enumerate(lines, 1):
+                yield f"{name}:{number}", read_text(line.rstrip(b"\n").removesuffix(b"\r"))
     except OSError as exc:
         raise UsageError(f"{label} cannot be read: {exc.strerror}") from None
 

@@ -25,6 +25,7 @@ AddressArgument = Annotated[
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="ID of the job.")]
 LabelName = Annotated[str, typer.Argument(metavar="LABEL", help="Name of the label.")]
 # The arguments in the paths.
+ARGUMENT: Final = re.compile(r"{(\w+)}")
 ARGUMENTS: Final[Mapping[str, Any]] = {
     "address": AddressArgument,
     "job": JobId,
@@ -39,11 +40,7 @@ def option(name: str, default: Any, annotation: Any) -> Parameter:
 
 JSON: Final = option("json", False, JsonOption)
 LIST_JOBS: Final = (
-    option(
-        "state",
-        "",
-        Annotated[str, typer.Option(help="Only jobs in this state, such as running.")],
-    ),
+    option("state", "", Annotated[str, typer.Option(help="Only jobs in this state.")]),
     option("model", "", Annotated[str, typer.Option(help="Only jobs of this model.")]),
     option("limit", 100, Annotated[int, typer.Option(min=1, max=1000, help="Number of jobs.")]),
 )
@@ -66,8 +63,8 @@ class PlainCommand:
 
         json = values.pop("json", False)
         timeout_s = values.pop("timeout", COMMAND_TIMEOUT_S)
-        names = self.list_arguments()
-        path = self.path.format_map({name: quote_part(values.pop(name)) for name in names})
+        quoted = {name: quote_part(values.pop(name)) for name in ARGUMENT.findall(self.path)}
+        path = self.path.format_map(quoted)
         if query := urlencode({name: value for name, value in values.items() if value}):
             path = f"{path}?{query}"
         if isinstance(self.show, Resource):
@@ -81,9 +78,6 @@ class PlainCommand:
         else:
             typer.echo(escape_unprintable(self.show.format_map(document)))
 
-    def list_arguments(self) -> list[str]:
-        return re.findall(r"{(\w+)}", self.path)
-
     def create(self) -> Callable[..., None]:
         """Return the function from whose signature Typer reads the arguments and options."""
 
@@ -92,7 +86,10 @@ class PlainCommand:
 
         parameters = (
             Parameter("target", Parameter.POSITIONAL_ONLY, annotation=Target),
-            *(option(name, Parameter.empty, ARGUMENTS[name]) for name in self.list_arguments()),
+            *(
+                option(name, Parameter.empty, ARGUMENTS[name])
+                for name in ARGUMENT.findall(self.path)
+            ),
             *self.options,
         )
         vars(run)["__signature__"] = Signature(parameters)

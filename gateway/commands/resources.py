@@ -40,22 +40,13 @@ class Resource:
     format_row: Callable[[Document], Row]
 
     def show(
-        self,
-        target: Target,
-        verb: str,
-        path: str,
-        body: Document | None = None,
-        *,
-        json: bool,
-        is_wanted: Callable[[Document], bool] = lambda _: True,
+        self, target: Target, verb: str, path: str, body: Document | None = None, *, json: bool
     ) -> None:
         """Send a request, and print the document that it returns, or those of a list."""
         with target.connect() as client:
             response = client.request(verb, path, body)
         is_list = verb == "GET" and path.partition("?")[0].endswith(f"/{self.field}")
-        self.print(
-            list(filter(is_wanted, response[self.field])) if is_list else response, json=json
-        )
+        self.print(response[self.field] if is_list else response, json=json)
 
     def print(self, documents: Iterable[Document] | Document, *, json: bool) -> None:
         from gateway.commands import tables
@@ -93,15 +84,13 @@ def describe_model_state(model: Document) -> str:
     return format_state("LOADING" if "LOADING" in states else "".join(states[:1]) or "UNAVAILABLE")
 
 
-def format_version(version: Document, model_state: str) -> str:
-    """Return the number of a version, with its state if this differs from the model's."""
-    state = format_state(version.get("state", ""))
-    return f"{version.get('version', '')} {'' if state == model_state else state}".strip()
-
-
 def format_model_row(model: Document) -> Row:
     state = describe_model_state(model)
-    versions = ", ".join(format_version(version, state) for version in model["versions"])
+    versions = []
+    for version in model["versions"]:
+        each = format_state(version.get("state", ""))
+        shown = "" if each == state else each
+        versions.append(f"{version.get('version', '')} {shown}".strip())
     reasons = [REASON_TEXTS[field] for field in REASON_TEXTS if field in model]
     if "last_error" in model:
         reasons.append(model["last_error"])
@@ -111,7 +100,7 @@ def format_model_row(model: Document) -> Row:
     if "behind" in model:
         reasons.append(f"outdated load on {', '.join(model['behind'])}")
     replicas = format_state_counts(model.get("replicas", {}).values())
-    return model["name"], state, versions, replicas, "; ".join(reasons)
+    return model["name"], state, ", ".join(versions), replicas, "; ".join(reasons)
 
 
 def format_replica_row(replica: Document) -> Row:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-import orjson
 from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -52,10 +51,7 @@ def print_renderable(renderable: RenderableType) -> None:
 
 
 def print_json(value: Any) -> None:
-    try:
-        text = orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
-    except orjson.JSONEncodeError:  # as in `encode_any_json`
-        text = json.dumps(value, indent=2)
+    text = json.dumps(value, indent=2, ensure_ascii=False)
     sys.stdout.buffer.write(f"{escape_unprintable_json(text)}\n".encode())
 
 

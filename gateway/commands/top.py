@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -28,7 +28,6 @@ from gateway.telemetry.exposition import (
     split_page,
 )
 
-T = TypeVar("T")
 REQUEST_DURATION_METRIC: Final = "gateway_request_duration_seconds"
 REFUSALS_METRIC: Final = "gateway_queue_refusals_total"
 GAUGE_TITLES: Final = {
@@ -68,7 +67,7 @@ def take_snapshot(client: Client) -> Snapshot:
     return Snapshot(time.monotonic(), models, replicas, gauges, refusals, traffic)
 
 
-def ask_if_allowed(ask: Callable[[], T]) -> T | None:
+def ask_if_allowed(ask: Callable[[], Any]) -> Any:
     try:
         return ask()
     except GatewayError as exc:

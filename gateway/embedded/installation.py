@@ -59,9 +59,8 @@ class Installation:
     libpython: Path
 
     def environment(self) -> dict[str, str]:
-        inherited = {
-            k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "GATEWAY_"))
-        }
+        own = ("PYTHON", "GATEWAY_")
+        inherited = {name: os.environ[name] for name in os.environ if not name.startswith(own)}
         # Some machines find the driver of their GPU by the inherited path only.
         places = (str(self.libpython), str(self.libraries), inherited.get(LIBRARY_PATH, ""))
         return inherited | {

@@ -211,14 +211,14 @@ class EmbeddedTriton:
             exit_times.append(now)
             try:
                 if is_limit_reached:
-                    count = MAX_RESTARTS + 1
-                    raise CannotStart(f"it exited {count} times within {RESTART_WINDOW_S:g} s")
+                    times = f"{MAX_RESTARTS + 1} times within {RESTART_WINDOW_S:g} s"
+                    raise CannotStart(f"it exited {times}")
                 self._report(f"{reason}; restarting it")
                 self._restart()
             except (CannotStart, OSError) as exc:
                 if not self._stop_requested.is_set():
-                    message = f"Triton cannot be restarted: {reason}; {exc}"
-                    self.on_failure(f"{self.message_prefix}{message}")
+                    message = f"{self.message_prefix}Triton cannot be restarted: {reason}; {exc}"
+                    self.on_failure(message)
                 return
             self._report("Triton is ready again")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -102,7 +102,7 @@ class TritonPythonModel:
         for name in self._input_names:
             tensor = pb_utils.get_input_tensor_by_name(request, name)
             if tensor is not None:
-                values = decode_strings(tensor.as_numpy())
+                values = convert_strings(tensor.as_numpy(), bytes.decode)
                 # Triton's shape of a scalar is [1].
                 tensors[name] = values.reshape(()) if name in self._scalars else values
         return tensors
@@ -144,7 +144,7 @@ class TritonPythonModel:
 
     def _create_response(self, outputs: Iterable[Any]) -> Any:
         tensors = [
-            pb_utils.Tensor(name, encode_strings(np.atleast_1d(values)))
+            pb_utils.Tensor(name, convert_strings(np.atleast_1d(values), str.encode))
             for name, values in zip(self._output_names, outputs, strict=True)
         ]
         return pb_utils.InferenceResponse(tensors)
@@ -155,20 +155,12 @@ def refuse_request(message: str) -> Any:
     return pb_utils.InferenceResponse(error=error)
 
 
-def decode_strings(values: Array) -> Array:
-    """Convert the bytes of Triton's strings, for onnxruntime. Raises `UnicodeDecodeError`."""
-    if values.dtype != np.object_:
-        return values
-    texts = np.empty(values.size, np.object_)
-    texts[:] = [text.decode() for text in values.ravel()]
-    return texts.reshape(values.shape)
-
-
-def encode_strings(values: Array) -> Array:
+def convert_strings(values: Array, convert: Callable[[Any], Any]) -> Array:
+    """Convert the bytes of Triton's strings for onnxruntime, or back. Raises `UnicodeDecodeError`."""
     if values.dtype != np.object_:
         return np.ascontiguousarray(values)
     texts = np.empty(values.size, np.object_)
-    texts[:] = [text.encode() for text in values.ravel()]
+    texts[:] = [convert(text) for text in values.ravel()]
     return texts.reshape(values.shape)
 
 
