@@ -25,7 +25,7 @@ from PIL import Image
 from rich.console import Console
 
 from gateway.client.many import run_ordered
-from gateway.commands import errors
+from gateway.commands import bench, errors
 from gateway.commands.flags import InferFlags
 from gateway.commands.records import encode_text_record, resume_output
 from gateway.commands.top import ERRORS, REQUESTS, Snapshot, Traffic, render_snapshot
@@ -196,6 +196,24 @@ def test_resume_keeps_the_records_of_inputs_that_succeeded(
         assert resume_output(file) == Counter({"a": kept.count(DONE)})
     assert file.read_bytes() == (content if kept is None else kept)
     assert [each.name for each in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_output_file_is_continued_or_overwritten_if_this_is_said(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    paths = text_files(tmp_path, 2)
+    output = tmp_path / "out.jsonl"
+    arguments = ("infer", TEXTS, *paths, paths[0], "--output", output)
+    assert gateway.run(*arguments).returncode == 0
+    lines = output.read_text().splitlines(keepends=True)
+    assert lines[2] == lines[0]  # the same input
+    output.write_text(lines[1])
+    assert gateway.run(*arguments, "--resume").returncode == 0
+    assert output.read_text() == "".join((lines[1], lines[0], lines[2]))
+    one = ("infer", TEXTS, paths[1], "--output", output)
+    assert "--resume continues it" in gateway.fails(2, *one)
+    assert gateway.run(*one, "--overwrite").returncode == 0
+    assert output.read_text() == lines[1]
 
 
 def test_lines_of_standard_input_are_answered_as_they_arrive(gateway: Gateway) -> None:
@@ -397,6 +415,28 @@ def test_load_unload_and_ready_report_each_replica(
         "model": NUMBERS, "state": "READY", "replicas": {address: {"state": "READY"}},
     }  # fmt: skip
     assert json.loads(gateway.run("ready", "--json").stdout)["ready"] is True
+
+
+TEXT_INPUT = {"name": "T", "datatype": "BYTES", "example": "a text"}
+NUMBER_INPUT = {"name": "N", "datatype": "FP32", "example": "[1, 2]"}
+IMAGE_INPUT = {"name": "I", "datatype": "UINT8", "example": "data:image/png;base64,AA=="}
+WITHOUT = {"name": "W", "datatype": "FP32"}
+CURL = "curl -s -d 'some text' -H 'Content-Type: text/plain' http://gateway/v1/models/m/infer"
+# The inputs of a model, and the body that is measured without a file.
+EXAMPLES: list[tuple[list[dict[str, Any]], bytes]] = [
+    ([TEXT_INPUT, NUMBER_INPUT], b'{"inputs": {"T": "a text", "N": [1, 2]}}'),
+    (
+        [IMAGE_INPUT, {**WITHOUT, "optional": True}],
+        b'{"inputs": {"I": "data:image/png;base64,AA=="}}',
+    ),
+    ([TEXT_INPUT, WITHOUT], b"some text"),
+    ([], b"some text"),
+]
+
+
+@pytest.mark.parametrize(("inputs", "body"), EXAMPLES)
+def test_bench_sends_the_example_of_the_model(inputs: list[dict[str, Any]], body: bytes) -> None:
+    assert bench.build_example({"inputs": inputs, "curl": CURL}).content == body
 
 
 @pytest.mark.long

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import psutil
@@ -146,70 +142,21 @@ def test_on_demand_models_require_a_repository_that_can_be_listed(tmp_path: Path
         exclude_startup_models(polled, ["*"])
 
 
-def test_refused_argument_is_reported_in_one_sentence(tmp_path: Path) -> None:
-    with Up(tmp_path, "--triton-arg", "--grpc-address=0.0.0.0") as up:
-        assert up.end() == 1
-    refused = "--triton-arg does not accept --grpc-address=0.0.0.0: the embedded Triton listens on 127.0.0.1"
-    assert up.lines == [f"triton-gateway: {refused}"]
-
-
 # A repository in an object store.
 
 
-class Bucket(BaseHTTPRequestHandler):
-    """The part of S3 that reading needs: HEAD, GET, and GET ?list-type=2, of the files in a folder."""
+class ClosedBucket(BaseHTTPRequestHandler):
+    """Refuses whatever is asked."""
 
-    protocol_version = "HTTP/1.1"
-
-    def __init__(self, folder: Path | None, *arguments: Any) -> None:
-        self.folder = folder  # None: every request is refused
-        super().__init__(*arguments)
-
-    def read(self) -> None:
-        url = urlsplit(self.path)
-        key = url.path.lstrip("/").partition("/")[2]
-        if self.folder is None:
-            self.answer(403, b"")
-        elif not key:
-            self.answer(200, listing(self.folder, parse_qs(url.query).get("prefix", [""])[0]))
-        elif (file := self.folder / key).is_file():
-            self.answer(200, file.read_bytes())
-        else:
-            self.answer(404, b"")
-
-    do_GET = do_HEAD = read  # noqa: N815 - the library's names
-
-    def answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT")
+    def do_GET(self) -> None:
+        self.send_response(403)
+        self.send_header("Content-Length", "0")
         self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
+
+    do_HEAD = do_GET  # noqa: N815 - the library's name
 
     def log_message(self, *_: Any) -> None:
         pass
-
-
-def listing(folder: Path, prefix: str) -> bytes:
-    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    entries = "".join(
-        f"<Contents><Key>{key}</Key><LastModified>2024-01-01T00:00:00.000Z</LastModified></Contents>"
-        for key in sorted(map(str, files))
-        if key.startswith(prefix)
-    )
-    return (
-        f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>".encode()
-    )
-
-
-@contextmanager
-def bucket_of(folder: Path | None) -> Iterator[str]:
-    """Yield the address of the bucket."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Bucket, folder)) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"s3://127.0.0.1:{server.server_port}/bucket/models"
-        server.shutdown()
 
 
 CREDENTIALS = {
@@ -220,25 +167,13 @@ CREDENTIALS = {
 }
 
 
-@pytest.mark.long
-def test_models_are_read_from_an_object_store(tmp_path: Path) -> None:
-    write_model(tmp_path / "models")
-    with (
-        bucket_of(tmp_path) as address,
-        Up(address, command="triton", environment=CREDENTIALS) as triton,
-    ):
-        triton.wait_for("Triton is ready")
-        assert f"--model-repository={address}" in triton.server().cmdline()
-        url = f"http://{triton.triton}/v2/models/echo/ready"
-        assert httpx.get(url, timeout=TIMEOUT_S).status_code == 200
-
-
 def test_object_store_that_rejects_triton_is_named() -> None:
-    with (
-        bucket_of(None) as address,
-        Up(address, command="triton", environment=CREDENTIALS) as triton,
-    ):
-        assert triton.end() == 1
+    with ThreadingHTTPServer(("127.0.0.1", 0), ClosedBucket) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"s3://127.0.0.1:{server.server_port}/bucket/models"
+        with Up(address, command="triton", environment=CREDENTIALS) as triton:
+            assert triton.end() == 1
+        server.shutdown()
     assert triton.lines[-1].startswith(f"triton-gateway: Triton cannot start with {address}: ")
     assert "Check account credentials" in triton.lines[-1]
 
