@@ -48,8 +48,8 @@ def build_example(model: Mapping[str, Any]) -> Body:
 def parse_example(tensor: Mapping[str, Any]) -> Any:
     """Return the value of an example: a text, a `data:` URI of a file, or numbers as JSON."""
     example = tensor["example"]
-    is_text = tensor["datatype"] == "BYTES" or example.startswith("data:")
-    return example if is_text else json.loads(example)
+    text = {"b64": example} if example.startswith("data:") else example
+    return json.loads(example) if text == example and tensor["datatype"] != "BYTES" else text
 
 
 async def measure(

@@ -427,7 +427,7 @@ EXAMPLES: list[tuple[list[dict[str, Any]], bytes]] = [
     ([TEXT_INPUT, NUMBER_INPUT], b'{"inputs": {"T": "a text", "N": [1, 2]}}'),
     (
         [IMAGE_INPUT, {**WITHOUT, "optional": True}],
-        b'{"inputs": {"I": "data:image/png;base64,AA=="}}',
+        b'{"inputs": {"I": {"b64": "data:image/png;base64,AA=="}}}',
     ),
     ([TEXT_INPUT, WITHOUT], b"some text"),
     ([], b"some text"),
