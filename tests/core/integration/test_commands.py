@@ -203,7 +203,7 @@ def test_output_file_is_continued_or_overwritten_if_this_is_said(
 ) -> None:
     paths = text_files(tmp_path, 2)
     output = tmp_path / "out.jsonl"
-    arguments = ("infer", TEXTS, *paths, paths[0], "--output", output)
+    arguments: list[str | Path] = ["infer", TEXTS, *paths, paths[0], "--output", output]
     assert gateway.run(*arguments).returncode == 0
     lines = output.read_text().splitlines(keepends=True)
     assert lines[2] == lines[0]  # the same input
