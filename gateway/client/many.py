@@ -14,6 +14,7 @@ from collections.abc import (
     Iterable,
     Sequence,
 )
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -181,24 +182,17 @@ async def iterate(values: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
 
 async def call_in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> Any:
     """Do as `asyncio.to_thread`, but the end of the loop and of the process does not wait for the call."""
-    loop = asyncio.get_running_loop()
-    result = loop.create_future()
-
-    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-        if not result.done():
-            set_outcome(outcome)
+    outcome: Future[Any] = Future()
 
     def run() -> None:
-        outcome: tuple[Callable[[Any], None], Any]
+        outcome.set_running_or_notify_cancel()
         try:
-            outcome = result.set_result, function(*arguments)
+            outcome.set_result(function(*arguments))
         except Exception as exc:  # noqa: BLE001 - the caller gets it
-            outcome = result.set_exception, exc
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, *outcome)
+            outcome.set_exception(exc)
 
     threading.Thread(target=run, daemon=True).start()
-    return await result
+    return await asyncio.wrap_future(outcome)
 
 
 async def run_ordered(

@@ -386,6 +386,12 @@ def test_command_prints_what_it_says_or_one_sentence(gateway: Gateway, number: i
     assert not key or key not in shown
 
 
+def test_gateway_that_is_not_ready_fails_the_command() -> None:
+    with gateway_before(NOWHERE) as idle:
+        sentence = Gateway(str(idle.base_url), "").fails(1, "ready")
+    assert sentence == "not ready: 127.0.0.1:9 is DOWN"
+
+
 def test_request_as_printed_works(gateway: Gateway) -> None:
     """Of `curl` and of `describe`, in a shell with the key."""
     for model, value in ((TEXTS, "some text"), (NUMBERS, [0.5, 0.5])):
