@@ -207,9 +207,9 @@ def test_output_file_is_continued_or_overwritten_if_this_is_said(
     assert gateway.run(*arguments).returncode == 0
     lines = output.read_text().splitlines(keepends=True)
     assert lines[2] == lines[0]  # the same input
-    output.write_text(lines[1])
+    output.write_text(lines[0])
     assert gateway.run(*arguments, "--resume").returncode == 0
-    assert output.read_text() == "".join((lines[1], lines[0], lines[2]))
+    assert output.read_text() == "".join(lines)
     one = ("infer", TEXTS, paths[1], "--output", output)
     assert "--resume continues it" in gateway.fails(2, *one)
     assert gateway.run(*one, "--overwrite").returncode == 0
@@ -389,7 +389,7 @@ def test_command_prints_what_it_says_or_one_sentence(gateway: Gateway, number: i
 def test_gateway_that_is_not_ready_fails_the_command() -> None:
     with gateway_before(NOWHERE) as idle:
         sentence = Gateway(str(idle.base_url), "").fails(1, "ready")
-    assert sentence == "not ready: 127.0.0.1:9 is DOWN"
+    assert sentence.startswith("not ready: 127.0.0.1:9 is down: ")
 
 
 def test_request_as_printed_works(gateway: Gateway) -> None:
