@@ -293,16 +293,6 @@ def test_triton_command_listens_on_the_given_host(repository: Path) -> None:
 
 
 @pytest.mark.long
-def test_triton_command_ends_if_its_server_cannot_be_restarted(repository: Path) -> None:
-    with Up(repository, command="triton") as triton:
-        triton.wait_for("Triton is ready")
-        write_model(repository, "raise ValueError('the weights are gone')")
-        triton.server().kill()
-        assert triton.end() == 1
-        assert "the weights are gone" in triton.lines[-1]
-
-
-@pytest.mark.long
 def test_first_start_without_a_network_names_the_package_index(
     tmp_path: Path, repository: Path
 ) -> None:
