@@ -21,7 +21,7 @@ cuda.cuGetErrorString(cuda.cuInit(0), ctypes.byref(reason))
 cuda.cuDriverGetVersion(ctypes.byref(version))
 cuda.cuDeviceGetCount(ctypes.byref(count))
 names = [cuda.cuDeviceGetName(name, 256, each) or name.value.decode() for each in range(count.value)]
-print(json.dumps({"version": version.value, "reason": reason.value.decode(), "names": names}))
+print(json.dumps({"version": version.value, "reason": (reason.value or b"unknown").decode(), "names": names}))
 """
 PROBE_TIMEOUT_S: Final = 20.0
 MIN_CUDA_VERSION: Final = 12  # of the driver, for a Triton that was built with CUDA 12
