@@ -111,7 +111,8 @@ class InferRun:
 
         flags = self.flags
         options: dict[str, Any] = {"batch": flags.batch, "concurrency": flags.concurrency}
-        values = read_values()
+        # Values that may block are read one by one in a thread, which costs time.
+        values = read_values() if self.inputs.may_block else list(read_values())
         outcomes = client.infer_many(
             self.model, values, version=self.version, stream=is_decoupled, **options
         )
@@ -204,8 +205,6 @@ class InferRun:
         print_message(f"{done}, in {elapsed_s:.1f} s ({rate:.0f}/s)")
         for record in self.failures:
             print_message(f"  {record['input']}: {record['error']}")
-        if counts["failed"] > len(self.failures):
-            print_message(f"  and {counts['failed'] - len(self.failures)} more")
 
     def describe_rest(self) -> str:
         """Return what is done, and how to continue."""

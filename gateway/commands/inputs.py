@@ -33,6 +33,10 @@ class InputSource:
             return None
         return len(self.texts) + len(self.paths)
 
+    @property
+    def may_block(self) -> bool:
+        return self.total is None or any(map(is_special, self.paths))
+
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         for number, text in enumerate(self.texts, 1):
             yield f"text:{number}", read_text(text.encode("utf-8", "surrogateescape"))

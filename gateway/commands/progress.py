@@ -5,13 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
 
 from rich import progress
 from rich.console import Console
-
-# More would take the interpreter from the requests.
-REFRESHES_PER_S: Final = 4
 
 
 def create_bar(*columns: progress.ProgressColumn) -> progress.Progress:
@@ -22,7 +18,7 @@ def create_bar(*columns: progress.ProgressColumn) -> progress.Progress:
         progress.TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
-        refresh_per_second=REFRESHES_PER_S,
+        refresh_per_second=4,  # more would take the interpreter from the requests
         disable=not sys.stderr.isatty(),
     )
 
