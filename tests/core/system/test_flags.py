@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import httpx
@@ -18,6 +16,7 @@ from gateway.cli import root_cli
 from gateway.embedded.log_filter import LogFilter
 from gateway.embedded.model_paths import exclude_startup_models
 from gateway.embedded.options import CannotStart, ModelControl, TritonOptions
+from tests.support.scripted_server import serving
 from tests.support.servers import ROOT
 from tests.support.up import Up, write_model
 from tests.support.wait import TIMEOUT_S
@@ -145,20 +144,6 @@ def test_on_demand_models_require_a_repository_that_can_be_listed(tmp_path: Path
 # A repository in an object store.
 
 
-class ClosedBucket(BaseHTTPRequestHandler):
-    """Refuses whatever is asked."""
-
-    def do_GET(self) -> None:
-        self.send_response(403)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_HEAD = do_GET  # noqa: N815 - the library's name
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "x",
     "AWS_SECRET_ACCESS_KEY": "y",
@@ -168,12 +153,11 @@ CREDENTIALS = {
 
 
 def test_object_store_that_rejects_triton_is_named() -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), ClosedBucket) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        address = f"s3://127.0.0.1:{server.server_port}/bucket/models"
+    closed = {"": lambda script: script.answer(403, b"")}
+    with serving(by_path=closed) as server:
+        address = f"{server.url.replace('http', 's3')}/bucket/models"
         with Up(address, command="triton", environment=CREDENTIALS) as triton:
             assert triton.end() == 1
-        server.shutdown()
     assert triton.lines[-1].startswith(f"triton-gateway: Triton cannot start with {address}: ")
     assert "Check account credentials" in triton.lines[-1]
 
