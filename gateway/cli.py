@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta, timezone
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
@@ -25,16 +25,14 @@ from gateway.callers import CallerLimits, Priority, Role
 from gateway.commands import client_commands
 from gateway.commands.flags import (
     INFERENCE_PANEL,
-    MODELS_PANEL,
     OPERATION_PANEL,
     JsonOption,
     add_flags,
     format_examples,
 )
-from gateway.commands.help import HelpAllOption, RootGroup, arrange_help
+from gateway.commands.help import START_HERE, create_cli
 from gateway.commands.job_commands import job_cli
-from gateway.commands.label_commands import label_cli
-from gateway.commands.target import OptionalTarget, report_other_shapes
+from gateway.commands.target import OptionalTarget, report_gateway_errors
 from gateway.embedded.flags import TritonFlags
 from gateway.embedded.model_paths import exclude_startup_models
 from gateway.messages import CommandError, format_utc_time, parse_time, print_message, quote_text
@@ -47,17 +45,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 IMPORT_COLLECTION_THRESHOLD = 200_000  # more than the imports of any command
 NO_SETTINGS: Final[Mapping[str, Any]] = {}
-HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
-CliGroup = partial(typer.Typer, no_args_is_help=True, context_settings=HELP_FLAGS)
-root_cli = CliGroup(cls=RootGroup, pretty_exceptions_enable=False)
-key_commands = CliGroup(help="Manage the API keys of the gateway.")
-state_commands = CliGroup(help="Export or import the desired state.")
+root_cli = create_cli(epilog=START_HERE, pretty_exceptions_enable=False)
+key_commands = create_cli(help="Manage the API keys of the gateway.")
+state_commands = create_cli(help="Export or import the desired state.")
 START_PANEL = "Start a gateway"
 SERVERS = {"up", "serve", "triton"}  # commands that write a log
 root_cli.add_typer(key_commands, name="key", rich_help_panel=START_PANEL)
 root_cli.add_typer(client_commands.cli)
 root_cli.add_typer(job_cli, name="jobs", rich_help_panel=INFERENCE_PANEL)
-root_cli.add_typer(label_cli, name="label", rich_help_panel=MODELS_PANEL)
 root_cli.add_typer(state_commands, name="state", rich_help_panel=OPERATION_PANEL)
 diagnosis_commands = typer.Typer()  # the last group of the help, which lists groups in this order
 root_cli.add_typer(diagnosis_commands)
@@ -240,7 +235,6 @@ def up(
     grpc_port: GrpcPort = None,
     on_demand: OnDemandPatterns = None,
     max_loaded_models: MaxLoadedModels = None,
-    help_all: HelpAllOption = False,
 ) -> None:
     """Start one or several embedded Tritons with a gateway in front of them."""
     from gateway.server import launch
@@ -260,9 +254,7 @@ def up(
 
 @root_cli.command(rich_help_panel=START_PANEL)
 @add_flags(TritonFlags)
-def triton(
-    flags: TritonFlags, host: TritonHost = "127.0.0.1", help_all: HelpAllOption = False
-) -> None:
+def triton(flags: TritonFlags, host: TritonHost = "127.0.0.1") -> None:
     """Start an embedded Triton without a gateway."""
     from gateway.server import launch
 
@@ -296,7 +288,7 @@ def export_command(target: OptionalTarget, state: StateUrl = "") -> None:
         return
     from gateway.commands.tables import print_json
 
-    with target.connect() as client:
+    with report_gateway_errors(target.url), target.connect() as client:
         print_json(client.request("GET", "/v1/state"))
 
 
@@ -375,7 +367,7 @@ def doctor(
     from gateway.doctor.checks import ask_gateway, print_findings, run_checks
 
     if target.url:
-        with report_other_shapes(target.url):
+        with report_gateway_errors(target.url):
             findings = list(ask_gateway(target))
     else:
         findings = run_checks(host, port)
@@ -508,9 +500,7 @@ def exit_on_signal(number: int, frame: FrameType | None) -> None:
 
 @cache
 def build_command() -> Callable[..., object]:
-    command = typer.main.get_command(root_cli)
-    arrange_help(command)
-    return command
+    return typer.main.get_command(root_cli)
 
 
 def main(settings: Mapping[str, Any] = NO_SETTINGS) -> None:

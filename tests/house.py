@@ -37,13 +37,19 @@ BUDGETS: Final = {
     "access": Budget(1050),
     TOP: Budget(1800),
     "client": Budget(1900),
-    "commands": Budget(2100),
+    "commands": Budget(
+        2310,
+        is_enforced=True,
+        reason="2,100 is the aim; the signatures, which are the help, take a third",
+    ),
     "doctor": Budget(380, is_enforced=True),
     "config": Budget(720),
     "repository": Budget(1700),
     "repository/state": Budget(1300),
     "fleet": Budget(2100),
-    "embedded": Budget(1850),
+    "embedded": Budget(
+        2035, is_enforced=True, reason="1,850 is the aim; the relay for IPv6 came in between"
+    ),
     "capabilities": Budget(160),
     "capabilities/on_demand": Budget(900),
     "capabilities/uploads": Budget(2300),

@@ -34,7 +34,7 @@ from gateway.client.jobs import (
     is_batch_read,
     parse_job,
 )
-from gateway.client.many import InferMany, InferOutcome, call_blocking, infer_many
+from gateway.client.many import InferMany, InferOutcome, call_blocking, collect, infer_many
 from gateway.client.models import (
     ListedModel,
     ModelInfo,
@@ -147,15 +147,18 @@ class AsyncClient:
         classification: int = 0,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
+        stream: bool = False,
     ) -> AsyncGenerator[InferOutcome, None]:
         """Yield a result, or the `GatewayError`, for each value, in order.
 
         At most `concurrency` requests are in progress, each with `batch` values; if a batch fails because of
         one of its values, they are sent alone. Ending the iteration cancels the requests in progress.
-        `values` may block: it is read in a thread of its own.
+        `values` may block: it is read in a thread of its own. With `stream`, a model may return any number
+        of responses: each output is the list of its values in all of them.
         """
         call = InferCall(model, None, {}, version, parameters, classification, headers, timeout_s)
-        return infer_many(self._infer, InferMany(call, values, batch, concurrency))
+        infer = partial(collect, self._stream) if stream else self._infer
+        return infer_many(infer, InferMany(call, values, batch, concurrency, stream))
 
     def stream(
         self,

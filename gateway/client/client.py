@@ -147,15 +147,17 @@ class Client:
         classification: int = 0,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
+        stream: bool = False,
     ) -> Generator[InferOutcome, None, None]:
         """Yield a result, or the `GatewayError`, for each value, in order.
 
         At most `concurrency` requests are in progress, each with `batch` values; if a batch fails because of
         one of its values, they are sent alone. Ending the iteration cancels the requests in progress.
-        `values` may block: it is read in a thread of its own.
+        `values` may block: it is read in a thread of its own. With `stream`, a model may return any number
+        of responses: each output is the list of its values in all of them.
         """
         call = InferCall(model, None, {}, version, parameters, classification, headers, timeout_s)
-        return infer_many(self._options, InferMany(call, values, batch, concurrency))
+        return infer_many(self._options, InferMany(call, values, batch, concurrency, stream))
 
     def stream(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
@@ -13,7 +14,8 @@ from collections.abc import (
     Iterable,
     Sequence,
 )
-from contextlib import aclosing
+from concurrent.futures import Future
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
@@ -22,7 +24,7 @@ from gateway.client.bodies import Body, encode_file, is_array, is_file
 from gateway.client.calls import InferCall
 from gateway.client.errors import INVALID_RESPONSE, GatewayError
 from gateway.client.results import InferResult
-from gateway.media_types import OCTET_STREAM
+from gateway.media_types import OCTET_STREAM, UTF8_TEXT
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -44,10 +46,13 @@ class InferMany:
     values: Iterable[Any] | AsyncIterable[Any]
     batch: int
     concurrency: int
+    stream: bool
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.concurrency < 1:
             raise ValueError("batch and concurrency must be at least 1")
+        if self.batch > 1 and self.stream:
+            raise ValueError("a stream has the responses of one value: batch must be 1")
 
 
 async def infer_many(infer: Infer, many: InferMany) -> AsyncGenerator[InferOutcome, None]:
@@ -74,22 +79,26 @@ async def group_values(
 
 async def infer_batch(infer: Infer, call: InferCall, values: Sequence[Any]) -> list[InferOutcome]:
     """Send the values in one request, or one for each; return a result or an error for each, in order."""
-    items = await asyncio.to_thread(read_items, values)
+    items = await call_blocking(read_items, values, is_slow=any(map(is_file, values)))
     readable = [item for item in items if not isinstance(item, GatewayError)]
     outcomes = iter(await infer_items(infer, call, readable))
     return [item if isinstance(item, GatewayError) else next(outcomes) for item in items]
 
 
-def read_items(values: Sequence[Any]) -> list[Any]:
-    """Return the values, with the contents of files, or the error that reading one is."""
+def read_items(values: Iterable[Any]) -> list[Any]:
+    return list(map(read_item, values))
 
-    def read(value: Any) -> Any:
-        try:
-            return encode_file(value) if is_file(value) else value
-        except GatewayError as exc:
-            return exc
 
-    return [read(value) for value in values]
+def read_item(value: Any) -> Any:
+    """Return a value; of a file its text or content, or the error that reading it is."""
+    try:
+        item = encode_file(value) if is_file(value) else value
+    except GatewayError as exc:
+        return exc
+    if isinstance(item, Body) and item.content_type == UTF8_TEXT:
+        with suppress(UnicodeDecodeError):  # the gateway reports the error
+            return item.content.decode()
+    return item
 
 
 async def infer_items(
@@ -102,6 +111,17 @@ async def infer_items(
         if outcome.status not in BATCH_SPLIT_STATUSES:
             return [outcome] * len(items)
     return [await infer_item(infer, call, item) for item in items]
+
+
+async def collect(
+    stream: Callable[[InferCall], AsyncGenerator[InferResult, None]], call: InferCall
+) -> InferResult:
+    """Return each output's values in all responses of an inference, in order."""
+    outputs: dict[str, list[Any]] = {}
+    async for result in stream(call):
+        for name, value in result.items():
+            outputs.setdefault(name, []).append(value)
+    return InferResult(outputs, call.model)
 
 
 async def infer_item(infer: Infer, call: InferCall, value: Any) -> InferOutcome:
@@ -156,8 +176,23 @@ async def iterate(values: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
             yield value
     else:
         iterator = iter(values)
-        while (item := await asyncio.to_thread(next, iterator, END)) is not END:
-            yield item  # type: ignore[misc]  # it is not END
+        while (item := await call_in_daemon_thread(next, iterator, END)) is not END:
+            yield item
+
+
+async def call_in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Do as `asyncio.to_thread`, but the end of the loop and of the process does not wait for the call."""
+    outcome: Future[Any] = Future()
+
+    def run() -> None:
+        outcome.set_running_or_notify_cancel()
+        try:
+            outcome.set_result(function(*arguments))
+        except Exception as exc:  # noqa: BLE001 - the caller gets it
+            outcome.set_exception(exc)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(outcome)
 
 
 async def run_ordered(
@@ -189,13 +224,8 @@ async def run_ordered(
             backlog_slots.release()
         await producer
     finally:
-        producer.cancel()
-        await asyncio.wait({producer})
-        remaining = [task for task in drain(tasks) if task is not None]
-        for task in remaining:
-            task.cancel()
-        await asyncio.gather(*remaining, return_exceptions=True)
-
-
-def drain(queue: asyncio.Queue[T]) -> list[T]:
-    return [queue.get_nowait() for _ in range(queue.qsize())]
+        queued = [tasks.get_nowait() for _ in range(tasks.qsize())]
+        running = [producer, *filter(None, queued)]
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Sequence
 from contextlib import suppress
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -18,22 +21,38 @@ from gateway.commands.flags import (
     InferFlags,
     JsonOption,
     ModelArgument,
+    OutputFormat,
     TimeoutOption,
     add_flags,
     add_target,
     format_examples,
 )
-from gateway.commands.replica_commands import replica_commands
+from gateway.commands.help import create_cli
+from gateway.commands.plain import LabelName, add_plain_commands
+from gateway.commands.resources import (
+    EVENTS,
+    LABELS,
+    MODELS,
+    REPLICAS,
+    REPORT_COLUMNS,
+    describe_readiness,
+    format_report_rows,
+    read_readiness,
+)
 from gateway.commands.target import Target, complete_model_name, make_command_error
 from gateway.messages import escape_unprintable
 
-if TYPE_CHECKING:
-    from gateway.client import Client
-    from gateway.commands.inference.records import OutputFormat
-
 cli = typer.Typer()
+replica_commands = typer.Typer(invoke_without_command=True)
 cli.add_typer(replica_commands, name="replicas", rich_help_panel=OPERATION_PANEL)
+add_plain_commands("replicas", replica_commands)
+label_cli = create_cli(help="Manage the version labels of models.")
+cli.add_typer(label_cli, name="label", rich_help_panel=MODELS_PANEL)
+add_plain_commands("label", label_cli)
 
+EVENTS_POLL_S: Final = 2.0
+AGE: Final = re.compile(r"(\d{1,6})([smhd])", re.ASCII)
+UNITS: Final = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 ModelsArgument = Annotated[
     list[str],
     typer.Argument(
@@ -42,9 +61,6 @@ ModelsArgument = Annotated[
 ]
 VersionOption = Annotated[
     str, typer.Option("--version", help="Model version. Default: the newest.")
-]
-TextsOption = Annotated[
-    list[str] | None, typer.Option("--text", help="Text to infer; may be repeated.")
 ]
 
 
@@ -70,22 +86,19 @@ def infer(
             help="Files, folders, glob patterns, or a text; - is standard input, one text per line.",
         ),
     ] = None,
-    text: TextsOption = None,
+    text: Annotated[
+        list[str] | None, typer.Option("--text", help="Text to infer; may be repeated.")
+    ] = None,
     lines: Annotated[
         bool, typer.Option("--lines", help="Treat each line of a file as a text.")
     ] = False,
     version: VersionOption = "",
 ) -> None:
     """Run inference on files and texts; print one record for each, in input order."""
-    from gateway.commands.inference.infer import InferOptions, run_infer
-    from gateway.commands.inference.inputs import InputSource, find_input_files, is_text
+    from gateway.commands.infer import InferRun
+    from gateway.commands.inputs import InputSource, find_input_files, is_text
 
-    if flags.resume and (flags.output is None or flags.overwrite):
-        raise UsageError("--resume requires --output FILE and excludes --overwrite")
-    check_job_flags(flags, has_inputs=bool(files or text))
-    if not (files or text or flags.job):
-        raise UsageError("nothing to infer: pass files, a folder, - or --text")
-    form = choose_format(flags)
+    check_infer_flags(flags, has_inputs=bool(files or text))
     arguments = files or ()
     words = () if lines else tuple(filter(is_text, arguments))
     paths = find_input_files([each for each in arguments if each not in words], flags.output)
@@ -94,33 +107,28 @@ def infer(
         raise UsageError(
             "--async with several inputs runs the model's default version; leave out --version"
         )
-    raise SystemExit(run_infer(InferOptions(target, model, version, inputs, flags, form, words)))
+    form = flags.format or (OutputFormat.text if sys.stdout.isatty() else OutputFormat.jsonl)
+    if flags.json or flags.output is not None:
+        form = OutputFormat.jsonl
+    raise SystemExit(InferRun(target, model, version, inputs, flags, form, words).run())
 
 
-def check_job_flags(flags: InferFlags, *, has_inputs: bool) -> None:
-    if (flags.callback or flags.no_wait) and not flags.is_async:
-        raise UsageError("--callback and --no-wait require --async")
-    if (flags.is_async or flags.job) and flags.batch > 1:
-        raise UsageError("--batch excludes --async and --job")
-    if flags.no_wait and (flags.output is not None or flags.format):
-        raise UsageError("--no-wait writes no results, and excludes --output and --format")
-    if flags.job and (has_inputs or flags.is_async):
-        raise UsageError("--job writes the results of a job, and excludes inputs and --async")
-
-
-def choose_format(flags: InferFlags) -> OutputFormat:
-    """Return the format of the records. Raises `UsageError`."""
-    from gateway.commands.inference.records import OutputFormat
-
-    names = [form.value for form in OutputFormat]
-    name = OutputFormat.jsonl if flags.json else flags.format
-    if name not in (None, *names):
-        raise UsageError(f"--format must be {' or '.join(names)}, not {name!r}")
-    if flags.output is None:
-        return OutputFormat(name or ("text" if sys.stdout.isatty() else "jsonl"))
-    if name == OutputFormat.text:
-        raise UsageError("--format text is for the standard output, not for --output FILE")
-    return OutputFormat.jsonl
+def check_infer_flags(flags: InferFlags, *, has_inputs: bool) -> None:
+    """Raise `UsageError` for flags that contradict each other."""
+    is_new_job = flags.is_async
+    is_text = flags.format is OutputFormat.text
+    has_output = flags.output is not None
+    for is_wrong, message in (
+        (flags.resume and (not has_output or flags.overwrite), "--resume requires --output FILE alone"),
+        (not is_new_job and (flags.callback or flags.no_wait), "--callback and --no-wait require --async"),
+        (flags.batch > 1 and (is_new_job or flags.job), "--batch excludes --async and --job"),
+        (flags.no_wait and (has_output or flags.format), "--no-wait excludes --output and --format"),
+        (flags.job and (has_inputs or is_new_job), "--job excludes inputs and --async"),
+        (not (flags.job or has_inputs), "nothing to infer: pass files, a folder, - or --text"),
+        (has_output and is_text, "--format text excludes --output FILE"),
+    ):  # fmt: skip
+        if is_wrong:
+            raise UsageError(message)
 
 
 @cli.command(rich_help_panel=MODELS_PANEL)
@@ -134,12 +142,23 @@ def models(
     json: JsonOption = False,
 ) -> None:
     """List the models with their states."""
-    from gateway.commands.tables import print_resource_list
+    with target.connect() as client:
+        models = client.request("GET", "/v1/models")["models"]
+    named = (model for model in models if text.lower() in model["name"].lower())
+    MODELS.print([model for model in named if model["ready"] or not ready], json=json)
 
-    def is_wanted(model: Mapping[str, Any]) -> bool:
-        return text.lower() in model["name"].lower() and (model["ready"] or not ready)
 
-    print_resource_list("models", target, json=json, is_wanted=is_wanted)
+@replica_commands.callback()
+@add_target
+def replicas(target: Target, context: typer.Context, json: JsonOption = False) -> None:
+    """List the Triton replicas and their state; cordon, drain or uncordon one."""
+    if context.invoked_subcommand is None:
+        REPLICAS.show(target, "GET", "/v1/replicas", json=json)
+        return
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise UsageError(f"write --{name} after {context.invoked_subcommand}")
 
 
 @cli.command(rich_help_panel=OPERATION_PANEL)
@@ -153,50 +172,16 @@ def ready(target: Target, json: JsonOption = False) -> None:
     if json:
         tables.print_json(readiness)
     elif readiness["ready"]:
-        typer.echo(escape_unprintable(describe_ready(readiness)))
+        typer.echo(escape_unprintable(describe_readiness(readiness)))
     if not readiness["ready"]:
-        raise ClientError(explain_not_ready(readiness))
-
-
-def read_readiness(client: Client) -> Mapping[str, Any]:
-    """Return the document of `/readyz`. Raises `GatewayError`."""
-    from gateway.client import GatewayError
-
-    try:
-        return client.request("GET", "/readyz")
-    except GatewayError as exc:
-        if "ready" not in exc.document:
-            raise
-        return exc.document
-
-
-def describe_ready(readiness: Mapping[str, Any]) -> str:
-    missing = ", ".join(readiness.get("missing") or {})
-    return f"ready, but {missing} cannot be served" if missing else "ready"
-
-
-def explain_not_ready(readiness: Mapping[str, Any]) -> str:
-    if readiness.get("draining"):
-        return "not ready: the gateway is shutting down"
-    if "replicas" not in readiness:
-        return "not ready; a key with the role admin sees why"
-    missing = readiness.get("missing") or {}
-    if missing:
-        return f"not ready: {', '.join(missing)} cannot be served"
-    states = readiness.get("replicas", {}).items()  # none of them can serve requests
-    unusable = ", ".join(f"{address} is {state}" for address, state in states)
-    return f"not ready: {unusable or 'no replica is available'}"
+        raise ClientError(describe_readiness(readiness))
 
 
 @cli.command(rich_help_panel=MODELS_PANEL, epilog=format_examples("triton-gateway load MODEL"))
 @add_target
-def load(
-    target: Target,
-    models: ModelsArgument,
-    json: JsonOption = False,
-) -> None:
+def load(target: Target, models: ModelsArgument, json: JsonOption = False) -> None:
     """Load models on every replica and wait for completion."""
-    change_models(target, models, lambda client, name: client.load(name), json=json)
+    change_models(target, "load", models, json=json)
 
 
 @cli.command(
@@ -213,19 +198,11 @@ def unload(
     json: JsonOption = False,
 ) -> None:
     """Unload models from every replica and wait for completion."""
-
-    def unload(client: Client, name: str) -> dict[str, Any]:
-        return client.unload(name, dependents=dependents)
-
-    change_models(target, models, unload, json=json)
+    change_models(target, "unload", models, json=json, dependents=dependents)
 
 
 def change_models(
-    target: Target,
-    names: Sequence[str],
-    change: Callable[[Client, str], dict[str, Any]],
-    *,
-    json: bool,
+    target: Target, change: str, names: Sequence[str], *, json: bool, **options: Any
 ) -> None:
     """Load or unload the models one by one; a failure does not stop the others."""
     from gateway.client import GatewayError
@@ -237,7 +214,7 @@ def change_models(
     with target.connect() as client:
         for name in names:
             try:
-                report = change(client, name)
+                report = getattr(client, change)(name, **options)
             except GatewayError as exc:
                 if exc.code == UNREACHABLE:
                     raise
@@ -248,8 +225,8 @@ def change_models(
     if json:
         tables.print_json(reports)
     elif reports:
-        rows = [row for report in reports for row in tables.format_report_rows(report)]
-        tables.print_table(tables.REPORT_COLUMNS, rows)
+        rows = [row for report in reports for row in format_report_rows(report)]
+        tables.print_table(REPORT_COLUMNS, rows)
     if failures:
         raise type(failures[0])("; ".join(map(str, failures)))
 
@@ -333,10 +310,53 @@ def remove(
     ],
 ) -> None:
     """Unload models and remove their files."""
-    from gateway.commands.model_transfer import remove_models
+    with target.connect() as client:
+        for name in names:
+            model, _, version = name.partition("/")
+            client.delete(model, version)
+            typer.echo(f"removed {escape_unprintable(name)}")
 
-    for name in remove_models(target, names):
-        typer.echo(f"removed {escape_unprintable(name)}")
+
+@label_cli.command("set")
+@add_target
+def set_model_label(
+    target: Target,
+    model: ModelArgument,
+    label: LabelName,
+    versions: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="VERSIONS", help="A version, or several with their shares, such as 1=90 2=10."
+        ),
+    ],
+    sticky: Annotated[
+        bool, typer.Option("--sticky", help="Each API key keeps its version of a split.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Let a label mean a version, or split its requests between versions."""
+    from gateway.client.calls import build_label_path
+
+    body = build_label(versions, sticky)
+    LABELS.show(target, "PUT", build_label_path(model, label), body, json=json)
+
+
+def build_label(versions: Sequence[str], sticky: bool) -> dict[str, Any]:
+    document: dict[str, Any] = {"version": versions[0]}
+    if len(versions) > 1 or "=" in versions[0]:
+        document = {"versions": dict(map(parse_share, versions))}
+        if len(document["versions"]) < len(versions):
+            raise UsageError("a version is given twice")
+    if sticky:
+        document["sticky"] = "key"
+    return document
+
+
+def parse_share(text: str) -> tuple[str, int]:
+    version, _, share = text.partition("=")
+    if not (version.isdecimal() and share.isdecimal()):
+        raise UsageError(f"expected VERSION=SHARE, such as 1=90, not {text!r}")
+    return version, int(share)
 
 
 @cli.command(rich_help_panel=OPERATION_PANEL)
@@ -345,7 +365,7 @@ def top(
     target: Target,
     interval: Annotated[float, typer.Option(min=0.1, help="Refresh interval, in seconds.")] = 1.0,
 ) -> None:
-    """Show live traffic, models and replicas; press q to quit."""
+    """Show live traffic, models and replicas, until Ctrl-C."""
     from gateway.commands.top import run_top
 
     with target.connect() as client, suppress(KeyboardInterrupt):
@@ -375,10 +395,24 @@ def events(
     json: JsonOption = False,
 ) -> None:
     """Show what changed, by whom, and with which outcome."""
-    from gateway.commands.events import print_events
-
     with target.connect() as client, suppress(KeyboardInterrupt):
-        print_events(client, since, limit, follow=follow, json=json)
+        page = client.events(parse_since(since), limit=limit)
+        if not follow:
+            EVENTS.print(page["events"], json=json)
+        while follow:
+            for event in page["events"]:
+                EVENTS.print_line(event, json=json)
+            if not page["events"]:
+                time.sleep(EVENTS_POLL_S)
+            page = client.events(after=page["next"], limit=limit)
+
+
+def parse_since(since: str) -> str | datetime:
+    """Return the time of an age such as 5m; the gateway reads everything else."""
+    match = AGE.fullmatch(since)
+    if match is None:
+        return since
+    return datetime.now(timezone.utc) - timedelta(**{UNITS[match[2]]: int(match[1])})
 
 
 @cli.command(rich_help_panel=INFERENCE_PANEL)
@@ -396,8 +430,7 @@ def format_curl_header(target: Target) -> str:
 
 
 @cli.command(
-    rich_help_panel=INFERENCE_PANEL,
-    epilog=format_examples("triton-gateway describe MODEL"),
+    rich_help_panel=INFERENCE_PANEL, epilog=format_examples("triton-gateway describe MODEL")
 )
 @add_target
 def describe(
@@ -426,13 +459,12 @@ def bench(
     target: Target,
     model: ModelArgument,
     file: Annotated[
-        str | None,
-        typer.Argument(help="File with the request. Default: the request that curl shows."),
+        Path | None, typer.Argument(help="File with the request. Default: the model's example.")
     ] = None,
     text: Annotated[str | None, typer.Option(help="Text to send.")] = None,
     version: VersionOption = "",
     concurrency: Annotated[
-        str, typer.Option(help="Concurrency levels to measure.")
+        str, typer.Option(help="Numbers of requests in flight to measure.")
     ] = "1,2,4,8,16,32",
     seconds: Annotated[
         float, typer.Option(min=0.01, help="Duration of each measurement, in seconds.")
@@ -441,28 +473,35 @@ def bench(
     json: JsonOption = False,
 ) -> None:
     """Measure latency and throughput at increasing concurrency."""
+    import uvloop
+
+    from gateway.client.bodies import encode_inputs
+    from gateway.client.calls import ApiRequest, build_model_path
     from gateway.commands import bench, tables
-    from gateway.commands.inference.inputs import Input, report_unreadable
+    from gateway.media_types import NDJSON
 
     if file and text is not None:
         raise UsageError("pass either FILE or --text, not both")
+    words = concurrency.split(",")
+    if not all(each.isdecimal() and 0 < int(each) <= bench.MAX_CONCURRENCY for each in words):
+        raise UsageError("--concurrency must be numbers up to 1024, such as 1,2,4")
+    source = file if text is None else text
     with target.connect() as client:
-        model_info = client.model(model, version)
-    source = text.encode() if text is not None else file
-    with report_unreadable(str(file)):
-        body = (
-            bench.build_bench_body(model_info.document)
-            if source is None
-            else Input("", source).read()
-        )
-    benchmark = bench.Benchmark(
-        target, model, version, body, seconds, timeout, is_decoupled=model_info.is_decoupled
-    )
-    results = benchmark.measure(bench.parse_concurrencies(concurrency))
+        info = client.model(model, version)
+        body: Any = bench.build_example(info.document) if source is None else encode_inputs(source)
+    path = f"{build_model_path(model, version)}/infer"
+    headers = {
+        "content-type": body.content_type,
+        "x-request-timeout": f"{timeout:g}",
+        **target.access.create_headers(),
+    }
+    if info.is_decoupled:
+        headers["accept"] = NDJSON
+    request = ApiRequest("POST", path, headers=headers, body=body)
+    results = uvloop.run(bench.measure(target, request, map(int, words), seconds))
     if json:
         tables.print_json(results)
     else:
-        tables.print_table(bench.BENCH_COLUMNS, map(bench.format_bench_row, results))
-        typer.echo(bench.plot_results(results))
-    if any(result.failed for result in results):
+        tables.print_table(bench.COLUMNS, map(bench.format_row, results))
+    if any(result["failed"] for result in results):
         raise ClientError("some requests failed")

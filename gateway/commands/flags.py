@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -11,8 +12,7 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import typer
 
-from gateway.commands.help import HelpAllOption
-from gateway.commands.target import Target, complete_model_name, report_other_shapes
+from gateway.commands.target import Target, complete_model_name, report_gateway_errors
 
 F = TypeVar("F")
 P = ParamSpec("P")
@@ -49,7 +49,7 @@ def add_target(command: Callable[Concatenate[Target, P], None]) -> Callable[...,
 
     @wraps(command)
     def run(target: Target, /, *arguments: P.args, **values: P.kwargs) -> None:
-        with report_other_shapes(target.url):
+        with report_gateway_errors(target.url):
             command(target, *arguments, **values)
 
     return add_flags(Target)(run)
@@ -76,6 +76,11 @@ TimeoutOption = Annotated[
 ]
 
 
+class OutputFormat(str, Enum):
+    text = "text"
+    jsonl = "jsonl"
+
+
 @dataclass(frozen=True)
 class InferFlags:
     """The flags of `infer` that say how its inputs are sent and where the records go."""
@@ -88,8 +93,7 @@ class InferFlags:
         Path | None, typer.Option("--output", "-o", help="Output file. Default: standard output.")
     ] = None
     format: Annotated[
-        str | None,
-        typer.Option(help="text or jsonl. Default: text on a terminal, else jsonl."),
+        OutputFormat | None, typer.Option(help="Default: text on a terminal, else jsonl.")
     ] = None
     json: Annotated[bool, typer.Option("--json", help="Same as --format jsonl.")] = False
     resume: Annotated[
@@ -117,4 +121,3 @@ class InferFlags:
     job: Annotated[
         str, typer.Option(metavar="JOB", help="Write the results of this job in place of inputs.")
     ] = ""
-    help_all: HelpAllOption = False

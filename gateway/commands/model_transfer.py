@@ -1,4 +1,4 @@
-"""Transfers of model files: `push`, `pull` and `rm`."""
+"""Transfers of model files: `push` and `pull`."""
 
 from __future__ import annotations
 
@@ -93,12 +93,3 @@ def download_file(client: Client, name: str, entry: dict[str, Any], folder: Path
             yield len(piece)
     if digest.hexdigest() != entry["sha256"]:
         raise ClientError(f"the received {entry['path']} has a wrong checksum; try again")
-
-
-def remove_models(target: Target, names: list[str]) -> Iterator[str]:
-    """Remove models, or versions as NAME/VERSION, and yield each. Raises `ClientError` for one that fails."""
-    with target.connect(TRANSFER_TIMEOUT_S) as client:
-        for name in names:
-            model, _, version = name.partition("/")
-            client.delete(model, version)
-            yield name

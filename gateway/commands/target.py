@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -24,21 +24,15 @@ from gateway.commands.errors import (
 from gateway.messages import CommandError
 
 if TYPE_CHECKING:
-    from gateway.client import AsyncClient, Client, GatewayError
+    from gateway.client import Client, GatewayError
     from gateway.client.connection import ClientOptions
 
-T = TypeVar("T")
 COMMAND_TIMEOUT_S: Final = 60.0
 COMPLETION_TIMEOUT_S: Final = 1.0
 # What the fields of a document raise that has another shape.
 SHAPE_ERRORS: Final = (
-    LookupError,
-    TypeError,
-    AttributeError,
-    ValueError,
-    ArithmeticError,
-    RecursionError,
-)
+    LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,35 +69,13 @@ class Target:
         with report_invalid_flags():
             return self.access.create_ssl_context()
 
-    @contextmanager
-    def connect(self, timeout_s: float = COMMAND_TIMEOUT_S) -> Iterator[Client]:
-        """Yield a client that repeats no requests. A `GatewayError` leaves the context as a `ClientError`."""
-        with self.create_client(timeout_s) as client, report_gateway_errors():
-            yield client
-
-    def create_client(self, timeout_s: float) -> Client:
-        """Return a client that repeats no requests. Raises `UsageError`."""
+    def connect(self, timeout_s: float = COMMAND_TIMEOUT_S, retries: int = 0) -> Client:
+        """Return a client whose results are Python's values. Raises `UsageError`."""
         from gateway.client import Client
 
-        return self._create(Client, timeout_s, retries=0)
-
-    def create_async_client(self, timeout_s: float, retries: int) -> AsyncClient:
-        """Return a client that is not blocking. Raises `UsageError`."""
-        from gateway.client import AsyncClient
-
-        return self._create(AsyncClient, timeout_s, retries)
-
-    def _create(self, create: Callable[..., T], timeout_s: float, retries: int) -> T:
-        """Return a client whose results are Python's values."""
+        options: dict[str, Any] = {"timeout_s": timeout_s, "retries": retries, "arrays": False}
         with report_invalid_flags():
-            return create(
-                self.url,
-                key=self.key,
-                ca=self.ca or "",
-                timeout_s=timeout_s,
-                retries=retries,
-                arrays=False,
-            )
+            return Client(self.url, key=self.key, ca=self.ca or "", **options)
 
 
 @dataclass(frozen=True)
@@ -122,26 +94,18 @@ def report_invalid_flags() -> Iterator[None]:
 
 
 @contextmanager
-def report_gateway_errors() -> Iterator[None]:
+def report_gateway_errors(url: str) -> Iterator[None]:
+    """Turn what a client raises into a `ClientError`, also for a response of another shape."""
     from gateway.client import GatewayError
+    from gateway.client.errors import InvalidRequest
 
     try:
         yield
     except GatewayError as exc:
         raise make_command_error(exc) from None
-
-
-@contextmanager
-def report_other_shapes(url: str) -> Iterator[None]:
-    """Report a response that has another shape than a gateway's, and arguments that make no request."""
-    try:
-        with report_gateway_errors():
-            yield
+    except InvalidRequest as exc:
+        raise UsageError(str(exc)) from None
     except SHAPE_ERRORS as exc:
-        from gateway.client.errors import InvalidRequest
-
-        if isinstance(exc, InvalidRequest):
-            raise UsageError(str(exc)) from None
         raise GatewayUnreachable(
             f"a response of {url} has another shape than a gateway's ({exc!r}); check that the URL is the "
             "gateway's"
@@ -167,7 +131,7 @@ def complete_model_name(context: typer.Context, incomplete: str) -> list[str]:
     flags = context.params
     try:
         target = Target(**{name: flags[name] for name in ("url", "key", "ca") if flags.get(name)})
-        with target.create_client(COMPLETION_TIMEOUT_S) as client:
+        with target.connect(COMPLETION_TIMEOUT_S) as client:
             names = [
                 model.name for model in client.models() if shlex.quote(model.name) == model.name
             ]

@@ -7,7 +7,6 @@ import logging
 import os
 import platform
 import resource
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,8 +27,13 @@ from gateway.capabilities.installed import INSTALLED, MODEL_KEYS, RULE_PARSERS, 
 from gateway.client import GatewayError as ClientGatewayError
 from gateway.client.transport import describe_os_error
 from gateway.commands import tables
-from gateway.commands.client_commands import describe_ready, explain_not_ready, read_readiness
 from gateway.commands.errors import translate_hints
+from gateway.commands.resources import (
+    describe_readiness,
+    format_replica_row,
+    format_state,
+    read_readiness,
+)
 from gateway.commands.target import Target
 from gateway.config.settings import (
     MIN_OPEN_FILES,
@@ -37,6 +41,7 @@ from gateway.config.settings import (
     describe_unknown_settings,
     read_settings,
 )
+from gateway.doctor.gpu import check_gpu
 from gateway.embedded import installation
 from gateway.embedded.options import CannotStart, check_port_free
 from gateway.errors import GatewayError
@@ -50,14 +55,12 @@ from gateway.repository.state.places import open_configured_store
 
 HTTP_TIMEOUT_S: Final = 2.0
 RECOMMENDED_OPEN_FILES: Final = 4096
-MIN_FREE_BYTES: Final = 1 << 30
-DOWNLOAD_SIZE: Final = "90 MB"
 URLS_SETTING: Final = "GATEWAY_TRITON_URLS"
 
 
 def run_checks(host: str, port: int) -> list[Finding]:
     logging.disable(logging.WARNING)  # the findings say the same
-    findings = [*check_python(), *check_installation()]
+    findings = [*check_python(), *check_installation(), *check_gpu()]
     try:
         settings = read_settings(*SETTINGS)
     except CommandError as exc:
@@ -70,13 +73,10 @@ def run_checks(host: str, port: int) -> list[Finding]:
     return [*findings, *check_open_files()]
 
 
-# The machine.
-
-
 def check_python() -> Iterator[Finding]:
     version = platform.python_version()
     try:
-        installation.check_platform(installation.HostPlatform())
+        installation.check_platform(platform.system(), platform.machine(), platform.libc_ver())
     except CommandError as exc:
         yield Finding("python", WARNING, f"Python {version}: {exc}", "up is unavailable")
     else:
@@ -100,11 +100,8 @@ def check_installation() -> Iterator[Finding]:
         message = f"the cache folder {cache} cannot be written"
         yield Finding(check, FAILED, message, "set TRITON_GATEWAY_CACHE")
     else:
-        if shutil.disk_usage(folder).free < MIN_FREE_BYTES:
-            message = f"less than 1 GiB is free in {folder}"
-            yield Finding(check, WARNING, message, "set TRITON_GATEWAY_CACHE")
         message = f"{join_names(missing)} not in {cache}"
-        advice = f"the first start of up downloads what is missing, at most {DOWNLOAD_SIZE}"
+        advice = "the first start of up downloads what is missing, at most 90 MB"
         yield Finding(check, WARNING, message, advice)
 
 
@@ -118,9 +115,6 @@ def check_open_files() -> Iterator[Finding]:
     else:
         limit = "no limit" if hard == resource.RLIM_INFINITY else f"up to {hard}"
         yield Finding("open files", OK, limit)
-
-
-# The settings.
 
 
 def check_setting_names(settings: Settings) -> Iterator[Finding]:
@@ -184,9 +178,6 @@ def check_state(settings: Settings) -> Iterator[Finding]:
         yield Finding(check, WARNING, weakness, "set appendonly yes, and appendfsync always")
     else:
         yield Finding(check, OK, f"readable, with the desired state of {count} models")
-
-
-# Servers.
 
 
 def check_port(settings: Settings, host: str, port: int) -> Iterator[Finding]:
@@ -278,10 +269,15 @@ SETTINGS_CHECKS: Final[Sequence[Callable[[Settings], Iterable[Finding]]]] = (
 
 def ask_gateway(target: Target) -> Iterator[Finding]:
     """Ask a running gateway about itself, its replicas and models. Raises `UsageError`."""
-    with target.create_client(HTTP_TIMEOUT_S) as client:
+    with target.connect(HTTP_TIMEOUT_S) as client:
         try:
-            yield examine_readiness(read_readiness(client))
-            yield from map(examine_replica, client.request("GET", "/v1/replicas")["replicas"])
+            readiness = read_readiness(client)
+            status: CheckStatus = OK if readiness["ready"] else FAILED
+            yield Finding("readiness", status, describe_readiness(readiness))
+            for replica in client.request("GET", "/v1/replicas")["replicas"]:
+                address, state, *_, reason = format_replica_row(replica)
+                status = OK if state == format_state("UP") else WARNING
+                yield Finding("triton", status, f"{address} is {state}{reason and f': {reason}'}")
             yield from examine_models(client.request("GET", "/v1/models")["models"])
         except ClientGatewayError as exc:
             advice = "correct --url, or use --key with the key of an administrator"
@@ -290,27 +286,12 @@ def ask_gateway(target: Target) -> Iterator[Finding]:
             yield Finding("gateway", OK, f"a gateway answers at {target.url}")
 
 
-def examine_readiness(document: Mapping[str, Any]) -> Finding:
-    if document["ready"]:
-        return Finding("readiness", OK, describe_ready(document))
-    return Finding("readiness", FAILED, explain_not_ready(document))
-
-
-def examine_replica(replica: Mapping[str, Any]) -> Finding:
-    address, state, *_, reason = tables.format_replica_row(replica)
-    status: CheckStatus = OK if state == tables.format_state("UP") else WARNING
-    return Finding("triton", status, f"{address} is {state}{reason and f': {reason}'}")
-
-
 def examine_models(models: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     for model in models:
         if "last_error" in model:
             yield Finding("models", WARNING, f"{model['name']}: {model['last_error']}")
     count = sum(model["ready"] for model in models)
     yield Finding("models", OK, f"{count} of {len(models)} are ready")
-
-
-# Output.
 
 
 def print_findings(findings: Sequence[Finding], *, json: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import subprocess
 import sys
@@ -11,13 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from gateway.embedded.installation import CannotInstall, build_once, cache_folder, find_lock_file
+from gateway.embedded.installation import (
+    CannotInstall,
+    build_once,
+    cache_folder,
+    find_lock_file,
+    hash_files,
+)
 from gateway.embedded.options import TritonOptions
 
 DEFAULT_REPOSITORY: Final = "triton_repo"
 # The wheel has the same layout there as a checkout: triton_repo, models/sentences, requirements.
 PACKAGED: Final = Path(__file__).resolve().parents[1] / "demonstration"
-ERROR_PREFIX: Final = "error: "
 
 
 def with_demonstration(options: TritonOptions, on_message: Callable[[str], None]) -> TritonOptions:
@@ -34,24 +38,14 @@ def with_demonstration(options: TritonOptions, on_message: Callable[[str], None]
 
 def prepare_demonstration(source: Path, on_message: Callable[[str], None]) -> Path:
     cache = cache_folder()
-    cache.mkdir(parents=True, exist_ok=True)
-    with build_once(cache / f"demonstration-{hash_folder(source)}") as (folder, needed):
+    files = (path for path in sorted(source.rglob("*")) if path.is_file() and path.suffix != ".pyc")
+    with build_once(cache / f"demonstration-{hash_files(files)}") as (folder, needed):
         if needed:
             on_message("fetching and building the demonstration models, 130 MB (first start only)")
             shutil.copytree(source, folder)
             shutil.copy(find_lock_file("install.py"), folder / "requirements")
             build_models(folder)
     return folder / DEFAULT_REPOSITORY
-
-
-def hash_folder(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.suffix != ".pyc":
-            name = path.relative_to(folder).as_posix()
-            digest.update(f"{name}\0{path.stat().st_size}\0".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def build_models(folder: Path) -> None:
@@ -67,6 +61,4 @@ def build_models(folder: Path) -> None:
     )
     if ended.returncode:
         lines = ended.stderr.strip().splitlines() or ["its build failed"]
-        raise CannotInstall(
-            f"the demonstration is incomplete: {lines[-1].removeprefix(ERROR_PREFIX)}"
-        )
+        raise CannotInstall(f"the demonstration is incomplete: {lines[-1].removeprefix('error: ')}")

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from gateway.embedded import backends
@@ -28,13 +26,16 @@ from gateway.messages import CommandError, join_names, quote_text
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 # Those for which NumPy 1.26 and a stub of the Python backend exist.
 MODELS_PYTHON_VERSIONS = ("3.10", "3.11", "3.12")
-# What another Python prints of itself.
-LIBRARY_FACTS = (
-    "import json, sys, sysconfig; facts = sysconfig.get_config_vars('LIBDIR', 'MULTIARCH'); "
-    "print(json.dumps([*(each or '' for each in facts), sys.base_prefix]))"
-)
+# What a Python prints of itself.
+LIBRARY_FOLDERS = """
+import os, sys, sysconfig
+libdir, multiarch = sysconfig.get_config_vars("LIBDIR", "MULTIARCH")
+folder = libdir or "/usr/lib"
+print(folder, os.path.join(folder, multiarch or ""), os.path.join(sys.base_prefix, "lib"), sep=os.linesep)
+"""
 MIN_GLIBC_VERSION = (2, 35)
 DOCKER_HINT = "run Triton in Docker and use: triton-gateway serve"
+LIBRARY_PATH = "LD_LIBRARY_PATH"
 COMPLETE_MARKER = ".complete"
 
 
@@ -53,11 +54,12 @@ class Installation:
     libpython: Path
 
     def environment(self) -> dict[str, str]:
-        inherited = {
-            k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "GATEWAY_"))
-        }
+        own = ("PYTHON", "GATEWAY_")
+        inherited = {name: os.environ[name] for name in os.environ if not name.startswith(own)}
+        # Some machines find the driver of their GPU by the inherited path only.
+        places = (str(self.libpython), str(self.libraries), inherited.get(LIBRARY_PATH, ""))
         return inherited | {
-            "LD_LIBRARY_PATH": f"{self.libpython}:{self.libraries}",
+            LIBRARY_PATH: ":".join(filter(None, places)),
             "PATH": f"{self.models_bin}:{os.environ.get('PATH', os.defpath)}",
             "VIRTUAL_ENV": str(self.models_bin.parent),
             "PYTHONUNBUFFERED": "1",
@@ -76,17 +78,10 @@ def install_triton(on_message: Callable[[str], None]) -> Installation:
 
     Raises `CannotInstall` if this platform is not supported or a download fails.
     """
-    check_platform(HostPlatform())
+    check_platform(platform.system(), platform.machine(), platform.libc_ver())
     python = find_models_python()
     cache = cache_folder()
     check_cache_path(cache)
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise CannotInstall(
-            f"cannot create the cache folder {cache} ({exc.strerror}); "
-            "set TRITON_GATEWAY_CACHE to another folder"
-        ) from exc
     models = prepare_models_environment(cache, python, on_message)
     files = fetch_server(cache, python, models, on_message)
     triton = files / "pytriton" / "tritonserver"
@@ -109,22 +104,13 @@ def check_cache_path(cache: Path) -> None:
         )
 
 
-@dataclass(frozen=True)
-class HostPlatform:
-    """The properties of this machine on which support for the embedded server depends."""
-
-    system: str = field(default_factory=platform.system)
-    machine: str = field(default_factory=platform.machine)
-    libc: tuple[str, str] = field(default_factory=platform.libc_ver)
-
-
-def check_platform(host_platform: HostPlatform) -> None:
-    if (host_platform.system, host_platform.machine) != ("Linux", "x86_64"):
+def check_platform(system: str, machine: str, libc: tuple[str, str]) -> None:
+    """Check that this machine can run the embedded server. Raises `CannotInstall`."""
+    if (system, machine) != ("Linux", "x86_64"):
         raise CannotInstall(
-            "the embedded Triton runs on Linux x86-64 only, not on "
-            f"{host_platform.system} {host_platform.machine}; {DOCKER_HINT}"
+            f"the embedded Triton runs on Linux x86-64 only, not on {system} {machine}; {DOCKER_HINT}"
         )
-    name, version = host_platform.libc
+    name, version = libc
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if name != "glibc" or numbers < MIN_GLIBC_VERSION:
         required = ".".join(map(str, MIN_GLIBC_VERSION))
@@ -150,43 +136,30 @@ def find_models_python() -> ModelsPython:
     """
     is_cpython = platform.python_implementation() == "CPython"
     if is_cpython and PYTHON_VERSION in MODELS_PYTHON_VERSIONS:
-        return ModelsPython(sys.executable, PYTHON_VERSION, find_libpython(library_folders()))
-    names = (f"python{version}" for version in reversed(MODELS_PYTHON_VERSIONS))
-    executables = [path for path in map(shutil.which, names) if path]
-    without_library: CannotInstall | None = None
-    for executable in executables:
-        version = executable.rpartition("python")[2]
-        if folders := ask_library_folders(executable):
-            try:
-                return ModelsPython(executable, version, find_libpython(folders, version))
-            except CannotInstall as exc:
-                without_library = without_library or exc
-    raise without_library or CannotInstall(
+        candidates = {PYTHON_VERSION: sys.executable}
+    else:
+        versions = reversed(MODELS_PYTHON_VERSIONS)
+        candidates = {each: path for each in versions if (path := shutil.which(f"python{each}"))}
+    error = CannotInstall(
         f"the embedded Triton runs its models with CPython {MODELS_PYTHON_VERSIONS[0]} to "
         f"{MODELS_PYTHON_VERSIONS[-1]}, not with {platform.python_implementation()} {PYTHON_VERSION}, and "
         "PATH has none; install one beside it (uv python install 3.12; Ubuntu 24.04: apt-get install "
         f"python3.12-venv libpython3.12), or {DOCKER_HINT}"
     )
-
-
-def library_folders(libdir: str = "", multiarch: str = "", prefix: str = "") -> list[Path]:
-    """Return where a Python can have its shared library, by default this one."""
-    if not prefix:
-        own_libdir, own_multiarch = sysconfig.get_config_vars("LIBDIR", "MULTIARCH")
-        return library_folders(own_libdir or "", own_multiarch or "", sys.base_prefix)
-    folder = Path(libdir or "/usr/lib")
-    return [folder, folder / multiarch, Path(prefix) / "lib"]
+    for version, executable in candidates.items():
+        try:
+            library = find_libpython(ask_library_folders(executable), version)
+            return ModelsPython(executable, version, library)
+        except CannotInstall as exc:
+            error = exc
+    raise error
 
 
 def ask_library_folders(executable: str) -> list[Path]:
-    """Return the `library_folders` of another Python; none if it does not run, as a shim without a Python."""
-    try:
-        run = subprocess.run(
-            [executable, "-I", "-c", LIBRARY_FACTS], capture_output=True, text=True, check=True
-        )
-        return library_folders(*json.loads(run.stdout))
-    except (OSError, subprocess.CalledProcessError, ValueError, TypeError):
-        return []
+    """Return where a Python can have its shared library; nothing if it does not run, such as a shim."""
+    command = [executable, "-I", "-c", LIBRARY_FOLDERS]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    return [Path(line) for line in run.stdout.splitlines()]
 
 
 def find_libpython(folders: Iterable[Path], version: str = PYTHON_VERSION) -> Path:
@@ -304,6 +277,7 @@ def build_once(folder: Path) -> Iterator[tuple[Path, bool]]:
         yield folder, False
         return
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
         lock = folder.with_name(f".{folder.name}.lock").open("w")
     except OSError as exc:
         raise CannotInstall(

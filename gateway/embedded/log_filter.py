@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import orjson
 
@@ -13,8 +14,10 @@ from gateway.triton.error_mapping import sanitize_message
 # glog's prefix: level, month and day, time, thread, file:line]
 GLOG_PREFIX = re.compile(r"^([IWEF])(\d{4}) [\d:.]+ \d+ [\w.]+:\d+\] ?")
 
-# Triton logs these at every start without a GPU; they are harmless.
-IGNORED_MESSAGES = (
+# Devices of NVIDIA's driver, also on Windows (WSL).
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")
+# Triton logs these at every start without a GPU. On a machine with one, they say why Triton does not use it.
+MESSAGES_WITHOUT_GPU = (
     "CudaDriverHelper has not been initialized",
     "unable to create stream for",
     "Failed to initialize NVML",
@@ -31,7 +34,8 @@ LOAD_FAILURE = re.compile(
 )
 # What to do about failures that Triton explains only to those who know it.
 FAILURE_ADVICE = {
-    "has kind KIND_GPU but no GPUs are available": "without the kind, Triton uses a GPU only if there is one",
+    "has kind KIND_GPU but no GPUs are available": "without the kind, Triton uses a GPU only if there is "
+    "one; see triton-gateway doctor",
     "Could not determine backend for model": "its version folder must contain model.onnx or model.py, or its "
     "config must name the backend",
 }
@@ -41,11 +45,16 @@ COMMAND_LINE_ERROR = re.compile(r"^(?:error: |\S*tritonserver: |failed to | *wha
 MAX_REMEMBERED_MESSAGES = 16  # messages that are not repeated
 
 
+def has_gpu_driver() -> bool:
+    return any(Path(device).exists() for device in GPU_DEVICES)
+
+
 @dataclass
 class LogFilter:
     """Filters the log line by line, and collects the reason of each model that failed to load."""
 
     verbose: bool = False  # pass every line unchanged
+    has_gpu: bool = field(default_factory=has_gpu_driver)
     failures: dict[str, str] = field(default_factory=dict)
     error: str = ""
     last_line: str = "no output"
@@ -67,7 +76,7 @@ class LogFilter:
             self.error = self.error or line
             return f"Triton: {line}"
         message = unquote_message(line[match.end() :])
-        if any(noise in message for noise in IGNORED_MESSAGES):
+        if not self.has_gpu and any(each in message for each in MESSAGES_WITHOUT_GPU):
             return None
         if failure := LOAD_FAILURE.match(message):
             reason = add_advice(sanitize_message(failure["reason"]))

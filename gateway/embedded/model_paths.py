@@ -18,12 +18,10 @@ from gateway.embedded.options import (
     TritonOptions,
     is_remote_repository,
 )
-from gateway.embedded.python_stub import CONFIG_NAMES
 from gateway.messages import quote_text
 
 MODEL_FILE_SUFFIX: Final = ".onnx"
-FIRST_VERSION: Final = Path("1", "model.onnx")
-DEFAULT_NAME: Final = "model"
+CONFIG_NAMES: Final = ("configs/embedded.pbtxt", "config.pbtxt")
 UNSUITABLE_CHARACTERS: Final = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
@@ -79,7 +77,7 @@ def is_model(path: Path) -> bool:
 
 def make_model_name(path: Path) -> str:
     name = path.name[: -len(MODEL_FILE_SUFFIX)] if path.is_file() else path.resolve().name
-    return UNSUITABLE_CHARACTERS.sub("_", name).strip(".") or DEFAULT_NAME
+    return UNSUITABLE_CHARACTERS.sub("_", name).strip(".") or "model"
 
 
 def link_model(path: Path, folder: Path) -> None:
@@ -87,7 +85,7 @@ def link_model(path: Path, folder: Path) -> None:
     if path.is_dir():
         folder.symlink_to(target)
         return
-    link = folder / FIRST_VERSION
+    link = folder / "1" / "model.onnx"
     link.parent.mkdir(parents=True)
     link.symlink_to(target)
 

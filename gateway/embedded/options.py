@@ -156,12 +156,10 @@ class TritonOptions:
             )
 
     def _check_paths(self) -> None:
-        loads_all = LOAD_ALL in self.load_models or self.model_control is not ModelControl.explicit
-        names = None if loads_all else frozenset(self.load_models)
         for place in self.model_repositories:
             if is_remote_repository(place):
                 continue  # Triton copies it to a local path
-            if (folder := find_unsupported_path(Path(format_repository(place)), names)) is not None:
+            if (folder := find_unsupported_path(Path(format_repository(place)))) is not None:
                 raise CannotStart(
                     f"Triton cannot run a model at {quote_text(str(folder), 200)}: its Python backend "
                     f"does not support paths with {join_names(find_unsafe_characters(folder))}; "

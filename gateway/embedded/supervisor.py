@@ -13,16 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import IO, cast
 
-import orjson
-
 from gateway.embedded import reaper
 from gateway.embedded.installation import Installation, install_triton
 from gateway.embedded.log_filter import LogFilter
 from gateway.embedded.options import (
     EXIT_GRACE_S,
-    LOAD_ALL,
     CannotStart,
-    ModelControl,
     TritonOptions,
     check_distinct_ports,
     check_port_free,
@@ -31,7 +27,6 @@ from gateway.embedded.options import (
 from gateway.messages import join_names, print_message
 
 READY_POLL_INTERVAL_S = 0.05
-MODEL_READY = "READY"
 MAX_RESTARTS = 3
 RESTART_WINDOW_S = 60.0
 
@@ -77,7 +72,7 @@ class ServerRun:
     def check_ready(self) -> bool:
         """Return True once the server is live. Raises `CannotStart` on exit or timeout."""
         # Triton listens once its startup models are loaded, or have failed without ending it.
-        if self._request("GET", "/v2/health/live") is not None:
+        if self._is_live():
             self._was_ready = True
             self._log_filter.clear_failures()
             return True
@@ -87,37 +82,24 @@ class ServerRun:
             raise CannotStart(self._explain_timeout())
         return False
 
-    def list_missing_models(self) -> list[str]:
-        index = orjson.loads(self._request("POST", "/v2/repository/index") or b"[]")
-        ready = {entry["name"] for entry in index if entry.get("state") == MODEL_READY}
-        startup_models = set(self._options.load_models)
-        if LOAD_ALL in startup_models or self._options.model_control is not ModelControl.explicit:
-            startup_models = {entry["name"] for entry in index}
-        return sorted(startup_models - ready)
-
-    def _request(self, method: str, path: str) -> bytes | None:
+    def _is_live(self) -> bool:
         # A new connection each time: a stopping Triton keeps responding on old ones.
-        host = self._options.http_host
-        port = self._options.http_port
-        connection = http.client.HTTPConnection(host, port, timeout=1)
+        options = self._options
+        connection = http.client.HTTPConnection(options.http_host, options.http_port, timeout=1)
         try:
-            connection.request(method, path, headers=self._headers)
-            response = connection.getresponse()
-            return response.read() if response.status == 200 else None
+            connection.request("GET", "/v2/health/live", headers=self._headers)
+            return connection.getresponse().status == 200
         except (OSError, http.client.HTTPException):
-            return None
+            return False
         finally:
             connection.close()
 
     def _explain_timeout(self) -> str:
+        reason = f"last line of its log: {self._log_filter.last_line}"
+        if remote := self._options.remote_repositories:
+            reason = f"check that {join_names(remote)} can be reached, and its credentials"
         limit_s = self._options.start_timeout_s
-        message = f"Triton was not ready within {limit_s:g} s (--start-timeout)"
-        if self._options.remote_repositories:
-            return (
-                f"{message}; it may be waiting for {join_names(self._options.remote_repositories)}: "
-                "check that it is reachable and that its credentials are in the environment"
-            )
-        return f"{message}; last line of its log: {self._log_filter.last_line}"
+        return f"Triton was not ready within {limit_s:g} s (--start-timeout); {reason}"
 
     def explain_exit(self) -> str:
         self._log_reader.join(1)
@@ -194,7 +176,6 @@ class EmbeddedTriton:
         except CannotStart as exc:
             raise CannotStart(f"{self.message_prefix}{exc}") from exc
         if ready:
-            self._report_missing_models()
             self._supervisor.start()
         return ready
 
@@ -208,10 +189,6 @@ class EmbeddedTriton:
         while self._supervisor.is_alive():
             self._supervisor.join(0.1)
             self._server_run.stop()  # again, if it was being restarted
-
-    def _report_missing_models(self) -> None:
-        if not self.options.exit_on_error and (missing := self._server_run.list_missing_models()):
-            self._report(f"Triton continues without {join_names(missing)}")
 
     def _report(self, message: str) -> None:
         self.on_message(f"{self.message_prefix}{message}")
@@ -234,17 +211,16 @@ class EmbeddedTriton:
             exit_times.append(now)
             try:
                 if is_limit_reached:
-                    count = MAX_RESTARTS + 1
-                    raise CannotStart(f"it exited {count} times within {RESTART_WINDOW_S:g} s")
+                    times = f"{MAX_RESTARTS + 1} times within {RESTART_WINDOW_S:g} s"
+                    raise CannotStart(f"it exited {times}")
                 self._report(f"{reason}; restarting it")
                 self._restart()
             except (CannotStart, OSError) as exc:
                 if not self._stop_requested.is_set():
-                    message = f"Triton cannot be restarted: {reason}; {exc}"
-                    self.on_failure(f"{self.message_prefix}{message}")
+                    message = f"{self.message_prefix}Triton cannot be restarted: {reason}; {exc}"
+                    self.on_failure(message)
                 return
             self._report("Triton is ready again")
-            self._report_missing_models()
 
     def _restart(self) -> None:
         self.start(self._installation)

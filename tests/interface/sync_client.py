@@ -24,8 +24,9 @@ SUBSTITUTIONS = (
     (r"\basync_transport\b", "transport"),
     (r", for asyncio\.", ", which threads may share."),
     # The only method that needs an event loop runs it in a thread.
-    (r"(import .*), infer_many$", r"\1\nfrom gateway.client.threads import infer_many"),
-    (r"\binfer_many\(self\._infer, ", "infer_many(self._options, "),
+    (r"(import .*), collect, infer_many$", r"\1\nfrom gateway.client.threads import infer_many"),
+    (r"^ *infer = .*\n", ""),
+    (r"\binfer_many\(infer, ", "infer_many(self._options, "),
     # Nothing can interrupt a thread: httpx and `check_deadline` limit its time.
     (r"from anyio import fail_after", "from contextlib import nullcontext"),
     (r"\bfail_after\(", "nullcontext("),

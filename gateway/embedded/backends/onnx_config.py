@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import onnxruntime
-
-from .onnx_errors import fail
+import triton_python_backend_utils as pb_utils
 
 ModelConfig = dict[str, Any]  # Triton's message as JSON
 
@@ -41,6 +40,10 @@ TYPE_ADVICE: Final = {
     "": "declare only the tensors in config.pbtxt, or export the model without it",
 }
 BOOLEANS: Final = {"1": True, "true": True, "0": False, "false": False}
+
+
+def fail(message: str) -> NoReturn:
+    raise pb_utils.TritonModelException(message)
 
 
 @dataclass(frozen=True)
@@ -146,24 +149,11 @@ def check_features(config: ModelConfig) -> None:
 def check_graph(config: ModelConfig, graph: Graph) -> None:
     """Compare the config with the graph, so that a mismatch fails the load and not the first request."""
     is_batching = config["max_batch_size"] > 0
-    for tensor in config["input"]:
-        check_optional(tensor, graph, is_batching)
     check_tensors("input", config["input"], graph.all_inputs, is_batching)
     check_tensors("output", config["output"], graph.outputs, is_batching)
     declared = {*list_names(config["input"]), *list_control_inputs(config)}
     if missing := [tensor.name for tensor in graph.inputs if tensor.name not in declared]:
         fail(f"the ONNX graph requires the input {missing[0]}, which the config does not declare")
-
-
-def check_optional(declared: Mapping[str, Any], graph: Graph, is_batching: bool) -> None:
-    if not declared.get("optional"):
-        return
-    if is_batching:
-        fail(f"the input {declared['name']} cannot be optional in a model that batches requests")
-    if declared["name"] in {tensor.name for tensor in graph.inputs}:
-        fail(
-            f"the input {declared['name']} cannot be optional: the ONNX graph has no default for it"
-        )
 
 
 def check_tensors(

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,26 +27,24 @@ from .onnx_config import (
     list_control_inputs,
     list_names,
 )
-from .onnx_errors import explain_error, refuse_request
 from .onnx_session import (
-    CPU,
     DEFAULT_FILENAME,
     GRAPH_LEVELS,
-    choose_providers,
     create_options,
     create_run_options,
     create_session,
+    explain_error,
     find_model_file,
     register_operators,
+    warn_of_accelerators,
 )
 
 Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True)
-class Work:
-    place: int  # the position of the request in the call
-    tensors: dict[str, Array]
+Work: TypeAlias = (
+    "tuple[int, dict[str, Array]]"  # the position of a request in the call, and its tensors
+)
 
 
 class TritonPythonModel:
@@ -64,7 +61,7 @@ class TritonPythonModel:
             options = onnxruntime.SessionOptions()
             options.graph_optimization_level = GRAPH_LEVELS[2]  # the graph is only read
             register_operators(options, settings)
-            graph = Graph(create_session(path, options, [CPU]))
+            graph = Graph(create_session(path, options))
             complete_config(settings, graph)
             check_graph(settings, graph)
         return config
@@ -74,9 +71,8 @@ class TritonPythonModel:
         check_features(config)
         folder = Path(args["model_repository"]) / args["model_version"]
         path = find_model_file(folder / (config["default_model_filename"] or DEFAULT_FILENAME))
-        device = int(args["model_instance_device_id"])
-        providers = choose_providers(config, args["model_instance_kind"], device)
-        self._session = create_session(path, create_options(config), providers)
+        warn_of_accelerators(config, args["model_instance_kind"])
+        self._session = create_session(path, create_options(config))
         self._run_options = create_run_options(config)
         graph = Graph(self._session)
         check_graph(config, graph)
@@ -95,10 +91,10 @@ class TritonPythonModel:
             except UnicodeDecodeError:
                 responses[place] = refuse_request("a string in the request is not valid UTF-8")
             else:
-                groups[self._group_key(tensors, place)].append(Work(place, tensors))
+                groups[self._group_key(tensors, place)].append((place, tensors))
         for group in groups.values():
-            for work, response in zip(group, self._run_together(group), strict=True):
-                responses[work.place] = response
+            for (place, _), response in zip(group, self._run_together(group), strict=True):
+                responses[place] = response
         return responses
 
     def _read_tensors(self, request: Any) -> dict[str, Array]:
@@ -106,7 +102,7 @@ class TritonPythonModel:
         for name in self._input_names:
             tensor = pb_utils.get_input_tensor_by_name(request, name)
             if tensor is not None:
-                values = decode_strings(tensor.as_numpy())
+                values = convert_strings(tensor.as_numpy(), bytes.decode)
                 # Triton's shape of a scalar is [1].
                 tensors[name] = values.reshape(()) if name in self._scalars else values
         return tensors
@@ -118,20 +114,20 @@ class TritonPythonModel:
         return tuple((name, values.shape[1:]) for name, values in tensors.items())
 
     def _run_together(self, group: list[Work]) -> list[Any]:
-        if len(group) == 1:
-            return [self._run(group[0].tensors)]
+        requests = [tensors for _, tensors in group]
+        if len(requests) == 1:
+            return [self._run(requests[0])]
         joined = {
-            name: np.concatenate([work.tensors[name] for work in group])
-            for name in group[0].tensors
+            name: np.concatenate([tensors[name] for tensors in requests]) for name in requests[0]
         }
-        sizes = [len(next(iter(work.tensors.values()))) for work in group]
+        sizes = [len(next(iter(tensors.values()))) for tensors in requests]
         try:
             outputs = self._session.run(self._output_names, joined, self._run_options)
             shares = [split_rows(output, sizes) for output in outputs]
         except Exception as error:  # noqa: BLE001 - onnxruntime's errors share no other base
             # The cause can be a single request, such as an index out of range.
             pb_utils.Logger.log_verbose(f"batched run failed, running each request alone: {error}")
-            return [self._run(work.tensors) for work in group]
+            return [self._run(tensors) for tensors in requests]
         return [self._create_response(share) for share in zip(*shares, strict=True)]
 
     def _run(self, tensors: dict[str, Array]) -> Any:
@@ -148,26 +144,23 @@ class TritonPythonModel:
 
     def _create_response(self, outputs: Iterable[Any]) -> Any:
         tensors = [
-            pb_utils.Tensor(name, encode_strings(np.atleast_1d(values)))
+            pb_utils.Tensor(name, convert_strings(np.atleast_1d(values), str.encode))
             for name, values in zip(self._output_names, outputs, strict=True)
         ]
         return pb_utils.InferenceResponse(tensors)
 
 
-def decode_strings(values: Array) -> Array:
-    """Convert the bytes of Triton's strings, for onnxruntime. Raises `UnicodeDecodeError`."""
-    if values.dtype != np.object_:
-        return values
-    texts = np.empty(values.size, np.object_)
-    texts[:] = [text.decode() for text in values.ravel()]
-    return texts.reshape(values.shape)
+def refuse_request(message: str) -> Any:
+    error = pb_utils.TritonError(message, pb_utils.TritonError.INVALID_ARG)
+    return pb_utils.InferenceResponse(error=error)
 
 
-def encode_strings(values: Array) -> Array:
+def convert_strings(values: Array, convert: Callable[[Any], Any]) -> Array:
+    """Convert the bytes of Triton's strings for onnxruntime, or back. Raises `UnicodeDecodeError`."""
     if values.dtype != np.object_:
         return np.ascontiguousarray(values)
     texts = np.empty(values.size, np.object_)
-    texts[:] = [text.encode() for text in values.ravel()]
+    texts[:] = [convert(text) for text in values.ravel()]
     return texts.reshape(values.shape)
 
 

@@ -1,44 +1,26 @@
-"""Sessions of onnxruntime with the options and execution providers of a model's config."""
+"""Sessions of onnxruntime with the options of a model's config, on the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import chain
+import re
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import onnxruntime
 import triton_python_backend_utils as pb_utils
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidProtobuf
 
-from .onnx_config import ModelConfig, read_boolean, read_count, read_parameters
-from .onnx_errors import explain_error, fail
+from .onnx_config import ModelConfig, fail, read_boolean, read_count, read_parameters
 
+# ONNX Runtime's errors: a code, then often the file or node, the C++ source, and at last the reason.
+ERROR_CODE: Final = re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ")
+ERROR_PLACE: Final = re.compile(r"^.*?(?: failed:|Status Message: |Error: )", re.DOTALL)
+ERROR_SOURCE: Final = re.compile(r"\S+\.(?:cc|h):\d+ (?:[^()]*\([^()]*\) )?")
+FOLDER: Final = re.compile(r"/[^\s\"']*/")
+ERROR_ADVICE: Final = " Please fix either the inputs/outputs or the model."
 DEFAULT_FILENAME: Final = "model.onnx"
 LFS_POINTER: Final = b"version https://git-lfs"
-CUDA: Final = "CUDAExecutionProvider"
 CPU: Final = "CPUExecutionProvider"
-TENSORRT: Final = "TensorrtExecutionProvider"
-GPU_ACCELERATORS: Final = {"tensorrt": TENSORRT, "cuda": CUDA}
-CPU_ACCELERATORS: Final = {"openvino": "OpenVINOExecutionProvider"}
-# Parameters of the accelerator "tensorrt" that have other names in ONNX Runtime.
-TENSORRT_OPTIONS: Final = {
-    "max_workspace_size_bytes": "trt_max_workspace_size",
-    "int8_calibration_table_name": "trt_int8_calibration_table_name",
-    "int8_use_native_calibration_table": "trt_int8_use_native_calibration_table",
-}
-TENSORRT_PRECISIONS: Final[dict[str, dict[str, str]]] = {
-    "FP32": {},
-    "FP16": {"trt_fp16_enable": "1"},
-    "INT8": {"trt_int8_enable": "1"},
-}
-# Parameters of the model that are options of CUDA; where they are numbers, the values that these stand for.
-CUDA_PARAMETERS: Final[dict[str, tuple[str, ...]]] = {
-    "cudnn_conv_algo_search": ("EXHAUSTIVE", "HEURISTIC", "DEFAULT"),
-    "arena_extend_strategy": ("kNextPowerOfTwo", "kSameAsRequested"),
-    "gpu_mem_limit": (),
-    "do_copy_in_default_stream": (),
-}
 GRAPH_LEVELS: Final = {
     -1: onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,
     0: onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL,
@@ -57,11 +39,9 @@ def find_model_file(path: Path) -> Path:
     return path.resolve()  # external weights are beside the file, and not beside a link to it
 
 
-def create_session(
-    path: Path, options: onnxruntime.SessionOptions, providers: list[Any]
-) -> onnxruntime.InferenceSession:
+def create_session(path: Path, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
     try:
-        return onnxruntime.InferenceSession(str(path), options, providers=providers)
+        return onnxruntime.InferenceSession(str(path), options, providers=[CPU])
     except InvalidProtobuf:
         with path.open("rb") as file:
             is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
@@ -109,57 +89,20 @@ def create_run_options(config: ModelConfig) -> onnxruntime.RunOptions:
     return options
 
 
-def choose_providers(config: ModelConfig, kind: str, device: int) -> list[Any]:
-    """Return the execution providers in order; those that this onnxruntime lacks are left out."""
-    requested = list_providers(config, kind, device)
-    available = onnxruntime.get_available_providers()
-    for name in requested.keys() - set(available):
-        pb_utils.Logger.log_warn(f"onnxruntime has no {name}: {config['name']} runs without it")
-    return [*((name, requested[name]) for name in requested if name in available), CPU]
-
-
-def list_providers(config: ModelConfig, kind: str, device: int) -> dict[str, dict[str, str]]:
+def warn_of_accelerators(config: ModelConfig, kind: str) -> None:
+    """Log what the config asks for in vain: this onnxruntime runs on the CPU."""
     accelerators = config.get("optimization", {}).get("execution_accelerators", {})
-    on_gpu = accelerators.get("gpu_execution_accelerator", []) if kind == "GPU" else []
-    on_cpu = accelerators.get("cpu_execution_accelerator", [])
-    providers: dict[str, dict[str, str]] = {}
-    for accelerator, known in chain(
-        ((entry, GPU_ACCELERATORS) for entry in on_gpu),
-        ((entry, CPU_ACCELERATORS) for entry in on_cpu),
-    ):
-        name = accelerator["name"]
-        if name not in known:
-            fail(f"unknown execution accelerator {name!r}; available: {', '.join(known)}")
-        providers[known[name]] = accelerator.get("parameters", {})
-    if kind != "GPU":
-        return providers
-    place = {"device_id": str(device)}
-    if TENSORRT in providers:
-        providers[TENSORRT] = place | translate_tensorrt(providers[TENSORRT])
-    # CUDA runs the operators that an accelerator cannot.
-    providers[CUDA] = place | read_cuda_parameters(config) | providers.pop(CUDA, {})
-    return providers
+    missing = ["CUDA"] if kind == "GPU" else []
+    for group in ("gpu", "cpu") if kind == "GPU" else ("cpu",):
+        missing += [each["name"] for each in accelerators.get(f"{group}_execution_accelerator", [])]
+    if missing:
+        pb_utils.Logger.log_warn(
+            f"{config['name']} runs on the CPU: the embedded Triton's onnxruntime has no {', '.join(missing)}"
+        )
 
 
-def translate_tensorrt(parameters: Mapping[str, str]) -> dict[str, str]:
-    precision = parameters.get("precision_mode", "FP32")
-    if precision not in TENSORRT_PRECISIONS:
-        fail(f"precision_mode must be {', '.join(TENSORRT_PRECISIONS)}, not {precision!r}")
-    options = {
-        TENSORRT_OPTIONS.get(name, name): value
-        for name, value in parameters.items()
-        if name != "precision_mode"
-    }
-    return {**options, **TENSORRT_PRECISIONS[precision]}
-
-
-def read_cuda_parameters(config: ModelConfig) -> dict[str, str]:
-    parameters = read_parameters(config)
-    options = {}
-    for name, values in CUDA_PARAMETERS.items():
-        if name in parameters:
-            number = read_count(parameters, name, 0)
-            if values and number >= len(values):
-                fail(f"{name} must be between 0 and {len(values) - 1}, not {number}")
-            options[name] = values[number] if values else parameters[name]
-    return options
+def explain_error(error: Exception) -> str:
+    """Return the reason that an error of onnxruntime gives, without names of nodes and source files."""
+    text = ERROR_PLACE.sub("", ERROR_CODE.sub("", str(error)))
+    text = FOLDER.sub("", ERROR_SOURCE.sub("", text))
+    return " ".join(text.split()).removesuffix(ERROR_ADVICE).rstrip(".")

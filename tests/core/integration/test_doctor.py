@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,18 +49,57 @@ def test_doctor_finds_no_problem_in_a_healthy_environment(
     assert "contains 1 keys" in found["keys file"]["message"]
     assert "declares digits" in found["models file"]["message"]
     assert found["port"]["message"] == f"port {port} is free"
-    checks = [
+    checks = (
         "python",
         "embedded",
+        "gpu",
         "settings",
         "keys file",
         "models file",
         "state",
         "triton",
-        "port",
-        "open files",
-    ]
-    assert [name for name in found if name in checks] == checks  # capabilities add theirs
+    )
+    assert [name for name in found if name in checks] == [*checks]  # capabilities add theirs
+    assert [*found][-2:] == ["port", "open files"]
+
+
+# The driver's library of a machine with GPUs: what `cuInit` returns, the version, and the devices.
+LIBCUDA = """
+#include <stdio.h>
+int cuInit(int flags) {{ return {status}; }}
+int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}
+int cuGetErrorString(int status, const char **text) {{ *text = "no such driver"; return 0; }}
+int cuDeviceGetCount(int *count) {{ *count = {count}; return 0; }}
+int cuDeviceGetName(char *name, int size, int device) {{ snprintf(name, size, "GPU %d", device); return 0; }}
+"""
+NO_GPU = "none: models run on the CPU, and those with kind: KIND_GPU do not load"
+GPUS: list[tuple[tuple[int, int, int], str, str]] = [
+    (
+        (0, 13000, 2),
+        "ok",
+        "GPU 0 and GPU 1, with a driver for CUDA 13: the embedded Triton uses it",
+    ),
+    ((0, 11080, 1), "warning", "the driver is for CUDA 11; the embedded Triton needs one for 12"),
+    ((803, 13000, 0), "ok", NO_GPU),
+]
+
+
+@pytest.mark.parametrize(("library", "status", "message"), GPUS)
+def test_doctor_says_what_the_embedded_triton_finds_of_a_gpu(
+    tmp_path: Path, library: tuple[int, int, int], status: str, message: str
+) -> None:
+    """Its library is found by LD_LIBRARY_PATH alone, as on some clouds."""
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    numbers = dict(zip(("status", "version", "count"), library, strict=True))
+    (tmp_path / "cuda.c").write_text(LIBCUDA.format_map(numbers))
+    library_file = tmp_path / "libcuda.so.1"
+    compile_it = ("cc", "-shared", "-fPIC", "-o", library_file, tmp_path / "cuda.c")
+    subprocess.run(compile_it, check=True)
+    _, found = examine(GATEWAY_TRITON_URLS="http://127.0.0.1:1", LD_LIBRARY_PATH=tmp_path)
+    assert found["gpu"]["status"] == status
+    assert found["gpu"]["message"].startswith(message)
+    assert ("onnx" in found) == (numbers["count"] == 2)
 
 
 @pytest.mark.parametrize(("append_only", "status"), [("no", "warning"), ("yes", "ok")])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import threading
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import typer
 
 from gateway.cli import build_command
 from gateway.client import AsyncClient, Client, GatewayError
@@ -23,64 +22,30 @@ from gateway.client.errors import INVALID_RESPONSE, InvalidRequest
 from gateway.client.replies import LineBuffer, ResponseBuffer
 from gateway.client.retries import Attempts
 from gateway.client.transport import Transport
+from gateway.commands import client_commands
+from gateway.commands.target import complete_model_name
 from gateway.messages import CommandError
+from tests.support.scripted_server import ScriptedServer, respond
+from tests.support.scripted_server import serving as serving_steps
 from tests.support.terminal import call_in_terminal
 
 KEY = "tgw_a-key-for-one-server"
-JSON = {"Content-Type": "application/json"}
 # A screen that is cleared, a title, and text in the other direction.
 EVIL = "a\x1b[2J\x1b]0;t\x07\x9b31m\u202eb"
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Answers a path, or what begins with it, with the headers and the body of the server's table."""
-
-    protocol_version = "HTTP/1.1"
-    server: HostileServer
-
-    def answer(self) -> None:
-        self.server.paths.append(self.path)
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        path = max(filter(self.path.startswith, self.server.answers), key=len)
-        headers, body = self.server.answers[path]
-        self.send_response(200)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        with suppress(ConnectionError):  # the client reads no further
-            self.wfile.write(body)
-
-    do_GET = answer  # noqa: N815 - the names of the standard library
-    do_POST = answer  # noqa: N815
-    do_DELETE = answer  # noqa: N815
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-class HostileServer(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, answers: Mapping[str, tuple[Mapping[str, str], bytes]]) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.answers = answers
-        self.paths: list[str] = []
-        self.url = f"http://127.0.0.1:{self.server_port}"
-
-
 @contextmanager
-def serving(body: Any, **headers: str) -> Iterator[HostileServer]:
+def serving(body: Any, **headers: str) -> Iterator[ScriptedServer]:
     """Serve bytes or a document at every path, or several by path."""
     is_by_path = isinstance(body, dict) and any(key.startswith("/") for key in body)
-    bodies = body if is_by_path else {"": body}
-    answers = {
-        path: ({**JSON, **headers}, each if isinstance(each, bytes) else json.dumps(each).encode())
-        for path, each in bodies.items()
+    bodies = (body if is_by_path else {"": body}).items()
+    contents = {
+        path: each if isinstance(each, bytes) else json.dumps(each).encode()
+        for path, each in bodies
     }
-    with HostileServer(answers) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    steps = {path: respond(content, **headers) for path, content in contents.items()}
+    with serving_steps(by_path=steps) as server:
         yield server
-        server.shutdown()
 
 
 # What is asked for, with the port of another server, and where it goes; None: it is not sent.
@@ -122,14 +87,15 @@ async def test_request_goes_to_a_path_of_its_own_server_or_nowhere(path: str) ->
                 else:
                     client.request("GET", asked)
                     await async_client.request("GET", asked)
-        assert own.paths == [PATHS[path]] * 2 * (PATHS[path] is not None)
-        assert other.paths == []
+        asked_paths = [each["path"] for each in own.received]
+        assert asked_paths == [PATHS[path]] * 2 * (PATHS[path] is not None)
+        assert other.received == []
 
 
 def test_client_asks_for_no_compression_and_reads_none() -> None:
     bomb = gzip.compress(bytes(64 << 20))
     for coding in ("gzip", "br", "zstd", "gzip, gzip", "x"):
-        with serving(bomb, **{"Content-Encoding": coding}) as server, Client(server.url) as client:
+        with serving(bomb, Content_Encoding=coding) as server, Client(server.url) as client:
             with pytest.raises(GatewayError, match="its response is compressed") as caught:
                 client.request("GET", "/v1/models")
             assert caught.value.code == INVALID_RESPONSE
@@ -192,16 +158,15 @@ ARCHIVES = {
 
 @pytest.mark.parametrize("name", ARCHIVES)
 def test_archive_that_becomes_larger_than_the_response_is_refused(name: str) -> None:
-    headers = {"Content-Type": "application/x-npz"}
     model = {
         "name": "m",
         "ready": True,
         "versions": [],
         "outputs": [{"name": "Y", "datatype": "FP32", "shape": [1]}],
     }
-    with serving(
-        {"/v1/models/m": model, "/v1/models/m/infer": ARCHIVES[name]}, **headers
-    ) as server:
+    archive = ARCHIVES[name]
+    answers = {"/v1/models/m": model, "/v1/models/m/infer": archive}
+    with serving(answers, content_type="application/x-npz") as server:
         with Client(server.url, retries=0) as client, pytest.raises(GatewayError) as caught:
             client.infer("m", "x")
         assert caught.value.code == INVALID_RESPONSE
@@ -273,6 +238,12 @@ EVIL_EVENT = {**EVENT, "caller": EVIL, "changes": [{"subject": EVIL, "from": EVI
 EVIL_TENSOR = {"name": EVIL, "datatype": EVIL, "shape": [1], "content_type": EVIL}
 
 
+EVIL_JOB = {
+    **dict.fromkeys(("id", "state", "model", "kind", "created"), EVIL),
+    "progress": {"total": 1, "done": 0, "failed": 0},
+}
+
+
 def answer_inference(document: Any) -> dict[str, Any]:
     return {"/v1/models/m": MODEL, "/v1/models/m/infer": document}
 
@@ -295,6 +266,13 @@ COMMANDS: list[tuple[str, Any]] = [
     ("top", {"/": {"models": [EVIL_MODEL], "replicas": [REPLICA]}, "/metrics": b""}),
     ("doctor", {"ready": True, "models": [EVIL_MODEL], "replicas": [{**REPLICA, "address": EVIL}]}),
     ("pull m", {"files": [{"path": f"../{EVIL}", "bytes": 1, "sha256": EVIL}]}),
+    ("unload m", {"model": EVIL, "replicas": {EVIL: {"state": EVIL, "reason": EVIL}}}),
+    ("infer m --text x", answer_inference({"error": EVIL, "code": EVIL})),
+    ("infer m --text x --async --no-wait", answer_inference(EVIL_JOB)),
+    ("bench m --text x", answer_inference({"error": EVIL, "code": EVIL})),
+    ("jobs secret", {"secrets": [EVIL]}),
+    ("jobs get j", EVIL_JOB),
+    ("label delete m l", {"label": EVIL}),
 ]
 
 
@@ -305,3 +283,11 @@ def test_no_control_sequence_of_a_server_reaches_the_terminal(command: str, answ
         words = call_in_terminal(*command.split(), "--url", server.url)
     assert [line for line in words.split("\r\n") if not line.isprintable()] == []
     assert "a\\x1b[2J" in words or "a\\u001b[2J" in words, words
+
+
+def test_names_of_models_that_a_shell_would_run_are_not_completed() -> None:
+    models = [{**MODEL, "name": name, "versions": []} for name in (EVIL, "$(reboot)", "harmless")]
+    context = typer.Context(typer.main.get_command(client_commands.cli))
+    with serving({"models": models}) as server:
+        context.params = {"url": server.url}
+        assert complete_model_name(context, "") == ["harmless"]

@@ -14,9 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from tests.support.gateway_forks import run_gateway
 from tests.support.measurements import assert_number
 from tests.support.metrics import metric
 from tests.support.model_zoo.zoo import Zoo
+from tests.support.scripted_server import Script, Step, respond, serving
 from tests.support.servers import ROOT
 from tests.support.wait import wait_until
 
@@ -333,50 +333,7 @@ def test_iteration_that_ends_cancels_what_runs(gw: Client, url: str) -> None:
     wait_until(lambda: requests_in_flight(url) == 0)
 
 
-class Script(BaseHTTPRequestHandler):
-    """Answers each request with the next step of the server's script, and keeps its headers."""
-
-    protocol_version = "HTTP/1.1"
-    server: ScriptedServer
-
-    def do_POST(self) -> None:
-        self.server.received.append({**self.headers, "connection": str(self.client_address)})
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.server.steps.pop(0)(self)
-
-    def do_GET(self) -> None:
-        self.do_POST()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def answer(self, status: int, body: bytes, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        self.wfile.write(body)
-
-
-class ScriptedServer(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, *steps: Callable[[Script], None]) -> None:
-        super().__init__(("127.0.0.1", 0), Script)
-        self.steps = list(steps)
-        self.received: list[dict[str, str]] = []
-        self.url = f"http://127.0.0.1:{self.server_port}"
-
-
-@contextmanager
-def serving(*steps: Callable[[Script], None]) -> Iterator[ScriptedServer]:
-    with ScriptedServer(*steps) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield server
-        server.shutdown()
-
-
-def refuse(status: int, code: str = "X", **headers: str) -> Callable[[Script], None]:
+def refuse(status: int, code: str = "X", **headers: str) -> Step:
     error = json.dumps({"error": "not now", "code": code, "request_id": "r"}).encode()
     return lambda script: script.answer(status, error, **headers)
 
@@ -407,10 +364,6 @@ def flood(script: Script, status: int) -> None:
 
 def answer(script: Script) -> None:
     script.answer(200, b'{"outputs": {"Y": 1}}', Content_Type="application/json")
-
-
-def respond(content: bytes, content_type: str = "application/json") -> Callable[[Script], None]:
-    return lambda script: script.answer(200, content, Content_Type=content_type)
 
 
 @pytest.mark.parametrize(
@@ -464,14 +417,14 @@ NOT_READY = refuse(503, code="MODEL_NOT_READY", Retry_After="0")
 STEPS_OF_A_SEQUENCE = {"parameters": {"sequence_id": 1}}
 
 
-def list_model(*states: str, **fields: Any) -> Callable[[Script], None]:
+def list_model(*states: str, **fields: Any) -> Step:
     versions = [{"version": str(number), "state": state} for number, state in enumerate(states, 1)]
     models = [{"name": "other"}, {"name": "m", "versions": versions, "ready": False, **fields}]
     return respond(json.dumps({"models": models}).encode())
 
 
 # What the server does, the options of the inference, and what this is: a result, or a status.
-SCRIPTS: list[tuple[tuple[Callable[[Script], None], ...], dict[str, Any], int]] = [
+SCRIPTS: list[tuple[tuple[Step, ...], dict[str, Any], int]] = [
     ((refuse(503, Retry_After="0"), refuse(502), cut, refuse(429, Retry_After="0"), answer), {}, 200),
     ((refuse(307, Location="/elsewhere"),), {}, 307),  # another host would get the inputs
     ((refuse(418),), {}, 418),
@@ -578,7 +531,7 @@ def test_error_that_does_not_end_is_not_read(infer: Callable[..., InferResult]) 
     ],
 )
 def test_pulled_file_that_is_not_as_listed_is_refused(
-    tmp_path: Path, path: str, content: Callable[[Script], None], requests: int, words: str
+    tmp_path: Path, path: str, content: Step, requests: int, words: str
 ) -> None:
     listed = json.dumps({"files": [{"path": path, "bytes": 100, "sha256": "0" * 64}]}).encode()
     with serving(lambda script: script.answer(200, listed), content) as server:

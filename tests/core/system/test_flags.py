@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import psutil
@@ -22,6 +16,7 @@ from gateway.cli import root_cli
 from gateway.embedded.log_filter import LogFilter
 from gateway.embedded.model_paths import exclude_startup_models
 from gateway.embedded.options import CannotStart, ModelControl, TritonOptions
+from tests.support.scripted_server import serving
 from tests.support.servers import ROOT
 from tests.support.up import Up, write_model
 from tests.support.wait import TIMEOUT_S
@@ -40,7 +35,7 @@ def test_flags_are_passed_to_triton(tmp_path: Path) -> None:
     secret = {"GATEWAY_REPOSITORY_SECRET_ACCESS_KEY": "a-secret"}
     with Up(tmp_path, *flags, auto_complete=True, environment=secret) as up:
         up.wait_for("ready after")
-        up.wait_for("Triton continues without bad")
+        up.wait_for("failed to load 'bad'")
         assert up.infer().json()["outputs"] == {"OUT": [1.5, 2.5]}
         assert up.get("/readyz").status_code == 200
         ready = httpx.get(f"http://{up.triton}/v2/health/ready", timeout=TIMEOUT_S)
@@ -146,70 +141,7 @@ def test_on_demand_models_require_a_repository_that_can_be_listed(tmp_path: Path
         exclude_startup_models(polled, ["*"])
 
 
-def test_refused_argument_is_reported_in_one_sentence(tmp_path: Path) -> None:
-    with Up(tmp_path, "--triton-arg", "--grpc-address=0.0.0.0") as up:
-        assert up.end() == 1
-    refused = "--triton-arg does not accept --grpc-address=0.0.0.0: the embedded Triton listens on 127.0.0.1"
-    assert up.lines == [f"triton-gateway: {refused}"]
-
-
 # A repository in an object store.
-
-
-class Bucket(BaseHTTPRequestHandler):
-    """The part of S3 that reading needs: HEAD, GET, and GET ?list-type=2, of the files in a folder."""
-
-    protocol_version = "HTTP/1.1"
-
-    def __init__(self, folder: Path | None, *arguments: Any) -> None:
-        self.folder = folder  # None: every request is refused
-        super().__init__(*arguments)
-
-    def read(self) -> None:
-        url = urlsplit(self.path)
-        key = url.path.lstrip("/").partition("/")[2]
-        if self.folder is None:
-            self.answer(403, b"")
-        elif not key:
-            self.answer(200, listing(self.folder, parse_qs(url.query).get("prefix", [""])[0]))
-        elif (file := self.folder / key).is_file():
-            self.answer(200, file.read_bytes())
-        else:
-            self.answer(404, b"")
-
-    do_GET = do_HEAD = read  # noqa: N815 - the library's names
-
-    def answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT")
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-def listing(folder: Path, prefix: str) -> bytes:
-    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    entries = "".join(
-        f"<Contents><Key>{key}</Key><LastModified>2024-01-01T00:00:00.000Z</LastModified></Contents>"
-        for key in sorted(map(str, files))
-        if key.startswith(prefix)
-    )
-    return (
-        f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>".encode()
-    )
-
-
-@contextmanager
-def bucket_of(folder: Path | None) -> Iterator[str]:
-    """Yield the address of the bucket."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Bucket, folder)) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"s3://127.0.0.1:{server.server_port}/bucket/models"
-        server.shutdown()
 
 
 CREDENTIALS = {
@@ -220,25 +152,12 @@ CREDENTIALS = {
 }
 
 
-@pytest.mark.long
-def test_models_are_read_from_an_object_store(tmp_path: Path) -> None:
-    write_model(tmp_path / "models")
-    with (
-        bucket_of(tmp_path) as address,
-        Up(address, command="triton", environment=CREDENTIALS) as triton,
-    ):
-        triton.wait_for("Triton is ready")
-        assert f"--model-repository={address}" in triton.server().cmdline()
-        url = f"http://{triton.triton}/v2/models/echo/ready"
-        assert httpx.get(url, timeout=TIMEOUT_S).status_code == 200
-
-
 def test_object_store_that_rejects_triton_is_named() -> None:
-    with (
-        bucket_of(None) as address,
-        Up(address, command="triton", environment=CREDENTIALS) as triton,
-    ):
-        assert triton.end() == 1
+    closed = {"": lambda script: script.answer(403, b"")}
+    with serving(by_path=closed) as server:
+        address = f"{server.url.replace('http', 's3')}/bucket/models"
+        with Up(address, command="triton", environment=CREDENTIALS) as triton:
+            assert triton.end() == 1
     assert triton.lines[-1].startswith(f"triton-gateway: Triton cannot start with {address}: ")
     assert "Check account credentials" in triton.lines[-1]
 
@@ -264,7 +183,7 @@ def test_model_that_fails_at_every_poll_is_logged_once() -> None:
     [
         (
             "instance group a_0 of model a has kind KIND_GPU but no GPUs are available",
-            "without the kind, Triton uses a GPU only if there is one",
+            "without the kind, Triton uses a GPU only if there is one; see triton-gateway doctor",
         ),
         (
             "Invalid model name: Could not determine backend for model 'a' with no backend",
@@ -275,6 +194,13 @@ def test_model_that_fails_at_every_poll_is_logged_once() -> None:
 def test_failed_load_is_logged_with_advice(reason: str, advice: str) -> None:
     line = f"E1121 15:25:33.839000 23132 model_lifecycle.cc:642] \"failed to load 'a' version 1: {reason}\""
     assert LogFilter().filter_line(line) == f"Triton: failed to load 'a': {reason}; {advice}"
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_reason_why_triton_finds_no_gpu_is_shown_if_there_is_one(has_gpu: bool) -> None:
+    line = 'W1121 15:25:32.216984 23132 metrics.cc:811] "DCGM unable to start: DCGM initialization error"'
+    shown = "Triton: DCGM unable to start: DCGM initialization error"
+    assert LogFilter(has_gpu=has_gpu).filter_line(line) == (shown if has_gpu else None)
 
 
 @pytest.mark.parametrize("command", ["up", "triton"])

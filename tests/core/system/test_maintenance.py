@@ -141,9 +141,7 @@ def test_drain_waits_for_running_requests(pair: Pair) -> None:
         assert running.result().status_code == 200
         ended = draining.result()
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout == (
-        f"{first.address} is cordoned: 0 requests and 0 sequences in progress\n"
-    )
+    assert ended.stdout == (f"{first.address} is cordoned: 0 requests and 0 sequences in flight\n")
 
 
 def step(client: httpx.Client, sequence: str, position: str = "") -> dict[str, Any]:

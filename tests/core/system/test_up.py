@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,11 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.embedded.options import CannotStart, ModelControl, TritonOptions
+from gateway.embedded.options import CannotStart, TritonOptions
 from gateway.embedded.supervisor import MAX_RESTARTS
 from tests.support import network
 from tests.support.servers import ROOT, Command, free_ports
-from tests.support.up import CONFIG, Up, holding, nothing_left, wait_for_end, write_model
+from tests.support.up import Up, holding, nothing_left, wait_for_end, write_model
 from tests.support.wait import TIMEOUT_S, wait_until
 
 
@@ -141,26 +142,34 @@ def test_triton_that_cannot_be_restarted_ends_up_with_the_reason(repository: Pat
         assert "the weights are gone" in up.lines[-1]
 
 
-def test_model_that_does_not_load_ends_up_with_the_reason_of_triton(repository: Path) -> None:
-    write_model(repository, "raise ValueError('no weights here')")
-    with Up(repository) as up:
+# What a model does when it is loaded, the flags, and the last line of a command that cannot start.
+REFUSED: list[tuple[str, tuple[str, ...], str]] = [
+    ("raise ValueError('no weights here')", (), "Triton could not load echo: no weights here$"),
+    ("time.sleep(600)", ("--start-timeout", "1"),
+     r"Triton was not ready within 1 s \(--start-timeout\); last line of its log: "),
+    ("pass", ("--load", "nobody"), "nobody"),
+    ("pass", ("--model-repository", "nowhere"),
+     "model repository not found: nowhere; choose another with --model-repository$"),
+    ("pass", ("--port", "9999", "--triton-grpc-port", "9999"),
+     "--port and --triton-grpc-port both use port 9999; choose different ports$"),
+    ("pass", ("--replicas", "2", "--port", "9080", "--triton-http-port", "8980"),
+     r"--port and --triton-http-port \(\+ 100\) both use port 9080; choose different ports$"),
+    ("pass", ("--replicas", "2", "--triton-http-port", "9000", "--triton-metrics-port", "9100"),
+     r"--triton-metrics-port and --triton-http-port \(\+ 100\) both use port 9100; choose different ports$"),
+    ("pass", ("--replicas", "2", "--triton-grpc-port", "65500"),
+     r"--triton-grpc-port \(\+ 100\) must be between 1 and 65535, not 65600$"),
+    ("pass", ("--triton-arg", "--grpc-address=0.0.0.0"),
+     "--triton-arg does not accept --grpc-address=0.0.0.0: the embedded Triton listens on 127.0.0.1$"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_command_that_cannot_start_ends_with_the_reason(repository: Path, number: int) -> None:
+    initialize, flags, words = REFUSED[number]
+    write_model(repository, initialize)
+    with Up(repository, *flags) as up:
         assert up.end() == 1
-    assert up.lines[-1] == "triton-gateway: Triton could not load echo: no weights here"
-
-
-def test_model_that_exceeds_the_start_timeout_ends_up(repository: Path) -> None:
-    write_model(repository, "time.sleep(600)")
-    with Up(repository, "--start-timeout", "1") as up:
-        assert up.end() == 1
-    assert (
-        "Triton was not ready within 1 s (--start-timeout); last line of its log: " in up.lines[-1]
-    )
-
-
-def test_missing_model_ends_up_with_its_name(repository: Path) -> None:
-    with Up(repository, "--load", "nobody") as up:
-        assert up.end() == 1
-    assert "nobody" in up.lines[-1]
+    assert re.search(f"^triton-gateway: .*{words}", up.lines[-1])
 
 
 @pytest.mark.parametrize(
@@ -176,13 +185,6 @@ def test_port_in_use_is_named_with_its_flag(repository: Path, flag: str) -> None
     ]
 
 
-def test_missing_model_repository_is_named_with_its_flag(tmp_path: Path) -> None:
-    with Up(tmp_path / "nowhere") as up:
-        assert up.end() == 1
-    assert "model repository not found" in up.lines[-1]
-    assert "--model-repository" in up.lines[-1]
-
-
 @pytest.mark.parametrize("name", ["my models", "a&b", "a;b", "$a", "a'b", "(a)", "a*", "\u00e9"])
 def test_path_that_the_python_backend_does_not_support_is_refused(
     tmp_path: Path, name: str
@@ -194,15 +196,9 @@ def test_path_that_the_python_backend_does_not_support_is_refused(
     assert f"'{odd}'" in str(refused.value)
     write_model(plain)
     (plain / "echo").rename(plain / name)
-    for options in (
-        TritonOptions((plain,), load_models=("*",)),
-        TritonOptions((plain,), load_models=(name,)),
-        TritonOptions((plain,), model_control=ModelControl.poll),
-    ):
-        with pytest.raises(CannotStart) as refused:
-            options.validate()
-        assert f"'{plain / name}'" in str(refused.value)
-    TritonOptions((plain,), load_models=("another",)).validate()
+    with pytest.raises(CannotStart) as refused:
+        TritonOptions((plain,)).validate()
+    assert f"'{plain / name}'" in str(refused.value)
     (tmp_path / "link").symlink_to(odd)
     TritonOptions((tmp_path / "link",), load_models=("*",)).validate()
 
@@ -218,33 +214,6 @@ def test_unsupported_path_is_reported_at_once_and_a_link_to_it_is_served(tmp_pat
     with Up(link) as up:
         up.wait_for("ready after")
         assert up.infer().json()["outputs"] == {"OUT": [1.5, 2.5]}
-
-
-def test_path_with_a_space_is_accepted_for_models_that_need_no_stub(tmp_path: Path) -> None:
-    odd = tmp_path / "my models"
-    write_model(odd)
-    config = odd / "echo" / "config.pbtxt"
-    for text in ('backend: "mine"', '# backend: "python"\nplatform: "ensemble"'):
-        config.write_text(text)
-        TritonOptions((odd,), load_models=("*",)).validate()
-    for text in ('name: "a" backend: "onnxruntime"', 'platform: "onnxruntime_onnx"', "# nothing"):
-        config.write_text(text)
-        with pytest.raises(CannotStart):
-            TritonOptions((odd,), load_models=("*",)).validate()
-    config.write_text('backend: "mine"')
-    (odd / "echo" / "configs").mkdir()
-    for text in (CONFIG, "# without a backend"):
-        (odd / "echo" / "configs" / "embedded.pbtxt").write_text(text)  # which Triton then reads
-        with pytest.raises(CannotStart):
-            TritonOptions((odd,), load_models=("*",)).validate()
-
-
-def test_file_name_that_the_stub_does_not_support_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "net" / "1").mkdir(parents=True)
-    config = tmp_path / "net" / "config.pbtxt"
-    config.write_text('default_model_filename: "my net.onnx" backend: "onnxruntime"')
-    with pytest.raises(CannotStart, match=r"net/my net\.onnx'.*a space"):
-        TritonOptions((tmp_path,), load_models=("*",)).validate()
 
 
 @pytest.mark.long
@@ -324,35 +293,6 @@ def test_triton_command_listens_on_the_given_host(repository: Path) -> None:
 
 
 @pytest.mark.long
-def test_triton_command_ends_if_its_server_cannot_be_restarted(repository: Path) -> None:
-    with Up(repository, command="triton") as triton:
-        triton.wait_for("Triton is ready")
-        write_model(repository, "raise ValueError('the weights are gone')")
-        triton.server().kill()
-        assert triton.end() == 1
-        assert "the weights are gone" in triton.lines[-1]
-
-
-@pytest.mark.long
-def test_up_continues_if_its_output_is_not_read(repository: Path) -> None:
-    with Up(repository, guarded=False) as up:
-        up.wait_for("ready after")
-        up.stop_reading()
-        killed = up.server()
-        killed.kill()
-        wait_until(lambda: set(up.servers()) - {killed})
-        wait_until(lambda: up.infer().status_code == 200)
-        with nothing_left(up, brief=True):
-            os.kill(up.pid, signal.SIGTERM)
-
-
-def test_flags_with_the_same_port_are_named(repository: Path) -> None:
-    with Up(repository, "--port", "9999", "--triton-grpc-port", "9999") as up:
-        assert up.end() == 1
-    assert "--port and --triton-grpc-port both use port 9999" in up.lines[-1]
-
-
-@pytest.mark.long
 def test_first_start_without_a_network_names_the_package_index(
     tmp_path: Path, repository: Path
 ) -> None:
@@ -401,13 +341,14 @@ def test_models_run_with_another_python_if_the_gateways_is_too_new() -> None:
     assert "Docker" in missing
 
 
-def test_invalid_setting_is_named() -> None:
-    with Command("serve", environment={"GATEWAY_MAX_BODY_BYTES": "many"}) as serve:
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("GATEWAY_MAX_BODY_BYTES", "many", "GATEWAY_MAX_BODY_BYTES cannot be 'many'"),
+        ("GATEWAY_TRITON_URLS", "ftp://x", "'ftp://x' is not a valid address"),
+    ],
+)
+def test_setting_that_is_invalid_is_named(setting: str, value: str, words: str) -> None:
+    with Command("serve", environment={setting: value}) as serve:
         assert serve.end() == 1
-    assert "GATEWAY_MAX_BODY_BYTES cannot be 'many'" in serve.lines[-1]
-
-
-def test_invalid_address_of_a_triton_is_named() -> None:
-    with Command("serve", environment={"GATEWAY_TRITON_URLS": "ftp://x"}) as serve:
-        assert serve.end() == 1
-    assert "'ftp://x' is not a valid address" in serve.lines[-1]
+    assert words in serve.lines[-1]

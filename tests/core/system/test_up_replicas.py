@@ -102,28 +102,3 @@ def test_port_in_use_of_another_replica_is_named(tmp_path: Path) -> None:
         assert up.end() == 1
     taken = f"port {port + 100} cannot be used (address already in use)"
     assert up.lines == [f"triton-gateway: {taken}; choose another with --triton-grpc-port (+ 100)"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        (
-            ("--port", "9080", "--triton-http-port", "8980"),
-            "--port and --triton-http-port (+ 100) both use port 9080; choose different ports",
-        ),
-        (
-            ("--triton-http-port", "9000", "--triton-metrics-port", "9100"),
-            "--triton-metrics-port and --triton-http-port (+ 100) both use port 9100; choose different ports",
-        ),
-        (
-            ("--triton-grpc-port", "65500"),
-            "--triton-grpc-port (+ 100) must be between 1 and 65535, not 65600",
-        ),
-    ],
-)
-def test_conflicting_or_invalid_ports_of_replicas_are_named(
-    tmp_path: Path, flags: tuple[str, ...], complaint: str
-) -> None:
-    with Up(tmp_path, *flags, replicas=2) as up:
-        assert up.end() == 1
-    assert up.lines == [f"triton-gateway: {complaint}"]

@@ -13,7 +13,7 @@ import pytest
 
 from gateway.access.keys import KEY_FIELDS, describe_caller
 from gateway.callers import Caller, Priority
-from gateway.commands.events import format_outcome
+from gateway.commands.resources import format_outcome
 from gateway.config.files import FileChange, WatchedFile, find_differences
 from gateway.errors import MalformedRequest
 from gateway.repository.events import EventLog

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gateway.embedded.installation import (
     CannotInstall,
-    HostPlatform,
+    Installation,
     build_once,
     cache_folder,
     check_cache_path,
@@ -18,21 +17,24 @@ from gateway.embedded.installation import (
     find_lock_file,
 )
 
-WORKS = HostPlatform("Linux", "x86_64", ("glibc", "2.36"))
+GLIBC = ("glibc", "2.36")
 
 
-def test_unsupported_platform_is_explained() -> None:
-    check_platform(WORKS)
-    for platform, words in (
-        (replace(WORKS, system="Darwin", machine="arm64"), "Linux x86-64 only"),
-        (replace(WORKS, machine="aarch64"), "Linux x86-64 only"),
-        (replace(WORKS, libc=("glibc", "2.31")), "glibc 2.35 or newer, not glibc 2.31"),
-        (replace(WORKS, libc=("", "")), "glibc 2.35 or newer, not this libc"),
-    ):
-        with pytest.raises(CannotInstall) as caught:
-            check_platform(platform)
-        assert words in str(caught.value)
-        assert "Docker" in str(caught.value)
+@pytest.mark.parametrize(
+    ("system", "machine", "libc", "words"),
+    [
+        ("Darwin", "arm64", GLIBC, "Linux x86-64 only, not on Darwin arm64"),
+        ("Linux", "aarch64", GLIBC, "Linux x86-64 only, not on Linux aarch64"),
+        ("Linux", "x86_64", ("glibc", "2.31"), "glibc 2.35 or newer, not glibc 2.31"),
+        ("Linux", "x86_64", ("", ""), "glibc 2.35 or newer, not this libc"),
+    ],
+)
+def test_unsupported_platform_is_explained(
+    system: str, machine: str, libc: tuple[str, str], words: str
+) -> None:
+    check_platform("Linux", "x86_64", GLIBC)
+    with pytest.raises(CannotInstall, match=f"{words}.*Docker"):
+        check_platform(system, machine, libc)
 
 
 def test_missing_libpython_is_explained(tmp_path: Path) -> None:
@@ -53,6 +55,21 @@ def test_cache_path_with_unsupported_characters_is_explained(
         check_cache_path(cache_folder())
     monkeypatch.setenv("TRITON_GATEWAY_CACHE", "/my-c@che")
     check_cache_path(cache_folder())
+
+
+@pytest.mark.parametrize(
+    ("inherited", "expected"),
+    [("", "/py:/libs"), ("/usr/local/nvidia/lib64", "/py:/libs:/usr/local/nvidia/lib64")],
+)
+def test_embedded_triton_inherits_the_places_of_libraries(
+    monkeypatch: pytest.MonkeyPatch, inherited: str, expected: str
+) -> None:
+    """Some machines find the driver of their GPU by this path only."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", inherited)
+    installation = Installation(
+        Path("/server"), Path("/libs"), Path("/backends"), Path("/bin"), Path("/py")
+    )
+    assert installation.environment()["LD_LIBRARY_PATH"] == expected
 
 
 LOCKS = [

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.commands import tables
-from gateway.commands.inference.records import Record, encode_json_record
+from gateway.commands.records import encode_json_record
 from gateway.embedded.log_filter import LogFilter
 from gateway.messages import escape_unprintable, escape_unprintable_json, print_message
 from gateway.telemetry.logs import ACCESS_LOGGER, ConsoleFormatter, TerminalFormatter
@@ -49,7 +49,7 @@ def test_drawn_text_becomes_printable_and_json_keeps_its_meaning(text: str) -> N
 def test_json_that_orjson_cannot_write_is_printed(
     value: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written = encode_json_record(Record("a", {"Y": value}))
+    written = encode_json_record({"input": "a", "outputs": {"Y": value}})
     assert json.loads(written) == {"input": "a", "outputs": {"Y": value}}
     tables.print_json(value)
     assert json.loads(capsys.readouterr().out) == value
@@ -143,9 +143,8 @@ def test_tables_and_json_of_commands_are_escaped(
 
 
 def test_records_are_escaped() -> None:
-    found = Record(EVIL, {"OUT": EVIL})
-    line = encode_json_record(found)
+    line = encode_json_record({"input": EVIL, "outputs": {"OUT": EVIL}})
     assert_harmless(line.decode())
     assert orjson.loads(line) == {"input": EVIL, "outputs": {"OUT": EVIL}}
-    short = encode_json_record(Record("a", {"OUT": [1.5]}))
+    short = encode_json_record({"input": "a", "outputs": {"OUT": [1.5]}})
     assert short == b'{"input":"a","outputs":{"OUT":[1.5]}}\n'

@@ -75,7 +75,11 @@ COMPOSERS = (
     "gateway.doctor.checks",
     "gateway.server.launch",
 )  # they use every capability of the list
-DESCRIBED = (*COMPOSERS, "gateway.server.welcome")  # they use what capabilities say of themselves
+DESCRIBED = (
+    *COMPOSERS,
+    "gateway.doctor.gpu",
+    "gateway.server.welcome",
+)  # they use what capabilities say of themselves
 ASYNC_NODES = (ast.AsyncFunctionDef, ast.AsyncFor, ast.AsyncWith, ast.Await)
 CONSTRUCTORS = ("__init__", "__post_init__")
 COMPAT_MODULES = {
