@@ -37,18 +37,19 @@ def attach_uploads(settings: Settings) -> Attachment:
 
     upload_settings = settings.read(UploadSettings)
     can_write = settings.model_uploads is not ModelUploads.off
-    files = create_model_store(upload_settings, can_write=can_write)
+    files = create_model_store(upload_settings)
 
     async def open_publisher(services: Services, stack: AsyncExitStack) -> None:
         if files is not None:
-            if files.can_write and not services.repository.state.store.is_shared:
+            if can_write and not services.repository.state.store.is_shared:
                 log.warning(
                     "uploads to %s assume that no other gateway changes it: gateways that share a repository "
                     "must share their state, and GATEWAY_STATE is memory: or none:",
                     upload_settings.repository,
                 )
             publisher = ModelPublisher(files, services.repository)
-            await files.run(files.open)
+            if can_write:
+                await files.run(files.open)
             stack.callback(files.close)
             stack.push_async_callback(publisher.close)
             services.provide(publisher)
@@ -57,7 +58,7 @@ def attach_uploads(settings: Settings) -> Attachment:
     return Attachment((router,), open=open_publisher)
 
 
-def create_model_store(settings: UploadSettings, *, can_write: bool) -> ModelStore | None:
+def create_model_store(settings: UploadSettings) -> ModelStore | None:
     """Return the store of GATEWAY_REPOSITORY; None without it. Raises `CannotUseBucket`."""
     from gateway.capabilities.uploads.model_files.bucket import Bucket
     from gateway.capabilities.uploads.model_files.folder import ModelFolder
@@ -70,7 +71,7 @@ def create_model_store(settings: UploadSettings, *, can_write: bool) -> ModelSto
         files = Bucket(bucket)
     else:
         return None
-    return ModelStore(files, can_write=can_write, max_bytes=settings.max_repository_bytes)
+    return ModelStore(files, settings.max_repository_bytes)
 
 
 def check_uploads(settings: Settings) -> Iterator[Finding]:

@@ -5,8 +5,9 @@ A change continues when its client disconnects: files and replicas must not disa
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any, TypeVar
 
 from gateway.capabilities.uploads.model_files.model_upload import ModelUpload
 from gateway.capabilities.uploads.model_files.store import ModelChange, ModelStore
@@ -18,6 +19,7 @@ from gateway.repository.state.interface import WRITE_ACTION
 from gateway.tasks import TaskSet, cancel_tasks
 from gateway.telemetry.request_info import record_change
 
+T = TypeVar("T")
 VersionChange = tuple[Collection[int], Collection[int]]  # the versions before and afterwards
 UploadBuild = Callable[[bytes | None], ModelUpload]
 
@@ -35,29 +37,9 @@ class ModelPublisher:
         self.files.stop()
         await cancel_tasks(list(self._tasks))
 
-    async def publish(
-        self, model: str, version: int | None, build: UploadBuild, *, load: bool
-    ) -> ModelUpload:
-        """Install the upload as this or the next version, and load the model; return it with its versions.
-
-        `build` gets the existing config. If the load fails, the files are as before. Raises the error of
-        the load, or of the file system.
-        """
-        work = self._publish(model, version, build, load=load)
-        return await self._events.run_call(self._tasks, "upload", model, work)
-
-    async def remove_model(self, model: str, is_visible: VisibilityCheck) -> None:
-        """Unload a model from every replica, and remove its files. Raises `UnknownModel` or `Conflict`."""
-        work = self._remove_model(model, is_visible)
-        await self._events.run_call(self._tasks, "removal", model, work)
-
-    async def remove_version(self, model: str, version: int) -> None:
-        """Remove a version, and reload the model.
-
-        Raises `UnknownModel`, or `Conflict` for the last one and while the model is being loaded.
-        """
-        work = self._remove_version(model, version)
-        await self._events.run_call(self._tasks, "removal", model, work)
+    async def run(self, action: str, model: str, change: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a change, which goes on and is recorded if the client disconnects."""
+        return await self._events.run_call(self._tasks, action, model, change)
 
     @asynccontextmanager
     async def _lock_files(self, model: str) -> AsyncIterator[None]:
@@ -71,9 +53,14 @@ class ModelPublisher:
                 raise StateUnavailable(WRITE_ACTION, "it gives no lease of the model's files")
             yield
 
-    async def _publish(
+    async def publish(
         self, model: str, version: int | None, build: UploadBuild, *, load: bool
     ) -> ModelUpload:
+        """Install the upload as this or the next version, and load the model; return it with its versions.
+
+        `build` gets the existing config. If the load fails, the files are as before. Raises the error of
+        the load, or of the file system.
+        """
         files = self.files
         async with self._lock_files(model):
             existing_config = await files.run(files.read_config, model)
@@ -123,7 +110,8 @@ class ModelPublisher:
         with suppress(GatewayError):
             await self._repository.read_indexes()
 
-    async def _remove_model(self, model: str, is_visible: VisibilityCheck) -> None:
+    async def remove_model(self, model: str, is_visible: VisibilityCheck) -> None:
+        """Unload a model from every replica, and remove its files. Raises `UnknownModel` or `Conflict`."""
         files = self.files
         async with self._lock_files(model):
             if not await files.run(files.has_model, model):
@@ -138,7 +126,11 @@ class ModelPublisher:
             record_versions(model, (versions, ()))
             await self._forget(model)
 
-    async def _remove_version(self, model: str, version: int) -> None:
+    async def remove_version(self, model: str, version: int) -> None:
+        """Remove a version, and reload the model.
+
+        Raises `UnknownModel`, or `Conflict` for the last one and while the model is being loaded.
+        """
         files = self.files
         async with self._lock_files(model):
             versions = await files.run(files.list_versions, model)

@@ -193,7 +193,8 @@ async def upload_model(
     try:
         async with receive_files(body, publisher.files, filename, rules) as (staging, received):
             build = partial(build_upload, received, staging, rules)
-            upload = await publisher.publish(model, number, build, load=load)
+            change = publisher.publish(model, number, build, load=load)
+            upload = await publisher.run("upload", model, change)
     except ClientDisconnect:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     versions = [str(version) for version in sorted(upload.versions)]
@@ -216,7 +217,8 @@ async def remove_model(request: Request, services: ServicesForManagement, model:
     """Unload a model from every replica, and remove its files and labels."""
     publisher = get_publisher(services)
     check_stored_name(model)
-    await publisher.remove_model(model, get_caller(request).can_see)
+    change = publisher.remove_model(model, get_caller(request).can_see)
+    await publisher.run("removal", model, change)
     await services.resolver.policy.forget_model(model)
     return Response(orjson.dumps({"model": model}), media_type=JSON)
 
@@ -234,7 +236,7 @@ async def remove_model_version(
     publisher = get_publisher(services)
     number = find_stored_version(model, version)
     record_version(request, str(number))
-    await publisher.remove_version(model, number)
+    await publisher.run("removal", model, publisher.remove_version(model, number))
     return Response(orjson.dumps({"model": model, "version": str(number)}), media_type=JSON)
 
 

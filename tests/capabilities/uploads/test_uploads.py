@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import tarfile
-import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -27,9 +26,9 @@ from gateway.capabilities.uploads.model_files.store import STORE_THREADS
 from gateway.client import AsyncClient, Client, GatewayError
 from tests.capabilities.uploads.support.uploads import (
     FIRST,
+    HIDDEN,
     MIB,
     SECOND,
-    UNKNOWN_OPERATOR,
     FolderPlace,
     adding,
     folder_place,
@@ -37,18 +36,11 @@ from tests.capabilities.uploads.support.uploads import (
     padded,
 )
 from tests.support.errors import assert_error
-from tests.support.fleet import BODY, V2_BODY, Load, write_echo
+from tests.support.fleet import write_echo
 from tests.support.gateway_forks import run_gateway
 from tests.support.keys import ADMIN, bearer, entry, written
 from tests.support.servers import Command, gateway_before
 from tests.support.wait import wait_until
-
-HIDDEN = ".triton-gateway-"
-
-
-def hidden(repository: Path) -> list[str]:
-    """The temporary files."""
-    return [str(path.relative_to(repository)) for path in repository.rglob(f"{HIDDEN}*")]
 
 
 @pytest.fixture(scope="module")
@@ -57,78 +49,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderPlace]:
         yield place
 
 
-def test_upload_serves_a_model_and_the_next_one_its_next_version(
-    place: FolderPlace, tmp_path: Path
-) -> None:
-    """Under load: no inference fails while the version changes."""
-    for number, content in enumerate((FIRST, SECOND), 1):
-        file = tmp_path / "whatever"  # no suffix says what it is
-        file.write_bytes(content)
-        with ExitStack() as stack:
-            load = None
-            if number > 1:
-                load = stack.enter_context(Load(str(place.client.base_url), model="mine"))
-                load.wait_for_more()
-            url = f"{place.client.base_url}/v1/models/mine"
-            ran = subprocess.run(["curl", "-sS", "-T", file, url], capture_output=True, text=True)
-            if load is not None:
-                load.wait_for_more()
-        assert load is None or set(load.statuses) == {200}
-        digest = hashlib.sha256(content).hexdigest()
-        expected = {
-            "model": "mine",
-            "version": str(number),
-            "sha256": digest,
-            "bytes": len(content),
-        }
-        assert httpx.Response(200, text=ran.stdout).json() == expected, ran
-        assert place.infer("mine") == [1 + number, 2 + number]
-        audited = place.command.wait_for(f"version={number} sha256={digest}")
-        assert "PUT /v1/models/mine: succeeded" in audited
-        before, after = list(range(1, number)), list(range(1, number + 1))
-        assert f"'versions of model mine', 'from': {before}, 'to': {after}" in audited
-    assert listed_states(place.client, "mine") == ["READY", "READY"]
-    files = place.client.get("/v1/models/mine/files").json()["files"]
-    assert [file["path"] for file in files] == ["1/model.onnx", "2/model.onnx", "config.pbtxt"]
-    of_version = place.client.get("/v1/models/mine/versions/2/files").json()["files"]
-    assert of_version == [file for file in files if file["path"].startswith("2/")]
-    assert of_version[0] == {
-        "path": "2/model.onnx",
-        "bytes": len(SECOND),
-        "sha256": hashlib.sha256(SECOND).hexdigest(),
-    }
-    download = place.client.get("/v1/models/mine/files/1/model.onnx")
-    assert download.content == FIRST
-    assert download.headers["repr-digest"] == digest_header(FIRST)
-    assert hidden(place.repository) == []
-
-
 def digest_header(content: bytes) -> str:
     return f"sha-256=:{base64.b64encode(hashlib.sha256(content).digest()).decode()}:"
-
-
-@pytest.mark.long
-def test_version_that_cannot_be_loaded_leaves_nothing_behind(place: FolderPlace) -> None:
-    put = place.client.put("/v1/models/steady", content=FIRST)
-    assert put.status_code == 201
-    assert put.headers["location"] == "/v1/models/steady/versions/1"
-    config = b'backend: "onnxruntime" max_batch_size: 0'
-    form = {"model": ("any.onnx", UNKNOWN_OPERATOR), "config": ("config.pbtxt", config)}
-    for path in ("steady", "steady/versions/1"):
-        refused = place.client.put(f"/v1/models/{path}", files=form)
-        assert refused.status_code == 422
-        assert refused.json()["code"] == "LOAD_FAILED"
-        assert "Odd" in refused.json()["error"]
-        assert place.infer("steady") == [2, 3]
-        assert place.versions("steady") == ["1"]
-        written_config = (place.repository / "steady" / "config.pbtxt").read_bytes()
-        assert written_config == b'backend: "onnxruntime"\n'
-        assert (place.repository / "steady" / "1" / "model.onnx").read_bytes() == FIRST
-    for content in (UNKNOWN_OPERATOR, FIRST[:-1]):
-        refused = place.client.put("/v1/models/fresh", content=content)
-        assert (refused.status_code, refused.json()["code"]) == (422, "LOAD_FAILED")
-        assert not (place.repository / "fresh").exists()
-    assert hidden(place.repository) == []
 
 
 @pytest.mark.long
@@ -139,89 +61,6 @@ def test_labels_of_a_removed_model_are_deleted(place: FolderPlace) -> None:
         assert client.get(labels).json()["labels"] == []
         assert client.put(f"{labels}/stable", json={"version": "1"}).status_code == 200
         assert client.delete("/v1/models/labelled").status_code == 200
-
-
-@pytest.mark.long
-def test_versions_and_models_are_removed(place: FolderPlace) -> None:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as zipped:
-        zipped.writestr("gone/7/net.onnx", FIRST)
-        zipped.writestr("gone/config.pbtxt", 'name: "gone"')
-    put = place.client.put("/v1/models/gone?load=false", content=file.getvalue())
-    assert put.status_code == 201, put.text
-    assert put.json()["version"] == "1"
-    config = (place.repository / "gone" / "config.pbtxt").read_text()
-    assert config == 'backend: "onnxruntime"\nname: "gone"'
-    only = place.client.delete("/v1/models/gone/versions/1")
-    assert_error(only, 409, "CONFLICT", "the only one of model 'gone'")
-    assert place.client.put("/v1/models/gone", content=SECOND).json()["version"] == "2"
-    assert place.infer("gone") == [3, 4]
-    assert place.client.delete("/v1/models/gone/versions/2").json() == {
-        "model": "gone",
-        "version": "2",
-    }
-    assert place.infer("gone") == [2, 3]
-    assert place.client.delete("/v1/models/gone").json() == {"model": "gone"}
-    assert not (place.repository / "gone").exists()
-    assert all(model["name"] != "gone" for model in place.client.get("/v1/models").json()["models"])
-    again = place.client.delete("/v1/models/gone")
-    assert_error(again, 404, "MODEL_NOT_FOUND", "'gone' is not found")
-    for path, body in (("/v1/models/gone/infer", BODY), ("/v2/models/gone/infer", V2_BODY)):
-        inference = place.client.post(path, json=body)
-        assert_error(inference, 404, "MODEL_NOT_FOUND", "'gone' is not found")
-    assert hidden(place.repository) == []
-
-
-@pytest.mark.long
-def test_all_versions_of_an_archive_are_served_or_none(place: FolderPlace) -> None:
-    def zipped(**versions: bytes) -> bytes:
-        file = io.BytesIO()
-        with zipfile.ZipFile(file, "w") as archive:
-            archive.writestr("config.pbtxt", "version_policy { all { } }")
-            for version, content in versions.items():
-                archive.writestr(f"{version.strip('v')}/model.onnx", content)
-        return file.getvalue()
-
-    def answers() -> list[list[float]]:
-        names = [f"both/versions/{version}" for version in place.versions("both")]
-        return [place.infer(name) for name in names]
-
-    put = place.client.put("/v1/models/both", content=zipped(v2=FIRST, v5=SECOND))
-    assert put.status_code == 201, put.text
-    assert (put.json()["version"], put.json()["versions"]) == ("5", ["2", "5"])
-    assert put.headers["location"] == "/v1/models/both/versions/5"
-    assert answers() == [[2, 3], [3, 4]]
-    bad = zipped(v2=SECOND, v5=UNKNOWN_OPERATOR, v6=SECOND)
-    refused = place.client.put("/v1/models/both", content=bad)
-    assert (refused.status_code, refused.json()["code"]) == (422, "LOAD_FAILED")
-    assert "Odd" in refused.json()["error"]
-    assert answers() == [[2, 3], [3, 4]]
-    put = place.client.put("/v1/models/both", content=zipped(v5=adding(7), v6=SECOND))
-    assert put.status_code == 201, put.text
-    assert answers() == [[2, 3], [8, 9], [3, 4]]
-    numbered = place.client.put("/v1/models/both/versions/1", content=zipped(v1=FIRST, v2=FIRST))
-    assert_error(numbered, 422, "INVALID_MODEL_FILE", "keep their numbers")
-    assert hidden(place.repository) == []
-    assert place.client.delete("/v1/models/both").status_code == 200
-
-
-def test_concurrent_uploads_of_one_model_get_consecutive_versions(
-    place: FolderPlace, limited: httpx.Client
-) -> None:
-    """Through two gateways that share the repository."""
-
-    def upload(number: int) -> httpx.Response:
-        client = (place.client, limited)[number % 2]
-        return client.put("/v1/models/turns?load=false", content=adding(number))
-
-    with ThreadPoolExecutor(4) as pool:
-        answers = [answer.json() for answer in pool.map(upload, range(8))]
-    versions = {answer["version"]: answer["sha256"] for answer in answers}
-    assert sorted(versions) == [str(number) for number in range(1, 9)]
-    for version, digest in versions.items():
-        content = (place.repository / "turns" / version / "model.onnx").read_bytes()
-        assert hashlib.sha256(content).hexdigest() == digest
-    assert place.client.get("/v2/models/turns/ready").status_code != 200
 
 
 # With one instance more than a config may have.
@@ -288,21 +127,7 @@ def test_invalid_upload_is_refused_and_nothing_is_written(
     refused = limited.put(f"/v1/models/{path}", headers=headers, content=body)
     assert_error(refused, status, code, words)
     assert not (place.repository / "bad").exists()
-    assert hidden(place.repository) == []
-
-
-def test_upload_beyond_the_quota_is_refused(limited: httpx.Client, place: FolderPlace) -> None:
-    filler = place.repository / "filler"
-    filler.write_bytes(b"x" * (14 * MIB))
-    try:
-        for announced in (True, False):
-            content = b"".join(padded(3 * MIB))
-            body = content if announced else iter([content])
-            refused = limited.put("/v1/models/bad", content=body)
-            assert_error(refused, 507, "REPOSITORY_FULL", "does not fit into the repository")
-    finally:
-        filler.unlink()
-    assert hidden(place.repository) == []
+    assert place.hidden() == []
 
 
 @pytest.mark.fault(
@@ -315,10 +140,10 @@ def test_at_most_sixteen_uploads_are_received_at_a_time(
         for _ in range(16):
             connection = begin_upload(limited, "many", 400_000, Authorization=f"Bearer {ADMIN}")
             stack.enter_context(connection)
-        wait_until(lambda: len(hidden(place.repository)) == 16)
+        wait_until(lambda: len(place.hidden()) == 16)
         refused = limited.put("/v1/models/many", content=FIRST)
         assert_error(refused, 429, "OVERLOADED", "16 uploads are in progress")
-    wait_until(lambda: not hidden(place.repository))
+    wait_until(lambda: not place.hidden())
     stored = limited.put("/v1/models/some-other?load=false", content=FIRST)
     assert stored.status_code == 201
     assert limited.delete("/v1/models/some-other").status_code == 200
@@ -388,25 +213,6 @@ def test_code_is_accepted_if_the_setting_allows_it(place: FolderPlace, tmp_path:
         listed = client.get("/v1/models/code/files").json()["files"]
         assert [each["path"] for each in listed] == ["1/model.py", "config.pbtxt"]
         assert client.delete("/v1/models/code").status_code == 200
-
-
-@pytest.mark.parametrize("size", [192 * MIB, pytest.param(1024 * MIB, marks=pytest.mark.soak)])
-def test_large_upload_takes_little_memory(place: FolderPlace, size: int) -> None:
-    process = psutil.Process(place.command.pid)
-    assert place.client.put("/v1/models/large?load=false", content=FIRST).status_code == 201
-    before = process.memory_info().rss
-    peak = before
-
-    def body() -> Iterator[bytes]:
-        nonlocal peak
-        for piece in padded(size):
-            peak = max(peak, process.memory_info().rss)
-            yield piece
-
-    put = place.client.put("/v1/models/large?load=false", content=body())
-    assert put.status_code == 201, put.text
-    assert peak - before < 16 * MIB
-    assert place.client.delete("/v1/models/large").status_code == 200
 
 
 def run_command(place: FolderPlace, *words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -589,7 +395,7 @@ def test_work_on_archives_ends_when_their_clients_leave(place: FolderPlace) -> N
             )
         )
         assert "INVALID_MODEL_FILE" not in command.output  # at the end of an archive without files
-    assert hidden(place.repository) == []
+    assert place.hidden() == []
 
 
 @contextmanager
@@ -625,7 +431,7 @@ def test_upload_to_a_full_disk_changes_nothing(
             assert client.put(path, content=FIRST).status_code == 201
             refused = client.put(path, content=b"".join(padded(2 * MIB)))
             assert_error(refused, 507, "REPOSITORY_FULL", reason)
-            assert hidden(small) == []
+            assert list(small.glob(f"{HIDDEN}*")) == []
             files = client.get("/v1/models/mine/files").json()["files"]
             assert [file["path"] for file in files] == ["1/model.onnx", "config.pbtxt"]
             assert client.put(path, content=SECOND).json()["version"] == "2"

@@ -78,10 +78,8 @@ class ModelFolder:
         make_durable([file.path for file in added.values()])
 
     def put(self, path: str, file: StagedFile) -> None:
-        target = self._root / path
-        make_folder(target.parent)
         file.path.chmod(FILE_MODE)
-        file.path.replace(target)
+        self._place(file.path, self._root / path)
 
     def copy(self, source: str, target: str) -> None:
         """Make a link, or a copy on a file system that has none."""
@@ -91,9 +89,14 @@ class ModelFolder:
             shutil.copy2(self._root / source, self._root / target, follow_symlinks=False)
 
     def move(self, source: str, target: str) -> None:
-        make_folder((self._root / target).parent)
-        (self._root / source).replace(self._root / target)
+        self._place(self._root / source, self._root / target)
         (self._root / source).unlink(missing_ok=True)  # two links to one file are not replaced
+
+    def _place(self, source: Path, target: Path) -> None:
+        target.parent.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+        source.replace(target)
+        # Python takes a file of the same size and second for the one that it has compiled.
+        shutil.rmtree(target.parent / BYTECODE_FOLDER, ignore_errors=True)
 
     def delete(self, paths: Iterable[str]) -> None:
         for path in paths:
@@ -125,10 +128,6 @@ def walk_files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
                     yield Path(entry.path), entry.stat(follow_symlinks=False)
             elif entry.name != BYTECODE_FOLDER:
                 yield from walk_files(Path(entry.path))
-
-
-def make_folder(folder: Path) -> None:
-    folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
 
 
 def make_durable(paths: Sequence[Path]) -> None:

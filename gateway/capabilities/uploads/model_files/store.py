@@ -177,8 +177,7 @@ class ModelStore:
     The methods block, but for `stop`, `run` and `hold_upload_slot`: `run` runs them in a few threads.
     """
 
-    def __init__(self, files: ModelFiles, *, can_write: bool, max_bytes: int = 0) -> None:
-        self.can_write = can_write
+    def __init__(self, files: ModelFiles, max_bytes: int = 0) -> None:
         self._files = files
         self._max_bytes = max_bytes
         self._threads = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="model-files")
@@ -188,12 +187,11 @@ class ModelStore:
 
     def open(self) -> None:
         """Prepare the repository; log a warning if it cannot be used."""
-        if self.can_write:
-            try:
-                with translate_os_errors():
-                    self._files.open()
-            except (RepositoryFull, RepositoryUnavailable) as exc:
-                log.warning("models cannot be uploaded to %s: %s", self._files, exc.detail)
+        try:
+            with translate_os_errors():
+                self._files.open()
+        except (RepositoryFull, RepositoryUnavailable) as exc:
+            log.warning("models cannot be uploaded to %s: %s", self._files, exc.detail)
 
     def stop(self) -> None:
         """Let the changes that threads are making be reverted: the tasks that wait for them are cancelled."""
