@@ -42,7 +42,7 @@ def attach_uploads(settings: Settings) -> Attachment:
     async def open_publisher(services: Services, stack: AsyncExitStack) -> None:
         if files is not None:
             if can_write and not services.repository.state.store.is_shared:
-                log.warning(
+                log.info(
                     "uploads to %s assume that no other gateway changes it: gateways that share a repository "
                     "must share their state, and GATEWAY_STATE is memory: or none:",
                     upload_settings.repository,

@@ -206,7 +206,8 @@ def test_code_is_accepted_if_the_setting_allows_it(place: FolderPlace, tmp_path:
         packed.add(tmp_path / "code", "code")
     refused = place.client.put("/v1/models/code", content=file.getvalue())
     assert refused.json()["code"] == "INVALID_MODEL_FILE"
-    with place.another_gateway(model_uploads="code", state="memory:") as (client, command):
+    settings = {"model_uploads": "code", "state": "memory:", "log_level": "info"}
+    with place.another_gateway(**settings) as (client, command):
         command.wait_for("gateways that share a repository must share their state")
         assert client.put("/v1/models/code", content=file.getvalue()).status_code == 201
         assert place.infer("code", client) == [1, 2]
