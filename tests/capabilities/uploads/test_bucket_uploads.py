@@ -21,6 +21,7 @@ from tests.capabilities.uploads.support.uploads import (
     SECOND,
     BucketPlace,
     bucket_place,
+    pack_zip,
     padded,
     triton_of,
 )
@@ -47,6 +48,19 @@ def test_file_of_another_program_is_listed_with_its_checksum(place: BucketPlace)
     assert place.client.put("/v1/models/foreign", content=SECOND).json()["version"] == "2"
     assert place.infer("foreign") == [3, 4]
     assert place.client.delete("/v1/models/foreign").status_code == 200
+
+
+def test_replaced_version_has_the_files_of_the_upload_whatever_their_names(
+    place: BucketPlace,
+) -> None:
+    for name in ("weights.bin", "odd ä~#%20.bin"):
+        content = pack_zip({"1/model.onnx": FIRST, f"1/{name}": name})
+        put = place.client.put("/v1/models/several/versions/1?load=false", content=content)
+        assert put.status_code == 201, put.text
+        listed = place.client.get("/v1/models/several/versions/1/files").json()["files"]
+        assert [file["path"] for file in listed] == ["1/model.onnx", f"1/{name}"]
+    assert place.client.delete("/v1/models/several").status_code == 200
+    assert place.files("several") == {}
 
 
 def test_missing_bucket_is_reported(place: BucketPlace) -> None:

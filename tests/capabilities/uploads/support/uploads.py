@@ -41,7 +41,7 @@ FIRST, SECOND = adding(1), adding(2)
 UNKNOWN_OPERATOR = FIRST.replace(b"\x03Add", b"\x03Odd")
 
 
-def pack_zip(files: Mapping[str, str]) -> bytes:
+def pack_zip(files: Mapping[str, str | bytes]) -> bytes:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         for name, text in files.items():
@@ -51,12 +51,8 @@ def pack_zip(files: Mapping[str, str]) -> bytes:
 
 def zipped_versions(versions: Mapping[int, bytes]) -> bytes:
     """An archive of versions, all of which are served."""
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        archive.writestr("config.pbtxt", "version_policy { all { } }")
-        for version, content in versions.items():
-            archive.writestr(f"{version}/model.onnx", content)
-    return packed.getvalue()
+    files = {f"{version}/model.onnx": content for version, content in versions.items()}
+    return pack_zip({"config.pbtxt": "version_policy { all { } }", **files})
 
 
 def padded(size: int) -> Iterator[bytes]:
